@@ -1,0 +1,26 @@
+"""Kubernetes device plugins in Python: describe a device once, serve it to the kubelet.
+
+This is the face of the package: what an author of a device needs. Everything else is imported
+from its own module.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from deviceplugin.device import ContainerEdits, Device, DeviceNode, Health, Mount, Version
+from deviceplugin.source import DeviceSource
+
+if TYPE_CHECKING:
+    from deviceplugin.agent import run
+
+__all__ = ["ContainerEdits", "Device", "DeviceNode", "DeviceSource", "Health", "Mount", "Version", "run"]
+
+
+def __getattr__(name: str) -> object:
+    # `run` brings gRPC along; a tool that only describes devices does not pay for it.
+    if name == "run":
+        from deviceplugin.agent import run
+
+        return run
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,0 +1,226 @@
+"""Values that describe devices and what a container gets with them.
+
+The first room of the house: frozen values, no I/O, no clock. Sources make them, the inventory
+keeps them, both doors read them.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from types import MappingProxyType
+from typing import Any, Final
+
+__all__ = [
+    "AttributeValue",
+    "ContainerEdits",
+    "Device",
+    "DeviceNode",
+    "EditConflictError",
+    "Health",
+    "Mount",
+    "Version",
+]
+
+_NO_STRINGS: Final[Mapping[str, str]] = MappingProxyType({})
+_NO_ATTRIBUTES: Final[Mapping[str, Any]] = MappingProxyType({})
+
+
+class Health(enum.Enum):
+    """What is known of a device's health.
+
+    Three states, because "could not be read" is not "broken": a device of unknown health goes on
+    being offered, only a device known to be unhealthy is withdrawn.
+    """
+
+    HEALTHY = "healthy"
+    UNHEALTHY = "unhealthy"
+    UNKNOWN = "unknown"
+
+    @property
+    def usable(self) -> bool:
+        """Whether new containers may be given such a device."""
+        return self is not Health.UNHEALTHY
+
+
+class Version(str):
+    """A semantic version as an attribute value, so that selectors can compare it as one."""
+
+    __slots__ = ()
+
+
+AttributeValue = str | int | bool | Version
+"""What an attribute of a device may be; the four kinds of resource.k8s.io."""
+
+
+class EditConflictError(ValueError):
+    """Raised when two edits of one container contradict each other."""
+
+
+def _absolute(path: str, what: str) -> None:
+    if not path.startswith("/"):
+        raise ValueError(f"{what} must be an absolute path, not {path!r}")
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceNode:
+    """A device node of the host and how a container sees it.
+
+    `container` empty means the same path as on the host. `permissions` is any of r (read),
+    w (write) and m (mknod).
+    """
+
+    host: str
+    container: str = ""
+    permissions: str = "rw"
+
+    def __post_init__(self) -> None:
+        _absolute(self.host, "a device node's host path")
+        if self.container:
+            _absolute(self.container, "a device node's container path")
+        if not self.permissions or set(self.permissions) - set("rwm"):
+            raise ValueError(f"permissions must be made of r, w and m, not {self.permissions!r}")
+
+    @property
+    def path(self) -> str:
+        """Where the container finds the node."""
+        return self.container or self.host
+
+
+@dataclass(frozen=True, slots=True)
+class Mount:
+    """A file or directory of the host, bind-mounted into a container."""
+
+    host: str
+    container: str
+    readonly: bool = True
+
+    def __post_init__(self) -> None:
+        _absolute(self.host, "a mount's host path")
+        _absolute(self.container, "a mount's container path")
+
+
+@dataclass(frozen=True, slots=True)
+class ContainerEdits:
+    """What a container gets together with its devices, through either door.
+
+    env: variables by name. nodes: device nodes; a plain string is that node at the same path,
+    read and write. mounts: bind mounts. annotations: for the container runtime (the plugin door
+    only, they are not the pod's). cdi: fully qualified CDI device names, vendor.com/class=name.
+    """
+
+    env: Mapping[str, str] = _NO_STRINGS
+    nodes: Sequence[DeviceNode | str] = ()
+    mounts: Sequence[Mount] = ()
+    annotations: Mapping[str, str] = _NO_STRINGS
+    cdi: Sequence[str] = ()
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "nodes", _nodes(self.nodes))
+        object.__setattr__(self, "mounts", tuple(self.mounts))
+        object.__setattr__(self, "cdi", tuple(self.cdi))
+
+    def __bool__(self) -> bool:
+        return bool(self.env or self.nodes or self.mounts or self.annotations or self.cdi)
+
+    @property
+    def device_nodes(self) -> tuple[DeviceNode, ...]:
+        """The nodes, all of them as DeviceNode."""
+        return self.nodes  # type: ignore[return-value]  # __post_init__ made them so
+
+    @classmethod
+    def merge(cls, edits: Iterable[ContainerEdits]) -> ContainerEdits:
+        """Put edits together into one; what is said twice in the same way is kept once.
+
+        Raises:
+            EditConflictError: two edits give one variable, annotation, node or mount point
+                different contents. A value that two devices must share (a list of ids, say) is
+                made by the source's `edits` hook, which sees all devices of the container.
+
+        """
+        env: dict[str, str] = {}
+        nodes: dict[str, DeviceNode] = {}
+        mounts: dict[str, Mount] = {}
+        annotations: dict[str, str] = {}
+        cdi: dict[str, None] = {}
+        for edit in edits:
+            _put(env, edit.env.items(), "environment variable")
+            _put(nodes, ((node.path, node) for node in edit.device_nodes), "device node")
+            _put(mounts, ((mount.container, mount) for mount in edit.mounts), "mount at")
+            _put(annotations, edit.annotations.items(), "annotation")
+            cdi.update(dict.fromkeys(edit.cdi))
+        return cls(env, tuple(nodes.values()), tuple(mounts.values()), annotations, tuple(cdi))
+
+    def over(self, base: ContainerEdits) -> ContainerEdits:
+        """Return `base` with these edits laid over it; where both speak, these win."""
+        return ContainerEdits(
+            {**base.env, **self.env},
+            tuple({n.path: n for n in (*base.device_nodes, *self.device_nodes)}.values()),
+            tuple({m.container: m for m in (*base.mounts, *self.mounts)}.values()),
+            {**base.annotations, **self.annotations},
+            tuple(dict.fromkeys((*base.cdi, *self.cdi))),
+        )
+
+
+def _put(into: dict[str, Any], items: Iterable[tuple[str, Any]], what: str) -> None:
+    for key, value in items:
+        if into.setdefault(key, value) != value:
+            raise EditConflictError(f"{what} {key!r} is given twice: {into[key]!r} and {value!r}")
+
+
+def _nodes(nodes: Sequence[DeviceNode | str]) -> tuple[DeviceNode, ...]:
+    if isinstance(nodes, str):
+        raise TypeError(f"nodes must be a sequence of device nodes, not the string {nodes!r}")
+    return tuple(node if isinstance(node, DeviceNode) else DeviceNode(node) for node in nodes)
+
+
+@dataclass(frozen=True, slots=True)
+class Device:
+    """One device of a node, the same through both doors.
+
+    id: its name on this node, 1 to 63 characters, the same after a restart (the kubelet's
+        checkpoint remembers it). numa: the NUMA node or nodes it is close to, None if unknown.
+    nodes: its device nodes. edits: what else a container gets that holds it.
+    attributes: what claims select on; unqualified names belong to the driver's domain.
+    capacity: amounts by name, an int or a Kubernetes quantity such as "16Gi".
+    message: why it is not healthy, for people.
+    """
+
+    id: str
+    nodes: Sequence[DeviceNode | str] = ()
+    numa: int | Sequence[int] | None = None
+    health: Health = Health.HEALTHY
+    attributes: Mapping[str, AttributeValue] = _NO_ATTRIBUTES
+    capacity: Mapping[str, int | str] = _NO_ATTRIBUTES
+    edits: ContainerEdits = field(default=ContainerEdits())
+    message: str = ""
+
+    def __post_init__(self) -> None:
+        if not 0 < len(self.id) <= MAX_ID or not self.id.isprintable() or " " in self.id:
+            raise ValueError(f"a device id is 1 to {MAX_ID} printable characters without spaces, not {self.id!r}")
+        object.__setattr__(self, "nodes", _nodes(self.nodes))
+
+    @property
+    def numa_nodes(self) -> tuple[int, ...]:
+        """The NUMA nodes as a tuple, empty if unknown."""
+        if self.numa is None:
+            return ()
+        return (self.numa,) if isinstance(self.numa, int) else tuple(self.numa)
+
+    @property
+    def container_edits(self) -> ContainerEdits:
+        """What this device alone puts into a container: its nodes and its edits."""
+        if not self.edits:
+            return ContainerEdits(nodes=self.nodes) if self.nodes else self.edits
+        return replace(self.edits, nodes=(*self.nodes, *self.edits.nodes))
+
+    def with_health(self, health: Health, message: str = "") -> Device:
+        """Return the same device in another state of health."""
+        return (
+            self if (self.health, self.message) == (health, message) else replace(self, health=health, message=message)
+        )
+
+
+MAX_ID: Final = 63
+"""Characters of a device id (the kubelet's API says so; it does not check)."""

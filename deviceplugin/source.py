@@ -1,0 +1,81 @@
+"""What an author writes: a source of devices, and hooks around their use.
+
+A source knows devices and nothing of Kubernetes. It yields full lists; whoever asks for changes
+compares them. Hooks may be plain functions (run in a thread of their own, they never block the
+loop) or coroutine functions; each has a deadline, and one that fails costs its own call only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Awaitable, Iterator, Sequence
+from typing import ClassVar
+
+from deviceplugin.device import ContainerEdits, Device
+
+__all__ = ["DeviceSource"]
+
+
+class DeviceSource:
+    """A kind of device on this node; derive from it, name a resource, write `watch`.
+
+    Attributes:
+        resource: the extended resource, vendor-domain/name, as pods ask for it.
+        driver: the DRA driver's name as DeviceClasses select it, or None for a plugin only.
+        hook_timeout: seconds after which a hook's call is given up. The kubelet waits for
+            Allocate without a deadline and admits no other pod meanwhile (kubernetes#117435),
+            and 30 s for PreStartContainer.
+
+    """
+
+    resource: str = ""
+    driver: str | None = None
+    hook_timeout: float = 10.0
+
+    HOOKS: ClassVar[tuple[str, ...]] = ("edits", "reset", "prefer", "released")
+
+    def watch(self) -> AsyncIterator[Sequence[Device]] | Iterator[Sequence[Device]]:
+        """Yield the full list of devices now, and again whenever anything about it changes.
+
+        An async generator, or a plain generator, which then runs in a thread of its own and may
+        block. A generator that ends means that its last list stays true. One that raises is
+        started again after a while; its last list stays meanwhile.
+        """
+        raise NotImplementedError(f"{type(self).__name__} must define watch()")
+
+    def edits(self, devices: Sequence[Device]) -> ContainerEdits | Awaitable[ContainerEdits]:
+        """Return what a container with these devices gets beyond what they carry themselves.
+
+        Called once a container, before it exists, and again if it is admitted again. Where a
+        device and this hook speak of the same variable, node or mount, the hook wins.
+        """
+        return ContainerEdits()
+
+    def reset(self, devices: Sequence[Device]) -> Awaitable[None] | None:
+        """Make the devices ready for their next user; called before each start of a container.
+
+        An error keeps the container from starting; the kubelet tries again.
+        """
+        return None
+
+    def prefer(
+        self, available: Sequence[Device], must_include: Sequence[Device], size: int
+    ) -> Sequence[Device | str] | Awaitable[Sequence[Device | str]]:
+        """Return the `size` devices out of `available` that go best together, `must_include` among them.
+
+        An answer that does not fit (or an error) is replaced by the framework's own choice.
+        """
+        raise NotImplementedError
+
+    def released(self, devices: Sequence[Device]) -> Awaitable[None] | None:
+        """Take note that the last pod that held these devices is gone.
+
+        The device plugin API has no Deallocate: this follows from the kubelet's PodResources
+        service, some seconds after the fact, at least once. At the start of the process it is
+        called for all devices that nobody holds, since their last holder may have gone unseen.
+        """
+        return None
+
+    @property
+    def hooks(self) -> frozenset[str]:
+        """The hooks that this source really has."""
+        return frozenset(name for name in self.HOOKS if getattr(type(self), name) is not getattr(DeviceSource, name))
