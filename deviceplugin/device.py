@@ -110,10 +110,10 @@ class ContainerEdits:
     only, they are not the pod's). cdi: fully qualified CDI device names, vendor.com/class=name.
     """
 
-    env: Mapping[str, str] = _NO_STRINGS
+    env: Mapping[str, str] = field(default_factory=lambda: _NO_STRINGS)
     nodes: Sequence[DeviceNode | str] = ()
     mounts: Sequence[Mount] = ()
-    annotations: Mapping[str, str] = _NO_STRINGS
+    annotations: Mapping[str, str] = field(default_factory=lambda: _NO_STRINGS)
     cdi: Sequence[str] = ()
 
     def __post_init__(self) -> None:
@@ -175,6 +175,10 @@ def _nodes(nodes: Sequence[DeviceNode | str]) -> tuple[DeviceNode, ...]:
     return tuple(node if isinstance(node, DeviceNode) else DeviceNode(node) for node in nodes)
 
 
+NO_EDITS: Final = ContainerEdits()
+"""Nothing at all."""
+
+
 @dataclass(frozen=True, slots=True)
 class Device:
     """One device of a node, the same through both doors.
@@ -191,9 +195,9 @@ class Device:
     nodes: Sequence[DeviceNode | str] = ()
     numa: int | Sequence[int] | None = None
     health: Health = Health.HEALTHY
-    attributes: Mapping[str, AttributeValue] = _NO_ATTRIBUTES
-    capacity: Mapping[str, int | str] = _NO_ATTRIBUTES
-    edits: ContainerEdits = field(default=ContainerEdits())
+    attributes: Mapping[str, AttributeValue] = field(default_factory=lambda: _NO_ATTRIBUTES)
+    capacity: Mapping[str, int | str] = field(default_factory=lambda: _NO_ATTRIBUTES)
+    edits: ContainerEdits = field(default_factory=lambda: NO_EDITS)
     message: str = ""
 
     def __post_init__(self) -> None:

@@ -1,0 +1,250 @@
+"""Hints that something in a directory changed: one watcher for the whole process.
+
+inotify events are hints, not facts: a deleted directory ends them silently, an overflow drops
+them. So a watch says only "look again", covers the directory and its parent, notices on a slow
+timer that a directory is another one than before (inode), and whoever waits on it looks with a
+deadline of his own. All watches share one watchdog observer, hence one inotify instance (a
+machine has 128 for a user; "too many open files" is a well-known end of device plugins).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import threading
+from collections.abc import Iterable
+from typing import Final, Self
+
+from watchdog.events import (
+    DirCreatedEvent,
+    DirDeletedEvent,
+    DirMovedEvent,
+    FileClosedEvent,
+    FileCreatedEvent,
+    FileDeletedEvent,
+    FileMovedEvent,
+    FileSystemEvent,
+    FileSystemEventHandler,
+)
+from watchdog.observers import Observer
+from watchdog.observers.api import BaseObserver, ObservedWatch
+
+__all__ = ["Watch", "Watcher", "shared"]
+
+_LOG: Final = logging.getLogger(__name__)
+_NAMES: Final[list[type[FileSystemEvent]]] = [
+    DirCreatedEvent,
+    DirDeletedEvent,
+    DirMovedEvent,
+    FileCreatedEvent,
+    FileDeletedEvent,
+    FileMovedEvent,
+]
+# Not for device directories: every close of /dev/null would be one.
+_NAMES_AND_WRITES: Final[list[type[FileSystemEvent]]] = [*_NAMES, FileClosedEvent]
+
+_Key = tuple[str, bool]  # directory, writes
+
+
+class Watcher:
+    """The process's watcher; `shared()` gives it. Thread-safe."""
+
+    def __init__(self) -> None:
+        self._lock = threading.RLock()
+        self._observer: BaseObserver | None = None
+        self._armed: dict[_Key, _Armed] = {}
+        self._complained = False
+
+    def watch(self, directories: Iterable[str], *, writes: bool = False) -> Watch:
+        """Watch directories for names that come and go (and for files written, with `writes`).
+
+        Call it in a running loop, use the result as a context manager.
+        """
+        return Watch(self, directories, writes=writes)
+
+    def close(self) -> None:
+        """Stop the observer's threads; a later watch starts them again."""
+        with self._lock:
+            observer, self._observer = self._observer, None
+            self._armed.clear()
+        if observer is not None:
+            observer.stop()
+            observer.join(timeout=5.0)
+
+    def arm(self, watch: Watch, key: _Key) -> None:
+        """Make `watch` hear of the directory from now on; again if it is another directory now."""
+        with self._lock:
+            identity = _identity(key[0])
+            armed = self._armed.get(key)
+            if armed is not None and armed.identity != identity:
+                self._unschedule(self._armed.pop(key))
+                for other in armed.watches:
+                    self.arm(other, key)
+                armed = self._armed.get(key)
+            if armed is None:
+                if identity is None:
+                    return
+                armed = _Armed(identity)
+                try:
+                    armed.observed = self._running().schedule(
+                        armed, key[0], event_filter=_NAMES_AND_WRITES if key[1] else _NAMES
+                    )
+                except OSError as error:
+                    self._complain(key[0], error)
+                    return
+                self._armed[key] = armed
+            armed.watches.add(watch)
+
+    def disarm(self, watch: Watch, key: _Key) -> None:
+        """Let `watch` hear of the directory no more."""
+        with self._lock:
+            armed = self._armed.get(key)
+            if armed is None:
+                return
+            armed.watches.discard(watch)
+            if not armed.watches:
+                self._unschedule(self._armed.pop(key))
+
+    def _running(self) -> BaseObserver:
+        if self._observer is None:
+            observer = Observer()
+            observer.daemon = True
+            observer.start()
+            self._observer = observer
+        return self._observer
+
+    def _unschedule(self, armed: _Armed) -> None:
+        if self._observer is not None and armed.observed is not None:
+            # A directory that was deleted took its emitter along.
+            with contextlib.suppress(KeyError, OSError):
+                self._observer.unschedule(armed.observed)
+
+    def _complain(self, directory: str, error: OSError) -> None:
+        if not self._complained:
+            self._complained = True
+            _LOG.warning(
+                "cannot watch %s (%s); falling back to looking from time to time. "
+                "fs.inotify.max_user_instances or max_user_watches may be too low",
+                directory,
+                error,
+            )
+
+
+class _Armed(FileSystemEventHandler):
+    """One directory under watch and who wants to hear of it; runs in the observer's thread."""
+
+    def __init__(self, identity: tuple[int, int]) -> None:
+        self.identity = identity
+        self.observed: ObservedWatch | None = None
+        self.watches: set[Watch] = set()
+
+    def dispatch(self, event: FileSystemEvent) -> None:
+        # Only enqueue: an exception here would end the observer's thread.
+        for watch in tuple(self.watches):
+            watch.hint(os.fsdecode(event.src_path), os.fsdecode(event.dest_path))
+
+
+class Watch:
+    """Somebody's interest in some directories; coalesces hints."""
+
+    def __init__(self, watcher: Watcher, directories: Iterable[str], *, writes: bool = False) -> None:
+        self._watcher = watcher
+        self._writes = writes
+        self._loop = asyncio.get_running_loop()
+        self._hinted = asyncio.Event()
+        self._wanted: frozenset[str] = frozenset()
+        self._armed_keys: frozenset[_Key] = frozenset()
+        self._closed = False
+        self.set(directories)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def set(self, directories: Iterable[str]) -> None:
+        """Watch these directories from now on instead of the former ones."""
+        self._wanted = frozenset(os.path.normpath(directory) for directory in directories)
+        self._rearm()
+
+    async def wait(self, timeout: float) -> bool:
+        """Wait for a hint, `timeout` seconds at the most.
+
+        Returns:
+            True when a hint came (perhaps a spurious one), False when the time is over; look in
+            either case.
+
+        """
+        if not self._hinted.is_set():
+            timer = self._loop.call_later(timeout, self._hinted.set)
+            hinted = await self._until(timer)
+        else:
+            hinted = True
+        self._hinted.clear()
+        self._rearm()
+        return hinted
+
+    async def _until(self, timer: asyncio.TimerHandle) -> bool:
+        try:
+            await self._hinted.wait()
+        finally:
+            timer.cancel()
+        return self._loop.time() < timer.when()
+
+    def wake(self) -> None:
+        """Give a hint by hand; thread-safe."""
+        with contextlib.suppress(RuntimeError):  # the loop is closed
+            self._loop.call_soon_threadsafe(self._hinted.set)
+
+    def hint(self, *paths: str) -> None:
+        """Take note of an event at these paths, from any thread."""
+        for path in paths:
+            if path and (os.path.dirname(path) in self._wanted or self._leads(path)):
+                self.wake()
+                return
+
+    def close(self) -> None:
+        """End the watch."""
+        if not self._closed:
+            self._closed = True
+            for key in self._armed_keys:
+                self._watcher.disarm(self, key)
+
+    def _leads(self, path: str) -> bool:
+        return path in self._wanted or any(wanted.startswith(path + "/") for wanted in self._wanted)
+
+    def _rearm(self) -> None:
+        parents = {_nearest(os.path.dirname(directory)) for directory in self._wanted}
+        parents |= {_nearest(os.path.dirname(parent)) for parent in parents}
+        keys = {(directory, self._writes) for directory in self._wanted} | {(parent, False) for parent in parents}
+        for key in self._armed_keys - keys:
+            self._watcher.disarm(self, key)
+        for key in keys:
+            self._watcher.arm(self, key)
+        self._armed_keys = frozenset(keys)
+
+
+def _nearest(directory: str) -> str:
+    """Return the directory or the nearest of its ancestors that exists."""
+    while directory != "/" and not os.path.isdir(directory):
+        directory = os.path.dirname(directory)
+    return directory
+
+
+def _identity(directory: str) -> tuple[int, int] | None:
+    try:
+        stat = os.stat(directory)
+    except OSError:
+        return None
+    return stat.st_dev, stat.st_ino
+
+
+_SHARED: Final = Watcher()
+
+
+def shared() -> Watcher:
+    """Return the process's one watcher."""
+    return _SHARED
