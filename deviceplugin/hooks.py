@@ -1,0 +1,113 @@
+"""Calling what an author wrote, at arm's length.
+
+A hook may be a plain function, a coroutine function, fail, or hang for ever. Whatever it does
+costs its own call and nothing else: plain functions run in a daemon thread of their own (a pool
+would be eaten up by hanging ones, and would keep the process from ending), coroutines in a task
+that is left behind if it will not be cancelled.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import inspect
+import threading
+from collections.abc import Awaitable, Callable
+from typing import Any, Final, TypeVar, cast
+
+__all__ = ["MAX_STUCK", "HookError", "HookTimeoutError", "call"]
+
+_T = TypeVar("_T")
+
+MAX_STUCK: Final = 64
+"""Threads of timed-out hooks that may hang about at once; beyond that, calls fail at once."""
+
+_stuck: set[asyncio.Future[Any]] = set()
+_abandoned: set[asyncio.Task[Any]] = set()
+
+
+class HookError(Exception):
+    """Raised when a hook raised; `__cause__` is what it raised."""
+
+
+class HookTimeoutError(HookError):
+    """Raised when a hook did not answer in its time."""
+
+
+async def call(what: str, hook: Callable[..., _T | Awaitable[_T]], *args: object, timeout: float) -> _T:
+    """Call a hook and return what it returns.
+
+    Args:
+        what: the hook's name for messages, "reset of example.com/fpga".
+        hook: a plain function or a coroutine function.
+        args: its arguments.
+        timeout: seconds; then the call is given up, though a thread cannot be stopped.
+
+    Raises:
+        HookTimeoutError: it did not answer in time, or too many before it still hang.
+        HookError: it raised.
+
+    """
+    loop = asyncio.get_running_loop()
+    deadline = loop.time() + timeout
+    if inspect.iscoroutinefunction(hook):
+        result: Any = hook(*args)
+    else:
+        if len(_stuck) >= MAX_STUCK:
+            raise HookTimeoutError(f"{what} was not called: {len(_stuck)} hooks called before still hang")
+        future: asyncio.Future[Any] = loop.create_future()
+        threading.Thread(target=_run, args=(loop, future, hook, args), name=f"hook {what}", daemon=True).start()
+        result = await _finish(what, future, timeout)
+    if inspect.isawaitable(result):
+        result = await _finish(what, asyncio.ensure_future(result), max(0.0, deadline - loop.time()))
+    return cast("_T", result)
+
+
+async def _finish(what: str, future: asyncio.Future[Any], timeout: float) -> Any:
+    try:
+        done, _ = await asyncio.wait({future}, timeout=timeout)
+    except asyncio.CancelledError:
+        _leave(future)
+        raise
+    if not done:
+        _leave(future)
+        raise HookTimeoutError(f"{what} did not answer within {timeout:g} s")
+    try:
+        return future.result()
+    except asyncio.CancelledError as error:
+        raise HookError(f"{what} was cancelled") from error
+    except Exception as error:
+        raise HookError(f"{what} failed: {type(error).__name__}: {error}") from error
+
+
+def _leave(future: asyncio.Future[Any]) -> None:
+    """Let go of a call that will not end; keep a reference so that it may still end quietly."""
+    kept: set[Any] = _abandoned if isinstance(future, asyncio.Task) else _stuck
+    kept.add(future)
+    future.add_done_callback(lambda done: (kept.discard(done), done.cancelled() or done.exception()))
+    if isinstance(future, asyncio.Task):
+        future.cancel()
+
+
+def _run(
+    loop: asyncio.AbstractEventLoop, future: asyncio.Future[Any], hook: Callable[..., Any], args: tuple[object, ...]
+) -> None:
+    try:
+        outcome, error = hook(*args), None
+    except Exception as raised:  # noqa: BLE001  # whatever an author's code raises is his own call's end
+        outcome, error = None, raised
+    except BaseException as raised:  # noqa: BLE001  # SystemExit and the like: a thread is no place for them
+        outcome, error = None, RuntimeError(f"{type(raised).__name__}: {raised}")
+    with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits any more
+        loop.call_soon_threadsafe(_settle, future, outcome, error)
+
+
+def _settle(future: asyncio.Future[Any], outcome: object, error: Exception | None) -> None:
+    if future.done():
+        return
+    if error is None:
+        future.set_result(outcome)
+    elif isinstance(error, StopIteration):  # a future cannot carry one
+        future.set_exception(RuntimeError("StopIteration"))
+    else:
+        future.set_exception(error)

@@ -1,0 +1,129 @@
+"""The live set of one resource's devices; both doors subscribe to it.
+
+A source lists, the inventory remembers. A device that vanishes from the list may still be held
+by a pod, or be on its way into one: the kubelet crashes when a device disappears while its
+Allocate is in flight (kubelet 1.36.3, devicemanager). So it stays here, unhealthy and marked as
+gone, until somebody who knows the holders lets the inventory forget it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Final
+
+from deviceplugin.device import Device, Health
+
+__all__ = ["DuplicateDeviceError", "Inventory", "Snapshot", "merged"]
+
+_NOTHING: Final[Mapping[str, Device]] = MappingProxyType({})
+GONE: Final = "the device is gone"
+
+
+class DuplicateDeviceError(ValueError):
+    """Raised when a list names one device id twice."""
+
+
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """What is known at one moment; never changed, replaced by a newer one.
+
+    version: 0 before the source's first list, then one more with each change.
+    devices: by id, in the source's order, the gone ones last.
+    gone: ids that the source lists no more.
+    """
+
+    resource: str
+    version: int = 0
+    devices: Mapping[str, Device] = _NOTHING
+    gone: frozenset[str] = frozenset()
+
+    @property
+    def listed(self) -> bool:
+        """Whether the source has listed its devices at all."""
+        return self.version > 0
+
+
+def merged(before: Snapshot, listed: Iterable[Device]) -> Snapshot:
+    """Return the snapshot that follows when a source lists these devices; `before` if it is the same.
+
+    Raises:
+        DuplicateDeviceError: two devices carry one id.
+
+    """
+    devices: dict[str, Device] = {}
+    for device in listed:
+        if device.id in devices:
+            raise DuplicateDeviceError(f"{before.resource}: device id {device.id!r} is listed twice")
+        devices[device.id] = device
+    gone = frozenset(before.devices.keys() - devices.keys())
+    for name, device in before.devices.items():
+        if name in gone:
+            devices[name] = device.with_health(Health.UNHEALTHY, GONE)
+    if before.listed and gone == before.gone and list(devices.items()) == list(before.devices.items()):
+        return before
+    return Snapshot(before.resource, before.version + 1, devices, gone)
+
+
+def without(before: Snapshot, forgotten: Iterable[str]) -> Snapshot:
+    """Return the snapshot without these devices, as far as they are gone."""
+    drop = before.gone.intersection(forgotten)
+    if not drop:
+        return before
+    devices = {name: device for name, device in before.devices.items() if name not in drop}
+    return Snapshot(before.resource, before.version + 1, devices, before.gone - drop)
+
+
+class Inventory:
+    """One resource's devices now, and word of every change. Belongs to one event loop."""
+
+    def __init__(self, resource: str) -> None:
+        self._snapshot = Snapshot(resource)
+        self._subscribers: dict[object, Callable[[Snapshot], None]] = {}
+        self._changed = asyncio.Event()
+
+    def __repr__(self) -> str:
+        now = self._snapshot
+        return f"<Inventory {now.resource} version {now.version}: {len(now.devices)} devices, {len(now.gone)} gone>"
+
+    @property
+    def snapshot(self) -> Snapshot:
+        """The devices as of now."""
+        return self._snapshot
+
+    def publish(self, listed: Iterable[Device]) -> bool:
+        """Take a source's full list; return whether anything changed.
+
+        Raises:
+            DuplicateDeviceError: two devices carry one id; the inventory stays as it was.
+
+        """
+        return self._replace(merged(self._snapshot, listed))
+
+    def forget(self, ids: Iterable[str]) -> bool:
+        """Drop devices that are gone and that nobody holds; return whether anything changed."""
+        return self._replace(without(self._snapshot, ids))
+
+    def subscribe(self, callback: Callable[[Snapshot], None]) -> Callable[[], None]:
+        """Call `callback` with each newer snapshot, in the loop; return what ends it."""
+        key = object()
+        self._subscribers[key] = callback
+        return lambda: self._subscribers.pop(key, None) and None
+
+    async def newer(self, version: int) -> Snapshot:
+        """Wait for a snapshot newer than `version` and return the newest one then."""
+        while self._snapshot.version <= version:
+            await self._changed.wait()
+        return self._snapshot
+
+    def _replace(self, snapshot: Snapshot) -> bool:
+        if snapshot is self._snapshot:
+            return False
+        self._snapshot = snapshot
+        self._changed.set()
+        self._changed = asyncio.Event()
+        for callback in tuple(self._subscribers.values()):
+            callback(snapshot)
+        return True
