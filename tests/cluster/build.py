@@ -1,0 +1,320 @@
+"""Build the programs of a real Kubernetes node from their Go modules.
+
+``ensure(version)`` returns the paths of kube-apiserver, kube-controller-manager, kube-scheduler, kubelet and kubectl of
+that Kubernetes version and of the one etcd and containerd that serve all of them, and builds first what is missing::
+
+    python -m tests.cluster.build              # the default version
+    python -m tests.cluster.build 1.32.2 1.35.4
+
+Everything comes as ordinary Go modules, so a Go tool chain and a module proxy are all it takes. The cache lies outside
+the work tree, in ``$XDG_CACHE_HOME/deviceplugin-cluster`` (``~/.cache`` when unset): ``<kubernetes version>/bin``,
+``etcd-<version>/bin`` and ``containerd-<version>/bin``. Each of these directories appears by one rename after its last
+program is there, so a build that was killed never looks complete; a lock per directory keeps two runs from building
+the same thing twice. A cold build of one version takes 5 to 10 minutes on two cores.
+
+How Kubernetes builds as a module: its ``go.mod`` names its staging modules (``k8s.io/api`` and so on) as ``v0.0.0`` and
+replaces them by directories, and a replace of a dependency does not count. The generated main module therefore replaces
+each of them by its published module, ``v0.<minor>.<patch>`` of the same release. ``k8s.io/utils``,
+``k8s.io/kube-openapi`` and others with real versions stay as they are.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+DEFAULT_VERSION = "1.36.3"
+ETCD_VERSION = "3.6.8"
+# 2.3.0 comes up without its CRI plugin unless mkfs.erofs is installed; the 1.6 of Debian 12 knows no CDI.
+CONTAINERD_VERSION = "2.1.5"
+
+KUBERNETES_PROGRAMS = ("kube-apiserver", "kube-controller-manager", "kube-scheduler", "kubectl", "kubelet")
+CONTAINERD_PROGRAMS = ("containerd", "containerd-shim-runc-v2", "ctr")
+CNI_DIRECTORIES = ("/usr/lib/cni", "/opt/cni/bin")
+CNI_PLUGINS = ("ptp", "host-local", "loopback")
+
+
+class BuildError(Exception):
+    """Something that the cluster needs is missing and could not be made."""
+
+
+@dataclass(frozen=True)
+class Binaries:
+    """Where the programs of one Kubernetes version lie."""
+
+    version: str
+    kubernetes: Path
+    """Directory of kube-apiserver, kube-controller-manager, kube-scheduler, kubelet and kubectl."""
+    etcd: Path
+    containerd: Path
+    """Directory of containerd, its shim and ctr."""
+    cni: Path
+    """Directory of the CNI plugins."""
+
+    @property
+    def minor(self) -> int:
+        """The 36 of 1.36.3."""
+        return int(self.version.split(".")[1])
+
+    def path(self, program: str) -> str:
+        """The path of a program, whichever of the directories has it."""
+        for directory in (self.kubernetes, self.etcd, self.containerd):
+            if (directory / program).exists():
+                return str(directory / program)
+        raise BuildError(f"{program} is not among the programs of {self}")
+
+
+def default_version() -> str:
+    """The Kubernetes version asked for by KUBERNETES_VERSION, with or without a leading v."""
+    return (os.environ.get("KUBERNETES_VERSION") or DEFAULT_VERSION).removeprefix("v")
+
+
+def cache_directory() -> Path:
+    """The directory that keeps what was built, shared by all work trees of a user."""
+    base = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+    return Path(base) / "deviceplugin-cluster"
+
+
+def _say(text: str) -> None:
+    print(f"[build] {text}", file=sys.stderr, flush=True)
+
+
+def _run(command: Sequence[str], cwd: Path, **environment: str) -> str:
+    """Run a command and return what it printed; its whole output is in the error when it fails."""
+    done = subprocess.run(
+        command,
+        cwd=cwd,
+        env={**os.environ, **environment},
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+    )
+    if done.returncode != 0:
+        raise BuildError(
+            f"{' '.join(command)} in {cwd} ended with {done.returncode}:\n{(done.stdout + done.stderr)[-8000:]}"
+        )
+    return done.stdout
+
+
+@contextlib.contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    """Hold an exclusive lock; it goes with the process, whatever ends it."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with open(path, "w") as handle:
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            _say(f"waiting for another run that builds {path.stem}")
+            fcntl.flock(handle, fcntl.LOCK_EX)
+        yield
+
+
+def _built(name: str, programs: Sequence[str], make: Callable[[Path, Path], None]) -> Path:
+    """Return ``<cache>/<name>/bin``, made by ``make(work, bin)`` when it is not there yet."""
+    cache = cache_directory()
+    final = cache / name
+    if final.is_dir():
+        return final / "bin"
+    with _locked(cache / "locks" / f"{name}.lock"):
+        if final.is_dir():
+            return final / "bin"
+        if shutil.which("go") is None:
+            raise BuildError(f"{name} has to be built and there is no go in PATH: install Go 1.24 or newer")
+        for stale in cache.glob(f".{name}-*"):  # a killed build; nobody else works here under the lock
+            shutil.rmtree(stale, ignore_errors=True)
+        staging = Path(tempfile.mkdtemp(prefix=f".{name}-", dir=cache))
+        started = time.monotonic()
+        try:
+            _say(f"building {name} (into {final})")
+            (staging / "work").mkdir()
+            (staging / "done" / "bin").mkdir(parents=True)
+            make(staging / "work", staging / "done" / "bin")
+            missing = [program for program in programs if not (staging / "done" / "bin" / program).is_file()]
+            if missing:
+                raise BuildError(f"the build of {name} left no {', '.join(missing)}")
+            os.rename(staging / "done", final)
+        finally:
+            shutil.rmtree(staging, ignore_errors=True)
+        _say(f"built {name} in {time.monotonic() - started:.0f} s")
+    return final / "bin"
+
+
+def kubernetes_go_mod(version: str, upstream: str) -> str:
+    """The go.mod of a main module that builds the programs of a Kubernetes release.
+
+    ``upstream`` is the release's own go.mod. Its requirements are taken over as they are, with the release's versions
+    of the staging modules, so that the programs get the dependencies that they were released with; so is its
+    ``godebug`` line, which counts in a main module only.
+    """
+    minor, patch = version.split(".")[1:]
+    module = f"v0.{minor}.{patch}"
+    requirements = re.findall(r"^(?:require)?\s+([\w./~-]+\.[\w./~-]+) (v[^\s]+)", upstream, re.MULTILINE)
+    staging = sorted({name for name, at in requirements if name.startswith("k8s.io/") and at == "v0.0.0"})
+    go_line = re.search(r"^go (\d+)\.(\d+)(\S*)", upstream, re.MULTILINE)
+    if not staging or go_line is None:
+        raise BuildError(f"the go.mod of k8s.io/kubernetes {version} is not what this script knows:\n{upstream[:2000]}")
+    # tool lines are known from go 1.24 on
+    language = go_line.group(0) if (int(go_line.group(1)), int(go_line.group(2))) >= (1, 24) else "go 1.24"
+    godebug = re.findall(r"^godebug .*$", upstream, re.MULTILINE)
+    lines = ["module deviceplugin-cluster", "", language, "", *godebug, ""]
+    lines += [f"tool k8s.io/kubernetes/cmd/{program}" for program in KUBERNETES_PROGRAMS]
+    lines += ["", f"require k8s.io/kubernetes v{version}"]
+    lines += [f"require {name} {module if name in staging else at}" for name, at in sorted(set(requirements))]
+    lines += [""] + [f"replace {name} => {name} {module}" for name in staging]
+    return "\n".join(lines) + "\n"
+
+
+def _make_kubernetes(version: str) -> Callable[[Path, Path], None]:
+    def make(work: Path, into: Path) -> None:
+        (work / "go.mod").write_text("module scratch\n\ngo 1.24\n")
+        got = json.loads(_run(["go", "mod", "download", "-json", f"k8s.io/kubernetes@v{version}"], work))
+        (work / "go.mod").write_text(kubernetes_go_mod(version, Path(got["GoMod"]).read_text()))
+        _run(["go", "mod", "tidy"], work)
+        # Without these a program calls itself v0.0.0-master, and so does the node's kubeletVersion.
+        major, minor = version.split(".")[:2]
+        stamps = {"gitVersion": f"v{version}", "gitMajor": major, "gitMinor": minor, "gitTreeState": "archive"}
+        flags = ["-s", "-w"] + [
+            f"-X {package}.{name}={value}"
+            for package in ("k8s.io/component-base/version", "k8s.io/client-go/pkg/version")
+            for name, value in stamps.items()
+        ]
+        _run(
+            ["go", "build", "-trimpath", "-ldflags", " ".join(flags), "-o", f"{into}/", "tool"],
+            work,
+            CGO_ENABLED="0",
+        )
+
+    return make
+
+
+def _make_etcd(work: Path, into: Path) -> None:
+    # The root package of the module is the main package, and `go install` would call it "server".
+    (work / "go.mod").write_text("module scratch\n\ngo 1.24\n")
+    _run(["go", "get", "-tool", f"go.etcd.io/etcd/server/v3@v{ETCD_VERSION}"], work)
+    _run(
+        ["go", "build", "-trimpath", "-ldflags=-s -w", "-o", str(into / "etcd"), "go.etcd.io/etcd/server/v3"],
+        work,
+        CGO_ENABLED="0",
+    )
+
+
+def _make_containerd(work: Path, into: Path) -> None:
+    module = "github.com/containerd/containerd/v2"
+    (work / "go.mod").write_text("module scratch\n\ngo 1.24\n")
+    packages = [f"{module}/cmd/{program}" for program in CONTAINERD_PROGRAMS]
+    _run(["go", "get", "-tool", *(f"{package}@v{CONTAINERD_VERSION}" for package in packages)], work)
+    stamp = f"-X {module}/version.Version=v{CONTAINERD_VERSION}"
+    tags = "no_btrfs no_devmapper no_zfs"
+    _run(
+        ["go", "build", "-trimpath", "-tags", tags, "-ldflags", f"-s -w {stamp}", "-o", f"{into}/", *packages],
+        work,
+        CGO_ENABLED="0",
+    )
+
+
+def _is_static(program: str) -> bool:
+    """Whether a program runs in an image that has nothing else: a 64 bit ELF file without an interpreter."""
+    try:
+        data = Path(program).read_bytes()
+    except OSError:
+        return False
+    if data[:5] != b"\x7fELF\x02":
+        return False
+    table = int.from_bytes(data[32:40], "little")
+    size = int.from_bytes(data[54:56], "little")
+    count = int.from_bytes(data[56:58], "little")
+    kinds = (int.from_bytes(data[table + n * size : table + n * size + 4], "little") for n in range(count))
+    return 3 not in kinds  # PT_INTERP
+
+
+def find_busybox() -> str | None:
+    """A statically linked busybox, for the image that the pods run."""
+    found = shutil.which("busybox")
+    return found if found and _is_static(found) else None
+
+
+def find_cni() -> Path | None:
+    """The directory that has the CNI plugins."""
+    for directory in CNI_DIRECTORIES:
+        if all(os.access(os.path.join(directory, plugin), os.X_OK) for plugin in CNI_PLUGINS):
+            return Path(directory)
+    return None
+
+
+def missing_packages() -> list[str]:
+    """The Debian packages whose programs are not here.
+
+    A runc built without the ``seccomp`` tag refuses the default profile of containerd, so runc comes from Debian.
+    """
+    wanted = {
+        "runc": shutil.which("runc"),
+        "busybox-static": find_busybox(),
+        "containernetworking-plugins": find_cni(),
+        "iproute2": shutil.which("ip"),
+        "util-linux": shutil.which("unshare"),
+        "mount": shutil.which("mount"),
+        "openssl": shutil.which("openssl"),
+    }
+    return [package for package, found in wanted.items() if not found]
+
+
+def ensure_packages() -> None:
+    """Install the missing Debian packages when that can be done, else say what to install."""
+    missing = missing_packages()
+    if not missing:
+        return
+    advice = f"apt-get install {' '.join(missing)}"
+    if os.geteuid() != 0 or shutil.which("apt-get") is None:
+        raise BuildError(f"the cluster needs programs that are not installed; as root: {advice}")
+    _say(advice)
+    install = ["apt-get", "install", "-y", "--no-install-recommends", *missing]
+    with _locked(cache_directory() / "locks" / "apt.lock"):
+        try:
+            _run(install, Path("/"), DEBIAN_FRONTEND="noninteractive")
+        except BuildError:
+            _run(["apt-get", "update"], Path("/"))
+            _run(install, Path("/"), DEBIAN_FRONTEND="noninteractive")
+    still = missing_packages()
+    if still:
+        raise BuildError(f"still missing after {advice}: {', '.join(still)}")
+
+
+def ensure(version: str | None = None) -> Binaries:
+    """Return the programs of a Kubernetes version (see ``default_version``), built and installed as needed."""
+    version = (version or default_version()).removeprefix("v")
+    if not re.fullmatch(r"1\.\d+\.\d+", version):
+        raise BuildError(f"{version!r} is no Kubernetes version like {DEFAULT_VERSION}")
+    ensure_packages()
+    etcd = _built(f"etcd-{ETCD_VERSION}", ("etcd",), _make_etcd)
+    containerd = _built(f"containerd-{CONTAINERD_VERSION}", CONTAINERD_PROGRAMS, _make_containerd)
+    kubernetes = _built(version, KUBERNETES_PROGRAMS, _make_kubernetes(version))
+    cni = find_cni()
+    assert cni is not None
+    return Binaries(version, kubernetes, etcd, containerd, cni)
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Build the given versions, one after another."""
+    try:
+        for version in arguments or (default_version(),):
+            binaries = ensure(version)
+            print(f"{version}: {binaries.kubernetes} {binaries.etcd} {binaries.containerd}")
+    except BuildError as error:
+        print(f"[build] {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
