@@ -1,0 +1,369 @@
+"""Run a command where a whole Kubernetes node can live and leaves nothing behind.
+
+``python -m tests.cluster.isolate COMMAND...`` runs the command in mount, network and pid namespaces of its own:
+
+* Every place that a node writes to is an empty tmpfs there (``HIDDEN``). The device plugin directory is
+  ``/var/lib/kubelet/device-plugins`` whatever the kubelet's ``--root-dir`` says, so without a mount namespace a test
+  would need, and harm, the kubelet that the machine may have. Everything else (the work tree, virtual environments,
+  caches) is as on the host.
+* ``STATE`` is where the harness keeps its own things. ``DEVICES`` is for the tests: a tmpfs on which device nodes work.
+* The node has the addresses ``NODE_IP`` and ``SERVICE_IP`` and a default route, because the kube-apiserver refuses to
+  start without one; the route leads nowhere. Names that are not in its ``/etc/hosts`` fail at once: with a name server
+  that does not answer a node takes half a minute to come up. All ports are free.
+* The kernel settings that a kubelet changes (``SETTINGS``) are files there; the host's stay as they are.
+* The kubelet gets a cgroup of its own, see ``cgroup``.
+
+How it ends. The command's exit status is that of the run. Its end is the end of the first process of the pid namespace,
+with which the kernel kills all others, and with them go the mounts and the network. The first process also ends when
+the outer process does, of which it learns by a pipe, so SIGKILL of the outer process has the same effect. Cgroups are
+the one thing that the kernel keeps; a reaper outside of the namespaces, which no signal to the process group reaches,
+removes them after both have ended. Should that be killed too, the next run removes what the dead run left: a run holds
+a lock on a file in ``RUNS`` as long as any of its three processes lives.
+
+What stays on the host are the empty directories that the tmpfs are mounted on, where there were none.
+
+The commands run as root. Two runs can go on at the same time.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import os
+import secrets
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from types import FrameType
+
+NODE_NAME = "node1"
+NODE_IP = "10.77.0.2"
+SERVICE_IP = "10.96.0.1"
+"""The address of the ``kubernetes`` service. There is no kube-proxy: the kube-apiserver has this address itself."""
+
+BASE = Path("/run/deviceplugin-cluster")
+RUNS = BASE / "runs"
+STATE = BASE / "state"
+DEVICES = BASE / "devices"
+
+HIDDEN = (
+    STATE,
+    DEVICES,
+    Path("/var/lib/kubelet"),
+    Path("/var/lib/cni"),
+    Path("/var/log/pods"),
+    Path("/var/log/containers"),
+    Path("/etc/cdi"),
+    Path("/run/cdi"),
+    Path("/run/netns"),
+    # containerd's shims keep their sockets here whatever its configuration says
+    Path("/run/containerd"),
+)
+
+# What the kubelet sets to the values that it wants (pkg/kubelet/cm/container_manager_linux.go, setupKernelTunables).
+SETTINGS = (
+    "vm/overcommit_memory",
+    "vm/panic_on_oom",
+    "kernel/panic",
+    "kernel/panic_on_oops",
+    "kernel/keys/root_maxkeys",
+    "kernel/keys/root_maxbytes",
+)
+
+_PREFIX = "deviceplugin-cluster-"
+_ENVIRONMENT = "DEVICEPLUGIN_CLUSTER_RUN"
+_GRACE = 30.0  # seconds that the command has to end after the outer process was told to
+
+
+def inside() -> bool:
+    """Whether this process runs isolated."""
+    return bool(os.environ.get(_ENVIRONMENT)) and os.path.ismount(STATE) and os.path.ismount("/var/lib/kubelet")
+
+
+def cgroup() -> str:
+    """The cgroup that the kubelet of this run has for itself, as its ``cgroupRoot`` wants it."""
+    return "/" + os.environ[_ENVIRONMENT]
+
+
+# --- cgroups ---------------------------------------------------------------------------------------------------------
+
+
+def cgroup_hierarchies() -> list[Path]:
+    """Where the cgroup hierarchies are mounted: one with cgroup v2, one for each controller with v1."""
+    found: dict[str, Path] = {}
+    for line in Path("/proc/self/mountinfo").read_text().splitlines():
+        head, _, tail = line.partition(" - ")
+        root, point = head.split()[3:5]
+        kind, _, options = tail.split(" ", 2)
+        if kind in ("cgroup", "cgroup2") and root == "/" and point.startswith("/sys/fs/cgroup"):
+            found.setdefault(point, Path(point))
+    return list(found.values())
+
+
+def _make_cgroup(name: str) -> None:
+    for hierarchy in cgroup_hierarchies():
+        if (hierarchy / "cgroup.controllers").exists():
+            for controller in (hierarchy / "cgroup.controllers").read_text().split():
+                with contextlib.suppress(OSError):
+                    (hierarchy / "cgroup.subtree_control").write_text(f"+{controller}")
+        (hierarchy / name).mkdir()
+        for setting in ("cpuset.mems", "cpuset.cpus"):  # a new cpuset of v1 has neither, and takes no process
+            if (hierarchy / setting).exists() and (hierarchy / name / setting).exists():
+                with contextlib.suppress(OSError):
+                    (hierarchy / name / setting).write_text((hierarchy / setting).read_text())
+
+
+def cgroup_directories(name: str) -> Iterator[Path]:
+    """The directories of a cgroup and all below it, in all hierarchies, the deepest first."""
+    for hierarchy in cgroup_hierarchies():
+        for directory, _, _ in os.walk(hierarchy / name, topdown=False):
+            yield Path(directory)
+
+
+def kill_cgroup(name: str) -> None:
+    """Kill every process in a cgroup and all below it. Those of other pid namespaces than the caller's read as 0."""
+    for directory in cgroup_directories(name):
+        with contextlib.suppress(OSError):
+            for pid in {int(line) for line in (directory / "cgroup.procs").read_text().split()} - {0, os.getpid()}:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+
+
+def remove_cgroup(name: str, timeout: float = 30.0) -> bool:
+    """Kill what is in a cgroup and remove it with all below it; whether that succeeded in time."""
+    deadline = time.monotonic() + timeout
+    while True:
+        kill_cgroup(name)
+        for directory in cgroup_directories(name):
+            with contextlib.suppress(OSError):
+                directory.rmdir()
+        if not any(cgroup_directories(name)):
+            return True
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.02)
+
+
+# --- runs, alive and dead --------------------------------------------------------------------------------------------
+
+
+def _begin_run() -> tuple[str, int]:
+    """Make the name and the cgroup of a new run; the lock that says that it lives is the returned descriptor."""
+    RUNS.mkdir(parents=True, exist_ok=True)
+    while True:
+        name = f"{_PREFIX}{os.getpid()}-{secrets.token_hex(4)}"
+        lock = os.open(RUNS / name, os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o600)
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if os.path.exists(RUNS / name):
+                break
+        except BlockingIOError:
+            pass
+        os.close(lock)  # between open and flock somebody took it for a dead run's
+    _make_cgroup(name)
+    return name, lock
+
+
+def _remove_run(name: str) -> None:
+    if remove_cgroup(name):
+        (RUNS / name).unlink(missing_ok=True)
+
+
+def remove_dead_runs() -> None:
+    """Remove what runs left that ended together with their reaper."""
+    if not RUNS.is_dir():
+        return
+    for path in RUNS.iterdir():
+        with contextlib.suppress(FileNotFoundError), open(path, "r+") as handle:
+            try:
+                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                continue  # alive
+            _remove_run(path.name)
+
+
+def _reap(name: str, pipe: int) -> None:
+    """The reaper: wait until nobody has the other end of the pipe any more, then remove what the run left."""
+    while os.read(pipe, 1):
+        pass
+    _remove_run(name)
+
+
+# --- inside ----------------------------------------------------------------------------------------------------------
+
+
+def _mount(*arguments: str) -> None:
+    done = subprocess.run(["mount", *arguments], stdin=subprocess.DEVNULL, capture_output=True, text=True)
+    if done.returncode != 0:
+        raise SystemExit(f"isolate: mount {' '.join(arguments)}: {done.stderr.strip()}")
+
+
+def _ip(*arguments: str) -> None:
+    done = subprocess.run(["ip", *arguments], stdin=subprocess.DEVNULL, capture_output=True, text=True)
+    if done.returncode != 0:
+        raise SystemExit(f"isolate: ip {' '.join(arguments)}: {done.stderr.strip()}")
+
+
+def _set_up() -> None:
+    """Lay out the namespaces that this process is in."""
+    _mount("--make-rprivate", "/")
+    for path in HIDDEN:
+        path.mkdir(parents=True, exist_ok=True)
+        # Device nodes work on a tmpfs unless it is mounted with nodev.
+        _mount("-t", "tmpfs", "-o", "mode=0755,dev,exec", "tmpfs", str(path))
+    etc = STATE / "etc"
+    etc.mkdir()
+    (etc / "resolv.conf").write_text("nameserver 127.0.0.1\noptions timeout:1 attempts:1\n")
+    (etc / "hosts").write_text(
+        f"127.0.0.1 localhost\n::1 localhost\n{NODE_IP} {NODE_NAME}\n{SERVICE_IP} kubernetes.default.svc\n"
+    )
+    for name in ("resolv.conf", "hosts"):
+        target = Path(os.path.realpath(f"/etc/{name}"))
+        if target.exists():
+            _mount("--bind", str(etc / name), str(target))
+    for setting in SETTINGS:
+        real = Path("/proc/sys") / setting
+        if real.exists():
+            copy = etc / setting.replace("/", ".")
+            copy.write_text(real.read_text())
+            _mount("--bind", str(copy), str(real))
+    # As on a real node: without it a volume with mountPropagation is refused.
+    _mount("--make-rshared", "/")
+
+    _ip("link", "set", "lo", "up")
+    _ip("addr", "add", f"{SERVICE_IP}/32", "dev", "lo")
+    # Both ends are in this namespace; a kernel without the dummy device has veth as a rule.
+    _ip("link", "add", "uplink0", "type", "veth", "peer", "name", "uplink1")
+    _ip("link", "set", "uplink1", "up")
+    _ip("addr", "add", f"{NODE_IP}/24", "dev", "uplink0")
+    _ip("link", "set", "uplink0", "up")
+    _ip("route", "add", "default", "via", NODE_IP.rpartition(".")[0] + ".1", "dev", "uplink0")
+
+
+def _first_process(control: int, command: Sequence[str]) -> None:
+    """Be the first process of the pid namespace: run the command, bury orphans, end with the outer process.
+
+    ``control`` brings the numbers of signals for the command, one byte each, and ends with the outer process.
+    """
+    for number in (signal.SIGINT, signal.SIGQUIT):  # the terminal sends these to the command as well
+        signal.signal(number, signal.SIG_IGN)
+    started = threading.Event()
+    child: list[int] = []
+
+    def obey() -> None:
+        while number := os.read(control, 1):
+            started.wait()
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(child[0], number[0])
+        os._exit(137)
+
+    threading.Thread(target=obey, daemon=True).start()
+    _set_up()
+    try:
+        process = subprocess.Popen(command, preexec_fn=_default_signals)
+    except OSError as error:
+        print(f"isolate: {command[0]}: {error.strerror}", file=sys.stderr)
+        os._exit(127 if error.errno == errno.ENOENT else 126)
+    child.append(process.pid)
+    started.set()
+    while True:
+        pid, status = os.waitpid(-1, 0)
+        if pid == process.pid:
+            code = os.waitstatus_to_exitcode(status)
+            # The kernel kills what is left with this process.
+            os._exit(code if code >= 0 else 128 - code)
+
+
+def _default_signals() -> None:
+    for number in (signal.SIGINT, signal.SIGQUIT):
+        signal.signal(number, signal.SIG_DFL)
+
+
+# --- outside ---------------------------------------------------------------------------------------------------------
+
+
+def run(command: Sequence[str]) -> int:
+    """Run a command isolated and return its exit status, 128 + n when signal n killed it."""
+    if os.geteuid() != 0:
+        raise SystemExit("isolate: namespaces, mounts and cgroups need root")
+    unshare = shutil.which("unshare")
+    if unshare is None:
+        raise SystemExit("isolate: there is no unshare: apt-get install util-linux")
+    remove_dead_runs()
+    name, lock = _begin_run()
+    control_out, control_in = os.pipe()
+    alive_out, alive_in = os.pipe()
+    me = [sys.executable, "-I", "-S", os.path.abspath(__file__)]
+    reaper = subprocess.Popen(
+        [*me, "--reap", name, str(alive_out)],
+        stdin=subprocess.DEVNULL,
+        start_new_session=True,
+        cwd="/",
+        pass_fds=(alive_out, lock),
+    )
+    os.close(alive_out)
+    told = False
+
+    def forward(number: int, _: FrameType | None) -> None:
+        nonlocal told
+        os.write(control_in, bytes([number]))
+        if not told:
+            told = True
+            signal.setitimer(signal.ITIMER_REAL, _GRACE)
+
+    def too_late(_number: int, _frame: FrameType | None) -> None:
+        os.close(control_in)  # takes the first process down, and everything with it
+
+    handlers = {number: signal.signal(number, forward) for number in (signal.SIGTERM, signal.SIGHUP)}
+    handlers[signal.SIGALRM] = signal.signal(signal.SIGALRM, too_late)
+    for number in (signal.SIGINT, signal.SIGQUIT):  # the terminal sends these to the command itself
+        handlers[number] = signal.signal(number, signal.SIG_IGN)
+    try:
+        status = subprocess.Popen(
+            [unshare, "--mount", "--net", "--pid", "--fork", "--kill-child=SIGKILL", "--mount-proc"]
+            + [*me, "--first", str(control_out), *command],
+            env={**os.environ, _ENVIRONMENT: name},
+            pass_fds=(control_out, alive_in, lock),
+        ).wait()
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+        os.close(alive_in)
+        reaper.wait()
+        os.close(lock)
+        os.close(control_out)
+        with contextlib.suppress(OSError):
+            os.close(control_in)
+    return status if status >= 0 else 128 - status
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Build what a cluster needs, where there is a network, and run the command."""
+    if not arguments or arguments[0] in ("-h", "--help"):
+        print("usage: python -m tests.cluster.isolate COMMAND [ARGUMENT...]", file=sys.stderr)
+        return 2
+    from tests.cluster import build
+
+    try:
+        build.ensure()
+    except build.BuildError as error:
+        print(f"isolate: {error}", file=sys.stderr)
+        return 1
+    return run(arguments)
+
+
+if __name__ == "__main__":
+    # As a program by its path, with nothing but the standard library, it is the reaper or the first process.
+    if sys.argv[1:2] == ["--reap"]:
+        _reap(sys.argv[2], int(sys.argv[3]))
+    elif sys.argv[1:2] == ["--first"]:
+        _first_process(int(sys.argv[2]), sys.argv[3:])
+    else:
+        sys.exit(main(sys.argv[1:]))
