@@ -1,0 +1,1014 @@
+"""A whole one-node Kubernetes cluster of real programs: ``Cluster`` starts and stops it, ``Pod`` is one pod on it.
+
+It only runs inside ``tests.cluster.isolate``. etcd, kube-apiserver, kube-controller-manager, kube-scheduler, containerd
+and the kubelet are child processes with one log file each in ``Cluster.logs``, on the host, where they outlive the run.
+Authorization is ``Node,RBAC`` with the NodeRestriction admission plugin, as on a cluster that kubeadm makes; the
+kubelet has the rights of ``system:node:node1`` and nothing more.
+
+Where it differs from a cluster of others:
+
+* There is no kube-proxy and no DNS. The API server has the address of the ``kubernetes`` service itself and listens on
+  port 443, so clients in pods that use the in-cluster configuration work.
+* The kubelet looks at its node status every second and not every 10 (``nodeStatusUpdateFrequency``), so what a device
+  plugin advertises is in ``allocatable`` sooner.
+* The kubelet's own port lets everybody in.
+* Images cannot be pulled; pods run ``image.IMAGE``, a busybox.
+"""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import http.client
+import itertools
+import json
+import os
+import re
+import secrets
+import shutil
+import signal
+import ssl
+import subprocess
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any, TypeVar
+
+from tests.cluster import build, image, isolate
+from tests.cluster.api import Api, ApiError, Object, Objects
+
+T = TypeVar("T")
+
+KUBELET_DIRECTORY = Path("/var/lib/kubelet")
+DEVICE_PLUGINS = KUBELET_DIRECTORY / "device-plugins"
+PLUGINS_REGISTRY = KUBELET_DIRECTORY / "plugins_registry"
+PLUGINS = KUBELET_DIRECTORY / "plugins"
+POD_RESOURCES_SOCKET = KUBELET_DIRECTORY / "pod-resources" / "kubelet.sock"
+
+COMPONENTS = ("etcd", "containerd", "kube-apiserver", "kube-controller-manager", "kube-scheduler", "kubelet")
+
+# Feature gates that are on in a Cluster, and the minor version that brought each, from pkg/features/kube_features.go of
+# 1.32.2 to 1.36.3. A server without a gate refuses to start when it is named; with the gate off it drops the feature's
+# fields without an error. On by default since: DynamicResourceAllocation 1.34, DRAPrioritizedList and DRAAdminAccess
+# 1.34, DRAResourceClaimDeviceStatus 1.33, DRAConsumableCapacity, DRADeviceBindingConditions, DRADeviceTaints,
+# DRAExtendedResource and DRAPartitionableDevices 1.36; DRADeviceTaintRules is off in 1.36 still. In 1.33 and 1.34
+# DeviceTaintRules come with DRADeviceTaints.
+FEATURE_GATES = {
+    "DynamicResourceAllocation": 26,
+    "KubeletPodResourcesDynamicResources": 27,
+    "KubeletPodResourcesGet": 27,
+    "ResourceHealthStatus": 31,
+    "DRAAdminAccess": 32,
+    "DRAResourceClaimDeviceStatus": 32,
+    "DRADeviceTaints": 33,
+    "DRAPartitionableDevices": 33,
+    "DRAPrioritizedList": 33,
+    "DRAConsumableCapacity": 34,
+    "DRADeviceBindingConditions": 34,
+    "DRAExtendedResource": 34,
+    "DRADeviceTaintRules": 35,
+}
+# API versions of DRA that are not served by default (v1 is, since 1.34), and the minor version that brought each.
+RUNTIME_CONFIG = {"resource.k8s.io/v1alpha3": 31, "resource.k8s.io/v1beta1": 32, "resource.k8s.io/v1beta2": 33}
+
+_API_PORT = 443
+_KUBELET_PORT = 10250
+_REPOSITORY = Path(__file__).resolve().parents[2]
+_counter = itertools.count(1)
+
+
+class ClusterError(Exception):
+    """The cluster does not do what it should."""
+
+
+class ClusterTimeout(ClusterError, TimeoutError):
+    """Something did not happen in time."""
+
+
+class ExecError(ClusterError):
+    """A command in a container failed."""
+
+    def __init__(self, argv: Sequence[str], code: int, stdout: str, stderr: str) -> None:
+        """Keep what the command left."""
+        super().__init__(f"{list(argv)} ended with {code}: {stderr.strip()} {stdout.strip()}")
+        self.code = code
+        self.stdout = stdout
+        self.stderr = stderr
+
+
+class Component:
+    """One program of the cluster as a child process that appends to one log file."""
+
+    def __init__(self, name: str, argv: Sequence[str], log: Path, directory: Path, path: str = "") -> None:
+        """Start nothing yet. ``path`` is put in front of PATH."""
+        self.name = name
+        self.argv = list(argv)
+        self.log = log
+        self.directory = directory
+        self.path = path
+        self.process: subprocess.Popen[bytes] | None = None
+
+    @property
+    def running(self) -> bool:
+        """Whether the process is there."""
+        return self.process is not None and self.process.poll() is None
+
+    @property
+    def pid(self) -> int:
+        """The process id, in the pid namespace of the run."""
+        assert self.process is not None
+        return self.process.pid
+
+    def start(self) -> None:
+        """Start the process."""
+        if self.running:
+            raise ClusterError(f"{self.name} runs already")
+        environment = {key: value for key, value in os.environ.items() if not key.startswith(("KUBE", "CONTAINERD"))}
+        if self.path:
+            environment["PATH"] = f"{self.path}:{environment.get('PATH', '/usr/sbin:/usr/bin:/sbin:/bin')}"
+        with open(self.log, "ab") as log:
+            log.write(f"--- {' '.join(self.argv)}\n".encode())
+            log.flush()
+            # Ctrl-C is for the tests, not for the cluster.
+            self.process = subprocess.Popen(
+                self.argv,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                cwd=self.directory,
+                env=environment,
+                start_new_session=True,
+            )
+
+    def stop(self, number: signal.Signals = signal.SIGTERM, timeout: float = 20.0) -> None:
+        """End the process by a signal, and by SIGKILL when it is still there after the timeout."""
+        if self.process is None:
+            return
+        process, self.process = self.process, None
+        if process.poll() is None:
+            process.send_signal(number)
+            try:
+                process.wait(timeout)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+
+    def tail(self, lines: int = 15) -> str:
+        """Name the log and quote its end."""
+        try:
+            text = self.log.read_text(errors="replace")
+        except OSError:
+            text = ""
+        quoted = "\n".join(f"    {line[:400]}" for line in text.splitlines()[-lines:])
+        return f"{self.log} ends with:\n{quoted}"
+
+
+class Cluster:
+    """A one-node cluster.
+
+    ``feature_gates`` and ``runtime_config`` add to ``FEATURE_GATES`` and ``RUNTIME_CONFIG`` or override them;
+    ``kubelet_config`` is merged into the kubelet's configuration file and may be changed between two starts of the
+    kubelet. There can be one started Cluster at a time in a run of ``isolate``, any number one after another.
+    """
+
+    def __init__(
+        self,
+        version: str | None = None,
+        *,
+        feature_gates: Mapping[str, bool] | None = None,
+        runtime_config: Mapping[str, bool] | None = None,
+        kubelet_config: Mapping[str, Any] | None = None,
+        logs: str | os.PathLike[str] | None = None,
+    ) -> None:
+        """Start nothing yet. Programs of ``version`` that are missing are built, for which there is no network inside
+        the isolation: use ``python -m tests.cluster.build`` before.
+        """
+        self.binaries = build.ensure(version)
+        self.version = self.binaries.version
+        self.minor = self.binaries.minor
+        self.node_name = isolate.NODE_NAME
+        self.node_ip = isolate.NODE_IP
+        self.directory = isolate.STATE / "cluster"
+        self.kubeconfig = self.directory / "admin.kubeconfig"
+        self.feature_gates = {name: True for name, since in FEATURE_GATES.items() if since <= self.minor}
+        self.feature_gates.update(feature_gates or {})
+        self.runtime_config = {name: True for name, since in RUNTIME_CONFIG.items() if since <= self.minor}
+        self.runtime_config.update(runtime_config or {})
+        self.kubelet_config: dict[str, Any] = dict(kubelet_config or {})
+        self.started_in = 0.0
+        """Seconds that start() took."""
+        if logs is None:
+            base = Path(os.environ.get("CLUSTER_LOGS") or _REPOSITORY / ".cluster-logs")
+            run = os.environ.get("DEVICEPLUGIN_CLUSTER_RUN", "").rpartition("-")[2]
+            logs = base / f"{time.strftime('%Y%m%d-%H%M%S')}-{run}-{next(_counter)}"
+        self.logs = Path(logs)
+        self.components: dict[str, Component] = {}
+        self._api: Api | None = None
+        self._tokens = {name: secrets.token_hex(16) for name in ("admin", "kubelet", "manager", "scheduler")}
+
+    def __enter__(self) -> Cluster:
+        """Start."""
+        self.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Stop."""
+        self.stop()
+
+    @property
+    def api(self) -> Api:
+        """The client of the API server with all rights."""
+        if self._api is None:
+            raise ClusterError("the cluster is not started")
+        return self._api
+
+    # --- start and stop ---
+
+    def start(self, timeout: float = 120.0) -> None:
+        """Start everything and wait until the first pod can run."""
+        if not isolate.inside():
+            raise ClusterError("a Cluster runs inside `python -m tests.cluster.isolate` only")
+        started = time.monotonic()
+        _wipe()
+        self.logs.mkdir(parents=True, exist_ok=True)
+        self.directory.mkdir(parents=True)
+        try:
+            self._lay_out()
+            self.components["etcd"].start()
+            self.components["containerd"].start()
+            self.start_apiserver(timeout)
+            self.components["kube-controller-manager"].start()
+            self.components["kube-scheduler"].start()
+            self._import_image(timeout)
+            self.start_kubelet(timeout)
+            self._wait_usable(timeout)
+        except BaseException:
+            self.stop()
+            raise
+        self.started_in = time.monotonic() - started
+
+    def stop(self) -> None:
+        """End all of it at once, containers included, and remove what it left, but the logs."""
+        for name in reversed(COMPONENTS):
+            if name in self.components:
+                self.components[name].stop(signal.SIGKILL)
+        if self._api is not None:
+            self._api.close()
+            self._api = None
+        if isolate.inside():
+            with contextlib.suppress(OSError, shutil.Error):
+                if any(Path("/var/log/pods").iterdir()):
+                    shutil.copytree("/var/log/pods", self.logs / "pods", dirs_exist_ok=True)
+            _wipe()
+
+    def _lay_out(self) -> None:
+        """Write certificates and configuration files and make the components."""
+        directory = self.directory
+        pki = directory / "pki"
+        pki.mkdir()
+        # What is not said here openssl would take from its own configuration, which differs between systems.
+        (pki / "openssl.cnf").write_text(
+            "[req]\ndistinguished_name=name\nprompt=no\n[name]\n[ca]\nbasicConstraints=critical,CA:TRUE\n"
+            "keyUsage=critical,keyCertSign,cRLSign\nsubjectKeyIdentifier=hash\n"
+            "[server]\nbasicConstraints=critical,CA:FALSE\nextendedKeyUsage=serverAuth\nsubjectKeyIdentifier=hash\n"
+            "authorityKeyIdentifier=keyid\nsubjectAltName=DNS:localhost,DNS:kubernetes,DNS:kubernetes.default,"
+            f"DNS:kubernetes.default.svc,IP:127.0.0.1,IP:{isolate.NODE_IP},IP:{isolate.SERVICE_IP}\n"
+            "[client]\nbasicConstraints=critical,CA:FALSE\nextendedKeyUsage=clientAuth\nsubjectKeyIdentifier=hash\n"
+            "authorityKeyIdentifier=keyid\n"
+        )
+        self._certificate("ca", "/CN=cluster-ca", "ca")
+        self._certificate("apiserver", "/CN=kube-apiserver", "server")
+        _openssl("genpkey", "-algorithm", "EC", "-pkeyopt", "ec_paramgen_curve:P-256", "-out", f"{pki}/sa.key")
+        _openssl("pkey", "-in", f"{pki}/sa.key", "-pubout", "-out", f"{pki}/sa.pub")
+        tokens = self._tokens
+        (directory / "tokens.csv").write_text(
+            f"{tokens['admin']},admin,admin,system:masters\n"
+            f"{tokens['kubelet']},system:node:{self.node_name},node,system:nodes\n"
+            f"{tokens['manager']},system:kube-controller-manager,manager,\n"
+            f"{tokens['scheduler']},system:kube-scheduler,scheduler,\n"
+        )
+        self._api = Api("127.0.0.1", _API_PORT, tokens["admin"], f"{pki}/ca.crt")
+        self._write_kubeconfig(self.kubeconfig, {"token": tokens["admin"]})
+        for name in ("kubelet", "manager", "scheduler"):
+            self._write_kubeconfig(directory / f"{name}.kubeconfig", {"token": tokens[name]})
+        (directory / "cni").mkdir()
+        (directory / "cni" / "10-pods.conflist").write_text(json.dumps(_CNI))
+        (directory / "containerd.toml").write_text(_containerd_config(directory, self.binaries.cni))
+        (directory / "volume-plugins").mkdir()
+
+        gates = ",".join(f"{name}={str(on).lower()}" for name, on in self.feature_gates.items())
+        served = ",".join(f"{name}={str(on).lower()}" for name, on in self.runtime_config.items())
+        common = [f"--feature-gates={gates}"] if gates else []
+        self._component(
+            "etcd",
+            f"--data-dir={directory}/etcd",
+            "--listen-client-urls=http://127.0.0.1:2379",
+            "--advertise-client-urls=http://127.0.0.1:2379",
+            "--listen-peer-urls=http://127.0.0.1:2380",
+            "--unsafe-no-fsync",
+        )
+        self._component("containerd", f"--config={directory}/containerd.toml")
+        self._component(
+            "kube-apiserver",
+            "--etcd-servers=http://127.0.0.1:2379",
+            "--bind-address=0.0.0.0",
+            f"--secure-port={_API_PORT}",
+            f"--advertise-address={isolate.NODE_IP}",
+            f"--service-cluster-ip-range={isolate.SERVICE_IP}/16",
+            f"--tls-cert-file={pki}/apiserver.crt",
+            f"--tls-private-key-file={pki}/apiserver.key",
+            f"--client-ca-file={pki}/ca.crt",
+            f"--token-auth-file={directory}/tokens.csv",
+            f"--service-account-key-file={pki}/sa.pub",
+            f"--service-account-signing-key-file={pki}/sa.key",
+            "--service-account-issuer=https://kubernetes.default.svc.cluster.local",
+            "--authorization-mode=Node,RBAC",
+            "--enable-admission-plugins=NodeRestriction",
+            "--allow-privileged",
+            # without it `kubectl logs` and `exec` look for a node by its name
+            "--kubelet-preferred-address-types=InternalIP",
+            *([f"--runtime-config={served}"] if served else []),
+            *common,
+        )
+        self._component(
+            "kube-controller-manager",
+            f"--kubeconfig={directory}/manager.kubeconfig",
+            f"--service-account-private-key-file={pki}/sa.key",
+            f"--root-ca-file={pki}/ca.crt",
+            "--use-service-account-credentials",
+            "--leader-elect=false",
+            "--secure-port=0",
+            *common,
+        )
+        self._component(
+            "kube-scheduler",
+            f"--kubeconfig={directory}/scheduler.kubeconfig",
+            "--leader-elect=false",
+            "--secure-port=0",
+            *common,
+        )
+        self._component(
+            "kubelet",
+            f"--config={directory}/kubelet.json",
+            f"--kubeconfig={directory}/kubelet.kubeconfig",
+            f"--cert-dir={pki}/kubelet",
+            f"--hostname-override={self.node_name}",
+            f"--node-ip={self.node_ip}",
+            "-v=4",
+        )
+
+    def _component(self, name: str, *arguments: str) -> None:
+        argv = [self.binaries.path(name), *arguments]
+        path = str(self.binaries.containerd) if name == "containerd" else ""  # it looks for its shim in PATH
+        self.components[name] = Component(name, argv, self.logs / f"{name}.log", self.directory, path)
+
+    def _certificate(self, name: str, subject: str, kind: str) -> None:
+        """Make ``<name>.key`` and ``<name>.crt``, by the cluster's certificate authority unless it is that itself."""
+        pki = self.directory / "pki"
+        authority = [] if kind == "ca" else ["-CA", f"{pki}/ca.crt", "-CAkey", f"{pki}/ca.key"]
+        curve = ["-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256", "-nodes", "-days", "30"]
+        files = ["-keyout", f"{pki}/{name}.key", "-out", f"{pki}/{name}.crt"]
+        settings = ["-config", f"{pki}/openssl.cnf", "-extensions", kind, "-subj", subject]
+        _openssl("req", "-x509", *authority, *curve, *settings, *files)
+
+    def _write_kubeconfig(self, path: Path, user: Mapping[str, str]) -> None:
+        ca = base64.b64encode((self.directory / "pki" / "ca.crt").read_bytes()).decode()
+        server = {"server": f"https://127.0.0.1:{_API_PORT}", "certificate-authority-data": ca}
+        path.write_text(
+            json.dumps(
+                {
+                    "apiVersion": "v1",
+                    "kind": "Config",
+                    "clusters": [{"name": "cluster", "cluster": server}],
+                    "users": [{"name": "user", "user": dict(user)}],
+                    "contexts": [{"name": "cluster", "context": {"cluster": "cluster", "user": "user"}}],
+                    "current-context": "cluster",
+                }
+            )
+        )
+        path.chmod(0o600)
+
+    def _write_kubelet_config(self) -> None:
+        config: dict[str, Any] = {
+            "apiVersion": "kubelet.config.k8s.io/v1beta1",
+            "kind": "KubeletConfiguration",
+            "authentication": {"anonymous": {"enabled": True}, "webhook": {"enabled": False}},
+            "authorization": {"mode": "AlwaysAllow"},
+            "containerRuntimeEndpoint": f"unix://{self.directory}/containerd.sock",
+            "cgroupDriver": "cgroupfs",
+            "cgroupRoot": isolate.cgroup(),
+            "failCgroupV1": False,
+            "failSwapOn": False,
+            "enforceNodeAllocatable": [],
+            "localStorageCapacityIsolation": False,
+            # 0 is refused; these are as good as never
+            "evictionHard": {"memory.available": "1Mi", "nodefs.available": "0.1%", "imagefs.available": "0.1%"},
+            "featureGates": self.feature_gates,
+            "nodeStatusUpdateFrequency": "1s",
+            "port": _KUBELET_PORT,
+            "volumePluginDir": f"{self.directory}/volume-plugins",
+        }
+        config.update(self.kubelet_config)
+        (self.directory / "kubelet.json").write_text(json.dumps(config))
+
+    def _import_image(self, timeout: float) -> None:
+        busybox = build.find_busybox()
+        assert busybox is not None
+        archive = self.directory / "image.tar"
+        image.write_image(busybox, archive)
+
+        def imported() -> bool:
+            done = self._ctr("images", "import", str(archive))
+            if done.returncode != 0:
+                raise ClusterError(f"ctr images import: {done.stderr.strip()}")
+            return True
+
+        self.wait_for(imported, timeout, "containerd takes an image", log="containerd")
+
+    def _ctr(self, *arguments: str) -> subprocess.CompletedProcess[str]:
+        address = f"{self.directory}/containerd.sock"
+        argv = [self.binaries.path("ctr"), "--address", address, "--namespace", "k8s.io", *arguments]
+        return subprocess.run(argv, stdin=subprocess.DEVNULL, capture_output=True, text=True)
+
+    def _wait_usable(self, timeout: float) -> None:
+        def usable() -> bool:
+            self.api.get("ServiceAccount", "default")
+            self.api.get("ConfigMap", "kube-root-ca.crt")
+            return self.ready() and not self.node()["spec"].get("taints")
+
+        self.wait_for(usable, timeout, "the node is Ready and there is a default ServiceAccount", log="kubelet")
+
+    # --- components ---
+
+    def start_apiserver(self, timeout: float = 60.0) -> None:
+        """Start the kube-apiserver and wait until it is ready."""
+        self.components["kube-apiserver"].start()
+        self.wait_for(lambda: self.api.raw("GET", "/readyz")[0] == 200, timeout, "ready", log="kube-apiserver")
+
+    def stop_apiserver(self) -> None:
+        """End the kube-apiserver at once, as in a crash, and leave it ended."""
+        self.components["kube-apiserver"].stop(signal.SIGKILL)
+
+    def start_kubelet(self, timeout: float = 60.0) -> None:
+        """Start the kubelet and wait until it answers and takes device plugins."""
+        with contextlib.suppress(FileNotFoundError):  # the kubelet removes it too, a little later
+            (DEVICE_PLUGINS / "kubelet.sock").unlink()
+        self._write_kubelet_config()
+        self.components["kubelet"].start()
+
+        def answers() -> bool:
+            return self.kubelet_get("/healthz")[0] == 200 and (DEVICE_PLUGINS / "kubelet.sock").is_socket()
+
+        self.wait_for(answers, timeout, "the kubelet answers", log="kubelet")
+
+    def stop_kubelet(self) -> None:
+        """End the kubelet by SIGTERM and leave it ended; the containers run on."""
+        self.components["kubelet"].stop()
+
+    def restart_kubelet(self, downtime: float = 0.0) -> None:
+        """Stop the kubelet, leave it away for so many seconds and start it again."""
+        self.stop_kubelet()
+        time.sleep(downtime)
+        self.start_kubelet()
+
+    def kill(self, component: str) -> None:
+        """End a component (one of COMPONENTS) by SIGKILL and leave it ended."""
+        self.components[component].stop(signal.SIGKILL)
+
+    def start_component(self, component: str) -> None:
+        """Start a component again that was killed; nothing is waited for but with kubelet and kube-apiserver."""
+        if component == "kubelet":
+            self.start_kubelet()
+        elif component == "kube-apiserver":
+            self.start_apiserver()
+        else:
+            self.components[component].start()
+
+    # --- waiting ---
+
+    def wait_for(
+        self, predicate: Callable[[], T], timeout: float = 30.0, what: str = "", *, log: str | None = None
+    ) -> T:
+        """Call the predicate every 50 ms until it is true and return its value.
+
+        ApiError, OSError, ClusterError and KeyError (a field that is not there yet) count as not yet. ClusterTimeout
+        after ``timeout`` seconds, with the last such error and the end of the log of the component ``log``. When a
+        component ends that nobody stopped, that is the error, at once.
+        """
+        deadline = time.monotonic() + timeout
+        while True:
+            last: object = None
+            try:
+                value = predicate()
+                if value:
+                    return value
+                last = value
+            except (ApiError, OSError, ClusterError, KeyError) as error:
+                if isinstance(error, PodFailed):
+                    raise
+                last = repr(error)
+            for component in self.components.values():
+                if component.process is not None and not component.running:
+                    code = component.process.returncode
+                    raise ClusterError(
+                        f"{component.name} ended by itself with {code}, waiting for: {what}\n{component.tail()}"
+                    )
+            if time.monotonic() > deadline:
+                where = self.components[log].tail() if log else f"logs: {self.logs}"
+                raise ClusterTimeout(f"not within {timeout:g} s: {what or predicate}; last: {last}\n{where}")
+            time.sleep(0.05)
+
+    # --- objects, the API server's answers as they are ---
+
+    def apply(self, manifests: str | Mapping[str, Any] | Iterable[Mapping[str, Any]]) -> Objects:
+        """Create or change objects from YAML or dictionaries, by server-side apply."""
+        return self.api.apply(manifests)
+
+    def get(self, kind: str, name: str, namespace: str = "default", api_version: str | None = None) -> Object:
+        """Read one object; ApiError with code 404 when there is none. The kind may be any name that kubectl takes."""
+        return self.api.get(kind, name, namespace, api_version)
+
+    def list(
+        self,
+        kind: str,
+        namespace: str | None = None,
+        api_version: str | None = None,
+        label_selector: str = "",
+        field_selector: str = "",
+    ) -> Objects:
+        """Read all objects of a kind, in all namespaces unless one is given."""
+        return self.api.list(kind, namespace, api_version, label_selector, field_selector)
+
+    def delete(
+        self,
+        kind: str,
+        name: str,
+        namespace: str = "default",
+        api_version: str | None = None,
+        grace: int | None = None,
+    ) -> None:
+        """Delete an object; it is no error when there is none."""
+        self.api.delete(kind, name, namespace, api_version, grace)
+
+    def events(self, name: str, namespace: str = "default") -> Objects:
+        """The events about the object of that name, in no order."""
+        return self.api.list("Event", namespace, "v1", field_selector=f"involvedObject.name={name}")
+
+    def kubectl(self, *arguments: str, check: bool = True) -> str:
+        """Run kubectl with all rights and return what it printed."""
+        done = subprocess.run(
+            [self.binaries.path("kubectl"), f"--kubeconfig={self.kubeconfig}", *arguments],
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            env={**os.environ, "HOME": str(self.directory)},  # where it keeps its discovery cache
+        )
+        if check and done.returncode != 0:
+            raise ClusterError(f"kubectl {' '.join(arguments)} ended with {done.returncode}: {done.stderr.strip()}")
+        return done.stdout
+
+    # --- the node ---
+
+    def node(self) -> Object:
+        """The Node object."""
+        return self.api.get("Node", self.node_name)
+
+    def ready(self) -> bool:
+        """Whether the node is Ready."""
+        conditions = self.node()["status"].get("conditions", [])
+        return any(condition["type"] == "Ready" and condition["status"] == "True" for condition in conditions)
+
+    def allocatable(self, resource: str) -> int:
+        """How many of an extended resource pods can have on the node; 0 when the node does not name it."""
+        return int(self.node()["status"].get("allocatable", {}).get(resource, 0))
+
+    def capacity(self, resource: str) -> int:
+        """How many of an extended resource the node has, healthy or not; 0 when the node does not name it."""
+        return int(self.node()["status"].get("capacity", {}).get(resource, 0))
+
+    def wait_allocatable(self, resource: str, count: int, timeout: float = 30.0) -> None:
+        """Wait until the node has exactly so many."""
+        self.wait_for(
+            lambda: self.allocatable(resource) == count, timeout, f"{resource} allocatable is {count}", log="kubelet"
+        )
+
+    def kubelet_get(self, path: str) -> tuple[int, str]:
+        """GET a path on the kubelet's own port."""
+        tls = ssl.create_default_context()
+        tls.check_hostname = False
+        tls.verify_mode = ssl.CERT_NONE  # the kubelet signed its certificate itself
+        connection = http.client.HTTPSConnection(self.node_ip, _KUBELET_PORT, timeout=10, context=tls)
+        try:
+            connection.request("GET", path)
+            response = connection.getresponse()
+            return response.status, response.read().decode(errors="replace")
+        except http.client.HTTPException as error:
+            raise ConnectionError(f"kubelet {path}: {error!r}") from error
+        finally:
+            connection.close()
+
+    def metrics(self, path: str = "/metrics") -> str:
+        """The kubelet's metrics (or those at ``/metrics/resource`` and so on) as text."""
+        code, text = self.kubelet_get(path)
+        if code != 200:
+            raise ClusterError(f"kubelet {path}: {code} {text[:400]}")
+        return text
+
+    def metric(self, name: str, **labels: str) -> float:
+        """The sum of all series of a metric of the kubelet that have these labels; 0 when there is none."""
+        total = 0.0
+        for line in self.metrics().splitlines():
+            match = re.fullmatch(rf"{re.escape(name)}(?:\{{(.*)\}})? (\S+)(?: \d+)?", line)
+            if match:
+                has = dict(re.findall(r'(\w+)="((?:[^"\\]|\\.)*)"', match.group(1) or ""))
+                if all(has.get(key) == value for key, value in labels.items()):
+                    total += float(match.group(2))
+        return total
+
+    # --- identities ---
+
+    def kubeconfig_for(self, user: str, groups: Sequence[str] = ()) -> Path:
+        """Write a kubeconfig of any user name and groups, by a client certificate of the cluster's authority."""
+        subject = "".join(f"/O={group}" for group in groups) + f"/CN={user}"
+        name = f"user-{re.sub(r'[^A-Za-z0-9.-]', '-', user)}-{secrets.token_hex(4)}"
+        self._certificate(name, subject, "client")
+        data = {
+            f"client-{kind}-data": base64.b64encode((self.directory / "pki" / f"{name}.{end}").read_bytes()).decode()
+            for kind, end in (("certificate", "crt"), ("key", "key"))
+        }
+        path = self.directory / f"{name}.kubeconfig"
+        self._write_kubeconfig(path, data)
+        return path
+
+    def service_account_token(
+        self,
+        name: str,
+        namespace: str = "default",
+        bound_to: tuple[str, str] | None = None,
+        seconds: int = 3600,
+    ) -> str:
+        """A token of a ServiceAccount.
+
+        ``bound_to`` is ("Pod", name) or ("Node", name). The tokens that a kubelet puts into pods are bound to the pod
+        and thereby carry the node's name, which admission policies look at
+        (``authentication.kubernetes.io/node-name``); binding to the node is on by default since 1.32.
+        """
+        spec: Object = {"expirationSeconds": seconds}
+        if bound_to is not None:
+            kind, target = bound_to
+            uid = self.api.get(kind, target, namespace, "v1")["metadata"]["uid"]
+            spec["boundObjectRef"] = {"apiVersion": "v1", "kind": kind, "name": target, "uid": uid}
+        path = self.api.resource("ServiceAccount", "v1").path(name, namespace) + "/token"
+        body = {"apiVersion": "authentication.k8s.io/v1", "kind": "TokenRequest", "spec": spec}
+        return str(self.api.request("POST", path, body)["status"]["token"])
+
+    def service_account_kubeconfig(
+        self, name: str, namespace: str = "default", bound_to: tuple[str, str] | None = None
+    ) -> Path:
+        """Write a kubeconfig with a token of a ServiceAccount, see ``service_account_token``."""
+        path = self.directory / f"serviceaccount-{namespace}-{name}-{secrets.token_hex(4)}.kubeconfig"
+        self._write_kubeconfig(path, {"token": self.service_account_token(name, namespace, bound_to)})
+        return path
+
+    def api_with_token(self, token: str) -> Api:
+        """A client with another identity."""
+        return Api("127.0.0.1", _API_PORT, token, str(self.directory / "pki" / "ca.crt"))
+
+    # --- pods ---
+
+    def start_pod(
+        self,
+        name: str,
+        limits: Mapping[str, object] | None = None,
+        *,
+        command: Sequence[str] | None = None,
+        claims: Mapping[str, str | Mapping[str, str]] | None = None,
+        namespace: str = "default",
+        labels: Mapping[str, str] | None = None,
+        annotations: Mapping[str, str] | None = None,
+        container: Mapping[str, Any] | None = None,
+        **spec: Any,
+    ) -> Pod:
+        """Create a pod of one container, ``main``, and return it without waiting.
+
+        ``claims`` maps names of the pod's resource claims to ``{"resourceClaimName": ...}`` or
+        ``{"resourceClaimTemplateName": ...}``; a plain string is the name of a ResourceClaim. The container gets all of
+        them. ``container`` is merged into the container and ``spec`` into the pod's spec. Without a command the
+        container waits, and ends at once when it is told to.
+        """
+        entries = {
+            key: {"resourceClaimName": value} if isinstance(value, str) else dict(value)
+            for key, value in (claims or {}).items()
+        }
+        resources: Object = {}
+        if limits:
+            resources["limits"] = {key: str(value) for key, value in limits.items()}
+        if entries:
+            resources["claims"] = [{"name": key} for key in entries]
+        # A shell as process 1 gets no signal that it has no handler for.
+        waiting = ["/bin/sh", "-c", "trap 'exit 0' TERM; sleep 2147483647 & wait"]
+        main: Object = {
+            "name": "main",
+            "image": image.IMAGE,
+            "imagePullPolicy": "Never",
+            "command": list(command) if command is not None else waiting,
+            "resources": resources,
+            **(container or {}),
+        }
+        body: Object = {
+            "containers": [main],
+            "restartPolicy": "Always",
+            "terminationGracePeriodSeconds": 2,
+            "automountServiceAccountToken": False,
+            "enableServiceLinks": False,
+            **spec,
+        }
+        if entries:
+            body["resourceClaims"] = [{"name": key, **value} for key, value in entries.items()]
+        metadata: Object = {"name": name, "labels": dict(labels or {}), "annotations": dict(annotations or {})}
+        return self.create_pod({"metadata": metadata, "spec": body}, namespace)
+
+    def create_pod(self, manifest: Mapping[str, Any], namespace: str = "default") -> Pod:
+        """Create a pod from a whole manifest."""
+        created = self.api.create({"apiVersion": "v1", "kind": "Pod", **manifest}, namespace)
+        return Pod(self, created)
+
+    def pod(self, name: str, namespace: str = "default") -> Pod:
+        """A pod that is there, as one that a Deployment made."""
+        return Pod(self, self.api.get("Pod", name, namespace))
+
+    def pods(self, namespace: str | None = None, label_selector: str = "") -> Pods:
+        """All pods, of all namespaces unless one is given."""
+        return [Pod(self, found) for found in self.api.list("Pod", namespace, "v1", label_selector)]
+
+    def clean(self, timeout: float = 60.0) -> None:
+        """Remove all workloads, pods, resource claims, device classes, slices and taint rules and wait until gone."""
+        kinds = ["DaemonSet", "Deployment", "ReplicaSet", "StatefulSet", "Job", "Pod", "ResourceClaimTemplate"]
+        kinds += ["ResourceClaim", "DeviceClass", "DeviceTaintRule", "ResourceSlice"]
+
+        def rest() -> Sequence[str]:
+            left = []
+            for kind in kinds:
+                try:
+                    found = self.api.list(kind)
+                except ApiError as error:
+                    if error.code == 404:
+                        continue  # not served by this version
+                    raise
+                for entry in found:
+                    metadata = entry["metadata"]
+                    left.append(f"{kind} {metadata['name']}")
+                    if "deletionTimestamp" not in metadata:
+                        grace = 1 if kind == "Pod" else None
+                        self.api.delete(kind, metadata["name"], metadata.get("namespace", "default"), grace=grace)
+            return left
+
+        self.wait_for(lambda: not (left := rest()) or _not_yet(left), timeout, "all is removed", log="kubelet")
+
+
+Pods = list["Pod"]
+
+
+class PodFailed(ClusterError):
+    """A pod ended that should run."""
+
+
+class Pod:
+    """One pod; two of one name are told apart by their UIDs."""
+
+    def __init__(self, cluster: Cluster, created: Object) -> None:
+        """Remember which pod it is."""
+        self.cluster = cluster
+        self.name: str = created["metadata"]["name"]
+        self.namespace: str = created["metadata"]["namespace"]
+        self.uid: str = created["metadata"]["uid"]
+
+    def __repr__(self) -> str:
+        """Name it."""
+        return f"Pod({self.namespace}/{self.name})"
+
+    @property
+    def object(self) -> Object:
+        """The Pod object as it is now; ApiError with code 404 when it is gone."""
+        found = self.cluster.api.get("Pod", self.name, self.namespace, "v1")
+        if found["metadata"]["uid"] != self.uid:
+            raise ApiError(404, "NotFound", f"{self} is gone, there is another of its name")
+        return found
+
+    @property
+    def status(self) -> Object:
+        """Its status as it is now."""
+        status: Object = self.object["status"]
+        return status
+
+    @property
+    def phase(self) -> str:
+        """Pending, Running, Succeeded or Failed."""
+        return str(self.status["phase"])
+
+    def _container_status(self, container: str | None) -> Object:
+        status = self.status
+        found = [*status.get("containerStatuses", []), *status.get("initContainerStatuses", [])]
+        for entry in found:
+            if container in (None, entry["name"]):
+                return dict(entry)
+        raise ClusterError(f"{self} has no container {container or ''} yet".replace("  ", " "))
+
+    def restarts(self, container: str | None = None) -> int:
+        """How often a container was restarted."""
+        return int(self._container_status(container)["restartCount"])
+
+    def container_id(self, container: str | None = None) -> str:
+        """The id that containerd knows a container by."""
+        return str(self._container_status(container)["containerID"]).removeprefix("containerd://")
+
+    def explain(self) -> str:
+        """What an error message should say about it."""
+        try:
+            status = self.status
+            events = [f"    {event.get('reason')}: {event.get('message')}" for event in self.events()]
+        except (ApiError, OSError) as error:
+            return f"{self}: {error}"
+        keys = ("phase", "reason", "message", "conditions", "initContainerStatuses", "containerStatuses")
+        brief = {key: status[key] for key in keys if key in status}
+        return "\n".join([f"{self}: {json.dumps(brief)}", "events:", *events])
+
+    def _wait(self, predicate: Callable[[], T], timeout: float, what: str) -> T:
+        try:
+            return self.cluster.wait_for(predicate, timeout, f"{self} {what}", log="kubelet")
+        except (ClusterTimeout, PodFailed) as error:
+            raise type(error)(f"{error}\n{self.explain()}") from None
+
+    def wait_running(self, timeout: float = 30.0) -> Pod:
+        """Wait until all its containers run; PodFailed at once when it failed."""
+
+        def running() -> bool:
+            status = self.status
+            if status["phase"] in ("Failed", "Succeeded"):
+                raise PodFailed(f"{self} {status['phase']}: {status.get('reason')} {status.get('message')}")
+            containers = status.get("containerStatuses", [])
+            return status["phase"] == "Running" and all("running" in entry["state"] for entry in containers)
+
+        self._wait(running, timeout, "runs")
+        return self
+
+    def wait_phase(self, *phases: str, timeout: float = 30.0) -> str:
+        """Wait until its phase is one of these and return which."""
+        return self._wait(lambda: (phase := self.phase) in phases and phase, timeout, f"is {phases}") or ""
+
+    def wait_unschedulable(self, timeout: float = 30.0) -> str:
+        """Wait until the scheduler has said that it fits nowhere, and return the reason that it gave."""
+
+        def unschedulable() -> str:
+            for condition in self.status.get("conditions", []):
+                if condition["type"] == "PodScheduled" and condition.get("reason") == "Unschedulable":
+                    return str(condition.get("message") or "no reason")
+            return ""
+
+        return self._wait(unschedulable, timeout, "is unschedulable")
+
+    def gone(self) -> bool:
+        """Whether the API server has it no more."""
+        try:
+            return not self.object
+        except ApiError as error:
+            if error.code == 404:
+                return True
+            raise
+
+    def wait_gone(self, timeout: float = 30.0) -> None:
+        """Wait until the API server has it no more, with a grace above 0 after the kubelet ended its containers."""
+        self._wait(self.gone, timeout, "is gone")
+
+    def delete(self, grace: int = 1) -> None:
+        """Delete it without waiting.
+
+        The containers get SIGTERM, and SIGKILL after ``grace`` seconds. With 0 the API server forgets the pod at once,
+        while its containers run on and hold their devices for a while.
+        """
+        self.cluster.api.delete("Pod", self.name, self.namespace, "v1", grace)
+
+    def exec(self, argv: Sequence[str], container: str | None = None, timeout: float = 30.0) -> str:
+        """Run a command in a running container and return what it printed; ExecError when it fails.
+
+        It is runc that runs it, in the container's namespaces and cgroups, with its environment: some 40 ms, where
+        kubectl takes 300, and it works while kubelet, containerd or API server are away.
+        """
+        command = ["runc", "--root", "/run/containerd/runc/k8s.io", "exec", self.container_id(container), *argv]
+        done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=timeout)
+        if done.returncode != 0:
+            raise ExecError(argv, done.returncode, done.stdout, done.stderr)
+        return done.stdout
+
+    def logs(self, container: str | None = None) -> str:
+        """What a container has printed."""
+        path = self.cluster.api.resource("Pod", "v1").path(self.name, self.namespace) + "/log"
+        code, text = self.cluster.api.raw("GET", path + (f"?container={container}" if container else ""))
+        if code != 200:
+            raise ClusterError(f"logs of {self}: {code} {text.decode(errors='replace')}")
+        return text.decode(errors="replace")
+
+    def events(self) -> Objects:
+        """The events about it, the oldest first."""
+        events = self.cluster.events(self.name, self.namespace)
+        mine = [event for event in events if event["involvedObject"].get("uid") in (self.uid, None)]
+        return sorted(mine, key=lambda event: str(event["metadata"]["creationTimestamp"]))
+
+
+# --- what the programs are configured with ---------------------------------------------------------------------------
+
+_CNI: Object = {
+    "cniVersion": "1.0.0",
+    "name": "pods",
+    "plugins": [
+        {
+            "type": "ptp",
+            "ipMasq": False,
+            "ipam": {"type": "host-local", "subnet": "10.88.0.0/16", "routes": [{"dst": "0.0.0.0/0"}]},
+        }
+    ],
+}
+
+
+def _containerd_config(directory: Path, cni: Path) -> str:
+    # restrict_oom_score_adj: where root has no CAP_SYS_RESOURCE runc dies without it ("can't get final child's PID").
+    # native: overlay file systems do not work on every file system that a development machine has.
+    return f"""
+version = 3
+root = "{directory}/containerd"
+state = "{directory}/containerd-state"
+[grpc]
+address = "{directory}/containerd.sock"
+[plugins."io.containerd.internal.v1.opt"]
+path = "{directory}/containerd-opt"
+[plugins."io.containerd.nri.v1.nri"]
+disable = true
+[plugins."io.containerd.cri.v1.images"]
+snapshotter = "native"
+[plugins."io.containerd.cri.v1.images".pinned_images]
+sandbox = "{image.IMAGE}"
+[plugins."io.containerd.cri.v1.runtime"]
+enable_cdi = true
+cdi_spec_dirs = ["/etc/cdi", "/var/run/cdi"]
+restrict_oom_score_adj = true
+[plugins."io.containerd.cri.v1.runtime".containerd]
+default_runtime_name = "runc"
+[plugins."io.containerd.cri.v1.runtime".containerd.runtimes.runc]
+runtime_type = "io.containerd.runc.v2"
+[plugins."io.containerd.cri.v1.runtime".cni]
+bin_dirs = ["{cni}"]
+conf_dir = "{directory}/cni"
+"""
+
+
+def _openssl(*arguments: str) -> None:
+    done = subprocess.run(["openssl", *arguments], stdin=subprocess.DEVNULL, capture_output=True, text=True)
+    if done.returncode != 0:
+        raise ClusterError(f"openssl {' '.join(arguments)}: {done.stderr.strip()}")
+
+
+def _not_yet(left: Sequence[str]) -> bool:
+    raise ClusterError(f"still there: {', '.join(left)}")
+
+
+def _wipe() -> None:
+    """Remove what a cluster left in this run of isolate: containers, shims, mounts, files and cgroups."""
+    name = isolate.cgroup().lstrip("/")
+    deadline = time.monotonic() + 20
+    while True:
+        isolate.kill_cgroup(name)
+        shims = []
+        for link in Path("/proc").glob("[0-9]*/exe"):
+            with contextlib.suppress(OSError):
+                if os.readlink(link).removesuffix(" (deleted)").endswith("/containerd-shim-runc-v2"):
+                    shims.append(int(link.parent.name))
+        for pid in shims:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        below = [path for path in isolate.cgroup_directories(name) if path.name != name]
+        for path in below:
+            with contextlib.suppress(OSError):
+                path.rmdir()
+        if not shims and not below:
+            break
+        if time.monotonic() > deadline:
+            raise ClusterError(f"cannot remove what a cluster left: processes {shims}, cgroups {below}")
+        time.sleep(0.02)
+    keep = {str(path) for path in isolate.HIDDEN}
+    for line in reversed(Path("/proc/self/mountinfo").read_text().splitlines()):
+        point = line.split()[4]
+        if point not in keep and any(point.startswith(f"{path}/") for path in keep):
+            subprocess.run(["umount", "--lazy", point], capture_output=True)
+    for directory in isolate.HIDDEN:
+        if directory == isolate.DEVICES:
+            continue
+        for entry in directory.iterdir():
+            if entry == isolate.STATE / "etc":
+                continue
+            if entry.is_dir() and not entry.is_symlink():
+                shutil.rmtree(entry)
+            else:
+                entry.unlink()
