@@ -130,42 +130,38 @@ class ContainerEdits:
         return self.nodes  # type: ignore[return-value]  # __post_init__ made them so
 
     @classmethod
-    def merge(cls, edits: Iterable[ContainerEdits]) -> ContainerEdits:
+    def merge(cls, edits: Iterable[ContainerEdits], winner: ContainerEdits | None = None) -> ContainerEdits:
         """Put edits together into one; what is said twice in the same way is kept once.
+
+        winner: edits laid over the others; where they speak, they win.
 
         Raises:
             EditConflictError: two edits give one variable, annotation, node or mount point
-                different contents. A value that two devices must share (a list of ids, say) is
-                made by the source's `edits` hook, which sees all devices of the container.
+                different contents, and `winner` does not settle it. A value that devices must
+                share (a list of ids, say) is made by the source's `edits` hook, which sees all
+                devices of the container.
 
         """
-        env: dict[str, str] = {}
-        nodes: dict[str, DeviceNode] = {}
-        mounts: dict[str, Mount] = {}
-        annotations: dict[str, str] = {}
+        over = winner or NO_EDITS
+        env = dict(over.env)
+        nodes = {node.path: node for node in over.device_nodes}
+        mounts = {mount.container: mount for mount in over.mounts}
+        annotations = dict(over.annotations)
+        settled = (frozenset(env), frozenset(nodes), frozenset(mounts), frozenset(annotations))
         cdi: dict[str, None] = {}
         for edit in edits:
-            _put(env, edit.env.items(), "environment variable")
-            _put(nodes, ((node.path, node) for node in edit.device_nodes), "device node")
-            _put(mounts, ((mount.container, mount) for mount in edit.mounts), "mount at")
-            _put(annotations, edit.annotations.items(), "annotation")
+            _put(env, edit.env.items(), settled[0], "environment variable")
+            _put(nodes, ((node.path, node) for node in edit.device_nodes), settled[1], "device node")
+            _put(mounts, ((mount.container, mount) for mount in edit.mounts), settled[2], "mount at")
+            _put(annotations, edit.annotations.items(), settled[3], "annotation")
             cdi.update(dict.fromkeys(edit.cdi))
+        cdi.update(dict.fromkeys(over.cdi))
         return cls(env, tuple(nodes.values()), tuple(mounts.values()), annotations, tuple(cdi))
 
-    def over(self, base: ContainerEdits) -> ContainerEdits:
-        """Return `base` with these edits laid over it; where both speak, these win."""
-        return ContainerEdits(
-            {**base.env, **self.env},
-            tuple({n.path: n for n in (*base.device_nodes, *self.device_nodes)}.values()),
-            tuple({m.container: m for m in (*base.mounts, *self.mounts)}.values()),
-            {**base.annotations, **self.annotations},
-            tuple(dict.fromkeys((*base.cdi, *self.cdi))),
-        )
 
-
-def _put(into: dict[str, Any], items: Iterable[tuple[str, Any]], what: str) -> None:
+def _put(into: dict[str, Any], items: Iterable[tuple[str, Any]], settled: frozenset[str], what: str) -> None:
     for key, value in items:
-        if into.setdefault(key, value) != value:
+        if key not in settled and into.setdefault(key, value) != value:
             raise EditConflictError(f"{what} {key!r} is given twice: {into[key]!r} and {value!r}")
 
 

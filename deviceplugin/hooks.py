@@ -84,9 +84,15 @@ def _leave(future: asyncio.Future[Any]) -> None:
     """Let go of a call that will not end; keep a reference so that it may still end quietly."""
     kept: set[Any] = _abandoned if isinstance(future, asyncio.Task) else _stuck
     kept.add(future)
-    future.add_done_callback(lambda done: (kept.discard(done), done.cancelled() or done.exception()))
+    future.add_done_callback(lambda done: _forget(kept, done))
     if isinstance(future, asyncio.Task):
         future.cancel()
+
+
+def _forget(kept: set[Any], done: asyncio.Future[Any]) -> None:
+    kept.discard(done)
+    if not done.cancelled():
+        done.exception()  # taken note of: nobody else will
 
 
 def _run(

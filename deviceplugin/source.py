@@ -21,6 +21,10 @@ class DeviceSource:
     Attributes:
         resource: the extended resource, vendor-domain/name, as pods ask for it.
         driver: the DRA driver's name as DeviceClasses select it, or None for a plugin only.
+        replicas: how many containers may share one device; above 1 the kubelet sees that many
+            ids for each device.
+        topology: whether the kubelet learns the devices' NUMA nodes. Its hints grow exponentially
+            with the nodes (kubernetes#135541); leave them out where that hurts.
         hook_timeout: seconds after which a hook's call is given up. The kubelet waits for
             Allocate without a deadline and admits no other pod meanwhile (kubernetes#117435),
             and 30 s for PreStartContainer.
@@ -29,6 +33,8 @@ class DeviceSource:
 
     resource: str = ""
     driver: str | None = None
+    replicas: int = 1
+    topology: bool = True
     hook_timeout: float = 10.0
 
     HOOKS: ClassVar[tuple[str, ...]] = ("edits", "reset", "prefer", "released")

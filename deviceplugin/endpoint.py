@@ -1,0 +1,448 @@
+"""The plugin door of one resource: the five calls of device plugin API v1beta1, nothing else.
+
+It reads the inventory, asks the source's hooks, and notes what it gave out. Sockets and
+registration are another room's business.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Final, Protocol, TypeVar
+
+import grpc
+import grpc.aio
+
+from deviceplugin import hooks, topology
+from deviceplugin.device import NO_EDITS, ContainerEdits, Device, EditConflictError
+from deviceplugin.inventory import Inventory, Snapshot
+from deviceplugin.podresources import Quiet
+from deviceplugin.sharing import device_of, devices_of, replicas_of
+from deviceplugin.source import DeviceSource
+from deviceplugin.wire import deviceplugin_pb2 as pb
+from deviceplugin.wire.deviceplugin_pb2_grpc import DevicePluginServicer
+
+__all__ = ["MAX_LIST_BYTES", "Doorkeeper", "Endpoint", "Refusal", "Statistics", "rendered"]
+
+_LOG: Final = logging.getLogger(__name__)
+_T = TypeVar("_T")
+
+HEALTHY: Final = "Healthy"
+UNHEALTHY: Final = "Unhealthy"
+MAX_LIST_BYTES: Final = 4 * 1024 * 1024
+"""The kubelet takes no larger message and shows a capacity of 0 (kubernetes#109304)."""
+
+
+class Refusal(Exception):  # noqa: N818  # the field's word; it is an answer, not a fault
+    """Raised when a call is refused; carries the gRPC code that the kubelet gets."""
+
+    def __init__(self, code: grpc.StatusCode, reason: str, details: str) -> None:
+        super().__init__(details)
+        self.code = code
+        self.reason = reason
+        self.details = details
+
+
+class Doorkeeper(Protocol):
+    """Who decides which devices the plugin side may offer and give out; the ledger, if there is one."""
+
+    def offers(self, resource: str, device: str) -> bool:
+        """Return whether the plugin side offers this device."""
+
+    async def grant(self, resource: str, names: Sequence[str], devices: Sequence[str]) -> None:
+        """Record that these ids (of these devices) are given out; raise Refusal if they may not be."""
+
+
+class OpenDoor:
+    """A doorkeeper for a node with the plugin side alone: everything is offered and granted."""
+
+    def offers(self, resource: str, device: str) -> bool:
+        """Offer every device."""
+        return True
+
+    async def grant(self, resource: str, names: Sequence[str], devices: Sequence[str]) -> None:
+        """Grant everything."""
+
+
+@dataclass(slots=True)
+class Statistics:
+    """What an endpoint has done so far; counters only grow. Durations in seconds."""
+
+    allocations: int = 0
+    devices_allocated: int = 0
+    refusals: dict[str, int] = field(default_factory=dict)
+    lists_sent: int = 0
+    preferences: int = 0
+    preference_seconds: float = 0.0
+    hook_calls: dict[str, int] = field(default_factory=dict)
+    hook_failures: dict[str, int] = field(default_factory=dict)
+    hook_seconds: dict[str, float] = field(default_factory=dict)
+
+    def count(self, counter: dict[str, int], key: str) -> None:
+        """Add one to a counter by key."""
+        counter[key] = counter.get(key, 0) + 1
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One line of the list that the kubelet gets."""
+
+    name: str
+    healthy: bool
+    numa: tuple[int, ...]
+
+
+def entries(
+    snapshot: Snapshot, *, replicas: int = 1, with_topology: bool = True, offers: Callable[[str], bool] | None = None
+) -> tuple[Entry, ...]:
+    """Return what the kubelet is to see of a snapshot.
+
+    A device of unknown health is shown healthy: only a device known to be broken is withdrawn.
+    A device that the plugin side does not offer is shown unhealthy, never dropped.
+    """
+    return tuple(
+        Entry(
+            name,
+            device.health.usable and (offers is None or offers(device.id)),
+            device.numa_nodes if with_topology else (),
+        )
+        for device in snapshot.devices.values()
+        for name in replicas_of(device.id, replicas)
+    )
+
+
+def rendered(lines: Iterable[Entry]) -> pb.ListAndWatchResponse:
+    """Return the message of the list."""
+    response = pb.ListAndWatchResponse()
+    for line in lines:
+        device = response.devices.add(ID=line.name, health=HEALTHY if line.healthy else UNHEALTHY)
+        for node in line.numa:
+            device.topology.nodes.add(ID=node)
+    return response
+
+
+def container_response(edits: ContainerEdits) -> pb.ContainerAllocateResponse:
+    """Return the message that carries edits into a container."""
+    return pb.ContainerAllocateResponse(
+        envs=edits.env,
+        mounts=[pb.Mount(container_path=m.container, host_path=m.host, read_only=m.readonly) for m in edits.mounts],
+        devices=[
+            pb.DeviceSpec(container_path=node.path, host_path=node.host, permissions=node.permissions)
+            for node in edits.device_nodes
+        ],
+        annotations=edits.annotations,
+        cdi_devices=[pb.CDIDevice(name=name) for name in edits.cdi],
+    )
+
+
+class Endpoint(DevicePluginServicer):
+    """The servicer of one resource; survives servers, registrations and changes of its source.
+
+    on_stream_end: called when a ListAndWatch ends and no other one is live.
+    """
+
+    def __init__(
+        self,
+        source: DeviceSource,
+        inventory: Inventory,
+        quiet: Quiet,
+        *,
+        granted: Callable[[Sequence[str]], None] | None = None,
+        doorkeeper: Doorkeeper | None = None,
+    ) -> None:
+        self.resource = source.resource
+        self.source = source
+        self.inventory = inventory
+        self.statistics = Statistics()
+        self.on_stream_end: Callable[[], None] = lambda: None
+        self._quiet = quiet
+        self._granted = granted or (lambda names: None)
+        self._doorkeeper: Doorkeeper = doorkeeper or OpenDoor()
+        self._streams: dict[object, asyncio.Event] = {}
+        self._generation = 0
+        self._streams_gone = asyncio.Event()
+        self._streams_gone.set()
+        self._stream_began = asyncio.Event()
+        self._refresh = asyncio.Event()
+        inventory.subscribe(lambda snapshot: self.refresh())
+
+    # What the registration needs to know.
+
+    @property
+    def options(self) -> pb.DevicePluginOptions:
+        """What this resource announces: only hooks that are really there."""
+        return pb.DevicePluginOptions(
+            pre_start_required="reset" in self.source.hooks,
+            get_preferred_allocation_available=True,
+        )
+
+    @property
+    def live(self) -> bool:
+        """Whether the kubelet is listening."""
+        return bool(self._streams)
+
+    async def end_streams(self, timeout: float) -> bool:
+        """End every ListAndWatch; return whether all were gone within `timeout` seconds."""
+        for ending in self._streams.values():
+            ending.set()
+        self.refresh()
+        try:
+            async with asyncio.timeout(timeout):
+                await self._streams_gone.wait()
+        except TimeoutError:
+            return False
+        return True
+
+    async def wait_live(self, timeout: float) -> bool:
+        """Wait until the kubelet listens; return whether it did within `timeout` seconds."""
+        if self._streams:
+            return True
+        self._stream_began.clear()
+        try:
+            async with asyncio.timeout(timeout):
+                await self._stream_began.wait()
+        except TimeoutError:
+            return False
+        return True
+
+    def refresh(self) -> None:
+        """Have every stream look at the inventory again."""
+        self._refresh.set()
+        self._refresh = asyncio.Event()
+
+    # The five calls.
+
+    async def GetDevicePluginOptions(  # noqa: N802  # the API's name, as below
+        self, request: pb.Empty, context: object
+    ) -> pb.DevicePluginOptions:
+        """Say which of the optional calls this plugin wants."""
+        return self.options
+
+    async def ListAndWatch(  # noqa: N802
+        self, request: pb.Empty, context: object
+    ) -> AsyncIterator[pb.ListAndWatchResponse]:
+        """Send the list now and after each change, until the kubelet goes or the stream is ended."""
+        stream, ending = object(), asyncio.Event()
+        self._streams[stream] = ending
+        self._streams_gone.clear()
+        self._stream_began.set()
+        _LOG.debug("%s: the kubelet listens", self.resource)
+        try:
+            sent: tuple[Entry, ...] | None = None
+            refused: tuple[Entry, ...] | None = None
+            while not ending.is_set():
+                refresh = self._refresh
+                lines = self.lines()
+                if lines not in (sent, refused) and self.inventory.snapshot.listed:
+                    message = rendered(lines)
+                    if (size := message.ByteSize()) <= MAX_LIST_BYTES:
+                        self.statistics.lists_sent += 1
+                        yield message
+                        sent = lines
+                    else:
+                        refused = lines
+                        _LOG.error("%s", too_large(self.resource, len(lines), size))
+                    del message
+                    continue  # whatever changed meanwhile goes out in one
+                await refresh.wait()
+        finally:
+            self._streams.pop(stream, None)
+            if not self._streams:
+                self._streams_gone.set()
+                _LOG.debug("%s: the kubelet listens no more", self.resource)
+                self.on_stream_end()
+
+    async def Allocate(  # noqa: N802
+        self, request: pb.AllocateRequest, context: grpc.aio.ServicerContext[pb.AllocateRequest, pb.AllocateResponse]
+    ) -> pb.AllocateResponse:
+        """Give devices to containers: all of the request or nothing."""
+        with self._quiet.busy():
+            try:
+                wanted = [tuple(container.devices_ids) for container in request.container_requests]
+                responses = [container_response(await self._edits(names)) for names in wanted]
+                names = [name for container in wanted for name in container]
+                await self._doorkeeper.grant(self.resource, names, devices_of(names, self.source.replicas))
+            except Refusal as refusal:
+                self.statistics.count(self.statistics.refusals, refusal.reason)
+                _LOG.warning("%s: Allocate refused: %s", self.resource, refusal.details)
+                await context.abort(refusal.code, refusal.details)
+            self._granted(names)
+            self.statistics.allocations += 1
+            self.statistics.devices_allocated += len(names)
+            return pb.AllocateResponse(container_responses=responses)
+
+    async def GetPreferredAllocation(  # noqa: N802
+        self, request: pb.PreferredAllocationRequest, context: object
+    ) -> pb.PreferredAllocationResponse:
+        """Say which devices go well together; never fails (an error here fails every pod of the node)."""
+        began = time.perf_counter()
+        response = pb.PreferredAllocationResponse()
+        with self._quiet.busy():
+            for container in request.container_requests:
+                response.container_responses.add(
+                    deviceIDs=await self._preferred(
+                        list(container.available_deviceIDs),
+                        list(container.must_include_deviceIDs),
+                        container.allocation_size,
+                    )
+                )
+        self.statistics.preferences += 1
+        self.statistics.preference_seconds += time.perf_counter() - began
+        return response
+
+    async def PreStartContainer(  # noqa: N802
+        self,
+        request: pb.PreStartContainerRequest,
+        context: grpc.aio.ServicerContext[pb.PreStartContainerRequest, pb.PreStartContainerResponse],
+    ) -> pb.PreStartContainerResponse:
+        """Reset the devices of a container that is about to start."""
+        known = self.inventory.snapshot.devices
+        devices = [known[name] for name in devices_of(request.devices_ids, self.source.replicas) if name in known]
+        try:
+            await self._hook("reset", self.source.reset, devices)
+        except hooks.HookError as error:
+            _LOG.warning("%s", error)
+            await context.abort(grpc.StatusCode.INTERNAL, str(error))
+        return pb.PreStartContainerResponse()
+
+    # Decisions.
+
+    def lines(self) -> tuple[Entry, ...]:
+        """Return the list as the kubelet is to see it now."""
+        return entries(
+            self.inventory.snapshot,
+            replicas=self.source.replicas,
+            with_topology=self.source.topology,
+            offers=None
+            if isinstance(self._doorkeeper, OpenDoor)
+            else lambda device: self._doorkeeper.offers(self.resource, device),
+        )
+
+    async def _edits(self, names: Sequence[str]) -> ContainerEdits:
+        devices = check(self.resource, names, self.inventory.snapshot, self.source.replicas)
+        try:
+            extra = await self._hook("edits", self.source.edits, devices) if "edits" in self.source.hooks else NO_EDITS
+            if not isinstance(extra, ContainerEdits):
+                details = f"edits of {self.resource} returned {type(extra).__name__}, not ContainerEdits"
+                raise Refusal(grpc.StatusCode.INTERNAL, "edits", details)
+            return ContainerEdits.merge((device.container_edits for device in devices), winner=extra)
+        except EditConflictError as error:
+            details = f"{self.resource}: the edits of {', '.join(names)} contradict each other: {error}"
+            raise Refusal(grpc.StatusCode.FAILED_PRECONDITION, "conflict", details) from error
+        except hooks.HookTimeoutError as error:
+            raise Refusal(grpc.StatusCode.DEADLINE_EXCEEDED, "timeout", str(error)) from error
+        except hooks.HookError as error:
+            raise Refusal(grpc.StatusCode.INTERNAL, "edits", str(error)) from error
+
+    async def _preferred(self, available: list[str], must_include: list[str], size: int) -> list[str]:
+        try:
+            if "prefer" in self.source.hooks:
+                chosen = await self._wish(available, must_include, size)
+                if chosen is not None:
+                    return chosen
+            known, replicas = self.inventory.snapshot.devices, self.source.replicas
+            numa = {
+                name: device.numa_nodes
+                for name in (*available, *must_include)
+                if (device := known.get(device_of(name, replicas))) is not None and self.source.topology
+            }
+            return topology.numa_compact(numa, available, must_include, size)
+        except Exception:  # noqa: BLE001  # whatever it is, it must not fail the pods
+            _LOG.exception("%s: no preference could be found", self.resource)
+            return [*must_include, *(name for name in available if name not in must_include)][:size]
+
+    async def _wish(self, available: list[str], must_include: list[str], size: int) -> list[str] | None:
+        known, replicas = self.inventory.snapshot.devices, self.source.replicas
+
+        def devices(names: Iterable[str]) -> list[Device]:
+            return [known[name] for name in devices_of(names, replicas) if name in known]
+
+        try:
+            wish = await self._hook("prefer", self.source.prefer, devices(available), devices(must_include), size)
+            ids = [one.id if isinstance(one, Device) else str(one) for one in wish]
+        except (hooks.HookError, TypeError) as error:
+            _LOG.warning("%s; choosing without it", error)
+            return None
+        chosen = as_names(ids, available, must_include, replicas)
+        if chosen is None or len(chosen) != size:
+            _LOG.warning(
+                "prefer of %s answered %s for %d of %s; choosing without it", self.resource, ids, size, available
+            )
+            return None
+        return chosen
+
+    async def _hook(self, name: str, hook: Callable[..., _T | Awaitable[_T]], *args: object) -> _T:
+        statistics, began = self.statistics, time.perf_counter()
+        statistics.count(statistics.hook_calls, name)
+        try:
+            return await hooks.call(f"{name} of {self.resource}", hook, *args, timeout=self.source.hook_timeout)
+        except hooks.HookError:
+            statistics.count(statistics.hook_failures, name)
+            raise
+        finally:
+            seconds = statistics.hook_seconds
+            seconds[name] = seconds.get(name, 0.0) + time.perf_counter() - began
+
+
+def check(resource: str, names: Collection[str], snapshot: Snapshot, replicas: int) -> list[Device]:
+    """Return the devices behind the ids of one container.
+
+    Raises:
+        Refusal: an id is named twice, unknown, or of a device that may not be given out.
+
+    """
+    if len(set(names)) != len(names):
+        twice = sorted({name for name in names if list(names).count(name) > 1})
+        raise Refusal(
+            grpc.StatusCode.INVALID_ARGUMENT, "duplicate", f"{resource}: device {', '.join(twice)} is asked for twice"
+        )
+    devices = []
+    for name in devices_of(names, replicas):
+        device = snapshot.devices.get(name)
+        if device is None:
+            details = f"{resource}: there is no device {name}"
+            raise Refusal(grpc.StatusCode.INVALID_ARGUMENT, "unknown", details)
+        if not device.health.usable:
+            details = f"{resource}: device {name} is unhealthy" + (f": {device.message}" if device.message else "")
+            raise Refusal(grpc.StatusCode.FAILED_PRECONDITION, "unhealthy", details)
+        devices.append(device)
+    return devices
+
+
+def as_names(
+    ids: Iterable[str], available: Iterable[str], must_include: Iterable[str], replicas: int
+) -> list[str] | None:
+    """Turn device ids that a hook prefers into ids of the kubelet's; None if one is not to be had."""
+    chosen = list(dict.fromkeys(must_include))
+    free: dict[str, list[str]] = {}
+    for name in available:
+        if name not in chosen:
+            free.setdefault(device_of(name, replicas), []).append(name)
+            if replicas > 1:
+                free.setdefault(name, []).append(name)
+    included: dict[str, int] = {}
+    for name in chosen:
+        device = device_of(name, replicas)
+        included[device] = included.get(device, 0) + 1
+    for one in ids:
+        if one in chosen:
+            continue
+        if included.get(one, 0) > 0:  # it stands for one that must be included anyway
+            included[one] -= 1
+            continue
+        names = [name for name in free.get(one, ()) if name not in chosen]
+        if not names:
+            return None
+        chosen.append(names[0])
+    return chosen
+
+
+def too_large(resource: str, count: int, size: int) -> str:
+    """Return what to say of a list that the kubelet would not take."""
+    return (
+        f"{resource}: the list of {count} devices has {size} bytes, more than the {MAX_LIST_BYTES} that the kubelet "
+        "takes; it is not sent. Use shorter device ids, fewer devices or replicas, or leave the topology out"
+    )

@@ -1,0 +1,34 @@
+"""Replicas of a device: one physical device offered to several containers at once.
+
+The kubelet sees `device::0`, `device::1`, ...; hooks and containers see the device. A device
+that is not shared keeps its own id.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Final
+
+__all__ = ["device_of", "devices_of", "replicas_of"]
+
+SEPARATOR: Final = "::"
+
+
+def replicas_of(device: str, replicas: int) -> tuple[str, ...]:
+    """Return the ids under which the kubelet knows a device that is offered `replicas` times."""
+    if replicas == 1:
+        return (device,)
+    return tuple(f"{device}{SEPARATOR}{number}" for number in range(replicas))
+
+
+def device_of(name: str, replicas: int) -> str:
+    """Return the device behind an id of the kubelet's; the id itself if it is none of a replica."""
+    if replicas == 1:
+        return name
+    device, separator, number = name.rpartition(SEPARATOR)
+    return device if separator and number.isdecimal() else name
+
+
+def devices_of(names: Iterable[str], replicas: int) -> tuple[str, ...]:
+    """Return the devices behind these ids, each once, in their order."""
+    return tuple(dict.fromkeys(device_of(name, replicas) for name in names))
