@@ -185,6 +185,11 @@ class Device:
     attributes: what claims select on; unqualified names belong to the driver's domain.
     capacity: amounts by name, an int or a Kubernetes quantity such as "16Gi".
     message: why it is not healthy, for people.
+    consumes: what of which shared counters it takes while somebody has it, by counter set and
+        counter; partitions of one physical device that cannot be given out together say so with
+        it. For claims only: the kubelet's device plugin API has no such thing.
+    counters: the counter sets that it brings along, whole, by name; the sets of all devices of a
+        driver are put together, so each partition may carry the same ones.
     """
 
     id: str
@@ -195,6 +200,8 @@ class Device:
     capacity: Mapping[str, int | str] = field(default_factory=lambda: _NO_ATTRIBUTES)
     edits: ContainerEdits = field(default_factory=lambda: NO_EDITS)
     message: str = ""
+    consumes: Mapping[str, Mapping[str, int | str]] = field(default_factory=lambda: _NO_ATTRIBUTES)
+    counters: Mapping[str, Mapping[str, int | str]] = field(default_factory=lambda: _NO_ATTRIBUTES)
 
     def __post_init__(self) -> None:
         if not 0 < len(self.id) <= MAX_ID or not self.id.isprintable() or " " in self.id:
