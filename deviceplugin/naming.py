@@ -1,0 +1,334 @@
+"""Names and quantities as the Kubernetes API takes them: what it would refuse is refused here first.
+
+Pure functions, no I/O. The configuration calls them so that a mistake is reported with its place
+and before anything is published; the DRA door calls them again for what a source says at runtime.
+The rules are those of kube-apiserver 1.36 (pkg/apis/resource/validation, pkg/apis/core/validation).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Iterable, Mapping
+from fractions import Fraction
+from typing import Final
+
+from deviceplugin.device import Device, Version
+
+__all__ = [
+    "EXTENDED_RESOURCE",
+    "PCIE_ROOT",
+    "PCI_BUS_ID",
+    "NamingError",
+    "attribute_problems",
+    "canonical_resource",
+    "capacity_problems",
+    "check_attribute",
+    "check_attribute_name",
+    "check_capacity",
+    "check_counters",
+    "check_device",
+    "check_driver",
+    "check_label",
+    "check_resource",
+    "device_name",
+    "parse_quantity",
+    "qualified",
+    "qualifiers",
+]
+
+
+class NamingError(ValueError):
+    """Raised when the Kubernetes API would refuse a name, a value or a quantity; the message says why."""
+
+
+PCIE_ROOT: Final = "resource.kubernetes.io/pcieRoot"
+"""Standard attribute: the PCIe root complex as `pci<domain>:<bus>` (dynamic-resource-allocation 0.36)."""
+
+PCI_BUS_ID: Final = "resource.kubernetes.io/pciBusID"
+"""Standard attribute: the address as `<domain>:<bus>:<device>.<function>` (dynamic-resource-allocation 0.36)."""
+
+EXTENDED_RESOURCE: Final = "extendedResource"
+"""Attribute that the DRA door adds to each device: which resource of its driver it belongs to."""
+
+MAX_DRIVER: Final = 63
+MAX_LABEL: Final = 63
+MAX_IDENTIFIER: Final = 32
+MAX_VALUE: Final = 64
+MAX_ENTRIES: Final = 32
+"""Attributes and capacities of one device together."""
+MAX_COUNTERS: Final = 32
+"""Counters of one set, and of one set that a device consumes from."""
+MAX_CONSUMED_SETS: Final = 2
+
+_LABEL: Final = re.compile(r"[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?")
+_SUBDOMAIN: Final = re.compile(r"[a-z0-9]([-a-z0-9]*[a-z0-9])?(\.[a-z0-9]([-a-z0-9]*[a-z0-9])?)*")
+_IDENTIFIER: Final = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+_NAME: Final = re.compile(r"([A-Za-z0-9][-A-Za-z0-9_.]*)?[A-Za-z0-9]")
+_PRE: Final = r"(0|[1-9][0-9]*|[0-9]*[a-zA-Z-][0-9a-zA-Z-]*)"
+_SEMVER: Final = re.compile(
+    r"(0|[1-9][0-9]*)\.(0|[1-9][0-9]*)\.(0|[1-9][0-9]*)"
+    rf"(-{_PRE}(\.{_PRE})*)?(\+[0-9a-zA-Z-]+(\.[0-9a-zA-Z-]+)*)?"
+)
+_QUANTITY: Final = re.compile(
+    r"(?P<sign>[+-]?)(?P<number>[0-9]+(\.[0-9]*)?|\.[0-9]+)(?P<suffix>[KMGTPE]i|[numkMGTPE]?|[eE][+-]?[0-9]{1,3})"
+)
+_FACTORS: Final[Mapping[str, Fraction]] = {
+    "": Fraction(1),
+    **{suffix: Fraction(1, 1000**power) for power, suffix in enumerate("mun", 1)},
+    **{suffix: Fraction(1000**power) for power, suffix in enumerate("kMGTPE", 1)},
+    **{f"{suffix}i": Fraction(1024**power) for power, suffix in enumerate("KMGTPE", 1)},
+}
+_HASHED: Final = re.compile(r".*--[0-9a-f]{10}")
+_HASH: Final = 10
+
+
+def parse_quantity(value: int | str) -> Fraction:
+    """Return the number that a Kubernetes quantity stands for, exactly.
+
+    An int stands for itself, a string is a quantity such as "16Gi", "1.5" or "250m".
+
+    Raises:
+        NamingError: it is no quantity (apimachinery, pkg/api/resource).
+
+    """
+    if isinstance(value, bool) or not isinstance(value, int | str):
+        raise NamingError(f"must be an integer or a quantity such as 16Gi, not {value!r}")
+    if isinstance(value, int):
+        return Fraction(value)
+    found = _QUANTITY.fullmatch(value)
+    if found is None:
+        raise NamingError(f"must be a quantity such as 16Gi, 250m or 4, not {value!r}")
+    suffix = found["suffix"]
+    factor = _FACTORS[suffix] if suffix in _FACTORS else Fraction(10) ** int(suffix[1:])
+    number = Fraction(found["number"].rstrip(".") if found["number"][0] != "." else f"0{found['number']}") * factor
+    return -number if found["sign"] == "-" else number
+
+
+def check_label(name: str, what: str = "the name") -> None:
+    """Take a DNS label: 1 to 63 of a-z, 0-9 and '-', not at its ends.
+
+    Raises:
+        NamingError: it is none.
+
+    """
+    if not _LABEL.fullmatch(name):
+        raise NamingError(
+            f"{what} must be 1 to {MAX_LABEL} lower-case letters, digits and '-' (not at the ends), not {name!r}"
+        )
+
+
+def check_driver(name: str) -> None:
+    """Take the name of a DRA driver: a DNS subdomain of at most 63 characters.
+
+    The API would let upper-case letters pass with a warning; a taint whose key is made from the
+    name would then be refused, so they are refused here.
+
+    Raises:
+        NamingError: it is none.
+
+    """
+    if len(name) > MAX_DRIVER:
+        raise NamingError(f"a driver's name has at most {MAX_DRIVER} characters, {name!r} has {len(name)}")
+    if not _SUBDOMAIN.fullmatch(name):
+        raise NamingError(f"a driver's name must be a DNS name in lower case such as gpu.example.com, not {name!r}")
+
+
+def check_resource(name: str) -> None:
+    """Take the name of an extended resource: vendor-domain/name, outside of kubernetes.io.
+
+    Raises:
+        NamingError: it is none.
+
+    """
+    domain, slash, last = name.partition("/")
+    if not slash or "/" in last:
+        raise NamingError(f"a resource's name must be vendor-domain/name such as example.com/gpu, not {name!r}")
+    if "kubernetes.io/" in name or domain.startswith("requests."):
+        raise NamingError(f"a resource's domain must be the vendor's own, not {domain!r}")
+    # quota keeps it as requests.<name>, which must stay a qualified name of 253 + 1 + 63 characters
+    if len(domain) > 253 - len("requests.") or not _SUBDOMAIN.fullmatch(domain):
+        raise NamingError(f"a resource's domain must be a DNS name in lower case, not {domain!r}")
+    if len(last) > 63 or not _NAME.fullmatch(last):
+        raise NamingError(
+            f"a resource's name after the slash must be 1 to 63 letters, digits, '-', '_' and '.', not {last!r}"
+        )
+
+
+def check_attribute_name(name: str) -> None:
+    """Take the name of an attribute or capacity: identifier, or domain/identifier.
+
+    An identifier is 1 to 32 letters, digits and '_' and does not begin with a digit; the domain a
+    DNS subdomain of at most 63 characters.
+
+    Raises:
+        NamingError: it is none.
+
+    """
+    domain, slash, identifier = name.rpartition("/")
+    if slash and (len(domain) > MAX_DRIVER or not _SUBDOMAIN.fullmatch(domain)):
+        raise NamingError(f"the domain of {name!r} must be a DNS name in lower case of at most {MAX_DRIVER} characters")
+    if len(identifier) > MAX_IDENTIFIER or not _IDENTIFIER.fullmatch(identifier):
+        raise NamingError(
+            f"{name!r}: a name is 1 to {MAX_IDENTIFIER} letters, digits and '_', not beginning with a digit"
+            " (a domain and a slash may stand before it)"
+        )
+
+
+def check_attribute(name: str, value: object) -> None:
+    """Take an attribute: its name, and a str (at most 64 bytes), an int (64 bits), a bool or a Version.
+
+    Raises:
+        NamingError: name or value would be refused.
+
+    """
+    check_attribute_name(name)
+    if isinstance(value, bool):
+        return
+    if isinstance(value, int):
+        if not -(2**63) <= value < 2**63:
+            raise NamingError(f"attribute {name!r}: {value} does not fit into 64 bits")
+        return
+    if not isinstance(value, str):
+        raise NamingError(f"attribute {name!r} must be a string, an integer, a boolean or a Version, not {value!r}")
+    if len(value.encode()) > MAX_VALUE:
+        raise NamingError(f"attribute {name!r} has at most {MAX_VALUE} bytes, not {value!r}")
+    if isinstance(value, Version) and not _SEMVER.fullmatch(value):
+        raise NamingError(f"attribute {name!r} must be a semantic version such as 1.2.3, not {str(value)!r}")
+
+
+def check_capacity(name: str, value: object) -> None:
+    """Take a capacity: its name, and an int or a quantity that is not negative.
+
+    Raises:
+        NamingError: name or value would be refused.
+
+    """
+    check_attribute_name(name)
+    _check_quantity(f"capacity {name!r}", value)
+
+
+def check_counters(set_name: str, counters: Mapping[str, int | str]) -> None:
+    """Take a set of shared counters: DNS labels as names, 1 to 32 counters, quantities that are not negative.
+
+    Raises:
+        NamingError: a name or value would be refused.
+
+    """
+    check_label(set_name, "a counter set's name")
+    if not 0 < len(counters) <= MAX_COUNTERS:
+        raise NamingError(f"counter set {set_name!r} must have 1 to {MAX_COUNTERS} counters, not {len(counters)}")
+    for name, value in counters.items():
+        check_label(name, f"a counter's name in set {set_name!r}")
+        _check_quantity(f"counter {name!r} of set {set_name!r}", value)
+
+
+def check_device(device: Device, driver: str) -> None:
+    """Take all of a device that the DRA door would publish under this driver.
+
+    Raises:
+        NamingError: the API would refuse a part of it.
+
+    """
+    for problem in (*attribute_problems(device, driver), *capacity_problems(device)):
+        raise NamingError(f"device {device.id!r}: {problem}")
+    # one entry goes to the attribute that names the resource, one to the shares of a shared device
+    entries = len(device.attributes) + len(device.capacity)
+    if entries > MAX_ENTRIES - 2:
+        raise NamingError(
+            f"device {device.id!r} has {entries} attributes and capacities, at most {MAX_ENTRIES - 2} can be published"
+        )
+
+
+def attribute_problems(device: Device, driver: str) -> Iterable[str]:
+    """Yield what the API would refuse of a device's attributes, one sentence for each."""
+    seen: dict[str, str] = {}
+    for name, value in device.attributes.items():
+        try:
+            check_attribute(name, value)
+        except NamingError as error:
+            yield str(error)
+        full = qualified(name, driver)
+        if seen.setdefault(full, name) != name:
+            yield f"attributes {seen[full]!r} and {name!r} are the same to driver {driver}"
+
+
+def capacity_problems(device: Device) -> Iterable[str]:
+    """Yield what the API would refuse of a device's capacity, one sentence for each."""
+    for name, value in device.capacity.items():
+        try:
+            check_capacity(name, value)
+        except NamingError as error:
+            yield str(error)
+
+
+def qualified(name: str, driver: str) -> str:
+    """Return the full name of an attribute or capacity; an unqualified one belongs to the driver's domain."""
+    return name if "/" in name else f"{driver}/{name}"
+
+
+def canonical_resource(resource: str) -> str:
+    """Return a resource's name as the value of EXTENDED_RESOURCE: itself, or its end and a hash if it is long."""
+    if len(resource) <= MAX_VALUE:
+        return resource
+    return f"{resource[-(MAX_VALUE - _HASH - 1) :]}-{_hash(resource)}"
+
+
+def device_name(device: str, qualifier: str = "") -> str:
+    """Return the name under which the DRA door publishes the device with this id: a DNS label, unique.
+
+    An id that is a DNS label is its own name. Any other (and a label that ends like a hashed name)
+    becomes what can be kept of it, `--` and ten digits of its SHA-256, so that two ids never share
+    a name and the same id always has the same one.
+
+    qualifier: which resource the device belongs to where one driver serves several (`qualifiers`);
+    it goes in front, with `--` between.
+    """
+    plain = _LABEL.fullmatch(device) and not _HASHED.fullmatch(device)
+    if not qualifier:
+        return device if plain else _hashed(device, device)
+    name = f"{qualifier}--{device}"
+    if plain and "--" not in device and "--" not in qualifier and _LABEL.fullmatch(name):
+        return name
+    return _hashed(f"{_slug(qualifier)[:20]}--{_slug(device)}", f"{qualifier}\0{device}")
+
+
+def qualifiers(resources: Iterable[str]) -> dict[str, str]:
+    """Return by resource what `device_name` needs to keep one driver's resources apart.
+
+    Empty for a driver's only resource; else what stands after the slash, or something made from
+    the whole name where that is no label or occurs twice.
+    """
+    names = list(dict.fromkeys(resources))
+    if len(names) < 2:
+        return dict.fromkeys(names, "")
+    short = {name: name.rpartition("/")[2] for name in names}
+    last = list(short.values())
+    return {
+        name: word
+        if last.count(word) == 1 and len(word) <= 20 and "--" not in word and _LABEL.fullmatch(word)
+        else f"{_slug(word)[:9].rstrip('-')}-{_hash(name)}"
+        for name, word in short.items()
+    }
+
+
+def _check_quantity(what: str, value: object) -> None:
+    try:
+        number = parse_quantity(value)  # type: ignore[arg-type]  # it says what it is not
+    except NamingError as error:
+        raise NamingError(f"{what} {error}") from None
+    if not 0 <= number < 2**63:
+        raise NamingError(f"{what} must be at least 0 and fit into 64 bits, not {value!r}")
+
+
+def _hash(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()[:_HASH]
+
+
+def _slug(text: str) -> str:
+    return re.sub(r"[^a-z0-9]+", "-", text.lower()).strip("-") or "x"
+
+
+def _hashed(readable: str, whole: str) -> str:
+    head = "--".join(_slug(part) for part in readable.split("--"))
+    return f"{head[: MAX_LABEL - _HASH - 2].rstrip('-')}--{_hash(whole)}"
