@@ -1,0 +1,952 @@
+"""The user's file: YAML to frozen, typed values, or errors that say where and what would be right.
+
+The types below are the file format: what is annotated there is checked here, and becomes the JSON
+schema under api/. A new kind of device is one more field of `DeviceEntry` (and a builder in
+`deviceplugin.sources`). Values only; nothing here looks at devices, and gRPC is not imported.
+
+YAML as of version 1.2's core schema: `on`, `no`, `12:30` and `0644` are text, `true` and `false` are
+the only booleans, so that no value means something other than it says. Anchors and merge keys work.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Annotated, Any, Final, Literal, NamedTuple
+
+import msgspec
+import yaml
+from msgspec import Meta, Struct
+
+try:
+    from yaml import CSafeLoader as _BaseLoader
+except ImportError:  # PyYAML without libyaml: slower, the same
+    from yaml import SafeLoader as _BaseLoader  # type: ignore[assignment]
+
+__all__ = [
+    "Config",
+    "ConfigError",
+    "DeviceEntry",
+    "DraConfig",
+    "MountConfig",
+    "Problem",
+    "ResourceConfig",
+    "SharingConfig",
+    "SimulatedConfig",
+    "VersionAttribute",
+    "load",
+    "parse",
+    "schema",
+]
+
+# --- errors ---------------------------------------------------------------------------------------
+
+
+class Problem(NamedTuple):
+    """One thing wrong with a file: its line (from 1), its place in it, and what would be right."""
+
+    line: int
+    path: str
+    message: str
+
+
+class ConfigError(ValueError):
+    """Raised when a config file cannot be used; carries all problems that were found.
+
+    Attributes:
+        file: the file's name as it was given.
+        problems: in the order of their lines, at least one.
+
+    """
+
+    def __init__(self, file: str, problems: list[Problem]) -> None:
+        self.file = file
+        self.problems = tuple(sorted(problems, key=lambda problem: problem.line))
+        super().__init__(file, self.problems)
+
+    @property
+    def line(self) -> int:
+        """The first problem's line, from 1; 0 if it is about the file itself."""
+        return self.problems[0].line
+
+    @property
+    def path(self) -> str:
+        """The first problem's place in the file, `$.resources[0].devices[1]`."""
+        return self.problems[0].path
+
+    @property
+    def message(self) -> str:
+        """The first problem in words."""
+        return self.problems[0].message
+
+    def __str__(self) -> str:
+        lines = []
+        for line, path, message in self.problems[:MAX_SHOWN]:
+            where = f"{self.file}:{line}" if line else self.file
+            lines.append(f"{where}: {message}" if path == "$" and not line else f"{where}: {path}: {message}")
+        if len(self.problems) > MAX_SHOWN:
+            lines.append(f"{self.file}: and {len(self.problems) - MAX_SHOWN} more")
+        return "\n".join(lines)
+
+
+MAX_SHOWN: Final = 25
+"""Problems that an error's text shows; all are in `problems`."""
+MAX_BYTES: Final = 4 << 20
+"""Size of a file (a ConfigMap holds 1 MiB)."""
+MAX_VALUES: Final = 200_000
+"""Values of a file once its aliases are followed; what ends a "billion laughs"."""
+MAX_DEPTH: Final = 32
+"""Nesting of lists and mappings in a file; libyaml's composer overflows the stack beyond some 10,000."""
+
+# --- what text may look like ----------------------------------------------------------------------
+# The patterns are read by Python and, in the JSON schema, by ECMAScript: only what both know.
+
+_LABEL = r"[a-z0-9](?:[-a-z0-9]*[a-z0-9])?"
+_SUBDOMAIN = rf"{_LABEL}(?:\.{_LABEL})*"
+_NAME = r"[A-Za-z0-9](?:[-A-Za-z0-9_.]*[A-Za-z0-9])?"
+_QUALIFIED = rf"(?:(?=[^/]{{1,253}}/){_SUBDOMAIN}/)?(?=[^/]{{1,63}}$){_NAME}"
+_STEP = r"/(?!\.{1,2}(?:/|$))[^/\x00]+"
+_SEMVER = (
+    r"(?:0|[1-9]\d*)\.(?:0|[1-9]\d*)\.(?:0|[1-9]\d*)"
+    r"(?:-(?:0|[1-9]\d*|\d*[a-zA-Z-][0-9a-zA-Z-]*)(?:\.(?:0|[1-9]\d*|\d*[a-zA-Z-][0-9a-zA-Z-]*))*)?"
+    r"(?:\+[0-9a-zA-Z-]+(?:\.[0-9a-zA-Z-]+)*)?"
+)
+
+
+def _text(
+    pattern: str,
+    advice: Callable[[str], str],
+    description: str,
+    *,
+    longest: int | None = None,
+    examples: list[str] | None = None,
+) -> Meta:
+    """Text of a certain form; `advice` says of a wrong one what is wrong and what would be right."""
+    return Meta(
+        pattern=f"^{pattern}$",
+        max_length=longest,
+        description=description,
+        examples=examples,
+        extra={"advice": advice},
+    )
+
+
+def _resource_name_advice(name: str) -> str:
+    like = "write a domain of yours and a name, such as example.com/gpu"
+    domain, slash, rest = name.partition("/")
+    if name.startswith("requests."):
+        return f"a resource name must not start with `requests.`, which is for quotas; {like}"
+    if not slash:
+        guess = re.sub(r"[^A-Za-z0-9_.-]", "-", name).strip("-_.")
+        like = f"did you mean example.com/{guess}?" if guess else like
+        return f"{name!r} is not an extended resource's name: it has no vendor domain; {like}"
+    if domain.endswith("kubernetes.io"):
+        return f"names under {domain} belong to Kubernetes, the kubelet refuses them; {like}"
+    if not re.fullmatch(_SUBDOMAIN, domain) or len(domain) > 244:
+        return (
+            f"the vendor domain {domain!r} is not a DNS name: lower-case letters, digits, '-' and '.', "
+            f"244 characters at the most; {like}"
+        )
+    if "/" in rest:
+        return f"{name!r} has more than one slash; {like}"
+    if len(rest) > 63:
+        return f"the part after the slash is {len(rest)} characters long, 63 are allowed"
+    return (
+        f"the part after the slash, {rest!r}, must be letters, digits, '-', '_' and '.', "
+        f"and begin and end with a letter or digit; {like}"
+    )
+
+
+def _driver_advice(name: str) -> str:
+    if len(name) > 63:
+        return f"a driver's name has 63 characters at the most, this one {len(name)}"
+    return f"{name!r} is not a DRA driver's name: a DNS name in lower case, such as gpu.example.com"
+
+
+def _path_advice(path: str) -> str:
+    if not path:
+        return "the path is empty; write an absolute path, such as /dev/ttyUSB0"
+    if path.startswith(("~", "$")):
+        return f"{path!r} is not absolute, and neither ~ nor variables are expanded; write the path in full"
+    if not path.startswith("/"):
+        guess = re.sub(r"^(\.{1,2}/)+", "", path).strip("/")
+        return f"{path!r} is a relative path; write an absolute one" + (
+            f", such as {'/' if guess.startswith('dev/') else '/dev/'}{guess}" if guess and "." not in guess else ""
+        )
+    if "\x00" in path:
+        return "a path cannot contain a NUL character"
+    if "**" in path:
+        return f"`**` is not supported in {path!r}; write one `*` for each level of directories"
+    parts = [part for part in path.split("/") if part not in {"", "."}]
+    if not parts:
+        return f"{path!r} names the root directory; name what lies in it"
+    if ".." in parts:
+        return f"{path!r} goes up with `..`; write the path that is meant"
+    return f"{path!r} has empty or `.` steps; write /{'/'.join(parts)}"
+
+
+def _share_advice(share: str) -> str:
+    return f"{share!r} is not a share of the devices; write none, all, a number of devices, or a percentage such as 50%"
+
+
+def _attribute_name_advice(name: str) -> str:
+    return (
+        f"{name!r} is not an attribute's name: a letter or '_', then letters, digits and '_', 32 at the most, "
+        "with or without a domain before it, such as model or example.com/model"
+    )
+
+
+ResourceName = Annotated[
+    str,
+    _text(
+        rf"(?!requests\.)(?![^/]*kubernetes\.io/)(?=[^/]{{1,244}}/[^/]{{1,63}}$){_SUBDOMAIN}/{_NAME}",
+        _resource_name_advice,
+        "The extended resource that pods ask for in their limits: a vendor domain, a slash, a name.",
+        examples=["example.com/serial", "example.com/gpu"],
+    ),
+]
+DriverName = Annotated[
+    str,
+    _text(
+        _SUBDOMAIN,
+        _driver_advice,
+        "The DRA driver through which claims find the same devices (dra-bridge); a DNS name.",
+        longest=63,
+        examples=["serial.example.com"],
+    ),
+]
+Glob = Annotated[
+    str,
+    _text(
+        rf"(?![^\x00]*\*\*)(?:{_STEP})+",
+        _path_advice,
+        "An absolute path; *, ? and [abc] match within one directory, as in a shell.",
+        examples=["/dev/ttyUSB*", "/dev/serial/by-id/*", "/dev/kvm"],
+    ),
+]
+AbsolutePath = Annotated[
+    str, _text(rf"(?:{_STEP})+", _path_advice, "An absolute path.", longest=4095, examples=["/opt/vendor/lib"])
+]
+Permissions = Annotated[
+    str,
+    _text(
+        r"(?!.*r.*r)(?!.*w.*w)(?!.*m.*m)[rwm]{1,3}",
+        lambda text: f"{text!r} are no permissions; write any of r (read), w (write) and m (mknod), such as rw",
+        "What a container may do with the device nodes: r read, w write, m mknod.",
+        examples=["rw", "r", "rwm"],
+    ),
+]
+EnvName = Annotated[
+    str,
+    _text(
+        r"[-._a-zA-Z][-._a-zA-Z0-9]*",
+        lambda text: (
+            f"{text!r} is not a variable's name: letters, digits, '_', '-' and '.', not beginning with a digit"
+        ),
+        "An environment variable's name.",
+    ),
+]
+EnvValue = Annotated[
+    str,
+    _text(r"[^\x00]*", lambda _: "a variable cannot contain a NUL character", "An environment variable's value, text."),
+]
+AnnotationName = Annotated[
+    str,
+    _text(
+        _QUALIFIED,
+        lambda text: f"{text!r} is not an annotation's name: a name of 63 characters, or domain/name",
+        "An annotation's name, with or without a domain.",
+    ),
+]
+CdiName = Annotated[
+    str,
+    _text(
+        r"[a-zA-Z0-9](?:[-a-zA-Z0-9_.]*[a-zA-Z0-9])?/[a-zA-Z](?:[-a-zA-Z0-9_]*[a-zA-Z0-9])?"
+        r"=[a-zA-Z0-9](?:[-a-zA-Z0-9_.:]*[a-zA-Z0-9])?",
+        lambda text: f"{text!r} is not a CDI device's full name; write vendor/class=name, such as example.com/nic=nic0",
+        "A CDI device's full name, vendor/class=name; its spec must be on the node.",
+        examples=["example.com/nic=nic0"],
+    ),
+]
+AttributeName = Annotated[
+    str,
+    _text(
+        rf"(?:(?=[^/]{{1,63}}/){_SUBDOMAIN}/)?[A-Za-z_][A-Za-z0-9_]{{0,31}}",
+        _attribute_name_advice,
+        "A name of resource.k8s.io: an identifier of 32 characters, with or without a domain.",
+    ),
+]
+Quantity = Annotated[
+    str,
+    _text(
+        r"\+?(?:[0-9]+(?:\.[0-9]*)?|\.[0-9]+)(?:[KMGTPE]i|[numkMGTPE]|[eE][+-]?[0-9]{1,3})?",
+        lambda text: (
+            f"{text!r} is not a quantity of Kubernetes; write a number, with a suffix if need be, such as 16Gi"
+        ),
+        "An amount as Kubernetes writes them.",
+        longest=64,
+        examples=["16Gi", "500m"],
+    ),
+]
+SemVer = Annotated[
+    str,
+    _text(
+        _SEMVER,
+        lambda text: f"{text!r} is not a semantic version; write major.minor.patch, such as 1.2.0",
+        "A semantic version.",
+        longest=64,
+        examples=["1.2.0"],
+    ),
+]
+AttributeText = Annotated[
+    str,
+    _text(
+        r"[\s\S]*",
+        lambda text: f"an attribute has 64 bytes at the most, this one {len(text.encode())}",
+        "Text.",
+        longest=64,
+    ),
+]
+Integer = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]
+
+# --- the file -------------------------------------------------------------------------------------
+
+
+class _Strict(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A mapping of the file: every key known, every value typed."""
+
+
+class SimulatedConfig(_Strict, frozen=True, kw_only=True):
+    """Devices that exist in name only, for trying things out and for tests; ids sim-0, sim-1, ..."""
+
+    count: Annotated[int, Meta(ge=1, le=65536, description="How many.")]
+    numa: (
+        Annotated[int, Meta(ge=1, le=1024, description="Over how many NUMA nodes they are spread, in blocks.")] | None
+    ) = None
+    unhealthy_file: (
+        Annotated[
+            AbsolutePath,
+            Meta(
+                description="A file, watched, that names the unhealthy ones: on each line an id and, after a space, "
+                "why. Missing or empty means that all are healthy."
+            ),
+        ]
+        | None
+    ) = None
+
+
+class DeviceEntry(_Strict, frozen=True, kw_only=True):
+    """Where devices come from; exactly one of these."""
+
+    path: (
+        Annotated[
+            Glob,
+            Meta(
+                description="Each path that the glob matches is a device. A symlink is resolved on the host and "
+                "kept as the name inside the container; a plain file or socket is mounted."
+            ),
+        ]
+        | None
+    ) = None
+    simulated: SimulatedConfig | None = None
+    group: (
+        Annotated[
+            tuple[Glob, ...],
+            Meta(
+                min_length=2,
+                description="The n-th matches of each glob together make one device.",
+                extra_json_schema={"uniqueItems": True},
+            ),
+        ]
+        | None
+    ) = None
+
+    @property
+    def kind(self) -> str:
+        """The one key that is given: path, simulated, group."""
+        return next(name for name in self.__struct_fields__ if getattr(self, name) is not None)
+
+
+class MountConfig(_Strict, frozen=True, kw_only=True):
+    """A file or directory of the host that containers with a device see."""
+
+    host: Annotated[AbsolutePath, Meta(description="Where it is on the host.")]
+    container: Annotated[AbsolutePath, Meta(description="Where the container finds it.")]
+    readonly: Annotated[bool, Meta(description="Whether the container may only read it.")] = True
+
+
+class SharingConfig(_Strict, frozen=True, kw_only=True):
+    """How many containers may have one device at the same time."""
+
+    replicas: Annotated[int, Meta(ge=1, le=10_000, description="How often each device is offered.")] = 1
+
+
+class DraConfig(_Strict, frozen=True, kw_only=True):
+    """How the devices are divided between pods (extended resource) and claims (DRA); for dra-bridge."""
+
+    share: Annotated[
+        Annotated[int, Meta(ge=0, le=1_000_000)]
+        | Annotated[
+            str,
+            Meta(pattern=r"^(?:none|all|(?:100|[1-9]?[0-9])%)$", extra={"advice": _share_advice}),
+        ],
+        Meta(
+            description="Devices that claims get: none, all, a number, or a percentage.",
+            examples=["none", "all", 4, "50%"],
+        ),
+    ] = "none"
+    drain: Annotated[
+        Literal["cordon", "wait"],
+        Meta(
+            description="What becomes of a device that is to move while a pod holds it: cordon withdraws it at once, "
+            "wait leaves it alone until it is idle."
+        ),
+    ] = "cordon"
+
+
+class VersionAttribute(_Strict, frozen=True, kw_only=True):
+    """An attribute that selectors compare as a version."""
+
+    version: SemVer
+
+
+class ResourceConfig(_Strict, frozen=True, kw_only=True, eq=False):
+    """A resource and its devices. Two that are equal are served alike: a reload leaves it alone."""
+
+    name: ResourceName
+    driver: DriverName | None = None
+    devices: Annotated[
+        tuple[DeviceEntry, ...], Meta(min_length=1, description="Where its devices come from; all entries together.")
+    ]
+    permissions: Permissions = "rw"
+    env: Annotated[Mapping[EnvName, EnvValue], Meta(description="Variables of containers that hold a device.")] = (
+        msgspec.field(default_factory=dict)
+    )
+    mounts: Annotated[tuple[MountConfig, ...], Meta(description="What such containers see of the host.")] = ()
+    annotations: Annotated[
+        Mapping[AnnotationName, str],
+        Meta(description="Annotations of such containers, for the container runtime (they are not the pod's)."),
+    ] = msgspec.field(default_factory=dict)
+    cdi: Annotated[tuple[CdiName, ...], Meta(description="CDI devices that such containers get as well.")] = ()
+    sharing: SharingConfig = SharingConfig()
+    topology: Annotated[
+        bool, Meta(description="Whether the kubelet is told the devices' NUMA nodes; false leaves them out.")
+    ] = True
+    attributes: Annotated[
+        Mapping[AttributeName, bool | Integer | AttributeText | VersionAttribute],
+        Meta(description="What claims can select on; names without a domain fall under the driver's."),
+    ] = msgspec.field(default_factory=dict)
+    capacity: Annotated[
+        Mapping[AttributeName, Annotated[int, Meta(ge=0, le=2**63 - 1)] | Quantity],
+        Meta(description="Amounts that claims can select on."),
+    ] = msgspec.field(default_factory=dict)
+    dra: DraConfig = DraConfig()
+
+    def __eq__(self, other: object) -> bool:
+        # Not field by field: an attribute that was 1 and is now true has changed, and 1 == True.
+        return isinstance(other, ResourceConfig) and self._bytes() == other._bytes()
+
+    def __hash__(self) -> int:
+        return hash(self._bytes())
+
+    def _bytes(self) -> bytes:
+        return msgspec.json.encode(self, order="deterministic")
+
+
+class Config(_Strict, frozen=True, kw_only=True):
+    """What a node agent serves."""
+
+    resources: Annotated[tuple[ResourceConfig, ...], Meta(min_length=1, description="The resources, each once.")]
+
+
+# --- reading --------------------------------------------------------------------------------------
+
+
+def load(path: str | Path) -> Config:
+    """Read a config file.
+
+    Raises:
+        ConfigError: it cannot be read, or what it says cannot be served.
+
+    """
+    file = str(path)
+    try:
+        with open(path, "rb") as stream:
+            data = stream.read(MAX_BYTES + 1)
+    except IsADirectoryError:
+        raise _about(file, "is a directory; name the file in it") from None
+    except OSError as error:
+        raise _about(file, f"cannot be read: {error.strerror or error}") from None
+    except ValueError as error:  # a NUL in the path
+        raise _about(file, f"cannot be read: {error}") from None
+    return parse(data, file)
+
+
+def parse(text: str | bytes, file: str = "<config>") -> Config:
+    """Read a config from text; `file` is what errors call it.
+
+    Raises:
+        ConfigError: what it says cannot be served.
+
+    """
+    reader = _Reader(file)
+    config = reader.read(_compose(text, file), _info(), "$")
+    if reader.problems:
+        raise ConfigError(file, reader.problems)
+    assert isinstance(config, Config)
+    return config
+
+
+def _about(file: str, message: str, line: int = 0) -> ConfigError:
+    return ConfigError(file, [Problem(line, "$", message)])
+
+
+class _Loader(_BaseLoader):
+    """Composes nodes; scalars are resolved as YAML 1.2's core schema does."""
+
+    yaml_implicit_resolvers: dict[str, Any] = {}  # noqa: RUF012  # PyYAML's way: not to inherit those of YAML 1.1
+
+
+_TAG: Final = "tag:yaml.org,2002:"
+for _name, _pattern, _first in (
+    ("null", r"~|null|Null|NULL|", ["~", "n", "N", ""]),
+    ("bool", r"true|True|TRUE|false|False|FALSE", list("tTfF")),
+    ("int", r"[-+]?(?:0|[1-9][0-9]*)", list("-+0123456789")),
+    ("float", r"[-+]?(?:\.[0-9]+|(?:0|[1-9][0-9]*)(?:\.[0-9]*)?)(?:[eE][-+]?[0-9]+)?", list("-+.0123456789")),
+    ("float", r"[-+]?\.(?:inf|Inf|INF)|\.(?:nan|NaN|NAN)", list("-+.")),
+    ("merge", r"<<", ["<"]),
+):
+    _Loader.add_implicit_resolver(_TAG + _name, re.compile(rf"^(?:{_pattern})\Z"), _first)
+
+
+def _compose(text: str | bytes, file: str) -> yaml.Node:
+    try:
+        data = text.encode() if isinstance(text, str) else text
+        if len(data) > MAX_BYTES:
+            raise _about(file, f"is larger than {MAX_BYTES >> 20} MiB; this is not a config file")
+        text = data.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        line = error.object.count(b"\n", 0, error.start) + 1
+        raise _about(file, "is not UTF-8 text; save it as UTF-8", line) from None
+    except UnicodeEncodeError as error:
+        raise _about(file, f"is not text: {error.reason}", text[: error.start].count("\n") + 1) from None  # type: ignore[arg-type]
+    try:
+        _bound_depth(text, file)
+        node: yaml.Node | None = yaml.compose(text, Loader=_Loader)
+    except yaml.reader.ReaderError as error:
+        line = text.count("\n", 0, error.position) + 1
+        raise _about(file, f"is not YAML: the character #x{ord(error.character):04x} is not allowed", line) from None
+    except yaml.MarkedYAMLError as error:
+        raise _syntax(text, file, error) from None
+    if node is None or node.tag == _TAG + "null":
+        raise _about(file, "is empty; it needs `resources:`, a list of resources with `name:` and `devices:`", 1)
+    return node
+
+
+def _bound_depth(text: str, file: str) -> None:
+    depth = 0
+    for event in yaml.parse(text, Loader=_Loader):
+        if isinstance(event, yaml.CollectionStartEvent):
+            depth += 1
+            if depth > MAX_DEPTH:
+                line = event.start_mark.line + 1 if event.start_mark is not None else 0
+                raise _about(file, f"is nested deeper than {MAX_DEPTH} levels", line)
+        elif isinstance(event, yaml.CollectionEndEvent):
+            depth -= 1
+
+
+def _syntax(text: str, file: str, error: yaml.MarkedYAMLError) -> ConfigError:
+    mark = error.problem_mark or error.context_mark
+    line = mark.line + 1 if mark is not None else 0
+    said = ": ".join(part for part in (error.context, error.problem) if part)
+    lines = text.splitlines()
+    if 0 < line <= len(lines) and "\t" in lines[line - 1]:
+        said += "; the line contains a tab, YAML indents with spaces only"
+    if "another document" in said:
+        said = "a second document begins here; one file holds one document"
+    elif "undefined alias" in said:
+        said += "; an anchor (&name) must come before its alias (*name)"
+    return _about(file, f"is not valid YAML: {said}", line)
+
+
+def _info() -> Any:
+    """Return the types of the file as msgspec describes them; made once, it takes a while."""
+    global _INFO
+    if _INFO is None:
+        import msgspec.inspect
+
+        _INFO = msgspec.inspect.type_info(Config)
+    return _INFO
+
+
+_INFO: Any = None
+_BAD: Final = object()
+"""Stands for a value about which a problem has been reported."""
+_WORDS: Final = {
+    "StrType": "text",
+    "IntType": "a whole number",
+    "BoolType": "true or false",
+    "VarTupleType": "a list",
+    "DictType": "a mapping",
+    "StructType": "a mapping",
+}
+
+
+class _Reader:
+    """Goes through a file's nodes along the types; collects problems instead of stopping at one."""
+
+    def __init__(self, file: str) -> None:
+        self.file = file
+        self.problems: list[Problem] = []
+        self.names: dict[str, int] = {}
+        self._values = 0
+        self._merging: set[int] = set()
+
+    def report(self, node: yaml.Node, path: str, message: str) -> Any:
+        if len(message) > 600:
+            message = f"{message[:300]} ... {message[-200:]}"
+        self.problems.append(Problem(node.start_mark.line + 1, path, message))
+        return _BAD
+
+    def read(self, node: yaml.Node, info: Any, path: str, advice: Callable[[str], str] | None = None) -> Any:
+        self._count(node)
+        kind = type(info).__name__
+        if kind == "Metadata":
+            return self.read(node, info.type, path, (info.extra or {}).get("advice", advice))
+        if node.tag == _TAG + "null":
+            return self.report(
+                node, path, f"has no value; expected {_expected(info)} (leave the key out to have the default)"
+            )
+        if kind == "UnionType":
+            return self._union(node, info, path, advice)
+        if kind in {"StructType", "DictType"} and isinstance(node, yaml.MappingNode) and _plain(node):
+            return self._struct(node, info, path) if kind == "StructType" else self._dict(node, info, path)
+        if kind == "VarTupleType" and isinstance(node, yaml.SequenceNode) and _plain(node):
+            return self._tuple(node, info, path)
+        if kind in {"StrType", "LiteralType"} and node.tag == _TAG + "str" and isinstance(node, yaml.ScalarNode):
+            return self._string(node, info, path, advice)
+        if kind == "BoolType" and node.tag == _TAG + "bool" and node.value.lower() in {"true", "false"}:
+            return node.value.lower() == "true"
+        if kind == "IntType" and node.tag == _TAG + "int" and re.fullmatch(r"[-+]?[0-9]{1,40}", str(node.value)):
+            return self._integer(node, info, path)
+        return self.report(node, path, _mismatch(node, info))
+
+    def _count(self, node: yaml.Node) -> None:
+        self._values += 1
+        if self._values > MAX_VALUES:
+            raise _about(
+                self.file,
+                f"has more than {MAX_VALUES} values once its aliases are followed; use fewer aliases",
+                node.start_mark.line + 1,
+            )
+
+    def _union(self, node: yaml.Node, info: Any, path: str, advice: Callable[[str], str] | None) -> Any:
+        options = [option for option in info.types if type(option).__name__ != "NoneType"]
+        if len(options) == 1:
+            return self.read(node, options[0], path, advice)
+        for option in options:
+            if _accepts(option, node):
+                return self.read(node, option, path, advice)
+        return self.report(node, path, _mismatch(node, info))
+
+    def _string(self, node: yaml.ScalarNode, info: Any, path: str, advice: Callable[[str], str] | None) -> Any:
+        value: str = node.value
+        if type(info).__name__ == "LiteralType":
+            if value in info.values:
+                return value
+            guess = _close(value, info.values)
+            advice = f"; did you mean {guess!r}?" if guess else ""
+            return self.report(node, path, f"{value!r} is not one of {_or(info.values)}{advice}")
+        fits = (info.max_length is None or len(value) <= info.max_length) and (
+            info.pattern is None or re.fullmatch(info.pattern, value)
+        )
+        if fits:
+            return value
+        assert advice is not None
+        return self.report(node, path, advice(value))
+
+    def _integer(self, node: yaml.Node, info: Any, path: str) -> Any:
+        value = int(str(node.value))
+        if (info.ge is None or value >= info.ge) and (info.le is None or value <= info.le):
+            return value
+        return self.report(node, path, f"must be {info.ge} to {info.le}, not {value}")
+
+    def _tuple(self, node: yaml.SequenceNode, info: Any, path: str) -> Any:
+        if len(node.value) < (info.min_length or 0):
+            few = "the list is empty" if not node.value else f"the list has only {len(node.value)}"
+            return self.report(node, path, f"{few}; it needs at least {info.min_length}")
+        values = [self.read(item, info.item_type, f"{path}[{index}]") for index, item in enumerate(node.value)]
+        return _BAD if _BAD in values else tuple(values)
+
+    def _dict(self, node: yaml.MappingNode, info: Any, path: str) -> Any:
+        values: dict[Any, Any] = {}
+        for key, value in self._pairs(node, path):
+            place = _below(path, str(key.value))
+            name = self.read(key, info.key_type, place)
+            values[name] = self.read(value, info.value_type, place)
+        return _BAD if _BAD in values or _BAD in values.values() else values
+
+    def _struct(self, node: yaml.MappingNode, info: Any, path: str) -> Any:
+        fields = {field.encode_name: field for field in info.fields}
+        before = len(self.problems)
+        values: dict[str, Any] = {}
+        nodes: dict[str, yaml.Node] = {}
+        meant: set[str | None] = set()
+        for key, value in self._pairs(node, path):
+            name = str(key.value)
+            if name in fields:
+                nodes[name] = value
+                values[name] = self.read(value, fields[name].type, _below(path, name))
+            else:
+                guess = _close(name, fields)
+                meant.add(guess)
+                advice = f"did you mean {guess!r}?" if guess else f"there are {', '.join(fields)}"
+                self.report(key, _below(path, name), f"unknown key {name!r}; {advice}")
+        for name, field in fields.items():
+            if field.required and name not in values and name not in meant:
+                self.report(node, path, f"{name!r} is missing")
+        good = {name: value for name, value in values.items() if value is not _BAD}
+        rule = _RULES.get(info.cls)
+        if rule is not None:
+            rule(self, node, path, nodes, good)
+        return _BAD if len(self.problems) > before else info.cls(**good)
+
+    def _pairs(self, node: yaml.MappingNode, path: str) -> list[tuple[yaml.Node, yaml.Node]]:
+        """Return a mapping's keys and values, merge keys followed, doubtful keys reported."""
+        pairs: dict[str, tuple[yaml.Node, yaml.Node]] = {}
+        merges: list[yaml.Node] = []
+        for key, value in node.value:
+            if key.tag == _TAG + "merge":
+                merges.append(value)
+            elif key.tag != _TAG + "str" or not isinstance(key, yaml.ScalarNode):
+                self.report(key, path, f"a key must be text, not {_got(key)}; put it in quotes")
+            elif key.value in pairs:
+                first = pairs[key.value][0].start_mark.line + 1
+                self.report(
+                    key, _below(path, key.value), f"the key {key.value!r} is given twice, first on line {first}"
+                )
+            else:
+                pairs[key.value] = key, value
+        for merge in merges:
+            for key, value in self._merged(merge, path):
+                pairs.setdefault(str(key.value), (key, value))
+        return list(pairs.values())
+
+    def _merged(self, node: yaml.Node, path: str) -> list[tuple[yaml.Node, yaml.Node]]:
+        self._count(node)
+        parts = node.value if isinstance(node, yaml.SequenceNode) else [node]
+        pairs: dict[str, tuple[yaml.Node, yaml.Node]] = {}
+        for part in parts:
+            if not isinstance(part, yaml.MappingNode):
+                self.report(node, path, f"`<<` merges a mapping or a list of mappings, not {_got(part)}")
+            elif id(part) in self._merging:
+                self.report(node, path, "`<<` merges a mapping into itself")
+            else:
+                self._merging.add(id(part))
+                for key, value in self._pairs(part, path):
+                    self._count(key)
+                    pairs.setdefault(str(key.value), (key, value))
+                self._merging.discard(id(part))
+        return list(pairs.values())
+
+
+def _plain(node: yaml.CollectionNode) -> bool:
+    return node.tag in {_TAG + "map", _TAG + "seq"}
+
+
+_TAGS: Final = {
+    "StrType": "str",
+    "LiteralType": "str",
+    "IntType": "int",
+    "BoolType": "bool",
+    "StructType": "map",
+    "DictType": "map",
+    "VarTupleType": "seq",
+}
+
+
+def _kinds(info: Any) -> set[str]:
+    kind = type(info).__name__
+    if kind == "Metadata":
+        return _kinds(info.type)
+    if kind == "UnionType":
+        return set().union(*map(_kinds, info.types))
+    return {kind}
+
+
+def _accepts(info: Any, node: yaml.Node) -> bool:
+    return any(_TAG + _TAGS.get(kind, "") == node.tag for kind in _kinds(info))
+
+
+def _expected(info: Any) -> str:
+    kind = type(info).__name__
+    if kind == "Metadata":
+        return _expected(info.type)
+    if kind == "UnionType":
+        return _or([_expected(option) for option in info.types if type(option).__name__ != "NoneType"])
+    if kind == "LiteralType":
+        return _or(info.values)
+    if kind == "StructType":
+        if info.cls is DeviceEntry:
+            return f"a mapping with one of {_or(DeviceEntry.__struct_fields__)}"
+        required = [field.encode_name for field in info.fields if field.required]
+        return f"a mapping with {' and '.join(required or [field.encode_name for field in info.fields])}"
+    return _WORDS.get(kind, kind)
+
+
+def _got(node: yaml.Node) -> str:
+    if isinstance(node, yaml.MappingNode):
+        return "a mapping"
+    if isinstance(node, yaml.SequenceNode):
+        return "a list"
+    text = str(node.value) if len(str(node.value)) <= 60 else f"{str(node.value)[:57]}..."
+    what = node.tag.removeprefix(_TAG)
+    if what == "null":
+        return "nothing"
+    return {"str": f"the text {text!r}", "int": f"the number {text}", "float": f"the number {text}", "bool": text}.get(
+        what, f"the tag {node.tag}"
+    )
+
+
+def _mismatch(node: yaml.Node, info: Any) -> str:
+    said = f"expected {_expected(info)}, got {_got(node)}"
+    what, value = node.tag.removeprefix(_TAG), str(node.value)
+    kinds = _kinds(info)
+    if "StrType" in kinds and what in {"int", "float", "bool"}:
+        return f'{said}; write "{value}" in quotes'
+    if "BoolType" in kinds and what == "str" and value.lower() in {"yes", "on", "y", "no", "off", "n", "true", "false"}:
+        return f"{said}; write {'true' if value.lower() in {'yes', 'on', 'y', 'true'} else 'false'}"
+    if "IntType" in kinds and what == "str" and re.fullmatch(r"\s*[0-9]{1,18}\s*", value):
+        return f"{said}; write {int(value)}"
+    if "VarTupleType" in kinds:
+        return f"{said}; begin each item on a line of its own with a dash"
+    if getattr(info, "cls", None) is DeviceEntry and what == "str" and value.startswith("/"):
+        return f"{said}; write path: {value}"
+    return said
+
+
+def _below(path: str, key: str) -> str:
+    return f"{path}.{key}" if re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", key) else f'{path}["{key[:80]}"]'
+
+
+def _or(words: Iterable[object]) -> str:
+    *most, last = map(str, words)
+    return f"{', '.join(most)} or {last}" if most else last
+
+
+def _close(word: str, known: Iterable[str]) -> str | None:
+    import difflib
+
+    lowered = {name.lower(): name for name in known}
+    close = difflib.get_close_matches(word.lower()[:64], lowered, n=1, cutoff=0.6)
+    return lowered[close[0]] if close else None
+
+
+# --- what no type can say -------------------------------------------------------------------------
+
+_Nodes = Mapping[str, yaml.Node]
+
+
+def _entry_rule(reader: _Reader, node: yaml.Node, path: str, nodes: _Nodes, values: dict[str, Any]) -> None:
+    kinds = DeviceEntry.__struct_fields__
+    if not nodes and not node.value:  # an unknown key has been reported
+        reader.report(node, path, f"an entry needs one of {_or(kinds)}")
+    elif len(nodes) > 1:
+        reader.report(
+            node, path, f"an entry has one of {_or(kinds)}, not {' and '.join(nodes)}; make each an entry of its own"
+        )
+    group = values.get("group", ())
+    if len(set(group)) < len(group):
+        reader.report(nodes["group"], f"{path}.group", "the same glob is given twice; a device has each node once")
+
+
+def _resource_rule(reader: _Reader, node: yaml.Node, path: str, nodes: _Nodes, values: dict[str, Any]) -> None:
+    name = values.get("name")
+    if name is not None:
+        if name in reader.names:
+            reader.report(
+                nodes["name"],
+                f"{path}.name",
+                f"the resource {name!r} is there already, on line {reader.names[name]}; put its devices into one list",
+            )
+        reader.names.setdefault(name, nodes["name"].start_mark.line + 1)
+    if "permissions" in values:
+        values["permissions"] = "".join(mode for mode in "rwm" if mode in values["permissions"])
+    places: set[str] = set()
+    for index, mount in enumerate(values.get("mounts", ())):
+        if mount.container in places:
+            reader.report(
+                nodes["mounts"],
+                f"{path}.mounts[{index}].container",
+                f"something is mounted at {mount.container!r} already",
+            )
+        places.add(mount.container)
+    _claim_rule(reader, path, nodes, values)
+
+
+def _claim_rule(reader: _Reader, path: str, nodes: _Nodes, values: dict[str, Any]) -> None:
+    driver = values.get("driver")
+    if "dra" in nodes and "driver" not in nodes:
+        reader.report(
+            nodes["dra"],
+            f"{path}.dra",
+            "claims need a driver's name; write driver: and a DNS name, such as gpu.example.com",
+        )
+    named: dict[str, str] = {}
+    for field in ("attributes", "capacity"):
+        for name, value in values.get(field, {}).items():
+            place = _below(f"{path}.{field}", name)
+            full = name if "/" in name or driver is None else f"{driver}/{name}"
+            if named.setdefault(f"{field} {full}", name) != name:
+                reader.report(nodes[field], place, f"{name!r} is the same as {named[f'{field} {full}']!r}")
+            if isinstance(value, str) and len(value.encode()) > 64:
+                reader.report(nodes[field], place, f"a value has 64 bytes at the most, this one {len(value.encode())}")
+    if len(named) > 32:
+        where = "attributes" if "attributes" in nodes else "capacity"
+        reader.report(
+            nodes[where],
+            f"{path}.{where}",
+            f"a device has 32 attributes and capacities at the most, this one {len(named)}",
+        )
+
+
+_RULES: Final[dict[type, Callable[[_Reader, yaml.Node, str, _Nodes, dict[str, Any]], None]]] = {
+    DeviceEntry: _entry_rule,
+    ResourceConfig: _resource_rule,
+}
+
+# --- the JSON schema ------------------------------------------------------------------------------
+
+
+def schema() -> dict[str, Any]:
+    """Return the file's JSON schema (draft 2020-12), for editors and for checks without this package.
+
+    What it cannot say is checked by `parse` alone: resources named twice, two mounts at one place,
+    attributes that are the same with and without the driver's domain.
+    """
+    made = msgspec.json.schema(Config)
+    definitions: dict[str, Any] = made["$defs"]
+    for definition in definitions.values():
+        for place in definition["properties"].values():
+            _tidy(place)
+    entry = definitions["DeviceEntry"]
+    entry["oneOf"] = [{"required": [kind]} for kind in entry["properties"]]
+    definitions["ResourceConfig"]["dependentRequired"] = {"dra": ["driver"]}
+    config = definitions.pop("Config")
+    return {
+        "$schema": "https://json-schema.org/draft/2020-12/schema",
+        **config,
+        "title": "The config file of deviceplugin and dra-bridge",
+        "$defs": definitions,
+    }
+
+
+def _tidy(place: dict[str, Any]) -> None:
+    """Make a key that may be left out look so: not null, and no default that says nothing."""
+    options = [option for option in place.get("anyOf", []) if option != {"type": "null"}]
+    if len(options) == 1:
+        del place["anyOf"]
+        place.update({**options[0], **place})
+    if not isinstance(place.get("default"), (str, bool, int)):
+        place.pop("default", None)
