@@ -19,6 +19,9 @@ import msgspec
 import yaml
 from msgspec import Meta, Struct
 
+from deviceplugin import naming
+from deviceplugin.device import AttributeValue, Device, Version
+
 try:
     from yaml import CSafeLoader as _BaseLoader
 except ImportError:  # PyYAML without libyaml: slower, the same
@@ -443,6 +446,11 @@ class ResourceConfig(_Strict, frozen=True, kw_only=True, eq=False):
     ] = msgspec.field(default_factory=dict)
     dra: DraConfig = DraConfig()
 
+    @property
+    def device_attributes(self) -> Mapping[str, AttributeValue]:
+        """The attributes as a Device has them."""
+        return _attributes(self.attributes)
+
     def __eq__(self, other: object) -> bool:
         # Not field by field: an attribute that was 1 and is now true has changed, and 1 == True.
         return isinstance(other, ResourceConfig) and self._bytes() == other._bytes()
@@ -452,6 +460,15 @@ class ResourceConfig(_Strict, frozen=True, kw_only=True, eq=False):
 
     def _bytes(self) -> bytes:
         return msgspec.json.encode(self, order="deterministic")
+
+
+def _attributes(
+    attributes: Mapping[str, bool | int | str | VersionAttribute],
+) -> dict[str, AttributeValue]:
+    return {
+        name: Version(value.version) if isinstance(value, VersionAttribute) else value
+        for name, value in attributes.items()
+    }
 
 
 class Config(_Strict, frozen=True, kw_only=True):
@@ -536,7 +553,8 @@ def _compose(text: str | bytes, file: str) -> yaml.Node:
         node: yaml.Node | None = yaml.compose(text, Loader=_Loader)
     except yaml.reader.ReaderError as error:
         line = text.count("\n", 0, error.position) + 1
-        raise _about(file, f"is not YAML: the character #x{ord(error.character):04x} is not allowed", line) from None
+        code = error.character if isinstance(error.character, int) else ord(error.character)  # libyaml or not
+        raise _about(file, f"is not YAML: the character #x{code:04x} is not allowed", line) from None
     except yaml.MarkedYAMLError as error:
         raise _syntax(text, file, error) from None
     if node is None or node.tag == _TAG + "null":
@@ -615,9 +633,7 @@ class _Reader:
         if kind == "Metadata":
             return self.read(node, info.type, path, (info.extra or {}).get("advice", advice))
         if node.tag == _TAG + "null":
-            return self.report(
-                node, path, f"has no value; expected {_expected(info)} (leave the key out to have the default)"
-            )
+            return self.report(node, path, f"has no value; expected {_expected(info)}")
         if kind == "UnionType":
             return self._union(node, info, path, advice)
         if kind in {"StructType", "DictType"} and isinstance(node, yaml.MappingNode) and _plain(node):
@@ -656,8 +672,8 @@ class _Reader:
             if value in info.values:
                 return value
             guess = _close(value, info.values)
-            advice = f"; did you mean {guess!r}?" if guess else ""
-            return self.report(node, path, f"{value!r} is not one of {_or(info.values)}{advice}")
+            end = f"; did you mean {guess!r}?" if guess else ""
+            return self.report(node, path, f"{value!r} is not one of {_or(info.values)}{end}")
         fits = (info.max_length is None or len(value) <= info.max_length) and (
             info.pattern is None or re.fullmatch(info.pattern, value)
         )
@@ -796,6 +812,8 @@ def _expected(info: Any) -> str:
 
 
 def _got(node: yaml.Node) -> str:
+    if isinstance(node, yaml.CollectionNode) and not _plain(node):
+        return f"something tagged {node.tag}"
     if isinstance(node, yaml.MappingNode):
         return "a mapping"
     if isinstance(node, yaml.SequenceNode):
@@ -805,7 +823,7 @@ def _got(node: yaml.Node) -> str:
     if what == "null":
         return "nothing"
     return {"str": f"the text {text!r}", "int": f"the number {text}", "float": f"the number {text}", "bool": text}.get(
-        what, f"the tag {node.tag}"
+        what, f"something tagged {node.tag}"
     )
 
 
@@ -893,21 +911,19 @@ def _claim_rule(reader: _Reader, path: str, nodes: _Nodes, values: dict[str, Any
             f"{path}.dra",
             "claims need a driver's name; write driver: and a DNS name, such as gpu.example.com",
         )
-    named: dict[str, str] = {}
-    for field in ("attributes", "capacity"):
-        for name, value in values.get(field, {}).items():
-            place = _below(f"{path}.{field}", name)
-            full = name if "/" in name or driver is None else f"{driver}/{name}"
-            if named.setdefault(f"{field} {full}", name) != name:
-                reader.report(nodes[field], place, f"{name!r} is the same as {named[f'{field} {full}']!r}")
-            if isinstance(value, str) and len(value.encode()) > 64:
-                reader.report(nodes[field], place, f"a value has 64 bytes at the most, this one {len(value.encode())}")
-    if len(named) > 32:
-        where = "attributes" if "attributes" in nodes else "capacity"
+    # What no pattern says, in the words of those who will publish it.
+    attributes, capacity = values.get("attributes", {}), values.get("capacity", {})
+    device = Device("x", attributes=_attributes(attributes), capacity=capacity)
+    for problem in naming.attribute_problems(device, driver or "example.com"):
+        reader.report(nodes["attributes"], f"{path}.attributes", problem)
+    for problem in naming.capacity_problems(device):
+        reader.report(nodes["capacity"], f"{path}.capacity", problem)
+    most = naming.MAX_ENTRIES - 2  # as naming.check_device: two are the DRA door's own
+    if len(attributes) + len(capacity) > most:
         reader.report(
-            nodes[where],
-            f"{path}.{where}",
-            f"a device has 32 attributes and capacities at the most, this one {len(named)}",
+            nodes["attributes" if attributes else "capacity"],
+            f"{path}.{'attributes' if attributes else 'capacity'}",
+            f"a device has {most} attributes and capacities at the most, not {len(attributes) + len(capacity)}",
         )
 
 
