@@ -158,6 +158,7 @@ class Endpoint(DevicePluginServicer):
         self.inventory = inventory
         self.statistics = Statistics()
         self.on_stream_end: Callable[[], None] = lambda: None
+        self.streams_begun = 0
         self._quiet = quiet
         self._granted = granted or (lambda names: None)
         self._doorkeeper: Doorkeeper = doorkeeper or OpenDoor()
@@ -165,7 +166,6 @@ class Endpoint(DevicePluginServicer):
         self._generation = 0
         self._streams_gone = asyncio.Event()
         self._streams_gone.set()
-        self._stream_began = asyncio.Event()
         self._refresh = asyncio.Event()
         inventory.subscribe(lambda snapshot: self.refresh())
 
@@ -196,18 +196,6 @@ class Endpoint(DevicePluginServicer):
             return False
         return True
 
-    async def wait_live(self, timeout: float) -> bool:
-        """Wait until the kubelet listens; return whether it did within `timeout` seconds."""
-        if self._streams:
-            return True
-        self._stream_began.clear()
-        try:
-            async with asyncio.timeout(timeout):
-                await self._stream_began.wait()
-        except TimeoutError:
-            return False
-        return True
-
     def refresh(self) -> None:
         """Have every stream look at the inventory again."""
         self._refresh.set()
@@ -228,7 +216,7 @@ class Endpoint(DevicePluginServicer):
         stream, ending = object(), asyncio.Event()
         self._streams[stream] = ending
         self._streams_gone.clear()
-        self._stream_began.set()
+        self.streams_begun += 1
         _LOG.debug("%s: the kubelet listens", self.resource)
         try:
             sent: tuple[Entry, ...] | None = None
@@ -324,7 +312,9 @@ class Endpoint(DevicePluginServicer):
     async def _edits(self, names: Sequence[str]) -> ContainerEdits:
         devices = check(self.resource, names, self.inventory.snapshot, self.source.replicas)
         try:
-            extra = await self._hook("edits", self.source.edits, devices) if "edits" in self.source.hooks else NO_EDITS
+            extra: object = (
+                await self._hook("edits", self.source.edits, devices) if "edits" in self.source.hooks else NO_EDITS
+            )
             if not isinstance(extra, ContainerEdits):
                 details = f"edits of {self.resource} returned {type(extra).__name__}, not ContainerEdits"
                 raise Refusal(grpc.StatusCode.INTERNAL, "edits", details)
@@ -350,7 +340,7 @@ class Endpoint(DevicePluginServicer):
                 if (device := known.get(device_of(name, replicas))) is not None and self.source.topology
             }
             return topology.numa_compact(numa, available, must_include, size)
-        except Exception:  # noqa: BLE001  # whatever it is, it must not fail the pods
+        except Exception:  # whatever it is, it must not fail the pods
             _LOG.exception("%s: no preference could be found", self.resource)
             return [*must_include, *(name for name in available if name not in must_include)][:size]
 

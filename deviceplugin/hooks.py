@@ -100,9 +100,9 @@ def _run(
 ) -> None:
     try:
         outcome, error = hook(*args), None
-    except Exception as raised:  # noqa: BLE001  # whatever an author's code raises is his own call's end
+    except Exception as raised:  # whatever an author's code raises is his own call's end
         outcome, error = None, raised
-    except BaseException as raised:  # noqa: BLE001  # SystemExit and the like: a thread is no place for them
+    except BaseException as raised:  # SystemExit and the like: a thread is no place for them
         outcome, error = None, RuntimeError(f"{type(raised).__name__}: {raised}")
     with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits any more
         loop.call_soon_threadsafe(_settle, future, outcome, error)

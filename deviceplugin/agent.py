@@ -1,0 +1,643 @@
+"""The node agent: one process, one loop, many resources; start, reload, and end of all of it.
+
+Everything else is a room of its own; here they are put together. Data flows one way: source to
+inventory to endpoint, and from the kubelet's books back to the source's `released` hook.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import random
+import signal
+import sys
+import threading
+import time
+from collections.abc import AsyncIterator, Callable, Hashable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final, cast
+
+from deviceplugin import filewatch, hooks, podresources
+from deviceplugin.device import Device
+from deviceplugin.endpoint import Doorkeeper, Endpoint
+from deviceplugin.endpoint import Statistics as EndpointStatistics
+from deviceplugin.inventory import Inventory, Snapshot
+from deviceplugin.podresources import Holder, Holdings, PodResources, Quiet, Released
+from deviceplugin.registration import Backoff, Registration, RegistrationError, Timing
+from deviceplugin.registration import Statistics as RegistrationStatistics
+from deviceplugin.sharing import device_of
+from deviceplugin.source import DeviceSource
+
+if TYPE_CHECKING:
+    from deviceplugin.config import Config
+
+__all__ = ["Agent", "AgentError", "Paths", "ResourceStatus", "Status", "run", "run_config"]
+
+_LOG: Final = logging.getLogger(__name__)
+
+
+class AgentError(Exception):
+    """Raised when the agent cannot do its work at all."""
+
+
+@dataclass(frozen=True, slots=True)
+class Paths:
+    """Where the kubelet keeps its sockets.
+
+    The device plugin directory is fixed at /var/lib/kubelet/device-plugins whatever the kubelet's
+    --root-dir says, while the PodResources socket follows it (kubernetes#68567; k3s, k0s and
+    microk8s differ): each can be given.
+    """
+
+    kubelet_root: Path = Path("/var/lib/kubelet")
+    device_plugin_dir: Path | None = None
+    pod_resources_socket: Path | None = None
+
+    @property
+    def plugins(self) -> Path:
+        """The device plugin directory."""
+        return self.device_plugin_dir or self.kubelet_root / "device-plugins"
+
+    @property
+    def pod_resources(self) -> Path:
+        """The PodResources service's socket."""
+        return self.pod_resources_socket or self.kubelet_root / "pod-resources" / "kubelet.sock"
+
+
+@dataclass(frozen=True, slots=True)
+class ResourceStatus:
+    """One resource as of now. `holders` is by the kubelet's device ids, as of the last look."""
+
+    resource: str
+    snapshot: Snapshot
+    replicas: int
+    registered: bool
+    live: bool
+    holders: Mapping[str, frozenset[Holder]]
+    endpoint: EndpointStatistics
+    registration: RegistrationStatistics
+    source_error: str
+
+
+@dataclass(frozen=True, slots=True)
+class Status:
+    """The agent as of now."""
+
+    resources: tuple[ResourceStatus, ...]
+    double_allocations: int
+
+
+async def listings(source: DeviceSource) -> AsyncIterator[Sequence[Device]]:
+    """Iterate over a source's lists, whichever kind of generator its `watch` is.
+
+    Raises:
+        TypeError: `watch` is neither kind of generator.
+
+    """
+    lists: Any = source.watch()
+    if hasattr(lists, "__anext__"):
+        async with contextlib.aclosing(lists) as generator:
+            async for devices in generator:
+                yield devices
+    elif hasattr(lists, "__next__"):
+        async for devices in _threaded(lists, source.resource):
+            yield devices
+    else:
+        raise TypeError(f"{type(source).__name__}.watch must yield lists of devices (a generator, async or not)")
+
+
+async def _threaded(lists: Iterator[Sequence[Device]], name: str) -> AsyncIterator[Sequence[Device]]:
+    """Drive a plain generator in a daemon thread of its own, which may block for ever."""
+    loop = asyncio.get_running_loop()
+    queue: asyncio.Queue[Sequence[Device] | BaseException | None] = asyncio.Queue()
+    over = threading.Event()
+
+    def drive() -> None:
+        end: BaseException | None = None
+        try:
+            for devices in lists:
+                if over.is_set():
+                    return
+                loop.call_soon_threadsafe(queue.put_nowait, devices)
+        except Exception as error:  # an author's code: passed on to who waits
+            end = error
+        with contextlib.suppress(RuntimeError):  # the loop is closed
+            loop.call_soon_threadsafe(queue.put_nowait, end)
+
+    threading.Thread(target=drive, name=f"watch {name}", daemon=True).start()
+    try:
+        while (devices := await queue.get()) is not None:
+            if isinstance(devices, BaseException):
+                raise devices
+            yield devices
+    finally:
+        over.set()
+
+
+class Service:
+    """One resource: its source followed, its endpoint registered, its releases told."""
+
+    def __init__(self, source: DeviceSource, paths: Paths, quiet: Quiet, turn: asyncio.Lock, **options: Any) -> None:
+        self.source = source
+        self.inventory = Inventory(source.resource)
+        self.endpoint = Endpoint(
+            source, self.inventory, quiet, granted=self._granted, doorkeeper=options.get("doorkeeper")
+        )
+        self.registration = Registration(self.endpoint, paths.plugins, turn, options.get("timing"))
+        self.source_error = ""
+        self._released = Released()
+        self._looked = False
+        self._gone_before: frozenset[str] = frozenset()
+        self._books = cast("Callable[[], None]", options.get("books") or (lambda: None))
+        self._follower: asyncio.Task[None] | None = None
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    @property
+    def resource(self) -> str:
+        """The resource's name."""
+        return self.source.resource
+
+    async def run(self) -> None:
+        """Serve until cancelled.
+
+        Raises:
+            RegistrationError: it cannot be served on this node at all.
+
+        """
+        self.inventory.subscribe(lambda snapshot: self._books() if snapshot.gone else None)
+        self._follower = asyncio.create_task(self._follow(self.source), name=f"follow {self.resource}")
+        try:
+            await self.registration.run()
+        finally:
+            for task in (self._follower, *self._tasks):
+                task.cancel()
+            await asyncio.wait((self._follower, *self._tasks), timeout=1.0)
+
+    def replace(self, source: DeviceSource) -> None:
+        """Take another source for the same resource; what is served and registered goes on.
+
+        The inventory stays, so that devices the new source does not know become unhealthy
+        instead of vanishing from under their holders.
+        """
+        before, self.source, self.endpoint.source = self.source, source, source
+        if self._follower is not None:
+            self._follower.cancel()
+            self._follower = asyncio.create_task(self._follow(source), name=f"follow {self.resource}")
+        if source.hooks != before.hooks:
+            self.registration.wake()
+        self.endpoint.refresh()
+        self._books()
+
+    async def _follow(self, source: DeviceSource) -> None:
+        """Take a source's lists for as long as it lives, and begin again when it fails."""
+        backoff = Backoff(first=0.5, most=60.0)
+        while True:
+            try:
+                async for devices in listings(source):
+                    self.inventory.publish(devices)
+                    self.source_error = ""
+                    backoff.reset()
+            except Exception as error:
+                self.source_error = f"{type(error).__name__}: {error}"
+                delay = backoff.next()
+                _LOG.exception(
+                    "%s: the source failed; its last list of %d devices stays, trying again in %.1f s",
+                    self.resource,
+                    len(self.inventory.snapshot.devices),
+                    delay,
+                )
+                await asyncio.sleep(delay)
+            else:
+                if not self.inventory.snapshot.listed:
+                    self.inventory.publish(())
+                return
+
+    # What the kubelet's books say.
+
+    def _granted(self, names: Sequence[str]) -> None:
+        self._released = self._released.grant(names)
+        self._books()
+
+    @property
+    def wants_books(self) -> bool:
+        """Whether it matters here who holds what."""
+        return bool(self.inventory.snapshot.gone) or (
+            "released" in self.source.hooks and (not self._looked or bool(self._released.busy))
+        )
+
+    def look(self, held: Mapping[str, frozenset[Holder]], allocatable: frozenset[str] | None) -> None:
+        """Draw the conclusions of a look at the kubelet's books.
+
+        held: holders by the kubelet's device ids. allocatable: ids that the kubelet would give
+        out, asked before the holders; None if it was not asked.
+        """
+        replicas = self.source.replicas
+        self._released = self._released.look(held)
+        busy = {device_of(name, replicas) for name in self._released.busy}
+        freed = {device_of(name, replicas) for name in self._released.free} - busy
+        snapshot = self.inventory.snapshot
+        if not self._looked:
+            self._looked = True
+            freed = snapshot.devices.keys() - busy
+        devices = [device for name, device in snapshot.devices.items() if name in freed]
+        if devices and "released" in self.source.hooks:
+            task = asyncio.create_task(self._tell_released(self.source, devices))
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
+        if allocatable is not None and self.endpoint.live:
+            offered = {device_of(name, replicas) for name in allocatable}
+            # Seen gone at the look before, too: a grant between would have been seen by now.
+            self.inventory.forget((snapshot.gone & self._gone_before) - busy - offered)
+        self._gone_before = snapshot.gone
+
+    async def _tell_released(self, source: DeviceSource, devices: Sequence[Device]) -> None:
+        try:
+            await hooks.call(f"released of {self.resource}", source.released, devices, timeout=source.hook_timeout)
+        except hooks.HookError as error:
+            _LOG.warning("%s", error)
+
+    def status(self, holders: Mapping[str, frozenset[Holder]]) -> ResourceStatus:
+        """Return what is known now."""
+        return ResourceStatus(
+            self.resource,
+            self.inventory.snapshot,
+            self.source.replicas,
+            self.registration.statistics.registered,
+            self.endpoint.live,
+            holders,
+            self.endpoint.statistics,
+            self.registration.statistics,
+            self.source_error,
+        )
+
+
+class Agent:
+    """Serves sources on this node until it is stopped.
+
+    Args:
+        sources: one for each resource.
+        paths: where the kubelet is.
+        period: seconds between looks at the kubelet's books, while they matter.
+        keep_books: look at them always (metrics want to know the holders).
+        doorkeeper: who decides which devices the plugin side may offer; None: everything.
+        timing: waits of the registration.
+
+    """
+
+    def __init__(
+        self,
+        sources: Sequence[DeviceSource],
+        paths: Paths | None = None,
+        *,
+        period: float = 5.0,
+        keep_books: bool = False,
+        doorkeeper: Doorkeeper | None = None,
+        timing: Timing | None = None,
+    ) -> None:
+        names = [source.resource for source in sources]
+        if twice := sorted({name for name in names if names.count(name) > 1}):
+            raise AgentError(f"two sources for one resource: {', '.join(twice)}")
+        if unnamed := [type(source).__name__ for source in sources if not source.resource]:
+            raise AgentError(f"{unnamed[0]} has no resource name; set `resource` to vendor-domain/name")
+        self.paths = paths or Paths()
+        self._sources = tuple(sources)
+        self._period = period
+        self._keep_books = keep_books
+        self._doorkeeper = doorkeeper
+        self._timing = timing
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._stopped = asyncio.Event()
+        self._stop_asked = threading.Event()
+        self._services: dict[str, Service] = {}
+        self._running: dict[str, asyncio.Task[None]] = {}
+        self._failed: asyncio.Future[None] | None = None
+        self._quiet = Quiet()
+        self._turn = asyncio.Lock()
+        self._wanted = asyncio.Event()
+        self._books = Books()
+
+    @property
+    def services(self) -> Mapping[str, Service]:
+        """The services by resource."""
+        return self._services
+
+    def status(self) -> Status:
+        """Return what is known now; cheap, and safe from any thread."""
+        held = self._books.holdings
+        return Status(
+            tuple(service.status(held.of(name)) for name, service in list(self._services.items())),
+            self._books.double,
+        )
+
+    async def run(self) -> None:
+        """Serve until `stop`, then drain and clean up.
+
+        Raises:
+            AgentError: a resource cannot be served on this node at all.
+
+        """
+        self._loop = asyncio.get_running_loop()
+        if self._stop_asked.is_set():
+            return
+        self._failed = self._loop.create_future()
+        for source in self._sources:
+            self._start(source)
+        books = asyncio.create_task(self._keep(), name="books")
+        stopped = asyncio.create_task(self._stopped.wait())
+        try:
+            waits: set[asyncio.Future[Any]] = {stopped, self._failed}
+            await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            tasks = (books, stopped, *self._running.values())
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+        if self._failed.done():
+            await self._failed
+
+    def stop(self) -> None:
+        """Have `run` return; from any thread or signal handler."""
+        self._stop_asked.set()
+        if self._loop is not None:
+            with contextlib.suppress(RuntimeError):  # the loop is closed: it has ended
+                self._loop.call_soon_threadsafe(self._stopped.set)
+
+    async def reconfigure(self, wanted: Mapping[str, DeviceSource], unchanged: Sequence[str] = ()) -> None:
+        """Serve these sources from now on, those of `unchanged` resources as they are.
+
+        Resources that are in neither end; those that are served already take the new source
+        without a break.
+        """
+        ending = [name for name in self._running if name not in wanted and name not in unchanged]
+        for name in ending:
+            self._running[name].cancel()
+        await asyncio.gather(*(self._running[name] for name in ending), return_exceptions=True)
+        for name, source in wanted.items():
+            if name in self._services:
+                self._services[name].replace(source)
+            else:
+                self._start(source, fatal=False)
+
+    def _start(self, source: DeviceSource, *, fatal: bool = True) -> None:
+        service = Service(
+            source,
+            self.paths,
+            self._quiet,
+            self._turn,
+            doorkeeper=self._doorkeeper,
+            timing=self._timing,
+            books=self._wanted.set,
+        )
+        self._services[source.resource] = service
+        self._running[source.resource] = asyncio.create_task(
+            self._supervise(service, fatal=fatal), name=f"serve {source.resource}"
+        )
+        self._wanted.set()
+
+    async def _supervise(self, service: Service, *, fatal: bool) -> None:
+        """Run a service; begin again if it ends by an error that is not its user's to mend."""
+        backoff = Backoff(first=1.0, most=30.0)
+        name = service.resource
+        try:
+            while True:
+                try:
+                    await service.run()
+                except RegistrationError as error:
+                    if fatal and not service.registration.statistics.registrations:
+                        self._fail(AgentError(str(error)))
+                        return
+                    _LOG.error("%s; trying again", error)  # no traceback for what a user must mend
+                except Exception:
+                    _LOG.exception("%s: serving failed; trying again", name)
+                await asyncio.sleep(backoff.next())
+        finally:
+            if self._services.get(name) is service:
+                del self._services[name]
+                self._running.pop(name, None)
+
+    def _fail(self, error: AgentError) -> None:
+        if self._failed is not None and not self._failed.done():
+            self._failed.set_exception(error)
+
+    async def _keep(self) -> None:
+        """Look at the kubelet's books from time to time, while they matter to anybody."""
+        asked = PodResources(self.paths.pod_resources)
+        while True:
+            self._wanted.clear()
+            if not self._keep_books and not any(service.wants_books for service in self._services.values()):
+                await self._wanted.wait()
+                continue
+            await asyncio.sleep(self._period * (0.9 + random.random() / 5))  # noqa: S311  # jitter
+            await self._quiet.wait()
+            services = tuple(self._services.values())
+            found = await self._books.look(
+                asked,
+                self.paths,
+                self._quiet,
+                [service.resource for service in services if service.inventory.snapshot.gone],
+            )
+            if found is None:
+                continue
+            held, allocatable = found
+            for service in services:
+                offered = None if allocatable is None else allocatable.get(service.resource, frozenset())
+                service.look(held.of(service.resource), offered)
+
+
+@dataclass
+class Books:
+    """What the kubelet's books said last."""
+
+    holdings: Holdings = field(default_factory=Holdings)
+    double: int = 0
+    _doubled: frozenset[tuple[str, str]] = frozenset()
+    _told: str = ""
+    _fails: int = 0
+
+    async def look(
+        self, asked: PodResources, paths: Paths, quiet: Quiet, gone: Sequence[str]
+    ) -> tuple[Holdings, Mapping[str, frozenset[str]] | None] | None:
+        """Look once; None if the books could not be read, or an allocation came in between."""
+        began = time.monotonic()
+        try:
+            allocatable = await asked.allocatable() if gone else None
+            entries = await asyncio.to_thread(podresources.read_checkpoint, paths.plugins)
+            report = await asked.list()
+        except (podresources.PodResourcesError, podresources.CheckpointError) as error:
+            if self._told != str(error):
+                self._told = str(error)
+                _LOG.info("who holds what cannot be read now: %s", error)
+            self._fails += 1
+            await asyncio.sleep(min(30.0, 2.0**self._fails))
+            return None
+        self._told, self._fails = "", 0
+        if quiet.last >= began:
+            return None
+        uids = {entry.pod_uid for entry in entries}
+        ended = await asyncio.to_thread(podresources.ended_pods, paths.kubelet_root, uids)
+        self.holdings = podresources.holdings(report, entries, self.holdings, ended)
+        self._count_doubles(report)
+        return self.holdings, allocatable
+
+    def _count_doubles(self, report: podresources.Report) -> None:
+        doubled = {
+            (resource, name): holders
+            for resource, devices in report.held.items()
+            for name, holders in podresources.double_held(devices).items()
+        }
+        for key in doubled.keys() - self._doubled:
+            self.double += 1
+            pods = ", ".join(sorted(f"{holder.namespace}/{holder.pod}" for holder in doubled[key]))
+            _LOG.error("the kubelet gave device %s of %s to several pods: %s (kubernetes#137534)", key[1], key[0], pods)
+        self._doubled = frozenset(doubled)
+
+
+# Running as a process.
+
+
+def run(*sources: DeviceSource, argv: Sequence[str] | None = None) -> None:
+    """Serve these sources until SIGTERM or SIGINT; what the last line of an author's file calls.
+
+    The command line (or `argv`) may name the kubelet's directories and the log's form; `--help`
+    says how. Ends the process with status 1 if the node cannot be served.
+    """
+    from deviceplugin import cli
+
+    options = cli.parse_run(argv)
+    agent = Agent(sources, options.paths, keep_books=options.metrics_address is not None)
+    status = serve(agent, metrics_address=options.metrics_address)
+    if status:
+        sys.exit(status)
+
+
+def run_config(path: Path, paths: Paths, metrics_address: str | None = None) -> int:
+    """Serve what a config file says until SIGTERM or SIGINT, and what it says later when it changes.
+
+    Returns:
+        The process's exit status.
+
+    Raises:
+        ConfigError: the file cannot be used at the start; later that is only said.
+
+    """
+    from deviceplugin import config, sources
+
+    first = config.load(path)
+    agent = Agent(
+        [sources.build(resource) for resource in first.resources], paths, keep_books=metrics_address is not None
+    )
+    return serve(agent, metrics_address=metrics_address, config=(path, first))
+
+
+def serve(agent: Agent, *, metrics_address: str | None = None, config: tuple[Path, Config] | None = None) -> int:
+    """Run an agent in a loop of its own with the process's signals; return the exit status."""
+    try:
+        asyncio.run(_serve(agent, metrics_address, config))
+    except AgentError as error:
+        _LOG.error("%s", error)  # what a user must mend, no traceback
+        return 1
+    return 0
+
+
+async def _serve(agent: Agent, metrics_address: str | None, config: tuple[Path, Config] | None) -> None:
+    loop = asyncio.get_running_loop()
+    reload = asyncio.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, agent.stop)
+    loop.add_signal_handler(signal.SIGHUP, reload.set)
+    with contextlib.ExitStack() as stack:
+        if metrics_address is not None:
+            from deviceplugin import metrics
+
+            try:
+                stack.enter_context(metrics.serving(metrics_address, agent))
+            except OSError as error:
+                raise AgentError(f"cannot serve metrics at {metrics_address}: {error.strerror or error}") from error
+        follower = asyncio.create_task(_follow_config(agent, *config, reload) if config else _no_config(reload))
+        try:
+            await agent.run()
+        finally:
+            follower.cancel()
+            await asyncio.gather(follower, return_exceptions=True)
+
+
+async def _no_config(reload: asyncio.Event) -> None:
+    while True:
+        await reload.wait()
+        reload.clear()
+        _LOG.info("SIGHUP: there is no config file to read again")
+
+
+SETTLE: Final = 0.05
+"""Seconds without another change after which a file counts as written."""
+
+
+async def _follow_config(agent: Agent, path: Path, current: Config, reload: asyncio.Event) -> None:
+    """Read the file again at SIGHUP and whenever it changes, a ConfigMap's `..data` swap included."""
+    content = await asyncio.to_thread(_content, path)
+    with filewatch.shared().watch([str(path.absolute().parent)], writes=True) as watch:
+        asked = asyncio.create_task(_wake_on(reload, watch))
+        try:
+            while True:
+                hinted = await watch.wait(30.0)
+                if hinted and not reload.is_set():
+                    deadline = time.monotonic() + 2.0
+                    while await watch.wait(SETTLE) and time.monotonic() < deadline:
+                        pass
+                now = await asyncio.to_thread(_content, path)
+                if now == content and not reload.is_set():
+                    continue
+                reload.clear()
+                content = now
+                current = await _reload(agent, path, current)
+        finally:
+            asked.cancel()
+
+
+async def _wake_on(event: asyncio.Event, watch: filewatch.Watch) -> None:
+    while True:
+        await event.wait()
+        watch.wake()
+        await asyncio.sleep(SETTLE)
+
+
+def _content(path: Path) -> bytes | None:
+    try:
+        return path.read_bytes()
+    except OSError:
+        return None
+
+
+async def _reload(agent: Agent, path: Path, current: Config) -> Config:
+    """Make the agent serve what the file says now; a file that cannot be used changes nothing."""
+    from deviceplugin import config, sources
+
+    try:
+        wanted = await asyncio.to_thread(config.load, path)
+        before: Mapping[str, Hashable] = {resource.name: resource for resource in current.resources}
+        after = {resource.name: resource for resource in wanted.resources}
+        changed = {name: sources.build(one) for name, one in after.items() if before.get(name) != one}
+    except Exception as error:  # whatever is wrong with it, what runs goes on
+        _LOG.error("the config file was not taken, everything goes on as it was:\n%s", error)
+        return current
+    gone = before.keys() - after.keys()
+    if not changed and not gone:
+        _LOG.info("%s was read again: nothing changed", path)
+        return wanted
+    await agent.reconfigure(changed, [name for name in after if name not in changed])
+    _LOG.info(
+        "%s was read again: %s",
+        path,
+        "; ".join(
+            f"{what} {', '.join(sorted(names))}"
+            for what, names in (
+                ("new", after.keys() - before.keys()),
+                ("changed", changed.keys() & before.keys()),
+                ("gone", gone),
+            )
+            if names
+        ),
+    )
+    return wanted
