@@ -551,23 +551,29 @@ def adopt(resource: str, devices: Iterable[str], side: Side, now: float) -> Oper
     Args:
         resource: the extended resource's name.
         devices: physical devices' ids, known or not.
-        side: where new ones begin.
+        side: where new ones begin, unless somebody holds them on the other.
         now: Unix seconds.
 
     """
     ids = tuple(dict.fromkeys(devices))
 
     def decide(state: Snapshot, _rules: Rules) -> Decision[tuple[str, ...]]:
-        new = tuple(device for device in ids if (resource, device) not in state.devices)
-        return Decision(
-            new, tuple(_put_device(DeviceRecord(resource, device, _RESTING[side], now), state) for device in new)
-        )
+        new = [device for device in ids if (resource, device) not in state.devices]
+        if not new:
+            return Decision(())
+        held = {hold.device for hold in state.holds_on(resource, new)}
+        claimed = {device for claim in state.claims_on(resource, new) for device in claim.held}
+        begins = {
+            device: State.PLUGIN if device in held else State.DRA if device in claimed else _RESTING[side]
+            for device in new
+        }
+        return Decision(tuple(new), _moved(state, resource, begins, now, ""))
 
     return decide
 
 
 def forget(resource: str, devices: Iterable[str]) -> Operation[tuple[str, ...]]:
-    """Drop devices that are no more; answer which. Held ones and moving ones stay."""
+    """Drop devices that are no more; answer which. Held ones stay."""
     ids = tuple(dict.fromkeys(devices))
 
     def decide(state: Snapshot, _rules: Rules) -> Decision[tuple[str, ...]]:
@@ -1119,7 +1125,7 @@ class Ledger:
             for operation in operations:
                 try:
                     decision = operation(after, self._rules)
-                except Exception as error:  # noqa: BLE001  # costs its own caller only
+                except Exception as error:  # costs its own caller only
                     answers.append(error)
                     continue
                 answers.append(decision.answer)
@@ -1357,7 +1363,7 @@ class Desk:
             failure: Exception | None = None
             try:
                 ledger = Ledger.open(path, wait=True, rules=rules)
-            except Exception as error:  # noqa: BLE001  # passed on
+            except Exception as error:  # passed on
                 failure = error
             try:
                 loop.call_soon_threadsafe(answer, ledger, failure)
@@ -1418,7 +1424,7 @@ class Desk:
         answers: Sequence[Any]
         try:
             answers = self.ledger.do_all([operation for operation, _ in batch])
-        except Exception as error:  # noqa: BLE001  # a LedgerError for all of them
+        except Exception as error:  # a LedgerError for all of them
             answers = [error] * len(batch)
         with contextlib.suppress(RuntimeError):  # the loop is closed
             self._loop.call_soon_threadsafe(_deliver, batch, answers)
