@@ -197,6 +197,7 @@ class Hold:
 class ClaimDevice(msgspec.Struct, frozen=True, array_like=True):
     """A device of a claim. admin: seen, not held. share: of consumable capacity, else ""."""
 
+    resource: str
     device: str
     share: str = ""
     admin: bool = False
@@ -213,7 +214,6 @@ class Claim:
     uid: str
     namespace: str
     name: str
-    resource: str
     devices: tuple[ClaimDevice, ...]
     result: str | None
     since: float
@@ -221,9 +221,9 @@ class Claim:
     durable: bool = True
 
     @property
-    def held(self) -> frozenset[str]:
-        """The devices it holds, those of administrative access not among them."""
-        return frozenset(device.device for device in self.devices if not device.admin)
+    def held(self) -> frozenset[Key]:
+        """The devices it holds as (resource, device), those of administrative access not among them."""
+        return frozenset((device.resource, device.device) for device in self.devices if not device.admin)
 
     @property
     def title(self) -> str:
@@ -262,8 +262,8 @@ class Snapshot:
 
     def claims_on(self, resource: str, devices: Iterable[str]) -> list[Claim]:
         """Return the claims that hold any of these devices."""
-        wanted = frozenset(devices)
-        return [c for c in self.claims.values() if c.resource == resource and not wanted.isdisjoint(c.held)]
+        wanted = frozenset((resource, device) for device in devices)
+        return [claim for claim in self.claims.values() if not wanted.isdisjoint(claim.held)]
 
     def with_changes(self, changes: Sequence[Change], sequence: int) -> Snapshot:
         """Return the snapshot that follows."""
@@ -562,7 +562,7 @@ def adopt(resource: str, devices: Iterable[str], side: Side, now: float) -> Oper
         if not new:
             return Decision(())
         held = {hold.device for hold in state.holds_on(resource, new)}
-        claimed = {device for claim in state.claims_on(resource, new) for device in claim.held}
+        claimed = {device for claim in state.claims_on(resource, new) for of, device in claim.held if of == resource}
         begins = {
             device: State.PLUGIN if device in held else State.DRA if device in claimed else _RESTING[side]
             for device in new
@@ -724,7 +724,7 @@ def prepare(claim: Claim, *, pull: bool = False) -> Operation[Claim | Refused]:
 def _claim_refusal(state: Snapshot, rules: Rules, claim: Claim) -> Refused | None:
     for device in claim.devices:
         if not device.admin:
-            refusal = r2_refusal(state, rules, claim.resource, device.device)
+            refusal = r2_refusal(state, rules, device.resource, device.device)
             if refusal is not None:
                 return refusal
     return None
@@ -732,12 +732,12 @@ def _claim_refusal(state: Snapshot, rules: Rules, claim: Claim) -> Refused | Non
 
 def _pulled(state: Snapshot, claim: Claim, refusal: Refused) -> Decision[Claim | Refused]:
     changes = []
-    for device in sorted(claim.held):
-        record = state.device(claim.resource, device)
-        if record.state is State.PLUGIN and not state.holds_on(claim.resource, (device,)):
+    for resource, device in sorted(claim.held):
+        record = state.device(resource, device)
+        if record.state is State.PLUGIN and not state.holds_on(resource, (device,)):
             moved = replace(record, state=State.TO_DRA, since=claim.since, reason=f"for claim {claim.title}")
             changes.append(_put_device(moved, state))
-            if device == refusal.device:
+            if (resource, device) == (refusal.resource, refusal.device):
                 refusal = replace(refusal, state=State.TO_DRA, since=claim.since, moving=True)
     return Decision(refusal, tuple(changes))
 
@@ -863,8 +863,7 @@ def confront(
                     claim.uid,
                     claim.namespace,
                     claim.name,
-                    resource,
-                    tuple(ClaimDevice(device) for device in sorted(claim.devices)),
+                    tuple(ClaimDevice(resource, device) for device in sorted(claim.devices)),
                     None,
                     now,
                     state.sequence + 1,
@@ -921,7 +920,7 @@ def _utc(seconds: float) -> str:
 _TABLES: Final = {
     "devices": ("resource", "device", "state", "since", "sequence", "reason"),
     "holds": ("resource", "unit", "device", "since", "sequence"),
-    "claims": ("driver", "uid", "namespace", "name", "resource", "devices", "result", "since", "sequence"),
+    "claims": ("driver", "uid", "namespace", "name", "devices", "result", "since", "sequence"),
 }
 _CREATE: Final = (
     *(
@@ -950,7 +949,7 @@ def _row(record: _Record) -> _Row:
     if isinstance(record, Hold):
         return record.resource, record.unit, record.device, record.since, record.sequence
     devices = msgspec.json.encode(record.devices).decode()
-    first = (record.driver, record.uid, record.namespace, record.name, record.resource)
+    first = (record.driver, record.uid, record.namespace, record.name)
     return *first, devices, record.result, record.since, record.sequence
 
 
@@ -959,9 +958,9 @@ def _record(table: str, row: Sequence[Any]) -> _Record:
         return DeviceRecord(row[0], row[1], State(row[2]), *row[3:])
     if table == "holds":
         return Hold(*row)
-    devices = msgspec.json.decode(row[5], type=tuple[ClaimDevice, ...])
-    driver, uid, namespace, name, resource = row[:5]
-    return Claim(driver, uid, namespace, name, resource, devices, *row[6:])
+    devices = msgspec.json.decode(row[4], type=tuple[ClaimDevice, ...])
+    driver, uid, namespace, name = row[:4]
+    return Claim(driver, uid, namespace, name, devices, *row[5:])
 
 
 def _digest(table: str, row: _Row) -> int:
