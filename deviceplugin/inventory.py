@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Final
 
@@ -37,7 +37,7 @@ class Snapshot:
 
     resource: str
     version: int = 0
-    devices: Mapping[str, Device] = _NOTHING
+    devices: Mapping[str, Device] = field(default_factory=lambda: _NOTHING)
     gone: frozenset[str] = frozenset()
 
     @property

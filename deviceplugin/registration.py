@@ -343,6 +343,8 @@ class Registration:
                 self.statistics.registered = False
                 self._tell("kubelet", f"waiting for the kubelet ({self._directory / KUBELET_SOCKET} is not there)")
                 self._backoff.reset()
+                if not seen.served and self._directory.is_dir():
+                    await self._be_served()  # a head start: the kubelet deletes sockets before it makes its own
                 await watch.wait(timing.look)
             elif step is Step.WAIT_FOR_STREAM:
                 await watch.wait(max(0.01, timing.patience - seen.since))
@@ -374,7 +376,7 @@ class Registration:
     def _look(self) -> Seen:
         return Seen(
             kubelet=identity(self._directory / KUBELET_SOCKET),
-            served=self._socket is not None and self._own is not None and identity(self._socket) == self._own,
+            served=self._in_place(),
             live=self.endpoint.live,
             listened=self.endpoint.streams_begun > self._listened_before,
             registered=self._registered,
@@ -388,13 +390,10 @@ class Registration:
         again = self._registered is not None and seen.kubelet != self._registered
         self._registered = None
         self.statistics.registered = False
-        await self._own_the_resource()
         if not await self.endpoint.end_streams(timing.stream):
             _LOG.warning("%s: an old ListAndWatch would not end; starting a new server", resource)
-            await self._retire()
-        if self._socket is None or self._own is None or identity(self._socket) != self._own:
-            await self._retire()
-            await self._serve()
+            self._retire()
+        await self._be_served()
         assert self._socket is not None
         options = self.endpoint.options
         self._listened_before = self.endpoint.streams_begun
@@ -447,6 +446,16 @@ class Registration:
             f"which holds {self._lock.path}); stop it, or give this one another resource name"
         )
 
+    async def _be_served(self) -> None:
+        """Have a server whose socket is in its place."""
+        await self._own_the_resource()
+        if not self._in_place():
+            self._retire()
+            await self._serve()
+
+    def _in_place(self) -> bool:
+        return self._socket is not None and self._own is not None and identity(self._socket) == self._own
+
     async def _serve(self) -> None:
         """Start a server on a socket of a name of its own."""
         self._sweep()
@@ -478,7 +487,7 @@ class Registration:
                 with contextlib.suppress(OSError):
                     path.unlink()
 
-    async def _retire(self) -> None:
+    def _retire(self) -> None:
         """Let the server go whose socket is lost; calls in flight may end."""
         server, self._server, self._socket, self._own = self._server, None, None, None
         if server is not None:
@@ -490,11 +499,11 @@ class Registration:
     async def _close(self) -> None:
         """End the streams, let calls in flight end, remove the own socket."""
         self.statistics.registered = False
-        if self._socket is not None and self._own is not None and identity(self._socket) == self._own:
+        if self._socket is not None and self._in_place():
             with contextlib.suppress(OSError):
                 self._socket.unlink()
         await self.endpoint.end_streams(self._timing.stream)
-        await self._retire()
+        self._retire()
         if self._stopping:
             await asyncio.wait(self._stopping, timeout=self._timing.drain + 1.0)
         self._lock.release()
