@@ -9,6 +9,7 @@ import http.client
 import importlib
 import json
 import ssl
+import textwrap
 import threading
 import urllib.parse
 from collections.abc import Iterable, Iterator, Mapping
@@ -52,9 +53,9 @@ class Resource:
 
 
 def parse_yaml(text: str) -> Objects:
-    """The documents of a YAML text."""
+    """The documents of a YAML text, which may be indented as a whole."""
     yaml = importlib.import_module("yaml")
-    return [document for document in yaml.safe_load_all(text) if document]
+    return [document for document in yaml.safe_load_all(textwrap.dedent(text)) if document]
 
 
 class Api:
@@ -88,9 +89,7 @@ class Api:
             connection = cast("http.client.HTTPSConnection | None", getattr(self._local, "connection", None))
             kept = connection is not None
             if connection is None:
-                connection = http.client.HTTPSConnection(
-                    self.host, self.port, timeout=self._timeout, context=self._tls
-                )
+                connection = http.client.HTTPSConnection(self.host, self.port, timeout=self._timeout, context=self._tls)
                 self._local.connection = connection
             try:
                 connection.request(method, path, body, sent)

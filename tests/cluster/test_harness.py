@@ -1,0 +1,191 @@
+"""The harness itself: if one of these fails, a failure of another test says nothing."""
+
+from __future__ import annotations
+
+import os
+import stat
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.cluster import isolate
+from tests.cluster.api import ApiError
+from tests.cluster.node import DEVICE_PLUGINS, POD_RESOURCES_SOCKET, Cluster, ClusterError, ClusterTimeout, ExecError
+
+
+def test_node_is_ready_and_of_the_version_asked_for(cluster: Cluster) -> None:
+    assert cluster.ready()
+    assert cluster.node()["status"]["nodeInfo"]["kubeletVersion"] == f"v{cluster.version}"
+    assert cluster.api.request("GET", "/version")["gitVersion"] == f"v{cluster.version}"
+    assert (DEVICE_PLUGINS / "kubelet.sock").is_socket()
+    assert POD_RESOURCES_SOCKET.is_socket()
+
+
+def test_pod_runs_and_takes_commands(cluster: Cluster) -> None:
+    pod = cluster.start_pod("one", command=["/bin/sh", "-c", "echo hello; exec sleep 1000"]).wait_running()
+    assert pod.exec(["sh", "-c", "echo $((6 * 7))"]) == "42\n"
+    assert pod.logs() == "hello\n"
+    assert cluster.kubectl("exec", "one", "--", "echo", "by kubectl") == "by kubectl\n"
+    with pytest.raises(ExecError) as failed:
+        pod.exec(["sh", "-c", "echo no >&2; exit 3"])
+    assert failed.value.code == 3
+    assert failed.value.stderr == "no\n"
+    assert "Started" in [event["reason"] for event in pod.events()]
+    pod.delete()
+    pod.wait_gone()
+
+
+def test_container_ends_as_soon_as_it_is_told_to(cluster: Cluster) -> None:
+    pod = cluster.start_pod("one").wait_running()
+    begun = time.monotonic()
+    pod.delete(grace=30)
+    pod.wait_gone()
+    assert time.monotonic() - begun < 15
+
+
+def test_pod_that_fails_says_why(cluster: Cluster) -> None:
+    pod = cluster.start_pod("one", command=["/bin/false"], restartPolicy="Never")
+    assert pod.wait_phase("Failed", "Succeeded") == "Failed"
+    with pytest.raises(ClusterError, match="Failed"):
+        pod.wait_running()
+
+
+def test_pod_that_fits_nowhere_stays_pending(cluster: Cluster) -> None:
+    pod = cluster.start_pod("one", {"example.com/none": 1})
+    assert "example.com/none" in pod.wait_unschedulable()
+    assert cluster.allocatable("example.com/none") == 0
+    assert pod.phase == "Pending"
+
+
+def test_pod_outlives_restart_of_kubelet(cluster: Cluster) -> None:
+    pod = cluster.start_pod("one").wait_running()
+    process = cluster.components["kubelet"].pid
+    cluster.restart_kubelet(downtime=0.5)
+    assert cluster.components["kubelet"].pid != process
+    cluster.wait_for(lambda: cluster.metric("kubelet_running_pods") == 1, what="the kubelet knows the pod")
+    assert pod.phase == "Running"
+    assert pod.restarts() == 0
+    assert pod.exec(["echo", "here"]) == "here\n"
+
+
+def test_pod_outlives_crash_of_containerd(cluster: Cluster) -> None:
+    pod = cluster.start_pod("one").wait_running()
+    cluster.kill("containerd")
+    assert pod.exec(["echo", "here"]) == "here\n"
+    cluster.start_component("containerd")
+    cluster.wait_for(cluster.ready, what="the node is Ready")
+    cluster.start_pod("two").wait_running()
+    assert pod.restarts() == 0
+
+
+def test_api_server_restarts_with_its_data(cluster: Cluster) -> None:
+    pod = cluster.start_pod("one").wait_running()
+    cluster.stop_apiserver()
+    with pytest.raises(OSError):
+        cluster.get("Pod", "one")
+    assert pod.exec(["echo", "here"]) == "here\n"
+    cluster.start_apiserver()
+    assert pod.phase == "Running"
+    cluster.start_pod("two").wait_running()
+
+
+def test_device_nodes_can_be_made(cluster: Cluster) -> None:
+    node = isolate.DEVICES / "null"
+    os.mknod(node, 0o666 | stat.S_IFCHR, os.makedev(1, 3))
+    try:
+        node.write_text("gone")
+        assert node.read_text() == ""
+    finally:
+        node.unlink()
+
+
+def test_objects_are_applied_and_removed(cluster: Cluster) -> None:
+    cluster.apply("{apiVersion: v1, kind: ConfigMap, metadata: {name: a}, data: {k: v}}\n---\n")
+    cluster.apply({"apiVersion": "v1", "kind": "ConfigMap", "metadata": {"name": "a"}, "data": {"k": "w"}})
+    assert cluster.get("cm", "a")["data"] == {"k": "w"}
+    cluster.delete("ConfigMap", "a")
+    cluster.delete("ConfigMap", "a")
+    with pytest.raises(ApiError, match="404"):
+        cluster.get("ConfigMap", "a")
+
+
+def test_dynamic_resource_allocation_is_served(cluster: Cluster) -> None:
+    versions = {resource.api_version for resource in cluster.api.resources() if resource.plural == "resourceslices"}
+    expected = {"resource.k8s.io/v1": 34, "resource.k8s.io/v1beta2": 33, "resource.k8s.io/v1beta1": 32}
+    assert versions >= {version for version, since in expected.items() if since <= cluster.minor}
+    applied = cluster.apply({"apiVersion": max(versions, key=len), "kind": "DeviceClass", "metadata": {"name": "gpu"}})
+    assert applied[0]["metadata"]["name"] == "gpu"
+    assert cluster.list("DeviceClass")
+
+
+def test_feature_gates_are_on(cluster: Cluster) -> None:
+    for name in cluster.feature_gates:
+        assert cluster.metric("kubernetes_feature_enabled", name=name) == 1, name
+
+
+def test_service_account_has_the_rights_of_its_role_only(cluster: Cluster) -> None:
+    cluster.apply(
+        """
+        apiVersion: rbac.authorization.k8s.io/v1
+        kind: Role
+        metadata: {name: reader}
+        rules: [{apiGroups: [""], resources: [configmaps], verbs: [get]}]
+        ---
+        apiVersion: rbac.authorization.k8s.io/v1
+        kind: RoleBinding
+        metadata: {name: reader}
+        roleRef: {apiGroup: rbac.authorization.k8s.io, kind: Role, name: reader}
+        subjects: [{kind: ServiceAccount, name: default, namespace: default}]
+        """
+    )
+    api = cluster.api_with_token(cluster.service_account_token("default", bound_to=("Node", cluster.node_name)))
+    cluster.wait_for(lambda: api.get("ConfigMap", "kube-root-ca.crt"), what="the role counts")
+    with pytest.raises(ApiError, match="403"):
+        api.get("Secret", "any")
+    review = {"apiVersion": "authentication.k8s.io/v1", "kind": "SelfSubjectReview"}
+    user = api.request("POST", "/apis/authentication.k8s.io/v1/selfsubjectreviews", review)["status"]["userInfo"]
+    assert user["username"] == "system:serviceaccount:default:default"
+    assert user["extra"]["authentication.kubernetes.io/node-name"] == [cluster.node_name]
+
+
+def test_kubeconfig_of_any_user(cluster: Cluster) -> None:
+    path = cluster.kubeconfig_for("somebody", ["testers", "more"])
+    said = cluster.kubectl(f"--kubeconfig={path}", "auth", "whoami", "-ojsonpath={.status.userInfo}")
+    assert '"username":"somebody"' in said
+    assert '"testers"' in said
+    assert '"more"' in said
+
+
+def test_pod_reaches_the_api_server_at_the_address_of_its_service(cluster: Cluster) -> None:
+    pod = cluster.start_pod("one", automountServiceAccountToken=True).wait_running()
+    assert pod.exec(["sh", "-c", "echo $KUBERNETES_SERVICE_HOST:$KUBERNETES_SERVICE_PORT"]) == "10.96.0.1:443\n"
+    pod.exec(["sh", "-c", "nc -w 5 $KUBERNETES_SERVICE_HOST $KUBERNETES_SERVICE_PORT < /dev/null"])
+    assert pod.exec(["cat", "/var/run/secrets/kubernetes.io/serviceaccount/token"])
+
+
+def test_wait_names_the_log_and_quotes_it(cluster: Cluster) -> None:
+    with pytest.raises(ClusterTimeout) as raised:
+        cluster.wait_for(lambda: False, 0.1, "pigs fly", log="kubelet")
+    assert "pigs fly" in str(raised.value)
+    assert f"{cluster.logs}/kubelet.log ends with:\n" in str(raised.value)
+    assert len(str(raised.value).splitlines()) > 10
+
+
+def test_component_that_ends_by_itself_is_an_error_at_once(cluster: Cluster) -> None:
+    process = cluster.components["kube-scheduler"].process
+    assert process is not None
+    process.kill()
+    process.wait()
+    with pytest.raises(ClusterError, match="kube-scheduler ended by itself with -9"):
+        cluster.wait_for(lambda: False, 20, "pigs fly")
+    cluster.kill("kube-scheduler")
+
+
+def test_cluster_with_other_options(make_cluster: Callable[..., Cluster], tmp_path: Path) -> None:
+    other = make_cluster(kubelet_config={"topologyManagerPolicy": "restricted"}, logs=tmp_path / "logs")
+    assert other.list("Pod") == []
+    assert '"topologyManagerPolicy":"restricted"' in other.kubelet_get("/configz")[1]
+    other.start_pod("one").wait_running()
+    assert (tmp_path / "logs" / "kubelet.log").stat().st_size > 0
