@@ -292,6 +292,7 @@ class Registration:
         self._socket: Path | None = None
         self._own: Identity | None = None
         self._registered: Identity | None = None
+        self._last: Identity | None = None  # of the last Register that succeeded, ever
         self._registered_at = 0.0
         self._options: pb.DevicePluginOptions | None = None
         self._lock = InstanceLock(directory, endpoint.resource)
@@ -354,7 +355,8 @@ class Registration:
                 await watch.wait(timing.look)
             else:
                 if seen.registered is not None and seen.kubelet == seen.registered and seen.served:
-                    _LOG.warning(
+                    _LOG.log(
+                        logging.INFO if seen.listened else logging.WARNING,
                         "%s: the kubelet %s; registering again",
                         self.endpoint.resource,
                         "listens no more" if seen.listened else "took the registration but does not listen",
@@ -387,7 +389,7 @@ class Registration:
     async def _register(self, seen: Seen) -> bool:
         """Serve if need be, end the old stream, register once; return whether the kubelet took it."""
         resource, timing = self.endpoint.resource, self._timing
-        again = self._registered is not None and seen.kubelet != self._registered
+        again, restarted = self.statistics.registrations > 0, self._last not in (None, seen.kubelet)
         self._registered = None
         self.statistics.registered = False
         if not await self.endpoint.end_streams(timing.stream):
@@ -416,9 +418,10 @@ class Registration:
             )
             return False
         self.statistics.registrations += 1
-        self.statistics.kubelet_restarts += again
+        self.statistics.kubelet_restarts += restarted
         self.statistics.registered = True
-        self._registered, self._registered_at, self._options = seen.kubelet, time.monotonic(), options
+        self._registered = self._last = seen.kubelet
+        self._registered_at, self._options = time.monotonic(), options
         self._told = ""
         _LOG.info("%s: registered%s as %s", resource, " again" if again else "", self._socket.name)
         return True
