@@ -1,0 +1,149 @@
+"""Devices that exist in name only: for trying things out, for demonstrations and for tests.
+
+They have no device nodes. Their health can be set from code (any thread), or from outside by a file
+that names the unhealthy ones.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+from collections.abc import AsyncIterator, Mapping, Sequence
+from typing import Final
+
+from deviceplugin import filewatch
+from deviceplugin.device import Device, Health
+from deviceplugin.source import DeviceSource
+
+__all__ = ["SimulatedSource"]
+
+_LOG: Final = logging.getLogger(__name__)
+_RESCAN: Final = 30.0
+_UNHEALTHY: Final = "named in {file}"
+
+
+class SimulatedSource(DeviceSource):
+    """So many devices, sim-0, sim-1, ..., spread over NUMA nodes in blocks.
+
+    Args:
+        count: how many there are at the beginning.
+        numa: over how many NUMA nodes they are spread; None leaves their NUMA nodes unknown.
+        unhealthy_file: a file that names the unhealthy ones, an id a line and, after a space, why;
+            lines that begin with # are comments. It is watched, and may be missing.
+        prefix: what the ids begin with.
+        resource: the resource's name, where the source is used by itself.
+        rescan: seconds after which the file is read again without any hint.
+
+    """
+
+    def __init__(
+        self,
+        count: int,
+        *,
+        numa: int | None = None,
+        unhealthy_file: str | None = None,
+        prefix: str = "sim",
+        resource: str = "",
+        rescan: float = _RESCAN,
+    ) -> None:
+        if resource:
+            self.resource = resource
+        self._file = unhealthy_file
+        self._rescan = rescan
+        self._lock = threading.Lock()
+        self._watches: set[filewatch.Watch] = set()
+        self._devices = {
+            f"{prefix}-{index}": Device(f"{prefix}-{index}", numa=index * numa // count if numa else None)
+            for index in range(count)
+        }
+        self._complaint = ""
+        self._unhealthy: Mapping[str, str] = {}
+
+    def __repr__(self) -> str:
+        return f"<SimulatedSource {self.resource or 'of'} {len(self._devices)} devices>"
+
+    @property
+    def devices(self) -> tuple[Device, ...]:
+        """The devices as they are now."""
+        with self._lock:
+            return tuple(
+                device.with_health(Health.UNHEALTHY, self._unhealthy[name]) if name in self._unhealthy else device
+                for name, device in self._devices.items()
+            )
+
+    def add(self, device: Device | str) -> None:
+        """Plug a device in, or replace the one with its id; thread-safe."""
+        if isinstance(device, str):
+            device = Device(device)
+        with self._lock:
+            self._devices[device.id] = device
+        self._wake()
+
+    def remove(self, device: str) -> None:
+        """Unplug a device; thread-safe.
+
+        Raises:
+            KeyError: there is none with this id.
+
+        """
+        with self._lock:
+            del self._devices[device]
+        self._wake()
+
+    def set_health(self, device: str, health: Health, message: str = "") -> None:
+        """Set a device's health and, for people, why; thread-safe.
+
+        Raises:
+            KeyError: there is none with this id.
+
+        """
+        with self._lock:
+            self._devices[device] = self._devices[device].with_health(health, message)
+        self._wake()
+
+    async def watch(self) -> AsyncIterator[Sequence[Device]]:
+        """Yield the devices now and whenever one of them changes."""
+        directories = [os.path.dirname(self._file)] if self._file else []
+        with filewatch.shared().watch(directories, writes=True) as watch:
+            with self._lock:
+                self._watches.add(watch)
+            try:
+                listed: Sequence[Device] | None = None
+                while True:
+                    if self._file:
+                        self._read(self._file)
+                    devices = self.devices
+                    if devices != listed:
+                        listed = devices
+                        yield devices
+                    await watch.wait(self._rescan)
+            finally:
+                with self._lock:
+                    self._watches.discard(watch)
+
+    def _wake(self) -> None:
+        with self._lock:
+            watches = tuple(self._watches)
+        for watch in watches:
+            watch.wake()
+
+    def _read(self, file: str) -> None:
+        """Take in the file of unhealthy devices; what cannot be read says nothing, old or new."""
+        complaint = ""
+        try:
+            with open(file, encoding="utf-8") as stream:
+                lines = [line.strip() for line in stream.read(1 << 20).splitlines()]
+        except FileNotFoundError:
+            lines = []
+        except (OSError, UnicodeDecodeError) as error:
+            lines = None
+            complaint = f"{file} cannot be read, the health of simulated devices stays as it is: {error}"
+        if lines is not None:
+            named = (line.partition(" ") for line in lines if line and not line.startswith("#"))
+            self._unhealthy = {name: why.strip() or _UNHEALTHY.format(file=file) for name, _, why in named}
+            if unknown := sorted(self._unhealthy.keys() - self._devices.keys()):
+                complaint = f"{file} names devices that there are not: {', '.join(unknown[:5])}"
+        if complaint and complaint != self._complaint:
+            _LOG.warning("%s", complaint)
+        self._complaint = complaint
