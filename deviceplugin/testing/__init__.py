@@ -1,0 +1,63 @@
+"""What authors of device plugins test with: a kubelet that needs no cluster.
+
+With pytest nothing is to be imported; the fixtures come with the package:
+
+    def test_a_pod_gets_the_device(fake_kubelet, served):
+        served(Fpga())
+        pod = fake_kubelet.run_pod("p", {"example.com/fpga": 1})
+        assert pod.nodes[0].container == "/dev/fpga0"
+
+Without it, `FakeKubelet` and `serve` do the same as context managers. The names here are imported
+on first use: gRPC is not loaded before that.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from deviceplugin.testing.checkpoint import Checkpoint
+    from deviceplugin.testing.devicemanager import ContainerSpec, DeviceState, KubeletCrashError
+    from deviceplugin.testing.kubelet import FakeKubelet, Registration, Rpc, Update
+    from deviceplugin.testing.plugin import Served, serve
+    from deviceplugin.testing.pods import FakeContainer, FakePod, PodFailedError
+
+__all__ = [
+    "Checkpoint",
+    "ContainerSpec",
+    "DeviceState",
+    "FakeContainer",
+    "FakeKubelet",
+    "FakePod",
+    "KubeletCrashError",
+    "PodFailedError",
+    "Registration",
+    "Rpc",
+    "Served",
+    "Update",
+    "serve",
+]
+
+_HOMES = {
+    "Checkpoint": "checkpoint",
+    "ContainerSpec": "devicemanager",
+    "DeviceState": "devicemanager",
+    "FakeContainer": "pods",
+    "FakeKubelet": "kubelet",
+    "FakePod": "pods",
+    "KubeletCrashError": "devicemanager",
+    "PodFailedError": "pods",
+    "Registration": "kubelet",
+    "Rpc": "kubelet",
+    "Served": "plugin",
+    "Update": "kubelet",
+    "serve": "plugin",
+}
+
+
+def __getattr__(name: str) -> object:
+    if name in _HOMES:
+        from importlib import import_module
+
+        return getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

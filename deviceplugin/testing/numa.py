@@ -1,0 +1,113 @@
+"""The kubelet's topology manager as far as devices have a say in it: hints and their merge.
+
+Pure functions over sets of NUMA nodes. Scope `container`, no other hint providers than devices.
+Source of the facts: kubelet 1.36.3, pkg/kubelet/cm/topologymanager and devicemanager/topology_hints.go.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+__all__ = ["Hint", "Policy", "device_hints", "merge"]
+
+Policy = Literal["none", "best-effort", "restricted", "single-numa-node"]
+"""The kubelet's --topology-manager-policy."""
+
+
+@dataclass(frozen=True, slots=True)
+class Hint:
+    """A set of NUMA nodes that would do; None stands for any."""
+
+    nodes: frozenset[int] | None
+    preferred: bool
+
+    @property
+    def width(self) -> int:
+        """The number of NUMA nodes."""
+        return len(self.nodes or ())
+
+
+def device_hints(
+    devices: Mapping[str, Collection[int]],
+    available: Collection[str],
+    reusable: Collection[str],
+    request: int,
+    numa_nodes: Sequence[int],
+) -> list[Hint] | None:
+    """Return the hints of one resource, None if its devices say nothing of NUMA nodes.
+
+    devices: all devices of the resource with their NUMA nodes. The time is exponential in the
+    number of NUMA nodes that have such devices, here as in the kubelet (kubernetes#135541).
+    """
+    if not any(devices.values()):
+        return None
+    if len({*available, *reusable}) < request:
+        return []
+    with_devices = {node for nodes in devices.values() for node in nodes}
+    nodes = sorted(with_devices & set(numa_nodes)) or list(numa_nodes)
+    smallest = len(nodes)
+    found: list[frozenset[int]] = []
+    for size in range(1, len(nodes) + 1):
+        for mask in map(frozenset, itertools.combinations(nodes, size)):
+            if sum(not mask.isdisjoint(near) for near in devices.values()) >= request:
+                smallest = min(smallest, size)
+            tied = [devices[d] for d in reusable if devices[d]]
+            if any(mask.isdisjoint(near) for near in tied):
+                continue
+            fitting = len(tied) + sum(not mask.isdisjoint(devices[d]) for d in available)
+            if fitting >= request:
+                found.append(mask)
+    return [Hint(mask, len(mask) == smallest) for mask in found]
+
+
+def merge(
+    policy: Policy, hints: Iterable[Sequence[Hint] | None], numa_nodes: Sequence[int]
+) -> tuple[frozenset[int] | None, bool]:
+    """Merge the hints of all resources of a container: the NUMA nodes to use, and whether it may run."""
+    if policy == "none":
+        return None, True
+    offered: list[Sequence[Hint]] = []
+    for one in hints:
+        if one is None:
+            offered.append([Hint(None, preferred=True)])
+        else:
+            offered.append(one or [Hint(None, preferred=False)])
+    offered = offered or [[Hint(None, preferred=True)]]
+    if policy == "single-numa-node":
+        offered = [[h for h in one if h.preferred and (h.nodes is None or h.width == 1)] for one in offered]
+    everything = frozenset(numa_nodes)
+    target = max((min((h.width for h in one if h.nodes is not None), default=0) for one in offered), default=0)
+    best: Hint | None = None
+    for combination in itertools.product(*offered):
+        candidate = _intersect(combination, everything)
+        if candidate.nodes:
+            best = candidate if best is None else _better(best, candidate, target)
+    if best is None:
+        best = Hint(everything, preferred=False)
+    nodes = None if policy == "single-numa-node" and best.nodes == everything else best.nodes
+    return nodes, policy == "best-effort" or best.preferred
+
+
+def _intersect(hints: Sequence[Hint], everything: frozenset[int]) -> Hint:
+    masks = [h.nodes for h in hints if h.nodes is not None]
+    preferred = all(h.preferred for h in hints) and len(set(masks)) <= 1
+    return Hint(everything.intersection(*masks), preferred)
+
+
+def _better(current: Hint, candidate: Hint, target: int) -> Hint:
+    if current.preferred != candidate.preferred:
+        return current if current.preferred else candidate
+    if not current.preferred:
+        # Neither is what its resource wants: come as near as possible to the width of the neediest one.
+        if current.width == target and candidate.width != target:
+            return current
+        if current.width < target and candidate.width != current.width:
+            return candidate if current.width < candidate.width <= target else current
+    return min(current, candidate, key=_narrowness)
+
+
+def _narrowness(hint: Hint) -> tuple[int, int]:
+    return hint.width, sum(1 << node for node in hint.nodes or ())

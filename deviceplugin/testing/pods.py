@@ -1,0 +1,275 @@
+"""Pods of the fake kubelet, as a test sees them."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Literal, NamedTuple, Protocol
+
+from deviceplugin.testing.devicemanager import ContainerSpec, KubeletCrashError, PodSpec, RunOptions
+
+__all__ = ["ContainerMount", "ContainerNode", "FakeContainer", "FakePod", "PodFailedError"]
+
+Phase = Literal["Pending", "Running", "Succeeded", "Failed"]
+State = Literal["waiting", "running", "terminated"]
+Containers = Mapping[str, Mapping[str, int]] | Sequence[ContainerSpec]
+"""Limits by container name, or the containers in full."""
+
+
+class PodFailedError(Exception):
+    """Raised when a pod that was to run has failed."""
+
+
+class ContainerNode(NamedTuple):
+    """A device node as a container got it."""
+
+    host: str
+    container: str
+    permissions: str
+
+
+class ContainerMount(NamedTuple):
+    """A mount as a container got it."""
+
+    host: str
+    container: str
+    readonly: bool
+
+
+class FakeContainer:
+    """A container: what it got at its last start, and when it started.
+
+    state: "waiting" before its first start, "terminated" after its end. message: why it does not
+    start. starts: the times of its starts, by the monotonic clock.
+    """
+
+    def __init__(self, spec: ContainerSpec, *, init: bool) -> None:
+        self.spec = spec
+        self.init = init
+        self.state: State = "waiting"
+        self.message = ""
+        self.starts: list[float] = []
+        self.devices: dict[str, tuple[str, ...]] = {}
+        self.env: dict[str, str] = {}
+        self.nodes: tuple[ContainerNode, ...] = ()
+        self.mounts: tuple[ContainerMount, ...] = ()
+        self.annotations: dict[str, str] = {}
+        self.cdi_devices: tuple[str, ...] = ()
+        self.held_down = False
+
+    def __repr__(self) -> str:
+        return f"<FakeContainer {self.name} {self.state}{': ' + self.message if self.message else ''}>"
+
+    @property
+    def name(self) -> str:
+        """Its name in the pod."""
+        return self.spec.name
+
+    @property
+    def restarts(self) -> int:
+        """How often it was started again."""
+        return max(0, len(self.starts) - 1)
+
+    @property
+    def device_ids(self) -> tuple[str, ...]:
+        """The ids of all its devices, of whatever resource."""
+        return tuple(device for ids in self.devices.values() for device in ids)
+
+    @property
+    def stays(self) -> bool:
+        """Whether it runs until the pod ends."""
+        return not self.init or self.spec.restartable
+
+    def started(self, options: RunOptions, devices: Mapping[str, Iterable[str]]) -> None:
+        """Take note of a start; for the kubelet."""
+        self.devices = {resource: tuple(sorted(ids)) for resource, ids in devices.items()}
+        self.env = dict(options.env)
+        self.nodes = tuple(ContainerNode(host, path, rights) for path, (host, rights) in options.nodes.items())
+        self.mounts = tuple(ContainerMount(host, path, readonly) for path, (host, readonly) in options.mounts.items())
+        self.annotations = dict(options.annotations)
+        self.cdi_devices = tuple(options.cdi)
+        self.message = ""
+        self.starts.append(time.monotonic())
+        self.state = "running" if self.stays else "terminated"
+
+
+class Node(Protocol):
+    """What a pod needs of the kubelet that it is on."""
+
+    changed: threading.Condition
+
+    @property
+    def is_up(self) -> bool:
+        """Whether the kubelet runs."""
+
+    def drop(self, pod: FakePod) -> None:
+        """Forget a pod that is to be deleted, if nothing of it runs."""
+
+
+class FakePod:
+    """A pod on the fake node.
+
+    phase, reason and message are those of a pod's status. bound: the scheduler gave it to this
+    node. A pod stays in the kubelet's `pods` until it is deleted.
+    """
+
+    def __init__(
+        self,
+        uid: str,
+        name: str,
+        namespace: str,
+        containers: Sequence[ContainerSpec],
+        init_containers: Sequence[ContainerSpec],
+        node: Node,
+    ) -> None:
+        self.uid = uid
+        self.name = name
+        self.namespace = namespace
+        self.spec = PodSpec(uid, tuple(containers), tuple(init_containers))
+        self.init_containers = {spec.name: FakeContainer(spec, init=True) for spec in init_containers}
+        self.containers = {spec.name: FakeContainer(spec, init=False) for spec in containers}
+        self.phase: Phase = "Pending"
+        self.reason = ""
+        self.message = ""
+        self.bound = False
+        self.deleting = False
+        self.deleted = False
+        self.completing: Phase | None = None
+        self.crash: KubeletCrashError | None = None
+        self.created = time.monotonic()
+        self._node = node
+        self._changed = node.changed
+
+    def __repr__(self) -> str:
+        why = f" {self.reason}: {self.message}" if self.reason else ""
+        return f"<FakePod {self.namespace}/{self.name} {self.phase}{why} {list(self.all_containers.values())}>"
+
+    @property
+    def all_containers(self) -> dict[str, FakeContainer]:
+        """Init containers and containers, by name."""
+        return {**self.init_containers, **self.containers}
+
+    @property
+    def terminal(self) -> bool:
+        """Whether it is over."""
+        return self.deleted or self.phase in ("Succeeded", "Failed")
+
+    @property
+    def running(self) -> bool:
+        """Whether it runs, and every container of it."""
+        return self.phase == "Running" and all(c.state == "running" for c in self.containers.values())
+
+    @property
+    def requests(self) -> dict[str, int]:
+        """What the scheduler counts for it, by resource: init containers share with what comes after them."""
+        lasting: dict[str, int] = {}
+        peak: dict[str, int] = {}
+        for container in self.all_containers.values():
+            for resource, number in container.spec.limits.items():
+                if container.stays:
+                    lasting[resource] = lasting.get(resource, 0) + number
+                else:
+                    peak[resource] = max(peak.get(resource, 0), lasting.get(resource, 0) + number)
+        return {r: max(lasting.get(r, 0), peak.get(r, 0)) for r in lasting.keys() | peak.keys()}
+
+    def container(self, name: str | None = None) -> FakeContainer:
+        """Return a container by its name, or the first one."""
+        return self.all_containers[name] if name else next(iter(self.containers.values()))
+
+    @property
+    def devices(self) -> dict[str, tuple[str, ...]]:
+        """The device ids of the first container, by resource."""
+        return self.container().devices
+
+    @property
+    def device_ids(self) -> tuple[str, ...]:
+        """The device ids of the first container."""
+        return self.container().device_ids
+
+    @property
+    def env(self) -> dict[str, str]:
+        """The environment that plugins gave to the first container."""
+        return self.container().env
+
+    @property
+    def nodes(self) -> tuple[ContainerNode, ...]:
+        """The device nodes of the first container."""
+        return self.container().nodes
+
+    @property
+    def mounts(self) -> tuple[ContainerMount, ...]:
+        """The mounts that plugins gave to the first container."""
+        return self.container().mounts
+
+    def wait_running(self, timeout: float = 10.0) -> FakePod:
+        """Wait until every container of it runs.
+
+        Raises:
+            PodFailedError: it failed, or ended, first.
+            KubeletCrashError: its admission would have ended the kubelet.
+            TimeoutError: it does not run in time.
+
+        """
+        self._wait(lambda: self.running or self.terminal, timeout, "to run")
+        self.raise_crash()
+        if not self.running:
+            raise PodFailedError(f"{self!r} ended before it ran")
+        return self
+
+    def wait_phase(self, phase: Phase, timeout: float = 10.0) -> FakePod:
+        """Wait until it is in this phase."""
+        self._wait(lambda: self.phase == phase, timeout, f"to be {phase}")
+        return self
+
+    def delete(self, timeout: float = 10.0) -> None:
+        """End it and take it from the node; while the kubelet is down, ask for that only."""
+        with self._changed:
+            self.deleting = True
+            self._node.drop(self)
+            self._changed.notify_all()
+        self._wait(lambda: self.deleted or not self._node.is_up, timeout, "to be gone")
+
+    def complete(self, phase: Literal["Succeeded", "Failed"] = "Succeeded", timeout: float = 10.0) -> None:
+        """Let its containers end by themselves; its devices are free, the pod stays to be looked at."""
+        with self._changed:
+            self.completing = phase
+            self._changed.notify_all()
+        self._wait(lambda: self.terminal or not self._node.is_up, timeout, "to end")
+
+    def restart_container(self, name: str | None = None, timeout: float = 10.0) -> None:
+        """Let a container end and wait until it runs again: PreStartContainer once more, no Allocate."""
+        container = self.container(name)
+        with self._changed:
+            before = len(container.starts)
+            container.held_down = False
+            container.state = "terminated"
+            self._changed.notify_all()
+        self._wait(lambda: len(container.starts) > before or self.terminal, timeout, f"to restart {container.name}")
+        if self.terminal:
+            raise PodFailedError(f"{self!r} ended before {container.name} ran again")
+
+    def crash_container(self, name: str | None = None) -> None:
+        """Let a container end and stay down, as in a crash loop, until `restart_container`."""
+        with self._changed:
+            container = self.container(name)
+            container.held_down = True
+            container.state = "terminated"
+            self._changed.notify_all()
+
+    def raise_crash(self) -> None:
+        """Raise the crash that its admission was to a real kubelet, if it was one."""
+        if self.crash is not None:
+            raise self.crash
+
+    def _wait(self, done: Callable[[], bool], timeout: float, what: str) -> None:
+        with self._changed:
+            if not self._changed.wait_for(done, timeout):
+                raise TimeoutError(f"waited {timeout} s for {self!r} {what}")
+
+
+def container_specs(containers: Containers | None) -> list[ContainerSpec]:
+    """Return containers in full."""
+    if isinstance(containers, Mapping):
+        return [ContainerSpec(name, dict(limits)) for name, limits in containers.items()]
+    return list(containers or ())
