@@ -1,0 +1,318 @@
+"""Container edits as CDI specs: what a claim's containers get, in a file that the runtime reads.
+
+The Container Device Interface (tags.cncf.io/container-device-interface 1.0) lets a container
+runtime find, in JSON files of a few directories, what a named device puts into a container. A
+claim gets one file, named after its UID. `build` makes the contents, without writing; `Store`
+puts them into place, one rename each.
+
+The file is a copy: whoever wrote it can make it again from the ledger, and does so at each start.
+So it is renamed into place but not synced; after a power failure an empty or missing file is
+found and replaced. (/var/run is a tmpfs on most nodes anyhow.)
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import stat
+from collections.abc import Iterator, Mapping
+from typing import Any, Final
+
+import msgspec
+
+from deviceplugin.device import ContainerEdits, DeviceNode
+
+__all__ = ["DIRECTORY", "CdiError", "Store", "build", "encode", "qualified", "vendor_of"]
+
+DIRECTORY: Final = "/var/run/cdi"
+"""Where runtimes look for files that do not outlive a reboot."""
+
+CLASS: Final = "claim"
+"""The class half of the kind; the vendor half is the driver's name."""
+
+_VENDOR: Final = re.compile(r"[A-Za-z]([A-Za-z0-9_.-]*[A-Za-z0-9])?")
+_NAME: Final = re.compile(r"[A-Za-z0-9]([A-Za-z0-9_.:-]*[A-Za-z0-9])?")
+_UID: Final = re.compile(r"[A-Za-z0-9]([A-Za-z0-9-]{0,62}[A-Za-z0-9])?")
+_MAX_NODES: Final = 1024
+
+
+class CdiError(ValueError):
+    """Raised when edits cannot be said in CDI, or a file cannot be written; the text is for people."""
+
+
+def vendor_of(driver: str) -> str:
+    """Return the vendor half of a driver's kind.
+
+    It is the driver's name; CDI wants a letter in front, which a DNS name need not have.
+
+    Raises:
+        CdiError: the name cannot be made one.
+
+    """
+    vendor = driver if driver[:1].isalpha() else f"dra.{driver}"
+    if not _VENDOR.fullmatch(vendor):
+        raise CdiError(f"the driver's name {driver!r} cannot be a CDI vendor")
+    return vendor
+
+
+def qualified(driver: str, device: str) -> str:
+    """Return the fully qualified name of a CDI device of this driver's claims."""
+    return f"{vendor_of(driver)}/{CLASS}={device}"
+
+
+def build(driver: str, devices: Mapping[str, ContainerEdits]) -> dict[str, Any]:
+    """Return a CDI spec, valid and of the lowest version that its content allows.
+
+    Host paths of device nodes are resolved here, since runtimes look at the node itself and refuse
+    a symbolic link (containerd#12060); the container keeps the name that was asked for. A
+    directory stands for the device nodes in it. Device numbers are left for the runtime to read
+    when it makes the container, they may be others then. Annotations are the plugin door's.
+
+    Args:
+        driver: the DRA driver's name.
+        devices: edits by the CDI device's name, at least one and none of them empty.
+
+    Raises:
+        CdiError: a name, path or variable is not allowed, or a node is missing on the host.
+
+    """
+    if not devices:
+        raise CdiError("a CDI spec needs a device")
+    listed = []
+    for name, edits in devices.items():
+        if not _NAME.fullmatch(name):
+            raise CdiError(f"{name!r} cannot be the name of a CDI device")
+        contents = _edits(edits)
+        if not contents:
+            raise CdiError(f"the CDI device {name} would be empty")
+        listed.append({"name": name, "containerEdits": contents})
+    return {"cdiVersion": _version(listed), "kind": f"{vendor_of(driver)}/{CLASS}", "devices": listed}
+
+
+def encode(spec: Mapping[str, Any]) -> bytes:
+    """Return a spec as the bytes of its file.
+
+    Raises:
+        CdiError: it holds text that is not Unicode.
+
+    """
+    try:
+        return msgspec.json.encode(spec)
+    except (UnicodeEncodeError, msgspec.MsgspecError) as error:
+        raise CdiError(f"cannot be written as JSON: {error}") from error
+
+
+def _version(devices: list[dict[str, Any]]) -> str:
+    """Return the lowest version of the CDI spec that knows all that is used.
+
+    0.3.0 is the first; 0.4.0 brought a mount's type, 0.5.0 host paths of nodes and names that
+    begin with a digit, 0.6.0 annotations and dots in the class, 0.7.0 RDT and groups. Types,
+    annotations, dots, RDT and groups are never written here.
+    """
+    for device in devices:
+        if not device["name"][0].isalpha():
+            return "0.5.0"
+        if any("hostPath" in node for node in device["containerEdits"].get("deviceNodes", ())):
+            return "0.5.0"
+    return "0.3.0"
+
+
+def _edits(edits: ContainerEdits) -> dict[str, Any]:
+    contents: dict[str, Any] = {}
+    if edits.env:
+        contents["env"] = [f"{_variable(name)}={_text(value, name)}" for name, value in edits.env.items()]
+    nodes: dict[str, dict[str, str]] = {}
+    for node in edits.device_nodes:
+        for found in _nodes(node):
+            nodes[found["path"]] = found
+    if nodes:
+        contents["deviceNodes"] = list(nodes.values())
+    if edits.mounts:
+        contents["mounts"] = [
+            {
+                "hostPath": _text(mount.host, "a mount"),
+                "containerPath": _text(mount.container, "a mount"),
+                # As the runtime mounts what the plugin door asks for (CRI mounts of containerd).
+                "options": ["rbind", "rprivate", "ro" if mount.readonly else "rw"],
+            }
+            for mount in edits.mounts
+        ]
+    return contents
+
+
+def _variable(name: str) -> str:
+    if not name or "=" in name or "\0" in name:
+        raise CdiError(f"{name!r} cannot be the name of an environment variable")
+    return name
+
+
+def _text(value: str, what: str) -> str:
+    if "\0" in value:
+        raise CdiError(f"{what}: {value!r} contains a NUL character")
+    return value
+
+
+def _nodes(node: DeviceNode) -> Iterator[dict[str, str]]:
+    _text(node.path, "a device node")
+    try:
+        host = os.path.realpath(node.host, strict=True)
+        mode = os.stat(host).st_mode
+    except (OSError, ValueError) as error:
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise CdiError(f"device node {node.host}: {reason}") from error
+    if stat.S_ISDIR(mode):
+        found = list(_within(host, node))
+        if not found:
+            raise CdiError(f"device node {node.host}: a directory without device nodes")
+        yield from found
+    elif _is_node(mode):
+        yield _node(host, node.path, node.permissions)
+    else:
+        raise CdiError(f"device node {node.host}: neither a device node nor a directory of such")
+
+
+def _within(directory: str, node: DeviceNode) -> Iterator[dict[str, str]]:
+    count = 0
+    for root, _, names in os.walk(directory):
+        for name in sorted(names):
+            host = os.path.join(root, name)
+            with contextlib.suppress(OSError):  # it has just gone
+                if _is_node(os.lstat(host).st_mode):
+                    count += 1
+                    if count > _MAX_NODES:
+                        raise CdiError(f"device node {node.host}: more than {_MAX_NODES} device nodes in it")
+                    inside = os.path.join(node.path, os.path.relpath(host, directory))
+                    yield _node(host, inside, node.permissions)
+
+
+def _is_node(mode: int) -> bool:
+    return stat.S_ISCHR(mode) or stat.S_ISBLK(mode) or stat.S_ISFIFO(mode)
+
+
+def _node(host: str, path: str, permissions: str) -> dict[str, str]:
+    node = {"path": path}
+    if host != path:
+        node["hostPath"] = host
+    return {**node, "permissions": "".join(letter for letter in "rwm" if letter in permissions)}
+
+
+class Store:
+    """The CDI files of one driver's claims. Safe from any thread, blocks for a rename at most."""
+
+    def __init__(self, driver: str, directory: str = DIRECTORY) -> None:
+        """Make one; nothing is touched yet.
+
+        Raises:
+            CdiError: the driver's name cannot be a CDI vendor.
+
+        """
+        self.directory: Final = directory
+        self._prefix: Final = f"{vendor_of(driver)}-{CLASS}_"
+
+    def __repr__(self) -> str:
+        return f"<Store {self.directory}/{self._prefix}*>"
+
+    def path(self, uid: str) -> str:
+        """Return the path of a claim's file.
+
+        Raises:
+            CdiError: this is no claim's UID.
+
+        """
+        if not _UID.fullmatch(uid):
+            raise CdiError(f"{uid!r} is not the UID of a claim")
+        return os.path.join(self.directory, f"{self._prefix}{uid}.json")
+
+    def write(self, uid: str, data: bytes) -> bool:
+        """Put a claim's file into place; return False if the very same was there already.
+
+        The file appears whole or not at all; it is not synced (see the module).
+
+        Raises:
+            CdiError: it could not be written.
+
+        """
+        path = self.path(uid)
+        if self.read(uid) == data:
+            return False
+        # Runtimes read *.json and *.yaml only, and never what begins with a dot.
+        draft = os.path.join(self.directory, f".{self._prefix}{uid}.{os.getpid()}")
+        try:
+            try:
+                self._draft(draft, data)
+            except FileNotFoundError:
+                os.makedirs(self.directory, mode=0o755, exist_ok=True)
+                self._draft(draft, data)
+            os.rename(draft, path)
+        except OSError as error:
+            with contextlib.suppress(OSError):
+                os.remove(draft)
+            raise CdiError(f"cannot write {path}: {error.strerror}") from error
+        return True
+
+    @staticmethod
+    def _draft(path: str, data: bytes) -> None:
+        with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o644), "wb") as file:
+            file.write(data)
+
+    def read(self, uid: str) -> bytes | None:
+        """Return the bytes of a claim's file, None if there is none."""
+        try:
+            with open(self.path(uid), "rb") as file:
+                return file.read()
+        except OSError:
+            return None
+
+    def remove(self, uid: str) -> bool:
+        """Remove a claim's file; return False if there was none.
+
+        Raises:
+            CdiError: it is there and cannot be removed.
+
+        """
+        path = self.path(uid)
+        try:
+            os.remove(path)
+        except (FileNotFoundError, NotADirectoryError):
+            return False
+        except OSError as error:
+            raise CdiError(f"cannot remove {path}: {error.strerror}") from error
+        return True
+
+    def list(self) -> frozenset[str]:
+        """Return the UIDs of the claims that have a file; drop drafts that a crash left behind.
+
+        Call it while nothing is written.
+        """
+        try:
+            names = os.listdir(self.directory)
+        except OSError:
+            return frozenset()
+        found = set()
+        for name in names:
+            if name.startswith(f".{self._prefix}"):
+                with contextlib.suppress(OSError):
+                    os.remove(os.path.join(self.directory, name))
+            elif name.startswith(self._prefix) and name.endswith(".json"):
+                uid = name[len(self._prefix) : -len(".json")]
+                if _UID.fullmatch(uid):
+                    found.add(uid)
+        return frozenset(found)
+
+    def device_names(self, uid: str) -> tuple[str, ...]:
+        """Return the names of the CDI devices in a claim's file, none if it cannot be read."""
+        data = self.read(uid)
+        try:
+            spec = msgspec.json.decode(data or b"", type=_Spec)
+        except msgspec.DecodeError:
+            return ()
+        return tuple(device.name for device in spec.devices)
+
+
+class _SpecDevice(msgspec.Struct):
+    name: str
+
+
+class _Spec(msgspec.Struct):
+    devices: list[_SpecDevice]
