@@ -8,7 +8,7 @@ loop) or coroutine functions; each has a deadline, and one that fails costs its 
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Awaitable, Iterator, Sequence
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from deviceplugin.device import ContainerEdits, Device
 
@@ -28,6 +28,9 @@ class DeviceSource:
         hook_timeout: seconds after which a hook's call is given up. The kubelet waits for
             Allocate without a deadline and admits no other pod meanwhile (kubernetes#117435),
             and 30 s for PreStartContainer.
+        config_type: what a claim's opaque parameters are decoded into, any type that msgspec can
+            convert a JSON object to (a Struct, a dataclass). Unknown fields are errors. None: this
+            driver takes no parameters.
 
     """
 
@@ -36,8 +39,9 @@ class DeviceSource:
     replicas: int = 1
     topology: bool = True
     hook_timeout: float = 10.0
+    config_type: ClassVar[type[Any] | None] = None
 
-    HOOKS: ClassVar[tuple[str, ...]] = ("edits", "reset", "prefer", "released")
+    HOOKS: ClassVar[tuple[str, ...]] = ("edits", "reset", "prefer", "released", "prepare", "unprepare")
 
     def watch(self) -> AsyncIterator[Sequence[Device]] | Iterator[Sequence[Device]]:
         """Yield the full list of devices now, and again whenever anything about it changes.
@@ -78,6 +82,25 @@ class DeviceSource:
         The device plugin API has no Deallocate: this follows from the kubelet's PodResources
         service, some seconds after the fact, at least once. At the start of the process it is
         called for all devices that nobody holds, since their last holder may have gone unseen.
+        """
+        return None
+
+    def prepare(
+        self, devices: Sequence[Device], config: Any
+    ) -> ContainerEdits | Awaitable[ContainerEdits | None] | None:
+        """Set devices up as a claim's request wants them; return what its containers get beyond `edits`.
+
+        Called through the DRA door only, once for each request of a claim, after `reset`. `config`
+        is a `config_type` made from the parameters of class and claim (the claim's win), None
+        without a `config_type`. It may be called again for the same devices, if it failed or the
+        agent ended; an error is the claim's, its pods wait and the kubelet tries again.
+        """
+        return None
+
+    def unprepare(self, devices: Sequence[Device]) -> Awaitable[None] | None:
+        """Undo `prepare`, for all devices of a claim together; also where `prepare` failed.
+
+        It may be called again. An error keeps the claim's pods from ending; the kubelet tries again.
         """
         return None
 
