@@ -17,7 +17,7 @@ import time
 from collections.abc import AsyncIterator, Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, cast
+from typing import TYPE_CHECKING, Any, Final, Protocol, cast
 
 from deviceplugin import filewatch, hooks, podresources
 from deviceplugin.device import Device
@@ -273,6 +273,19 @@ class Service:
         )
 
 
+class BooksObserver(Protocol):
+    """Somebody else who wants to know what each look at the kubelet's books found; the ledger's keeper."""
+
+    def wants_books(self) -> bool:
+        """Return whether it matters now who holds what."""
+
+    def before_look(self) -> object:
+        """Return what is to be remembered from before the kubelet is asked."""
+
+    async def after_look(self, before: object, at: float, holdings: Holdings) -> None:
+        """Take note of holdings that were asked for from `at` on (monotonic seconds), no Allocate in between."""
+
+
 class Agent:
     """Serves sources on this node until it is stopped.
 
@@ -282,6 +295,7 @@ class Agent:
         period: seconds between looks at the kubelet's books, while they matter.
         keep_books: look at them always (metrics want to know the holders).
         doorkeeper: who decides which devices the plugin side may offer; None: everything.
+        observers: who else hears of each look at the books.
         timing: waits of the registration.
 
     """
@@ -294,6 +308,7 @@ class Agent:
         period: float = 5.0,
         keep_books: bool = False,
         doorkeeper: Doorkeeper | None = None,
+        observers: Sequence[BooksObserver] = (),
         timing: Timing | None = None,
     ) -> None:
         names = [source.resource for source in sources]
@@ -306,6 +321,7 @@ class Agent:
         self._period = period
         self._keep_books = keep_books
         self._doorkeeper = doorkeeper
+        self._observers = tuple(observers)
         self._timing = timing
         self._loop: asyncio.AbstractEventLoop | None = None
         self._stopped = asyncio.Event()
@@ -313,7 +329,7 @@ class Agent:
         self._services: dict[str, Service] = {}
         self._running: dict[str, asyncio.Task[None]] = {}
         self._failed: asyncio.Future[None] | None = None
-        self._quiet = Quiet()
+        self.quiet = Quiet()
         self._turn = asyncio.Lock()
         self._wanted = asyncio.Event()
         self._books = Books()
@@ -322,6 +338,10 @@ class Agent:
     def services(self) -> Mapping[str, Service]:
         """The services by resource."""
         return self._services
+
+    def want_books(self) -> None:
+        """Have the next look at the books follow soon."""
+        self._wanted.set()
 
     def status(self) -> Status:
         """Return what is known now; cheap, and safe from any thread."""
@@ -384,7 +404,7 @@ class Agent:
         service = Service(
             source,
             self.paths,
-            self._quiet,
+            self.quiet,
             self._turn,
             doorkeeper=self._doorkeeper,
             timing=self._timing,
@@ -426,24 +446,29 @@ class Agent:
         asked = PodResources(self.paths.pod_resources)
         while True:
             self._wanted.clear()
-            if not self._keep_books and not any(service.wants_books for service in self._services.values()):
+            if not self._keep_books and not self._books_matter():
                 await self._wanted.wait()
                 continue
             await asyncio.sleep(self._period * (0.9 + random.random() / 5))  # noqa: S311  # jitter
-            await self._quiet.wait()
+            await self.quiet.wait()
             services = tuple(self._services.values())
-            found = await self._books.look(
-                asked,
-                self.paths,
-                self._quiet,
-                [service.resource for service in services if service.inventory.snapshot.gone],
-            )
+            gone = [service.resource for service in services if service.inventory.snapshot.gone]
+            remembered = [(observer, observer.before_look()) for observer in self._observers]
+            at = time.monotonic()
+            found = await self._books.look(asked, self.paths, self.quiet, gone)
             if found is None:
                 continue
             held, allocatable = found
             for service in services:
                 offered = None if allocatable is None else allocatable.get(service.resource, frozenset())
                 service.look(held.of(service.resource), offered)
+            for observer, before in remembered:
+                await observer.after_look(before, at, held)
+
+    def _books_matter(self) -> bool:
+        return any(service.wants_books for service in self._services.values()) or any(
+            observer.wants_books() for observer in self._observers
+        )
 
 
 @dataclass
@@ -473,7 +498,7 @@ class Books:
             await asyncio.sleep(min(30.0, 2.0**self._fails))
             return None
         self._told, self._fails = "", 0
-        if quiet.last >= began:
+        if not quiet.quiet_since(began):
             return None
         uids = {entry.pod_uid for entry in entries}
         ended = await asyncio.to_thread(podresources.ended_pods, paths.kubelet_root, uids)

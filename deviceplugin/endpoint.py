@@ -163,7 +163,7 @@ class Endpoint(DevicePluginServicer):
         self._granted = granted or (lambda names: None)
         self._doorkeeper: Doorkeeper = doorkeeper or OpenDoor()
         self._streams: dict[object, asyncio.Event] = {}
-        self._generation = 0
+        self._shown: dict[object, tuple[float, frozenset[str]]] = {}
         self._streams_gone = asyncio.Event()
         self._streams_gone.set()
         self._refresh = asyncio.Event()
@@ -183,6 +183,16 @@ class Endpoint(DevicePluginServicer):
     def live(self) -> bool:
         """Whether the kubelet is listening."""
         return bool(self._streams)
+
+    def shown(self) -> tuple[float, frozenset[str]] | None:
+        """Return when the kubelet was last sent the list (monotonic seconds) and the healthy ids in it.
+
+        None while nobody listens, or a list is still on its way. With several streams (an old one
+        that ends) the ids of all of them count.
+        """
+        if not self._streams or self._streams.keys() != self._shown.keys():
+            return None
+        return max(at for at, _ in self._shown.values()), frozenset().union(*(ids for _, ids in self._shown.values()))
 
     async def end_streams(self, timeout: float) -> bool:
         """End every ListAndWatch; return whether all were gone within `timeout` seconds."""
@@ -230,6 +240,7 @@ class Endpoint(DevicePluginServicer):
                         self.statistics.lists_sent += 1
                         yield message
                         sent = lines
+                        self._shown[stream] = (time.monotonic(), frozenset(line.name for line in lines if line.healthy))
                     else:
                         refused = lines
                         _LOG.error("%s", too_large(self.resource, len(lines), size))
@@ -238,6 +249,7 @@ class Endpoint(DevicePluginServicer):
                 await refresh.wait()
         finally:
             self._streams.pop(stream, None)
+            self._shown.pop(stream, None)
             if not self._streams:
                 self._streams_gone.set()
                 _LOG.debug("%s: the kubelet listens no more", self.resource)
@@ -268,7 +280,7 @@ class Endpoint(DevicePluginServicer):
         """Say which devices go well together; never fails (an error here fails every pod of the node)."""
         began = time.perf_counter()
         response = pb.PreferredAllocationResponse()
-        with self._quiet.busy():
+        with self._quiet.busy(Quiet.AFTER_PREFERENCE):
             for container in request.container_requests:
                 response.container_responses.add(
                     deviceIDs=await self._preferred(

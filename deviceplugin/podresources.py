@@ -244,18 +244,21 @@ class Released:
 class Quiet:
     """Keeps `List` away from allocations in flight; one for the whole process."""
 
-    # The kubelet asks for a preference, chooses, and then calls Allocate: one conversation.
-    PAUSE: Final = 0.5
+    # The kubelet asks for a preference, chooses, and calls Allocate: one conversation of some ms.
+    AFTER_PREFERENCE: Final = 0.5
+    # After Allocate it writes down what it gave: again some ms.
+    AFTER_ALLOCATE: Final = 0.05
 
     def __init__(self) -> None:
         self._flying = 0
         self._last = -float("inf")
+        self._until = -float("inf")
         self._landed = asyncio.Event()
         self._landed.set()
 
     @contextmanager
-    def busy(self) -> Iterator[None]:
-        """Mark an own Allocate or GetPreferredAllocation as in flight."""
+    def busy(self, pause: float = AFTER_ALLOCATE) -> Iterator[None]:
+        """Mark an own Allocate or GetPreferredAllocation as in flight, and `pause` seconds after it."""
         self._flying += 1
         self._landed.clear()
         try:
@@ -263,19 +266,19 @@ class Quiet:
         finally:
             self._flying -= 1
             self._last = time.monotonic()
+            self._until = self._last + pause
             if not self._flying:
                 self._landed.set()
 
-    @property
-    def last(self) -> float:
-        """When the last one landed, on the monotonic clock."""
-        return self._last
+    def quiet_since(self, moment: float) -> bool:
+        """Return whether nothing was in flight from `moment` (monotonic seconds) until now."""
+        return not self._flying and self._last < moment
 
     async def wait(self) -> None:
         """Wait until nothing is in flight and nothing was for a moment."""
         while True:
             await self._landed.wait()
-            rest = self._last + self.PAUSE - time.monotonic()
+            rest = self._until - time.monotonic()
             if rest <= 0:
                 return
             await asyncio.sleep(rest)
