@@ -5,6 +5,7 @@ A process of kubectl costs a tenth of a second of a core per call; a request her
 
 from __future__ import annotations
 
+import contextlib
 import http.client
 import importlib
 import json
@@ -69,16 +70,26 @@ class Api:
         self._timeout = timeout
         self._tls = ssl.create_default_context(cafile=ca)
         self._local = threading.local()
+        self._connections: set[http.client.HTTPSConnection] = set()
         self._resources: list[Resource] = []
 
     # --- requests ---
 
     def close(self) -> None:
-        """Close the connection of this thread."""
-        connection = getattr(self._local, "connection", None)
-        if connection is not None:
-            connection.close()
-            self._local.connection = None
+        """Close the connections of all threads; a later request makes a new one."""
+        while self._connections:
+            self._connections.pop().close()
+        self._local = threading.local()
+
+    def __del__(self) -> None:
+        """Close the connections, lest the interpreter warns of them."""
+        with contextlib.suppress(Exception):
+            self.close()
+
+    def _drop(self, connection: http.client.HTTPSConnection) -> None:
+        connection.close()
+        self._connections.discard(connection)
+        self._local.connection = None
 
     def raw(
         self, method: str, path: str, body: bytes | None = None, headers: Mapping[str, str] | None = None
@@ -91,12 +102,13 @@ class Api:
             if connection is None:
                 connection = http.client.HTTPSConnection(self.host, self.port, timeout=self._timeout, context=self._tls)
                 self._local.connection = connection
+                self._connections.add(connection)
             try:
                 connection.request(method, path, body, sent)
                 response = connection.getresponse()
                 return response.status, response.read()
             except (http.client.HTTPException, OSError) as error:
-                self.close()
+                self._drop(connection)
                 # A kept connection may have been closed by a server that has restarted since.
                 closed = isinstance(error, (ConnectionError, http.client.BadStatusLine, http.client.CannotSendRequest))
                 if attempt == 1 and kept and closed:
