@@ -1,0 +1,802 @@
+"""A Kubernetes API server in a thread, for tests: fast, and with the faults that a real one has seldom.
+
+It keeps any kind of object, and does to ResourceSlices what kube-apiserver 1.36 does: versions
+v1beta1, v1beta2 and v1, the validation that matters here, defaulted fields, and fields that are
+dropped where their feature is off. Plain HTTP, no authentication, no admission.
+
+    with FakeApiServer() as server:
+        server.create({"apiVersion": "v1", "kind": "Node", "metadata": {"name": "n1"}})
+        server.fail(lambda request: request.method == "PUT", Fault(code=500))
+        ...
+        assert len(server.writes) == 2
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import json
+import re
+import socket
+import threading
+import time
+import urllib.parse
+import uuid
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from types import TracebackType
+from typing import Any, Final, Self
+
+from deviceplugin.naming import NamingError, check_attribute_name, check_label, parse_quantity
+
+__all__ = ["FakeApiServer", "Fault", "Request"]
+
+Object = dict[str, Any]
+
+GROUP: Final = "resource.k8s.io"
+FEATURES: Final = frozenset({"taints", "counters", "sharing"})
+KINDS: Final[Mapping[str, tuple[str, str, bool]]] = {
+    # plural: group, kind, whether it lies in a namespace
+    "nodes": ("", "Node", False),
+    "namespaces": ("", "Namespace", False),
+    "pods": ("", "Pod", True),
+    "events": ("", "Event", True),
+    "configmaps": ("", "ConfigMap", True),
+    "resourceslices": (GROUP, "ResourceSlice", False),
+    "resourceclaims": (GROUP, "ResourceClaim", True),
+    "deviceclasses": (GROUP, "DeviceClass", False),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """One request as the log has it; `code` 0 if it was never answered."""
+
+    method: str
+    path: str
+    query: Mapping[str, str]
+    body: Any = None
+    code: int = 0
+
+    @property
+    def watch(self) -> bool:
+        """Whether a stream was asked for."""
+        return self.query.get("watch") == "true"
+
+
+@dataclass(frozen=True, slots=True)
+class Fault:
+    """What goes wrong with a request.
+
+    code: answered with this status and nothing done; 0 is no answer, the connection is closed.
+    done: it is carried out all the same, only its answer is lost. delay: seconds before anything.
+    retry_after: seconds, sent along with the status.
+    """
+
+    code: int = 0
+    done: bool = False
+    delay: float = 0.0
+    message: str = "injected"
+    retry_after: int = 0
+
+
+class _RefusedError(Exception):
+    def __init__(
+        self, code: int, reason: str, message: str, causes: Sequence[Mapping[str, str]] = (), name: str = ""
+    ) -> None:
+        super().__init__(message)
+        details: Object = {"name": name, "causes": list(causes)} if name or causes else {}
+        self.code = code
+        self.status: Object = {
+            "apiVersion": "v1",
+            "kind": "Status",
+            "metadata": {},
+            "status": "Failure",
+            "code": code,
+            "reason": reason,
+            "message": message,
+            "details": details,
+        }
+
+
+@dataclass(slots=True)
+class _Store:
+    objects: dict[tuple[str, str], Object] = field(default_factory=dict)
+    history: list[tuple[int, str, Object]] = field(default_factory=list)
+    """Resource version, ADDED, MODIFIED or DELETED, the object as of then; oldest first."""
+
+
+class FakeApiServer:
+    """The server; start and stop it with `with`. All its methods may be called from any thread.
+
+    versions: of resource.k8s.io that it serves. features: those that are on, out of taints,
+    counters and sharing; the fields of others are dropped without an error.
+    """
+
+    def __init__(
+        self, *, versions: Sequence[str] = ("v1", "v1beta2", "v1beta1"), features: frozenset[str] = FEATURES
+    ) -> None:
+        self.versions = tuple(versions)
+        self.features = features
+        self.log: list[Request] = []
+        self.log_condition = threading.Condition()
+        self._changed = threading.Condition()
+        self._version = 100
+        self._oldest = 0
+        self._stores: dict[str, _Store] = {}
+        self._faults: list[tuple[Callable[[Request], bool], Fault, int]] = []
+        self._bookmark = 0
+        self._generation = 0
+        self._stopping = False
+        self._http: _Http | None = None
+        self._port = 0
+        self._thread: threading.Thread | None = None
+
+    def __enter__(self) -> Self:
+        self.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.stop()
+
+    # --- up and down ---
+
+    @property
+    def url(self) -> str:
+        """Where it listens; the same after a restart."""
+        return f"http://127.0.0.1:{self._port}"
+
+    def start(self) -> None:
+        """Listen."""
+        self._stopping = False
+        self._http = _Http(("127.0.0.1", self._port), self)
+        self._port = self._http.server_address[1]
+        self._thread = threading.Thread(
+            target=self._http.serve_forever, kwargs={"poll_interval": 0.01}, name="fake-apiserver", daemon=True
+        )
+        self._thread.start()
+
+    def stop(self) -> None:
+        """End all connections and refuse new ones; what is stored stays."""
+        http, thread = self._http, self._thread
+        if http is None or thread is None:
+            return
+        self._http = self._thread = None
+        with self._changed:
+            self._stopping = True
+            self._changed.notify_all()
+        http.shutdown()
+        thread.join()
+        http.close_all()
+
+    @contextlib.contextmanager
+    def outage(self) -> Iterator[None]:
+        """Be away inside of the block."""
+        self.stop()
+        try:
+            yield
+        finally:
+            self.start()
+
+    def break_watches(self) -> None:
+        """End all streams, as a server does that is asked to leave."""
+        with self._changed:
+            self._generation += 1
+            self._changed.notify_all()
+
+    # --- faults ---
+
+    def fail(self, which: Callable[[Request], bool], fault: Fault, times: int = 1) -> None:
+        """Let the next `times` requests that `which` accepts go wrong."""
+        with self._changed:
+            self._faults.append((which, fault, times))
+
+    def heal(self) -> None:
+        """Forget all faults that did not happen yet."""
+        with self._changed:
+            self._faults.clear()
+
+    def compact(self) -> None:
+        """Forget the history: watches from before are answered with 410."""
+        with self._changed:
+            for store in self._stores.values():
+                store.history.clear()
+            self._oldest = self._version
+
+    def restore(self) -> None:
+        """Begin counting resource versions from the start, as after a restored backup; end all streams."""
+        with self._changed:
+            self._version = 10
+            self._oldest = 0
+            for store in self._stores.values():
+                store.history.clear()
+                for found in store.objects.values():
+                    self._version += 1
+                    found["metadata"]["resourceVersion"] = str(self._version)
+            self._generation += 1
+            self._changed.notify_all()
+
+    def bookmark(self) -> None:
+        """Send a bookmark to every stream that allows them."""
+        with self._changed:
+            self._version += 1
+            self._bookmark += 1
+            self._changed.notify_all()
+
+    def _fault(self, request: Request) -> Fault | None:
+        with self._changed:
+            for index, (which, fault, times) in enumerate(self._faults):
+                if which(request):
+                    if times > 1:
+                        self._faults[index] = (which, fault, times - 1)
+                    else:
+                        del self._faults[index]
+                    return fault
+        return None
+
+    # --- the log ---
+
+    @property
+    def writes(self) -> list[Request]:
+        """The requests that change something and were carried out, dry runs left out."""
+        with self.log_condition:
+            return [
+                entry
+                for entry in self.log
+                if entry.method != "GET" and "dryRun" not in entry.query and 200 <= entry.code < 300
+            ]
+
+    def requests(self, method: str = "", path: str = "") -> list[Request]:
+        """The requests with this method whose path contains this."""
+        with self.log_condition:
+            return [entry for entry in self.log if method in ("", entry.method) and path in entry.path]
+
+    def wait_for(self, met: Callable[[FakeApiServer], bool], seconds: float = 10.0) -> None:
+        """Wait until `met(self)`, looked at after every request and every change.
+
+        Raises:
+            TimeoutError: it was not met in time.
+
+        """
+        deadline = time.monotonic() + seconds
+        while not met(self):
+            with self.log_condition:
+                if time.monotonic() > deadline:
+                    raise TimeoutError(f"not met within {seconds} s")
+                self.log_condition.wait(0.02)
+
+    def forget_log(self) -> None:
+        """Empty the log."""
+        with self.log_condition:
+            self.log.clear()
+
+    # --- what is stored, for tests ---
+
+    def objects(self, plural: str = "resourceslices") -> list[Object]:
+        """Copies of all objects of a kind, ResourceSlices as v1 has them, by name."""
+        with self._changed:
+            store = self._stores.get(plural, _Store())
+            return [copy.deepcopy(found) for _, found in sorted(store.objects.items())]
+
+    def get(self, plural: str, name: str, namespace: str = "") -> Object:
+        """A copy of one object; KeyError if there is none."""
+        with self._changed:
+            return copy.deepcopy(self._stores[plural].objects[namespace, name])
+
+    def create(self, body: Object) -> Object:
+        """Create an object, as a client would."""
+        return self._write("POST", *self._place(body), copy.deepcopy(body), {})
+
+    def replace(self, body: Object) -> Object:
+        """Replace an object whatever its resource version, as a client would."""
+        body = copy.deepcopy(body)
+        body["metadata"].pop("resourceVersion", None)
+        plural, namespace, _ = self._place(body)
+        return self._write("PUT", plural, namespace, body["metadata"]["name"], body, {})
+
+    def delete(self, plural: str, name: str, namespace: str = "") -> None:
+        """Delete an object."""
+        self._delete(plural, namespace, name, {}, {})
+
+    def wipe(self, node: str) -> int:
+        """Delete all slices of a node, as its kubelet does when it starts; return how many."""
+        names = [one["metadata"]["name"] for one in self.objects() if one["spec"].get("nodeName") == node]
+        for name in names:
+            self.delete("resourceslices", name)
+        return len(names)
+
+    @staticmethod
+    def _place(body: Object) -> tuple[str, str, str]:
+        plural = next(plural for plural, (_, kind, _) in KINDS.items() if kind == body["kind"])
+        namespace = body["metadata"].get("namespace", "default") if KINDS[plural][2] else ""
+        return plural, namespace, ""
+
+    # --- verbs ---
+
+    def _write(
+        self, method: str, plural: str, namespace: str, name: str, body: Object, query: Mapping[str, str]
+    ) -> Object:
+        with self._changed:
+            store = self._stores.setdefault(plural, _Store())
+            metadata = body.setdefault("metadata", {})
+            if method == "POST":
+                if not metadata.get("name"):
+                    prefix = metadata.get("generateName")
+                    if not prefix:
+                        raise _RefusedError(422, "Invalid", "name or generateName is required")
+                    metadata["name"] = prefix + uuid.uuid4().hex[:5]
+                name = metadata["name"]
+            before = store.objects.get((namespace, name))
+            if method == "POST" and before is not None:
+                raise _RefusedError(409, "AlreadyExists", f'{plural} "{name}" already exists', name=name)
+            if method == "PUT":
+                if before is None:
+                    raise _RefusedError(404, "NotFound", f'{plural} "{name}" not found', name=name)
+                wanted = metadata.get("resourceVersion") or before["metadata"]["resourceVersion"]
+                if wanted != before["metadata"]["resourceVersion"]:
+                    raise _RefusedError(
+                        409, "Conflict", f'Operation cannot be fulfilled on {plural} "{name}": modified', name=name
+                    )
+                uid = metadata.get("uid") or before["metadata"]["uid"]
+                if uid != before["metadata"]["uid"]:
+                    raise _RefusedError(409, "Conflict", f'{plural} "{name}": uid differs', name=name)
+            after = copy.deepcopy(body)
+            if plural == "resourceslices":
+                after = _slice_as_stored(after, before, self.features)
+            kept = ("uid", "creationTimestamp", "generation")
+            if before is None:
+                after["metadata"].update(
+                    uid=str(uuid.uuid4()),
+                    creationTimestamp=time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+                    generation=1,
+                )
+            else:
+                after["metadata"].update({key: before["metadata"][key] for key in kept})
+                if after.get("spec") != before.get("spec"):
+                    after["metadata"]["generation"] += 1
+            after["metadata"].pop("resourceVersion", None)
+            if query.get("dryRun"):
+                return after
+            if before is not None:
+                same = copy.deepcopy(before)
+                same["metadata"].pop("resourceVersion")
+                if same == after:
+                    return copy.deepcopy(before)  # a write that changes nothing makes no new version
+            self._store(store, "ADDED" if before is None else "MODIFIED", namespace, name, after)
+            return copy.deepcopy(after)
+
+    def _delete(
+        self, plural: str, namespace: str, name: str, conditions: Mapping[str, str], query: Mapping[str, str]
+    ) -> Object:
+        with self._changed:
+            store = self._stores.setdefault(plural, _Store())
+            before = store.objects.get((namespace, name))
+            if before is None:
+                raise _RefusedError(404, "NotFound", f'{plural} "{name}" not found', name=name)
+            for key, wanted in conditions.items():
+                if before["metadata"][key] != wanted:
+                    raise _RefusedError(409, "Conflict", f"Precondition failed: {key}", name=name)
+            if not query.get("dryRun"):
+                self._store(store, "DELETED", namespace, name, copy.deepcopy(before))
+            return {"apiVersion": "v1", "kind": "Status", "status": "Success"}
+
+    def _store(self, store: _Store, event: str, namespace: str, name: str, after: Object) -> None:
+        self._version += 1
+        after["metadata"]["resourceVersion"] = str(self._version)
+        if event == "DELETED":
+            del store.objects[namespace, name]
+        else:
+            store.objects[namespace, name] = after
+        store.history.append((self._version, event, copy.deepcopy(after)))
+        self._changed.notify_all()
+
+    def _patch(
+        self,
+        plural: str,
+        namespace: str,
+        name: str,
+        subresource: str,
+        patch: Object,
+        query: Mapping[str, str],
+        kind: str,
+    ) -> Object:
+        with self._changed:
+            before = self._stores.setdefault(plural, _Store()).objects.get((namespace, name))
+            if before is None:
+                if kind != "application/apply-patch+yaml":
+                    raise _RefusedError(404, "NotFound", f'{plural} "{name}" not found', name=name)
+                return self._write("POST", plural, namespace, name, patch, query)
+            merged = _merge(copy.deepcopy(before), patch)
+            whole = copy.deepcopy(before)
+            if subresource == "status":
+                whole["status"] = merged.get("status", {})
+            else:
+                whole = {**merged, **({"status": before["status"]} if "status" in before else {})}
+            return self._write("PUT", plural, namespace, name, whole, query)
+
+    # --- requests ---
+
+    def _answer(self, request: Request, content_type: str) -> tuple[int, Object | str]:
+        try:
+            return self._route(request, content_type)
+        except _RefusedError as error:
+            return error.code, error.status
+
+    def _route(self, request: Request, content_type: str) -> tuple[int, Object | str]:
+        parts = request.path.strip("/").split("/")
+        if parts == ["version"]:
+            return 200, {"major": "1", "minor": "36", "gitVersion": "v1.36.3-fake"}
+        if parts == ["apis", GROUP]:
+            served = [{"groupVersion": f"{GROUP}/{version}", "version": version} for version in self.versions]
+            return (200, {"kind": "APIGroup", "name": GROUP, "versions": served}) if served else _no_page()
+        if parts[:2] == ["apis", GROUP] and len(parts) == 3 and parts[2] in self.versions:
+            names = [plural for plural, (group, _, _) in KINDS.items() if group == GROUP]
+            return 200, {"kind": "APIResourceList", "resources": [{"name": name} for name in names]}
+        place = self._resource(parts)
+        if place is None:
+            return _no_page()
+        version, plural, namespace, name, subresource = place
+        method, body = request.method, request.body
+        if plural == "resourceslices" and isinstance(body, dict) and method in ("POST", "PUT", "PATCH"):
+            body = _from_version(copy.deepcopy(body), version)
+        if method == "GET" and name:
+            found = self._stores.get(plural, _Store()).objects.get((namespace, name))
+            if found is None:
+                raise _RefusedError(404, "NotFound", f'{plural} "{name}" not found', name=name)
+            return 200, self._shown(found, plural, version)
+        if method == "GET":
+            with self._changed:
+                items = [
+                    self._shown(found, plural, version) for found in self._selected(plural, namespace, request.query)
+                ]
+                position = str(self._version)
+            return 200, {"kind": f"{KINDS[plural][1]}List", "metadata": {"resourceVersion": position}, "items": items}
+        if method == "POST":
+            return 201, self._shown(self._write("POST", plural, namespace, "", body, request.query), plural, version)
+        if method == "PUT":
+            return 200, self._shown(self._write("PUT", plural, namespace, name, body, request.query), plural, version)
+        if method == "PATCH":
+            done = self._patch(plural, namespace, name, subresource, body, request.query, content_type)
+            return 200, self._shown(done, plural, version)
+        if method == "DELETE" and name:
+            conditions = (body or {}).get("preconditions") or {}
+            return 200, self._delete(plural, namespace, name, conditions, request.query)
+        return 405, "the server does not allow this method"
+
+    def _resource(self, parts: list[str]) -> tuple[str, str, str, str, str] | None:
+        if parts[:2] == ["api", "v1"]:
+            group, version, rest = "", "v1", parts[2:]
+        elif parts[:2] == ["apis", GROUP] and len(parts) > 3 and parts[2] in self.versions:
+            group, version, rest = GROUP, parts[2], parts[3:]
+        else:
+            return None
+        namespace = ""
+        if len(rest) > 2 and rest[0] == "namespaces":
+            namespace, rest = rest[1], rest[2:]
+        if not rest or KINDS.get(rest[0], ("?", "", False))[0] != group:
+            return None
+        return version, rest[0], namespace, rest[1] if len(rest) > 1 else "", rest[2] if len(rest) > 2 else ""
+
+    def _selected(self, plural: str, namespace: str, query: Mapping[str, str]) -> list[Object]:
+        found = self._stores.get(plural, _Store()).objects
+        return [
+            one
+            for (where, _), one in sorted(found.items())
+            if namespace in ("", where) and _matches(one, query.get("fieldSelector", ""))
+        ]
+
+    @staticmethod
+    def _shown(found: Object, plural: str, version: str) -> Object:
+        group, kind, _ = KINDS[plural]
+        shown = copy.deepcopy(found)
+        if plural == "resourceslices" and version == "v1beta1":
+            for device in shown["spec"].get("devices") or ():
+                basic = {key: device.pop(key) for key in list(device) if key != "name"}
+                device["basic"] = basic
+        return {**shown, "apiVersion": f"{group}/{version}" if group else version, "kind": kind}
+
+    def _events(self, request: Request, send: Callable[[Object], None]) -> None:
+        place = self._resource(request.path.strip("/").split("/"))
+        assert place is not None
+        version, plural, namespace, _, _ = place
+        selector = request.query.get("fieldSelector", "")
+        position = int(request.query.get("resourceVersion") or 0)
+        end = time.monotonic() + float(request.query.get("timeoutSeconds") or 300)
+        generation, bookmark = self._generation, self._bookmark
+        shown_before: set[str] = set()
+        with self._changed:
+            store = self._stores.setdefault(plural, _Store())
+            shown_before.update(one["metadata"]["uid"] for one in self._selected(plural, namespace, request.query))
+        while True:
+            out: list[Object] = []
+            with self._changed:
+                if position < self._oldest or position > self._version:
+                    code, reason = (410, "Expired") if position < self._oldest else (504, "Timeout")
+                    status = _RefusedError(code, reason, f"resource version {position} is out of reach").status
+                    out.append({"type": "ERROR", "object": status})
+                for number, event, found in list(store.history):
+                    if number <= position or (out and out[0]["type"] == "ERROR"):
+                        continue
+                    position = number
+                    where = found["metadata"].get("namespace", "") if KINDS[plural][2] else ""
+                    if namespace in ("", where) and _matches(found, selector):
+                        out.append({"type": event, "object": self._shown(found, plural, version)})
+                if self._bookmark > bookmark and request.query.get("allowWatchBookmarks") == "true":
+                    bookmark, position = self._bookmark, max(position, self._version)
+                    out.append(
+                        {
+                            "type": "BOOKMARK",
+                            "object": {"kind": KINDS[plural][1], "metadata": {"resourceVersion": str(position)}},
+                        }
+                    )
+                over = self._stopping or self._generation != generation or time.monotonic() >= end
+                if not out and not over:
+                    self._changed.wait(min(0.5, max(0.0, end - time.monotonic())))
+            for event_object in out:
+                send(event_object)
+            if over or (out and out[0]["type"] == "ERROR"):
+                return
+
+    def _record(self, request: Request, code: int) -> None:
+        with self.log_condition:
+            self.log.append(Request(request.method, request.path, request.query, request.body, code))
+            self.log_condition.notify_all()
+
+
+# --- HTTP -----------------------------------------------------------------------------------------
+
+
+class _Http(ThreadingHTTPServer):
+    daemon_threads = True
+    block_on_close = False
+    allow_reuse_address = True
+    request_queue_size = 128
+
+    def __init__(self, address: tuple[str, int], api: FakeApiServer) -> None:
+        self.api = api
+        self.sockets: set[socket.socket] = set()
+        self.threads: set[threading.Thread] = set()
+        self.lock = threading.Lock()
+        super().__init__(address, _Handler)
+
+    def process_request_thread(self, request: Any, client_address: Any) -> None:
+        with self.lock:
+            self.sockets.add(request)
+            self.threads.add(threading.current_thread())
+        try:
+            super().process_request_thread(request, client_address)
+        finally:
+            with self.lock:
+                self.sockets.discard(request)
+                self.threads.discard(threading.current_thread())
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """A client that goes away is nothing to print."""
+
+    def close_all(self) -> None:
+        self.server_close()
+        with self.lock:
+            open_sockets, threads = set(self.sockets), set(self.threads)
+        for one in open_sockets:
+            with contextlib.suppress(OSError):
+                one.shutdown(socket.SHUT_RDWR)
+        for thread in threads:
+            thread.join(5)
+
+
+class _Handler(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+    disable_nagle_algorithm = True
+    server: _Http
+
+    def log_message(self, format: str, *args: Any) -> None:  # noqa: A002
+        """Keep quiet; FakeApiServer.log has it."""
+
+    def _handle(self) -> None:
+        api = self.server.api
+        parts = urllib.parse.urlsplit(self.path)
+        length = int(self.headers.get("Content-Length") or 0)
+        raw = self.rfile.read(length) if length else b""
+        body = json.loads(raw) if raw else None
+        request = Request(
+            self.command, urllib.parse.unquote(parts.path), dict(urllib.parse.parse_qsl(parts.query)), body
+        )
+        fault = api._fault(request)  # noqa: SLF001
+        if fault is not None:
+            if fault.delay:
+                with api._changed:  # noqa: SLF001
+                    api._changed.wait_for(lambda: api._stopping, fault.delay)  # noqa: SLF001
+            if fault.done:
+                api._answer(request, self.headers.get("Content-Type", ""))  # noqa: SLF001
+            if fault.code:
+                api._record(request, fault.code)  # noqa: SLF001
+                status = _RefusedError(fault.code, "Injected", fault.message).status
+                self._send(fault.code, status, fault.retry_after)
+                return
+            if not fault.delay or fault.done:
+                api._record(request, 0)  # noqa: SLF001
+                self.close_connection = True
+                return
+        if request.watch:
+            api._record(request, 200)  # noqa: SLF001
+            self._stream(request)
+            return
+        code, answer = api._answer(request, self.headers.get("Content-Type", ""))  # noqa: SLF001
+        self._send(code, answer)
+        api._record(request, code)  # noqa: SLF001
+
+    do_GET = do_POST = do_PUT = do_PATCH = do_DELETE = _handle  # noqa: N815
+
+    def _send(self, code: int, answer: Object | str, retry_after: int = 0) -> None:
+        text = answer if isinstance(answer, str) else json.dumps(answer)
+        content = text.encode()
+        self.send_response(code)
+        self.send_header("Content-Type", "text/plain" if isinstance(answer, str) else "application/json")
+        self.send_header("Content-Length", str(len(content)))
+        if retry_after:
+            self.send_header("Retry-After", str(retry_after))
+        self.end_headers()
+        self.wfile.write(content)
+
+    def _stream(self, request: Request) -> None:
+        self.send_response(200)
+        self.send_header("Content-Type", "application/json")
+        self.send_header("Transfer-Encoding", "chunked")
+        self.end_headers()
+
+        def send(event: Object) -> None:
+            content = json.dumps(event).encode() + b"\n"
+            self.wfile.write(b"%x\r\n%s\r\n" % (len(content), content))
+
+        try:
+            self.server.api._events(request, send)  # noqa: SLF001
+            self.wfile.write(b"0\r\n\r\n")
+        except OSError:
+            pass
+        self.close_connection = True
+
+
+# --- objects --------------------------------------------------------------------------------------
+
+
+def _no_page() -> tuple[int, str]:
+    return 404, "404 page not found"
+
+
+def _matches(found: Object, selector: str) -> bool:
+    for term in filter(None, selector.split(",")):
+        path, equal, wanted = re.split(r"(!=|==?)", term, maxsplit=1)
+        value: Any = found
+        for key in path.split("."):
+            value = value.get(key, "") if isinstance(value, dict) else ""
+        if (value == wanted) != (equal != "!="):
+            return False
+    return True
+
+
+def _merge(into: Any, patch: Any) -> Any:
+    if not isinstance(patch, dict):
+        return patch
+    merged = dict(into) if isinstance(into, dict) else {}
+    for key, value in patch.items():
+        if value is None:
+            merged.pop(key, None)
+        else:
+            merged[key] = _merge(merged.get(key), value)
+    return merged
+
+
+def _from_version(body: Object, version: str) -> Object:
+    """A slice as v1 has it; what the version does not know is dropped, as a decoder does."""
+    spec = body.get("spec")
+    if not isinstance(spec, dict) or version != "v1beta1":
+        return body
+    spec["devices"] = [
+        {"name": device.get("name", ""), **(device.get("basic") or {})} for device in spec.get("devices") or ()
+    ]
+    return body
+
+
+def _slice_as_stored(body: Object, before: Object | None, features: frozenset[str]) -> Object:
+    spec = body["spec"]
+    old = before["spec"] if before else {}
+    devices = spec.get("devices") or []
+    if "taints" not in features and not any(device.get("taints") for device in old.get("devices") or ()):
+        for device in devices:
+            device.pop("taints", None)
+    in_use = old.get("sharedCounters") or any(device.get("consumesCounters") for device in old.get("devices") or ())
+    if "counters" not in features and not in_use:
+        spec.pop("sharedCounters", None)
+        for device in devices:
+            device.pop("consumesCounters", None)
+    in_use = any("allowMultipleAllocations" in device for device in old.get("devices") or ())
+    if "sharing" not in features and not in_use:
+        for device in devices:
+            device.pop("allowMultipleAllocations", None)
+            for capacity in (device.get("capacity") or {}).values():
+                capacity.pop("requestPolicy", None)
+    for device in devices:
+        for key in ("taints", "attributes", "capacity", "consumesCounters"):
+            if not device.get(key):
+                device.pop(key, None)
+        for taint in device.get("taints") or ():
+            taint.setdefault("timeAdded", time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()))
+        for capacity in (device.get("capacity") or {}).values():
+            capacity["value"] = _canonical(capacity["value"])
+    for counters in spec.get("sharedCounters") or ():
+        for counter in counters["counters"].values():
+            counter["value"] = _canonical(counter["value"])
+    for key in ("devices", "sharedCounters"):
+        if not spec.get(key):
+            spec.pop(key, None)
+    _validate(spec, old, body["metadata"]["name"])
+    return body
+
+
+def _canonical(value: int | str) -> str:
+    """A quantity as the API server writes it, binary ones with the largest suffix that leaves an integer."""
+    number = parse_quantity(value)
+    text = str(value)
+    base, suffixes = (1024, ["Ki", "Mi", "Gi", "Ti"]) if text.endswith("i") else (1000, ["k", "M", "G", "T"])
+    if number.denominator != 1:
+        return f"{number * 1000}m" if (number * 1000).denominator == 1 else text
+    best = str(number)
+    for power, suffix in enumerate(suffixes, 1):
+        if number and number % base**power == 0:
+            best = f"{number // base**power}{suffix}"
+    return best
+
+
+def _validate(spec: Object, old: Object, name: str) -> None:
+    causes: list[Mapping[str, str]] = []
+
+    def wrong(place: str, message: str) -> None:
+        causes.append({"field": place, "reason": "FieldValueInvalid", "message": message})
+
+    devices = spec.get("devices") or []
+    advanced = any(device.get("taints") or device.get("consumesCounters") for device in devices)
+    most = 64 if advanced else 128
+    if len(devices) > most:
+        wrong("spec.devices", f"Too many: {len(devices)}: must have at most {most} items")
+    if devices and spec.get("sharedCounters"):
+        wrong("spec", "only one of `sharedCounters` or `devices` is allowed")
+    if len(spec.get("sharedCounters") or ()) > 8:
+        wrong("spec.sharedCounters", "must have at most 8 items")
+    if len({device["name"] for device in devices}) < len(devices):
+        wrong("spec.devices", "Duplicate value")
+    if spec["pool"].get("resourceSliceCount", 0) <= 0:
+        wrong("spec.pool.resourceSliceCount", "must be greater than zero")
+    if spec["pool"].get("generation", 0) < 0:
+        wrong("spec.pool.generation", "must be greater than or equal to zero")
+    if not spec.get("nodeName"):
+        wrong("spec", "exactly one of `nodeName`, `nodeSelector`, `allNodes`, `perDeviceNodeSelection` is required")
+    for key in ("driver", "nodeName"):
+        if old and spec.get(key) != old.get(key):
+            wrong(f"spec.{key}", "field is immutable")
+    if old and spec["pool"]["name"] != old["pool"]["name"]:
+        wrong("spec.pool.name", "field is immutable")
+    for index, device in enumerate(devices):
+        place = f"spec.devices[{index}]"
+        names = [*(device.get("attributes") or {}), *(device.get("capacity") or {})]
+        try:
+            check_label(device["name"])
+            for one in names:
+                check_attribute_name(one)
+        except NamingError as error:
+            wrong(place, str(error))
+        if len(names) > 32:
+            wrong(place, "the total number of attributes and capacities must not exceed 32")
+        for attribute in (device.get("attributes") or {}).values():
+            if len(attribute) != 1 or len(str(attribute.get("string", ""))) > 64:
+                wrong(f"{place}.attributes", "exactly one value must be specified")
+        for capacity in (device.get("capacity") or {}).values():
+            if "requestPolicy" in capacity and not device.get("allowMultipleAllocations"):
+                wrong(f"{place}.capacity", "allowMultipleAllocations must be true")
+        if len(device.get("consumesCounters") or ()) > 2:
+            wrong(f"{place}.consumesCounters", "must have at most 2 items")
+    if causes:
+        said = ", ".join(f"{cause['field']}: {cause['message']}" for cause in causes)
+        raise _RefusedError(422, "Invalid", f'ResourceSlice.resource.k8s.io "{name}" is invalid: {said}', causes, name)
