@@ -19,6 +19,7 @@ import time
 from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import translate
+from operator import attrgetter
 from typing import Final
 
 from deviceplugin import filewatch, hooks
@@ -112,6 +113,38 @@ class _Look:
     directories: set[str] = field(default_factory=set)
     notes: list[str] = field(default_factory=list)
     matches: dict[str, _Match] = field(default_factory=dict)
+    real: dict[str, str] = field(default_factory=dict)
+    numa: dict[tuple[int, int], int | None] = field(default_factory=dict)
+
+    def resolve(self, directory: str) -> str:
+        """Return where a directory really is; where its being elsewhere would show is watched from now on."""
+        real = self.real.get(directory)
+        if real is None:
+            real = self.real[directory] = os.path.realpath(directory)
+            if real != directory:
+                self.directories.add(real)
+                while directory != "/":
+                    if os.path.islink(directory):
+                        self.directories.add(os.path.dirname(directory))
+                    directory = os.path.dirname(directory)
+        return real
+
+    def follow(self, link: str) -> tuple[str, tuple[str, ...]]:
+        """Return what a chain of symlinks leads to, and the directories in which it lies."""
+        directories = []
+        for _ in range(40):  # as many as the kernel follows
+            directory, name = os.path.split(link)
+            directory = self.resolve(directory)
+            directories.append(directory)
+            link = os.path.join(directory, name)
+            try:
+                link = os.path.normpath(os.path.join(directory, os.readlink(link)))
+            except OSError:
+                break
+        return link, tuple(directories)
+
+
+_BY_ORDER: Final = attrgetter("order")
 
 
 class _WatchedPaths(DeviceSource):
@@ -212,60 +245,51 @@ class _WatchedPaths(DeviceSource):
     def _matching(self, glob: str, look: _Look) -> list[_Match]:
         """Return what a glob matches now, in the order of people: 2 before 10."""
         found = []
-        directories: dict[str, tuple[str, tuple[str, ...]]] = {}
         skipped = 0
-        for alias, is_link in _expand(glob, look):
-            directory = os.path.dirname(alias)
-            if directory not in directories:
-                directories[directory] = _real_directory(directory)
-                look.directories.update(directories[directory][1])
-            match = look.matches.get(alias) or self._match(alias, is_link, directories[directory][0], look)
-            if match is None:
-                continue
-            look.directories.update(match.directories)
-            if stat.S_ISDIR(match.mode):
-                skipped += 1
-                _LOG.debug("%s is a directory, not a device; left out", alias)
-                continue
-            look.matches[alias] = match
-            found.append(match)
+        for base, aliases in _expand(glob, look):
+            real = look.resolve(base or "/")
+            for alias, is_link in aliases:
+                match = look.matches.get(alias) or self._match(alias, real, look, is_link=is_link)
+                if match is None:
+                    continue
+                if match.directories:
+                    look.directories.update(match.directories)
+                if stat.S_ISDIR(match.mode):
+                    skipped += 1
+                    _LOG.debug("%s is a directory, not a device; left out", alias)
+                    continue
+                look.matches[alias] = match
+                found.append(match)
         if skipped and not found:
             look.notes.append(f"{glob} matches a directory, which is not a device; name what lies in it: {glob}/*")
         elif not found:
             look.notes.append(f"{glob} matches nothing now; what is plugged in later is found")
-        found.sort(key=lambda match: match.order)
+        found.sort(key=_BY_ORDER)
         return found
 
-    def _match(self, alias: str, is_link: bool, directory: str, look: _Look) -> _Match | None:
+    def _match(self, alias: str, directory: str, look: _Look, *, is_link: bool) -> _Match | None:
         try:
             target = os.readlink(alias) if is_link else ""
             status = os.stat(alias)
         except OSError as error:
             if is_link:
-                look.directories.update(_link_directories(alias))
+                look.directories.update(look.follow(alias)[1])
             _LOG.debug("%s is left out: %s", alias, error.strerror)
             return None
-        seen = (
-            status.st_mode,
-            status.st_rdev,
-            status.st_dev,
-            status.st_ino,
-            status.st_ctime_ns,
-            directory,
-            target,
-        )
+        mode = status.st_mode
+        seen = (mode, status.st_rdev, status.st_ino, status.st_dev, status.st_ctime_ns, target, directory)
         known = self._matches.get(alias)
         if known is not None and known.seen == seen:
             return known
-        return _Match(
-            alias,
-            os.path.realpath(alias) if is_link else os.path.join(directory, os.path.basename(alias)),
-            known.order if known is not None else _order(alias),
-            seen,
-            status.st_mode,
-            numa_of(status.st_mode, status.st_rdev, self._sysfs),
-            tuple(_link_directories(alias)) if is_link else (),
-        )
+        numbers = (stat.S_IFMT(mode), status.st_rdev)
+        if numbers not in look.numa:
+            look.numa[numbers] = numa_of(mode, status.st_rdev, self._sysfs)
+        if is_link:
+            host, directories = look.follow(alias)
+        else:
+            host, directories = os.path.join(directory, os.path.basename(alias)), ()
+        order = known.order if known is not None else _order(alias)
+        return _Match(alias, host, order, seen, mode, look.numa[numbers], directories)
 
     def _say(self, notes: list[str]) -> None:
         """Log what is new about the globs, each once."""
@@ -360,8 +384,8 @@ class GroupSource(_WatchedPaths):
                 yield group
 
 
-def _expand(glob: str, look: _Look) -> Iterator[tuple[str, bool]]:
-    """Yield what an absolute glob matches, as glob.glob does, and whether it is a symlink.
+def _expand(glob: str, look: _Look) -> Iterator[tuple[str, Iterable[tuple[str, bool]]]]:
+    """Yield by directory what an absolute glob matches, as glob.glob does, and whether it is a symlink.
 
     The directories that it runs through go to `look.directories`. What a glob without wildcards
     names need not be there.
@@ -375,11 +399,11 @@ def _expand(glob: str, look: _Look) -> Iterator[tuple[str, bool]]:
             bases = [f"{base}/{step}" for base in bases]
     for base in bases:
         if _MAGIC.search(last):
-            for entry in _entries(base, last, look):
-                yield entry.path, entry.is_symlink()
+            yield base, [(entry.path, entry.is_symlink()) for entry in _entries(base, last, look)]
         else:
             look.directories.add(base or "/")
-            yield f"{base}/{last}", os.path.islink(f"{base}/{last}")
+            path = f"{base}/{last}"
+            yield base, [(path, os.path.islink(path))]
 
 
 def _entries(base: str, step: str, look: _Look) -> list[os.DirEntry[str]]:
@@ -415,34 +439,6 @@ def _first_directory(glob: str) -> str:
     """Return the directory that a glob looks into first."""
     first = _MAGIC.search(glob)
     return os.path.dirname(glob[: first.start()] if first else glob) or "/"
-
-
-def _real_directory(directory: str) -> tuple[str, tuple[str, ...]]:
-    """Return where a directory really is, and where its being elsewhere would show."""
-    real = os.path.realpath(directory)
-    if real == directory:
-        return real, ()
-    leads = {real}
-    while directory != "/":
-        if os.path.islink(directory):
-            leads.update(_link_directories(directory))
-        directory = os.path.dirname(directory)
-    return real, tuple(leads)
-
-
-def _link_directories(link: str) -> list[str]:
-    """Return the directories in which a chain of symlinks lies, up to the one of what it leads to."""
-    directories = []
-    for _ in range(40):  # as many as the kernel follows
-        directory = os.path.realpath(os.path.dirname(link))
-        directories.append(directory)
-        try:
-            link = os.path.normpath(
-                os.path.join(directory, os.readlink(os.path.join(directory, os.path.basename(link))))
-            )
-        except OSError:
-            break
-    return directories
 
 
 def _order(path: str) -> tuple[str | int, ...]:
