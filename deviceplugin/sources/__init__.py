@@ -80,7 +80,7 @@ class ConfiguredSource(DeviceSource):
         )
         self._attributes = config.device_attributes
         self._made: Mapping[str, tuple[Device, Device]] = {}
-        self._said: set[str] = set()
+        self._doubles: Mapping[str, None] = {}
 
     def __repr__(self) -> str:
         return f"<ConfiguredSource {self.resource}: {', '.join(map(repr, self.entries))}>"
@@ -88,7 +88,7 @@ class ConfiguredSource(DeviceSource):
     @property
     def notes(self) -> tuple[str, ...]:
         """What is worth telling about what the entries find; as of their last lists."""
-        return tuple(note for entry in self.entries for note in getattr(entry, "notes", ()))
+        return (*(note for entry in self.entries for note in getattr(entry, "notes", ())), *self._doubles)
 
     async def watch(self) -> AsyncIterator[Sequence[Device]]:
         """Yield the devices of all entries now, and whenever one entry's change."""
@@ -134,20 +134,23 @@ class ConfiguredSource(DeviceSource):
         """Return what is to be served: each device once, with what the resource says of it."""
         made: dict[str, tuple[Device, Device]] = {}
         owners: dict[str, str] = {}
+        doubles: dict[str, None] = {}
         for device in found:
             if device.id in made:
-                self._say(f"{self.resource}: {device.id} is found by two entries and served once")
+                doubles[f"{device.id} is found by two entries and served once"] = None
                 continue
             hosts = [node.host for node in device.nodes]  # type: ignore[union-attr]  # Device made them so
             hosts += [mount.host for mount in device.edits.mounts]
             double = next((host for host in hosts if host in owners), None)
             if double is not None:
-                self._say(f"{self.resource}: {device.id} leads to {double} like {owners[double]} and is left out")
+                doubles[f"{device.id} leads to {double} like {owners[double]} and is left out"] = None
                 continue
             owners.update(dict.fromkeys(hosts, device.id))
             known = self._made.get(device.id)
             made[device.id] = known if known is not None and known[0] is device else (device, self._make(device))
-        self._made = made
+        for double in doubles.keys() - self._doubles.keys():
+            _LOG.warning("%s: %s", self.resource, double)
+        self._made, self._doubles = made, doubles
         return [device for _, device in made.values()]
 
     def _make(self, device: Device) -> Device:
@@ -159,11 +162,6 @@ class ConfiguredSource(DeviceSource):
             attributes={**device.attributes, **self._attributes},
             capacity={**device.capacity, **self.config.capacity},
         )
-
-    def _say(self, what: str) -> None:
-        if what not in self._said:
-            self._said.add(what)
-            _LOG.warning("%s", what)
 
 
 def _build_entry(entry: DeviceEntry, config: ResourceConfig, number: int) -> DeviceSource:

@@ -1,0 +1,98 @@
+"""What the process says while it runs: lines for people, or one JSON object a line for machines.
+
+Everything logs under the name of its module; this module alone decides what that looks like. It is
+set up by the command line, never by importing the framework.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import sys
+from datetime import UTC, datetime
+from typing import Any, Final, Literal, TextIO
+
+__all__ = ["FORMATS", "LEVELS", "JsonFormatter", "TextFormatter", "setup"]
+
+Format = Literal["text", "json"]
+FORMATS: Final = ("text", "json")
+LEVELS: Final = ("debug", "info", "warning", "error")
+
+_STANDARD: Final = frozenset(logging.makeLogRecord({}).__dict__) | {"message", "asctime", "taskName"}
+
+
+def setup(format: Format = "text", level: str = "info", stream: TextIO | None = None) -> None:  # noqa: A002
+    """Make the root logger write to `stream` (standard error), and nothing else.
+
+    Args:
+        format: "text" or "json".
+        level: "debug", "info", "warning" or "error"; what is less is not written.
+        stream: where to, if not standard error.
+
+    Raises:
+        ValueError: there is no such format or level.
+
+    """
+    if format not in FORMATS or level not in LEVELS:
+        raise ValueError(f"logs are {' or '.join(FORMATS)}, at {', '.join(LEVELS)}; not {format!r} at {level!r}")
+    stream = stream or sys.stderr
+    handler = logging.StreamHandler(stream)
+    handler.setFormatter(JsonFormatter() if format == "json" else TextFormatter(short=stream.isatty()))
+    logging.basicConfig(handlers=[handler], level=level.upper(), force=True)
+    logging.captureWarnings(True)
+    # Libraries speak up from warnings on; their inner life is nobody's.
+    for library in ("asyncio", "grpc", "watchdog", "httpx", "httpcore"):
+        logging.getLogger(library).setLevel(logging.WARNING)
+
+
+def _fields(record: logging.LogRecord) -> dict[str, Any]:
+    """Return what was given as `extra`."""
+    return {name: value for name, value in record.__dict__.items() if name not in _STANDARD}
+
+
+class JsonFormatter(logging.Formatter):
+    """One JSON object a line: ts (RFC 3339, UTC), level, logger, msg, exc, and what was given as `extra`."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        """Return the record as one line of JSON."""
+        ts = datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
+        line = {
+            **_fields(record),
+            "ts": ts,
+            "level": record.levelname.lower(),
+            "logger": record.name,
+            "msg": record.getMessage(),
+        }
+        if exc := _exception(self, record):
+            line["exc"] = exc
+        # ts, level, logger and msg first: people read JSON logs too.
+        line = {name: line.pop(name) for name in ("ts", "level", "logger", "msg")} | line
+        try:
+            return json.dumps(line, default=str)
+        except (TypeError, ValueError):  # keys or cycles that JSON does not know
+            return json.dumps({name: str(value) for name, value in line.items()})
+
+
+class TextFormatter(logging.Formatter):
+    """A line for people; the time of day alone when it is `short` (a terminal), else the date too."""
+
+    def __init__(self, *, short: bool = False) -> None:
+        super().__init__()
+        self._short = short
+
+    def format(self, record: logging.LogRecord) -> str:
+        """Return the record as a line, with a traceback below it if it has one."""
+        at = datetime.fromtimestamp(record.created).astimezone()
+        when = f"{at:%H:%M:%S}.{at.microsecond // 1000:03}" if self._short else at.isoformat(timespec="milliseconds")
+        logger = record.name.removeprefix("deviceplugin.")
+        more = "".join(f" {name}={value}" for name, value in _fields(record).items())
+        line = f"{when} {record.levelname:<7} {logger}: {record.getMessage()}{more}"
+        exc = _exception(self, record)
+        return f"{line}\n{exc}" if exc else line
+
+
+def _exception(formatter: logging.Formatter, record: logging.LogRecord) -> str:
+    parts = [formatter.formatException(record.exc_info)] if record.exc_info and record.exc_info[0] else []
+    if record.stack_info:
+        parts.append(formatter.formatStack(record.stack_info))
+    return "\n".join(parts)
