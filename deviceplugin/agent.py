@@ -15,7 +15,7 @@ import sys
 import threading
 import time
 from collections.abc import AsyncIterator, Callable, Hashable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Protocol, cast
 
@@ -227,14 +227,14 @@ class Service:
             "released" in self.source.hooks and (not self._looked or bool(self._released.busy))
         )
 
-    def look(self, held: Mapping[str, frozenset[Holder]], allocatable: frozenset[str] | None) -> None:
+    def look(self, held: Mapping[str, frozenset[Holder]], at: float, allocatable: frozenset[str] | None) -> None:
         """Draw the conclusions of a look at the kubelet's books.
 
-        held: holders by the kubelet's device ids. allocatable: ids that the kubelet would give
+        held: holders by the kubelet's device ids, asked at `at`. allocatable: ids that the kubelet would give
         out, asked before the holders; None if it was not asked.
         """
         replicas = self.source.replicas
-        self._released = self._released.look(held)
+        self._released = self._released.look(held, at)
         busy = {device_of(name, replicas) for name in self._released.busy}
         freed = {device_of(name, replicas) for name in self._released.free} - busy
         snapshot = self.inventory.snapshot
@@ -273,6 +273,20 @@ class Service:
         )
 
 
+@dataclass(frozen=True, slots=True)
+class Look:
+    """What one look at the kubelet's books found; times are monotonic seconds.
+
+    holdings: asked for from `at` on, no own Allocate in between. allocatable: ids that the kubelet
+    would give out by resource, asked for at `allocatable_at`, before `at`; None if not asked.
+    """
+
+    holdings: Holdings
+    at: float
+    allocatable: Mapping[str, frozenset[str]] | None
+    allocatable_at: float
+
+
 class BooksObserver(Protocol):
     """Somebody else who wants to know what each look at the kubelet's books found; the ledger's keeper."""
 
@@ -282,8 +296,8 @@ class BooksObserver(Protocol):
     def before_look(self) -> object:
         """Return what is to be remembered from before the kubelet is asked."""
 
-    async def after_look(self, before: object, at: float, holdings: Holdings) -> None:
-        """Take note of holdings that were asked for from `at` on (monotonic seconds), no Allocate in between."""
+    async def after_look(self, before: object, seen: Look) -> None:
+        """Take note of what was seen; `before` is what `before_look` returned."""
 
 
 class Agent:
@@ -332,7 +346,8 @@ class Agent:
         self.quiet = Quiet()
         self._turn = asyncio.Lock()
         self._wanted = asyncio.Event()
-        self._books = Books()
+        self._looking = asyncio.Lock()
+        self.books = Books(PodResources(self.paths.pod_resources))
 
     @property
     def services(self) -> Mapping[str, Service]:
@@ -345,10 +360,10 @@ class Agent:
 
     def status(self) -> Status:
         """Return what is known now; cheap, and safe from any thread."""
-        held = self._books.holdings
+        held = self.books.holdings
         return Status(
             tuple(service.status(held.of(name)) for name, service in list(self._services.items())),
-            self._books.double,
+            self.books.double,
         )
 
     async def run(self) -> None:
@@ -441,29 +456,56 @@ class Agent:
         if self._failed is not None and not self._failed.done():
             self._failed.set_exception(error)
 
+    async def look(self, *, allocatable: bool = False) -> Look | None:
+        """Look at the kubelet's books now and tell everybody what they say.
+
+        allocatable: ask first which devices the kubelet would give out.
+
+        Returns:
+            What was seen; None if an allocation came in between and it is worth nothing.
+
+        Raises:
+            PodResourcesError: the kubelet cannot be asked.
+            CheckpointError: its checkpoint cannot be read.
+
+        """
+        async with self._looking:
+            await self.quiet.wait()
+            services = tuple(self._services.values())
+            remembered = [(observer, observer.before_look()) for observer in self._observers]
+            gone = any(service.inventory.snapshot.gone for service in services)
+            seen = await self.books.look(self.paths, self.quiet, allocatable=allocatable or gone)
+            if seen is None:
+                return None
+            for service in services:
+                offered = None if seen.allocatable is None else seen.allocatable.get(service.resource, frozenset())
+                service.look(seen.holdings.of(service.resource), seen.at, offered)
+            for observer, before in remembered:
+                await observer.after_look(before, seen)
+            return seen
+
     async def _keep(self) -> None:
         """Look at the kubelet's books from time to time, while they matter to anybody."""
-        asked = PodResources(self.paths.pod_resources)
+        backoff, told = Backoff(first=1.0, most=30.0), ""
         while True:
             self._wanted.clear()
             if not self._keep_books and not self._books_matter():
                 await self._wanted.wait()
                 continue
             await asyncio.sleep(self._period * (0.9 + random.random() / 5))  # noqa: S311  # jitter
-            await self.quiet.wait()
-            services = tuple(self._services.values())
-            gone = [service.resource for service in services if service.inventory.snapshot.gone]
-            remembered = [(observer, observer.before_look()) for observer in self._observers]
-            at = time.monotonic()
-            found = await self._books.look(asked, self.paths, self.quiet, gone)
-            if found is None:
-                continue
-            held, allocatable = found
-            for service in services:
-                offered = None if allocatable is None else allocatable.get(service.resource, frozenset())
-                service.look(held.of(service.resource), offered)
-            for observer, before in remembered:
-                await observer.after_look(before, at, held)
+            try:
+                await self.look()
+            except (podresources.PodResourcesError, podresources.CheckpointError) as error:
+                if told != str(error):
+                    told = str(error)
+                    _LOG.info("who holds what cannot be read now: %s", error)
+                await asyncio.sleep(backoff.next())
+            except Exception:
+                _LOG.exception("a look at the kubelet's books failed")
+                await asyncio.sleep(backoff.next())
+            else:
+                told = ""
+                backoff.reset()
 
     def _books_matter(self) -> bool:
         return any(service.wants_books for service in self._services.values()) or any(
@@ -471,40 +513,35 @@ class Agent:
         )
 
 
-@dataclass
 class Books:
     """What the kubelet's books said last."""
 
-    holdings: Holdings = field(default_factory=Holdings)
-    double: int = 0
-    _doubled: frozenset[tuple[str, str]] = frozenset()
-    _told: str = ""
-    _fails: int = 0
+    def __init__(self, asked: PodResources) -> None:
+        self.holdings = Holdings()
+        self.double = 0
+        self._asked = asked
+        self._doubled: frozenset[tuple[str, str]] = frozenset()
 
-    async def look(
-        self, asked: PodResources, paths: Paths, quiet: Quiet, gone: Sequence[str]
-    ) -> tuple[Holdings, Mapping[str, frozenset[str]] | None] | None:
-        """Look once; None if the books could not be read, or an allocation came in between."""
-        began = time.monotonic()
-        try:
-            allocatable = await asked.allocatable() if gone else None
-            entries = await asyncio.to_thread(podresources.read_checkpoint, paths.plugins)
-            report = await asked.list()
-        except (podresources.PodResourcesError, podresources.CheckpointError) as error:
-            if self._told != str(error):
-                self._told = str(error)
-                _LOG.info("who holds what cannot be read now: %s", error)
-            self._fails += 1
-            await asyncio.sleep(min(30.0, 2.0**self._fails))
-            return None
-        self._told, self._fails = "", 0
-        if not quiet.quiet_since(began):
+    async def look(self, paths: Paths, quiet: Quiet, *, allocatable: bool) -> Look | None:
+        """Look once; None if an allocation came in between.
+
+        Raises:
+            PodResourcesError: the kubelet cannot be asked.
+            CheckpointError: its checkpoint cannot be read.
+
+        """
+        asked_at = time.monotonic()
+        offered = await self._asked.allocatable() if allocatable else None
+        at = time.monotonic()
+        entries = await asyncio.to_thread(podresources.read_checkpoint, paths.plugins)
+        report = await self._asked.list()
+        if not quiet.quiet_since(at):
             return None
         uids = {entry.pod_uid for entry in entries}
         ended = await asyncio.to_thread(podresources.ended_pods, paths.kubelet_root, uids)
         self.holdings = podresources.holdings(report, entries, self.holdings, ended)
         self._count_doubles(report)
-        return self.holdings, allocatable
+        return Look(self.holdings, at, offered, asked_at)
 
     def _count_doubles(self, report: podresources.Report) -> None:
         doubled = {

@@ -208,31 +208,32 @@ def double_held(held: Mapping[str, frozenset[Holder]]) -> dict[str, frozenset[Ho
     }
 
 
+WELL_APART: Final = 4.0
+"""Seconds between the two looks after which a grant whose pod never shows up counts as released."""
+
+
 @dataclass(frozen=True, slots=True)
 class Released:
     """What is known of one resource's devices in use, and what has just come free.
 
     in_use: held as of the last look. granted: given out by an own Allocate and not seen held
-    yet, with the number of looks that missed it. free: what came free with this step.
+    yet, with when a look first missed it. free: what came free with this step.
     """
 
     in_use: frozenset[str] = frozenset()
-    granted: Mapping[str, int] = field(default_factory=dict)
+    granted: Mapping[str, float | None] = field(default_factory=dict)
     free: frozenset[str] = frozenset()
-
-    MISSES = 2
-    """Looks, well apart, after which a grant whose pod never shows up counts as released."""
 
     def grant(self, ids: Iterable[str]) -> Released:
         """Return what is known after an own Allocate gave out these devices."""
-        return Released(self.in_use, {**self.granted, **dict.fromkeys(ids, 0)}, self.free)
+        return Released(self.in_use, {**self.granted, **dict.fromkeys(ids)}, self.free)
 
-    def look(self, held: Iterable[str]) -> Released:
-        """Return what is known after a look at who holds what."""
+    def look(self, held: Iterable[str], at: float) -> Released:
+        """Return what is known after a look at `at` (monotonic seconds) at who holds what."""
         holds = frozenset(held)
-        granted = {name: misses + 1 for name, misses in self.granted.items() if name not in holds}
-        lost = frozenset(name for name, misses in granted.items() if misses >= self.MISSES)
-        waiting = {name: misses for name, misses in granted.items() if name not in lost}
+        missed = {name: at if since is None else since for name, since in self.granted.items() if name not in holds}
+        lost = frozenset(name for name, since in missed.items() if at - since >= WELL_APART)
+        waiting = {name: since for name, since in missed.items() if name not in lost}
         return Released(holds, waiting, (self.in_use - holds - waiting.keys()) | lost)
 
     @property
