@@ -34,6 +34,7 @@ if TYPE_CHECKING:
 __all__ = [
     "CheckpointEntry",
     "CheckpointError",
+    "ClaimUse",
     "Holder",
     "Holdings",
     "PodResources",
@@ -73,10 +74,26 @@ class Holder:
 
 
 @dataclass(frozen=True, slots=True)
+class ClaimUse:
+    """A container's use of a device through a claim; device: its name in its driver's slice."""
+
+    driver: str
+    pool: str
+    device: str
+    claim: str
+    holder: Holder
+
+
+@dataclass(frozen=True, slots=True)
 class Report:
-    """One answer of `List`: resource -> device id -> the containers that hold it."""
+    """One answer of `List`: resource -> device id -> the containers that hold it.
+
+    claims: what containers use through claims, those that the scheduler makes for extended
+    resources among them (kubelet feature KubeletPodResourcesDynamicResources, on since 1.34).
+    """
 
     held: Mapping[str, Mapping[str, frozenset[Holder]]]
+    claims: frozenset[ClaimUse] = frozenset()
 
     @property
     def containers(self) -> frozenset[tuple[str, str, str]]:
@@ -102,6 +119,7 @@ class CheckpointEntry:
 def parse_list(response: pb.ListPodResourcesResponse) -> Report:
     """Turn an answer of `List` into a report."""
     held: dict[str, dict[str, frozenset[Holder]]] = {}
+    claims: set[ClaimUse] = set()
     for pod in response.pod_resources:
         for container in pod.containers:
             holder = Holder(pod.namespace, pod.name, container.name)
@@ -109,7 +127,12 @@ def parse_list(response: pb.ListPodResourcesResponse) -> Report:
                 devices = held.setdefault(entry.resource_name, {})
                 for name in entry.device_ids:
                     devices[name] = devices.get(name, frozenset()) | {holder}
-    return Report(held)
+            for used in container.dynamic_resources:
+                claims.update(
+                    ClaimUse(one.driver_name, one.pool_name, one.device_name, used.claim_name, holder)
+                    for one in used.claim_resources
+                )
+    return Report(held, frozenset(claims))
 
 
 def parse_checkpoint(text: bytes) -> tuple[CheckpointEntry, ...]:
@@ -157,6 +180,8 @@ class Holdings:
     held: Mapping[str, Mapping[str, frozenset[Holder]]] = field(default_factory=dict)
     listed: frozenset[tuple[str, str, str]] = frozenset()
     """What `List` ever showed of what is still held or written down: (container, resource, id)."""
+    claims: frozenset[ClaimUse] = frozenset()
+    """What is used through claims, as `List` says (there is no second witness)."""
 
     def of(self, resource: str) -> Mapping[str, frozenset[Holder]]:
         """Return the holders by device id of one resource."""
@@ -193,7 +218,7 @@ def holdings(
             devices = held.setdefault(entry.resource, {})
             holder = Holder(container=entry.container, uid=entry.pod_uid)
             devices[name] = devices.get(name, frozenset()) | {holder}
-    return Holdings(held, frozenset(key for key in known if key in now or key in written))
+    return Holdings(held, frozenset(key for key in known if key in now or key in written), report.claims)
 
 
 def double_held(held: Mapping[str, frozenset[Holder]]) -> dict[str, frozenset[Holder]]:
