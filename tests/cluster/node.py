@@ -635,7 +635,8 @@ class Cluster:
 
     def kubeconfig_for(self, user: str, groups: Sequence[str] = ()) -> Path:
         """Write a kubeconfig of any user name and groups, by a client certificate of the cluster's authority."""
-        subject = "".join(f"/O={group}" for group in groups) + f"/CN={user}"
+        parts = [*(("O", group) for group in groups), ("CN", user)]
+        subject = "".join(f"/{key}=" + re.sub(r"([\\/+])", r"\\\1", value) for key, value in parts)
         name = f"user-{re.sub(r'[^A-Za-z0-9.-]', '-', user)}-{secrets.token_hex(4)}"
         self._certificate(name, subject, "client")
         data = {

@@ -101,6 +101,13 @@ def test_device_nodes_can_be_made(cluster: Cluster) -> None:
         node.unlink()
 
 
+def test_container_has_no_devices_that_it_was_not_given(cluster: Cluster) -> None:
+    pod = cluster.start_pod("one").wait_running()
+    pod.exec(["mknod", "/tmp/kmsg", "c", "1", "11"])
+    with pytest.raises(ExecError, match="not permitted"):
+        pod.exec(["head", "-c", "1", "/tmp/kmsg"])
+
+
 def test_objects_are_applied_and_removed(cluster: Cluster) -> None:
     cluster.apply("{apiVersion: v1, kind: ConfigMap, metadata: {name: a}, data: {k: v}}\n---\n")
     cluster.apply({"apiVersion": "v1", "kind": "ConfigMap", "metadata": {"name": "a"}, "data": {"k": "w"}})
@@ -151,9 +158,9 @@ def test_service_account_has_the_rights_of_its_role_only(cluster: Cluster) -> No
 
 
 def test_kubeconfig_of_any_user(cluster: Cluster) -> None:
-    path = cluster.kubeconfig_for("somebody", ["testers", "more"])
+    path = cluster.kubeconfig_for("some/body+x", ["testers", "more"])
     said = cluster.kubectl(f"--kubeconfig={path}", "auth", "whoami", "-ojsonpath={.status.userInfo}")
-    assert '"username":"somebody"' in said
+    assert '"username":"some/body+x"' in said
     assert '"testers"' in said
     assert '"more"' in said
 
