@@ -75,6 +75,7 @@ __all__ = [
     "grant",
     "observe",
     "prepare",
+    "reopen",
     "reserve",
     "unprepare",
 ]
@@ -671,12 +672,14 @@ def _found(
     return tuple(found), tuple(quarantined)
 
 
-def reserve(claim: Claim, *, durable: bool) -> Operation[Claim | Refused]:
+def reserve(claim: Claim, *, durable: bool, pull: bool = False) -> Operation[Claim | Refused]:
     """Reserve a claim's devices (R2) while its driver works on them; `prepare` completes it.
 
     Answers the claim as the ledger has it already, if it has (a `result` of None: not completed),
     else the reservation. Without `durable` a crash forgets it; a driver whose work leaves traces
     on the device wants it durable, so that an Unprepare after a crash can undo them.
+
+    pull: where a device is on the plugin's side and idle, begin its move to DRA.
     """
 
     def decide(state: Snapshot, rules: Rules) -> Decision[Claim | Refused]:
@@ -687,7 +690,7 @@ def reserve(claim: Claim, *, durable: bool) -> Operation[Claim | Refused]:
             return Decision(known)
         refusal = _claim_refusal(state, rules, claim)
         if refusal is not None:
-            return Decision(refusal)
+            return _pulled(state, claim, refusal) if pull else Decision(refusal)
         durably = durable or (known is not None and known.durable)
         record = replace(claim, result=None, sequence=state.sequence + 1, durable=durably)
         return Decision(record, (Change("claims", key, record, durable=durably),))
@@ -740,6 +743,19 @@ def _pulled(state: Snapshot, claim: Claim, refusal: Refused) -> Decision[Claim |
             if (resource, device) == (refusal.resource, refusal.device):
                 refusal = replace(refusal, state=State.TO_DRA, since=claim.since, moving=True)
     return Decision(refusal, tuple(changes))
+
+
+def reopen(driver: str, uid: str) -> Operation[Claim | None]:
+    """Make a prepared claim one that is about to be again, its devices still held (after a reboot)."""
+
+    def decide(state: Snapshot, _rules: Rules) -> Decision[Claim | None]:
+        known = state.claims.get((driver, uid))
+        if known is None or known.result is None:
+            return Decision(known)
+        record = replace(known, result=None, sequence=state.sequence + 1)
+        return Decision(record, (Change("claims", (driver, uid), record),))
+
+    return decide
 
 
 def unprepare(driver: str, uid: str) -> Operation[Claim | None]:
