@@ -554,11 +554,7 @@ class Driver:
             edits: dict[str, list[ContainerEdits]] = {}
             for group in groups:
                 edits.setdefault(group.request, []).append(await self._edits(ref, group))
-            prepared, data = await asyncio.to_thread(self._answer, ref.uid, groups, edits)
-            if data is not None:
-                await asyncio.to_thread(self._store.write, ref.uid, data)
-            else:
-                await asyncio.to_thread(self._store.remove, ref.uid)
+            prepared = await asyncio.to_thread(self._answer, ref.uid, groups, edits)
             final = dataclasses.replace(record, result=msgspec.json.encode(prepared).decode())
             await self._ask(ref, ledger.prepare(final, pull=self.pull))
         except BaseException:
@@ -613,9 +609,7 @@ class Driver:
 
         """
         used = frozenset(in_use)
-        lists: dict[str, list[str]] = {
-            name: [] for name in ("unprepared", "reopened", "rewritten", "removed", "unknown")
-        }
+        lists: dict[str, list[str]] = {item.name: [] for item in dataclasses.fields(Reconciled)}
 
         async def look(claim: Claim) -> None:
             async with self._turns.of(claim.uid):
@@ -776,10 +770,8 @@ class Driver:
         except EditConflictError as error:
             raise ClaimError("conflict", f"request {group.request!r}: the devices' edits: {error}") from error
 
-    def _answer(
-        self, uid: str, groups: Sequence[_Group], edits: Mapping[str, Sequence[ContainerEdits]]
-    ) -> tuple[Prepared, bytes | None]:
-        """Make the answer and the CDI file's contents. In a thread: it looks at device nodes.
+    def _answer(self, uid: str, groups: Sequence[_Group], edits: Mapping[str, Sequence[ContainerEdits]]) -> Prepared:
+        """Make the answer and the CDI file. In a thread: it looks at device nodes.
 
         One CDI device a request, so that a container gets the edits of its own requests and each
         once; the request's first device carries it. Its name tells the devices, as evidence (R8).
@@ -802,8 +794,12 @@ class Driver:
             for _, result in members:
                 devices.append(PreparedDevice(request, result.pool, result.device, tuple(ids), result.share_id or ""))
                 ids = []
-        data = cdi.encode(cdi.build(self.name, listed)) if listed else None
-        return Prepared(tuple(devices), None if data is None else msgspec.Raw(data), self._boot), data
+        if not listed:
+            self._store.remove(uid)
+            return Prepared(tuple(devices), None, self._boot)
+        data = cdi.encode(cdi.build(self.name, listed))
+        self._store.write(uid, data)
+        return Prepared(tuple(devices), msgspec.Raw(data), self._boot)
 
     async def _undo(self, ref: ClaimRef, record: Claim, *, traces: bool) -> None:
         """Leave nothing of a Prepare that failed; what cannot be undone now, Unprepare will."""
@@ -902,12 +898,17 @@ class Driver:
     def _task(self, work: Coroutine[Any, Any, _T]) -> asyncio.Task[_T]:
         task = asyncio.create_task(work)
         self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        task.add_done_callback(self._over)
         return task
+
+    def _over(self, task: asyncio.Task[Any]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled():
+            task.exception()  # seen: a caller that went away does not ask for it
 
     def _count(self, **changes: Any) -> None:
         now = self._statistics
-        values = {
+        values: dict[str, Any] = {
             name: value if isinstance(value, Mapping) else getattr(now, name) + value for name, value in changes.items()
         }
         self._statistics = dataclasses.replace(now, **values)
