@@ -1,0 +1,442 @@
+"""Which devices move between the doors of a live node, and what each move needs to end.
+
+Two layers: `plan` and its helpers are pure functions over what is known; `Handover` gathers the
+evidence that the ledger's rules ask for and hands it in. Safety is not here: it lies in the
+ledger, which refuses an Allocate or a Prepare on the wrong side however this room errs.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import math
+import re
+import time
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Final, Literal, Protocol
+
+from deviceplugin import ledger
+from deviceplugin.agent import Look
+from deviceplugin.endpoint import Endpoint
+from deviceplugin.inventory import Inventory
+from deviceplugin.ledger import (
+    ClusterEvidence,
+    Desk,
+    KubeletEvidence,
+    KubeletSnapshot,
+    LedgerError,
+    Side,
+    State,
+)
+from deviceplugin.podresources import CheckpointError, PodResourcesError
+from deviceplugin.registration import Backoff
+from deviceplugin.sharing import device_of, replicas_of
+from deviceplugin.topology import natural
+from dra_bridge.keeper import held_units
+
+__all__ = ["Claims", "Handover", "Plan", "Share", "ShareError", "Slices", "Statistics", "parse_share", "plan"]
+
+_LOG: Final = logging.getLogger(__name__)
+
+Drain = Literal["cordon", "wait"]
+
+
+# What is asked for.
+
+
+class ShareError(ValueError):
+    """Raised when a share is not one."""
+
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """How many of a node's devices claims are to have: a count, or a part of all (0 to 1)."""
+
+    count: int | None = None
+    part: float = 0.0
+
+    def of(self, total: int) -> int:
+        """Return how many of `total` devices that is; parts are rounded to the nearest, halves up."""
+        if self.count is not None:
+            return min(self.count, total)
+        return min(total, math.floor(self.part * total + 0.5))
+
+    def __str__(self) -> str:
+        if self.count is not None:
+            return str(self.count) if self.count else "none"
+        return "all" if self.part == 1 else f"{self.part:.0%}"
+
+
+def parse_share(text: str | int) -> Share:
+    """Read a share: none, all, a count, or a percentage.
+
+    Raises:
+        ShareError: it is none of them.
+
+    """
+    word = str(text).strip()
+    if word == "none":
+        return Share(0)
+    if word == "all":
+        return Share(part=1.0)
+    if re.fullmatch(r"[0-9]{1,7}", word):
+        return Share(int(word))
+    if re.fullmatch(r"100%|[1-9]?[0-9]%", word):
+        return Share(part=int(word[:-1]) / 100)
+    raise ShareError(f"{word!r} is not a share; write none, all, a number of devices, or a percentage such as 50%")
+
+
+# Which devices move.
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What is to begin now; to turn round under way is to begin the other way.
+
+    to_dra, to_plugin: devices whose move begins. steer: devices on the plugin's side that are to
+    move once they are idle (drain: wait); new pods had better get others.
+    """
+
+    to_dra: tuple[str, ...] = ()
+    to_plugin: tuple[str, ...] = ()
+    steer: frozenset[str] = frozenset()
+
+    def __bool__(self) -> bool:
+        return bool(self.to_dra or self.to_plugin)
+
+
+def plan(
+    states: Mapping[str, State],
+    held: Collection[str],
+    share: Share,
+    drain: Drain = "cordon",
+    groups: Sequence[frozenset[str]] = (),
+) -> Plan:
+    """Choose the devices that move so that as many as `share` says are on, or on their way to, DRA.
+
+    states: of every device that counts; quarantined ones are on no side and stay where they are.
+    held: devices in the hands of a pod or a claim. groups: devices that belong together (links,
+    a switch, a NUMA node), which move whole rather than in fragments.
+
+    Moves under way are kept where they serve the share: first those that ended on DRA, then those
+    still moving. Idle devices move before held ones, and held ones only with `cordon`.
+    """
+    devices = sorted((name for name, state in states.items() if state is not State.QUARANTINED), key=natural)
+    want = share.of(len(devices))
+    bound = [name for name in devices if states[name] in (State.DRA, State.TO_DRA)]
+    if len(bound) < want:
+        rest = [name for name in devices if name not in set(bound)]
+        chosen = _choose(rest, want - len(bound), bound, held, groups, turning=State.TO_PLUGIN, states=states)
+        if drain == "cordon":
+            return Plan(to_dra=chosen)
+        now = tuple(name for name in chosen if name not in held or states[name] is State.TO_PLUGIN)
+        return Plan(to_dra=now, steer=frozenset(chosen) - frozenset(now))
+    if len(bound) > want:
+        rest = [name for name in devices if name not in set(bound)]
+        back = _choose(bound, len(bound) - want, rest, held, groups, turning=State.TO_DRA, states=states)
+        if drain == "cordon":
+            return Plan(to_plugin=back)
+        return Plan(to_plugin=tuple(name for name in back if name not in held or states[name] is State.TO_DRA))
+    return Plan()
+
+
+def _choose(
+    candidates: Sequence[str],
+    count: int,
+    there: Collection[str],
+    held: Collection[str],
+    groups: Sequence[frozenset[str]],
+    *,
+    turning: State,
+    states: Mapping[str, State],
+) -> tuple[str, ...]:
+    """Choose `count` candidates to go where `there` are already.
+
+    Devices whose own move is turned round by it go first (they are held by nobody on the other
+    side), then whole groups: those begun already, then those that fit, idle ones before held ones.
+    """
+    at = {name: index for index, name in enumerate(candidates)}
+    chosen: list[str] = [name for name in candidates if states[name] is turning][:count]
+    groups = [group for group in groups if group & at.keys()] or []
+    grouped = frozenset().union(*groups) if groups else frozenset()
+    parts = [*groups, *(frozenset({name}) for name in candidates if name not in grouped)]
+    while len(chosen) < count:
+        missing = count - len(chosen)
+        left = [members for group in parts if (members := [n for n in group if n in at and n not in chosen])]
+
+        def price(members: list[str], missing: int = missing) -> tuple[bool, int, bool, int, int]:
+            whole = next(group for group in parts if members[0] in group)
+            begun = len(whole & set(there)) + len(whole & set(chosen))
+            idle = [name for name in members if name not in held]
+            return (
+                not idle,  # something to be had at once
+                -begun if len(whole) > 1 else 0,  # a group that is broken up already
+                len(members) > missing,  # a group that would be broken up
+                -min(len(idle), missing),  # much of it idle
+                min(at[name] for name in members),
+            )
+
+        members = min(left, key=price)
+        idle_first = sorted(members, key=lambda name: (name in held, at[name]))
+        idle = [name for name in idle_first if name not in held]
+        others_idle = any(name not in held for group in left if group is not members for name in group)
+        take = idle if idle and others_idle else idle_first
+        chosen.extend(take[:missing])
+    return tuple(chosen)
+
+
+# Making it so.
+
+
+class Slices(Protocol):
+    """What the publisher of slices tells and takes."""
+
+    def withdrawn(self, resource: str, device: str) -> float | None:
+        """Return since when (monotonic seconds) the API server has had slices without the device, if it has."""
+
+    def publish(self) -> None:
+        """Look again at what the slices should be."""
+
+
+class Claims(Protocol):
+    """What the API server says of claims."""
+
+    async def allocated(self) -> Mapping[tuple[str, str], str]:
+        """List all claims, consistently; return namespace/name by the (resource, device) allocated on this node.
+
+        Raises:
+            ClusterError: the API server cannot be asked.
+
+        """
+
+
+@dataclass(slots=True)
+class Statistics:
+    """What a handover has done so far; counters only grow. Seconds from begin to commit."""
+
+    begun: dict[str, int] = field(default_factory=lambda: {"to-dra": 0, "to-plugin": 0})
+    finished: dict[str, int] = field(default_factory=lambda: {"to-dra": 0, "to-plugin": 0})
+    seconds: dict[str, float] = field(default_factory=lambda: {"to-dra": 0.0, "to-plugin": 0.0})
+
+
+class Handover:
+    """Moves one resource's devices between the doors until their sides are as the share says.
+
+    Args:
+        endpoint, inventory: of the resource.
+        desk: the ledger's face.
+        look: a look at the kubelet's books, with what it would give out (`Agent.look`).
+        slices, claims: the API server's side of it.
+        groups: devices that belong together, as of now.
+        errors: what `claims` may raise when the API server cannot be asked.
+
+    """
+
+    QUICK: Final = 0.02
+    SLOW: Final = 2.0
+
+    def __init__(
+        self,
+        endpoint: Endpoint,
+        inventory: Inventory,
+        desk: Desk,
+        look: Callable[[], asyncio.Future[Look | None]],
+        slices: Slices,
+        claims: Claims,
+        *,
+        share: Share,
+        drain: Drain = "cordon",
+        groups: Callable[[], Sequence[frozenset[str]]] = tuple,
+        errors: tuple[type[Exception], ...] = (),
+    ) -> None:
+        self.resource = endpoint.resource
+        self.statistics = Statistics()
+        self.waiting: Mapping[str, str] = {}
+        self.steer: frozenset[str] = frozenset()
+        self._endpoint = endpoint
+        self._inventory = inventory
+        self._desk = desk
+        self._look = look
+        self._slices = slices
+        self._claims = claims
+        self._share = share
+        self._drain: Drain = drain
+        self._groups = groups
+        self._errors: tuple[type[Exception], ...] = (LedgerError, PodResourcesError, CheckpointError, *errors)
+        self._wake = asyncio.Event()
+        self._withdraw: frozenset[str] = frozenset()
+        self._told: Mapping[str, str] = {}
+
+    # What the others need to know.
+
+    @property
+    def share(self) -> Share:
+        """The share that is asked for."""
+        return self._share
+
+    def ask(self, share: Share, drain: Drain | None = None) -> None:
+        """Ask for another share from now on."""
+        if (share, drain or self._drain) != (self._share, self._drain):
+            _LOG.info("%s: claims are to have %s of the devices (before: %s)", self.resource, share, self._share)
+            self._share, self._drain = share, drain or self._drain
+        self.wake()
+
+    def wake(self) -> None:
+        """Look again soon: a device came free, the share or the devices changed."""
+        self._wake.set()
+
+    def offered(self, device: str) -> bool:
+        """Return whether the slices have the device at all (R4)."""
+        state = self._desk.snapshot.device(self.resource, device).state
+        return state is State.DRA or (state is State.TO_PLUGIN and device not in self._withdraw)
+
+    def leaving(self, device: str) -> bool:
+        """Return whether the slices have the device with a taint, since it is to leave (R4)."""
+        return self._desk.snapshot.device(self.resource, device).state is State.TO_PLUGIN
+
+    # The loop.
+
+    async def run(self) -> None:
+        """Move devices until cancelled."""
+        backoff = Backoff(first=self.QUICK, most=self.SLOW)
+        unsubscribe = self._inventory.subscribe(lambda snapshot: self.wake())
+        try:
+            while True:
+                self._wake.clear()
+                try:
+                    progress, moving = await self._step()
+                except self._errors as error:
+                    _LOG.info("%s: the handover waits: %s", self.resource, error)
+                    progress, moving = False, True
+                if progress:
+                    backoff.reset()
+                    continue
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(backoff.next() if moving else 60.0):
+                        await self._wake.wait()
+                        backoff.reset()
+        finally:
+            unsubscribe()
+
+    async def _step(self) -> tuple[bool, bool]:
+        """Do what can be done now; return whether anything moved, and whether anything is under way."""
+        moved = await self._begin()
+        records = self._desk.snapshot.of(self.resource)
+        to_dra = [name for name, record in records.items() if record.state is State.TO_DRA]
+        to_plugin = [name for name, record in records.items() if record.state is State.TO_PLUGIN]
+        self._withdraw &= frozenset(to_plugin)
+        waiting: dict[str, str] = {}
+        if to_dra:
+            moved = await self._end_to_dra(to_dra, waiting) or moved
+        if to_plugin:
+            moved = await self._end_to_plugin(to_plugin, waiting) or moved
+        self._tell(waiting)
+        return moved, bool(to_dra or to_plugin)
+
+    async def _begin(self) -> bool:
+        """Begin the moves that the share asks for."""
+        now = self._desk.snapshot
+        listed = self._inventory.snapshot
+        states = {
+            name: record.state
+            for name, record in now.of(self.resource).items()
+            if name in listed.devices and name not in listed.gone
+        }
+        held = {hold.device for hold in now.holds_on(self.resource, states)}
+        held |= {device for claim in now.claims_on(self.resource, states) for _, device in claim.held}
+        wish = plan(states, held, self._share, self._drain, self._groups())
+        self.steer = wish.steer
+        for devices, side in ((wish.to_dra, Side.DRA), (wish.to_plugin, Side.PLUGIN)):
+            if devices:
+                reason = f"the share is {self._share}"
+                moves = await self._desk.do(ledger.begin_move(self.resource, devices, side, time.time(), reason))
+                for state in moves.values():
+                    if state.value in self.statistics.begun:
+                        self.statistics.begun[state.value] += 1
+                _LOG.info(
+                    "%s: %s to the %s side",
+                    self.resource,
+                    ", ".join(f"{name} ({state.text})" for name, state in moves.items()),
+                    side.value,
+                )
+        if wish:
+            self._endpoint.refresh()
+            self._slices.publish()
+        return False
+
+    async def _end_to_dra(self, devices: Sequence[str], waiting: dict[str, str]) -> bool:
+        """Gather what R5 asks for, and hand it in."""
+        self._endpoint.refresh()
+        replicas = self._endpoint.source.replicas
+        sequence = self._desk.snapshot.sequence
+        shown = self._endpoint.shown()
+        if shown is None:
+            waiting.update(dict.fromkeys(devices, "the kubelet to listen"))
+            return False
+        at, healthy = shown
+        unhealthy = {name: at for name in devices if healthy.isdisjoint(replicas_of(name, replicas))}
+        if not unhealthy:
+            waiting.update(dict.fromkeys(devices, "ListAndWatch to show it Unhealthy"))
+            return False
+        began = self._desk.snapshot.sequence
+        seen = await self._look()
+        if seen is None or seen.allocatable is None:
+            waiting.update(dict.fromkeys(devices, "a moment without an Allocate in flight"))
+            return False
+        offered = seen.allocatable.get(self.resource, frozenset())
+        evidence = KubeletEvidence(
+            sequence=sequence,
+            shown=unhealthy,
+            allocatable_at=seen.allocatable_at,
+            allocatable=frozenset(device_of(name, replicas) for name in offered),
+            snapshot=KubeletSnapshot(
+                began, seen.at, quiet=True, held=held_units(seen.holdings.of(self.resource), replicas)
+            ),
+        )
+        done = await self._desk.do(ledger.commit_to_dra(self.resource, devices, evidence, time.time()))
+        waiting.update(done.waiting)
+        self._finished("to-dra", done.devices)
+        return bool(done.devices)
+
+    async def _end_to_plugin(self, devices: Sequence[str], waiting: dict[str, str]) -> bool:
+        """Withdraw devices that no claim holds, gather what R6 asks for, and hand it in."""
+        now = self._desk.snapshot
+        held = {device for claim in now.claims_on(self.resource, devices) for _, device in claim.held}
+        free = frozenset(devices) - held
+        if free - self._withdraw:
+            self._withdraw |= free
+            self._slices.publish()
+        withdrawn = {name: at for name in free if (at := self._slices.withdrawn(self.resource, name)) is not None}
+        waiting.update(dict.fromkeys(held, "its claim"))
+        if not withdrawn:
+            waiting.update(dict.fromkeys(free, "the API server to accept the slice without it"))
+            return False
+        sequence, listed_at = now.sequence, time.monotonic()
+        allocated = await self._claims.allocated()
+        evidence = ClusterEvidence(
+            sequence,
+            withdrawn,
+            listed_at,
+            {device: claim for (resource, device), claim in allocated.items() if resource == self.resource},
+        )
+        done = await self._desk.do(ledger.commit_to_plugin(self.resource, sorted(free), evidence, time.time()))
+        waiting.update(done.waiting)
+        self._finished("to-plugin", done.devices)
+        return bool(done.devices)
+
+    def _finished(self, way: str, devices: Sequence[str]) -> None:
+        if not devices:
+            return
+        self._withdraw -= frozenset(devices)
+        self.statistics.finished[way] += len(devices)
+        _LOG.info("%s: moved %s: %s", self.resource, way, ", ".join(devices))
+        self._endpoint.refresh()
+        self._slices.publish()
+
+    def _tell(self, waiting: Mapping[str, str]) -> None:
+        for name, what in waiting.items():
+            if self._told.get(name) != what:
+                _LOG.debug("%s: the move of %s waits for %s", self.resource, name, what)
+        self._told = self.waiting = waiting

@@ -1,0 +1,114 @@
+"""The ledger between the plugin door and the kubelet's books.
+
+As the endpoint's doorkeeper it says what the plugin side offers (R3) and records what it gives
+out before the answer leaves (R1); as an observer of the kubelet's books it releases what is over
+(R7) and notices what contradicts the ledger.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Final, cast
+
+import grpc
+
+from deviceplugin import ledger
+from deviceplugin.agent import Look
+from deviceplugin.endpoint import Refusal
+from deviceplugin.ledger import Desk, Held, KubeletSnapshot, LedgerError
+from deviceplugin.podresources import Holder
+from deviceplugin.sharing import device_of
+
+__all__ = ["Keeper", "held_units"]
+
+_LOG: Final = logging.getLogger(__name__)
+
+
+def held_units(held: Mapping[str, Iterable[Holder]], replicas: int) -> dict[str, Held]:
+    """Return who holds what as the ledger wants it: by the kubelet's id, one pod each."""
+    units = {}
+    for unit, holders in held.items():
+        first = min(holders)
+        units[unit] = Held(device_of(unit, replicas), f"{first.namespace}/{first.pod}" if first.pod else first.uid)
+    return units
+
+
+class Keeper:
+    """Asks the ledger for the plugin door.
+
+    Args:
+        desk: the ledger's face.
+        replicas: how often each device of a resource is offered, by resource; the resources that
+            the ledger decides about. Others are offered and granted freely.
+        changed: called after something was released, found or quarantined.
+
+    """
+
+    def __init__(self, desk: Desk, replicas: Mapping[str, int], changed: Callable[[], None] = lambda: None) -> None:
+        self._desk = desk
+        self.replicas = replicas
+        self.changed = changed
+
+    # The doorkeeper.
+
+    def offers(self, resource: str, device: str) -> bool:
+        """Return whether the plugin side shows this device healthy (R3); not before it is in the ledger."""
+        if resource not in self.replicas:
+            return True
+        record = self._desk.snapshot.devices.get((resource, device))
+        return record is not None and record.state.healthy
+
+    async def grant(self, resource: str, names: Sequence[str], devices: Sequence[str]) -> None:
+        """Record that these ids are given out (R1).
+
+        Raises:
+            Refusal: a device is not on the plugin side, or the ledger cannot be written.
+
+        """
+        if resource not in self.replicas:
+            return
+        units = {name: device_of(name, self.replicas[resource]) for name in names}
+        try:
+            answer = await self._desk.do(ledger.grant(resource, units, time.time()))
+        except LedgerError as error:
+            raise Refusal(
+                grpc.StatusCode.UNAVAILABLE, "ledger", f"{resource}: the ledger cannot be written: {error}"
+            ) from error
+        if isinstance(answer, ledger.Refused):
+            raise Refusal(grpc.StatusCode.FAILED_PRECONDITION, "side", answer.message)
+
+    # The observer.
+
+    def wants_books(self) -> bool:
+        """Return whether anything is given out."""
+        return bool(self._desk.snapshot.holds)
+
+    def before_look(self) -> object:
+        """Remember where the ledger stood."""
+        return self._desk.snapshot.sequence
+
+    async def after_look(self, before: object, seen: Look) -> None:
+        """Release what the kubelet shows no more, take in what it shows and the ledger does not know."""
+        news = False
+        for resource, replicas in self.replicas.items():
+            units = held_units(seen.holdings.of(resource), replicas)
+            snapshot = KubeletSnapshot(cast("int", before), seen.at, quiet=True, held=units)
+            try:
+                found = await self._desk.do(ledger.observe(resource, snapshot, time.time()))
+            except LedgerError as error:
+                _LOG.warning("%s: the ledger cannot be written: %s", resource, error)
+                continue
+            for unit in found.found:
+                _LOG.info("%s: pod %s holds %s, which the ledger did not know", resource, units[unit].pod, unit)
+            for device in found.quarantined:
+                _LOG.error(
+                    "%s: device %s is quarantined: %s",
+                    resource,
+                    device,
+                    self._desk.snapshot.device(resource, device).reason,
+                )
+            news = news or bool(found.released or found.found or found.quarantined)
+        if news:
+            self.changed()
