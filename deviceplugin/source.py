@@ -7,12 +7,15 @@ loop) or coroutine functions; each has a deadline, and one that fails costs its 
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Awaitable, Iterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Iterator, Mapping, Sequence
 from typing import Any, ClassVar
 
 from deviceplugin.device import ContainerEdits, Device
 
-__all__ = ["DeviceSource"]
+__all__ = ["DeviceSource", "Measured"]
+
+Measured = Mapping[str, Mapping[str, float | Mapping[str, float] | None]]
+"""Device id -> quantity -> number, or numbers by part ("xid_errors_total": {"79": 1})."""
 
 
 class DeviceSource:
@@ -41,7 +44,7 @@ class DeviceSource:
     hook_timeout: float = 10.0
     config_type: ClassVar[type[Any] | None] = None
 
-    HOOKS: ClassVar[tuple[str, ...]] = ("edits", "reset", "prefer", "released", "prepare", "unprepare")
+    HOOKS: ClassVar[tuple[str, ...]] = ("edits", "reset", "prefer", "released", "prepare", "unprepare", "measure")
 
     def watch(self) -> AsyncIterator[Sequence[Device]] | Iterator[Sequence[Device]]:
         """Yield the full list of devices now, and again whenever anything about it changes.
@@ -103,6 +106,16 @@ class DeviceSource:
         It may be called again. An error keeps the claim's pods from ending; the kubelet tries again.
         """
         return None
+
+    def measure(self, devices: Sequence[Device]) -> Measured | Awaitable[Measured]:
+        """Return how busy the devices are, by id and quantity; called at a period if there are metrics.
+
+        `deviceplugin.load` knows the common quantities (`utilization_ratio`, `memory_used_bytes`);
+        others become metrics of their own, in base units, with `_total` at the end if they only
+        grow. What a device cannot tell is left out or None, never 0. An error or a call that takes
+        too long leaves nothing to be shown; the next call follows when this one has ended.
+        """
+        raise NotImplementedError
 
     @property
     def hooks(self) -> frozenset[str]:
