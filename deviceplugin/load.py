@@ -1,0 +1,229 @@
+"""How busy the devices are: what a source's `measure` says, gathered in the background.
+
+Nobody who looks waits for hardware: readings are taken at a period, kept with the moment they
+were taken, and forgotten when they are old. What could not be read is absent, never zero or what
+it was before.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import logging
+import math
+import re
+import time
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Final
+
+from deviceplugin import hooks
+
+if TYPE_CHECKING:
+    from deviceplugin.device import Device
+    from deviceplugin.source import DeviceSource, Measured
+
+__all__ = ["QUANTITIES", "Gauge", "Quantity", "Reading"]
+
+_LOG: Final = logging.getLogger(__name__)
+STALE: Final = 2.5
+"""Periods after which a reading counts no more."""
+
+
+@dataclass(frozen=True, slots=True)
+class Quantity:
+    """Something that can be measured of a device: its metric's name behind `deviceplugin_device_`.
+
+    A name that ends with `_total` is a counter. label: what tells its parts apart, if it has
+    parts; a source then gives a mapping, by that label's value.
+    """
+
+    name: str
+    about: str
+    label: str = ""
+
+
+QUANTITIES: Final[Mapping[str, Quantity]] = {
+    quantity.name: quantity
+    for quantity in (
+        Quantity("utilization_ratio", "Share of time in which the device was at work"),
+        Quantity("memory_utilization_ratio", "Share of time in which the device's memory was read or written"),
+        Quantity("encoder_utilization_ratio", "Share of time in which the video encoder was at work"),
+        Quantity("decoder_utilization_ratio", "Share of time in which the video decoder was at work"),
+        Quantity("memory_used_bytes", "The device's own memory in use"),
+        Quantity("memory_total_bytes", "The device's own memory, all of it"),
+        Quantity("temperature_celsius", "Temperature, by sensor where there are several", "sensor"),
+        Quantity("power_watts", "Power drawn now"),
+        Quantity("power_limit_watts", "Power above which the device slows itself down"),
+        Quantity("energy_joules_total", "Energy used since the driver was loaded"),
+        Quantity("clock_hertz", "Clock frequency now, by what it drives (graphics, sm, memory, video)", "clock"),
+        Quantity("throttled", "1 while the device slows itself down for this reason", "reason"),
+        Quantity("ecc_errors_total", "Memory errors found, by kind (corrected, uncorrected)", "kind"),
+        Quantity("xid_errors_total", "Errors that the driver reported, by XID code", "code"),
+        Quantity("pcie_bytes_per_second", "PCIe throughput now, by direction (receive, transmit)", "direction"),
+        Quantity("pcie_replays_total", "PCIe packets sent again"),
+        Quantity("nvlink_bytes_total", "Bytes over NVLink, by direction (receive, transmit)", "direction"),
+        Quantity("fan_ratio", "Fan speed as a share of its highest"),
+    )
+}
+"""What is known by name; a source may measure anything else, too."""
+
+_NAME: Final = re.compile(r"[a-z][a-z0-9_]*")
+
+Value = float | Mapping[str, float]
+"""One number, or numbers by the value of the quantity's label."""
+
+
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """What one call of `measure` gave: device id -> quantity -> value. at: monotonic seconds."""
+
+    values: Mapping[str, Mapping[str, Value]]
+    at: float
+
+
+class MeasureError(Exception):
+    """Raised when what `measure` returned is not what it should."""
+
+
+def checked(measured: object, devices: Sequence[Device]) -> Mapping[str, Mapping[str, Value]]:
+    """Return what a source measured, of the devices that were asked for, without what is None or not a number.
+
+    Raises:
+        MeasureError: it is not a mapping of mappings, or a name cannot be a metric's.
+
+    """
+    if not isinstance(measured, Mapping):
+        raise MeasureError(f"it returned {type(measured).__name__}, not numbers by device id and quantity")
+    found: dict[str, Mapping[str, Value]] = {}
+    for device in devices:
+        quantities = measured.get(device.id)
+        if quantities is None:
+            continue
+        if not isinstance(quantities, Mapping):
+            raise MeasureError(f"of {device.id} it returned {type(quantities).__name__}, not numbers by quantity")
+        values: dict[str, Value] = {}
+        for name, value in quantities.items():
+            if not isinstance(name, str) or not _NAME.fullmatch(name):
+                raise MeasureError(f"{name!r} cannot be the name of a quantity; write it like temperature_celsius")
+            if isinstance(value, Mapping):
+                parts = {str(key): one for key, part in value.items() if (one := _number(name, part)) is not None}
+                if parts:
+                    values[name] = parts
+            elif (one := _number(name, value)) is not None:
+                values[name] = one
+        found[device.id] = values
+    return found
+
+
+def _number(name: str, value: object) -> float | None:
+    if value is None:
+        return None
+    if not isinstance(value, (int, float)):
+        raise MeasureError(f"{name} is {value!r}, not a number")
+    number = int(value) if isinstance(value, bool) else value
+    return number if math.isfinite(number) else None
+
+
+class Gauge:
+    """Measures one source's devices again and again; belongs to one event loop, is read by any thread.
+
+    calls, failures, seconds: of `measure`, so far. error: why there is no reading now, for people.
+    """
+
+    def __init__(self, source: DeviceSource, period: float) -> None:
+        self.source = source
+        self.calls = 0
+        self.failures = 0
+        self.seconds = 0.0
+        self.error = ""
+        self._period = period
+        self._reading: Reading | None = None
+        self._called = 0
+        self._ended = 0
+
+    @property
+    def reading(self) -> Reading | None:
+        """The last reading; None if there is none or it is too old."""
+        reading = self._reading
+        if reading is None or time.monotonic() - reading.at > self._period * STALE:
+            return None
+        return reading
+
+    async def take(self, devices: Sequence[Device]) -> None:
+        """Measure once; what goes wrong is said once, and there is no reading then."""
+        what = f"measure of {self.source.resource}"
+        if self._called > self._ended:
+            # A call that hangs has its thread for ever; another one would hang beside it.
+            self._failed(f"{what} still hangs")
+            return
+        if not devices:
+            self._reading, self.error = None, ""
+            return
+        self.calls += 1
+        began = time.perf_counter()
+        try:
+            measured = await hooks.call(what, self._watched(self.source.measure), devices, timeout=self._patience)
+            self._reading = Reading(checked(measured, devices), time.monotonic())
+        except (hooks.HookError, MeasureError) as error:
+            said = str(error) if isinstance(error, hooks.HookError) else f"{what}: {error}"
+            self._failed(said)
+        else:
+            if self.error:
+                _LOG.info("%s works again", what)
+            self.error = ""
+        finally:
+            self.seconds += time.perf_counter() - began
+
+    @property
+    def _patience(self) -> float:
+        return min(self.source.hook_timeout, max(self._period, 1.0))
+
+    def _failed(self, error: str) -> None:
+        self.failures += 1
+        self._reading = None
+        if error != self.error:
+            _LOG.warning("%s; its devices' load is not shown", error)
+        self.error = error
+
+    def _watched(self, hook: Callable[..., Measured | Awaitable[Measured]]) -> Callable[..., Any]:
+        """Return the hook such that it is known whether it has ended, however late."""
+        if inspect.iscoroutinefunction(hook):
+
+            async def waited(devices: Sequence[Device]) -> Any:
+                self._called += 1
+                try:
+                    return await hook(devices)
+                finally:
+                    self._ended += 1
+
+            return waited
+
+        def called(devices: Sequence[Device]) -> Any:
+            self._called += 1
+            try:
+                return hook(devices)
+            finally:
+                self._ended += 1
+
+        return called
+
+
+async def measure_for_ever(gauges: Callable[[], Sequence[tuple[Gauge, Sequence[Device]]]], period: float) -> None:
+    """Take readings at a period, all sources side by side; one that is slow holds up no other."""
+    loop = asyncio.get_running_loop()
+    running: dict[Gauge, asyncio.Task[None]] = {}
+    due = loop.time()
+    try:
+        while True:
+            for gauge, devices in gauges():
+                before = running.get(gauge)
+                if before is None or before.done():
+                    running[gauge] = asyncio.create_task(gauge.take(devices), name=f"measure {gauge.source.resource}")
+            for gauge in [gauge for gauge, task in running.items() if task.done()]:
+                del running[gauge]
+            due = max(due + period, loop.time())
+            await asyncio.sleep(due - loop.time())
+    finally:
+        for task in running.values():
+            task.cancel()
