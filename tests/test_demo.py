@@ -1,0 +1,84 @@
+"""The demo: it checks what it tells, so its exit status is most of the test."""
+
+from __future__ import annotations
+
+import io
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+
+import pytest
+
+from deviceplugin import demo
+from deviceplugin.device import ContainerEdits, Device
+
+
+def test_story_is_true_and_short() -> None:
+    """The demo ends with 0 within seconds, and its table names every pod."""
+    out, began = io.StringIO(), time.monotonic()
+    assert demo.main(stream=out) == 0
+    assert time.monotonic() - began < 15
+    text = out.getvalue()
+    for told in ("registered again", "waited, now runs", "fell off the bus", "recovered", "`released` hook"):
+        assert told in text
+    table = text.split("Who held what\n")[1].splitlines()
+    assert [line.split()[0] for line in table] == ["POD", "trainer", "notebook", "batch", "nightly", "evening"]
+
+
+def test_plain_when_nobody_looks() -> None:
+    """Without a terminal the output has no escape sequences and no line wider than a page."""
+    out = io.StringIO()
+    assert demo.main(stream=out) == 0
+    assert "\033" not in out.getvalue()
+    assert max(map(len, out.getvalue().splitlines())) <= 100
+
+
+def test_coloured_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a terminal it is coloured, unless NO_COLOR says otherwise."""
+
+    class Terminal(io.StringIO):
+        def isatty(self) -> bool:
+            return True
+
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    monkeypatch.setenv("TERM", "xterm")
+    coloured, plain = Terminal(), Terminal()
+    demo.Teller(coloured).tell("pod", "text")
+    monkeypatch.setenv("NO_COLOR", "1")
+    demo.Teller(plain).tell("pod", "text")
+    assert "\033[" in coloured.getvalue()
+    assert "\033" not in plain.getvalue()
+
+
+def test_story_that_is_not_true_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    """When reality differs from what is to be told, the demo says so and ends with 1."""
+
+    def wrong(self: demo.Gpus, devices: Sequence[Device]) -> ContainerEdits:
+        return ContainerEdits(env={"GPU_VISIBLE_DEVICES": "all"})
+
+    monkeypatch.setattr(demo.Gpus, "edits", wrong)
+    out = io.StringIO()
+    assert demo.main(stream=out) == 1
+    assert "this should be so and is not: trainer knows its devices" in out.getvalue()
+
+
+def test_hold_serves_until_a_signal() -> None:
+    """With hold it goes on after the story, says where its kubelet is, and ends with 0 at SIGTERM."""
+    code = "import sys; from deviceplugin import demo; sys.exit(demo.main(hold=True))"
+    process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    for line in process.stdout:
+        if found := re.search(r"--kubelet-root (\S+)", line):
+            break
+    else:
+        raise AssertionError(f"it ended with {process.wait()} and never held")
+    assert os.path.exists(f"{found[1]}/device-plugins/kubelet.sock")
+    process.send_signal(signal.SIGTERM)
+    process.stdout.read()
+    assert process.wait(10) == 0
+    process.stdout.close()
+    assert not os.path.exists(found[1])
