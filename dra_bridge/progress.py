@@ -1,0 +1,117 @@
+"""What an agent tells of its devices on its own slice, and how it is read back.
+
+The agent may not write to Nodes, and nobody needs access to the agent: which side each device is
+on, who holds it and how far a move is stands in one annotation of the node's own ResourceSlice,
+`<driver>/handover`. It changes when a side does, and seldom for a holder alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any, Final
+
+import msgspec
+
+from deviceplugin.ledger import Snapshot, State
+
+__all__ = ["DeviceProgress", "Progress", "ResourceProgress", "annotation", "progress", "read", "share_annotation"]
+
+MAX_DEVICES: Final = 1024
+"""Devices told one by one; an object's annotations may have 256 KiB together."""
+
+
+class DeviceProgress(msgspec.Struct, frozen=True, omit_defaults=True):
+    """One device. since: Unix seconds. holder: pod or claim as namespace/name. waits: for what."""
+
+    state: State
+    since: int
+    holder: str = ""
+    waits: str = ""
+
+
+class ResourceProgress(msgspec.Struct, frozen=True, omit_defaults=True):
+    """One resource. share: as it was asked for. counts: devices by state."""
+
+    share: str
+    counts: dict[str, int]
+    devices: dict[str, DeviceProgress] = {}
+
+
+class Progress(msgspec.Struct, frozen=True, omit_defaults=True):
+    """One driver on one node."""
+
+    resources: dict[str, ResourceProgress]
+
+
+def annotation(driver: str) -> str:
+    """Return the key of the annotation on slices."""
+    return f"{driver}/handover"
+
+
+def share_annotation(driver: str) -> str:
+    """Return the key of the annotation on Nodes that asks for a share."""
+    return f"{driver}/dra-share"
+
+
+def progress(
+    now: Snapshot, resources: Mapping[str, str], waits: Mapping[tuple[str, str], str] | None = None
+) -> Progress:
+    """Return what is to be told.
+
+    resources: the share that is asked for by resource. waits: what moves wait for by
+    (resource, device).
+    """
+    return Progress({resource: _resource(now, resource, share, waits or {}) for resource, share in resources.items()})
+
+
+def _resource(now: Snapshot, resource: str, share: str, waits: Mapping[tuple[str, str], str]) -> ResourceProgress:
+    records = now.of(resource)
+    holders: dict[str, str] = {}
+    for claim in now.claims.values():
+        for of, device in claim.held:
+            if of == resource:
+                holders[device] = f"claim {claim.title}"
+    for hold in now.holds.values():
+        if hold.resource == resource:
+            holders[hold.device] = f"pod {hold.pod}" if hold.pod else "a pod"
+    counts: dict[str, int] = {}
+    for record in records.values():
+        counts[record.state.value] = counts.get(record.state.value, 0) + 1
+    devices = {
+        name: DeviceProgress(record.state, int(record.since), holders.get(name, ""), waits.get((resource, name), ""))
+        for name, record in sorted(records.items())
+    }
+    return ResourceProgress(share, counts, devices if len(devices) <= MAX_DEVICES else {})
+
+
+def encoded(told: Progress) -> str:
+    """Return the annotation's value."""
+    return msgspec.json.encode(told, order="deterministic").decode()
+
+
+def without_holders(told: Progress) -> Progress:
+    """Return what changes only with sides and moves, not with each pod."""
+    return Progress(
+        {
+            name: msgspec.structs.replace(
+                resource,
+                devices={
+                    key: msgspec.structs.replace(one, holder="", waits="") for key, one in resource.devices.items()
+                },
+            )
+            for name, resource in told.resources.items()
+        }
+    )
+
+
+def read(driver: str, slices: Iterable[Mapping[str, Any]]) -> Progress | None:
+    """Return what a node's slices of a driver tell; None if they tell nothing that can be read."""
+    for body in slices:
+        metadata = body.get("metadata") or {}
+        text = (metadata.get("annotations") or {}).get(annotation(driver))
+        if text:
+            try:
+                return msgspec.json.decode(text, type=Progress)
+            except msgspec.MsgspecError:
+                return None
+    return None
