@@ -13,7 +13,7 @@ import contextlib
 import inspect
 import threading
 from collections.abc import Awaitable, Callable
-from typing import Any, Final, TypeVar, cast
+from typing import Any, Final, TypeVar, overload
 
 __all__ = ["MAX_STUCK", "HookError", "HookTimeoutError", "call"]
 
@@ -34,7 +34,11 @@ class HookTimeoutError(HookError):
     """Raised when a hook did not answer in its time."""
 
 
-async def call(what: str, hook: Callable[..., _T | Awaitable[_T]], *args: object, timeout: float) -> _T:
+@overload
+async def call(what: str, hook: Callable[..., Awaitable[_T]], *args: object, timeout: float) -> _T: ...
+@overload
+async def call(what: str, hook: Callable[..., _T | Awaitable[_T]], *args: object, timeout: float) -> _T: ...
+async def call(what: str, hook: Callable[..., Any], *args: object, timeout: float) -> Any:
     """Call a hook and return what it returns.
 
     Args:
@@ -60,7 +64,7 @@ async def call(what: str, hook: Callable[..., _T | Awaitable[_T]], *args: object
         result = await _finish(what, future, timeout)
     if inspect.isawaitable(result):
         result = await _finish(what, asyncio.ensure_future(result), max(0.0, deadline - loop.time()))
-    return cast("_T", result)
+    return result
 
 
 async def _finish(what: str, future: asyncio.Future[Any], timeout: float) -> Any:

@@ -1,0 +1,139 @@
+"""Values that describe devices."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from deviceplugin import ContainerEdits, Device, DeviceNode, Health, Mount, Version
+from deviceplugin.device import MAX_ID, EditConflictError
+
+
+def test_unknown_health_is_still_usable() -> None:
+    """Only a device known to be broken is withdrawn: what could not be read goes on being offered."""
+    assert {health for health in Health if health.usable} == {Health.HEALTHY, Health.UNKNOWN}
+
+
+def test_plain_path_is_a_node_read_and_write() -> None:
+    """A string among the nodes stands for that node, at the same path, read and write."""
+    device = Device("a", nodes=["/dev/a", DeviceNode("/dev/b", "/dev/c", "r")])
+    assert device.nodes == (DeviceNode("/dev/a", "", "rw"), DeviceNode("/dev/b", "/dev/c", "r"))
+    assert [node.path for node in device.container_edits.device_nodes] == ["/dev/a", "/dev/c"]
+
+
+@pytest.mark.parametrize("permissions", ["", "x", "rx", "rw ", "RW"])
+def test_permissions_are_checked(permissions: str) -> None:
+    """Permissions are made of r, w and m and are not empty."""
+    with pytest.raises(ValueError, match="permissions"):
+        DeviceNode("/dev/a", permissions=permissions)
+
+
+@pytest.mark.parametrize("path", ["", "dev/a", "./a"])
+def test_paths_are_absolute(path: str) -> None:
+    """Relative and empty paths are refused, with the path in the message."""
+    for make in (lambda: DeviceNode(path), lambda: Mount(path, "/a"), lambda: Mount("/a", path)):
+        with pytest.raises(ValueError, match="absolute"):
+            make()
+    with pytest.raises(ValueError, match="container path"):
+        DeviceNode("/dev/a", "relative")
+
+
+def test_one_string_is_not_a_list_of_nodes() -> None:
+    """`nodes="/dev/a"` is a mistake that says so instead of eight devices of one letter."""
+    with pytest.raises(TypeError, match="sequence of device nodes"):
+        Device("a", nodes="/dev/a")
+    with pytest.raises(TypeError, match="sequence of device nodes"):
+        ContainerEdits(nodes="/dev/a")
+
+
+@pytest.mark.parametrize("name", ["", "a" * (MAX_ID + 1), "a b", "a\n", "a\x00"])
+def test_bad_ids_are_refused(name: str) -> None:
+    """An id is 1 to 63 printable characters without spaces."""
+    with pytest.raises(ValueError, match="device id"):
+        Device(name)
+
+
+def test_numa_is_one_several_or_unknown() -> None:
+    """`numa` takes one node, several or None, and is a tuple for whoever reads it."""
+    assert Device("a").numa_nodes == ()
+    assert Device("a", numa=0).numa_nodes == (0,)
+    assert Device("a", numa=[1, 0]).numa_nodes == (1, 0)
+
+
+def test_health_changes_make_another_device_and_only_then() -> None:
+    """A device in the same health with the same message is the same object."""
+    device = Device("a", attributes={"model": "x"})
+    assert device.with_health(Health.HEALTHY) is device
+    sick = device.with_health(Health.UNHEALTHY, "hot")
+    assert (sick.health, sick.message, sick.attributes) == (Health.UNHEALTHY, "hot", {"model": "x"})
+    assert sick.with_health(Health.HEALTHY) == device
+
+
+def test_edits_of_a_device_are_its_nodes_and_more() -> None:
+    """What a device puts into a container is its nodes before those of its edits, and the rest of them."""
+    edits = ContainerEdits(env={"A": "1"}, nodes=["/dev/b"], cdi=["v.com/c=d"])
+    whole = Device("a", nodes=["/dev/a"], edits=edits).container_edits
+    assert [node.host for node in whole.device_nodes] == ["/dev/a", "/dev/b"]
+    assert (whole.env, whole.cdi) == ({"A": "1"}, ("v.com/c=d",))
+    assert not Device("a").container_edits
+
+
+def test_version_is_text_of_its_own_kind() -> None:
+    """A version compares as the text it is, and can be told from text."""
+    assert Version("1.2.3") == "1.2.3"
+    assert isinstance(Version("1.2.3"), Version)
+
+
+def test_merge_keeps_what_is_said_twice_once() -> None:
+    """Devices that need the same mount, node and variable share them."""
+    shared = ContainerEdits({"A": "1"}, ["/dev/ctl"], [Mount("/a", "/b")], {"n": "v"}, ["v.com/c=all"])
+    assert ContainerEdits.merge([shared, shared]) == shared
+    assert ContainerEdits.merge([]) == ContainerEdits()
+    assert not ContainerEdits.merge([])
+
+
+@pytest.mark.parametrize(
+    ("one", "two", "what"),
+    [
+        (ContainerEdits({"A": "1"}), ContainerEdits({"A": "2"}), "environment variable 'A'"),
+        (ContainerEdits(annotations={"A": "1"}), ContainerEdits(annotations={"A": "2"}), "annotation 'A'"),
+        (
+            ContainerEdits(nodes=[DeviceNode("/dev/a", "/dev/x")]),
+            ContainerEdits(nodes=[DeviceNode("/dev/b", "/dev/x")]),
+            "device node '/dev/x'",
+        ),
+        (ContainerEdits(mounts=[Mount("/a", "/x")]), ContainerEdits(mounts=[Mount("/b", "/x")]), "mount at '/x'"),
+    ],
+)
+def test_merge_refuses_contradictions_unless_settled(one: ContainerEdits, two: ContainerEdits, what: str) -> None:
+    """Two devices that contradict each other are an error that says where, unless the hook settles it."""
+    with pytest.raises(EditConflictError, match=what):
+        ContainerEdits.merge([one, two])
+    assert ContainerEdits.merge([one, two], winner=two) == two
+
+
+_names = st.sampled_from("abc")
+_edits = st.builds(
+    ContainerEdits,
+    env=st.dictionaries(_names, _names),
+    nodes=st.lists(_names.map("/dev/{}".format)),
+    cdi=st.lists(_names.map("v.com/c={}".format)),
+)
+
+
+@given(st.lists(_edits), _edits)
+def test_winner_wins_and_nothing_is_lost(edits: list[ContainerEdits], winner: ContainerEdits) -> None:
+    """Whatever is merged, the winner's word is there, and everything else is there or contradicts."""
+    try:
+        merged = ContainerEdits.merge(edits, winner)
+    except EditConflictError:
+        values = [(key, value) for edit in edits for key, value in edit.env.items() if key not in winner.env]
+        assert len(dict(values)) < len(set(values))
+        return
+    assert winner.env.items() <= merged.env.items()
+    for edit in (*edits, winner):
+        assert edit.env.keys() <= merged.env.keys()
+        assert set(edit.device_nodes) <= set(merged.device_nodes)
+        assert set(edit.cdi) <= set(merged.cdi)
+    assert len(set(merged.cdi)) == len(merged.cdi)

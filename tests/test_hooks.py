@@ -1,0 +1,191 @@
+"""What an author's hooks may do, and what it costs."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Iterator
+
+import pytest
+
+from deviceplugin import hooks
+from deviceplugin.hooks import HookError, HookTimeoutError, call
+
+
+@pytest.fixture
+def released() -> Iterator[threading.Event]:
+    """What hanging threads wait for, so that none outlives its test."""
+    event = threading.Event()
+    yield event
+    event.set()
+
+
+async def _gone(kept: set[asyncio.Future[None]] | set[asyncio.Task[None]]) -> None:
+    async with asyncio.timeout(5):
+        while kept:  # noqa: ASYNC110  # nobody says when a left-behind call has ended
+            await asyncio.sleep(0.001)
+
+
+async def test_plain_hook_runs_beside_the_loop() -> None:
+    """A plain function runs in another thread, so that it may block."""
+    thread = await call("hook", threading.current_thread, timeout=5)
+    assert thread is not threading.current_thread()
+    assert thread.daemon
+
+
+async def test_coroutine_hook_runs_in_the_loop() -> None:
+    """A coroutine function runs in the loop's own thread."""
+
+    async def hook(value: int) -> tuple[int, threading.Thread]:
+        return value, threading.current_thread()
+
+    assert await call("hook", hook, 3, timeout=5) == (3, threading.current_thread())
+
+
+async def test_plain_hook_may_return_an_awaitable() -> None:
+    """A plain function that returns a coroutine (a lambda, a wrapper) has it awaited."""
+
+    async def answer() -> int:
+        return 42
+
+    assert await call("hook", lambda: answer(), timeout=5) == 42
+
+
+@pytest.mark.parametrize(
+    "error", [ValueError("no"), KeyError("k"), StopIteration(), SystemExit(3), KeyboardInterrupt()]
+)
+async def test_raising_plain_hook_fails_its_call_only(error: BaseException) -> None:
+    """Whatever a plain hook raises, SystemExit included, is its own call's error and names the hook."""
+
+    def hook() -> None:
+        raise error
+
+    with pytest.raises(HookError, match=r"reset of example.com/r failed: "):
+        await call("reset of example.com/r", hook, timeout=5)
+
+
+async def test_raising_coroutine_hook_fails_its_call_only() -> None:
+    """Whatever a coroutine hook raises is its own call's error, with the cause."""
+
+    async def hook() -> None:
+        raise ValueError("no")
+
+    with pytest.raises(HookError, match="hook failed: ValueError: no") as caught:
+        await call("hook", hook, timeout=5)
+    assert isinstance(caught.value.__cause__, ValueError)
+
+
+async def test_coroutine_hook_that_cancels_itself_is_an_error() -> None:
+    """A hook that ends by CancelledError does not cancel who called it."""
+
+    async def hook() -> None:
+        raise asyncio.CancelledError
+
+    with pytest.raises(HookError, match="was cancelled"):
+        await call("hook", hook, timeout=5)
+
+
+async def test_hanging_plain_hook_is_given_up(released: threading.Event) -> None:
+    """A plain hook that hangs costs its call the timeout; the loop goes on, and later calls work."""
+    with pytest.raises(HookTimeoutError, match=r"hook did not answer within 0.01 s"):
+        await call("hook", released.wait, timeout=0.01)
+    assert len(hooks._stuck) == 1
+    assert await call("hook", lambda: 1, timeout=5) == 1
+    released.set()
+    await _gone(hooks._stuck)
+
+
+async def test_hanging_coroutine_hook_is_cancelled() -> None:
+    """A coroutine hook that takes too long is cancelled and can clean up."""
+    cleaned = asyncio.Event()
+
+    async def hook() -> None:
+        try:
+            await asyncio.Event().wait()
+        finally:
+            cleaned.set()
+
+    with pytest.raises(HookTimeoutError):
+        await call("hook", hook, timeout=0.01)
+    async with asyncio.timeout(5):
+        await cleaned.wait()
+    await _gone(hooks._abandoned)
+
+
+async def test_coroutine_hook_that_swallows_cancellation_is_left_behind() -> None:
+    """A hook that will not be cancelled does not hold up its caller; how it ends is nobody's concern."""
+    free, ended = asyncio.Event(), asyncio.Event()
+
+    async def hook() -> None:
+        while not free.is_set():
+            try:
+                await free.wait()
+            except asyncio.CancelledError:
+                pass
+        ended.set()
+        raise ValueError("too late for anybody")
+
+    with pytest.raises(HookTimeoutError):
+        await call("hook", hook, timeout=0.01)
+    assert not ended.is_set()
+    free.set()
+    await _gone(hooks._abandoned)
+    assert ended.is_set()
+
+
+async def test_error_after_the_timeout_is_nobodys(released: threading.Event) -> None:
+    """A hook that raises after it was given up raises into the void, without a word on stderr."""
+
+    def hook() -> None:
+        released.wait()
+        raise ValueError("too late")
+
+    with pytest.raises(HookTimeoutError):
+        await call("hook", hook, timeout=0.01)
+    released.set()
+    await _gone(hooks._stuck)
+
+
+async def test_too_many_hanging_hooks_fail_at_once(released: threading.Event, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Threads that hang are limited: beyond the limit a call fails at once instead of hanging, too."""
+    monkeypatch.setattr(hooks, "MAX_STUCK", 3)
+    for _ in range(3):
+        with pytest.raises(HookTimeoutError, match="did not answer"):
+            await call("hook", released.wait, timeout=0.001)
+    with pytest.raises(HookTimeoutError, match="was not called: 3 hooks called before still hang"):
+        await call("hook", released.wait, timeout=60)
+    released.set()
+    await _gone(hooks._stuck)
+    assert await call("hook", lambda: "again", timeout=5) == "again"
+
+
+async def test_timeout_covers_thread_and_awaitable_together(released: threading.Event) -> None:
+    """A plain hook that answers with an awaitable has one timeout for both halves."""
+
+    async def forever() -> None:
+        await asyncio.Event().wait()
+
+    loop = asyncio.get_running_loop()
+    began = loop.time()
+    with pytest.raises(HookTimeoutError):
+        await call("hook", lambda: forever(), timeout=0.05)
+    assert loop.time() - began < 1
+    await _gone(hooks._abandoned)
+
+
+async def test_cancelled_caller_lets_go_of_the_hook(released: threading.Event) -> None:
+    """When the caller is cancelled (the kubelet gave up), the hook is left behind, not waited for."""
+    begun = asyncio.Event()
+    loop = asyncio.get_running_loop()
+
+    def hook() -> None:
+        loop.call_soon_threadsafe(begun.set)
+        released.wait()
+
+    caller = asyncio.create_task(call("hook", hook, timeout=60))
+    await begun.wait()
+    caller.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await caller
+    released.set()
+    await _gone(hooks._stuck)

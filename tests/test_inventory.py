@@ -1,0 +1,149 @@
+"""The live set of one resource's devices."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+
+from deviceplugin.device import Device, Health
+from deviceplugin.inventory import GONE, DuplicateDeviceError, Inventory, Snapshot, merged, without
+
+R = "example.com/r"
+
+
+def test_first_list_counts_even_when_empty() -> None:
+    """A source that lists nothing has listed: "no devices" is not "not known yet"."""
+    first = merged(Snapshot(R), [])
+    assert not Snapshot(R).listed
+    assert first.listed
+    assert first.version == 1
+
+
+def test_same_list_is_no_change() -> None:
+    """The same devices again are the same snapshot; another order or health is a change."""
+    first = merged(Snapshot(R), [Device("a"), Device("b")])
+    assert merged(first, [Device("a"), Device("b")]) is first
+    assert merged(first, [Device("b"), Device("a")]).version == 2
+    assert merged(first, [Device("a"), Device("b", health=Health.UNKNOWN)]).version == 2
+
+
+def test_vanished_device_stays_unhealthy() -> None:
+    """A device that is listed no more stays, unhealthy, marked as gone, behind those that are listed."""
+    first = merged(Snapshot(R), [Device("a"), Device("b")])
+    second = merged(first, [Device("b")])
+    assert list(second.devices) == ["b", "a"]
+    assert (second.devices["a"].health, second.devices["a"].message) == (Health.UNHEALTHY, GONE)
+    assert second.gone == {"a"}
+    assert merged(second, [Device("b")]) is second
+
+
+def test_device_that_comes_back_is_whole_again() -> None:
+    """A gone device that is listed again is no longer gone."""
+    gone = merged(merged(Snapshot(R), [Device("a")]), [])
+    back = merged(gone, [Device("a")])
+    assert back.gone == frozenset()
+    assert back.devices["a"] == Device("a")
+
+
+def test_only_gone_devices_can_be_forgotten() -> None:
+    """Forgetting drops gone devices; one that is listed stays whoever asks."""
+    now = merged(merged(Snapshot(R), [Device("a"), Device("b")]), [Device("b")])
+    assert without(now, ["b", "unknown"]) is now
+    later = without(now, ["a", "b"])
+    assert set(later.devices) == {"b"}
+    assert later.gone == frozenset()
+
+
+def test_duplicate_id_changes_nothing() -> None:
+    """A list that names an id twice is refused whole, with the resource and the id in the text."""
+    inventory = Inventory(R)
+    inventory.publish([Device("a")])
+    before = inventory.snapshot
+    with pytest.raises(DuplicateDeviceError, match=r"example.com/r: device id 'x' is listed twice"):
+        inventory.publish([Device("x"), Device("x", numa=1)])
+    assert inventory.snapshot is before
+
+
+def test_subscribers_hear_of_each_change_until_they_leave() -> None:
+    """Each newer snapshot is told once to everybody who subscribes, nothing when nothing changed."""
+    inventory, heard = Inventory(R), list[int]()
+    leave = inventory.subscribe(lambda snapshot: heard.append(snapshot.version))
+    assert inventory.publish([Device("a")])
+    assert not inventory.publish([Device("a")])
+    assert inventory.publish([])
+    assert inventory.forget(["a"])
+    leave()
+    leave()
+    inventory.publish([Device("b")])
+    assert heard == [1, 2, 3]
+    assert "version 4: 1 devices, 0 gone" in repr(inventory)
+
+
+def test_subscriber_may_leave_while_told() -> None:
+    """A subscriber that ends its subscription in the callback does not disturb the others."""
+    inventory, heard = Inventory(R), list[str]()
+
+    def once(snapshot: Snapshot) -> None:
+        heard.append("one")
+        leave()
+
+    leave = inventory.subscribe(once)
+    inventory.subscribe(lambda snapshot: heard.append("two"))
+    inventory.publish([Device("a")])
+    inventory.publish([])
+    assert heard == ["one", "two", "two"]
+
+
+async def test_newer_waits_for_the_next_version_and_gives_the_newest() -> None:
+    """Whoever waits for something newer than what he knows gets the newest there is."""
+    inventory = Inventory(R)
+    waiting = asyncio.create_task(inventory.newer(0))
+    await asyncio.sleep(0)
+    inventory.publish([Device("a")])
+    inventory.publish([Device("a"), Device("b")])
+    assert (await waiting).version == 2
+    assert (await inventory.newer(1)).version == 2
+
+
+class Lists(RuleBasedStateMachine):
+    """Any sequence of lists and forgetting."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.snapshot = Snapshot(R)
+        self.listed: set[str] = set()
+        self.ever: set[str] = set()
+
+    @rule(ids=st.lists(st.sampled_from("abcdef"), unique=True))
+    def list(self, ids: list[str]) -> None:
+        before = self.snapshot
+        self.snapshot = merged(before, [Device(name) for name in ids])
+        assert self.snapshot.version in (before.version, before.version + 1)
+        self.listed = set(ids)
+        self.ever |= set(ids)
+
+    @rule(ids=st.sets(st.sampled_from("abcdef")))
+    def forget(self, ids: set[str]) -> None:
+        self.snapshot = without(self.snapshot, ids)
+        self.ever -= ids - self.listed
+
+    @invariant()
+    def nothing_is_dropped_unasked(self) -> None:
+        assert set(self.snapshot.devices) == self.ever
+        assert self.snapshot.gone == self.ever - self.listed
+        for name, device in self.snapshot.devices.items():
+            assert device.health.usable == (name in self.listed)
+
+
+TestLists = Lists.TestCase
+
+
+@given(st.lists(st.sampled_from("abc"), unique=True), st.lists(st.sampled_from("abc"), unique=True))
+def test_order_is_the_sources_with_the_gone_last(one: list[str], two: list[str]) -> None:
+    """The order of devices is the source's own, those gone come last."""
+    snapshot = merged(merged(Snapshot(R), map(Device, one)), map(Device, two))
+    assert list(snapshot.devices)[: len(two)] == two

@@ -1,0 +1,45 @@
+"""Replicas of a device and their ids."""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from deviceplugin.sharing import device_of, devices_of, replicas_of
+
+_ids = st.text(st.characters(categories=["L", "N", "P"]), min_size=1, max_size=20)
+
+
+def test_unshared_device_keeps_its_id() -> None:
+    """A device that is not shared is known to the kubelet by its own id, whatever it looks like."""
+    assert replicas_of("a::0", 1) == ("a::0",)
+    assert device_of("a::0", 1) == "a::0"
+
+
+def test_replicas_are_numbered() -> None:
+    """A shared device is known under an id for each replica."""
+    assert replicas_of("a", 3) == ("a::0", "a::1", "a::2")
+
+
+@given(_ids, st.integers(2, 20))
+def test_replica_leads_back_to_its_device(device: str, replicas: int) -> None:
+    """Whatever a device is called, its replicas have different ids that lead back to it."""
+    names = replicas_of(device, replicas)
+    assert len(set(names)) == replicas
+    assert {device_of(name, replicas) for name in names} == {device}
+    assert devices_of(names, replicas) == (device,)
+
+
+@given(st.lists(_ids, unique=True, min_size=2, max_size=5), st.integers(2, 5))
+def test_replicas_of_two_devices_never_collide(devices: list[str], replicas: int) -> None:
+    """Two devices never share an id, even if one is called like a replica of the other."""
+    names = [name for device in devices for name in replicas_of(device, replicas)]
+    assert len(set(names)) == len(names)
+    assert devices_of(names, replicas) == tuple(devices)
+
+
+def test_id_that_is_no_replica_stays() -> None:
+    """An id the framework did not make is taken as it is (from before sharing was switched on, say)."""
+    assert device_of("gpu", 4) == "gpu"
+    assert device_of("gpu::x", 4) == "gpu::x"
+    assert device_of("::1", 4) == ""
