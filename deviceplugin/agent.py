@@ -24,14 +24,15 @@ from deviceplugin.device import Device
 from deviceplugin.endpoint import Doorkeeper, Endpoint
 from deviceplugin.endpoint import Statistics as EndpointStatistics
 from deviceplugin.inventory import Inventory, Snapshot
-from deviceplugin.podresources import Holder, Holdings, PodResources, Quiet, Released
-from deviceplugin.registration import Backoff, Registration, RegistrationError, Timing
+from deviceplugin.podresources import ClaimUse, Holder, Holdings, PodResources, Quiet, Released
+from deviceplugin.registration import Backoff, Identity, Registration, RegistrationError, Timing, identity
 from deviceplugin.registration import Statistics as RegistrationStatistics
 from deviceplugin.sharing import device_of
 from deviceplugin.source import DeviceSource
 
 if TYPE_CHECKING:
     from deviceplugin.config import Config
+    from deviceplugin.observe import Provider
 
 __all__ = ["Agent", "AgentError", "Paths", "ResourceStatus", "Status", "run", "run_config"]
 
@@ -83,10 +84,16 @@ class ResourceStatus:
 
 @dataclass(frozen=True, slots=True)
 class Status:
-    """The agent as of now."""
+    """The agent as of now.
+
+    claims: what containers use through claims. looked_at: when the kubelet was last asked who
+    holds what, on the monotonic clock; None before the first time.
+    """
 
     resources: tuple[ResourceStatus, ...]
     double_allocations: int
+    claims: frozenset[ClaimUse] = frozenset()
+    looked_at: float | None = None
 
 
 async def listings(source: DeviceSource) -> AsyncIterator[Sequence[Device]]:
@@ -312,6 +319,9 @@ class Agent:
         observers: who else hears of each look at the books.
         timing: waits of the registration.
 
+    Attributes:
+        providers: other parts of this process that metrics and status pages show, too.
+
     """
 
     def __init__(
@@ -331,7 +341,7 @@ class Agent:
         if unnamed := [type(source).__name__ for source in sources if not source.resource]:
             raise AgentError(f"{unnamed[0]} has no resource name; set `resource` to vendor-domain/name")
         self.paths = paths or Paths()
-        self._sources = tuple(sources)
+        self.providers: list[Provider] = []
         self._period = period
         self._keep_books = keep_books
         self._doorkeeper = doorkeeper
@@ -340,12 +350,12 @@ class Agent:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._stopped = asyncio.Event()
         self._stop_asked = threading.Event()
-        self._services: dict[str, Service] = {}
         self._running: dict[str, asyncio.Task[None]] = {}
         self._failed: asyncio.Future[None] | None = None
         self.quiet = Quiet()
         self._turn = asyncio.Lock()
         self._wanted = asyncio.Event()
+        self._services: dict[str, Service] = {source.resource: self._service(source) for source in sources}
         self._looking = asyncio.Lock()
         self.books = Books(PodResources(self.paths.pod_resources))
 
@@ -364,6 +374,8 @@ class Agent:
         return Status(
             tuple(service.status(held.of(name)) for name, service in list(self._services.items())),
             self.books.double,
+            held.claims,
+            self.books.looked_at,
         )
 
     async def run(self) -> None:
@@ -377,8 +389,8 @@ class Agent:
         if self._stop_asked.is_set():
             return
         self._failed = self._loop.create_future()
-        for source in self._sources:
-            self._start(source)
+        for service in self._services.values():
+            self._start(service)
         books = asyncio.create_task(self._keep(), name="books")
         stopped = asyncio.create_task(self._stopped.wait())
         try:
@@ -413,10 +425,11 @@ class Agent:
             if name in self._services:
                 self._services[name].replace(source)
             else:
-                self._start(source, fatal=False)
+                self._services[name] = self._service(source)
+                self._start(self._services[name], fatal=False)
 
-    def _start(self, source: DeviceSource, *, fatal: bool = True) -> None:
-        service = Service(
+    def _service(self, source: DeviceSource) -> Service:
+        return Service(
             source,
             self.paths,
             self.quiet,
@@ -425,9 +438,10 @@ class Agent:
             timing=self._timing,
             books=self._wanted.set,
         )
-        self._services[source.resource] = service
-        self._running[source.resource] = asyncio.create_task(
-            self._supervise(service, fatal=fatal), name=f"serve {source.resource}"
+
+    def _start(self, service: Service, *, fatal: bool = True) -> None:
+        self._running[service.resource] = asyncio.create_task(
+            self._supervise(service, fatal=fatal), name=f"serve {service.resource}"
         )
         self._wanted.set()
 
@@ -474,7 +488,7 @@ class Agent:
             services = tuple(self._services.values())
             remembered = [(observer, observer.before_look()) for observer in self._observers]
             gone = any(service.inventory.snapshot.gone for service in services)
-            seen = await self.books.look(self.paths, self.quiet, allocatable=allocatable or gone)
+            seen = await self.books.look(self.paths, self.quiet, self._resend, allocatable=allocatable or gone)
             if seen is None:
                 return None
             for service in services:
@@ -483,6 +497,9 @@ class Agent:
             for observer, before in remembered:
                 await observer.after_look(before, seen)
             return seen
+
+    def _resend(self) -> bool:
+        return any(service.endpoint.resend() for service in self._services.values() if service.endpoint.live)
 
     async def _keep(self) -> None:
         """Look at the kubelet's books from time to time, while they matter to anybody."""
@@ -518,12 +535,18 @@ class Books:
 
     def __init__(self, asked: PodResources) -> None:
         self.holdings = Holdings()
+        self.looked_at: float | None = None
         self.double = 0
         self._asked = asked
+        self._believed: frozenset[tuple[str, str, Holder]] = frozenset()
         self._doubled: frozenset[tuple[str, str]] = frozenset()
 
-    async def look(self, paths: Paths, quiet: Quiet, *, allocatable: bool) -> Look | None:
+    async def look(self, paths: Paths, quiet: Quiet, resend: Callable[[], bool], *, allocatable: bool) -> Look | None:
         """Look once; None if an allocation came in between.
+
+        The checkpoint shows ended pods until the kubelet writes it anew. `List` has the kubelet
+        drop them from its books, `resend` has it write these down: where the checkpoint says
+        something that `List` does not show, it is read once more after that.
 
         Raises:
             PodResourcesError: the kubelet cannot be asked.
@@ -533,15 +556,27 @@ class Books:
         asked_at = time.monotonic()
         offered = await self._asked.allocatable() if allocatable else None
         at = time.monotonic()
-        entries = await asyncio.to_thread(podresources.read_checkpoint, paths.plugins)
+        written, entries = await asyncio.to_thread(_checkpoint, paths)
         report = await self._asked.list()
+        now = await self._together(report, entries, paths)
+        doubtful = podresources.unlisted(now)
+        if doubtful - self._believed and resend():
+            entries = await _rewritten(paths, written) or entries
+            now = await self._together(report, entries, paths)
+            doubtful = podresources.unlisted(now)
+        self._believed = doubtful
         if not quiet.quiet_since(at):
             return None
+        self.holdings = now
+        self._count_doubles(report)
+        return Look(now, at, offered, asked_at)
+
+    async def _together(
+        self, report: podresources.Report, entries: Sequence[podresources.CheckpointEntry], paths: Paths
+    ) -> Holdings:
         uids = {entry.pod_uid for entry in entries}
         ended = await asyncio.to_thread(podresources.ended_pods, paths.kubelet_root, uids)
-        self.holdings = podresources.holdings(report, entries, self.holdings, ended)
-        self._count_doubles(report)
-        return Look(self.holdings, at, offered, asked_at)
+        return podresources.holdings(report, entries, self.holdings, ended)
 
     def _count_doubles(self, report: podresources.Report) -> None:
         doubled = {
@@ -554,6 +589,27 @@ class Books:
             pods = ", ".join(sorted(f"{holder.namespace}/{holder.pod}" for holder in doubled[key]))
             _LOG.error("the kubelet gave device %s of %s to several pods: %s (kubernetes#137534)", key[1], key[0], pods)
         self._doubled = frozenset(doubled)
+
+
+def _checkpoint(paths: Paths) -> tuple[Identity | None, tuple[podresources.CheckpointEntry, ...]]:
+    written = identity(paths.plugins / podresources.CHECKPOINT)
+    return written, podresources.read_checkpoint(paths.plugins)
+
+
+REWRITE: Final = 1.0
+"""Seconds that the kubelet has to write its checkpoint after it was sent a list; some ms are usual."""
+
+
+async def _rewritten(paths: Paths, before: Identity | None) -> tuple[podresources.CheckpointEntry, ...] | None:
+    """Wait until the checkpoint is another file than before and read it; None if it is not in time."""
+    with filewatch.shared().watch([str(paths.plugins)]) as watch:
+        until = time.monotonic() + REWRITE
+        while (rest := until - time.monotonic()) > 0:
+            written, entries = await asyncio.to_thread(_checkpoint, paths)
+            if written != before:
+                return entries
+            await watch.wait(rest)
+    return None
 
 
 # Running as a process.

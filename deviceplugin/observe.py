@@ -1,0 +1,501 @@
+"""What can be seen of an agent: devices with side, holders and load, what is wrong, what happened.
+
+One view is put together at one moment from what others know; metrics, the status and the page
+all show it. Nothing here asks the kubelet or the hardware: a look from outside costs no more than
+putting together what is known, and what is known for too long counts as unknown.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import threading
+import time
+from collections import deque
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final, Protocol
+
+from deviceplugin import load, naming
+from deviceplugin.sharing import device_of
+
+if TYPE_CHECKING:
+    from deviceplugin.agent import Agent, ResourceStatus, Service, Status
+    from deviceplugin.device import Device
+    from deviceplugin.podresources import Holder
+
+__all__ = [
+    "DeviceView",
+    "Event",
+    "Hold",
+    "Observer",
+    "Place",
+    "PreparedClaim",
+    "Provider",
+    "Report",
+    "ResourceView",
+    "View",
+]
+
+_LOG: Final = logging.getLogger(__name__)
+BOOKS_STALE: Final = 60.0
+"""Seconds after the last look at the kubelet's books from which on nobody knows who holds what."""
+SHOWN_EVENTS: Final = 100
+PATIENCE: Final = 1.0
+"""Seconds that a provider may take for its report."""
+POD_LOGS: Final = Path("/var/log/pods")
+"""Where the kubelet keeps a directory for each pod, named namespace_name_uid."""
+
+
+# What others can tell.
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """Something that happened; at: Unix seconds."""
+
+    at: float
+    resource: str
+    text: str
+    bad: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a device is: its side (plugin or dra), the state of its handover, since when (Unix seconds)."""
+
+    side: str = "plugin"
+    state: str = "plugin"
+    since: float = 0.0
+    reason: str = ""
+
+
+HERE: Final = Place()
+"""Where all devices are of which nobody says otherwise."""
+
+
+@dataclass(frozen=True, slots=True)
+class PreparedClaim:
+    """A device that a claim holds on this node."""
+
+    resource: str
+    device: str
+    namespace: str
+    claim: str
+
+
+@dataclass(frozen=True)
+class Report:
+    """What a provider tells, all of it of one moment.
+
+    families: of the client library, or of `deviceplugin.exposition`. status: for /status, made of
+    what JSON knows. unready: why it is not ready, in words. places: by (resource, device).
+    events: what happened lately.
+    """
+
+    families: Sequence[Any] = ()
+    status: Mapping[str, object] = field(default_factory=dict)
+    unready: Sequence[str] = ()
+    places: Mapping[tuple[str, str], Place] = field(default_factory=dict)
+    claims: Sequence[PreparedClaim] = ()
+    events: Sequence[Event] = ()
+
+
+class Provider(Protocol):
+    """Another part of the agent's process that wants to be seen; put it into `Agent.providers`."""
+
+    @property
+    def name(self) -> str:
+        """What it is called in /status and in messages."""
+
+    def report(self) -> Report:
+        """Tell what is known now; called in a thread of its own whenever somebody looks."""
+
+
+# The view.
+
+
+@dataclass(frozen=True, slots=True)
+class Hold:
+    """A container that holds a device, or a claim that does; what is not known is ""."""
+
+    side: str
+    namespace: str
+    pod: str
+    container: str
+    claim: str = ""
+    uid: str = ""
+
+    @property
+    def text(self) -> str:
+        """The holder in words."""
+        pod = f"{self.namespace}/{self.pod}" if self.pod else f"pod {self.uid}" if self.uid else ""
+        inside = f"{pod} ({self.container})" if pod and self.container else pod
+        claim = f"claim {self.namespace}/{self.claim}" if self.claim else ""
+        return ", ".join(part for part in (inside, claim) if part)
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceView:
+    """One device as of now."""
+
+    device: Device
+    gone: bool
+    place: Place
+    holds: tuple[Hold, ...]
+    load: Mapping[str, load.Value]
+
+
+@dataclass(frozen=True, slots=True)
+class ResourceView:
+    """One resource as of now. measured: its gauge, None if the source cannot measure."""
+
+    status: ResourceStatus
+    devices: tuple[DeviceView, ...]
+    measured: load.Gauge | None
+
+    @property
+    def name(self) -> str:
+        """The resource's name."""
+        return self.status.resource
+
+
+@dataclass(frozen=True, slots=True)
+class View:
+    """Everything at one moment.
+
+    holders_known: whether the kubelet could be asked lately. providers: their reports by name.
+    silent: why a provider has none, by its name. unready: why the agent is not ready.
+    """
+
+    at: float
+    resources: tuple[ResourceView, ...]
+    double_allocations: int
+    holders_known: bool
+    providers: Mapping[str, Report]
+    silent: Mapping[str, str]
+    unready: tuple[str, ...]
+    events: tuple[Event, ...]
+
+
+def unready(status: Status) -> Iterable[str]:
+    """Say what keeps the plugin side from being ready."""
+    if not status.resources:
+        yield "no resource is served"
+    for one in status.resources:
+        if not one.snapshot.listed:
+            yield f"{one.resource}: its source has not listed its devices" + (
+                f" ({one.source_error})" if one.source_error else ""
+            )
+        elif not one.registered:
+            yield f"{one.resource}: not registered with the kubelet"
+
+
+def happened(before: ResourceStatus | None, now: ResourceStatus, at: float) -> Iterable[Event]:
+    """Say what changed between two looks at a resource."""
+    name = now.resource
+    if before is None:
+        return
+    if now.snapshot is not before.snapshot:
+        yield from _devices_changed(name, before, now, at)
+    if now.registered != before.registered:
+        text = "registered with the kubelet" if now.registered else "not registered with the kubelet any more"
+        yield Event(at, name, text, bad=not now.registered)
+    if (restarts := now.registration.kubelet_restarts) > before.registration.kubelet_restarts:
+        yield Event(at, name, f"the kubelet restarted ({restarts} times so far)")
+    if now.source_error != before.source_error:
+        text = f"its source failed: {now.source_error}" if now.source_error else "its source works again"
+        yield Event(at, name, text, bad=bool(now.source_error))
+    for reason, count in dict(now.endpoint.refusals).items():
+        if more := count - before.endpoint.refusals.get(reason, 0):
+            yield Event(at, name, f"{more} allocations refused: {reason}", bad=True)
+    if now.holders != before.holders:
+        yield from _holders_changed(name, before, now, at)
+
+
+def _devices_changed(name: str, before: ResourceStatus, now: ResourceStatus, at: float) -> Iterable[Event]:
+    known = before.snapshot.devices
+    for one, device in now.snapshot.devices.items():
+        old = known.get(one)
+        if old is None:
+            if before.snapshot.listed:
+                yield Event(at, name, f"{one} appeared")
+        elif old.health is not device.health:
+            said = f"{one} is {device.health.value}" + (f": {device.message}" if device.message else "")
+            yield Event(at, name, said, bad=not device.health.usable)
+    for one in known:
+        if one not in now.snapshot.devices:
+            yield Event(at, name, f"{one} was forgotten")
+
+
+def _holders_changed(name: str, before: ResourceStatus, now: ResourceStatus, at: float) -> Iterable[Event]:
+    for one in sorted(now.holders.keys() | before.holders.keys()):
+        new, old = now.holders.get(one, frozenset()), before.holders.get(one, frozenset())
+        for holder in sorted(new - old):
+            yield Event(at, name, f"{one} went to {_hold(holder, {}).text}")
+        if old and not new:
+            yield Event(at, name, f"{one} came free")
+
+
+def _hold(holder: Holder, pods: Mapping[str, tuple[str, str]]) -> Hold:
+    namespace, pod = (holder.namespace, holder.pod) if holder.pod else pods.get(holder.uid, ("", ""))
+    return Hold("plugin", namespace, pod, holder.container, "", holder.uid)
+
+
+def pod_names(uids: Iterable[str], directory: Path) -> dict[str, tuple[str, str]]:
+    """Return namespace and name of pods by UID, as far as their log directories show them."""
+    wanted = set(uids)
+    found: dict[str, tuple[str, str]] = {}
+    try:
+        names = os.listdir(directory)
+    except OSError:
+        return found
+    for name in names:
+        parts = name.split("_")  # neither a namespace nor a pod's name has an underscore
+        if len(parts) == 3 and parts[2] in wanted:
+            found[parts[2]] = (parts[0], parts[1])
+    return found
+
+
+class _Asked:
+    """Asks one provider, with patience that ends, and never twice at once."""
+
+    def __init__(self) -> None:
+        self.error = ""
+        self._busy: threading.Thread | None = None
+
+    def report(self, provider: Provider) -> Report | None:
+        if self._busy is not None and self._busy.is_alive():
+            self._failed(provider, "still hangs")
+            return None
+        answers: list[Report] = []
+        errors: list[BaseException] = []
+
+        def ask() -> None:
+            try:
+                answers.append(provider.report())
+            except BaseException as error:  # a thread is no place for any
+                errors.append(error)
+
+        thread = self._busy = threading.Thread(target=ask, name=f"report of {provider.name}", daemon=True)
+        thread.start()
+        thread.join(PATIENCE)
+        if errors:
+            self._failed(provider, f"failed: {type(errors[0]).__name__}: {errors[0]}")
+            return None
+        if not answers:
+            self._failed(provider, f"did not answer within {PATIENCE:g} s")
+            return None
+        self.error = ""
+        return answers[0]
+
+    def _failed(self, provider: Provider, error: str) -> None:
+        if self.error != error:
+            _LOG.warning("%s %s; what it knows is not shown", provider.name, error)
+        self.error = error
+
+
+class Observer:
+    """Looks at an agent: `view` for any thread, `watch` for its loop.
+
+    period: seconds between readings of the load.
+    """
+
+    TICK: Final = 1.0
+
+    def __init__(self, agent: Agent, period: float = 10.0, pod_logs: Path = POD_LOGS) -> None:
+        self._agent = agent
+        self._period = period
+        self._pod_logs = pod_logs
+        self._gauges: dict[str, load.Gauge] = {}
+        self._events: deque[Event] = deque(maxlen=SHOWN_EVENTS)
+        self._before: dict[str, ResourceStatus] = {}
+        self._pods: dict[str, tuple[str, str]] = {}
+        self._named: dict[str, tuple[object, dict[str, tuple[str, str]]]] = {}
+        self._asked: dict[int, _Asked] = {}
+        self._asking = threading.Lock()
+
+    # In the loop.
+
+    async def watch(self) -> None:
+        """Take readings and note what happens, until cancelled."""
+        measuring = asyncio.create_task(load.measure_for_ever(self._due, self._period), name="measure")
+        try:
+            while True:
+                try:
+                    await self._note(self._agent.status())
+                except Exception:
+                    _LOG.exception("what happened could not be noted")
+                await asyncio.sleep(self.TICK)
+        finally:
+            measuring.cancel()
+
+    def _due(self) -> Sequence[tuple[load.Gauge, Sequence[Device]]]:
+        """Return whom to measure now; a resource whose source was replaced gets a new gauge."""
+        due = []
+        services: Mapping[str, Service] = self._agent.services
+        gauges = {}
+        for name, service in services.items():
+            if "measure" not in service.source.hooks:
+                continue
+            gauge = self._gauges.get(name)
+            if gauge is None or gauge.source is not service.source:
+                gauge = load.Gauge(service.source, self._period)
+            gauges[name] = gauge
+            snapshot = service.inventory.snapshot
+            due.append((gauge, [device for one, device in snapshot.devices.items() if one not in snapshot.gone]))
+        self._gauges = gauges
+        return due
+
+    async def _note(self, status: Status) -> None:
+        now = time.time()
+        for one in status.resources:
+            # Statistics go on counting: keep them as they are now.
+            kept = _frozen(one)
+            self._events.extend(happened(self._before.get(one.resource), kept, now))
+            self._before[one.resource] = kept
+        for gone in self._before.keys() - {one.resource for one in status.resources}:
+            del self._before[gone]
+        unnamed = {
+            holder.uid
+            for one in status.resources
+            for holders in one.holders.values()
+            for holder in holders
+            if holder.uid and not holder.pod
+        }
+        if unnamed - self._pods.keys():
+            self._pods = await asyncio.to_thread(pod_names, unnamed, self._pod_logs)
+        elif len(self._pods) > len(unnamed):
+            self._pods = {uid: self._pods[uid] for uid in unnamed}
+
+    # In any thread.
+
+    def view(self) -> View:
+        """Put together what is known now."""
+        status = self._agent.status()
+        reports, silent = self._reports()
+        places: dict[tuple[str, str], Place] = {}
+        for report in reports.values():
+            places.update(report.places)
+        looked = status.looked_at
+        known = looked is not None and time.monotonic() - looked < BOOKS_STALE
+        by_claim = self._by_claim(status, reports)
+        resources = []
+        for one in status.resources:
+            gauge = self._gauges.get(one.resource)
+            reading = gauge.reading if gauge is not None else None
+            resources.append(
+                ResourceView(
+                    one,
+                    tuple(
+                        DeviceView(
+                            device,
+                            name in one.snapshot.gone,
+                            places.get((one.resource, name), HERE),
+                            holds,
+                            reading.values.get(name, {}) if reading is not None else {},
+                        )
+                        for name, device, holds in self._held(one, by_claim, known=known)
+                    ),
+                    gauge,
+                )
+            )
+        reasons = [*unready(status)]
+        for name, report in reports.items():
+            reasons.extend(f"{name}: {reason}" for reason in report.unready)
+        reasons.extend(f"{name} {error}" for name, error in silent.items())
+        return View(
+            time.time(),
+            tuple(resources),
+            status.double_allocations,
+            known,
+            reports,
+            silent,
+            tuple(reasons),
+            tuple(sorted(self._all_events(reports), key=lambda event: event.at)[-SHOWN_EVENTS:]),
+        )
+
+    def _all_events(self, reports: Mapping[str, Report]) -> Iterable[Event]:
+        yield from tuple(self._events)
+        for report in reports.values():
+            yield from report.events
+
+    def _held(
+        self, status: ResourceStatus, by_claim: Mapping[tuple[str, str], Sequence[Hold]], *, known: bool
+    ) -> Iterable[tuple[str, Device, tuple[Hold, ...]]]:
+        holders: dict[str, dict[Hold, None]] = {}
+        if known:
+            for unit, those in status.holders.items():
+                into = holders.setdefault(device_of(unit, status.replicas), {})
+                into.update(dict.fromkeys(_hold(holder, self._pods) for holder in those))
+        for name, device in status.snapshot.devices.items():
+            held = holders.get(name)
+            claims = by_claim.get((status.resource, name), ())
+            yield name, device, (*sorted(held, key=_order), *claims) if held else tuple(claims)
+
+    def _by_claim(self, status: Status, reports: Mapping[str, Report]) -> Mapping[tuple[str, str], Sequence[Hold]]:
+        """Return who holds devices through claims: containers that use them, and claims that nobody uses yet."""
+        found: dict[tuple[str, str], dict[Hold, None]] = {}
+        used: set[tuple[str, str, str, str]] = set()
+        if status.claims and status.looked_at is not None and time.monotonic() - status.looked_at < BOOKS_STALE:
+            ids = self._ids()
+            for use in status.claims:
+                key = ids.get((use.driver, use.device))
+                if key is None:
+                    continue
+                holder = use.holder
+                used.add((*key, holder.namespace, use.claim))
+                hold = Hold("dra", holder.namespace, holder.pod, holder.container, use.claim)
+                found.setdefault(key, {})[hold] = None
+        for report in reports.values():
+            for claim in report.claims:
+                key = (claim.resource, claim.device)
+                if (*key, claim.namespace, claim.claim) not in used:
+                    found.setdefault(key, {})[Hold("dra", claim.namespace, "", "", claim.claim)] = None
+        return {key: sorted(holds, key=_order) for key, holds in found.items()}
+
+    def _ids(self) -> Mapping[tuple[str, str], tuple[str, str]]:
+        """Return (resource, device id) by (driver, the device's name in slices)."""
+        services: list[Service] = list(self._agent.services.values())
+        by_driver: dict[str, list[str]] = {}
+        for service in services:
+            if service.source.driver:
+                by_driver.setdefault(service.source.driver, []).append(service.resource)
+        ids: dict[tuple[str, str], tuple[str, str]] = {}
+        for service in services:
+            driver = service.source.driver
+            if not driver:
+                continue
+            qualifier = naming.qualifiers(by_driver[driver])[service.resource]
+            snapshot = service.inventory.snapshot
+            key, named = self._named.get(service.resource, (None, {}))
+            if key != (id(snapshot), snapshot.version, driver, qualifier):
+                named = {naming.device_name(one, qualifier): (service.resource, one) for one in snapshot.devices}
+                self._named[service.resource] = ((id(snapshot), snapshot.version, driver, qualifier), named)
+            ids.update({(driver, name): key for name, key in named.items()})
+        return ids
+
+    def _reports(self) -> tuple[dict[str, Report], dict[str, str]]:
+        reports: dict[str, Report] = {}
+        silent: dict[str, str] = {}
+        with self._asking:
+            for provider in tuple(self._agent.providers):
+                asked = self._asked.setdefault(id(provider), _Asked())
+                report = asked.report(provider)
+                if report is None:
+                    silent[provider.name] = asked.error
+                else:
+                    reports[provider.name] = report
+        return reports, silent
+
+
+def _order(hold: Hold) -> tuple[str, ...]:
+    return (hold.namespace, hold.pod, hold.container, hold.claim, hold.uid)
+
+
+def _frozen(status: ResourceStatus) -> ResourceStatus:
+    """Return the status with its counters as they are now."""
+    endpoint = replace(status.endpoint, refusals=dict(status.endpoint.refusals))
+    return replace(status, endpoint=endpoint, registration=replace(status.registration))
