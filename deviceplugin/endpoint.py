@@ -167,6 +167,7 @@ class Endpoint(DevicePluginServicer):
         self._streams_gone = asyncio.Event()
         self._streams_gone.set()
         self._refresh = asyncio.Event()
+        self._again = 0
         inventory.subscribe(lambda snapshot: self.refresh())
 
     # What the registration needs to know.
@@ -211,6 +212,15 @@ class Endpoint(DevicePluginServicer):
         self._refresh.set()
         self._refresh = asyncio.Event()
 
+    def resend(self) -> bool:
+        """Send the list once more though nothing changed; return whether anybody listens.
+
+        With each list the kubelet writes its checkpoint anew (kubelet 1.36.3, devicemanager).
+        """
+        self._again += 1
+        self.refresh()
+        return bool(self._shown)
+
     # The five calls.
 
     async def GetDevicePluginOptions(  # noqa: N802  # the API's name, as below
@@ -231,9 +241,12 @@ class Endpoint(DevicePluginServicer):
         try:
             sent: tuple[Entry, ...] | None = None
             refused: tuple[Entry, ...] | None = None
+            again = self._again
             while not ending.is_set():
                 refresh = self._refresh
                 lines = self.lines()
+                if again != self._again:
+                    again, sent = self._again, None
                 if lines not in (sent, refused) and self.inventory.snapshot.listed:
                     message = rendered(lines)
                     if (size := message.ByteSize()) <= MAX_LIST_BYTES:

@@ -148,7 +148,7 @@ def parse_checkpoint(text: bytes) -> tuple[CheckpointEntry, ...]:
     try:
         entries = json.loads(text)["Data"]["PodDeviceEntries"] or []
         return tuple(_entry(entry) for entry in entries)
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise CheckpointError(f"not a device manager checkpoint: {type(error).__name__}: {error}") from error
 
 
@@ -219,6 +219,17 @@ def holdings(
             holder = Holder(container=entry.container, uid=entry.pod_uid)
             devices[name] = devices.get(name, frozenset()) | {holder}
     return Holdings(held, frozenset(key for key in known if key in now or key in written), report.claims)
+
+
+def unlisted(now: Holdings) -> frozenset[tuple[str, str, Holder]]:
+    """Return what only the checkpoint says: (resource, device id, holder)."""
+    return frozenset(
+        (resource, name, holder)
+        for resource, devices in now.held.items()
+        for name, holders in devices.items()
+        for holder in holders
+        if holder.uid
+    )
 
 
 def double_held(held: Mapping[str, frozenset[Holder]]) -> dict[str, frozenset[Holder]]:
