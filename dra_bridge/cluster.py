@@ -632,10 +632,10 @@ class Cluster:
     ) -> AsyncGenerator[Listed | Changed | Reopened, None]:
         """Yield all objects now, then each change, for ever.
 
-        A lost connection is resumed where it broke off, `Reopened` tells of it. `Listed` comes again only when that is not
-        possible (410, another version of resource.k8s.io) and then replaces all that was known.
-        Outages, refusals and servers without DRA are waited out, whatever they last. Close the
-        generator (`contextlib.aclosing`) to end the watch.
+        A lost connection is resumed where it broke off, `Reopened` tells of it. `Listed` comes
+        again only when that is not possible (410, another version of resource.k8s.io) and then
+        replaces all that was known. Outages, refusals and servers without DRA are waited out,
+        whatever they last. Close the generator (`contextlib.aclosing`) to end the watch.
         """
         backoff = self.backoff.fresh()
         selectors = _selectors(field_selector, label_selector)
@@ -682,7 +682,7 @@ class Cluster:
                     self._version, position = "", ""  # the version is not served any more
                 if isinstance(error, UnavailableError):
                     lost = True
-                else:
+                if error.code:
                     self._say_once(what, f"{error}")
                 wait = max(backoff.next(), min(error.retry_after, backoff.cap))
             except UnsupportedError as error:
