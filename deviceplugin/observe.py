@@ -12,7 +12,6 @@ import logging
 import os
 import threading
 import time
-from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -310,7 +309,7 @@ class Observer:
         self._period = period
         self._pod_logs = pod_logs
         self._gauges: dict[str, load.Gauge] = {}
-        self._events: deque[Event] = deque(maxlen=SHOWN_EVENTS)
+        self._events: tuple[Event, ...] = ()
         self._before: dict[str, ResourceStatus] = {}
         self._pods: dict[str, tuple[str, str]] = {}
         self._named: dict[str, tuple[object, dict[str, tuple[str, str]]]] = {}
@@ -354,7 +353,8 @@ class Observer:
         for one in status.resources:
             # Statistics go on counting: keep them as they are now.
             kept = _frozen(one)
-            self._events.extend(happened(self._before.get(one.resource), kept, now))
+            if new := tuple(happened(self._before.get(one.resource), kept, now)):
+                self._events = (*self._events, *new)[-SHOWN_EVENTS:]
             self._before[one.resource] = kept
         for gone in self._before.keys() - {one.resource for one in status.resources}:
             del self._before[gone]
@@ -418,7 +418,7 @@ class Observer:
         )
 
     def _all_events(self, reports: Mapping[str, Report]) -> Iterable[Event]:
-        yield from tuple(self._events)
+        yield from self._events
         for report in reports.values():
             yield from report.events
 
