@@ -713,8 +713,9 @@ class _Run:
             # Whoever is registered now is disconnected, not the one whose stream has ended.
             current = self.clients.pop(resource, None)
         if current is not None:
-            current.disconnect()
+            # The kubelet closes first; here closing can take 0.2 s (gRPC's watch over a fresh connection).
             self.manager.disconnected(resource)
+            current.disconnect()
         self.kubelet.notify()
 
     def drop_streams(self, resource: str | None) -> None:
@@ -845,7 +846,8 @@ class _Client:
         woken = threading.Event()
         ready = grpc.channel_ready_future(self._channel)
         ready.add_done_callback(lambda _: woken.set())
-        context.add_callback(woken.set)
+        if not context.add_callback(woken.set):  # the caller has gone already
+            woken.set()
         woken.wait(self._run.kubelet.dial_timeout)
         if not ready.done():
             ready.cancel()

@@ -1,0 +1,837 @@
+"""The fake kubelet against a plugin without the framework: it does what kubelet 1.36.3 does."""
+
+from __future__ import annotations
+
+import json
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import grpc
+import pytest
+
+from deviceplugin.testing import Checkpoint, ContainerSpec, FakeKubelet, FakePod, KubeletCrashError, PodFailedError
+from deviceplugin.testing.kubelet import is_extended_resource_name
+from deviceplugin.wire import deviceplugin_pb2 as pb
+from deviceplugin.wire import podresources_pb2 as pr
+from deviceplugin.wire import podresources_pb2_grpc as pr_grpc
+from tests.testing.bare import RESOURCE, BarePlugin, Hold, fail
+
+Plugins = Callable[..., BarePlugin]
+Kubelets = Callable[..., FakeKubelet]
+ONE = {RESOURCE: 1}
+
+
+def healthy(kubelet: FakeKubelet, resource: str = RESOURCE) -> set[str]:
+    return {i for i, state in kubelet.devices(resource).items() if state.health == "Healthy"}
+
+
+def background(work: Callable[[], object]) -> threading.Thread:
+    thread = threading.Thread(target=work)
+    thread.start()
+    return thread
+
+
+def taken(kubelet: FakeKubelet, *pods: FakePod) -> set[str]:
+    ids = [i for pod in pods for i in pod.device_ids]
+    assert len(ids) == len(set(ids))
+    return set(ids)
+
+
+class TestRegistration:
+    def test_devices_appear(self, fake_kubelet: FakeKubelet, plugins: Plugins) -> None:
+        """A plugin that registers brings its devices, healthy and unhealthy, with their NUMA nodes."""
+        plugins(fake_kubelet, "a", ("b", "Unhealthy"), ("c", "Healthy", (1,)))
+        assert fake_kubelet.devices(RESOURCE) == {"a": ("Healthy", ()), "b": ("Unhealthy", ()), "c": ("Healthy", (1,))}
+        assert (fake_kubelet.allocatable(RESOURCE), fake_kubelet.capacity(RESOURCE)) == (2, 3)
+
+    def test_dial_back_comes_before_the_answer(self, fake_kubelet: FakeKubelet, plugins: Plugins) -> None:
+        """Register is answered after GetDevicePluginOptions was, so a plugin that blocks on itself hangs."""
+        plugin = plugins(fake_kubelet, "a", register=False)
+        hold = Hold(plugin, "GetDevicePluginOptions")
+        registering = background(plugin.register)
+        assert hold.arrived.wait(10)
+        assert not fake_kubelet.registrations
+        hold.let_go.set()
+        registering.join(10)
+        assert fake_kubelet.wait_registered(RESOURCE).endpoint == "bare.sock"
+
+    def test_options_are_those_the_plugin_serves(self, fake_kubelet: FakeKubelet, plugins: Plugins) -> None:
+        """The options in the request are ignored; those of GetDevicePluginOptions count."""
+        plugin = plugins(fake_kubelet, "a", register=False)
+        plugin.register(options=pb.DevicePluginOptions(pre_start_required=True))
+        fake_kubelet.wait_devices(RESOURCE, 1)
+        assert fake_kubelet.run_pod("p", ONE).running
+        assert plugin.pre_starts == []
+        assert fake_kubelet.registrations[0].options == pb.DevicePluginOptions()
+
+    def test_version_is_checked(self, fake_kubelet: FakeKubelet, plugins: Plugins) -> None:
+        """Any version but v1beta1 is refused, with code UNKNOWN as grpc-go gives plain errors."""
+        plugin = plugins(fake_kubelet, "a", register=False)
+        with pytest.raises(grpc.RpcError) as failure:
+            plugin.register(version="v1alpha1")
+        assert failure.value.code() is grpc.StatusCode.UNKNOWN
+        assert "v1alpha1" in fake_kubelet.rejections[0].error
+        assert not fake_kubelet.registrations
+
+    @pytest.mark.parametrize(
+        ("name", "good"),
+        [
+            ("example.com/thing", True),
+            ("example.com/Thing_1.x", True),
+            ("thing", False),
+            ("kubernetes.io/thing", False),
+            ("x.kubernetes.io/thing", False),
+            ("requests.example.com/thing", False),
+            ("example.com/", False),
+            ("Example.com/thing", False),
+            ("example.com/a/b", False),
+            ("example.com/" + "x" * 63, True),
+            ("example.com/" + "x" * 64, False),
+            ("a" * 63 + "/x", True),
+            (".".join(["a" * 50] * 4) + "." + "b" * 40 + "/x", True),
+            (".".join(["a" * 50] * 4) + "." + "b" * 41 + "/x", False),
+        ],
+    )
+    def test_names(self, name: str, good: bool) -> None:
+        """Only names of extended resources are accepted."""
+        assert is_extended_resource_name(name) is good
+
+    def test_bad_name_is_refused(self, fake_kubelet: FakeKubelet, plugins: Plugins) -> None:
+        """A plugin with a name under kubernetes.io is refused before it is dialled."""
+        plugin = plugins(fake_kubelet, "a", resource="devices.kubernetes.io/x", register=False)
+        with pytest.raises(grpc.RpcError):
+            plugin.register()
+        assert fake_kubelet.rpcs("GetDevicePluginOptions") == []
+
+    def test_register_before_serving(self, kubelets: Kubelets, plugins: Plugins) -> None:
+        """A plugin that registers and does not serve waits for the dial, and is refused."""
+        kubelet = kubelets(dial_timeout=0.3)
+        plugin = plugins(kubelet, "a", register=False)
+        plugin.endpoint = "other.sock"
+        begin = time.monotonic()
+        with pytest.raises(grpc.RpcError):
+            plugin.register()
+        assert time.monotonic() - begin >= 0.3
+        assert RESOURCE not in kubelet.resources()
+
+    def test_a_caller_that_gives_up_ends_the_dial(self, fake_kubelet: FakeKubelet, plugins: Plugins) -> None:
+        """The dial ends with the caller's deadline, long before its own."""
+        plugin = plugins(fake_kubelet, "a", register=False)
+        plugin.endpoint = "other.sock"
+        with pytest.raises(grpc.RpcError) as failure:
+            plugin.register(timeout=0.2)
+        assert failure.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+        fake_kubelet.wait_until(lambda: len(fake_kubelet.rejections) == 1, 5)
+
+    def test_refusal_on_demand(self, fake_kubelet: FakeKubelet, plugins: Plugins) -> None:
+        """A test can have the next registrations refused, and no more than those."""
+        plugin = plugins(fake_kubelet, "a", register=False)
+        fake_kubelet.reject_registrations(message="not today")
+        with pytest.raises(grpc.RpcError, match="not today"):
+            plugin.register()
+        plugin.register()
+        assert fake_kubelet.wait_registered(RESOURCE).error == ""
+
+    def test_slow_register(self, fake_kubelet: FakeKubelet, plugins: Plugins) -> None:
+        """A test can have Register take its time."""
+        fake_kubelet.register_delay = 0.2
+        plugins(fake_kubelet, "a")
+        registration = fake_kubelet.registrations[0]
+        assert registration.answered - registration.at >= 0.2
+
+    def test_two_resources(self, fake_kubelet: FakeKubelet, plugins: Plugins) -> None:
+        """Resources of different plugins do not mix."""
+        plugins(fake_kubelet, "a", "b")
+        plugins(fake_kubelet, "a", resource="example.com/other", endpoint="other.sock")
+        assert (fake_kubelet.allocatable(RESOURCE), fake_kubelet.allocatable("example.com/other")) == (2, 1)
+        assert fake_kubelet.resources() == {RESOURCE, "example.com/other"}
+
+
+class TestStreams:
+    def test_updates_are_whole(self, fake_kubelet: FakeKubelet, plugins: Plugins) -> None:
+        """Every list replaces the one before, and is counted with its time."""
+        plugin = plugins(fake_kubelet, "a", "b")
+        plugin.show("b", ("c", "Unhealthy"))
+        fake_kubelet.wait_devices(RESOURCE, lambda devices: set(devices) == {"b", "c"})
+        fake_kubelet.wait_until(lambda: len(fake_kubelet.updates(RESOURCE)) == 2)
+        first, second = fake_kubelet.updates(RESOURCE)
+        assert (first.total, first.healthy, second.total, second.healthy) == (2, 2, 2, 1)
+        assert second.at > first.at
+
+    def test_end_of_the_stream(self, fake_kubelet: FakeKubelet, plugins: Plugins) -> None:
+        """When the stream ends every device is unhealthy at once; capacity stays."""
+        plugin = plugins(fake_kubelet, "a", "b")
+        plugin.stop()
+        fake_kubelet.wait_devices(RESOURCE, 0, timeout=2)
+        assert (fake_kubelet.allocatable(RESOURCE), fake_kubelet.capacity(RESOURCE)) == (0, 2)
+
+    def test_resource_is_forgotten(self, kubelets: Kubelets, plugins: Plugins) -> None:
+        """A resource whose plugin stays away is forgotten after the grace, and not before."""
+        kubelet = kubelets(stop_grace=0.3)
+        plugins(kubelet, "a").stop()
+        kubelet.wait_devices(RESOURCE, 0)
+        assert RESOURCE in kubelet.resources()
+        kubelet.wait_until(lambda: RESOURCE not in kubelet.resources(), 5)
+        assert kubelet.devices(RESOURCE) == {}
+
+    def test_register_again_after_the_end(self, fake_kubelet: FakeKubelet, plugins: Plugins) -> None:
+        """A plugin that ends its stream first and registers again then is whole again."""
+        plugin = plugins(fake_kubelet, "a")
+        plugin.end_streams()
+        fake_kubelet.wait_devices(RESOURCE, 0)
+        plugin.register()
+        fake_kubelet.wait_devices(RESOURCE, 1)
+        fake_kubelet.wait_registered(RESOURCE, count=2)
+
+    def test_register_again_before_the_end(self, fake_kubelet: FakeKubelet, plugins: Plugins) -> None:
+        """Under 1.36.3 the end of the old stream disconnects the new registration of the same name."""
+        old = plugins(fake_kubelet, "a")
+        new = plugins(fake_kubelet, "b", endpoint="new.sock")
+        fake_kubelet.wait_devices(RESOURCE, lambda devices: set(devices) == {"b"})
+        assert fake_kubelet.streams(RESOURCE) == 2
+        old.stop()
+        fake_kubelet.wait_devices(RESOURCE, 0)
+        fake_kubelet.wait_until(lambda: fake_kubelet.streams(RESOURCE) == 0, 5)
+        new.show("b", "c")
+        pod = fake_kubelet.run_pod("p", ONE)
+        assert pod.reason == "UnexpectedAdmissionError"
+
+    def test_old_stream_still_counts(self, fake_kubelet: FakeKubelet, plugins: Plugins) -> None:
+        """While two streams of one name are open, the list that came last is believed, whoever sent it."""
+        old = plugins(fake_kubelet, "a")
+        plugins(fake_kubelet, "b", endpoint="new.sock")
+        old.show("a", "x")
+        fake_kubelet.wait_devices(RESOURCE, lambda devices: set(devices) == {"a", "x"})
+
+    def test_failed_registration_hides_the_old_one(self, kubelets: Kubelets, plugins: Plugins) -> None:
+        """After a failed second registration the end of the first stream goes unnoticed."""
+        kubelet = kubelets(dial_timeout=0.2)
+        plugin = plugins(kubelet, "a")
+        plugin.endpoint = "missing.sock"
+        with pytest.raises(grpc.RpcError):
+            plugin.register()
+        plugin.stop()
+        kubelet.wait_until(lambda: kubelet.streams(RESOURCE) == 0, 5)
+        assert healthy(kubelet) == {"a"}
+
+    def test_a_list_over_4_mib(self, fake_kubelet: FakeKubelet, plugins: Plugins) -> None:
+        """A list over 4 MiB ends the stream (kubernetes#109304)."""
+        plugin = plugins(fake_kubelet, "a")
+        plugin.show(*(f"{n:060}" for n in range(60_000)))
+        fake_kubelet.wait_devices(RESOURCE, 0, timeout=20)
+        assert (fake_kubelet.capacity(RESOURCE), fake_kubelet.allocatable(RESOURCE)) == (1, 0)
+        fake_kubelet.wait_rpc("ListAndWatch")
+        assert "RESOURCE_EXHAUSTED" in fake_kubelet.rpcs("ListAndWatch")[0].error
+
+    def test_dropped_streams(self, fake_kubelet: FakeKubelet, plugins: Plugins) -> None:
+        """A stream that the kubelet loses is not opened again by the kubelet (kubernetes#125501)."""
+        plugin = plugins(fake_kubelet, "a")
+        fake_kubelet.drop_streams(RESOURCE)
+        fake_kubelet.wait_devices(RESOURCE, 0)
+        plugin.register()
+        fake_kubelet.wait_devices(RESOURCE, 1)
+
+
+class TestAllocation:
+    def test_what_a_container_gets(self, fake_kubelet: FakeKubelet, plugins: Plugins) -> None:
+        """A container gets what the plugin answered: variables, nodes, mounts, annotations and CDI names."""
+        plugin = plugins(fake_kubelet, "a")
+        pod = fake_kubelet.run_pod("p", ONE)
+        assert pod.running
+        assert pod.devices == {RESOURCE: ("a",)}
+        assert pod.env == {"THING_IDS": "a"}
+        assert pod.nodes == (("/dev/host-a", "/dev/a", "rw"),)
+        assert pod.mounts == (("/srv/bare.sock", "/opt/lib", True),)
+        assert pod.container().annotations == {f"{RESOURCE}-ids": "a"}
+        assert pod.container().cdi_devices == ("example.com/thing=a",)
+        assert plugin.allocations == [["a"]]
+
+    def test_containers_are_asked_for_one_by_one(self, fake_kubelet: FakeKubelet, plugins: Plugins) -> None:
+        """Every container and every resource is a call of its own, and no device is given twice."""
+        plugin = plugins(fake_kubelet, "a", "b", "c")
+        pod = fake_kubelet.run_pod("p", containers={"x": {RESOURCE: 2}, "y": ONE})
+        assert [len(ids) for ids in plugin.allocations] == [2, 1]
+        x, y = (pod.container(name).device_ids for name in "xy")
+        assert {*x, *y} == {"a", "b", "c"}
+
+    def test_two_resources_in_one_container(self, fake_kubelet: FakeKubelet, plugins: Plugins) -> None:
+        """A container with two resources gets both answers; the first one wins where they collide."""
+        plugins(fake_kubelet, "a")
+        plugins(fake_kubelet, "b", resource="example.com/other", endpoint="other.sock")
+        pod = fake_kubelet.run_pod("p", {RESOURCE: 1, "example.com/other": 1})
+        assert pod.env == {"THING_IDS": "a", "OTHER_IDS": "b"}
+        assert pod.mounts == (("/srv/bare.sock", "/opt/lib", True),)
+
+    def test_no_healthy_device(self, fake_kubelet: FakeKubelet, plugins: Plugins) -> None:
+        """A pod past the scheduler fails where no healthy device is free; unhealthy ones are never given."""
+        plugins(fake_kubelet, "a", ("b", "Unhealthy"))
+        assert fake_kubelet.run_pod("first", ONE).running
+        second = fake_kubelet.run_pod("second", ONE)
+        assert (second.phase, second.reason) == ("Failed", "UnexpectedAdmissionError")
+
+    def test_unknown_resource(self, fake_kubelet: FakeKubelet) -> None:
+        """A resource that no plugin ever served is none of the device manager's business."""
+        assert fake_kubelet.run_pod("p", ONE).devices == {}
+
+    def test_failed_allocate(self, fake_kubelet: FakeKubelet, plugins: Plugins) -> None:
+        """An Allocate that fails costs its pod only; its devices are free for the next."""
+        plugin = plugins(fake_kubelet, "a")
+        plugin.before_answer = fail("Allocate", times=1)
+        first = fake_kubelet.run_pod("first", ONE)
+        assert (first.phase, first.reason) == ("Failed", "UnexpectedAdmissionError")
+        assert "broken" in first.message
+        assert fake_kubelet.run_pod("second", ONE).running
+        with pytest.raises(PodFailedError):
+            first.wait_running()
+
+    def test_empty_answer(self, fake_kubelet: FakeKubelet, plugins: Plugins) -> None:
+        """An answer for no container fails the pod."""
+        plugin = plugins(fake_kubelet, "a")
+        plugin.response = lambda ids: pb.AllocateResponse()
+        assert fake_kubelet.run_pod("p", ONE).phase == "Failed"
+
+    def test_admission_is_serial(self, fake_kubelet: FakeKubelet, plugins: Plugins) -> None:
+        """While one Allocate hangs, no other pod is admitted (kubernetes#117435)."""
+        plugin = plugins(fake_kubelet, "a", "b")
+        hold = Hold(plugin, "Allocate")
+        first = fake_kubelet.start_pod("first", ONE)
+        second = fake_kubelet.start_pod("second", ONE)
+        other = fake_kubelet.start_pod("no-devices")
+        assert hold.arrived.wait(10)
+        with pytest.raises(TimeoutError):
+            other.wait_running(0.2)
+        assert len(plugin.allocations) == 1
+        hold.let_go.set()
+        for pod in (first, second, other):
+            pod.wait_running()
+
+    def test_device_vanishes_in_flight(self, fake_kubelet: FakeKubelet, plugins: Plugins) -> None:
+        """A device that leaves the list while it is being given would crash the kubelet, and a test hears of it."""
+        plugin = plugins(fake_kubelet, "a")
+        hold = Hold(plugin, "Allocate")
+        pod = fake_kubelet.start_pod("p", ONE)
+        assert hold.arrived.wait(10)
+        plugin.show("b")
+        fake_kubelet.wait_devices(RESOURCE, lambda devices: set(devices) == {"b"})
+        hold.let_go.set()
+        with pytest.raises(KubeletCrashError, match="'a'"):
+            pod.wait_running()
+        assert len(fake_kubelet.crashes) == 1
+        fake_kubelet.crashes.clear()
+
+    def test_device_gets_sick_in_flight(self, fake_kubelet: FakeKubelet, plugins: Plugins) -> None:
+        """A device that becomes unhealthy while it is being given is given all the same."""
+        plugin = plugins(fake_kubelet, "a")
+        hold = Hold(plugin, "Allocate")
+        pod = fake_kubelet.start_pod("p", ONE)
+        assert hold.arrived.wait(10)
+        plugin.show(("a", "Unhealthy"))
+        fake_kubelet.wait_devices(RESOURCE, 0)
+        hold.let_go.set()
+        assert pod.wait_running().device_ids == ("a",)
+        assert fake_kubelet.device_health(pod) == {RESOURCE: {"a": "Unhealthy"}}
+
+    def test_sick_device_stays_with_its_holder(self, fake_kubelet: FakeKubelet, plugins: Plugins) -> None:
+        """A pod keeps its device when it becomes unhealthy, and its container restarts with it."""
+        plugin = plugins(fake_kubelet, "a", "b", pre_start=True)
+        pod = fake_kubelet.run_pod("p", ONE)
+        plugin.show(*((i, "Unhealthy" if i in pod.device_ids else "Healthy") for i in "ab"))
+        fake_kubelet.wait_allocatable(RESOURCE, 1)
+        pod.restart_container()
+        assert pod.running
+        assert fake_kubelet.capacity(RESOURCE) == 2
+        assert plugin.pre_starts == [list(pod.device_ids)] * 2
+        assert len(plugin.allocations) == 1
+
+    def test_init_containers_hand_on(self, fake_kubelet: FakeKubelet, plugins: Plugins) -> None:
+        """Containers get the devices of finished init containers first, and not those of sidecars."""
+        plugin = plugins(fake_kubelet, "a", "b", "c")
+        pod = fake_kubelet.run_pod(
+            "p",
+            containers={"x": {RESOURCE: 2}},
+            init_containers=[ContainerSpec("init", ONE), ContainerSpec("side", ONE, restartable=True)],
+        )
+        init, side, x = (set(pod.container(name).device_ids) for name in ("init", "side", "x"))
+        # The sidecar comes second and takes the init container's device with it.
+        assert side == init
+        assert x == {"a", "b", "c"} - side
+        assert pod.requests == {RESOURCE: 3}
+        assert len(plugin.allocations) == 3
+
+    def test_init_container_hands_on_to_the_container(self, fake_kubelet: FakeKubelet, plugins: Plugins) -> None:
+        """A pod with one device in its init container and one in its container needs one device."""
+        plugins(fake_kubelet, "a")
+        pod = fake_kubelet.start_pod("p", ONE, init_containers={"init": ONE}).wait_running()
+        assert pod.container("init").device_ids == pod.device_ids == ("a",)
+        assert pod.container("init").state == "terminated"
+
+    def test_reject_after_allocate(self, fake_kubelet: FakeKubelet, plugins: Plugins) -> None:
+        """A pod can be rejected after its Allocate was granted, and nobody tells the plugin."""
+        plugin = plugins(fake_kubelet, "a")
+        fake_kubelet.reject_next_pod()
+        pod = fake_kubelet.run_pod("p", ONE)
+        assert (pod.phase, pod.reason) == ("Failed", "OutOfcpu")
+        assert plugin.allocations == [["a"]]
+        assert fake_kubelet.allocated(RESOURCE) == {"a"}
+        assert fake_kubelet.run_pod("next", ONE).running
+
+    def test_check_nodes(self, kubelets: Kubelets, plugins: Plugins, tmp_path: Path) -> None:
+        """A container whose device node does not exist does not start, and does when it comes."""
+        kubelet = kubelets(check_nodes=True, start_backoff=0.01)
+        plugin = plugins(kubelet, "a")
+        node = tmp_path / "node"
+        answer = pb.ContainerAllocateResponse(devices=[pb.DeviceSpec(container_path="/dev/x", host_path=str(node))])
+        plugin.response = lambda ids: pb.AllocateResponse(container_responses=[answer])
+        pod = kubelet.start_pod("p", ONE)
+        kubelet.wait_until(lambda: "does not exist" in pod.container().message)
+        node.touch()
+        pod.wait_running()
+
+
+class TestPreference:
+    def test_the_plugin_is_asked(self, fake_kubelet: FakeKubelet, plugins: Plugins) -> None:
+        """A plugin that announces it is asked which of the free devices it would rather give."""
+        plugin = plugins(fake_kubelet, *"abcd", ("e", "Unhealthy"), prefer=True)
+        plugin.on_prefer = lambda request: ["c"]
+        first = fake_kubelet.run_pod("first", ONE)
+        assert first.device_ids == ("c",)
+        plugin.on_prefer = lambda request: ["b", "d"]
+        assert fake_kubelet.run_pod("second", {RESOURCE: 2}).device_ids == ("b", "d")
+        asked = plugin.preferences
+        assert [set(r.available_deviceIDs) for r in asked] == [set("abcd"), set("abd")]
+        assert [r.allocation_size for r in asked] == [1, 2]
+
+    def test_a_plugin_that_does_not_announce_it_is_not_asked(self, fake_kubelet: FakeKubelet, plugins: Plugins) -> None:
+        """Without the option there is no GetPreferredAllocation."""
+        plugin = plugins(fake_kubelet, "a", "b")
+        fake_kubelet.run_pod("p", ONE)
+        assert plugin.preferences == []
+
+    @pytest.mark.parametrize("answer", [[], ["nonsense"], ["a"], ["taken"]])
+    def test_bad_answers_are_filled_up(self, fake_kubelet: FakeKubelet, plugins: Plugins, answer: list[str]) -> None:
+        """What the answer lacks, or names without right, the kubelet chooses itself."""
+        plugin = plugins(fake_kubelet, "taken", prefer=True)
+        fake_kubelet.run_pod("holder", ONE)
+        plugin.show("taken", "a", "b", "c")
+        fake_kubelet.wait_devices(RESOURCE, 4)
+        plugin.on_prefer = lambda request: answer
+        pod = fake_kubelet.run_pod("p", {RESOURCE: 2})
+        assert len(pod.device_ids) == 2
+        assert "taken" not in pod.device_ids
+        assert "a" not in answer or "a" in pod.device_ids
+
+    def test_a_failing_answer_fails_the_pod(self, fake_kubelet: FakeKubelet, plugins: Plugins) -> None:
+        """An error from GetPreferredAllocation fails the pod (NVIDIA#2038)."""
+        plugin = plugins(fake_kubelet, "a", "b", prefer=True)
+        plugin.before_answer = fail("GetPreferredAllocation")
+        assert fake_kubelet.run_pod("p", ONE).reason == "UnexpectedAdmissionError"
+
+    def test_must_include_are_reusable_devices(self, fake_kubelet: FakeKubelet, plugins: Plugins) -> None:
+        """Devices of an init container are those that the answer must include."""
+        plugin = plugins(fake_kubelet, "a", "b", "c", prefer=True)
+        plugin.on_prefer = lambda request: [*request.must_include_deviceIDs, "c"][: request.allocation_size]
+        pod = fake_kubelet.run_pod("p", {RESOURCE: 2}, init_containers={"init": ONE})
+        init = pod.container("init").device_ids
+        assert list(plugin.preferences[1].must_include_deviceIDs) == list(init)
+        assert set(init) < set(pod.device_ids)
+
+
+class TestTopology:
+    DEVICES = (("a", "Healthy", (0,)), ("b", "Healthy", (1,)), ("c", "Healthy", (1,)))
+
+    def test_single_numa_node(self, kubelets: Kubelets, plugins: Plugins) -> None:
+        """Under single-numa-node two devices come from one node, and a third is not given."""
+        kubelet = kubelets(topology_policy="single-numa-node")
+        plugins(kubelet, *self.DEVICES)
+        assert kubelet.run_pod("two", {RESOURCE: 2}).device_ids == ("b", "c")
+        assert kubelet.run_pod("one", ONE).device_ids == ("a",)
+
+    def test_no_node_has_enough(self, kubelets: Kubelets, plugins: Plugins) -> None:
+        """Under single-numa-node a pod that would need two nodes fails with TopologyAffinityError."""
+        kubelet = kubelets(topology_policy="single-numa-node")
+        plugins(kubelet, *self.DEVICES)
+        pod = kubelet.run_pod("three", {RESOURCE: 3})
+        assert (pod.phase, pod.reason) == ("Failed", "TopologyAffinityError")
+
+    def test_best_effort(self, kubelets: Kubelets, plugins: Plugins) -> None:
+        """Under best-effort such a pod runs, and the plugin is asked within the aligned devices."""
+        kubelet = kubelets(topology_policy="best-effort")
+        plugin = plugins(kubelet, *self.DEVICES, prefer=True)
+        assert kubelet.run_pod("one", ONE).device_ids == ("a",)
+        assert plugin.preferences == []
+        assert kubelet.run_pod("two", ONE).running
+        assert set(plugin.preferences[0].available_deviceIDs) == {"b", "c"}
+
+
+class TestScheduler:
+    def test_a_pod_waits_for_a_device(self, fake_kubelet: FakeKubelet, plugins: Plugins) -> None:
+        """A pod beyond what is allocatable stays Pending, and starts when another one ends."""
+        plugins(fake_kubelet, "a", "b")
+        first, second = (fake_kubelet.start_pod(name, ONE).wait_running() for name in ("first", "second"))
+        third = fake_kubelet.start_pod("third", ONE)
+        with pytest.raises(TimeoutError):
+            third.wait_running(0.2)
+        assert (third.phase, third.bound) == ("Pending", False)
+        first.delete()
+        assert third.wait_running().device_ids == first.device_ids
+        taken(fake_kubelet, second, third)
+
+    def test_a_pod_waits_for_a_plugin(self, fake_kubelet: FakeKubelet, plugins: Plugins) -> None:
+        """A pod waits for a resource that nobody offers yet."""
+        pod = fake_kubelet.start_pod("p", ONE)
+        plugins(fake_kubelet, "a")
+        assert pod.wait_running().device_ids == ("a",)
+
+    def test_a_pod_waits_for_health(self, fake_kubelet: FakeKubelet, plugins: Plugins) -> None:
+        """A pod waits while the only free device is unhealthy."""
+        plugin = plugins(fake_kubelet, ("a", "Unhealthy"))
+        pod = fake_kubelet.start_pod("p", ONE)
+        assert not pod.bound
+        plugin.show("a")
+        pod.wait_running()
+
+    def test_completed_pods_give_back(self, fake_kubelet: FakeKubelet, plugins: Plugins) -> None:
+        """A pod that ends by itself frees its device and can still be looked at."""
+        plugins(fake_kubelet, "a")
+        first = fake_kubelet.start_pod("first", ONE).wait_running()
+        second = fake_kubelet.start_pod("second", ONE)
+        first.complete()
+        assert second.wait_running().device_ids == ("a",)
+        assert first.phase == "Succeeded"
+        first.delete()
+        assert first.deleted
+
+    def test_a_waiting_pod_can_be_deleted(self, fake_kubelet: FakeKubelet) -> None:
+        """A pod that never started is gone at once, and its name is free."""
+        fake_kubelet.start_pod("p", ONE).delete()
+        assert fake_kubelet.start_pod("p").wait_running().running
+
+    def test_names_are_unique(self, fake_kubelet: FakeKubelet) -> None:
+        """A name is taken within its namespace only."""
+        fake_kubelet.start_pod("p")
+        fake_kubelet.start_pod("p", namespace="other")
+        with pytest.raises(ValueError, match="default/p"):
+            fake_kubelet.start_pod("p")
+
+
+class TestPreStart:
+    def test_before_each_start(self, fake_kubelet: FakeKubelet, plugins: Plugins) -> None:
+        """PreStartContainer comes before each start of each container, with its devices, with 30 s to answer."""
+        plugin = plugins(fake_kubelet, "a", "b", pre_start=True)
+        pod = fake_kubelet.run_pod("p", ONE)
+        pod.restart_container()
+        assert plugin.pre_starts == [list(pod.device_ids)] * 2
+        assert pod.container().restarts == 1
+
+    def test_a_failure_is_tried_again(self, kubelets: Kubelets, plugins: Plugins) -> None:
+        """A container whose PreStartContainer fails does not start; the kubelet tries again, without Allocate."""
+        kubelet = kubelets(start_backoff=0.01)
+        plugin = plugins(kubelet, "a", pre_start=True)
+        plugin.before_answer = fail("PreStartContainer", times=2)
+        assert kubelet.run_pod("p", ONE).running
+        assert len(plugin.pre_starts) == 3
+        assert len(plugin.allocations) == 1
+
+    def test_without_the_plugin(self, kubelets: Kubelets, plugins: Plugins) -> None:
+        """While the plugin is away a container that needs PreStartContainer does not restart."""
+        kubelet = kubelets(start_backoff=0.01)
+        plugin = plugins(kubelet, "a", pre_start=True)
+        pod = kubelet.run_pod("p", ONE)
+        plugin.stop()
+        kubelet.wait_devices(RESOURCE, 0)
+        with pytest.raises(TimeoutError):
+            pod.restart_container(timeout=0.2)
+        assert "stopped" in pod.container().message
+        plugins(kubelet, "a", pre_start=True)
+        kubelet.wait_until(lambda: pod.running)
+
+
+class TestRestart:
+    def test_sockets_are_deleted(self, fake_kubelet: FakeKubelet, plugins: Plugins) -> None:
+        """A kubelet that starts deletes every socket in the directory, and nothing else."""
+        plugins(fake_kubelet, "a")
+        other = fake_kubelet.device_plugin_dir / "DEPRECATION"
+        other.touch()
+        fake_kubelet.restart()
+        assert {p.name for p in fake_kubelet.device_plugin_dir.iterdir()} == {
+            "DEPRECATION",
+            "kubelet.sock",
+            "kubelet_internal_checkpoint",
+        }
+        assert fake_kubelet.capacity(RESOURCE) == 0
+        assert RESOURCE in fake_kubelet.resources()
+
+    def test_without_wiping(self, fake_kubelet: FakeKubelet, plugins: Plugins) -> None:
+        """A test can have a restart leave the plugins' sockets alone."""
+        plugin = plugins(fake_kubelet, "a")
+        fake_kubelet.restart(wipe=False)
+        plugin.register()
+        fake_kubelet.wait_devices(RESOURCE, 1)
+
+    def test_a_dead_kubelet_leaves_its_socket(self, fake_kubelet: FakeKubelet) -> None:
+        """While the kubelet is down its socket is there and refuses connections."""
+        fake_kubelet.stop()
+        for path in (fake_kubelet.socket, fake_kubelet.pod_resources_socket):
+            with socket.socket(socket.AF_UNIX) as client, pytest.raises(ConnectionRefusedError):
+                client.connect(str(path))
+        assert fake_kubelet.allocatable(RESOURCE) == 0
+
+    def test_running_pods_survive(self, fake_kubelet: FakeKubelet, plugins: Plugins) -> None:
+        """Pods run on over a restart, keep their devices, and get the same answer from the checkpoint."""
+        plugin = plugins(fake_kubelet, "a", "b")
+        pod = fake_kubelet.run_pod("p", ONE)
+        before = pod.container().env, pod.device_ids
+        fake_kubelet.restart(wipe=False)
+        plugin.register()
+        fake_kubelet.wait_devices(RESOURCE, 2)
+        assert fake_kubelet.allocated(RESOURCE) == set(pod.device_ids)
+        pod.restart_container()
+        assert (pod.container().env, pod.device_ids) == before
+        other = fake_kubelet.start_pod("other", ONE).wait_running()
+        taken(fake_kubelet, pod, other)
+        assert len(plugin.allocations) == 2
+
+    def test_a_dead_container_fails_its_pod(self, fake_kubelet: FakeKubelet, plugins: Plugins) -> None:
+        """A pod whose container is down while the kubelet restarts fails: no healthy devices yet."""
+        plugins(fake_kubelet, "a")
+        pod = fake_kubelet.run_pod("p", ONE)
+        pod.crash_container()
+        fake_kubelet.restart()
+        pod.wait_phase("Failed")
+        assert pod.reason == "UnexpectedAdmissionError"
+
+    def test_streams_end_with_the_kubelet(self, fake_kubelet: FakeKubelet, plugins: Plugins) -> None:
+        """A stopped kubelet closes its streams."""
+        plugin = plugins(fake_kubelet, "a")
+        fake_kubelet.stop()
+        assert fake_kubelet.streams(RESOURCE) == 0
+        fake_kubelet.start(wipe=False)
+        plugin.register()
+        fake_kubelet.wait_devices(RESOURCE, 1)
+
+    def test_pods_deleted_meanwhile(self, fake_kubelet: FakeKubelet, plugins: Plugins) -> None:
+        """A pod that is deleted while the kubelet is down ends when it is back."""
+        plugin = plugins(fake_kubelet, "a")
+        pod = fake_kubelet.run_pod("p", ONE)
+        fake_kubelet.stop()
+        pod.delete()
+        assert list(fake_kubelet.pods) == ["default/p"]
+        fake_kubelet.start(wipe=False)
+        assert not fake_kubelet.pods
+        plugin.register()
+        assert fake_kubelet.start_pod("next", ONE).wait_running().device_ids == ("a",)
+
+    def test_restart_during_allocate(self, fake_kubelet: FakeKubelet, plugins: Plugins) -> None:
+        """A pod that was being admitted when the kubelet died is admitted again, before the plugin is back."""
+        plugin = plugins(fake_kubelet, "a")
+        hold = Hold(plugin, "Allocate")
+        pod = fake_kubelet.start_pod("p", ONE)
+        assert hold.arrived.wait(10)
+        fake_kubelet.restart()
+        hold.let_go.set()
+        pod.wait_phase("Failed")
+
+    def test_downtime(self, fake_kubelet: FakeKubelet) -> None:
+        """A restart can take its time."""
+        begin = time.monotonic()
+        fake_kubelet.restart(downtime=0.2)
+        assert time.monotonic() - begin >= 0.2
+
+    def test_checkpoint(self, fake_kubelet: FakeKubelet, plugins: Plugins) -> None:
+        """The checkpoint names the holders by NUMA node and the healthy devices."""
+        plugins(fake_kubelet, ("a", "Healthy", (0, 1)), ("b", "Unhealthy"))
+        pod = fake_kubelet.run_pod("p", ONE)
+        checkpoint = Checkpoint.from_json((fake_kubelet.device_plugin_dir / "kubelet_internal_checkpoint").read_bytes())
+        assert checkpoint.registered == {RESOURCE: ["a"]}
+        (entry,) = checkpoint.entries or ()
+        assert (entry.pod_uid, entry.container, entry.resource) == (pod.uid, "main", RESOURCE)
+        assert entry.device_ids == {0: ["a"], 1: ["a"]}
+        assert pb.ContainerAllocateResponse.FromString(entry.alloc_resp or b"").envs == {"THING_IDS": "a"}
+
+    def test_damaged_checkpoint(self, fake_kubelet: FakeKubelet, plugins: Plugins) -> None:
+        """A kubelet with a damaged checkpoint starts without it and forgets who held what."""
+        plugin = plugins(fake_kubelet, "a")
+        pod = fake_kubelet.run_pod("p", ONE)
+        fake_kubelet.stop()
+        path = fake_kubelet.device_plugin_dir / "kubelet_internal_checkpoint"
+        document = json.loads(path.read_bytes())
+        document["Checksum"] += 1
+        path.write_text(json.dumps(document))
+        fake_kubelet.start(wipe=False)
+        plugin.register()
+        fake_kubelet.wait_devices(RESOURCE, 1)
+        assert pod.running
+        assert fake_kubelet.allocated(RESOURCE) == set()
+
+    def test_new_socket_in_the_same_kubelet(self, fake_kubelet: FakeKubelet, plugins: Plugins) -> None:
+        """A kubelet can serve on a new socket while its streams go on."""
+        plugin = plugins(fake_kubelet, "a")
+        before = fake_kubelet.socket.stat()
+        fake_kubelet.recreate_socket()
+        assert (fake_kubelet.socket.stat().st_ino, fake_kubelet.socket.stat().st_ctime_ns) != (
+            before.st_ino,
+            before.st_ctime_ns,
+        )
+        plugin.show("a", "b")
+        fake_kubelet.wait_devices(RESOURCE, 2)
+        plugins(fake_kubelet, "x", resource="example.com/other", endpoint="other.sock")
+
+    def test_freeze(self, fake_kubelet: FakeKubelet, plugins: Plugins) -> None:
+        """A frozen kubelet accepts connections, answers nothing and takes no lists; thawed it goes on."""
+        plugin = plugins(fake_kubelet, "a")
+        fake_kubelet.freeze()
+        plugin.show("a", "b")
+        with pytest.raises(grpc.RpcError) as failure:
+            plugin.register(timeout=0.3)
+        assert failure.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+        assert set(fake_kubelet.devices(RESOURCE)) == {"a"}
+        fake_kubelet.thaw()
+        fake_kubelet.wait_devices(RESOURCE, lambda devices: set(devices) == {"a", "b"})
+
+    def test_a_frozen_kubelet_can_be_stopped(self, fake_kubelet: FakeKubelet, plugins: Plugins) -> None:
+        """Stopping ends what hangs."""
+        plugin = plugins(fake_kubelet, "a")
+        fake_kubelet.freeze()
+        plugin.show("b")
+        pod = fake_kubelet.start_pod("p", ONE)
+        fake_kubelet.restart(wipe=False)
+        plugin.register()
+        pod.wait_phase("Failed")
+
+    def test_it_starts_once(self, fake_kubelet: FakeKubelet) -> None:
+        """A kubelet that runs cannot be started again, and one that is down cannot be frozen."""
+        with pytest.raises(RuntimeError, match="runs already"):
+            fake_kubelet.start()
+        fake_kubelet.stop()
+        with pytest.raises(RuntimeError, match="down"):
+            fake_kubelet.freeze()
+
+
+class TestPodResources:
+    @pytest.fixture
+    def stub(self, fake_kubelet: FakeKubelet) -> Iterator[pr_grpc.PodResourcesListerStub]:
+        with grpc.insecure_channel(f"unix:{fake_kubelet.pod_resources_socket}") as channel:
+            yield pr_grpc.PodResourcesListerStub(channel)
+
+    @staticmethod
+    def held(pod: pr.PodResources) -> dict[str, list[tuple[str, list[str], list[int]]]]:
+        return {
+            c.name: sorted((d.resource_name, list(d.device_ids), [n.ID for n in d.topology.nodes]) for d in c.devices)
+            for c in pod.containers
+        }
+
+    def test_list(self, fake_kubelet: FakeKubelet, plugins: Plugins, stub: pr_grpc.PodResourcesListerStub) -> None:
+        """List shows pods with their devices, one entry a NUMA node, without finished init containers."""
+        plugins(fake_kubelet, ("a", "Healthy", (0, 1)), "b")
+        pod = fake_kubelet.run_pod(
+            "p",
+            {RESOURCE: 2},
+            init_containers=[ContainerSpec("init", ONE), ContainerSpec("side", restartable=True)],
+            namespace="n",
+        )
+        (entry,) = stub.List(pr.ListPodResourcesRequest()).pod_resources
+        assert (entry.name, entry.namespace) == ("p", "n")
+        assert self.held(entry) == {
+            "side": [],
+            "main": [(RESOURCE, ["a"], [0]), (RESOURCE, ["a"], [1]), (RESOURCE, ["b"], [])],
+        }
+        pod.complete()
+        assert not stub.List(pr.ListPodResourcesRequest()).pod_resources
+
+    def test_get(self, fake_kubelet: FakeKubelet, plugins: Plugins, stub: pr_grpc.PodResourcesListerStub) -> None:
+        """Get shows one pod, and fails for one that is not here."""
+        plugins(fake_kubelet, "a")
+        fake_kubelet.run_pod("p", ONE)
+        entry = stub.Get(pr.GetPodResourcesRequest(pod_name="p", pod_namespace="default")).pod_resources
+        assert self.held(entry) == {"main": [(RESOURCE, ["a"], [])]}
+        with pytest.raises(grpc.RpcError, match="other/p"):
+            stub.Get(pr.GetPodResourcesRequest(pod_name="p", pod_namespace="other"))
+
+    def test_allocatable(
+        self, fake_kubelet: FakeKubelet, plugins: Plugins, stub: pr_grpc.PodResourcesListerStub
+    ) -> None:
+        """GetAllocatableResources shows healthy devices, taken or not."""
+        plugins(fake_kubelet, "a", ("b", "Unhealthy"), ("c", "Healthy", (0,)))
+        fake_kubelet.run_pod("p", ONE)
+        devices = stub.GetAllocatableResources(pr.AllocatableResourcesRequest()).devices
+        assert sorted((list(d.device_ids), [n.ID for n in d.topology.nodes]) for d in devices) == [
+            (["a"], []),
+            (["c"], [0]),
+        ]
+
+    def test_rate_limit(self, kubelets: Kubelets) -> None:
+        """More calls than the limit allows are refused."""
+        kubelet = kubelets(pod_resources_qps=0.001, pod_resources_burst=2)
+        with grpc.insecure_channel(f"unix:{kubelet.pod_resources_socket}") as channel:
+            stub = pr_grpc.PodResourcesListerStub(channel)
+            stub.List(pr.ListPodResourcesRequest())
+            stub.GetAllocatableResources(pr.AllocatableResourcesRequest())
+            with pytest.raises(grpc.RpcError) as failure:
+                stub.List(pr.ListPodResourcesRequest())
+        assert failure.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+
+    def test_list_drops_a_choice_in_flight(
+        self, fake_kubelet: FakeKubelet, plugins: Plugins, stub: pr_grpc.PodResourcesListerStub
+    ) -> None:
+        """A List during an Allocate, after another pod's end, has one device given twice (kubernetes#137534)."""
+        plugin = plugins(fake_kubelet, "a", "b")
+        ended = fake_kubelet.run_pod("ended", ONE)
+        hold = Hold(plugin, "Allocate")
+        pod = fake_kubelet.start_pod("p", ONE)
+        assert hold.arrived.wait(10)
+        ended.complete()
+        assert len(fake_kubelet.allocated(RESOURCE)) == 2
+        stub.GetAllocatableResources(pr.AllocatableResourcesRequest())
+        assert len(fake_kubelet.allocated(RESOURCE)) == 2
+        stub.List(pr.ListPodResourcesRequest())
+        assert fake_kubelet.allocated(RESOURCE) == set()
+        hold.let_go.set()
+        pod.wait_running()
+        (mine,) = pod.device_ids
+        plugin.show(mine)
+        fake_kubelet.wait_devices(RESOURCE, 1)
+        assert fake_kubelet.run_pod("twin", ONE).device_ids == (mine,)
+
+
+class TestObservation:
+    def test_rpc_log(self, fake_kubelet: FakeKubelet, plugins: Plugins) -> None:
+        """Every call is logged with its times, request and response, in the order of the beginnings."""
+        plugins(fake_kubelet, "a", prefer=True, pre_start=True)
+        fake_kubelet.run_pod("p", ONE)
+        assert [r.method for r in fake_kubelet.rpc_log] == [
+            "GetDevicePluginOptions",
+            "ListAndWatch",
+            "GetPreferredAllocation",
+            "Allocate",
+            "PreStartContainer",
+        ]
+        call = fake_kubelet.wait_rpc("Allocate", RESOURCE)
+        assert call.request.container_requests[0].devices_ids == ["a"]
+        assert call.response.container_responses[0].envs == {"THING_IDS": "a"}
+        assert 0 < call.seconds < 5
+        assert fake_kubelet.rpcs("ListAndWatch") == []
+
+    def test_waiting_has_an_end(self, fake_kubelet: FakeKubelet) -> None:
+        """A wait that is in vain ends with its deadline and says what there was instead."""
+        fake_kubelet.start_pod("p", ONE)
+        with pytest.raises(TimeoutError, match="default/p Pending"):
+            fake_kubelet.wait_registered(RESOURCE, timeout=0.05)
+        with pytest.raises(TimeoutError):
+            fake_kubelet.wait_devices(RESOURCE, 1, timeout=0.05)
+
+    def test_a_root_that_is_too_long(self, tmp_path: Path) -> None:
+        """A root whose sockets would have too long paths is refused at once."""
+        with pytest.raises(ValueError, match="107"):
+            FakeKubelet(tmp_path / ("x" * 90))
+
+    def test_a_root_of_the_caller_stays(self, tmp_path_factory: pytest.TempPathFactory) -> None:
+        """A directory that was given is not removed; one of its own is."""
+        with FakeKubelet() as own:
+            root = own.root
+            with FakeKubelet(root / "given") as given:
+                assert given.is_up
+            assert (root / "given" / "device-plugins").is_dir()
+        assert not root.exists()
