@@ -266,7 +266,7 @@ class Changed:
 
 @dataclass(frozen=True, slots=True)
 class Reopened:
-    """The watch goes on after the server was away; nothing was missed, but it may be a newer server now."""
+    """The watch goes on after it ended before its time; nothing was missed, but it may be a newer server now."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -651,18 +651,21 @@ class Cluster:
                     version = "" if kind.version else await self.version()
                     position, listed_in = listing.resource_version, version
                     yield Listed(tuple(listing.items), position, version)
-                opened = time.monotonic()
-                async with aclosing(self._watch(kind, namespace, selectors, position, listed_in)) as changes:
+                opened, seconds = time.monotonic(), random.uniform(*self._watch_seconds)  # noqa: S311 - no secret
+                async with aclosing(self._watch(kind, namespace, selectors, position, listed_in, seconds)) as changes:
                     async for event, found in changes:
-                        refusals = 0
                         if event == "OPEN":
                             if lost:
                                 lost = False
                                 yield Reopened()
                             continue
+                        refusals = 0
+                        self._said.discard(what)
                         position = str((found.get("metadata") or {}).get("resourceVersion") or position)
                         if event in ("ADDED", "MODIFIED", "DELETED"):
                             yield Changed(event, found)  # type: ignore[arg-type]  # just compared
+                refusals, lost = 0, time.monotonic() - opened < seconds - 1.0
+                self._said.discard(what)
                 if time.monotonic() - opened >= 1.0:
                     backoff.reset()
                     continue
@@ -703,9 +706,8 @@ class Cluster:
             pass
 
     async def _watch(
-        self, kind: Kind, namespace: str, selectors: Mapping[str, str], position: str, version: str
+        self, kind: Kind, namespace: str, selectors: Mapping[str, str], position: str, version: str, seconds: float
     ) -> AsyncGenerator[tuple[str, Object], None]:
-        seconds = random.uniform(*self._watch_seconds)  # noqa: S311 - spreads load, keeps no secret
         parameters = {
             **selectors,
             "watch": "true",
@@ -728,7 +730,6 @@ class Cluster:
             if response.status_code != 200:
                 raise await self._refused(response)
             self._answered()
-            self._said.discard(f"watch {kind.plural}")
             yield "OPEN", {}
             async for line in response.aiter_lines():
                 if not line:

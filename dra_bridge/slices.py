@@ -51,6 +51,7 @@ from dra_bridge.cluster import (
     NotFoundError,
     Object,
     Reopened,
+    Statistics,
     UnavailableError,
     UnsupportedError,
     VersionChangedError,
@@ -704,12 +705,15 @@ class Publisher:
         backoff: Backoff | None = None,
         burst: int = 10,
         per_second: float = 0.5,
+        probe_again: float = 60.0,
     ) -> None:
         """Do nothing yet; `want` says what, `run` does it.
 
         say: called with driver and message, once for each message; by default a warning is logged.
         backoff: waits after failures. burst, per_second: how many rounds of writes a driver may
         make at once, and how fast that is regained: two agents that disagree do not flood the server.
+        probe_again: seconds after which a feature that the server lacked may be asked for again, when
+        there is reason to believe that it is another server.
         """
         self._cluster = cluster
         self._node = node
@@ -717,6 +721,8 @@ class Publisher:
         self._backoff = backoff or cluster.backoff
         self._burst = burst
         self._per_second = per_second
+        self._probe_again = probe_again
+        self._probed_at = 0.0
         self._drivers: dict[str, _Driver] = {}
         self._workers: dict[str, asyncio.Task[None]] = {}
         self._group: asyncio.TaskGroup | None = None
@@ -750,6 +756,11 @@ class Publisher:
         self._set(driver, wanted=driver.state.wanted + 1)
         driver.wake.set()
         return driver.state.wanted
+
+    @property
+    def statistics(self) -> Statistics:
+        """What went to the API server so far."""
+        return self._cluster.statistics
 
     def state(self, driver: str) -> PoolState:
         """Return how far a driver's pool is."""
@@ -801,6 +812,8 @@ class Publisher:
             driver.wake.set()
 
     def _forget_missing_features(self) -> None:
+        if asyncio.get_running_loop().time() - self._probed_at < self._probe_again:
+            return
         missing = [feature for feature, there in self._known.items() if not there]
         for feature in missing:
             del self._known[feature]  # it may be another server by now
@@ -1026,6 +1039,8 @@ class Publisher:
             unknown |= _features(body)
         unknown -= self._known.keys()
         asked = frozenset(unknown)
+        if unknown:
+            self._probed_at = asyncio.get_running_loop().time()
         while unknown:
             body = in_version(_probe_body(pool, unknown), version)
             try:
