@@ -1,0 +1,532 @@
+"""The DRA half of a kubelet, for tests: plugin watcher, registration, claims of pods, health.
+
+It does what kubelet 1.36.3 does (pkg/kubelet/pluginmanager, pkg/kubelet/cm/dra) with the sockets
+of `plugins_registry/`, and keeps the same books: claims by namespace and name, the pods that use
+them, what drivers answered. Everything is synchronous and thread-safe; own threads do the work.
+
+What it leaves out: the admission of pods, checkpoints on disk (a restart keeps in memory what the
+kubelet keeps on disk), and extended resources through DRA, whose claims are like any other here.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import stat
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Final, Self
+
+import grpc
+
+from dra_bridge.wire import dra_health_pb2 as health_pb
+from dra_bridge.wire import dra_v1_pb2 as v1
+from dra_bridge.wire import dra_v1beta1_pb2 as v1beta1
+from dra_bridge.wire import pluginregistration_pb2 as pb
+from dra_bridge.wire.dra_health_pb2_grpc import DRAResourceHealthStub
+from dra_bridge.wire.dra_v1_pb2_grpc import DRAPluginStub
+from dra_bridge.wire.dra_v1beta1_pb2_grpc import DRAPluginStub as BetaStub
+from dra_bridge.wire.pluginregistration_pb2_grpc import RegistrationStub
+
+__all__ = ["DevicesOfClaim", "FakeDraKubelet", "FakeDraPod", "Plugin", "PodError", "PreparedDevice", "SeenHealth"]
+
+SERVICES: Final = ("v1.DRAPlugin", "v1beta1.DRAPlugin")
+CALL_TIMEOUT: Final = 45.0
+HEALTH_TIMEOUT: Final = 30.0
+_OPTIONS: Final = (
+    ("grpc.default_authority", "localhost"),
+    ("grpc.use_local_subchannel_pool", 1),
+    ("grpc.enable_retries", 0),
+    ("grpc.initial_reconnect_backoff_ms", 50),
+    ("grpc.max_reconnect_backoff_ms", 200),
+)
+
+
+class PodError(Exception):
+    """Raised when a pod's claims cannot be prepared or unprepared; the text is as in the pod's event."""
+
+
+@dataclass(frozen=True, slots=True)
+class FakeDraPod:
+    """A pod that uses claims.
+
+    claims: names of ResourceClaims in its namespace. containers: by container name, what it wants
+    as (claim name, request name); an empty request means the whole claim.
+    """
+
+    name: str
+    uid: str
+    claims: Sequence[str]
+    containers: Mapping[str, Sequence[tuple[str, str]]] = field(default_factory=dict)
+    namespace: str = "default"
+
+
+@dataclass(frozen=True, slots=True)
+class PreparedDevice:
+    """A device as a driver answered it. share: None where the driver sent none."""
+
+    requests: tuple[str, ...]
+    pool: str
+    device: str
+    cdi_ids: tuple[str, ...]
+    share: str | None
+
+
+@dataclass(slots=True)
+class DevicesOfClaim:
+    """What the kubelet remembers of a claim (ClaimInfo)."""
+
+    namespace: str
+    name: str
+    uid: str
+    drivers: dict[str, list[PreparedDevice]]
+    pods: set[str] = field(default_factory=set)
+    prepared: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class SeenHealth:
+    """A device's health as it would be in the pod's status: healthy, unhealthy or unknown."""
+
+    health: str
+    message: str = ""
+
+
+@dataclass(slots=True)
+class Plugin:
+    """One registered instance of a driver."""
+
+    driver: str
+    endpoint: str
+    service: str
+    socket: str
+    channel: grpc.Channel
+    connected: bool = False
+    health: Any = None
+    ended: bool = False
+
+
+@dataclass(slots=True)
+class _Reported:
+    health: int
+    message: str
+    at: float
+    timeout: float
+
+
+class FakeDraKubelet:
+    """A kubelet's DRA side under `root`.
+
+    Args:
+        root: its root directory; `plugins_registry/` and `plugins/` are made there.
+        get_claim: the API server: (namespace, name) to a ResourceClaim as JSON, None if it is gone.
+        services: which versions of the driver API it speaks.
+        period: seconds between two looks of the reconciler (a real one: 1).
+        backoff: first delay after a failed registration (a real one: 0.5), doubling.
+        wipe: called when slices are to be deleted, with a driver's name, or "" for all.
+        wiping_delay: seconds from a driver's last endpoint to the wiping of its slices (30).
+
+    """
+
+    def __init__(
+        self,
+        root: Path,
+        get_claim: Callable[[str, str], Mapping[str, Any] | None],
+        *,
+        services: Sequence[str] = SERVICES,
+        period: float = 0.02,
+        backoff: float = 0.05,
+        wipe: Callable[[str], None] | None = None,
+        wiping_delay: float = 30.0,
+    ) -> None:
+        self.root = root
+        self.registry = root / "plugins_registry"
+        self._get_claim = get_claim
+        self._services = tuple(services)
+        self._period, self._backoff = period, backoff
+        self._wipe = wipe or (lambda driver: None)
+        self._wiping_delay = wiping_delay
+        self._condition = threading.Condition(threading.RLock())
+        self._store: dict[str, list[Plugin]] = {}
+        self._actual: dict[str, tuple[tuple[int, int, int], Plugin]] = {}
+        self._tries: dict[str, tuple[float, float]] = {}
+        self._claims: dict[tuple[str, str], DevicesOfClaim] = {}
+        self._health: dict[str, dict[tuple[str, str], _Reported]] = {}
+        self._wipes: dict[str, float] = {}
+        self._stop = threading.Event()
+        self._threads: list[threading.Thread] = []
+        self.failures: list[str] = []
+        self.updates: list[tuple[str, int]] = []
+        self.calls: list[tuple[str, str, float]] = []
+        self.refuse: str = ""
+
+    # Life.
+
+    def start(self) -> Self:
+        """Start as a kubelet does: wipe all slices, then find the sockets that are there."""
+        self.registry.mkdir(parents=True, exist_ok=True)
+        (self.root / "plugins").mkdir(parents=True, exist_ok=True)
+        self._stop = threading.Event()
+        self._wipe("")
+        thread = threading.Thread(target=self._reconcile, args=(self._stop,), name="fake kubelet", daemon=True)
+        self._threads = [thread]
+        thread.start()
+        return self
+
+    def stop(self) -> None:
+        """End without a word to the drivers, as a kubelet does."""
+        self._stop.set()
+        for thread in self._threads:
+            thread.join(5.0)
+        with self._condition:
+            plugins = [plugin for listed in self._store.values() for plugin in listed]
+            self._store.clear()
+            self._actual.clear()
+            self._tries.clear()
+            self._health.clear()
+            self._wipes.clear()
+            for claim in self._claims.values():
+                claim.prepared = False  # not in the checkpoint
+        for plugin in plugins:
+            self._close(plugin)
+
+    def restart(self) -> None:
+        """Stop and start; claims and their devices are remembered."""
+        self.stop()
+        self.start()
+
+    def __enter__(self) -> Self:
+        return self.start()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.stop()
+
+    def wait_for(self, what: Callable[[], bool], timeout: float = 10.0) -> None:
+        """Wait until something is so.
+
+        Raises:
+            TimeoutError: it is not, after `timeout` seconds.
+
+        """
+        with self._condition:
+            if not self._condition.wait_for(what, timeout):
+                raise TimeoutError(f"not within {timeout:g} s; failures so far: {self.failures}")
+
+    # What it knows.
+
+    def plugins(self, driver: str) -> list[Plugin]:
+        """Return the registered instances of a driver, the oldest first."""
+        with self._condition:
+            return list(self._store.get(driver, ()))
+
+    def wait_registered(self, driver: str, count: int = 1, timeout: float = 10.0) -> list[Plugin]:
+        """Wait until just so many instances of a driver are registered and connected."""
+        self.wait_for(lambda: [p.connected for p in self._store.get(driver, ())] == [True] * count, timeout)
+        return self.plugins(driver)
+
+    def claim(self, namespace: str, name: str) -> DevicesOfClaim | None:
+        """Return what is remembered of a claim."""
+        with self._condition:
+            return self._claims.get((namespace, name))
+
+    def health(self, driver: str, pool: str, device: str, *, later: float = 0.0) -> SeenHealth:
+        """Return a device's health as it is now, or `later` seconds from now if no word came."""
+        with self._condition:
+            reported = self._health.get(driver, {}).get((pool, device))
+            if reported is None or time.monotonic() + later - reported.at > reported.timeout:
+                return SeenHealth("unknown")
+            names: dict[int, str] = {int(health_pb.HEALTHY): "healthy", int(health_pb.UNHEALTHY): "unhealthy"}
+            message = reported.message if len(reported.message) <= 1024 else f"{reported.message[:1021]}..."
+            return SeenHealth(names.get(reported.health, "unknown"), message)
+
+    # Pods.
+
+    def prepare_pod(self, pod: FakeDraPod) -> dict[str, list[str]]:
+        """Prepare a pod's claims; return the CDI ids that each of its containers gets.
+
+        Raises:
+            PodError: a claim cannot be prepared; the kubelet would try again.
+
+        """
+        wanted: list[tuple[Mapping[str, Any], DevicesOfClaim, dict[str, Plugin]]] = []
+        for name in pod.claims:
+            claim = self._get_claim(pod.namespace, name)
+            if claim is None:
+                raise PodError(f'fetch ResourceClaim {name}: resourceclaims "{name}" not found')
+            status = claim.get("status") or {}
+            if not any(entry.get("uid") == pod.uid for entry in status.get("reservedFor") or ()):
+                raise PodError(f"pod {pod.name} ({pod.uid}) is not allowed to use ResourceClaim {name}")
+            allocation = status.get("allocation")
+            if allocation is None:
+                raise PodError(f"ResourceClaim {name}: not allocated")
+            drivers = dict.fromkeys(result["driver"] for result in allocation["devices"]["results"])
+            info = DevicesOfClaim(pod.namespace, name, claim["metadata"]["uid"], {driver: [] for driver in drivers})
+            wanted.append((claim, info, {driver: self._plugin(driver) for driver in drivers}))
+        batches: dict[str, tuple[Plugin, list[DevicesOfClaim]]] = {}
+        fresh: list[DevicesOfClaim] = []
+        with self._condition:
+            for _, info, plugins in wanted:
+                known = self._claims.setdefault((info.namespace, info.name), info)
+                if known.uid != info.uid:
+                    raise PodError(
+                        f"old ResourceClaim with same name {info.name} and different UID {known.uid} still exists"
+                    )
+                known.pods.add(pod.uid)
+                if not known.prepared:
+                    fresh.append(known)
+                    for driver, plugin in plugins.items():
+                        batches.setdefault(driver, (plugin, []))[1].append(known)
+        for driver, (plugin, claims) in batches.items():
+            answers = self._call(plugin, "NodePrepareResources", claims)
+            by_uid = {claim.uid: claim for claim in claims}
+            for uid, answer in answers.items():
+                if uid not in by_uid:
+                    raise PodError(f"NodePrepareResources returned result for unknown claim UID {uid}")
+                if answer.error:
+                    raise PodError(f"NodePrepareResources failed for ResourceClaim {by_uid[uid].name}: {answer.error}")
+                with self._condition:
+                    for device in answer.devices:
+                        listed = by_uid[uid].drivers.setdefault(driver, [])
+                        made = _device(device)
+                        if made not in listed:
+                            listed.append(made)
+            if len(answers) != len(claims):
+                raise PodError(f"NodePrepareResources skipped {len(claims) - len(answers)} ResourceClaims")
+        with self._condition:
+            for claim_info in fresh:
+                claim_info.prepared = True
+        return {container: self.cdi_ids(pod, container) for container in pod.containers}
+
+    def cdi_ids(self, pod: FakeDraPod, container: str) -> list[str]:
+        """Return the CDI ids that a container gets: those of its own requests' devices."""
+        ids: list[str] = []
+        with self._condition:
+            for name, request in pod.containers[container]:
+                for devices in self._claims[pod.namespace, name].drivers.values():
+                    for device in devices:
+                        if not request or not device.requests or request in device.requests:
+                            ids += device.cdi_ids
+        return ids
+
+    def unprepare_pod(self, pod: FakeDraPod) -> None:
+        """Let go of a pod's claims; those that no other pod uses are unprepared.
+
+        Raises:
+            PodError: a driver failed; the kubelet would try again.
+
+        """
+        batches: dict[str, list[DevicesOfClaim]] = {}
+        ending: list[tuple[str, str]] = []
+        with self._condition:
+            for name in pod.claims:
+                info = self._claims.get((pod.namespace, name))
+                if info is None:
+                    continue
+                if len(info.pods) > 1:
+                    info.pods.discard(pod.uid)
+                    continue
+                ending.append((pod.namespace, name))
+                for driver in info.drivers:
+                    batches.setdefault(driver, []).append(info)
+        for driver, claims in batches.items():
+            answers = self._call(self._plugin(driver), "NodeUnprepareResources", claims)
+            for claim in claims:
+                answer = answers.get(claim.uid)
+                if answer is None:
+                    raise PodError("NodeUnprepareResources skipped a ResourceClaim")
+                if answer.error:
+                    raise PodError(f"NodeUnprepareResources failed for ResourceClaim {claim.name}: {answer.error}")
+        with self._condition:
+            for key in ending:
+                self._claims.pop(key, None)
+
+    def call(self, driver: str, method: str, claims: Sequence[Any], timeout: float = CALL_TIMEOUT) -> dict[str, Any]:
+        """Call a driver with any claims (`namespace`, `name`, `uid`); return the answers by UID."""
+        return self._call(self._plugin(driver), method, claims, timeout)
+
+    def _plugin(self, driver: str) -> Plugin:
+        with self._condition:
+            listed = self._store.get(driver)
+            if not listed:
+                raise PodError(f"DRA driver {driver} is not registered")
+            return next((plugin for plugin in reversed(listed) if plugin.connected), listed[-1])
+
+    def _call(
+        self, plugin: Plugin, method: str, claims: Sequence[Any], timeout: float = CALL_TIMEOUT
+    ) -> dict[str, Any]:
+        messages: Any = v1 if plugin.service == SERVICES[0] else v1beta1
+        stub: Any = DRAPluginStub(plugin.channel) if plugin.service == SERVICES[0] else BetaStub(plugin.channel)
+        request = getattr(messages, f"{method}Request")(
+            claims=[messages.Claim(namespace=claim.namespace, name=claim.name, uid=claim.uid) for claim in claims]
+        )
+        began = time.monotonic()
+        try:
+            response = getattr(stub, method)(request, timeout=timeout)
+        except grpc.RpcError as error:
+            raise PodError(f"{method}: {error}") from error
+        finally:
+            with self._condition:
+                self.calls.append((plugin.driver, method, time.monotonic() - began))
+        return dict(response.claims)
+
+    # Plugin watcher and reconciler.
+
+    def _reconcile(self, stop: threading.Event) -> None:
+        while not stop.wait(self._period):
+            desired = self._sockets()
+            with self._condition:
+                gone = [path for path, (seen, _) in self._actual.items() if desired.get(path) != seen]
+            for path in gone:
+                self._deregister(path)
+            for path, seen in desired.items():
+                with self._condition:
+                    due = self._tries.get(path, (0.0, 0.0))[0] <= time.monotonic()
+                    known = path in self._actual
+                if due and not known:
+                    self._try(path, seen)
+            self._wipe_due()
+
+    def _sockets(self) -> dict[str, tuple[int, int, int]]:
+        found = {}
+        for directory, _, names in os.walk(self.registry):
+            for name in names:
+                path = os.path.join(directory, name)
+                with contextlib.suppress(OSError):
+                    status = os.stat(path)
+                    if not name.startswith(".") and stat.S_ISSOCK(status.st_mode):
+                        found[path] = status.st_dev, status.st_ino, status.st_mtime_ns
+        return found
+
+    def _try(self, path: str, seen: tuple[int, int, int]) -> None:
+        try:
+            with grpc.insecure_channel(f"unix:{path}", options=_OPTIONS) as channel:
+                self._register(RegistrationStub(channel), path, seen)
+        except (grpc.RpcError, ValueError) as error:
+            with self._condition:
+                delay = min(120.0, self._tries.get(path, (0.0, self._backoff / 2))[1] * 2)
+                self._tries[path] = time.monotonic() + delay, delay
+                self.failures.append(str(error))
+                self._condition.notify_all()
+
+    def _register(self, stub: RegistrationStub, path: str, seen: tuple[int, int, int]) -> None:
+        info = stub.GetInfo(pb.InfoRequest(), timeout=1.0)
+        error = self._problem(info)
+        if error:
+            stub.NotifyRegistrationStatus(pb.RegistrationStatus(plugin_registered=False, error=error), timeout=5.0)
+            raise ValueError(error)
+        service = next(name for name in info.supported_versions if name in self._services)
+        endpoint = info.endpoint or path
+        channel = grpc.insecure_channel(f"unix:{endpoint}", options=_OPTIONS)
+        plugin = Plugin(info.name, endpoint, service, path, channel)
+        with self._condition:
+            self._store.setdefault(info.name, []).append(plugin)
+            self._actual[path] = seen, plugin
+            self._tries.pop(path, None)
+        channel.subscribe(lambda state: self._connectivity(plugin, state), try_to_connect=True)
+        threading.Thread(target=self._follow_health, args=(plugin,), name="fake kubelet health", daemon=True).start()
+        try:
+            stub.NotifyRegistrationStatus(pb.RegistrationStatus(plugin_registered=True), timeout=5.0)
+        except grpc.RpcError:
+            self._deregister(path)
+            raise
+        with self._condition:
+            self._condition.notify_all()
+
+    def _problem(self, info: pb.PluginInfo) -> str:
+        if self.refuse:
+            return f"RegisterPlugin error -- plugin validation failed with err: {self.refuse}"
+        if info.type != "DRAPlugin":
+            return f"RegisterPlugin error -- no handler registered for plugin type: {info.type}"
+        if not set(info.supported_versions) & set(self._services):
+            return (
+                f"RegisterPlugin error -- plugin validation failed with err: none of services supported by the plugin "
+                f"({list(info.supported_versions)}) are supported by the kubelet ({list(self._services)})"
+            )
+        with self._condition:
+            if any(plugin.endpoint == info.endpoint for plugin in self._store.get(info.name, ())):
+                return f"endpoint {info.endpoint} already registered for DRA driver plugin {info.name}"
+        return ""
+
+    def _deregister(self, path: str) -> None:
+        with self._condition:
+            _, plugin = self._actual.pop(path)
+            self._store[plugin.driver].remove(plugin)
+            if not self._store[plugin.driver]:
+                del self._store[plugin.driver]
+            self._synchronise(plugin.driver)
+            self._condition.notify_all()
+        self._close(plugin)
+
+    def _close(self, plugin: Plugin) -> None:
+        plugin.ended = True
+        if plugin.health is not None:
+            plugin.health.cancel()
+        plugin.channel.close()
+
+    def _connectivity(self, plugin: Plugin, state: grpc.ChannelConnectivity) -> None:
+        with self._condition:
+            plugin.connected = state is grpc.ChannelConnectivity.READY
+            self._synchronise(plugin.driver)
+            self._condition.notify_all()
+
+    def _synchronise(self, driver: str) -> None:
+        if any(plugin.connected for plugin in self._store.get(driver, ())):
+            self._wipes.pop(driver, None)
+        else:
+            self._wipes.setdefault(driver, time.monotonic() + self._wiping_delay)
+
+    def _wipe_due(self) -> None:
+        with self._condition:
+            due = [driver for driver, at in self._wipes.items() if at <= time.monotonic()]
+            for driver in due:
+                del self._wipes[driver]
+        for driver in due:
+            self._wipe(driver)
+
+    # Health.
+
+    def _follow_health(self, plugin: Plugin) -> None:
+        while not plugin.ended and not self._stop.is_set():
+            try:
+                plugin.health = DRAResourceHealthStub(plugin.channel).NodeWatchResources(
+                    health_pb.NodeWatchResourcesRequest(), wait_for_ready=True
+                )
+                for response in _until_ended(plugin):
+                    self._hear(plugin.driver, response)
+            except (grpc.RpcError, ValueError):  # the stream failed, or the channel is closed
+                pass
+            with self._condition:
+                self._health.pop(plugin.driver, None)
+                self._condition.notify_all()
+                self._condition.wait_for(lambda: plugin.ended, 0.05)
+
+    def _hear(self, driver: str, response: health_pb.NodeWatchResourcesResponse) -> None:
+        now = time.monotonic()
+        with self._condition:
+            self.updates.append((driver, len(response.devices)))
+            known = self._health.setdefault(driver, {})
+            for entry in response.devices:
+                known[entry.device.pool_name, entry.device.device_name] = _Reported(
+                    entry.health, entry.message, now, float(entry.health_check_timeout_seconds or HEALTH_TIMEOUT)
+                )
+            self._condition.notify_all()
+
+
+def _until_ended(plugin: Plugin) -> Iterator[health_pb.NodeWatchResourcesResponse]:
+    for response in plugin.health:
+        if plugin.ended:
+            return
+        yield response
+
+
+def _device(device: Any) -> PreparedDevice:
+    share = device.share_id if isinstance(device, v1.Device) and device.HasField("share_id") else None
+    return PreparedDevice(
+        tuple(device.request_names), device.pool_name, device.device_name, tuple(device.cdi_device_ids), share
+    )
