@@ -17,6 +17,7 @@ import itertools
 import os
 import re
 import shutil
+import socket
 import stat
 import tempfile
 import threading
@@ -713,9 +714,8 @@ class _Run:
             # Whoever is registered now is disconnected, not the one whose stream has ended.
             current = self.clients.pop(resource, None)
         if current is not None:
-            # The kubelet closes first; here closing can take 0.2 s (gRPC's watch over a fresh connection).
-            self.manager.disconnected(resource)
             current.disconnect()
+            self.manager.disconnected(resource)
         self.kubelet.notify()
 
     def drop_streams(self, resource: str | None) -> None:
@@ -842,20 +842,33 @@ class _Client:
         self._dialled = False
 
     def connect(self, context: grpc.ServicerContext) -> pb.DevicePluginOptions:
-        """Dial, ask for the options and become the endpoint of the resource."""
+        """Dial, ask for the options and become the endpoint of the resource.
+
+        The dial has its own deadline; the options have only the caller's, as in the kubelet.
+        """
         woken = threading.Event()
-        ready = grpc.channel_ready_future(self._channel)
-        ready.add_done_callback(lambda _: woken.set())
-        if not context.add_callback(woken.set):  # the caller has gone already
-            woken.set()
-        woken.wait(self._run.kubelet.dial_timeout)
-        if not ready.done():
-            ready.cancel()
+        try:
+            with self._run.kubelet.recorded("GetDevicePluginOptions", self.resource, pb.Empty()) as rpc:
+                call: Any = self._stub.GetDevicePluginOptions.future(
+                    pb.Empty(), timeout=context.time_remaining(), wait_for_ready=True
+                )
+                call.add_done_callback(lambda _: woken.set())
+                if not context.add_callback(woken.set):  # the caller has gone already
+                    woken.set()
+                if not woken.wait(self._run.kubelet.dial_timeout) and _accepts(self._path):
+                    woken.wait()
+                if not call.done():
+                    call.cancel()
+                    raise PluginCallError(f"no plugin answers on {self._path}")
+                rpc.response = options = call.result()
+        except (grpc.RpcError, grpc.FutureCancelledError, ValueError) as error:
             self.close()
-            raise PluginCallError(f"no plugin answers on {self._path}")
-        self._dialled = True
-        options = self.call("GetDevicePluginOptions", pb.Empty(), context.time_remaining())
+            raise PluginCallError(f"{self.resource} on {self._path}: {_describe(error)}") from error
+        except PluginCallError:
+            self.close()
+            raise
         assert isinstance(options, pb.DevicePluginOptions)
+        self._dialled = True
         self._run.manager.connected(Endpoint(self.resource, self.call, options))
         return options
 
@@ -1022,6 +1035,15 @@ def _container_devices(resource: str, device: str, nodes: Sequence[int] | None) 
         )
         for node in nodes
     ]
+
+
+def _accepts(path: Path) -> bool:
+    with socket.socket(socket.AF_UNIX) as client:
+        try:
+            client.connect(str(path))
+        except OSError:
+            return False
+    return True
 
 
 def _describe(error: Exception) -> str:
