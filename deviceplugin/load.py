@@ -28,6 +28,8 @@ __all__ = ["QUANTITIES", "Gauge", "Quantity", "Reading"]
 _LOG: Final = logging.getLogger(__name__)
 STALE: Final = 2.5
 """Periods after which a reading counts no more."""
+TICK: Final = 0.5
+"""Seconds between looks at what is due."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +72,7 @@ QUANTITIES: Final[Mapping[str, Quantity]] = {
 
 _NAME: Final = re.compile(r"[a-z][a-z0-9_]*")
 
-Value = float | Mapping[str, float]
+Value = float | dict[str, float]
 """One number, or numbers by the value of the quantity's label."""
 
 
@@ -210,20 +212,23 @@ class Gauge:
 
 
 async def measure_for_ever(gauges: Callable[[], Sequence[tuple[Gauge, Sequence[Device]]]], period: float) -> None:
-    """Take readings at a period, all sources side by side; one that is slow holds up no other."""
+    """Take readings at a period, all sources side by side; one that is slow holds up no other.
+
+    A source whose devices have just been listed is not kept waiting for a whole period.
+    """
     loop = asyncio.get_running_loop()
     running: dict[Gauge, asyncio.Task[None]] = {}
-    due = loop.time()
+    due: dict[Gauge, float] = {}
     try:
         while True:
-            for gauge, devices in gauges():
-                before = running.get(gauge)
-                if before is None or before.done():
+            now, asked = loop.time(), gauges()
+            due = {gauge: due.get(gauge, now) for gauge, _ in asked}
+            running = {gauge: task for gauge, task in running.items() if not task.done()}
+            for gauge, devices in asked:
+                if due[gauge] <= now and gauge not in running and (devices or gauge.reading is not None):
+                    due[gauge] = max(due[gauge] + period, now)
                     running[gauge] = asyncio.create_task(gauge.take(devices), name=f"measure {gauge.source.resource}")
-            for gauge in [gauge for gauge, task in running.items() if task.done()]:
-                del running[gauge]
-            due = max(due + period, loop.time())
-            await asyncio.sleep(due - loop.time())
+            await asyncio.sleep(min(period, TICK))
     finally:
         for task in running.values():
             task.cancel()

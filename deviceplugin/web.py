@@ -253,7 +253,7 @@ class _Connection:
             if self._over:
                 raise ConnectionAbortedError
             self.sock = context.wrap_socket(self.sock, server_side=True, do_handshake_on_connect=False)
-        self.sock.do_handshake()  # type: ignore[attr-defined]  # it is an SSLSocket now
+        self.sock.do_handshake()
 
     def cut(self) -> None:
         """End it from outside: whatever its thread waits for fails now."""
@@ -329,8 +329,9 @@ class Server:
             left = dict(self._connections)
         for connection in left:
             connection.cut()
+        until = time.monotonic() + 0.5  # daemons: one that still works on an answer is left behind
         for thread in left.values():
-            thread.join(1.0)
+            thread.join(max(0.0, until - time.monotonic()))
 
     def _serve(self) -> None:
         with selectors.DefaultSelector() as selector:
@@ -433,7 +434,7 @@ class _Handler(BaseHTTPRequestHandler):
     def __init__(self, connection: _Connection, served: Server) -> None:
         self._client = connection
         self._served = served
-        super().__init__(connection.sock, "", served)  # type: ignore[arg-type]  # it is passed on to nobody
+        super().__init__(connection.sock, "", served)  # type: ignore[arg-type]  # the library only keeps it
 
     def do_GET(self) -> None:
         """Answer."""

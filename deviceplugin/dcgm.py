@@ -1,0 +1,132 @@
+"""The names that NVIDIA's DCGM exporter gives, beside ours, so that dashboards made for it go on working.
+
+Only what a source really measures appears. Labels: gpu, UUID, device, modelName and Hostname, and
+namespace, pod and container where exactly one container holds the device. A shared device has
+many holders and its series would count its load many times: join `deviceplugin_allocation_info`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final
+
+from deviceplugin.exposition import Family
+from deviceplugin.page import node_name
+
+if TYPE_CHECKING:
+    from deviceplugin.load import Value
+    from deviceplugin.observe import DeviceView, View
+
+__all__ = ["NAMES", "families"]
+
+MIB: Final = 1024 * 1024
+
+
+@dataclass(frozen=True, slots=True)
+class Name:
+    """One name: which quantity it shows (and which part of it), and what one of its units is in ours.
+
+    Counters are of unknown kind, since OpenMetrics wants their names to end with _total.
+    """
+
+    name: str
+    about: str
+    quantity: str
+    unit: float = 1.0
+    part: str = ""
+    kind: str = "gauge"
+
+
+NAMES: Final = (
+    Name("DCGM_FI_DEV_GPU_UTIL", "GPU utilization (in %).", "utilization_ratio", 0.01),
+    Name("DCGM_FI_DEV_MEM_COPY_UTIL", "Memory utilization (in %).", "memory_utilization_ratio", 0.01),
+    Name("DCGM_FI_DEV_ENC_UTIL", "Encoder utilization (in %).", "encoder_utilization_ratio", 0.01),
+    Name("DCGM_FI_DEV_DEC_UTIL", "Decoder utilization (in %).", "decoder_utilization_ratio", 0.01),
+    Name("DCGM_FI_DEV_FB_USED", "Memory in use (in MiB).", "memory_used_bytes", MIB),
+    Name("DCGM_FI_DEV_GPU_TEMP", "GPU temperature (in C).", "temperature_celsius", part="gpu"),
+    Name("DCGM_FI_DEV_MEMORY_TEMP", "Memory temperature (in C).", "temperature_celsius", part="memory"),
+    Name("DCGM_FI_DEV_POWER_USAGE", "Power draw (in W).", "power_watts"),
+    Name(
+        "DCGM_FI_DEV_TOTAL_ENERGY_CONSUMPTION",
+        "Energy since the driver was loaded (in mJ).",
+        "energy_joules_total",
+        0.001,
+        kind="unknown",
+    ),
+    Name("DCGM_FI_DEV_SM_CLOCK", "SM clock frequency (in MHz).", "clock_hertz", 1e6, "sm"),
+    Name("DCGM_FI_DEV_MEM_CLOCK", "Memory clock frequency (in MHz).", "clock_hertz", 1e6, "memory"),
+    Name(
+        "DCGM_FI_DEV_ECC_SBE_VOL_TOTAL",
+        "Corrected memory errors.",
+        "ecc_errors_total",
+        part="corrected",
+        kind="unknown",
+    ),
+    Name(
+        "DCGM_FI_DEV_ECC_DBE_VOL_TOTAL",
+        "Uncorrected memory errors.",
+        "ecc_errors_total",
+        part="uncorrected",
+        kind="unknown",
+    ),
+    Name("DCGM_FI_DEV_PCIE_REPLAY_COUNTER", "PCIe retries.", "pcie_replays_total", kind="unknown"),
+)
+
+
+def families(view: View) -> Iterable[Family]:
+    """Yield the families of all devices that measure something of it."""
+    host = node_name()
+    made: dict[str, Family] = {}
+
+    def add(name: str, about: str, kind: str, labels: tuple[str, ...], value: float, more: str = "") -> None:
+        family = made.get(name)
+        if family is None:
+            family = made[name] = Family(name, kind, about, LABELS)
+        family.add(labels, value, "", more)
+
+    for resource in view.resources:
+        for number, seen in enumerate(resource.devices):
+            if not seen.load:
+                continue
+            labels = _labels(seen, number, host)
+            for one in NAMES:
+                if (value := _part(seen.load.get(one.quantity), one.part)) is not None:
+                    add(one.name, one.about, one.kind, labels, value / one.unit)
+            used, total = _part(seen.load.get("memory_used_bytes")), _part(seen.load.get("memory_total_bytes"))
+            if used is not None and total is not None:
+                add("DCGM_FI_DEV_FB_FREE", "Free memory (in MiB).", "gauge", labels, (total - used) / MIB)
+            codes = seen.load.get("xid_errors_total")
+            if isinstance(codes, dict):
+                for code, count in codes.items():
+                    # Not DCGM_FI_DEV_XID_ERRORS, the last code ever seen: a gauge that never goes back.
+                    about = "XID errors since the agent's start, by code."
+                    add("DCGM_EXP_XID_ERRORS_COUNT", about, "gauge", (*labels, code), count, "xid")
+    return made.values()
+
+
+LABELS: Final = ("gpu", "UUID", "device", "modelName", "Hostname", "namespace", "pod", "container")
+
+
+def _labels(seen: DeviceView, number: int, host: str) -> tuple[str, ...]:
+    attributes = seen.device.attributes
+
+    def attribute(*names: str) -> str:
+        return next((str(attributes[name]) for name in names if name in attributes), "")
+
+    index = attribute("index") or str(number)
+    holder = seen.holds[0] if len(seen.holds) == 1 else None
+    return (
+        index,
+        attribute("uuid") or seen.device.id,
+        f"nvidia{attribute('minor') or index}",
+        attribute("productName", "model"),
+        host,
+        *((holder.namespace, holder.pod, holder.container) if holder is not None else ("", "", "")),
+    )
+
+
+def _part(value: Value | None, part: str = "") -> float | None:
+    if isinstance(value, dict):
+        return value.get(part) if part else None
+    return value if part in ("", "gpu") else None
