@@ -1,0 +1,186 @@
+"""CDI specs: what is in them, which version they claim, and how they get into place."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from deviceplugin import cdi
+from deviceplugin.cdi import CdiError, Store
+from deviceplugin.device import ContainerEdits, DeviceNode, Mount
+
+DRIVER = "fpga.example.com"
+UID = "0f9c1e2a-7c1d-4a55-9d7e-0a1b2c3d4e5f"
+
+
+def test_a_spec_has_what_the_plugin_door_would_give() -> None:
+    """Variables, nodes with their permissions, mounts as the runtime mounts those of the plugin door."""
+    edits = ContainerEdits(
+        env={"FPGA": "0"}, nodes=["/dev/null"], mounts=[Mount("/opt", "/opt/fpga", readonly=False), Mount("/a", "/b")]
+    )
+    assert cdi.build(DRIVER, {"claim_1_fpga": edits}) == {
+        "cdiVersion": "0.3.0",
+        "kind": "fpga.example.com/claim",
+        "devices": [
+            {
+                "name": "claim_1_fpga",
+                "containerEdits": {
+                    "env": ["FPGA=0"],
+                    "deviceNodes": [{"path": "/dev/null", "permissions": "rw"}],
+                    "mounts": [
+                        {"hostPath": "/opt", "containerPath": "/opt/fpga", "options": ["rbind", "rprivate", "rw"]},
+                        {"hostPath": "/a", "containerPath": "/b", "options": ["rbind", "rprivate", "ro"]},
+                    ],
+                },
+            }
+        ],
+    }
+
+
+@pytest.mark.parametrize(
+    ("name", "nodes", "version"),
+    [
+        ("a", ["/dev/null"], "0.3.0"),
+        ("0", ["/dev/null"], "0.5.0"),
+        ("a", [DeviceNode("/dev/null", "/dev/fpga")], "0.5.0"),
+    ],
+)
+def test_the_version_is_as_low_as_the_content_allows(name: str, nodes: list[DeviceNode | str], version: str) -> None:
+    """A runtime refuses a spec of a version that it does not know, and one that claims too low a one."""
+    assert cdi.build(DRIVER, {name: ContainerEdits(nodes=nodes)})["cdiVersion"] == version
+
+
+def test_a_symbolic_link_is_resolved_and_stays_the_containers_name(tmp_path: Path) -> None:
+    """Runtimes refuse links (containerd#12060); the container keeps the udev name."""
+    link = tmp_path / "by-id"
+    link.symlink_to("/dev/zero")
+    spec = cdi.build(DRIVER, {"a": ContainerEdits(nodes=[DeviceNode(str(link), permissions="mr")])})
+    assert spec["devices"][0]["containerEdits"]["deviceNodes"] == [
+        {"path": str(link), "hostPath": "/dev/zero", "permissions": "rm"}
+    ]
+
+
+def test_a_directory_stands_for_the_nodes_in_it(tmp_path: Path) -> None:
+    """As it does through the plugin door."""
+    (tmp_path / "sub").mkdir()
+    os.mkfifo(tmp_path / "sub" / "pipe")
+    (tmp_path / "file").write_text("")
+    spec = cdi.build(DRIVER, {"a": ContainerEdits(nodes=[DeviceNode(str(tmp_path), "/dev/all")])})
+    assert spec["devices"][0]["containerEdits"]["deviceNodes"] == [
+        {"path": "/dev/all/sub/pipe", "hostPath": f"{tmp_path}/sub/pipe", "permissions": "rw"}
+    ]
+
+
+@pytest.mark.parametrize(
+    ("devices", "message"),
+    [
+        ({}, "needs a device"),
+        ({"a": ContainerEdits()}, "would be empty"),
+        ({"a": ContainerEdits(annotations={"a": "b"})}, "would be empty"),
+        ({"a b": ContainerEdits(env={"A": "1"})}, "cannot be the name"),
+        ({"a": ContainerEdits(env={"A=B": "1"})}, "environment variable"),
+        ({"a": ContainerEdits(env={"": "1"})}, "environment variable"),
+        ({"a": ContainerEdits(env={"A": "\0"})}, "NUL"),
+        ({"a": ContainerEdits(nodes=["/dev/there-is-no-such-node"])}, "No such file"),
+        ({"a": ContainerEdits(nodes=["/etc/hostname"])}, "neither"),
+        ({"a": ContainerEdits(nodes=["/etc/ssl"])}, "without device nodes"),
+        ({"a": ContainerEdits(mounts=[Mount("/a\0", "/b")])}, "NUL"),
+    ],
+)
+def test_what_a_runtime_would_refuse_is_refused_with_a_reason(devices: dict[str, ContainerEdits], message: str) -> None:
+    """One bad file would take all devices of its vendor out of use."""
+    with pytest.raises(CdiError, match=message):
+        cdi.build(DRIVER, devices)
+
+
+def test_text_that_is_not_unicode_is_refused() -> None:
+    """JSON has no way to say it."""
+    with pytest.raises(CdiError, match="JSON"):
+        cdi.encode(cdi.build(DRIVER, {"a": ContainerEdits(env={"A": "\udc80"})}))
+
+
+def test_a_driver_that_begins_with_a_digit_is_a_vendor_all_the_same() -> None:
+    """A DNS name may, a CDI vendor may not."""
+    assert cdi.qualified("3dfx.example.com", "a") == "dra.3dfx.example.com/claim=a"
+    with pytest.raises(CdiError):
+        cdi.vendor_of("no spaces please")
+
+
+def test_a_file_appears_whole_and_is_written_only_when_it_differs(tmp_path: Path) -> None:
+    """Also where its directory does not exist yet."""
+    store = Store(DRIVER, str(tmp_path / "run" / "cdi"))
+    data = cdi.encode(cdi.build(DRIVER, {"claim_x_r": ContainerEdits(env={"A": "1"})}))
+    assert store.list() == frozenset()
+    assert store.write(UID, data)
+    assert not store.write(UID, data)
+    assert json.loads(Path(store.path(UID)).read_bytes())["kind"] == "fpga.example.com/claim"
+    assert store.device_names(UID) == ("claim_x_r",)
+    assert os.listdir(store.directory) == [f"fpga.example.com-claim_{UID}.json"]
+    assert store.list() == {UID}
+    assert store.remove(UID)
+    assert not store.remove(UID)
+    assert store.read(UID) is None
+    assert store.device_names(UID) == ()
+
+
+def test_other_drivers_files_and_strange_names_are_left_alone(tmp_path: Path) -> None:
+    """The directory belongs to everybody; only own drafts are tidied away."""
+    names = ["nvidia.com-gpu.json", "fpga.example.com-claim_..json", "other.example.com-claim_x.json"]
+    for name in (*names, f".fpga.example.com-claim_{UID}.4711"):
+        (tmp_path / name).write_text("not JSON")
+    store = Store(DRIVER, str(tmp_path))
+    assert store.list() == frozenset()
+    assert sorted(os.listdir(tmp_path)) == sorted(names)
+
+
+@pytest.mark.parametrize("uid", ["", "../x", "a/b", ".", "a" * 65, "a\0b", "-a"])
+def test_a_uid_never_leads_out_of_the_directory(tmp_path: Path, uid: str) -> None:
+    """It comes from the kubelet, but nobody has to believe it."""
+    with pytest.raises(CdiError):
+        Store(DRIVER, str(tmp_path)).path(uid)
+
+
+def test_a_directory_that_cannot_be_written_is_an_error(tmp_path: Path) -> None:
+    """It says the path and the reason, and leaves no draft behind."""
+    (tmp_path / "file").write_text("")
+    store = Store(DRIVER, str(tmp_path / "file"))
+    with pytest.raises(CdiError, match="cannot write"):
+        store.write(UID, b"{}")
+    assert not store.remove(UID)
+    os.makedirs(Store(DRIVER, str(tmp_path)).path(UID))
+    with pytest.raises(CdiError, match="cannot remove"):
+        Store(DRIVER, str(tmp_path)).remove(UID)
+    with pytest.raises(CdiError, match="cannot write"):
+        Store(DRIVER, str(tmp_path)).write(UID, b"{}")
+    assert not [name for name in os.listdir(tmp_path) if name.startswith(".")]
+
+
+@given(
+    name=st.text(max_size=8),
+    env=st.dictionaries(st.text(max_size=5), st.text(max_size=5), max_size=3),
+    nodes=st.lists(st.sampled_from(["/dev/null", "/dev/zero", "/dev/none"]), max_size=3),
+    paths=st.lists(st.tuples(st.text(max_size=6), st.text(max_size=6)), max_size=2),
+)
+def test_any_edits_become_a_valid_spec_or_an_error(
+    name: str, env: dict[str, str], nodes: list[str], paths: list[tuple[str, str]]
+) -> None:
+    """By the rules of the CDI library: names, non-empty edits, NAME=value, permissions, absolute paths."""
+    edits = ContainerEdits(env, nodes, [Mount(f"/{host}", f"/{inside}") for host, inside in paths])
+    try:
+        spec = json.loads(cdi.encode(cdi.build(DRIVER, {name: edits})))
+    except CdiError:
+        return
+    (device,) = spec["devices"]
+    assert device["name"][0].isalnum()
+    assert device["name"][-1].isalnum()
+    assert device["name"].isascii()
+    contents = device["containerEdits"]
+    assert contents
+    assert all(variable.index("=") > 0 for variable in contents.get("env", ()))
+    assert all(node["path"].startswith("/") and node["permissions"] for node in contents.get("deviceNodes", ()))
+    assert spec["cdiVersion"] == ("0.3.0" if device["name"][0].isalpha() else "0.5.0")
