@@ -10,11 +10,9 @@ import asyncio
 import contextlib
 import logging
 import random
-import signal
-import sys
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Protocol, cast
@@ -31,10 +29,9 @@ from deviceplugin.sharing import device_of
 from deviceplugin.source import DeviceSource
 
 if TYPE_CHECKING:
-    from deviceplugin.config import Config
     from deviceplugin.observe import Provider
 
-__all__ = ["Agent", "AgentError", "Paths", "ResourceStatus", "Status", "run", "run_config"]
+__all__ = ["Agent", "AgentError", "Paths", "ResourceStatus", "Status"]
 
 _LOG: Final = logging.getLogger(__name__)
 
@@ -610,152 +607,3 @@ async def _rewritten(paths: Paths, before: Identity | None) -> tuple[podresource
                 return entries
             await watch.wait(rest)
     return None
-
-
-# Running as a process.
-
-
-def run(*sources: DeviceSource, argv: Sequence[str] | None = None) -> None:
-    """Serve these sources until SIGTERM or SIGINT; what the last line of an author's file calls.
-
-    The command line (or `argv`) may name the kubelet's directories and the log's form; `--help`
-    says how. Ends the process with status 1 if the node cannot be served.
-    """
-    from deviceplugin import cli
-
-    options = cli.parse_run(argv)
-    agent = Agent(sources, options.paths, keep_books=options.metrics_address is not None)
-    status = serve(agent, metrics_address=options.metrics_address)
-    if status:
-        sys.exit(status)
-
-
-def run_config(path: Path, paths: Paths, metrics_address: str | None = None) -> int:
-    """Serve what a config file says until SIGTERM or SIGINT, and what it says later when it changes.
-
-    Returns:
-        The process's exit status.
-
-    Raises:
-        ConfigError: the file cannot be used at the start; later that is only said.
-
-    """
-    from deviceplugin import config, sources
-
-    first = config.load(path)
-    agent = Agent(
-        [sources.build(resource) for resource in first.resources], paths, keep_books=metrics_address is not None
-    )
-    return serve(agent, metrics_address=metrics_address, config=(path, first))
-
-
-def serve(agent: Agent, *, metrics_address: str | None = None, config: tuple[Path, Config] | None = None) -> int:
-    """Run an agent in a loop of its own with the process's signals; return the exit status."""
-    try:
-        asyncio.run(_serve(agent, metrics_address, config))
-    except AgentError as error:
-        _LOG.error("%s", error)  # what a user must mend, no traceback
-        return 1
-    return 0
-
-
-async def _serve(agent: Agent, metrics_address: str | None, config: tuple[Path, Config] | None) -> None:
-    loop = asyncio.get_running_loop()
-    reload = asyncio.Event()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, agent.stop)
-    loop.add_signal_handler(signal.SIGHUP, reload.set)
-    with contextlib.ExitStack() as stack:
-        if metrics_address is not None:
-            from deviceplugin import metrics
-
-            try:
-                stack.enter_context(metrics.serving(metrics_address, agent))
-            except OSError as error:
-                raise AgentError(f"cannot serve metrics at {metrics_address}: {error.strerror or error}") from error
-        follower = asyncio.create_task(_follow_config(agent, *config, reload) if config else _no_config(reload))
-        try:
-            await agent.run()
-        finally:
-            follower.cancel()
-            await asyncio.gather(follower, return_exceptions=True)
-
-
-async def _no_config(reload: asyncio.Event) -> None:
-    while True:
-        await reload.wait()
-        reload.clear()
-        _LOG.info("SIGHUP: there is no config file to read again")
-
-
-SETTLE: Final = 0.05
-"""Seconds without another change after which a file counts as written."""
-
-
-async def _follow_config(agent: Agent, path: Path, current: Config, reload: asyncio.Event) -> None:
-    """Read the file again at SIGHUP and whenever it changes, a ConfigMap's `..data` swap included."""
-    content = await asyncio.to_thread(_content, path)
-    with filewatch.shared().watch([str(path.absolute().parent)], writes=True) as watch:
-        asked = asyncio.create_task(_wake_on(reload, watch))
-        try:
-            while True:
-                hinted = await watch.wait(30.0)
-                if hinted and not reload.is_set():
-                    deadline = time.monotonic() + 2.0
-                    while await watch.wait(SETTLE) and time.monotonic() < deadline:
-                        pass
-                now = await asyncio.to_thread(_content, path)
-                if now == content and not reload.is_set():
-                    continue
-                reload.clear()
-                content = now
-                current = await _reload(agent, path, current)
-        finally:
-            asked.cancel()
-
-
-async def _wake_on(event: asyncio.Event, watch: filewatch.Watch) -> None:
-    while True:
-        await event.wait()
-        watch.wake()
-        await asyncio.sleep(SETTLE)
-
-
-def _content(path: Path) -> bytes | None:
-    try:
-        return path.read_bytes()
-    except OSError:
-        return None
-
-
-async def _reload(agent: Agent, path: Path, current: Config) -> Config:
-    """Make the agent serve what the file says now; a file that cannot be used changes nothing."""
-    from deviceplugin import config, sources
-
-    try:
-        wanted = await asyncio.to_thread(config.load, path)
-        before: Mapping[str, Hashable] = {resource.name: resource for resource in current.resources}
-        after = {resource.name: resource for resource in wanted.resources}
-        changed = {name: sources.build(one) for name, one in after.items() if before.get(name) != one}
-    except Exception as error:  # whatever is wrong with it, what runs goes on
-        _LOG.error("the config file was not taken, everything goes on as it was:\n%s", error)
-        return current
-    gone = before.keys() - after.keys()
-    if not changed and not gone:
-        _LOG.info("%s was read again: nothing changed", path)
-        return wanted
-    await agent.reconfigure(changed, [name for name in after if name not in changed])
-    _LOG.info(
-        "%s was read again: %s",
-        path,
-        "; ".join(
-            f"{what} {', '.join(sorted(names))}"
-            for what, names in (
-                ("new", after.keys() - before.keys()),
-                ("changed", changed.keys() & before.keys()),
-                ("gone", gone),
-            )
-            if names
-        ),
-    )
-    return wanted

@@ -178,7 +178,7 @@ def _run(options: argparse.Namespace) -> int:
     from deviceplugin.config import ConfigError
 
     run = run_options(options)
-    from deviceplugin.agent import run_config
+    from deviceplugin.process import run_config
 
     try:
         return run_config(options.config, run.paths, run.metrics_address)

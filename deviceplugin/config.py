@@ -28,15 +28,20 @@ except ImportError:  # PyYAML without libyaml: slower, the same
     from yaml import SafeLoader as _BaseLoader  # type: ignore[assignment]
 
 __all__ = [
+    "CommandProbeConfig",
     "Config",
     "ConfigError",
     "DeviceEntry",
     "DraConfig",
+    "HealthConfig",
     "MountConfig",
+    "NvidiaConfig",
+    "PciConfig",
     "Problem",
     "ResourceConfig",
     "SharingConfig",
     "SimulatedConfig",
+    "UsbConfig",
     "VersionAttribute",
     "load",
     "parse",
@@ -312,6 +317,39 @@ AttributeText = Annotated[
     ),
 ]
 Integer = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]
+HexId = Annotated[
+    str,
+    _text(
+        r"(?:0x)?[0-9a-fA-F]{4}",
+        lambda text: f'{text!r} is not an id of four hexadecimal digits; write it in quotes, such as "8086"',
+        "An id of four hexadecimal digits, with or without 0x before it; quote it, or YAML may take it for a number.",
+        examples=["8086", "0x10de"],
+    ),
+]
+PciClass = Annotated[
+    str,
+    _text(
+        r"(?:0x)?(?:[0-9a-fA-F]{2}){1,3}",
+        lambda text: (
+            f'{text!r} is not a PCI class; write two, four or six hexadecimal digits in quotes, such as "0300"'
+        ),
+        "A PCI class: two (base class), four (and subclass) or six (and interface) hexadecimal digits; in quotes.",
+        examples=["03", "0108"],
+    ),
+]
+Pattern = Annotated[
+    str,
+    _text(
+        r"[^\x00]+",
+        lambda _: "a pattern cannot be empty, nor contain a NUL character",
+        "A pattern as in a shell: *, ? and [abc]; * matches anything.",
+        longest=4095,
+    ),
+]
+Word = Annotated[
+    str,
+    _text(r"[^\x00]*", lambda _: "an argument cannot contain a NUL character", "An argument of a command, text."),
+]
 
 # --- the file -------------------------------------------------------------------------------------
 
@@ -337,6 +375,79 @@ class SimulatedConfig(_Strict, frozen=True, kw_only=True):
         ]
         | None
     ) = None
+
+
+class NvidiaConfig(_Strict, frozen=True, kw_only=True):
+    """NVIDIA GPUs, or their MIG partitions; needs the extra `nvidia`."""
+
+    mig: Annotated[
+        Literal["none", "single", "mixed"],
+        Meta(
+            description="none: whole GPUs. single: the partitions, which must all be of one profile, under this "
+            "resource's name. mixed: GPUs that are not partitioned under this name, partitions as "
+            "mig-<profile> in its domain, such as nvidia.com/mig-1g.10gb."
+        ),
+    ] = "none"
+    profile: (
+        Annotated[
+            str,
+            _text(
+                r"(?:[0-9]c\.)?[0-9]g\.[0-9]{1,4}gb(?:[+.-][a-z0-9.+]+)?",
+                lambda text: f"{text!r} is not a MIG profile; write it as nvidia-smi does, such as 1g.10gb",
+                "Partitions of this profile only, whatever `mig` says.",
+                examples=["1g.10gb", "3g.40gb"],
+            ),
+        ]
+        | None
+    ) = None
+    injection: Annotated[
+        Literal["env", "cdi", "nodes"],
+        Meta(
+            description="How a container gets them. env: NVIDIA_VISIBLE_DEVICES, for the NVIDIA container runtime. "
+            "cdi: the names of the node's CDI spec for nvidia.com/gpu. nodes: device nodes and nothing else."
+        ),
+    ] = "env"
+    ignore_xids: Annotated[
+        tuple[Annotated[int, Meta(ge=0, le=65535)], ...],
+        Meta(description="XIDs that say nothing about the GPU; by default those that applications cause."),
+    ] = (13, 31, 43, 45, 68, 109)
+    recovery: Annotated[
+        Annotated[int, Meta(ge=0, le=31_536_000)] | Literal["never"],
+        Meta(
+            description="Seconds without another fault after which good looks make a GPU healthy again after an XID; "
+            "never leaves it unhealthy until the agent is started again."
+        ),
+    ] = 300
+    library: (
+        Annotated[AbsolutePath, Meta(description="Where libnvidia-ml.so.1 is, if not where programs look.")] | None
+    ) = None
+
+
+class PciConfig(_Strict, frozen=True, kw_only=True):
+    """PCI devices that have all of this."""
+
+    vendor: HexId | None = None
+    device: HexId | None = None
+    class_: PciClass | None = msgspec.field(default=None, name="class")
+    driver: (
+        Annotated[Pattern, Meta(description="The kernel driver bound to it, such as vfio-pci; a pattern.")] | None
+    ) = None
+    address: (
+        Annotated[Pattern, Meta(description="Its address, such as 0000:3b:00.0; a pattern.", examples=["0000:3b:*"])]
+        | None
+    ) = None
+    functions: Annotated[
+        Literal["all", "physical", "virtual"],
+        Meta(description="physical leaves out SR-IOV's virtual functions, virtual leaves out all others."),
+    ] = "all"
+
+
+class UsbConfig(_Strict, frozen=True, kw_only=True):
+    """USB devices that have all of this. Hubs are none."""
+
+    vendor: HexId | None = None
+    product: HexId | None = None
+    serial: Annotated[Pattern, Meta(description="The serial number; a pattern.")] | None = None
 
 
 class DeviceEntry(_Strict, frozen=True, kw_only=True):
@@ -365,9 +476,13 @@ class DeviceEntry(_Strict, frozen=True, kw_only=True):
         | None
     ) = None
 
+    nvidia: NvidiaConfig | None = None
+    pci: PciConfig | None = None
+    usb: UsbConfig | None = None
+
     @property
     def kind(self) -> str:
-        """The one key that is given: path, simulated, group."""
+        """The one key that is given: path, simulated, group, nvidia, pci, usb."""
         return next(name for name in self.__struct_fields__ if getattr(self, name) is not None)
 
 
@@ -382,7 +497,51 @@ class MountConfig(_Strict, frozen=True, kw_only=True):
 class SharingConfig(_Strict, frozen=True, kw_only=True):
     """How many containers may have one device at the same time."""
 
-    replicas: Annotated[int, Meta(ge=1, le=10_000, description="How often each device is offered.")] = 1
+    replicas: Annotated[
+        Annotated[int, Meta(ge=1, le=10_000)]
+        | Annotated[
+            Mapping[Pattern, Annotated[int, Meta(ge=1, le=10_000)]],
+            Meta(
+                description="By name: a pattern that an id, a path, an address or a word of the product's name fits, "
+                "upper or lower case. The first that fits counts; what none fits is offered once."
+            ),
+        ],
+        Meta(description="How often each device is offered.", examples=[4, {"a100": 4, "t4": 2}]),
+    ] = 1
+
+    @property
+    def most(self) -> int:
+        """The most that any device is offered."""
+        return self.replicas if isinstance(self.replicas, int) else max(self.replicas.values(), default=1)
+
+
+class CommandProbeConfig(_Strict, frozen=True, kw_only=True):
+    """A command that looks at one device: status 0 is good, 75 tells nothing, any other is bad."""
+
+    command: Annotated[
+        tuple[Word, ...],
+        Meta(
+            min_length=1,
+            description="Program and arguments, no shell; {id} and {node} stand for the device's id and first node, "
+            "which are also in DEVICE_ID and DEVICE_NODES.",
+        ),
+    ]
+    timeout: Annotated[int, Meta(ge=1, le=600, description="Seconds after which it is killed; a bad look.")] = 10
+
+
+class HealthConfig(_Strict, frozen=True, kw_only=True):
+    """How the devices' health is looked at, and when looks change it."""
+
+    probe: Annotated[
+        Literal["open"] | CommandProbeConfig | None,
+        Meta(
+            description="open: open the device's nodes (which resets some serial devices). command: run something. "
+            "Without a probe there is only what the kind of device tells by itself."
+        ),
+    ] = None
+    period: Annotated[int, Meta(ge=1, le=86_400, description="Seconds between looks.")] = 10
+    failures: Annotated[int, Meta(ge=1, le=1000, description="Bad looks in a row that make it unhealthy.")] = 3
+    successes: Annotated[int, Meta(ge=1, le=1000, description="Good looks in a row that make it healthy again.")] = 2
 
 
 class DraConfig(_Strict, frozen=True, kw_only=True):
@@ -406,6 +565,13 @@ class DraConfig(_Strict, frozen=True, kw_only=True):
             "wait leaves it alone until it is idle."
         ),
     ] = "cordon"
+    unhealthy: Annotated[
+        Literal["NoSchedule", "NoExecute"],
+        Meta(
+            description="What the taint on an unhealthy device does: NoSchedule keeps new claims away, NoExecute "
+            "ends the pods that use it as well. One resource with NoExecute means it for its whole driver."
+        ),
+    ] = "NoSchedule"
 
 
 class VersionAttribute(_Strict, frozen=True, kw_only=True):
@@ -432,6 +598,12 @@ class ResourceConfig(_Strict, frozen=True, kw_only=True, eq=False):
         Meta(description="Annotations of such containers, for the container runtime (they are not the pod's)."),
     ] = msgspec.field(default_factory=dict)
     cdi: Annotated[tuple[CdiName, ...], Meta(description="CDI devices that such containers get as well.")] = ()
+    include: Annotated[
+        tuple[Pattern, ...],
+        Meta(description="Only devices that one of these fits: their id, path, PCI address, or a symlink's target."),
+    ] = ()
+    exclude: Annotated[tuple[Pattern, ...], Meta(description="No devices that one of these fits.")] = ()
+    health: HealthConfig = HealthConfig()
     sharing: SharingConfig = SharingConfig()
     topology: Annotated[
         bool, Meta(description="Whether the kubelet is told the devices' NUMA nodes; false leaves them out.")
@@ -726,7 +898,9 @@ class _Reader:
         rule = _RULES.get(info.cls)
         if rule is not None:
             rule(self, node, path, nodes, good)
-        return _BAD if len(self.problems) > before else info.cls(**good)
+        if len(self.problems) > before:
+            return _BAD
+        return info.cls(**{fields[name].name: value for name, value in good.items()})
 
     def _pairs(self, node: yaml.MappingNode, path: str) -> list[tuple[yaml.Node, yaml.Node]]:
         """Return a mapping's keys and values, merge keys followed, doubtful keys reported."""
@@ -874,6 +1048,10 @@ def _entry_rule(reader: _Reader, node: yaml.Node, path: str, nodes: _Nodes, valu
         reader.report(
             node, path, f"an entry has one of {_or(kinds)}, not {' and '.join(nodes)}; make each an entry of its own"
         )
+    for kind in ("pci", "usb"):
+        if kind in values and values[kind] == type(values[kind])():
+            named = [field.encode_name for field in msgspec.structs.fields(type(values[kind]))]
+            reader.report(nodes[kind], f"{path}.{kind}", f"would be every {kind.upper()} device; give {_or(named)}")
     group = values.get("group", ())
     if len(set(group)) < len(group):
         reader.report(nodes["group"], f"{path}.group", "the same glob is given twice; a device has each node once")
@@ -889,6 +1067,13 @@ def _resource_rule(reader: _Reader, node: yaml.Node, path: str, nodes: _Nodes, v
                 f"the resource {name!r} is there already, on line {reader.names[name]}; put its devices into one list",
             )
         reader.names.setdefault(name, nodes["name"].start_mark.line + 1)
+    graphics = [index for index, entry in enumerate(values.get("devices", ())) if entry.nvidia is not None]
+    if len(graphics) > 1:
+        reader.report(
+            nodes["devices"],
+            f"{path}.devices[{graphics[1]}]",
+            "a resource has one nvidia entry; choose among the GPUs with include and exclude",
+        )
     if "permissions" in values:
         values["permissions"] = "".join(mode for mode in "rwm" if mode in values["permissions"])
     places: set[str] = set()

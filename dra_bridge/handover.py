@@ -13,7 +13,7 @@ import logging
 import math
 import re
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final, Literal, Protocol
 
@@ -242,7 +242,7 @@ class Handover:
         endpoint: Endpoint,
         inventory: Inventory,
         desk: Desk,
-        look: Callable[[], asyncio.Future[Look | None]],
+        look: Callable[[], Awaitable[Look | None]],
         slices: Slices,
         claims: Claims,
         *,

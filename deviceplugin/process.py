@@ -1,0 +1,206 @@
+"""Running as a process: signals, the config file and its changes, the metrics address, the exit status.
+
+The agent itself knows nothing of these; the bridge's process is made of the same parts.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import signal
+import sys
+import time
+from collections.abc import Awaitable, Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+
+from deviceplugin import filewatch
+from deviceplugin.agent import Agent, AgentError, Paths
+from deviceplugin.source import DeviceSource
+
+if TYPE_CHECKING:
+    from deviceplugin.config import Config
+
+__all__ = ["Served", "run", "run_config", "serve"]
+
+_LOG: Final = logging.getLogger(__name__)
+
+Take = Callable[["Config", Mapping[str, DeviceSource], Sequence[str]], Awaitable[None]]
+"""Serve what a config says now: the new and changed sources by resource, and the names of unchanged ones."""
+
+
+@dataclass(frozen=True, slots=True)
+class Served:
+    """What a process runs: an agent, how it is run, and what takes a changed config."""
+
+    agent: Agent
+    run: Callable[[], Awaitable[None]]
+    take: Take
+
+    @classmethod
+    def plainly(cls, agent: Agent) -> Served:
+        """Return an agent with the plugin door alone."""
+
+        async def take(config: Config, changed: Mapping[str, DeviceSource], unchanged: Sequence[str]) -> None:
+            await agent.reconfigure(changed, unchanged)
+
+        return cls(agent, agent.run, take)
+
+
+def run(*sources: DeviceSource, argv: Sequence[str] | None = None) -> None:
+    """Serve these sources until SIGTERM or SIGINT; what the last line of an author's file calls.
+
+    The command line (or `argv`) may name the kubelet's directories and the log's form; `--help`
+    says how. Ends the process with status 1 if the node cannot be served.
+    """
+    from deviceplugin import cli
+
+    options = cli.parse_run(argv)
+
+    def make() -> Served:
+        return Served.plainly(Agent(sources, options.paths, keep_books=options.metrics_address is not None))
+
+    status = serve(make, metrics_address=options.metrics_address)
+    if status:
+        sys.exit(status)
+
+
+def run_config(path: Path, paths: Paths, metrics_address: str | None = None) -> int:
+    """Serve what a config file says until SIGTERM or SIGINT, and what it says later when it changes.
+
+    Returns:
+        The process's exit status.
+
+    Raises:
+        ConfigError: the file cannot be used at the start; later that is only said.
+
+    """
+    from deviceplugin import config, sources
+
+    first = config.load(path)
+
+    def make() -> Served:
+        built = [sources.build(resource) for resource in first.resources]
+        return Served.plainly(Agent(built, paths, keep_books=metrics_address is not None))
+
+    return serve(make, metrics_address=metrics_address, config=(path, first))
+
+
+def serve(
+    make: Callable[[], Served], *, metrics_address: str | None = None, config: tuple[Path, Config] | None = None
+) -> int:
+    """Run what `make` makes in a loop of its own with the process's signals; return the exit status.
+
+    config: the file to follow, and what it said.
+    """
+    try:
+        asyncio.run(_serve(make, metrics_address, config))
+    except AgentError as error:
+        _LOG.error("%s", error)  # what a user must mend, no traceback
+        return 1
+    return 0
+
+
+async def _serve(make: Callable[[], Served], metrics_address: str | None, config: tuple[Path, Config] | None) -> None:
+    served = make()
+    loop = asyncio.get_running_loop()
+    reload = asyncio.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, served.agent.stop)
+    loop.add_signal_handler(signal.SIGHUP, reload.set)
+    with contextlib.ExitStack() as stack:
+        if metrics_address is not None:
+            from deviceplugin import metrics
+
+            try:
+                stack.enter_context(metrics.serving(metrics_address, served.agent))
+            except OSError as error:
+                raise AgentError(f"cannot serve metrics at {metrics_address}: {error.strerror or error}") from error
+        follower = asyncio.create_task(_follow_config(served.take, *config, reload) if config else _no_config(reload))
+        try:
+            await served.run()
+        finally:
+            follower.cancel()
+            await asyncio.gather(follower, return_exceptions=True)
+
+
+async def _no_config(reload: asyncio.Event) -> None:
+    while True:
+        await reload.wait()
+        reload.clear()
+        _LOG.info("SIGHUP: there is no config file to read again")
+
+
+SETTLE: Final = 0.05
+"""Seconds without another change after which a file counts as written."""
+
+
+async def _follow_config(take: Take, path: Path, current: Config, reload: asyncio.Event) -> None:
+    """Read the file again at SIGHUP and whenever it changes, a ConfigMap's `..data` swap included."""
+    content = await asyncio.to_thread(_content, path)
+    with filewatch.shared().watch([str(path.absolute().parent)], writes=True) as watch:
+        asked = asyncio.create_task(_wake_on(reload, watch))
+        try:
+            while True:
+                hinted = await watch.wait(30.0)
+                if hinted and not reload.is_set():
+                    deadline = time.monotonic() + 2.0
+                    while await watch.wait(SETTLE) and time.monotonic() < deadline:
+                        pass
+                now = await asyncio.to_thread(_content, path)
+                if now == content and not reload.is_set():
+                    continue
+                reload.clear()
+                content = now
+                current = await _reload(take, path, current)
+        finally:
+            asked.cancel()
+
+
+async def _wake_on(event: asyncio.Event, watch: filewatch.Watch) -> None:
+    while True:
+        await event.wait()
+        watch.wake()
+        await asyncio.sleep(SETTLE)
+
+
+def _content(path: Path) -> bytes | None:
+    try:
+        return path.read_bytes()
+    except OSError:
+        return None
+
+
+async def _reload(take: Take, path: Path, current: Config) -> Config:
+    """Serve what the file says now; a file that cannot be used changes nothing."""
+    from deviceplugin import config, sources
+
+    try:
+        wanted = await asyncio.to_thread(config.load, path)
+        before: Mapping[str, Hashable] = {resource.name: resource for resource in current.resources}
+        after = {resource.name: resource for resource in wanted.resources}
+        changed = {name: sources.build(one) for name, one in after.items() if before.get(name) != one}
+    except Exception as error:  # whatever is wrong with it, what runs goes on
+        _LOG.error("the config file was not taken, everything goes on as it was:\n%s", error)
+        return current
+    gone = before.keys() - after.keys()
+    if not changed and not gone:
+        _LOG.info("%s was read again: nothing changed", path)
+        return wanted
+    await take(wanted, changed, [name for name in after if name not in changed])
+    _LOG.info(
+        "%s was read again: %s",
+        path,
+        "; ".join(
+            f"{what} {', '.join(sorted(names))}"
+            for what, names in (
+                ("new", after.keys() - before.keys()),
+                ("changed", changed.keys() & before.keys()),
+                ("gone", gone),
+            )
+            if names
+        ),
+    )
+    return wanted

@@ -1,0 +1,671 @@
+"""Both doors of one node: the plugin agent, and beside it a bridge for each DRA driver.
+
+A resource that names a driver is decided about by that driver's ledger, through either door. What
+is here only puts rooms together: the ledger's keeper at the plugin door, the driver and its
+registrar at the other, the slices between, and the handover that moves devices.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import functools
+import logging
+import random
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Final
+
+from deviceplugin import ledger, podresources, process
+from deviceplugin.agent import Agent, AgentError, Paths, Service
+from deviceplugin.config import Config, ResourceConfig
+from deviceplugin.endpoint import Doorkeeper
+from deviceplugin.ledger import ClaimEvidence, Desk, Evidence, Held, LedgerError, Side
+from deviceplugin.podresources import CheckpointError, PodResourcesError
+from deviceplugin.registration import Backoff
+from deviceplugin.sharing import device_of
+from deviceplugin.source import DeviceSource
+from dra_bridge import progress
+from dra_bridge.cluster import (
+    NODES,
+    RESOURCE_CLAIMS,
+    Changed,
+    Cluster,
+    ClusterError,
+    Listed,
+    NotFoundError,
+    Object,
+)
+from dra_bridge.driver import ClaimRef, Driver, Served
+from dra_bridge.handover import Drain, Handover, Share, ShareError, parse_share
+from dra_bridge.keeper import Keeper, held_units
+from dra_bridge.registrar import Registrar
+from dra_bridge.slices import Offer, Pool, Publisher
+
+__all__ = ["Bridge", "DriverBridge", "Terms", "run_config"]
+
+_LOG: Final = logging.getLogger(__name__)
+
+RECONCILE: Final = 300.0
+"""Seconds between two looks whether prepared claims are still wanted."""
+TELL: Final = 10.0
+"""Seconds between two writes of the slices for a holder's sake alone."""
+FIRST: Final = 5.0
+"""Seconds that the first slices wait for the kubelet to take the driver's registration."""
+STANDBY: Final = 2.0
+"""Seconds after which is said that another agent has the ledger."""
+
+
+NONE: Final = Share(0)
+
+
+@dataclass(frozen=True, slots=True)
+class Terms:
+    """How a resource's devices are divided. unhealthy: the effect of the taint on broken devices."""
+
+    share: Share = NONE
+    drain: Drain = "cordon"
+    unhealthy: str = "NoSchedule"
+
+    @classmethod
+    def of(cls, resource: ResourceConfig) -> Terms:
+        """Return the terms that a config file gives a resource."""
+        return cls(parse_share(resource.dra.share), resource.dra.drain, resource.dra.unhealthy)
+
+
+class Doors:
+    """The plugin door's doorkeeper for the whole node: each resource's own keeper decides."""
+
+    def __init__(self) -> None:
+        self.keepers: dict[str, Keeper] = {}
+
+    def offers(self, resource: str, device: str) -> bool:
+        """Return whether the plugin side offers the device."""
+        keeper = self.keepers.get(resource)
+        return keeper is None or keeper.offers(resource, device)
+
+    async def grant(self, resource: str, names: Sequence[str], devices: Sequence[str]) -> None:
+        """Record that the ids are given out, or raise Refusal."""
+        keeper = self.keepers.get(resource)
+        if keeper is not None:
+            await keeper.grant(resource, names, devices)
+
+
+class ApiClaims:
+    """The API server as a driver needs it."""
+
+    def __init__(self, cluster: Cluster, node: str) -> None:
+        self._cluster = cluster
+        self._node = node
+
+    async def get_claim(self, namespace: str, name: str) -> Mapping[str, Any] | None:
+        """Return a claim as it is now, None if there is none."""
+        try:
+            return await self._cluster.get(RESOURCE_CLAIMS, name, namespace)
+        except NotFoundError:
+            return None
+
+    async def set_devices(self, claim: ClaimRef, driver: str, devices: Sequence[Mapping[str, Any]]) -> None:
+        """Write this driver's entries of the claim's `status.devices`; others' stay."""
+        now = await self._cluster.get(RESOURCE_CLAIMS, claim.name, claim.namespace)
+        if now["metadata"].get("uid") != claim.uid:
+            return
+        before = list((now.get("status") or {}).get("devices") or ())
+        after = [one for one in before if one.get("driver") != driver] + [dict(one) for one in devices]
+        if after != before:
+            patch = {
+                "metadata": {"resourceVersion": now["metadata"]["resourceVersion"]},
+                "status": {"devices": after},
+            }
+            await self._cluster.patch_status(RESOURCE_CLAIMS, claim.name, patch, claim.namespace)
+
+    async def claim_event(self, claim: ClaimRef, reason: str, message: str) -> None:
+        """Write a warning Event about the claim."""
+        regarding: Object = {
+            "apiVersion": await self._cluster.api_version(RESOURCE_CLAIMS),
+            "kind": RESOURCE_CLAIMS.kind,
+            "metadata": {"name": claim.name, "namespace": claim.namespace, "uid": claim.uid},
+        }
+        await self._cluster.event(regarding, reason, message, node=self._node)
+
+
+class DriverBridge:
+    """One DRA driver on this node: ledger, both its doors, and the moves between them."""
+
+    def __init__(self, bridge: Bridge, name: str, desk: Desk) -> None:
+        self.name = name
+        self.desk = desk
+        self.handovers: dict[str, Handover] = {}
+        self.terms: dict[str, Terms] = {}
+        self._bridge = bridge
+        self._services: dict[str, Service] = {}
+        self._replicas: dict[str, int] = {}
+        self.keeper = Keeper(desk, self._replicas, self._changed)
+        self.driver = Driver(
+            name,
+            bridge.node,
+            (),
+            desk,
+            bridge.claims,
+            cdi_directory=bridge.cdi_directory,
+            pull=True,
+            changed=self._changed,
+        )
+        self.registrar = Registrar(self.driver, bridge.paths.kubelet_root, changed=self.publish)
+        self._began: float | None = None
+        self._node_share: Share | None = None
+        self._group: asyncio.TaskGroup | None = None
+        self._movers: dict[str, asyncio.Task[None]] = {}
+        self._unsubscribe: dict[str, Callable[[], None]] = {}
+        self._placing: set[str] = set()
+        self._without: dict[tuple[str, str], tuple[int, float | None]] = {}
+        self._told: tuple[progress.Progress, str, float] | None = None
+        self._publishing: asyncio.TimerHandle | None = None
+        self._wants = asyncio.Event()
+
+    # What it serves.
+
+    def serve(self, service: Service, terms: Terms) -> None:
+        """Serve a resource, or go on serving it on other terms or with another source."""
+        resource = service.resource
+        new = resource not in self.handovers
+        self.terms[resource] = terms
+        self._services[resource] = service
+        self._replicas[resource] = service.source.replicas
+        self.driver.served = tuple(Served(one.source, one.inventory) for one in self._services.values())
+        self._bridge.doors.keepers[resource] = self.keeper
+        if new:
+            self.handovers[resource] = Handover(
+                service.endpoint,
+                service.inventory,
+                self.desk,
+                functools.partial(self._bridge.agent.look, allocatable=True),
+                self,
+                self,
+                share=self._share(resource),
+                drain=terms.drain,
+                groups=functools.partial(groups, service),
+                errors=(ClusterError,),
+            )
+            self._unsubscribe[resource] = service.inventory.subscribe(lambda _: self._listed(resource))
+            self._move(resource)
+            self._listed(resource)
+        else:
+            self.handovers[resource].ask(self._share(resource), terms.drain)
+        self.publish()
+
+    def drop(self, resource: str) -> None:
+        """Serve a resource no more; its prepared claims can still be unprepared."""
+        self._services.pop(resource, None)
+        self._replicas.pop(resource, None)
+        self.terms.pop(resource, None)
+        self.driver.served = tuple(Served(one.source, one.inventory) for one in self._services.values())
+        self._bridge.doors.keepers.pop(resource, None)
+        self._unsubscribe.pop(resource, lambda: None)()
+        self.handovers.pop(resource, None)
+        if (mover := self._movers.pop(resource, None)) is not None:
+            mover.cancel()
+        self.publish()
+
+    def ask(self, share: Share | None) -> None:
+        """Take the share that the Node asks for; None: the config's own."""
+        if share != self._node_share:
+            self._node_share = share
+            for resource, handover in self.handovers.items():
+                handover.ask(self._share(resource), self.terms[resource].drain)
+            self.publish()
+
+    def _share(self, resource: str) -> Share:
+        return self._node_share if self._node_share is not None else self.terms[resource].share
+
+    # Running.
+
+    async def run(self) -> None:
+        """Serve until cancelled."""
+        try:
+            async with asyncio.TaskGroup() as group:
+                self._group = group
+                group.create_task(self.registrar.run(), name=f"registrar of {self.name}")
+                group.create_task(self._reconcile(), name=f"reconcile {self.name}")
+                group.create_task(self._follow_slices(), name=f"slices of {self.name}")
+                for resource in self.handovers:
+                    self._move(resource)
+        finally:
+            self._group = None
+            await self.driver.close()
+            if self._publishing is not None:
+                self._publishing.cancel()
+
+    def _move(self, resource: str) -> None:
+        if self._group is not None and resource not in self._movers:
+            self._movers[resource] = self._group.create_task(
+                self._keep_moving(resource, self.handovers[resource]), name=f"handover of {resource}"
+            )
+
+    async def _keep_moving(self, resource: str, handover: Handover) -> None:
+        backoff = Backoff(first=1.0, most=30.0)
+        while True:
+            try:
+                await self._place(resource)
+                await handover.run()
+            except Exception:
+                _LOG.exception("%s: the handover failed; trying again", resource)
+                await asyncio.sleep(backoff.next())
+
+    def _listed(self, resource: str) -> None:
+        """Note that the source listed other devices than before."""
+        known = self.desk.snapshot.devices
+        unknown = [
+            name for name in self._services[resource].inventory.snapshot.devices if (resource, name) not in known
+        ]
+        if unknown and self._group is not None and resource not in self._placing:
+            self._placing.add(resource)
+            self._group.create_task(self._place(resource), name=f"place {resource}")
+        self.publish()
+
+    async def _place(self, resource: str) -> None:
+        """Take devices into the ledger that it does not know: to where the evidence says they are held (R8)."""
+        backoff = Backoff(first=0.2, most=10.0)
+        self._placing.add(resource)
+        try:
+            while (service := self._services.get(resource)) is not None:
+                known = self.desk.snapshot.devices
+                listed = service.inventory.snapshot
+                new = [name for name in listed.devices if (resource, name) not in known]
+                if not new:
+                    return
+                try:
+                    evidence = await self._evidence(service, new)
+                    side = (
+                        Side.DRA
+                        if self._share(resource).of(len(listed.devices)) == len(listed.devices)
+                        else Side.PLUGIN
+                    )
+                    done = await self.desk.do(ledger.confront(resource, evidence, new, side, time.time()))
+                except (LedgerError, CheckpointError) as error:
+                    _LOG.warning("%s: new devices cannot be offered yet: %s", resource, error)
+                    await asyncio.sleep(backoff.next())
+                    continue
+                for device in done.quarantined:
+                    _LOG.error(
+                        "%s: device %s is quarantined: %s",
+                        resource,
+                        device,
+                        self.desk.snapshot.device(resource, device).reason,
+                    )
+                self._changed()
+        finally:
+            self._placing.discard(resource)
+
+    async def _evidence(self, service: Service, devices: Sequence[str]) -> Evidence:
+        resource, replicas = service.resource, service.source.replicas
+        wanted = frozenset(devices)
+        try:
+            seen = await self._bridge.agent.look()
+        except (PodResourcesError, CheckpointError):
+            seen = None
+        if seen is not None:
+            held = held_units(seen.holdings.of(resource), replicas)
+        else:  # no kubelet to ask: what it wrote down, which errs towards "held"
+            entries = await asyncio.to_thread(podresources.read_checkpoint, self._bridge.paths.plugins)
+            held = {
+                unit: Held(device_of(unit, replicas), entry.pod_uid)
+                for entry in entries
+                if entry.resource == resource
+                for unit in entry.devices
+            }
+        claims = [
+            replace(claim, devices=claim.devices & wanted)
+            for claim in (await asyncio.to_thread(self.driver.cdi_evidence)).get(resource, ())
+            if (self.name, claim.uid) not in self.desk.snapshot.claims and claim.devices & wanted
+        ]
+        if self.desk.ledger.fresh or self.desk.ledger.set_aside:
+            # What is allocated and not prepared yet: worth knowing, not worth waiting for (R2 is what is safe).
+            with contextlib.suppress(ClusterError, TimeoutError):
+                async with asyncio.timeout(5.0):
+                    claims += await self._allocations(resource, wanted, {claim.uid for claim in claims})
+        return Evidence({unit: one for unit, one in held.items() if one.device in wanted}, tuple(claims))
+
+    async def _allocations(self, resource: str, devices: frozenset[str], but: set[str]) -> list[ClaimEvidence]:
+        found = []
+        for claim in (await self._bridge.cluster.list(RESOURCE_CLAIMS)).items:
+            metadata = claim["metadata"]
+            names = {device for of, device in self._allocated(claim) if of == resource and device in devices}
+            if names and metadata["uid"] not in but:
+                found.append(
+                    ClaimEvidence(
+                        self.name, metadata["uid"], frozenset(names), False, metadata["namespace"], metadata["name"]
+                    )
+                )
+        return found
+
+    def _allocated(self, claim: Mapping[str, Any]) -> set[tuple[str, str]]:
+        """Return (resource, device) of this node's devices that a claim's allocation names, seen ones not."""
+        results = (((claim.get("status") or {}).get("allocation") or {}).get("devices") or {}).get("results") or ()
+        devices = self.driver.devices
+        return {
+            (devices[name][0].source.resource, devices[name][1].id)
+            for result in results
+            if result.get("driver") == self.name
+            and result.get("pool") == self._bridge.node
+            and not result.get("adminAccess")
+            and (name := result.get("device", "")) in devices
+        }
+
+    async def allocated(self) -> Mapping[tuple[str, str], str]:
+        """List all claims, consistently; return namespace/name by the (resource, device) allocated here."""
+        return {
+            key: f"{claim['metadata']['namespace']}/{claim['metadata']['name']}"
+            for claim in (await self._bridge.cluster.list(RESOURCE_CLAIMS)).items
+            for key in self._allocated(claim)
+        }
+
+    async def _reconcile(self) -> None:
+        """Compare what is prepared with what is wanted: at once, and from time to time."""
+        backoff = Backoff(first=1.0, most=60.0)
+        while True:
+            uses: set[tuple[str, str]] = set()
+            try:
+                if any(claim.driver == self.name for claim in self.desk.snapshot.claims.values()):
+                    seen = await self._bridge.agent.look()
+                    uses = (
+                        {(use.holder.namespace, use.claim) for use in seen.holdings.claims}
+                        if seen is not None
+                        else set()
+                    )
+                await self.driver.reconcile(uses)
+            except (PodResourcesError, CheckpointError, ClusterError, LedgerError, OSError) as error:
+                _LOG.info("%s: prepared claims cannot be compared now: %s", self.name, error)
+                await asyncio.sleep(backoff.next())
+            else:
+                backoff.reset()
+                await asyncio.sleep(RECONCILE * (0.8 + random.random() * 0.4))  # noqa: S311  # jitter
+
+    # Slices.
+
+    def publish(self) -> None:
+        """Look again at what the slices should be, soon; many changes make one look."""
+        if self._publishing is not None and self._publishing.when() - asyncio.get_running_loop().time() > 0.01:
+            self._publishing.cancel()
+            self._publishing = None
+        if self._publishing is None and self._group is not None:
+            self._publishing = asyncio.get_running_loop().call_later(0.002, self._publish)
+
+    def _publish(self) -> None:
+        self._publishing = None
+        loop = asyncio.get_running_loop()
+        self._began = self._began or loop.time()
+        rest = self._began + FIRST - loop.time()
+        if not self.registrar.statistics.registrations and rest > 0:
+            # Pods that come before the driver is registered fail first and are tried again a minute later.
+            self._publishing = loop.call_later(rest, self._publish)
+            return
+        offers, without = [], []
+        for resource, handover in self.handovers.items():
+            service = self._services[resource]
+            snapshot = service.inventory.snapshot
+            known = self.desk.snapshot.devices
+            offered = frozenset(
+                name for name in snapshot.devices if (resource, name) in known and handover.offered(name)
+            )
+            leaving = frozenset(name for name in offered if handover.leaving(name))
+            without += [(resource, name) for name in snapshot.devices if name not in offered]
+            offers.append(Offer(snapshot, offered, leaving, service.source.replicas))
+        unhealthy = "NoExecute" if any(one.unhealthy == "NoExecute" for one in self.terms.values()) else "NoSchedule"
+        ticket = self._bridge.publisher.want(
+            Pool(self.name, self._bridge.node, tuple(offers), unhealthy, self._annotations())  # type: ignore[arg-type]
+        )
+        before = self._without
+        self._without = {key: before.get(key, (ticket, None)) for key in without}
+        self._wants.set()
+
+    def _annotations(self) -> Mapping[str, str]:
+        """Return what is told of the devices: at once when a side changed, later for holders alone."""
+        shares = {resource: str(handover.share) for resource, handover in self.handovers.items()}
+        waits = {
+            (resource, device): what
+            for resource, handover in self.handovers.items()
+            for device, what in handover.waiting.items()
+        }
+        told = progress.progress(self.desk.snapshot, shares, waits)
+        sides, now = progress.encoded(progress.without_holders(told)), time.monotonic()
+        if self._told is not None and self._told[1] == sides and self._told[0] != told:
+            rest = self._told[2] + TELL - now
+            if rest > 0:
+                told = self._told[0]
+                if self._publishing is None:
+                    self._publishing = asyncio.get_running_loop().call_later(rest, self._publish)
+        if self._told is None or self._told[0] != told:
+            self._told = (told, sides, now)
+        return {progress.annotation(self.name): progress.encoded(told)}
+
+    def withdrawn(self, resource: str, device: str) -> float | None:
+        """Return since when the API server has had slices without the device, if it has."""
+        ticket, at = self._without.get((resource, device), (0, None))
+        if at is None and ticket and self._bridge.publisher.state(self.name).accepted >= ticket:
+            at = time.monotonic()
+            self._without[resource, device] = ticket, at
+        return at
+
+    async def _follow_slices(self) -> None:
+        """Wake the handovers when the API server took what they wait for."""
+        self.publish()
+        publisher = self._bridge.publisher
+        while True:
+            self._wants.clear()
+            ticket = publisher.state(self.name).wanted
+            if publisher.state(self.name).accepted < ticket:
+                await publisher.accepted(self.name, ticket)
+                for handover in self.handovers.values():
+                    handover.wake()
+            else:
+                await self._wants.wait()
+
+    def _changed(self) -> None:
+        """Note that the ledger changed: who holds what, or on which side."""
+        for resource, handover in self.handovers.items():
+            handover.wake()
+            self._services[resource].endpoint.refresh()
+        self.publish()
+
+
+def groups(service: Service) -> Sequence[frozenset[str]]:
+    """Return devices that belong together: by NUMA node, where that tells them apart."""
+    by_numa: dict[tuple[int, ...], set[str]] = {}
+    for name, device in service.inventory.snapshot.devices.items():
+        if device.numa_nodes:
+            by_numa.setdefault(device.numa_nodes, set()).add(name)
+    return tuple(frozenset(names) for names in by_numa.values()) if len(by_numa) > 1 else ()
+
+
+class Bridge:
+    """The agent with both doors.
+
+    Args:
+        sources: one for each resource; those with a driver are bridged.
+        terms: by resource; the default is the plugin side alone.
+        cluster: the API server.
+        node: this node's name, which is the pool's.
+        cdi_directory: where the runtime looks for CDI files.
+        period: seconds between looks at the kubelet's books while they matter.
+
+    """
+
+    def __init__(
+        self,
+        sources: Sequence[DeviceSource],
+        terms: Mapping[str, Terms],
+        cluster: Cluster,
+        node: str,
+        paths: Paths | None = None,
+        *,
+        cdi_directory: str = "/var/run/cdi",
+        period: float = 2.0,
+        keep_books: bool = False,
+    ) -> None:
+        self.paths = paths or Paths()
+        self.cluster = cluster
+        self.node = node
+        self.cdi_directory = cdi_directory
+        self.doors = Doors()
+        self.claims = ApiClaims(cluster, node)
+        self.publisher = Publisher(cluster, node)
+        self.drivers: dict[str, DriverBridge] = {}
+        self._terms = dict(terms)
+        doorkeeper: Doorkeeper = self.doors
+        self._observers: list[Keeper] = []
+        self.agent = Agent(
+            sources,
+            self.paths,
+            period=period,
+            keep_books=keep_books,
+            doorkeeper=doorkeeper,
+            observers=self._observers,
+        )
+        self._node_annotations: Mapping[str, str] = {}
+        self._group: asyncio.TaskGroup | None = None
+
+    def ledger_path(self, driver: str) -> Path:
+        """Return where a driver's ledger lies."""
+        return self.paths.kubelet_root / "plugins" / driver / "ledger.db"
+
+    async def run(self) -> None:
+        """Serve both doors until `agent.stop`, then drain and clean up; slices stay.
+
+        Raises:
+            AgentError: a resource cannot be served on this node at all.
+
+        """
+        try:
+            async with self.cluster, asyncio.TaskGroup() as group:
+                self._group = group
+                for service in self.agent.services.values():
+                    await self._open(service)
+                tasks = [
+                    group.create_task(self.publisher.run(), name="slices"),
+                    group.create_task(self._follow_node(), name="node"),
+                ]
+                tasks += [group.create_task(one.run(), name=one.name) for one in self.drivers.values()]
+                try:
+                    await self.agent.run()
+                finally:
+                    for task in tasks:
+                        task.cancel()
+                    self._group = None
+        except* AgentError as errors:
+            raise errors.exceptions[0] from None
+        finally:
+            for bridge in self.drivers.values():
+                await bridge.desk.close()
+
+    async def _open(self, service: Service) -> None:
+        """Bridge a resource, if it names a driver."""
+        name = service.source.driver
+        if not name:
+            return
+        if name not in self.drivers:
+            path = self.ledger_path(name)
+            opening = asyncio.ensure_future(Desk.open(str(path)))
+            done, _ = await asyncio.wait({opening}, timeout=STANDBY)
+            if not done:
+                _LOG.warning("%s: another agent on this node has the ledger %s; standing by until it goes", name, path)
+            desk = await opening
+            if desk.ledger.set_aside:
+                _LOG.error(
+                    "%s: the ledger could not be used and lies at %s; rebuilding it from what is held",
+                    name,
+                    desk.ledger.set_aside,
+                )
+            self.drivers[name] = DriverBridge(self, name, desk)
+            self._observers.append(self.drivers[name].keeper)
+        self._ask(self.drivers[name])
+        self.drivers[name].serve(service, self._terms.get(service.resource, Terms()))
+
+    async def reconfigure(
+        self, sources: Mapping[str, DeviceSource], terms: Mapping[str, Terms], unchanged: Sequence[str]
+    ) -> None:
+        """Serve these sources from now on, those of `unchanged` resources as they are, all on these terms."""
+        self._terms = dict(terms)
+        drivers = {name: service.source.driver for name, service in self.agent.services.items()}
+        kept = {*sources, *unchanged}
+        for name, driver in drivers.items():
+            if driver and (name not in kept or (name in sources and sources[name].driver != driver)):
+                self.drivers[driver].drop(name)
+        new = {source.driver for source in sources.values() if source.driver} - self.drivers.keys()
+        await self.agent.reconfigure(sources, unchanged)
+        for name in kept & self.agent.services.keys():
+            await self._open(self.agent.services[name])
+        for driver in new & self.drivers.keys():
+            if self._group is not None:
+                self._group.create_task(self.drivers[driver].run(), name=driver)
+
+    # The Node.
+
+    async def _follow_node(self) -> None:
+        """Follow the Node's annotations, which ask for shares."""
+        async with aclosing(self.cluster.follow(NODES, field_selector=f"metadata.name={self.node}")) as events:
+            async for event in events:
+                if isinstance(event, Listed):
+                    found = event.items[0] if event.items else {}
+                elif isinstance(event, Changed):
+                    found = event.object if event.type != "DELETED" else {}
+                else:
+                    continue
+                annotations = (found.get("metadata") or {}).get("annotations") or {}
+                if annotations != self._node_annotations:
+                    self._node_annotations = annotations
+                    for bridge in self.drivers.values():
+                        self._ask(bridge)
+
+    def _ask(self, bridge: DriverBridge) -> None:
+        key = progress.share_annotation(bridge.name)
+        text = self._node_annotations.get(key)
+        try:
+            bridge.ask(parse_share(text) if text is not None else None)
+        except ShareError as error:
+            _LOG.error("node %s: annotation %s: %s; the former share stays", self.node, key, error)
+
+
+def terms_of(config: Config) -> dict[str, Terms]:
+    """Return the terms of a config file's resources."""
+    return {resource.name: Terms.of(resource) for resource in config.resources}
+
+
+def run_config(
+    path: Path,
+    paths: Paths,
+    cluster: Cluster,
+    node: str,
+    *,
+    metrics_address: str | None = None,
+    cdi_directory: str = "/var/run/cdi",
+) -> int:
+    """Serve both doors of what a config file says until SIGTERM, and what it says later when it changes.
+
+    Returns:
+        The process's exit status.
+
+    Raises:
+        ConfigError: the file cannot be used at the start; later that is only said.
+
+    """
+    from deviceplugin import config, sources
+
+    first = config.load(path)
+
+    def make() -> process.Served:
+        built = [sources.build(resource) for resource in first.resources]
+        keep_books = metrics_address is not None
+        bridge = Bridge(
+            built, terms_of(first), cluster, node, paths, cdi_directory=cdi_directory, keep_books=keep_books
+        )
+
+        async def take(now: Config, changed: Mapping[str, DeviceSource], unchanged: Sequence[str]) -> None:
+            await bridge.reconfigure(changed, terms_of(now), unchanged)
+
+        return process.Served(bridge.agent, bridge.run, take)
+
+    return process.serve(make, metrics_address=metrics_address, config=(path, first))
