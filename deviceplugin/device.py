@@ -208,6 +208,9 @@ class Device:
             raise ValueError(f"a device id is 1 to {MAX_ID} printable characters without spaces, not {self.id!r}")
         object.__setattr__(self, "nodes", _nodes(self.nodes))
 
+    def __hash__(self) -> int:
+        return hash(self.id)
+
     @property
     def numa_nodes(self) -> tuple[int, ...]:
         """The NUMA nodes as a tuple, empty if unknown."""

@@ -431,7 +431,7 @@ class Driver:
     ) -> None:
         self.name: Final = name
         self.pool: Final = pool
-        self.served: tuple[Served, ...] = tuple(served)
+        self.served = served
         self._desk = desk
         self._claims = claims
         self._store = cdi.Store(name, cdi_directory)
@@ -444,11 +444,20 @@ class Driver:
         self._preparing: dict[str, set[asyncio.Task[Prepared]]] = {}
         self._tasks: set[asyncio.Task[Any]] = set()
         self._statistics = Statistics()
-        self._names: tuple[tuple[tuple[str, int], ...], dict[str, tuple[Served, Device]]] = ((), {})
         self._said: dict[str, str] = {}
 
     def __repr__(self) -> str:
         return f"<Driver {self.name} pool {self.pool}: {', '.join(s.source.resource for s in self.served)}>"
+
+    @property
+    def served(self) -> tuple[Served, ...]:
+        """The resources whose devices it offers; may be set anew at any time."""
+        return self._served
+
+    @served.setter
+    def served(self, served: Sequence[Served]) -> None:
+        self._served: tuple[Served, ...] = tuple(served)
+        self._names: tuple[tuple[tuple[str, int], ...] | None, dict[str, tuple[Served, Device]]] = (None, {})
 
     @property
     def statistics(self) -> Statistics:
@@ -707,7 +716,8 @@ class Driver:
             ClaimError: a device is missing, gone or unhealthy, or the parameters are wrong.
 
         """
-        found: dict[tuple[str, int, bool], list[tuple[Device, Result]]] = {}
+        found: dict[tuple[str, str, bool], list[tuple[Device, Result]]] = {}
+        by_resource = {served.source.resource: served for served in self.served}
         for result in allocation.results:
             if result.device not in self.devices:
                 raise ClaimError(
@@ -717,17 +727,17 @@ class Driver:
             admin = bool(result.admin_access)
             if not admin:
                 _check_health(device, result, self.name)
-            found.setdefault((result.request, self.served.index(served), admin), []).append((device, result))
+            found.setdefault((result.request, served.source.resource, admin), []).append((device, result))
         return [
             _Group(
                 request.partition("/")[0],
-                self.served[index],
+                by_resource[resource],
                 tuple(device for device, _ in items),
                 tuple(result for _, result in items),
-                decoded_config(self.served[index].source.config_type, allocation.config, request),
+                decoded_config(by_resource[resource].source.config_type, allocation.config, request),
                 admin,
             )
-            for (request, index, admin), items in found.items()
+            for (request, resource, admin), items in found.items()
         ]
 
     async def _ask(self, ref: ClaimRef, operation: ledger.Operation[Claim | Refused]) -> Claim:
