@@ -7,7 +7,6 @@ between the start of the process and the kubelet.
 from __future__ import annotations
 
 import argparse
-import asyncio
 import contextlib
 import json
 import logging
@@ -210,6 +209,8 @@ def _validate(options: argparse.Namespace) -> int:
 
 
 def _devices(options: argparse.Namespace) -> int:
+    import asyncio
+
     from deviceplugin import config, logs
 
     logs.setup("text", "error")
@@ -254,6 +255,8 @@ _Listed = list[tuple["ConfiguredSource", Sequence["Device"]]]
 
 
 async def _list(found: Config) -> tuple[_Listed, int]:
+    import asyncio
+
     from deviceplugin import sources
 
     built = [sources.build(resource) for resource in found.resources]
@@ -272,6 +275,8 @@ async def _list(found: Config) -> tuple[_Listed, int]:
 
 
 async def _first_list(source: ConfiguredSource) -> Sequence[Device]:
+    import asyncio
+
     generator = cast("AsyncGenerator[Sequence[Device]]", source.watch())
     async with contextlib.aclosing(generator) as lists, asyncio.timeout(_LIST_TIMEOUT):
         return await anext(lists)
