@@ -141,7 +141,8 @@ def container_response(edits: ContainerEdits) -> pb.ContainerAllocateResponse:
 class Endpoint(DevicePluginServicer):
     """The servicer of one resource; survives servers, registrations and changes of its source.
 
-    on_stream_end: called when a ListAndWatch ends and no other one is live.
+    on_stream_end: called when a ListAndWatch ends and no other one is live. serving: False ends
+    every ListAndWatch at its next look, and those that only begin.
     """
 
     def __init__(
@@ -158,6 +159,7 @@ class Endpoint(DevicePluginServicer):
         self.inventory = inventory
         self.statistics = Statistics()
         self.on_stream_end: Callable[[], None] = lambda: None
+        self.serving = True
         self.streams_begun = 0
         self._quiet = quiet
         self._granted = granted or (lambda names: None)
@@ -242,7 +244,7 @@ class Endpoint(DevicePluginServicer):
             sent: tuple[Entry, ...] | None = None
             refused: tuple[Entry, ...] | None = None
             again = self._again
-            while not ending.is_set():
+            while self.serving and not ending.is_set():
                 refresh = self._refresh
                 lines = self.lines()
                 if again != self._again:

@@ -25,6 +25,7 @@ import re
 import secrets
 import socket
 import time
+from collections.abc import Awaitable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
@@ -310,6 +311,7 @@ class Registration:
             InstanceError: another process serves this resource on this node.
 
         """
+        self.endpoint.serving = True
         try:
             with filewatch.shared().watch([str(self._directory)]) as watch:
                 self.endpoint.on_stream_end = watch.wake
@@ -361,7 +363,7 @@ class Registration:
                         self.endpoint.resource,
                         "listens no more" if seen.listened else "took the registration but does not listen",
                     )
-                if not await self._register(seen) or self._backoff.tries:
+                if not await self._register(watch) or self._backoff.tries:
                     await self._pause(watch, self._backoff.next(), seen.kubelet)
                 elif seen.kubelet == seen.registered:
                     self._backoff.tries = 1  # one more without a pause, then ever slower until it holds
@@ -370,10 +372,10 @@ class Registration:
         """Wait before the next try, but not if the kubelet is another one meanwhile."""
         until = time.monotonic() + delay
         while (rest := until - time.monotonic()) > 0:
-            await watch.wait(rest)
             if identity(self._directory / KUBELET_SOCKET) != kubelet:
                 self._backoff.reset()
                 return
+            await watch.wait(rest)
 
     def _look(self) -> Seen:
         return Seen(
@@ -386,26 +388,33 @@ class Registration:
             ready=self.endpoint.inventory.snapshot.listed,
         )
 
-    async def _register(self, seen: Seen) -> bool:
+    async def _register(self, watch: filewatch.Watch) -> bool:
         """Serve if need be, end the old stream, register once; return whether the kubelet took it."""
         resource, timing = self.endpoint.resource, self._timing
-        again, restarted = self.statistics.registrations > 0, self._last not in (None, seen.kubelet)
+        again = self.statistics.registrations > 0
         self._registered = None
         self.statistics.registered = False
         if not await self.endpoint.end_streams(timing.stream):
             _LOG.warning("%s: an old ListAndWatch would not end; starting a new server", resource)
             self._retire()
         await self._be_served()
-        assert self._socket is not None
         options = self.endpoint.options
-        self._listened_before = self.endpoint.streams_begun
-        request = pb.RegisterRequest(
-            version=VERSION, endpoint=self._socket.name, resource_name=resource, options=options
-        )
         try:
-            async with self._turn, self._channel() as channel:
-                stub: RegistrationAsyncStub = RegistrationStub(channel)  # type: ignore[assignment]
-                await stub.Register(request, timeout=timing.register)
+            async with self._turn:
+                # In this order: a kubelet deletes sockets before it makes its own, and may have
+                # done so while another resource had its turn. It would dial a lost one for 10 s.
+                kubelet = identity(self._directory / KUBELET_SOCKET)
+                await self._be_served()
+                assert self._socket is not None
+                self._listened_before = self.endpoint.streams_begun
+                request = pb.RegisterRequest(
+                    version=VERSION, endpoint=self._socket.name, resource_name=resource, options=options
+                )
+                async with self._channel() as channel:
+                    stub: RegistrationAsyncStub = RegistrationStub(channel)  # type: ignore[assignment]
+                    call = asyncio.ensure_future(_answer(stub.Register(request, timeout=timing.register)))
+                    if not await self._answered(call, watch, kubelet):
+                        return False
         except grpc.aio.AioRpcError as error:
             self.statistics.failures += 1
             gone = error.code() is grpc.StatusCode.UNAVAILABLE
@@ -418,13 +427,32 @@ class Registration:
             )
             return False
         self.statistics.registrations += 1
-        self.statistics.kubelet_restarts += restarted
+        self.statistics.kubelet_restarts += self._last not in (None, kubelet)
         self.statistics.registered = True
-        self._registered = self._last = seen.kubelet
+        self._registered = self._last = kubelet
         self._registered_at, self._options = time.monotonic(), options
         self._told = ""
         _LOG.info("%s: registered%s as %s", resource, " again" if again else "", self._socket.name)
         return True
+
+    async def _answered(self, call: asyncio.Task[pb.Empty], watch: filewatch.Watch, kubelet: Identity | None) -> bool:
+        """Wait for the answer to Register; return False as soon as whoever was asked is not the kubelet any more.
+
+        Raises:
+            grpc.aio.AioRpcError: the answer is an error.
+
+        """
+        try:
+            while identity(self._directory / KUBELET_SOCKET) == kubelet:
+                hint = asyncio.create_task(watch.wait(self._timing.look))
+                await asyncio.wait({call, hint}, return_when=asyncio.FIRST_COMPLETED)
+                hint.cancel()
+                if call.done():
+                    await call
+                    return True
+            return False
+        finally:
+            call.cancel()
 
     def _channel(self) -> grpc.aio.Channel:
         # A fresh one each time: a channel that failed for long took 3 s to recover, a fresh one 1 ms.
@@ -502,6 +530,7 @@ class Registration:
     async def _close(self) -> None:
         """End the streams, let calls in flight end, remove the own socket."""
         self.statistics.registered = False
+        self.endpoint.serving = False  # a stream that the kubelet is just beginning would be waited for
         if self._socket is not None and self._in_place():
             with contextlib.suppress(OSError):
                 self._socket.unlink()
@@ -516,6 +545,10 @@ class Registration:
         if self._told != key:
             self._told = key
             _LOG.log(level, "%s: %s", self.endpoint.resource, message)
+
+
+async def _answer(call: Awaitable[pb.Empty]) -> pb.Empty:
+    return await call
 
 
 def glob_escape(text: str) -> str:
