@@ -1,0 +1,153 @@
+"""A node whose kubelet is the fake one; its agents are processes all the same."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import stat
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Self
+
+from deviceplugin.testing import FakeKubelet, FakePod
+
+__all__ = ["AgentProcess", "FakeNode", "FakeNodePod"]
+
+
+class AgentProcess:
+    """An agent as a child process, with its log in a file."""
+
+    def __init__(self, arguments: list[str], config: Path | None, log: Path) -> None:
+        self._config = config
+        self._log = log
+        with log.open("wb") as output:
+            self.process = subprocess.Popen(
+                [sys.executable, *arguments], stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT
+            )
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.process.wait(10)
+
+    def terminate(self) -> None:
+        self.process.terminate()
+        assert self.process.wait(20) == 0, self.log()
+
+    def reload(self, config: str) -> None:
+        assert self._config is not None
+        new = self._config.with_suffix(".new")
+        new.write_text(config)
+        new.replace(self._config)
+
+    def log(self) -> str:
+        return self._log.read_text(errors="replace")
+
+
+class FakeNodePod:
+    def __init__(self, pod: FakePod, patience: float) -> None:
+        self.pod = pod
+        self._patience = patience
+
+    def __repr__(self) -> str:
+        return repr(self.pod)
+
+    @property
+    def name(self) -> str:
+        return self.pod.name
+
+    def wait_running(self) -> Self:
+        self.pod.wait_running(self._patience)
+        return self
+
+    def wait_unschedulable(self) -> None:
+        # The fake scheduler has decided before start_pod returned.
+        assert not self.pod.bound
+
+    def phase(self) -> str:
+        return self.pod.phase
+
+    def env(self) -> Mapping[str, str]:
+        return self.pod.env
+
+    def has(self, path: Path) -> bool:
+        return any(Path(node.container) == path for node in self.pod.nodes) or self._host(path) is not None
+
+    def read(self, path: Path) -> str:
+        host = self._host(path)
+        assert host is not None, f"{path} is not in {self}"
+        return host.read_text()
+
+    def restart_container(self) -> None:
+        self.pod.restart_container(timeout=self._patience)
+
+    def delete(self) -> None:
+        self.pod.delete(self._patience)
+
+    def _host(self, path: Path) -> Path | None:
+        for mount in self.pod.mounts:
+            if path.is_relative_to(mount.container):
+                host = Path(mount.host, path.relative_to(mount.container))
+                return host if host.exists() else None
+        return None
+
+
+class FakeNode:
+    patience = 20.0
+
+    def __init__(self, kubelet: FakeKubelet, directory: Path) -> None:
+        self.kubelet = kubelet
+        self.directory = directory
+        self.agents: list[AgentProcess] = []
+        self._numbers = itertools.count()
+
+    @classmethod
+    @contextmanager
+    def running(cls, directory: Path) -> Iterator[FakeNode]:
+        """Run a node; at the end its agents are ended, and their logs printed for whoever looks."""
+        with FakeKubelet(check_nodes=True) as kubelet:
+            node = cls(kubelet, directory)
+            try:
+                yield node
+            finally:
+                for agent in node.agents:
+                    if agent.process.poll() is None:
+                        agent.kill()
+                    print(f"--- agent {agent.process.pid}: {agent.process.returncode}\n{agent.log()}")
+
+    def start_agent(self, *, config: str = "", script: str = "") -> AgentProcess:
+        number = next(self._numbers)
+        file = self.directory / f"agent-{number}.{'py' if script else 'yaml'}"
+        file.write_text(script or config)
+        arguments = [str(file)] if script else ["-m", "deviceplugin", "run", "--config", str(file)]
+        agent = AgentProcess(
+            [*arguments, "--kubelet-root", str(self.kubelet.root)],
+            None if script else file,
+            self.directory / f"agent-{number}.log",
+        )
+        self.agents.append(agent)
+        return agent
+
+    def start_pod(self, name: str, limits: Mapping[str, int]) -> FakeNodePod:
+        return FakeNodePod(self.kubelet.start_pod(name, limits), self.patience)
+
+    def allocatable(self, resource: str) -> int:
+        return self.kubelet.allocatable(resource)
+
+    def wait_allocatable(self, resource: str, count: int) -> None:
+        self.kubelet.wait_allocatable(resource, count, self.patience)
+
+    def restart_kubelet(self) -> None:
+        self.kubelet.restart(downtime=0.1)
+
+    def make_device_node(self, path: Path) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            os.mknod(path, stat.S_IFCHR | 0o600, os.makedev(1, 3))
+        except PermissionError:
+            path.touch()
+
+    def remove_device_node(self, path: Path) -> None:
+        path.unlink()

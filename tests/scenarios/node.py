@@ -1,0 +1,102 @@
+"""What a scenario needs of a node; the fake kubelet and a real one both give it.
+
+Whatever waits has a deadline, `patience` seconds unless it says otherwise, and fails the test past it.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Protocol, Self
+
+__all__ = ["Agent", "Node", "Pod", "wait_for"]
+
+
+class Pod(Protocol):
+    """A pod of one container."""
+
+    @property
+    def name(self) -> str:
+        """Its name."""
+
+    def wait_running(self) -> Self:
+        """Wait until its container runs; fail if it ends first."""
+
+    def wait_unschedulable(self) -> None:
+        """Wait until the scheduler has found no place for it."""
+
+    def phase(self) -> str:
+        """Return Pending, Running, Succeeded or Failed."""
+
+    def env(self) -> Mapping[str, str]:
+        """Return the container's environment, at least what plugins put there."""
+
+    def has(self, path: Path) -> bool:
+        """Whether the container has this path."""
+
+    def read(self, path: Path) -> str:
+        """Return the contents of a file as the container sees it."""
+
+    def restart_container(self) -> None:
+        """Let the container end and wait until it runs again, in the same pod."""
+
+    def delete(self) -> None:
+        """Delete the pod and wait until it is gone."""
+
+
+class Agent(Protocol):
+    """A node agent, a process of its own."""
+
+    def kill(self) -> None:
+        """End it with SIGKILL."""
+
+    def terminate(self) -> None:
+        """End it with SIGTERM and wait; fail unless it exits with 0."""
+
+    def reload(self, config: str) -> None:
+        """Replace its config file."""
+
+    def log(self) -> str:
+        """Return what it has said."""
+
+
+class Node(Protocol):
+    """A node with a kubelet and a scheduler."""
+
+    @property
+    def patience(self) -> float:
+        """Seconds after which something that should have happened counts as not happening."""
+
+    @property
+    def directory(self) -> Path:
+        """A directory on the node, for device nodes, libraries and notes of the scenario's own."""
+
+    def start_agent(self, *, config: str = "", script: str = "") -> Agent:
+        """Start an agent with a config file of this text, or an author's own script; do not wait for it."""
+
+    def start_pod(self, name: str, limits: Mapping[str, int]) -> Pod:
+        """Make a pod; it starts when the scheduler finds room for it."""
+
+    def allocatable(self, resource: str) -> int:
+        """Return what the node's status says is allocatable."""
+
+    def wait_allocatable(self, resource: str, count: int) -> None:
+        """Wait until so many are allocatable."""
+
+    def restart_kubelet(self) -> None:
+        """Restart the kubelet; return when what the node's status says comes from the new one."""
+
+    def make_device_node(self, path: Path) -> None:
+        """Make a device node, or a file that does for one."""
+
+    def remove_device_node(self, path: Path) -> None:
+        """Remove it."""
+
+
+def wait_for(what: str, condition: Callable[[], bool], timeout: float) -> None:
+    """Look until a condition that notifies nobody is true; fail when it is not in time."""
+    deadline = time.monotonic() + timeout
+    while not condition():
+        assert time.monotonic() < deadline, f"waited {timeout} s for {what}"
+        time.sleep(0.02)

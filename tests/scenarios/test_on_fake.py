@@ -1,0 +1,21 @@
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.scenarios.fake import FakeNode
+from tests.scenarios.node import Node
+from tests.scenarios.plugin import PluginScenarios
+
+
+@pytest.fixture
+def node(tmp_path: Path) -> Iterator[Node]:
+    with FakeNode.running(tmp_path) as running:
+        yield running
+        assert not running.kubelet.crashes
+
+
+class TestOnFake(PluginScenarios):
+    """The scenarios with agents as processes of their own, against the fake kubelet."""
