@@ -342,7 +342,7 @@ class Agent:
         self._period = period
         self._keep_books = keep_books
         self._doorkeeper = doorkeeper
-        self._observers = tuple(observers)
+        self.observers = list(observers)
         self._timing = timing
         self._loop: asyncio.AbstractEventLoop | None = None
         self._stopped = asyncio.Event()
@@ -483,7 +483,7 @@ class Agent:
         async with self._looking:
             await self.quiet.wait()
             services = tuple(self._services.values())
-            remembered = [(observer, observer.before_look()) for observer in self._observers]
+            remembered = [(observer, observer.before_look()) for observer in self.observers]
             gone = any(service.inventory.snapshot.gone for service in services)
             seen = await self.books.look(self.paths, self.quiet, self._resend, allocatable=allocatable or gone)
             if seen is None:
@@ -523,7 +523,7 @@ class Agent:
 
     def _books_matter(self) -> bool:
         return any(service.wants_books for service in self._services.values()) or any(
-            observer.wants_books() for observer in self._observers
+            observer.wants_books() for observer in self.observers
         )
 
 

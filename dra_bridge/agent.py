@@ -516,14 +516,12 @@ class Bridge:
         self.drivers: dict[str, DriverBridge] = {}
         self._terms = dict(terms)
         doorkeeper: Doorkeeper = self.doors
-        self._observers: list[Keeper] = []
         self.agent = Agent(
             sources,
             self.paths,
             period=period,
             keep_books=keep_books,
             doorkeeper=doorkeeper,
-            observers=self._observers,
         )
         self._node_annotations: Mapping[str, str] = {}
         self._group: asyncio.TaskGroup | None = None
@@ -580,7 +578,7 @@ class Bridge:
                     desk.ledger.set_aside,
                 )
             self.drivers[name] = DriverBridge(self, name, desk)
-            self._observers.append(self.drivers[name].keeper)
+            self.agent.observers.append(self.drivers[name].keeper)
         self._ask(self.drivers[name])
         self.drivers[name].serve(service, self._terms.get(service.resource, Terms()))
 
