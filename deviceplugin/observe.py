@@ -17,7 +17,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
-from deviceplugin import load, naming
+from deviceplugin import load
 from deviceplugin.sharing import device_of
 
 if TYPE_CHECKING:
@@ -458,6 +458,8 @@ class Observer:
 
     def _ids(self) -> Mapping[tuple[str, str], tuple[str, str]]:
         """Return (resource, device id) by (driver, the device's name in slices)."""
+        from deviceplugin import naming  # only where there are claims
+
         services: list[Service] = list(self._agent.services.values())
         by_driver: dict[str, list[str]] = {}
         for service in services:

@@ -11,7 +11,6 @@ import base64
 import binascii
 import contextlib
 import errno
-import gzip
 import hmac
 import logging
 import os
@@ -20,7 +19,8 @@ import socket
 import ssl
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler
 from pathlib import Path
@@ -49,9 +49,9 @@ class Request:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What comes back."""
+    """What comes back. body: as a whole, or in pieces that are put together (and compressed) one by one."""
 
-    body: bytes
+    body: bytes | Iterable[bytes]
     content_type: str = TEXT
     status: int = 200
     headers: Mapping[str, str] = field(default_factory=dict)
@@ -467,18 +467,17 @@ class _Handler(BaseHTTPRequestHandler):
             return Answer(f"{type(error).__name__}: {error}\n".encode(), TEXT, 500)
 
     def _send(self, answer: Answer) -> None:
-        body = answer.body
+        packed = _takes_gzip(self.headers.get("Accept-Encoding", ""))
+        body, packed = _body(answer.body, packed=packed)
         self.send_response(answer.status)
         self.send_header("Content-Type", answer.content_type)
         self.send_header("Cache-Control", "no-store")
         self.send_header("X-Content-Type-Options", "nosniff")
         for name, value in answer.headers.items():
             self.send_header(name, value)
-        if len(body) > SMALL:
-            self.send_header("Vary", "Accept, Accept-Encoding")
-            if _takes_gzip(self.headers.get("Accept-Encoding", "")):
-                body = gzip.compress(body, compresslevel=1, mtime=0)
-                self.send_header("Content-Encoding", "gzip")
+        self.send_header("Vary", "Accept, Accept-Encoding")
+        if packed:
+            self.send_header("Content-Encoding", "gzip")
         self.send_header("Content-Length", str(len(body)))
         if self.close_connection:
             self.send_header("Connection", "close")
@@ -488,6 +487,17 @@ class _Handler(BaseHTTPRequestHandler):
 
     def log_message(self, *args: Any) -> None:
         """Say nothing of requests."""
+
+
+def _body(body: bytes | Iterable[bytes], *, packed: bool) -> tuple[bytes, bool]:
+    """Return what goes out, and whether it is compressed."""
+    if isinstance(body, bytes) and (not packed or len(body) <= SMALL):
+        return body, False
+    pieces = (body,) if isinstance(body, bytes) else body
+    if not packed:
+        return b"".join(pieces), False
+    packer = zlib.compressobj(level=1, wbits=16 + zlib.MAX_WBITS)  # with gzip's head and tail
+    return b"".join([packer.compress(piece) for piece in pieces] + [packer.flush()]), True
 
 
 def _takes_gzip(header: str) -> bool:
