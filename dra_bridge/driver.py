@@ -43,6 +43,7 @@ from deviceplugin.device import ContainerEdits, Device, EditConflictError, Healt
 from deviceplugin.inventory import GONE, Inventory
 from deviceplugin.ledger import Claim, ClaimDevice, ClaimEvidence, Desk, LedgerError, Refused
 from deviceplugin.source import DeviceSource
+from dra_bridge import cluster
 from dra_bridge.wire import (
     dra_v1_pb2,
     dra_v1_pb2_grpc,
@@ -55,6 +56,7 @@ __all__ = [
     "ClaimError",
     "ClaimRef",
     "Claims",
+    "ClusterClaims",
     "Driver",
     "Prepared",
     "PreparedDevice",
@@ -117,6 +119,59 @@ class Claims(Protocol):
         """Write a warning Event about the claim. Best effort."""
 
 
+class ClusterClaims:
+    """`Claims` by way of the API client. node: this node's name, for events."""
+
+    def __init__(self, api: cluster.Cluster, node: str) -> None:
+        self._api = api
+        self._node = node
+        self._status_refused = ""
+
+    async def get_claim(self, namespace: str, name: str) -> Mapping[str, Any] | None:
+        """Return a ResourceClaim, None if there is none."""
+        try:
+            return await self._api.get(cluster.RESOURCE_CLAIMS, name, namespace)
+        except cluster.NotFoundError:
+            return None
+
+    async def set_devices(self, claim: ClaimRef, driver: str, devices: Sequence[Mapping[str, Any]]) -> None:
+        """Write this driver's entries of `status.devices`, until the server drops or refuses them."""
+        if self._status_refused:
+            return
+        for _ in range(3):
+            now = await self.get_claim(claim.namespace, claim.name)
+            if now is None or now["metadata"]["uid"] != claim.uid:
+                return
+            others = [entry for entry in now.get("status", {}).get("devices") or () if entry["driver"] != driver]
+            patch = {
+                "metadata": {"uid": claim.uid, "resourceVersion": now["metadata"]["resourceVersion"]},
+                "status": {"devices": [*others, *devices]},
+            }
+            try:
+                made = await self._api.patch_status(cluster.RESOURCE_CLAIMS, claim.name, patch, claim.namespace)
+            except cluster.ConflictError:
+                continue
+            except cluster.ForbiddenError as error:
+                self._refused(str(error))
+            else:
+                if not (made.get("status") or {}).get("devices"):
+                    self._refused("the server drops them (DRAResourceClaimDeviceStatus is off)")
+            return
+
+    def _refused(self, why: str) -> None:
+        self._status_refused = why
+        _LOG.info("claims get no conditions in status.devices from here on: %s", why)
+
+    async def claim_event(self, claim: ClaimRef, reason: str, message: str) -> None:
+        """Write a warning Event about the claim."""
+        regarding = {
+            "apiVersion": await self._api.api_version(cluster.RESOURCE_CLAIMS),
+            "kind": "ResourceClaim",
+            "metadata": {"namespace": claim.namespace, "name": claim.name, "uid": claim.uid},
+        }
+        await self._api.event(regarding, reason, message, node=self._node)
+
+
 class Served(NamedTuple):
     """One resource that the driver serves: who makes its devices, and the live set of them."""
 
@@ -135,10 +190,10 @@ class PreparedDevice(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class Prepared(msgspec.Struct, frozen=True, omit_defaults=True):
-    """A claim's answer as the ledger keeps it. spec: the CDI file, None if there is none to write."""
+    """A claim's answer as the ledger keeps it. spec: the CDI file's text, "" if there is none to write."""
 
     devices: tuple[PreparedDevice, ...]
-    spec: msgspec.Raw | None = None
+    spec: str = ""
     boot: str = ""
 
 
@@ -527,8 +582,8 @@ class Driver:
     async def _prepare_in_turn(self, ref: ClaimRef) -> Prepared:
         known = self._known(ref.uid)
         if known is not None and (prepared := _result(known)) is not None and prepared.boot == self._boot:
-            if prepared.spec is not None:
-                await asyncio.to_thread(self._store.write, ref.uid, bytes(prepared.spec))
+            if prepared.spec:
+                await asyncio.to_thread(self._store.write, ref.uid, prepared.spec.encode())
             self._count(prepared_again=1)
             return prepared
         began = time.perf_counter()
@@ -659,9 +714,7 @@ class Driver:
             if prepared.boot != self._boot:
                 await self._desk.do(ledger.reopen(self.name, known.uid))
                 return "reopened"
-            if prepared.spec is not None and await asyncio.to_thread(
-                self._store.write, known.uid, bytes(prepared.spec)
-            ):
+            if prepared.spec and await asyncio.to_thread(self._store.write, known.uid, prepared.spec.encode()):
                 return "rewritten"
         except (cdi.CdiError, LedgerError) as error:
             _LOG.warning("%s: claim %s: %s", self.name, known.title, error)
@@ -806,10 +859,10 @@ class Driver:
                 ids = []
         if not listed:
             self._store.remove(uid)
-            return Prepared(tuple(devices), None, self._boot)
+            return Prepared(tuple(devices), "", self._boot)
         data = cdi.encode(cdi.build(self.name, listed))
         self._store.write(uid, data)
-        return Prepared(tuple(devices), msgspec.Raw(data), self._boot)
+        return Prepared(tuple(devices), data.decode(), self._boot)
 
     async def _undo(self, ref: ClaimRef, record: Claim, *, traces: bool) -> None:
         """Leave nothing of a Prepare that failed; what cannot be undone now, Unprepare will."""
