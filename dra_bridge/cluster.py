@@ -643,7 +643,9 @@ class Cluster:
         position, listed_in, refusals, lost = "", "", 0, False
         while True:
             try:
-                version = "" if kind.version else await self.version(older_than=self._watch_seconds[0] / 2)
+                version = ""
+                if not kind.version:
+                    version = await self.version(older_than=0.0 if lost else self._watch_seconds[0] / 2)
                 if not position or version != listed_in:
                     listing = await self.list(
                         kind, namespace, field_selector=field_selector, label_selector=label_selector

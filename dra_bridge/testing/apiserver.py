@@ -127,6 +127,7 @@ class FakeApiServer:
         self._stores: dict[str, _Store] = {}
         self._faults: list[tuple[Callable[[Request], bool], Fault, int]] = []
         self._bookmark = 0
+        self._bookmark_at = 0
         self._generation = 0
         self._stopping = False
         self._http: _Http | None = None
@@ -200,10 +201,8 @@ class FakeApiServer:
             self._faults.clear()
 
     def compact(self) -> None:
-        """Forget the history: watches from before are answered with 410."""
+        """Forget the history: watches that begin before now are answered with 410, open ones go on."""
         with self._changed:
-            for store in self._stores.values():
-                store.history.clear()
             self._oldest = self._version
 
     def restore(self) -> None:
@@ -224,6 +223,7 @@ class FakeApiServer:
         with self._changed:
             self._version += 1
             self._bookmark += 1
+            self._bookmark_at = self._version
             self._changed.notify_all()
 
     def _fault(self, request: Request) -> Fault | None:
@@ -505,39 +505,36 @@ class FakeApiServer:
         selector = request.query.get("fieldSelector", "")
         position = int(request.query.get("resourceVersion") or 0)
         end = time.monotonic() + float(request.query.get("timeoutSeconds") or 300)
-        generation, bookmark = self._generation, self._bookmark
-        shown_before: set[str] = set()
         with self._changed:
+            generation, bookmark = self._generation, self._bookmark
             store = self._stores.setdefault(plural, _Store())
-            shown_before.update(one["metadata"]["uid"] for one in self._selected(plural, namespace, request.query))
+            oldest, newest = self._oldest, self._version
+        self._record(request, 200)
+        if position < oldest or position > newest:
+            code, reason = (410, "Expired") if position < oldest else (504, "Timeout")
+            status = _RefusedError(code, reason, f"resource version {position} is out of reach").status
+            send({"type": "ERROR", "object": status})
+            return
         while True:
             out: list[Object] = []
             with self._changed:
-                if position < self._oldest or position > self._version:
-                    code, reason = (410, "Expired") if position < self._oldest else (504, "Timeout")
-                    status = _RefusedError(code, reason, f"resource version {position} is out of reach").status
-                    out.append({"type": "ERROR", "object": status})
-                for number, event, found in list(store.history):
-                    if number <= position or (out and out[0]["type"] == "ERROR"):
+                over = self._stopping or self._generation != generation or time.monotonic() >= end
+                for number, event, found in store.history if self._generation == generation else ():
+                    if number <= position:
                         continue
                     position = number
                     where = found["metadata"].get("namespace", "") if KINDS[plural][2] else ""
                     if namespace in ("", where) and _matches(found, selector):
                         out.append({"type": event, "object": self._shown(found, plural, version)})
                 if self._bookmark > bookmark and request.query.get("allowWatchBookmarks") == "true":
-                    bookmark, position = self._bookmark, max(position, self._version)
-                    out.append(
-                        {
-                            "type": "BOOKMARK",
-                            "object": {"kind": KINDS[plural][1], "metadata": {"resourceVersion": str(position)}},
-                        }
-                    )
-                over = self._stopping or self._generation != generation or time.monotonic() >= end
+                    bookmark, position = self._bookmark, max(position, self._bookmark_at)
+                    metadata = {"resourceVersion": str(position)}
+                    out.append({"type": "BOOKMARK", "object": {"kind": KINDS[plural][1], "metadata": metadata}})
                 if not out and not over:
                     self._changed.wait(min(0.5, max(0.0, end - time.monotonic())))
-            for event_object in out:
-                send(event_object)
-            if over or (out and out[0]["type"] == "ERROR"):
+            for one in out:
+                send(one)
+            if over:
                 return
 
     def _record(self, request: Request, code: int) -> None:
@@ -621,7 +618,6 @@ class _Handler(BaseHTTPRequestHandler):
                 self.close_connection = True
                 return
         if request.watch:
-            api._record(request, 200)  # noqa: SLF001
             self._stream(request)
             return
         code, answer = api._answer(request, self.headers.get("Content-Type", ""))  # noqa: SLF001
