@@ -1,0 +1,319 @@
+"""The measurements; see the package."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import socket
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import grpc
+
+from deviceplugin.wire import deviceplugin_pb2 as pb
+from deviceplugin.wire import deviceplugin_pb2_grpc as pb_grpc
+from tests.bench.kubelet import OPTIONS, Kubelet
+
+MB = 1e6
+RESULTS: list[tuple[str, str, str, float | None]] = []
+QUICK = False
+
+
+def result(what: str, value: float, unit: str, limit: float | None, *, least: bool = False) -> None:
+    """Print a measurement against its limit; `least` limits are to be reached, others not to be passed."""
+    ratio = None if limit is None else (limit / value if least else value / limit)
+    shown = f"{value:.3g} {unit}".strip() if value < 1000 else f"{value:,.0f} {unit}".strip()
+    wanted = "" if limit is None else f"{'>=' if least else '<='} {limit:g} {unit}".strip()
+    RESULTS.append((what, shown, wanted, ratio))
+    verdict = "" if ratio is None else f"{ratio:5.2f} of the limit" + ("" if ratio <= 1 else "   MISSED")
+    print(f"{what:<58} {shown:>12}   {wanted:<10} {verdict}".rstrip(), flush=True)
+
+
+class Process:
+    """A child, measured through /proc."""
+
+    def __init__(self, *command: str) -> None:
+        self.began = time.monotonic()
+        self.child = subprocess.Popen([sys.executable, *command], stderr=subprocess.PIPE)
+
+    def _status(self, key: str) -> int:
+        for line in Path(f"/proc/{self.child.pid}/status").read_text().splitlines():
+            if line.startswith(key + ":"):
+                return int(line.split()[1])
+        raise KeyError(key)
+
+    @property
+    def resident(self) -> float:
+        """Resident memory in bytes."""
+        return self._status("VmRSS") * 1024.0
+
+    @property
+    def cpu(self) -> float:
+        """CPU seconds so far."""
+        fields = Path(f"/proc/{self.child.pid}/stat").read_text().rpartition(")")[2].split()
+        return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+    @property
+    def threads(self) -> int:
+        """Threads now."""
+        return self._status("Threads")
+
+    @property
+    def descriptors(self) -> int:
+        """Open files now."""
+        return len(os.listdir(f"/proc/{self.child.pid}/fd"))
+
+    def settled(self) -> float:
+        """Return resident memory once it has stopped growing."""
+        before = -1.0
+        while (now := self.resident) != before:
+            before = now
+            time.sleep(0.5)
+        return now
+
+    def end(self) -> None:
+        """End it; show what it said if it ended by itself."""
+        said = b""
+        if self.child.poll() is not None and self.child.stderr is not None:
+            said = self.child.stderr.read()
+        self.child.terminate()
+        self.child.communicate(timeout=20)
+        if said:
+            print(said.decode(), file=sys.stderr)
+
+
+@contextlib.contextmanager
+def process(*command: str) -> Iterator[Process]:
+    """Run a child."""
+    child = Process(*command)
+    try:
+        yield child
+    finally:
+        child.end()
+
+
+def config(node: Kubelet, count: int) -> list[str]:
+    """Return the arguments that serve so many simulated devices."""
+    path = node.root / "config.yaml"
+    simulated = {"count": count, "numa": 2, "unhealthy_file": str(node.root / "unhealthy" / "list")}
+    (node.root / "unhealthy").mkdir(exist_ok=True)
+    resources = [{"name": "example.com/bench", "devices": [{"simulated": simulated}]}]
+    path.write_text(json.dumps({"resources": resources}))
+    return [
+        "-m",
+        "deviceplugin",
+        "run",
+        "--config",
+        str(path),
+        "--kubelet-root",
+        str(node.root),
+        "--log-level",
+        "error",
+    ]
+
+
+@contextlib.contextmanager
+def served(count: int, *more: str) -> Iterator[tuple[Kubelet, Process]]:
+    """Run the agent with so many devices, registered and listed."""
+    with Kubelet() as node, process(*config(node, count), *more) as agent:
+        node.wait(lambda: node.lists, "list")
+        yield node, agent
+
+
+# --- what is measured ---
+
+
+def restart() -> None:
+    """From the kubelet's socket to Register."""
+    with served(8) as (node, _):
+        node.restart()
+        times = [node.restart() * 1e3 for _ in range(20)]
+    result("kubelet.sock back to Register, median of 20", statistics.median(times), "ms", 10)
+    result("kubelet.sock back to Register, worst of 20", max(times), "ms", 50)
+
+
+def allocate() -> None:
+    """Allocate beside a servicer without a framework."""
+    rounds, calls, seconds = (4, 200, 0.5) if QUICK else (15, 500, 1.0)
+    request = pb.AllocateRequest(container_requests=[pb.ContainerAllocateRequest(devices_ids=["dev-3"])])
+    with Kubelet() as node, contextlib.ExitStack() as stack:
+        rival_address = f"unix:{node.root / 'bare.sock'}"
+        plugin = ("-m", "tests.bench.plugin")
+        ours = stack.enter_context(process(*plugin, "framework", "--kubelet-root", str(node.root), "--log-level=error"))
+        bare = stack.enter_context(process(*plugin, "bare", rival_address))
+        node.wait(lambda: node.lists, "list")
+        addresses = (node.plugin, rival_address)
+        stubs = []
+        for address in addresses:
+            channel = stack.enter_context(grpc.insecure_channel(address, options=OPTIONS))
+            grpc.channel_ready_future(channel).result(20)
+            stubs.append(pb_grpc.DevicePluginStub(channel))
+        answers = [stub.Allocate(request).SerializeToString(deterministic=True) for stub in stubs]
+        assert answers[0] == answers[1], "both must do the same"
+        taken: tuple[list[float], list[float]] = ([], [])
+        for _ in range(rounds):
+            for stub, into in zip(stubs, taken, strict=True):
+                for _ in range(calls):
+                    began = time.perf_counter()
+                    stub.Allocate(request)
+                    into.append(time.perf_counter() - began)
+        p50 = [statistics.median(times) * 1e3 for times in taken]
+        result("Allocate p50, one caller", p50[0], "ms", None)
+        result("Allocate p50, one caller, bare grpc.aio", p50[1], "ms", None)
+        result("Allocate p50 against bare grpc.aio", p50[0] / p50[1], "", 1.3)
+        callers = []
+        for _ in range(2):
+            caller = subprocess.Popen(
+                [sys.executable, "-m", "tests.bench.caller", "4"],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                text=True,
+            )
+            callers.append(stack.enter_context(caller))
+        rates: tuple[list[float], list[float]] = ([], [])
+        costs: tuple[list[float], list[float]] = ([], [])
+        for turn in range(rounds):
+            for address, server, into, cost in zip(addresses, (ours, bare), rates, costs, strict=True):
+                before = server.cpu
+                done = together(callers, address, seconds)
+                if turn:  # the first one warms up
+                    into.append(done / seconds)
+                    cost.append((server.cpu - before) / done)
+        rate = [statistics.median(one) for one in rates]
+        cpu = [statistics.median(one) * 1e6 for one in costs]
+        result("Allocate calls/s, 8 callers", rate[0], "", None)
+        result("Allocate calls/s, 8 callers, bare grpc.aio", rate[1], "", None)
+        result("Allocate calls/s, 8 callers, against bare grpc.aio", rate[0] / rate[1], "", 0.8, least=True)
+        result("CPU of a call, against bare grpc.aio", cpu[0] / cpu[1], "", None)
+
+
+def together(callers: Sequence[subprocess.Popen[str]], address: str, seconds: float) -> int:
+    """Have all callers call at once; return how many calls were answered."""
+    for caller in callers:
+        assert caller.stdin is not None
+        caller.stdin.write(f"{address} {seconds}\n")
+        caller.stdin.flush()
+    return sum(int(caller.stdout.readline()) for caller in callers if caller.stdout is not None)
+
+
+def change() -> None:
+    """From a device's change (a file that names it is renamed into place) to the list at the kubelet."""
+    for count, limit in ((8, 20), (10_000, 150)):
+        with served(count) as (node, _):
+            times = []
+            for turn in range(5 if QUICK else 20):
+                wanted = [f"sim-{turn % 8}"] if turn % 2 == 0 else []
+                new = node.root / "new"
+                new.write_text("".join(f"{name} broken\n" for name in wanted))
+                before = len(node.lists)
+                began = time.monotonic()
+                os.replace(new, node.root / "unhealthy" / "list")
+                node.wait(lambda: len(node.lists) > before and node.lists[-1][1] == wanted, "list")  # noqa: B023
+                times.append((node.lists[-1][0] - began) * 1e3)
+        result(f"a device's change to the list, {count:,} devices, median", statistics.median(times), "ms", limit)
+
+
+def start() -> None:
+    """From the start of the process to Register."""
+    times = []
+    for _ in range(3 if QUICK else 10):
+        with Kubelet() as node, process(*config(node, 8)) as agent:
+            node.wait(lambda: node.registered, "Register")
+            times.append(node.registered[-1][0] - agent.began)
+    result("process start to Register, median", statistics.median(times), "s", 0.6)
+
+
+def memory() -> None:
+    """Resident memory once it is settled."""
+    for count, limit in ((8, 46), (10_000, 64)):
+        with served(count) as (_, agent):
+            result(f"resident, {count:,} devices", agent.settled() / MB, "MB", limit)
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{probe.getsockname()[1]}"
+    with served(8, "--metrics-address", address) as (_, agent):
+        scrape(address)
+        result("resident, 8 devices, metrics scraped", agent.settled() / MB, "MB", None)
+
+
+def scrape(address: str) -> None:
+    """Read the metrics some times."""
+    import http.client
+
+    for _ in range(10):
+        connection = http.client.HTTPConnection(address, timeout=10)
+        connection.request("GET", "/metrics")
+        answer = connection.getresponse()
+        assert answer.status == 200, answer.status
+        assert b"deviceplugin" in answer.read()
+        connection.close()
+
+
+def flat() -> None:
+    """What stays after many restarts and allocations."""
+    restarts, calls = (40, 5_000) if QUICK else (200, 50_000)
+    with served(8) as (node, agent):
+        for _ in range(20):
+            node.restart()
+        before = (agent.settled(), agent.threads, agent.descriptors)
+        for _ in range(restarts):
+            node.restart()
+        grown(f"{restarts} kubelet restarts", agent, before)
+        request = pb.AllocateRequest(container_requests=[pb.ContainerAllocateRequest(devices_ids=["sim-3"])])
+        with grpc.insecure_channel(node.plugin, options=OPTIONS) as channel:
+            stub = pb_grpc.DevicePluginStub(channel)
+            for _ in range(calls // 20):
+                stub.Allocate(request)
+            before = (agent.settled(), agent.threads, agent.descriptors)
+            for _ in range(calls):
+                stub.Allocate(request)
+            grown(f"{calls:,} Allocates", agent, before)
+
+
+def grown(what: str, agent: Process, before: tuple[float, int, int]) -> None:
+    """Print how much it has grown."""
+    result(f"resident, growth over {what}", max(0.0, agent.settled() - before[0]) / MB, "MB", 1.0)
+    result(
+        f"threads and open files more after {what}",
+        max(0, agent.threads - before[1]) + max(0, agent.descriptors - before[2]),
+        "",
+        1,
+    )
+
+
+PARTS: dict[str, Callable[[], None]] = {
+    "restart": restart,
+    "allocate": allocate,
+    "change": change,
+    "start": start,
+    "memory": memory,
+    "flat": flat,
+}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Measure; return 1 when a limit is missed."""
+    global QUICK
+    parser = argparse.ArgumentParser(prog="python -m tests.bench", description=__doc__)
+    parser.add_argument("parts", nargs="*", metavar="PART", help=", ".join(PARTS))
+    parser.add_argument("--quick", action="store_true", help="fewer repetitions")
+    options: Any = parser.parse_args(argv)
+    if unknown := sorted(set(options.parts) - PARTS.keys()):
+        parser.error(f"there is no part {', '.join(unknown)}; there are {', '.join(PARTS)}")
+    QUICK = options.quick
+    for name in options.parts or PARTS:
+        PARTS[name]()
+    missed = [what for what, _, _, ratio in RESULTS if ratio is not None and ratio > 1]
+    print(f"{len(RESULTS)} figures, {len(missed)} limits missed" + "".join(f"\n  {what}" for what in missed))
+    return 1 if missed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

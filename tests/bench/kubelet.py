@@ -1,0 +1,115 @@
+"""As little of a kubelet as can be measured against: Register, the dial back and the stream of lists."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import stat
+import tempfile
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, Self
+
+import grpc
+
+from deviceplugin.wire import deviceplugin_pb2 as pb
+from deviceplugin.wire import deviceplugin_pb2_grpc as pb_grpc
+
+OPTIONS = (("grpc.default_authority", "localhost"), ("grpc.use_local_subchannel_pool", 1))
+
+
+class Kubelet(pb_grpc.RegistrationServicer):
+    """Its directory outlives its restarts. All times are of the monotonic clock."""
+
+    def __init__(self) -> None:
+        self.root = Path(tempfile.mkdtemp(prefix="b-", dir="/tmp"))  # sockets need a short path
+        self.directory = self.root / "device-plugins"
+        self.directory.mkdir()
+        self.changed = threading.Condition()
+        self.registered: list[tuple[float, str]] = []
+        """When Register was called and with which socket."""
+        self.lists: list[tuple[float, list[str]]] = []
+        """When a list arrived, and the unhealthy devices in it."""
+        self._server: grpc.Server | None = None
+        self._channel: grpc.Channel | None = None
+        self._count = 0
+
+    def start(self) -> float:
+        """Delete the plugins' sockets, begin to serve; return when kubelet.sock was there."""
+        for path in self.directory.iterdir():
+            if stat.S_ISSOCK(path.stat().st_mode):
+                path.unlink()
+        self._count += 1
+        private = self.root / f"{self._count}.sock"
+        self._server = grpc.server(ThreadPoolExecutor(4))
+        pb_grpc.add_RegistrationServicer_to_server(self, self._server)
+        self._server.add_insecure_port(f"unix:{private}")
+        self._server.start()
+        at = time.monotonic()
+        os.link(private, self.directory / "kubelet.sock")
+        return at
+
+    def stop(self) -> None:
+        """End all connections and remove kubelet.sock."""
+        if self._channel is not None:
+            self._channel.close()
+            self._channel = None
+        if self._server is not None:
+            self._server.stop(None).wait(10)
+            self._server = None
+        (self.directory / "kubelet.sock").unlink(missing_ok=True)
+
+    def restart(self) -> float:
+        """Return the seconds from kubelet.sock's return to Register."""
+        before = len(self.registered)
+        self.stop()
+        began = self.start()
+        self.wait(lambda: len(self.registered) > before, "Register")
+        return self.registered[-1][0] - began
+
+    def close(self) -> None:
+        """End, and leave nothing behind."""
+        self.stop()
+        shutil.rmtree(self.root, ignore_errors=True)
+
+    def __enter__(self) -> Self:
+        self.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def Register(self, request: pb.RegisterRequest, context: Any) -> pb.Empty:  # noqa: N802
+        """Take note of the time, and dial back."""
+        at = time.monotonic()
+        self._channel = grpc.insecure_channel(f"unix:{self.directory / request.endpoint}", options=OPTIONS)
+        stub = pb_grpc.DevicePluginStub(self._channel)
+        stub.GetDevicePluginOptions(pb.Empty(), timeout=5)
+        threading.Thread(target=self._listen, args=(stub,), daemon=True).start()
+        with self.changed:
+            self.registered.append((at, request.endpoint))
+            self.changed.notify_all()
+        return pb.Empty()
+
+    def _listen(self, stub: Any) -> None:
+        with contextlib.suppress(grpc.RpcError, ValueError):
+            for message in stub.ListAndWatch(pb.Empty()):
+                at = time.monotonic()
+                unhealthy = [device.ID for device in message.devices if device.health != "Healthy"]
+                with self.changed:
+                    self.lists.append((at, unhealthy))
+                    self.changed.notify_all()
+
+    def wait(self, predicate: Any, what: str, timeout: float = 30.0) -> None:
+        """Wait until something is so here."""
+        with self.changed:
+            if not self.changed.wait_for(predicate, timeout):
+                raise TimeoutError(f"no {what} within {timeout} s")
+
+    @property
+    def plugin(self) -> str:
+        """The address of the plugin that registered last."""
+        return f"unix:{self.directory / self.registered[-1][1]}"
