@@ -714,12 +714,13 @@ class Driver:
             if prepared.boot != self._boot:
                 await self._desk.do(ledger.reopen(self.name, known.uid))
                 return "reopened"
-            if prepared.spec and await asyncio.to_thread(self._store.write, known.uid, prepared.spec.encode()):
-                return "rewritten"
+            if not prepared.spec:
+                return ""
+            written = await asyncio.to_thread(self._store.write, known.uid, prepared.spec.encode())
         except (cdi.CdiError, LedgerError) as error:
             _LOG.warning("%s: claim %s: %s", self.name, known.title, error)
             return "unknown"
-        return ""
+        return "rewritten" if written else ""
 
     async def _still(self, known: Claim) -> bool:
         """Whether the API server still has this claim, allocated to the same devices."""

@@ -297,6 +297,8 @@ class Registrar:
                 delay,
             )
             await asyncio.sleep(delay)
+            if self._statistics.registered:  # the kubelet's own next try was sooner
+                return self._timing.look
         elif whole and (self._statistics.registered or waited < self._timing.patience):
             return min(self._timing.look, max(0.05, self._timing.patience - waited))
         elif service is not None and not whole:

@@ -106,6 +106,7 @@ class Plugin:
     socket: str
     channel: grpc.Channel
     connected: bool = False
+    told: bool = False
     health: Any = None
     ended: bool = False
 
@@ -227,7 +228,7 @@ class FakeDraKubelet:
 
     def wait_registered(self, driver: str, count: int = 1, timeout: float = 10.0) -> list[Plugin]:
         """Wait until just so many instances of a driver are registered and connected."""
-        self.wait_for(lambda: [p.connected for p in self._store.get(driver, ())] == [True] * count, timeout)
+        self.wait_for(lambda: [p.connected and p.told for p in self._store.get(driver, ())] == [True] * count, timeout)
         return self.plugins(driver)
 
     def claim(self, namespace: str, name: str) -> DevicesOfClaim | None:
@@ -436,6 +437,7 @@ class FakeDraKubelet:
             self._deregister(path)
             raise
         with self._condition:
+            plugin.told = True
             self._condition.notify_all()
 
     def _problem(self, info: pb.PluginInfo) -> str:

@@ -149,7 +149,7 @@ class World:
 
     def edits(self, *ids: str) -> list[dict[str, Any]]:
         """Return what containers with these CDI ids get."""
-        known = {}
+        known: dict[str, dict[str, Any]] = {}
         for name in self.files:
             spec = json.loads((self.cdi / name).read_bytes())
             known |= {f"{spec['kind']}={device['name']}": device["containerEdits"] for device in spec["devices"]}
@@ -292,7 +292,7 @@ class Hooked(Plain):
     def reset(self, devices: Sequence[Device]) -> None:
         self._note("reset", [device.id for device in devices])
 
-    async def prepare(self, devices: Sequence[Device], config: Params) -> ContainerEdits:  # type: ignore[override]
+    async def prepare(self, devices: Sequence[Device], config: Params) -> ContainerEdits:
         self._note("prepare", [device.id for device in devices], config)
         return ContainerEdits({"MODE": config.mode})
 
@@ -523,7 +523,7 @@ async def test_an_unprepare_ends_a_prepare_under_way_and_nothing_is_left(tmp_pat
     begun, go = asyncio.Event(), asyncio.Event()
 
     class Slow(Hooked):
-        async def prepare(self, devices: Sequence[Device], config: Params) -> ContainerEdits:  # type: ignore[override]
+        async def prepare(self, devices: Sequence[Device], config: Params) -> ContainerEdits:
             begun.set()
             await go.wait()
             return ContainerEdits()
@@ -723,16 +723,17 @@ async def test_both_versions_of_the_api_answer_alike(here: World, tmp_path: Path
     server.add_insecure_port(address)
     await server.start()
     async with grpc.aio.insecure_channel(address) as channel:
-        for stub, pb in ((DRAPluginStub(channel), dra_v1_pb2), (BetaStub(channel), dra_v1beta1_pb2)):
-            asked = [pb.Claim(namespace="default", name=f"claim-{uid}", uid=uid) for uid in "12"]  # type: ignore[attr-defined]
-            response = await stub.NodePrepareResources(pb.NodePrepareResourcesRequest(claims=asked))  # type: ignore[attr-defined]
+        doors: list[tuple[Any, Any]] = [(DRAPluginStub(channel), dra_v1_pb2), (BetaStub(channel), dra_v1beta1_pb2)]
+        for stub, pb in doors:
+            asked = [pb.Claim(namespace="default", name=f"claim-{uid}", uid=uid) for uid in "12"]
+            response = await stub.NodePrepareResources(pb.NodePrepareResourcesRequest(claims=asked))
             (device,) = response.claims["1"].devices
             assert list(device.request_names) == ["fpga"]
             assert device.cdi_device_ids[0].startswith(f"{D}/claim=")
             if pb is dra_v1_pb2:
                 assert device.share_id == "s"
             assert "d9" in response.claims["2"].error
-            ended = await stub.NodeUnprepareResources(pb.NodeUnprepareResourcesRequest(claims=asked))  # type: ignore[attr-defined]
+            ended = await stub.NodeUnprepareResources(pb.NodeUnprepareResourcesRequest(claims=asked))
             assert {uid: entry.error for uid, entry in ended.claims.items()} == {"1": "", "2": ""}
             assert here.files == []
     await server.stop(None)

@@ -7,7 +7,7 @@ import contextlib
 import logging
 import threading
 from collections.abc import AsyncIterator, Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
@@ -352,24 +352,36 @@ devices_strategy = st.lists(
     max_size=6,
     unique_by=lambda device: device.id,
 )
-pools = st.builds(
-    lambda devices, extra, replicas, notes: replace(
-        pool(*devices, *(Device(f"z{number}") for number in range(extra)), replicas=replicas), annotations=notes
-    ),
-    devices_strategy,
-    st.sampled_from([0, 0, 60, 130, 300]),
-    st.sampled_from([1, 2]),
-    st.sampled_from([{}, {f"{DRIVER}/progress": "1"}]),
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """A pool that prints short."""
+
+    devices: list[Device]
+    extra: int
+    replicas: int
+    noted: bool
+
+    def pool(self) -> Pool:
+        more = [Device(f"z{number}") for number in range(self.extra)]
+        made = pool(*self.devices, *more, replicas=self.replicas)
+        return replace(made, annotations={f"{DRIVER}/progress": "1"} if self.noted else {})
+
+
+recipes = st.builds(
+    Recipe, devices_strategy, st.sampled_from([0, 0, 60, 130, 300]), st.sampled_from([1, 2]), st.booleans()
 )
 
 
-@given(st.lists(pools, min_size=1, max_size=4), st.lists(st.integers(0, 4), min_size=4, max_size=4))
+@given(st.lists(recipes, min_size=1, max_size=4), st.lists(st.integers(0, 4), min_size=4, max_size=4))
 @settings(max_examples=60, deadline=None)
-def test_plans_converge_and_pools_are_never_wrong(sequence: list[Pool], cuts: list[int]) -> None:
+def test_plans_converge_and_pools_are_never_wrong(made: list[Recipe], cuts: list[int]) -> None:
     """From any state, however plans are cut off, one whole plan reaches what is wanted and the next is empty.
 
     In between, the slices of the highest generation are either incomplete or all of one wanted state.
     """
+    sequence = [recipe.pool() for recipe in made]
     state: list[dict[str, Any]] = []
     for wanted, cut in zip(sequence, cuts, strict=False):
         state = applied(state, plan(slices(wanted), state)[:cut])
@@ -724,16 +736,18 @@ faults = st.lists(
 
 
 @given(
-    st.lists(pools, min_size=1, max_size=3),
+    st.lists(recipes, min_size=1, max_size=3),
     faults,
     st.sets(st.sampled_from(sorted(FEATURES))),
     st.sampled_from(["none", "wipe", "outage", "compact", "break"]),
 )
 @settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 def test_publisher_reaches_what_is_wanted(
-    sequence: list[Pool], faulty: list[tuple[str, Fault, int]], features: set[str], accident: str
+    made: list[Recipe], faulty: list[tuple[str, Fault, int]], features: set[str], accident: str
 ) -> None:
     """Whatever goes wrong on the way, the server ends with what was wanted last, and a second run writes nothing."""
+
+    sequence = [recipe.pool() for recipe in made]
 
     async def go(server: FakeApiServer) -> None:
         async with publishing(server, sequence[0]) as publisher:
