@@ -1,0 +1,143 @@
+"""The real node as the scenarios see it: kubelet, scheduler, containers and device nodes of the cluster."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import os
+import shutil
+import stat
+import tempfile
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Self
+
+from tests.cluster import isolate
+from tests.cluster.node import Cluster, ExecError
+from tests.cluster.node import Pod as ClusterPod
+from tests.scenarios.fake import AgentProcess
+
+__all__ = ["RealNode"]
+
+
+class RealPod:
+    """A pod on the real node."""
+
+    def __init__(self, pod: ClusterPod) -> None:
+        self.pod = pod
+
+    def __repr__(self) -> str:
+        return repr(self.pod)
+
+    @property
+    def name(self) -> str:
+        return self.pod.name
+
+    def wait_running(self) -> Self:
+        self.pod.wait_running()
+        return self
+
+    def wait_unschedulable(self) -> None:
+        self.pod.wait_unschedulable()
+
+    def phase(self) -> str:
+        return self.pod.phase
+
+    def env(self) -> Mapping[str, str]:
+        lines = self.pod.exec(["env"]).splitlines()
+        return dict(line.split("=", 1) for line in lines if "=" in line)
+
+    def has(self, path: Path) -> bool:
+        try:
+            self.pod.exec(["ls", "-d", str(path)])
+        except ExecError:
+            return False
+        return True
+
+    def read(self, path: Path) -> str:
+        return self.pod.exec(["cat", str(path)])
+
+    def restart_container(self) -> None:
+        before = self.pod.restarts()
+        with contextlib.suppress(ExecError):  # it may die with the container
+            self.pod.exec(["kill", "1"])
+
+        def restarted() -> bool:
+            status = self.pod.status["containerStatuses"][0]
+            return bool(status["restartCount"] > before and status["ready"])
+
+        self.pod.cluster.wait_for(restarted, 60.0, f"{self.pod} restarts its container")
+
+    def delete(self) -> None:
+        self.pod.delete()
+        self.pod.wait_gone()
+
+
+class RealNode:
+    """The node of the session's cluster, with a directory and agents of one scenario."""
+
+    patience = 60.0
+
+    def __init__(self, cluster: Cluster, directory: Path) -> None:
+        self.cluster = cluster
+        self.directory = directory
+        self.agents: list[AgentProcess] = []
+        self._numbers = itertools.count()
+
+    @classmethod
+    @contextmanager
+    def running(cls, cluster: Cluster) -> Iterator[RealNode]:
+        """Use the cluster; at the end the agents are ended, and their logs printed for whoever looks."""
+        directory = Path(tempfile.mkdtemp(dir=isolate.DEVICES))
+        node = cls(cluster, directory)
+        try:
+            yield node
+        finally:
+            for agent in node.agents:
+                if agent.process.poll() is None:
+                    agent.kill()
+                print(f"--- agent {agent.process.pid}: {agent.process.returncode}\n{agent.log()}")
+            for pod in cluster.pods("default"):
+                pod.delete()
+            for pod in cluster.pods("default"):
+                pod.wait_gone()
+            shutil.rmtree(directory, ignore_errors=True)
+
+    def start_agent(self, *, config: str = "", script: str = "") -> AgentProcess:
+        number = next(self._numbers)
+        file = self.directory / f"agent-{number}.{'py' if script else 'yaml'}"
+        file.write_text(script or config)
+        agent = AgentProcess(
+            [str(file)] if script else ["-m", "deviceplugin", "run", "--config", str(file)],
+            None if script else file,
+            self.directory / f"agent-{number}.log",
+        )
+        self.agents.append(agent)
+        return agent
+
+    def start_pod(self, name: str, limits: Mapping[str, int]) -> RealPod:
+        return RealPod(self.cluster.start_pod(name, limits))
+
+    def allocatable(self, resource: str) -> int:
+        return self.cluster.allocatable(resource)
+
+    def wait_allocatable(self, resource: str, count: int) -> None:
+        self.cluster.wait_allocatable(resource, count, self.patience)
+
+    def restart_kubelet(self) -> None:
+        before = self._heartbeat()
+        self.cluster.restart_kubelet()
+        # What the node's status says is the former kubelet's until this one has written it.
+        self.cluster.wait_for(lambda: self._heartbeat() != before, 30.0, "the kubelet writes the node's status")
+
+    def _heartbeat(self) -> str:
+        (ready,) = [one for one in self.cluster.node()["status"]["conditions"] if one["type"] == "Ready"]
+        return str(ready["lastHeartbeatTime"])
+
+    def make_device_node(self, path: Path) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        os.mknod(path, stat.S_IFCHR | 0o600, os.makedev(1, 3))
+
+    def remove_device_node(self, path: Path) -> None:
+        path.unlink()
