@@ -142,6 +142,9 @@ class ContainerEdits:
                 devices of the container.
 
         """
+        edits = tuple(edits)
+        if len(edits) == 1 and not winner and _said_once(edits[0]):  # one device: nearly every container
+            return edits[0]
         over = winner or NO_EDITS
         env = dict(over.env)
         nodes = {node.path: node for node in over.device_nodes}
@@ -157,6 +160,15 @@ class ContainerEdits:
             cdi.update(dict.fromkeys(edit.cdi))
         cdi.update(dict.fromkeys(over.cdi))
         return cls(env, tuple(nodes.values()), tuple(mounts.values()), annotations, tuple(cdi))
+
+
+def _said_once(edits: ContainerEdits) -> bool:
+    """Return whether nothing in these edits is said twice."""
+    return (
+        (len(edits.nodes) < 2 or len({node.path for node in edits.device_nodes}) == len(edits.nodes))
+        and (len(edits.mounts) < 2 or len({mount.container for mount in edits.mounts}) == len(edits.mounts))
+        and (len(edits.cdi) < 2 or len(set(edits.cdi)) == len(edits.cdi))
+    )
 
 
 def _put(into: dict[str, Any], items: Iterable[tuple[str, Any]], settled: frozenset[str], what: str) -> None:
@@ -221,9 +233,10 @@ class Device:
     @property
     def container_edits(self) -> ContainerEdits:
         """What this device alone puts into a container: its nodes and its edits."""
-        if not self.edits:
-            return ContainerEdits(nodes=self.nodes) if self.nodes else self.edits
-        return replace(self.edits, nodes=(*self.nodes, *self.edits.nodes))
+        edits = self.edits
+        if not self.nodes:
+            return edits
+        return ContainerEdits(edits.env, (*self.nodes, *edits.nodes), edits.mounts, edits.annotations, edits.cdi)
 
     def with_health(self, health: Health, message: str = "") -> Device:
         """Return the same device in another state of health."""

@@ -31,4 +31,6 @@ def device_of(name: str, replicas: int) -> str:
 
 def devices_of(names: Iterable[str], replicas: int) -> tuple[str, ...]:
     """Return the devices behind these ids, each once, in their order."""
+    if replicas == 1:
+        return tuple(dict.fromkeys(names))
     return tuple(dict.fromkeys(device_of(name, replicas) for name in names))

@@ -93,6 +93,15 @@ def test_merge_keeps_what_is_said_twice_once() -> None:
     assert not ContainerEdits.merge([])
 
 
+def test_merge_of_one_device_finds_its_own_contradictions() -> None:
+    """A device whose own nodes and edits contradict each other is found, and what it says twice is kept once."""
+    twice = Device("a", nodes=["/dev/a"], edits=ContainerEdits(nodes=["/dev/a"], cdi=["v.com/c=a", "v.com/c=a"]))
+    assert ContainerEdits.merge([twice.container_edits]) == ContainerEdits(nodes=["/dev/a"], cdi=["v.com/c=a"])
+    wrong = Device("a", nodes=["/dev/a"], edits=ContainerEdits(nodes=[DeviceNode("/dev/b", "/dev/a")]))
+    with pytest.raises(EditConflictError, match="device node '/dev/a'"):
+        ContainerEdits.merge([wrong.container_edits])
+
+
 @pytest.mark.parametrize(
     ("one", "two", "what"),
     [
