@@ -621,8 +621,8 @@ class _Handler(BaseHTTPRequestHandler):
             self._stream(request)
             return
         code, answer = api._answer(request, self.headers.get("Content-Type", ""))  # noqa: SLF001
-        self._send(code, answer)
         api._record(request, code)  # noqa: SLF001
+        self._send(code, answer)
 
     do_GET = do_POST = do_PUT = do_PATCH = do_DELETE = _handle  # noqa: N815
 
