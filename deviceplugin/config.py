@@ -533,12 +533,12 @@ class HealthConfig(_Strict, frozen=True, kw_only=True):
     """How the devices' health is looked at, and when looks change it."""
 
     probe: Annotated[
-        Literal["open"] | CommandProbeConfig | None,
+        Literal["none", "open"] | CommandProbeConfig,
         Meta(
             description="open: open the device's nodes (which resets some serial devices). command: run something. "
-            "Without a probe there is only what the kind of device tells by itself."
+            "With none there is only what the kind of device tells by itself."
         ),
-    ] = None
+    ] = "none"
     period: Annotated[int, Meta(ge=1, le=86_400, description="Seconds between looks.")] = 10
     failures: Annotated[int, Meta(ge=1, le=1000, description="Bad looks in a row that make it unhealthy.")] = 3
     successes: Annotated[int, Meta(ge=1, le=1000, description="Good looks in a row that make it healthy again.")] = 2
@@ -631,7 +631,8 @@ class ResourceConfig(_Strict, frozen=True, kw_only=True, eq=False):
         return hash(self._bytes())
 
     def _bytes(self) -> bytes:
-        return msgspec.json.encode(self, order="deterministic")
+        # The order of names does not matter, but that of patterns of which the first counts.
+        return msgspec.json.encode(self, order="deterministic") + msgspec.json.encode(self.sharing)
 
 
 def _attributes(

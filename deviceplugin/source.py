@@ -8,6 +8,7 @@ loop) or coroutine functions; each has a deadline, and one that fails costs its 
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Awaitable, Iterator, Mapping, Sequence
+from functools import cache
 from typing import Any, ClassVar
 
 from deviceplugin.device import ContainerEdits, Device
@@ -25,7 +26,7 @@ class DeviceSource:
         resource: the extended resource, vendor-domain/name, as pods ask for it.
         driver: the DRA driver's name as DeviceClasses select it, or None for a plugin only.
         replicas: how many containers may share one device; above 1 the kubelet sees that many
-            ids for each device.
+            ids for each device (fewer where `replicas_of` says so).
         topology: whether the kubelet learns the devices' NUMA nodes. Its hints grow exponentially
             with the nodes (kubernetes#135541); leave them out where that hurts.
         hook_timeout: seconds after which a hook's call is given up. The kubelet waits for
@@ -117,7 +118,36 @@ class DeviceSource:
         """
         raise NotImplementedError
 
+    def replicas_of(self, device: Device) -> int:
+        """Return how many containers may share this one device, `replicas` at the most."""
+        return self.replicas
+
+    @property
+    def links(self) -> Mapping[frozenset[str], float]:
+        """How close two devices are, frozenset of their ids -> number, higher is closer; cheap to ask.
+
+        What goes together is chosen by it. The scale that users know: the number of NVLinks times 100,
+        plus the PCIe level: same board 60, one switch 50, several switches 40, same host bridge 30,
+        same CPU 20, across CPUs 10.
+        """
+        return {}
+
+    async def branches(self) -> AsyncIterator[Sequence[DeviceSource]]:
+        """Yield the sources of further resources that come with this one, all of them, when one more is known.
+
+        They are served like this one, until this one ends. Partitions are such: which kinds there
+        are, and so which resources, shows only when the hardware is looked at.
+        """
+        none: Sequence[Sequence[DeviceSource]] = ()
+        for branches in none:
+            yield branches
+
     @property
     def hooks(self) -> frozenset[str]:
         """The hooks that this source really has."""
-        return frozenset(name for name in self.HOOKS if getattr(type(self), name) is not getattr(DeviceSource, name))
+        return _hooks_of(type(self))
+
+
+@cache
+def _hooks_of(kind: type[Any]) -> frozenset[str]:
+    return frozenset(name for name in kind.HOOKS if getattr(kind, name) is not getattr(DeviceSource, name))

@@ -1,0 +1,236 @@
+"""From single looks at a device to its health: rules against flapping, and probes that look.
+
+Three states, because what could not be read is not broken, and a device that came back is not yet
+trusted. `Course` is a pure value, clock and evidence come from outside; `probe` does the looking.
+
+The rules, of which the tests have a model of their own:
+
+1. Before any evidence a device's health is unknown. Its first look counts by itself.
+2. `failures` bad looks in a row make it unhealthy; fewer change nothing.
+3. A fault (an event by which the device says that it is broken) makes it unhealthy at once.
+4. Unhealthy, it is healthy again after `successes` good looks in a row that all came at least
+   `quiet` seconds after its last fault; never without such a time.
+5. A look that could tell nothing leaves an unhealthy device so, makes any other one's health
+   unknown until the next look that can, and stands in no row of looks.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import enum
+import errno
+import os
+import signal
+import subprocess
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Final
+
+from deviceplugin import hooks
+from deviceplugin.device import Device, Health
+
+__all__ = ["Course", "Prober", "Rules", "Verdict", "command_probe", "open_probe", "worst"]
+
+
+class Verdict(enum.Enum):
+    """What one look at a device told."""
+
+    GOOD = "good"
+    BAD = "bad"
+    UNREADABLE = "unreadable"
+
+
+Finding = tuple[Verdict, str]
+"""A verdict and, for people, why."""
+
+
+@dataclass(frozen=True, slots=True)
+class Rules:
+    """When looks change a device's health.
+
+    failures: bad looks in a row that make it unhealthy. successes: good looks in a row that make it
+    healthy again. quiet: seconds that must have gone by since its last fault before good looks
+    count; None: a fault stays until the process ends.
+    """
+
+    failures: int = 3
+    successes: int = 2
+    quiet: float | None = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Course:
+    """What has been seen of a device so far, and what follows from it; never changed, only followed."""
+
+    health: Health = Health.UNKNOWN
+    message: str = "not looked at yet"
+    failures: int = 0
+    successes: int = 0
+    fault_at: float | None = None
+    known: bool = False
+
+    def looked(self, verdict: Verdict, message: str, now: float, rules: Rules) -> Course:
+        """Return what follows from a look at `now`, in seconds of the same clock as `faulted`."""
+        if verdict is Verdict.UNREADABLE:
+            return self if self.health is Health.UNHEALTHY else replace(self, health=Health.UNKNOWN, message=message)
+        if verdict is Verdict.BAD:
+            failures = self.failures + 1
+            after = replace(self, failures=failures, successes=0, known=True)
+            if self.known and self.health is not Health.UNHEALTHY and failures < rules.failures:
+                return after
+            return replace(after, health=Health.UNHEALTHY, message=message)
+        if self.health is not Health.UNHEALTHY:
+            return replace(self, health=Health.HEALTHY, message="", failures=0, known=True)
+        if self.fault_at is not None and (rules.quiet is None or now - self.fault_at < rules.quiet):
+            return replace(self, failures=0, successes=0)
+        successes = self.successes + 1
+        if successes < rules.successes:
+            return replace(self, failures=0, successes=successes)
+        return Course(Health.HEALTHY, "", known=True)
+
+    def faulted(self, message: str, now: float) -> Course:
+        """Return what follows from a fault at `now`."""
+        return replace(self, health=Health.UNHEALTHY, message=message, successes=0, fault_at=now, known=True)
+
+
+def worst(*findings: tuple[Health, str]) -> tuple[Health, str]:
+    """Return the worst of several opinions about one device: unhealthy, then unknown, then healthy."""
+    order = (Health.UNHEALTHY, Health.UNKNOWN, Health.HEALTHY)
+    return min(findings, key=lambda finding: order.index(finding[0]))
+
+
+# --- probes ---------------------------------------------------------------------------------------
+
+_ABSENT: Final = {errno.ENOENT, errno.ENXIO, errno.ENODEV, errno.EIO, errno.ENOTDIR, errno.ETIMEDOUT}
+TEMPFAIL: Final = 75
+"""Exit status of a command that could not tell (EX_TEMPFAIL of sysexits.h)."""
+_SHOWN: Final = 200
+
+
+def open_probe(device: Device) -> Finding:
+    """Open each of a device's nodes, and close it; blocks.
+
+    That somebody else has it for himself (EBUSY) is good. A missing right says nothing about the
+    device.
+    """
+    nodes = device.container_edits.device_nodes
+    for node in nodes:
+        flags = os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
+        flags |= os.O_RDWR if {"r", "w"} <= set(node.permissions) else os.O_WRONLY if "w" in node.permissions else 0
+        try:
+            os.close(os.open(node.host, flags))
+        except OSError as error:
+            if error.errno == errno.EBUSY:
+                continue
+            verdict = Verdict.BAD if error.errno in _ABSENT else Verdict.UNREADABLE
+            return verdict, f"{node.host} cannot be opened: {error.strerror}"
+    for mount in device.container_edits.mounts:
+        if not os.path.exists(mount.host):
+            return Verdict.BAD, f"{mount.host} is not there"
+    return Verdict.GOOD, ""
+
+
+def command_probe(argv: Sequence[str], timeout: float) -> Callable[[Device], Finding]:
+    """Return a probe that runs a command: 0 is good, 75 tells nothing, any other status is bad.
+
+    argv: the program and its arguments; `{id}` and `{node}` in them stand for the device's id and its
+        first node. The command also finds them as DEVICE_ID and DEVICE_NODES (several with ':' between).
+    timeout: seconds after which it is killed, with all processes it started, and the look was bad.
+    """
+
+    def probe(device: Device) -> Finding:
+        nodes = [node.host for node in device.container_edits.device_nodes]
+        words = {"{id}": device.id, "{node}": nodes[0] if nodes else ""}
+        try:
+            process = subprocess.Popen(
+                [_filled(word, words) for word in argv],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                env={**os.environ, "DEVICE_ID": device.id, "DEVICE_NODES": ":".join(nodes)},
+                start_new_session=True,
+            )
+        except (OSError, ValueError) as error:
+            return Verdict.UNREADABLE, f"{argv[0]} cannot be run: {getattr(error, 'strerror', None) or error}"
+        with process:
+            try:
+                said, _ = process.communicate(timeout=timeout)
+            except subprocess.TimeoutExpired:
+                _kill(process)
+                return Verdict.BAD, f"{argv[0]} did not end within {timeout:g} s"
+        if process.returncode == 0:
+            return Verdict.GOOD, ""
+        last = said.decode(errors="replace").strip().rpartition("\n")[2][:_SHOWN]
+        why = f"{argv[0]} ended with {process.returncode}" + (f": {last}" if last else "")
+        return Verdict.UNREADABLE if process.returncode == TEMPFAIL else Verdict.BAD, why
+
+    return probe
+
+
+def _filled(word: str, words: Mapping[str, str]) -> str:
+    for mark, value in words.items():
+        word = word.replace(mark, value)
+    return word
+
+
+def _kill(process: subprocess.Popen[bytes]) -> None:
+    """Kill a command and what it started; a child that holds the pipe must not keep us."""
+    try:
+        os.killpg(process.pid, signal.SIGKILL)
+    except ProcessLookupError:
+        process.kill()
+    if process.stdout is not None:
+        process.stdout.close()
+
+
+class Prober:
+    """Looks at devices with a probe, a few at a time; one that hangs keeps only its own device waiting.
+
+    probe: a plain function, run in a thread. timeout: seconds that a look may take.
+    """
+
+    def __init__(self, probe: Callable[[Device], Finding], *, timeout: float, at_once: int = 8) -> None:
+        self._probe = probe
+        self._timeout = timeout
+        self._at_once = at_once
+        self._hanging: set[str] = set()
+
+    async def look(self, devices: Iterable[Device]) -> dict[str, Finding]:
+        """Return what the probe says of each device; never raises."""
+        turn = asyncio.Semaphore(self._at_once)
+        found: dict[str, Finding] = {}
+
+        async def one(device: Device) -> None:
+            async with turn:
+                found[device.id] = await self._look(device)
+
+        await _all(one(device) for device in devices)
+        return found
+
+    async def _look(self, device: Device) -> Finding:
+        if device.id in self._hanging:
+            return Verdict.BAD, "the probe still hangs"
+
+        def run(device: Device) -> Finding:
+            try:
+                return self._probe(device)
+            finally:
+                self._hanging.discard(device.id)
+
+        self._hanging.add(device.id)
+        try:
+            return await hooks.call(f"the probe of {device.id}", run, device, timeout=self._timeout)
+        except hooks.HookTimeoutError as error:
+            return Verdict.BAD, str(error)
+        except hooks.HookError as error:
+            return Verdict.UNREADABLE, str(error)
+
+
+async def _all(calls: Iterable[Awaitable[None]]) -> None:
+    async with asyncio.TaskGroup() as group:
+        for call in calls:
+            group.create_task(_awaited(call))
+
+
+async def _awaited(call: Awaitable[None]) -> None:
+    await call
