@@ -1,0 +1,449 @@
+"""The HTTP server: nobody can keep a scrape out, secrets may change, nothing can be written."""
+
+from __future__ import annotations
+
+import contextlib
+import gzip
+import http.client
+import logging
+import os
+import socket
+import ssl
+import subprocess
+import threading
+import time
+from base64 import b64encode
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from deviceplugin import web
+from deviceplugin.web import Answer, Certificate, Limits, Request, Server, Token, listen, parse_address
+
+LONG = b"long " * 1000
+
+
+def routes() -> dict[str, web.Route]:
+    def failing(request: Request) -> Answer:
+        raise ValueError("not today")
+
+    return {
+        "/metrics": lambda request: Answer(b"one 1\n"),
+        "/long": lambda request: Answer(LONG),
+        "/pieces": lambda request: Answer([b"a " * 600, b"b " * 600]),
+        "/huge": lambda request: Answer(bytes(64 * 1024 * 1024)),
+        "/failing": failing,
+        "/said": lambda request: Answer(f"{request.path} {request.query} {request.headers['x-y']}".encode()),
+        "/healthz": lambda request: Answer(b"ok\n"),
+    }
+
+
+@pytest.fixture
+def serve() -> Iterator[Callable[..., Server]]:
+    with contextlib.ExitStack() as stack:
+
+        def start(address: str = "127.0.0.1:0", **options: Any) -> Server:
+            return stack.enter_context(web.serving(Server(listen(address), routes(), **options)))
+
+        yield start
+
+
+def get(
+    server: Server, path: str = "/metrics", tls: ssl.SSLContext | None = None, method: str = "GET", **headers: str
+) -> tuple[int, bytes, dict[str, str]]:
+    host, port = parse_address(server.address)
+    connection = (
+        http.client.HTTPSConnection(host, port, timeout=10, context=tls)
+        if tls
+        else http.client.HTTPConnection(host, port, timeout=10)
+    )
+    with contextlib.closing(connection):
+        connection.request(method, path, headers={name.replace("_", "-"): value for name, value in headers.items()})
+        answer = connection.getresponse()
+        return answer.status, answer.read(), dict(answer.getheaders())
+
+
+def connect(server: Server) -> socket.socket:
+    return socket.create_connection(parse_address(server.address), timeout=10)
+
+
+def is_cut(client: socket.socket) -> bool:
+    """Read to the end."""
+    with contextlib.suppress(ConnectionError):
+        while client.recv(65536):
+            pass
+    return True
+
+
+class TestAddress:
+    """Where to listen."""
+
+    @pytest.mark.parametrize(
+        ("address", "wanted"),
+        [
+            (":9410", ("", 9410)),
+            ("127.0.0.1:0", ("127.0.0.1", 0)),
+            ("[::1]:80", ("::1", 80)),
+            ("node1.example.com:9", ("node1.example.com", 9)),
+        ],
+    )
+    def test_address_has_a_host_or_none(self, address: str, wanted: tuple[str, int]) -> None:
+        """host:port, [v6]:port or :port."""
+        assert parse_address(address) == wanted
+
+    @pytest.mark.parametrize("address", ["", "9410", "::1:80", "a:b", "a:70000", "a:-1", "a:٣"])
+    def test_anything_else_is_refused(self, address: str) -> None:
+        """What is no address is an error that quotes it."""
+        with pytest.raises(OSError, match="is not host:port"):
+            parse_address(address)
+
+    def test_address_in_use_is_an_error(self, serve: Callable[..., Server]) -> None:
+        """Two servers at one address: the second one says so."""
+        server = serve()
+        with pytest.raises(OSError, match="in use"):
+            listen(server.address)
+
+    def test_unknown_host_is_an_error_that_names_it(self) -> None:
+        """A name that nobody knows is said."""
+        with pytest.raises(OSError, match=r"nowhere\.invalid"):
+            listen("nowhere.invalid:0")
+
+    @pytest.mark.parametrize("client", ["127.0.0.1", "::1"])
+    def test_without_a_host_both_families_reach_it(self, client: str, serve: Callable[..., Server]) -> None:
+        """:port listens for IPv4 and IPv6."""
+        if client == "::1" and not socket.has_dualstack_ipv6():
+            pytest.skip("this machine has no IPv6")
+        port = parse_address(serve(":0").address)[1]
+        connection = http.client.HTTPConnection(client, port, timeout=10)
+        with contextlib.closing(connection):
+            connection.request("GET", "/metrics")
+            assert connection.getresponse().read() == b"one 1\n"
+
+    def test_an_ipv6_address_is_served(self, serve: Callable[..., Server]) -> None:
+        """[::1]:port works and is told with its brackets."""
+        if not socket.has_dualstack_ipv6():
+            pytest.skip("this machine has no IPv6")
+        server = serve("[::1]:0")
+        assert server.address.startswith("[::1]:")
+        assert get(server)[0] == 200
+
+
+class TestAnswers:
+    """What comes back."""
+
+    def test_route_sees_what_was_asked_for(self, serve: Callable[..., Server]) -> None:
+        """Path, query and headers are told apart."""
+        assert get(serve(), "/said?a=b", X_Y="z")[1] == b"/said a=b z"
+
+    def test_unknown_path_names_the_known_ones(self, serve: Callable[..., Server]) -> None:
+        """404 helps those who guess."""
+        status, body, _ = get(serve(), "/metric")
+        assert status == 404
+        assert b"/metrics" in body
+
+    def test_nothing_can_be_written(self, serve: Callable[..., Server]) -> None:
+        """Methods other than GET and HEAD are refused."""
+        for method in ("POST", "PUT", "DELETE"):
+            assert get(serve(), method=method)[0] == 501
+
+    def test_head_has_no_body(self, serve: Callable[..., Server]) -> None:
+        """HEAD answers with the length alone."""
+        status, body, headers = get(serve(), method="HEAD")
+        assert (status, body, headers["Content-Length"]) == (200, b"", "6")
+
+    def test_long_answers_are_compressed_on_demand(self, serve: Callable[..., Server]) -> None:
+        """gzip for those who take it, nothing for those who do not, never for what is short."""
+        server = serve()
+        _, packed, headers = get(server, "/long", Accept_Encoding="br, gzip;q=0.5")
+        assert headers["Content-Encoding"] == "gzip"
+        assert gzip.decompress(packed) == LONG
+        for no in ("", "identity", "gzip;q=0"):
+            assert get(server, "/long", Accept_Encoding=no)[1] == LONG
+        assert get(server, Accept_Encoding="gzip")[1] == b"one 1\n"
+
+    def test_pieces_are_put_together(self, serve: Callable[..., Server]) -> None:
+        """An answer in pieces comes out whole, compressed or not."""
+        server, whole = serve(), b"a " * 600 + b"b " * 600
+        assert get(server, "/pieces")[1] == whole
+        assert gzip.decompress(get(server, "/pieces", Accept_Encoding="gzip")[1]) == whole
+
+    def test_one_connection_serves_many_requests(self, serve: Callable[..., Server]) -> None:
+        """Prometheus keeps its connection between scrapes."""
+        server = serve()
+        connection = http.client.HTTPConnection(*parse_address(server.address), timeout=10)
+        with contextlib.closing(connection):
+            for _ in range(3):
+                connection.request("GET", "/metrics")
+                assert connection.getresponse().read() == b"one 1\n"
+            assert server.connections == 1
+
+    def test_a_body_ends_the_connection(self, serve: Callable[..., Server]) -> None:
+        """A body that nobody reads is not taken for the next request."""
+        server = serve()
+        with connect(server) as client:
+            client.sendall(b"GET /metrics HTTP/1.1\r\nContent-Length: 28\r\n\r\nGET /long HTTP/1.1\r\n\r\n")
+            answer = b""
+            with contextlib.suppress(ConnectionError):
+                while piece := client.recv(65536):
+                    answer += piece
+        assert answer.count(b"HTTP/1.1 200") == 1
+
+    def test_a_route_that_fails_says_so_and_the_rest_goes_on(
+        self, serve: Callable[..., Server], caplog: pytest.LogCaptureFixture
+    ) -> None:
+        """500 with the error; it is logged; the next request is answered."""
+        server = serve()
+        status, body, _ = get(server, "/failing")
+        assert (status, body) == (500, b"ValueError: not today\n")
+        assert "/failing failed" in caplog.text
+        assert get(server)[0] == 200
+
+    @pytest.mark.parametrize(
+        "garbage", [b"\x16\x03\x01\x02\x00\x01\x00\r\n\r\n", b"\r\n" * 100, b"GET\r\n\r\n", b"G" * 70000, b"\x00"]
+    )
+    def test_garbage_harms_nobody(
+        self, garbage: bytes, serve: Callable[..., Server], caplog: pytest.LogCaptureFixture
+    ) -> None:
+        """What is no HTTP ends its own connection; nothing is logged."""
+        server = serve()
+        with connect(server) as client:
+            with contextlib.suppress(ConnectionError):
+                client.sendall(garbage)
+                client.shutdown(socket.SHUT_WR)
+            assert is_cut(client)
+        assert get(server)[0] == 200
+        assert not caplog.records
+
+
+class TestClients:
+    """Idle and slow ones, and too many."""
+
+    def test_idle_clients_do_not_keep_a_scrape_out(self, serve: Callable[..., Server]) -> None:
+        """With as many connections as there may be, all of them idle, a scrape is answered at once."""
+        server = serve(limits=Limits(connections=4))
+        with contextlib.ExitStack() as stack:
+            idle = [stack.enter_context(connect(server)) for _ in range(12)]
+            began = time.monotonic()
+            assert get(server)[0] == 200
+            assert time.monotonic() - began < 5
+            assert is_cut(idle[0])
+            assert server.connections <= 4
+
+    def test_clients_that_do_not_read_do_not_keep_a_scrape_out(self, serve: Callable[..., Server]) -> None:
+        """Those who ask and do not take the answer are let go, too."""
+        server = serve(limits=Limits(connections=2))
+        with contextlib.ExitStack() as stack:
+            for _ in range(4):
+                client = stack.enter_context(connect(server))
+                client.sendall(b"GET /huge HTTP/1.1\r\n\r\n")
+            assert get(server)[0] == 200
+
+    def test_those_who_work_stay(self, serve: Callable[..., Server]) -> None:
+        """Idle clients are let go before one whose answer is under way."""
+        server = serve(limits=Limits(connections=3))
+        with connect(server) as reader, contextlib.ExitStack() as stack:
+            reader.sendall(b"GET /huge HTTP/1.1\r\nConnection: close\r\n\r\n")
+            assert reader.recv(16) == b"HTTP/1.1 200 OK\r"
+            for _ in range(6):
+                stack.enter_context(connect(server))
+            assert get(server)[0] == 200
+            length = 0
+            while piece := reader.recv(1 << 20):
+                length += len(piece)
+        assert length > 64 * 1024 * 1024
+
+    def test_a_request_has_a_deadline(self, serve: Callable[..., Server]) -> None:
+        """Who sends a byte now and then is cut off all the same."""
+        server = serve(limits=Limits(request=0.3))
+        with connect(server) as client:
+            over = threading.Event()
+
+            def drip() -> None:
+                with contextlib.suppress(OSError):
+                    client.sendall(b"GET /metrics HTTP/1.1\r\n")
+                    while not over.wait(0.02):
+                        client.sendall(b"X")
+
+            thread = threading.Thread(target=drip)
+            thread.start()
+            assert is_cut(client)
+            over.set()
+            thread.join()
+
+    def test_an_answer_has_a_deadline(self, serve: Callable[..., Server]) -> None:
+        """Who does not take an answer is cut off."""
+        server = serve(limits=Limits(answer=0.2))
+        with connect(server) as client:
+            client.sendall(b"GET /huge HTTP/1.1\r\n\r\n")
+            assert client.recv(8) == b"HTTP/1.1"
+            deadline = time.monotonic() + 10
+            while server.connections:
+                assert time.monotonic() < deadline
+                time.sleep(0.01)
+            assert is_cut(client)
+
+    def test_a_kept_connection_has_a_deadline(self, serve: Callable[..., Server]) -> None:
+        """A connection on which nothing more is asked ends."""
+        server = serve(limits=Limits(idle=0.2))
+        with connect(server) as client:
+            client.sendall(b"GET /metrics HTTP/1.1\r\n\r\n")
+            assert is_cut(client)
+
+    def test_closing_ends_everybody(self, serve: Callable[..., Server]) -> None:
+        """After the end nobody is connected and the address is free."""
+        server = Server(listen("127.0.0.1:0"), routes())
+        address = server.address
+        server.start()
+        with connect(server) as client:
+            client.sendall(b"GET /metrics HTTP/1.1\r\n\r\n")
+            assert client.recv(8) == b"HTTP/1.1"
+            server.close()
+            assert is_cut(client)
+        listen(address).close()
+
+
+def make_certificate(directory: Path, name: str, also: str = "") -> tuple[Path, Path]:
+    """Make a certificate for 127.0.0.1 and its key."""
+    certificate, key = directory / f"{name}.crt{also}", directory / f"{name}.key{also}"
+    subprocess.run(
+        ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256", "-nodes", "-days", "2",
+         "-subj", f"/CN={name}", "-addext", "subjectAltName=IP:127.0.0.1", "-keyout", key, "-out", certificate],
+        check=True,
+        capture_output=True,
+    )  # fmt: skip
+    return certificate, key
+
+
+def trusting(certificate: Path) -> ssl.SSLContext:
+    return ssl.create_default_context(cafile=str(certificate))
+
+
+class TestCertificate:
+    """TLS by files that change."""
+
+    def test_served_with_tls(self, tmp_path: Path, serve: Callable[..., Server]) -> None:
+        """A client that trusts the certificate is answered; plain HTTP is not."""
+        certificate, key = make_certificate(tmp_path, "a")
+        server = serve(certificate=Certificate(certificate, key))
+        assert get(server, tls=trusting(certificate))[:2] == (200, b"one 1\n")
+        with connect(server) as client:
+            client.sendall(b"GET /metrics HTTP/1.1\r\n\r\n")
+            with contextlib.suppress(ConnectionError):
+                assert b"one 1" not in client.recv(1000)
+
+    def test_renewed_files_are_used_from_the_next_connection_on(
+        self, tmp_path: Path, serve: Callable[..., Server]
+    ) -> None:
+        """A certificate that was renewed needs no restart."""
+        certificate, key = make_certificate(tmp_path, "a")
+        server = serve(certificate=Certificate(certificate, key))
+        old = trusting(certificate)
+        assert get(server, tls=old)[0] == 200
+        new, new_key = make_certificate(tmp_path, "b")
+        os.replace(new_key, key)
+        os.replace(new, certificate)
+        assert get(server, tls=trusting(certificate))[0] == 200
+        with pytest.raises(ssl.SSLCertVerificationError):
+            get(server, tls=old)
+
+    def test_half_a_renewal_changes_nothing(
+        self, tmp_path: Path, serve: Callable[..., Server], caplog: pytest.LogCaptureFixture
+    ) -> None:
+        """While key and certificate do not belong together, the old ones go on; it is said once."""
+        certificate, key = make_certificate(tmp_path, "a")
+        server = serve(certificate=Certificate(certificate, key))
+        trusted = trusting(certificate)
+        new, new_key = make_certificate(tmp_path, "b")
+        os.replace(new, certificate)
+        for _ in range(3):
+            assert get(server, tls=trusted)[0] == 200
+        assert len(caplog.records) == 1
+        assert str(certificate) in caplog.text
+        certificate.unlink()
+        assert get(server, tls=trusted)[0] == 200
+        os.replace(new_key, key)
+        make_certificate(tmp_path, "a")
+        assert get(server, tls=trusting(certificate))[0] == 200
+
+    def test_clients_that_do_not_shake_hands_are_cut(self, tmp_path: Path, serve: Callable[..., Server]) -> None:
+        """The handshake counts as part of the request, and blocks nobody else."""
+        certificate, key = make_certificate(tmp_path, "a")
+        server = serve(certificate=Certificate(certificate, key), limits=Limits(request=0.5, connections=2))
+        with contextlib.ExitStack() as stack:
+            idle = [stack.enter_context(connect(server)) for _ in range(4)]
+            assert get(server, tls=trusting(certificate))[0] == 200
+            assert all(is_cut(client) for client in idle)
+
+    def test_key_and_certificate_may_be_one_file(self, tmp_path: Path, serve: Callable[..., Server]) -> None:
+        """Without a key's file the certificate's own is looked into."""
+        certificate, key = make_certificate(tmp_path, "a")
+        both = tmp_path / "both.pem"
+        both.write_bytes(certificate.read_bytes() + key.read_bytes())
+        assert get(serve(certificate=Certificate(both)), tls=trusting(certificate))[0] == 200
+
+    def test_unusable_files_are_an_error_that_names_them(self, tmp_path: Path) -> None:
+        """At the start a certificate that cannot be used ends the start, and says which file it is."""
+        certificate, key = make_certificate(tmp_path, "a")
+        with pytest.raises(OSError, match=r"no\.crt: No such file"):
+            Certificate(tmp_path / "no.crt", key)
+        with pytest.raises(OSError, match=r"no\.key: No such file"):
+            Certificate(certificate, tmp_path / "no.key")
+        key.write_text("nonsense")
+        with pytest.raises(OSError, match=r"a\.key are no certificate with its key"):
+            Certificate(certificate, key)
+
+
+class TestToken:
+    """Who may read."""
+
+    @pytest.fixture
+    def path(self, tmp_path: Path) -> Path:
+        path = tmp_path / "token"
+        path.write_text("s3cret\n")
+        return path
+
+    def test_without_the_token_there_is_nothing_to_see(self, path: Path, serve: Callable[..., Server]) -> None:
+        """401, and what is wanted, for all that is not open."""
+        server = serve(token=Token(path), open_routes=frozenset({"/healthz"}))
+        for authorization in ("", "Bearer", "Bearer wrong", "Bearer s3cret1", "s3cret", "Basic s3cret", "Basic czNj"):
+            status, body, headers = get(server, Authorization=authorization)
+            assert (status, headers["WWW-Authenticate"]) == (401, 'Bearer realm="deviceplugin"')
+            assert b"one" not in body
+        assert get(server, "/nope")[0] == 401
+        assert get(server, "/healthz")[0] == 200
+
+    def test_the_token_opens(self, path: Path, serve: Callable[..., Server]) -> None:
+        """A bearer is let in."""
+        assert get(serve(token=Token(path)), Authorization="bearer  s3cret")[0] == 200
+
+    def test_browsers_may_give_it_as_a_password(self, path: Path, serve: Callable[..., Server]) -> None:
+        """A browser is asked for a password, and the token is one, whatever the user's name."""
+        server = serve(token=Token(path))
+        assert get(server, Accept="text/html,*/*")[2]["WWW-Authenticate"] == 'Basic realm="deviceplugin"'
+        assert get(server, Authorization=f"Basic {b64encode(b'me:s3cret').decode()}")[0] == 200
+
+    def test_a_token_that_changes_counts_at_once(
+        self, path: Path, serve: Callable[..., Server], caplog: pytest.LogCaptureFixture
+    ) -> None:
+        """A rotated token needs no restart; while the file is away or empty, the old one counts."""
+        caplog.set_level(logging.INFO)
+        server = serve(token=Token(path))
+        path.unlink()
+        assert get(server, Authorization="Bearer s3cret")[0] == 200
+        path.write_text("")
+        assert get(server, Authorization="Bearer s3cret")[0] == 200
+        path.write_text("other")
+        assert get(server, Authorization="Bearer s3cret")[0] == 401
+        assert get(server, Authorization="Bearer other")[0] == 200
+        assert "s3cret" not in caplog.text
+
+    def test_no_token_is_an_error_that_names_the_file(self, path: Path) -> None:
+        """At the start a file that is missing or empty ends the start: it must not mean that all may read."""
+        path.write_text(" \n")
+        with pytest.raises(OSError, match="token: it is empty"):
+            Token(path)
+        path.unlink()
+        with pytest.raises(OSError, match="token: No such file"):
+            Token(path)
