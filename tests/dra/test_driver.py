@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,9 @@ from deviceplugin.inventory import Inventory
 from deviceplugin.ledger import Desk, LedgerError, Side, State
 from deviceplugin.source import DeviceSource
 from dra_bridge import driver as driver_module
+from dra_bridge.cluster import Cluster
 from dra_bridge.driver import ClaimError, ClaimRef, Driver, Prepared, Served, decoded_config
+from dra_bridge.testing.apiserver import FakeApiServer, Fault
 from dra_bridge.wire import dra_v1_pb2, dra_v1beta1_pb2
 from dra_bridge.wire.dra_v1_pb2_grpc import DRAPluginStub
 from dra_bridge.wire.dra_v1beta1_pb2_grpc import DRAPluginStub as BetaStub
@@ -656,6 +658,23 @@ async def test_claims_that_went_away_while_the_agent_was_down_are_unprepared(tmp
     await end(after)
 
 
+async def test_a_prepare_that_a_crash_cut_short_can_be_undone_and_done_again(tmp_path: Path) -> None:
+    """What the hook did is on record before it runs: its traces do not leak (nvidia k8s-dra-driver-gpu#840)."""
+    source = Hooked()
+    here = await world(tmp_path, source)
+    for uid, device in (("1", "d0"), ("2", "d1")):
+        here.claims.add(claim(uid, result(device)))
+        started = ledger.Claim(D, uid, "default", f"claim-{uid}", (ledger.ClaimDevice(R, device),), None, T0)
+        await here.desk.do(ledger.reserve(started, durable=True))
+    after = await here.again(source)
+    assert await after.driver.reconcile() == driver_module.Reconciled()
+    assert await after.unprepare("1") is None
+    assert ("unprepare", ["d0"]) in source.calls
+    await after.prepared("2")
+    assert ("prepare", ["d1"], Params()) in source.calls
+    await end(after)
+
+
 async def test_cdi_files_are_evidence_for_a_lost_ledger(here: World) -> None:
     """They tell the devices; the claim holds them until it is unprepared or prepared again."""
     here.claims.add(claim("1", result("d0"), result("d2", "other")))
@@ -737,6 +756,78 @@ async def test_both_versions_of_the_api_answer_alike(here: World, tmp_path: Path
             assert {uid: entry.error for uid, entry in ended.claims.items()} == {"1": "", "2": ""}
             assert here.files == []
     await server.stop(None)
+
+
+# The API server.
+
+
+@pytest.fixture
+def server() -> Iterator[FakeApiServer]:
+    with FakeApiServer() as running:
+        yield running
+
+
+async def test_claims_are_read_and_their_status_written_beside_that_of_others(server: FakeApiServer) -> None:
+    """Entries of other drivers stay; a claim that is another one by now is not touched."""
+    made = server.create({**claim("1", result("d0")), "metadata": {"namespace": "default", "name": "claim-1"}})
+    uid = made["metadata"]["uid"]
+    foreign = {"driver": "other.example.com", "pool": "p", "device": "x", "conditions": []}
+    server.replace({**server.get("resourceclaims", "claim-1", "default"), "status": {"devices": [foreign]}})
+    async with Cluster.from_server(server.url, deadline=5.0) as api:
+        claims = driver_module.ClusterClaims(api, NODE)
+        found = await claims.get_claim("default", "claim-1")
+        assert found is not None
+        assert found["metadata"]["uid"] == uid
+        assert await claims.get_claim("default", "nobody") is None
+        mine = {"driver": D, "pool": NODE, "device": "d0", "conditions": [{"type": "Ready", "status": "True"}]}
+        await claims.set_devices(ref("another", "claim-1"), D, [mine])
+        await claims.set_devices(ref("1", "nobody"), D, [mine])
+        for _ in range(2):
+            await claims.set_devices(ref(uid, "claim-1"), D, [mine])
+        assert server.get("resourceclaims", "claim-1", "default")["status"]["devices"] == [foreign, mine]
+        await claims.claim_event(ref(uid, "claim-1"), "DeviceNotAvailable", "why")
+        (event,) = server.objects("events")
+        assert (event["reason"], event["involvedObject"]["uid"]) == ("DeviceNotAvailable", uid)
+
+
+async def test_a_conflict_is_tried_again_and_a_refusal_is_not(server: FakeApiServer) -> None:
+    """A server that does not let us is asked once, not for every claim."""
+    made = server.create({**claim("1", result("d0")), "metadata": {"namespace": "default", "name": "claim-1"}})
+    one = ref(made["metadata"]["uid"], "claim-1")
+    mine = {"driver": D, "pool": NODE, "device": "d0", "conditions": []}
+    async with Cluster.from_server(server.url, deadline=5.0) as api:
+        claims = driver_module.ClusterClaims(api, NODE)
+        server.fail(lambda request: request.method == "PATCH", Fault(code=409))
+        await claims.set_devices(one, D, [mine])
+        assert server.get("resourceclaims", "claim-1", "default")["status"]["devices"] == [mine]
+        server.fail(lambda request: request.method == "PATCH", Fault(code=403))
+        await claims.set_devices(one, D, [])
+        count = len(server.requests())
+        await claims.set_devices(one, D, [mine])
+        assert len(server.requests()) == count
+
+
+async def test_an_api_server_that_is_away_is_the_claims_error(tmp_path: Path, server: FakeApiServer) -> None:
+    """In words, and over as soon as it is back."""
+    made = server.create({**claim("1", result("d0")), "metadata": {"namespace": "default", "name": "claim-1"}})
+    one = ref(made["metadata"]["uid"], "claim-1")
+    here = await world(tmp_path)
+    async with Cluster.from_server(server.url, deadline=1.0) as api:
+        driver = Driver(
+            D,
+            NODE,
+            here.driver.served,
+            here.desk,
+            driver_module.ClusterClaims(api, NODE),
+            cdi_directory=str(here.cdi),
+        )
+        with server.outage():
+            answer = (await driver.prepare([one]))[one.uid]
+            assert isinstance(answer, ClaimError)
+            assert "claim default/claim-1" in str(answer)
+        assert isinstance((await driver.prepare([one]))[one.uid], Prepared)
+        await driver.close()
+    await end(here)
 
 
 # Anything at all.
