@@ -50,6 +50,10 @@ _LANES: Final = {16: "H", 32: "I", 64: "Q"}
 """Widths of the lanes of a long integer, in bits, and what an array calls them."""
 _EXACT: Final = 1 << 16
 """Sets of devices (interchangeable ones counted) up to which all are looked at."""
+_USUAL: Final = ((4, 2), (2, 4))
+"""Requests that may follow one for a single device: their size, and how many are looked at."""
+_BUDGET: Final = 40_000
+"""Sets that are tried on what is left before all of it is looked at together."""
 _STEPS: Final = 600
 """Devices that the search adds, all sets that it grows together."""
 _SWAPS: Final = 250
@@ -99,11 +103,13 @@ def preferred(
     1. the highest total of its pairs' scores; among equals the one that leaves the best remainder:
     2. the highest total that the next request of this size can get, then the one after it, and so
        on until fewer than `size` devices are left, each served by this rule;
-    3. the highest total of all pairs that are left (which alone decides for a single device: it is
-       the one whose loss hurts the others least);
+    3. the highest total of all pairs that are left;
     4. the smallest ids, in natural order.
 
-    All four are exact for up to 16 devices, and beyond as long as enough of them are
+    A single device is the one whose loss hurts least: in place of 2, what two requests for four
+    devices can still get, one after the other, and then, among equals, what four requests for two.
+
+    All of this is exact for up to 16 devices, and beyond as long as enough of them are
     interchangeable. Otherwise a search follows 1, 3 and 4 as far as it gets in a fixed number of
     steps (some 8 ms for 64 devices) or, should the machine be that slow, until `deadline` seconds
     have passed: only then can two calls differ. The order and the repetitions of the input never
@@ -344,7 +350,8 @@ def _matrix(free: Sequence[str], required: Sequence[str], score: Score) -> tuple
     beside = [score.get(frozenset(pair), 0) for pair in product(free, required)]
     whole = _integers([*among, *beside], 46 - (len(required) + 1).bit_length())  # sums stay below 2^60
     bonus = [sum(whole[at : at + len(required)]) for at in range(len(among), len(whole), len(required) or 1)]
-    bonus = [value - min(bonus) for value in bonus] or [0] * count
+    least = min(bonus, default=0)
+    bonus = [value - least for value in bonus] or [0] * count
     pairs = whole[: len(among)]
     lowest = min(pairs, default=0)
     unit = math.gcd(*bonus, *(value - lowest for value in pairs)) or 1
@@ -408,10 +415,13 @@ class _Lattice:
         self.single = len(classes) == len(matrix)
         self.classes = classes
         self.weights: list[int] = []
-        self.states = 1
+        sizes = bytes(1)
         for members in classes:
-            self.weights.append(self.states)
-            self.states *= len(members) + 1
+            self.weights.append(len(sizes))
+            sizes = b"".join(sizes.translate(bytes(range(n, 256)) + bytes(n)) for n in range(len(members) + 1))
+        self.states = len(sizes)
+        self.sizes = sizes
+        """How many devices each state has; a state is part of another if taking it out takes that many."""
         self._at_least: dict[tuple[int, int], int] = {}
         # A lane of each long integer holds one state's number; no sum may reach the next lane.
         most = sum(map(sum, matrix)) + sum(bonus)
@@ -478,9 +488,12 @@ class _Lattice:
         """Return the best set of `missing` devices, if all later requests are for `size`."""
         level = self.level(missing)
         _, ties = _highest(level, self.firsts)
-        later = (self.devices - missing) // size if size > 1 else 0
-        if later and len(ties) > 1:
-            ties = [self._best_left(ties, later, level if missing == size else self.level(size))]
+        left = self.devices - missing
+        for following, most in ((size, left),) if size > 1 else _USUAL:
+            later = min(left // following, most)
+            if later and len(ties) > 1:
+                level = level if following == missing else self.level(following)
+                ties = self._best_left(ties, later, level, 1 if size > 1 else None)
         return self.members(next(self._ordered(ties)))
 
     def _ordered(self, ties: Iterable[int]) -> Iterator[int]:
@@ -493,8 +506,11 @@ class _Lattice:
             # Where each device has a digit of its own, a higher number means smaller ids.
             yield from sorted(alike, key=neg if self.single else self.members)
 
-    def _best_left(self, ties: list[int], later: int, level: list[int]) -> int:
-        """Return the tie that leaves most for `later` requests, one after another.
+    def _best_left(self, ties: list[int], later: int, level: list[int], enough: int | None) -> list[int]:
+        """Return the ties that leave most for `later` requests, one after another.
+
+        level: the states with as many devices as they are for. enough: how many ties to return if
+        there are more, the first ones; None for all.
 
         Forward, request by request: all states that can be left if each request gets the highest
         total that any of them can give, and the sets that have this total. Then, which of the ties
@@ -508,30 +524,28 @@ class _Lattice:
             served.append(_highest(level, self.totals))
             if request == later - 1:
                 break
-            if request == 0 and (found := self._serving(ties, served * later)) is not None:
+            if request == 0 and (found := self._serving(ties, served * later, enough)):
                 return found  # none can do better than to serve all alike
             families.append(self._without(families[-1], served[-1][1]))
-        if later > 1 and (found := self._serving(ties, served)) is not None:
+        if later > 1 and (found := self._serving(ties, served, enough)):
             return found
         good = families[-1] & self._above(self._family(served[-1][1]))
         for family, (_, bucket) in zip(families[-2::-1], served[-2::-1], strict=True):
             good = family & self._with(good, bucket)
         left = self._flags(good)
-        return next(self._ordered(state for state in ties if left[whole - state] == "1"))
+        return [state for state in ties if left[whole - state] == "1"]
 
-    def _serving(self, ties: list[int], served: Sequence[tuple[int, list[int]]]) -> int | None:
-        """Return the first of the ties that leaves what was served, None if that takes too long."""
-        budget = 4000
+    def _serving(self, ties: list[int], served: Sequence[tuple[int, list[int]]], enough: int | None) -> list[int]:
+        """Return the first of the ties that leave what was served, none if that takes too long."""
+        budget, sizes = _BUDGET, self.sizes
+        size = sizes[served[0][1][0]]
 
         def serves(left: int, request: int, bucket: Sequence[int]) -> bool:
             nonlocal budget
-            budget -= 10 + len(bucket) * (1 if self.single else 20)
+            budget -= 10 + len(bucket)
             if budget < 0:
                 return True
-            if self.single:
-                fitting = [state for state in bucket if state & left == state]
-            else:
-                fitting = [state for state in bucket if self._fits(state, left)]
+            fitting = [state for state in bucket if state <= left and sizes[left - state] == sizes[left] - size]
             if request == len(served) - 1 or not fitting:
                 return bool(fitting)
             alike = served[request][0] == served[request + 1][0]  # then their order does not matter
@@ -540,13 +554,9 @@ class _Lattice:
                 for at, state in enumerate(fitting)
             )
 
-        found = next((state for state in self._ordered(ties) if serves(self.states - 1 - state, 0, served[0][1])), None)
-        return found if budget >= 0 else None
-
-    def _fits(self, part: int, whole: int) -> bool:
-        return all(
-            whole // self.weights[place] % (len(self.classes[place]) + 1) >= count for place, count in self.counts(part)
-        )
+        serving = (tie for tie in self._ordered(ties) if serves(self.states - 1 - tie, 0, served[0][1]))
+        found = list(islice(serving, enough))
+        return found if budget >= 0 else []
 
     def _family(self, states: Iterable[int]) -> int:
         flags = bytearray(b"0") * self.states
