@@ -320,18 +320,18 @@ class Observer:
 
     async def watch(self) -> None:
         """Take readings and note what happens, until cancelled."""
-        measuring = asyncio.create_task(load.measure_for_ever(self._due, self._period), name="measure")
+        measuring = asyncio.create_task(load.measure_for_ever(self.due, self._period), name="measure")
         try:
             while True:
                 try:
-                    await self._note(self._agent.status())
+                    await self.note(self._agent.status())
                 except Exception:
                     _LOG.exception("what happened could not be noted")
                 await asyncio.sleep(self.TICK)
         finally:
             measuring.cancel()
 
-    def _due(self) -> Sequence[tuple[load.Gauge, Sequence[Device]]]:
+    def due(self) -> Sequence[tuple[load.Gauge, Sequence[Device]]]:
         """Return whom to measure now; a resource whose source was replaced gets a new gauge."""
         due = []
         services: Mapping[str, Service] = self._agent.services
@@ -348,7 +348,8 @@ class Observer:
         self._gauges = gauges
         return due
 
-    async def _note(self, status: Status) -> None:
+    async def note(self, status: Status) -> None:
+        """Note what happened since the last look."""
         now = time.time()
         for one in status.resources:
             # Statistics go on counting: keep them as they are now.
