@@ -13,7 +13,7 @@ import grpc
 import pytest
 
 from deviceplugin.testing import Checkpoint, ContainerSpec, FakeKubelet, FakePod, KubeletCrashError, PodFailedError
-from deviceplugin.testing.kubelet import is_extended_resource_name
+from deviceplugin.testing.run import is_extended_resource_name
 from deviceplugin.wire import deviceplugin_pb2 as pb
 from deviceplugin.wire import podresources_pb2 as pr
 from deviceplugin.wire import podresources_pb2_grpc as pr_grpc

@@ -1,0 +1,585 @@
+"""One run of the fake kubelet: its servers, its connections to plugins, and the life of its pods.
+
+A run knows the node (`FakeKubelet`), which outlives it; what happens after a run's end touches
+nothing. Source of the facts: kubelet 1.36.3, devicemanager/plugin/v1beta1 and apis/podresources.
+"""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import os
+import re
+import socket
+import stat
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
+
+import grpc
+
+from deviceplugin.testing.devicemanager import (
+    AdmissionError,
+    DeviceManager,
+    Endpoint,
+    KubeletCrashError,
+    Method,
+    PluginCallError,
+)
+from deviceplugin.wire import deviceplugin_pb2 as pb
+from deviceplugin.wire import deviceplugin_pb2_grpc as pb_grpc
+from deviceplugin.wire import podresources_pb2 as pr
+from deviceplugin.wire import podresources_pb2_grpc as pr_grpc
+
+if TYPE_CHECKING:
+    from deviceplugin.testing.kubelet import FakeKubelet
+    from deviceplugin.testing.pods import FakeContainer, FakePod
+
+__all__ = ["Registration", "Rpc", "Run", "Update", "describe", "is_extended_resource_name"]
+
+RECEIVE_LIMIT: Final = 4 * 1024 * 1024
+"""Bytes of one ListAndWatch message that the kubelet takes; grpc-go's default."""
+
+_CHANNEL_OPTIONS: Final = (
+    ("grpc.default_authority", "localhost"),
+    ("grpc.max_receive_message_length", RECEIVE_LIMIT),
+    ("grpc.max_send_message_length", -1),
+    # A connection of its own for every registration, as in the kubelet.
+    ("grpc.use_local_subchannel_pool", 1),
+    ("grpc.enable_retries", 0),
+)
+_NAME: Final = re.compile(r"([A-Za-z0-9][-A-Za-z0-9_.]*)?[A-Za-z0-9]")
+_LABEL: Final = r"[a-z0-9]([-a-z0-9]*[a-z0-9])?"
+_SUBDOMAIN: Final = re.compile(rf"{_LABEL}(\.{_LABEL})*")
+
+
+@dataclass(frozen=True, slots=True)
+class Registration:
+    """One call of Register, times by the monotonic clock.
+
+    options: what the plugin answered to GetDevicePluginOptions, which is what counts; the
+    options in the request are only kept in `request`. error: why it was refused, if it was.
+    """
+
+    at: float
+    answered: float
+    resource: str
+    endpoint: str
+    options: pb.DevicePluginOptions | None
+    request: pb.RegisterRequest
+    error: str = ""
+
+
+class Update(NamedTuple):
+    """One ListAndWatch message: when it came, how many devices it had, how many of them healthy, bytes."""
+
+    at: float
+    total: int
+    healthy: int
+    size: int
+
+
+@dataclass(slots=True)
+class Rpc:
+    """One call, by the kubelet or to it; `done` is None while it is under way. Times are monotonic."""
+
+    at: float
+    method: str
+    resource: str
+    request: Any
+    response: Any = None
+    error: str = ""
+    done: float | None = None
+
+    @property
+    def seconds(self) -> float:
+        """How long it took; infinite while it is under way."""
+        return float("inf") if self.done is None else self.done - self.at
+
+
+def is_extended_resource_name(name: str) -> bool:
+    """Whether the kubelet lets a plugin register under this name."""
+    if "/" not in name or "kubernetes.io/" in name or name.startswith("requests."):
+        return False
+    prefix, _, rest = f"requests.{name}".partition("/")
+    return (
+        len(prefix) <= 253
+        and len(rest) <= 63
+        and _SUBDOMAIN.fullmatch(prefix) is not None
+        and _NAME.fullmatch(rest) is not None
+    )
+
+
+class Run:
+    """One run of the kubelet, from its start to its end; what happens after its end touches nothing."""
+
+    def __init__(self, kubelet: FakeKubelet) -> None:
+        self.kubelet = kubelet
+        self.changed = kubelet.changed
+        self.over = threading.Event()
+        self.thawed = threading.Event()
+        self.thawed.set()
+        self.queue: collections.deque[FakePod] = collections.deque()
+        self.streams: collections.Counter[str] = collections.Counter()
+        self.clients: dict[str, _Client] = {}
+        self._all_clients: list[_Client] = []
+        self._threads: list[threading.Thread] = []
+        self._servers: list[grpc.Server] = []
+        self._registration_server: grpc.Server | None = None
+        kubelet.device_plugin_dir.mkdir(parents=True, exist_ok=True)
+        self.manager = DeviceManager(
+            kubelet.device_plugin_dir,
+            self.changed,
+            lambda: {pod.uid for pod in kubelet.active_pods()},
+            numa_nodes=kubelet.numa_nodes,
+            policy=kubelet.topology_policy,
+            stop_grace=kubelet.stop_grace,
+            seed=kubelet.seed,
+        )
+
+    def start(self, *, wipe: bool) -> None:
+        """Begin: restore, clean up, serve, and admit again the pods that are there."""
+        with contextlib.suppress(ValueError):  # a damaged checkpoint is left out, as in the kubelet
+            self.manager.read_checkpoint()
+        pods = sorted(self.kubelet.active_pods(), key=lambda pod: pod.created)
+        self.manager.running_containers = frozenset(
+            (pod.uid, c.name) for pod in pods for c in pod.all_containers.values() if c.state == "running"
+        )
+        if wipe:
+            for path in self.kubelet.device_plugin_dir.iterdir():
+                with contextlib.suppress(FileNotFoundError):
+                    if stat.S_ISSOCK(path.stat().st_mode):
+                        path.unlink()
+        self.serve_registration()
+        self._serve(
+            lambda server: pr_grpc.add_PodResourcesListerServicer_to_server(_PodResources(self), server),
+            self.kubelet.pod_resources_socket,
+        )
+        self.thread(lambda: self._admit_all(pods), "kubelet-admission")
+
+    def stop(self) -> None:
+        """End as a killed process does, and wait for the threads."""
+        self.over.set()
+        self.thawed.set()
+        stopping = [server.stop(None) for server in self._servers]
+        for client in list(self._all_clients):
+            client.close()
+        for stopped in stopping:
+            stopped.wait(10)
+        with self.changed:
+            self.changed.notify_all()
+        for thread in list(self._threads):
+            thread.join(10)
+
+    def thread(self, target: Callable[[], None], name: str) -> None:
+        """Run something until this run ends."""
+        thread = threading.Thread(target=target, name=name, daemon=True)
+        with self.changed:
+            self._threads = [t for t in self._threads if t.is_alive() or t.ident is None]
+            self._threads.append(thread)
+        thread.start()
+
+    # Serving.
+
+    def serve_registration(self) -> None:
+        """Serve Registration on a new socket, in place of the one before."""
+        old = self._registration_server
+        self._registration_server = self._serve(
+            lambda server: pb_grpc.add_RegistrationServicer_to_server(_Registration(self), server), self.kubelet.socket
+        )
+        if old is not None:
+            old.stop(None)
+
+    def _serve(self, add: Callable[[grpc.Server], None], public: Path) -> grpc.Server:
+        server = grpc.server(ThreadPoolExecutor(64, thread_name_prefix="kubelet-rpc"))
+        add(server)
+        private = self.kubelet.private_socket()
+        server.add_insecure_port(f"unix:{private}")
+        server.start()
+        public.parent.mkdir(parents=True, exist_ok=True)
+        public.unlink(missing_ok=True)
+        os.link(private, public)
+        self._servers.append(server)
+        return server
+
+    # Plugins.
+
+    def register(self, request: pb.RegisterRequest, context: grpc.ServicerContext) -> pb.DevicePluginOptions:
+        """Do what Register does; return the plugin's options or raise PluginCallError."""
+        if self.kubelet.register_delay:
+            self.over.wait(self.kubelet.register_delay)
+        if (refusal := self.kubelet.take_rejection()) is not None:
+            raise PluginCallError(refusal)
+        if request.version != "v1beta1":
+            raise PluginCallError(f"API version {request.version!r} is not v1beta1")
+        if not is_extended_resource_name(request.resource_name):
+            raise PluginCallError(f"{request.resource_name!r} is not the name of an extended resource")
+        resource = request.resource_name
+        client = _Client(self, resource, self.kubelet.device_plugin_dir / request.endpoint.lstrip("/"))
+        with self.changed:
+            self._all_clients.append(client)
+            self.clients[resource] = client
+        try:
+            options = client.connect(context)
+        except PluginCallError:
+            # Whoever was connected before is not put back: its end will go unnoticed.
+            with self.changed:
+                self.clients.pop(resource, None)
+            raise
+        with self.changed:
+            self.streams[resource] += 1
+        self.thread(lambda: self._watch(client), f"kubelet-watch-{resource}")
+        return options
+
+    def _watch(self, client: _Client) -> None:
+        resource = client.resource
+        client.watch()
+        with self.changed:
+            self.streams[resource] -= 1
+            if self.over.is_set():
+                return
+            # Whoever is registered now is disconnected, not the one whose stream has ended.
+            current = self.clients.pop(resource, None)
+        if current is not None:
+            current.disconnect()
+            self.manager.disconnected(resource)
+        self.kubelet.notify()
+
+    def drop_streams(self, resource: str | None) -> None:
+        """End streams from this side."""
+        with self.changed:
+            clients = [c for c in self._all_clients if resource is None or c.resource == resource]
+        for client in clients:
+            client.cancel()
+
+    # Pods.
+
+    def _admit_all(self, restored: Sequence[FakePod]) -> None:
+        for pod in restored:
+            self._admit(pod)
+        with self.changed:
+            self.manager.sources_ready = True
+            self.kubelet.schedule()
+        while True:
+            with self.changed:
+                self.changed.wait_for(lambda: self.queue or self.over.is_set())
+                if self.over.is_set():
+                    return
+                pod = self.queue.popleft()
+            if pod not in restored:
+                self._admit(pod)
+
+    def _admit(self, pod: FakePod) -> None:
+        self.thawed.wait()
+        if self.over.is_set() or pod.terminal:
+            return
+        if pod.deleting:
+            self._end(pod, None)
+            return
+        try:
+            self.manager.admit(pod.spec)
+            if pod.phase == "Pending" and (reason := self.kubelet.take_pod_rejection()) is not None:
+                raise AdmissionError("rejected by the test after its devices were allocated", reason)
+        except AdmissionError as error:
+            self._end(pod, ("Failed", error.reason, str(error)))
+        except KubeletCrashError as error:
+            self._crash(pod, error)
+        else:
+            self.thread(lambda: self._keep(pod), f"kubelet-pod-{pod.name}")
+
+    def _keep(self, pod: FakePod) -> None:
+        """Start the containers of a pod, again where they ended, until the pod is over."""
+        prepared = False
+        while True:
+            with self.changed:
+                self.changed.wait_for(lambda: self.over.is_set() or pod.deleting or pod.completing or self._next(pod))
+                if self.over.is_set():
+                    return
+                container = None if pod.deleting or pod.completing else self._next(pod)
+            self.thawed.wait()
+            if container is None:
+                self.kubelet.unprepare_pod(pod)
+                self._end(pod, (pod.completing, "", "") if pod.completing else None)
+                return
+            try:
+                if not prepared:
+                    self.kubelet.prepare_pod(pod)
+                    prepared = True
+                self._start(pod, container)
+            except (PluginCallError, AdmissionError) as error:
+                with self.changed:
+                    if not self.over.is_set():
+                        container.message = str(error)
+                    self.changed.notify_all()
+                    self.changed.wait_for(lambda: self.over.is_set() or pod.deleting, self.kubelet.start_backoff)
+            except KubeletCrashError as error:
+                self._crash(pod, error)
+                return
+
+    @staticmethod
+    def _next(pod: FakePod) -> FakeContainer | None:
+        for container in pod.init_containers.values():
+            if container.state == "waiting" or (container.stays and container.state != "running"):
+                return None if container.held_down else container
+        for container in pod.containers.values():
+            if container.state != "running" and not container.held_down:
+                return container
+        return None
+
+    def _start(self, pod: FakePod, container: FakeContainer) -> None:
+        options = self.manager.run_options(pod.spec, container.spec)
+        options.cdi.update(dict.fromkeys(self.kubelet.cdi_devices(pod, container)))
+        if self.kubelet.check_nodes:
+            for host, _ in options.nodes.values():
+                if not Path(host).exists():
+                    raise PluginCallError(f"the device node {host} does not exist")
+        held = {
+            resource: {device for ids in by_node.values() for device in ids}
+            for resource, by_node in self.manager.container_devices(pod.uid, container.name).items()
+        }
+        with self.changed:
+            if self.over.is_set():
+                return
+            container.started(options, held)
+            if all(c.starts for c in pod.all_containers.values()):
+                pod.phase = "Running"
+            self.changed.notify_all()
+
+    def _crash(self, pod: FakePod, error: KubeletCrashError) -> None:
+        with self.changed:
+            pod.crash = error
+            self.kubelet.crashes.append(str(error))
+        self._end(pod, ("Failed", "KubeletCrash", str(error)))
+
+    def _end(self, pod: FakePod, status: tuple[str, str, str] | None) -> None:
+        with self.changed:
+            if not self.over.is_set():
+                self.kubelet.end_pod(pod, status)
+
+
+class _Client:
+    """The kubelet's connection to one registration of a plugin."""
+
+    def __init__(self, run: Run, resource: str, path: Path) -> None:
+        self.resource = resource
+        self._run = run
+        self._path = path
+        self._channel = grpc.insecure_channel(f"unix:{path}", options=_CHANNEL_OPTIONS)
+        self._stub = pb_grpc.DevicePluginStub(self._channel)
+        self._stream: Any = None
+        self._dialled = False
+
+    def connect(self, context: grpc.ServicerContext) -> pb.DevicePluginOptions:
+        """Dial, ask for the options and become the endpoint of the resource.
+
+        The dial has its own deadline; the options have only the caller's, as in the kubelet.
+        """
+        woken = threading.Event()
+        try:
+            with self._run.kubelet.recorded("GetDevicePluginOptions", self.resource, pb.Empty()) as rpc:
+                call: Any = self._stub.GetDevicePluginOptions.future(
+                    pb.Empty(), timeout=context.time_remaining(), wait_for_ready=True
+                )
+                call.add_done_callback(lambda _: woken.set())
+                if not context.add_callback(woken.set):  # the caller has gone already
+                    woken.set()
+                if not woken.wait(self._run.kubelet.dial_timeout) and _accepts(self._path):
+                    woken.wait()
+                if not call.done():
+                    call.cancel()
+                    raise PluginCallError(f"no plugin answers on {self._path}")
+                rpc.response = options = call.result()
+        except (grpc.RpcError, grpc.FutureCancelledError, ValueError) as error:
+            self.close()
+            raise PluginCallError(f"{self.resource} on {self._path}: {describe(error)}") from error
+        except PluginCallError:
+            self.close()
+            raise
+        assert isinstance(options, pb.DevicePluginOptions)
+        self._dialled = True
+        self._run.manager.connected(Endpoint(self.resource, self.call, options))
+        return options
+
+    def call(self, method: Method | str, request: Any, timeout: float | None = None) -> Any:
+        """Call the plugin and log it."""
+        self._run.thawed.wait()
+        try:
+            with self._run.kubelet.recorded(method, self.resource, request) as rpc:
+                rpc.response = getattr(self._stub, method)(request, timeout=timeout)
+                return rpc.response
+        except (grpc.RpcError, ValueError) as error:
+            raise PluginCallError(f"{method} of {self.resource}: {describe(error)}") from error
+
+    def watch(self) -> None:
+        """Take lists from the plugin until its stream ends."""
+        with contextlib.suppress(grpc.RpcError, ValueError):
+            request = pb.Empty()
+            with self._run.kubelet.recorded("ListAndWatch", self.resource, request):
+                self._stream = self._stub.ListAndWatch(request)
+                for response in self._stream:
+                    self._run.thawed.wait()
+                    if self._run.over.is_set():
+                        return
+                    at = time.monotonic()
+                    self._run.manager.update(self.resource, response.devices)
+                    healthy = sum(device.health == "Healthy" for device in response.devices)
+                    self._run.kubelet.record_update(
+                        self.resource, Update(at, len(response.devices), healthy, response.ByteSize())
+                    )
+
+    def cancel(self) -> None:
+        """End the stream from this side."""
+        if self._stream is not None:
+            self._stream.cancel()
+
+    def disconnect(self) -> None:
+        """Close the connection, unless it is only being made: then it comes up and nobody knows of it."""
+        if self._dialled:
+            self.close()
+
+    def close(self) -> None:
+        """Close the connection."""
+        self._channel.close()
+
+
+class _Registration(pb_grpc.RegistrationServicer):
+    def __init__(self, run: Run) -> None:
+        self._run = run
+
+    def Register(self, request: pb.RegisterRequest, context: grpc.ServicerContext) -> pb.Empty:  # noqa: N802
+        at = time.monotonic()
+        self._run.thawed.wait()
+        options, error = None, ""
+        try:
+            options = self._run.register(request, context)
+        except PluginCallError as failure:
+            error = str(failure)
+        if not self._run.over.is_set():
+            self._run.kubelet.record_registration(
+                Registration(at, time.monotonic(), request.resource_name, request.endpoint, options, request, error)
+            )
+        if error:
+            context.abort(grpc.StatusCode.UNKNOWN, error)
+        return pb.Empty()
+
+
+class _PodResources(pr_grpc.PodResourcesListerServicer):
+    def __init__(self, run: Run) -> None:
+        self._run = run
+        self._kubelet = run.kubelet
+        self._tokens = float(run.kubelet.pod_resources_burst)
+        self._refilled = time.monotonic()
+        self._lock = threading.Lock()
+
+    def List(  # noqa: N802
+        self, request: pr.ListPodResourcesRequest, context: grpc.ServicerContext
+    ) -> pr.ListPodResourcesResponse:
+        with self._served("List", request, context) as rpc, self._run.changed:
+            pods = self._kubelet.active_pods()
+            self._run.manager.update_allocated()
+            rpc.response = response = pr.ListPodResourcesResponse(pod_resources=[self._pod(pod) for pod in pods])
+            return response
+
+    def Get(  # noqa: N802
+        self, request: pr.GetPodResourcesRequest, context: grpc.ServicerContext
+    ) -> pr.GetPodResourcesResponse:
+        with self._served("Get", request, context) as rpc, self._run.changed:
+            pod = self._kubelet.pods.get(f"{request.pod_namespace}/{request.pod_name}")
+            if pod is None or not pod.bound:
+                context.abort(grpc.StatusCode.UNKNOWN, f"no pod {request.pod_namespace}/{request.pod_name} here")
+            rpc.response = response = pr.GetPodResourcesResponse(pod_resources=self._pod(pod))
+            return response
+
+    def GetAllocatableResources(  # noqa: N802
+        self, request: pr.AllocatableResourcesRequest, context: grpc.ServicerContext
+    ) -> pr.AllocatableResourcesResponse:
+        with self._served("GetAllocatableResources", request, context) as rpc:
+            devices = self._run.manager.allocatable_devices()
+            rpc.response = response = pr.AllocatableResourcesResponse(
+                devices=[
+                    entry
+                    for resource, known in devices.items()
+                    for device in known.values()
+                    for entry in _container_devices(
+                        resource,
+                        device.ID,
+                        [node.ID for node in device.topology.nodes] if device.HasField("topology") else None,
+                    )
+                ]
+            )
+            return response
+
+    @contextlib.contextmanager
+    def _served(self, method: str, request: object, context: grpc.ServicerContext) -> Iterator[Rpc]:
+        self._run.thawed.wait()
+        if not self._allowed():
+            context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, "more calls than the rate limit allows")
+        with self._kubelet.recorded(method, "", request) as rpc:
+            yield rpc
+
+    def _allowed(self) -> bool:
+        with self._lock:
+            now = time.monotonic()
+            gained = (now - self._refilled) * self._kubelet.pod_resources_qps
+            self._refilled = now
+            self._tokens = min(self._tokens + gained, float(self._kubelet.pod_resources_burst))
+            if self._tokens < 1:
+                return False
+            self._tokens -= 1
+            return True
+
+    def _pod(self, pod: FakePod) -> pr.PodResources:
+        return pr.PodResources(
+            name=pod.name,
+            namespace=pod.namespace,
+            containers=[self._container(pod, c) for c in pod.all_containers.values() if c.stays],
+        )
+
+    def _container(self, pod: FakePod, container: FakeContainer) -> pr.ContainerResources:
+        entries = []
+        for resource, by_node in self._run.manager.container_devices(pod.uid, container.name).items():
+            nodes: dict[str, list[int] | None] = {}
+            for node, ids in by_node.items():
+                for device in ids:
+                    nodes[device] = None if node == -1 else [node, *(nodes.get(device) or ())]
+            for device, near in nodes.items():
+                entries += _container_devices(resource, device, near)
+        return pr.ContainerResources(
+            name=container.name,
+            devices=entries,
+            dynamic_resources=self._kubelet.dynamic_resources(pod, container),
+        )
+
+
+def _container_devices(resource: str, device: str, nodes: Sequence[int] | None) -> list[pr.ContainerDevices]:
+    """One entry a NUMA node, one entry without a topology; none for a topology without nodes (as in the kubelet)."""
+    if nodes is None:
+        return [pr.ContainerDevices(resource_name=resource, device_ids=[device])]
+    return [
+        pr.ContainerDevices(
+            resource_name=resource,
+            device_ids=[device],
+            topology=pr.TopologyInfo(nodes=[pr.NUMANode(ID=node)]),
+        )
+        for node in nodes
+    ]
+
+
+def _accepts(path: Path) -> bool:
+    with socket.socket(socket.AF_UNIX) as client:
+        try:
+            client.connect(str(path))
+        except OSError:
+            return False
+    return True
+
+
+def describe(error: Exception) -> str:
+    """Return an error in words, a gRPC status with its code."""
+    if isinstance(error, grpc.Call):
+        return f"{error.code().name}: {error.details()}"
+    return str(error) or type(error).__name__
