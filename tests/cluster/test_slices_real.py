@@ -1,0 +1,427 @@
+"""Slices, classes and rights on a real API server and scheduler; no driver is needed to see allocations."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from deviceplugin.config import parse
+from deviceplugin.device import Device, Health, Version
+from deviceplugin.inventory import Snapshot, merged
+from dra_bridge import cluster as client
+from dra_bridge.manifests import Deployment, manifests, to_yaml
+from dra_bridge.slices import Offer, Pool, Publisher, remove_slices, slice_name
+from tests.cluster.api import ApiError
+from tests.cluster.node import Cluster
+
+DRIVER = "gpu.example.com"
+RESOURCE = "example.com/gpu"
+
+CONFIG = """\
+resources:
+  - name: example.com/gpu
+    driver: gpu.example.com
+    devices:
+      - simulated: {count: 4}
+"""
+
+
+def snapshot(*devices: Device) -> Snapshot:
+    return merged(Snapshot(RESOURCE), devices)
+
+
+def pool(cluster: Cluster, *devices: Device, **options: Any) -> Pool:
+    return Pool(DRIVER, cluster.node_name, (Offer(snapshot(*devices), **options),))
+
+
+def many(count: int, **options: Any) -> list[Device]:
+    return [Device(f"gpu{number}", numa=0, **options) for number in range(count)]
+
+
+@contextlib.asynccontextmanager
+async def publishing(cluster: Cluster, *pools: Pool, kubeconfig: Path | None = None) -> AsyncIterator[Publisher]:
+    """A publisher of these pools, once the API server has them."""
+    backoff = client.Backoff(0.1, 2.0)
+    async with client.Cluster.from_environment(kubeconfig or cluster.kubeconfig, backoff=backoff) as connection:
+        publisher = Publisher(connection, cluster.node_name)
+        for one in pools:
+            publisher.want(one)
+        task = asyncio.create_task(publisher.run())
+        try:
+            async with asyncio.timeout(60):
+                for one in pools:
+                    await publisher.accepted(one.driver, 1)
+                yield publisher
+        finally:
+            task.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await task
+
+
+async def became(publisher: Publisher, wanted: Pool) -> None:
+    await publisher.accepted(wanted.driver, publisher.want(wanted))
+
+
+def published(cluster: Cluster) -> list[dict[str, Any]]:
+    selector = f"spec.driver={DRIVER},spec.nodeName={cluster.node_name}"
+    found = cluster.list("resourceslices", field_selector=selector)
+    return sorted(found, key=lambda one: str(one["metadata"]["name"]))
+
+
+def devices_of(cluster: Cluster) -> dict[str, dict[str, Any]]:
+    found: dict[str, dict[str, Any]] = {}
+    for body in published(cluster):
+        for device in body["spec"].get("devices", ()):
+            found[device["name"]] = device.get("basic", device)
+    return found
+
+
+def device_class(selector: str = "") -> dict[str, Any]:
+    expression = f'device.driver == "{DRIVER}"' + (f" && {selector}" if selector else "")
+    return {
+        "apiVersion": "resource.k8s.io/v1",
+        "kind": "DeviceClass",
+        "metadata": {"name": DRIVER},
+        "spec": {"selectors": [{"cel": {"expression": expression}}]},
+    }
+
+
+def claim(name: str, selector: str = "", **exactly: Any) -> dict[str, Any]:
+    request: dict[str, Any] = {"deviceClassName": DRIVER, **exactly}
+    if selector:
+        request["selectors"] = [{"cel": {"expression": selector}}]
+    return {
+        "apiVersion": "resource.k8s.io/v1",
+        "kind": "ResourceClaim",
+        "metadata": {"name": name},
+        "spec": {"devices": {"requests": [{"name": "gpu", "exactly": request}]}},
+    }
+
+
+def pod(name: str, claim_name: str) -> dict[str, Any]:
+    return {
+        "apiVersion": "v1",
+        "kind": "Pod",
+        "metadata": {"name": name},
+        "spec": {
+            "terminationGracePeriodSeconds": 0,
+            "containers": [
+                {
+                    "name": "c",
+                    "image": "localhost/none",
+                    "imagePullPolicy": "Never",
+                    "resources": {"claims": [{"name": "x"}]},
+                }
+            ],
+            "resourceClaims": [{"name": "x", "resourceClaimName": claim_name}],
+        },
+    }
+
+
+def allocated(cluster: Cluster, name: str, seconds: float = 30.0) -> list[dict[str, Any]]:
+    """What the scheduler gave to a claim."""
+    cluster.api.create(pod(f"pod-{name}", name))
+
+    def results() -> list[dict[str, Any]]:
+        status = cluster.get("resourceclaim", name).get("status") or {}
+        return list(((status.get("allocation") or {}).get("devices") or {}).get("results") or ())
+
+    return cluster.wait_for(results, seconds, f"claim {name} is allocated")
+
+
+async def test_three_devices(cluster: Cluster) -> None:
+    """A small pool is one slice, owned by the Node; a second publisher writes nothing."""
+    wanted = pool(cluster, *many(3))
+    async with publishing(cluster, wanted) as publisher:
+        (body,) = published(cluster)
+        assert body["metadata"]["name"] == slice_name(cluster.node_name, DRIVER, 0)
+        assert body["metadata"]["ownerReferences"][0]["kind"] == "Node"
+        assert publisher.state(DRIVER).devices == {"gpu0", "gpu1", "gpu2"}
+    async with publishing(cluster, wanted) as publisher:
+        assert publisher.statistics.writes == 0
+    assert published(cluster) == [body]
+
+
+async def test_three_hundred_devices(cluster: Cluster) -> None:
+    """A large pool is several slices of one generation, in smaller ones once a device is tainted; it is usable."""
+    async with publishing(cluster, pool(cluster, *many(300))) as publisher:
+        bodies = published(cluster)
+        assert [len(body["spec"]["devices"]) for body in bodies] == [128, 128, 44]
+        devices = many(300)
+        devices[0] = devices[0].with_health(Health.UNHEALTHY)
+        await became(publisher, pool(cluster, *devices))
+        bodies = published(cluster)
+        assert len({body["spec"]["pool"]["generation"] for body in bodies}) == 1
+        assert [len(body["spec"]["devices"]) for body in bodies] == [64, 64, 64, 64, 44]
+        cluster.api.create(device_class())
+        cluster.api.create(claim("all", count=20))
+        assert len(await asyncio.to_thread(allocated, cluster, "all")) == 20
+
+
+async def test_selectors(cluster: Cluster) -> None:
+    """Selectors on attributes of all kinds and on capacity find the device that is meant."""
+    devices = [
+        Device("a", attributes={"family": "Arc", "lanes": 8, "firmware": Version("1.9.0")}, capacity={"memory": "8Gi"}),
+        Device(
+            "b", attributes={"family": "Arc", "lanes": 16, "firmware": Version("1.10.0")}, capacity={"memory": "16Gi"}
+        ),
+        Device("c", attributes={"family": "Max", "lanes": 16, "ecc": True}, capacity={"memory": "48Gi"}, numa=1),
+    ]
+    async with publishing(cluster, pool(cluster, *devices)):
+        cluster.api.create(device_class())
+        here = f'device.attributes["{DRIVER}"]'
+        arc = f'{here}.family == "Arc" && device.capacity["{DRIVER}"].memory.compareTo(quantity("16Gi")) >= 0'
+        cluster.api.create(claim("arc", arc))
+        cluster.api.create(claim("ecc", f'"ecc" in {here} && {here}.ecc && {here}.numa == 1'))
+        cluster.api.create(
+            claim("old", f'"firmware" in {here} && {here}.firmware.isLessThan(semver("1.10.0")) && {here}.lanes < 16')
+        )
+        for name, device in (("arc", "b"), ("ecc", "c"), ("old", "a")):
+            (result,) = await asyncio.to_thread(allocated, cluster, name)
+            assert (result["driver"], result["pool"], result["device"]) == (DRIVER, cluster.node_name, device)
+
+
+async def test_unhealthy_devices_are_not_allocated(cluster: Cluster) -> None:
+    """A claim does not get a tainted device, and gets it once the taint is gone."""
+    async with publishing(cluster, pool(cluster, Device("a", health=Health.UNHEALTHY))) as publisher:
+        (device,) = devices_of(cluster).values()
+        assert device["taints"][0]["timeAdded"]
+        cluster.api.create(device_class())
+        cluster.api.create(claim("waits"))
+        cluster.api.create(pod("waits", "waits"))
+        await asyncio.to_thread(cluster.pod("waits").wait_unschedulable)
+        await became(publisher, pool(cluster, Device("a")))
+        await asyncio.to_thread(
+            cluster.wait_for,
+            lambda: (cluster.get("resourceclaim", "waits").get("status") or {}).get("allocation"),
+            30.0,
+            "the claim is allocated",
+        )
+
+
+async def test_shared_device(cluster: Cluster) -> None:
+    """A device with three replicas goes to three claims at a time, each with a fair part, and not to a fourth."""
+    shared = pool(cluster, Device("a", capacity={"memory": "12Gi"}), replicas=3)
+    async with publishing(cluster, shared):
+        cluster.api.create(device_class())
+        for name in ("one", "two", "three", "four"):
+            cluster.api.create(claim(name))
+        for name in ("one", "two", "three"):
+            (result,) = await asyncio.to_thread(allocated, cluster, name)
+            assert result["device"] == "a"
+            assert result["consumedCapacity"] == {"memory": "4Gi", "shares": "1"}
+        cluster.api.create(pod("four", "four"))
+        await asyncio.to_thread(cluster.pod("four").wait_unschedulable)
+
+
+async def test_partitions(cluster: Cluster) -> None:
+    """Partitions that share counters are not given out beyond them."""
+    sets = {"card0": {"memory": "80Gi"}}
+    devices = [
+        Device(name, counters=sets, consumes={"card0": {"memory": size}}, attributes={"size": size})
+        for name, size in (("half0", "40Gi"), ("half1", "40Gi"), ("whole", "80Gi"))
+    ]
+    async with publishing(cluster, pool(cluster, *devices)):
+        assert "sharedCounters" in published(cluster)[0]["spec"]
+        cluster.api.create(device_class())
+        cluster.api.create(claim("half", f'device.attributes["{DRIVER}"].size == "40Gi"'))
+        cluster.api.create(claim("whole", f'device.attributes["{DRIVER}"].size == "80Gi"'))
+        (result,) = await asyncio.to_thread(allocated, cluster, "half")
+        assert result["device"] in {"half0", "half1"}
+        cluster.api.create(pod("whole", "whole"))
+        await asyncio.to_thread(cluster.pod("whole").wait_unschedulable)
+
+
+async def test_kubelet_restart(cluster: Cluster) -> None:
+    """After the kubelet wiped the slices at its start they are back within 2 s."""
+    async with publishing(cluster, pool(cluster, *many(3))):
+        (before,) = published(cluster)
+        events: asyncio.Queue[tuple[float, str]] = asyncio.Queue()
+
+        async def look() -> None:
+            async with client.Cluster.from_environment(cluster.kubeconfig) as connection:
+                async for event in connection.follow(client.RESOURCE_SLICES, field_selector=f"spec.driver={DRIVER}"):
+                    if isinstance(event, client.Changed):
+                        events.put_nowait((time.monotonic(), event.type))
+                    else:
+                        events.put_nowait((time.monotonic(), "LISTED"))
+
+        looking = asyncio.create_task(look())
+        try:
+            assert (await events.get())[1] == "LISTED"
+            await asyncio.to_thread(cluster.restart_kubelet)
+            async with asyncio.timeout(60):
+                gone, event = await events.get()
+                assert event == "DELETED"
+                back, event = await events.get()
+            assert event == "ADDED"
+            assert back - gone < 2.0
+            print(f"slices were away for {back - gone:.3f} s")
+            (after,) = published(cluster)
+            assert after["spec"]["devices"] == before["spec"]["devices"]
+        finally:
+            looking.cancel()
+            await asyncio.wait([looking])
+
+
+async def test_apiserver_restart(cluster: Cluster) -> None:
+    """What is wanted while the API server is away is there soon after it is back."""
+    async with publishing(cluster, pool(cluster, *many(3))) as publisher:
+        await asyncio.to_thread(cluster.stop_apiserver)
+        ticket = publisher.want(pool(cluster, *many(5)))
+        await asyncio.to_thread(cluster.start_apiserver)
+        await publisher.accepted(DRIVER, ticket)
+        assert len(devices_of(cluster)) == 5
+        assert await asyncio.to_thread(remove_all, cluster) == 1
+        await asyncio.to_thread(cluster.wait_for, lambda: len(devices_of(cluster)) == 5, 10.0, "the slices are back")
+
+
+def remove_all(cluster: Cluster) -> int:
+    async def go() -> int:
+        async with client.Cluster.from_environment(cluster.kubeconfig) as connection:
+            return await remove_slices(connection, [DRIVER], cluster.node_name)
+
+    return asyncio.run(go())
+
+
+@pytest.mark.parametrize("gate", ["DRADeviceTaints", "DRAConsumableCapacity", "DRAPartitionableDevices"])
+async def test_dropped_fields(make_cluster: Callable[..., Cluster], gate: str) -> None:
+    """With a feature gate off its fields are missed, said once, and nothing wrong is published instead."""
+    gates = {gate: False}
+    if gate == "DRADeviceTaints":
+        gates["DRADeviceTaintRules"] = False
+    cluster = make_cluster(feature_gates=gates)
+    sets = {"card0": {"memory": "80Gi"}}
+    devices = [
+        Device("bad", health=Health.UNHEALTHY),
+        Device("part", counters=sets, consumes={"card0": {"memory": "40Gi"}}),
+        Device("good"),
+    ]
+    wanted = pool(cluster, *devices, replicas=2)
+    feature = {"DRADeviceTaints": "taints", "DRAConsumableCapacity": "sharing", "DRAPartitionableDevices": "counters"}
+    async with publishing(cluster, wanted) as publisher:
+        assert publisher.state(DRIVER).unsupported == {feature[gate]}
+        found = devices_of(cluster)
+        assert ("bad" in found) == (gate != "DRADeviceTaints")
+        assert ("part" in found) == (gate != "DRAPartitionableDevices")
+        assert ("allowMultipleAllocations" in found["good"]) == (gate != "DRAConsumableCapacity")
+        writes = publisher.state(DRIVER).writes
+        assert writes == len(published(cluster))
+
+
+async def test_manifests_are_accepted(cluster: Cluster) -> None:
+    """What is printed is applied as it is; the class has the extended resource and selects the devices."""
+    text = to_yaml(manifests(parse(CONFIG), CONFIG, Deployment(image="localhost/none")))
+    applied = cluster.apply(text)
+    assert [one["kind"] for one in applied][-1] == "DaemonSet"
+    (made,) = [one for one in applied if one["kind"] == "DeviceClass"]
+    assert made["spec"]["extendedResourceName"] == RESOURCE
+    try:
+        async with publishing(cluster, pool(cluster, *many(2))):
+            cluster.api.create(claim("one"))
+            (result,) = await asyncio.to_thread(allocated, cluster, "one")
+            assert result["driver"] == DRIVER
+    finally:
+        remove(cluster, applied)
+
+
+def remove(cluster: Cluster, applied: list[dict[str, Any]]) -> None:
+    for one in reversed(applied):
+        metadata = one["metadata"]
+        cluster.api.delete(one["kind"], metadata["name"], metadata.get("namespace", "default"), one["apiVersion"])
+
+
+async def test_rights(cluster: Cluster) -> None:
+    """A token bound to the node publishes that node's slices; it can write no other node's, no Node and no claim."""
+    how = Deployment(image="localhost/none", namespace="rights", name="agent")
+    applied = cluster.apply(manifests(parse(CONFIG), CONFIG, how))
+    node = cluster.node_name
+    try:
+        cluster.api.create({"apiVersion": "v1", "kind": "Node", "metadata": {"name": "node2"}})
+        bound = cluster.service_account_kubeconfig("agent", "rights", ("Node", node))
+        api = cluster.api_with_token(cluster.service_account_token("agent", "rights", ("Node", node)))
+        loose = cluster.api_with_token(cluster.service_account_token("agent", "rights"))
+
+        # the policy takes some time to be in force
+        def foreign(driver: str = DRIVER, at: str = "node2") -> dict[str, Any]:
+            return {
+                "apiVersion": "resource.k8s.io/v1",
+                "kind": "ResourceSlice",
+                "metadata": {"name": f"foreign-{at}"},
+                "spec": {
+                    "driver": driver,
+                    "nodeName": at,
+                    "pool": {"name": at, "generation": 1, "resourceSliceCount": 1},
+                    "devices": [{"name": "x"}],
+                },
+            }
+
+        def denied(call: Callable[[], object]) -> str:
+            try:
+                call()
+            except ApiError as error:
+                return error.message if error.code in (403, 422) else ""
+            return ""
+
+        dry = {"dryRun": "All"}
+        path = "/apis/resource.k8s.io/v1/resourceslices"
+        await asyncio.to_thread(
+            cluster.wait_for,
+            lambda: (
+                "may not write ResourceSlices of node node2"
+                in denied(lambda: api.request("POST", path, foreign(), **dry))
+            ),
+            30.0,
+            "the policy is in force",
+        )
+        assert "not bound to a node" in denied(lambda: loose.request("POST", path, foreign(at=node), **dry))
+        assert "not in the configuration" in denied(
+            lambda: api.request("POST", path, foreign("other.example.com", node), **dry)
+        )
+        cluster.api.create(foreign())
+        assert "node2" in denied(lambda: api.delete("resourceslice", "foreign-node2"))
+        changed = {**cluster.get("resourceslice", "foreign-node2")}
+        changed["spec"]["devices"] = [{"name": "y"}]
+        assert "node2" in denied(lambda: api.request("PUT", f"{path}/foreign-node2", changed))
+        assert denied(lambda: api.patch("node", node, {"metadata": {"annotations": {"x": "y"}}}))
+        assert denied(lambda: api.create(claim("mine")))
+        assert denied(lambda: api.list("secrets"))
+        assert denied(lambda: api.list("pods"))
+
+        wanted = pool(cluster, *many(2), Device("bad", health=Health.UNHEALTHY))
+        async with publishing(cluster, wanted, kubeconfig=bound) as publisher:
+            await became(publisher, pool(cluster, *many(70), Device("bad", health=Health.UNHEALTHY)))
+            await became(publisher, pool(cluster, *many(4)))
+            assert len(devices_of(cluster)) == 4
+            cluster.api.create(claim("c"))
+            (result,) = await asyncio.to_thread(allocated, cluster, "c")
+            async with client.Cluster.from_environment(bound) as connection:
+                found = await connection.get(client.RESOURCE_CLAIMS, "c", "default")
+                assert (await connection.list(client.RESOURCE_CLAIMS)).items
+                await connection.event(found, "Test", "an event", node=node)
+                device = {key: result[key] for key in ("driver", "pool", "device")}
+                condition = {
+                    "type": "Ready",
+                    "status": "True",
+                    "reason": "Test",
+                    "message": "",
+                    "lastTransitionTime": "2026-01-01T00:00:00Z",
+                }
+                patch = {"status": {"devices": [{**device, "conditions": [condition]}]}}
+                done = await connection.patch_status(client.RESOURCE_CLAIMS, "c", patch, "default")
+                assert done["status"]["devices"][0]["conditions"][0]["type"] == "Ready"
+                with pytest.raises((client.ForbiddenError, client.InvalidError)):
+                    await connection.patch_status(
+                        client.RESOURCE_CLAIMS, "c", {"status": {"reservedFor": []}}, "default"
+                    )
+                await remove_slices(connection, [DRIVER], node)
+    finally:
+        remove(cluster, applied)
+        for kind, name in (("resourceslice", "foreign-node2"), ("node", "node2")):
+            cluster.api.delete(kind, name)
