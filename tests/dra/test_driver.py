@@ -841,7 +841,7 @@ anything = st.recursive(
 
 
 def mostly(good: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
-    return st.one_of(good, good, good, anything)
+    return st.integers(0, 40).flatmap(lambda number: anything if number == 40 else good)
 
 
 results = st.fixed_dictionaries(
@@ -853,9 +853,12 @@ results = st.fixed_dictionaries(
     },
     optional={"adminAccess": mostly(st.booleans()), "shareID": mostly(st.just("s")), "tolerations": anything},
 )
+parameters = st.sampled_from([{"mode": "x"}, {"threads": 2}, {"inner": {"level": 3}}, {}])
 configs = st.fixed_dictionaries(
     {"source": mostly(st.just("FromClass")), "requests": mostly(st.lists(st.just("fpga"), max_size=1))},
-    optional={"opaque": mostly(st.fixed_dictionaries({"driver": st.just(D), "parameters": anything}))},
+    optional={
+        "opaque": mostly(st.fixed_dictionaries({"driver": st.just(D), "parameters": st.one_of(parameters, anything)}))
+    },
 )
 claims_of_any_kind = mostly(
     st.fixed_dictionaries(
@@ -871,7 +874,7 @@ claims_of_any_kind = mostly(
                                     "devices": mostly(
                                         st.fixed_dictionaries(
                                             {
-                                                "results": mostly(st.lists(results, max_size=3)),
+                                                "results": mostly(st.lists(results, min_size=1, max_size=3)),
                                                 "config": mostly(st.lists(configs, max_size=2)),
                                             }
                                         )
@@ -887,17 +890,17 @@ claims_of_any_kind = mostly(
 )
 
 
-@settings(max_examples=150, deadline=None)
-@given(found=claims_of_any_kind, hooked=st.booleans(), fails=st.sets(st.sampled_from(["edits", "reset", "prepare"])))
+@settings(max_examples=100, deadline=None)
+@given(found=claims_of_any_kind, hooked=st.booleans(), fails=st.sampled_from(["", "", "", "edits", "reset", "prepare"]))
 def test_any_claim_is_answered_and_an_error_leaves_nothing(
-    tmp_path_factory: pytest.TempPathFactory, found: Any, hooked: bool, fails: set[str]
+    tmp_path_factory: pytest.TempPathFactory, found: Any, hooked: bool, fails: str
 ) -> None:
     """Whatever the API server says: an answer, and files, records and answers that agree."""
 
     async def run() -> None:
         source = Hooked() if hooked else Plain()
         if isinstance(source, Hooked):
-            source.fails = fails if len(fails) == 1 else set()
+            source.fails.add(fails)
         here = await world(tmp_path_factory.mktemp("any"), source)
         here.claims.claims["claim-1"] = found
         answer = (await here.prepare("1"))["1"]
@@ -920,7 +923,7 @@ def test_any_claim_is_answered_and_an_error_leaves_nothing(
     asyncio.run(run())
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(refs=st.lists(st.builds(ClaimRef, st.text(max_size=8), st.text(max_size=8), st.text(max_size=8)), max_size=4))
 def test_any_request_is_answered_in_full(tmp_path_factory: pytest.TempPathFactory, refs: list[ClaimRef]) -> None:
     """An answer for each UID, whatever it is."""
