@@ -564,7 +564,7 @@ class Books:
         self._believed = doubtful
         if not quiet.quiet_since(at):
             return None
-        self.holdings = now
+        self.holdings, self.looked_at = now, at
         self._count_doubles(report)
         return Look(now, at, offered, asked_at)
 
