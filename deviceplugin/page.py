@@ -249,7 +249,7 @@ def _bar(word: str, share: float, text: str) -> str:
 def _bytes(number: float) -> str:
     for unit in ("B", "KiB", "MiB", "GiB"):
         if number < 1024:
-            return f"{number:.3g} {unit}"
+            return f"{number:{'.0f' if number >= 100 else '.3g'}} {unit}"
         number /= 1024
     return f"{number:.3g} TiB"
 

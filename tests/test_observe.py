@@ -221,7 +221,7 @@ class TestProviders:
 class TestEvents:
     """What happened between two looks."""
 
-    def said(self, before: ResourceStatus, now: observe.ResourceStatus) -> list[tuple[str, bool]]:
+    def said(self, before: ResourceStatus, now: ResourceStatus) -> list[tuple[str, bool]]:
         return [(event.text, event.bad) for event in happened(before, now, 0.0)]
 
     def test_nothing_happened_is_nothing_said(self) -> None:

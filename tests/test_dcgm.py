@@ -1,0 +1,85 @@
+"""The DCGM exporter's names beside ours."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+from deviceplugin import dcgm, load
+from deviceplugin.device import Device
+from deviceplugin.load import Gauge, Reading
+from deviceplugin.observe import View
+from deviceplugin.podresources import Holder
+from tests.views import RESOURCE, Source, Still, resource
+
+ATTRIBUTES: dict[str, str | int] = {"uuid": "GPU-1", "index": 3, "productName": "H200"}
+FULL: dict[str, Any] = {
+    "utilization_ratio": 0.5,
+    "memory_used_bytes": 10 * 2**20,
+    "memory_total_bytes": 100 * 2**20,
+    "temperature_celsius": {"gpu": 40.0, "memory": 50.0},
+    "energy_joules_total": 2.5,
+    "clock_hertz": {"sm": 1.5e9},
+    "ecc_errors_total": {"uncorrected": 2},
+    "xid_errors_total": {"79": 1},
+}
+
+
+def view(*holders: Holder, load: Any = None) -> View:
+    still = Still(resource(Device("g", attributes=ATTRIBUTES), "h", held={"g": list(holders)}))
+    observer = still.observer()
+    gauge = Gauge(Source(), 10)
+    gauge._reading = Reading({"g": FULL if load is None else load}, time.monotonic())
+    observer._gauges[RESOURCE] = gauge
+    return observer.view()
+
+
+def values(seen: View) -> dict[str, list[tuple[dict[str, str], float]]]:
+    return {family.name: [(sample.labels, sample.value) for sample in family.samples] for family in dcgm.families(seen)}
+
+
+def test_values_are_in_dcgm_s_units() -> None:
+    """Percent, MiB, MHz, mJ."""
+    assert {name: rows[0][1] for name, rows in values(view()).items()} == {
+        "DCGM_FI_DEV_GPU_UTIL": 50,
+        "DCGM_FI_DEV_FB_USED": 10,
+        "DCGM_FI_DEV_FB_FREE": 90,
+        "DCGM_FI_DEV_GPU_TEMP": 40,
+        "DCGM_FI_DEV_MEMORY_TEMP": 50,
+        "DCGM_FI_DEV_TOTAL_ENERGY_CONSUMPTION": 2500,
+        "DCGM_FI_DEV_SM_CLOCK": 1500,
+        "DCGM_FI_DEV_ECC_DBE_VOL_TOTAL": 2,
+        "DCGM_EXP_XID_ERRORS_COUNT": 1,
+    }
+
+
+def test_labels_are_dcgm_s() -> None:
+    """The device by its attributes, the node, and the container that holds it."""
+    (labels, _), *more = values(view(Holder("team", "train", "main")))["DCGM_FI_DEV_GPU_UTIL"]
+    assert not more
+    assert labels.pop("Hostname")
+    assert labels == {
+        "gpu": "3",
+        "UUID": "GPU-1",
+        "device": "nvidia3",
+        "modelName": "H200",
+        "namespace": "team",
+        "pod": "train",
+        "container": "main",
+    }
+
+
+def test_a_shared_device_stays_one_series() -> None:
+    """With several holders the device's load is not counted several times."""
+    (row,) = values(view(Holder("team", "one", "main"), Holder("team", "two", "main")))["DCGM_FI_DEV_GPU_UTIL"]
+    assert row[0]["pod"] == ""
+
+
+def test_what_is_not_measured_is_absent() -> None:
+    """No zeros for what a device cannot tell; a temperature without sensors is the device's own."""
+    assert set(values(view(load={"temperature_celsius": 30, "clock_hertz": {"video": 1}}))) == {"DCGM_FI_DEV_GPU_TEMP"}
+
+
+def test_every_name_has_a_known_quantity() -> None:
+    """What sources are told to measure is what is looked for here."""
+    assert {name.quantity for name in dcgm.NAMES} <= load.QUANTITIES.keys()
