@@ -570,7 +570,9 @@ def agree(data: Any) -> bool:
 
 
 _WORD = st.text(st.characters(min_codepoint=33, max_codepoint=126), max_size=6)
-_ODD = st.sampled_from([None, True, False, 0, -1, 3, 1.5, "", "x", "/dev/x", "/dev/..", [], {}, ["x"], 2**64]) | _WORD
+_ODD: st.SearchStrategy[Any] = (
+    st.sampled_from([None, True, False, 0, -1, 3, 1.5, "", "x", "/dev/x", "/dev/..", [], {}, ["x"], 2**64]) | _WORD
+)
 _PATH = st.from_regex(r"\A(/[-a-z?]{1,3}){1,3}\Z", fullmatch=True) | st.sampled_from(["/dev/tty[0-9]*", "/a.b/..c"])
 _NAME = st.from_regex(r"[a-z]{1,3}(\.[a-z]{1,3})?/[a-zA-Z0-9]{1,4}", fullmatch=True)
 _IDENTIFIER = st.from_regex(r"([a-z]{1,3}/)?[a-zA-Z_][a-zA-Z_0-9]{0,3}", fullmatch=True)
@@ -641,13 +643,14 @@ def test_schema_and_code_agree_on_the_samples() -> None:
     agree(yaml.safe_load(WHOLE))
     for replicas in ({"a100": 4}, {"": 4}, {"a": 0}, {}):
         agree({"resources": [{"name": "a/b", "devices": [{"path": "/dev/x"}], "sharing": {"replicas": replicas}}]})
-    for entry in (
+    entries: tuple[dict[str, Any], ...] = (
         {"nvidia": {}},
         {"pci": {"vendor": "8086"}},
         {"pci": {}},
         {"usb": {"vendor": "x"}},
         {"nvidia": {"mig": "x"}},
-    ):
+    )
+    for entry in entries:
         agree({"resources": [{"name": "a/b", "devices": [entry]}]})
 
 

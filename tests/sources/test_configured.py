@@ -1,0 +1,212 @@
+"""A resource of the config file as a source: its entries together, with what the resource says."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from pathlib import Path
+from typing import cast
+
+import pytest
+
+from deviceplugin import sources
+from deviceplugin.config import parse
+from deviceplugin.device import ContainerEdits, Device, DeviceNode, Mount, Version
+from deviceplugin.source import DeviceSource
+from deviceplugin.sources import ConfiguredSource, build
+
+
+def configured(fields: str) -> ConfiguredSource:
+    """Return the source of a resource with these fields, in YAML."""
+    return build(parse(f"resources: [{{name: example.com/a, {fields}}}]").resources[0])
+
+
+def lists(source: DeviceSource) -> contextlib.aclosing[AsyncGenerator[Sequence[Device]]]:
+    return contextlib.aclosing(cast("AsyncGenerator[Sequence[Device]]", source.watch()))
+
+
+async def following(watch: AsyncGenerator[Sequence[Device]]) -> Sequence[Device]:
+    async with asyncio.timeout(10):
+        return await anext(watch)
+
+
+async def first(source: DeviceSource) -> Sequence[Device]:
+    async with lists(source) as watch:
+        return await following(watch)
+
+
+class Scripted(DeviceSource):
+    """An entry that yields what a queue holds; an exception in it is raised."""
+
+    def __init__(self, *script: Sequence[Device] | Exception) -> None:
+        self.queue: asyncio.Queue[Sequence[Device] | Exception] = asyncio.Queue()
+        for step in script:
+            self.queue.put_nowait(step)
+
+    async def watch(self) -> AsyncIterator[Sequence[Device]]:
+        while True:
+            step = await self.queue.get()
+            if isinstance(step, Exception):
+                raise step
+            yield step
+
+
+def scripted(*entries: DeviceSource) -> ConfiguredSource:
+    source = configured("devices: [path: /dev/null]")
+    source.entries = entries
+    return source
+
+
+def test_source_is_what_the_resource_says() -> None:
+    """Name, driver, sharing and topology are the resource's."""
+    source = configured("driver: a.example.com, devices: [path: /x], sharing: {replicas: 3}, topology: false")
+    assert (source.resource, source.driver) == ("example.com/a", "a.example.com")
+    assert (source.replicas, source.topology) == (3, False)
+
+
+async def test_entries_are_listed_together_in_their_order(tmp_path: Path) -> None:
+    """The devices of all entries make one list, in the order of the entries."""
+    (tmp_path / "x").touch()
+    (tmp_path / "y").touch()
+    source = configured(
+        f"""devices: [
+            path: {tmp_path}/y, simulated: {{count: 2}}, group: [{tmp_path}/x, /dev/null], simulated: {{count: 1}}
+        ]"""
+    )
+    devices = await first(source)
+    assert [device.id.rpartition("-")[0] or device.id for device in devices][1:3] == ["sim", "sim"]
+    assert len(devices) == 5
+    assert len({device.id for device in devices}) == 5
+
+
+async def test_devices_carry_what_the_resource_says(tmp_path: Path) -> None:
+    """Each device carries the resource's env, mounts, annotations and CDI names beside its own nodes and mounts."""
+    (tmp_path / "x").touch()
+    source = configured(
+        f"""
+        devices: [path: /dev/null, path: {tmp_path}/x],
+        permissions: r, env: {{A: b}}, annotations: {{k: v}}, cdi: [a.b/c=d],
+        mounts: [{{host: /opt/a, container: /opt/b, readonly: false}}]
+        """
+    )
+    null, file = await first(source)
+    assert null.container_edits == ContainerEdits(
+        env={"A": "b"},
+        nodes=[DeviceNode("/dev/null", permissions="r")],
+        mounts=[Mount("/opt/a", "/opt/b", readonly=False)],
+        annotations={"k": "v"},
+        cdi=["a.b/c=d"],
+    )
+    assert Mount(f"{tmp_path}/x", f"{tmp_path}/x") in file.edits.mounts
+    assert Mount("/opt/a", "/opt/b", readonly=False) in file.edits.mounts
+    merged = ContainerEdits.merge([null.container_edits, file.container_edits])
+    assert merged.env == {"A": "b"}
+
+
+async def test_attributes_and_capacity_are_laid_over() -> None:
+    """The resource's attributes and capacity are laid over the devices' own."""
+    source = configured(
+        "devices: [simulated: {count: 1}], attributes: {model: x, v: {version: 1.0.0}}, capacity: {memory: 1Gi}"
+    )
+    source.entries = (Scripted([Device("a", attributes={"model": "own", "more": 1}, capacity={"slots": 2})]),)
+    (device,) = await first(source)
+    assert device.attributes == {"model": "x", "more": 1, "v": "1.0.0"}
+    assert isinstance(device.attributes["v"], Version)
+    assert device.capacity == {"slots": 2, "memory": "1Gi"}
+
+
+async def test_change_of_one_entry_is_listed() -> None:
+    """When one entry's devices change, the list changes, and the other devices stay the same objects."""
+    one, other = Scripted([Device("a")]), Scripted([Device("b")])
+    source = scripted(one, other)
+    async with lists(source) as watch:
+        before = await following(watch)
+        other.queue.put_nowait([Device("b"), Device("c")])
+        after = await following(watch)
+    assert [device.id for device in after] == ["a", "b", "c"]
+    assert after[0] is before[0]
+
+
+async def test_failing_entry_costs_itself_only(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """An entry that fails is tried again; its last list stays, and the other entries go on."""
+    monkeypatch.setattr(sources, "RETRY", (0.01, 0.02))
+    one, other = Scripted([Device("a")], RuntimeError("out of luck")), Scripted([Device("b")])
+    source = scripted(one, other)
+    async with lists(source) as watch:
+        assert [device.id for device in await following(watch)] == ["a", "b"]
+        other.queue.put_nowait([Device("c")])
+        assert [device.id for device in await following(watch)] == ["a", "c"]
+        one.queue.put_nowait([Device("d")])
+        assert [device.id for device in await following(watch)] == ["d", "c"]
+    assert "out of luck" in caplog.text
+
+
+async def test_entry_that_fails_at_once_holds_nothing_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An entry that fails before its first list does not keep the others from being served."""
+    monkeypatch.setattr(sources, "RETRY", (0.01, 0.02))
+    source = scripted(Scripted(RuntimeError("no driver"), [Device("late")]), Scripted([Device("b")]))
+    async with lists(source) as watch:
+        devices = await following(watch)
+        while len(devices) < 2:
+            devices = await following(watch)
+    assert [device.id for device in devices] == ["late", "b"]
+
+
+async def test_slow_entry_joins_later(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first list waits for an entry that is slow, but not for ever."""
+    monkeypatch.setattr(sources, "FIRST_LIST", 0.05)
+    slow = Scripted()
+    async with lists(scripted(slow, Scripted([Device("b")]))) as watch:
+        assert [device.id for device in await following(watch)] == ["b"]
+        slow.queue.put_nowait([Device("a")])
+        assert [device.id for device in await following(watch)] == ["a", "b"]
+
+
+async def test_device_found_twice_is_served_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """A path that two entries find, or that two names lead to, is one device; the first name counts, and it is said."""
+    (tmp_path / "tty0").touch()
+    (tmp_path / "alias").symlink_to("tty0")
+    source = configured(f"devices: [{{path: {tmp_path}/a*}}, {{path: {tmp_path}/tty*}}, {{path: {tmp_path}/alia?}}]")
+    (device,) = await first(source)
+    assert device.edits.mounts[0].container == f"{tmp_path}/alias"
+    assert sum("is left out" in note for note in source.notes) == 1
+    assert sum("served once" in note for note in source.notes) == 1
+    assert len([record for record in caplog.records if record.levelname == "WARNING"]) == 2
+
+
+async def test_name_that_is_served_stays(tmp_path: Path) -> None:
+    """When a second name for a device in use appears, even of an earlier entry, the device keeps its name."""
+    (tmp_path / "tty0").touch()
+    source = configured(f"devices: [{{path: {tmp_path}/a*}}, {{path: {tmp_path}/tty*}}]")
+    async with lists(source) as watch:
+        (before,) = await following(watch)
+        (tmp_path / "alias").symlink_to("tty0")
+        (after,) = await following(watch)
+        assert after is before
+        assert any("is left out" in note for note in source.notes)
+        (tmp_path / "alias").unlink()
+        while source.notes != (f"{tmp_path}/a* matches nothing now; what is plugged in later is found",):
+            await following(watch)
+
+
+async def test_notes_are_those_of_all_entries(tmp_path: Path) -> None:
+    """What the entries have to say is said by the source, and no more once it is no longer so."""
+    source = configured(f"devices: [{{path: {tmp_path}/a*}}, {{path: {tmp_path}/b*}}]")
+    async with lists(source) as watch:
+        assert await following(watch) == []
+        assert len(list(source.notes)) == 2
+        (tmp_path / "a").touch()
+        assert len(await following(watch)) == 1
+        assert list(source.notes) == [f"{tmp_path}/b* matches nothing now; what is plugged in later is found"]
+
+
+async def test_end_of_the_watch_ends_the_entries() -> None:
+    """When nobody watches the source any more, nothing of it goes on."""
+    before = asyncio.all_tasks()
+    async with lists(scripted(Scripted([Device("a")]), Scripted([]))) as watch:
+        await following(watch)
+        assert len(asyncio.all_tasks()) > len(before)
+    assert asyncio.all_tasks() == before

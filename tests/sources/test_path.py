@@ -1,0 +1,472 @@
+"""Paths as devices: what a glob finds, what it is called, and how soon a change is noticed."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import glob as standard
+import os
+import stat
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
+from pathlib import Path
+from typing import cast
+
+import pytest
+from hypothesis import HealthCheck, example, given, settings
+from hypothesis import strategies as st
+
+from deviceplugin.device import Device, Mount
+from deviceplugin.sources.path import GroupSource, PathSource, device_id, numa_of
+
+NEVER = 3600.0
+"""Seconds between rescans in tests that are about watching."""
+ROOT = os.geteuid() == 0
+
+
+def ids(devices: Sequence[Device]) -> list[str]:
+    return [device.id for device in devices]
+
+
+def aliases(devices: Sequence[Device]) -> list[str]:
+    """Return the last part of the paths under which containers find the devices."""
+    return [os.path.basename(path) for device in devices for path in paths(device)]
+
+
+def paths(device: Device) -> list[str]:
+    edits = device.container_edits
+    return [node.path for node in edits.device_nodes] + [mount.container for mount in edits.mounts]
+
+
+def hosts(device: Device) -> list[str]:
+    edits = device.container_edits
+    return [node.host for node in edits.device_nodes] + [mount.host for mount in edits.mounts]
+
+
+def null(path: Path) -> Path:
+    """Make a path that is a device node: /dev/null, by symlink."""
+    path.symlink_to("/dev/null")
+    return path
+
+
+@contextlib.asynccontextmanager
+async def watching(source: PathSource | GroupSource) -> AsyncIterator[Callable[..., Awaitable[Sequence[Device]]]]:
+    """Watch a source; what is given awaits its next list (that fits a condition)."""
+    async with contextlib.aclosing(cast("AsyncGenerator[Sequence[Device]]", source.watch())) as lists:
+
+        async def following(fits: Callable[[Sequence[Device]], bool] = lambda _: True) -> Sequence[Device]:
+            async with asyncio.timeout(10):
+                async for devices in lists:
+                    if fits(devices):
+                        return devices
+            raise AssertionError("the source ended")
+
+        yield following
+
+
+# What is found.
+
+
+def test_node_is_given_as_node(tmp_path: Path) -> None:
+    """A device node is given to containers as one, with the permissions asked for."""
+    (device,) = PathSource("/dev/null", permissions="r").look()
+    (node,) = device.container_edits.device_nodes
+    assert (node.host, node.path, node.permissions) == ("/dev/null", "/dev/null", "r")
+    assert not device.edits
+
+
+def test_alias_is_kept_inside(tmp_path: Path) -> None:
+    """A symlink is resolved on the host and kept as the container's path and the device's name."""
+    null(tmp_path / "second")
+    (tmp_path / "first").symlink_to("second")
+    (device,) = PathSource(f"{tmp_path}/fir*").look()
+    (node,) = device.container_edits.device_nodes
+    assert (node.host, node.path) == ("/dev/null", f"{tmp_path}/first")
+    assert device.id == device_id(f"{tmp_path}/first")
+
+
+def test_path_below_a_linked_directory_is_resolved(tmp_path: Path) -> None:
+    """A path that runs through a symlinked directory is resolved on the host and kept inside."""
+    (tmp_path / "real").mkdir()
+    (tmp_path / "real" / "x").touch()
+    (tmp_path / "link").symlink_to("real")
+    (device,) = PathSource(f"{tmp_path}/link/*").look()
+    assert device.edits.mounts == (Mount(f"{tmp_path}/real/x", f"{tmp_path}/link/x", readonly=False),)
+
+
+@pytest.mark.parametrize(("permissions", "readonly"), [("r", True), ("rw", False), ("w", False), ("rwm", False)])
+def test_plain_file_is_mounted(tmp_path: Path, permissions: str, readonly: bool) -> None:
+    """A plain file is no device node: it is mounted, writable if the permissions say so."""
+    (tmp_path / "file").touch()
+    (device,) = PathSource(f"{tmp_path}/file", permissions=permissions).look()
+    assert not device.nodes
+    assert device.edits.mounts == (Mount(f"{tmp_path}/file", f"{tmp_path}/file", readonly=readonly),)
+
+
+def test_directory_is_left_out(tmp_path: Path) -> None:
+    """A directory is no device; it is left out without a word while something else matches."""
+    (tmp_path / "a").mkdir()
+    (tmp_path / "b").touch()
+    source = PathSource(f"{tmp_path}/*")
+    assert aliases(source.look()) == ["b"]
+
+
+async def test_glob_that_finds_directories_alone_says_so(tmp_path: Path) -> None:
+    """A glob that matches directories alone gives advice."""
+    (tmp_path / "snd").mkdir()
+    source = PathSource(f"{tmp_path}/snd", rescan=NEVER)
+    async with watching(source) as following:
+        assert await following() == []
+    assert source.notes == (
+        f"{tmp_path}/snd matches a directory, which is not a device; name what lies in it: {tmp_path}/snd/*",
+    )
+
+
+async def test_glob_that_finds_nothing_says_so(tmp_path: Path) -> None:
+    """A glob that matches nothing is fine, and said."""
+    source = PathSource(f"{tmp_path}/tty*", rescan=NEVER)
+    async with watching(source) as following:
+        assert await following() == []
+        assert "matches nothing now" in source.notes[0]
+        (tmp_path / "tty0").touch()
+        assert len(await following()) == 1
+        assert source.notes == ()
+
+
+def test_dangling_symlink_is_left_out(tmp_path: Path) -> None:
+    """A symlink that leads nowhere, or in a circle, is no device."""
+    (tmp_path / "a").symlink_to("nowhere")
+    (tmp_path / "b").symlink_to("b")
+    assert PathSource(f"{tmp_path}/*").look() == []
+
+
+def test_name_that_is_not_text_is_left_out(tmp_path: Path) -> None:
+    """A file whose name is not UTF-8 cannot be said to the kubelet and is left out."""
+    (tmp_path / "a").touch()
+    with contextlib.suppress(OSError):  # a file system that takes no such names
+        os.close(os.open(os.fsencode(tmp_path) + b"/\xff", os.O_CREAT))
+    assert aliases(PathSource(f"{tmp_path}/*").look()) == ["a"]
+
+
+@pytest.mark.skipif(ROOT, reason="root may read everything")
+def test_directory_that_cannot_be_read_is_said(tmp_path: Path) -> None:
+    """A directory that may not be read gives no devices, and a note."""
+    (tmp_path / "dark").mkdir(mode=0)
+    source = PathSource(f"{tmp_path}/dark/*")
+    look = source._look()
+    assert look.devices == []
+    assert "cannot be read" in look.notes[0]
+
+
+def test_order_is_that_of_people(tmp_path: Path) -> None:
+    """Numbers in names count as numbers: 2 comes before 10."""
+    for number in (10, 2, 1):
+        (tmp_path / f"tty{number}").touch()
+    assert aliases(PathSource(f"{tmp_path}/tty*").look()) == ["tty1", "tty2", "tty10"]
+
+
+def test_relative_glob_is_refused() -> None:
+    """A relative path is an author's mistake, said at once."""
+    with pytest.raises(ValueError, match="absolute"):
+        PathSource("dev/x")
+
+
+_NAMES = st.sampled_from(["a", "ab", "b1", "b2", ".h", "[x]", "é"])
+_PATTERNS = st.sampled_from(["*", "a*", "?", "b[12]", "b[!1]", "[[]x]", ".*", "a", "nothing", "[", "ab"])
+
+
+@given(st.sets(st.lists(_NAMES, min_size=1, max_size=3).map(tuple)), st.lists(_PATTERNS, min_size=1, max_size=3))
+@example({("a", "b1"), ("ab", "b1")}, ["a*", "b1"])
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
+def test_globs_match_as_in_python(
+    tmp_path_factory: pytest.TempPathFactory, tree: set[tuple[str, ...]], pattern: list[str]
+) -> None:
+    """A glob matches the files that glob.glob matches, in whatever tree."""
+    root = tmp_path_factory.mktemp("tree")
+    for names in sorted(tree):
+        with contextlib.suppress(FileExistsError, NotADirectoryError):
+            (root.joinpath(*names[:-1])).mkdir(parents=True, exist_ok=True)
+            root.joinpath(*names).touch()
+    glob = f"{root}/{'/'.join(pattern)}"
+    found = {path for device in PathSource(glob).look() for path in paths(device)}
+    assert found == {path for path in standard.glob(glob) if not os.path.isdir(path)}
+
+
+# Names.
+
+
+@pytest.mark.parametrize(
+    ("path", "name"),
+    [
+        ("/dev/ttyUSB0", "ttyUSB0"),
+        ("/dev/snd/pcmC0D0c", "snd--pcmC0D0c"),
+        ("/dev/bus/usb/001/002", "bus--usb--001--002"),
+        ("/dev/dri/by-path/pci-0000:00:02.0-card", "dri-by-path-pci-0000-00-02.0-card-3419ceeb"),
+        ("/srv/x", "srv-x-c0fdb799"),
+    ],
+)
+def test_id_is_readable(path: str, name: str) -> None:
+    """A device's id is its path, as far as an id can be; what is lost on the way is made up for by a hash."""
+    assert device_id(path) == name
+
+
+def test_long_path_keeps_its_end() -> None:
+    """The id of a long path keeps the end of it, which tells devices apart for people."""
+    name = device_id("/dev/serial/by-id/usb-FTDI_FT232R_USB_UART_A50285BI-if00-port0")
+    assert len(name) <= 52
+    assert "A50285BI-if00-port0" in name
+
+
+_STEPS = st.lists(st.text(st.sampled_from("ab-_.:/é A0"), min_size=1, max_size=30), min_size=1, max_size=4)
+_PATHS = st.builds(lambda root, steps: root + "/".join(steps), st.sampled_from(["/dev/", "/"]), _STEPS)
+
+
+@given(_PATHS, _PATHS)
+@example("/dev/a/b", "/dev/a--b")
+@example("/dev/a-/b", "/dev/a/-b")
+@example("/a", "/dev/a")
+@example("/dev/x", "/x")
+@example("/dev/a/b", "/dev/a-b")
+def test_ids_are_unique_and_fit(one: str, other: str) -> None:
+    """Ids fit the kubelet with room for a replica's number, carry no separator of replicas, and never collide."""
+    for path in (one, other):
+        name = device_id(path)
+        assert 0 < len(name) <= 52
+        assert name.isascii()
+        assert name.isprintable()
+        assert " " not in name
+        assert ":" not in name
+        Device(name)
+    assert (device_id(one) == device_id(other)) == (one == other)
+
+
+# NUMA.
+
+
+def sysfs(root: Path, *, numa: str, kind: str = "char", numbers: str = "1:3") -> str:
+    """Make a sysfs in which this device hangs on a PCI device that is on this NUMA node."""
+    pci = root / "sys" / "devices" / "pci0000:00" / "0000:00:1f.0"
+    leaf = pci / "usb1" / "1-1" / "tty"
+    leaf.mkdir(parents=True)
+    (pci / "numa_node").write_text(numa)
+    (root / "sys" / "devices" / "pci0000:00" / "numa_node").write_text("7\n")
+    place = root / "sys" / "dev" / kind
+    place.mkdir(parents=True)
+    (place / numbers).symlink_to("../../devices/pci0000:00/0000:00:1f.0/usb1/1-1/tty")
+    return str(root / "sys")
+
+
+def test_numa_node_is_that_of_the_nearest_ancestor(tmp_path: Path) -> None:
+    """A device node is on the NUMA node of the nearest ancestor in sysfs that names one."""
+    (device,) = PathSource("/dev/null", sysfs=sysfs(tmp_path, numa="1\n")).look()
+    assert device.numa_nodes == (1,)
+
+
+def test_ancestor_without_knowledge_is_passed_over(tmp_path: Path) -> None:
+    """An ancestor that says -1 does not know; the next one is asked."""
+    (device,) = PathSource("/dev/null", sysfs=sysfs(tmp_path, numa="-1\n")).look()
+    assert device.numa_nodes == (7,)
+
+
+def test_block_devices_have_numa_nodes_too(tmp_path: Path) -> None:
+    """A block device is looked up among block devices."""
+    root = sysfs(tmp_path, numa="1", kind="block", numbers="8:1")
+    assert numa_of(stat.S_IFBLK, os.makedev(8, 1), root) == 1
+    assert numa_of(stat.S_IFCHR, os.makedev(8, 1), root) is None
+
+
+def test_what_sysfs_does_not_know_has_no_numa_node(tmp_path: Path) -> None:
+    """Plain files, unknown devices and garbage in sysfs have no NUMA node."""
+    assert numa_of(stat.S_IFREG, 0, "/sys") is None
+    assert numa_of(stat.S_IFCHR, os.makedev(1, 3), str(tmp_path)) is None
+    root = sysfs(tmp_path, numa="garbage")
+    (tmp_path / "sys" / "devices" / "pci0000:00" / "numa_node").unlink()
+    assert numa_of(stat.S_IFCHR, os.makedev(1, 3), root) is None
+
+
+# Groups.
+
+
+def touch(root: Path, *names: str) -> None:
+    for name in names:
+        (root / name).touch()
+
+
+def parts(devices: Sequence[Device]) -> list[tuple[str, ...]]:
+    return [tuple(map(os.path.basename, paths(device))) for device in devices]
+
+
+def test_nth_of_each_make_one_device(tmp_path: Path) -> None:
+    """The n-th matches of each glob make one device, named after the first of them."""
+    touch(tmp_path, "a1", "a3", "b2", "b3")
+    devices = GroupSource([f"{tmp_path}/a*", f"{tmp_path}/b*"]).look()
+    assert parts(devices) == [("a1", "b2"), ("a3", "b3")]
+    assert ids(devices) == [device_id(f"{tmp_path}/a1"), device_id(f"{tmp_path}/a3")]
+
+
+def test_surplus_is_left_out(tmp_path: Path) -> None:
+    """Of unequal numbers the surplus is left out, and said with the numbers."""
+    touch(tmp_path, "a0", "a1", "a2", "b0", "b1")
+    source = GroupSource([f"{tmp_path}/a*", f"{tmp_path}/b*"])
+    look = source._look()
+    assert parts(look.devices) == [("a0", "b0"), ("a1", "b1")]
+    assert look.notes == [
+        f"unequal numbers of parts (3 of {tmp_path}/a*, 2 of {tmp_path}/b*); what is left over is left out"
+    ]
+
+
+def test_unequal_numbers_are_matched_by_text(tmp_path: Path) -> None:
+    """Of unequal numbers those belong together whose wildcards stand for the same text."""
+    touch(tmp_path, "a1", "a2", "a10", "b2", "b10")
+    assert parts(GroupSource([f"{tmp_path}/a*", f"{tmp_path}/b*"]).look()) == [("a2", "b2"), ("a10", "b10")]
+
+
+def test_nodes_and_files_can_be_grouped(tmp_path: Path) -> None:
+    """A group's device node is given as a node, its plain file is mounted."""
+    null(tmp_path / "a0")
+    touch(tmp_path, "b0")
+    (device,) = GroupSource([f"{tmp_path}/a*", f"{tmp_path}/b*"], permissions="r").look()
+    assert hosts(device) == ["/dev/null", f"{tmp_path}/b0"]
+
+
+def test_group_is_close_to_all_its_numa_nodes(tmp_path: Path) -> None:
+    """A group's NUMA nodes are those of its parts."""
+    root = sysfs(tmp_path, numa="1", numbers="1:3")
+    other = tmp_path / "sys" / "devices" / "other"
+    other.mkdir()
+    (other / "numa_node").write_text("0")
+    (tmp_path / "sys" / "dev" / "char" / "1:5").symlink_to("../../devices/other")
+    (device,) = GroupSource(["/dev/null", "/dev/zero"], sysfs=root).look()
+    assert device.numa_nodes == (0, 1)
+
+
+async def test_what_belongs_together_stays_together(tmp_path: Path) -> None:
+    """When parts of one device go, the other devices keep theirs, whatever their places in the order."""
+    touch(tmp_path, "a0", "a1", "a2", "b5", "b6", "b7")
+    source = GroupSource([f"{tmp_path}/a*", f"{tmp_path}/b*"], rescan=NEVER)
+    async with watching(source) as following:
+        assert parts(await following()) == [("a0", "b5"), ("a1", "b6"), ("a2", "b7")]
+        (tmp_path / "a0").unlink()
+        assert parts(await following()) == [("a1", "b6"), ("a2", "b7")]
+        (tmp_path / "b7").unlink()
+        devices = await following(lambda devices: ("a1", "b6") not in parts(devices) or len(devices) == 2)
+        assert parts(devices) == [("a1", "b6"), ("a2", "b5")]
+
+
+# Watching.
+
+
+async def test_plugged_device_is_listed(tmp_path: Path) -> None:
+    """A path that appears, and one that goes, changes the list by watching, not by polling."""
+    async with watching(PathSource(f"{tmp_path}/tty*", rescan=NEVER)) as following:
+        assert await following() == []
+        (tmp_path / "tty0").touch()
+        assert aliases(await following()) == ["tty0"]
+        (tmp_path / "tty1").touch()
+        assert aliases(await following()) == ["tty0", "tty1"]
+        (tmp_path / "tty0").unlink()
+        assert aliases(await following()) == ["tty1"]
+
+
+async def test_directories_may_come_and_go(tmp_path: Path) -> None:
+    """Every directory that a glob runs through may appear, vanish and appear again."""
+    async with watching(PathSource(f"{tmp_path}/serial/*/port*", rescan=NEVER)) as following:
+        assert await following() == []
+        for _ in range(3):
+            (tmp_path / "serial" / "one").mkdir(parents=True)
+            (tmp_path / "serial" / "one" / "port0").touch()
+            assert aliases(await following(len)) == ["port0"]
+            (tmp_path / "serial" / "two").mkdir()
+            (tmp_path / "serial" / "two" / "port1").touch()
+            assert aliases(await following(lambda devices: len(devices) == 2)) == ["port0", "port1"]
+            for name in ("one/port0", "two/port1"):
+                (tmp_path / "serial" / name).unlink()
+            for name in ("one", "two"):
+                (tmp_path / "serial" / name).rmdir()
+            (tmp_path / "serial").rmdir()
+            assert await following(lambda devices: not devices) == []
+
+
+async def test_moved_symlink_is_followed(tmp_path: Path) -> None:
+    """When a symlink is pointed elsewhere, the device stays and its host path follows."""
+    touch(tmp_path, "one", "two")
+    link = tmp_path / "link"
+    link.symlink_to("one")
+    async with watching(PathSource(str(link), rescan=NEVER)) as following:
+        (before,) = await following()
+        (tmp_path / "new").symlink_to("two")
+        os.replace(tmp_path / "new", link)
+        (after,) = await following(len)
+    assert (hosts(before), hosts(after)) == ([f"{tmp_path}/one"], [f"{tmp_path}/two"])
+    assert before.id == after.id
+
+
+async def test_target_of_a_symlink_is_watched(tmp_path: Path) -> None:
+    """What a symlink leads to may come and go in its own directory, at the end of a chain of links."""
+    for name in ("links", "middle", "targets"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "links" / "a").symlink_to("../middle/b")
+    (tmp_path / "middle" / "b").symlink_to(tmp_path / "targets" / "c")
+    async with watching(PathSource(f"{tmp_path}/links/*", rescan=NEVER)) as following:
+        assert await following() == []
+        touch(tmp_path, "targets/c")
+        assert hosts((await following())[0]) == [f"{tmp_path}/targets/c"]
+        (tmp_path / "targets" / "c").unlink()
+        assert await following() == []
+        (tmp_path / "middle" / "b").unlink()
+        touch(tmp_path, "middle/b")
+        assert hosts((await following(len))[0]) == [f"{tmp_path}/middle/b"]
+
+
+async def test_linked_directory_is_watched(tmp_path: Path) -> None:
+    """When a symlinked directory of the glob is pointed elsewhere, the devices follow (a ConfigMap's swap)."""
+    for name in ("one", "two"):
+        (tmp_path / name).mkdir()
+        touch(tmp_path, f"{name}/x")
+    (tmp_path / "current").symlink_to("one")
+    async with watching(PathSource(f"{tmp_path}/current/*", rescan=NEVER)) as following:
+        assert hosts((await following())[0]) == [f"{tmp_path}/one/x"]
+        (tmp_path / "new").symlink_to("two")
+        os.replace(tmp_path / "new", tmp_path / "current")
+        devices = await following(lambda devices: bool(devices) and hosts(devices[0]) != [f"{tmp_path}/one/x"])
+        assert hosts(devices[0]) == [f"{tmp_path}/two/x"]
+
+
+async def test_rescan_finds_what_no_event_tells(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where watching says nothing, looking again from time to time still finds a change."""
+    monkeypatch.setattr("deviceplugin.filewatch.Watch.hint", lambda *_: None)
+    async with watching(PathSource(f"{tmp_path}/*", rescan=0.02)) as following:
+        assert await following() == []
+        touch(tmp_path, "x")
+        assert aliases(await following()) == ["x"]
+
+
+async def test_churn_of_others_is_not_listed(tmp_path: Path) -> None:
+    """Files that do not match come and go without a new list."""
+    async with watching(PathSource(f"{tmp_path}/tty*", rescan=NEVER)) as following:
+        await following()
+        for number in range(50):
+            touch(tmp_path, f"other{number}")
+        touch(tmp_path, "tty0")
+        assert aliases(await following()) == ["tty0"]
+
+
+async def test_unchanged_devices_are_the_same_objects(tmp_path: Path) -> None:
+    """A look that finds the same gives the same devices, so that telling what changed costs little."""
+    touch(tmp_path, "a", "b")
+    source = PathSource(f"{tmp_path}/*")
+    before = source.look()
+    touch(tmp_path, "c")
+    after = source.look()
+    assert [one is other for one, other in zip(before, after, strict=False)] == [True, True]
+
+
+@pytest.mark.skipif(not ROOT, reason="only root makes device nodes")
+def test_replaced_node_is_another(tmp_path: Path) -> None:
+    """A device node that is replaced under the same name by another is looked at anew."""
+    node = tmp_path / "node"
+    source = PathSource(str(node), sysfs=sysfs(tmp_path, numa="1", numbers="1:3"))
+    os.mknod(node, stat.S_IFCHR | 0o600, os.makedev(1, 5))
+    assert source.look()[0].numa_nodes == ()
+    node.unlink()
+    os.mknod(node, stat.S_IFCHR | 0o600, os.makedev(1, 3))
+    assert source.look()[0].numa_nodes == (1,)
