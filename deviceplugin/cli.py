@@ -286,14 +286,14 @@ def _as_json(source: ConfiguredSource, devices: Sequence[Device]) -> dict[str, A
     return {
         "name": source.resource,
         "driver": source.driver,
-        "replicas": source.replicas,
         "topology": source.topology,
-        "offered": len(devices) * source.replicas,
+        "offered": sum(map(source.replicas_of, devices)),
         "devices": [
             {
                 "id": device.id,
                 "health": device.health.value,
                 "message": device.message,
+                "replicas": source.replicas_of(device),
                 "numa": list(device.numa_nodes) if source.topology else [],
                 "nodes": [
                     {"host": node.host, "container": node.path, "permissions": node.permissions}
@@ -310,7 +310,7 @@ def _as_json(source: ConfiguredSource, devices: Sequence[Device]) -> dict[str, A
     }
 
 
-_COLUMNS: Final = ("RESOURCE", "DEVICE", "HEALTH", "NUMA", "NODES")
+_COLUMNS: Final = ("RESOURCE", "DEVICE", "HEALTH", "REPLICAS", "NUMA", "NODES")
 
 
 def _print_table(listed: _Listed) -> None:
@@ -319,6 +319,7 @@ def _print_table(listed: _Listed) -> None:
             source.resource,
             device.id,
             device.health.value + (f" ({device.message})" if device.message else ""),
+            str(source.replicas_of(device)),
             (source.topology and ",".join(map(str, device.numa_nodes))) or "-",
             _nodes(source, device),
         )
@@ -331,7 +332,8 @@ def _print_table(listed: _Listed) -> None:
     for source, devices in listed:
         healthy = sum(device.health.usable for device in devices)
         unwell = f", {len(devices) - healthy} of them unhealthy" if healthy < len(devices) else ""
-        shared = f", each offered {source.replicas} times" if source.replicas > 1 else ""
+        offered = sum(map(source.replicas_of, devices))
+        shared = f", offered {offered} times in all" if offered > len(devices) else ""
         print(f"{source.resource}: {_count(len(devices), 'device')}{unwell}{shared}")
         for note in source.notes:
             print(f"  {note}")
