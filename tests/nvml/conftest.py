@@ -1,0 +1,66 @@
+"""Fixtures: the fake library, compiled once, and a world that it tells of, one for each test."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from pathlib import Path
+
+import pytest
+
+from deviceplugin.device import Device
+from tests.nvml.world import World, build
+
+
+@pytest.fixture(scope="session")
+def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return build(tmp_path_factory.mktemp("nvml"))
+
+
+@pytest.fixture
+def world(tmp_path: Path, library: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[World]:
+    made = World(tmp_path / "world", library)
+    monkeypatch.setenv("FAKE_NVML", str(made.state))
+    unload()
+    yield made
+    made.state.unlink(missing_ok=True)  # nothing hangs any more
+    for thread in threading.enumerate():
+        if thread.name == "nvml":
+            thread.join(10)
+            assert not thread.is_alive()
+    unload()
+
+
+def unload() -> None:
+    """Have the library loaded anew, with none of its state."""
+    import pynvml  # type: ignore[import-untyped]
+
+    from deviceplugin.sources import nvml
+
+    if pynvml.nvmlLib is not None:
+        nvml._unload(pynvml)
+
+
+Until = Callable[[AsyncIterator[Sequence[Device]], Callable[[dict[str, Device]], object]], Awaitable[dict[str, Device]]]
+
+
+@pytest.fixture
+def until() -> Until:
+    """Take lists of a source until one is as wanted, and return it by id."""
+    import asyncio
+
+    async def take(
+        lists: AsyncIterator[Sequence[Device]], wanted: Callable[[dict[str, Device]], object]
+    ) -> dict[str, Device]:
+        seen: dict[str, Device] = {}
+        try:
+            async with asyncio.timeout(20):
+                async for devices in lists:
+                    seen = {device.id: device for device in devices}
+                    if wanted(seen):
+                        return seen
+        except TimeoutError:
+            raise AssertionError(f"not in time; the last list is {seen}") from None
+        raise AssertionError(f"the lists ended with {seen}")
+
+    return take
