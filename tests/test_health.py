@@ -1,0 +1,354 @@
+"""Rules of health against a model written in another way, and the probes that look."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import os
+import re
+import stat
+import sys
+import threading
+from contextlib import aclosing
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from deviceplugin import config, sources
+from deviceplugin.device import Device, DeviceNode, Health
+from deviceplugin.health import Course, Prober, Rules, Verdict, command_probe, open_probe, worst
+from deviceplugin.sources.nvml import Gpu, Look, NvidiaSource, Trouble, Xid
+
+GOOD, BAD, UNREADABLE = Verdict.GOOD, Verdict.BAD, Verdict.UNREADABLE
+
+# --- the rules ------------------------------------------------------------------------------------
+
+
+def model(history: str, rules: Rules) -> Health:
+    """What follows from a history, by searching it: F a fault, G a good look, g one too soon after a fault,
+    B a bad look, U one that told nothing.
+    """
+    telling = history.replace("U", "")
+    while broken := re.search(rf"F|^B|B{{{rules.failures}}}", telling):
+        healed = re.search(rf"G{{{rules.successes}}}", telling[broken.end() :])
+        if healed is None:
+            return Health.UNHEALTHY
+        telling = "!" + telling[broken.end() + healed.end() :]
+    return Health.HEALTHY if re.search(r"[Gg]B*$", history) else Health.UNKNOWN
+
+
+EVENTS = st.lists(st.tuples(st.sampled_from("FGGGBBU"), st.floats(0, 30, allow_nan=False, width=16)), max_size=60)
+
+
+@given(EVENTS, st.integers(1, 4), st.integers(1, 4), st.sampled_from([0.0, 20.0, None]))
+@settings(deadline=None)
+def test_health_follows_its_rules_whatever_is_seen(
+    events: list[tuple[str, float]], failures: int, successes: int, quiet: float | None
+) -> None:
+    """Any row of looks and faults leads where a model of the rules, searching the history, says."""
+    rules = Rules(failures, successes, quiet)
+    course, history, now, fault = Course(), "", 0.0, None
+    for kind, wait in events:
+        now += wait
+        if kind == "F":
+            course, fault = course.faulted("fault", now), now
+        else:
+            course = course.looked({"G": GOOD, "B": BAD, "U": UNREADABLE}[kind], kind, now, rules)
+            if kind == "G" and fault is not None and (quiet is None or now - fault < quiet):
+                kind = "g"
+        history += kind
+        assert course.health is model(history, rules), history
+        assert bool(course.message) == (course.health is not Health.HEALTHY)
+
+
+def follow(rules: Rules, *looks: Verdict) -> list[Health]:
+    course, seen = Course(), []
+    for number, verdict in enumerate(looks):
+        course = course.looked(verdict, verdict.value, float(number), rules)
+        seen.append(course.health)
+    return seen
+
+
+def test_few_bad_looks_change_nothing_and_many_do() -> None:
+    """Bad looks count in a row; a good one in between begins anew."""
+    rules = Rules(failures=2)
+    assert follow(rules, GOOD, BAD, GOOD, BAD, BAD)[1:] == [Health.HEALTHY] * 3 + [Health.UNHEALTHY]
+
+
+def test_first_look_counts_by_itself() -> None:
+    """A device that was never seen well is not offered on the strength of a threshold."""
+    assert follow(Rules(failures=9), BAD) == [Health.UNHEALTHY]
+    assert follow(Rules(successes=9), GOOD) == [Health.HEALTHY]
+
+
+def test_what_cannot_be_read_is_unknown_but_does_not_absolve() -> None:
+    """An unreadable look makes a healthy device unknown, and leaves an unhealthy one unhealthy."""
+    assert follow(Rules(), GOOD, UNREADABLE, GOOD) == [Health.HEALTHY, Health.UNKNOWN, Health.HEALTHY]
+    assert follow(Rules(), BAD, UNREADABLE) == [Health.UNHEALTHY] * 2
+
+
+def test_worst_opinion_wins() -> None:
+    """Unhealthy goes before unknown, unknown before healthy, each with its own words."""
+    assert worst((Health.HEALTHY, ""), (Health.UNKNOWN, "a"), (Health.UNHEALTHY, "b")) == (Health.UNHEALTHY, "b")
+    assert worst((Health.HEALTHY, ""), (Health.UNKNOWN, "a")) == (Health.UNKNOWN, "a")
+
+
+# --- a day ----------------------------------------------------------------------------------------
+
+DAY = 24 * 3600
+PERIOD = 60
+GPUS = 3
+
+happenings = st.lists(
+    st.tuples(
+        st.integers(0, DAY - 1),
+        st.integers(0, GPUS - 1),
+        st.one_of(
+            st.sampled_from([13, 31, 43, 45, 48, 63, 79, 94]),  # XIDs
+            st.tuples(st.sampled_from(["bad", "unreadable", "gone", "driver", "hang"]), st.integers(1, 3 * 3600)),
+        ),
+    ),
+    max_size=60,
+)
+
+
+@given(happenings, st.integers(1, 4), st.integers(1, 4), st.sampled_from([300.0, 3600.0, None]))
+@settings(deadline=None, max_examples=25)
+def test_health_of_gpus_follows_the_rules_through_a_day(
+    happened: list[tuple[int, int, Any]], failures: int, successes: int, quiet: float | None
+) -> None:
+    """24 hours of XIDs, pulled and plugged GPUs, lost ones, reloads and hangs: each GPU's reported health is
+    at every look what the model says of that GPU's own history since it was plugged in, and no other's.
+    """
+    now = 0.0
+    rules = Rules(failures, successes, quiet)
+    source = NvidiaSource(rules=rules, clock=lambda: now)
+    gpus = [Gpu(f"GPU-{number}", number) for number in range(GPUS)]
+    histories: dict[str, str] = {}
+    faults: dict[str, float] = {}
+    times = sorted({*range(0, DAY, PERIOD), *(at for at, _, _ in happened)})
+    by_time: dict[int, list[tuple[int, int]]] = {}
+    spans: dict[str, list[tuple[int, int, int]]] = {}
+    for at, number, what in happened:
+        if isinstance(what, int):
+            by_time.setdefault(at, []).append((number, what))
+        else:
+            spans.setdefault(what[0], []).append((at, at + what[1], number))
+
+    def holds(kind: str, at: int, number: int | None = None) -> bool:
+        return any(begin <= at < end and number in (None, one) for begin, end, one in spans.get(kind, ()))
+
+    def judge(name: str, verdict: Verdict) -> None:
+        soon = name in faults and (quiet is None or now - faults[name] < quiet)
+        histories[name] += {GOOD: "g" if soon else "G", BAD: "B", UNREADABLE: "U"}[verdict]
+
+    for at in times:
+        now = float(at)
+        for number, code in by_time.get(at, ()):
+            name = gpus[number].uuid
+            source.take(Xid(name, code))
+            if name in histories and code not in source.ignore_xids:
+                histories[name] += "F"
+                faults[name] = now
+        if at % PERIOD:
+            continue
+        if holds("driver", at) or holds("hang", at):
+            verdict = BAD if holds("driver", at) else UNREADABLE
+            source.take(Trouble("no driver" if verdict is BAD else "hangs", verdict))
+            for name in histories:
+                judge(name, verdict)
+        else:
+            there = [gpu for gpu in gpus if not holds("gone", at, gpu.index)]
+            findings = {
+                gpu.uuid: (BAD, "lost")
+                if holds("bad", at, gpu.index)
+                else (UNREADABLE, "?")
+                if holds("unreadable", at, gpu.index)
+                else (GOOD, "")
+                for gpu in there
+            }
+            source.take(Look(tuple(there), findings))
+            for name in histories.keys() - findings.keys():
+                del histories[name]
+                faults.pop(name, None)
+            for name, (verdict, _) in findings.items():
+                histories.setdefault(name, "")
+                judge(name, verdict)
+        reported = {device.id: device.health for device in source.devices()}
+        # What is long past has no say, and need not be searched again: cut where the model starts anew.
+        histories = {name: cut(history, rules) for name, history in histories.items()}
+        assert reported == {name: model(history, rules) for name, history in histories.items()}
+
+
+def cut(history: str, rules: Rules) -> str:
+    """Shorten a history whose end is long and good: only its end matters then."""
+    longest = max(rules.failures, rules.successes) + 1
+    if len(history) > 50 and history.endswith("G" * longest) and model(history, rules) is Health.HEALTHY:
+        return "G" * longest
+    return history
+
+
+# --- probes ---------------------------------------------------------------------------------------
+
+
+def test_open_probe_tells_missing_from_forbidden_from_busy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A node that is not there is bad, one without the right to open it tells nothing, a busy one is good."""
+    node = tmp_path / "node"
+    device = Device("a", nodes=[str(node)])
+    assert open_probe(device) == (BAD, f"{node} cannot be opened: No such file or directory")
+    node.touch()
+    assert open_probe(device) == (GOOD, "")
+    for number, verdict in (
+        (errno.EBUSY, GOOD),
+        (errno.EACCES, UNREADABLE),
+        (errno.ENXIO, BAD),
+        (errno.EMFILE, UNREADABLE),
+    ):
+
+        def fail(path: str, flags: int, number: int = number) -> int:
+            raise OSError(number, os.strerror(number))
+
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "open", fail)
+            assert open_probe(device)[0] is verdict
+
+
+def test_open_probe_opens_as_far_as_the_permissions_go(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A node is opened for reading, writing or both as containers may, never blocking, never as a terminal."""
+    node = tmp_path / "node"
+    node.touch()
+    seen = []
+    real = os.open
+
+    def note(path: str, flags: int) -> int:
+        seen.append(flags)
+        return real(path, flags)
+
+    monkeypatch.setattr(os, "open", note)
+    for permissions in ("r", "w", "rw"):
+        open_probe(Device("a", nodes=[DeviceNode(str(node), permissions=permissions)]))
+    assert [flags & os.O_ACCMODE for flags in seen] == [os.O_RDONLY, os.O_WRONLY, os.O_RDWR]
+    assert all(flags & os.O_NONBLOCK and flags & os.O_NOCTTY for flags in seen)
+
+
+def test_command_probe_tells_by_its_status(tmp_path: Path) -> None:
+    """0 is good, 75 tells nothing, another status is bad with the command's last line; it knows its device."""
+    script = tmp_path / "check"
+    script.write_text('#!/bin/sh\necho first; echo "$1 $2 $DEVICE_ID $DEVICE_NODES"; exit $(cat "$0.status")\n')
+    script.chmod(0o755)
+    device = Device("dev-1", nodes=["/dev/null", "/dev/zero"])
+    probe = command_probe([str(script), "{id}", "{node}"], 10)
+    for status, verdict in ((0, GOOD), (75, UNREADABLE), (3, BAD)):
+        (tmp_path / "check.status").write_text(str(status))
+        found, why = probe(device)
+        assert found is verdict
+        if status:
+            assert why == f"{script} ended with {status}: dev-1 /dev/null dev-1 /dev/null:/dev/zero"
+    assert command_probe([str(tmp_path / "none")], 1)(device)[0] is UNREADABLE
+
+
+def test_command_that_does_not_end_is_killed_with_its_children(tmp_path: Path) -> None:
+    """A probe past its time is bad, and nothing of it is left running."""
+    fifo = tmp_path / "fifo"
+    os.mkfifo(fifo)
+    # The child holds the fifo open for writing: its end is the reader's end of file.
+    probe = command_probe(["/bin/sh", "-c", f"(exec 3>{fifo}; sleep 1000) & sleep 1000"], 0.2)
+    ended = threading.Event()
+
+    def read() -> None:
+        fifo.read_bytes()
+        ended.set()
+
+    threading.Thread(target=read, daemon=True).start()
+    verdict, why = probe(Device("a"))
+    assert (verdict, why) == (BAD, "/bin/sh did not end within 0.2 s")
+    assert ended.wait(10)
+
+
+async def test_probe_that_hangs_keeps_only_its_own_device_waiting() -> None:
+    """A hanging look is bad after its time, is not begun again while it hangs, and others go on."""
+    free, looked = threading.Event(), []
+
+    def probe(device: Device) -> tuple[Verdict, str]:
+        looked.append(device.id)
+        if device.id == "b":
+            free.wait(20)
+        return GOOD, ""
+
+    prober = Prober(probe, timeout=0.1)
+    devices = [Device("a"), Device("b"), Device("c")]
+    found = await prober.look(devices)
+    assert [found[name][0] for name in "abc"] == [GOOD, BAD, GOOD]
+    assert (await prober.look(devices))["b"] == (BAD, "the probe still hangs")
+    assert looked.count("b") == 1
+    free.set()
+    async with asyncio.timeout(10):
+        while (await prober.look(devices))["b"][0] is not GOOD:
+            pass
+
+
+async def test_probe_that_fails_by_itself_tells_nothing() -> None:
+    """An error of the probe is not the device's."""
+
+    def probe(device: Device) -> tuple[Verdict, str]:
+        raise ZeroDivisionError
+
+    assert (await Prober(probe, timeout=5).look([Device("a")]))["a"][0] is UNREADABLE
+
+
+async def test_configured_probe_withdraws_and_offers_again(tmp_path: Path) -> None:
+    """`health: {probe: {command}}` makes any source's device unhealthy after so many failures, and healthy after
+    so many successes.
+    """
+    for name in ("a", "b"):
+        (tmp_path / name).touch()
+    bad = tmp_path / "bad"
+    text = f"""
+        resources:
+        - name: example.com/x
+          devices: [{{path: "{tmp_path}/[ab]"}}]
+          health:
+            probe: {{command: [/bin/sh, -c, "! grep -qx {{id}} {bad}"]}}
+            period: 1
+            failures: 2
+            successes: 2
+    """
+    source = sources.build(config.parse(text).resources[0])
+    async with asyncio.timeout(30), aclosing(cast("Any", source.watch())) as lists:
+        first = await anext(lists)
+        assert [device.health for device in first] == [Health.HEALTHY] * 2
+        bad.write_text(f"{first[1].id}\n")
+        second = await anext(lists)
+        assert [device.health for device in second] == [Health.HEALTHY, Health.UNHEALTHY]
+        assert "ended with 1" in second[1].message
+        bad.write_text("")
+        third = await anext(lists)
+        assert [device.health for device in third] == [Health.HEALTHY] * 2
+
+
+async def test_device_that_is_broken_at_first_sight_is_never_offered(tmp_path: Path) -> None:
+    """The first list of a resource with a probe already carries its verdict."""
+    (tmp_path / "a").touch()
+    text = f"""
+        resources:
+        - name: example.com/x
+          devices: [{{path: "{tmp_path}/*"}}]
+          health: {{probe: {{command: ["{sys.executable}", -c, "raise SystemExit(1)"]}}}}
+    """
+    source = sources.build(config.parse(text).resources[0])
+    async with asyncio.timeout(30), aclosing(cast("Any", source.watch())) as lists:
+        assert [device.health for device in await anext(lists)] == [Health.UNHEALTHY]
+
+
+async def test_open_probe_of_a_path_opens_what_is_mounted(tmp_path: Path) -> None:
+    """`probe: open` works for devices that are files, too."""
+    node = tmp_path / "a"
+    os.mkfifo(node)
+    text = f"resources: [{{name: example.com/x, devices: [{{path: {node}}}], health: {{probe: open}}}}]"
+    source = sources.build(config.parse(text).resources[0])
+    assert stat.S_ISFIFO(node.stat().st_mode)
+    async with asyncio.timeout(30), aclosing(cast("Any", source.watch())) as lists:
+        assert [device.health for device in await anext(lists)] == [Health.HEALTHY]
