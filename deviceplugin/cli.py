@@ -266,7 +266,8 @@ async def _list(found: Config) -> tuple[_Listed, int]:
     for source, devices in zip(built, lists, strict=True):
         if isinstance(devices, BaseException):
             print(
-                f"{source.resource}: its devices cannot be listed: {devices or type(devices).__name__}", file=sys.stderr
+                f"{source.resource}: its devices cannot be listed: {str(devices) or type(devices).__name__}",
+                file=sys.stderr,
             )
             status = 1
         else:

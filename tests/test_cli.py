@@ -1,0 +1,341 @@
+"""The command line, as a user meets it: what it prints where, and its exit status."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from deviceplugin import cli
+from deviceplugin.testing.kubelet import FakeKubelet
+
+GOOD = "resources:\n  - name: example.com/sim\n    devices:\n      - simulated: {count: 2, numa: 2}\n"
+BAD = "resources:\n  - name: sim\n    devices: []\n"
+
+
+@pytest.fixture(autouse=True)
+def _logs_restored() -> Iterator[None]:
+    """Leave logging as it was; commands set it up."""
+    root = logging.getLogger()
+    level, handlers = root.level, root.handlers[:]
+    yield
+    logging.captureWarnings(False)
+    root.setLevel(level)
+    root.handlers[:] = handlers
+
+
+@pytest.fixture
+def good(tmp_path: Path) -> Path:
+    file = tmp_path / "good.yaml"
+    file.write_text(GOOD)
+    return file
+
+
+@pytest.fixture
+def bad(tmp_path: Path) -> Path:
+    file = tmp_path / "bad.yaml"
+    file.write_text(BAD)
+    return file
+
+
+def usage(*argv: str) -> int:
+    """Run a command line that argparse ends; return its status."""
+    with pytest.raises(SystemExit) as caught:
+        cli.main(argv)
+    code = caught.value.code
+    assert isinstance(code, int)
+    return code
+
+
+def in_process_of_its_own(*argv: str, after: str = "") -> subprocess.CompletedProcess[str]:
+    """Run a command line in an interpreter of its own, with `after` run at the end."""
+    code = f"import sys\nfrom deviceplugin.cli import main\nstatus = main({list(argv)!r})\n{after}\nsys.exit(status)"
+    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
+
+
+# validate
+
+
+def test_good_file_is_said_to_be_good(good: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """`validate` says of each good file that it is, and ends with 0."""
+    assert cli.main(["validate", str(good), "--config", str(good)]) == 0
+    assert capsys.readouterr().out == f"{good}: good, 1 resource\n" * 2
+
+
+def test_bad_file_is_explained(good: Path, bad: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """`validate` explains what is wrong on standard error, goes on with the next file, and ends with 2."""
+    assert cli.main(["validate", str(bad), str(good)]) == 2
+    said = capsys.readouterr()
+    assert said.out == f"{good}: good, 1 resource\n"
+    assert said.err.splitlines() == [
+        f"{bad}:2: $.resources[0].name: 'sim' is not an extended resource's name: it has no vendor domain; "
+        "did you mean example.com/sim?",
+        f"{bad}:3: $.resources[0].devices: the list is empty; it needs at least 1",
+        f"{bad} cannot be used: 2 problems",
+    ]
+
+
+def test_validate_needs_a_file(capsys: pytest.CaptureFixture[str]) -> None:
+    """`validate` without a file is wrong usage."""
+    assert cli.main(["validate"]) == 2
+    assert "name a config file" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", ["validate", "schema"])
+def test_checks_load_no_grpc(good: Path, command: str) -> None:
+    """Checking a file needs neither gRPC nor an event loop nor Kubernetes."""
+    argv = [command, str(good)] if command == "validate" else [command]
+    heavy = "print([name for name in ('grpc', 'asyncio', 'lightkube', 'watchdog', 'rich') if name in sys.modules])"
+    done = in_process_of_its_own(*argv, after=heavy)
+    assert done.returncode == 0
+    assert done.stdout.splitlines()[-1] == "[]"
+
+
+# devices
+
+
+def test_devices_are_shown_in_columns(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """`devices` prints what would be served now as aligned columns, and below what is worth telling."""
+    (tmp_path / "alias").symlink_to("/dev/null")
+    (tmp_path / "unhealthy").write_text("sim-1 too hot\n")
+    file = tmp_path / "config.yaml"
+    file.write_text(
+        f"""
+resources:
+  - name: example.com/null
+    devices: [path: {tmp_path}/alias, path: {tmp_path}/tty*]
+    sharing: {{replicas: 3}}
+    mounts: [{{host: /opt, container: /opt}}]
+  - name: example.com/sim
+    devices: [simulated: {{count: 2, numa: 2, unhealthy_file: {tmp_path}/unhealthy}}]
+  - name: example.com/apart
+    devices: [simulated: {{count: 1, numa: 1}}]
+    topology: false
+"""
+    )
+    assert cli.main(["devices", "--config", str(file)]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    header = lines[0]
+    columns = [header.index(name) for name in header.split()]
+    rows = [
+        [line[at:end].strip() for at, end in zip(columns, [*columns[1:], None], strict=True)] for line in lines[1:5]
+    ]
+    assert header.split() == ["RESOURCE", "DEVICE", "HEALTH", "REPLICAS", "NUMA", "NODES"]
+    assert rows[0][2:] == ["healthy", "3", "-", f"{tmp_path}/alias -> /dev/null"]
+    assert rows[1] == ["example.com/sim", "sim-0", "healthy", "1", "0", "-"]
+    assert rows[2] == ["example.com/sim", "sim-1", "unhealthy (too hot)", "1", "1", "-"]
+    assert rows[3] == ["example.com/apart", "sim-0", "healthy", "1", "-", "-"]
+    assert lines[6:] == [
+        "example.com/null: 1 device, offered 3 times in all",
+        f"  {tmp_path}/tty* matches nothing now; what is plugged in later is found",
+        "example.com/sim: 2 devices, 1 of them unhealthy",
+        "example.com/apart: 1 device",
+    ]
+
+
+def test_devices_are_given_to_programs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """`devices -o json` prints the same as JSON."""
+    (tmp_path / "file").touch()
+    file = tmp_path / "config.yaml"
+    file.write_text(
+        f"resources: [{{name: a.b/c, driver: c.a.b, devices: [path: /dev/null, path: {tmp_path}/fil?, path: /dev/x*],"
+        " permissions: r, sharing: {replicas: 2}}]"
+    )
+    assert cli.main(["devices", "--config", str(file), "-o", "json"]) == 0
+    (resource,) = json.loads(capsys.readouterr().out)["resources"]
+    null, plain = resource.pop("devices")
+    assert resource == {
+        "name": "a.b/c",
+        "driver": "c.a.b",
+        "topology": True,
+        "offered": 4,
+        "notes": ["/dev/x* matches nothing now; what is plugged in later is found"],
+    }
+    assert null == {
+        "id": "null",
+        "health": "healthy",
+        "message": "",
+        "replicas": 2,
+        "numa": [],
+        "nodes": [{"host": "/dev/null", "container": "/dev/null", "permissions": "r"}],
+        "mounts": [],
+    }
+    assert plain["mounts"] == [{"host": f"{tmp_path}/file", "container": f"{tmp_path}/file", "readonly": True}]
+
+
+def test_devices_of_a_bad_file_are_not_listed(bad: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """`devices` of a file that cannot be used explains it and ends with 2."""
+    assert cli.main(["devices", "--config", str(bad)]) == 2
+    said = capsys.readouterr()
+    assert said.out == ""
+    assert f"{bad}:2:" in said.err
+
+
+def test_source_that_never_lists_is_said(
+    good: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A resource whose devices cannot be listed is said, the others are shown, and the status is 1."""
+
+    async def stuck(_: Any) -> Any:
+        raise TimeoutError
+
+    monkeypatch.setattr(cli, "_first_list", stuck)
+    assert cli.main(["devices", "--config", str(good)]) == 1
+    assert "example.com/sim: its devices cannot be listed: TimeoutError" in capsys.readouterr().err
+
+
+def test_terminal_gets_a_table(good: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """On a terminal the table is rich's where it is installed, and plain columns where it is not."""
+    pytest.importorskip("rich")
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    assert cli.main(["devices", "--config", str(good)]) == 0
+    with_rich = capsys.readouterr().out
+    monkeypatch.setitem(sys.modules, "rich.console", None)
+    assert cli.main(["devices", "--config", str(good)]) == 0
+    plain = capsys.readouterr().out
+    assert all("sim-1" in text and "RESOURCE" in text for text in (with_rich, plain))
+
+
+def test_reader_that_leaves_early_is_no_error(good: Path) -> None:
+    """Output into a pipe that is closed ends quietly, with 0."""
+    code = f"from deviceplugin.cli import main\nimport sys\nsys.exit(main(['devices', '--config', {str(good)!r}]))"
+    reading, writing = os.pipe()
+    os.close(reading)
+    done = subprocess.run(
+        [sys.executable, "-u", "-c", code], stdout=writing, stderr=subprocess.PIPE, text=True, timeout=60, check=False
+    )
+    os.close(writing)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+# schema, version, help, wrong usage
+
+
+def test_schema_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
+    """`schema` prints the file's JSON schema."""
+    assert cli.main(["schema"]) == 0
+    assert json.loads(capsys.readouterr().out)["$schema"].endswith("2020-12/schema")
+
+
+def test_version_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
+    """`--version` prints the version and ends with 0."""
+    assert usage("--version") == 0
+    assert capsys.readouterr().out.startswith("deviceplugin 0.")
+
+
+@pytest.mark.parametrize("argv", [["--help"], ["run", "--help"], ["devices", "--help"]])
+def test_help_tells_the_exit_status(argv: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    """Help ends with 0 and says what the exit status means."""
+    assert usage(*argv) == 0
+    assert "exit status: 0 all is well" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("argv", "said"),
+    [
+        ([], "required: COMMAND"),
+        (["fly"], "invalid choice: 'fly'"),
+        (["run"], "required: --config"),
+        (["run", "--conf", "x"], "--config"),
+        (["run", "--config", "x", "--log-format", "xml"], "invalid choice: 'xml'"),
+        (["run", "--config", "x", "--metrics-address", "9410"], "write :9410 for all addresses"),
+        (["run", "--config", "x", "--metrics-address", ":x"], "is not HOST:PORT"),
+        (["run", "--config", "x", "--metrics-address", ":99999"], "is not HOST:PORT"),
+        (["run", "--config", "x", "--metrics-address", "::1:80"], "in brackets: [::1]:80"),
+    ],
+)
+def test_wrong_usage_is_said(argv: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Wrong usage is said on standard error, with status 2."""
+    assert usage(*argv) == 2
+    assert said in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("hold", [[], ["--hold"]])
+def test_demo_is_run(hold: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """`demo` runs the demo, holding if asked to, and ends with its status."""
+    held: list[bool] = []
+
+    def main(hold: bool) -> int:
+        held.append(hold)
+        return 7
+
+    monkeypatch.setattr("deviceplugin.demo.main", main)
+    assert cli.main(["demo", *hold]) == 7
+    assert held == [bool(hold)]
+
+
+def test_interrupt_ends_quietly(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Control-C ends a command without a traceback, with a shell's status for it."""
+
+    def interrupted(hold: bool) -> int:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("deviceplugin.demo.main", interrupted)
+    assert cli.main(["demo"]) == 130
+
+
+# run
+
+
+def test_options_of_an_authors_plugin() -> None:
+    """An author's own plugin takes the same options as `run`, without a config file."""
+    options = cli.parse_run(
+        ["--kubelet-root", "/k", "--device-plugin-dir", "/d", "--pod-resources-socket", "/s", "--metrics-address", ":1"]
+    )
+    assert (str(options.paths.plugins), str(options.paths.pod_resources)) == ("/d", "/s")
+    assert options.metrics_address == ":1"
+
+
+def test_defaults_of_an_authors_plugin() -> None:
+    """Without options the kubelet is where kubelets are, and no metrics are served."""
+    options = cli.parse_run([])
+    assert str(options.paths.plugins) == "/var/lib/kubelet/device-plugins"
+    assert str(options.paths.pod_resources) == "/var/lib/kubelet/pod-resources/kubelet.sock"
+    assert options.metrics_address is None
+
+
+@pytest.mark.parametrize("log_format", ["text", "json"])
+def test_bad_file_is_not_run(bad: Path, log_format: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """`run` with a file that cannot be used explains it, as a block or as a line of JSON, and ends with 2."""
+    assert cli.main(["run", "--config", str(bad), "--log-format", log_format]) == 2
+    error = capsys.readouterr().err
+    if log_format == "json":
+        said = json.loads(error)
+        assert (said["line"], said["path"]) == (2, "$.resources[0].name")
+        error = said["msg"]
+    assert error.startswith(f"{bad}:2: $.resources[0].name: ")
+    assert "Traceback" not in error
+
+
+def test_devices_are_served_until_sigterm(good: Path, fake_kubelet: FakeKubelet) -> None:
+    """`run` serves the file's devices to the kubelet until SIGTERM, then ends with 0 and leaves no socket."""
+    process = subprocess.Popen(
+        [
+            *(sys.executable, "-m", "deviceplugin", "run", "--config", str(good), "--log-format", "json"),
+            *("--device-plugin-dir", str(fake_kubelet.device_plugin_dir)),
+            *("--pod-resources-socket", str(fake_kubelet.pod_resources_socket)),
+        ],
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        fake_kubelet.wait_allocatable("example.com/sim", 2, timeout=30)
+        process.send_signal(signal.SIGTERM)
+        _, errors = process.communicate(timeout=30)
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            process.kill()
+        process.wait()
+    assert process.returncode == 0
+    assert all(json.loads(line)["level"] == "info" for line in errors.splitlines())
+    sockets = [entry.name for entry in fake_kubelet.device_plugin_dir.iterdir() if entry.is_socket()]
+    assert sockets == ["kubelet.sock"]
