@@ -1,1 +1,22 @@
-"""A bridge from device plugins to Dynamic Resource Allocation: the second door to the same devices."""
+"""A bridge from device plugins to Dynamic Resource Allocation: the second door to the same devices.
+
+An author serves both doors by `dra_bridge.run(Source())` where a plugin alone is
+`deviceplugin.run(Source())`; a user with a file by `dra-bridge run --config FILE`.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from dra_bridge.agent import run
+
+__all__ = ["run"]
+
+
+def __getattr__(name: str) -> object:
+    if name == "run":
+        from dra_bridge.agent import run
+
+        return run
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -12,6 +12,7 @@ import contextlib
 import functools
 import logging
 import random
+import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import aclosing
@@ -36,16 +37,14 @@ from dra_bridge.cluster import (
     Cluster,
     ClusterError,
     Listed,
-    NotFoundError,
-    Object,
 )
-from dra_bridge.driver import ClaimRef, Driver, Served
+from dra_bridge.driver import ClusterClaims, Driver, Served
 from dra_bridge.handover import Drain, Handover, Share, ShareError, parse_share
 from dra_bridge.keeper import Keeper, held_units
 from dra_bridge.registrar import Registrar
 from dra_bridge.slices import Offer, Pool, Publisher
 
-__all__ = ["Bridge", "DriverBridge", "Terms", "run_config"]
+__all__ = ["Bridge", "DriverBridge", "Terms", "run", "run_config"]
 
 _LOG: Final = logging.getLogger(__name__)
 
@@ -92,44 +91,6 @@ class Doors:
         keeper = self.keepers.get(resource)
         if keeper is not None:
             await keeper.grant(resource, names, devices)
-
-
-class ApiClaims:
-    """The API server as a driver needs it."""
-
-    def __init__(self, cluster: Cluster, node: str) -> None:
-        self._cluster = cluster
-        self._node = node
-
-    async def get_claim(self, namespace: str, name: str) -> Mapping[str, Any] | None:
-        """Return a claim as it is now, None if there is none."""
-        try:
-            return await self._cluster.get(RESOURCE_CLAIMS, name, namespace)
-        except NotFoundError:
-            return None
-
-    async def set_devices(self, claim: ClaimRef, driver: str, devices: Sequence[Mapping[str, Any]]) -> None:
-        """Write this driver's entries of the claim's `status.devices`; others' stay."""
-        now = await self._cluster.get(RESOURCE_CLAIMS, claim.name, claim.namespace)
-        if now["metadata"].get("uid") != claim.uid:
-            return
-        before = list((now.get("status") or {}).get("devices") or ())
-        after = [one for one in before if one.get("driver") != driver] + [dict(one) for one in devices]
-        if after != before:
-            patch = {
-                "metadata": {"resourceVersion": now["metadata"]["resourceVersion"]},
-                "status": {"devices": after},
-            }
-            await self._cluster.patch_status(RESOURCE_CLAIMS, claim.name, patch, claim.namespace)
-
-    async def claim_event(self, claim: ClaimRef, reason: str, message: str) -> None:
-        """Write a warning Event about the claim."""
-        regarding: Object = {
-            "apiVersion": await self._cluster.api_version(RESOURCE_CLAIMS),
-            "kind": RESOURCE_CLAIMS.kind,
-            "metadata": {"name": claim.name, "namespace": claim.namespace, "uid": claim.uid},
-        }
-        await self._cluster.event(regarding, reason, message, node=self._node)
 
 
 class DriverBridge:
@@ -511,7 +472,7 @@ class Bridge:
         self.node = node
         self.cdi_directory = cdi_directory
         self.doors = Doors()
-        self.claims = ApiClaims(cluster, node)
+        self.claims = ClusterClaims(cluster, node)
         self.publisher = Publisher(cluster, node)
         self.drivers: dict[str, DriverBridge] = {}
         self._terms = dict(terms)
@@ -630,6 +591,41 @@ class Bridge:
 def terms_of(config: Config) -> dict[str, Terms]:
     """Return the terms of a config file's resources."""
     return {resource.name: Terms.of(resource) for resource in config.resources}
+
+
+def run(
+    *sources: DeviceSource, share: str | int = "none", drain: Drain = "cordon", argv: Sequence[str] | None = None
+) -> None:
+    """Serve these sources through both doors until SIGTERM or SIGINT; for an author's own agent.
+
+    share: what claims get of each source's devices to begin with, as in a config file; the Node's
+    annotation `<driver>/dra-share` overrides it. The command line (or `argv`) says the rest,
+    `--help` how. Ends the process with status 1 if the node cannot be served.
+
+    Raises:
+        ShareError: the share is not one.
+
+    """
+    from dra_bridge import cli
+
+    terms = {source.resource: Terms(parse_share(share), drain) for source in sources}
+    options = cli.parse_run(argv)
+
+    def make() -> process.Served:
+        bridge = Bridge(
+            sources,
+            terms,
+            options.cluster,
+            options.node,
+            options.paths,
+            cdi_directory=options.cdi_directory,
+            keep_books=options.metrics_address is not None,
+        )
+        return process.Served(bridge.agent, bridge.run, process.Served.plainly(bridge.agent).take)
+
+    status = process.serve(make, metrics_address=options.metrics_address)
+    if status:
+        sys.exit(status)
 
 
 def run_config(

@@ -12,12 +12,17 @@ import os
 import socket
 import sys
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from deviceplugin import cli as common
 
-__all__ = ["main"]
+if TYPE_CHECKING:
+    from deviceplugin.agent import Paths
+    from dra_bridge.cluster import Cluster
+
+__all__ = ["RunOptions", "main", "parse_run"]
 
 _LOG: Final = logging.getLogger(__name__)
 _EXITS: Final = (
@@ -50,26 +55,60 @@ def _parser() -> argparse.ArgumentParser:
 
     run = add("run", _run, "Serve the devices of a config file to this node's kubelet, through both doors.")
     run.add_argument("--config", type=Path, required=True, metavar="FILE", help="the config file (YAML)")
-    run.add_argument(
-        "--node-name",
-        default=os.environ.get("NODE_NAME") or socket.gethostname(),
-        metavar="NAME",
-        help="this node's name in the cluster ($NODE_NAME, else the host's name: %(default)s)",
-    )
-    _add_kubeconfig(run)
-    run.add_argument(
-        "--cdi-dir",
-        default="/var/run/cdi",
-        metavar="DIR",
-        help="where the container runtime finds CDI specs (%(default)s)",
-    )
-    common.add_run_options(run)
+    _add_run_options(run)
     uninstall = add("uninstall", _uninstall, "Remove the slices that a config's drivers published.")
     uninstall.add_argument("--config", type=Path, metavar="FILE", help="the config file (YAML)")
     uninstall.add_argument("--driver", action="append", default=[], metavar="NAME", help="a driver's name")
     uninstall.add_argument("--node", default="", metavar="NAME", help="of this node alone (all nodes)")
     _add_kubeconfig(uninstall)
     return parser
+
+
+def _add_run_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--node-name",
+        default=os.environ.get("NODE_NAME") or socket.gethostname(),
+        metavar="NAME",
+        help="this node's name in the cluster ($NODE_NAME, else the host's name: %(default)s)",
+    )
+    _add_kubeconfig(parser)
+    parser.add_argument(
+        "--cdi-dir",
+        default="/var/run/cdi",
+        metavar="DIR",
+        help="where the container runtime finds CDI specs (%(default)s)",
+    )
+    common.add_run_options(parser)
+
+
+@dataclass(frozen=True, slots=True)
+class RunOptions:
+    """What the options of an agent with both doors say."""
+
+    paths: Paths
+    metrics_address: str | None
+    cluster: Cluster
+    node: str
+    cdi_directory: str
+
+
+def parse_run(argv: Sequence[str] | None = None) -> RunOptions:
+    """Read the options of an author's own agent (`dra_bridge.run(Source())`) and set up its logs."""
+    parser = argparse.ArgumentParser(
+        description="Serve devices to this node's pods and claims.", epilog=_EXITS, allow_abbrev=False
+    )
+    _add_run_options(parser)
+    return _run_options(parser.parse_args(argv))
+
+
+def _run_options(options: argparse.Namespace) -> RunOptions:
+    run = common.run_options(options)
+    for name in ("httpx2", "httpcore2"):
+        logging.getLogger(name).setLevel(logging.WARNING)
+    from dra_bridge.cluster import Cluster
+
+    cluster = Cluster.from_environment(options.kubeconfig)
+    return RunOptions(run.paths, run.metrics_address, cluster, options.node_name, options.cdi_dir)
 
 
 def _add_kubeconfig(parser: argparse.ArgumentParser) -> None:
@@ -82,21 +121,18 @@ def _add_kubeconfig(parser: argparse.ArgumentParser) -> None:
 
 def _run(options: argparse.Namespace) -> int:
     from deviceplugin.config import ConfigError
-
-    run = common.run_options(options)
-    for name in ("httpx2", "httpcore2"):
-        logging.getLogger(name).setLevel(logging.WARNING)
     from dra_bridge.agent import run_config
-    from dra_bridge.cluster import AccessError, Cluster
+    from dra_bridge.cluster import AccessError
 
     try:
+        run = _run_options(options)
         return run_config(
             options.config,
             run.paths,
-            Cluster.from_environment(options.kubeconfig),
-            options.node_name,
+            run.cluster,
+            run.node,
             metrics_address=run.metrics_address,
-            cdi_directory=options.cdi_dir,
+            cdi_directory=run.cdi_directory,
         )
     except (ConfigError, AccessError) as error:
         print(error, file=sys.stderr)

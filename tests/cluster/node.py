@@ -854,7 +854,7 @@ class Pod:
         except (ClusterTimeout, PodFailed) as error:
             raise type(error)(f"{error}\n{self.explain()}") from None
 
-    def wait_running(self, timeout: float = 30.0) -> Pod:
+    def wait_running(self, timeout: float = 120.0) -> Pod:
         """Wait until all its containers run; PodFailed at once when it failed."""
 
         def running() -> bool:

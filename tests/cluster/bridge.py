@@ -1,0 +1,269 @@
+"""The agent with both doors on the real node, under exactly the rights that its manifests give it."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Literal
+
+from deviceplugin import config
+from dra_bridge.manifests import Deployment, device_class_name, manifests
+from tests.cluster import isolate
+from tests.cluster.node import Cluster, Pod
+
+__all__ = ["Bridge"]
+
+Object = dict[str, Any]
+_RUNS = itertools.count()
+
+
+class Bridge:
+    """A `dra-bridge run` process, its config file, and what tests ask of it."""
+
+    def __init__(
+        self, cluster: Cluster, directory: Path, resources: Sequence[Mapping[str, Any]], script: str = ""
+    ) -> None:
+        self.cluster = cluster
+        self.directory = directory
+        self.config = directory / "config.yaml"
+        self.resources = [dict(resource) for resource in resources]
+        self.process: subprocess.Popen[bytes] | None = None
+        self._logs: list[Path] = []
+        self.script = directory / "agent.py" if script else None
+        if self.script is not None:
+            self.script.write_text(script)
+        self.write()
+        self.kubeconfig = self._install()
+
+    @classmethod
+    @contextmanager
+    def running(cls, cluster: Cluster, *resources: Mapping[str, Any], script: str = "") -> Iterator[Bridge]:
+        """Install and start it; at the end all pods and claims go first, then the agent.
+
+        script: an author's own agent with the same resources and drivers, in place of the config.
+        """
+        directory = Path(tempfile.mkdtemp(dir=isolate.DEVICES))
+        bridge = cls(cluster, directory, resources, script)
+        try:
+            bridge.start()
+            bridge.wait_registered()
+            yield bridge
+        finally:
+            try:
+                for pod in cluster.pods("default"):
+                    pod.delete()
+                for pod in cluster.pods("default"):
+                    pod.wait_gone()
+            finally:
+                bridge.stop()
+                for driver in bridge.drivers:
+                    shutil.rmtree(Path("/var/lib/kubelet/plugins") / driver, ignore_errors=True)
+                for log in bridge._logs:
+                    print(f"--- {log.name}\n{log.read_text(errors='replace')}")
+                shutil.rmtree(directory, ignore_errors=True)
+
+    @property
+    def drivers(self) -> list[str]:
+        """The drivers' names."""
+        return sorted({str(resource["driver"]) for resource in self.resources if "driver" in resource})
+
+    def _install(self) -> Path:
+        """Apply the manifests, all but the DaemonSet (there is no image), and get the agent's token."""
+        text = self.config.read_text()
+        how = Deployment(version=self.version, extended_resource=self.cluster.minor >= 34)
+        objects = manifests(config.parse(text, str(self.config)), text, how)
+        self.cluster.apply([body for body in objects if body["kind"] != "DaemonSet"])
+        self.classes = {
+            str(resource["name"]): device_class_name(
+                str(resource["name"]),
+                str(resource["driver"]),
+                [str(one["name"]) for one in self.resources if one.get("driver") == resource["driver"]],
+            )
+            for resource in self.resources
+            if "driver" in resource
+        }
+        return self.cluster.service_account_kubeconfig(how.name, how.namespace, ("Node", self.cluster.node_name))
+
+    @property
+    def version(self) -> Literal["v1", "v1beta2", "v1beta1"]:
+        """The version of resource.k8s.io that this cluster is used in."""
+        if self.cluster.minor >= 34:
+            return "v1"
+        return "v1beta2" if self.cluster.minor == 33 else "v1beta1"
+
+    @property
+    def api_version(self) -> str:
+        """The same with its group."""
+        return f"resource.k8s.io/{self.version}"
+
+    def write(self) -> None:
+        """Write the config file as `resources` says."""
+        new = self.config.with_suffix(".new")
+        new.write_text(json.dumps({"resources": self.resources}))
+        new.replace(self.config)
+
+    def share(self, share: str | int, resource: int = 0) -> None:
+        """Ask for another share by the config file."""
+        self.resources[resource] = {**self.resources[resource], "dra": {"share": share}}
+        self.write()
+
+    def start(self, *arguments: str) -> None:
+        """Start the agent."""
+        log = self.cluster.logs / f"dra-bridge-{next(_RUNS)}.log"
+        self._logs.append(log)
+        command = [sys.executable, "-m", "dra_bridge", "run", "--config", str(self.config)]
+        if self.script is not None:
+            command = [sys.executable, str(self.script)]
+        command += ["--log-level", "debug"]
+        command += ["--node-name", self.cluster.node_name, "--kubeconfig", str(self.kubeconfig), *arguments]
+        with log.open("wb") as output:
+            self.process = subprocess.Popen(
+                command, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT, env=dict(os.environ)
+            )
+
+    def stop(self, number: signal.Signals = signal.SIGTERM) -> None:
+        """End the agent."""
+        process, self.process = self.process, None
+        if process is not None:
+            process.send_signal(number)
+            process.wait(20)
+
+    def kill(self) -> None:
+        """End it as a crash does."""
+        self.stop(signal.SIGKILL)
+
+    def log(self) -> str:
+        """Return what it has said since its last start."""
+        return self._logs[-1].read_text(errors="replace")
+
+    def rss(self) -> int:
+        """Return its resident memory in KiB."""
+        assert self.process is not None
+        status = Path(f"/proc/{self.process.pid}/status").read_text()
+        return int(status.split("VmRSS:")[1].split()[0])
+
+    # What is seen from outside.
+
+    def wait_registered(self) -> None:
+        """Wait until the kubelet has taken the drivers' registrations."""
+        for driver in self.drivers:
+            self.cluster.wait_for(
+                lambda driver=driver: f"{driver}: registered with the kubelet" in self.log(),  # type: ignore[misc]
+                30.0,
+                f"{driver} is registered",
+            )
+
+    def slices(self, driver: str | None = None) -> list[Object]:
+        """Return the node's slices of a driver."""
+        wanted = driver or self.drivers[0]
+        return [
+            one
+            for one in self.cluster.list("ResourceSlice", api_version=self.api_version)
+            if one["spec"]["driver"] == wanted
+        ]
+
+    def offered(self, driver: str | None = None) -> dict[str, Object]:
+        """Return the devices of all slices by name, `basic` unwrapped."""
+        return {
+            device["name"]: {**device, **device.get("basic", {})}
+            for one in self.slices(driver)
+            for device in one["spec"].get("devices") or ()
+        }
+
+    def wait_offered(self, count: int, driver: str | None = None, timeout: float = 30.0) -> dict[str, Object]:
+        """Wait until the slices offer so many devices without a taint."""
+
+        def right() -> bool:
+            return sum(not device.get("taints") for device in self.offered(driver).values()) == count
+
+        self.cluster.wait_for(right, timeout, f"{count} devices are offered")
+        return self.offered(driver)
+
+    def claim_spec(
+        self, *requests: Object, constraints: Sequence[Object] = (), config: Sequence[Object] = ()
+    ) -> Object:
+        """Return a claim's spec; each request as v1 has it (`exactly`, `firstAvailable`), fitted to the version."""
+        fitted = []
+        for request in requests:
+            exactly = request.get("exactly")
+            if self.version == "v1beta1" and exactly is not None:
+                fitted.append({"name": request["name"], **exactly})
+            else:
+                fitted.append(request)
+        devices: Object = {"requests": fitted}
+        if constraints:
+            devices["constraints"] = list(constraints)
+        if config:
+            devices["config"] = list(config)
+        return {"devices": devices}
+
+    def one(self, name: str = "one", *, resource: str | None = None, **exactly: Any) -> Object:
+        """Return a request for one device, or as `exactly` says."""
+        device_class = self.classes[resource or str(self.resources[0]["name"])]
+        return {"name": name, "exactly": {"deviceClassName": device_class, **exactly}}
+
+    def claim(self, name: str, *requests: Object, **more: Any) -> Object:
+        """Make a ResourceClaim."""
+        body = {
+            "apiVersion": self.api_version,
+            "kind": "ResourceClaim",
+            "metadata": {"name": name, "namespace": "default"},
+            "spec": self.claim_spec(*(requests or (self.one(),)), **more),
+        }
+        (made,) = self.cluster.apply(body)
+        return made
+
+    def template(self, name: str, *requests: Object, **more: Any) -> None:
+        """Make a ResourceClaimTemplate."""
+        body = {
+            "apiVersion": self.api_version,
+            "kind": "ResourceClaimTemplate",
+            "metadata": {"name": name, "namespace": "default"},
+            "spec": {"spec": self.claim_spec(*(requests or (self.one(),)), **more)},
+        }
+        self.cluster.apply(body)
+
+    def get_claim(self, name: str) -> Object:
+        """Return a claim as it is now."""
+        return self.cluster.get("ResourceClaim", name, api_version=self.api_version)
+
+    def allocated(self, name: str) -> list[str]:
+        """Return the devices that a claim's allocation names."""
+        status = self.get_claim(name).get("status") or {}
+        results = ((status.get("allocation") or {}).get("devices") or {}).get("results") or []
+        return [result["device"] for result in results]
+
+    def pod(self, name: str, claims: Mapping[str, Any], **more: Any) -> Pod:
+        """Start a pod with claims: by the pod's name for it, a claim's name or a template."""
+        return self.cluster.start_pod(name, claims=claims, **more)
+
+    def wait_event(self, pod: Pod, words: str, timeout: float = 30.0) -> str:
+        """Wait for an event of a pod with these words in it; return its message."""
+
+        def found() -> str:
+            return next((str(e["message"]) for e in pod.events() if words in str(e.get("message"))), "")
+
+        return self.cluster.wait_for(found, timeout, f"an event of {pod.name} with {words!r}")
+
+
+def env_of(pod: Pod, container: str | None = None) -> dict[str, str]:
+    """Return a container's environment."""
+    lines = pod.exec(["env"], container).splitlines()
+    return dict(line.split("=", 1) for line in lines if "=" in line)
+
+
+def seconds_until(cluster: Cluster, predicate: Any, timeout: float, what: str) -> float:
+    """Wait, and return how long it took."""
+    began = time.monotonic()
+    cluster.wait_for(predicate, timeout, what)
+    return time.monotonic() - began
