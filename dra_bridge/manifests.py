@@ -60,8 +60,7 @@ def manifests(config: Config, text: str, deployment: Deployment | None = None) -
         _service_account(how),
         _cluster_role(how, drivers),
         _cluster_role_binding(how),
-        _policy(how, drivers),
-        _policy_binding(how),
+        *_policies(how, drivers),
         *_device_classes(how, config),
         _config_map(how, text),
         _daemon_set(how, config),
@@ -150,68 +149,101 @@ def _cluster_role_binding(how: Deployment) -> Object:
     }
 
 
-def _policy(how: Deployment, drivers: Sequence[str]) -> Object:
-    """RBAC cannot tell one node's slices from another's; this can, by the node that a token is bound to."""
-    known = ", ".join(f'"{driver}"' for driver in drivers)
-    return {
-        "apiVersion": "admissionregistration.k8s.io/v1",
-        "kind": "ValidatingAdmissionPolicy",
-        "metadata": _metadata(how, f"{how.name}-own-slices"),
-        "spec": {
-            "failurePolicy": "Fail",
-            "matchConstraints": {
-                "resourceRules": [
-                    {
-                        "apiGroups": ["resource.k8s.io"],
-                        "apiVersions": ["*"],
-                        "operations": ["CREATE", "UPDATE", "DELETE"],
-                        "resources": ["resourceslices"],
-                    }
-                ]
-            },
-            "matchConditions": [
-                {
-                    "name": "is-the-agent",
-                    "expression": f'request.userInfo.username == "system:serviceaccount:{how.namespace}:{how.name}"',
-                }
-            ],
-            "variables": [
-                {
-                    "name": "userNode",
-                    "expression": f'request.userInfo.extra[?"{NODE_NAME_KEY}"][0].orValue("")',
-                },
-                {
-                    "name": "slice",
-                    "expression": 'request.operation == "DELETE" ? oldObject : object',
-                },
-                {"name": "sliceNode", "expression": 'variables.slice.spec.?nodeName.orValue("")'},
-            ],
-            "validations": [
-                {
-                    "expression": 'variables.userNode != ""',
-                    "message": "the token is not bound to a node; only pods on a node may write ResourceSlices",
-                },
-                {
-                    "expression": "variables.sliceNode == variables.userNode",
-                    "messageExpression": '"the agent on node " + variables.userNode '
-                    '+ " may not write ResourceSlices of node " + variables.sliceNode',
-                },
-                {
-                    "expression": f"variables.slice.spec.driver in [{known}]",
-                    "messageExpression": '"driver " + variables.slice.spec.driver + " is not in the configuration"',
-                },
-            ],
+def _policies(how: Deployment, drivers: Sequence[str]) -> list[Object]:
+    """What RBAC cannot tell apart: another node's slices, and the parts of a claim's status.
+
+    The node is the one that a token is bound to. Since 1.36 the API server guards the parts of a
+    claim's status by itself.
+    """
+    known = "[" + ", ".join(f'"{driver}"' for driver in drivers) + "]"
+    slices = _policy(
+        how,
+        f"{how.name}-own-slices",
+        "resourceslices",
+        ["CREATE", "UPDATE", "DELETE"],
+        {
+            "userNode": f'request.userInfo.extra[?"{NODE_NAME_KEY}"][0].orValue("")',
+            "slice": 'request.operation == "DELETE" ? oldObject : object',
+            "sliceNode": 'variables.slice.spec.?nodeName.orValue("")',
         },
-    }
+        [
+            {
+                "expression": 'variables.userNode != ""',
+                "message": "the token is not bound to a node; only pods on a node may write ResourceSlices",
+            },
+            {
+                "expression": "variables.sliceNode == variables.userNode",
+                "messageExpression": '"the agent on node " + variables.userNode '
+                '+ " may not write ResourceSlices of node " + variables.sliceNode',
+            },
+            {
+                "expression": f"variables.slice.spec.driver in {known}",
+                "messageExpression": '"driver " + variables.slice.spec.driver + " is not in the configuration"',
+            },
+        ],
+    )
+    claims = _policy(
+        how,
+        f"{how.name}-own-device-status",
+        "resourceclaims/status",
+        ["UPDATE"],
+        {
+            "others": f"object.?status.?devices.orValue([]).filter(d, !(d.driver in {known}))",
+            "othersBefore": f"oldObject.?status.?devices.orValue([]).filter(d, !(d.driver in {known}))",
+        },
+        [
+            {
+                "expression": "object.?status.?allocation == oldObject.?status.?allocation",
+                "message": "the agent may not change status.allocation",
+            },
+            {
+                "expression": "object.?status.?reservedFor.orValue([]) == oldObject.?status.?reservedFor.orValue([])",
+                "message": "the agent may not change status.reservedFor",
+            },
+            {
+                "expression": "variables.others == variables.othersBefore",
+                "message": "the agent may not change the status of other drivers' devices",
+            },
+        ],
+    )
+    return [*slices, *claims]
 
 
-def _policy_binding(how: Deployment) -> Object:
-    return {
-        "apiVersion": "admissionregistration.k8s.io/v1",
-        "kind": "ValidatingAdmissionPolicyBinding",
-        "metadata": _metadata(how, f"{how.name}-own-slices"),
-        "spec": {"policyName": f"{how.name}-own-slices", "validationActions": ["Deny"]},
+def _policy(
+    how: Deployment,
+    name: str,
+    resource: str,
+    operations: Sequence[str],
+    variables: Mapping[str, str],
+    validations: Sequence[Mapping[str, str]],
+) -> list[Object]:
+    rule = {
+        "apiGroups": ["resource.k8s.io"],
+        "apiVersions": ["*"],
+        "operations": list(operations),
+        "resources": [resource],
     }
+    agent = f'request.userInfo.username == "system:serviceaccount:{how.namespace}:{how.name}"'
+    return [
+        {
+            "apiVersion": "admissionregistration.k8s.io/v1",
+            "kind": "ValidatingAdmissionPolicy",
+            "metadata": _metadata(how, name),
+            "spec": {
+                "failurePolicy": "Fail",
+                "matchConstraints": {"resourceRules": [rule]},
+                "matchConditions": [{"name": "is-the-agent", "expression": agent}],
+                "variables": [{"name": key, "expression": expression} for key, expression in variables.items()],
+                "validations": [dict(one) for one in validations],
+            },
+        },
+        {
+            "apiVersion": "admissionregistration.k8s.io/v1",
+            "kind": "ValidatingAdmissionPolicyBinding",
+            "metadata": _metadata(how, name),
+            "spec": {"policyName": name, "validationActions": ["Deny"]},
+        },
+    ]
 
 
 # --- classes --------------------------------------------------------------------------------------

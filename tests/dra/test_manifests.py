@@ -46,6 +46,8 @@ def test_everything_is_there_in_order(config: Config) -> None:
         "ClusterRoleBinding",
         "ValidatingAdmissionPolicy",
         "ValidatingAdmissionPolicyBinding",
+        "ValidatingAdmissionPolicy",
+        "ValidatingAdmissionPolicyBinding",
         "DeviceClass",
         "DeviceClass",
         "ConfigMap",

@@ -742,6 +742,7 @@ faults = st.lists(
     st.sampled_from(["none", "wipe", "outage", "compact", "break"]),
 )
 @settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # cancelled while connecting
 def test_publisher_reaches_what_is_wanted(
     made: list[Recipe], faulty: list[tuple[str, Fault, int]], features: set[str], accident: str
 ) -> None:

@@ -1,0 +1,169 @@
+"""Names and quantities as the Kubernetes API takes them."""
+
+from __future__ import annotations
+
+import re
+from fractions import Fraction
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from deviceplugin.device import Device, Version
+from deviceplugin.naming import (
+    NamingError,
+    canonical_resource,
+    check_attribute,
+    check_attribute_name,
+    check_capacity,
+    check_counters,
+    check_device,
+    check_driver,
+    check_label,
+    check_resource,
+    device_name,
+    parse_quantity,
+    qualified,
+    qualifiers,
+)
+
+LABEL = re.compile(r"[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?")
+ids = st.text(st.characters(min_codepoint=33, max_codepoint=126), min_size=1, max_size=63)
+labels = st.from_regex(LABEL, fullmatch=True)
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        (3, 3),
+        ("3", 3),
+        ("16Gi", 16 * 2**30),
+        ("1.5Ki", 1536),
+        (".5", Fraction(1, 2)),
+        ("5.", 5),
+        ("250m", Fraction(1, 4)),
+        ("1E", 10**18),
+        ("1e3", 1000),
+        ("1E-3", Fraction(1, 1000)),
+        ("1Ei", 2**60),
+        ("-2k", -2000),
+        ("7n", Fraction(7, 10**9)),
+    ],
+)
+def test_quantities(text: int | str, value: int | Fraction) -> None:
+    """Integers and all suffixes of Kubernetes are understood exactly."""
+    assert parse_quantity(text) == value
+
+
+@pytest.mark.parametrize("text", ["", "Gi", "16GB", "1 Gi", "0x10", "1_000", "1.2.3", "e3", "١", True, None, 1.5])
+def test_no_quantities(text: object) -> None:
+    """What the API would not parse is refused."""
+    with pytest.raises(NamingError):
+        parse_quantity(text)  # type: ignore[arg-type]
+
+
+@given(ids)
+def test_device_names_are_labels(device: str) -> None:
+    """Whatever the id, the name is a DNS label, with and without a resource in front."""
+    assert LABEL.fullmatch(device_name(device))
+    assert LABEL.fullmatch(device_name(device, "gpu"))
+
+
+@given(labels)
+def test_labels_are_kept(device: str) -> None:
+    """An id that is a DNS label is its own name, unless it ends like a made one."""
+    assert (device_name(device) == device) == (not re.fullmatch(r".*--[0-9a-f]{10}", device))
+
+
+@given(ids | labels, ids | labels, st.sampled_from(["", "gpu", "fpga"]), st.sampled_from(["", "gpu", "fpga"]))
+def test_device_names_are_unique(one: str, other: str, left: str, right: str) -> None:
+    """Two devices of a driver never share a name."""
+    if (one, left) != (other, right) and bool(left) == bool(right):
+        assert device_name(one, left) != device_name(other, right)
+    made = device_name(one, left)
+    if not left and made != one:
+        assert device_name(made) != made
+
+
+@given(st.lists(st.from_regex(r"[a-z]{1,3}\.com/[A-Za-z]{1,30}", fullmatch=True), max_size=5))
+def test_qualifiers_are_unique(resources: list[str]) -> None:
+    """Resources of one driver get words that differ, a lone one none."""
+    words = qualifiers(resources)
+    assert len(set(words.values())) == len(set(resources))
+    assert all(LABEL.fullmatch(word) for word in words.values() if word)
+    assert all(bool(word) == (len(words) > 1) for word in words.values())
+
+
+@pytest.mark.parametrize("name", ["gpu.example.com", "a", "a-b.c0", "x" * 63])
+def test_drivers(name: str) -> None:
+    """DNS names in lower case are names of drivers."""
+    check_driver(name)
+
+
+@pytest.mark.parametrize("name", ["", "Gpu.example.com", "a_b", "-a", "a..b", "x" * 64, "a/b", "a.b\n"])
+def test_no_drivers(name: str) -> None:
+    """Others are not, nor ones that only the taint made from them would fail with."""
+    with pytest.raises(NamingError):
+        check_driver(name)
+
+
+@pytest.mark.parametrize("name", ["gpu", "/gpu", "a.com/", "a.com/b/c", "kubernetes.io/gpu", "x.kubernetes.io/gpu"])
+def test_no_resources(name: str) -> None:
+    """Names of extended resources have a vendor's domain and one slash."""
+    with pytest.raises(NamingError):
+        check_resource(name)
+    check_resource("example.com/gpu-1_x.y")
+
+
+@pytest.mark.parametrize("name", ["model", "_x", "example.com/memory", "A1" * 16])
+def test_attribute_names(name: str) -> None:
+    """A C identifier of 32 characters, with or without a domain, names an attribute."""
+    check_attribute_name(name)
+
+
+@pytest.mark.parametrize("name", ["", "1x", "a-b", "a.b", "x" * 33, "A.com/x", "/x", "a/b/c", "a.com/", "x\n"])
+def test_no_attribute_names(name: str) -> None:
+    """Anything else does not, also what the API of 1.36 lets slip through (two slashes)."""
+    with pytest.raises(NamingError):
+        check_attribute_name(name)
+
+
+@pytest.mark.parametrize(
+    "value", ["x" * 65, "é" * 33, 2**63, -(2**63) - 1, 1.5, None, Version("1.2"), Version("01.2.3")]
+)
+def test_no_attribute_values(value: object) -> None:
+    """Values are short strings, 64-bit integers, booleans and semantic versions."""
+    with pytest.raises(NamingError):
+        check_attribute("x", value)
+
+
+def test_capacity_and_counters() -> None:
+    """Amounts are quantities that are not negative, counters have labels for names."""
+    check_capacity("memory", "16Gi")
+    check_counters("card-0", {"memory": "16Gi", "slices": 7})
+    for wrong in ({}, {"Memory": 1}, {"memory": "-1"}, {f"c{number}": 1 for number in range(33)}):
+        with pytest.raises(NamingError):
+            check_counters("card-0", wrong)
+    with pytest.raises(NamingError):
+        check_capacity("memory", -1)
+    with pytest.raises(NamingError):
+        check_label("Card")
+
+
+def test_device_is_checked_whole() -> None:
+    """A device's own attributes and capacity are checked with the device's name in the message."""
+    check_device(Device("a", attributes={"x": 1}, capacity={"y": "1Gi"}), "d.example.com")
+    with pytest.raises(NamingError, match="device 'a'"):
+        check_device(Device("a", attributes={"x": 1, "d.example.com/x": 2}), "d.example.com")
+    with pytest.raises(NamingError, match="at most 30"):
+        check_device(Device("a", attributes={f"x{number}": 1 for number in range(31)}), "d.example.com")
+
+
+def test_qualified_and_canonical() -> None:
+    """Unqualified names get the driver's domain; long resource names still fit into an attribute."""
+    assert qualified("x", "d.com") == "d.com/x"
+    assert qualified("e.com/x", "d.com") == "e.com/x"
+    assert canonical_resource("example.com/gpu") == "example.com/gpu"
+    long = "example.com/" + "x" * 63
+    assert len(canonical_resource(long)) == 64
+    assert canonical_resource(long) != canonical_resource("f" + long[1:])
