@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import json
 import re
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -708,3 +710,34 @@ def test_versions_are_those_of_the_api(version: str) -> None:
 def test_quantities_are_those_of_the_api(quantity: str) -> None:
     """The pattern for quantities takes what the API server takes, but for what is too much."""
     assert matches(config.Quantity, quantity) == allowed(naming.parse_quantity, quantity)
+
+
+def test_parser_without_libyaml_says_the_same() -> None:
+    """Where PyYAML came without libyaml, files are read by its Python parser, to the same end."""
+    samples = [
+        WHOLE,
+        "",
+        "a: \x07",
+        "resources: [}",
+        "[" * 1000,
+        "a: &a [*a]",
+        "resources: 1",
+        "\ta",
+        "a: 1\n---\nb: 1",
+    ]
+    code = f"""
+import yaml
+del yaml.CSafeLoader
+from deviceplugin import config
+assert config._Loader.__mro__[1] is yaml.SafeLoader
+for sample in {samples!r}:
+    try:
+        print(config.parse(sample) == config.parse(sample.encode()))
+    except config.ConfigError as error:
+        print(error.line, error.path, len(error.problems))
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    expected = [(found[0].line, found[0].path, len(found)) if (found := problems(text)) else True for text in samples]
+    assert done.stdout.splitlines() == [
+        " ".join(map(str, one)) if isinstance(one, tuple) else "True" for one in expected
+    ]
