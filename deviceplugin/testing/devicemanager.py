@@ -69,11 +69,14 @@ class ContainerSpec:
     """A container as a pod asks for it: its limits, by resource.
 
     restartable: an init container that goes on running beside the others (a sidecar).
+    through_dra: resources among the limits that the pod's extended resource claim serves. Admission
+    leaves them alone; the start of the container does not (kubelet 1.36.3).
     """
 
     name: str
     limits: Mapping[str, int] = field(default_factory=dict)
     restartable: bool = False
+    through_dra: Collection[str] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -383,7 +386,7 @@ class DeviceManager:
     def _allocate(self, pod: PodSpec, container: ContainerSpec, reusable: Mapping[str, set[str]]) -> None:
         collected = write = False
         for resource, number in container.limits.items():
-            if not self.is_plugin_resource(resource):
+            if resource in container.through_dra or not self.is_plugin_resource(resource):
                 continue
             if not collected:
                 self.update_allocated()

@@ -37,7 +37,8 @@ _SUN_PATH: Final = 107
 class FakeKubelet:
     """A node: its kubelet, which comes and goes, and its pods, which stay.
 
-    A context manager; entering starts the kubelet, leaving stops it.
+    A context manager; entering starts the kubelet, leaving stops it. Its methods block: beside a
+    plugin in the same event loop, call them through `asyncio.to_thread`.
 
     root: stands for /var/lib/kubelet; None makes a directory that goes with the object.
     topology_policy: the topology manager's, with container scope, over `numa_nodes`.

@@ -33,6 +33,7 @@ class Served:
         self._sources = list(sources)
         self._options = options
         self._made = threading.Event()
+        self._over = threading.Event()
         self._agent: Agent | None = None
         self._thread = threading.Thread(target=self._main, name="agent", daemon=True)
         self._thread.start()
@@ -48,7 +49,7 @@ class Served:
     @property
     def alive(self) -> bool:
         """Whether the agent runs."""
-        return self._thread.is_alive()
+        return not self._over.is_set()
 
     def wait_registered(self, timeout: float = 10.0) -> None:
         """Wait until every source is registered and its first list has arrived.
@@ -91,6 +92,7 @@ class Served:
         except BaseException as error:  # handed to whoever stops it
             self.error = error
         finally:
+            self._over.set()
             self._made.set()
             self._kubelet.notify()
 

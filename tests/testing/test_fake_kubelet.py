@@ -378,6 +378,21 @@ class TestAllocation:
         assert fake_kubelet.allocated(RESOURCE) == {"a"}
         assert fake_kubelet.run_pod("next", ONE).running
 
+    def test_a_claim_serves_the_limit(self, fake_kubelet: FakeKubelet, plugins: Plugins) -> None:
+        """A limit that a claim serves is not asked of the plugin, and still counts for the scheduler."""
+        plugin = plugins(fake_kubelet, "a")
+        spec = ContainerSpec("main", ONE, through_dra=[RESOURCE])
+        pod = fake_kubelet.start_pod("claims", containers=[spec]).wait_running()
+        assert (pod.device_ids, plugin.allocations) == ((), [])
+        assert not fake_kubelet.start_pod("plugin", ONE).bound
+
+    def test_a_claim_and_pre_start(self, kubelets: Kubelets, plugins: Plugins) -> None:
+        """Where the plugin wants PreStartContainer, such a container does not start (kubelet 1.36.3)."""
+        kubelet = kubelets(start_backoff=0.01)
+        plugins(kubelet, "a", pre_start=True)
+        pod = kubelet.start_pod("p", containers=[ContainerSpec("main", ONE, through_dra=[RESOURCE])])
+        kubelet.wait_until(lambda: "holds no devices" in pod.container().message)
+
     def test_check_nodes(self, kubelets: Kubelets, plugins: Plugins, tmp_path: Path) -> None:
         """A container whose device node does not exist does not start, and does when it comes."""
         kubelet = kubelets(check_nodes=True, start_backoff=0.01)
