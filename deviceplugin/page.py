@@ -240,7 +240,7 @@ def _short(value: Value, unit: str) -> Iterable[str]:
 
 def _bar(word: str, share: float, text: str) -> str:
     return (
-        f'<div><span class="dim">{escape(word)}</span>'
+        f'<div class="bar"><span class="dim">{escape(word)}</span>'
         f'<meter min="0" max="1" value="{min(1.0, max(0.0, share)):.3f}">{escape(text)}</meter>'
         f'<span class="dim">{escape(text)}</span></div>'
     )
