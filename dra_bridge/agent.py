@@ -41,6 +41,7 @@ from dra_bridge.cluster import (
 from dra_bridge.driver import ClusterClaims, Driver, Served
 from dra_bridge.handover import Drain, Handover, Share, ShareError, parse_share
 from dra_bridge.keeper import Keeper, held_units
+from dra_bridge.metrics import Told
 from dra_bridge.registrar import Registrar
 from dra_bridge.slices import Offer, Pool, Publisher
 
@@ -484,6 +485,7 @@ class Bridge:
             keep_books=keep_books,
             doorkeeper=doorkeeper,
         )
+        self.agent.providers.append(Told(self))
         self._node_annotations: Mapping[str, str] = {}
         self._group: asyncio.TaskGroup | None = None
 

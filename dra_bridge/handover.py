@@ -395,9 +395,10 @@ class Handover:
                 began, seen.at, quiet=True, held=held_units(seen.holdings.of(self.resource), replicas)
             ),
         )
+        before = self._desk.snapshot
         done = await self._desk.do(ledger.commit_to_dra(self.resource, devices, evidence, time.time()))
         waiting.update(done.waiting)
-        self._finished("to-dra", done.devices)
+        self._finished("to-dra", done.devices, before)
         return bool(done.devices)
 
     async def _end_to_plugin(self, devices: Sequence[str], waiting: dict[str, str]) -> bool:
@@ -421,14 +422,19 @@ class Handover:
             listed_at,
             {device: claim for (resource, device), claim in allocated.items() if resource == self.resource},
         )
+        before = self._desk.snapshot
         done = await self._desk.do(ledger.commit_to_plugin(self.resource, sorted(free), evidence, time.time()))
         waiting.update(done.waiting)
-        self._finished("to-plugin", done.devices)
+        self._finished("to-plugin", done.devices, before)
         return bool(done.devices)
 
-    def _finished(self, way: str, devices: Sequence[str]) -> None:
+    def _finished(self, way: str, devices: Sequence[str], before: ledger.Snapshot) -> None:
         if not devices:
             return
+        now = time.time()
+        self.statistics.seconds[way] += sum(
+            max(0.0, now - before.device(self.resource, name).since) for name in devices
+        )
         self._withdraw -= frozenset(devices)
         self.statistics.finished[way] += len(devices)
         _LOG.info("%s: moved %s: %s", self.resource, way, ", ".join(devices))
