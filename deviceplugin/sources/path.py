@@ -9,17 +9,18 @@ devices); a directory is not a device and is left out.
 from __future__ import annotations
 
 import asyncio
+import bisect
 import hashlib
 import logging
 import os
 import random
 import re
 import stat
+import sys
 import time
 from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import translate
-from operator import attrgetter
 from typing import Final
 
 from deviceplugin import filewatch, hooks
@@ -38,6 +39,9 @@ SCAN_TIMEOUT: Final = 60.0
 """Seconds after which a look is given up (a network file system that hangs)."""
 MAX_PAUSE: Final = 0.5
 """Seconds between looks under a storm of hints that change nothing."""
+
+_UNKNOWN: Final = -1
+"""Stands for the inode of a path whose directory was not read."""
 
 _MAGIC: Final = re.compile(r"[*?[]")
 _NUMBERS: Final = re.compile(r"([0-9]+)")
@@ -87,12 +91,17 @@ def numa_of(mode: int, rdev: int, sysfs: str = "/sys") -> int | None:
 
 @dataclass(frozen=True, slots=True)
 class _Match:
-    """A path that a glob matches, and what it led to when last looked at."""
+    """A path that a glob matches, and what it led to when last looked at.
+
+    real: the directory it is really in. entry: the inode that this directory names for it.
+    seen: a hash of what stat says. directories: those that the chain of its symlinks runs through.
+    """
 
     alias: str
     host: str
-    order: tuple[str | int, ...]
-    seen: tuple[object, ...]
+    real: str
+    entry: int
+    seen: int
     mode: int
     numa: int | None
     directories: tuple[str, ...]
@@ -109,6 +118,7 @@ class _Match:
 class _Look:
     """One look at the file system."""
 
+    thorough: bool
     devices: list[Device] = field(default_factory=list)
     directories: set[str] = field(default_factory=set)
     notes: list[str] = field(default_factory=list)
@@ -120,7 +130,7 @@ class _Look:
         """Return where a directory really is; where its being elsewhere would show is watched from now on."""
         real = self.real.get(directory)
         if real is None:
-            real = self.real[directory] = os.path.realpath(directory)
+            real = self.real[directory] = sys.intern(os.path.realpath(directory))
             if real != directory:
                 self.directories.add(real)
                 while directory != "/":
@@ -142,9 +152,6 @@ class _Look:
             except OSError:
                 break
         return link, tuple(directories)
-
-
-_BY_ORDER: Final = attrgetter("order")
 
 
 class _WatchedPaths(DeviceSource):
@@ -170,6 +177,7 @@ class _WatchedPaths(DeviceSource):
         self._sysfs = sysfs
         self._rescan = rescan
         self._matches: Mapping[str, _Match] = {}
+        self._orders: dict[str, list[str]] = {}
         self._devices: Mapping[str, tuple[tuple[_Match, ...], Device]] = {}
 
     def __repr__(self) -> str:
@@ -183,12 +191,14 @@ class _WatchedPaths(DeviceSource):
         """Yield the devices now and whenever one comes, goes, or leads elsewhere."""
         watched = {_first_directory(glob) for glob in self.globs}
         listed: list[Device] | None = None
-        hinted = True
+        hinted = thorough = True
         pause = 0.0
         with filewatch.shared().watch(watched) as watch:
             while True:
                 began = time.monotonic()
-                look = await hooks.call(f"looking for {', '.join(self.globs)}", self._look, timeout=SCAN_TIMEOUT)
+                look = await hooks.call(
+                    f"looking for {', '.join(self.globs)}", self._look, thorough, timeout=SCAN_TIMEOUT
+                )
                 took = time.monotonic() - began
                 self._say(look.notes)
                 fresh = look.directories - watched
@@ -201,6 +211,7 @@ class _WatchedPaths(DeviceSource):
                     pause = 0.0
                 elif hinted:
                     pause = min(MAX_PAUSE, max(took, 2 * pause))
+                thorough = False
                 if fresh:  # something may have changed there before it was watched
                     continue
                 if pause:
@@ -208,10 +219,15 @@ class _WatchedPaths(DeviceSource):
                     await asyncio.sleep(pause)
                 hinted = await watch.wait(self._rescan * random.uniform(0.8, 1.2))  # noqa: S311  # no secret
                 if not hinted:
-                    pause = 0.0
+                    thorough, pause = True, 0.0
 
-    def _look(self) -> _Look:
-        look = _Look()
+    def _look(self, thorough: bool = True) -> _Look:
+        """Look at the file system once.
+
+        Not thorough, a path that its directory names with the inode that it had before is taken to
+        be what it was; where inodes are not used again (devtmpfs) that is a fact.
+        """
+        look = _Look(thorough)
         groups = self._groups(look)
         devices: dict[str, tuple[tuple[_Match, ...], Device]] = {}
         for matches in groups:
@@ -244,30 +260,33 @@ class _WatchedPaths(DeviceSource):
 
     def _matching(self, glob: str, look: _Look) -> list[_Match]:
         """Return what a glob matches now, in the order of people: 2 before 10."""
-        found = []
+        found: dict[str, _Match] = {}
+        known = {} if look.thorough else self._matches
         skipped = 0
-        for base, aliases in _expand(glob, look):
+        for base, entries in _expand(glob, look):
             real = look.resolve(base or "/")
-            for alias, is_link in aliases:
-                match = look.matches.get(alias) or self._match(alias, real, look, is_link=is_link)
-                if match is None:
-                    continue
-                if match.directories:
-                    look.directories.update(match.directories)
-                if stat.S_ISDIR(match.mode):
-                    skipped += 1
-                    _LOG.debug("%s is a directory, not a device; left out", alias)
-                    continue
-                look.matches[alias] = match
-                found.append(match)
+            for alias, is_link, entry in entries:
+                match = known.get(alias)
+                if match is None or match.entry != entry or entry == _UNKNOWN or is_link or match.real != real:
+                    match = look.matches.get(alias) or self._match(alias, real, entry, look, is_link=is_link)
+                    if match is None:
+                        continue
+                    if match.directories:
+                        look.directories.update(match.directories)
+                    if stat.S_ISDIR(match.mode):
+                        skipped += 1
+                        _LOG.debug("%s is a directory, not a device; left out", alias)
+                        continue
+                found[alias] = match
+        look.matches.update(found)
         if skipped and not found:
             look.notes.append(f"{glob} matches a directory, which is not a device; name what lies in it: {glob}/*")
         elif not found:
             look.notes.append(f"{glob} matches nothing now; what is plugged in later is found")
-        found.sort(key=_BY_ORDER)
-        return found
+        order = self._orders[glob] = _ordered(self._orders.get(glob, []), found)
+        return [found[alias] for alias in order]
 
-    def _match(self, alias: str, directory: str, look: _Look, *, is_link: bool) -> _Match | None:
+    def _match(self, alias: str, real: str, entry: int, look: _Look, *, is_link: bool) -> _Match | None:
         try:
             target = os.readlink(alias) if is_link else ""
             status = os.stat(alias)
@@ -277,9 +296,9 @@ class _WatchedPaths(DeviceSource):
             _LOG.debug("%s is left out: %s", alias, error.strerror)
             return None
         mode = status.st_mode
-        seen = (mode, status.st_rdev, status.st_ino, status.st_dev, status.st_ctime_ns, target, directory)
+        seen = hash((mode, status.st_rdev, status.st_ino, status.st_dev, status.st_ctime_ns, target, real))
         known = self._matches.get(alias)
-        if known is not None and known.seen == seen:
+        if known is not None and known.seen == seen and known.entry == entry:
             return known
         numbers = (stat.S_IFMT(mode), status.st_rdev)
         if numbers not in look.numa:
@@ -287,9 +306,10 @@ class _WatchedPaths(DeviceSource):
         if is_link:
             host, directories = look.follow(alias)
         else:
-            host, directories = os.path.join(directory, os.path.basename(alias)), ()
-        order = known.order if known is not None else _order(alias)
-        return _Match(alias, host, order, seen, mode, look.numa[numbers], directories)
+            host, directories = os.path.join(real, os.path.basename(alias)), ()
+        if host == alias:
+            host = alias  # one string for both
+        return _Match(alias, host, real, entry, seen, mode, look.numa[numbers], directories)
 
     def _say(self, notes: list[str]) -> None:
         """Log what is new about the globs, each once."""
@@ -366,7 +386,7 @@ class GroupSource(_WatchedPaths):
                 spare = ", ".join(f"{count} of {glob}" for count, glob in zip(counts, self.globs, strict=True))
                 look.notes.append(f"unequal numbers of parts ({spare}); what is left over is left out")
         groups += zip(*rest, strict=False)
-        groups.sort(key=lambda group: group[0].order)
+        groups.sort(key=lambda group: _order(group[0].alias))
         self._together = {group[0].alias: tuple(match.alias for match in group) for group in groups}
         return groups
 
@@ -384,8 +404,8 @@ class GroupSource(_WatchedPaths):
                 yield group
 
 
-def _expand(glob: str, look: _Look) -> Iterator[tuple[str, Iterable[tuple[str, bool]]]]:
-    """Yield by directory what an absolute glob matches, as glob.glob does, and whether it is a symlink.
+def _expand(glob: str, look: _Look) -> Iterator[tuple[str, Iterable[tuple[str, bool, int]]]]:
+    """Yield by directory what an absolute glob matches, as glob.glob does, whether it is a symlink, and its inode.
 
     The directories that it runs through go to `look.directories`. What a glob without wildcards
     names need not be there.
@@ -399,11 +419,11 @@ def _expand(glob: str, look: _Look) -> Iterator[tuple[str, Iterable[tuple[str, b
             bases = [f"{base}/{step}" for base in bases]
     for base in bases:
         if _MAGIC.search(last):
-            yield base, [(entry.path, entry.is_symlink()) for entry in _entries(base, last, look)]
+            yield base, [(entry.path, entry.is_symlink(), entry.inode()) for entry in _entries(base, last, look)]
         else:
             look.directories.add(base or "/")
             path = f"{base}/{last}"
-            yield base, [(path, os.path.islink(path))]
+            yield base, [(path, os.path.islink(path), _UNKNOWN)]
 
 
 def _entries(base: str, step: str, look: _Look) -> list[os.DirEntry[str]]:
@@ -439,6 +459,17 @@ def _first_directory(glob: str) -> str:
     """Return the directory that a glob looks into first."""
     first = _MAGIC.search(glob)
     return os.path.dirname(glob[: first.start()] if first else glob) or "/"
+
+
+def _ordered(before: list[str], now: Mapping[str, object]) -> list[str]:
+    """Return these paths in the order of people; most of them are in order already."""
+    order = [alias for alias in before if alias in now]
+    new = now.keys() - set(order)
+    if len(new) > 100:
+        return sorted(now, key=_order)
+    for alias in new:
+        bisect.insort(order, alias, key=_order)
+    return order
 
 
 def _order(path: str) -> tuple[str | int, ...]:

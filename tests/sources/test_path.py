@@ -470,3 +470,16 @@ def test_replaced_node_is_another(tmp_path: Path) -> None:
     node.unlink()
     os.mknod(node, stat.S_IFCHR | 0o600, os.makedev(1, 3))
     assert source.look()[0].numa_nodes == (1,)
+
+
+@pytest.mark.skipif(not ROOT, reason="only root makes device nodes")
+async def test_replaced_node_is_found_without_an_event(tmp_path: Path) -> None:
+    """A node that is replaced is looked at anew, at the next rescan at the latest, even if its inode is the same."""
+    os.mknod(tmp_path / "node", stat.S_IFCHR | 0o600, os.makedev(1, 5))
+    source = PathSource(f"{tmp_path}/n*", sysfs=sysfs(tmp_path, numa="1", numbers="1:3"), rescan=0.05)
+    async with watching(source) as following:
+        (before,) = await following()
+        (tmp_path / "node").unlink()
+        os.mknod(tmp_path / "node", stat.S_IFCHR | 0o600, os.makedev(1, 3))
+        (after,) = await following(lambda devices: bool(devices) and devices[0].numa_nodes == (1,))
+    assert (before.numa_nodes, before.id) == ((), after.id)
