@@ -348,6 +348,8 @@ class Agent:
         self._stopped = asyncio.Event()
         self._stop_asked = threading.Event()
         self._running: dict[str, asyncio.Task[None]] = {}
+        self._branches: dict[str, asyncio.Task[None]] = {}
+        self._stems: dict[str, str] = {}
         self._failed: asyncio.Future[None] | None = None
         self.quiet = Quiet()
         self._turn = asyncio.Lock()
@@ -394,7 +396,7 @@ class Agent:
             waits: set[asyncio.Future[Any]] = {stopped, self._failed}
             await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
         finally:
-            tasks = (books, stopped, *self._running.values())
+            tasks = (books, stopped, *self._branches.values(), *self._running.values())
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
@@ -414,16 +416,50 @@ class Agent:
         Resources that are in neither end; those that are served already take the new source
         without a break.
         """
-        ending = [name for name in self._running if name not in wanted and name not in unchanged]
+        kept = {name for name, stem in self._stems.items() if stem in wanted or stem in unchanged}
+        ending = [name for name in self._running if name not in wanted and name not in unchanged and name not in kept]
         for name in ending:
             self._running[name].cancel()
         await asyncio.gather(*(self._running[name] for name in ending), return_exceptions=True)
         for name, source in wanted.items():
-            if name in self._services:
-                self._services[name].replace(source)
-            else:
-                self._services[name] = self._service(source)
-                self._start(self._services[name], fatal=False)
+            self._stems.pop(name, None)
+            self._serve(source)
+
+    def _serve(self, source: DeviceSource) -> None:
+        """Serve one more source, or another one for a resource that is served."""
+        name = source.resource
+        if name in self._services:
+            self._services[name].replace(source)
+            self._follow_branches(source)
+        else:
+            self._services[name] = self._service(source)
+            self._start(self._services[name], fatal=False)
+
+    def _follow_branches(self, source: DeviceSource) -> None:
+        """Serve the further resources that a source brings along, in place of what the one before it brought."""
+        if (before := self._branches.pop(source.resource, None)) is not None:
+            before.cancel()
+        if type(source).branches is not DeviceSource.branches:
+            self._branches[source.resource] = asyncio.create_task(
+                self._serve_branches(source), name=f"branches of {source.resource}"
+            )
+
+    async def _serve_branches(self, source: DeviceSource) -> None:
+        served: set[str] = set()
+        try:
+            async for branches in source.branches():
+                for branch in branches:
+                    name = branch.resource
+                    if name in served:
+                        continue
+                    served.add(name)
+                    if name in self._services and self._stems.get(name) != source.resource:
+                        _LOG.info("%s is served already, not as what %s brings along", name, source.resource)
+                        continue
+                    self._stems[name] = source.resource
+                    self._serve(branch)
+        except Exception:
+            _LOG.exception("what %s brings along is not served", source.resource)
 
     def _service(self, source: DeviceSource) -> Service:
         return Service(
@@ -440,6 +476,7 @@ class Agent:
         self._running[service.resource] = asyncio.create_task(
             self._supervise(service, fatal=fatal), name=f"serve {service.resource}"
         )
+        self._follow_branches(service.source)
         self._wanted.set()
 
     async def _supervise(self, service: Service, *, fatal: bool) -> None:
@@ -462,6 +499,9 @@ class Agent:
             if self._services.get(name) is service:
                 del self._services[name]
                 self._running.pop(name, None)
+                self._stems.pop(name, None)
+                if (branches := self._branches.pop(name, None)) is not None:
+                    branches.cancel()
 
     def _fail(self, error: AgentError) -> None:
         if self._failed is not None and not self._failed.done():

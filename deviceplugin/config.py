@@ -608,6 +608,14 @@ class ResourceConfig(_Strict, frozen=True, kw_only=True, eq=False):
     topology: Annotated[
         bool, Meta(description="Whether the kubelet is told the devices' NUMA nodes; false leaves them out.")
     ] = True
+    prefer: Annotated[
+        Literal["links", "packed", "distributed", "none"],
+        Meta(
+            description="Which devices a pod gets that wants several. links: closely linked ones, replicas of "
+            "different devices. packed: replicas of few devices. distributed: replicas of the devices that are used "
+            "least. none: the first."
+        ),
+    ] = "links"
     attributes: Annotated[
         Mapping[AttributeName, bool | Integer | AttributeText | VersionAttribute],
         Meta(description="What claims can select on; names without a domain fall under the driver's."),

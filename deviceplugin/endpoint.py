@@ -34,6 +34,8 @@ HEALTHY: Final = "Healthy"
 UNHEALTHY: Final = "Unhealthy"
 MAX_LIST_BYTES: Final = 4 * 1024 * 1024
 """The kubelet takes no larger message and shows a capacity of 0 (kubernetes#109304)."""
+MANY: Final = 64
+"""Devices without links above which NUMA nodes are compared as groups, not pair by pair."""
 
 
 class Refusal(Exception):  # noqa: N818  # the field's word; it is an answer, not a fault
@@ -96,10 +98,16 @@ class Entry:
 
 
 def entries(
-    snapshot: Snapshot, *, replicas: int = 1, with_topology: bool = True, offers: Callable[[str], bool] | None = None
+    snapshot: Snapshot,
+    *,
+    replicas: int = 1,
+    replicas_of_one: Callable[[Device], int] | None = None,
+    with_topology: bool = True,
+    offers: Callable[[str], bool] | None = None,
 ) -> tuple[Entry, ...]:
     """Return what the kubelet is to see of a snapshot.
 
+    replicas: how often a device is offered at the most; replicas_of_one: how often this one is.
     A device of unknown health is shown healthy: only a device known to be broken is withdrawn.
     A device that the plugin side does not offer is shown unhealthy, never dropped.
     """
@@ -110,7 +118,7 @@ def entries(
             device.numa_nodes if with_topology else (),
         )
         for device in snapshot.devices.values()
-        for name in replicas_of(device.id, replicas)
+        for name in replicas_of(device.id, replicas)[: replicas_of_one(device) if replicas_of_one is not None else None]
     )
 
 
@@ -330,6 +338,7 @@ class Endpoint(DevicePluginServicer):
         return entries(
             self.inventory.snapshot,
             replicas=self.source.replicas,
+            replicas_of_one=self.source.replicas_of if self.source.replicas > 1 else None,
             with_topology=self.source.topology,
             offers=None
             if isinstance(self._doorkeeper, OpenDoor)
@@ -360,16 +369,29 @@ class Endpoint(DevicePluginServicer):
                 chosen = await self._wish(available, must_include, size)
                 if chosen is not None:
                     return chosen
-            known, replicas = self.inventory.snapshot.devices, self.source.replicas
-            numa = {
-                name: device.numa_nodes
-                for name in (*available, *must_include)
-                if (device := known.get(device_of(name, replicas))) is not None and self.source.topology
-            }
-            return topology.numa_compact(numa, available, must_include, size)
+            return self._choice(available, must_include, size)
         except Exception:  # whatever it is, it must not fail the pods
             _LOG.exception("%s: no preference could be found", self.resource)
             return [*must_include, *(name for name in available if name not in must_include)][:size]
+
+    def _choice(self, available: list[str], must_include: list[str], size: int) -> list[str]:
+        """Return what the source's policy chooses."""
+        source, known = self.source, self.inventory.snapshot.devices
+        physical = {name: device_of(name, source.replicas) for name in (*available, *must_include)}
+        numa = {name: known[name].numa_nodes for name in set(physical.values()) if name in known and source.topology}
+        score = source.links if source.policy == topology.Policy.LINKS else {}
+        if source.policy == topology.Policy.LINKS and not score:
+            if source.replicas == 1 or len(numa) > MANY:
+                nodes = {name: numa.get(device, ()) for name, device in physical.items()}
+                return topology.numa_compact(nodes, available, must_include, size)
+            score = topology.numa_scores(numa)
+        if source.policy == topology.Policy.DISTRIBUTED:  # what is in use counts too
+            physical = {
+                name: device.id for device in known.values() for name in replicas_of(device.id, source.replicas)
+            } | physical
+            offered = {line.name for line in self.lines()}
+            physical = {name: device for name, device in physical.items() if name in offered}
+        return topology.choose(source.policy, available, must_include, size, score=score, physical=physical)
 
     async def _wish(self, available: list[str], must_include: list[str], size: int) -> list[str] | None:
         known, replicas = self.inventory.snapshot.devices, self.source.replicas

@@ -8,8 +8,7 @@ loop) or coroutine functions; each has a deadline, and one that fails costs its 
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Awaitable, Iterator, Mapping, Sequence
-from functools import cache
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Final
 
 from deviceplugin.device import ContainerEdits, Device
 
@@ -29,6 +28,10 @@ class DeviceSource:
             ids for each device (fewer where `replicas_of` says so).
         topology: whether the kubelet learns the devices' NUMA nodes. Its hints grow exponentially
             with the nodes (kubernetes#135541); leave them out where that hurts.
+        policy: which devices go well together where a pod wants several and there is no `prefer`:
+            "links", closely linked ones (by `links`, by NUMA nodes without them), replicas of
+            different devices; "packed", replicas of few devices; "distributed", replicas of the
+            devices that are used least; "none", the first.
         hook_timeout: seconds after which a hook's call is given up. The kubelet waits for
             Allocate without a deadline and admits no other pod meanwhile (kubernetes#117435),
             and 30 s for PreStartContainer.
@@ -42,6 +45,7 @@ class DeviceSource:
     driver: str | None = None
     replicas: int = 1
     topology: bool = True
+    policy: str = "links"
     hook_timeout: float = 10.0
     config_type: ClassVar[type[Any] | None] = None
 
@@ -145,9 +149,13 @@ class DeviceSource:
     @property
     def hooks(self) -> frozenset[str]:
         """The hooks that this source really has."""
-        return _hooks_of(type(self))
+        kind = type(self)
+        hooks = _HOOKS_OF.get(kind)
+        if hooks is None:
+            there = (name for name in self.HOOKS if getattr(kind, name) is not getattr(DeviceSource, name))
+            hooks = _HOOKS_OF[kind] = frozenset(there)
+        return hooks
 
 
-@cache
-def _hooks_of(kind: type[Any]) -> frozenset[str]:
-    return frozenset(name for name in kind.HOOKS if getattr(kind, name) is not getattr(DeviceSource, name))
+_HOOKS_OF: Final[dict[type[DeviceSource], frozenset[str]]] = {}
+"""Asked for with every Allocate; a class does not change."""

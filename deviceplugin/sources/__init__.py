@@ -128,6 +128,7 @@ class ConfiguredSource(DeviceSource):
         self.driver = config.driver
         self.replicas = config.sharing.most
         self.topology = config.topology
+        self.policy = config.prefer
         kinds = [entry.kind for entry in config.devices]
         self.entries = tuple(
             _build_entry(entry, config, kinds[:index].count(entry.kind)) for index, entry in enumerate(config.devices)
@@ -272,9 +273,14 @@ class ConfiguredSource(DeviceSource):
                 doubles[f"{device.id} is found by two entries and served once"] = None
                 continue
             hosts = [node.host for node in device.nodes]  # type: ignore[union-attr]  # Device made them so
-            hosts += [mount.host for mount in device.edits.mounts]
-            double = next((host for host in hosts if host in owners), None)
-            if double is not None:
+            if device.edits.mounts:
+                hosts += [mount.host for mount in device.edits.mounts]
+            for double in hosts:
+                if double in owners:
+                    break
+            else:
+                double = ""
+            if double:
                 other = owners[double]
                 # Who is served already stays: a pod may have it, and the new name is the same device.
                 if device.id not in self._made or other in self._made:
@@ -283,7 +289,8 @@ class ConfiguredSource(DeviceSource):
                 doubles[f"{other} leads to {double} like {device.id} and is left out"] = None
                 del made[other], entries[other]
                 owners = {host: owner for host, owner in owners.items() if owner != other}
-            owners.update(dict.fromkeys(hosts, device.id))
+            for host in hosts:
+                owners[host] = device.id
             entries[device.id] = index
             known = self._made.get(device.id)
             made[device.id] = known if known is not None and known[0] is device else (device, self._make(device))
