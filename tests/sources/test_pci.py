@@ -1,0 +1,227 @@
+"""PCI devices from made sysfs trees, and from whatever this machine has."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from contextlib import aclosing
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from deviceplugin import config, naming, sources
+from deviceplugin.device import ContainerEdits, Device
+from deviceplugin.naming import PCI_BUS_ID, PCIE_ROOT
+from deviceplugin.sources import sysfs
+from deviceplugin.sources.pci import PciFilter, PciSource
+from tests.sources.trees import Tree
+
+IDS = """
+# a comment
+8086  Intel Corporation
+\t1572  Ethernet Controller X710 for 10GbE SFP+
+\t\t8086 0001  Ethernet Converged Network Adapter X710-4
+\t154c  Ethernet Virtual Function 700 Series
+10de  NVIDIA Corporation
+\t20b0  GA100 [A100 SXM4 40GB]
+C 02  Network controller
+\t00  Ethernet controller
+"""
+
+
+@pytest.fixture
+def tree(tmp_path: Path) -> Tree:
+    return Tree(tmp_path)
+
+
+def found(tree: Tree, ids: tuple[str, ...] = (), **wanted: Any) -> dict[str, Device]:
+    return {device.id: device for device in PciSource(PciFilter(**wanted), ids=ids, **tree.options).look()}
+
+
+def test_device_is_described_by_its_ids_place_and_names(tree: Tree, tmp_path: Path) -> None:
+    """Vendor, device, class, driver, address, root, NUMA node, group, and names out of pci.ids."""
+    (tmp_path / "pci.ids").write_text(IDS)
+    tree.pci("0000:3b:00.0", behind="0000:3a:00.0", numa=1, driver="i40e", group=7)
+    device = found(tree, (str(tmp_path / "none"), str(tmp_path / "pci.ids")), vendor="8086")["0000:3b:00.0"]
+    assert device.numa == 1
+    assert dict(device.attributes) == {
+        PCI_BUS_ID: "0000:3b:00.0",
+        PCIE_ROOT: "pci0000:3b",
+        "vendor": "8086",
+        "device": "1572",
+        "class": "020000",
+        "driver": "i40e",
+        "iommuGroup": 7,
+        "vendorName": "Intel Corporation",
+        "product": "Ethernet Controller X710 for 10GbE SFP+",
+        "virtualFunction": False,
+    }
+    naming.check_device(device, "nic.example.com")
+
+
+def test_device_that_pci_ids_does_not_know_has_no_name(tree: Tree, tmp_path: Path) -> None:
+    """Without a line, or without the file, names are left out."""
+    (tmp_path / "pci.ids").write_text(IDS)
+    tree.pci("0000:01:00.0", "8086", "ffff")
+    tree.pci("0000:02:00.0", "abcd", "0001")
+    devices = found(tree, (str(tmp_path / "pci.ids"),), class_="02")
+    assert devices["0000:01:00.0"].attributes["vendorName"] == "Intel Corporation"
+    assert "product" not in devices["0000:01:00.0"].attributes
+    assert "vendorName" not in devices["0000:02:00.0"].attributes
+    assert "vendorName" not in found(tree, vendor="8086")["0000:01:00.0"].attributes
+
+
+@given(st.text(alphabet=st.characters(exclude_characters="\r"), max_size=400))
+def test_any_file_of_names_can_be_read(text: str) -> None:
+    """Whatever is in pci.ids, reading it gives names of 64 bytes at the most, or none."""
+    import tempfile
+
+    with tempfile.NamedTemporaryFile("w", encoding="utf-8", errors="surrogatepass") as file:
+        file.write(f"8086  {text}\n\t1572 {text}\n")
+        file.flush()
+        names = sysfs.ids_names(file.name, {("8086", "1572")})
+    assert names is not None
+    assert all(name is None or len(name.encode()) <= 64 for pair in names.values() for name in pair)
+
+
+@pytest.mark.parametrize(
+    ("wanted", "fits"),
+    [
+        ({"vendor": "8086"}, "abv"),
+        ({"vendor": "0x8086", "device": "0X1572".lower()}, "ab"),
+        ({"class_": "03"}, "g"),
+        ({"class_": "0x0302"}, "g"),
+        ({"class_": "0300"}, ""),
+        ({"driver": "vfio-*"}, "b"),
+        ({"driver": "*"}, "abgv"),
+        ({"address": "0000:01:*"}, "av"),
+        ({"vendor": "8086", "functions": "virtual"}, "v"),
+        ({"vendor": "8086", "functions": "physical"}, "ab"),
+        ({"vendor": "10DE"}, "g"),
+    ],
+)
+def test_filter_takes_what_fits_in_all(tree: Tree, wanted: dict[str, str], fits: str) -> None:
+    """Vendor, device, class by prefix, driver and address by pattern, and kind of function."""
+    addresses = {"a": "0000:01:00.0", "b": "0000:02:00.0", "g": "0000:03:00.0", "v": "0000:01:02.0"}
+    tree.pci(addresses["a"], driver="i40e")
+    tree.pci(addresses["b"], driver="vfio-pci", group=2)
+    tree.pci(addresses["g"], "10de", "20b0", "030200")
+    tree.pci(addresses["v"], "8086", "154c", driver="iavf", parent=addresses["a"])
+    assert set(found(tree, **wanted)) == {addresses[key] for key in fits}
+
+
+def test_virtual_functions_know_their_parent(tree: Tree) -> None:
+    """A virtual function names its physical one, which tells how many it has."""
+    parent = tree.pci("0000:01:00.0")
+    (parent / "sriov_numvfs").write_text("1\n")
+    tree.pci("0000:01:02.0", "8086", "154c", parent="0000:01:00.0")
+    devices = found(tree, vendor="8086")
+    assert devices["0000:01:02.0"].attributes["parent"] == "0000:01:00.0"
+    assert devices["0000:01:02.0"].attributes["virtualFunction"] is True
+    assert devices["0000:01:00.0"].attributes["virtualFunctions"] == 1
+    assert "parent" not in devices["0000:01:00.0"].attributes
+
+
+def test_vfio_gives_the_group_and_the_container(tree: Tree) -> None:
+    """A device bound to vfio-pci is its group's node, with the one that all groups need."""
+    tree.pci("0000:01:00.0", driver="vfio-pci", group=12)
+    tree.pci("0000:02:00.0", driver="vfio-pci", group=13)
+    devices = list(found(tree, driver="vfio-pci").values())
+    merged = ContainerEdits.merge(device.container_edits for device in devices)
+    vfio = f"{tree.dev}/vfio"
+    assert [node.host for node in merged.device_nodes] == [f"{vfio}/12", f"{vfio}/vfio", f"{vfio}/13"]
+
+
+def test_other_drivers_nodes_are_found_below_the_device(tree: Tree) -> None:
+    """The nodes are those of the device itself, not of devices behind a bridge."""
+    gpu = tree.pci("0000:01:00.0", "1002", "73bf", "030000", driver="amdgpu")
+    tree.node(gpu, "drm/card0", "dri/card0")
+    tree.node(gpu, "drm/renderD128", "dri/renderD128")
+    bridge = tree.pci("0000:02:00.0", "8086", "ffff", "060400")
+    disk = tree.pci("0000:02:01.0", "144d", "a808", "010802", behind="0000:02:00.0")
+    tree.node(disk, "nvme/nvme0/nvme0n1", "nvme0n1")
+    devices = found(tree, address="*")
+    nodes = {name: [node.host for node in device.container_edits.device_nodes] for name, device in devices.items()}
+    assert nodes["0000:01:00.0"] == [f"{tree.dev}/dri/card0", f"{tree.dev}/dri/renderD128"]
+    assert nodes["0000:02:00.0"] == []
+    assert nodes["0000:02:01.0"] == [f"{tree.dev}/nvme0n1"]
+    assert bridge.is_dir()
+
+
+async def test_addresses_are_in_a_variable_of_the_container(tree: Tree) -> None:
+    """A container finds the addresses of all its devices in one variable, named after the resource."""
+    for number in (1, 2, 3):
+        tree.pci(f"0000:0{number}:00.0")
+    source = PciSource(PciFilter(vendor="8086"), resource="example.com/nic-10g", **tree.options)
+    edits = source.edits(source.look()[:2])
+    assert dict(edits.env) == {"PCIDEVICE_EXAMPLE_COM_NIC_10G": "0000:01:00.0,0000:02:00.0"}
+
+
+def test_numa_node_that_the_firmware_does_not_know_is_unknown(tree: Tree) -> None:
+    """-1 in sysfs is no NUMA node."""
+    tree.pci("0000:01:00.0", numa=-1)
+    assert found(tree, vendor="8086")["0000:01:00.0"].numa is None
+
+
+async def test_driver_that_is_bound_later_is_seen(tree: Tree) -> None:
+    """Binding to vfio-pci makes a node under /dev/vfio, which is the hint to look again."""
+    (tree.dev / "vfio").mkdir()
+    directory = tree.pci("0000:01:00.0", driver="i40e", group=12)
+    source = PciSource(PciFilter(driver="vfio-pci"), rescan=3600, **tree.options)
+    async with asyncio.timeout(20), aclosing(cast("Any", source.watch())) as lists:
+        assert await anext(lists) == []
+        assert "no PCI device of 1 fits" in source.notes[0]
+        tree.bind(directory, "vfio-pci")
+        (tree.dev / "vfio/12").touch()
+        assert [device.id for device in await anext(lists)] == ["0000:01:00.0"]
+        assert source.notes == ()
+
+
+async def test_device_that_is_hot_plugged_is_seen_at_the_next_look(tree: Tree) -> None:
+    """What makes no node at all is found by looking again."""
+    source = PciSource(PciFilter(vendor="8086"), rescan=0.05, **tree.options)
+    async with asyncio.timeout(20), aclosing(cast("Any", source.watch())) as lists:
+        assert await anext(lists) == []
+        tree.pci("0000:01:00.0")
+        assert [device.id for device in await anext(lists)] == ["0000:01:00.0"]
+
+
+def test_without_a_pci_bus_there_are_no_devices(tmp_path: Path) -> None:
+    """A machine without PCI has a note, no error."""
+    source = PciSource(PciFilter(vendor="8086"), sysfs_root=str(tmp_path))
+    assert source.look() == []
+    assert "cannot be read" in source.notes[0]
+
+
+async def test_entry_of_the_config_file_gives_each_vfio_device(tree: Tree) -> None:
+    """Two devices of one resource share /dev/vfio/vfio, and both are served."""
+    tree.pci("0000:01:00.0", driver="vfio-pci", group=12)
+    tree.pci("0000:02:00.0", driver="vfio-pci", group=13)
+    text = 'resources: [{name: example.com/nic, devices: [{pci: {class: "02"}}], exclude: ["0000:03:*"]}]'
+    source = sources.build(config.parse(text).resources[0])
+    entry = source.entries[0]
+    assert isinstance(entry, PciSource)
+    entry._root, entry._dev = f"{tree.sys}/bus/pci/devices", str(tree.dev)
+    async with asyncio.timeout(20), aclosing(cast("Any", source.watch())) as lists:
+        devices = await anext(lists)
+        assert [device.id for device in devices] == ["0000:01:00.0", "0000:02:00.0"]
+        assert source.hooks == {"edits"}
+        edits = await source.edits(devices)
+        assert dict(edits.env) == {"PCIDEVICE_EXAMPLE_COM_NIC": "0000:01:00.0,0000:02:00.0"}
+
+
+def test_devices_of_this_machine_are_read_as_they_are() -> None:
+    """Each PCI device that this machine has is found, by its own address and ids, and can be published."""
+    here = Path("/sys/bus/pci/devices")
+    addresses = sorted(os.listdir(here)) if here.is_dir() else []
+    devices = {device.id: device for device in PciSource(PciFilter(address="*")).look()}
+    assert sorted(devices) == addresses
+    for address, device in devices.items():
+        naming.check_device(device, "pci.example.com")
+        assert f"0x{device.attributes['vendor']}" == (here / address / "vendor").read_text().strip()
+        assert str(device.attributes[PCIE_ROOT]) in os.path.realpath(here / address)
+        for node in device.container_edits.device_nodes:
+            assert node.host.startswith("/dev/")

@@ -1,0 +1,159 @@
+"""USB devices from made sysfs trees, plugged in and pulled, and from whatever this machine has."""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+from collections.abc import Sequence
+from contextlib import aclosing
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+
+from deviceplugin import config, naming, sources
+from deviceplugin.device import Device
+from deviceplugin.naming import PCIE_ROOT
+from deviceplugin.sources.usb import UsbFilter, UsbSource
+from tests.sources.trees import Tree
+
+
+@pytest.fixture
+def tree(tmp_path: Path) -> Tree:
+    return Tree(tmp_path)
+
+
+def usb(tree: Tree, *, rescan: float = 3600, ids: Sequence[str] = (), **wanted: Any) -> UsbSource:
+    return UsbSource(UsbFilter(**wanted), rescan=rescan, ids=ids, **tree.options)
+
+
+def found(tree: Tree, **wanted: Any) -> dict[str, Device]:
+    return {device.id: device for device in usb(tree, **wanted).look()}
+
+
+def hosts(device: Device) -> list[str]:
+    return [node.host for node in device.container_edits.device_nodes]
+
+
+def test_device_is_described_by_its_ids_serial_number_and_names(tree: Tree, tmp_path: Path) -> None:
+    """Vendor, product, serial number, port, controller's root and NUMA node, and names out of usb.ids."""
+    (tmp_path / "usb.ids").write_text("0403  Future Technology Devices\n\t6001  FT232 Serial\n")
+    tree.pci("0000:00:14.0", numa=1)
+    tree.usb("1-2.1", 4, serial="A50285BI", name="own name", maker="own maker")
+    device = found(tree, ids=[str(tmp_path / "usb.ids")])["0403-6001-A50285BI"]
+    assert device.numa == 1
+    assert dict(device.attributes) == {
+        PCIE_ROOT: "pci0000:00",
+        "vendor": "0403",
+        "productID": "6001",
+        "serial": "A50285BI",
+        "port": "1-2.1",
+        "vendorName": "Future Technology Devices",
+        "product": "FT232 Serial",
+    }
+    naming.check_device(device, "usb.example.com")
+
+
+def test_names_are_the_devices_own_where_no_file_has_them(tree: Tree) -> None:
+    """Without usb.ids a device's own strings are its names."""
+    tree.usb("1-1", 2, serial="1", name="Stick", maker="Maker")
+    attributes = found(tree)["0403-6001-1"].attributes
+    assert (attributes["vendorName"], attributes["product"]) == ("Maker", "Stick")
+
+
+def test_container_gets_the_bus_node_and_what_drivers_made(tree: Tree) -> None:
+    """The device's own node comes first, then those of its interfaces; not those of devices behind it."""
+    device = tree.usb("1-1", 2, serial="1")
+    tree.node(device, "1-1:1.0/ttyUSB0/tty/ttyUSB0", "ttyUSB0")
+    tree.node(device, "1-1.4/1-1.4:1.0/video4linux/video0", "video0")
+    assert hosts(found(tree)["0403-6001-1"]) == [f"{tree.dev}/bus/usb/001/002", f"{tree.dev}/ttyUSB0"]
+
+
+def test_hubs_are_no_devices(tree: Tree) -> None:
+    """Neither hubs nor root hubs nor interfaces are listed."""
+    tree.usb("1-1", 2, serial="1", class_="09")
+    tree.usb("1-1:1.0", 3, serial="2")
+    tree.usb("1-1.1", 4, serial="3")
+    assert set(found(tree)) == {"0403-6001-3"}
+
+
+def test_filter_takes_what_fits_in_all(tree: Tree) -> None:
+    """Vendor, product, and serial number by pattern."""
+    tree.usb("1-1", 2, "0403", "6001", "A1")
+    tree.usb("1-2", 3, "0403", "6010", "A2")
+    tree.usb("1-3", 4, "1a86", "7523", "B1")
+    assert set(found(tree, vendor="0x0403")) == {"0403-6001-A1", "0403-6010-A2"}
+    assert set(found(tree, vendor="1A86", product="7523")) == {"1a86-7523-B1"}
+    assert set(found(tree, serial="A*")) == {"0403-6001-A1", "0403-6010-A2"}
+
+
+def test_devices_that_no_serial_number_tells_apart_are_named_by_their_port(tree: Tree) -> None:
+    """No serial number, one that two have, and one that is too long lead to the port."""
+    tree.usb("1-1", 2)
+    tree.usb("1-2", 3, serial="0001")
+    tree.usb("1-3", 4, serial="0001")
+    tree.usb("1-4", 5, serial="x" * 60)
+    assert set(found(tree)) == {f"0403-6001-port-1-{port}" for port in range(1, 5)}
+
+
+def test_serial_number_may_be_anything(tree: Tree) -> None:
+    """Characters that an id cannot have are replaced, attributes are cut to what they may be."""
+    tree.usb("1-1", 2, serial="AB /\u00e9 \u20ac 1", name="\u00e9" * 50)
+    (device,) = found(tree).values()
+    assert device.id == "0403-6001-AB-1"
+    naming.check_device(device, "usb.example.com")
+
+
+async def test_plugging_in_and_pulling_are_seen_by_their_events(tree: Tree) -> None:
+    """Devices come and go without a timer, and one that is plugged in again keeps its id with its new number."""
+    tree.usb("1-1", 2, serial="1")
+    async with asyncio.timeout(20), aclosing(cast("Any", usb(tree).watch())) as lists:
+        assert [device.id for device in await anext(lists)] == ["0403-6001-1"]
+        tree.usb("2-1", 2, serial="2")  # on a bus that was not there
+        assert [device.id for device in await anext(lists)] == ["0403-6001-1", "0403-6001-2"]
+        tree.pull("1-1")
+        assert [device.id for device in await anext(lists)] == ["0403-6001-2"]
+        shutil.rmtree(tree.sys / "devices/pci0000:00/0000:00:14.0/usb1/1-1")
+        tree.usb("1-1", 9, serial="1")
+        devices = {device.id: device for device in await anext(lists)}
+        assert hosts(devices["0403-6001-1"]) == [f"{tree.dev}/bus/usb/001/009"]
+
+
+async def test_first_device_on_a_machine_without_usb_is_seen(tmp_path: Path) -> None:
+    """Where neither sysfs nor /dev has USB yet, a controller that comes is noticed."""
+    tree = Tree(tmp_path)
+    (tree.sys / "bus/usb/devices").rmdir()
+    source = usb(tree, vendor="0403")
+    async with asyncio.timeout(20), aclosing(cast("Any", source.watch())) as lists:
+        assert await anext(lists) == []
+        assert "plugged in later it is found" in source.notes[0]
+        (tree.sys / "bus/usb/devices").mkdir()
+        tree.usb("1-1", 2, serial="1")
+        assert [device.id for device in await anext(lists)] == ["0403-6001-1"]
+
+
+async def test_entry_of_the_config_file_gives_usb_devices(tree: Tree) -> None:
+    """`usb:` in a resource's devices, with include and replicas by name."""
+    for number in (1, 2, 3):
+        tree.usb(f"1-{number}", number + 1, serial=f"A{number}", name="Coral Accelerator" if number == 1 else "")
+    text = """
+        resources:
+        - name: example.com/tpu
+          devices: [{usb: {vendor: "0403"}}]
+          include: ["*-A1", "*/bus/usb/001/003"]
+          sharing: {replicas: {coral: 4, "*-A?": 2}}
+    """
+    source = sources.build(config.parse(text).resources[0])
+    entry = source.entries[0]
+    assert isinstance(entry, UsbSource)
+    entry._root, entry._dev = f"{tree.sys}/bus/usb/devices", str(tree.dev)
+    async with asyncio.timeout(20), aclosing(cast("Any", source.watch())) as lists:
+        devices = await anext(lists)
+        assert {device.id: source.replicas_of(device) for device in devices} == {"0403-6001-A1": 4, "0403-6001-A2": 2}
+        assert source.replicas == 4
+
+
+def test_devices_of_this_machine_can_be_published() -> None:
+    """Whatever USB devices this machine has are read without an error."""
+    for device in UsbSource(UsbFilter()).look():
+        naming.check_device(device, "usb.example.com")
