@@ -275,12 +275,8 @@ class ConfiguredSource(DeviceSource):
             hosts = [node.host for node in device.nodes]  # type: ignore[union-attr]  # Device made them so
             if device.edits.mounts:
                 hosts += [mount.host for mount in device.edits.mounts]
-            for double in hosts:
-                if double in owners:
-                    break
-            else:
-                double = ""
-            if double:
+            double = next(filter(owners.__contains__, hosts), None)
+            if double is not None:
                 other = owners[double]
                 # Who is served already stays: a pod may have it, and the new name is the same device.
                 if device.id not in self._made or other in self._made:
