@@ -103,7 +103,7 @@ def test_any_file_of_names_can_be_read(text: str) -> None:
         ({"vendor": "10DE"}, "g"),
     ],
 )
-def test_filter_takes_what_fits_in_all(tree: Tree, wanted: dict[str, str], fits: str) -> None:
+def test_filter_takes_what_fits_in_all(tree: Tree, wanted: dict[str, Any], fits: str) -> None:
     """Vendor, device, class by prefix, driver and address by pattern, and kind of function."""
     addresses = {"a": "0000:01:00.0", "b": "0000:02:00.0", "g": "0000:03:00.0", "v": "0000:01:02.0"}
     tree.pci(addresses["a"], driver="i40e")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 
 class Tree:
@@ -21,7 +22,7 @@ class Tree:
             (directory / name).mkdir(parents=True)
 
     @property
-    def options(self) -> dict[str, str]:
+    def options(self) -> dict[str, Any]:
         """Where the sources find it."""
         return {"sysfs_root": str(self.sys), "dev": str(self.dev)}
 
