@@ -146,6 +146,10 @@ class Bridge:
         """Return what it has said since its last start."""
         return self._logs[-1].read_text(errors="replace")
 
+    def logs(self) -> str:
+        """Return what it has said at all."""
+        return "".join(log.read_text(errors="replace") for log in self._logs)
+
     def rss(self) -> int:
         """Return its resident memory in KiB."""
         assert self.process is not None

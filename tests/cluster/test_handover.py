@@ -1,0 +1,362 @@
+"""Handover on the real node: devices move between the doors while pods of both kinds come and go.
+
+Every container writes down which device it holds, from when to when, on the clock that all
+containers share (/proc/uptime). A checker then proves that no two ever held one device at once.
+CHURN_SECONDS says for how long; the default suits CI.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import random
+import shutil
+import stat
+import threading
+import time
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Self
+
+import pytest
+
+from tests.cluster import image, isolate
+from tests.cluster.bridge import Bridge, seconds_until
+from tests.cluster.node import Cluster, ClusterError
+
+DRIVER = "card.example.net"
+RESOURCE = "example.net/card"
+DEVICES = Path(isolate.DEVICES) / "handover"
+NOTES = Path(isolate.DEVICES) / "notes"
+CHURN_SECONDS = float(os.environ.get("CHURN_SECONDS", "75"))
+
+# Which device is it, since when, and that it still is: a beat every 50 ms until the end.
+WORKER = f"""
+read now rest < /proc/uptime
+device=$(ls {DEVICES} | head -n 1)
+echo "$device $now" > /notes/$POD.$$.begin
+trap 'exit 0' TERM
+while true; do
+  read now rest < /proc/uptime
+  echo "$device $now" > /notes/$POD.$$.beat
+  sleep 0.05
+done
+"""
+
+
+def card(share: str | int = "none") -> dict[str, Any]:
+    return {
+        "name": RESOURCE,
+        "driver": DRIVER,
+        "devices": [{"path": f"{DEVICES}/*"}],
+        "dra": {"share": share},
+    }
+
+
+@pytest.fixture
+def bridge(cluster: Cluster) -> Iterator[Bridge]:
+    if cluster.minor < 34:
+        pytest.skip("extended resources through DRA came with 1.34")
+    for directory in (DEVICES, NOTES):
+        shutil.rmtree(directory, ignore_errors=True)
+        directory.mkdir(parents=True)
+    for number in range(8):
+        os.mknod(DEVICES / f"card{number}", stat.S_IFCHR | 0o600, os.makedev(1, 5))
+    with Bridge.running(cluster, card()) as running:
+        cluster.wait_allocatable(RESOURCE, 8)
+        yield running
+
+
+def worker(**resources: Any) -> dict[str, Any]:
+    return {
+        "name": "main",
+        "image": image.IMAGE,
+        "imagePullPolicy": "Never",
+        "command": ["/bin/sh", "-c", WORKER],
+        "env": [{"name": "POD", "valueFrom": {"fieldRef": {"fieldPath": "metadata.name"}}}],
+        "volumeMounts": [{"name": "notes", "mountPath": "/notes"}],
+        "resources": resources,
+    }
+
+
+def deployment(name: str, replicas: int, container: Mapping[str, Any], **spec: Any) -> dict[str, Any]:
+    labels = {"app": name}
+    return {
+        "apiVersion": "apps/v1",
+        "kind": "Deployment",
+        "metadata": {"name": name, "namespace": "default"},
+        "spec": {
+            "replicas": replicas,
+            "selector": {"matchLabels": labels},
+            "template": {
+                "metadata": {"labels": labels},
+                "spec": {
+                    "containers": [container],
+                    "volumes": [{"name": "notes", "hostPath": {"path": str(NOTES)}}],
+                    "terminationGracePeriodSeconds": 1,
+                    "automountServiceAccountToken": False,
+                    "enableServiceLinks": False,
+                    **spec,
+                },
+            },
+        },
+    }
+
+
+def annotate(cluster: Cluster, share: str | None) -> None:
+    """Ask for a share as `dra-bridge migrate` does."""
+    path = f"/api/v1/nodes/{cluster.node_name}"
+    body = {"metadata": {"annotations": {f"{DRIVER}/dra-share": share}}}
+    cluster.api.request("PATCH", path, body, content_type="application/merge-patch+json")
+
+
+def states(bridge: Bridge) -> Counter[str]:
+    """Return how many devices are where, as the node's slice tells."""
+    for one in bridge.slices():
+        text = (one["metadata"].get("annotations") or {}).get(f"{DRIVER}/handover")
+        if text:
+            devices = json.loads(text)["resources"][RESOURCE]["devices"]
+            return Counter(device["state"] for device in devices.values())
+    return Counter()
+
+
+@dataclass
+class Holding:
+    """What a container said: which device, from when to when at the least (seconds of uptime)."""
+
+    container: str
+    device: str
+    begin: float
+    end: float
+
+
+def holdings() -> list[Holding]:
+    """Read what the containers wrote down."""
+    found = []
+    for begin in NOTES.glob("*.begin"):
+        device, since = [*begin.read_text().split(), "", ""][:2]
+        beat = begin.with_suffix(".beat")
+        last = beat.read_text().split() if beat.exists() else []
+        if device and since:
+            found.append(Holding(begin.stem, device, float(since), float(last[1]) if len(last) == 2 else float(since)))
+    return found
+
+
+def overlaps(found: list[Holding]) -> list[str]:
+    """Return every pair of containers that held one device at the same time."""
+    wrong = []
+    by_device: dict[str, list[Holding]] = {}
+    for one in found:
+        by_device.setdefault(one.device, []).append(one)
+    for device, holders in by_device.items():
+        holders.sort(key=lambda one: one.begin)
+        for index, one in enumerate(holders):
+            wrong += [
+                f"{device}: {one.container} until {one.end} and {other.container} from {other.begin}"
+                for other in holders[index + 1 :]
+                if other.begin <= one.end
+            ]
+    return wrong
+
+
+@dataclass
+class Churn:
+    """Deletes pods at random, so that others take their place, and notes pods that failed."""
+
+    cluster: Cluster
+    every: float = 0.4
+    failed: dict[str, tuple[float, str]] = field(default_factory=dict)
+    deleted: int = 0
+    over: threading.Event = field(default_factory=threading.Event)
+    _threads: list[threading.Thread] = field(default_factory=list)
+
+    def __enter__(self) -> Self:
+        for loop in (self._delete, self._notice):
+            thread = threading.Thread(target=loop, daemon=True)
+            thread.start()
+            self._threads.append(thread)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.over.set()
+        for thread in self._threads:
+            thread.join(30)
+
+    def _delete(self) -> None:
+        chance = random.Random(7)
+        while not self.over.wait(chance.uniform(self.every / 2, self.every * 1.5)):
+            with contextlib.suppress(ClusterError, OSError, KeyError):
+                running = [
+                    one
+                    for one in self.cluster.list("Pod", "default", "v1")
+                    if one["status"]["phase"] == "Running" and "deletionTimestamp" not in one["metadata"]
+                ]
+                if running:
+                    victim = chance.choice(running)["metadata"]["name"]
+                    self.cluster.delete("Pod", victim, "default", "v1", grace=1)
+                    self.deleted += 1
+
+    def _notice(self) -> None:
+        while not self.over.wait(0.2):
+            with contextlib.suppress(ClusterError, OSError, KeyError):
+                for one in self.cluster.list("Pod", "default", "v1"):
+                    if one["status"]["phase"] == "Failed":
+                        said = f"{one['status'].get('reason', '')}: {one['status'].get('message', '')}"
+                        self.failed.setdefault(one["metadata"]["name"], (time.monotonic(), said))
+
+
+def start_churn(bridge: Bridge, replicas: int = 6) -> None:
+    """Start pods of both kinds, more of them than there are devices."""
+    bridge.template("cards")
+    claims = {"resourceClaims": [{"name": "card", "resourceClaimTemplateName": "cards"}]}
+    bridge.cluster.apply(
+        [
+            deployment("plain", replicas, worker(limits={RESOURCE: "1"})),
+            deployment("claims", replicas, worker(claims=[{"name": "card"}]), **claims),
+        ]
+    )
+
+
+def stop_churn(bridge: Bridge) -> None:
+    for name in ("plain", "claims"):
+        bridge.cluster.delete("Deployment", name, "default", "apps/v1")
+
+
+def at_rest(bridge: Bridge, dra: int) -> bool:
+    """Whether all moves are done and so many devices are on the DRA side."""
+    return states(bridge) == Counter({side: n for side, n in (("dra", dra), ("plugin", 8 - dra)) if n})
+
+
+def wait_at_rest(bridge: Bridge, dra: int, timeout: float = 30.0) -> float:
+    """Wait for it; return how long it took."""
+    return seconds_until(bridge.cluster, lambda: at_rest(bridge, dra), timeout, f"{dra} devices are on the DRA side")
+
+
+def test_idle_devices_move_fast(bridge: Bridge) -> None:
+    """Idle devices move within seconds, one or all of them, either way. The figures are printed."""
+    cluster = bridge.cluster
+    figures = []
+    for share, dra in (("1", 1), ("all", 8), ("7", 7), ("none", 0)):
+        before = states(bridge)
+        annotate(cluster, share)
+        took = wait_at_rest(bridge, dra)
+        cluster.wait_allocatable(RESOURCE, 8 - dra)
+        figures.append(f"{before['dra']} -> {dra}: {took:.2f} s")
+    print("idle devices moved:", ", ".join(figures))
+    annotate(cluster, None)
+
+
+def test_a_held_device_moves_with_its_holder(bridge: Bridge) -> None:
+    """A device in a pod's hands is withdrawn at once and moves when the pod ends; a claim's device likewise back."""
+    cluster = bridge.cluster
+    pod = cluster.start_pod("holder", {RESOURCE: 1}).wait_running()
+    annotate(cluster, "all")
+    cluster.wait_for(lambda: states(bridge) == Counter({"dra": 7, "to-dra": 1}), 30, "all but one are moved")
+    pod.exec(["true"])
+    cluster.wait_allocatable(RESOURCE, 0)
+    unchanged = cluster.start_pod("unchanged", {RESOURCE: 1}).wait_running()
+    pod.delete()
+    pod.wait_gone()
+    cluster.wait_for(lambda: at_rest(bridge, 8), 30, "the last one is moved")
+    annotate(cluster, "none")
+    cluster.wait_for(lambda: states(bridge) == Counter({"plugin": 7, "to-plugin": 1}), 30, "all but one are back")
+    unchanged.exec(["true"])
+    unchanged.delete()
+    unchanged.wait_gone()
+    cluster.wait_for(lambda: at_rest(bridge, 0), 30, "the last one is back")
+    cluster.wait_allocatable(RESOURCE, 8)
+    annotate(cluster, None)
+
+
+def test_no_pod_fails_where_there_is_room(bridge: Bridge) -> None:
+    """While each side keeps room for its pods, devices move back and forth under churn and no pod fails at all."""
+    start_churn(bridge, replicas=2)
+    annotate(bridge.cluster, "4")
+    wait_at_rest(bridge, 4)
+    moves = []
+    with Churn(bridge.cluster) as churn:
+        for dra in (5, 2, 4, 3, 5, 4):
+            annotate(bridge.cluster, str(dra))
+            moves.append(f"-> {dra}: {wait_at_rest(bridge, dra):.2f} s")
+            bridge.cluster.wait_for(lambda seen=churn.deleted + 4: churn.deleted >= seen, 30, "some more churn")  # type: ignore[misc]
+            assert not overlaps(holdings())
+    stop_churn(bridge)
+    found = holdings()
+    print(f"{len(found)} containers, {churn.deleted} pods deleted, moves {', '.join(moves)}")
+    assert overlaps(found) == []
+    assert churn.failed == {}
+    annotate(bridge.cluster, None)
+
+
+# After a device is withdrawn the scheduler goes on counting it until the kubelet has written the node's status (every
+# second here, every 10 s by default). While more pods wait than there are devices, one that is scheduled then finds
+# no healthy device and fails (UnexpectedAdmissionError); its controller makes another.
+REPORTING = 3.0
+
+
+def test_no_device_ever_has_two_holders(bridge: Bridge) -> None:
+    """Pods of both kinds churn while devices move back and forth, through kubelet restarts, kills and an outage."""
+    cluster = bridge.cluster
+    start_churn(bridge)
+    phase = CHURN_SECONDS / 5
+    faults: list[tuple[float, float, str]] = []
+    withdrawn: list[float] = []
+    moves: list[str] = []
+
+    @contextlib.contextmanager
+    def fault(name: str) -> Iterator[None]:
+        began = time.monotonic()
+        yield
+        faults.append((began, time.monotonic(), name))
+
+    def kubelet_restart() -> None:
+        with fault("kubelet restart"):
+            cluster.restart_kubelet()
+
+    def agent_kill() -> None:
+        with fault("agent killed"):
+            bridge.kill()
+            bridge.start()
+            bridge.wait_registered()
+
+    def outage() -> None:
+        with fault("API server away"):
+            cluster.stop_apiserver()
+            time.sleep(3)  # how long it is away, not something that is waited for
+            cluster.start_apiserver()
+
+    with Churn(cluster) as churn:
+        for dra, break_it in ((0, None), (8, None), (3, kubelet_restart), (8, agent_kill), (0, outage)):
+            ends = time.monotonic() + phase
+            withdrawn.append(time.monotonic())
+            annotate(cluster, str(dra) if dra < 8 else "all")
+            if break_it is not None:
+                break_it()
+            moves.append(f"-> {dra}: {wait_at_rest(bridge, dra, 180):.1f} s")
+            while time.monotonic() < ends and not churn.over.wait(0.5):
+                assert not overlaps(holdings())
+    stop_churn(bridge)
+    found = holdings()
+    assert overlaps(found) == []
+    assert len({one.device for one in found}) == 8
+    explained = Counter[str]()
+    unexplained = {}
+    for name, (at, said) in churn.failed.items():
+        if any(began - 1 <= at <= ended + 30 for began, ended, _ in faults):
+            explained["a fault"] += 1
+        elif "UnexpectedAdmissionError" in said and any(began <= at <= began + REPORTING for began in withdrawn):
+            explained["the kubelet's reporting period"] += 1
+        else:
+            unexplained[name] = said
+    logs = bridge.logs()
+    print(
+        f"{len(found)} containers held 8 devices, {churn.deleted} pods deleted, 0 overlaps; moves {', '.join(moves)}; "
+        f"pods failed: {dict(explained)} explained, {len(unexplained)} others; "
+        f"{logs.count('Allocate refused')} Allocates and {logs.count('cannot prepare claim')} Prepares refused; "
+        f"faults: {', '.join(name for _, _, name in faults)}"
+    )
+    assert unexplained == {}
+    annotate(cluster, None)
