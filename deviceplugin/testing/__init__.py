@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from deviceplugin.testing.checkpoint import Checkpoint
-    from deviceplugin.testing.devicemanager import ContainerSpec, DeviceState, KubeletCrashError
+    from deviceplugin.testing.devicemanager import ContainerSpec, DeviceState, KubeletCrashError, PluginCallError
     from deviceplugin.testing.kubelet import FakeKubelet, Registration, Rpc, Update
     from deviceplugin.testing.plugin import Served, serve
     from deviceplugin.testing.pods import FakeContainer, FakePod, PodFailedError
@@ -30,6 +30,7 @@ __all__ = [
     "FakeKubelet",
     "FakePod",
     "KubeletCrashError",
+    "PluginCallError",
     "PodFailedError",
     "Registration",
     "Rpc",
@@ -46,6 +47,7 @@ _HOMES = {
     "FakeKubelet": "kubelet",
     "FakePod": "pods",
     "KubeletCrashError": "devicemanager",
+    "PluginCallError": "devicemanager",
     "PodFailedError": "pods",
     "Registration": "kubelet",
     "Rpc": "kubelet",

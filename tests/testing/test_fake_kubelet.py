@@ -12,7 +12,16 @@ from pathlib import Path
 import grpc
 import pytest
 
-from deviceplugin.testing import Checkpoint, ContainerSpec, FakeKubelet, FakePod, KubeletCrashError, PodFailedError
+from deviceplugin.testing import (
+    Checkpoint,
+    ContainerSpec,
+    FakeContainer,
+    FakeKubelet,
+    FakePod,
+    KubeletCrashError,
+    PluginCallError,
+    PodFailedError,
+)
 from deviceplugin.testing.run import is_extended_resource_name
 from deviceplugin.wire import deviceplugin_pb2 as pb
 from deviceplugin.wire import podresources_pb2 as pr
@@ -116,6 +125,26 @@ class TestRegistration:
             plugin.register()
         assert time.monotonic() - begin >= 0.3
         assert RESOURCE not in kubelet.resources()
+
+    def test_a_plugin_that_accepts_and_hangs(self, kubelets: Kubelets, plugins: Plugins) -> None:
+        """The options have no deadline of the kubelet's own, only the caller's."""
+        kubelet = kubelets(dial_timeout=0.1)
+        plugin = plugins(kubelet, "a", register=False)
+        hold = Hold(plugin, "GetDevicePluginOptions")
+        registering = background(plugin.register)
+        assert hold.arrived.wait(10)
+        with pytest.raises(TimeoutError):
+            kubelet.wait_until(lambda: bool(kubelet.rejections), 0.3)
+        hold.let_go.set()
+        registering.join(10)
+        kubelet.wait_registered(RESOURCE)
+
+    def test_a_plugin_that_refuses_its_options(self, fake_kubelet: FakeKubelet, plugins: Plugins) -> None:
+        """An error from GetDevicePluginOptions fails the registration."""
+        plugin = plugins(fake_kubelet, "a", register=False)
+        plugin.before_answer = fail("GetDevicePluginOptions")
+        with pytest.raises(grpc.RpcError, match="broken"):
+            plugin.register()
 
     def test_a_caller_that_gives_up_ends_the_dial(self, fake_kubelet: FakeKubelet, plugins: Plugins) -> None:
         """The dial ends with the caller's deadline, long before its own."""
@@ -524,6 +553,11 @@ class TestScheduler:
         fake_kubelet.start_pod("p", ONE).delete()
         assert fake_kubelet.start_pod("p").wait_running().running
 
+    def test_limits_or_containers(self, fake_kubelet: FakeKubelet) -> None:
+        """Limits are short for one container and cannot be given beside others."""
+        with pytest.raises(ValueError, match="not both"):
+            fake_kubelet.start_pod("p", ONE, containers={"main": ONE})
+
     def test_names_are_unique(self, fake_kubelet: FakeKubelet) -> None:
         """A name is taken within its namespace only."""
         fake_kubelet.start_pod("p")
@@ -809,6 +843,41 @@ class TestPodResources:
         plugin.show(mine)
         fake_kubelet.wait_devices(RESOURCE, 1)
         assert fake_kubelet.run_pod("twin", ONE).device_ids == (mine,)
+
+
+class Claims(FakeKubelet):
+    """What whoever adds claims overrides."""
+
+    failures = 1
+    done: tuple[str, ...] = ()
+
+    def prepare_pod(self, pod: FakePod) -> None:
+        self.done = (*self.done, f"prepare {pod.name}")
+        if self.failures:
+            self.failures -= 1
+            raise PluginCallError("not yet")
+
+    def unprepare_pod(self, pod: FakePod) -> None:
+        self.done = (*self.done, f"unprepare {pod.name}")
+
+    def cdi_devices(self, pod: FakePod, container: FakeContainer) -> list[str]:
+        return [f"example.com/claim={container.name}"]
+
+    def dynamic_resources(self, pod: FakePod, container: FakeContainer) -> list[pr.DynamicResource]:
+        return [pr.DynamicResource(claim_name=f"{pod.name}-claim")]
+
+
+class TestExtension:
+    def test_claims_can_be_added(self) -> None:
+        """A subclass prepares a pod before its first container, adds CDI devices, and cleans up after the last."""
+        with Claims(start_backoff=0.01) as kubelet:
+            pod = kubelet.run_pod("p")
+            assert pod.container().cdi_devices == ("example.com/claim=main",)
+            with grpc.insecure_channel(f"unix:{kubelet.pod_resources_socket}") as channel:
+                listed = pr_grpc.PodResourcesListerStub(channel).List(pr.ListPodResourcesRequest())
+            assert listed.pod_resources[0].containers[0].dynamic_resources[0].claim_name == "p-claim"
+            pod.delete()
+            assert kubelet.done == ("prepare p", "prepare p", "unprepare p")
 
 
 class TestObservation:

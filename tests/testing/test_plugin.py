@@ -48,6 +48,13 @@ def test_serve_ends_with_its_context(fake_kubelet: FakeKubelet) -> None:
     fake_kubelet.wait_devices("example.com/thing", 0)
 
 
+def test_a_failing_test_ends_the_agent(fake_kubelet: FakeKubelet) -> None:
+    """An error inside the context of `serve` goes through, and the agent ends."""
+    with pytest.raises(KeyError), serve(Things("a"), fake_kubelet) as running:
+        raise KeyError
+    assert not running.alive
+
+
 def test_an_agent_that_cannot_serve(fake_kubelet: FakeKubelet, served: Callable[..., Served]) -> None:
     """An agent that ends at once is not waited for; its error is the cause of what the test sees."""
     served(Things("a"))
