@@ -1,0 +1,102 @@
+"""What the README and the examples say is so."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import yaml
+
+from deviceplugin import config
+from deviceplugin.testing import FakeKubelet
+
+ROOT = Path(__file__).parent.parent
+README = (ROOT / "README.md").read_text()
+EXAMPLES = ROOT / "examples"
+TWENTY = EXAMPLES / "01-a-device-in-twenty-lines.py"
+
+
+def blocks(language: str, text: str = README) -> list[str]:
+    """The code blocks of one language."""
+    return re.findall(rf"^```{language}\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
+
+
+@pytest.fixture
+def twenty(fake_kubelet: FakeKubelet) -> Iterator[subprocess.Popen[str]]:
+    """Run the twenty-line plugin as its author would."""
+    command = [sys.executable, str(TWENTY), "--kubelet-root", str(fake_kubelet.root)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        yield process
+        process.kill()
+
+
+def test_twenty_lines_are_twenty_and_in_the_readme() -> None:
+    """The example has no more lines than its name says, and the README shows it as it is."""
+    text = TWENTY.read_text()
+    assert len(text.splitlines()) <= 20
+    assert text == blocks("python")[0]
+
+
+def test_twenty_lines_are_a_plugin(fake_kubelet: FakeKubelet, twenty: subprocess.Popen[str]) -> None:
+    """The example registers; a pod gets a node and a variable, its device is made ready; SIGTERM ends it with 0."""
+    fake_kubelet.wait_allocatable("example.com/toy", 2)
+    pod = fake_kubelet.run_pod("reader", {"example.com/toy": 1})
+    (name,) = pod.device_ids
+    assert [node.container for node in pod.nodes] == [f"/dev/{name}"]
+    assert pod.env == {"TOYS": name}
+    twenty.terminate()
+    out, _ = twenty.communicate(timeout=20)
+    assert f"made ready: {name}" in out
+    assert twenty.returncode == 0
+
+
+def test_readmes_file_is_valid() -> None:
+    """The README's config file can be used."""
+    (text,) = (block for block in blocks("yaml") if "devices:" in block)
+    assert config.parse(text, "README.md").resources
+
+
+@pytest.mark.parametrize("path", sorted(EXAMPLES.glob("0*.yaml")), ids=lambda path: path.name)
+def test_example_files_are_valid(path: Path) -> None:
+    """Each config file among the examples can be used, and is in their README."""
+    assert config.load(path).resources
+    assert path.name in (EXAMPLES / "README.md").read_text()
+
+
+def test_daemonset_carries_a_valid_file_and_runs_it() -> None:
+    """The DaemonSet's ConfigMap is a config file that can be used, mounted where the arguments say, as a directory."""
+    map_, daemonset = yaml.safe_load_all((EXAMPLES / "daemonset.yaml").read_text())
+    assert config.parse(map_["data"]["config.yaml"], "daemonset.yaml").resources
+    pod = daemonset["spec"]["template"]["spec"]
+    (container,) = pod["containers"]
+    assert "/etc/deviceplugin/config.yaml" in container["args"]
+    mounts = {mount["mountPath"]: mount for mount in container["volumeMounts"]}
+    assert "subPath" not in mounts["/etc/deviceplugin"]
+    assert not mounts["/var/lib/kubelet/device-plugins"].get("readOnly")
+    assert (
+        daemonset["spec"]["selector"]["matchLabels"].items()
+        <= daemonset["spec"]["template"]["metadata"]["labels"].items()
+    )
+    assert daemonset["spec"]["updateStrategy"]["rollingUpdate"]["maxSurge"] == 0
+
+
+def test_ci_runs_the_readmes_test_command() -> None:
+    """The README's commands are one line each, and CI runs the very line that the README names for the tests."""
+    demo, tests = (block.strip() for block in blocks("sh")[:2])
+    assert demo.endswith("deviceplugin demo")
+    assert "\n" not in demo + tests
+    assert tests in (ROOT / ".ci" / "run").read_text().splitlines()
+    assert tests in (ROOT / "CONTRIBUTING.md").read_text()
+
+
+@pytest.mark.parametrize("name", ["README.md", "CONTRIBUTING.md", "CHANGELOG.md", "examples/README.md"])
+def test_links_lead_somewhere(name: str) -> None:
+    """Every relative link in a document leads to a file of this repository."""
+    document = ROOT / name
+    links = re.findall(r"\]\(([^)#]+)", document.read_text())
+    missing = [link for link in links if "://" not in link and not (document.parent / link).exists()]
+    assert not missing

@@ -1,0 +1,75 @@
+"""How authors use the package, for mypy --strict alone: nothing here is run."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from typing import assert_type
+
+from deviceplugin import ContainerEdits, Device, DeviceNode, DeviceSource, Health, Mount, Version, run
+from deviceplugin.testing import FakeKubelet, FakePod, Served
+
+
+class Plain(DeviceSource):
+    """All plain functions, a generator that may block."""
+
+    resource = "example.com/plain"
+
+    def watch(self) -> Iterator[Sequence[Device]]:
+        """Yield lists."""
+        yield [Device("a", nodes=["/dev/a", DeviceNode("/dev/b", permissions="r")], numa=0)]
+        yield (Device("a", health=Health.UNHEALTHY, message="hot"),)
+
+    def edits(self, devices: Sequence[Device]) -> ContainerEdits:
+        """Everything at once."""
+        assert_type(devices[0].numa_nodes, tuple[int, ...])
+        return ContainerEdits({"A": "1"}, ["/dev/c"], [Mount("/a", "/b", readonly=False)], {"x": "y"}, ["v.com/c=d"])
+
+    def reset(self, devices: Sequence[Device]) -> None:
+        """Block."""
+
+    def prefer(self, available: Sequence[Device], must_include: Sequence[Device], size: int) -> Sequence[Device]:
+        """Choose devices."""
+        return [*must_include, *available][:size]
+
+    def released(self, devices: Sequence[Device]) -> None:
+        """Take note."""
+
+
+class Coroutines(DeviceSource):
+    """All coroutine functions."""
+
+    resource = "example.com/coroutines"
+    driver = "coroutines.example.com"
+    replicas = 2
+
+    async def watch(self) -> AsyncIterator[Sequence[Device]]:
+        """Yield lists."""
+        yield [Device("a", attributes={"model": "x", "cores": 4, "ecc": True, "firmware": Version("1.2.3")})]
+        yield [Device("a", capacity={"memory": "16Gi", "slots": 2})]
+
+    async def edits(self, devices: Sequence[Device]) -> ContainerEdits:
+        """Nothing."""
+        return ContainerEdits.merge(device.container_edits for device in devices)
+
+    async def reset(self, devices: Sequence[Device]) -> None:
+        """Await."""
+
+    async def prefer(self, available: Sequence[Device], must_include: Sequence[Device], size: int) -> list[str]:
+        """Choose ids."""
+        return [device.id for device in available][:size]
+
+    async def released(self, devices: Sequence[Device]) -> None:
+        """Await."""
+
+
+def main() -> None:
+    """Run both."""
+    assert_type(run(Plain(), Coroutines(), argv=["--kubelet-root", "/k"]), None)
+
+
+def test(fake_kubelet: FakeKubelet, served: Callable[..., Served]) -> None:
+    """Use the fixtures."""
+    pod = fake_kubelet.run_pod("p", {"example.com/plain": 1})
+    assert_type(pod, FakePod)
+    assert_type(pod.device_ids, tuple[str, ...])
+    assert_type(served(Plain()).alive, bool)
