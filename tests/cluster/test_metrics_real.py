@@ -1,0 +1,424 @@
+"""A real Prometheus looks at the agent on the real node, while pods of all kinds come and go.
+
+What it answers is compared with what the pods themselves say they hold. Wants Debian's packages
+prometheus and chromium.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import time
+import urllib.parse
+import urllib.request
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, Self
+
+import pytest
+import yaml
+
+from tests.cluster import isolate
+from tests.cluster.bridge import Bridge, env_of
+from tests.cluster.node import Cluster, Pod
+from tests.test_monitoring import EXAMPLES, queries, rules
+from tests.test_page import Table
+
+AGENT = "127.0.0.1:9410"
+SCRIPT = """
+import asyncio, sys, time
+from pathlib import Path
+from deviceplugin import ContainerEdits, Device, DeviceSource, Health
+from dra_bridge import run
+
+ILL = Path(__file__).with_name("ill")
+
+
+class Simulated(DeviceSource):
+    count = 4
+
+    async def watch(self):
+        while True:
+            ill = ILL.read_text().split() if ILL.exists() else []
+            yield [
+                Device(
+                    f"{self.kind}-{n}",
+                    health=Health.UNHEALTHY if f"{self.kind}-{n}" in ill else Health.HEALTHY,
+                    message="by the test" if f"{self.kind}-{n}" in ill else "",
+                )
+                for n in range(self.count)
+            ]
+            await asyncio.sleep(0.2)
+
+    def edits(self, devices):
+        return ContainerEdits(env={self.kind.upper(): ",".join(device.id for device in devices)})
+
+    def measure(self, devices):
+        loads = {}
+        for device in devices:
+            n = int(device.id.rpartition("-")[2])
+            loads[device.id] = {
+                "utilization_ratio": n / 10,
+                "memory_used_bytes": n * 2**30,
+                "memory_total_bytes": 80 * 2**30,
+                "temperature_celsius": {"gpu": 40 + n},
+                "power_watts": 100 + n,
+                "energy_joules_total": 100.0 * time.monotonic(),
+                "throttled": {"power": n % 2},
+                "pcie_bytes_per_second": {"receive": 1e6, "transmit": 2e6},
+                "nvlink_bytes_total": {"receive": 0, "transmit": 0},
+                "ecc_errors_total": {"corrected": 0, "uncorrected": 0},
+                "xid_errors_total": {"79": 1} if n == 3 else {},
+            }
+        return loads
+
+
+class Gpu(Simulated):
+    resource, driver, kind, count = "example.com/gpu", "gpu.example.com", "gpu", 6
+
+
+class Card(Simulated):
+    resource, driver, kind = "example.com/card", "card.example.com", "card"
+
+
+class Shared(Simulated):
+    resource, kind, replicas, count = "example.com/shared", "shared", 4, 1
+
+
+run(Gpu(), Card(), Shared(), argv=[*sys.argv[1:], "--metrics-address=:9410"])
+"""
+RESOURCES: list[dict[str, Any]] = [
+    {"name": "example.com/gpu", "driver": "gpu.example.com", "devices": [{"simulated": {"count": 6}}]},
+    {"name": "example.com/card", "driver": "card.example.com", "devices": [{"simulated": {"count": 4}}]},
+    {"name": "example.com/shared", "devices": [{"simulated": {"count": 1}}], "sharing": {"replicas": 4}},
+]
+
+Series = dict[frozenset[tuple[str, str]], float]
+
+
+class Prometheus:
+    """A Prometheus that scrapes the agent every second."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        self.process: subprocess.Popen[bytes] | None = None
+
+    def __enter__(self) -> Self:
+        # The example's rules, with patience for a test instead of for an operator.
+        text = (EXAMPLES / "alerts.yaml").read_text()
+        text = re.sub(r"for: \d+m", "for: 1s", text).replace("> 3600", "> 3").replace("[15m]", "[30s]")
+        (self.directory / "alerts.yaml").write_text(text.replace("offset 15m", "offset 30s"))
+        job = yaml.safe_load((EXAMPLES / "prometheus.yaml").read_text())["scrape_configs"][0]
+        config = {
+            "global": {"scrape_interval": "1s", "evaluation_interval": "1s"},
+            "rule_files": ["alerts.yaml"],
+            "scrape_configs": [
+                {
+                    "job_name": job["job_name"],
+                    "static_configs": [{"targets": [AGENT], "labels": {"node": isolate.NODE_NAME}}],
+                }
+            ],
+        }
+        (self.directory / "prometheus.yaml").write_text(yaml.safe_dump(config))
+        with (self.directory / "log").open("wb") as log:
+            self.process = subprocess.Popen(
+                [
+                    "prometheus",
+                    "--config.file=prometheus.yaml",
+                    "--storage.tsdb.path=data",
+                    "--web.listen-address=127.0.0.1:9090",
+                ],
+                cwd=self.directory,
+                stdout=log,
+                stderr=log,
+            )
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        assert self.process is not None
+        self.process.kill()
+        self.process.wait()
+
+    def get(self, path: str, **query: str) -> Any:
+        url = f"http://127.0.0.1:9090/api/v1/{path}?{urllib.parse.urlencode(query)}"
+        with urllib.request.urlopen(url, timeout=10) as answer:
+            body = json.load(answer)
+        assert body["status"] == "success", body
+        return body["data"]
+
+    def query(self, text: str) -> Series:
+        """Return the series of an instant query by their labels, without those of the scrape."""
+        data = self.get("query", query=text)
+        assert data["resultType"] == "vector", data
+        drop = ("__name__", "job", "instance", "node")
+        return {
+            frozenset((name, value) for name, value in one["metric"].items() if name not in drop): float(
+                one["value"][1]
+            )
+            for one in data["result"]
+        }
+
+    def value(self, text: str) -> float | None:
+        """Return the one value of an instant query, None without a series."""
+        found = list(self.query(text).values())
+        assert len(found) <= 1, found
+        return found[0] if found else None
+
+    def holders(self) -> set[tuple[str, ...]]:
+        """Return (resource, device, side, pod, container) of all holders."""
+        return {
+            tuple(dict(labels)[name] for name in ("resource", "device", "side", "pod", "container"))
+            for labels, value in self.query("deviceplugin_allocation_info").items()
+            if value == 1
+        }
+
+    def firing(self) -> set[tuple[str, str]]:
+        """Return alerts that fire, with the device or resource that they are about."""
+        return {
+            (labels["alertname"], labels.get("device") or labels.get("resource") or "")
+            for alert in self.get("alerts")["alerts"]
+            if alert["state"] == "firing" and (labels := alert["labels"])
+        }
+
+
+@pytest.fixture
+def bridge(cluster: Cluster) -> Iterator[Bridge]:
+    with Bridge.running(cluster, *RESOURCES, script=SCRIPT) as running:
+        node = {"metadata": {"annotations": {"card.example.com/dra-share": "all", "gpu.example.com/dra-share": "3"}}}
+        cluster.api.patch("Node", cluster.node_name, node)
+        running.wait_offered(4, "card.example.com")
+        running.wait_offered(3, "gpu.example.com")
+        for resource, count in (("example.com/gpu", 3), ("example.com/card", 0), ("example.com/shared", 4)):
+            cluster.wait_allocatable(resource, count)
+        yield running
+        gone = {"metadata": {"annotations": {"card.example.com/dra-share": None, "gpu.example.com/dra-share": None}}}
+        cluster.api.patch("Node", cluster.node_name, gone)
+
+
+@pytest.fixture
+def prometheus(bridge: Bridge, tmp_path: Path) -> Iterator[Prometheus]:
+    with Prometheus(tmp_path) as running:
+        bridge.cluster.wait_for(lambda: running.value('up{job="device-plugin"}') == 1, 30, "the agent is scraped")
+        yield running
+
+
+def agent(path: str, accept: str = "*/*") -> str:
+    request = urllib.request.Request(f"http://{AGENT}{path}", headers={"Accept": accept})
+    with urllib.request.urlopen(request, timeout=10) as answer:
+        return str(answer.read().decode())
+
+
+def said(pod: Pod, kind: str, side: str, container: str = "main") -> set[tuple[str, ...]]:
+    """Return what a pod's container itself says that it holds."""
+    devices = env_of(pod, container)[kind.upper()].split(",")
+    return {(f"example.com/{kind}", device, side, pod.name, container) for device in devices}
+
+
+def start_all(bridge: Bridge) -> dict[str, Pod]:
+    """Start a pod of each kind, through each door."""
+    cluster = bridge.cluster
+    pods = {
+        "plugin": cluster.start_pod("plugin", {"example.com/gpu": 2}),
+        "extended": cluster.start_pod("extended", {"example.com/card": 1}),
+        "share-a": cluster.start_pod("share-a", {"example.com/shared": 1}),
+        "share-b": cluster.start_pod("share-b", {"example.com/shared": 2}),
+    }
+    bridge.claim("mine", bridge.one(resource="example.com/gpu"))
+    pods["claim"] = bridge.pod("claim", {"gpu": "mine"})
+    for pod in pods.values():
+        pod.wait_running()
+    return pods
+
+
+def test_holders_are_what_the_pods_say(bridge: Bridge, prometheus: Prometheus) -> None:
+    """Through every door, for shared devices and init containers: each holder is a series while it holds."""
+    cluster = bridge.cluster
+    pods = start_all(bridge)
+    wanted = (
+        said(pods["plugin"], "gpu", "plugin")
+        | said(pods["extended"], "card", "dra")
+        | said(pods["share-a"], "shared", "plugin")
+        | said(pods["share-b"], "shared", "plugin")
+        | said(pods["claim"], "gpu", "dra")
+    )
+    assert len(wanted) == 6
+    cluster.wait_for(lambda: prometheus.holders() == wanted, 30, "the holders are those who say so")
+    claims = {dict(labels)["claim"] for labels in prometheus.query('deviceplugin_allocation_info{pod="claim"}')}
+    assert claims == {"mine"}
+    ids = {dict(labels)["device"] for labels in prometheus.query("deviceplugin_device_holders > 0")}
+    assert ids == {holder[1] for holder in wanted}
+
+    # Loads by holder are those of the devices that the pods say they have.
+    by_holder = prometheus.query(
+        "deviceplugin_allocation_info * on (job, instance, resource, device) group_left () "
+        "deviceplugin_device_utilization_ratio"
+    )
+    assert {(dict(labels)["pod"], dict(labels)["device"]): value for labels, value in by_holder.items()} == {
+        (holder[3], holder[1]): pytest.approx(int(holder[1].rpartition("-")[2]) / 10) for holder in wanted
+    }
+
+    # An init container that runs is a holder by its name; when it ended, the main container is.
+    release = isolate.DEVICES / "release"
+    release.unlink(missing_ok=True)
+    busy: dict[str, Any] = {
+        "name": "prepare",
+        "image": "localhost/busybox:1",
+        "imagePullPolicy": "Never",
+        "command": ["/bin/sh", "-c", "while [ ! -e /gate/release ]; do sleep 0.1; done"],
+        "resources": {"limits": {"example.com/gpu": "1"}},
+        "volumeMounts": [{"name": "gate", "mountPath": "/gate"}],
+    }
+    pod = cluster.start_pod(
+        "staged",
+        initContainers=[busy],
+        volumes=[{"name": "gate", "hostPath": {"path": str(isolate.DEVICES)}}],
+    )
+    cluster.wait_for(
+        lambda: ("staged", "prepare") in {holder[3:] for holder in prometheus.holders()}, 30, "the init container holds"
+    )
+    release.touch()
+    pod.wait_running()
+
+    # They go, their series go, and those of the devices stay.
+    devices = prometheus.query("deviceplugin_device_utilization_ratio").keys()
+    for one in (*pods.values(), pod):
+        one.delete()
+    for one in (*pods.values(), pod):
+        one.wait_gone()
+    cluster.wait_for(lambda: not prometheus.holders(), 60, "nobody holds anything")
+    assert prometheus.query("deviceplugin_device_utilization_ratio").keys() == devices
+    assert prometheus.value("sum(deviceplugin_kubelet_double_allocations_total)") == 0
+    assert len(prometheus.query("deviceplugin_device_utilization_ratio")) == 11
+
+
+def test_every_query_of_the_dashboard_is_answered(bridge: Bridge, prometheus: Prometheus) -> None:
+    """Each panel has data on a node where all of it exists, and the figures are those of the node."""
+    cluster = bridge.cluster
+    pods = start_all(bridge)
+    cluster.wait_for(lambda: len(prometheus.holders()) == 6, 30, "all holders are seen")
+    time.sleep(5)  # rates want some scrapes
+    empty = [text for text in queries() if not prometheus.query(text)]
+    # What did not happen on this node: nothing moves, is unknown to the kubelet, idle for long, or refused.
+    allowed = (
+        'state=~"to-dra|to-plugin"',
+        "deviceplugin_registered",
+        "allocation_refusals_total",
+        "[30m]) < 0.01",
+        "preferred_allocation_duration",
+    )
+    assert [text for text in empty if not any(part in text for part in allowed)] == []
+    assert prometheus.value("sum(deviceplugin_devices)") == 11
+    assert prometheus.value('sum(deviceplugin_devices{state="dra"})') == 7
+    assert prometheus.value('deviceplugin_dra_prepared_claims{driver="gpu.example.com"}') == 1
+    assert prometheus.value('deviceplugin_dra_prepared_claims{driver="card.example.com"}') == 1
+    assert prometheus.value('deviceplugin_handover_duration_seconds_count{direction="to-dra", resource=~".*gpu"}') == 3
+    assert (
+        prometheus.value('deviceplugin_handover_duration_seconds_sum{direction="to-dra", resource=~".*gpu"}') or 0) > 0
+    )
+    assert prometheus.value('deviceplugin_slice_devices{driver="gpu.example.com"}') == 3
+    assert (prometheus.value("sum(deviceplugin_slice_writes_total)") or 0) >= 2
+    assert prometheus.value('deviceplugin_allocations_total{resource="example.com/gpu"}') == 1
+    assert prometheus.value('deviceplugin_allocated_devices_total{resource="example.com/shared"}') == 3
+    status = json.loads(agent("/status"))
+    assert status["ready"] is True
+    assert status["providers"]["dra-bridge"]["gpu.example.com"]["preparedClaims"] == 1
+    for accept in ("text/plain", "application/openmetrics-text; version=1.0.0"):
+        assert "deviceplugin_allocation_info{" in agent("/metrics", accept)
+    done = subprocess.run(
+        ["promtool", "check", "metrics"], input=agent("/metrics").encode(), capture_output=True, timeout=60
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (0, b"", b"")
+    assert set(pods) == {"plugin", "extended", "share-a", "share-b", "claim"}
+
+
+def test_alerts_fire_for_what_happened(bridge: Bridge, prometheus: Prometheus) -> None:
+    """Each alert is evaluated; those whose cause is made here fire for it, and end with it."""
+    cluster = bridge.cluster
+    (group,) = prometheus.get("rules")["groups"]
+    cluster.wait_for(
+        lambda: all(rule["health"] == "ok" for rule in prometheus.get("rules")["groups"][0]["rules"]),
+        30,
+        "all rules were evaluated",
+    )
+    assert {rule["name"] for rule in group["rules"]} == {rule["alert"] for rule in rules()}
+    quiet = {("DeviceDriverError", "gpu-3"), ("DeviceDriverError", "card-3")}  # the script's XID, until it is old
+    cluster.wait_for(lambda: prometheus.firing() <= quiet, 30, "all is well")
+
+    assert bridge.script is not None
+    ill = bridge.script.with_name("ill")
+    ill.write_text("gpu-1")
+    cluster.wait_for(lambda: ("DeviceUnhealthy", "gpu-1") in prometheus.firing(), 30, "the ill device is told")
+    ill.write_text("")
+
+    # A device that is held cannot move: the handover waits for its pod.
+    holder = cluster.start_pod("holder", {"example.com/gpu": 1}).wait_running()
+    device = env_of(holder)["GPU"]
+    annotation = {"metadata": {"annotations": {"gpu.example.com/dra-share": "all"}}}
+    cluster.api.patch("Node", cluster.node_name, annotation)
+    cluster.wait_for(lambda: ("HandoverStuck", device) in prometheus.firing(), 60, "the stuck handover is told")
+    assert prometheus.query('deviceplugin_devices{state="to-dra"}') != {}
+    holder.delete()
+    holder.wait_gone()
+    cluster.wait_for(lambda: ("HandoverStuck", device) not in prometheus.firing(), 60, "it ends with its holder")
+
+    cluster.stop_kubelet()
+    cluster.wait_for(
+        lambda: {("DevicePluginNotRegistered", name["name"]) for name in RESOURCES} <= prometheus.firing(),
+        60,
+        "the lost kubelet is told",
+    )
+    cluster.start_kubelet()
+    cluster.wait_for(lambda: prometheus.firing() <= quiet, 90, "all is well again")
+
+    bridge.kill()
+    cluster.wait_for(lambda: ("DevicePluginAgentDown", "") in prometheus.firing(), 30, "the dead agent is told")
+    bridge.start()
+    cluster.wait_for(lambda: prometheus.firing() <= quiet, 60, "all is well with the new agent")
+    assert "DeviceHeldTwice" not in {name for name, _ in prometheus.firing()}
+
+
+def chromium(url: str, directory: Path, *arguments: str) -> bytes:
+    done = subprocess.run(
+        [
+            "chromium", "--headless", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage",
+            f"--user-data-dir={directory}", *arguments, url,
+        ],
+        capture_output=True,
+        timeout=120,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert b"Refused to" not in done.stderr
+    return done.stdout
+
+
+@pytest.mark.parametrize("script", [True, False], ids=["with a script", "without"])
+def test_page_in_a_browser_shows_what_the_pods_hold(bridge: Bridge, tmp_path: Path, script: bool) -> None:
+    """The table of the page, read in a browser, names the holders that the pods say they are."""
+    cluster = bridge.cluster
+    pods = start_all(bridge)
+    wanted = {
+        env_of(pods["claim"])["GPU"]: "default/claim (main), claim default/mine",
+        env_of(pods["share-a"])["SHARED"]: "default/share-a (main) default/share-b (main)",
+        **dict.fromkeys(env_of(pods["plugin"])["GPU"].split(","), "default/plugin (main)"),
+    }
+    how = "--virtual-time-budget=8000" if script else "--blink-settings=scriptEnabled=false"
+
+    def shown() -> Mapping[str, str]:
+        rows = Table(agent("/").encode()).rows
+        return {row[0]: row[3] for row in rows if row[0] in wanted}
+
+    cluster.wait_for(lambda: shown() == wanted, 30, "the page shows them")
+    rows = Table(chromium(f"http://{AGENT}/", tmp_path / "a", "--dump-dom", how)).rows
+    assert {row[0]: row[3] for row in rows if row[0] in wanted} == wanted
+    assert len([row for row in rows if row[0] != "Device"]) == 11
+    keep = cluster.logs / "page"
+    keep.mkdir(exist_ok=True)
+    for width, height in ((1280, 1200), (390, 2400)):
+        # Eight seconds, if there is a script: it has looked again meanwhile.
+        picture = keep / f"{'page' if script else 'no-script'}-{width}.png"
+        chromium(
+            f"http://{AGENT}/", tmp_path / "b", "--hide-scrollbars", f"--window-size={width},{height}",
+            f"--screenshot={picture}", how,
+        )  # fmt: skip
+        assert picture.stat().st_size > 20_000
