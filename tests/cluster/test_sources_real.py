@@ -1,0 +1,235 @@
+"""Sources on a real node: PCI and path devices in real containers, their NUMA nodes honoured by the real kubelet.
+
+The machine may have one NUMA node. The kubelet takes what /sys/devices/system/node says, so in the isolated run a
+second one is laid over it; devices on both are made sysfs trees with real device nodes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import shutil
+import stat
+import subprocess
+import threading
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from pathlib import Path
+
+import pytest
+
+from deviceplugin.agent import Agent
+from deviceplugin.config import parse
+from deviceplugin.device import Device
+from deviceplugin.source import DeviceSource
+from deviceplugin.sources import build
+from deviceplugin.sources.path import PathSource
+from deviceplugin.sources.pci import PciFilter, PciSource
+from tests.cluster import isolate
+from tests.cluster.node import Cluster, ExecError, Pod
+from tests.sources.trees import Tree
+
+NODES = Path("/sys/devices/system/node")
+
+
+@contextlib.contextmanager
+def served(*sources: DeviceSource) -> Iterator[Agent]:
+    """Run an agent in a thread while the context lasts."""
+    agent = Agent(sources)
+    thread = threading.Thread(target=lambda: asyncio.run(agent.run()), daemon=True)
+    thread.start()
+    try:
+        yield agent
+    finally:
+        agent.stop()
+        thread.join(20)
+        assert not thread.is_alive()
+
+
+@pytest.fixture
+def directory() -> Iterator[Path]:
+    """A directory on which device nodes work."""
+    path = isolate.DEVICES / "sources"
+    path.mkdir()
+    yield path
+    shutil.rmtree(path)
+
+
+@pytest.fixture
+def two_numa_nodes() -> Iterator[None]:
+    """Let the kubelet find two NUMA nodes, the CPUs divided between them."""
+    cpus = sorted(path.name for path in NODES.glob("node*/cpu[0-9]*"))
+    memory = (NODES / "node0/meminfo").read_text()
+    subprocess.run(["mount", "-t", "tmpfs", "none", str(NODES)], check=True)
+    try:
+        for number in (0, 1):
+            node = NODES / f"node{number}"
+            (node / "hugepages").mkdir(parents=True)
+            (node / "meminfo").write_text(memory.replace("Node 0", f"Node {number}"))
+            (node / "distance").write_text("10 20\n" if number == 0 else "20 10\n")
+            for cpu in cpus[number::2]:
+                (node / cpu).symlink_to(f"../../cpu/{cpu}")
+        for name in ("online", "possible", "has_cpu", "has_memory", "has_normal_memory"):
+            (NODES / name).write_text("0-1\n")
+        yield
+    finally:
+        subprocess.run(["umount", str(NODES)], check=True)
+
+
+@pytest.fixture
+def restricted(two_numa_nodes: None, make_cluster: Callable[..., Cluster]) -> Cluster:
+    """A cluster whose kubelet refuses pods whose devices cannot be on one NUMA node."""
+    cluster = make_cluster(kubelet_config={"topologyManagerPolicy": "restricted", "topologyManagerScope": "pod"})
+    assert cluster.kubelet_get("/healthz")[0] == 200
+    return cluster
+
+
+def null(path: Path) -> Path:
+    """Make a device node that swallows everything."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    os.mknod(path, 0o666 | stat.S_IFCHR, os.makedev(1, 3))
+    return path
+
+
+def pci_source(tree: Tree, name: str, class_: str) -> PciSource:
+    return PciSource(PciFilter(class_=class_), resource=name, **tree.options)
+
+
+def pci(tree: Tree, address: str, numa: int, class_: str = "03") -> None:
+    """Add a PCI device with a real device node."""
+    made = tree.pci(address, "10de", "20b0", f"{class_}0200", numa=numa)
+    tree.node(made, "drm/renderD128", f"dri/by-{address[5:7]}")
+    path = tree.dev / f"dri/by-{address[5:7]}"
+    path.unlink()
+    null(path)
+
+
+def refused(pod: Pod) -> str:
+    pod.wait_phase("Failed")
+    return str(pod.status["reason"])
+
+
+def address_of(pod: Pod, name: str = "PCIDEVICE_EXAMPLE_COM_GPU") -> str:
+    return pod.exec(["sh", "-c", f"echo ${name}"]).strip()
+
+
+def test_pod_gets_the_pci_device_of_the_numa_node_where_the_other_device_is(
+    restricted: Cluster, directory: Path
+) -> None:
+    """Restricted policy: with GPUs on both nodes and one network card on node 1, a pod that wants both gets the GPU
+    of node 1, whatever comes first; its container has that GPU's node and no other one.
+    """
+    tree = Tree(directory)
+    for bus, numa in (("01", 0), ("02", 0), ("81", 1)):
+        pci(tree, f"0000:{bus}:00.0", numa)
+    pci(tree, "0000:82:00.0", 1, "02")
+    with served(pci_source(tree, "example.com/gpu", "03"), pci_source(tree, "example.com/nic", "02")):
+        restricted.wait_allocatable("example.com/gpu", 3)
+        restricted.wait_allocatable("example.com/nic", 1)
+        pod = restricted.start_pod("both", {"example.com/gpu": 1, "example.com/nic": 1}).wait_running()
+        assert address_of(pod) == "0000:81:00.0"
+        assert address_of(pod, "PCIDEVICE_EXAMPLE_COM_NIC") == "0000:82:00.0"
+        assert pod.exec(["ls", f"{tree.dev}/dri"]).split() == ["by-81", "by-82"]
+        pod.exec(["sh", "-c", f"echo x > {tree.dev}/dri/by-81"])
+        second = restricted.start_pod("second", {"example.com/gpu": 2}).wait_running()
+        assert address_of(second) == "0000:01:00.0,0000:02:00.0"
+
+
+def test_pod_whose_devices_are_on_different_numa_nodes_is_refused(restricted: Cluster, directory: Path) -> None:
+    """Restricted policy: what can only be had across nodes is a TopologyAffinityError, and what fits still runs."""
+    tree = Tree(directory)
+    pci(tree, "0000:01:00.0", 0)
+    pci(tree, "0000:82:00.0", 1, "02")
+    with served(pci_source(tree, "example.com/gpu", "03"), pci_source(tree, "example.com/nic", "02")):
+        restricted.wait_allocatable("example.com/gpu", 1)
+        restricted.wait_allocatable("example.com/nic", 1)
+        pod = restricted.start_pod("across", {"example.com/gpu": 1, "example.com/nic": 1}, restartPolicy="Never")
+        assert refused(pod) == "TopologyAffinityError"
+        assert address_of(restricted.start_pod("one", {"example.com/gpu": 1}).wait_running()) == "0000:01:00.0"
+
+
+def test_numa_node_that_the_machine_has_not_is_refused_and_can_be_left_out(
+    restricted: Cluster, directory: Path
+) -> None:
+    """A device that claims node 7 cannot be had under the restricted policy; with `topology: false` it can."""
+    tree = Tree(directory)
+    pci(tree, "0000:01:00.0", 7)
+    source = pci_source(tree, "example.com/gpu", "03")
+    with served(source):
+        restricted.wait_allocatable("example.com/gpu", 1)
+        pod = restricted.start_pod("nowhere", {"example.com/gpu": 1}, restartPolicy="Never")
+        assert refused(pod) == "TopologyAffinityError"
+        source.topology = False
+    with served(source):
+        restricted.wait_allocatable("example.com/gpu", 1)
+        assert address_of(restricted.start_pod("there", {"example.com/gpu": 1}).wait_running()) == "0000:01:00.0"
+
+
+class NumaPaths(PathSource):
+    """Path devices of which the name's digit is the NUMA node: sysfs knows none of a node that is made by hand."""
+
+    async def watch(self) -> AsyncIterator[Sequence[Device]]:
+        from dataclasses import replace
+
+        async for devices in super().watch():
+            yield [replace(device, numa=int(device.container_edits.device_nodes[0].host[-1])) for device in devices]
+
+
+def test_path_devices_are_aligned_with_each_other(restricted: Cluster, directory: Path) -> None:
+    """Two resources of paths: of both the kubelet takes the ones of a common NUMA node."""
+    for name in ("in-0", "in-1", "out-1"):
+        null(directory / name)
+    entries = [NumaPaths(f"{directory}/{kind}-*", resource=f"example.com/{kind}") for kind in ("in", "out")]
+    with served(*entries):
+        restricted.wait_allocatable("example.com/in", 2)
+        restricted.wait_allocatable("example.com/out", 1)
+        pod = restricted.start_pod("both", {"example.com/in": 1, "example.com/out": 1}).wait_running()
+        assert pod.exec(["ls", str(directory)]).split() == ["in-1", "out-1"]
+
+
+def test_pci_device_of_this_machine_reaches_a_container(cluster: Cluster) -> None:
+    """A real PCI device, found by the config file's entry: the container finds its address, and its nodes if any."""
+    devices = PciSource(PciFilter(address="*")).look()
+    assert devices, "this machine has no PCI bus"
+    device = min(devices, key=lambda one: len(one.container_edits.device_nodes))
+    vendor, address = device.attributes["vendor"], device.id
+    text = f"""
+        resources:
+        - name: example.com/real
+          permissions: r
+          devices: [{{pci: {{vendor: "{vendor}", address: "{address}"}}}}]
+    """
+    with served(build(parse(text).resources[0])):
+        cluster.wait_allocatable("example.com/real", 1)
+        pod = cluster.start_pod("real", {"example.com/real": 1}).wait_running()
+        assert address_of(pod, "PCIDEVICE_EXAMPLE_COM_REAL") == address
+        for node in device.container_edits.device_nodes:
+            pod.exec(["test", "-e", node.path])
+
+
+def test_probe_withdraws_a_device_of_the_real_node_and_gives_it_back(cluster: Cluster, directory: Path) -> None:
+    """A health probe's verdict reaches the node's allocatable, while capacity stays, and is taken back."""
+    null(directory / "a")
+    null(directory / "b")
+    bad = directory / "bad"
+    text = f"""
+        resources:
+        - name: example.com/probed
+          devices: [{{path: "{directory}/[ab]"}}]
+          health:
+            probe: {{command: [/bin/sh, -c, "! grep -q {{node}} {bad}"]}}
+            period: 1
+            failures: 2
+            successes: 2
+    """
+    with served(build(parse(text).resources[0])):
+        cluster.wait_allocatable("example.com/probed", 2)
+        bad.write_text(f"{directory}/b\n")
+        cluster.wait_allocatable("example.com/probed", 1)
+        assert cluster.capacity("example.com/probed") == 2
+        pod = cluster.start_pod("one", {"example.com/probed": 1}).wait_running()
+        assert pod.exec(["ls", str(directory)]).split() == ["a"]
+        with pytest.raises(ExecError):
+            pod.exec(["test", "-e", str(directory / "b")])
+        bad.unlink()
+        cluster.wait_allocatable("example.com/probed", 2)
