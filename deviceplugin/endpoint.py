@@ -438,17 +438,16 @@ def check(resource: str, names: Collection[str], snapshot: Snapshot, replicas: i
         raise Refusal(
             grpc.StatusCode.INVALID_ARGUMENT, "duplicate", f"{resource}: device {', '.join(twice)} is asked for twice"
         )
-    devices = []
-    for name in devices_of(names, replicas):
-        device = snapshot.devices.get(name)
-        if device is None:
-            details = f"{resource}: there is no device {name}"
-            raise Refusal(grpc.StatusCode.INVALID_ARGUMENT, "unknown", details)
+    devices: dict[str, Device] = {}
+    for name in names:
+        device = snapshot.devices.get(device_of(name, replicas))
+        if device is None or name not in replicas_of(device.id, replicas):
+            raise Refusal(grpc.StatusCode.INVALID_ARGUMENT, "unknown", f"{resource}: there is no device {name}")
         if not device.health.usable:
             details = f"{resource}: device {name} is unhealthy" + (f": {device.message}" if device.message else "")
             raise Refusal(grpc.StatusCode.FAILED_PRECONDITION, "unhealthy", details)
-        devices.append(device)
-    return devices
+        devices[device.id] = device
+    return list(devices.values())
 
 
 def as_names(
