@@ -37,6 +37,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         return int(options.command(options))
     except KeyboardInterrupt:
         return 130
+    except BrokenPipeError:
+        # Whoever read our output has seen enough; keep the interpreter from failing at its flush.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -61,7 +65,59 @@ def _parser() -> argparse.ArgumentParser:
     uninstall.add_argument("--driver", action="append", default=[], metavar="NAME", help="a driver's name")
     uninstall.add_argument("--node", default="", metavar="NAME", help="of this node alone (all nodes)")
     _add_kubeconfig(uninstall)
+    manifests = add("manifests", _manifests, "Print what to apply to a cluster so that the agent runs on its nodes.")
+    _add_deployment(manifests)
     return parser
+
+
+def _add_deployment(parser: argparse.ArgumentParser) -> None:
+    """Add the options of `manifests.Deployment`; what is not given keeps its default there."""
+
+    def add(option: str, field: str, about: str, **more: Any) -> None:
+        parser.add_argument(option, dest=field, default=argparse.SUPPRESS, help=about, **more)
+
+    parser.add_argument("--config", type=Path, required=True, metavar="FILE", help="the config file (YAML)")
+    add("--image", "image", "the agent's image (dra-bridge:latest)", metavar="IMAGE")
+    add("--pull-policy", "pull_policy", "of the image (IfNotPresent)", choices=("Always", "IfNotPresent", "Never"))
+    add("--namespace", "namespace", "where the agent runs (dra-bridge)", metavar="NAME")
+    add("--name", "name", "of the DaemonSet and all that belongs to it (dra-bridge)", metavar="NAME")
+    add(
+        "--resource-api",
+        "version",
+        "the version of resource.k8s.io that the DeviceClasses are in (v1)",
+        choices=("v1", "v1beta2", "v1beta1"),
+    )
+    add(
+        "--no-extended-resource",
+        "extended_resource",
+        "leave extendedResourceName out, which servers before 1.34 refuse",
+        action="store_false",
+    )
+    add("--kubelet-root", "kubelet_root", "the kubelet's --root-dir (/var/lib/kubelet)", metavar="DIR")
+    add("--cdi-dir", "cdi_directory", "where the container runtime finds CDI specs (/var/run/cdi)", metavar="DIR")
+    add("--metrics-port", "metrics_port", "0 for no metrics, and no probes (9410)", type=_port, metavar="PORT")
+    add("--memory", "memory", "the container's limit (128Mi)", metavar="QUANTITY")
+    add(
+        "--node-selector",
+        "node_selector",
+        "a label that nodes must have; may be given several times",
+        type=_label,
+        action="append",
+        metavar="KEY=VALUE",
+    )
+
+
+def _port(text: str) -> int:
+    if not text.isascii() or not text.isdecimal() or int(text) > 65535:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a port")
+    return int(text)
+
+
+def _label(text: str) -> tuple[str, str]:
+    key, equals, value = text.partition("=")
+    if not key or not equals:
+        raise argparse.ArgumentTypeError(f"{text!r} is not KEY=VALUE")
+    return key, value
 
 
 def _add_run_options(parser: argparse.ArgumentParser) -> None:
@@ -165,4 +221,26 @@ def _uninstall(options: argparse.Namespace) -> int:
         print(error, file=sys.stderr)
         return 1
     print(f"{count} slice{'s' if count != 1 else ''} removed")
+    return 0
+
+
+def _manifests(options: argparse.Namespace) -> int:
+    from dataclasses import fields
+
+    from deviceplugin import config
+    from dra_bridge.manifests import Deployment, manifests, to_yaml
+
+    given = {key: value for key, value in vars(options).items() if key in {one.name for one in fields(Deployment)}}
+    if "node_selector" in given:
+        given["node_selector"] = dict(given["node_selector"])
+    try:
+        text = options.config.read_text(encoding="utf-8")
+        found = config.parse(text, str(options.config))
+    except (OSError, UnicodeDecodeError) as error:
+        print(f"{options.config} cannot be read: {error}", file=sys.stderr)
+        return 2
+    except config.ConfigError as error:
+        print(error, file=sys.stderr)
+        return 2
+    sys.stdout.write(to_yaml(manifests(found, text, Deployment(**given))))
     return 0
