@@ -637,7 +637,7 @@ def _load(library: str) -> ModuleType:
                 # Not left to pynvml: it would neither take a path nor load another one later.
                 pynvml.nvmlLib = ctypes.CDLL(library or LIBRARY)
             except OSError as error:
-                raise Trouble(f"{library or LIBRARY} is not there: {error}") from error
+                raise Trouble(f"NVML is not there: {error}") from error
     return cast("ModuleType", pynvml)
 
 

@@ -1,0 +1,1 @@
+"""Checks on a machine with NVIDIA GPUs; `tox -e gpu` runs them."""

@@ -1,0 +1,300 @@
+"""Checks of the NVIDIA source on real hardware: `python -m tests.gpu`, which is what `tox -e gpu` does.
+
+It changes nothing on the machine. Each check prints a line; all that was seen is recorded in a JSON file, so that a
+run on one machine can be read on another. The exit status is 1 when a check failed or there is no GPU.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import json
+import os
+import platform
+import shutil
+import subprocess
+import sys
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from contextlib import aclosing
+from pathlib import Path
+from typing import Any, cast
+
+from deviceplugin import naming, topology
+from deviceplugin.device import Device, Health
+from deviceplugin.load import QUANTITIES, checked
+from deviceplugin.sources.nvml import CDI_KIND, NvidiaSource, Places, Session, Trouble
+from deviceplugin.testing.kubelet import FakeKubelet
+from deviceplugin.testing.plugin import serve
+
+MOST_BLOCKED = 0.25
+"""Seconds for which the loop may stand still while the GPUs are looked at."""
+
+
+class Failed(Exception):  # noqa: N818
+    """A check found something else than it should."""
+
+
+def expect(right: object, what: str) -> None:
+    if not right:
+        raise Failed(what)
+
+
+class Checks:
+    """All checks, and what they saw."""
+
+    def __init__(self, places: Places) -> None:
+        self.places = places
+        self.seen: dict[str, Any] = {}
+        self.results: dict[str, str] = {}
+        self.devices: list[Device] = []
+
+    def source(self, **options: Any) -> NvidiaSource:
+        return NvidiaSource(**{"places": self.places, "resource": "nvidia.com/gpu", **options})
+
+    def run(self) -> bool:
+        """Run them all; the first one tells whether there is a GPU at all."""
+        self.seen["machine"] = {"python": sys.version, "kernel": platform.release(), "at": time.time()}
+        for check in (
+            self.look, self.describe, self.compare, self.nodes, self.partitions, self.choose, self.wait, self.measure,
+            self.follow, self.serve,
+        ):  # fmt: skip
+            if not self._one(check.__name__, check) and check == self.look:
+                break
+        return all(result == "ok" for result in self.results.values())
+
+    def _one(self, name: str, check: Callable[[], None]) -> bool:
+        try:
+            check()
+            self.results[name] = "ok"
+        except (Failed, Trouble) as error:
+            self.results[name] = f"failed: {error}"
+        except Exception:
+            self.results[name] = f"failed: {traceback.format_exc()}"
+        print(f"{name}: {self.results[name]}")
+        return self.results[name] == "ok"
+
+    # What is there.
+
+    def look(self) -> None:
+        """NVML answers, a second look is quick, and asks for no links."""
+        session = self._session()
+        try:
+            times, looks = [], []
+            for _ in range(3):
+                began = time.perf_counter()
+                looks.append(session.look())
+                times.append(time.perf_counter() - began)
+        finally:
+            session.close()
+        look = looks[-1]
+        self.seen["look"] = {
+            "seconds": times,
+            "driver": look.driver,
+            "cuda": look.cuda,
+            "listening": look.listening,
+            "notes": look.notes,
+            "findings": {name: [verdict.value, why] for name, (verdict, why) in look.findings.items()},
+            "links": [[*sorted(pair), score] for pair, score in look.links.items()],
+        }
+        expect(look.gpus, "there is no GPU")
+        expect(looks[1] == looks[2], "two looks at a quiet machine differ")
+        expect(times[2] < 2.0, f"a later look took {times[2]:.3f} s")
+        source = self.source()
+        source.take(look)
+        self.devices = source.devices()
+
+    def describe(self) -> None:
+        """Each GPU has what claims select on, in a form that the API server takes."""
+        self.seen["devices"] = [
+            {
+                "id": device.id,
+                "numa": device.numa_nodes,
+                "attributes": dict(device.attributes),
+                "capacity": dict(device.capacity),
+                "health": device.health.value,
+                "message": device.message,
+            }
+            for device in self.devices
+        ]
+        for device in self.devices:
+            naming.check_device(device, "gpu.example.com")
+            wanted = {"uuid", "index", "productName", "driverVersion", "cudaDriverVersion", naming.PCI_BUS_ID}
+            missing = wanted - device.attributes.keys()
+            expect(not missing, f"{device.id} does not tell {', '.join(sorted(missing))}")
+            expect("memory" in device.capacity, f"{device.id} does not tell its memory")
+            expect(device.health is not Health.UNHEALTHY, f"{device.id} is unhealthy: {device.message}")
+
+    def compare(self) -> None:
+        """nvidia-smi says the same, where it is installed."""
+        smi = shutil.which("nvidia-smi")
+        self.seen["nvidia-smi"] = smi
+        if smi is None:
+            return
+        fields = "uuid,index,pci.bus_id,name,memory.total,driver_version"
+        said = _run([smi, f"--query-gpu={fields}", "--format=csv,noheader,nounits"])
+        self.seen["smi"] = {"query": said, "topology": _run([smi, "topo", "-m"]), "list": _run([smi, "-L"])}
+        rows = {row[0]: row for row in ([cell.strip() for cell in line.split(",")] for line in said.splitlines())}
+        expect(set(rows) == {device.id for device in self.devices}, f"nvidia-smi lists {sorted(rows)}")
+        for device in self.devices:
+            row = rows[device.id]
+            expect(str(device.attributes["index"]) == row[1], f"{device.id}: nvidia-smi has index {row[1]}")
+            address = str(device.attributes[naming.PCI_BUS_ID])
+            expect(row[2].lower().endswith(address), f"{device.id}: nvidia-smi has it at {row[2]}, not {address}")
+            expect(device.attributes["productName"] == row[3], f"{device.id}: nvidia-smi calls it {row[3]}")
+            mine = int(str(device.capacity["memory"]).removesuffix("Mi"))
+            expect(abs(mine - int(row[4])) <= mine // 50, f"{device.id}: nvidia-smi has {row[4]} MiB, not {mine}")
+
+    def nodes(self) -> None:
+        """Injection by nodes names nodes that exist; what CDI specs there are is recorded."""
+        source = self.source(injection="nodes")
+        source.take(self._looked())
+        paths = sorted({node.host for one in source.devices() for node in one.container_edits.device_nodes})
+        self.seen["nodes"] = {path: os.path.exists(path) for path in paths}
+        missing = [path for path in paths if not os.path.exists(path)]
+        expect(not missing, f"there is no {', '.join(missing)}")
+        expect(any(path.endswith("nvidiactl") for path in paths), "nvidiactl is missing")
+        source = self.source(injection="cdi")
+        source.take(self._looked())
+        self.seen["cdi"] = {one.id: list(one.edits.cdi) or f"none of {CDI_KIND}" for one in source.devices()}
+
+    def partitions(self) -> None:
+        """MIG partitions, if there are any, are described in a form that the API server takes."""
+        look = self._looked()
+        self.seen["mig"] = {
+            gpu.uuid: None if gpu.partitions is None else [repr(part) for part in gpu.partitions] for gpu in look.gpus
+        }
+        for profile in {part.profile for gpu in look.gpus for part in gpu.partitions or ()}:
+            source = self.source(profile=profile)
+            source.take(look)
+            for device in source.devices():
+                naming.check_device(device, "gpu.example.com")
+                expect(device.attributes["profile"] == profile, f"{device.id} is of another profile")
+
+    def choose(self) -> None:
+        """Links lead to a choice, in time."""
+        source = self.source()
+        source.take(self._looked())
+        ids = [device.id for device in source.devices()]
+        chosen: dict[str, Any] = {}
+        for size in range(1, len(ids) + 1):
+            began = time.perf_counter()
+            chosen[str(size)] = topology.preferred(ids, (), size, source.links)
+            expect(time.perf_counter() - began < 0.1, f"choosing {size} of {len(ids)} took too long")
+            expect(len(chosen[str(size)]) == size, f"{size} of {len(ids)} were asked for")
+        self.seen["chosen"] = chosen
+
+    def wait(self) -> None:
+        """Waiting for XIDs ends when its time is over."""
+        session = self._session()
+        try:
+            session.look()
+            began = time.perf_counter()
+            xids, _ = session.wait(0.5)
+            took = time.perf_counter() - began
+        finally:
+            session.close()
+        self.seen["wait"] = {"seconds": took, "xids": [repr(xid) for xid in xids]}
+        expect(took < 2.0, f"waiting 0.5 s for events took {took:.3f} s")
+
+    # What it does.
+
+    def measure(self) -> None:
+        """Load is measured in base units and is plausible."""
+        session = self._session()
+        try:
+            session.look()
+            began = time.perf_counter()
+            raw = session.measure([device.id for device in self.devices])
+            took = time.perf_counter() - began
+        finally:
+            session.close()
+        values = checked(raw, self.devices)
+        self.seen["load"] = {"seconds": took, "values": values}
+        for name, load in values.items():
+            expect(set(load) <= set(QUANTITIES), f"{name} tells quantities that have no name")
+            total, used = (cast("float", load.get(key, 0)) for key in ("memory_total_bytes", "memory_used_bytes"))
+            expect(0 <= used <= total > 0, f"{name} uses {used} of {total} bytes")
+            busy = cast("float", load.get("utilization_ratio", 0.0))
+            expect(0 <= busy <= 1, f"{name} is busy {busy}")
+            heat = load.get("temperature_celsius", {})
+            expect(isinstance(heat, dict) and all(0 < degrees < 130 for degrees in heat.values()), f"{name}: {heat}")
+
+    def follow(self) -> None:
+        """Followed and measured for some seconds, the GPUs stay as they are and the loop is never blocked."""
+        blocked, lists, readings = asyncio.run(self._follow(5.0))
+        self.seen["follow"] = {"blocked_seconds": blocked, "lists": lists, "readings": readings}
+        expect(lists == 1, f"the list changed {lists - 1} times")
+        expect(blocked < MOST_BLOCKED, f"the loop stood still for {blocked:.3f} s")
+
+    async def _follow(self, seconds: float) -> tuple[float, int, int]:
+        source = self.source(period=0.5)
+        worst, lists, readings = 0.0, 0, 0
+        ending = asyncio.Event()
+
+        async def tick() -> None:
+            nonlocal worst
+            while not ending.is_set():
+                began = time.perf_counter()
+                await asyncio.sleep(0.01)
+                worst = max(worst, time.perf_counter() - began - 0.01)
+
+        async def load(devices: Sequence[Device]) -> None:
+            nonlocal readings
+            while not ending.is_set():
+                await source.measure(devices)
+                readings += 1
+
+        tasks = [asyncio.create_task(tick())]
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(seconds), aclosing(cast("Any", source.watch())) as watch:
+                async for devices in watch:
+                    lists += 1
+                    if lists == 1:
+                        tasks.append(asyncio.create_task(load(devices)))
+        ending.set()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        return worst, lists, readings
+
+    def serve(self) -> None:
+        """A pod of a kubelet without containers gets a GPU by its UUID."""
+        with FakeKubelet() as kubelet, serve(self.source(), kubelet, timeout=60):
+            kubelet.wait_allocatable("nvidia.com/gpu", len(self.devices), 60)
+            pod = kubelet.run_pod("pod", {"nvidia.com/gpu": 1})
+            given, env = pod.devices["nvidia.com/gpu"], pod.container().env
+        self.seen["pod"] = {"given": given, "env": dict(env)}
+        expect(env["NVIDIA_VISIBLE_DEVICES"] == given[0], f"the pod got {env}")
+
+    def _session(self) -> Session:
+        return Session(self.places.library, sysfs_root=self.places.sysfs, proc=self.places.proc)
+
+    def _looked(self) -> Any:
+        session = self._session()
+        try:
+            return session.look()
+        finally:
+            session.close()
+
+
+def _run(argv: Sequence[str]) -> str:
+    done = subprocess.run(argv, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=60)
+    return done.stdout if done.returncode == 0 else f"ended with {done.returncode}: {done.stderr.strip()}"
+
+
+def main(argv: Sequence[str] | None = None, places: Places | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m tests.gpu", description=__doc__)
+    parser.add_argument("--record", type=Path, default=Path("gpu-report.json"), help="where to write what was seen")
+    parser.add_argument("--library", default="", help="libnvidia-ml.so.1, if not where programs look")
+    options = parser.parse_args(argv)
+    checks = Checks(places or Places(library=options.library))
+    fine = checks.run()
+    report = {"results": checks.results, **checks.seen}
+    options.record.write_text(json.dumps(report, indent=2, default=str) + "\n")
+    print(f"{'all is well' if fine else 'something is wrong'}; what was seen is in {options.record}")
+    return 0 if fine else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
