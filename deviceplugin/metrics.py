@@ -89,7 +89,10 @@ def _devices(view: View) -> Iterable[Family]:
         "deviceplugin_devices_gone", "gauge", "Devices that their source lists no more but may be held", ("resource",)
     )
     replicas = Family(
-        "deviceplugin_replicas", "gauge", "Containers that may share one device (the configuration)", ("resource",)
+        "deviceplugin_device_replicas",
+        "gauge",
+        "Containers that may share the device (its source says it)",
+        ("resource", "device"),
     )
     state = Family(
         "deviceplugin_device_state",
@@ -110,6 +113,7 @@ def _devices(view: View) -> Iterable[Family]:
             device, place = seen.device, seen.place
             key = (place.side, place.state, device.health.value)
             counts[key] = counts.get(key, 0) + 1
+            replicas.add((name, device.id), seen.replicas)
             for word in HEALTHS:
                 health.add((name, device.id, word), int(word == device.health.value))
             if place is not HERE:
@@ -122,7 +126,6 @@ def _devices(view: View) -> Iterable[Family]:
         for (side, where, word), number in sorted(counts.items()):
             count.add((name, side, where, word), number)
         gone.add((name,), len(one.status.snapshot.gone))
-        replicas.add((name,), one.status.replicas)
     yield from (count, health, gone, replicas)
     if state.rows:
         yield from (state, since)

@@ -138,13 +138,14 @@ class Hold:
 
 @dataclass(frozen=True, slots=True)
 class DeviceView:
-    """One device as of now."""
+    """One device as of now. replicas: how many containers may share it."""
 
     device: Device
     gone: bool
     place: Place
     holds: tuple[Hold, ...]
     load: Mapping[str, load.Value]
+    replicas: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -397,6 +398,7 @@ class Observer:
                             places.get((one.resource, name), HERE),
                             holds,
                             reading.values.get(name, {}) if reading is not None else {},
+                            self._replicas(one, device),
                         )
                         for name, device, holds in self._held(one, by_claim, known=known)
                     ),
@@ -422,6 +424,14 @@ class Observer:
         yield from self._events
         for report in reports.values():
             yield from report.events
+
+    def _replicas(self, status: ResourceStatus, device: Device) -> int:
+        if status.replicas == 1 or (service := self._agent.services.get(status.resource)) is None:
+            return status.replicas
+        try:
+            return service.source.replicas_of(device)
+        except Exception:  # an author's code; who serves the list says what is wrong with it
+            return status.replicas
 
     def _held(
         self, status: ResourceStatus, by_claim: Mapping[tuple[str, str], Sequence[Hold]], *, known: bool

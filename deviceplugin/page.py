@@ -85,6 +85,7 @@ def _device(seen: DeviceView) -> dict[str, Any]:
     return {
         "id": device.id,
         "health": device.health.value,
+        "replicas": seen.replicas,
         "message": device.message,
         "gone": seen.gone,
         "side": place.side,
@@ -161,7 +162,7 @@ def _section(one: ResourceView, view: View) -> str:
     said = [
         '<span class="good">registered</span>' if one.status.registered else '<span class="bad">not registered</span>',
         f'<span class="dim">{_many(len(one.devices), "device")}'
-        + (f", {one.status.replicas} containers each" if one.status.replicas > 1 else "")
+        + (f" for up to {one.status.replicas} containers each" if one.status.replicas > 1 else "")
         + (f", {held} held" if view.holders_known else "")
         + "</span>",
     ]

@@ -205,7 +205,7 @@ class TestRunningAgent:
             kubelet.run_pod(name, {RESOURCE: 1})
         seen.wait(lambda: seen.holders() == {("gpu-0", "default", name, "main") for name in ("a", "b", "c")})
         assert seen.value("device_holders", device="gpu-0") == 3
-        assert seen.value("replicas") == 4
+        assert seen.value("device_replicas", device="gpu-0") == 4
 
     def test_init_containers_are_holders(self, watched: Callable[..., tuple[FakeKubelet, Seen]]) -> None:
         """What List leaves out is there from the checkpoint."""

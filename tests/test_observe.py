@@ -53,6 +53,19 @@ class TestHolders:
         view = Still(resource("a", held=held, replicas=4)).observer().view()
         assert [hold.pod for hold in holds(view)] == ["serve", "train"]
 
+    def test_devices_of_a_source_may_be_shared_differently(self) -> None:
+        """How many containers may have a device is asked of its source, which may fail."""
+
+        class Some(Source):
+            replicas = 4
+
+            def replicas_of(self, device: Device) -> int:
+                return {"a": 4, "b": 1}[device.id]
+
+        still = Still(resource("a", "b", "c", replicas=4))
+        still.sources = {RESOURCE: Some()}
+        assert [seen.replicas for seen in still.observer().view().resources[0].devices] == [4, 1, 4]
+
     async def test_init_containers_get_the_name_of_their_pod(self, tmp_path: Path) -> None:
         """The checkpoint knows UIDs only; the kubelet's log directories tell the names."""
         (tmp_path / "team_train_uid-1").mkdir()
