@@ -119,6 +119,7 @@ class DriverBridge:
         self.registrar = Registrar(self.driver, bridge.paths.kubelet_root, changed=self.publish)
         self._began: float | None = None
         self._node_share: Share | None = None
+        self._asked = ""
         self._group: asyncio.TaskGroup | None = None
         self._movers: dict[str, asyncio.Task[None]] = {}
         self._unsubscribe: dict[str, Callable[[], None]] = {}
@@ -172,12 +173,15 @@ class DriverBridge:
             mover.cancel()
         self.publish()
 
-    def ask(self, share: Share | None) -> None:
-        """Take the share that the Node asks for; None: the config's own."""
+    def ask(self, share: Share | None, text: str = "") -> None:
+        """Take the share that the Node asks for; None: the config's own. text: the annotation."""
         if share != self._node_share:
             self._node_share = share
             for resource, handover in self.handovers.items():
                 handover.ask(self._share(resource), self.terms[resource].drain)
+            self.publish()
+        if text != self._asked:
+            self._asked = text
             self.publish()
 
     def _share(self, resource: str) -> Share:
@@ -392,7 +396,13 @@ class DriverBridge:
             for resource, handover in self.handovers.items()
             for device, what in handover.waiting.items()
         }
-        told = progress.progress(self.desk.snapshot, shares, waits)
+        gone = {
+            (resource, device)
+            for resource, device in self.desk.snapshot.devices
+            if (service := self._services.get(resource)) is not None
+            and (device not in service.inventory.snapshot.devices or device in service.inventory.snapshot.gone)
+        }
+        told = progress.progress(self.desk.snapshot, shares, waits, asked=self._asked, gone=gone)
         sides, now = progress.encoded(progress.without_holders(told)), time.monotonic()
         if self._told is not None and self._told[1] == sides and self._told[0] != told:
             rest = self._told[2] + TELL - now
@@ -585,7 +595,7 @@ class Bridge:
         key = progress.share_annotation(bridge.name)
         text = self._node_annotations.get(key)
         try:
-            bridge.ask(parse_share(text) if text is not None else None)
+            bridge.ask(parse_share(text) if text is not None else None, text or "")
         except ShareError as error:
             _LOG.error("node %s: annotation %s: %s; the former share stays", self.node, key, error)
 

@@ -7,7 +7,7 @@ on, who holds it and how far a move is stands in one annotation of the node's ow
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any, Final
 
 import msgspec
@@ -21,16 +21,20 @@ MAX_DEVICES: Final = 1024
 
 
 class DeviceProgress(msgspec.Struct, frozen=True, omit_defaults=True):
-    """One device. since: Unix seconds. holder: pod or claim as namespace/name. waits: for what."""
+    """One device. since: Unix seconds. holder: pod or claim as namespace/name. waits: for what.
+
+    gone: the source lists it no more; it counts in no share.
+    """
 
     state: State
     since: int
     holder: str = ""
     waits: str = ""
+    gone: bool = False
 
 
 class ResourceProgress(msgspec.Struct, frozen=True, omit_defaults=True):
-    """One resource. share: as it was asked for. counts: devices by state."""
+    """One resource. share: that is striven for. counts: devices by state, those that are gone not among them."""
 
     share: str
     counts: dict[str, int]
@@ -38,9 +42,10 @@ class ResourceProgress(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class Progress(msgspec.Struct, frozen=True, omit_defaults=True):
-    """One driver on one node."""
+    """One driver on one node. asked: the Node's annotation as the agent knows it; "": the config's shares apply."""
 
     resources: dict[str, ResourceProgress]
+    asked: str = ""
 
 
 def annotation(driver: str) -> str:
@@ -54,17 +59,30 @@ def share_annotation(driver: str) -> str:
 
 
 def progress(
-    now: Snapshot, resources: Mapping[str, str], waits: Mapping[tuple[str, str], str] | None = None
+    now: Snapshot,
+    resources: Mapping[str, str],
+    waits: Mapping[tuple[str, str], str] | None = None,
+    *,
+    asked: str = "",
+    gone: Collection[tuple[str, str]] = (),
 ) -> Progress:
     """Return what is to be told.
 
-    resources: the share that is asked for by resource. waits: what moves wait for by
-    (resource, device).
+    resources: the share that is striven for by resource. waits: what moves wait for by
+    (resource, device). asked: the Node's annotation. gone: devices that no source lists now.
     """
-    return Progress({resource: _resource(now, resource, share, waits or {}) for resource, share in resources.items()})
+    return Progress(
+        {resource: _resource(now, resource, share, waits or {}, gone) for resource, share in resources.items()}, asked
+    )
 
 
-def _resource(now: Snapshot, resource: str, share: str, waits: Mapping[tuple[str, str], str]) -> ResourceProgress:
+def _resource(
+    now: Snapshot,
+    resource: str,
+    share: str,
+    waits: Mapping[tuple[str, str], str],
+    gone: Collection[tuple[str, str]],
+) -> ResourceProgress:
     records = now.of(resource)
     holders: dict[str, str] = {}
     for claim in now.claims.values():
@@ -75,10 +93,17 @@ def _resource(now: Snapshot, resource: str, share: str, waits: Mapping[tuple[str
         if hold.resource == resource:
             holders[hold.device] = f"pod {hold.pod}" if hold.pod else "a pod"
     counts: dict[str, int] = {}
-    for record in records.values():
-        counts[record.state.value] = counts.get(record.state.value, 0) + 1
+    for name, record in records.items():
+        if (resource, name) not in gone:
+            counts[record.state.value] = counts.get(record.state.value, 0) + 1
     devices = {
-        name: DeviceProgress(record.state, int(record.since), holders.get(name, ""), waits.get((resource, name), ""))
+        name: DeviceProgress(
+            record.state,
+            int(record.since),
+            holders.get(name, ""),
+            waits.get((resource, name), ""),
+            (resource, name) in gone,
+        )
         for name, record in sorted(records.items())
     }
     return ResourceProgress(share, counts, devices if len(devices) <= MAX_DEVICES else {})
@@ -91,8 +116,9 @@ def encoded(told: Progress) -> str:
 
 def without_holders(told: Progress) -> Progress:
     """Return what changes only with sides and moves, not with each pod."""
-    return Progress(
-        {
+    return msgspec.structs.replace(
+        told,
+        resources={
             name: msgspec.structs.replace(
                 resource,
                 devices={
@@ -100,7 +126,7 @@ def without_holders(told: Progress) -> Progress:
                 },
             )
             for name, resource in told.resources.items()
-        }
+        },
     )
 
 
