@@ -142,11 +142,17 @@ _BROKEN: Final = {15: "it has fallen off the bus", 16: "it needs a reset", 28: "
 _TIMEOUT: Final = 10
 _MISSING: Final = {3, 4, 13}
 """NOT_SUPPORTED, NO_PERMISSION, FUNCTION_NOT_FOUND: nothing is said, neither good nor bad."""
+_RECOVERY_ACTION: Final = 230
+"""The field value by which a driver asks for help; nvidia-ml-py has no name for it before 12.560."""
 _ACTIONS: Final = {
+    0: "",
     1: "it needs a reset",
     2: "the node needs a reboot",
-    3: "its peers must be drained",
+    3: "its traffic with other GPUs must be drained",
     4: "it needs to be drained and reset",
+    5: "",  # its IMEX domain does: other nodes, not this GPU
+    6: "its bus needs a reset",
+    7: "the machine needs a reboot",
 }
 _LEVELS: Final = {0: 60.0, 10: 50.0, 20: 40.0, 30: 30.0, 40: 20.0, 50: 10.0}
 """NVML's PCIe levels on the scale of link scores: same board, one switch, several, host bridge, CPU, across."""
@@ -352,15 +358,15 @@ class Session:
                 self._trouble(error)
                 if error.value not in _MISSING:
                     return _finding(error)
-        action = self._field(nv, handle, getattr(nv, "NVML_FI_DEV_GET_GPU_RECOVERY_ACTION", None))
-        if action:
-            return Verdict.BAD, _ACTIONS.get(int(action), f"the driver asks for recovery action {int(action)}")
+        action = int(self._field(nv, handle, _RECOVERY_ACTION) or 0)
+        if action not in _ACTIONS:
+            return Verdict.UNREADABLE, f"the driver asks for recovery action {action}, which is not known"
+        if _ACTIONS[action]:
+            return Verdict.BAD, _ACTIONS[action]
         return Verdict.GOOD, ""
 
     def _field(self, nv: Any, handle: Any, *wanted: Any) -> float | None:
         """Return one of NVML's many field values; None where it is not supported."""
-        if wanted[0] is None:
-            return None
         values = self._optional(nv.nvmlDeviceGetFieldValues, handle, [wanted if len(wanted) > 1 else wanted[0]])
         if values is None or values[0].nvmlReturn != 0:
             return None
