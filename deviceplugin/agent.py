@@ -127,6 +127,8 @@ async def _threaded(lists: Iterator[Sequence[Device]], name: str) -> AsyncIterat
                 loop.call_soon_threadsafe(queue.put_nowait, devices)
         except Exception as error:  # an author's code: passed on to who waits
             end = error
+        except BaseException as error:  # SystemExit and the like: a thread is no place for them
+            end = RuntimeError(f"{type(error).__name__}: {error}")
         with contextlib.suppress(RuntimeError):  # the loop is closed
             loop.call_soon_threadsafe(queue.put_nowait, end)
 

@@ -635,6 +635,9 @@ class ResourceConfig(_Strict, frozen=True, kw_only=True, eq=False):
         # Not field by field: an attribute that was 1 and is now true has changed, and 1 == True.
         return isinstance(other, ResourceConfig) and self._bytes() == other._bytes()
 
+    def __ne__(self, other: object) -> bool:
+        return not self == other  # Struct brings one of its own, which would compare identities
+
     def __hash__(self) -> int:
         return hash(self._bytes())
 
