@@ -1,0 +1,240 @@
+"""Hints that something in a directory changed."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import shutil
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+
+import pytest
+from watchdog.observers.inotify import InotifyObserver
+
+from deviceplugin import filewatch
+from deviceplugin.filewatch import Watch, Watcher
+
+LONG = 10.0
+Watching = Callable[..., Watch]
+
+
+@pytest.fixture
+async def watching() -> AsyncIterator[Watching]:
+    """Give a function that watches directories with a watcher of the test's own."""
+    watcher = Watcher()
+    watches = []
+
+    def watch(*directories: Path, writes: bool = False) -> Watch:
+        watches.append(watcher.watch(map(str, directories), writes=writes))
+        return watches[-1]
+
+    yield watch
+    for one in watches:
+        one.close()
+    watcher.close()
+
+
+async def quiet(watch: Watch) -> None:
+    """Take all hints that are on their way."""
+    while await watch.wait(0.05):
+        pass
+
+
+async def test_hint_for_each_name_that_comes_or_goes(watching: Watching, tmp_path: Path) -> None:
+    """Creating, renaming and removing a name in the directory are hints."""
+    watch = watching(tmp_path)
+    await quiet(watch)
+    for change in (
+        lambda: (tmp_path / "a").touch(),
+        lambda: (tmp_path / "a").rename(tmp_path / "b"),
+        lambda: (tmp_path / "b").unlink(),
+        lambda: (tmp_path / "d").mkdir(),
+        lambda: (tmp_path / "d").rmdir(),
+    ):
+        change()
+        assert await watch.wait(LONG)
+        await quiet(watch)
+
+
+async def test_time_passes_without_a_hint(watching: Watching, tmp_path: Path) -> None:
+    """Without a hint the wait ends with its time, and says so."""
+    watch = watching(tmp_path)
+    await quiet(watch)
+    assert not await watch.wait(0.01)
+
+
+async def test_writes_are_hints_only_if_wanted(watching: Watching, tmp_path: Path) -> None:
+    """A file that is written to is a hint for whoever asked for writes."""
+    file = tmp_path / "f"
+    file.write_text("1")
+    names, writes = watching(tmp_path), watching(tmp_path, writes=True)
+    await quiet(names)
+    await quiet(writes)
+    file.write_text("2")
+    assert await writes.wait(LONG)
+    assert not await names.wait(0.05)
+
+
+async def test_hints_are_coalesced(watching: Watching, tmp_path: Path) -> None:
+    """Any number of changes before a wait are one hint."""
+    watch = watching(tmp_path)
+    await quiet(watch)
+    for number in range(50):
+        (tmp_path / str(number)).touch()
+    assert await watch.wait(LONG)
+    await quiet(watch)
+    assert not await watch.wait(0.01)
+
+
+async def test_directory_that_is_made_again(watching: Watching, tmp_path: Path) -> None:
+    """A directory that is deleted and made again is watched again, by way of its parent."""
+    directory = tmp_path / "d"
+    directory.mkdir()
+    watch = watching(directory)
+    await quiet(watch)
+    for _ in range(3):
+        shutil.rmtree(directory)
+        assert await watch.wait(LONG)
+        directory.mkdir()
+        await quiet(watch)
+        (directory / "f").touch()
+        assert await watch.wait(LONG)
+        await quiet(watch)
+
+
+async def test_directory_that_is_replaced_between_looks(watching: Watching, tmp_path: Path) -> None:
+    """A directory that is another one now (another inode under the same name) is watched from the next wait on."""
+    directory = tmp_path / "d"
+    directory.mkdir()
+    watch = watching(directory)
+    await quiet(watch)
+    directory.rename(tmp_path / "old")
+    directory.mkdir()
+    await quiet(watch)
+    (directory / "f").touch()
+    assert await watch.wait(LONG)
+
+
+async def test_directory_that_is_not_there_yet(watching: Watching, tmp_path: Path) -> None:
+    """Nothing of the path need exist: each part that appears is a hint, and in the end the directory is watched."""
+    directory = tmp_path / "a" / "b" / "c"
+    watch = watching(directory)
+    await quiet(watch)
+    directory.mkdir(parents=True)
+    assert await watch.wait(LONG)
+    await quiet(watch)
+    (directory / "f").touch()
+    assert await watch.wait(LONG)
+
+
+async def test_what_lies_beside_is_no_hint(watching: Watching, tmp_path: Path) -> None:
+    """Names beside the directory, in its parent, are nobody's concern."""
+    directory = tmp_path / "d"
+    directory.mkdir()
+    watch = watching(directory)
+    await quiet(watch)
+    (tmp_path / "other").touch()
+    (tmp_path / "dd").mkdir()
+    assert not await watch.wait(0.1)
+
+
+async def test_set_changes_what_is_watched(watching: Watching, tmp_path: Path) -> None:
+    """After `set`, the new directories are watched and the old ones are not."""
+    one, two = tmp_path / "1", tmp_path / "2"
+    one.mkdir()
+    two.mkdir()
+    watch = watching(one)
+    watch.set([str(two)])
+    await quiet(watch)
+    (one / "f").touch()
+    assert not await watch.wait(0.05)
+    (two / "f").touch()
+    assert await watch.wait(LONG)
+
+
+async def test_wake_from_another_thread(watching: Watching, tmp_path: Path) -> None:
+    """A hint can be given by hand, from any thread, before or during a wait."""
+    watch = watching(tmp_path)
+    await quiet(watch)
+    await asyncio.to_thread(watch.wake)
+    assert await watch.wait(LONG)
+    waiting = asyncio.create_task(watch.wait(LONG))
+    await asyncio.to_thread(watch.wake)
+    assert await waiting
+
+
+async def test_hint_is_not_lost_when_a_wait_is_cancelled(watching: Watching, tmp_path: Path) -> None:
+    """A cancelled wait takes no hint along."""
+    watch = watching(tmp_path)
+    await quiet(watch)
+    waiting = asyncio.create_task(watch.wait(LONG))
+    await asyncio.sleep(0)
+    waiting.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await waiting
+    (tmp_path / "f").touch()
+    assert await watch.wait(LONG)
+
+
+async def test_closed_watch_hears_nothing(watching: Watching, tmp_path: Path) -> None:
+    """A closed watch gets no hints; others on the same directory still do."""
+    one, two = watching(tmp_path), watching(tmp_path)
+    one.close()
+    one.close()
+    await quiet(two)
+    (tmp_path / "f").touch()
+    assert await two.wait(LONG)
+    assert not one._hinted.is_set()
+
+
+def inotify_instances() -> int:
+    """How many inotify instances this process has."""
+    links = (
+        os.readlink(f"/proc/self/fd/{fd}")
+        for fd in os.listdir("/proc/self/fd")
+        if os.path.islink(f"/proc/self/fd/{fd}")
+    )
+    return sum("inotify" in link for link in links)
+
+
+async def test_all_watches_share_one_inotify_instance(watching: Watching, tmp_path: Path) -> None:
+    """A hundred directories take one inotify instance: a machine has 128 for a user."""
+    before = inotify_instances()
+    for number in range(100):
+        (tmp_path / str(number)).mkdir()
+        watching(tmp_path / str(number))
+    assert inotify_instances() - before <= 1
+
+
+async def test_machine_without_watches_left_falls_back_and_says_so_once(
+    watching: Watching, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Where no more can be watched, waits end with their time, and one line says what may be too low."""
+
+    def refuse(*arguments: object, **options: object) -> None:
+        raise OSError(28, "inotify watch limit reached")
+
+    monkeypatch.setattr(InotifyObserver, "schedule", refuse)
+    watch, other = watching(tmp_path), watching(tmp_path / "d")
+    assert not await watch.wait(0.01)
+    assert not await other.wait(0.01)
+    said = [record for record in caplog.records if record.levelno == logging.WARNING]
+    assert len(said) == 1
+    assert "max_user_watches" in said[0].getMessage()
+
+
+async def test_watcher_begins_again_after_close(tmp_path: Path) -> None:
+    """A closed watcher starts anew with the next watch."""
+    watcher = Watcher()
+    for name in ("a", "b"):
+        with watcher.watch([str(tmp_path)]) as watch:
+            await quiet(watch)
+            (tmp_path / name).touch()
+            assert await watch.wait(LONG)
+        watcher.close()
+
+
+def test_shared_watcher_is_one() -> None:
+    """The process has one watcher."""
+    assert filewatch.shared() is filewatch.shared()
