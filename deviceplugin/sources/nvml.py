@@ -48,6 +48,8 @@ LOOK_TIMEOUT: Final = 60.0
 EVENT_WAIT: Final = 1.0
 """Seconds that one wait for events takes at the most; others who want the library wait as long."""
 CALL_GRACE: Final = 10.0
+DEAF: Final = 3
+"""Waits for events that may fail one after another; then no more are made until something changes."""
 GAP: Final = 0.5
 """Seconds between two looks at the least, however many hints there are."""
 CDI_DIRS: Final = ("/etc/cdi", "/var/run/cdi")
@@ -194,6 +196,8 @@ class Session:
         self._events: Any = None
         self._registered: dict[int, str] = {}
         self._watched: frozenset[str] = frozenset()
+        self._pending: list[Xid] = []
+        self._deaf = 0
         self._notes: tuple[str, ...] = ()
 
     # Opening and closing.
@@ -287,9 +291,11 @@ class Session:
         if uuids != self._linked:
             self._links = self._read_links(nv, gpus)
             self._linked = uuids
-        if uuids != self._watched or self._events is None:
-            self._listen(nv, gpus)
-            self._watched = uuids
+        answering = frozenset(name for name, (verdict, _) in findings.items() if verdict is not Verdict.BAD)
+        if answering != self._watched:  # waiting fails for all while one of them is lost
+            self._deaf = 0
+            self._listen(nv, [gpu for gpu in gpus if gpu.uuid in answering])
+            self._watched = answering
         driver = self._optional(nv.nvmlSystemGetDriverVersion)
         cuda = self._optional(nv.nvmlSystemGetCudaDriverVersion)
         return Look(
@@ -483,6 +489,7 @@ class Session:
     def _listen(self, nv: Any, gpus: Sequence[Gpu]) -> None:
         """Have the driver tell of XIDs and of partitions that come and go, where it can."""
         if self._events is not None:
+            self._pending += self._heard(nv, 0)[0]
             with contextlib.suppress(nv.NVMLError):
                 nv.nvmlEventSetFree(self._events)
         self._registered, notes = {}, []
@@ -515,20 +522,28 @@ class Session:
             Trouble: nothing will work any more.
 
         """
-        nv, events = self._nv, self._events
-        if nv is None or events is None:
+        nv = self._nv
+        if nv is None or self._events is None:
             return [], True
+        xids, self._pending = self._pending, []
+        heard, due, error = self._heard(nv, 0 if xids else max(1, int(seconds * 1000)))
+        if error is not None:
+            self._trouble(error)
+            self._deaf += 1
+            if self._deaf == DEAF:
+                self._registered = {}
+                self._notes = (f"the driver's events fail, XIDs are not heard of: {error}",)
+        return xids + heard, due or error is not None
+
+    def _heard(self, nv: Any, patience: int) -> tuple[list[Xid], bool, Any]:
+        """Return the events that came within so many milliseconds, whether a look is due, and what went wrong."""
         xids: list[Xid] = []
         due = False
-        patience = max(1, int(seconds * 1000))
         for _ in range(1000):  # a storm is taken in portions
             try:
-                data = nv.nvmlEventSetWait_v2(events, patience)
+                data = nv.nvmlEventSetWait_v2(self._events, patience)
             except nv.NVMLError as error:
-                if error.value != _TIMEOUT:
-                    self._trouble(error)
-                    due = True
-                break
+                return xids, due, None if error.value == _TIMEOUT else error
             patience = 0
             if data.eventType == _XID_EVENT:
                 xids.append(
@@ -541,7 +556,7 @@ class Session:
                 )
             else:
                 due = True
-        return xids, due
+        return xids, due, None
 
     # Measuring.
 
@@ -710,8 +725,7 @@ class Lane:
     def __init__(self, name: str) -> None:
         self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._overdue: list[threading.Event] = []
-        self._thread = threading.Thread(target=self._work, name=name, daemon=True)
-        self._thread.start()
+        threading.Thread(target=self._work, name=name, daemon=True).start()
 
     async def call(self, function: Callable[..., _T], *arguments: Any, timeout: float) -> _T:
         """Call a function in the lane and return what it returns.
@@ -759,11 +773,6 @@ class Lane:
         """Have the thread end after a last call."""
         self._jobs.put(last)
         self._jobs.put(None)
-
-    def join(self, timeout: float) -> bool:
-        """Wait for the thread's end; return whether it has come."""
-        self._thread.join(timeout)
-        return not self._thread.is_alive()
 
     def _work(self) -> None:
         while (job := self._jobs.get()) is not None:

@@ -500,6 +500,72 @@ async def test_lost_gpu_is_unhealthy_alone_and_stays_listed(world: World, until:
         await until(lists, lambda found: healths(found) == [Health.HEALTHY] * 3)
 
 
+async def test_xids_of_the_others_are_heard_while_a_gpu_is_lost(world: World, until: Until) -> None:
+    """Waiting fails as long as a lost GPU is registered; the others' events are heard all the same, and the lost
+    one's own again once it is back.
+    """
+    first, second = world.gpu(0), world.gpu(1)
+    async with closing(source(world, rules=Rules(failures=1, successes=1, quiet=None))) as lists:
+        await until(lists, len)
+        world.set("return.nvmlEventSetWait_v2", 15)
+        world.write(gpu0__lost=1)
+        await until(lists, lambda found: found[first].health is Health.UNHEALTHY)
+        world.write(return__nvmlEventSetWait_v2=None)
+        world.xid(1, 48)
+        await until(lists, lambda found: found[second].message == "XID 48")
+        world.write(gpu0__lost=None)
+        await until(lists, lambda found: found[first].health is Health.HEALTHY)
+        world.xid(0, 63)
+        await until(lists, lambda found: found[first].message == "XID 63")
+
+
+async def test_events_that_always_fail_are_given_up(world: World, until: Until) -> None:
+    """Where waiting for events fails again and again it is noted, and looking goes on at its period."""
+    uuid = world.gpu(0)
+    world.write(return__nvmlEventSetWait_v2=999)
+    made = source(world)
+    async with closing(made) as lists:
+        await until(lists, len)
+        # In time: each failure has a look follow, half a second later.
+        async with asyncio.timeout(20):
+            while not any("events fail" in note for note in made.notes):
+                world.write(gpu0__return__nvmlDeviceGetTemperature=999)
+                await until(lists, lambda found: found[uuid].health is Health.UNKNOWN)
+                world.write(gpu0__return__nvmlDeviceGetTemperature=None)
+                await until(lists, lambda found: found[uuid].health is Health.HEALTHY)
+        waits = calls("nvmlEventSetWait_v2")
+        world.write(gpu0__lost=1)
+        await until(lists, lambda found: found[uuid].health is Health.UNHEALTHY)
+        assert calls("nvmlEventSetWait_v2") <= waits + 1  # what was left in the old set
+
+
+async def test_unexpected_error_of_a_look_is_not_the_gpus(
+    world: World, until: Until, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """An error in this code makes health unknown, is logged, and the next look is made."""
+    uuid = world.gpu(0)
+    async with closing(source(world)) as lists:
+        await until(lists, len)
+        with monkeypatch.context() as patch:
+            patch.setattr(Session, "_check", lambda *_: 1 / 0)
+            found = await until(lists, lambda found: found[uuid].health is Health.UNKNOWN)
+            assert found[uuid].message == "ZeroDivisionError: division by zero"
+        await until(lists, lambda found: found[uuid].health is Health.HEALTHY)
+    assert "looking at the GPUs failed" in caplog.text
+
+
+def test_missing_python_package_is_said(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without nvidia-ml-py the advice is how to install it."""
+    import sys
+
+    with (
+        monkeypatch.context() as patch,
+        pytest.raises(Trouble, match=r"pip install 'deviceplugin\[nvidia\]'"),
+    ):
+        patch.setitem(sys.modules, "pynvml", None)
+        Session(world.places.library).look()
+
+
 async def test_recovery_that_the_driver_asks_for_is_unhealthy(world: World, until: Until) -> None:
     """A GPU of which the driver says that it needs a reset is withdrawn until it was reset."""
     field = "gpu0.field230"
