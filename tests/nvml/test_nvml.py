@@ -558,12 +558,10 @@ def test_missing_python_package_is_said(world: World, monkeypatch: pytest.Monkey
     """Without nvidia-ml-py the advice is how to install it."""
     import sys
 
-    with (
-        monkeypatch.context() as patch,
-        pytest.raises(Trouble, match=r"pip install 'deviceplugin\[nvidia\]'"),
-    ):
+    with monkeypatch.context() as patch:
         patch.setitem(sys.modules, "pynvml", None)
-        Session(world.places.library).look()
+        with pytest.raises(Trouble, match=r"pip install 'deviceplugin\[nvidia\]'"):
+            Session(world.places.library).look()
 
 
 async def test_recovery_that_the_driver_asks_for_is_unhealthy(world: World, until: Until) -> None:
