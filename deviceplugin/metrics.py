@@ -1,7 +1,7 @@
 """What Prometheus gets of an agent, and the server that gives it, the status and the page.
 
-One collector turns one view into families at each scrape; nothing is counted here. Loaded only
-when metrics are wanted: an agent without them does not pay for the client library.
+One collector turns one view into families at each scrape; nothing is counted here, and nothing
+is put into a registry of the process. Loaded only when metrics are wanted.
 """
 
 from __future__ import annotations
@@ -15,8 +15,6 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
-
-from prometheus_client.registry import CollectorRegistry
 
 from deviceplugin import exposition, page, web
 from deviceplugin.exposition import Family
@@ -295,9 +293,9 @@ class Pages:
 
     OPEN: Final = frozenset({"/healthz", "/readyz"})
 
-    def __init__(self, view: Callable[[], View], registry: CollectorRegistry, loop: asyncio.AbstractEventLoop) -> None:
+    def __init__(self, view: Callable[[], View], collector: AgentCollector, loop: asyncio.AbstractEventLoop) -> None:
         self._view = view
-        self._registry = registry
+        self._collector = collector
         self._loop = loop
         self.routes: dict[str, web.Route] = {
             "/": self._page,
@@ -309,7 +307,7 @@ class Pages:
 
     def _metrics(self, request: web.Request) -> web.Answer:
         content_type = exposition.negotiate(request.headers.get("accept", ""))
-        return web.Answer(exposition.render(self._registry, content_type), content_type)
+        return web.Answer(exposition.render(self._collector, content_type), content_type)
 
     def _status(self, request: web.Request) -> web.Answer:
         return web.Answer(page.status(self._view()), "application/json")
@@ -349,9 +347,7 @@ def serving(address: str, agent: Agent, options: Options | None = None) -> Itera
     certificate = web.Certificate(options.certificate, options.key) if options.certificate else None
     token = web.Token(options.token) if options.token else None
     observer = Observer(agent, options.period)
-    registry = CollectorRegistry(auto_describe=False)
-    registry.register(AgentCollector(observer.view, dcgm=options.dcgm))
-    pages = Pages(observer.view, registry, loop)
+    pages = Pages(observer.view, AgentCollector(observer.view, dcgm=options.dcgm), loop)
     server = web.Server(web.listen(address), pages.routes, certificate=certificate, token=token, open_routes=Pages.OPEN)
     watching = loop.create_task(observer.watch(), name="observe")
     server.start()

@@ -11,7 +11,6 @@ import socket
 import string
 import time
 from collections.abc import Iterable, Mapping
-from html import escape
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -114,6 +113,13 @@ def _iso(at: float) -> str:
 
 
 # For people.
+
+
+def escape(text: str) -> str:
+    """Return text as HTML; `html.escape` without the 2,231 names of characters that come with it."""
+    for character, name in (("&", "&amp;"), ("<", "&lt;"), (">", "&gt;"), ('"', "&quot;"), ("'", "&#x27;")):
+        text = text.replace(character, name)
+    return text
 
 
 @functools.cache

@@ -11,20 +11,21 @@ import base64
 import binascii
 import contextlib
 import errno
-import hmac
 import logging
 import os
+import re
 import selectors
 import socket
-import ssl
 import threading
 import time
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from http.server import BaseHTTPRequestHandler
 from pathlib import Path
-from typing import Any, Final
+from typing import TYPE_CHECKING, Final
+
+if TYPE_CHECKING:
+    import ssl
 
 __all__ = ["Answer", "Certificate", "Request", "Server", "Token", "listen", "parse_address"]
 
@@ -153,6 +154,8 @@ class Certificate(_Watched):
         super().__init__(certificate, key or certificate)
 
     def _load(self) -> None:
+        import ssl  # OpenSSL, 6 MB: only for those who want TLS
+
         certificate, key = self.paths
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         context.minimum_version = ssl.TLSVersion.TLSv1_2
@@ -210,7 +213,14 @@ class Token(_Watched):
                 return False
         elif scheme.lower() != "bearer":
             return False
-        return hmac.compare_digest(given, self._token)
+        return _equal(given, self._token)
+
+
+def _equal(one: bytes, other: bytes) -> bool:
+    """Compare without telling by the time it takes where they differ."""
+    import hmac  # brings OpenSSL along where there is one: only for those who want a token
+
+    return hmac.compare_digest(one, other)
 
 
 # Connections.
@@ -411,7 +421,7 @@ class Server:
         try:
             if self._certificate is not None:
                 connection.encrypt(self._certificate.context)
-            _Handler(connection, self)
+            _Conversation(connection, self).hold()
         except OSError:
             pass  # it went, or was let go
         except Exception:
@@ -422,71 +432,144 @@ class Server:
                 self._connections.pop(connection, None)
 
 
-class _Handler(BaseHTTPRequestHandler):
-    """Speaks HTTP with one client."""
+class _BadRequestError(Exception):
+    """Raised when what a client says is no request; carries the status to answer with."""
 
-    protocol_version = "HTTP/1.1"
-    server_version = "deviceplugin"
-    sys_version = ""
-    error_content_type = TEXT
-    error_message_format = "%(code)d %(message)s\n"
+    def __init__(self, status: int) -> None:
+        super().__init__(status)
+        self.status = status
+
+
+class _Conversation:
+    """Speaks HTTP with one client: a request, its answer, and the next one.
+
+    By hand: the standard library's server brings OpenSSL and the mail parser along, many times
+    what is needed here, for every node's memory to hold.
+    """
 
     def __init__(self, connection: _Connection, served: Server) -> None:
         self._client = connection
         self._served = served
-        super().__init__(connection.sock, "", served)  # type: ignore[arg-type]  # the library only keeps it
+        self._heard = b""
 
-    def do_GET(self) -> None:
-        """Answer."""
-        self._client.turn(self._served.limits.answer, waiting=False)
-        if self.headers.get("Content-Length", "0") != "0" or "Transfer-Encoding" in self.headers:
-            self.close_connection = True  # a body, which nobody reads
-        self._send(self._answer())
-        self._client.turn(self._served.limits.idle, waiting=True)
+    def hold(self) -> None:
+        """Answer until one of both wants no more."""
+        limits, keep = self._served.limits, True
+        while keep:
+            try:
+                head = self._read_head()
+                if head is None:
+                    return
+                self._client.turn(limits.answer, waiting=False)
+                method, request, keep = parse_head(head)
+                answer = self._answer(request)
+            except _BadRequestError as error:
+                method, request, keep = "GET", Request("", "", {}), False
+                answer = Answer(f"{REASONS[error.status]}\n".encode(), TEXT, error.status)
+            self._send(answer, request, whole=method != "HEAD", keep=keep)
+            self._client.turn(limits.idle, waiting=True)
 
-    do_HEAD = do_GET  # noqa: N815  # the library's name
+    def _read_head(self) -> bytes | None:
+        """Return the next request's head; None if the client has gone."""
+        while True:
+            self._heard = self._heard.lstrip(b"\r\n")
+            if found := _END.search(self._heard):
+                head, self._heard = self._heard[: found.start()], self._heard[found.end() :]
+                return head
+            if len(self._heard) > MOST_HEAD:
+                raise _BadRequestError(431)
+            piece = self._client.sock.recv(65536)
+            if not piece:
+                return None
+            self._heard += piece
 
-    def _answer(self) -> Answer:
-        path, _, query = self.path.partition("?")
-        served = self._served
+    def _answer(self, request: Request) -> Answer:
+        served, path = self._served, request.path
         if (
             served.token is not None
             and path not in served.open_routes
-            and not served.token.admits(self.headers.get("Authorization", ""))
+            and not served.token.admits(request.headers.get("authorization", ""))
         ):
             # Browsers ask for a password only when they are offered Basic.
-            scheme = "Basic" if "text/html" in self.headers.get("Accept", "") else "Bearer"
+            scheme = "Basic" if "text/html" in request.headers.get("accept", "") else "Bearer"
             return Answer(b"a token is needed\n", TEXT, 401, {"WWW-Authenticate": f'{scheme} realm="deviceplugin"'})
         route = served.routes.get(path)
         if route is None:
             return Answer(f"there are {', '.join(served.routes)}\n".encode(), TEXT, 404)
         try:
-            return route(Request(path, query, {name.lower(): value for name, value in self.headers.items()}))
+            return route(request)
         except Exception as error:
             _LOG.exception("%s failed", path)
             return Answer(f"{type(error).__name__}: {error}\n".encode(), TEXT, 500)
 
-    def _send(self, answer: Answer) -> None:
-        packed = _takes_gzip(self.headers.get("Accept-Encoding", ""))
-        body, packed = _body(answer.body, packed=packed)
-        self.send_response(answer.status)
-        self.send_header("Content-Type", answer.content_type)
-        self.send_header("Cache-Control", "no-store")
-        self.send_header("X-Content-Type-Options", "nosniff")
-        for name, value in answer.headers.items():
-            self.send_header(name, value)
-        self.send_header("Vary", "Accept, Accept-Encoding")
-        if packed:
-            self.send_header("Content-Encoding", "gzip")
-        self.send_header("Content-Length", str(len(body)))
-        if self.close_connection:
-            self.send_header("Connection", "close")
-        self.end_headers()
-        if self.command != "HEAD":
-            self.wfile.write(body)
+    def _send(self, answer: Answer, request: Request, *, whole: bool, keep: bool) -> None:
+        status = answer.status
+        try:
+            body, packed = _body(answer.body, packed=_takes_gzip(request.headers.get("accept-encoding", "")))
+        except Exception as error:  # in the midst of the pieces
+            _LOG.exception("%s failed", request.path)
+            body, packed, status = f"{type(error).__name__}: {error}\n".encode(), False, 500
+        headers = {
+            "Content-Type": answer.content_type if status == answer.status else TEXT,
+            "Content-Length": str(len(body)),
+            "Cache-Control": "no-store",
+            "X-Content-Type-Options": "nosniff",
+            "Vary": "Accept, Accept-Encoding",
+            **({"Content-Encoding": "gzip"} if packed else {}),
+            **({} if keep else {"Connection": "close"}),
+            **answer.headers,
+        }
+        lines = [f"HTTP/1.1 {status} {REASONS.get(status, 'Unknown')}", *(f"{k}: {v}" for k, v in headers.items())]
+        self._client.sock.sendall("\r\n".join((*lines, "", "")).encode("latin-1", "replace"))
+        if whole:
+            self._client.sock.sendall(body)
 
-    def log_message(self, *args: Any) -> None:
-        """Say nothing of requests."""
+
+MOST_HEAD: Final = 16 * 1024
+"""Bytes that a request's head may have."""
+REASONS: Final = {
+    200: "OK",
+    400: "Bad Request",
+    401: "Unauthorized",
+    404: "Not Found",
+    405: "Method Not Allowed",
+    431: "Request Header Fields Too Large",
+    500: "Internal Server Error",
+    503: "Service Unavailable",
+    505: "HTTP Version Not Supported",
+}
+_END: Final = re.compile(rb"\r?\n\r?\n")
+_NAME: Final = re.compile(r"[!#$%&'*+.^_`|~0-9A-Za-z-]+")
+
+
+def parse_head(head: bytes) -> tuple[str, Request, bool]:
+    """Take a request's head apart; return its method, what it asks for, and whether another may follow."""
+    first, *lines = head.decode("latin-1").replace("\r\n", "\n").split("\n")
+    words = first.split(" ")
+    if len(words) != 3 or not words[2].startswith("HTTP/"):
+        raise _BadRequestError(400)
+    method, target, version = words
+    if version not in ("HTTP/1.0", "HTTP/1.1"):
+        raise _BadRequestError(505)
+    if method not in ("GET", "HEAD"):
+        raise _BadRequestError(405)
+    headers: dict[str, str] = {}
+    for line in lines:
+        name, colon, value = line.partition(":")
+        if not colon or not _NAME.fullmatch(name):
+            raise _BadRequestError(400)
+        name, value = name.lower(), value.strip(" \t")
+        headers[name] = f"{headers[name]}, {value}" if name in headers else value
+    if "://" in target:  # as to a proxy
+        target = "/" + target.partition("://")[2].partition("/")[2]
+    if not target.startswith("/"):
+        raise _BadRequestError(400)
+    path, _, query = target.partition("?")
+    wishes = headers.get("connection", "").lower()
+    keep = "keep-alive" in wishes if version == "HTTP/1.0" else "close" not in wishes
+    if headers.get("content-length", "0") != "0" or "transfer-encoding" in headers:
+        keep = False  # a body, which nobody reads
+    return method, Request(path, query, headers), keep
 
 
 def _body(body: bytes | Iterable[bytes], *, packed: bool) -> tuple[bytes, bool]:

@@ -6,7 +6,6 @@ process of its own, scraped over one kept connection as Prometheus does.
 
 from __future__ import annotations
 
-import http.client
 import json
 import subprocess
 import sys
@@ -14,7 +13,10 @@ import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import IO
+from typing import IO, TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from http.client import HTTPConnection
 
 SCRAPES = 10_000
 SETTLED = 2_000
@@ -26,8 +28,13 @@ LIMIT_GROWTH_MB = 0.5
 
 def agent() -> None:
     """Be the agent: say the memory without metrics, then serve them until stdin ends."""
-    import asyncio
+    from deviceplugin import cli
 
+    with cli._without_openssl():  # as `deviceplugin run` does
+        import asyncio
+
+        import deviceplugin.process
+        import deviceplugin.sources  # noqa: F401
     from deviceplugin import Device, DeviceSource
     from deviceplugin.agent import Agent, Paths
     from deviceplugin.podresources import Holder, Holdings
@@ -61,8 +68,9 @@ def agent() -> None:
     async def main(root: Path) -> None:
         running = Agent([Gpus()], Paths(root))
         task = asyncio.create_task(running.run())
-        while not running.services or not running.services["example.com/gpu"].inventory.snapshot.devices:
+        while not running.services:  # noqa: ASYNC110
             await asyncio.sleep(0.05)
+        await running.services["example.com/gpu"].inventory.newer(0)
         running.books.holdings = Holdings(
             {
                 "example.com/gpu": {
@@ -73,7 +81,8 @@ def agent() -> None:
                 }
             }
         )
-        assert "prometheus_client" not in sys.modules
+        assert "ssl" not in sys.modules
+        assert "deviceplugin.metrics" not in sys.modules
         print(json.dumps({"rss": rss("self")}), flush=True)
         await asyncio.to_thread(sys.stdin.readline)
         from deviceplugin import metrics
@@ -99,7 +108,7 @@ def rss(pid: int | str) -> float:
     raise AssertionError("no VmRSS")
 
 
-def scrape(connection: http.client.HTTPConnection, count: int, headers: dict[str, str]) -> tuple[list[float], bytes]:
+def scrape(connection: HTTPConnection, count: int, headers: dict[str, str]) -> tuple[list[float], bytes]:
     """Scrape so often; return the milliseconds that each took, sorted, and the last answer."""
     times, body = [], b""
     for _ in range(count):
@@ -119,11 +128,13 @@ def main() -> int:
 
 
 def _measure(process: subprocess.Popen[bytes], stdin: IO[bytes], stdout: IO[bytes]) -> int:
+    from http.client import HTTPConnection  # with OpenSSL, which the agent does without
+
     without = json.loads(stdout.readline())["rss"]
     stdin.write(b"\n")
     stdin.flush()
     host, _, port = json.loads(stdout.readline())["address"].rpartition(":")
-    connection = http.client.HTTPConnection(host, int(port))
+    connection = HTTPConnection(host, int(port))
     accept = {"Accept": "application/openmetrics-text;version=1.0.0,text/plain;version=0.0.4;q=0.5"}
     while scrape(connection, 1, accept)[1].count(b"deviceplugin_device_power_watts{") < 64:
         time.sleep(0.2)
