@@ -655,10 +655,31 @@ def _attributes(
     }
 
 
+class MetricsConfig(_Strict, frozen=True, kw_only=True):
+    """How metrics are served where --metrics-address says; read at the agent's start."""
+
+    certificate: (
+        Annotated[AbsolutePath, Meta(description="A certificate (PEM) for TLS, read again when it is renewed.")] | None
+    ) = None
+    key: Annotated[AbsolutePath, Meta(description="Its key; if not given, the same file.")] | None = None
+    token: (
+        Annotated[
+            AbsolutePath,
+            Meta(description="A file with the bearer token that everybody but the kubelet's probes must bring."),
+        ]
+        | None
+    ) = None
+    period: Annotated[int, Meta(ge=1, le=3600, description="Seconds between measurements of the devices' load.")] = 10
+    dcgm: Annotated[
+        bool, Meta(description="Whether the names of NVIDIA's DCGM exporter are given beside the own ones.")
+    ] = False
+
+
 class Config(_Strict, frozen=True, kw_only=True):
     """What a node agent serves."""
 
     resources: Annotated[tuple[ResourceConfig, ...], Meta(min_length=1, description="The resources, each once.")]
+    metrics: MetricsConfig = MetricsConfig()
 
 
 # --- reading --------------------------------------------------------------------------------------

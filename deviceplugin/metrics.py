@@ -23,6 +23,7 @@ from deviceplugin.observe import HERE, Observer, View
 
 if TYPE_CHECKING:
     from deviceplugin.agent import Agent
+    from deviceplugin.config import MetricsConfig
 
 __all__ = ["AgentCollector", "Options", "serving"]
 
@@ -47,6 +48,21 @@ class Options:
     token: Path | None = None
     period: float = 10.0
     dcgm: bool = False
+
+    @classmethod
+    def of(cls, config: MetricsConfig) -> Options:
+        """Return what a config file says."""
+
+        def path(text: str | None) -> Path | None:
+            return Path(text) if text is not None else None
+
+        return cls(
+            certificate=path(config.certificate),
+            key=path(config.key),
+            token=path(config.token),
+            period=config.period,
+            dcgm=config.dcgm,
+        )
 
 
 class AgentCollector:

@@ -115,7 +115,8 @@ async def _serve(make: Callable[[], Served], metrics_address: str | None, config
             from deviceplugin import metrics
 
             try:
-                stack.enter_context(metrics.serving(metrics_address, served.agent))
+                how = metrics.Options.of(config[1].metrics) if config else None
+                stack.enter_context(metrics.serving(metrics_address, served.agent, how))
             except OSError as error:
                 raise AgentError(f"cannot serve metrics at {metrics_address}: {error.strerror or error}") from error
         follower = asyncio.create_task(_follow_config(served.take, *config, reload) if config else _no_config(reload))

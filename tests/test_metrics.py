@@ -20,7 +20,7 @@ from prometheus_client import CollectorRegistry, Gauge
 from prometheus_client.openmetrics.parser import text_string_to_metric_families as read_open
 from prometheus_client.parser import text_string_to_metric_families as read_plain
 
-from deviceplugin import exposition, load, metrics, web
+from deviceplugin import config, exposition, load, metrics, web
 from deviceplugin.agent import Agent, Paths
 from deviceplugin.device import Device, Health
 from deviceplugin.exposition import Family
@@ -463,6 +463,17 @@ class TestStart:
             assert (await asyncio.to_thread(seen.get, "/readyz"))[0] == 503
             assert (await asyncio.to_thread(seen.get, "/metrics", Authorization="Bearer s3cret"))[0] == 200
         await asyncio.sleep(0)
+
+    def test_a_config_file_says_how(self) -> None:
+        """The key `metrics` has the options, all of them optional."""
+        head = "resources: [{name: example.com/a, devices: [{path: /dev/null}]}]\n"
+        assert Options.of(config.parse(head).metrics) == Options()
+        text = "metrics: {certificate: /c/tls.crt, key: /c/tls.key, token: /t, period: 5, dcgm: true}"
+        assert Options.of(config.parse(head + text).metrics) == Options(
+            certificate=Path("/c/tls.crt"), key=Path("/c/tls.key"), token=Path("/t"), period=5, dcgm=True
+        )
+        with pytest.raises(config.ConfigError, match="period"):
+            config.parse(head + "metrics: {period: 0}")
 
     async def test_the_end_frees_the_address(self, tmp_path: Path) -> None:
         """After the context nothing listens any more."""
