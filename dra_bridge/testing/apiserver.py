@@ -485,7 +485,9 @@ class FakeApiServer:
         return [
             one
             for (where, _), one in sorted(found.items())
-            if namespace in ("", where) and _matches(one, query.get("fieldSelector", ""))
+            if namespace in ("", where)
+            and _matches(one, query.get("fieldSelector", ""))
+            and _labelled(one, query.get("labelSelector", ""))
         ]
 
     @staticmethod
@@ -502,7 +504,7 @@ class FakeApiServer:
         place = self._resource(request.path.strip("/").split("/"))
         assert place is not None
         version, plural, namespace, _, _ = place
-        selector = request.query.get("fieldSelector", "")
+        selector, labels = request.query.get("fieldSelector", ""), request.query.get("labelSelector", "")
         position = int(request.query.get("resourceVersion") or 0)
         end = time.monotonic() + float(request.query.get("timeoutSeconds") or 300)
         with self._changed:
@@ -524,7 +526,7 @@ class FakeApiServer:
                         continue
                     position = number
                     where = found["metadata"].get("namespace", "") if KINDS[plural][2] else ""
-                    if namespace in ("", where) and _matches(found, selector):
+                    if namespace in ("", where) and _matches(found, selector) and _labelled(found, labels):
                         out.append({"type": event, "object": self._shown(found, plural, version)})
                 if self._bookmark > bookmark and request.query.get("allowWatchBookmarks") == "true":
                     bookmark, position = self._bookmark, max(position, self._bookmark_at)
@@ -669,6 +671,22 @@ def _matches(found: Object, selector: str) -> bool:
         for key in path.split("."):
             value = value.get(key, "") if isinstance(value, dict) else ""
         if (value == wanted) != (equal != "!="):
+            return False
+    return True
+
+
+def _labelled(found: Object, selector: str) -> bool:
+    """Whether the labels are as a selector of the forms `key`, `!key`, `key=value` and `key!=value` says."""
+    labels = found["metadata"].get("labels") or {}
+    for term in filter(None, selector.split(",")):
+        key, equal, wanted = [*re.split(r"(!=|==?)", term, maxsplit=1), "", ""][:3]
+        if not equal and term.startswith("!"):
+            right = term[1:] not in labels
+        elif not equal:
+            right = term in labels
+        else:
+            right = (labels.get(key) == wanted) != (equal == "!=")
+        if not right:
             return False
     return True
 

@@ -1,0 +1,608 @@
+"""The command line of the bridge, as a user meets it: what it prints where, what it writes, its exit status."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from deviceplugin.ledger import State
+from dra_bridge import cli, progress
+from dra_bridge.handover import parse_share
+from dra_bridge.progress import DeviceProgress, Progress, ResourceProgress
+from dra_bridge.testing.apiserver import FakeApiServer, Fault, Request
+
+D = "gpu.example.com"
+R = "example.com/gpu"
+SHARE = f"{D}/dra-share"
+BEFORE = f"{D}/dra-share-before"
+SINCE = 1_700_000_000
+WAIT = 20.0
+
+
+@dataclass
+class Agent:
+    """A node and what its agent tells; it does at once what it is asked for, but for held devices.
+
+    held: holders by device. deaf: it takes nothing in.
+    """
+
+    server: FakeApiServer
+    node: str
+    count: int = 4
+    held: dict[str, str] = field(default_factory=dict)
+    deaf: bool = False
+    states: dict[str, State] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.states = {f"gpu-{number}": State.PLUGIN for number in range(self.count)}
+        body = {"apiVersion": "v1", "kind": "Node", "metadata": {"name": self.node, "labels": {"pool": "gpu"}}}
+        self.server.create(body)
+        self.tell()
+
+    @property
+    def annotations(self) -> Mapping[str, str]:
+        return self.server.get("nodes", self.node)["metadata"].get("annotations") or {}
+
+    def ask(self, **annotations: str) -> None:
+        """Put annotations on the Node, dra_share for the driver's."""
+        node = self.server.get("nodes", self.node)
+        node["metadata"]["annotations"] = {f"{D}/{key.replace('_', '-')}": text for key, text in annotations.items()}
+        self.server.replace(node)
+
+    def work(self) -> None:
+        """Do what can be done of what is asked for, and tell of it."""
+        asked = self.annotations.get(SHARE)
+        share = parse_share(asked or "none")
+        dra, there = (State.DRA, State.TO_DRA), [n for n, s in self.states.items() if s in (State.DRA, State.TO_DRA)]
+        rest = sorted(self.states.keys() - set(there))
+        want = share.of(self.count)
+        for name in rest[: max(0, want - len(there))]:
+            self.states[name] = State.TO_DRA
+        for name in there[: max(0, len(there) - want)]:
+            self.states[name] = State.TO_PLUGIN
+        for name, state in self.states.items():
+            if name not in self.held and state not in (State.PLUGIN, State.DRA):
+                self.states[name] = State.DRA if state in dra else State.PLUGIN
+        self.tell(asked)
+
+    def tell(self, asked: str | None = None) -> None:
+        """Write the slice with its annotation."""
+        counts: dict[str, int] = {}
+        for state in self.states.values():
+            counts[state.value] = counts.get(state.value, 0) + 1
+        devices = {
+            name: DeviceProgress(
+                state,
+                SINCE,
+                self.held.get(name, ""),
+                "its holder" if state in (State.TO_DRA, State.TO_PLUGIN) else "",
+            )
+            for name, state in self.states.items()
+        }
+        told = Progress({R: ResourceProgress(asked or "none", counts, devices)}, asked or "")
+        body: dict[str, Any] = {
+            "apiVersion": "resource.k8s.io/v1",
+            "kind": "ResourceSlice",
+            "metadata": {"name": f"{self.node}-s", "annotations": {progress.annotation(D): progress.encoded(told)}},
+            "spec": {
+                "driver": D,
+                "nodeName": self.node,
+                "pool": {"name": self.node, "generation": 1, "resourceSliceCount": 1},
+                "devices": [{"name": name} for name, state in self.states.items() if state is State.DRA],
+            },
+        }
+        if any(one["metadata"]["name"] == f"{self.node}-s" for one in self.server.objects()):
+            self.server.replace(body)
+        else:
+            self.server.create(body)
+
+
+@dataclass
+class World:
+    """An API server, agents, and a kubeconfig for the command line."""
+
+    server: FakeApiServer
+    kubeconfig: Path
+    agents: dict[str, Agent] = field(default_factory=dict)
+    over: threading.Event = field(default_factory=threading.Event)
+    most: int = 0
+    """How many nodes were in the move at once, at the most."""
+
+    def agent(self, node: str, **options: Any) -> Agent:
+        self.agents[node] = Agent(self.server, node, **options)
+        return self.agents[node]
+
+    def loop(self) -> None:
+        """Let the agents work whenever something is written."""
+        seen = -1
+        while not self.over.is_set():
+            with self.server.log_condition:
+                if len(self.server.log) == seen:
+                    self.server.log_condition.wait(0.05)
+                seen = len(self.server.log)
+            for agent in list(self.agents.values()):
+                if not agent.deaf:
+                    self.count()
+                    agent.work()
+
+    def count(self) -> None:
+        moving = 0
+        for agent in list(self.agents.values()):
+            told = progress.read(D, [self.server.get("resourceslices", f"{agent.node}-s")])
+            assert told is not None
+            under_way = told.resources[R].counts.keys() - {"plugin", "dra"}
+            moving += bool(under_way) or told.asked != agent.annotations.get(SHARE, "")
+        self.most = max(self.most, moving)
+
+    def wait_for(self, met: Callable[[], bool]) -> None:
+        self.server.wait_for(lambda _: met(), WAIT)
+
+
+@pytest.fixture
+def world(tmp_path: Path) -> Iterator[World]:
+    with FakeApiServer() as server:
+        file = tmp_path / "kubeconfig"
+        named: Mapping[str, Any] = {
+            "apiVersion": "v1",
+            "kind": "Config",
+            "current-context": "c",
+            "clusters": [{"name": "c", "cluster": {"server": server.url}}],
+            "users": [{"name": "u", "user": {}}],
+            "contexts": [{"name": "c", "context": {"cluster": "c", "user": "u"}}],
+        }
+        file.write_text(yaml.safe_dump(named))
+        here = World(server, file)
+        thread = threading.Thread(target=here.loop, daemon=True)
+        thread.start()
+        yield here
+        here.over.set()
+        thread.join(WAIT)
+
+
+@dataclass
+class Ran:
+    status: int
+    out: str
+    err: str
+
+
+@pytest.fixture
+def bridge(world: World, capsys: pytest.CaptureFixture[str]) -> Callable[..., Ran]:
+    """Return what runs a command line against the world's API server."""
+
+    def run(*argv: str) -> Ran:
+        try:
+            status = cli.main([*argv, "--kubeconfig", str(world.kubeconfig)])
+        except SystemExit as error:
+            status = int(error.code or 0)
+        out, err = capsys.readouterr()
+        return Ran(status, out, err)
+
+    return run
+
+
+def started(world: World, *argv: str) -> subprocess.Popen[str]:
+    """Start a command line in a process of its own."""
+    command = [sys.executable, "-u", "-m", "dra_bridge", *argv, "--kubeconfig", str(world.kubeconfig)]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=dict(os.environ))
+
+
+# manifests
+
+
+CONFIG = f"resources:\n  - name: {R}\n    driver: {D}\n    devices:\n      - simulated: {{count: 2}}\n"
+
+
+def test_manifests_print_what_the_options_say(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The manifests are YAML documents, with the options where they belong and the config as it is in the file."""
+    file = tmp_path / "config.yaml"
+    file.write_text(CONFIG)
+    options = ["--image", "here/it:1", "--namespace", "gpus", "--node-selector", "a=b", "--node-selector", "c=d"]
+    assert cli.main(["manifests", "--config", str(file), *options, "--metrics-port", "0"]) == 0
+    objects = {one["kind"]: one for one in yaml.safe_load_all(capsys.readouterr().out)}
+    pod = objects["DaemonSet"]["spec"]["template"]["spec"]
+    assert pod["containers"][0]["image"] == "here/it:1"
+    assert "ports" not in pod["containers"][0]
+    assert pod["nodeSelector"] == {"kubernetes.io/os": "linux", "a": "b", "c": "d"}
+    assert objects["DaemonSet"]["metadata"]["namespace"] == "gpus"
+    assert objects["ConfigMap"]["data"]["config.yaml"] == CONFIG
+    assert objects["DeviceClass"]["spec"]["extendedResourceName"] == R
+
+
+def test_manifests_for_older_servers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """DeviceClasses can be in an older version and without the extended resource."""
+    file = tmp_path / "config.yaml"
+    file.write_text(CONFIG)
+    assert cli.main(["manifests", "--config", str(file), "--resource-api", "v1beta1", "--no-extended-resource"]) == 0
+    (device_class,) = (one for one in yaml.safe_load_all(capsys.readouterr().out) if one["kind"] == "DeviceClass")
+    assert device_class["apiVersion"] == "resource.k8s.io/v1beta1"
+    assert "extendedResourceName" not in device_class["spec"]
+
+
+@pytest.mark.parametrize("content", [None, "resources: 5\n"])
+def test_manifests_of_a_bad_config(tmp_path: Path, capsys: pytest.CaptureFixture[str], content: str | None) -> None:
+    """A config that is missing or wrong is said, and nothing is printed; the status is 2."""
+    file = tmp_path / "config.yaml"
+    if content is not None:
+        file.write_text(content)
+    assert cli.main(["manifests", "--config", str(file)]) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert str(file) in err
+
+
+@pytest.mark.parametrize("options", [["--metrics-port", "99999"], ["--node-selector", "x"]])
+def test_wrong_options_of_manifests(tmp_path: Path, options: list[str]) -> None:
+    """A port that is none and a label without a value are wrong usage."""
+    with pytest.raises(SystemExit) as caught:
+        cli.main(["manifests", "--config", str(tmp_path), *options])
+    assert caught.value.code == 2
+
+
+# status
+
+
+def test_status_tells_devices_and_holders(world: World, bridge: Callable[..., Ran]) -> None:
+    """Each device has its side, state, holder and since when; what claims hold is as the API server has it."""
+    agent = world.agent("n1", count=3, held={"gpu-0": "pod default/p"})
+    agent.ask(dra_share="all")
+    world.wait_for(lambda: agent.states["gpu-1"] is State.DRA)
+    world.server.create(
+        {
+            "apiVersion": "resource.k8s.io/v1",
+            "kind": "ResourceClaim",
+            "metadata": {"name": "c", "namespace": "ml"},
+            "status": {
+                "reservedFor": [{"resource": "pods", "name": "q", "uid": "1"}],
+                "allocation": {
+                    "devices": {"results": [{"driver": D, "pool": "n1", "device": "gpu-1", "request": "r"}]}
+                },
+            },
+        }
+    )
+    ran = bridge("status", "-o", "json")
+    assert ran.status == 0
+    (node,) = json.loads(ran.out)["nodes"]
+    assert (node["node"], node["driver"], node["asked"], node["settled"]) == ("n1", D, "all", False)
+    assert node["waitsFor"] == ["gpu-0 (to-dra) waits for its holder, held by pod default/p"]
+    (resource,) = node["resources"]
+    assert resource["counts"] == {"to-dra": 1, "dra": 2}
+    assert [(one["name"], one["side"], one["state"], one["holder"], one["pods"]) for one in resource["devices"]] == [
+        ("gpu-0", "plugin", "to-dra", "pod default/p", []),
+        ("gpu-1", "dra", "dra", "claim ml/c", ["q"]),
+        ("gpu-2", "dra", "dra", "", []),
+    ]
+    assert resource["devices"][0]["since"] == "2023-11-14T22:13:20Z"
+    table = bridge("status").out
+    assert "n1    example.com/gpu  gpu-1   dra     dra     claim ml/c for q" in table
+    assert f"n1 {D}: asked for all; {R}: 2 dra, 1 to-dra (share all)" in table
+    assert "  gpu-0 (to-dra) waits for its holder, held by pod default/p" in table
+
+
+def test_status_of_some_nodes(world: World, bridge: Callable[..., Ran]) -> None:
+    """Only the nodes and the driver that are named are shown, in an order for people."""
+    for node in ("n10", "n9", "n8"):
+        world.agent(node)
+    shown = json.loads(bridge("status", "--node", "n10", "--node", "n9", "--driver", D, "-o", "json").out)["nodes"]
+    assert [node["node"] for node in shown] == ["n9", "n10"]
+
+
+def test_status_without_anything(bridge: Callable[..., Ran]) -> None:
+    """Where no agent tells anything, that is said, and it is no failure."""
+    ran = bridge("status")
+    assert (ran.status, ran.out, ran.err) == (0, "", "no node has slices that tell of moves\n")
+
+
+def test_status_of_a_wrong_driver(world: World, bridge: Callable[..., Ran]) -> None:
+    """A driver that nobody has is an error that names those that there are."""
+    world.agent("n1")
+    ran = bridge("status", "--driver", "gpu.example.org")
+    assert ran.status == 2
+    assert ran.err == f"no node has slices of driver gpu.example.org (there are: {D})\n"
+
+
+def test_unreachable_server(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A kubeconfig that is not there is said in a line, with the status of wrong usage."""
+    assert cli.main(["status", "--kubeconfig", str(tmp_path / "none")]) == 2
+    assert "cannot reach an API server" in capsys.readouterr().err
+
+
+# migrate
+
+
+def test_migrate_there_and_back(world: World, bridge: Callable[..., Ran]) -> None:
+    """With --wait it ends when all devices are where they should be; default removes the annotation."""
+    agent = world.agent("n1")
+    ran = bridge("migrate", "n1", "--driver", D, "--share", "50%", "--wait")
+    assert ran.status == 0, ran
+    assert agent.annotations == {SHARE: "50%"}
+    assert list(agent.states.values()).count(State.DRA) == 2
+    assert ran.out.splitlines()[0] == "n1: asked for 50%"
+    assert "done after" in ran.out.splitlines()[-1]
+    ran = bridge("migrate", "n1", "--driver", D, "--unset", "--wait")
+    assert ran.status == 0
+    assert agent.annotations == {}
+    assert set(agent.states.values()) == {State.PLUGIN}
+
+
+def test_migrate_without_wait(world: World, bridge: Callable[..., Ran]) -> None:
+    """Without --wait it only asks."""
+    agent = world.agent("n1", deaf=True)
+    assert bridge("migrate", "n1", "--driver", D, "--share", "all").status == 0
+    assert agent.annotations == {SHARE: "all"}
+
+
+@pytest.mark.parametrize(
+    ("argv", "said"),
+    [
+        (["n1", "--driver", D, "--share", "half"], "'half' is not a share"),
+        (["n1", "--driver", D, "--share", "-1"], "'-1' is not a share"),
+        (["n1", "n7", "--driver", D, "--share", "all"], "there is no node n7"),
+        (["n1", "--driver", "x.example.com", "--share", "all"], "no node has slices of driver x.example.com"),
+        (["n1", "bare", "--driver", D, "--share", "all"], f"node bare: there are no slices of {D}"),
+        (["n1", "old", "--driver", D, "--share", "all"], "node old: its agent tells nothing of moves"),
+        (["n1", "--driver", D], "one of the arguments --share --unset is required"),
+    ],
+)
+def test_what_cannot_be_asked_for(world: World, bridge: Callable[..., Ran], argv: list[str], said: str) -> None:
+    """A wrong share, node or driver is said, with status 2, before anything is written."""
+    agent = world.agent("n1", deaf=True)
+    for name in ("bare", "old"):
+        world.server.create({"apiVersion": "v1", "kind": "Node", "metadata": {"name": name}})
+    pool = {"name": "old", "generation": 1, "resourceSliceCount": 1}
+    body = {"metadata": {"name": "old-s"}, "spec": {"driver": D, "nodeName": "old", "pool": pool}}
+    world.server.create({"apiVersion": "resource.k8s.io/v1", "kind": "ResourceSlice", **body})
+    ran = bridge("migrate", *argv)
+    assert ran.status == 2
+    assert said in ran.err
+    assert agent.annotations == {}
+    assert [one for one in world.server.writes if one.method == "PATCH"] == []
+
+
+def test_migrate_without_the_right(world: World, bridge: Callable[..., Ran]) -> None:
+    """Whoever may not write Nodes is told which right it takes."""
+    world.agent("n1")
+    world.server.fail(lambda request: request.method == "PATCH", Fault(code=403, message="nodes is forbidden"))
+    ran = bridge("migrate", "n1", "--driver", D, "--share", "all")
+    assert ran.status == 2
+    assert ran.err == "node n1: nodes is forbidden; this takes the right to patch nodes\n"
+
+
+def test_migrate_that_takes_too_long(world: World, bridge: Callable[..., Ran]) -> None:
+    """After the timeout it says what each device waits for and who holds it, and ends with 1; the move goes on."""
+    agent = world.agent("n1", held={"gpu-2": "pod default/long"})
+    ran = bridge("migrate", "n1", "--driver", D, "--share", "all", "--wait", "--timeout", "0.5")
+    assert ran.status == 1
+    assert "n1: 3 of 4 devices moved" in ran.out or "n1: 0 of 1 devices moved" in ran.out
+    assert "n1: gpu-2 (to-dra) waits for its holder, held by pod default/long" in ran.out
+    assert "not done after 0.5 s; the move goes on" in ran.out
+    assert agent.annotations == {SHARE: "all"}
+
+
+def test_migrate_of_a_dead_agent(world: World, bridge: Callable[..., Ran]) -> None:
+    """An agent that does not take the share in is asked after."""
+    world.agent("n1", deaf=True)
+    ran = bridge("migrate", "n1", "--driver", D, "--share", "all", "--wait", "--timeout", "0.3")
+    assert ran.status == 1
+    assert "n1: its agent has not taken it in yet; is it running?" in ran.out
+
+
+def test_migrate_that_is_overruled(world: World, bridge: Callable[..., Ran]) -> None:
+    """If somebody else asks for another share meanwhile, waiting ends with 1."""
+    agent = world.agent("n1", deaf=True)
+
+    def overrule() -> None:
+        world.wait_for(lambda: any(one.watch and "nodes" in one.path for one in world.server.log))
+        agent.ask(dra_share="1")
+
+    thread = threading.Thread(target=overrule)
+    thread.start()
+    ran = bridge("migrate", "n1", "--driver", D, "--share", "all", "--wait", "--timeout", "15")
+    thread.join()
+    assert ran.status == 1
+    assert "n1 is asked for 1 by now" in ran.out
+
+
+def test_migrate_interrupted(world: World) -> None:
+    """Ctrl-C ends the waiting with 130 and says that the move goes on."""
+    agent = world.agent("n1", deaf=True)
+    with started(world, "migrate", "n1", "--driver", D, "--share", "all", "--wait") as process:
+        world.wait_for(lambda: any(one.watch and "nodes" in one.path for one in world.server.log))
+        process.send_signal(signal.SIGINT)
+        out, _ = process.communicate(timeout=WAIT)
+        assert process.returncode == 130
+    assert "interrupted; what was asked for stays asked for" in out
+    assert "Traceback" not in out
+    assert agent.annotations == {SHARE: "all"}
+
+
+def test_migrate_with_bars(world: World, tmp_path: Path) -> None:
+    """On a terminal there are progress bars."""
+    world.agent("n1")
+    kubeconfig = ["--kubeconfig", str(world.kubeconfig)]
+    command = [sys.executable, "-m", "dra_bridge", "migrate", "n1", "--driver", D, "--share", "all", "--wait"]
+    leader, follower = os.openpty()
+    with subprocess.Popen(
+        [*command, *kubeconfig], stdout=follower, stderr=follower, env={**os.environ, "TERM": "xterm", "COLUMNS": "90"}
+    ) as process:
+        os.close(follower)
+        text = b""
+        with contextlib.suppress(OSError):
+            while part := os.read(leader, 4096):
+                text += part
+        assert process.wait(WAIT) == 0
+    os.close(leader)
+    assert "━" in text.decode()
+
+
+# rollout
+
+
+def test_rollout_goes_node_after_node(world: World, bridge: Callable[..., Ran]) -> None:
+    """At most so many nodes are in the move at once, in their natural order, and what was before is kept."""
+    for number in (10, 9, 1, 2):
+        world.agent(f"n{number}")
+    world.agents["n2"].ask(dra_share="1")
+    world.most = 0
+    ran = bridge("rollout", "--driver", D, "--share", "all", "-l", "pool=gpu")
+    assert ran.status == 0, ran
+    asked = [line.split(":")[0] for line in ran.out.splitlines() if "asked for all" in line]
+    assert asked == ["n1", "n2", "n9", "n10"]
+    assert "4 of 4 nodes are as they should be" in ran.out
+    assert world.most == 1
+    for agent in world.agents.values():
+        assert agent.annotations[SHARE] == "all"
+        assert json.loads(agent.annotations[BEFORE])["share"] == ("1" if agent.node == "n2" else None)
+
+
+def test_undo_restores_exactly(world: World, bridge: Callable[..., Ran]) -> None:
+    """--undo gives each node back the annotation that it had, or none, and leaves no trace."""
+    for name in ("n1", "n2"):
+        world.agent(name)
+    world.agents["n2"].ask(dra_share="25%")
+    assert bridge("rollout", "--driver", D, "--share", "all", "-l", "pool=gpu", "--max-unavailable", "2").status == 0
+    assert bridge("rollout", "--driver", D, "--share", "3", "-l", "pool=gpu", "--max-unavailable", "2").status == 0
+    ran = bridge("rollout", "--driver", D, "--undo", "-l", "pool=gpu")
+    assert ran.status == 0, ran
+    assert world.agents["n1"].annotations == {}
+    assert world.agents["n2"].annotations == {SHARE: "25%"}
+    again = bridge("rollout", "--driver", D, "--undo", "-l", "pool=gpu")
+    assert (again.status, "there is nothing to undo" in again.out) == (0, True)
+
+
+def test_rollout_stops_at_a_stall_and_goes_on(world: World, bridge: Callable[..., Ran]) -> None:
+    """A node that is not done in time stops it with 1 and the reason; the same command goes on where it stopped."""
+    first, second = world.agent("n1", held={"gpu-0": "pod default/p"}), world.agent("n2")
+    command = ["rollout", "--driver", D, "--share", "all", "-l", "pool=gpu"]
+    ran = bridge(*command, "--timeout-per-node", "0.2")
+    assert ran.status == 1
+    assert "stopped: n1: not done after 0.2 s: gpu-0 (to-dra) waits for its holder, held by pod default/p" in ran.out
+    assert second.annotations == {}
+    first.held.clear()
+    assert bridge(*command).status == 0
+    assert json.loads(first.annotations[BEFORE]) == {"share": None}
+    assert second.annotations[SHARE] == "all"
+
+
+def failed_pod(node: str, name: str, limits: Mapping[str, str]) -> dict[str, Any]:
+    return {
+        "apiVersion": "v1",
+        "kind": "Pod",
+        "metadata": {"name": name, "namespace": "default"},
+        "spec": {"nodeName": node, "containers": [{"name": "c", "resources": {"limits": dict(limits)}}]},
+        "status": {"phase": "Failed", "reason": "UnexpectedAdmissionError", "message": "no devices"},
+    }
+
+
+def test_rollout_stops_when_pods_fail(world: World, bridge: Callable[..., Ran]) -> None:
+    """A pod for these devices that fails on a node in the move stops it; those that failed before do not."""
+    first, second = world.agent("n1", held={"gpu-0": "pod default/p"}), world.agent("n2")
+    world.server.create(failed_pod("n1", "earlier", {R: "1"}))
+
+    def fail() -> None:
+        world.wait_for(lambda: SHARE in first.annotations)
+        world.server.create(failed_pod("n1", "other", {"cpu": "1"}))
+        world.server.create(failed_pod("n1", "later", {R: "1"}))
+
+    thread = threading.Thread(target=fail)
+    thread.start()
+    ran = bridge("rollout", "--driver", D, "--share", "all", "-l", "pool=gpu")
+    thread.join()
+    assert ran.status == 1
+    stopped = [line for line in ran.out.splitlines() if line.startswith("stopped")]
+    assert stopped == ["stopped: n1: pod default/later has failed (UnexpectedAdmissionError: no devices)"]
+    assert second.annotations == {}
+    assert "--undo in place of --share takes it back" in ran.err
+
+
+def test_rollout_pauses(world: World, bridge: Callable[..., Ran]) -> None:
+    """With --pause it ends after the first nodes, and the same command goes on with the next ones."""
+    for name in ("n1", "n2", "n3"):
+        world.agent(name)
+    command = ["rollout", "--driver", D, "--share", "2", "-l", "pool=gpu", "--pause"]
+    ran = bridge(*command)
+    assert ran.status == 0
+    assert "paused; still to come: n2, n3" in ran.out
+    assert [SHARE in agent.annotations for agent in world.agents.values()] == [True, False, False]
+    assert bridge(*command).status == 0
+    assert [SHARE in agent.annotations for agent in world.agents.values()] == [True, True, False]
+
+
+def test_rollout_with_nothing_to_do(world: World, bridge: Callable[..., Ran]) -> None:
+    """Nodes that are as they should be are left alone."""
+    agent = world.agent("n1")
+    agent.ask(dra_share="1")
+    world.wait_for(lambda: State.DRA in agent.states.values())
+    ran = bridge("rollout", "--driver", D, "--share", "1", "-l", "pool=gpu")
+    assert ran.status == 0
+    assert agent.annotations == {SHARE: "1"}
+
+
+def test_rollout_over_nodes_without_an_agent(world: World, bridge: Callable[..., Ran]) -> None:
+    """Nodes that no agent serves are named at the end, and the status is 1."""
+    world.agent("n1")
+    world.server.create({"apiVersion": "v1", "kind": "Node", "metadata": {"name": "n2", "labels": {"pool": "gpu"}}})
+    ran = bridge("rollout", "--driver", D, "--share", "all", "-l", "pool=gpu")
+    assert ran.status == 1
+    assert f"no agent of {D} serves n2" in ran.out
+    assert "annotations" not in world.server.get("nodes", "n2")["metadata"]
+
+
+def test_rollout_of_a_wrong_selector_or_driver(world: World, bridge: Callable[..., Ran]) -> None:
+    """A selector that no node has, and a driver that nobody has, are said with status 2."""
+    world.agent("n1")
+    ran = bridge("rollout", "--driver", D, "--share", "all", "-l", "pool=cpu")
+    assert (ran.status, ran.err) == (2, "no node has labels as 'pool=cpu' asks for\n")
+    ran = bridge("rollout", "--driver", "x.example.com", "--share", "all", "-l", "pool=gpu")
+    assert (ran.status, ran.err) == (2, f"no node has slices of driver x.example.com (there are: {D})\n")
+
+
+def test_rollout_through_an_outage(world: World, bridge: Callable[..., Ran]) -> None:
+    """Requests that fail in between do not end it."""
+    for name in ("n1", "n2"):
+        world.agent(name)
+
+    def pods(request: Request) -> bool:
+        return request.method == "GET" and request.path.endswith("/pods")
+
+    world.server.fail(pods, Fault(code=503), times=2)
+    ran = bridge("rollout", "--driver", D, "--share", "all", "-l", "pool=gpu")
+    assert ran.status == 0
+    assert "the API server does not answer" in ran.out
+
+
+def test_rollout_interrupted(world: World) -> None:
+    """Ctrl-C ends it with 130 and says how to go on; no other node is begun."""
+    first, second = world.agent("n1", deaf=True), world.agent("n2")
+    with started(world, "rollout", "--driver", D, "--share", "all", "-l", "pool=gpu") as process:
+        world.wait_for(lambda: SHARE in first.annotations)
+        process.send_signal(signal.SIGINT)
+        out, _ = process.communicate(timeout=WAIT)
+        assert process.returncode == 130
+    assert "The same command goes on from here" in out
+    assert second.annotations == {}
+
+
+@pytest.mark.parametrize("option", [["--max-unavailable", "0"], ["--timeout-per-node", "soon"], ["--undo"]])
+def test_wrong_options_of_rollout(bridge: Callable[..., Ran], option: list[str]) -> None:
+    """Numbers that are none, and --undo together with --share, are wrong usage."""
+    assert bridge("rollout", "--driver", D, "--share", "all", "-l", "pool=gpu", *option).status == 2
+
+
+def test_age() -> None:
+    """Lengths of time are as kubectl shows them."""
+    assert [cli._age(seconds) for seconds in (-3, 5, 130, 7300, 200_000)] == ["0s", "5s", "2m", "2h", "2d"]
+    assert time.time() > SINCE
