@@ -1,13 +1,14 @@
 """The names that NVIDIA's DCGM exporter gives, beside ours, so that dashboards made for it go on working.
 
-Only what a source really measures appears. Labels: gpu, UUID, device, modelName and Hostname, and
+Only what a source really measures appears. Labels: gpu, UUID, device, modelName and Hostname, for
+MIG partitions GPU_I_PROFILE and GPU_I_ID with the UUID of their GPU, and
 namespace, pod and container where exactly one container holds the device. A shared device has
 many holders and its series would count its load many times: join `deviceplugin_allocation_info`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
@@ -79,11 +80,11 @@ def families(view: View) -> Iterable[Family]:
     host = node_name()
     made: dict[str, Family] = {}
 
-    def add(name: str, about: str, kind: str, labels: tuple[str, ...], value: float, more: str = "") -> None:
+    def add(name: str, about: str, kind: str, labels: Mapping[str, str], value: float) -> None:
         family = made.get(name)
         if family is None:
-            family = made[name] = Family(name, kind, about, LABELS)
-        family.add(labels, value, "", more)
+            family = made[name] = Family(name, kind, about)
+        family.rows.append(("", tuple(labels), tuple(labels.values()), value))
 
     for resource in view.resources:
         for number, seen in enumerate(resource.devices):
@@ -101,29 +102,34 @@ def families(view: View) -> Iterable[Family]:
                 for code, count in codes.items():
                     # Not DCGM_FI_DEV_XID_ERRORS, the last code ever seen: a gauge that never goes back.
                     about = "XID errors since the agent's start, by code."
-                    add("DCGM_EXP_XID_ERRORS_COUNT", about, "gauge", (*labels, code), count, "xid")
+                    add("DCGM_EXP_XID_ERRORS_COUNT", about, "gauge", {**labels, "xid": code}, count)
     return made.values()
 
 
-LABELS: Final = ("gpu", "UUID", "device", "modelName", "Hostname", "namespace", "pod", "container")
-
-
-def _labels(seen: DeviceView, number: int, host: str) -> tuple[str, ...]:
+def _labels(seen: DeviceView, number: int, host: str) -> dict[str, str]:
     attributes = seen.device.attributes
 
     def attribute(*names: str) -> str:
         return next((str(attributes[name]) for name in names if name in attributes), "")
 
-    index = attribute("index") or str(number)
+    part = "parentUUID" in attributes
+    index = attribute("parentIndex") if part else attribute("index") or str(number)
+    minor = attribute("parentMinor") if part else attribute("minor") or index
+    instance = attribute("gpuInstance") or seen.device.id
+    if attribute("computeInstance") not in ("", "0"):
+        instance += f"/{attribute('computeInstance')}"  # several of them in one instance of the GPU
     holder = seen.holds[0] if len(seen.holds) == 1 else None
-    return (
-        index,
-        attribute("uuid") or seen.device.id,
-        f"nvidia{attribute('minor') or index}",
-        attribute("productName", "model"),
-        host,
-        *((holder.namespace, holder.pod, holder.container) if holder is not None else ("", "", "")),
-    )
+    return {
+        "gpu": index,
+        "UUID": attribute("parentUUID", "uuid") or seen.device.id,
+        "device": f"nvidia{minor}" if minor else "",
+        "modelName": attribute("productName", "model"),
+        "Hostname": host,
+        **({"GPU_I_PROFILE": attribute("profile"), "GPU_I_ID": instance} if part else {}),
+        "namespace": holder.namespace if holder is not None else "",
+        "pod": holder.pod if holder is not None else "",
+        "container": holder.container if holder is not None else "",
+    }
 
 
 def _part(value: Value | None, part: str = "") -> float | None:

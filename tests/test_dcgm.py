@@ -75,6 +75,31 @@ def test_a_shared_device_stays_one_series() -> None:
     assert row[0]["pod"] == ""
 
 
+MIG: dict[str, str | int] = {
+    "parentUUID": "GPU-1",
+    "parentIndex": 2,
+    "parentMinor": 5,
+    "uuid": "MIG-7",
+    "index": 0,
+    "profile": "1g.18gb",
+    "gpuInstance": 9,
+    "computeInstance": 0,
+}
+
+
+def test_a_partition_is_told_apart() -> None:
+    """A MIG partition carries its GPU's number and UUID and, in the labels made for it, its profile and instance."""
+    still = Still(resource(Device("MIG-7", attributes=MIG), Device("MIG-8", attributes={**MIG, "computeInstance": 1})))
+    observer = still.observer()
+    gauge = Gauge(Source(), 10)
+    gauge._reading = Reading({name: {"memory_used_bytes": 2**20} for name in ("MIG-7", "MIG-8")}, time.monotonic())
+    observer._gauges[RESOURCE] = gauge
+    (labels, value), (other, _) = values(observer.view())["DCGM_FI_DEV_FB_USED"]
+    assert value == 1
+    assert (labels["gpu"], labels["device"], labels["UUID"]) == ("2", "nvidia5", "GPU-1")
+    assert (labels["GPU_I_PROFILE"], labels["GPU_I_ID"], other["GPU_I_ID"]) == ("1g.18gb", "9", "9/1")
+
+
 def test_what_is_not_measured_is_absent() -> None:
     """No zeros for what a device cannot tell; a temperature without sensors is the device's own."""
     assert set(values(view(load={"temperature_celsius": 30, "clock_hertz": {"video": 1}}))) == {"DCGM_FI_DEV_GPU_TEMP"}
