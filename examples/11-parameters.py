@@ -1,0 +1,33 @@
+"""Both doors for a device of one's own, with parameters that users give in their claims."""
+
+import msgspec
+
+from deviceplugin import ContainerEdits, Device, DeviceSource, Version
+from dra_bridge import run
+
+
+class Tuning(msgspec.Struct, kw_only=True):
+    """What `config: [{opaque: {driver: fpga.example.com, parameters: {...}}}]` may say; all else is an error."""
+
+    mode: str = "balanced"
+    watts: int = 75
+
+
+class Fpga(DeviceSource):
+    resource = "example.com/fpga"
+    driver = "fpga.example.com"
+    config_type = Tuning
+
+    async def watch(self):
+        firmware = Version("2.1.0")
+        yield [Device(f"fpga{n}", numa=n // 2, attributes={"family": "Arc", "firmware": firmware}) for n in range(4)]
+
+    def edits(self, devices):  # through either door
+        return ContainerEdits(env={"FPGAS": ",".join(device.id for device in devices)})
+
+    def prepare(self, devices, config):  # through claims only, before edits' container exists
+        tuning = config or Tuning()
+        return ContainerEdits(env={"FPGA_TUNING": f"{tuning.mode} {tuning.watts} W"})
+
+
+run(Fpga(), share="none")  # dra-bridge migrate NODE --driver fpga.example.com --share all
