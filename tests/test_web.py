@@ -18,6 +18,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from deviceplugin import web
 from deviceplugin.web import Answer, Certificate, Limits, Request, Server, Token, listen, parse_address
@@ -215,6 +217,97 @@ class TestAnswers:
             assert is_cut(client)
         assert get(server)[0] == 200
         assert not caplog.records
+
+
+class TestHead:
+    """Taking requests apart."""
+
+    @given(st.binary(max_size=200))
+    def test_any_bytes_are_a_request_or_refused(self, head: bytes) -> None:
+        """Nothing but the one error comes out, and only paths go on."""
+        status, path = 200, "/"
+        try:
+            method, request, _ = web.parse_head(head)
+            path = request.path
+        except web._BadRequestError as error:
+            method, status = "GET", error.status
+        assert method in ("GET", "HEAD")
+        assert path.startswith("/")
+        assert status in web.REASONS
+
+    @given(
+        st.lists(
+            st.tuples(
+                st.from_regex(r"[A-Za-z-]{1,8}", fullmatch=True), st.from_regex(r"[ -9;-~]{0,12}", fullmatch=True)
+            ),
+            max_size=6,
+        )
+    )
+    def test_headers_are_found_by_their_lower_case_name(self, headers: list[tuple[str, str]]) -> None:
+        """Whatever was said twice is there, too, one after the other."""
+        lines = "".join(f"\r\n{name}:{value}" for name, value in headers)
+        _, request, _ = web.parse_head(f"GET / HTTP/1.1{lines}".encode())
+        wanted: dict[str, str] = {}
+        for name, value in headers:
+            key, value = name.lower(), value.strip()
+            wanted[key] = f"{wanted[key]}, {value}" if key in wanted else value
+        assert request.headers == wanted
+
+    @pytest.mark.parametrize(
+        ("head", "status"),
+        [
+            (b"GET / HTTP/2.0", 505),
+            (b"GET /", 400),
+            (b"GET  / HTTP/1.1", 400),
+            (b"POST / HTTP/1.1", 405),
+            (b"GET nowhere HTTP/1.1", 400),
+            (b"GET / HTTP/1.1\r\nA : b", 400),
+            (b"GET / HTTP/1.1\r\n folded", 400),
+        ],
+    )
+    def test_what_is_no_request_is_refused(self, head: bytes, status: int) -> None:
+        """With the status that says what is wrong."""
+        with pytest.raises(web._BadRequestError) as refused:
+            web.parse_head(head)
+        assert refused.value.status == status
+
+    @pytest.mark.parametrize(
+        ("head", "keep"),
+        [
+            (b"GET / HTTP/1.1", True),
+            (b"GET / HTTP/1.1\r\nConnection: Close", False),
+            (b"GET / HTTP/1.0", False),
+            (b"GET / HTTP/1.0\r\nConnection: Keep-Alive", True),
+            (b"GET / HTTP/1.1\r\nContent-Length: 3", False),
+            (b"GET / HTTP/1.1\r\nTransfer-Encoding: chunked", False),
+            (b"GET http://node1:9410/metrics?x HTTP/1.1", True),
+        ],
+    )
+    def test_who_may_ask_again(self, head: bytes, keep: bool) -> None:
+        """As the version, the client and a body say."""
+        assert web.parse_head(head)[2] is keep
+
+    def test_a_head_has_a_limit(self, serve: Callable[..., Server]) -> None:
+        """Endless headers are refused, not gathered."""
+        server = serve()
+        with connect(server) as client:
+            with contextlib.suppress(ConnectionError):  # it need not listen to the end
+                client.sendall(b"GET /metrics HTTP/1.1\r\n" + b"A: b\r\n" * 4000)
+                assert client.recv(12) == b"HTTP/1.1 431"
+            assert is_cut(client)
+        assert get(server)[0] == 200
+
+    def test_requests_may_come_in_pieces_or_together(self, serve: Callable[..., Server]) -> None:
+        """A head may be cut anywhere, and the next one may follow at once."""
+        server = serve()
+        with connect(server) as client:
+            for byte in b"GET /healthz HTTP/1.1\r\n\r\nGET /healthz HTTP/1.1\r\n":
+                client.sendall(bytes([byte]))
+            client.sendall(b"\r\nGET /healthz HTTP/1.1\r\nConnection: close\r\n\r\n")
+            said = b""
+            while piece := client.recv(65536):
+                said += piece
+        assert said.count(b"HTTP/1.1 200 OK") == 3
 
 
 class TestClients:
