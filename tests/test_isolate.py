@@ -169,7 +169,9 @@ def test_two_runs_side_by_side(start: Callable[[str], Run]) -> None:
     assert one.mark in one.output.read_text()
     assert one.mark not in two.output.read_text()
     assert two.mark not in one.output.read_text()
-    assert one.names and two.names and not one.names & two.names
+    assert one.names
+    assert two.names
+    assert not one.names & two.names
     one.process.kill()
     one.process.wait()
     assert_nothing_left(one, before)

@@ -87,7 +87,7 @@ def make_cluster(shared_cluster: Shared) -> Iterator[Callable[..., Cluster]]:
     """Start a Cluster with the given options (those of Cluster) in place of the session's."""
     made: list[Cluster] = []
 
-    def make(**options: Any) -> Cluster:  # noqa: ANN401
+    def make(**options: Any) -> Cluster:
         shared_cluster.stop()
         if made:
             made.pop().stop()

@@ -100,7 +100,7 @@ def cgroup_hierarchies() -> list[Path]:
     for line in Path("/proc/self/mountinfo").read_text().splitlines():
         head, _, tail = line.partition(" - ")
         root, point = head.split()[3:5]
-        kind, _, options = tail.split(" ", 2)
+        kind = tail.split(" ", 1)[0]
         if kind in ("cgroup", "cgroup2") and root == "/" and point.startswith("/sys/fs/cgroup"):
             found.setdefault(point, Path(point))
     return list(found.values())
@@ -326,8 +326,10 @@ def run(command: Sequence[str]) -> int:
         handlers[number] = signal.signal(number, signal.SIG_IGN)
     try:
         status = subprocess.Popen(
-            [unshare, "--mount", "--net", "--pid", "--fork", "--kill-child=SIGKILL", "--mount-proc"]
-            + [*me, "--first", str(control_out), *command],
+            [
+                *(unshare, "--mount", "--net", "--pid", "--fork", "--kill-child=SIGKILL", "--mount-proc"),
+                *(*me, "--first", str(control_out), *command),
+            ],
             env={**os.environ, _ENVIRONMENT: name},
             pass_fds=(control_out, alive_in, lock),
         ).wait()

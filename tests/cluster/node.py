@@ -33,7 +33,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any, TypeVar
+from typing import Any, Self, TypeVar
 
 from tests.cluster import build, image, isolate
 from tests.cluster.api import Api, ApiError, Object, Objects
@@ -82,7 +82,7 @@ class ClusterError(Exception):
     """The cluster does not do what it should."""
 
 
-class ClusterTimeout(ClusterError, TimeoutError):
+class ClusterTimeout(ClusterError, TimeoutError):  # noqa: N818
     """Something did not happen in time."""
 
 
@@ -207,7 +207,7 @@ class Cluster:
         self._api: Api | None = None
         self._tokens = {name: secrets.token_hex(16) for name in ("admin", "kubelet", "manager", "scheduler")}
 
-    def __enter__(self) -> Cluster:
+    def __enter__(self) -> Self:
         """Start."""
         self.start()
         return self
@@ -776,7 +776,7 @@ class Cluster:
 Pods = list["Pod"]
 
 
-class PodFailed(ClusterError):
+class PodFailed(ClusterError):  # noqa: N818
     """A pod ended that should run."""
 
 

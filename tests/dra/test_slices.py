@@ -180,7 +180,7 @@ def test_shared_devices() -> None:
 
 
 def partitions() -> list[Device]:
-    sets = {"card0": {"memory": "80Gi", "slices": 7}}
+    sets: dict[str, dict[str, int | str]] = {"card0": {"memory": "80Gi", "slices": 7}}
     return [
         Device("whole", counters=sets, consumes={"card0": {"memory": "80Gi", "slices": 7}}),
         Device("part0", counters=sets, consumes={"card0": {"memory": "10Gi", "slices": 1}}),
@@ -450,7 +450,7 @@ async def test_publishes_with_owner(server: FakeApiServer) -> None:
         owner = server.get("nodes", NODE)["metadata"]["uid"]
         assert [one["uid"] for one in body["metadata"]["ownerReferences"]] == [owner]
         state = publisher.state(DRIVER)
-        assert (state.slices, state.devices, state.problems) == (1, {"gpu0", "gpu1", "gpu2"}, ())
+        assert (state.slices, set(state.devices), state.problems) == (1, {"gpu0", "gpu1", "gpu2"}, ())
         assert len(server.writes) == 1
 
 
