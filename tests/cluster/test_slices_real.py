@@ -456,7 +456,7 @@ async def test_rights(cluster: Cluster) -> None:
                 assert done["status"]["devices"][0]["conditions"][0]["type"] == "Ready"
                 theirs = {"status": {"devices": [{**device, "driver": "other.example.com"}]}}
                 nothing = {"status": {"allocation": None, "reservedFor": None}}
-                wrongs: tuple[dict[str, object], ...] = ({"status": {"reservedFor": []}}, nothing, theirs)
+                wrongs: tuple[Any, ...] = ({"status": {"reservedFor": []}}, nothing, theirs)
                 for wrong in wrongs:
                     with pytest.raises((client.ForbiddenError, client.InvalidError)):
                         await connection.patch_status(client.RESOURCE_CLAIMS, "c", wrong, "default")
