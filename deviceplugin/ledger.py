@@ -151,6 +151,7 @@ _WORDS: Final = {
     State.TO_PLUGIN: "moving from DRA to the device plugin",
     State.QUARANTINED: "quarantined",
 }
+_PULLED: Final = "for claim "
 _RESTING: Final = {Side.PLUGIN: State.PLUGIN, Side.DRA: State.DRA}
 _LEAVING: Final = {State.PLUGIN: State.TO_DRA, State.DRA: State.TO_PLUGIN}
 _ARRIVED: Final = {State.TO_DRA: State.DRA, State.TO_PLUGIN: State.PLUGIN}
@@ -177,13 +178,18 @@ class DeviceRecord:
     sequence: int = 0
     reason: str = ""
 
+    @property
+    def pulled(self) -> bool:
+        """Whether it moves to DRA because a claim came for it (R2)."""
+        return self.state is State.TO_DRA and self.reason.startswith(_PULLED)
+
 
 @dataclass(frozen=True, slots=True)
 class Hold:
     """A unit (the device itself, or a replica of it) that Allocate gave away.
 
-    pod: namespace/name once it was seen, "" before. absent_since: Unix seconds of the first
-    snapshot without it. Both are known to this process only.
+    pod: namespace/name once it was seen, "" before. absent_since: when the first snapshot without
+    it began (monotonic seconds). Both are known to this process only.
     """
 
     resource: str
@@ -416,17 +422,18 @@ def r6_waits_for(now: Snapshot, rules: Rules, record: DeviceRecord, evidence: Cl
     return ""
 
 
-def r7_releases(rules: Rules, hold: Hold, snapshot: KubeletSnapshot, now: float, apart: float) -> bool:
+def r7_releases(rules: Rules, hold: Hold, snapshot: KubeletSnapshot, apart: float) -> bool:
     """R7: whether a hold that the snapshot does not show is over.
 
     One that was seen is over with the first snapshot without it; one never seen may still be on
-    its way from Allocate to where the kubelet remembers it, so it takes two, well apart.
+    its way from Allocate to where the kubelet remembers it, so it takes two, well apart. What
+    counts is when the snapshots were taken, not when they are looked at: that may be much later.
     """
-    if not snapshot.quiet or snapshot.sequence < hold.sequence:
+    if not snapshot.quiet:
         return False
     if hold.pod or not rules.release:
         return True
-    return hold.absent_since is not None and now - hold.absent_since >= apart
+    return hold.absent_since is not None and snapshot.at - hold.absent_since >= apart
 
 
 # ---------------------------------------------------------------- what evidence looks like
@@ -626,7 +633,7 @@ def observe(resource: str, snapshot: KubeletSnapshot, now: float, *, apart: floa
         resource: the extended resource's name.
         snapshot: complete, taken while the kubelet was reachable.
         now: Unix seconds.
-        apart: seconds between the two snapshots of R7.
+        apart: seconds between the beginnings of the two snapshots of R7.
 
     """
 
@@ -637,15 +644,17 @@ def observe(resource: str, snapshot: KubeletSnapshot, now: float, *, apart: floa
             if hold.resource != resource:
                 continue
             held = snapshot.held.get(hold.unit)
+            if snapshot.sequence < hold.sequence:
+                continue  # it was given out, perhaps anew, after the kubelet was asked
             if held is not None:
                 if hold.pod != held.pod or hold.absent_since is not None:
                     record = replace(hold, pod=held.pod, absent_since=None)
                     changes.append(Change("holds", key, record, durable=False))
-            elif r7_releases(rules, hold, snapshot, now, apart):
+            elif r7_releases(rules, hold, snapshot, apart):
                 released.append(hold.unit)
                 changes.append(Change("holds", key, None))
-            elif hold.absent_since is None and snapshot.quiet and snapshot.sequence >= hold.sequence:
-                changes.append(Change("holds", key, replace(hold, absent_since=now), durable=False))
+            elif hold.absent_since is None and snapshot.quiet:
+                changes.append(Change("holds", key, replace(hold, absent_since=snapshot.at), durable=False))
         found, quarantined = _found(state, resource, snapshot.held, now, changes)
         return Decision(Observed(tuple(released), found, quarantined), tuple(changes))
 
@@ -727,9 +736,32 @@ def prepare(claim: Claim, *, pull: bool = False) -> Operation[Claim | Refused]:
 def _claim_refusal(state: Snapshot, rules: Rules, claim: Claim) -> Refused | None:
     for device in claim.devices:
         if not device.admin:
-            refusal = r2_refusal(state, rules, device.resource, device.device)
+            refusal = r2_refusal(state, rules, device.resource, device.device) or _taken(state, rules, claim, device)
             if refusal is not None:
                 return refusal
+    return None
+
+
+def _taken(state: Snapshot, rules: Rules, claim: Claim, wanted: ClaimDevice) -> Refused | None:
+    """R2 between claims: a device that is not shared has one claim, however the second came by it.
+
+    The scheduler sees to it, too, but of a pod that is deleted by force the API server forgets
+    the claim while its container still runs.
+    """
+    if not (rules.prepare and rules.holders):
+        return None
+    for other in state.claims_on(wanted.resource, (wanted.device,)):
+        if (other.driver, other.uid) == (claim.driver, claim.uid):
+            continue
+        # Of a claim that is known from its CDI file alone nobody knows whether it shares.
+        known = bool(other.name) or not wanted.share
+        if known and any(
+            not (wanted.share and one.share)
+            for one in other.devices
+            if (one.resource, one.device, one.admin) == (wanted.resource, wanted.device, False)
+        ):
+            record = state.device(wanted.resource, wanted.device)
+            return Refused(wanted.resource, wanted.device, record.state, record.since, f"claim {other.title}")
     return None
 
 
@@ -738,7 +770,7 @@ def _pulled(state: Snapshot, claim: Claim, refusal: Refused) -> Decision[Claim |
     for resource, device in sorted(claim.held):
         record = state.device(resource, device)
         if record.state is State.PLUGIN and not state.holds_on(resource, (device,)):
-            moved = replace(record, state=State.TO_DRA, since=claim.since, reason=f"for claim {claim.title}")
+            moved = replace(record, state=State.TO_DRA, since=claim.since, reason=f"{_PULLED}{claim.title}")
             changes.append(_put_device(moved, state))
             if (resource, device) == (refusal.resource, refusal.device):
                 refusal = replace(refusal, state=State.TO_DRA, since=claim.since, moving=True)
@@ -1269,6 +1301,10 @@ class Ledger:
         if check is None or check[0] != "ok":
             raise _DamagedError(str(check[0] if check else "no answer from quick_check"))
         loaded = self._rows(connection)
+        # A header that says a newer SQLite wrote it can be read and not be written: better known now.
+        connection.execute("BEGIN IMMEDIATE")
+        connection.execute("UPDATE seal SET id = 1 WHERE id = 1")
+        connection.execute("ROLLBACK")
         # A commit whose fsync failed may lie in the page cache as if it had been written; copying
         # it into the database writes it once more.
         self._step("checkpoint")

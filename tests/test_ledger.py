@@ -141,7 +141,7 @@ def test_replicas_hold_one_device_together(book: Ledger) -> None:
     held = {"a::1": Held("a", "default/two")}
     snapshot = KubeletSnapshot(book.snapshot.sequence, 3.0, quiet=True, held=held)
     book.do(ledger.observe(R, snapshot, T0))
-    book.do(ledger.observe(R, snapshot, T0 + 60))
+    book.do(ledger.observe(R, replace(snapshot, at=63.0), T0))
     assert list(book.snapshot.holds) == [(R, "a::1")]
     assert book.do(ledger.commit_to_dra(R, ["a"], kubelet(book, held=held), T0)).waiting == {"a": "pod default/two"}
 
@@ -283,13 +283,46 @@ def test_a_grant_never_seen_takes_two_snapshots_well_apart(book: Ledger) -> None
     book.do(ledger.grant(R, {"a": "a"}, T0))
     empty = KubeletSnapshot(book.snapshot.sequence, 1.0, quiet=True)
     for snapshot, at, released in (
-        (before, T0, ()),  # began before the grant: says nothing
-        (replace(empty, quiet=False), T0, ()),
-        (empty, T0 + 1, ()),
-        (empty, T0 + 2, ()),
-        (empty, T0 + 12, ("a",)),
+        (before, 1.0, ()),  # began before the grant: says nothing
+        (replace(empty, quiet=False), 1.0, ()),
+        (empty, 1.0, ()),
+        (empty, 2.0, ()),
+        (empty, 12.0, ("a",)),
     ):
-        assert book.do(ledger.observe(R, snapshot, at)).released == released
+        assert book.do(ledger.observe(R, replace(snapshot, at=at), T0)).released == released
+
+
+def test_a_snapshot_that_is_looked_at_late_is_as_old_as_it_is(book: Ledger) -> None:
+    """R7: a slow disk between two snapshots close together does not set them apart."""
+    book.do(ledger.grant(R, {"a": "a"}, T0))
+    empty = KubeletSnapshot(book.snapshot.sequence, 1.0, quiet=True)
+    book.do(ledger.observe(R, empty, T0))
+    assert book.do(ledger.observe(R, replace(empty, at=2.0), T0 + 3600)).released == ()
+
+
+def test_a_file_that_can_only_be_read_is_put_aside(path: str) -> None:
+    """Its header says that a newer SQLite wrote it: every write would fail, for ever."""
+    filled(path)
+    with open(path, "r+b") as file:
+        file.seek(18)
+        file.write(b"\3")
+    with Ledger.open(path) as again:
+        assert again.set_aside is not None
+        again.do(ledger.adopt(R, ["a"], Side.PLUGIN, T0))
+
+
+def test_a_device_that_is_not_shared_has_one_claim(book: Ledger) -> None:
+    """The API server forgets the claim of a pod that is deleted by force; its container may still run."""
+    to_dra(book)
+    assert isinstance(book.do(ledger.prepare(claim("1", "a"))), Claim)
+    for other in (claim("2", "a"), claim("2", "a", share="s")):
+        for operation in (ledger.prepare(other), ledger.reserve(other, durable=False)):
+            refusal = book.do(operation)
+            assert isinstance(refusal, Refused)
+            assert refusal.holder == "claim default/claim-1"
+    assert isinstance(book.do(ledger.prepare(claim("2", "a", admin=True))), Claim)
+    book.do(ledger.unprepare(D, "1"))
+    assert isinstance(book.do(ledger.prepare(claim("3", "a"))), Claim)
 
 
 def test_a_grant_that_was_seen_is_released_with_the_first_snapshot_without_it(book: Ledger) -> None:
@@ -299,6 +332,17 @@ def test_a_grant_that_was_seen_is_released_with_the_first_snapshot_without_it(bo
     book.do(ledger.observe(R, replace(empty, held={"a": Held("a", "default/p")}), T0))
     assert book.snapshot.holds[R, "a"].pod == "default/p"
     assert book.do(ledger.observe(R, empty, T0)).released == ("a",)
+
+
+def test_a_snapshot_from_before_a_grant_says_nothing_of_its_pod(book: Ledger) -> None:
+    """It shows the pod before, which had the device, too; the new one is still to be seen."""
+    book.do(ledger.grant(R, {"a": "a"}, T0))
+    before = KubeletSnapshot(book.snapshot.sequence, 1.0, quiet=True, held={"a": Held("a", "default/former")})
+    book.do(ledger.grant(R, {"a": "a"}, T0))
+    book.do(ledger.observe(R, before, T0))
+    assert book.snapshot.holds[R, "a"].pod == ""
+    empty = KubeletSnapshot(book.snapshot.sequence, 2.0, quiet=True)
+    assert book.do(ledger.observe(R, empty, T0)).released == ()
 
 
 def test_a_pod_that_the_ledger_does_not_know_becomes_a_holder_or_an_alarm(book: Ledger) -> None:
