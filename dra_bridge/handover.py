@@ -14,7 +14,7 @@ import math
 import re
 import time
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Final, Literal, Protocol
 
 from deviceplugin import ledger
@@ -28,6 +28,7 @@ from deviceplugin.ledger import (
     KubeletSnapshot,
     LedgerError,
     Side,
+    Snapshot,
     State,
 )
 from deviceplugin.podresources import CheckpointError, PodResourcesError
@@ -36,7 +37,20 @@ from deviceplugin.sharing import device_of, replicas_of
 from deviceplugin.topology import natural
 from dra_bridge.keeper import held_units
 
-__all__ = ["Claims", "Handover", "Plan", "Share", "ShareError", "Slices", "Statistics", "parse_share", "plan"]
+__all__ = [
+    "Claims",
+    "Handover",
+    "Plan",
+    "Share",
+    "ShareError",
+    "Slices",
+    "Statistics",
+    "ToDra",
+    "ToPlugin",
+    "in_hands",
+    "parse_share",
+    "plan",
+]
 
 _LOG: Final = logging.getLogger(__name__)
 
@@ -91,6 +105,18 @@ def parse_share(text: str | int) -> Share:
 # Which devices move.
 
 
+def in_hands(now: Snapshot, resource: str) -> tuple[frozenset[str], frozenset[str]]:
+    """Return the devices that a pod or a claim holds, and those that move because a claim came for them.
+
+    One that a pod took while it moved is not expected any more: that claim waits for the pod.
+    """
+    records = now.of(resource)
+    given = {hold.device for hold in now.holds_on(resource, records)}
+    claimed = {name for claim in now.claims_on(resource, records) for of, name in claim.held if of == resource}
+    pulled = {name for name, record in records.items() if record.pulled}
+    return frozenset(given | claimed), frozenset(pulled - given)
+
+
 @dataclass(frozen=True, slots=True)
 class Plan:
     """What is to begin now; to turn round under way is to begin the other way.
@@ -113,12 +139,15 @@ def plan(
     share: Share,
     drain: Drain = "cordon",
     groups: Sequence[frozenset[str]] = (),
+    expected: Collection[str] = frozenset(),
 ) -> Plan:
     """Choose the devices that move so that as many as `share` says are on, or on their way to, DRA.
 
     states: of every device that counts; quarantined ones are on no side and stay where they are.
     held: devices in the hands of a pod or a claim. groups: devices that belong together (links,
-    a switch, a NUMA node), which move whole rather than in fragments.
+    a switch, a NUMA node), which move whole rather than in fragments. expected: devices on their
+    way to DRA because a claim came for them (R2); those are not turned round, or no retry of that
+    claim would ever find its device.
 
     Moves under way are kept where they serve the share: first those that ended on DRA, then those
     still moving. Idle devices move before held ones, and held ones only with `cordon`.
@@ -135,7 +164,9 @@ def plan(
         return Plan(to_dra=now, steer=frozenset(chosen) - frozenset(now))
     if len(bound) > want:
         rest = [name for name in devices if name not in set(bound)]
-        back = _choose(bound, len(bound) - want, rest, held, groups, turning=State.TO_DRA, states=states)
+        free = [name for name in bound if states[name] is not State.TO_DRA or name not in expected]
+        count = min(len(bound) - want, len(free))
+        back = _choose(free, count, rest, held, groups, turning=State.TO_DRA, states=states)
         if drain == "cordon":
             return Plan(to_plugin=back)
         return Plan(to_plugin=tuple(name for name in back if name not in held or states[name] is State.TO_DRA))
@@ -185,6 +216,98 @@ def _choose(
         take = idle if idle and others_idle else idle_first
         chosen.extend(take[:missing])
     return tuple(chosen)
+
+
+# What a move needs to end, gathered in the rules' order.
+
+
+@dataclass(frozen=True, slots=True)
+class ToDra:
+    """The evidence that R5 asks for, as far as it is gathered.
+
+    The steps, each a method that returns what is known after it: `begun` (the moves under way now
+    and where the ledger stands), `showing` (what ListAndWatch sent), `looking` (where the ledger
+    stands before the kubelet is asked), `looked` (what it said). The evidence goes to
+    `ledger.commit_to_dra`, which checks it against all that was granted meanwhile.
+    """
+
+    resource: str
+    devices: tuple[str, ...]
+    sequence: int
+    shown: Mapping[str, float] = field(default_factory=dict)
+    began: int = -1
+
+    @classmethod
+    def begun(cls, resource: str, now: Snapshot) -> ToDra:
+        """Return the gathering for the devices that are moving as of now."""
+        devices = (name for name, record in now.of(resource).items() if record.state is State.TO_DRA)
+        return cls(resource, tuple(sorted(devices)), now.sequence)
+
+    def showing(self, sent: tuple[float, frozenset[str]] | None, replicas: int) -> ToDra:
+        """Take in what ListAndWatch shows: when it was sent, and the healthy ids in it."""
+        if sent is None:
+            return replace(self, shown={})
+        at, healthy = sent
+        names = (name for name in self.devices if healthy.isdisjoint(replicas_of(name, replicas)))
+        return replace(self, shown=dict.fromkeys(names, at))
+
+    def looking(self, sequence: int) -> ToDra:
+        """Remember where the ledger stands before the kubelet is asked who holds what."""
+        return replace(self, began=sequence)
+
+    def looked(self, seen: Look | None, replicas: int) -> KubeletEvidence | None:
+        """Return the evidence; None if an Allocate came in between."""
+        if seen is None or seen.allocatable is None:
+            return None
+        units = seen.allocatable.get(self.resource, frozenset())
+        held = held_units(seen.holdings.of(self.resource), replicas)
+        return KubeletEvidence(
+            sequence=self.sequence,
+            shown=self.shown,
+            allocatable_at=seen.allocatable_at,
+            allocatable=frozenset(device_of(name, replicas) for name in units),
+            snapshot=KubeletSnapshot(self.began, seen.at, quiet=True, held=held),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class ToPlugin:
+    """The evidence that R6 asks for, as far as it is gathered.
+
+    The steps: `begun` (the moves under way now; claims that are prepared hold some), `expecting`
+    (the devices that no claim names any more: these leave the slices, R4), `withdrawing` (which of
+    them the API server has no more), `listed` (a list of claims begun after that).
+    """
+
+    resource: str
+    devices: tuple[str, ...]
+    held: frozenset[str]
+    sequence: int
+    withdrawn: Mapping[str, float] = field(default_factory=dict)
+
+    @classmethod
+    def begun(cls, resource: str, now: Snapshot) -> ToPlugin:
+        """Return the gathering for the devices that are moving as of now."""
+        devices = tuple(sorted(name for name, record in now.of(resource).items() if record.state is State.TO_PLUGIN))
+        claimed = {name for claim in now.claims_on(resource, devices) for of, name in claim.held if of == resource}
+        return cls(resource, devices, frozenset(claimed) & frozenset(devices), now.sequence)
+
+    @property
+    def free(self) -> frozenset[str]:
+        """The devices that no prepared claim holds."""
+        return frozenset(self.devices) - self.held
+
+    def expecting(self, allocated: Mapping[str, str]) -> frozenset[str]:
+        """Return the devices that no claim can be expected for: neither prepared nor allocated ones (R4)."""
+        return self.free - allocated.keys()
+
+    def withdrawing(self, accepted: Mapping[str, float | None]) -> ToPlugin:
+        """Take in since when the API server has had slices without a device; None where it has one with it."""
+        return replace(self, withdrawn={name: at for name, at in accepted.items() if at is not None})
+
+    def listed(self, at: float, allocated: Mapping[str, str]) -> ClusterEvidence:
+        """Return the evidence with a list of claims that was begun at `at`."""
+        return ClusterEvidence(self.sequence, self.withdrawn, at, allocated)
 
 
 # Making it so.
@@ -322,20 +445,14 @@ class Handover:
 
     async def _step(self) -> tuple[bool, bool]:
         """Do what can be done now; return whether anything moved, and whether anything is under way."""
-        moved = await self._begin()
-        records = self._desk.snapshot.of(self.resource)
-        to_dra = [name for name, record in records.items() if record.state is State.TO_DRA]
-        to_plugin = [name for name, record in records.items() if record.state is State.TO_PLUGIN]
-        self._withdraw &= frozenset(to_plugin)
+        await self._begin()
         waiting: dict[str, str] = {}
-        if to_dra:
-            moved = await self._end_to_dra(to_dra, waiting) or moved
-        if to_plugin:
-            moved = await self._end_to_plugin(to_plugin, waiting) or moved
+        moved = await self._end_to_dra(waiting)
+        moved = await self._end_to_plugin(waiting) or moved
         self._tell(waiting)
-        return moved, bool(to_dra or to_plugin)
+        return moved, bool(waiting)
 
-    async def _begin(self) -> bool:
+    async def _begin(self) -> None:
         """Begin the moves that the share asks for."""
         now = self._desk.snapshot
         listed = self._inventory.snapshot
@@ -344,9 +461,8 @@ class Handover:
             for name, record in now.of(self.resource).items()
             if name in listed.devices and name not in listed.gone
         }
-        held = {hold.device for hold in now.holds_on(self.resource, states)}
-        held |= {device for claim in now.claims_on(self.resource, states) for _, device in claim.held}
-        wish = plan(states, held, self._share, self._drain, self._groups())
+        held, expected = in_hands(now, self.resource)
+        wish = plan(states, held, self._share, self._drain, self._groups(), expected)
         self.steer = wish.steer
         for devices, side in ((wish.to_dra, Side.DRA), (wish.to_plugin, Side.PLUGIN)):
             if devices:
@@ -364,69 +480,66 @@ class Handover:
         if wish:
             self._endpoint.refresh()
             self._slices.publish()
-        return False
 
-    async def _end_to_dra(self, devices: Sequence[str], waiting: dict[str, str]) -> bool:
-        """Gather what R5 asks for, and hand it in."""
-        self._endpoint.refresh()
+    async def _end_to_dra(self, waiting: dict[str, str]) -> bool:
+        """Gather what R5 asks for, and hand it in; return whether anything arrived."""
         replicas = self._endpoint.source.replicas
-        sequence = self._desk.snapshot.sequence
+        moving = ToDra.begun(self.resource, self._desk.snapshot)
+        if not moving.devices:
+            return False
+        self._endpoint.refresh()
         shown = self._endpoint.shown()
-        if shown is None:
-            waiting.update(dict.fromkeys(devices, "the kubelet to listen"))
+        moving = moving.showing(shown, replicas)
+        if not moving.shown:
+            what = "the kubelet to listen" if shown is None else "ListAndWatch to show it Unhealthy"
+            waiting.update(dict.fromkeys(moving.devices, what))
             return False
-        at, healthy = shown
-        unhealthy = {name: at for name in devices if healthy.isdisjoint(replicas_of(name, replicas))}
-        if not unhealthy:
-            waiting.update(dict.fromkeys(devices, "ListAndWatch to show it Unhealthy"))
+        moving = moving.looking(self._desk.snapshot.sequence)
+        evidence = moving.looked(await self._look(), replicas)
+        if evidence is None:
+            waiting.update(dict.fromkeys(moving.devices, "a moment without an Allocate in flight"))
             return False
-        began = self._desk.snapshot.sequence
-        seen = await self._look()
-        if seen is None or seen.allocatable is None:
-            waiting.update(dict.fromkeys(devices, "a moment without an Allocate in flight"))
-            return False
-        offered = seen.allocatable.get(self.resource, frozenset())
-        evidence = KubeletEvidence(
-            sequence=sequence,
-            shown=unhealthy,
-            allocatable_at=seen.allocatable_at,
-            allocatable=frozenset(device_of(name, replicas) for name in offered),
-            snapshot=KubeletSnapshot(
-                began, seen.at, quiet=True, held=held_units(seen.holdings.of(self.resource), replicas)
-            ),
-        )
         before = self._desk.snapshot
-        done = await self._desk.do(ledger.commit_to_dra(self.resource, devices, evidence, time.time()))
+        done = await self._desk.do(ledger.commit_to_dra(self.resource, moving.devices, evidence, time.time()))
         waiting.update(done.waiting)
         self._finished("to-dra", done.devices, before)
         return bool(done.devices)
 
-    async def _end_to_plugin(self, devices: Sequence[str], waiting: dict[str, str]) -> bool:
-        """Withdraw devices that no claim holds, gather what R6 asks for, and hand it in."""
-        now = self._desk.snapshot
-        held = {device for claim in now.claims_on(self.resource, devices) for _, device in claim.held}
-        free = frozenset(devices) - held
-        if free - self._withdraw:
-            self._withdraw |= free
-            self._slices.publish()
-        withdrawn = {name: at for name in free if (at := self._slices.withdrawn(self.resource, name)) is not None}
-        waiting.update(dict.fromkeys(held, "its claim"))
-        if not withdrawn:
-            waiting.update(dict.fromkeys(free, "the API server to accept the slice without it"))
+    async def _end_to_plugin(self, waiting: dict[str, str]) -> bool:
+        """Withdraw devices that no claim names, gather what R6 asks for, and hand it in."""
+        moving = ToPlugin.begun(self.resource, self._desk.snapshot)
+        self._withdraw &= moving.free
+        waiting.update(dict.fromkeys(moving.held, "its claim"))
+        if not moving.free:
             return False
-        sequence, listed_at = now.sequence, time.monotonic()
-        allocated = await self._claims.allocated()
-        evidence = ClusterEvidence(
-            sequence,
-            withdrawn,
-            listed_at,
-            {device: claim for (resource, device), claim in allocated.items() if resource == self.resource},
+        if staying := moving.free - self._withdraw:
+            # R4: with its taint it stays in the slice until no claim can be expected.
+            allocated = await self._allocated()
+            waiting.update({name: f"claim {allocated[name]}" for name in staying & allocated.keys()})
+            leaving = moving.expecting(allocated)
+            if leaving - self._withdraw:
+                self._withdraw |= leaving
+                self._slices.publish()
+        moving = moving.withdrawing({n: self._slices.withdrawn(self.resource, n) for n in sorted(self._withdraw)})
+        waiting.update(
+            dict.fromkeys(self._withdraw - moving.withdrawn.keys(), "the API server to accept the slice without it")
         )
+        if not moving.withdrawn:
+            return False
+        listed_at = time.monotonic()
+        evidence = moving.listed(listed_at, await self._allocated())
         before = self._desk.snapshot
-        done = await self._desk.do(ledger.commit_to_plugin(self.resource, sorted(free), evidence, time.time()))
+        done = await self._desk.do(
+            ledger.commit_to_plugin(self.resource, sorted(moving.withdrawn), evidence, time.time())
+        )
         waiting.update(done.waiting)
         self._finished("to-plugin", done.devices, before)
         return bool(done.devices)
+
+    async def _allocated(self) -> Mapping[str, str]:
+        """List all claims; return namespace/name by this resource's device that its allocation names."""
+        allocated = await self._claims.allocated()
+        return {device: claim for (resource, device), claim in allocated.items() if resource == self.resource}
 
     def _finished(self, way: str, devices: Sequence[str], before: ledger.Snapshot) -> None:
         if not devices:
