@@ -260,6 +260,15 @@ class TestRunningAgent:
         seen.wait(lambda: seen.get("/readyz")[0] == 200)
         seen.wait(lambda: "registered with the kubelet" in seen.events())
 
+    def test_a_loop_that_has_ended_is_not_alive(self) -> None:
+        """Should the server outlive the loop, it says so."""
+        ended = asyncio.new_event_loop()
+        ended.close()
+        still = Still(resource("a")).observer()
+        pages = metrics.Pages(still.view, AgentCollector(still.view), ended)
+        answer = pages.routes["/healthz"](web.Request("/healthz", "", {}))
+        assert (answer.status, answer.body) == (503, b"the loop has ended\n")
+
     def test_a_loop_that_stands_still_is_not_alive(
         self, watched: Callable[..., tuple[FakeKubelet, Seen]], monkeypatch: pytest.MonkeyPatch, served: Any
     ) -> None:

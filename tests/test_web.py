@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import gzip
 import http.client
 import logging
@@ -31,12 +32,17 @@ def routes() -> dict[str, web.Route]:
     def failing(request: Request) -> Answer:
         raise ValueError("not today")
 
+    def broken() -> Iterator[bytes]:
+        yield LONG
+        raise ValueError("in the midst")
+
     return {
         "/metrics": lambda request: Answer(b"one 1\n"),
         "/long": lambda request: Answer(LONG),
         "/pieces": lambda request: Answer([b"a " * 600, b"b " * 600]),
         "/huge": lambda request: Answer(bytes(64 * 1024 * 1024)),
         "/failing": failing,
+        "/broken": lambda request: Answer(broken()),
         "/said": lambda request: Answer(f"{request.path} {request.query} {request.headers['x-y']}".encode()),
         "/healthz": lambda request: Answer(b"ok\n"),
     }
@@ -200,6 +206,7 @@ class TestAnswers:
         status, body, _ = get(server, "/failing")
         assert (status, body) == (500, b"ValueError: not today\n")
         assert "/failing failed" in caplog.text
+        assert get(server, "/broken", Accept_Encoding="gzip")[:2] == (500, b"ValueError: in the midst\n")
         assert get(server)[0] == 200
 
     @pytest.mark.parametrize(
@@ -383,6 +390,50 @@ class TestClients:
         with connect(server) as client:
             client.sendall(b"GET /metrics HTTP/1.1\r\n\r\n")
             assert is_cut(client)
+
+    def test_without_file_descriptors_somebody_has_to_go(self, caplog: pytest.LogCaptureFixture) -> None:
+        """When no client can be accepted, one that waits is let go, and the scrape is answered then."""
+
+        class Full(socket.socket):
+            full = 0
+
+            def accept(self) -> tuple[socket.socket, Any]:
+                if Full.full > 0:
+                    Full.full -= 1
+                    raise OSError(errno.EMFILE, "Too many open files")
+                return super().accept()
+
+        with (
+            web.serving(Server(Full(fileno=listen("127.0.0.1:0").detach()), routes())) as server,
+            connect(server) as idle,
+        ):
+            idle.sendall(b"GET /healthz HTTP/1.1\r\n\r\n")
+            assert idle.recv(8) == b"HTTP/1.1"
+            Full.full = 3
+            assert get(server)[0] == 200
+            assert is_cut(idle)
+        assert [record.getMessage() for record in caplog.records] == [
+            "a client cannot be accepted: [Errno 24] Too many open files"
+        ]
+
+    def test_without_threads_a_client_is_turned_away(
+        self, serve: Callable[..., Server], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        """When no thread can be started, that client goes; the next one may have more luck."""
+        server = serve()
+        start, failing = threading.Thread.start, [True]
+
+        def fail(thread: threading.Thread) -> None:
+            if thread.name == "web client" and failing:
+                failing.pop()
+                raise RuntimeError("can't start new thread")
+            start(thread)
+
+        monkeypatch.setattr(threading.Thread, "start", fail)
+        with connect(server) as client:
+            assert is_cut(client)
+        assert "can't start new thread" in caplog.text
+        assert get(server)[0] == 200
 
     def test_closing_ends_everybody(self, serve: Callable[..., Server]) -> None:
         """After the end nobody is connected and the address is free."""
