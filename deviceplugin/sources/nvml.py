@@ -173,6 +173,10 @@ _THROTTLED: Final = {
 }
 _CLOCKS: Final = {0: "graphics", 1: "sm", 2: "memory", 3: "video"}
 _library_lock: Final = threading.Lock()
+_loaded: Final[list[Any]] = []
+"""Libraries that are to be unloaded once nobody is in them."""
+_inside: Final[set[Session]] = set()
+"""Sessions that have the library initialized; one of them may be in a call at any time."""
 
 
 class Session:
@@ -218,6 +222,8 @@ class Session:
                 nv.nvmlEventSetFree(events)
         with contextlib.suppress(nv.NVMLError):
             nv.nvmlShutdown()
+        with _library_lock:
+            _inside.discard(self)
 
     def _open(self) -> Any:
         """Return NVML, initialized; again if GPUs came or went, which it only sees then."""
@@ -234,6 +240,8 @@ class Session:
                 raise Trouble(_GONE.get(error.value) or f"NVML cannot be used: {error}") from error
             self._nv = nv
             self._there = there
+            with _library_lock:
+                _inside.add(self)
         return self._nv
 
     def _addresses(self) -> frozenset[str]:
@@ -670,7 +678,10 @@ def _unload(nv: Any) -> None:
         loaded, nv.nvmlLib = nv.nvmlLib, None
         nv._nvmlGetFunctionPointer_cache.clear()  # noqa: SLF001  # of functions of the old library
         if loaded is not None:
-            _ctypes.dlclose(loaded._handle)  # noqa: SLF001
+            _loaded.append(loaded)
+        if not _inside:
+            while _loaded:
+                _ctypes.dlclose(_loaded.pop()._handle)  # noqa: SLF001
 
 
 def _registers(nv: Any, handle: Any, wanted: int, events: Any) -> bool:
