@@ -178,6 +178,9 @@ def _run(options: argparse.Namespace) -> int:
         from deviceplugin import sources  # noqa: F401  # needed in a moment
         from deviceplugin.config import ConfigError
         from deviceplugin.process import run_config
+
+        if options.metrics_address is not None:
+            from deviceplugin import metrics  # noqa: F401
     run = run_options(options)
 
     try:
