@@ -385,7 +385,8 @@ class NvidiaConfig(_Strict, frozen=True, kw_only=True):
         Meta(
             description="none: whole GPUs. single: the partitions, which must all be of one profile, under this "
             "resource's name. mixed: GPUs that are not partitioned under this name, partitions as "
-            "mig-<profile> in its domain, such as nvidia.com/mig-1g.10gb."
+            "mig-<profile> in its domain, such as nvidia.com/mig-1g.10gb; those are for pods, for claims give each "
+            "profile a resource with `profile` and `driver`."
         ),
     ] = "none"
     profile: (

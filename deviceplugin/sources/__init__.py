@@ -28,6 +28,7 @@ from deviceplugin import health
 from deviceplugin.config import (
     CommandProbeConfig,
     DeviceEntry,
+    DraConfig,
     HealthConfig,
     NvidiaConfig,
     PciConfig,
@@ -193,7 +194,11 @@ class ConfiguredSource(DeviceSource):
         return found
 
     async def branches(self) -> AsyncIterator[Sequence[DeviceSource]]:
-        """Yield the sources of further resources that its entries bring along: partitions by profile."""
+        """Yield the sources of further resources that its entries bring along: partitions by profile.
+
+        They are for pods alone, without a driver: what a driver publishes is named after its resources, and
+        one that joins later would rename devices that are allocated.
+        """
         domain = self.resource.partition("/")[0]
         built: dict[str, DeviceSource] = {}
         for entry, source in zip(self.config.devices, self.entries, strict=True):
@@ -209,7 +214,9 @@ class ConfiguredSource(DeviceSource):
                         name = f"{domain}/{resource_of(profile)}"
                         if name not in built:
                             devices = (DeviceEntry(nvidia=only),)
-                            config = msgspec.structs.replace(self.config, name=name, devices=devices)
+                            config = msgspec.structs.replace(
+                                self.config, name=name, devices=devices, driver=None, dra=DraConfig()
+                            )
                             built[name] = ConfiguredSource(config)
                     yield tuple(built.values())
 
