@@ -1,7 +1,7 @@
 """A scrape of 64 devices and 200 holders: how long it takes, and what memory metrics cost.
 
-Run by `python -m tests.bench.bench_metrics`; exit status 1 if a limit is missed. The agent is a
-process of its own, scraped over one kept connection as Prometheus does.
+`python -m tests.bench metrics` runs it. The agent is a process of its own (this module as a
+program), scraped over one kept connection as Prometheus does.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import IO, TYPE_CHECKING
+from typing import IO, TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
     from http.client import HTTPConnection
@@ -21,9 +21,6 @@ if TYPE_CHECKING:
 SCRAPES = 10_000
 SETTLED = 2_000
 """Scrapes after which memory must grow no more."""
-LIMIT_MS = 10.0
-LIMIT_MB = 4.0
-LIMIT_GROWTH_MB = 0.5
 
 
 def agent() -> None:
@@ -101,10 +98,10 @@ def agent() -> None:
 
 
 def rss(pid: int | str) -> float:
-    """Return a process's resident memory in MB."""
+    """Return a process's resident memory in MB (10^6 bytes)."""
     for line in Path(f"/proc/{pid}/status").read_text().splitlines():
         if line.startswith("VmRSS:"):
-            return int(line.split()[1]) / 1024
+            return int(line.split()[1]) * 1024 / 1e6
     raise AssertionError("no VmRSS")
 
 
@@ -119,15 +116,27 @@ def scrape(connection: HTTPConnection, count: int, headers: dict[str, str]) -> t
     return sorted(times), body
 
 
-def main() -> int:
-    """Measure; return the exit status."""
+class Figures(NamedTuple):
+    """What was measured; memory is the agent's, resident, above what it has without metrics."""
+
+    lines: int
+    p50_ms: float
+    p99_ms: float
+    settled_mb: float
+    growth_mb: float
+
+
+def measure(scrapes: int = SCRAPES) -> Figures:
+    """Start an agent and scrape it so often."""
     with subprocess.Popen(
-        [sys.executable, "-m", "tests.bench.bench_metrics", "agent"], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+        [sys.executable, "-m", "tests.bench.bench_metrics"], stdin=subprocess.PIPE, stdout=subprocess.PIPE
     ) as process:
-        return _measure(process, process.stdin or sys.stdin.buffer, process.stdout or sys.stdout.buffer)
+        assert process.stdin is not None
+        assert process.stdout is not None
+        return _measure(process.pid, process.stdin, process.stdout, scrapes)
 
 
-def _measure(process: subprocess.Popen[bytes], stdin: IO[bytes], stdout: IO[bytes]) -> int:
+def _measure(pid: int, stdin: IO[bytes], stdout: IO[bytes], scrapes: int) -> Figures:
     from http.client import HTTPConnection  # with OpenSSL, which the agent does without
 
     without = json.loads(stdout.readline())["rss"]
@@ -135,47 +144,24 @@ def _measure(process: subprocess.Popen[bytes], stdin: IO[bytes], stdout: IO[byte
     stdin.flush()
     host, _, port = json.loads(stdout.readline())["address"].rpartition(":")
     connection = HTTPConnection(host, int(port))
-    accept = {"Accept": "application/openmetrics-text;version=1.0.0,text/plain;version=0.0.4;q=0.5"}
-    while scrape(connection, 1, accept)[1].count(b"deviceplugin_device_power_watts{") < 64:
+    # What Prometheus says.
+    accept = {
+        "Accept": "application/openmetrics-text;version=1.0.0,text/plain;version=0.0.4;q=0.5",
+        "Accept-Encoding": "gzip",
+    }
+    plain = {"Accept": "text/plain"}
+    while (body := scrape(connection, 1, plain)[1]).count(b"deviceplugin_device_power_watts{") < 64:
         time.sleep(0.2)
-    plain, body = scrape(connection, 200, accept)
-    first = rss(process.pid)
-    packed, _ = scrape(connection, SETTLED, {**accept, "Accept-Encoding": "gzip"})
-    settled = rss(process.pid)
-    more, _ = scrape(connection, SCRAPES, {**accept, "Accept-Encoding": "gzip"})
-    last = rss(process.pid)
+    scrape(connection, SETTLED, accept)
+    settled = rss(pid)
+    times, _ = scrape(connection, scrapes, accept)
+    last = rss(pid)
     connection.close()
     stdin.close()
-    process.wait()
-    packed = sorted(packed + more)
-    figures = {
-        "lines": body.count(b"\n"),
-        "bytes": len(body),
-        "plain_p50_ms": round(plain[len(plain) // 2], 2),
-        "gzip_p50_ms": round(packed[len(packed) // 2], 2),
-        "gzip_p99_ms": round(packed[len(packed) * 99 // 100], 2),
-        "rss_without_mb": round(without, 1),
-        "rss_first_mb": round(first - without, 2),
-        "rss_settled_mb": round(settled - without, 2),
-        "rss_growth_mb": round(last - settled, 2),
-    }
-    missed = [
-        what
-        for what, bad in (
-            (f"a scrape takes more than {LIMIT_MS} ms", packed[len(packed) // 2] > LIMIT_MS),
-            (f"metrics cost more than {LIMIT_MB} MB", settled - without > LIMIT_MB),
-            (f"{SCRAPES} scrapes cost more than {LIMIT_GROWTH_MB} MB", last - settled > LIMIT_GROWTH_MB),
-        )
-        if bad
-    ]
-    print(json.dumps(figures, indent=1))
-    for what in missed:
-        print(f"missed: {what}")
-    return int(bool(missed))
+    return Figures(
+        body.count(b"\n"), times[len(times) // 2], times[len(times) * 99 // 100], settled - without, last - settled
+    )
 
 
 if __name__ == "__main__":
-    if sys.argv[1:] == ["agent"]:
-        agent()
-    else:
-        sys.exit(main())
+    agent()
