@@ -6,11 +6,15 @@ import asyncio
 import contextlib
 import http.client
 import json
+import re
 import shutil
+import ssl
 import subprocess
 import sys
 import threading
 import time
+import urllib.error
+import urllib.request
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -34,6 +38,7 @@ from deviceplugin.source import DeviceSource, Measured
 from deviceplugin.testing.devicemanager import ContainerSpec
 from deviceplugin.testing.kubelet import FakeKubelet
 from deviceplugin.testing.plugin import Served
+from tests.test_web import make_certificate
 from tests.views import RESOURCE, Source, Still, resource
 
 Samples = dict[tuple[str, frozenset[tuple[str, str]]], float]
@@ -483,6 +488,43 @@ class TestStart:
         )
         with pytest.raises(config.ConfigError, match="period"):
             config.parse(head + "metrics: {period: 0}")
+
+    @pytest.mark.parametrize("secured", [False, True], ids=["plain", "with TLS and token"])
+    def test_the_program_serves_what_its_config_says(
+        self, secured: bool, fake_kubelet: FakeKubelet, tmp_path: Path
+    ) -> None:
+        """`deviceplugin run` does without OpenSSL as long as nobody wants TLS, and with it then."""
+        file = tmp_path / "config.yaml"
+        text = "resources: [{name: example.com/sim, devices: [{simulated: {count: 2}}]}]\n"
+        certificate, key = make_certificate(tmp_path, "node")
+        (tmp_path / "token").write_text("s3cret")
+        if secured:
+            text += f"metrics: {{certificate: {certificate}, key: {key}, token: {tmp_path}/token, dcgm: true}}\n"
+        file.write_text(text)
+        command = [sys.executable, "-m", "deviceplugin", "run", "--config", str(file), "--metrics-address=127.0.0.1:0"]
+        command += ["--kubelet-root", str(fake_kubelet.root)]
+        with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
+            try:
+                assert process.stderr is not None
+                address = next(
+                    found[1]
+                    for line in process.stderr
+                    if (found := re.search(r"metrics at \w+://(\S+?)/metrics", line))
+                )
+                fake_kubelet.wait_registered("example.com/sim")
+                tls = ssl.create_default_context(cafile=str(certificate))
+                request = urllib.request.Request(f"{'https' if secured else 'http'}://{address}/metrics")
+                if secured:
+                    with pytest.raises(urllib.error.HTTPError, match="401") as refused:
+                        urllib.request.urlopen(request, timeout=10, context=tls)
+                    refused.value.close()
+                    request.add_header("Authorization", "Bearer s3cret")
+                with urllib.request.urlopen(request, timeout=10, context=tls) as answer:
+                    assert b'deviceplugin_devices{resource="example.com/sim"' in answer.read()
+                loaded = Path(f"/proc/{process.pid}/maps").read_text()
+                assert ("libssl" in loaded or "_ssl" in loaded) is secured
+            finally:
+                process.terminate()
 
     async def test_the_end_frees_the_address(self, tmp_path: Path) -> None:
         """After the context nothing listens any more."""
