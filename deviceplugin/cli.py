@@ -13,31 +13,20 @@ import logging
 import os
 import sys
 from collections.abc import AsyncGenerator, Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, cast
 
+from deviceplugin.options import EXITS, add_run_options, run_options
+
 if TYPE_CHECKING:
-    from deviceplugin.agent import Paths
     from deviceplugin.config import Config, ConfigError
     from deviceplugin.device import Device
     from deviceplugin.sources import ConfiguredSource
 
-__all__ = ["RunOptions", "add_run_options", "main", "parse_run", "run_options"]
+__all__ = ["main"]
 
 _LOG: Final = logging.getLogger(__name__)
-_EXITS: Final = (
-    "exit status: 0 all is well, 1 it failed while running, 2 wrong usage or a config file that cannot be used"
-)
 _LIST_TIMEOUT: Final = 10.0
-
-
-@dataclass(frozen=True)
-class RunOptions:
-    """What the options that every agent has say."""
-
-    paths: Paths
-    metrics_address: str | None
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -53,92 +42,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
 
 
-def parse_run(argv: Sequence[str] | None = None) -> RunOptions:
-    """Read the options of an author's own plugin (`run(Source())`) and set up its logs."""
-    parser = argparse.ArgumentParser(
-        description="Serve a device plugin to this node's kubelet.", epilog=_EXITS, allow_abbrev=False
-    )
-    add_run_options(parser)
-    return run_options(parser.parse_args(argv))
-
-
-def add_run_options(parser: argparse.ArgumentParser) -> None:
-    """Add the options that every agent has; dra-bridge has them too."""
-    parser.add_argument(
-        "--kubelet-root",
-        type=Path,
-        default=Path("/var/lib/kubelet"),
-        metavar="DIR",
-        help="the kubelet's --root-dir (%(default)s)",
-    )
-    parser.add_argument(
-        "--device-plugin-dir",
-        type=Path,
-        metavar="DIR",
-        help="where kubelet.sock is (device-plugins in the kubelet's root)",
-    )
-    parser.add_argument(
-        "--pod-resources-socket",
-        type=Path,
-        metavar="PATH",
-        help="the kubelet's PodResources service (pod-resources/kubelet.sock in its root)",
-    )
-    parser.add_argument(
-        "--metrics-address",
-        type=_address,
-        metavar="HOST:PORT",
-        help="serve Prometheus metrics there, such as :9410 (not served)",
-    )
-    _add_log_options(parser)
-
-
-def run_options(options: argparse.Namespace) -> RunOptions:
-    """Take the options added by `add_run_options` and set up the logs as they say."""
-    _set_up_logs(options)
-    from deviceplugin.agent import Paths
-
-    paths = Paths(options.kubelet_root, options.device_plugin_dir, options.pod_resources_socket)
-    return RunOptions(paths, options.metrics_address)
-
-
-def _add_log_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--log-format", choices=("text", "json"), default="text", help="lines for people or for machines (%(default)s)"
-    )
-    parser.add_argument(
-        "--log-level",
-        choices=("debug", "info", "warning", "error"),
-        default="info",
-        help="how much is said (%(default)s)",
-    )
-
-
-def _set_up_logs(options: argparse.Namespace) -> None:
-    from deviceplugin import logs
-
-    if options.log_format == "json":
-        os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # its lines are not JSON
-    logs.setup(options.log_format, options.log_level)
-
-
-def _address(text: str) -> str:
-    host, colon, port = text.rpartition(":")
-    if not colon or not port.isascii() or not port.isdecimal() or int(port) > 65535:
-        raise argparse.ArgumentTypeError(f"{text!r} is not HOST:PORT; write :9410 for all addresses")
-    if ":" in host and not (host.startswith("[") and host.endswith("]")):
-        raise argparse.ArgumentTypeError(f"an IPv6 address goes in brackets: [{host}]:{port}")
-    return text
-
-
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="deviceplugin", description="Kubernetes device plugins from a file.", epilog=_EXITS, allow_abbrev=False
+        prog="deviceplugin", description="Kubernetes device plugins from a file.", epilog=EXITS, allow_abbrev=False
     )
     parser.add_argument("--version", action=_Version, help="show the version and exit")
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
 
     def add(name: str, command: Any, about: str) -> argparse.ArgumentParser:
-        one = commands.add_parser(name, help=about, description=about, epilog=_EXITS, allow_abbrev=False)
+        one = commands.add_parser(name, help=about, description=about, epilog=EXITS, allow_abbrev=False)
         one.set_defaults(command=command)
         return one
 

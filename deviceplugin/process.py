@@ -55,9 +55,9 @@ def run(*sources: DeviceSource, argv: Sequence[str] | None = None) -> None:
     The command line (or `argv`) may name the kubelet's directories and the log's form; `--help`
     says how. Ends the process with status 1 if the node cannot be served.
     """
-    from deviceplugin import cli
+    from deviceplugin.options import parse_run
 
-    options = cli.parse_run(argv)
+    options = parse_run(argv)
 
     def make() -> Served:
         return Served.plainly(Agent(sources, options.paths, keep_books=options.metrics_address is not None))

@@ -21,7 +21,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
-from deviceplugin import cli as common
+from deviceplugin import options as common
 
 if TYPE_CHECKING:
     from deviceplugin.agent import Paths

@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 
 from deviceplugin import cli
+from deviceplugin.options import parse_run as options_of
 from deviceplugin.testing.kubelet import FakeKubelet
 
 GOOD = "resources:\n  - name: example.com/sim\n    devices:\n      - simulated: {count: 2, numa: 2}\n"
@@ -288,7 +289,7 @@ def test_interrupt_ends_quietly(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_options_of_an_authors_plugin() -> None:
     """An author's own plugin takes the same options as `run`, without a config file."""
-    options = cli.parse_run(
+    options = options_of(
         ["--kubelet-root", "/k", "--device-plugin-dir", "/d", "--pod-resources-socket", "/s", "--metrics-address", ":1"]
     )
     assert (str(options.paths.plugins), str(options.paths.pod_resources)) == ("/d", "/s")
@@ -297,7 +298,7 @@ def test_options_of_an_authors_plugin() -> None:
 
 def test_defaults_of_an_authors_plugin() -> None:
     """Without options the kubelet is where kubelets are, and no metrics are served."""
-    options = cli.parse_run([])
+    options = options_of([])
     assert str(options.paths.plugins) == "/var/lib/kubelet/device-plugins"
     assert str(options.paths.pod_resources) == "/var/lib/kubelet/pod-resources/kubelet.sock"
     assert options.metrics_address is None
