@@ -1,8 +1,8 @@
 """The API server: requests with deadlines, list-and-watch, and which resource.k8s.io it speaks.
 
 The only room that knows how Kubernetes is reached. Objects are plain dicts as JSON has them, so no
-model classes are loaded. lightkube reads kubeconfig files, service accounts and exec plugins, httpx
-carries the requests; neither shows: errors are this module's own and so is list-and-watch.
+model classes are loaded. How the server is reached and how requests get there is other rooms'
+business (`access`, `http`) and does not show: errors are this module's own and so is list-and-watch.
 
 Many agents talk to one API server. Nothing here polls, a lost server is asked again after random
 waits that grow to half a minute, and what is lost or back is logged once.
@@ -14,24 +14,17 @@ import asyncio
 import logging
 import os
 import random
-import socket
-import ssl
 import time
 import urllib.parse
-import urllib.request
 from collections.abc import AsyncGenerator, Callable, Mapping
-from contextlib import aclosing
+from contextlib import AsyncExitStack, aclosing
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, Final, Literal, NamedTuple, Self
 
-import httpx2 as httpx
 import msgspec
-from lightkube.config.client_adapter import user_auth, verify_cluster
-from lightkube.config.kubeconfig import DEFAULT_KUBECONFIG, KubeConfig, SingleConfig
-from lightkube.config.models import Cluster as _Server
-from lightkube.config.models import User as _User
-from lightkube.core.exceptions import ConfigError as _LightkubeConfigError
+
+from dra_bridge import access, http
+from dra_bridge.access import Access
 
 __all__ = [
     "DEVICE_CLASSES",
@@ -321,16 +314,6 @@ class Backoff:
 
 # --- the client -----------------------------------------------------------------------------------
 
-_KEEPALIVE: Final = (
-    (socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1),
-    (socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 15),
-    (socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 5),
-    (socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 3),
-    (socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 30_000),
-    (socket.IPPROTO_TCP, socket.TCP_NODELAY, 1),
-)
-"""A peer that vanished without a word (node lost, load balancer gone) is noticed after 30 s, also by a silent watch."""
-
 _RENEW: Final = 10.0
 """Seconds between two readings of the configuration when the server cannot be reached or does not know us."""
 
@@ -345,7 +328,7 @@ class Cluster:
 
     def __init__(
         self,
-        configuration: Callable[[], SingleConfig],
+        configuration: Callable[[], Access],
         *,
         deadline: float = DEADLINE,
         backoff: Backoff | None = None,
@@ -363,7 +346,7 @@ class Cluster:
         self._configuration = configuration
         self._watch_seconds = watch_seconds
         self._user_agent = user_agent
-        self._client: httpx.AsyncClient | None = None
+        self._connection: tuple[Access, http.Server] | None = None
         self._server = ""
         self._made_at = 0.0
         self._renew = False
@@ -384,14 +367,12 @@ class Cluster:
 
         options: as of the class.
         """
-        return cls(lambda: _read_configuration(kubeconfig), **options)
+        return cls(lambda: access.from_environment(kubeconfig), **options)
 
     @classmethod
     def from_server(cls, url: str, *, token: str = "", ca_file: str = "", **options: Any) -> Cluster:
         """Reach the server at a URL, with a bearer token and a file of CA certificates if given."""
-        server = _Server(server=url, certificate_auth=ca_file or None)
-        user = _User(token=token or None)
-        return cls(lambda: _single(KubeConfig.from_one(cluster=server, user=user)), **options)
+        return cls(lambda: access.from_server(url, token=token, ca_file=ca_file), **options)
 
     async def __aenter__(self) -> Self:
         return self
@@ -404,9 +385,9 @@ class Cluster:
 
     async def aclose(self) -> None:
         """Close all connections; watches that are still followed fail."""
-        client, self._client = self._client, None
-        if client is not None:
-            await client.aclose()
+        connection, self._connection = self._connection, None
+        if connection is not None:
+            await connection[1].aclose()
         if self._old:
             await asyncio.wait(self._old)
 
@@ -717,34 +698,40 @@ class Cluster:
             "resourceVersion": position,
             "timeoutSeconds": str(max(1, round(seconds))),
         }
-        path = _path(kind, kind.version or version, "", namespace)
-        client = await self._connected()
+        path = f"{_path(kind, kind.version or version, '', namespace)}?{urllib.parse.urlencode(parameters)}"
         self._watches += 1
         self._requests["GET"] = self._requests.get("GET", 0) + 1
-        timeout = httpx.Timeout(self.deadline, read=seconds + 15.0)
-        request = client.build_request("GET", path, params=parameters, timeout=timeout)
-        try:
-            async with asyncio.timeout(self.deadline):
-                response = await client.send(request, stream=True)
-        except _FAILURES as error:
-            raise self._failed("GET", path, error) from error
-        try:
-            if response.status_code != 200:
-                raise await self._refused(response)
-            self._answered()
-            yield "OPEN", {}
-            async for line in response.aiter_lines():
-                if not line:
-                    continue
-                event = msgspec.json.decode(line)
-                found = event.get("object") or {}
-                if event.get("type") == "ERROR":
-                    raise _error_of_status(found)
-                yield str(event.get("type")), found
-        except _FAILURES as error:
-            raise self._failed("GET", path, error) from error
-        finally:
-            await response.aclose()
+        async with AsyncExitStack() as stack:
+            try:
+                async with asyncio.timeout(self.deadline):
+                    server, headers = await self._connected()
+                    response, pieces = await stack.enter_async_context(server.stream("GET", path, headers))
+                    if response.status == 401 and (renewed := await self._connected(refused=True))[1] != headers:
+                        server, headers = renewed
+                        response, pieces = await stack.enter_async_context(server.stream("GET", path, headers))
+                if response.status != 200:
+                    body = bytearray()
+                    async with asyncio.timeout(self.deadline):
+                        async for piece in pieces:
+                            body += piece
+                    raise self._refused(http.Response(response.status, response.headers, bytes(body)))
+                self._answered()
+                yield "OPEN", {}
+                rest = b""
+                while True:
+                    async with asyncio.timeout(seconds + 15.0):
+                        piece = await anext(pieces, b"")
+                    if not piece:
+                        break
+                    *lines, rest = (rest + piece).split(b"\n")
+                    for line in filter(None, lines):
+                        event = msgspec.json.decode(line)
+                        found = event.get("object") or {}
+                        if event.get("type") == "ERROR":
+                            raise _error_of_status(found)
+                        yield str(event.get("type")), found
+            except _FAILURES as error:
+                raise self._failed("GET", path.partition("?")[0], error) from error
 
     # --- one request ---
 
@@ -788,35 +775,40 @@ class Cluster:
         content_type: str = "application/json",
         deadline: float | None = None,
     ) -> Object:
-        content = None if body is None else msgspec.json.encode(body)
-        headers = {"Content-Type": content_type} if content is not None else None
+        content = b"" if body is None else msgspec.json.encode(body)
+        more = {"Content-Type": content_type} if content else {}
+        target = f"{path}?{urllib.parse.urlencode(parameters)}" if parameters else path
 
-        async def once() -> httpx.Response:
-            client = await self._connected()
+        async def once() -> http.Response:
+            server, headers = await self._connected()
             self._requests[method] = self._requests.get(method, 0) + 1
-            return await client.request(method, path, params=parameters, content=content, headers=headers)
+            response = await server.request(method, target, headers | more, content)
+            if response.status == 401 and (renewed := await self._connected(refused=True))[1] != headers:
+                server, headers = renewed
+                response = await server.request(method, target, headers | more, content)
+            return response
 
         try:
             async with asyncio.timeout(deadline or self.deadline):
                 try:
                     response = await once()
-                except (httpx.RemoteProtocolError, httpx.ReadError, httpx.WriteError):
+                except (http.HttpError, ConnectionError):
                     if method != "GET":
                         raise
                     response = await once()  # a kept connection that the server had closed
-                if response.status_code >= 300:
-                    raise await self._refused(response)
+                if response.status >= 300:
+                    raise self._refused(response)
         except _FAILURES as error:
             raise self._failed(method, path, error) from error
         self._answered()
         try:
-            answer = msgspec.json.decode(response.content)
+            answer = msgspec.json.decode(response.body)
         except msgspec.MsgspecError as error:
             raise UnavailableError(f"{method} {path}: the answer is not JSON: {error}") from error
         return answer if isinstance(answer, dict) else {"value": answer}
 
-    async def _refused(self, response: httpx.Response) -> ApiError:
-        error = error_of(response.status_code, await response.aread(), response.headers.get("Retry-After", ""))
+    def _refused(self, response: http.Response) -> ApiError:
+        error = error_of(response.status, response.body, response.headers.get("retry-after", ""))
         if isinstance(error, UnavailableError):
             self._failures += 1
         else:
@@ -828,7 +820,7 @@ class Cluster:
     def _failed(self, method: str, path: str, error: BaseException) -> ApiError:
         self._failures += 1
         self._renew = True
-        said = "no answer in time" if isinstance(error, TimeoutError | httpx.TimeoutException) else str(error)
+        said = "no answer in time" if isinstance(error, TimeoutError) else str(error)
         said = said or type(error).__name__
         if self._lost_since is None:
             self._lost_since = time.monotonic()
@@ -849,35 +841,36 @@ class Cluster:
             self._said.add(what)
             logger.warning("%s: %s; trying again", what, message)
 
-    async def _connected(self) -> httpx.AsyncClient:
+    async def _connected(self, *, refused: bool = False) -> tuple[http.Server, dict[str, str]]:
+        """Return the server and the headers that tell it who asks; refused: it did not know the last ones."""
         now = time.monotonic()
-        if self._client is not None and not (self._renew and now - self._made_at >= _RENEW):
-            return self._client
-        try:
-            configuration = self._configuration()
-            client = _client(configuration, self.deadline, self._user_agent)
-        except (_LightkubeConfigError, OSError, KeyError, ValueError) as error:
-            if self._client is None:
-                raise AccessError(f"cannot reach an API server: {error}") from error
+        if self._connection is None or (self._renew and now - self._made_at >= _RENEW):
+            try:
+                made = self._configuration()
+                server = http.Server(made.url, made.tls, http.proxy_of(made.url))
+            except (access.AccessError, OSError, ValueError) as error:
+                if self._connection is None:
+                    raise AccessError(f"cannot reach an API server: {error}") from error
+            else:
+                old, self._connection = self._connection, (made, server)
+                self._server = made.url
+                if old is not None:
+                    closing = asyncio.ensure_future(old[1].aclose())
+                    self._old.add(closing)
+                    closing.add_done_callback(self._old.discard)
             self._made_at, self._renew = now, False
-            return self._client
-        old, self._client = self._client, client
-        self._server = configuration.cluster.server
-        self._made_at, self._renew = now, False
-        if old is not None:
-            closing = asyncio.ensure_future(old.aclose())
-            self._old.add(closing)
-            closing.add_done_callback(self._old.discard)
-        return client
+        reached, server = self._connection
+        headers = {"User-Agent": self._user_agent, "Accept": "application/json"}
+        if authorization := await reached.authorize(refused):
+            headers["Authorization"] = authorization
+        return server, headers
 
 
 _FAILURES: Final = (
-    httpx.HTTPError,
-    httpx.StreamError,
+    http.HttpError,
     TimeoutError,
     OSError,
-    _LightkubeConfigError,
-    KeyError,
+    access.AccessError,
     ValueError,
 )
 """What a request without an answer ends with; a token file or exec plugin that fails is among it."""
@@ -905,50 +898,3 @@ def _path(kind: Kind, version: str, name: str, namespace: str, subresource: str 
 def _selectors(field_selector: str, label_selector: str) -> dict[str, str]:
     both = {"fieldSelector": field_selector, "labelSelector": label_selector}
     return {key: value for key, value in both.items() if value}
-
-
-def _single(config: KubeConfig) -> SingleConfig:
-    single = config.get()
-    if single is None:
-        raise AccessError("the kubeconfig names no current context")
-    return single
-
-
-def _read_configuration(kubeconfig: str | os.PathLike[str] | None) -> SingleConfig:
-    if kubeconfig:
-        return _single(KubeConfig.from_file(os.fspath(kubeconfig)))
-    if "KUBERNETES_SERVICE_HOST" in os.environ:
-        try:
-            return _single(KubeConfig.from_service_account())
-        except _LightkubeConfigError:
-            pass
-    named = [path for path in os.environ.get("KUBECONFIG", "").split(os.pathsep) if path]
-    file = next((path for path in named if Path(path).expanduser().exists()), named[0] if named else DEFAULT_KUBECONFIG)
-    return _single(KubeConfig.from_file(file))
-
-
-def _client(configuration: SingleConfig, deadline: float, user_agent: str) -> httpx.AsyncClient:
-    server = configuration.cluster.server
-    user = configuration.user or _User()
-    secure = urllib.parse.urlsplit(server).scheme == "https"
-    verify: ssl.SSLContext | bool = (
-        verify_cluster(configuration.cluster, user, configuration.abs_file) if secure else False
-    )
-    limits = httpx.Limits(max_connections=32, max_keepalive_connections=8, keepalive_expiry=60.0)
-    return httpx.AsyncClient(
-        base_url=server,
-        auth=user_auth(user),
-        headers={"User-Agent": user_agent, "Accept": "application/json"},
-        timeout=httpx.Timeout(deadline),
-        transport=httpx.AsyncHTTPTransport(
-            verify=verify, limits=limits, proxy=_proxy(server), socket_options=_KEEPALIVE
-        ),
-    )
-
-
-def _proxy(server: str) -> str | None:
-    parts = urllib.parse.urlsplit(server)
-    proxy = urllib.request.getproxies().get(parts.scheme)
-    if not proxy or urllib.request.proxy_bypass(parts.hostname or ""):
-        return None
-    return proxy

@@ -1,0 +1,132 @@
+"""How the API server is reached."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dra_bridge import access
+from dra_bridge.access import AccessError, from_environment
+
+
+@pytest.fixture
+def account(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A pod's service account."""
+    directory = tmp_path / "serviceaccount"
+    directory.mkdir()
+    (directory / "token").write_text("first\n")
+    bundle = next(
+        path for path in ("/etc/ssl/certs/ca-certificates.crt", "/etc/pki/tls/cert.pem") if Path(path).exists()
+    )
+    shutil.copy(bundle, directory / "ca.crt")
+    monkeypatch.setattr(access, "SERVICE_ACCOUNT", directory)
+    monkeypatch.setenv("KUBERNETES_SERVICE_HOST", "fd00::1")
+    monkeypatch.setenv("KUBERNETES_SERVICE_PORT", "6443")
+    return directory
+
+
+async def test_in_a_pod(account: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A pod reaches its cluster by its service account, whose token is read again when it is old or refused."""
+    found = from_environment()
+    assert found.url == "https://[fd00::1]:6443"
+    assert found.tls is not None
+    assert found.tls.get_ca_certs()
+    assert await found.authorize(False) == "Bearer first"
+    (account / "token").write_text("second")
+    assert await found.authorize(False) == "Bearer first"
+    assert await found.authorize(True) == "Bearer second"
+    monkeypatch.setattr(access, "TOKEN_AGE", 0.0)
+    (account / "token").write_text("third")
+    assert await found.authorize(False) == "Bearer third"
+
+
+def kubeconfig(path: Path, user: dict[str, Any], **cluster: Any) -> Path:
+    body = {
+        "current-context": "c",
+        "contexts": [{"name": "c", "context": {"cluster": "k", "user": "u"}}],
+        "clusters": [{"name": "k", "cluster": {"server": "http://server.example", **cluster}}],
+        "users": [{"name": "u", "user": user}],
+    }
+    path.write_text(json.dumps(body))
+    return path
+
+
+async def test_a_named_file_comes_first(account: Path, tmp_path: Path) -> None:
+    """A kubeconfig that is named is used in a pod, too."""
+    assert from_environment(kubeconfig(tmp_path / "config", {})).url == "http://server.example"
+
+
+@pytest.mark.parametrize(
+    ("user", "header"),
+    [
+        ({"token": "t"}, "Bearer t"),
+        ({"username": "u", "password": "p"}, "Basic dTpw"),
+        ({}, ""),
+    ],
+    ids=["token", "password", "nobody"],
+)
+async def test_users(tmp_path: Path, user: dict[str, Any], header: str) -> None:
+    """A kubeconfig's token or password becomes the header, and stays when it is refused."""
+    found = from_environment(kubeconfig(tmp_path / "config", user))
+    assert await found.authorize(False) == header
+    assert await found.authorize(True) == header
+
+
+async def test_a_token_file_beside_the_config(tmp_path: Path) -> None:
+    """A token file is named relative to the kubeconfig."""
+    (tmp_path / "token").write_text("t")
+    assert (
+        await from_environment(kubeconfig(tmp_path / "config", {"tokenFile": "token"})).authorize(False) == "Bearer t"
+    )
+
+
+async def test_an_exec_plugin(tmp_path: Path) -> None:
+    """An exec plugin is run once, and again when its token is refused."""
+    plugin = tmp_path / "plugin"
+    runs = tmp_path / "runs"
+    answer = '"{\\"status\\": {\\"token\\": \\"t$n\\"}}"'
+    plugin.write_text(f"#!/bin/sh\necho x >> {runs}\nn=$(grep -c x {runs})\necho {answer}\n")
+    plugin.chmod(0o755)
+    user = {"exec": {"apiVersion": "client.authentication.k8s.io/v1beta1", "command": str(plugin)}}
+    found = from_environment(kubeconfig(tmp_path / "config", user))
+    assert [await found.authorize(again) for again in (False, False, True, False)] == [
+        "Bearer t1",
+        "Bearer t1",
+        "Bearer t2",
+        "Bearer t2",
+    ]
+
+
+async def test_an_exec_plugin_that_fails(tmp_path: Path) -> None:
+    """Credentials that cannot be had are an error of their own."""
+    user = {"exec": {"apiVersion": "client.authentication.k8s.io/v1beta1", "command": "false"}}
+    found = from_environment(kubeconfig(tmp_path / "config", user))
+    with pytest.raises(AccessError, match="no credentials"):
+        await found.authorize(False)
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{}", "current-context: none\nclusters: []\ncontexts: []\n", "a: ["])
+def test_files_that_make_no_sense(tmp_path: Path, text: str) -> None:
+    """A file that is no kubeconfig is an error that names it."""
+    file = tmp_path / "config"
+    file.write_text(text)
+    with pytest.raises(AccessError, match="config"):
+        from_environment(file)
+
+
+def test_a_pod_loads_no_kubernetes_client() -> None:
+    """Reaching the cluster from a pod takes neither lightkube nor an HTTP library."""
+    code = (
+        "import sys, dra_bridge.agent, dra_bridge.access as access\n"
+        "access.from_server('https://127.0.0.1')\n"
+        "roots = {name.split('.')[0] for name in sys.modules}\n"
+        "print(roots & {'lightkube', 'httpx2', 'httpx', 'anyio', 'email', 'http'})"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
+    assert done.stdout.strip() == "set()"

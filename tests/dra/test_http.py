@@ -1,0 +1,251 @@
+"""HTTP/1.1 on kept connections, against servers that answer byte by byte as a test says."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+
+import pytest
+
+from dra_bridge import http
+from dra_bridge.http import HttpError, Server, proxy_of
+
+Handler = Callable[[str], bytes | None]
+
+
+class Answering:
+    """A server that answers each request's head with bytes; None closes the connection."""
+
+    def __init__(self, handler: Handler) -> None:
+        self.handler = handler
+        self.heads: list[str] = []
+        self.connections = 0
+        self.writers: list[asyncio.StreamWriter] = []
+        self.url = ""
+
+    async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self.connections += 1
+        self.writers.append(writer)
+        try:
+            while True:
+                head = (await reader.readuntil(b"\r\n\r\n")).decode()
+                self.heads.append(head)
+                answer = self.handler(head)
+                if answer is None:
+                    break
+                writer.write(answer)
+                await writer.drain()
+        except (asyncio.IncompleteReadError, ConnectionError):
+            pass
+        finally:
+            writer.close()
+
+
+def url_of(server: asyncio.Server) -> str:
+    return f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+
+
+@asynccontextmanager
+async def answering(handler: Handler | bytes) -> AsyncIterator[Answering]:
+    one = Answering(handler if callable(handler) else lambda _: handler)
+    server = await asyncio.start_server(one.serve, "127.0.0.1", 0)
+    one.url = url_of(server)
+    try:
+        async with asyncio.timeout(10):
+            yield one
+    finally:
+        server.close()
+        for writer in one.writers:
+            writer.close()
+        await server.wait_closed()
+
+
+@asynccontextmanager
+async def reaching(url: str, proxy: str = "") -> AsyncIterator[Server]:
+    server = Server(url, proxy=proxy)
+    try:
+        yield server
+    finally:
+        await server.aclose()
+
+
+CHUNKED = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n"
+OK = b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\n{}"
+
+
+async def test_connections_are_kept() -> None:
+    """Requests one after another share a connection, requests at a time do not."""
+    async with answering(OK) as other, reaching(other.url) as server:
+        for _ in range(3):
+            assert (await server.request("GET", "/a", {})).body == b"{}"
+        assert other.connections == 1
+        await asyncio.gather(*(server.request("GET", "/a", {}) for _ in range(3)))
+        assert other.connections == 3
+
+
+async def test_the_request() -> None:
+    """What is sent is the target below the server's own path, its authority, the headers and the body's length."""
+    async with answering(OK) as other, reaching(f"{other.url}/prefix/") as server:
+        await server.request("POST", "/a?b=c", {"X-One": "1"}, b"body")
+        authority = other.url.partition("//")[2]
+        assert other.heads == [
+            f"POST /prefix/a?b=c HTTP/1.1\r\nHost: {authority}\r\nX-One: 1\r\nContent-Length: 4\r\n\r\n"
+        ]
+
+
+@pytest.mark.parametrize(
+    ("answer", "status", "body", "again"),
+    [
+        (CHUNKED + b"3;x=y\r\nabc\r\nA\r\n0123456789\r\n0\r\nT: 1\r\n\r\n", 200, b"abc0123456789", 1),
+        (b"HTTP/1.1 100 Continue\r\n\r\nHTTP/1.1 404 Not Found\r\ncontent-length: 1\r\n\r\nx", 404, b"x", 1),
+        (b"HTTP/1.1 204 No Content\r\n\r\n", 204, b"", 1),
+        (b"HTTP/1.1 200 OK\r\nConnection: close\r\nContent-Length: 1\r\n\r\nx", 200, b"x", 2),
+        (b"HTTP/1.0 200 OK\r\nContent-Length: 1\r\n\r\nx", 200, b"x", 2),
+    ],
+    ids=["chunked", "continue", "no-content", "close", "1.0"],
+)
+async def test_answers(answer: bytes, status: int, body: bytes, again: int) -> None:
+    """Bodies are read in every form, and only a connection that the server keeps is used again."""
+    async with answering(answer) as other, reaching(other.url) as server:
+        for _ in range(2):
+            response = await server.request("GET", "/", {})
+            assert (response.status, response.body) == (status, body)
+        assert other.connections == again
+
+
+async def test_a_body_up_to_the_end() -> None:
+    """A body without a length ends with the connection."""
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(b"HTTP/1.1 200 OK\r\n\r\nall of it")
+        await writer.drain()
+        writer.close()
+
+    listening = await asyncio.start_server(serve, "127.0.0.1", 0)
+    async with listening, reaching(url_of(listening)) as server:
+        assert (await server.request("GET", "/", {})).body == b"all of it"
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        None,
+        b"SSH-2.0-OpenSSH\r\n\r\n",
+        b"HTTP/1.1 abc\r\n\r\n",
+        b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\nzz\r\n",
+        b"HTTP/1.1 200 OK\r\nContent-Length: -1\r\n\r\n",
+        b"HTTP/1.1 200 OK\r\nX: " + b"x" * 100_000,
+        b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n" + b"1" * 100_000,
+    ],
+    ids=["closed", "ssh", "status", "chunk", "length", "headers", "size"],
+)
+async def test_nonsense(answer: bytes | None) -> None:
+    """What is no HTTP is an error, and its connection is not used again."""
+    async with answering(lambda _: answer) as other, reaching(other.url) as server:
+        for _ in range(2):
+            with pytest.raises(HttpError):
+                await server.request("GET", "/", {})
+        assert other.connections == 2
+
+
+@pytest.mark.parametrize("part", [b"Content-Length: 5", b"Transfer-Encoding: chunked"])
+async def test_a_body_that_breaks_off(part: bytes) -> None:
+    """A connection that ends in the middle of a body is an error, not a shorter body."""
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(b"HTTP/1.1 200 OK\r\n" + part + b"\r\n\r\n5\r\na")
+        await writer.drain()
+        writer.close()
+
+    listening = await asyncio.start_server(serve, "127.0.0.1", 0)
+    async with listening, reaching(url_of(listening)) as server:
+        with pytest.raises(HttpError, match="middle"):
+            await server.request("GET", "/", {})
+
+
+async def test_a_connection_that_the_server_closed_is_not_used() -> None:
+    """A kept connection that the server has closed meanwhile is noticed, and another one made."""
+    async with answering(OK) as other, reaching(other.url) as server:
+        await server.request("GET", "/", {})
+        other.writers[0].close()
+        await other.writers[0].wait_closed()
+        await asyncio.sleep(0)
+        await server.request("GET", "/", {})
+        assert other.connections == 2
+
+
+async def test_old_connections_are_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A connection that lay idle for long is not trusted."""
+    monkeypatch.setattr(http, "IDLE", 0.0)
+    async with answering(OK) as other, reaching(other.url) as server:
+        for _ in range(2):
+            await server.request("GET", "/", {})
+        assert other.connections == 2
+
+
+async def test_a_stream() -> None:
+    """A streamed body comes as the server sends it, and need not be read to its end."""
+    head = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n4\r\none\n\r\n"
+    async with answering(head) as other, reaching(other.url) as server:
+        async with server.stream("GET", "/", {}) as (response, pieces):
+            assert response.status == 200
+            assert await anext(pieces) == b"one\n"
+            other.writers[0].write(b"4\r\ntwo\n\r\n")
+            assert await anext(pieces) == b"two\n"
+        assert "0 connections at work, 0 kept" in repr(server)
+
+
+async def test_cancelled() -> None:
+    """A request that is cancelled loses its connection, and the next one gets its own answer."""
+    async with answering(lambda head: b"" if "slow" in head else OK) as other, reaching(other.url) as server:
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(0.05):
+                await server.request("GET", "/slow", {})
+        assert (await server.request("GET", "/", {})).body == b"{}"
+        assert other.connections == 2
+
+
+async def test_no_control_characters() -> None:
+    """Nothing that would end a header can be put into one."""
+    async with answering(OK) as other, reaching(other.url) as server:
+        for target, value in (("/\r\nX: y", "1"), ("/", "1\nX: y")):
+            with pytest.raises(ValueError, match="control"):
+                await server.request("GET", target, {"A": value})
+        assert not other.heads
+
+
+async def test_a_proxy() -> None:
+    """Through a proxy the whole URL is asked for, and for https a tunnel, with the proxy's own credentials."""
+    async with answering(OK) as proxy, reaching("http://server.example", proxy.url) as server:
+        await server.request("GET", "/a", {})
+        assert proxy.heads[0].startswith("GET http://server.example/a HTTP/1.1\r\n")
+    refusing = answering(b"HTTP/1.1 407 Who\r\nContent-Length: 0\r\n\r\n")
+    async with refusing as proxy, reaching("https://[::1]:6443", proxy.url.replace("//", "//me:s%20x@")) as server:
+        with pytest.raises(HttpError, match="407"):
+            await server.request("GET", "/a", {})
+        assert proxy.heads[0].startswith("CONNECT [::1]:6443 HTTP/1.1\r\nHost: [::1]:6443\r\n")
+        assert "Proxy-Authorization: Basic bWU6cyB4\r\n" in proxy.heads[0]
+
+
+def test_which_proxy(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The environment names the proxy by the server's scheme, and servers that are reached without one."""
+    for name in ("HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY", "NO_PROXY"):
+        monkeypatch.delenv(name, raising=False)
+        monkeypatch.delenv(name.lower(), raising=False)
+    assert proxy_of("https://server.example") == ""
+    monkeypatch.setenv("HTTPS_PROXY", "proxy.example:3128")
+    assert proxy_of("https://server.example") == "http://proxy.example:3128"
+    assert proxy_of("http://server.example") == ""
+    monkeypatch.setenv("NO_PROXY", ".example,10.96.0.1")
+    assert proxy_of("https://server.example") == ""
+    assert proxy_of("https://10.96.0.1") == ""
+
+
+@pytest.mark.parametrize(("url", "proxy"), [("server", ""), ("ftp://server", ""), ("http://server", "socks5://proxy")])
+def test_urls_that_cannot_be_used(url: str, proxy: str) -> None:
+    """A URL of something else than HTTP is refused at once."""
+    with pytest.raises(ValueError, match="is not the URL of"):
+        Server(url, proxy=proxy)
