@@ -984,6 +984,7 @@ class NvidiaSource(DeviceSource):
         self._look = Look((), {})
         self._courses: dict[str, Course] = {}
         self._counts: dict[str, dict[str, int]] = {}
+        self._times: dict[tuple[str | None, int], int] = {}
         self._links: Mapping[frozenset[str], float] = MappingProxyType({})
         self._made: dict[str, tuple[tuple[object, ...], Device]] = {}
         self._specs = _CdiSpecs(self._places.cdi)
@@ -1039,7 +1040,10 @@ class NvidiaSource(DeviceSource):
 
     def _take_xid(self, xid: Xid, now: float) -> None:
         ignored = xid.code in self.ignore_xids
-        _LOG.log(logging.INFO if ignored else logging.WARNING, "XID %d of GPU %s", xid.code, xid.gpu or "unknown")
+        times = self._times[xid.gpu, xid.code] = self._times.get((xid.gpu, xid.code), 0) + 1
+        if times & (times - 1) == 0:  # a program in a loop must not fill the log
+            level = logging.INFO if ignored else logging.WARNING
+            _LOG.log(level, "XID %d of GPU %s, %d so far", xid.code, xid.gpu or "unknown", times)
         for gpu in self._look.gpus:
             if xid.gpu not in (None, gpu.uuid):
                 continue
@@ -1197,7 +1201,9 @@ class NvidiaSource(DeviceSource):
         With other ways of injection it says that there is nothing to do: images set it to `all`, and
         a container would see every GPU where that runtime is the default one.
         """
-        visible = ",".join(device.id for device in devices) if self.injection == "env" else "void"
+        # The kubelet names them in any order; the container numbers its GPUs by this one.
+        ordered = sorted(devices, key=_place)
+        visible = ",".join(device.id for device in ordered) if self.injection == "env" else "void"
         return ContainerEdits(env={VISIBLE: visible})
 
     @property
@@ -1221,6 +1227,12 @@ class NvidiaSource(DeviceSource):
             if counts := self._counts.get(name):
                 found.setdefault(name, {})["xid_errors_total"] = dict(counts)
         return found
+
+
+def _place(device: Device) -> tuple[int, int]:
+    """Return where a GPU, or a partition of it, stands among the others."""
+    index = int(device.attributes.get("index", 0))
+    return (int(device.attributes["parentIndex"]), index) if "parentIndex" in device.attributes else (index, 0)
 
 
 def _links(

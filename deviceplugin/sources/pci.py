@@ -126,7 +126,8 @@ class PciSource(DeviceSource):
     def edits(self, devices: Sequence[Device]) -> ContainerEdits:
         """Return the variable with the addresses: PCIDEVICE_EXAMPLE_COM_NIC=0000:3b:02.0,0000:3b:02.1."""
         name = "PCIDEVICE_" + re.sub(r"[^A-Z0-9]", "_", (self.resource or "pci").upper())
-        return ContainerEdits(env={name: ",".join(device.id for device in devices)})
+        # The kubelet names them in any order.
+        return ContainerEdits(env={name: ",".join(sorted(device.id for device in devices))})
 
     def _read(self, address: str) -> _Function | None:
         directory = os.path.realpath(f"{self._root}/{address}")

@@ -23,10 +23,13 @@ from deviceplugin.config import parse
 from deviceplugin.device import Device
 from deviceplugin.source import DeviceSource
 from deviceplugin.sources import build
+from deviceplugin.sources.nvml import NvidiaSource
 from deviceplugin.sources.path import PathSource
 from deviceplugin.sources.pci import PciFilter, PciSource
 from tests.cluster import isolate
 from tests.cluster.node import Cluster, ExecError, Pod
+from tests.nvml.world import DGX1V, World, dgx_1v
+from tests.nvml.world import build as build_library
 from tests.sources.trees import Tree
 
 NODES = Path("/sys/devices/system/node")
@@ -154,15 +157,15 @@ def test_numa_node_that_the_machine_has_not_is_refused_and_can_be_left_out(
     """A device that claims node 7 cannot be had under the restricted policy; with `topology: false` it can."""
     tree = Tree(directory)
     pci(tree, "0000:01:00.0", 7)
-    source = pci_source(tree, "example.com/gpu", "03")
-    with served(source):
+    anywhere = pci_source(tree, "example.com/anywhere", "03")
+    anywhere.topology = False
+    with served(pci_source(tree, "example.com/gpu", "03"), anywhere):
         restricted.wait_allocatable("example.com/gpu", 1)
+        restricted.wait_allocatable("example.com/anywhere", 1)
         pod = restricted.start_pod("nowhere", {"example.com/gpu": 1}, restartPolicy="Never")
         assert refused(pod) == "TopologyAffinityError"
-        source.topology = False
-    with served(source):
-        restricted.wait_allocatable("example.com/gpu", 1)
-        assert address_of(restricted.start_pod("there", {"example.com/gpu": 1}).wait_running()) == "0000:01:00.0"
+        other = restricted.start_pod("there", {"example.com/anywhere": 1}).wait_running()
+        assert address_of(other, "PCIDEVICE_EXAMPLE_COM_ANYWHERE") == "0000:01:00.0"
 
 
 class NumaPaths(PathSource):
@@ -233,3 +236,32 @@ def test_probe_withdraws_a_device_of_the_real_node_and_gives_it_back(cluster: Cl
             pod.exec(["test", "-e", str(directory / "b")])
         bad.unlink()
         cluster.wait_allocatable("example.com/probed", 2)
+
+
+def test_gpus_of_a_made_library_reach_containers_with_their_numa_nodes(
+    restricted: Cluster, directory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """GPUs as the fake NVML tells of them, by device nodes: a pod gets a pair linked by NVLink on one NUMA node, its
+    container has these nodes and the common ones; an XID takes a GPU out of allocatable.
+    """
+    world = World(directory / "world", build_library(tmp_path))
+    monkeypatch.setenv("FAKE_NVML", str(world.state))
+    dgx_1v(world)
+    dev = Path(world.places.dev)
+    for name in ("nvidiactl", "nvidia-uvm", *(f"nvidia{number}" for number in range(8))):
+        (dev / name).unlink(missing_ok=True)
+        null(dev / name)
+    gpus = NvidiaSource(injection="nodes", places=world.places, resource="nvidia.com/gpu", period=1)
+    with served(gpus):
+        restricted.wait_allocatable("nvidia.com/gpu", 8)
+        pod = restricted.start_pod("pair", {"nvidia.com/gpu": 2}).wait_running()
+        nodes = pod.exec(["sh", "-c", "cd /dev; ls -d nvidia*"]).split()
+        assert {"nvidiactl", "nvidia-uvm"} <= set(nodes)
+        assert len(nodes) == 4
+        one, other = (int(name.removeprefix("nvidia")) for name in nodes if name.removeprefix("nvidia").isdecimal())
+        assert one // 4 == other // 4
+        assert DGX1V[one][other] == 2
+        assert address_of(pod, "NVIDIA_VISIBLE_DEVICES") == "void"
+        world.xid(7 if 7 not in (one, other) else 0, 79)
+        restricted.wait_allocatable("nvidia.com/gpu", 7)
+        assert restricted.capacity("nvidia.com/gpu") == 8

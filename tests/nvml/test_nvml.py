@@ -127,7 +127,7 @@ async def test_env_names_the_devices_of_the_container_together(world: World) -> 
     """Injection by env gives one variable with all UUIDs, and no nodes."""
     uuids = [world.gpu(index) for index in range(3)]
     made = source(world)
-    edits = await edited(made, list(looked(world).values())[:2])
+    edits = await edited(made, list(looked(world).values())[1::-1])  # as the kubelet does, in any order
     assert dict(edits.env) == {"NVIDIA_VISIBLE_DEVICES": ",".join(uuids[:2])}
     assert not edits.nodes
     assert not edits.cdi
@@ -431,6 +431,17 @@ async def test_application_xids_are_counted_but_not_held_against_the_gpu(world: 
         assert found[first].message == "XID 31"
         measured = await made.measure(list(devices.values()))
         assert measured[first]["xid_errors_total"] == {"13": 2, "79": 1, "31": 1}
+
+
+def test_storm_of_xids_does_not_fill_the_log(caplog: pytest.LogCaptureFixture) -> None:
+    """A thousand XIDs of a program in a loop are counted, and make ten lines."""
+    made = NvidiaSource()
+    made.take(nvml.Look((nvml.Gpu("GPU-0", 0),), {"GPU-0": (Verdict.GOOD, "")}))
+    with caplog.at_level("INFO"):
+        for _ in range(1000):
+            made.take(nvml.Xid("GPU-0", 13))
+    assert made._counts == {"GPU-0": {"13": 1000}}
+    assert len([record for record in caplog.records if "XID 13" in record.getMessage()]) == 10
 
 
 @pytest.mark.parametrize("code", nvml.APPLICATION_XIDS)

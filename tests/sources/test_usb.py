@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import shutil
+import tempfile
 from collections.abc import Sequence
 from contextlib import aclosing
 from pathlib import Path
 from typing import Any, cast
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from deviceplugin import config, naming, sources
 from deviceplugin.device import Device
@@ -117,6 +120,32 @@ async def test_plugging_in_and_pulling_are_seen_by_their_events(tree: Tree) -> N
         tree.usb("1-1", 9, serial="1")
         devices = {device.id: device for device in await anext(lists)}
         assert hosts(devices["0403-6001-1"]) == [f"{tree.dev}/bus/usb/001/009"]
+
+
+@given(st.lists(st.tuples(st.integers(1, 5), st.sampled_from(["", "A", "B", "C"])), max_size=30))
+@settings(deadline=None, max_examples=40)
+def test_any_row_of_plugging_and_pulling_leaves_what_is_plugged_in(steps: list[tuple[int, str]]) -> None:
+    """After each step there is one device for each occupied port, by serial number where that tells it apart, with
+    the number that the bus gave it last.
+    """
+    with tempfile.TemporaryDirectory() as directory:
+        tree = Tree(Path(directory))
+        source = usb(tree)
+        there: dict[int, tuple[str, int]] = {}
+        for number, (port, serial) in enumerate(steps, 2):
+            if port in there:
+                tree.pull(f"1-{port}")
+                shutil.rmtree(tree.sys / f"devices/pci0000:00/0000:00:14.0/usb1/1-{port}")
+                del there[port]
+            else:
+                tree.usb(f"1-{port}", number, serial=serial)
+                there[port] = serial, number
+            serials = [serial for serial, _ in there.values()]
+            expected = {
+                f"0403-6001-{serial}" if serial and serials.count(serial) == 1 else f"0403-6001-port-1-{port}": number
+                for port, (serial, number) in there.items()
+            }
+            assert {device.id: int(hosts(device)[0][-3:]) for device in source.look()} == expected
 
 
 async def test_first_device_on_a_machine_without_usb_is_seen(tmp_path: Path) -> None:
