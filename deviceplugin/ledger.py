@@ -748,7 +748,7 @@ def _taken(state: Snapshot, rules: Rules, claim: Claim, wanted: ClaimDevice) -> 
     The scheduler sees to it, too, but of a pod that is deleted by force the API server forgets
     the claim while its container still runs.
     """
-    if not (rules.prepare and rules.holders):
+    if not rules.prepare:
         return None
     for other in state.claims_on(wanted.resource, (wanted.device,)):
         if (other.driver, other.uid) == (claim.driver, claim.uid):
