@@ -685,7 +685,9 @@ class _Driver:
         self.deleted: set[str] = set()
         """UIDs of slices that were deleted here and whose end the watch has not told yet."""
         self.said: set[str] = set()
-        self.rounds: list[float] = []
+        self.rounds: tuple[list[float], list[float]] = ([], [])
+        """When rounds of writes began: again for the same ticket, and the first for each."""
+        self.counted = 0
 
 
 class Publisher:
@@ -712,6 +714,7 @@ class Publisher:
         say: called with driver and message, once for each message; by default a warning is logged.
         backoff: waits after failures. burst, per_second: how many rounds of writes a driver may
         make at once, and how fast that is regained: two agents that disagree do not flood the server.
+        Ten times as much for what is newly wanted.
         probe_again: seconds after which a feature that the server lacked may be asked for again, when
         there is reason to believe that it is another server.
         """
@@ -966,7 +969,7 @@ class Publisher:
             if not writes:
                 self._finish(driver, wanted, ticket)
                 return True
-            if await self._spare(driver) and driver.state.wanted != ticket:
+            if await self._spare(driver, ticket) and driver.state.wanted != ticket:
                 return True  # something newer is wanted and has set the worker going
             for write in writes:
                 await self._write(driver, write, version)
@@ -1060,15 +1063,22 @@ class Publisher:
 
     # --- ends ---
 
-    async def _spare(self, driver: _Driver) -> bool:
-        """Count a round of writes; wait first, and return True, if there were too many lately."""
+    async def _spare(self, driver: _Driver, ticket: int) -> bool:
+        """Count a round of writes; wait first, and return True, if there were too many lately.
+
+        The first round for a ticket is what this node itself wants (each device that moves takes
+        two or three): ten times as many are spared for it as for disagreements.
+        """
         now = asyncio.get_running_loop().time()
+        first = ticket != driver.counted
+        driver.counted = ticket
+        rounds, times = driver.rounds[first], 10 if first else 1
         window = self._burst / self._per_second if self._per_second else 0.0
-        driver.rounds = [at for at in driver.rounds if now - at < window]
-        many = len(driver.rounds) >= self._burst
+        rounds[:] = [at for at in rounds if now - at < window]
+        many = len(rounds) >= self._burst * times
         if many and self._per_second:
-            await asyncio.sleep(1.0 / self._per_second)
-        driver.rounds.append(now)
+            await asyncio.sleep(1.0 / (self._per_second * times))
+        rounds.append(now)
         return many
 
     def _finish(self, driver: _Driver, wanted: Desired, ticket: int) -> None:

@@ -688,6 +688,14 @@ async def test_disagreement_does_not_flood(server: FakeApiServer) -> None:
         assert len(published(server)) == 8
 
 
+async def test_moves_are_not_slowed_down(server: FakeApiServer) -> None:
+    """What the node itself wants anew does not wait as disagreements do: many devices may move in a row."""
+    async with publishing(server, pool(*many(3)), burst=3, per_second=0.01) as publisher, asyncio.timeout(20):
+        for count in range(4, 24):
+            await became(publisher, pool(*many(count)))
+        assert len(published(server)) == 23
+
+
 async def test_no_node_yet() -> None:
     """Without a Node object nothing is published until there is one."""
     with FakeApiServer() as server:
