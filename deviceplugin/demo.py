@@ -69,7 +69,15 @@ def names(ids: Iterable[str]) -> str:
 class Teller:
     """Writes the story, in colours if somebody is looking."""
 
-    COLOURS: Final = {"kubelet": "34", "plugin": "35", "pod": "32", "device": "33", "failed": "31"}
+    COLOURS: Final = {
+        "kubelet": "34",
+        "plugin": "35",
+        "driver": "36",
+        "bridge": "36",
+        "pod": "32",
+        "device": "33",
+        "failed": "31",
+    }
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream

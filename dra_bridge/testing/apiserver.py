@@ -268,6 +268,15 @@ class FakeApiServer:
                     raise TimeoutError(f"not met within {seconds} s")
                 self.log_condition.wait(0.02)
 
+    def wait_changed(self, after: int, seconds: float) -> int:
+        """Wait until something was written since a position in the history, `seconds` at the most; return the new one.
+
+        Begin with -1, which does not wait.
+        """
+        with self._changed:
+            self._changed.wait_for(lambda: self._version != after, seconds)
+            return self._version
+
     def forget_log(self) -> None:
         """Empty the log."""
         with self.log_condition:

@@ -1,0 +1,372 @@
+"""A whole node for tests: both halves of a kubelet, its scheduler, and the claims of its pods.
+
+    with FakeApiServer() as server, FakeNode(server, "n1") as node:
+        ...  # an agent with kubelet_root=node.root and the server's url
+        pod = node.start_pod("train", {"example.com/gpu": 1}).wait_running()
+        other = node.start_pod("infer", template={"gpu.example.com": 1}).wait_running()
+        assert not overlaps(node.holdings())
+
+The device plugin half is `deviceplugin.testing.FakeKubelet`, the claims' half `FakeDraKubelet`, the
+scheduler `dra_bridge.testing.scheduler`. What a real cluster does late (the node's status every
+10 s, the scheduler's view of slices) happens here at once.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+import uuid
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Final
+
+from deviceplugin.testing.devicemanager import ContainerSpec, PluginCallError, PodSpec
+from deviceplugin.testing.kubelet import FakeKubelet
+from deviceplugin.testing.pods import Containers, FakeContainer, FakePod
+from deviceplugin.wire import podresources_pb2 as pr
+from dra_bridge.testing import scheduler
+from dra_bridge.testing.apiserver import FakeApiServer
+from dra_bridge.testing.kubelet import FakeDraKubelet, FakeDraPod, PodError
+
+__all__ = ["FakeNode", "Holding", "overlaps"]
+
+Object = dict[str, Any]
+_EXTENDED: Final = "extended-resources"
+
+
+@dataclass(frozen=True, slots=True)
+class Holding:
+    """That a container had a device, from when to when (monotonic seconds); end None: it still has.
+
+    door: plugin or claim.
+    """
+
+    device: str
+    pod: str
+    door: str
+    begin: float
+    end: float | None = None
+
+
+def overlaps(holdings: Iterable[Holding]) -> list[tuple[Holding, Holding]]:
+    """Return every two holdings of one device that were at the same time; shared devices have some by right."""
+    found = []
+    by_device: dict[str, list[Holding]] = {}
+    for one in sorted(holdings, key=lambda one: one.begin):
+        found += [
+            (other, one)
+            for other in by_device.get(one.device, ())
+            if other.pod != one.pod and (other.end is None or one.begin < other.end)
+        ]
+        by_device.setdefault(one.device, []).append(one)
+    return found
+
+
+@dataclass(slots=True)
+class _Wants:
+    """What a pod wants of claims: names, and devices by DeviceClass for one made for it.
+
+    made: claims that were made for it. held: what it had when its containers ended, until it is over.
+    """
+
+    claims: tuple[str, ...] = ()
+    template: Mapping[str, int] | None = None
+    made: tuple[str, ...] = ()
+    held: list[Holding] | None = None
+
+
+class FakeNode(FakeKubelet):
+    """A node with both doors; entering starts it and, if there is none, makes its Node.
+
+    Args:
+        server: the API server.
+        name: the node's name.
+        root: stands for /var/lib/kubelet; None makes a directory that goes with the object.
+        options: further ones of FakeKubelet.
+
+    """
+
+    def __init__(self, server: FakeApiServer, name: str = "node", root: Path | None = None, **options: Any) -> None:
+        super().__init__(root, **options)
+        self.server = server
+        self.name = name
+        self.dra = FakeDraKubelet(self.root, self._get_claim, wipe=self._wipe)
+        self._wants: dict[str, _Wants] = {}
+        self._past: list[Holding] = []
+        self._over = threading.Event()
+        self._watch: threading.Thread | None = None
+
+    def start(self, *, wipe: bool = True) -> None:
+        """Start the kubelet with both halves; all slices of the node are deleted, as at every start."""
+        try:
+            self.server.get("nodes", self.name)
+        except KeyError:
+            self.server.create({"apiVersion": "v1", "kind": "Node", "metadata": {"name": self.name}})
+        super().start(wipe=wipe)
+        self.dra.start()
+        self._over = threading.Event()
+        self._watch = threading.Thread(target=self._follow, args=(self._over,), name="fake scheduler", daemon=True)
+        self._watch.start()
+
+    def stop(self) -> None:
+        """Let the kubelet die; containers run on."""
+        if self.is_up:
+            self._over.set()
+            self.dra.stop()
+        super().stop()
+        if self._watch is not None:
+            self._watch.join(10)
+            self._watch = None
+
+    # Pods and claims.
+
+    def claim(self, name: str, device_class: str, count: int = 1, *, namespace: str = "default") -> Object:
+        """Make a ResourceClaim for devices of a class."""
+        return self.server.create(_claim(name, namespace, {device_class: count}))
+
+    def start_pod(
+        self,
+        name: str,
+        limits: Mapping[str, int] | None = None,
+        *,
+        containers: Containers | None = None,
+        init_containers: Containers | None = None,
+        namespace: str = "default",
+        claims: Sequence[str] = (),
+        template: Mapping[str, int] | None = None,
+    ) -> FakePod:
+        """Make a pod; it stays Pending until there is what it wants.
+
+        claims: names of ResourceClaims. template: devices by DeviceClass, for a claim that is made
+        for the pod and goes with it. Each of its containers gets all of them.
+        """
+        with self.changed:
+            self._wants[f"{namespace}/{name}"] = _Wants(tuple(claims), template)
+            return super().start_pod(
+                name, limits, containers=containers, init_containers=init_containers, namespace=namespace
+            )
+
+    def claims_of(self, pod: FakePod) -> tuple[str, ...]:
+        """Return the names of a pod's claims, those that were made for it among them."""
+        wants = self._wants.get(f"{pod.namespace}/{pod.name}", _Wants())
+        return (*wants.claims, *wants.made)
+
+    def devices_of(self, pod: FakePod) -> dict[str, str]:
+        """Return a running pod's devices, each with the door through which it came: plugin or claim."""
+        found = {device: "plugin" for container in pod.containers.values() for device in container.device_ids}
+        for claim in self.claims_of(pod):
+            known = self.dra.claim(pod.namespace, claim)
+            for listed in known.drivers.values() if known is not None else ():
+                found.update({one.device: "claim" for one in listed})
+        return found
+
+    def holdings(self) -> list[Holding]:
+        """Return who had what from when to when, in the order of their beginnings."""
+        with self.changed:
+            now = [one for pod in self.pods.values() if not pod.terminal for one in self._held(pod, None)]
+            return sorted([*self._past, *now], key=lambda one: one.begin)
+
+    def _held(self, pod: FakePod, end: float | None) -> list[Holding]:
+        wants = self._wants.get(f"{pod.namespace}/{pod.name}")
+        if wants is not None and wants.held is not None:
+            return [replace(one, end=end) for one in wants.held]
+        starts = [container.starts[0] for container in pod.containers.values() if container.starts]
+        if not starts:
+            return []
+        return [Holding(name, pod.name, door, min(starts), end) for name, door in self.devices_of(pod).items()]
+
+    # What the kubelet does with claims.
+
+    def prepare_pod(self, pod: FakePod) -> None:
+        """Have a pod's claims prepared."""
+        try:
+            self.dra.prepare_pod(self._dra_pod(pod))
+        except PodError as error:
+            raise PluginCallError(str(error)) from error
+
+    def unprepare_pod(self, pod: FakePod) -> None:
+        """Have a pod's claims unprepared, however long that takes."""
+        with self.changed:
+            held = self._held(pod, None)
+            self._wants.setdefault(f"{pod.namespace}/{pod.name}", _Wants()).held = held
+        while not self._over.is_set():
+            try:
+                self.dra.unprepare_pod(self._dra_pod(pod))
+            except PodError:
+                self._over.wait(self.start_backoff)
+            else:
+                return
+
+    def end_pod(self, pod: FakePod, status: tuple[str, str, str] | None) -> None:
+        """End a pod; its claims are given back."""
+        with self.changed:
+            if not pod.terminal:
+                # Nobody else can have its devices before what follows.
+                self._past += self._held(pod, time.monotonic())
+            self._give_back(pod)
+            self._wants.pop(f"{pod.namespace}/{pod.name}", None)
+            super().end_pod(pod, status)
+
+    def cdi_devices(self, pod: FakePod, container: FakeContainer) -> Sequence[str]:
+        """Return the CDI devices that a container gets from its claims."""
+        return self.dra.cdi_ids(self._dra_pod(pod), container.name) if self.claims_of(pod) else ()
+
+    def dynamic_resources(self, pod: FakePod, container: FakeContainer) -> Sequence[pr.DynamicResource]:
+        """Return what PodResources says of a container's claims."""
+        found = []
+        for claim in self.claims_of(pod):
+            known = self.dra.claim(pod.namespace, claim)
+            if known is None:
+                continue
+            resources = [
+                pr.ClaimResource(
+                    driver_name=driver,
+                    pool_name=one.pool,
+                    device_name=one.device,
+                    cdi_devices=[pr.CDIDevice(name=name) for name in one.cdi_ids],
+                )
+                for driver, listed in known.drivers.items()
+                for one in listed
+            ]
+            found.append(pr.DynamicResource(claim_name=claim, claim_namespace=pod.namespace, claim_resources=resources))
+        return found
+
+    def _dra_pod(self, pod: FakePod) -> FakeDraPod:
+        claims = self.claims_of(pod)
+        everything = [(claim, "") for claim in claims]
+        return FakeDraPod(pod.name, pod.uid, claims, dict.fromkeys(pod.all_containers, everything), pod.namespace)
+
+    def _get_claim(self, namespace: str, name: str) -> Object | None:
+        try:
+            return self.server.get("resourceclaims", name, namespace)
+        except KeyError:
+            return None
+
+    def _wipe(self, driver: str) -> None:
+        for one in self.server.objects():
+            if one["spec"].get("nodeName") == self.name and driver in ("", one["spec"]["driver"]):
+                with contextlib.suppress(Exception):  # somebody else may have deleted it
+                    self.server.delete("resourceslices", one["metadata"]["name"])
+
+    # The scheduler.
+
+    def _follow(self, over: threading.Event) -> None:
+        seen = -1
+        while not over.is_set():
+            seen = self.server.wait_changed(seen, 0.2)
+            self.schedule()
+
+    def schedule(self) -> None:
+        """Give pods to the kubelet that fit now, with their claims allocated."""
+        with self.changed:
+            run = self._run
+            if run is None or not run.manager.sources_ready:
+                return
+            waiting = [pod for pod in self.pods.values() if not pod.bound and not pod.deleting]
+            if not waiting:
+                return
+            _, allocatable = run.manager.capacity()
+            free = dict(allocatable)
+            for pod in self.pods.values():
+                # Those that got theirs through DRA count as well (kube-scheduler 1.36).
+                if pod.bound and not pod.terminal:
+                    for resource, number in pod.requests.items():
+                        free[resource] = free.get(resource, 0) - number
+            classes, slices = self.server.objects("deviceclasses"), self.server.objects()
+            for pod in waiting:
+                through = {
+                    resource: found
+                    for resource in pod.requests
+                    if (found := scheduler.through(resource, allocatable.get(resource, 0), classes))
+                }
+                plugin = {resource: number for resource, number in pod.requests.items() if resource not in through}
+                if any(free.get(resource, 0) < number for resource, number in plugin.items()):
+                    continue
+                if not self._allocate(pod, through, classes, slices):
+                    continue
+                for resource, number in pod.requests.items():
+                    free[resource] = free.get(resource, 0) - number
+                _serve_through(pod, through)
+                self._bind(pod)
+
+    def _allocate(
+        self, pod: FakePod, through: Mapping[str, str], classes: Sequence[Object], slices: Sequence[Object]
+    ) -> bool:
+        """Allocate all that a pod wants of claims, or nothing."""
+        wants = self._wants.setdefault(f"{pod.namespace}/{pod.name}", _Wants())
+        made: list[Object] = []
+        if wants.template:
+            made.append(_claim(f"{pod.name}-{uuid.uuid4().hex[:5]}", pod.namespace, wants.template))
+        if through:
+            devices: dict[str, int] = {}
+            for resource, device_class in through.items():
+                devices[device_class] = devices.get(device_class, 0) + pod.requests[resource]
+            made.append(_claim(f"{pod.name}-{_EXTENDED}-{uuid.uuid4().hex[:5]}", pod.namespace, devices))
+        bodies: list[Object] = []
+        for name in wants.claims:
+            if (found := self._get_claim(pod.namespace, name)) is None:
+                return False
+            bodies.append(found)
+        bodies += made
+        everything = self.server.objects("resourceclaims")
+        for body in bodies:
+            status = body.setdefault("status", {})
+            if not status.get("allocation"):
+                allocation = scheduler.allocate(body, classes, slices, everything, self.name)
+                if allocation is None:
+                    return False
+                status["allocation"] = allocation
+                everything.append(body)
+            status.setdefault("reservedFor", []).append({"resource": "pods", "name": pod.name, "uid": pod.uid})
+        for body in bodies:
+            if any(body is one for one in made):
+                self.server.create(body)
+            else:
+                self.server.replace(body)
+        wants.made = tuple(body["metadata"]["name"] for body in made)
+        return True
+
+    def _give_back(self, pod: FakePod) -> None:
+        """Do what the claims' controller does after a pod: delete what was made for it, deallocate the rest."""
+        wants = self._wants.get(f"{pod.namespace}/{pod.name}", _Wants())
+        for name in wants.made:
+            if self._get_claim(pod.namespace, name) is not None:
+                self.server.delete("resourceclaims", name, pod.namespace)
+        for name in wants.claims:
+            found = self._get_claim(pod.namespace, name)
+            status = (found or {}).get("status") or {}
+            if found is None or not any(one["uid"] == pod.uid for one in status.get("reservedFor") or ()):
+                continue
+            status["reservedFor"] = [one for one in status["reservedFor"] if one["uid"] != pod.uid]
+            if not status["reservedFor"]:
+                found["status"] = {}
+            self.server.replace(found)
+
+
+def _claim(name: str, namespace: str, devices: Mapping[str, int]) -> Object:
+    requests = [
+        {"name": f"r{number}", "exactly": {"deviceClassName": device_class, "count": count}}
+        for number, (device_class, count) in enumerate(devices.items())
+    ]
+    return {
+        "apiVersion": "resource.k8s.io/v1",
+        "kind": "ResourceClaim",
+        "metadata": {"name": name, "namespace": namespace},
+        "spec": {"devices": {"requests": requests}},
+    }
+
+
+def _serve_through(pod: FakePod, through: Mapping[str, str]) -> None:
+    """Have the kubelet leave resources alone that a claim serves."""
+
+    def fitted(spec: ContainerSpec) -> ContainerSpec:
+        return replace(spec, through_dra=frozenset(spec.limits) & through.keys())
+
+    if through:
+        pod.spec = PodSpec(
+            pod.uid, tuple(map(fitted, pod.spec.containers)), tuple(map(fitted, pod.spec.init_containers))
+        )
+        for container in pod.all_containers.values():
+            container.spec = fitted(container.spec)

@@ -1,0 +1,125 @@
+"""The bridge's demo: it checks what it tells, so its exit status is most of the test."""
+
+from __future__ import annotations
+
+import io
+import json
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dra_bridge import cli, demo
+from dra_bridge.testing.node import FakeNode, Holding
+
+
+@pytest.fixture(scope="module")
+def told() -> tuple[int, str, float]:
+    """The story told once: exit status, text, seconds."""
+    out, began = io.StringIO(), time.monotonic()
+    status = demo.main(stream=out)
+    return status, out.getvalue(), time.monotonic() - began
+
+
+def test_story_is_true_and_short(told: tuple[int, str, float]) -> None:
+    """The demo ends with 0 within 20 seconds."""
+    status, text, seconds = told
+    assert status == 0, text
+    assert seconds < 20
+
+
+def test_naive_switch_gives_a_device_twice(told: tuple[int, str, float]) -> None:
+    """The first part shows one device in two containers, each of which sees it, through one door each."""
+    first = told[1].split("2. The same with the bridge")[0]
+    rows = re.findall(r"^(gpu-\d)\s+(\S+)\s+(plugin|claim)\s+GPU_VISIBLE_DEVICES=(gpu-\d)$", first, re.MULTILINE)
+    twice = [row for row in rows if row[1] == "batch"] + [row for row in rows if row[1] == "train-1"]
+    assert [(row[0], row[2], row[3]) for row in twice] == [("gpu-0", "claim", "gpu-0"), ("gpu-0", "plugin", "gpu-0")]
+
+
+def test_bridge_gives_none_twice(told: tuple[int, str, float]) -> None:
+    """The second part moves devices there and back under churn, shows who held what when, and finds no overlap."""
+    second = told[1].split("2. The same with the bridge")[1]
+    assert "never by two at once" in second
+    assert len(re.findall(r"is asked for \S+ +[\d.]+ s later", second)) == len(demo.SHARES)
+    assert len(re.findall(r"^gpu-\d   (?=.*p)(?=.*c)[pc.]{72} ", second, re.MULTILINE)) == 4
+
+
+def test_plain_when_nobody_looks(told: tuple[int, str, float]) -> None:
+    """Without a terminal the output has no escape sequences and no line wider than a page."""
+    assert "\033" not in told[1]
+    assert max(map(len, told[1].splitlines())) <= 105
+
+
+def test_a_harmless_naive_switch_is_not_told_as_harmful(monkeypatch: pytest.MonkeyPatch) -> None:
+    """If the naive switch gave no device twice, the demo would fail rather than say that it did."""
+    monkeypatch.setattr("dra_bridge.testing.node.overlaps", lambda holdings: [])
+    out = io.StringIO()
+    assert demo.main(stream=out) == 1
+    assert "this should be so and is not: one device has two holders" in out.getvalue()
+
+
+def test_a_bridge_that_gives_twice_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    """If two pods held one device under the bridge, the demo would end with 1 and say which."""
+    holdings = FakeNode.holdings
+
+    def twice(self: FakeNode) -> list[Holding]:
+        found = holdings(self)
+        return [*found, Holding(found[-1].device, "ghost", "claim", found[-1].begin, None)]
+
+    played = demo.Bridged.play
+
+    def play(self: demo.Bridged) -> tuple[float, float]:
+        ended = played(self)
+        monkeypatch.setattr(FakeNode, "holdings", twice)
+        return ended
+
+    monkeypatch.setattr(demo, "SHARES", ("none", "all", "none"))
+    monkeypatch.setattr(demo.Bridged, "play", play)
+    out = io.StringIO()
+    assert demo.main(stream=out) == 1
+    assert "this should be so and is not: no device had two holders" in out.getvalue()
+    assert "ghost" in out.getvalue()
+
+
+def test_what_ends_a_background_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An agent that ends by an error ends the demo with 1 and its error."""
+
+    async def broken(*_: Any) -> None:
+        raise OSError("no agent today")
+
+    monkeypatch.setattr(demo, "bridge", broken)
+    monkeypatch.setattr(demo, "PATIENCE", 1.0)
+    out = io.StringIO()
+    assert demo.main(stream=out) == 1
+    assert "failed" in out.getvalue()
+
+
+def test_hold_serves_the_command_line(capsys: pytest.CaptureFixture[str]) -> None:
+    """With --hold it serves on; `status` and `migrate` work against it until SIGTERM ends it with 0."""
+    command = [sys.executable, "-u", "-m", "dra_bridge", "demo", "--hold"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        said: Mapping[str, str] = {}
+        for line in process.stdout:
+            if found := re.search(r"migrate (?P<node>\S+) --driver (?P<driver>\S+) .*--kubeconfig (?P<file>\S+)", line):
+                said = found.groupdict()
+                break
+        assert said, f"it ended with {process.wait()} and never held"
+        kubeconfig = ["--kubeconfig", said["file"]]
+        asked = ["migrate", said["node"], "--driver", said["driver"], "--share", "3", "--wait", "--timeout", "20"]
+        assert cli.main([*asked, *kubeconfig]) == 0
+        capsys.readouterr()
+        assert cli.main(["status", "-o", "json", *kubeconfig]) == 0
+        (node,) = json.loads(capsys.readouterr().out)["nodes"]
+        assert node["settled"]
+        assert node["resources"][0]["counts"] == {"dra": 3, "plugin": 1}
+        process.send_signal(signal.SIGTERM)
+        process.stdout.read()
+        assert process.wait(20) == 0
+    assert not Path(said["file"]).exists()
