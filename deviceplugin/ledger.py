@@ -73,6 +73,7 @@ __all__ = [
     "confront",
     "forget",
     "grant",
+    "name",
     "observe",
     "prepare",
     "reopen",
@@ -441,10 +442,15 @@ def r7_releases(rules: Rules, hold: Hold, snapshot: KubeletSnapshot, apart: floa
 
 @dataclass(frozen=True, slots=True)
 class Held:
-    """A unit in some container's hands, as the kubelet says. pod: namespace/name."""
+    """A unit in some container's hands, as the kubelet says. pod: namespace/name.
+
+    sure: not only a checkpoint says so that may be older than the pod's end. What is not sure
+    counts as held, and accuses nobody.
+    """
 
     device: str
     pod: str
+    sure: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -547,10 +553,15 @@ class Committed:
 
 @dataclass(frozen=True, slots=True)
 class Confronted:
-    """The devices of a resource after its evidence was looked at. changed: with a new state."""
+    """The devices of a resource after its evidence was looked at. changed: with a new state.
+
+    doubtful: those that may have a holder on the other side; they must not be offered before
+    better evidence is there.
+    """
 
     changed: Mapping[str, State]
     quarantined: tuple[str, ...]
+    doubtful: tuple[str, ...] = ()
 
 
 def adopt(resource: str, devices: Iterable[str], side: Side, now: float) -> Operation[tuple[str, ...]]:
@@ -667,12 +678,12 @@ def _found(
     found: list[str] = []
     quarantined: dict[str, None] = {}
     for unit, holder in held.items():
-        if (resource, unit) in state.holds:
+        record = state.device(resource, holder.device)
+        if (resource, unit) in state.holds or (record.state.prepares and not holder.sure):
             continue
         found.append(unit)
         hold = Hold(resource, unit, holder.device, now, state.sequence + 1, holder.pod)
         changes.append(Change("holds", (resource, unit), hold))
-        record = state.device(resource, holder.device)
         if record.state.prepares and holder.device not in quarantined:
             quarantined[holder.device] = None
             reason = f"{record.state.text}, but the kubelet says that pod {holder.pod} holds it"
@@ -790,6 +801,19 @@ def reopen(driver: str, uid: str) -> Operation[Claim | None]:
     return decide
 
 
+def name(driver: str, uid: str, namespace: str, name: str) -> Operation[Claim | None]:
+    """Give a claim that is known from its CDI file alone the name that the API server knows it by."""
+
+    def decide(state: Snapshot, _rules: Rules) -> Decision[Claim | None]:
+        known = state.claims.get((driver, uid))
+        if known is None or known.name:
+            return Decision(known)
+        record = replace(known, namespace=namespace, name=name)
+        return Decision(record, (Change("claims", (driver, uid), record, durable=known.durable),))
+
+    return decide
+
+
 def unprepare(driver: str, uid: str) -> Operation[Claim | None]:
     """Take back a claim's devices; answer the record that was there, None for an unknown claim."""
 
@@ -879,29 +903,49 @@ def confront(
     A device that the ledger does not know goes to DRA if a claim's allocation or a CDI file names
     it, to the plugin if the kubelet's checkpoint does, to quarantine if both do, to `side` if
     neither. One that it knows stays, unless a holder on the other side proves it wrong (a mere
-    allocation does not: the scheduler writes some minutes late). A quarantined one leaves as soon
-    as the evidence is of one mind.
+    allocation does not: the scheduler writes some minutes late; neither does what is not sure: it
+    makes the device doubtful). A quarantined one leaves as soon as the evidence and the ledger's
+    own holders are of one mind.
+
+    Args:
+        resource: the extended resource's name.
+        evidence: of all holders of `devices`.
+        devices: the physical devices in question.
+        side: where those go that nobody holds.
+        now: Unix seconds.
+
     """
     ids = tuple(dict.fromkeys(devices))
 
     def decide(state: Snapshot, _rules: Rules) -> Decision[Confronted]:
-        plugin = {held.device: held.pod for held in evidence.held.values()}
+        held = sorted(evidence.held.values(), key=lambda one: one.sure)  # sure ones last: they count
+        plugin = {one.device: one for one in held}
         prepared = {d: c for c in evidence.claims if c.prepared for d in c.devices}
         claimed = {d: c for c in evidence.claims for d in c.devices}
         changes: list[Change] = []
         changed: dict[str, State] = {}
         quarantined: list[str] = []
-        for device in dict.fromkeys((*ids, *plugin, *claimed, *state.of(resource))):
+        doubtful: list[str] = []
+        for device in dict.fromkeys((*ids, *plugin, *claimed)):
             known = state.devices.get((resource, device))
-            at, reason = _proven(known, plugin.get(device), claimed.get(device), prepared.get(device), side)
+            pod, claim = plugin.get(device), claimed.get(device)
+            if known is None or known.state is State.QUARANTINED:
+                for hold in state.holds_on(resource, (device,)):
+                    pod = pod or Held(device, hold.pod or "unknown")
+                for one in state.claims_on(resource, (device,)):
+                    claim = claim or ClaimEvidence(one.driver, one.uid, frozenset((device,)), prepared=True)
+            elif known.state.prepares and pod is not None and not pod.sure:
+                doubtful.append(device)
+                pod = None
+            at, reason = _proven(known, pod.pod if pod else None, claim, prepared.get(device), side)
             if known is None or at is not known.state:
                 changed[device] = at
                 changes.append(_put_device(DeviceRecord(resource, device, at, now, reason=reason), state))
             if at is State.QUARANTINED:
                 quarantined.append(device)
-        for unit, held in evidence.held.items():
-            if (resource, unit) not in state.holds:
-                hold = Hold(resource, unit, held.device, now, state.sequence + 1, held.pod)
+        for unit, holder in evidence.held.items():
+            if (resource, unit) not in state.holds and holder.device not in doubtful:
+                hold = Hold(resource, unit, holder.device, now, state.sequence + 1, holder.pod)
                 changes.append(Change("holds", (resource, unit), hold))
         for claim in evidence.claims:
             key = (claim.driver, claim.uid)
@@ -917,7 +961,7 @@ def confront(
                     state.sequence + 1,
                 )
                 changes.append(Change("claims", key, record))
-        return Decision(Confronted(changed, tuple(quarantined)), tuple(changes))
+        return Decision(Confronted(changed, tuple(quarantined), tuple(doubtful)), tuple(changes))
 
     return decide
 

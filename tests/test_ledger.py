@@ -424,7 +424,45 @@ def test_an_empty_ledger_is_rebuilt_from_evidence(path: str) -> None:
         assert book.snapshot.claims[D, "2"].held == {(R, "filed"), (R, "both")}
         assert list(book.snapshot.holds) == [(R, "p"), (R, "both")]
         later = replace(evidence, held={})
+        assert book.do(ledger.confront(R, later, [], Side.DRA, T0)).changed == {}, "the ledger has a hold of it"
+        empty = KubeletSnapshot(book.snapshot.sequence, 1.0, quiet=True)
+        assert book.do(ledger.observe(R, empty, T0)).released == ("p", "both")
         assert book.do(ledger.confront(R, later, [], Side.DRA, T0)).changed == {"both": State.DRA}
+
+
+def test_a_quarantined_device_stays_while_others_are_confronted(book: Ledger) -> None:
+    """A device that is plugged in brings no evidence about the others; the ledger's claim counts, too."""
+    evidence = Evidence({"a": Held("a", "default/p")}, [ClaimEvidence(D, "1", frozenset({"a"}), prepared=True)])
+    assert book.do(ledger.confront(R, evidence, ["a"], Side.PLUGIN, T0)).quarantined == ("a",)
+    book.do(ledger.confront(R, Evidence(), ["new"], Side.PLUGIN, T0))
+    assert state(book) is State.QUARANTINED
+    pod_only = replace(evidence, claims=())
+    assert book.do(ledger.confront(R, pod_only, ["a"], Side.PLUGIN, T0)).quarantined == ("a",)
+    book.do(ledger.unprepare(D, "1"))
+    assert book.do(ledger.confront(R, pod_only, ["a"], Side.PLUGIN, T0)).changed == {"a": State.PLUGIN}
+
+
+def test_a_checkpoint_that_may_be_old_accuses_nobody(book: Ledger) -> None:
+    """It shows ended pods: on the DRA side the device is doubtful, on the plugin's side held."""
+    to_dra(book, "b")
+    held = {unit: Held(unit, f"uid-{unit}", sure=False) for unit in ("a", "b")}
+    found = book.do(ledger.confront(R, Evidence(held), ["a", "b"], Side.PLUGIN, T0))
+    assert (found.changed, found.quarantined, found.doubtful) == ({}, (), ("b",))
+    assert [hold.unit for hold in book.snapshot.holds.values()] == ["a"]
+    seen = book.do(ledger.observe(R, KubeletSnapshot(book.snapshot.sequence, 0.0, quiet=True, held=held), T0))
+    assert (seen.found, seen.quarantined) == ((), ())
+    sure = {"b": replace(held["b"], sure=True)}
+    assert book.do(ledger.confront(R, Evidence(sure), ["b"], Side.PLUGIN, T0)).quarantined == ("b",)
+
+
+def test_a_claim_known_from_its_file_gets_its_name_once(book: Ledger) -> None:
+    """So that it can be asked about; what has a name keeps it."""
+    file = ClaimEvidence(D, "1", frozenset({"new"}), prepared=True)
+    book.do(ledger.confront(R, Evidence({}, [file]), ["new"], Side.PLUGIN, T0))
+    for name in ("first", "second"):
+        named = book.do(ledger.name(D, "1", "default", name))
+        assert named is not None
+        assert named.title == "default/first"
 
 
 def test_a_ledger_that_is_whole_is_corrected_by_holders_only(book: Ledger) -> None:
