@@ -54,11 +54,11 @@ _USUAL: Final = ((4, 2), (2, 4))
 """Requests that may follow one for a single device: their size, and how many are looked at."""
 _BUDGET: Final = 40_000
 """Sets that are tried on what is left before all of it is looked at together."""
-_STEPS: Final = 600
+_STEPS: Final = 500
 """Devices that the search adds, all sets that it grows together."""
-_SWAPS: Final = 250
+_SWAPS: Final = 100
 """Swaps that the search tries on each of the best sets."""
-_STARTS: Final = 3
+_STARTS: Final = 8
 """How many sets are the best."""
 _DENSE: Final = 256
 """Devices up to which scores are looked at as a matrix."""
@@ -85,7 +85,7 @@ def natural(device: str) -> tuple[object, ...]:
     for at in range(1, len(parts), 2):
         number = str(parts[at]).lstrip("0")
         parts[at] = (len(number), number)
-    return (*parts, device)
+    return tuple(parts), device
 
 
 def _in_order(devices: Iterable[str]) -> list[str]:
@@ -93,7 +93,7 @@ def _in_order(devices: Iterable[str]) -> list[str]:
 
 
 def preferred(
-    available: Collection[str], must_include: Collection[str], size: int, score: Score, *, deadline: float = 0.1
+    available: Collection[str], must_include: Collection[str], size: int, score: Score, *, deadline: float = 0.25
 ) -> list[str]:
     """Choose the `size` devices out of `available` that are closest together.
 
@@ -636,6 +636,12 @@ class _Lattice:
         return halves.items()
 
 
+class _Ranked(NamedTuple):
+    total: int
+    left: int
+    chosen: set[int]
+
+
 class _Grown(NamedTuple):
     total: int
     chosen: list[int]
@@ -650,29 +656,45 @@ def _search(
     """Look for a set with a high total that leaves a high total, in a fixed number of steps.
 
     Sets are grown greedily from many devices, the best of them improved by swaps. More than half of
-    the devices are found by looking for those to leave out. stop: when to end at the latest, on the
-    clock of perf_counter.
+    the devices are found by looking for those to leave out, about a half of them both ways.
+    stop: when to end at the latest, on the clock of perf_counter.
     """
-    count = len(matrix)
+    count, everything = len(matrix), set(range(len(matrix)))
     degrees = [sum(row) for row in matrix]
+    costs = [value + degree for value, degree in zip(bonus, degrees, strict=True)]
+    ways = (False, True) if count < 3 * missing < 2 * count else (2 * missing > count,)
+    found: list[_Ranked] = []
+    for leaving in ways:
+        nodes = [-cost for cost in costs] if leaving else list(bonus)
+        base = sum(degrees) // 2 + sum(bonus) if leaving else 0
+
+        def ranked(total: int, some: Iterable[int], *, leaving: bool = leaving, base: int = base) -> _Ranked:
+            chosen = everything.difference(some) if leaving else set(some)
+            # The total of what is left is, up to a constant, the total less these costs.
+            return _Ranked(base + total, -sum(costs[device] for device in chosen), chosen)
+
+        size = count - missing if leaving else missing
+        grown = [(ranked(one.total, one.chosen), one) for one in _grown(matrix, nodes, size, classes, stop)]
+        grown.sort(key=lambda one: one[0][:2], reverse=True)
+        found.append(grown[0][0])
+        found += (ranked(*_swapped(matrix, start, stop)) for _, start in grown[: _STARTS // len(ways)])
+    chosen = max(found, key=lambda one: one[:2]).chosen
     unit = 1 + 2 * sum(degrees)  # all that is left counts less than any difference in what is taken
     pairs = [[(unit + 1) * value for value in row] for row in matrix]
     nodes = [unit * value - degree for value, degree in zip(bonus, degrees, strict=True)]
-    if missing <= count // 2:
-        return _settle(pairs, nodes, _grown(pairs, nodes, missing, classes, stop), stop)
-    left_out = [-node - sum(row) for node, row in zip(nodes, pairs, strict=True)]  # the same, up to a constant
-    out = _grown(pairs, left_out, count - missing, classes, stop)
-    return _settle(pairs, nodes, set(range(count)) - out, stop)
+    return _settle(pairs, nodes, chosen, stop)
 
 
 def _grown(
     pairs: Sequence[Sequence[int]], nodes: list[int], size: int, classes: Sequence[Sequence[int]], stop: float
-) -> set[int]:
-    """Return a set with a high total of its pairs and nodes."""
+) -> list[_Grown]:
+    """Return sets with a high total of their pairs and nodes, from the most promising devices."""
     hopes = {one[0]: nodes[one[0]] + sum(heapq.nlargest(size - 1, pairs[one[0]])) for one in classes}
     grown: list[_Grown] = []
     for first in islice(sorted(hopes, key=lambda first: (-hopes[first], first)), max(1, _STEPS // size)):
-        chosen, others, gains, total = [first], list(range(len(nodes))), nodes, nodes[first]
+        # Among equals the first is taken: every other start sees the devices in another order.
+        chosen, others = [first], _dealt(len(nodes), len(grown) if len(grown) % 2 else 0)
+        gains, total = nodes, nodes[first]
         while True:
             others.remove(chosen[-1])
             gains = list(map(add, gains, pairs[chosen[-1]]))
@@ -683,8 +705,13 @@ def _grown(
         grown.append(_Grown(total, chosen, others, gains))
         if time.perf_counter() > stop:
             break
-    grown.sort(key=lambda one: -one.total)
-    return max((_swapped(pairs, start, stop) for start in grown[:_STARTS]), key=lambda one: one[0])[1]
+    return grown
+
+
+def _dealt(count: int, times: int) -> list[int]:
+    """Return the numbers below `count` as if dealt like cards, in an order that differs each time."""
+    step = next(step for step in range(1 + 2 * times, count + 3 + 2 * times) if math.gcd(step, count) == 1)
+    return [*range(count)] if step == 1 else [place * step % count for place in range(count)]
 
 
 def _swapped(pairs: Sequence[Sequence[int]], start: _Grown, stop: float) -> tuple[int, set[int]]:
