@@ -285,12 +285,15 @@ class Look:
 
     holdings: asked for from `at` on, no own Allocate in between. allocatable: ids that the kubelet
     would give out by resource, asked for at `allocatable_at`, before `at`; None if not asked.
+    unsure: (resource, id) that only a checkpoint says are held which the kubelet has not written
+    anew since: it may be older than the pod's end.
     """
 
     holdings: Holdings
     at: float
     allocatable: Mapping[str, frozenset[str]] | None
     allocatable_at: float
+    unsure: frozenset[tuple[str, str]] = frozenset()
 
 
 class BooksObserver(Protocol):
@@ -578,6 +581,8 @@ class Books:
         self.double = 0
         self._asked = asked
         self._believed: frozenset[tuple[str, str, Holder]] = frozenset()
+        self._sure: frozenset[tuple[str, str, Holder]] = frozenset()
+        self._resent_at = -RESEND
         self._doubled: frozenset[tuple[str, str]] = frozenset()
 
     async def look(self, paths: Paths, quiet: Quiet, resend: Callable[[], bool], *, allocatable: bool) -> Look | None:
@@ -595,20 +600,28 @@ class Books:
         asked_at = time.monotonic()
         offered = await self._asked.allocatable() if allocatable else None
         at = time.monotonic()
-        written, entries = await asyncio.to_thread(_checkpoint, paths)
+        _, entries = await asyncio.to_thread(_checkpoint, paths)
         report = await self._asked.list()
         now = await self._together(report, entries, paths)
         doubtful = podresources.unlisted(now)
-        if doubtful - self._believed and resend():
-            entries = await _rewritten(paths, written) or entries
-            now = await self._together(report, entries, paths)
-            doubtful = podresources.unlisted(now)
-        self._believed = doubtful
+        self._believed &= doubtful
+        self._sure &= doubtful
+        again = bool(doubtful - self._sure) and at - self._resent_at > RESEND
+        if doubtful - self._believed or again:
+            # What is written from here on is written after `List`.
+            written, _ = await asyncio.to_thread(_checkpoint, paths)
+            if resend():
+                self._resent_at = at
+                anew = await _rewritten(paths, written)
+                now = await self._together(report, entries if anew is None else anew, paths)
+                self._believed = doubtful = podresources.unlisted(now)
+                self._sure = self._sure & doubtful if anew is None else doubtful
         if not quiet.quiet_since(at):
             return None
         self.holdings, self.looked_at = now, at
         self._count_doubles(report)
-        return Look(now, at, offered, asked_at)
+        unsure = frozenset((resource, name) for resource, name, _ in doubtful - self._sure)
+        return Look(now, at, offered, asked_at, unsure)
 
     async def _together(
         self, report: podresources.Report, entries: Sequence[podresources.CheckpointEntry], paths: Paths
@@ -635,6 +648,8 @@ def _checkpoint(paths: Paths) -> tuple[Identity | None, tuple[podresources.Check
     return written, podresources.read_checkpoint(paths.plugins)
 
 
+RESEND: Final = 30.0
+"""Seconds between two lists that are sent only to have the kubelet write its checkpoint, for the same doubt."""
 REWRITE: Final = 1.0
 """Seconds that the kubelet has to write its checkpoint after it was sent a list; some ms are usual."""
 
