@@ -22,6 +22,7 @@ import errno
 import os
 import signal
 import subprocess
+import threading
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Final
@@ -193,7 +194,7 @@ class Prober:
         self._probe = probe
         self._timeout = timeout
         self._at_once = at_once
-        self._hanging: set[str] = set()
+        self._looks: dict[str, _Look] = {}
 
     async def look(self, devices: Iterable[Device]) -> dict[str, Finding]:
         """Return what the probe says of each device; never raises."""
@@ -208,22 +209,40 @@ class Prober:
         return found
 
     async def _look(self, device: Device) -> Finding:
-        if device.id in self._hanging:
+        self._looks = {name: look for name, look in self._looks.items() if not look.over.is_set()}
+        if device.id in self._looks:
             return Verdict.BAD, "the probe still hangs"
+        hanging = sum(look.overdue for look in self._looks.values())
+        if hanging >= self._at_once:  # each keeps a thread
+            return Verdict.UNREADABLE, f"not looked at: {hanging} probes of other devices hang"
+        look = self._looks[device.id] = _Look()
 
         def run(device: Device) -> Finding:
+            look.begun = True
             try:
                 return self._probe(device)
             finally:
-                self._hanging.discard(device.id)
+                look.over.set()
 
-        self._hanging.add(device.id)
         try:
             return await hooks.call(f"the probe of {device.id}", run, device, timeout=self._timeout)
         except hooks.HookTimeoutError as error:
+            if not look.begun:
+                look.over.set()
+                return Verdict.UNREADABLE, str(error)
+            look.overdue = True
             return Verdict.BAD, str(error)
         except hooks.HookError as error:
             return Verdict.UNREADABLE, str(error)
+
+
+class _Look:
+    """One call of a probe, as its thread and the loop see it."""
+
+    def __init__(self) -> None:
+        self.begun = False
+        self.overdue = False
+        self.over = threading.Event()
 
 
 async def _all(calls: Iterable[Awaitable[None]]) -> None:

@@ -278,7 +278,7 @@ async def test_probe_that_hangs_keeps_only_its_own_device_waiting() -> None:
             free.wait(20)
         return GOOD, ""
 
-    prober = Prober(probe, timeout=0.1)
+    prober = Prober(probe, timeout=1.0)
     devices = [Device("a"), Device("b"), Device("c")]
     found = await prober.look(devices)
     assert [found[name][0] for name in "abc"] == [GOOD, BAD, GOOD]
@@ -287,6 +287,27 @@ async def test_probe_that_hangs_keeps_only_its_own_device_waiting() -> None:
     free.set()
     async with asyncio.timeout(10):
         while (await prober.look(devices))["b"][0] is not GOOD:
+            pass
+
+
+async def test_probes_that_hang_take_only_so_many_threads() -> None:
+    """When as many looks hang as are made at once, no more are begun, and what was not looked at is unknown."""
+    free = threading.Event()
+    begun = []
+
+    def probe(device: Device) -> tuple[Verdict, str]:
+        begun.append(device.id)
+        free.wait(20)
+        return GOOD, ""
+
+    prober = Prober(probe, timeout=1.0, at_once=2)
+    devices = [Device(f"d{number}") for number in range(6)]
+    found = await prober.look(devices)
+    assert [verdict for verdict, _ in found.values()].count(BAD) == len(begun) == 2
+    assert [verdict for verdict, _ in found.values()].count(UNREADABLE) == 4
+    free.set()
+    async with asyncio.timeout(10):
+        while {verdict for verdict, _ in (await prober.look(devices)).values()} != {GOOD}:
             pass
 
 

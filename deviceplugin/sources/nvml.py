@@ -237,7 +237,9 @@ class Session:
             except nv.NVMLError as error:
                 if error.value == 18:
                     _unload(nv)  # the new driver's library may lie there already
-                raise Trouble(_GONE.get(error.value) or f"NVML cannot be used: {error}") from error
+                if error.value in _GONE:
+                    raise Trouble(_GONE[error.value]) from error
+                raise Trouble(f"NVML cannot be used: {error}", Verdict.UNREADABLE) from error
             self._nv = nv
             self._there = there
             with _library_lock:

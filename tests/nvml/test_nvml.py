@@ -575,6 +575,69 @@ def test_missing_python_package_is_said(world: World, monkeypatch: pytest.Monkey
             Session(world.places.library).look()
 
 
+@pytest.mark.parametrize("function", ["nvmlDeviceGetCount_v2", "nvmlInitWithFlags"])
+async def test_library_that_fails_as_a_whole_is_tried_again(world: World, until: Until, function: str) -> None:
+    """An error of all of NVML changes what is known of the GPUs, not that they are listed, and passes."""
+    uuid = world.gpu(0)
+    async with closing(source(world)) as lists:
+        await until(lists, len)
+        world.set(f"return.{function}", 999)
+        world.write(return__nvmlDeviceGetHandleByIndex_v2=1)  # NVML was shut down: it is initialized anew
+        found = await until(lists, lambda found: found[uuid].health is not Health.HEALTHY)
+        assert found[uuid].message
+        world.set(f"return.{function}", None)
+        world.write(return__nvmlDeviceGetHandleByIndex_v2=None)
+        await until(lists, lambda found: found[uuid].health is Health.HEALTHY)
+
+
+async def test_driver_without_events_is_looked_at_alone(world: World, until: Until) -> None:
+    """Where no event set can be made it is noted, and lost GPUs are found by looking."""
+    uuid = world.gpu(0)
+    world.write(return__nvmlEventSetCreate=3)
+    made = source(world)
+    async with closing(made) as lists:
+        found = await until(lists, len)
+        assert found[uuid].health is Health.HEALTHY
+        assert made.notes == ("the driver has no events: XIDs will not be heard of",)
+        world.write(gpu0__lost=1)
+        await until(lists, lambda found: found[uuid].health is Health.UNHEALTHY)
+
+
+def test_gpu_that_was_lost_from_the_start_is_noted(world: World) -> None:
+    """A GPU that never could be read has no identity to be listed by; the others are, and a note tells of it."""
+    world.gpu(0, lost=1)
+    second = world.gpu(1)
+    session = Session(world.places.library, sysfs_root=world.places.sysfs, proc=world.places.proc)
+    look = session.look()
+    session.close()
+    assert [gpu.uuid for gpu in look.gpus] == [second]
+    assert look.notes[0].startswith("GPU 0 cannot be read")
+
+
+def test_partition_of_which_nothing_is_known_is_listed_all_the_same(world: World) -> None:
+    """A driver that tells neither name nor size of a partition leaves its profile unknown."""
+    world.gpu(0)
+    part = world.partition(0, 0, "1g.5gb")
+    for function in ("Attributes_v2", "Name", "GpuInstanceId", "ComputeInstanceId"):
+        world.set(f"return.nvmlDeviceGet{function}", 3)
+    world.write()
+    device = looked(world, mig="single")[part]
+    assert device.attributes["profile"] == "unknown"
+    assert device.health is Health.HEALTHY
+    naming.check_device(device, "gpu.example.com")
+
+
+def test_partitions_cdi_names_are_those_of_the_spec(world: World) -> None:
+    """Specs name partitions by UUID, by their place (0:1), or by a word and their place."""
+    world.gpu(0)
+    parts = [world.partition(0, index, "1g.5gb") for index in range(3)]
+    names = [parts[0], "0:1", "mig0:2"]
+    spec = {"kind": "nvidia.com/gpu", "devices": [{"name": name} for name in names]}
+    (Path(world.places.cdi[0]) / "nvidia.json").write_text(json.dumps(spec))
+    devices = looked(world, mig="single", injection="cdi")
+    assert [devices[part].edits.cdi for part in parts] == [(f"nvidia.com/gpu={name}",) for name in names]
+
+
 async def test_recovery_that_the_driver_asks_for_is_unhealthy(world: World, until: Until) -> None:
     """A GPU of which the driver says that it needs a reset is withdrawn until it was reset."""
     field = "gpu0.field230"
