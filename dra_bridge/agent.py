@@ -8,23 +8,22 @@ registrar at the other, the slices between, and the handover that moves devices.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import functools
 import logging
 import random
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
 
 from deviceplugin import ledger, podresources, process
-from deviceplugin.agent import Agent, AgentError, Paths, Service
+from deviceplugin.agent import Agent, AgentError, Look, Paths, Service
 from deviceplugin.config import Config, ResourceConfig
 from deviceplugin.endpoint import Doorkeeper
-from deviceplugin.ledger import ClaimEvidence, Desk, Evidence, Held, LedgerError, Side
+from deviceplugin.ledger import ClaimEvidence, Desk, Evidence, Held, LedgerError, Side, State
 from deviceplugin.podresources import CheckpointError, PodResourcesError
 from deviceplugin.registration import Backoff
 from deviceplugin.sharing import device_of
@@ -38,9 +37,9 @@ from dra_bridge.cluster import (
     ClusterError,
     Listed,
 )
-from dra_bridge.driver import ClusterClaims, Driver, Served
+from dra_bridge.driver import ClaimRef, ClusterClaims, Driver, Served
 from dra_bridge.handover import Drain, Handover, Share, ShareError, parse_share
-from dra_bridge.keeper import Keeper, held_units
+from dra_bridge.keeper import Keeper, held_units, unsure_of
 from dra_bridge.metrics import Told
 from dra_bridge.registrar import Registrar
 from dra_bridge.slices import Offer, Pool, Publisher
@@ -55,6 +54,8 @@ TELL: Final = 10.0
 """Seconds between two writes of the slices for a holder's sake alone."""
 FIRST: Final = 5.0
 """Seconds that the first slices wait for the kubelet to take the driver's registration."""
+RESOLVE: Final = 30.0
+"""Seconds between two looks whether a quarantined device may leave."""
 STANDBY: Final = 2.0
 """Seconds after which is said that another agent has the ledger."""
 
@@ -87,6 +88,11 @@ class Doors:
         keeper = self.keepers.get(resource)
         return keeper is None or keeper.offers(resource, device)
 
+    def avoids(self, resource: str) -> Collection[str]:
+        """Return the devices that new pods had better not get."""
+        keeper = self.keepers.get(resource)
+        return () if keeper is None else keeper.avoids(resource)
+
     async def grant(self, resource: str, names: Sequence[str], devices: Sequence[str]) -> None:
         """Record that the ids are given out, or raise Refusal."""
         keeper = self.keepers.get(resource)
@@ -105,7 +111,8 @@ class DriverBridge:
         self._bridge = bridge
         self._services: dict[str, Service] = {}
         self._replicas: dict[str, int] = {}
-        self.keeper = Keeper(desk, self._replicas, self._changed)
+        self.keeper = Keeper(desk, self._replicas, self._changed, self._quarantined)
+        self.keeper.steer = self._steer
         self.driver = Driver(
             name,
             bridge.node,
@@ -115,6 +122,7 @@ class DriverBridge:
             cdi_directory=bridge.cdi_directory,
             pull=True,
             changed=self._changed,
+            ready=lambda resource, device: (resource, device) in self.keeper.heard,
         )
         self.registrar = Registrar(self.driver, bridge.paths.kubelet_root, changed=self.publish)
         self._began: float | None = None
@@ -128,6 +136,8 @@ class DriverBridge:
         self._told: tuple[progress.Progress, str, float] | None = None
         self._publishing: asyncio.TimerHandle | None = None
         self._wants = asyncio.Event()
+        self._heard: dict[str, asyncio.Event] = {}
+        self._alarms: set[asyncio.Task[None]] = set()
 
     # What it serves.
 
@@ -153,6 +163,7 @@ class DriverBridge:
                 groups=functools.partial(groups, service),
                 errors=(ClusterError,),
             )
+            self._heard[resource] = asyncio.Event()
             self._unsubscribe[resource] = service.inventory.subscribe(lambda _: self._listed(resource))
             self._move(resource)
             self._listed(resource)
@@ -169,6 +180,7 @@ class DriverBridge:
         self._bridge.doors.keepers.pop(resource, None)
         self._unsubscribe.pop(resource, lambda: None)()
         self.handovers.pop(resource, None)
+        self._heard.pop(resource, asyncio.Event()).set()
         if (mover := self._movers.pop(resource, None)) is not None:
             mover.cancel()
         self.publish()
@@ -197,10 +209,13 @@ class DriverBridge:
                 group.create_task(self.registrar.run(), name=f"registrar of {self.name}")
                 group.create_task(self._reconcile(), name=f"reconcile {self.name}")
                 group.create_task(self._follow_slices(), name=f"slices of {self.name}")
+                group.create_task(self._resolve(), name=f"quarantine of {self.name}")
                 for resource in self.handovers:
                     self._move(resource)
         finally:
             self._group = None
+            for alarm in self._alarms:
+                alarm.cancel()
             await self.driver.close()
             if self._publishing is not None:
                 self._publishing.cancel()
@@ -216,6 +231,7 @@ class DriverBridge:
         while True:
             try:
                 await self._place(resource)
+                await self._heard[resource].wait()
                 await handover.run()
             except Exception:
                 _LOG.exception("%s: the handover failed; trying again", resource)
@@ -223,48 +239,100 @@ class DriverBridge:
 
     def _listed(self, resource: str) -> None:
         """Note that the source listed other devices than before."""
-        known = self.desk.snapshot.devices
-        unknown = [
-            name for name in self._services[resource].inventory.snapshot.devices if (resource, name) not in known
-        ]
-        if unknown and self._group is not None and resource not in self._placing:
+        waits = self._unheard(resource) or not self._heard[resource].is_set()
+        if waits and self._group is not None and resource not in self._placing:
             self._placing.add(resource)
             self._group.create_task(self._place(resource), name=f"place {resource}")
         self.publish()
 
+    def _unheard(self, resource: str) -> list[str]:
+        """Return the devices about which no evidence was heard yet."""
+        listed = self._services[resource].inventory.snapshot.devices
+        return [name for name in listed if (resource, name) not in self.keeper.heard]
+
     async def _place(self, resource: str) -> None:
-        """Take devices into the ledger that it does not know: to where the evidence says they are held (R8)."""
-        backoff = Backoff(first=0.2, most=10.0)
+        """Confront the ledger with what is held, before anything is offered (R8).
+
+        At each start all devices, for the ledger may have lost what came last; later those that
+        are new.
+        """
+        backoff, told = Backoff(first=0.2, most=10.0), ""
         self._placing.add(resource)
         try:
-            while (service := self._services.get(resource)) is not None:
-                known = self.desk.snapshot.devices
-                listed = service.inventory.snapshot
-                new = [name for name in listed.devices if (resource, name) not in known]
-                if not new:
+            while resource in self._services:
+                if not (unheard := self._unheard(resource)):
+                    if self._services[resource].inventory.snapshot.listed:
+                        self._heard[resource].set()
                     return
                 try:
-                    evidence = await self._evidence(service, new)
-                    side = (
-                        Side.DRA
-                        if self._share(resource).of(len(listed.devices)) == len(listed.devices)
-                        else Side.PLUGIN
-                    )
-                    done = await self.desk.do(ledger.confront(resource, evidence, new, side, time.time()))
-                except (LedgerError, CheckpointError) as error:
-                    _LOG.warning("%s: new devices cannot be offered yet: %s", resource, error)
-                    await asyncio.sleep(backoff.next())
-                    continue
-                for device in done.quarantined:
-                    _LOG.error(
-                        "%s: device %s is quarantined: %s",
-                        resource,
-                        device,
-                        self.desk.snapshot.device(resource, device).reason,
-                    )
-                self._changed()
+                    doubtful = await self._confront(resource, unheard)
+                except (LedgerError, CheckpointError, ClusterError, OSError, TimeoutError) as error:
+                    why = f"devices cannot be offered yet: {error or type(error).__name__}"
+                else:
+                    why = f"who holds {', '.join(doubtful)} is not certain yet; not offered so long"
+                    if not doubtful:
+                        backoff.reset()
+                        continue
+                if why != told:
+                    told = why
+                    _LOG.warning("%s: %s", resource, why)
+                await asyncio.sleep(backoff.next())
         finally:
             self._placing.discard(resource)
+
+    async def _confront(self, resource: str, devices: Sequence[str]) -> tuple[str, ...]:
+        """Have the ledger hear the evidence about these devices; return those that it leaves in doubt."""
+        service = self._services[resource]
+        evidence = await self._evidence(service, devices)
+        count = len(service.inventory.snapshot.devices)
+        side = Side.DRA if self._share(resource).of(count) == count else Side.PLUGIN
+        done = await self.desk.do(ledger.confront(resource, evidence, devices, side, time.time()))
+        self.keeper.heard |= {(resource, name) for name in devices if name not in done.doubtful}
+        for device, state in done.changed.items():
+            if state is State.QUARANTINED:
+                self._quarantined(resource, device)
+            elif (resource, device) in self.keeper.heard:
+                _LOG.debug("%s: device %s is %s", resource, device, state.text)
+        self._changed()
+        return done.doubtful
+
+    def _quarantined(self, resource: str, device: str) -> None:
+        """Raise the alarm: in the log, and as an Event of the Node."""
+        reason = self.desk.snapshot.device(resource, device).reason
+        message = f"device {device} of {resource} is quarantined: {reason}"
+        _LOG.error("%s", message)
+        alarm = asyncio.create_task(self._bridge.alarm("DeviceQuarantined", message))
+        self._alarms.add(alarm)
+        alarm.add_done_callback(self._alarms.discard)
+
+    async def _resolve(self) -> None:
+        """Look from time to time whether the evidence about quarantined devices is of one mind by now."""
+        while True:
+            await asyncio.sleep(RESOLVE)
+            now = self.desk.snapshot
+            for resource, service in tuple(self._services.items()):
+                listed = service.inventory.snapshot.devices
+                names = [
+                    name
+                    for name, record in now.of(resource).items()
+                    if record.state is State.QUARANTINED and name in listed
+                ]
+                if not names:
+                    continue
+                try:
+                    await self._confront(resource, names)
+                except (LedgerError, CheckpointError, ClusterError, OSError, TimeoutError) as error:
+                    _LOG.info("%s: quarantined devices stay so for now: %s", resource, error)
+                else:
+                    for name in names:
+                        state = self.desk.snapshot.device(resource, name).state
+                        if state is not State.QUARANTINED:
+                            _LOG.warning("%s: device %s leaves quarantine; it is %s", resource, name, state.text)
+
+    def _steer(self, resource: str) -> frozenset[str]:
+        """Return the devices that new pods had better not get, since they are to move."""
+        handover = self.handovers.get(resource)
+        return frozenset() if handover is None else handover.steer
 
     async def _evidence(self, service: Service, devices: Sequence[str]) -> Evidence:
         resource, replicas = service.resource, service.source.replicas
@@ -273,12 +341,21 @@ class DriverBridge:
             seen = await self._bridge.agent.look()
         except (PodResourcesError, CheckpointError):
             seen = None
+        used: set[str] = set()
         if seen is not None:
-            held = held_units(seen.holdings.of(resource), replicas)
+            held = held_units(seen.holdings.of(resource), replicas, unsure_of(seen, resource))
+            names = self.driver.devices
+            used = {
+                names[use.device][1].id
+                for use in seen.holdings.claims
+                if (use.driver, use.pool) == (self.name, self._bridge.node)
+                and use.device in names
+                and names[use.device][0].source.resource == resource
+            }
         else:  # no kubelet to ask: what it wrote down, which errs towards "held"
             entries = await asyncio.to_thread(podresources.read_checkpoint, self._bridge.paths.plugins)
             held = {
-                unit: Held(device_of(unit, replicas), entry.pod_uid)
+                unit: Held(device_of(unit, replicas), entry.pod_uid, sure=False)
                 for entry in entries
                 if entry.resource == resource
                 for unit in entry.devices
@@ -288,11 +365,18 @@ class DriverBridge:
             for claim in (await asyncio.to_thread(self.driver.cdi_evidence)).get(resource, ())
             if (self.name, claim.uid) not in self.desk.snapshot.claims and claim.devices & wanted
         ]
-        if self.desk.ledger.fresh or self.desk.ledger.set_aside:
-            # What is allocated and not prepared yet: worth knowing, not worth waiting for (R2 is what is safe).
-            with contextlib.suppress(ClusterError, TimeoutError):
-                async with asyncio.timeout(5.0):
-                    claims += await self._allocations(resource, wanted, {claim.uid for claim in claims})
+        known = self.desk.snapshot
+        if (
+            self.desk.ledger.fresh
+            or self.desk.ledger.set_aside
+            or any(known.device(resource, name).state is State.QUARANTINED for name in devices)
+        ):
+            # What is allocated: a claim without edits has no CDI file, and the ledger may know of none.
+            async with asyncio.timeout(5.0):
+                claims += await self._allocations(resource, wanted, {claim.uid for claim in claims})
+            if claimless := (used & wanted) - {name for claim in claims for name in claim.devices}:
+                # Of a pod that was deleted by force: only the kubelet knows.
+                claims.append(ClaimEvidence(self.name, "unknown", frozenset(claimless), prepared=False))
         return Evidence({unit: one for unit, one in held.items() if one.device in wanted}, tuple(claims))
 
     async def _allocations(self, resource: str, devices: frozenset[str], but: set[str]) -> list[ClaimEvidence]:
@@ -333,22 +417,52 @@ class DriverBridge:
         """Compare what is prepared with what is wanted: at once, and from time to time."""
         backoff = Backoff(first=1.0, most=60.0)
         while True:
-            uses: set[tuple[str, str]] = set()
             try:
+                # CDI files are evidence; they must not be swept away before they were heard.
+                sweep = all(event.is_set() for event in self._heard.values())
+                uses: set[tuple[str, str]] = set()
                 if any(claim.driver == self.name for claim in self.desk.snapshot.claims.values()):
                     seen = await self._bridge.agent.look()
-                    uses = (
-                        {(use.holder.namespace, use.claim) for use in seen.holdings.claims}
-                        if seen is not None
-                        else set()
-                    )
-                await self.driver.reconcile(uses)
+                    if seen is None:
+                        await asyncio.sleep(backoff.next())
+                        continue
+                    uses = {(use.holder.namespace, use.claim) for use in seen.holdings.claims}
+                    await self._name(seen)
+                await self.driver.reconcile(uses, sweep=sweep)
             except (PodResourcesError, CheckpointError, ClusterError, LedgerError, OSError) as error:
                 _LOG.info("%s: prepared claims cannot be compared now: %s", self.name, error)
                 await asyncio.sleep(backoff.next())
             else:
                 backoff.reset()
+                if not sweep:
+                    for event in tuple(self._heard.values()):
+                        await event.wait()
+                    continue
                 await asyncio.sleep(RECONCILE * (0.8 + random.random() * 0.4))  # noqa: S311  # jitter
+
+    async def _name(self, seen: Look) -> None:
+        """Find out about claims that are known from their CDI files alone: whose they are, or that they are over."""
+        nameless = [
+            claim for claim in self.desk.snapshot.claims.values() if claim.driver == self.name and not claim.name
+        ]
+        if not nameless:
+            return
+        known = {
+            claim["metadata"]["uid"]: claim["metadata"]
+            for claim in (await self._bridge.cluster.list(RESOURCE_CLAIMS)).items
+        }
+        names = self.driver.devices
+        used = {
+            (names[use.device][0].source.resource, names[use.device][1].id)
+            for use in seen.holdings.claims
+            if use.driver == self.name and use.device in names
+        }
+        for claim in nameless:
+            if metadata := known.get(claim.uid):
+                await self.desk.do(ledger.name(self.name, claim.uid, metadata["namespace"], metadata["name"]))
+            elif used.isdisjoint(claim.held):
+                _LOG.info("%s: claim %s, known from its CDI file, is no more", self.name, claim.uid)
+                await self.driver.unprepare([ClaimRef("", "", claim.uid)])
 
     # Slices.
 
@@ -365,9 +479,13 @@ class DriverBridge:
         loop = asyncio.get_running_loop()
         self._began = self._began or loop.time()
         rest = self._began + FIRST - loop.time()
-        if not self.registrar.statistics.registrations and rest > 0:
-            # Pods that come before the driver is registered fail first and are tried again a minute later.
+        heard = all(event.is_set() for event in self._heard.values())
+        if not (self.registrar.statistics.registrations and heard) and rest > 0:
+            # Pods that come before the driver is registered fail first and are tried again a minute later;
+            # and what is in the slices from before stays until the evidence was heard.
             self._publishing = loop.call_later(rest, self._publish)
+            return
+        if not self._began_offering():
             return
         offers, without = [], []
         for resource, handover in self.handovers.items():
@@ -375,7 +493,9 @@ class DriverBridge:
             snapshot = service.inventory.snapshot
             known = self.desk.snapshot.devices
             offered = frozenset(
-                name for name in snapshot.devices if (resource, name) in known and handover.offered(name)
+                name
+                for name in snapshot.devices
+                if (resource, name) in self.keeper.heard and (resource, name) in known and handover.offered(name)
             )
             leaving = frozenset(name for name in offered if handover.leaving(name))
             without += [(resource, name) for name in snapshot.devices if name not in offered]
@@ -387,6 +507,17 @@ class DriverBridge:
         before = self._without
         self._without = {key: before.get(key, (ticket, None)) for key in without}
         self._wants.set()
+
+    def _began_offering(self) -> bool:
+        """Return whether the slices may be touched: what is in them from before stays until it is judged."""
+        return any(
+            (resource, name) in self.keeper.heard
+            for resource, service in self._services.items()
+            for name in service.inventory.snapshot.devices
+        ) or all(
+            service.inventory.snapshot.listed and not service.inventory.snapshot.devices
+            for service in self._services.values()
+        )
 
     def _annotations(self) -> Mapping[str, str]:
         """Return what is told of the devices: at once when a side changed, later for holders alone."""
@@ -572,6 +703,14 @@ class Bridge:
         for driver in new & self.drivers.keys():
             if self._group is not None:
                 self._group.create_task(self.drivers[driver].run(), name=driver)
+
+    async def alarm(self, reason: str, message: str) -> None:
+        """Write a warning Event about this node, if the API server takes it."""
+        regarding = {"apiVersion": "v1", "kind": "Node", "metadata": {"name": self.node, "uid": self.node}}
+        try:
+            await self.cluster.event(regarding, reason, message, node=self.node)
+        except ClusterError as error:
+            _LOG.info("no Event could be written: %s", error)
 
     # The Node.
 

@@ -466,6 +466,7 @@ class Driver:
         report: whether to write `status.devices` of claims.
         boot: what tells one boot of the node from another; None: the kernel's own.
         changed: called after claims came or went.
+        ready: whether a device (resource, id) may be given to claims yet.
 
     """
 
@@ -483,8 +484,10 @@ class Driver:
         report: bool = True,
         boot: str | None = None,
         changed: Callable[[], None] | None = None,
+        ready: Callable[[str, str], bool] = lambda resource, device: True,
     ) -> None:
         self.name: Final = name
+        self._ready = ready
         self.pool: Final = pool
         self.served = served
         self._desk = desk
@@ -659,7 +662,7 @@ class Driver:
             self._changed()
             self._tell_released(known)
 
-    async def reconcile(self, in_use: Iterable[tuple[str, str]] = ()) -> Reconciled:
+    async def reconcile(self, in_use: Iterable[tuple[str, str]] = (), *, sweep: bool = True) -> Reconciled:
         """Compare what is prepared with the API server, and the CDI files with the ledger.
 
         At start, and from time to time: a claim may be deleted while the agent is down, or its
@@ -670,6 +673,8 @@ class Driver:
             in_use: (namespace, name) of claims that the kubelet says pods still use
                 (PodResources): of a pod that was deleted by force the API server forgets all
                 while its containers still run.
+            sweep: whether to remove CDI files of claims that the ledger does not know. Not before
+                they were heard as evidence: the ledger may be the one that is wrong.
 
         """
         used = frozenset(in_use)
@@ -684,7 +689,7 @@ class Driver:
         mine = [claim for claim in self._desk.snapshot.claims.values() if claim.driver == self.name]
         for batch in (mine[at : at + 16] for at in range(0, len(mine), 16)):
             await asyncio.gather(*(look(claim) for claim in batch))
-        for uid in await asyncio.to_thread(self._store.list):
+        for uid in await asyncio.to_thread(self._store.list) if sweep else ():
             if self._known(uid) is None and uid not in self._preparing:
                 async with self._turns.of(uid):
                     if self._known(uid) is None:
@@ -781,6 +786,9 @@ class Driver:
             admin = bool(result.admin_access)
             if not admin:
                 _check_health(device, result, self.name)
+                if not self._ready(served.source.resource, device.id):
+                    what = "who holds it is not known yet, the agent has just started"
+                    raise ClaimError("starting", f"request {result.request!r}: device {result.device!r}: {what}")
             found.setdefault((result.request, served.source.resource, admin), []).append((device, result))
         return [
             _Group(

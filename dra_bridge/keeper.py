@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Final, cast
 
 import grpc
@@ -21,18 +21,29 @@ from deviceplugin.ledger import Desk, Held, KubeletSnapshot, LedgerError
 from deviceplugin.podresources import Holder
 from deviceplugin.sharing import device_of
 
-__all__ = ["Keeper", "held_units"]
+__all__ = ["Keeper", "held_units", "unsure_of"]
 
 _LOG: Final = logging.getLogger(__name__)
 
 
-def held_units(held: Mapping[str, Iterable[Holder]], replicas: int) -> dict[str, Held]:
-    """Return who holds what as the ledger wants it: by the kubelet's id, one pod each."""
+def held_units(
+    held: Mapping[str, Iterable[Holder]], replicas: int, unsure: Collection[str] = frozenset()
+) -> dict[str, Held]:
+    """Return who holds what as the ledger wants it: by the kubelet's id, one pod each.
+
+    unsure: ids that an old checkpoint says are held; those that nothing else says so of are not sure.
+    """
     units = {}
     for unit, holders in held.items():
-        first = min(holders)
-        units[unit] = Held(device_of(unit, replicas), f"{first.namespace}/{first.pod}" if first.pod else first.uid)
+        first = max(holders)  # one with a name, if there is any
+        pod = f"{first.namespace}/{first.pod}" if first.pod else first.uid
+        units[unit] = Held(device_of(unit, replicas), pod, sure=bool(first.pod) or unit not in unsure)
     return units
+
+
+def unsure_of(seen: Look, resource: str) -> frozenset[str]:
+    """Return the ids of a resource of which a look is not sure that they are held."""
+    return frozenset(name for of, name in seen.unsure if of == resource)
 
 
 class Keeper:
@@ -43,20 +54,37 @@ class Keeper:
         replicas: how often each device of a resource is offered, by resource; the resources that
             the ledger decides about. Others are offered and granted freely.
         changed: called after something was released, found or quarantined.
+        quarantined: called with (resource, device) after a device was quarantined.
+
+    Attributes:
+        heard: (resource, device) of those about which this process has heard the evidence (R8).
+            No other is offered or given out: the ledger may have lost what came last.
+        steer: which devices of a resource new pods had better not get (drain: wait).
 
     """
 
-    def __init__(self, desk: Desk, replicas: Mapping[str, int], changed: Callable[[], None] = lambda: None) -> None:
+    def __init__(
+        self,
+        desk: Desk,
+        replicas: Mapping[str, int],
+        changed: Callable[[], None] = lambda: None,
+        quarantined: Callable[[str, str], None] = lambda resource, device: None,
+    ) -> None:
         self._desk = desk
         self.replicas = replicas
         self.changed = changed
+        self.quarantined = quarantined
+        self.heard: set[tuple[str, str]] = set()
+        self.steer: Callable[[str], Collection[str]] = lambda resource: ()
 
     # The doorkeeper.
 
     def offers(self, resource: str, device: str) -> bool:
-        """Return whether the plugin side shows this device healthy (R3); not before it is in the ledger."""
+        """Return whether the plugin side shows this device healthy (R3); not before its evidence was heard."""
         if resource not in self.replicas:
             return True
+        if (resource, device) not in self.heard:
+            return False
         record = self._desk.snapshot.devices.get((resource, device))
         return record is not None and record.state.healthy
 
@@ -64,11 +92,15 @@ class Keeper:
         """Record that these ids are given out (R1).
 
         Raises:
-            Refusal: a device is not on the plugin side, or the ledger cannot be written.
+            Refusal: a device is not on the plugin side, nothing is known of it yet, or the ledger
+                cannot be written.
 
         """
         if resource not in self.replicas:
             return
+        if unheard := [device for device in devices if (resource, device) not in self.heard]:
+            details = f"{resource}: who holds {', '.join(unheard)} is not known yet; the agent has just started"
+            raise Refusal(grpc.StatusCode.UNAVAILABLE, "starting", details)
         units = {name: device_of(name, self.replicas[resource]) for name in names}
         try:
             answer = await self._desk.do(ledger.grant(resource, units, time.time()))
@@ -78,6 +110,10 @@ class Keeper:
             ) from error
         if isinstance(answer, ledger.Refused):
             raise Refusal(grpc.StatusCode.FAILED_PRECONDITION, "side", answer.message)
+
+    def avoids(self, resource: str) -> Collection[str]:
+        """Return the devices that new pods had better not get."""
+        return self.steer(resource)
 
     # The observer.
 
@@ -93,7 +129,7 @@ class Keeper:
         """Release what the kubelet shows no more, take in what it shows and the ledger does not know."""
         news = False
         for resource, replicas in self.replicas.items():
-            units = held_units(seen.holdings.of(resource), replicas)
+            units = held_units(seen.holdings.of(resource), replicas, unsure_of(seen, resource))
             snapshot = KubeletSnapshot(cast("int", before), seen.at, quiet=True, held=units)
             try:
                 found = await self._desk.do(ledger.observe(resource, snapshot, time.time()))
@@ -103,12 +139,7 @@ class Keeper:
             for unit in found.found:
                 _LOG.info("%s: pod %s holds %s, which the ledger did not know", resource, units[unit].pod, unit)
             for device in found.quarantined:
-                _LOG.error(
-                    "%s: device %s is quarantined: %s",
-                    resource,
-                    device,
-                    self._desk.snapshot.device(resource, device).reason,
-                )
+                self.quarantined(resource, device)
             news = news or bool(found.released or found.found or found.quarantined)
         if news:
             self.changed()
