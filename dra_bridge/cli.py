@@ -545,11 +545,12 @@ class Lines:
     def show(self, nodes: Sequence[NodeView]) -> None:
         """Print a line for each node of which something changed."""
         for view in nodes:
-            left = _fleet().distance(view) if view.told is not None and view.told.asked == (view.asked or "") else -1
-            self.bar(view, left)
+            # Without an annotation only the agent knows what it is to be.
+            known = view.told is not None and (view.asked is not None or not view.told.asked)
+            self.bar(view, _fleet().distance(view) if known else -1)
 
     def bar(self, view: NodeView, left: int) -> None:
-        """Show how many devices have still to move; -1 while the agent does not know what is asked for."""
+        """Show how many devices have still to move; -1 while that is not known."""
         if left < 0:
             return
         most = self._most[view.node] = max(self._most.get(view.node, 0), left)

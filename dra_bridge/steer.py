@@ -214,10 +214,13 @@ async def migrate(
         return True
     began = time.monotonic()
     async with Fleet(cluster, driver, name=names[0] if len(names) == 1 else "") as watched:
+        before: list[NodeView] = []
         quiet = began
         while True:
             nodes = [view for view in watched.views() if view.node in names]
             reporter.show(nodes)
+            if nodes != before:
+                before, quiet = nodes, time.monotonic()
             gone = set(names) - {view.node for view in nodes}
             others = [f"{view.node} is asked for {view.asked} by now" for view in nodes if view.asked != share]
             if gone or others:
@@ -235,9 +238,8 @@ async def migrate(
                 reporter.say(f"not done after {timeout:g} s; the move goes on")
                 return False
             rest = timeout - (now - began) if timeout else QUIET
-            if await watched.wait(min(rest, 1.0)):
-                quiet = time.monotonic()
-            elif time.monotonic() - quiet >= QUIET:
+            await watched.wait(min(rest, 1.0))
+            if time.monotonic() - quiet >= QUIET:
                 quiet = time.monotonic()
                 await watched.ask_claims()
                 reporter.explain([view for view in watched.views() if view.node in {one.node for one in left}])
@@ -287,8 +289,12 @@ class _Rollout:
 
     async def run(self) -> bool:
         """Go on until it is over or has to stop."""
+        before: list[NodeView] = []
         quiet = time.monotonic()
         while True:
+            nodes = self.fleet.views()
+            if nodes != before:
+                before, quiet = nodes, time.monotonic()
             try:
                 over = await self._step()
             except (UnavailableError, ConflictError, NotFoundError) as error:
@@ -297,9 +303,8 @@ class _Rollout:
                     self.reporter.say(f"the API server does not answer: {error.message}")
             if over is not None:
                 return over
-            if await self.fleet.wait(LOOK):
-                quiet = time.monotonic()
-            elif time.monotonic() - quiet >= QUIET:
+            await self.fleet.wait(LOOK)
+            if time.monotonic() - quiet >= QUIET:
                 quiet = time.monotonic()
                 await self.fleet.ask_claims()
                 self.reporter.explain([view for view in self.fleet.views() if self._phase(view) is Phase.MOVING])

@@ -1,0 +1,285 @@
+"""The command line against the real node: what it says is true, and what it asks for comes about.
+
+It runs with the rights of an operator, who may read and patch Nodes but is not the agent, and not
+an administrator.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import stat
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from deviceplugin.sources.path import device_id
+from tests.cluster import isolate
+from tests.cluster.bridge import Bridge
+from tests.cluster.node import Cluster, Pod
+
+DRIVER = "board.example.net"
+RESOURCE = "example.net/board"
+SHARE = f"{DRIVER}/dra-share"
+BEFORE = f"{DRIVER}/dra-share-before"
+DEVICES = Path(isolate.DEVICES) / "boards"
+COUNT = 4
+OPERATOR = "operator"
+
+
+@pytest.fixture
+def bridge(cluster: Cluster) -> Iterator[Bridge]:
+    """The agent with four devices, all on the plugin's side."""
+    if cluster.minor < 34:
+        pytest.skip("extended resources through DRA came with 1.34")
+    shutil.rmtree(DEVICES, ignore_errors=True)
+    DEVICES.mkdir(parents=True)
+    for number in range(COUNT):
+        os.mknod(DEVICES / f"board{number}", stat.S_IFCHR | 0o600, os.makedev(1, 5))
+    resource = {
+        "name": RESOURCE,
+        "driver": DRIVER,
+        "devices": [{"path": f"{DEVICES}/*"}],
+        "dra": {"share": "none"},
+    }
+    with Bridge.running(cluster, resource) as running:
+        cluster.wait_allocatable(RESOURCE, COUNT)
+        yield running
+        annotate(cluster, {SHARE: None, BEFORE: None})
+
+
+def annotate(cluster: Cluster, annotations: dict[str, str | None], labels: dict[str, str] | None = None) -> None:
+    body = {"metadata": {"annotations": annotations, "labels": labels or {}}}
+    path = f"/api/v1/nodes/{cluster.node_name}"
+    cluster.api.request("PATCH", path, body, content_type="application/merge-patch+json")
+
+
+@pytest.fixture
+def kubeconfig(cluster: Cluster) -> Path:
+    """The kubeconfig of an operator: just the rights that the commands take."""
+    reads = ["get", "list", "watch"]
+    cluster.apply(
+        [
+            {
+                "apiVersion": "rbac.authorization.k8s.io/v1",
+                "kind": "ClusterRole",
+                "metadata": {"name": OPERATOR},
+                "rules": [
+                    {"apiGroups": [""], "resources": ["nodes"], "verbs": [*reads, "patch"]},
+                    {"apiGroups": [""], "resources": ["pods", "events"], "verbs": ["list"]},
+                    {"apiGroups": ["resource.k8s.io"], "resources": ["resourceslices"], "verbs": reads},
+                    {"apiGroups": ["resource.k8s.io"], "resources": ["resourceclaims"], "verbs": ["list"]},
+                ],
+            },
+            {
+                "apiVersion": "rbac.authorization.k8s.io/v1",
+                "kind": "ClusterRoleBinding",
+                "metadata": {"name": OPERATOR},
+                "roleRef": {"apiGroup": "rbac.authorization.k8s.io", "kind": "ClusterRole", "name": OPERATOR},
+                "subjects": [{"kind": "User", "name": OPERATOR, "apiGroup": "rbac.authorization.k8s.io"}],
+            },
+        ]
+    )
+    return cluster.kubeconfig_for(OPERATOR)
+
+
+@dataclass
+class Command:
+    """A command line in a process of its own, and what it has said so far."""
+
+    process: subprocess.Popen[str]
+    lines: list[str] = field(default_factory=list)
+    over: threading.Event = field(default_factory=threading.Event)
+
+    def read(self) -> None:
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            self.lines.append(line.rstrip("\n"))
+        self.over.set()
+
+    @property
+    def out(self) -> str:
+        return "\n".join(self.lines)
+
+
+@pytest.fixture
+def started(kubeconfig: Path) -> Iterator[Callable[..., Command]]:
+    """Return what starts a command line."""
+    running: list[tuple[Command, threading.Thread]] = []
+
+    def start(*argv: str) -> Command:
+        command = [sys.executable, "-u", "-m", "dra_bridge", *argv, "--kubeconfig", str(kubeconfig)]
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        made = Command(process)
+        reader = threading.Thread(target=made.read, daemon=True)
+        reader.start()
+        running.append((made, reader))
+        return made
+
+    yield start
+    for made, reader in running:
+        made.process.kill()
+        made.process.wait()
+        reader.join(10)
+        assert made.process.stdout is not None
+        made.process.stdout.close()
+        print(f"--- {made.process.args!r}\n{made.out}")
+
+
+@pytest.fixture
+def ran(started: Callable[..., Command]) -> Callable[..., tuple[int, str]]:
+    """Return what runs a command line to its end: its status and all that it said."""
+
+    def run(*argv: str) -> tuple[int, str]:
+        made = started(*argv)
+        return ended(made), made.out
+
+    return run
+
+
+def ended(command: Command, timeout: float = 60.0) -> int:
+    """Wait until it has ended and all that it said was read; return its status."""
+    status = command.process.wait(timeout)
+    assert command.over.wait(timeout)
+    return status
+
+
+def asked_of(cluster: Cluster) -> dict[str, str]:
+    found = cluster.node()["metadata"].get("annotations") or {}
+    return {key: text for key, text in found.items() if key.startswith(DRIVER)}
+
+
+def told(text: str) -> dict[str, Any]:
+    """Return the only node of `status -o json`."""
+    (node,) = json.loads(text)["nodes"]
+    assert isinstance(node, dict)
+    return node
+
+
+def held_by(pod: Pod) -> str:
+    """Return the id of the device that a container has; it is made from the path."""
+    (path,) = (DEVICES / name for name in pod.exec(["ls", str(DEVICES)]).split())
+    return device_id(str(path))
+
+
+def test_migrate_waits_for_holders_there_and_back(
+    bridge: Bridge, started: Callable[..., Command], ran: Callable[..., tuple[int, str]]
+) -> None:
+    """`migrate --wait` names who holds what it waits for, and ends with 0 when the holder does, either way."""
+    cluster, node = bridge.cluster, bridge.cluster.node_name
+    pod = cluster.start_pod("holder", {RESOURCE: 1}).wait_running()
+    device = held_by(pod)
+    there = started("migrate", node, "--driver", DRIVER, "--share", "all", "--wait")
+    cluster.wait_for(
+        lambda: f"{node}: {device} (to-dra) waits for" in there.out and "default/holder" in there.out,
+        60,
+        "the holder is named",
+    )
+    assert there.process.poll() is None
+    pod.delete()
+    assert ended(there) == 0, there.out
+    bridge.claim("mine")
+    user = bridge.pod("user", {"board": "mine"}).wait_running()
+    (claimed,) = bridge.allocated("mine")
+    back = started("migrate", node, "--driver", DRIVER, "--share", "none", "--wait")
+    cluster.wait_for(
+        lambda: f"{node}: {claimed} (to-plugin) waits for" in back.out and "claim default/mine" in back.out,
+        60,
+        "the claim is named",
+    )
+    user.delete()
+    user.wait_gone()
+    cluster.delete("ResourceClaim", "mine", api_version=bridge.api_version)
+    assert ended(back) == 0, back.out
+    cluster.wait_allocatable(RESOURCE, COUNT)
+    status, out = ran("migrate", node, "--driver", DRIVER, "--unset", "--wait", "--timeout", "30")
+    assert status == 0, out
+    assert asked_of(cluster) == {}
+
+
+def test_status_says_what_is_true(bridge: Bridge, ran: Callable[..., tuple[int, str]]) -> None:
+    """`status -o json` has each device's side, state and holder as node, containers and claims have them."""
+    cluster, node = bridge.cluster, bridge.cluster.node_name
+    status, out = ran("migrate", node, "--driver", DRIVER, "--share", "50%", "--wait", "--timeout", "30")
+    assert status == 0, out
+    cluster.wait_allocatable(RESOURCE, 2)
+    pod = cluster.start_pod("plain", {RESOURCE: 1}).wait_running()
+    bridge.claim("mine")
+    bridge.pod("user", {"board": "mine"}).wait_running()
+    (claimed,) = bridge.allocated("mine")
+    held = {held_by(pod): "pod default/plain", claimed: "claim default/mine"}
+    offered = bridge.offered()
+
+    def shown() -> dict[str, Any]:
+        return told(ran("status", "--driver", DRIVER, "-o", "json")[1])
+
+    def holders(found: dict[str, Any]) -> dict[str, str]:
+        (resource,) = found["resources"]
+        return {one["name"]: one["holder"] for one in resource["devices"] if one["holder"]}
+
+    # A pod's name comes with the kubelet's books, at most ten seconds late.
+    cluster.wait_for(lambda: holders(shown()) == held, 30, f"the holders are {held}")
+    found = shown()
+    (resource,) = found["resources"]
+    assert (found["node"], found["asked"], found["settled"], found["waitsFor"]) == (node, "50%", True, [])
+    assert resource["counts"] == {"dra": 2, "plugin": 2}
+    assert {one["name"] for one in resource["devices"] if one["side"] == "dra"} == set(offered)
+    assert {one["name"] for one in resource["devices"]} == {
+        device_id(str(DEVICES / f"board{number}")) for number in range(COUNT)
+    }
+    assert next(one["pods"] for one in resource["devices"] if one["name"] == claimed) == ["user"]
+    table = ran("status")[1]
+    assert f"{claimed}  dra     dra     claim default/mine for user" in table
+
+
+def test_rollout_stalls_goes_on_and_is_undone(bridge: Bridge, ran: Callable[..., tuple[int, str]]) -> None:
+    """`rollout` stops where a node stalls and says why, goes on when run again, and --undo restores what was before."""
+    cluster, node = bridge.cluster, bridge.cluster.node_name
+    annotate(cluster, {SHARE: "1"}, {"pool": "boards"})
+    pod = cluster.start_pod("holder", {RESOURCE: 1}).wait_running()
+    device = held_by(pod)
+    command = ["rollout", "--driver", DRIVER, "--share", "all", "--selector", "pool=boards"]
+    status, out = ran(*command, "--timeout-per-node", "4")
+    assert status == 1, out
+    assert f"stopped: {node}: not done after 4 s: {device} (to-dra) waits for" in out
+    pod.delete()
+    pod.wait_gone()
+    status, out = ran(*command)
+    assert status == 0, out
+    assert "1 of 1 nodes are as they should be" in out
+    found = told(ran("status", "-o", "json")[1])
+    assert (found["asked"], found["before"], found["inRollout"], found["settled"]) == ("all", "1", True, True)
+    assert found["resources"][0]["counts"] == {"dra": COUNT}
+    status, out = ran("rollout", "--driver", DRIVER, "--undo", "--selector", "pool=boards")
+    assert status == 0, out
+    assert asked_of(cluster) == {SHARE: "1"}
+    found = told(ran("status", "-o", "json")[1])
+    assert found["settled"]
+    assert found["resources"][0]["counts"] == {"dra": 1, "plugin": COUNT - 1}
+
+
+def test_rollout_stops_when_a_pod_fails(
+    bridge: Bridge, started: Callable[..., Command], ran: Callable[..., tuple[int, str]]
+) -> None:
+    """A pod that fails for want of these devices while its node moves stops the rollout with the pod's own reason."""
+    cluster, node = bridge.cluster, bridge.cluster.node_name
+    annotate(cluster, {}, {"pool": "boards"})
+    holder = cluster.start_pod("holder", {RESOURCE: 1}).wait_running()
+    rollout = started("rollout", "--driver", DRIVER, "--share", "all", "--selector", "pool=boards")
+    cluster.wait_allocatable(RESOURCE, 0)
+    # Past the scheduler, which would have known that nothing is left on this side.
+    cluster.start_pod("hasty", {RESOURCE: 1}, nodeName=node, restartPolicy="Never").wait_phase("Failed")
+    assert ended(rollout) == 1, rollout.out
+    assert f"stopped: {node}: pod default/hasty has failed (UnexpectedAdmissionError" in rollout.out
+    holder.delete()
+    holder.wait_gone()
+    status, out = ran("rollout", "--driver", DRIVER, "--undo", "--selector", "pool=boards")
+    assert status == 0, out
+    assert asked_of(cluster) == {}
