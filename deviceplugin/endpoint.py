@@ -54,6 +54,9 @@ class Doorkeeper(Protocol):
     def offers(self, resource: str, device: str) -> bool:
         """Return whether the plugin side offers this device."""
 
+    def avoids(self, resource: str) -> Collection[str]:
+        """Return the devices that new pods had better not get, those of the others permitting."""
+
     async def grant(self, resource: str, names: Sequence[str], devices: Sequence[str]) -> None:
         """Record that these ids (of these devices) are given out; raise Refusal if they may not be."""
 
@@ -64,6 +67,10 @@ class OpenDoor:
     def offers(self, resource: str, device: str) -> bool:
         """Offer every device."""
         return True
+
+    def avoids(self, resource: str) -> Collection[str]:
+        """Avoid nothing."""
+        return ()
 
     async def grant(self, resource: str, names: Sequence[str], devices: Sequence[str]) -> None:
         """Grant everything."""
@@ -365,6 +372,7 @@ class Endpoint(DevicePluginServicer):
 
     async def _preferred(self, available: list[str], must_include: list[str], size: int) -> list[str]:
         try:
+            available, must_include = self._steered(available, must_include, size)
             if "prefer" in self.source.hooks:
                 chosen = await self._wish(available, must_include, size)
                 if chosen is not None:
@@ -373,6 +381,18 @@ class Endpoint(DevicePluginServicer):
         except Exception:  # whatever it is, it must not fail the pods
             _LOG.exception("%s: no preference could be found", self.resource)
             return [*must_include, *(name for name in available if name not in must_include)][:size]
+
+    def _steered(self, available: list[str], must_include: list[str], size: int) -> tuple[list[str], list[str]]:
+        """Return what is available and what must be taken, so that devices to be avoided come last."""
+        avoided = frozenset(self._doorkeeper.avoids(self.resource))
+        if not avoided:
+            return available, must_include
+        first = [
+            name for name in available if name in must_include or device_of(name, self.source.replicas) not in avoided
+        ]
+        if len({*first, *must_include}) >= size:
+            return first, must_include
+        return available, list(dict.fromkeys((*must_include, *first)))
 
     def _choice(self, available: list[str], must_include: list[str], size: int) -> list[str]:
         """Return what the source's policy chooses."""

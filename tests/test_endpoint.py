@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 from deviceplugin import endpoint as endpoint_module
 from deviceplugin.device import ContainerEdits, Device, DeviceNode, Health, Mount
-from deviceplugin.endpoint import Endpoint, Refusal, as_names, entries
+from deviceplugin.endpoint import Endpoint, OpenDoor, Refusal, as_names, entries
 from deviceplugin.inventory import Inventory, Snapshot, merged
 from deviceplugin.podresources import Quiet
 from deviceplugin.sharing import device_of, replicas_of
@@ -418,6 +418,9 @@ async def test_doorkeeper_decides(serve: Serve) -> None:
         def offers(self, resource: str, device: str) -> bool:
             return device != "b"
 
+        def avoids(self, resource: str) -> Sequence[str]:
+            return ()
+
         async def grant(self, resource: str, names: Sequence[str], devices: Sequence[str]) -> None:
             if "b" in devices:
                 raise Refusal(grpc.StatusCode.FAILED_PRECONDITION, "side", "b is on the other side")
@@ -428,6 +431,29 @@ async def test_doorkeeper_decides(serve: Serve) -> None:
     with refused(grpc.StatusCode.FAILED_PRECONDITION, "b is on the other side"):
         await served.allocate("a", "b")
     assert served.granted == []
+
+
+@pytest.mark.parametrize("replicas", [1, 2])
+async def test_devices_to_be_avoided_are_taken_last(serve: Serve, replicas: int) -> None:
+    """A device that is to move once it is idle goes to a new pod only if there is no other; what must be, is."""
+
+    class Steering(OpenDoor):
+        def avoids(self, resource: str) -> Sequence[str]:
+            return ("a", "b")
+
+    source = Source()
+    source.replicas = replicas
+    served = await serve(source, "a", "b", "c", "d", doorkeeper=Steering())
+    ids = {name: " ".join(replicas_of(name, replicas)) for name in "abcd"}
+    every = " ".join(ids.values())
+    chosen = await served.prefer(every, "", 2 * replicas)
+    assert set(chosen) == {*ids["c"].split(), *ids["d"].split()}
+    chosen = await served.prefer(every, "", 3 * replicas)
+    assert {*ids["c"].split(), *ids["d"].split()} < set(chosen)
+    assert len(chosen) == 3 * replicas
+    chosen = await served.prefer(every, ids["b"], 2 * replicas)
+    assert set(ids["b"].split()) < set(chosen)
+    assert set(ids["a"].split()).isdisjoint(chosen)
 
 
 async def test_list_is_kept_away_while_allocating(serve: Serve) -> None:
