@@ -216,7 +216,7 @@ def settled(world: World, what: Stage) -> World:
         )
         for device in world.devices
     )
-    return world._replace(stage=what, devices=devices)  # type: ignore[arg-type]
+    return world._replace(stage=what, devices=devices)
 
 
 class Small:
@@ -648,7 +648,7 @@ def canonical(world: World, *, alike: bool = True) -> World:
         return swapped(world)
     pods, claims = world.pods, world.claims
     if pods[0] > pods[1] or claims[0] > claims[1]:
-        world = world._replace(pods=tuple(sorted(pods)), claims=tuple(sorted(claims)))  # type: ignore[arg-type]
+        world = world._replace(pods=tuple(sorted(pods)), claims=tuple(sorted(claims)))
     return min(world, swapped(world)) if alike and one == two else world
 
 
