@@ -245,6 +245,7 @@ class Cluster:
             self._import_image(timeout)
             self.start_kubelet(timeout)
             self._wait_usable(timeout)
+            self._let_kubelets_read_claims()
         except BaseException:
             self.stop()
             raise
@@ -443,6 +444,29 @@ class Cluster:
             return self.ready() and not self.node()["spec"].get("taints")
 
         self.wait_for(usable, timeout, "the node is Ready and there is a default ServiceAccount", log="kubelet")
+
+    def _let_kubelets_read_claims(self) -> None:
+        """Let every kubelet read every claim.
+
+        The node authorizer learns from a watch which claims belong to a node's pods. On a busy machine it is behind
+        the kubelet's own watch now and then, refuses the kubelet's GET ("no relationship found between node and this
+        object"), and the pod is tried again a minute and a half later. It costs tests minutes and shows nothing.
+        """
+        rule = {"apiGroups": ["resource.k8s.io"], "resources": ["resourceclaims"], "verbs": ["get"]}
+        metadata = {"name": "kubelets-read-claims"}
+        rbac = "rbac.authorization.k8s.io"
+        self.apply(
+            [
+                {"apiVersion": f"{rbac}/v1", "kind": "ClusterRole", "metadata": metadata, "rules": [rule]},
+                {
+                    "apiVersion": f"{rbac}/v1",
+                    "kind": "ClusterRoleBinding",
+                    "metadata": metadata,
+                    "roleRef": {"apiGroup": rbac, "kind": "ClusterRole", "name": metadata["name"]},
+                    "subjects": [{"apiGroup": rbac, "kind": "Group", "name": "system:nodes"}],
+                },
+            ]
+        )
 
     # --- components ---
 
