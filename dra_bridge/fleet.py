@@ -43,7 +43,6 @@ __all__ = [
     "settled",
     "share_patch",
     "summary",
-    "total",
     "troubles",
     "views",
 ]
@@ -227,17 +226,13 @@ def distance(view: NodeView) -> int:
         share = asked or _share(resource.share)
         counts = resource.counts
         total = sum(number for state, number in counts.items() if state != State.QUARANTINED.value)
-        there = counts.get(State.DRA.value, 0)
-        want = share.of(total) if share is not None else there
-        under_way = counts.get(State.TO_DRA.value, 0) + counts.get(State.TO_PLUGIN.value, 0)
-        left += max(under_way, abs(want - there))
+        to_dra, to_plugin = counts.get(State.TO_DRA.value, 0), counts.get(State.TO_PLUGIN.value, 0)
+        bound = counts.get(State.DRA.value, 0) + to_dra
+        missing = (share.of(total) if share is not None else bound) - bound
+        # Those under way to the wrong side are turned round before others begin.
+        turned = min(missing, to_plugin) if missing > 0 else min(-missing, to_dra)
+        left += to_dra + to_plugin + abs(missing) - turned
     return left
-
-
-def total(view: NodeView) -> int:
-    """Return how many devices a node has, those on no side not counted."""
-    resources = view.told.resources.values() if view.told is not None else ()
-    return sum(number for one in resources for state, number in one.counts.items() if state != State.QUARANTINED.value)
 
 
 def settled(view: NodeView) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import os
 import signal
 import subprocess
@@ -19,7 +20,7 @@ import pytest
 import yaml
 
 from deviceplugin.ledger import State
-from dra_bridge import cli, progress
+from dra_bridge import cli, progress, steer
 from dra_bridge.handover import parse_share
 from dra_bridge.progress import DeviceProgress, Progress, ResourceProgress
 from dra_bridge.testing.apiserver import FakeApiServer, Fault, Request
@@ -172,6 +173,17 @@ def world(tmp_path: Path) -> Iterator[World]:
         thread.join(WAIT)
 
 
+@pytest.fixture
+def logs_restored() -> Iterator[None]:
+    """Leave logging as it was; `run` sets it up."""
+    root = logging.getLogger()
+    level, handlers = root.level, root.handlers[:]
+    yield
+    logging.captureWarnings(False)
+    root.setLevel(level)
+    root.handlers[:] = handlers
+
+
 @dataclass
 class Ran:
     status: int
@@ -180,7 +192,7 @@ class Ran:
 
 
 @pytest.fixture
-def bridge(world: World, capsys: pytest.CaptureFixture[str]) -> Callable[..., Ran]:
+def bridge(world: World, capsys: pytest.CaptureFixture[str], logs_restored: None) -> Callable[..., Ran]:
     """Return what runs a command line against the world's API server."""
 
     def run(*argv: str) -> Ran:
@@ -320,6 +332,57 @@ def test_unreachable_server(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     assert "cannot reach an API server" in capsys.readouterr().err
 
 
+# uninstall
+
+
+def test_uninstall_removes_slices(world: World, bridge: Callable[..., Ran], tmp_path: Path) -> None:
+    """The slices of a config's drivers or of named ones go, on one node or on all."""
+    for name in ("n1", "n2"):
+        world.agent(name, deaf=True)
+    file = tmp_path / "config.yaml"
+    file.write_text(CONFIG)
+    assert bridge("uninstall", "--driver", D, "--node", "n1").out == "1 slice removed\n"
+    assert [one["metadata"]["name"] for one in world.server.objects()] == ["n2-s"]
+    world.agents.clear()
+    assert bridge("uninstall", "--config", str(file)).out == "1 slice removed\n"
+    assert bridge("uninstall", "--config", str(file)).out == "0 slices removed\n"
+
+
+def test_uninstall_of_nothing(bridge: Callable[..., Ran], tmp_path: Path) -> None:
+    """Without a driver, and with a config that cannot be used, nothing is removed and the status is 2."""
+    assert bridge("uninstall").status == 2
+    assert bridge("uninstall", "--config", str(tmp_path / "none")).status == 2
+
+
+def test_uninstall_that_is_refused(world: World, bridge: Callable[..., Ran]) -> None:
+    """What the API server refuses is said, with status 1."""
+    world.server.fail(lambda request: "resourceslices" in request.path, Fault(code=403, message="no, you may not"))
+    ran = bridge("uninstall", "--driver", D)
+    assert ran.status == 1
+    assert "no, you may not" in ran.err
+
+
+# run
+
+
+def test_run_with_a_bad_config(tmp_path: Path, world: World, bridge: Callable[..., Ran]) -> None:
+    """`run` with a config that cannot be used ends with 2 and says why."""
+    file = tmp_path / "config.yaml"
+    file.write_text("resources: 5\n")
+    ran = bridge("run", "--config", str(file))
+    assert ran.status == 2
+    assert str(file) in ran.err
+
+
+def test_options_of_an_authors_agent(world: World, logs_restored: None) -> None:
+    """An author's own agent takes the same options as `run`, without a config."""
+    options = cli.parse_run(
+        ["--node-name", "n7", "--cdi-dir", "/cdi", "--kubelet-root", "/k", "--kubeconfig", str(world.kubeconfig)]
+    )
+    assert (options.node, options.cdi_directory, options.paths.kubelet_root) == ("n7", "/cdi", Path("/k"))
+    assert options.metrics_address is None
+
+
 # migrate
 
 
@@ -390,6 +453,30 @@ def test_migrate_that_takes_too_long(world: World, bridge: Callable[..., Ran]) -
     assert "n1: gpu-2 (to-dra) waits for its holder, held by pod default/long" in ran.out
     assert "not done after 0.5 s; the move goes on" in ran.out
     assert agent.annotations == {SHARE: "all"}
+
+
+def test_waiting_says_for_what(world: World, bridge: Callable[..., Ran], monkeypatch: pytest.MonkeyPatch) -> None:
+    """When nothing moves for a while it is said what the devices wait for, once, with the claims as they are now."""
+    monkeypatch.setattr(steer, "QUIET", 0.2)
+    agent = world.agent("n1", count=2)
+    agent.ask(dra_share="all")
+    world.wait_for(lambda: set(agent.states.values()) == {State.DRA})
+    agent.held["gpu-1"] = "claim ml/c"
+    ran = bridge("migrate", "n1", "--driver", D, "--share", "none", "--wait", "--timeout", "1.5")
+    assert ran.status == 1
+    assert ran.out.count("n1: gpu-1 (to-plugin) waits for its holder, held by claim ml/c") == 1
+
+
+def test_rollout_says_what_it_waits_for(
+    world: World, bridge: Callable[..., Ran], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """So does a rollout."""
+    monkeypatch.setattr(steer, "QUIET", 0.1)
+    monkeypatch.setattr(steer, "LOOK", 0.1)
+    world.agent("n1", held={"gpu-3": "pod default/p"})
+    ran = bridge("rollout", "--driver", D, "--share", "all", "-l", "pool=gpu", "--timeout-per-node", "1")
+    assert ran.status == 1
+    assert "\nn1: gpu-3 (to-dra) waits for its holder, held by pod default/p" in ran.out
 
 
 def test_migrate_of_a_dead_agent(world: World, bridge: Callable[..., Ran]) -> None:

@@ -1,0 +1,246 @@
+"""The whole fake node: its scheduler decides as kube-scheduler does, its kubelet prepares what was allocated."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from deviceplugin.demo import Teller
+from deviceplugin.testing.plugin import serve
+from dra_bridge import demo
+from dra_bridge.testing.apiserver import FakeApiServer
+from dra_bridge.testing.node import FakeNode, Holding, overlaps
+from dra_bridge.testing.scheduler import UnknownSelectorError, allocate, class_of, offered, selected, through
+
+D = "gpu.example.com"
+R = "example.com/gpu"
+
+
+def device(name: str, **more: Any) -> dict[str, Any]:
+    return {"name": name, **more}
+
+
+def pool(*devices: dict[str, Any], generation: int = 1, count: int = 1, name: str = "s", node: str = "n") -> Any:
+    spec = {
+        "driver": D,
+        "nodeName": node,
+        "pool": {"name": node, "generation": generation, "resourceSliceCount": count},
+        "devices": list(devices),
+    }
+    return {"metadata": {"name": name}, "spec": spec}
+
+
+def device_class(expression: str = f'device.driver == "{D}"', name: str = "c", **spec: Any) -> dict[str, Any]:
+    return {"metadata": {"name": name}, "spec": {"selectors": [{"cel": {"expression": expression}}], **spec}}
+
+
+def claim(**exactly: Any) -> dict[str, Any]:
+    request = {"name": "r", "exactly": {"deviceClassName": "c", **exactly}}
+    return {"metadata": {"name": "x"}, "spec": {"devices": {"requests": [request]}}}
+
+
+def given(wanted: dict[str, Any], *slices: dict[str, Any], taken: tuple[dict[str, Any], ...] = ()) -> list[str] | None:
+    """Return the devices that a claim is given."""
+    found = allocate(wanted, [device_class()], slices, taken, "n")
+    return None if found is None else [one["device"] for one in found["devices"]["results"]]
+
+
+def allocated(*names: str, **more: Any) -> dict[str, Any]:
+    results = [{"driver": D, "pool": "n", "device": name, **more} for name in names]
+    return {"status": {"allocation": {"devices": {"results": results}}}}
+
+
+def test_a_device_is_given_once() -> None:
+    """A device in another claim's allocation is taken, unless that claim only looks at it."""
+    slices = pool(device("a"), device("b"))
+    assert given(claim(), slices) == ["a"]
+    assert given(claim(), slices, taken=(allocated("a"),)) == ["b"]
+    assert given(claim(), slices, taken=(allocated("a", "b"),)) is None
+    assert given(claim(), slices, taken=(allocated("a", adminAccess=True),)) == ["a"]
+    assert given(claim(adminAccess=True), slices, taken=(allocated("a"),)) == ["a"]
+
+
+def test_counts_and_modes() -> None:
+    """So many devices as are asked for, or all that fit; all or nothing."""
+    slices = pool(device("a"), device("b"))
+    assert given(claim(count=2), slices) == ["a", "b"]
+    assert given(claim(count=3), slices) is None
+    assert given(claim(allocationMode="All"), slices) == ["a", "b"]
+    assert given(claim(allocationMode="All"), slices, taken=(allocated("a"),)) is None
+    assert given(claim(allocationMode="All"), pool()) is None
+
+
+def test_taints_repel() -> None:
+    """A tainted device is left alone unless the request tolerates the taint."""
+    slices = pool(device("a", taints=[{"key": "k", "value": "v", "effect": "NoSchedule"}]))
+    assert given(claim(), slices) is None
+    assert given(claim(tolerations=[{"key": "k", "operator": "Exists"}]), slices) == ["a"]
+    assert given(claim(tolerations=[{"operator": "Exists", "effect": "NoExecute"}]), slices) is None
+    assert given(claim(tolerations=[{"key": "k", "value": "v", "effect": "NoSchedule"}]), slices) == ["a"]
+    assert given(claim(tolerations=[{"key": "k", "value": "w"}]), slices) is None
+
+
+def test_pools_count_only_when_complete() -> None:
+    """A pool with slices missing is skipped whole, and older generations do not count."""
+    halves = [pool(device("a"), generation=2, count=2, name="s1"), pool(device("b"), generation=2, count=2, name="s2")]
+    old = pool(device("z"), name="s0")
+    assert [one[2]["name"] for one in offered([old, *halves], "n")] == ["a", "b"]
+    assert offered([old, halves[0]], "n") == []
+    assert offered(halves, "elsewhere") == []
+
+
+def test_shared_devices() -> None:
+    """A device that allows several allocations is given as often as its capacity lasts."""
+    capacity = {"shares": {"value": "2", "requestPolicy": {"default": "1"}}}
+    slices = pool(device("a", allowMultipleAllocations=True, capacity=capacity))
+    assert given(claim(), slices, taken=(allocated("a"),)) == ["a"]
+    assert given(claim(), slices, taken=(allocated("a"), allocated("a"))) is None
+    assert given(claim(), pool(device("a", allowMultipleAllocations=True)), taken=(allocated("a"),)) == ["a"]
+
+
+@pytest.mark.parametrize(
+    ("expression", "so"),
+    [
+        (f'device.driver == "{D}"', True),
+        (f'device.driver != "{D}"', False),
+        (f'device.attributes["{D}"].family == "Arc" && device.driver == "{D}"', True),
+        ('device.attributes["other.org"].index == 3', True),
+        (f'(device.attributes["{D}"].fast)', True),
+        (f'device.attributes["{D}"].fast == false', False),
+        (f'device.attributes["{D}"].missing == "x"', False),
+        (f'device.capacity["{D}"].memory.compareTo(quantity("16Gi")) >= 0', True),
+        (f'device.capacity["{D}"].memory.compareTo(quantity("32Gi")) > 0', False),
+    ],
+)
+def test_selectors(expression: str, so: bool) -> None:
+    """Comparisons of driver, attributes and capacity, joined by &&, are understood."""
+    one = device(
+        "a",
+        attributes={"family": {"string": "Arc"}, "fast": {"bool": True}, "other.org/index": {"int": 3}},
+        capacity={"memory": {"value": "16Gi"}},
+    )
+    assert selected(expression, D, one) is so
+
+
+def test_more_than_is_understood() -> None:
+    """Any other CEL, and requests with alternatives, are refused rather than guessed at."""
+    with pytest.raises(UnknownSelectorError, match="matches"):
+        selected('device.driver.matches("x")', D, device("a"))
+    wanted = {"spec": {"devices": {"requests": [{"name": "r", "firstAvailable": []}]}}}
+    with pytest.raises(UnknownSelectorError, match="exactly"):
+        allocate(wanted, [], [], [], "n")
+
+
+def test_config_of_class_and_claim() -> None:
+    """Opaque parameters come with the allocation, those of the class first; a missing class waits."""
+    wanted = claim()
+    wanted["spec"]["devices"]["config"] = [{"opaque": {"driver": D, "parameters": 2}}]
+    classes = [device_class(config=[{"opaque": {"driver": D, "parameters": 1}}])]
+    found = allocate(wanted, classes, [pool(device("a"))], [], "n")
+    assert found is not None
+    assert [(one["source"], one["opaque"]["parameters"]) for one in found["devices"]["config"]] == [
+        ("FromClass", 1),
+        ("FromClaim", 2),
+    ]
+    assert allocate(claim(), [], [pool(device("a"))], [], "n") is None
+
+
+def test_extended_resources_go_one_way() -> None:
+    """What is allocatable comes from the plugin, be it all taken; nothing allocatable means DRA, if a class says so."""
+    older = {**device_class(name="old", extendedResourceName=R)}
+    newer = {**device_class(name="new", extendedResourceName=R)}
+    newer["metadata"] = {**newer["metadata"], "creationTimestamp": "2026-01-01T00:00:00Z"}
+    assert through(R, 1, [older]) is None
+    assert through(R, 0, [older, newer]) == "new"
+    assert through("example.com/other", 0, [older]) is None
+    assert class_of("deviceclass.resource.kubernetes.io/mine", []) == "mine"
+
+
+def test_overlaps() -> None:
+    """Two pods that had one device at once overlap; one after the other, other devices and oneself do not."""
+    one = Holding("a", "p", "plugin", 1.0, 2.0)
+    assert overlaps([one, Holding("a", "q", "claim", 2.0)]) == []
+    assert overlaps([one, Holding("b", "q", "claim", 1.5)]) == []
+    assert overlaps([one, Holding("a", "p", "claim", 1.5)]) == []
+    late = Holding("a", "q", "claim", 1.5)
+    assert overlaps([late, one]) == [(one, late)]
+
+
+@pytest.fixture
+def node() -> Iterator[FakeNode]:
+    """A node with a driver of two devices, and a class for them."""
+    scene = demo.Scene(Teller(open("/dev/null", "w")))  # noqa: SIM115
+    with contextlib.closing(scene.teller._stream), scene:
+        gpus = demo.Gpus(2)
+        driver = demo.Background(
+            "plain driver", lambda: demo.plain_driver(scene.server, scene.node, gpus, scene.directory)
+        )
+        with driver:
+            scene.node.dra.wait_registered(D)
+            scene.wait(lambda: scene.offered() == 2, "the slice")
+            yield scene.node
+
+
+def test_pods_with_claims_run_and_give_back(node: FakeNode) -> None:
+    """A claim by name stays and is deallocated after its last pod; one from a template goes with its pod."""
+    server = node.server
+    node.claim("mine", D)
+    first = node.start_pod("first", claims=["mine"]).wait_running()
+    second = node.start_pod("second", claims=["mine"]).wait_running()
+    third = node.start_pod("third", template={D: 1}).wait_running()
+    waiting = node.start_pod("waiting", template={D: 1})
+    assert node.devices_of(first) == node.devices_of(second) == {"gpu-0": "claim"}
+    assert node.devices_of(third) == {"gpu-1": "claim"}
+    assert waiting.phase == "Pending"
+    (made,) = node.claims_of(third)
+    third.delete()
+    waiting.wait_running()
+    assert made not in {one["metadata"]["name"] for one in server.objects("resourceclaims")}
+    first.delete()
+    assert server.get("resourceclaims", "mine", "default")["status"]["allocation"]
+    second.complete()
+    assert server.get("resourceclaims", "mine", "default")["status"] == {}
+    assert [(one.pod, one.device) for one in overlaps(node.holdings())[0]] == [("first", "gpu-0"), ("second", "gpu-0")]
+
+
+def test_a_claim_that_is_not_there(node: FakeNode) -> None:
+    """A pod waits for a claim that is made later."""
+    pod = node.start_pod("pod", claims=["later"])
+    assert pod.phase == "Pending"
+    node.claim("later", D)
+    pod.wait_running()
+
+
+def test_an_unchanged_pod_runs_through_dra(node: FakeNode) -> None:
+    """Where no plugin offers the resource its pod gets a claim of its own; it counts as requested on the node."""
+    pod = node.start_pod("pod", {R: 1}).wait_running()
+    assert node.devices_of(pod) == {"gpu-0": "claim"}
+    assert pod.container().cdi_devices
+    with serve(demo.Gpus(1), node):
+        node.wait_allocatable(R, 1)
+        other = node.start_pod("other", {R: 1})
+        assert other.phase == "Pending"
+        pod.delete()
+        other.wait_running()
+        assert node.devices_of(other) == {"gpu-0": "plugin"}
+
+
+def test_a_kubelet_restart_wipes_the_slices(node: FakeNode) -> None:
+    """At its start the kubelet deletes the node's slices; pods with claims run on."""
+    pod = node.start_pod("pod", template={D: 1}).wait_running()
+    version = node.server.objects()[0]["metadata"]["uid"]
+    node.restart()
+    node.server.wait_for(lambda it: [one["metadata"]["uid"] for one in it.objects()] not in ([], [version]))
+    assert pod.running
+    assert node.devices_of(pod) == {"gpu-0": "claim"}
+
+
+def test_the_node_is_made_once() -> None:
+    """The Node object of a test is left as it is."""
+    with FakeApiServer() as server:
+        server.create({"apiVersion": "v1", "kind": "Node", "metadata": {"name": "n", "labels": {"a": "b"}}})
+        with FakeNode(server, "n"):
+            assert server.get("nodes", "n")["metadata"]["labels"] == {"a": "b"}
