@@ -37,7 +37,9 @@ __all__ = ["Fleet", "Reporter", "SteerError", "look", "migrate", "rollout"]
 QUIET: Final = 5.0
 """Seconds without a change after which it is said what nodes wait for."""
 LOOK: Final = 2.0
-"""Seconds between two looks at the pods of nodes in the move."""
+"""Seconds between two looks at the pods of a node in the move."""
+AFTER: Final = 60.0
+"""Seconds that a node's pods are still looked at after its move is done."""
 
 
 class SteerError(Exception):
@@ -60,22 +62,28 @@ class Reporter(Protocol):
 # What is so.
 
 
-async def look(cluster: Cluster, driver: str = "", names: Sequence[str] = ()) -> list[NodeView]:
+async def look(
+    cluster: Cluster, driver: str = "", names: Sequence[str] = (), *, with_claims: bool = True
+) -> list[NodeView]:
     """Return what is so: of a driver or of all, on these nodes or on all that a driver serves.
+
+    with_claims: whether holders are told as the API server has them now.
 
     Raises:
         SteerError: there is no such driver or node.
         ClusterError: the API server cannot be asked.
 
     """
-    nodes = (await cluster.list(NODES)).items
-    known = {node["metadata"]["name"] for node in nodes}
-    if missing := [name for name in names if name not in known]:
-        raise SteerError(f"there is no node {', '.join(missing)}")
-    slices = (await cluster.list(RESOURCE_SLICES)).items
-    claims = (await cluster.list(RESOURCE_CLAIMS)).items
-    if driver and driver not in (there := {one["spec"]["driver"] for one in slices}):
-        raise SteerError(_no_driver(driver, there))
+    if names:
+        nodes, slices = await _of_nodes(cluster, names)
+    else:
+        nodes = (await cluster.list(NODES)).items
+        slices = (await cluster.list(RESOURCE_SLICES)).items
+    if driver and driver not in {one["spec"]["driver"] for one in slices}:
+        everything = (await cluster.list(RESOURCE_SLICES)).items if names else slices
+        if driver not in (there := {one["spec"]["driver"] for one in everything}):
+            raise SteerError(_no_driver(driver, there))
+    claims = (await cluster.list(RESOURCE_CLAIMS)).items if with_claims else []
     found = [
         view
         for one in ([driver] if driver else fleet.drivers_of(slices))
@@ -83,6 +91,23 @@ async def look(cluster: Cluster, driver: str = "", names: Sequence[str] = ()) ->
         if (view.node in names if names else view.serves)
     ]
     return sorted(found, key=lambda view: fleet.order(view.node))
+
+
+async def _of_nodes(cluster: Cluster, names: Sequence[str]) -> tuple[list[Object], list[Object]]:
+    """Return these nodes and the slices on them."""
+    nodes: list[Object] = []
+    slices: list[Object] = []
+    missing = []
+    for name in dict.fromkeys(names):
+        try:
+            nodes.append(await cluster.get(NODES, name))
+        except NotFoundError:
+            missing.append(name)
+            continue
+        slices += (await cluster.list(RESOURCE_SLICES, field_selector=f"spec.nodeName={name}")).items
+    if missing:
+        raise SteerError(f"there is no node {', '.join(missing)}")
+    return nodes, slices
 
 
 def _asked(share: str | None) -> str:
@@ -112,7 +137,11 @@ class Fleet:
                 self._nodes,
                 {"label_selector": label_selector, "field_selector": f"metadata.name={name}" if name else ""},
             ),
-            (RESOURCE_SLICES, self._slices, {"field_selector": f"spec.driver={driver}"}),
+            (
+                RESOURCE_SLICES,
+                self._slices,
+                {"field_selector": f"spec.driver={driver}" + (f",spec.nodeName={name}" if name else "")},
+            ),
         )
         self._missing = {kind.plural for kind, _, _ in self._watched}
 
@@ -199,7 +228,7 @@ async def migrate(
         ClusterError: the API server cannot be asked.
 
     """
-    found = await look(cluster, driver, names)
+    found = await look(cluster, driver, names, with_claims=False)
     problems = [f"node {view.node}: {fleet.obstacles(view)[0]}" for view in found if view.told is None]
     if problems:
         raise SteerError("\n".join(problems))
@@ -283,7 +312,10 @@ class _Rollout:
         self.reporter = reporter
         self._since: dict[str, float] = {}
         self._own: set[str] = set()
-        self._done: set[str] = set()
+        self._done: dict[str, float] = {}
+        self._looked: dict[str, tuple[float, dict[str, str]]] = {}
+        """When a node's pods were last looked at, and which of them were in trouble."""
+        self._sure = False
         self._baseline: dict[str, frozenset[str]] = {}
         """Pods that were in trouble when a node was first seen in the move, where no record says so."""
 
@@ -323,15 +355,8 @@ class _Rollout:
             elif at is Phase.DONE and view.node in self._since:
                 if view.node not in self._done:
                     self.reporter.say(f"{view.node}: done after {now - self._since[view.node]:.1f} s")
-                self._done.add(view.node)
-        trouble = {}
-        for view in nodes:
-            if view.node in self._since:
-                found = await self._troubles(view)
-                if view.before is None:
-                    known = self._baseline.setdefault(view.node, frozenset(found))
-                    found = {uid: said for uid, said in found.items() if uid not in known}
-                trouble[view.node] = found
+                self._done.setdefault(view.node, now)
+        trouble = {view.node: await self._trouble(view, now) for view in nodes if view.node in self._since}
         self.reporter.show([view for view in nodes if view.node in self._since])
         decision = fleet.decide(
             self.goal, nodes, self.limits, now=now, since=self._since, trouble=trouble, own=self._own
@@ -347,7 +372,22 @@ class _Rollout:
             for line in decision.stop:
                 self.reporter.say(f"stopped: {line}")
             return False
+        if decision.over and not self._sure:
+            self._sure = True
+            self._looked.clear()  # a last look at the pods before all is said to be well
+            return await self._step()
         return self._end(self.fleet.views()) if decision.over else None
+
+    async def _trouble(self, view: NodeView, now: float) -> dict[str, str]:
+        """Return which pods are in trouble on a node that is or was in the move, from a look not long ago."""
+        at, found = self._looked.get(view.node, (-LOOK, {}))
+        if now - at >= LOOK and now - self._done.get(view.node, now) <= AFTER:
+            found = await self._troubles(view)
+            self._looked[view.node] = now, found
+        if view.before is None:
+            known = self._baseline.setdefault(view.node, frozenset(found))
+            found = {uid: said for uid, said in found.items() if uid not in known}
+        return found
 
     async def _begin(self, view: NodeView) -> None:
         node = await self.cluster.get(NODES, view.node)
@@ -362,6 +402,7 @@ class _Rollout:
             raise SteerError(f"node {view.node}: {error.message}; this takes the right to patch nodes") from error
         self._own.add(view.node)
         self._since[view.node] = time.monotonic()
+        self._done.pop(view.node, None)
         self.reporter.say(f"{view.node}: asked for {_asked(self.goal.wanted(view))}")
 
     async def _troubles(self, view: NodeView) -> dict[str, str]:

@@ -308,7 +308,9 @@ def test_status_of_some_nodes(world: World, bridge: Callable[..., Ran]) -> None:
     """Only the nodes and the driver that are named are shown, in an order for people."""
     for node in ("n10", "n9", "n8"):
         world.agent(node)
-    shown = json.loads(bridge("status", "--node", "n10", "--node", "n9", "--driver", D, "-o", "json").out)["nodes"]
+    shown = json.loads(
+        bridge("status", "--node", "n10", "--node", "n9", "--node", "n9", "--driver", D, "-o", "json").out
+    )["nodes"]
     assert [node["node"] for node in shown] == ["n9", "n10"]
 
 
@@ -613,6 +615,23 @@ def test_rollout_stops_when_pods_fail(world: World, bridge: Callable[..., Ran]) 
     assert stopped == ["stopped: n1: pod default/later has failed (UnexpectedAdmissionError: no devices)"]
     assert second.annotations == {}
     assert "--undo in place of --share takes it back" in ran.err
+
+
+def test_rollout_looks_once_more_at_the_end(world: World, bridge: Callable[..., Ran]) -> None:
+    """A pod that fails while the last node finishes is noticed before all is said to be well."""
+    agent = world.agent("n1", held={"gpu-0": "pod default/p"})
+
+    def fail() -> None:
+        world.wait_for(lambda: agent.states["gpu-0"] is State.TO_DRA and len(world.server.requests("GET", "/pods")) > 1)
+        world.server.create(failed_pod("n1", "late", {R: "1"}))
+        agent.held.clear()
+
+    thread = threading.Thread(target=fail)
+    thread.start()
+    ran = bridge("rollout", "--driver", D, "--share", "all", "-l", "pool=gpu")
+    thread.join()
+    assert ran.status == 1
+    assert "stopped: n1: pod default/late has failed" in ran.out
 
 
 def test_rollout_pauses(world: World, bridge: Callable[..., Ran]) -> None:
