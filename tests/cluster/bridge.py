@@ -1,7 +1,12 @@
-"""The agent with both doors on the real node, under exactly the rights that its manifests give it."""
+"""The agent with both doors on the real node, under exactly the rights that its manifests give it.
+
+It reaches the API server as in its DaemonSet: by the files of a pod's service account and the
+address of the cluster's service.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
 import os
@@ -16,15 +21,47 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal
 
+import grpc
+
 from deviceplugin import config
 from dra_bridge.manifests import Deployment, device_class_name, manifests
+from dra_bridge.wire import dra_v1_pb2 as v1
+from dra_bridge.wire import dra_v1_pb2_grpc as v1_grpc
+from dra_bridge.wire import dra_v1beta1_pb2 as v1beta1
+from dra_bridge.wire import dra_v1beta1_pb2_grpc as v1beta1_grpc
 from tests.cluster import isolate
-from tests.cluster.node import Cluster, Pod
+from tests.cluster.api import ApiError
+from tests.cluster.node import Cluster, ClusterTimeout, Pod
 
-__all__ = ["Bridge"]
+__all__ = ["Bridge", "ClaimPod"]
 
 Object = dict[str, Any]
+SERVICE_ACCOUNT = Path("/run/secrets/kubernetes.io/serviceaccount")
 _RUNS = itertools.count()
+
+
+class ClaimPod(Pod):
+    """A pod with claims. What the kubelet could not prepare it tries again after a minute, or when the pod changes."""
+
+    def wait_running(self, timeout: float = 120.0) -> Pod:
+        """Wait until all its containers run; each time the kubelet could not prepare its claims it is made to retry."""
+        seen = 0
+        deadline = time.monotonic() + timeout
+        while True:
+            try:
+                return super().wait_running(min(4.0, max(0.1, deadline - time.monotonic())))
+            except ClusterTimeout:
+                if time.monotonic() >= deadline:
+                    raise
+                with contextlib.suppress(ApiError, OSError):
+                    seen = self.retry(seen)
+
+    def retry(self, seen: int = 0) -> int:
+        """Change the pod if there were more failures to prepare than were seen before; return how many there were."""
+        failures = sum(e.get("count") or 1 for e in self.events() if e.get("reason") == "FailedPrepareDynamicResources")
+        if failures > seen:
+            self.cluster.api.patch("pod", self.name, {"metadata": {"annotations": {"retry": str(failures)}}})
+        return max(failures, seen)
 
 
 class Bridge:
@@ -38,12 +75,13 @@ class Bridge:
         self.config = directory / "config.yaml"
         self.resources = [dict(resource) for resource in resources]
         self.process: subprocess.Popen[bytes] | None = None
+        self.former: list[subprocess.Popen[bytes]] = []
         self._logs: list[Path] = []
         self.script = directory / "agent.py" if script else None
         if self.script is not None:
             self.script.write_text(script)
         self.write()
-        self.kubeconfig = self._install()
+        self._install()
 
     @classmethod
     @contextmanager
@@ -65,6 +103,7 @@ class Bridge:
                 for pod in cluster.pods("default"):
                     pod.wait_gone()
             finally:
+                bridge.stop_former()
                 bridge.stop()
                 for driver in bridge.drivers:
                     shutil.rmtree(Path("/var/lib/kubelet/plugins") / driver, ignore_errors=True)
@@ -77,8 +116,8 @@ class Bridge:
         """The drivers' names."""
         return sorted({str(resource["driver"]) for resource in self.resources if "driver" in resource})
 
-    def _install(self) -> Path:
-        """Apply the manifests, all but the DaemonSet (there is no image), and get the agent's token."""
+    def _install(self) -> None:
+        """Apply the manifests, all but the DaemonSet (there is no image), and lay its service account's files out."""
         text = self.config.read_text()
         how = Deployment(version=self.version, extended_resource=self.cluster.minor >= 34)
         objects = manifests(config.parse(text, str(self.config)), text, how)
@@ -92,7 +131,13 @@ class Bridge:
             for resource in self.resources
             if "driver" in resource
         }
-        return self.cluster.service_account_kubeconfig(how.name, how.namespace, ("Node", self.cluster.node_name))
+        if not os.path.ismount(SERVICE_ACCOUNT):
+            SERVICE_ACCOUNT.mkdir(parents=True, exist_ok=True)
+            subprocess.run(["mount", "-t", "tmpfs", "serviceaccount", str(SERVICE_ACCOUNT)], check=True)
+        token = self.cluster.service_account_token(how.name, how.namespace, ("Node", self.cluster.node_name))
+        (SERVICE_ACCOUNT / "token").write_text(token)
+        (SERVICE_ACCOUNT / "namespace").write_text(how.namespace)
+        shutil.copy(self.cluster.directory / "pki" / "ca.crt", SERVICE_ACCOUNT / "ca.crt")
 
     @property
     def version(self) -> Literal["v1", "v1beta2", "v1beta1"]:
@@ -124,12 +169,25 @@ class Bridge:
         command = [sys.executable, "-m", "dra_bridge", "run", "--config", str(self.config)]
         if self.script is not None:
             command = [sys.executable, str(self.script)]
-        command += ["--log-level", "debug"]
-        command += ["--node-name", self.cluster.node_name, "--kubeconfig", str(self.kubeconfig), *arguments]
+        command += ["--log-level", "debug", "--node-name", self.cluster.node_name, *arguments]
+        there = {"KUBERNETES_SERVICE_HOST": isolate.SERVICE_IP, "KUBERNETES_SERVICE_PORT": "443"}
         with log.open("wb") as output:
             self.process = subprocess.Popen(
-                command, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT, env=dict(os.environ)
+                command, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT, env={**os.environ, **there}
             )
+
+    def start_another(self) -> None:
+        """Start a second agent beside the one that runs, as a rolling update does; `stop_former` ends the first."""
+        assert self.process is not None
+        self.former.append(self.process)
+        self.start()
+
+    def stop_former(self) -> None:
+        """End the agents that another one was started beside."""
+        while self.former:
+            process = self.former.pop()
+            process.terminate()
+            process.wait(20)
 
     def stop(self, number: signal.Signals = signal.SIGTERM) -> None:
         """End the agent."""
@@ -149,6 +207,16 @@ class Bridge:
     def logs(self) -> str:
         """Return what it has said at all."""
         return "".join(log.read_text(errors="replace") for log in self._logs)
+
+    def call(self, method: Literal["Prepare", "Unprepare"], name: str, uid: str) -> str:
+        """Call the driver as the kubelet does, for one claim; return the error of its answer, "" if there is none."""
+        wire, stub = (v1, v1_grpc) if self.cluster.minor >= 34 else (v1beta1, v1beta1_grpc)
+        (socket,) = (Path("/var/lib/kubelet/plugins") / self.drivers[0]).glob("dra-*.sock")
+        with grpc.insecure_channel(f"unix:{socket}", (("grpc.default_authority", "localhost"),)) as channel:
+            request = getattr(wire, f"Node{method}ResourcesRequest")()
+            request.claims.add(namespace="default", name=name, uid=uid)
+            answer = getattr(stub.DRAPluginStub(channel), f"Node{method}Resources")(request, timeout=45)
+        return str(answer.claims[uid].error)
 
     def rss(self) -> int:
         """Return its resident memory in KiB."""
@@ -247,9 +315,9 @@ class Bridge:
         results = ((status.get("allocation") or {}).get("devices") or {}).get("results") or []
         return [result["device"] for result in results]
 
-    def pod(self, name: str, claims: Mapping[str, Any], **more: Any) -> Pod:
+    def pod(self, name: str, claims: Mapping[str, Any], **more: Any) -> ClaimPod:
         """Start a pod with claims: by the pod's name for it, a claim's name or a template."""
-        return self.cluster.start_pod(name, claims=claims, **more)
+        return ClaimPod(self.cluster, self.cluster.start_pod(name, claims=claims, **more).object)
 
     def wait_event(self, pod: Pod, words: str, timeout: float = 30.0) -> str:
         """Wait for an event of a pod with these words in it; return its message."""
