@@ -1,0 +1,377 @@
+"""The agent's flow on one node, real but for its sockets: ledger, driver with its CDI files, handover, keeper.
+
+What outlives the agent is told as it happens (`say`): who got a device, what the API server has.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import json
+import os
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, Final, Self, cast
+
+from deviceplugin import ledger
+from deviceplugin.agent import Look
+from deviceplugin.device import ContainerEdits, Device
+from deviceplugin.endpoint import Refusal
+from deviceplugin.inventory import Inventory
+from deviceplugin.ledger import Desk, Evidence, Held, Ledger, LedgerError, Side, State
+from deviceplugin.podresources import Holder, Holdings
+from deviceplugin.source import DeviceSource
+from dra_bridge.driver import ClaimError, ClaimRef, Driver, Prepared, Served
+from dra_bridge.handover import Handover, Share
+from dra_bridge.keeper import Keeper
+
+R: Final = "example.com/fpga"
+D: Final = "fpga.example.com"
+NODE: Final = "node-1"
+DEVICES: Final = ("a", "b")
+Step = Callable[[str], None]
+
+
+class Source(DeviceSource):
+    """A source whose Prepare leaves traces, so that claims are reserved on disk first."""
+
+    resource = R
+    driver = D
+
+    def prepare(self, devices: Sequence[Device], config: object) -> ContainerEdits:
+        """Set nothing up."""
+        return ContainerEdits({"SET": "up"})
+
+    def unprepare(self, devices: Sequence[Device]) -> None:
+        """Undo nothing."""
+
+
+class Plain(DeviceSource):
+    """A source without hooks: claims are reserved in memory."""
+
+    resource = R
+    driver = D
+
+
+@dataclass
+class Outside:
+    """Kubelet and API server. pods, running: devices held, by pods and (by UID) by claims' containers."""
+
+    pods: set[str] = field(default_factory=set)
+    allocated: dict[str, str] = field(default_factory=dict)
+    running: dict[str, str] = field(default_factory=dict)
+
+    def say(self, word: str, name: str) -> None:
+        """Take in what happened."""
+        if word == "granted":
+            self.pods.add(name)
+        elif word == "ended":
+            self.pods.discard(name)
+        elif word == "allocated":
+            uid, device = name.split("=")
+            self.allocated[uid] = device
+        elif word == "prepared":
+            self.running[name] = self.allocated[name]
+        elif word == "stopped":
+            self.running.pop(name, None)
+        elif word == "deallocated":
+            self.allocated.pop(name, None)
+
+    # The API server, for the driver and the handover.
+
+    async def get_claim(self, namespace: str, name: str) -> Mapping[str, Any] | None:
+        """Return a claim by its name, which is its UID here."""
+        if name not in self.allocated:
+            return None
+        result = {"request": "fpga", "driver": D, "pool": NODE, "device": self.allocated[name]}
+        return {
+            "apiVersion": "resource.k8s.io/v1",
+            "kind": "ResourceClaim",
+            "metadata": {"namespace": namespace, "name": name, "uid": name},
+            "status": {
+                "reservedFor": [{"resource": "pods", "name": "p", "uid": "pod"}],
+                "allocation": {"devices": {"results": [result], "config": []}},
+            },
+        }
+
+    async def set_devices(self, claim: ClaimRef, driver: str, devices: Sequence[Mapping[str, Any]]) -> None:
+        """Write no status."""
+
+    async def claim_event(self, claim: ClaimRef, reason: str, message: str) -> None:
+        """Write no Event."""
+
+    async def listed(self) -> Mapping[tuple[str, str], str]:
+        """List all claims."""
+        return {(R, device): f"default/{uid}" for uid, device in self.allocated.items()}
+
+
+class Flow:
+    """One life of the agent."""
+
+    def __init__(self, directory: Path, desk: Desk, outside: Outside, source: DeviceSource, step: Step) -> None:
+        self.directory = directory
+        self.desk = desk
+        self.outside = outside
+        self.step = step
+        self.inventory = Inventory(R)
+        self.inventory.publish([Device(name, nodes=["/dev/null"]) for name in DEVICES])
+        self.keeper = Keeper(desk, {R: 1})
+        self.driver = Driver(
+            D,
+            NODE,
+            [Served(source, self.inventory)],
+            desk,
+            outside,
+            cdi_directory=str(directory / "cdi"),
+            pull=True,
+            report=False,
+            boot="1",
+            ready=lambda resource, device: (resource, device) in self.keeper.heard,
+        )
+        endpoint = SimpleNamespace(resource=R, source=source, refresh=lambda: None, shown=self._shown)
+        self.handover = Handover(
+            cast("Any", endpoint),
+            self.inventory,
+            desk,
+            self._look,
+            self,
+            self,
+            share=Share(0),
+        )
+        self._clock = itertools.count(11, 11)
+        self._names = {name: device.id for name, (_, device) in self.driver.devices.items()}
+
+    @classmethod
+    async def begin(
+        cls,
+        directory: Path,
+        outside: Outside,
+        source: DeviceSource,
+        step: Step = lambda name: None,
+        connect: Callable[[str], Any] | None = None,
+    ) -> Self:
+        """Open the ledger, hear the evidence, begin to offer."""
+        desk = Desk(Ledger.open(str(directory / "ledger.db"), step=step, connect=connect))
+        flow = cls(directory, desk, outside, source, step)
+        await flow.patiently(flow.place)
+        flow.publish()
+        return flow
+
+    async def end(self) -> None:
+        """End in good order."""
+        await self.driver.close()
+        await self.desk.close()
+
+    async def place(self) -> None:
+        """Confront the ledger with what is held (R8)."""
+        held = {name: Held(name, f"default/{name}") for name in self.outside.pods}
+        claims = [claim for claim in self.driver.cdi_evidence()[R] if (D, claim.uid) not in self.desk.snapshot.claims]
+        evidence = Evidence(held, claims)
+        await self.desk.do(ledger.confront(R, evidence, DEVICES, Side.PLUGIN, time.time()))
+        self.keeper.heard |= {(R, name) for name in DEVICES}
+
+    # What the handover asks.
+
+    def _shown(self) -> tuple[float, frozenset[str]]:
+        return 0.0, frozenset(name for name in DEVICES if self.keeper.offers(R, name))
+
+    async def _look(self) -> Look:
+        before = self.keeper.before_look()
+        at = float(next(self._clock))
+        held = {name: frozenset({Holder("default", name, "c")}) for name in self.outside.pods}
+        seen = Look(Holdings({R: held}), at + 1, {R: self._shown()[1]}, at)
+        await self.keeper.after_look(before, seen)
+        return seen
+
+    async def allocated(self) -> Mapping[tuple[str, str], str]:
+        """List all claims."""
+        return await self.outside.listed()
+
+    def publish(self) -> None:
+        """Write the slice: one atomic write, as the API server takes it."""
+        body = json.dumps([name for name in DEVICES if self.handover.offered(name)])
+        path = self.directory / "slice.json"
+        if not path.exists() or path.read_text() != body:
+            self.step("slice")
+            path.with_suffix(".new").write_text(body)
+            os.replace(path.with_suffix(".new"), path)
+            self.step("slice accepted")
+
+    def slice(self) -> list[str]:
+        """Return the devices in the slice that the API server has."""
+        path = self.directory / "slice.json"
+        found: list[str] = json.loads(path.read_text()) if path.exists() else []
+        return found
+
+    def withdrawn(self, resource: str, device: str) -> float | None:
+        """Return since when the slice is without a device."""
+        return None if device in self.slice() else 0.0
+
+    # What pods and claims ask; each tries again, as the kubelet does.
+
+    async def patiently(self, work: Callable[[], Any]) -> Any:
+        """Do something until it is done."""
+        for last in (*[False] * 20, True):
+            try:
+                return await work()
+            except (LedgerError, Refusal, ClaimError):
+                if last:
+                    raise
+        raise AssertionError
+
+    async def allocate(self, device: str) -> None:
+        """Start a pod with a device of the plugin's."""
+        await self.patiently(lambda: self.keeper.grant(R, [device], [device]))
+
+    async def prepare(self, uid: str) -> Prepared:
+        """Have the kubelet prepare a claim."""
+
+        async def once() -> Prepared:
+            answer = (await self.driver.prepare([ClaimRef("default", uid, uid)]))[uid]
+            if isinstance(answer, ClaimError):
+                await self.handover._step()
+                raise answer
+            return answer
+
+        return cast("Prepared", await self.patiently(once))
+
+    async def unprepare(self, uid: str) -> None:
+        """Have the kubelet unprepare a claim."""
+
+        async def once() -> None:
+            answer = (await self.driver.unprepare([ClaimRef("default", uid, uid)]))[uid]
+            if answer is not None:
+                raise answer
+
+        await self.patiently(once)
+
+    async def move(self, share: int, until: Callable[[], bool] | None = None) -> None:
+        """Ask for a share and let the handover work until all is as asked for."""
+        self.handover.ask(Share(share))
+        for _ in range(40):
+            with contextlib.suppress(LedgerError):
+                await self.handover._step()
+                self.publish()
+            states = [self.state(name) for name in DEVICES]
+            resting = states.count(State.DRA) == share and states.count(State.PLUGIN) == len(DEVICES) - share
+            if until() if until is not None else resting:
+                self.publish()
+                return
+        raise AssertionError(f"the move to {share} never ends: {self.desk.snapshot}, {self.handover.waiting}")
+
+    def state(self, device: str) -> State:
+        """Return where a device is."""
+        return self.desk.snapshot.device(R, device).state
+
+
+async def story(flow: Flow, say: Callable[[str, str], None]) -> None:
+    """Grant, begin, commit, prepare, unprepare, commit back, grant: each door once, each move both ways."""
+    await flow.allocate("a")
+    say("granted", "a")
+    await flow.move(1)
+    say("allocated", "1=b")
+    await flow.prepare("1")
+    say("prepared", "1")
+    await flow.move(0, lambda: flow.state("b") is State.TO_PLUGIN)
+    say("stopped", "1")
+    await flow.unprepare("1")
+    say("deallocated", "1")
+    await flow.move(0)
+    await flow.allocate("b")
+    say("granted", "b")
+    await flow.move(2, lambda: flow.state("a") is State.TO_DRA)
+    say("ended", "a")
+    await flow.move(2, lambda: flow.state("a") is State.DRA)
+    await flow.move(0, lambda: flow.state("a") is State.PLUGIN)
+
+
+async def aftermath(directory: Path, outside: Outside, source: DeviceSource) -> None:
+    """Start the agent again and prove: nobody gets what somebody has, and nothing is lost."""
+    flow = await Flow.begin(directory, outside, source)
+    try:
+        for device in DEVICES:
+            assert flow.state(device) is not State.QUARANTINED, flow.desk.snapshot
+            assert not (flow.keeper.offers(R, device) and device in flow.slice())
+        for device in sorted(outside.pods):
+            outside.say("allocated", f"late-{device}={device}")
+            late = ClaimRef("default", f"late-{device}", f"late-{device}")
+            assert isinstance((await flow.driver.prepare([late]))[late.uid], ClaimError)
+            outside.say("deallocated", f"late-{device}")
+        for uid, device in sorted(outside.running.items()):
+            try:
+                await flow.keeper.grant(R, [device], [device])
+            except Refusal:
+                pass
+            else:
+                raise AssertionError(f"device {device} was given to a pod while claim {uid} has it")
+        # The kubelet tries again what was not answered.
+        for uid in sorted(outside.allocated.keys() - {"late"}):
+            if outside.allocated[uid] not in outside.pods:
+                await flow.prepare(uid)
+        for uid in sorted(outside.allocated):
+            outside.say("stopped", uid)
+            await flow.unprepare(uid)
+            outside.say("deallocated", uid)
+        outside.pods.clear()
+        await flow.driver.reconcile(())
+        await flow.move(2)
+        assert flow.slice() == list(DEVICES)
+        await flow.move(0)
+        assert flow.slice() == []
+        assert not flow.desk.snapshot.claims
+        assert not flow.driver.cdi_evidence()[R]
+    finally:
+        await flow.end()
+
+
+def watched(step: Step, directory: str) -> Iterator[None]:
+    """Have changes of CDI files be steps, too; a generator for contextlib."""
+    from deviceplugin import cdi
+
+    draft, rename, remove = cdi.Store._draft, os.rename, os.remove
+
+    def drafted(path: str, data: bytes) -> None:
+        step("draft")
+        draft(path, data[: len(data) // 2])
+        step("half a draft")
+        draft(path, data)
+        step("drafted")
+
+    def renamed(source: Any, target: Any, **options: Any) -> None:
+        ours = str(target).startswith(directory)
+        if ours:
+            step("rename")
+        rename(source, target, **options)
+        if ours:
+            step("renamed")
+
+    def removed(path: Any, **options: Any) -> None:
+        ours = str(path).startswith(directory)
+        if ours:
+            step("remove")
+        remove(path, **options)
+        if ours:
+            step("removed")
+
+    cdi.Store._draft = staticmethod(drafted)  # type: ignore[method-assign]
+    os.rename, os.remove = renamed, removed  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        cdi.Store._draft = staticmethod(draft)  # type: ignore[method-assign]
+        os.rename, os.remove = rename, remove
+
+
+watching = contextlib.contextmanager(watched)
+
+
+def heard(lines: Iterable[str]) -> Outside:
+    """Return what is outside after all this was said."""
+    outside = Outside()
+    for line in lines:
+        word, name = line.split()
+        outside.say(word, name)
+    return outside

@@ -1,0 +1,159 @@
+"""Death, a full disk or a failing fsync at every durable step of the agent's flow, one after the other."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import os
+import signal
+import sqlite3
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from deviceplugin.source import DeviceSource
+from tests.model.flow import Flow, Outside, Plain, Source, aftermath, heard, story, watching
+
+SOURCES: dict[str, type[DeviceSource]] = {"plain": Plain, "hooked": Source}
+
+
+async def live(directory: Path, kind: str, die_at: int) -> None:
+    """Live the story; die at the given step. What happens outside is told as soon as it is so."""
+    count = 0
+
+    def step(_name: str) -> None:
+        nonlocal count
+        count += 1
+        if count == die_at:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    outside = Outside()
+
+    def say(word: str, name: str) -> None:
+        outside.say(word, name)
+        os.write(1, f"{word} {name}\n".encode())
+
+    with watching(step, str(directory)):
+        flow = await Flow.begin(directory, outside, SOURCES[kind](), step)
+        await story(flow, say)
+        await flow.end()
+
+
+def kill_everywhere(directory: str, kind: str) -> None:
+    """Fork a child for each step and let it die there; runs in a process without threads."""
+    for die_at in range(1, 2000):
+        home = Path(directory, str(die_at))
+        home.mkdir()
+        child = os.fork()
+        if not child:
+            status = 1
+            try:
+                told = os.open(home / "told", os.O_WRONLY | os.O_CREAT, 0o600)
+                os.dup2(told, 1)
+                asyncio.run(live(home, kind, die_at))
+                status = 0
+            finally:
+                os._exit(status)
+        status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+        print(die_at, status, flush=True)
+        if status != -signal.SIGKILL:
+            return
+
+
+@pytest.mark.parametrize("kind", SOURCES)
+def test_a_kill_at_any_step_gives_nothing_twice_and_loses_nothing(tmp_path: Path, kind: str) -> None:
+    """Ledger, CDI files and slices: after the restart holders keep what they have, and everything can move."""
+    script = f"from tests.model.test_crash_points import kill_everywhere; kill_everywhere({str(tmp_path)!r}, {kind!r})"
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True, timeout=300)
+    lines = [[int(word) for word in line.split()] for line in done.stdout.splitlines()]
+    assert lines[-1][1] == 0, done.stderr
+    assert len(lines) > 90
+    print(f"{kind}: {len(lines) - 1} places to die")
+    for die_at, _ in lines:
+        home = tmp_path / str(die_at)
+        outside = heard((home / "told").read_text().splitlines())
+        try:
+            asyncio.run(aftermath(home, outside, SOURCES[kind]()))
+        except Exception as error:
+            raise AssertionError(f"died at step {die_at}: {error}") from error
+
+
+class Failing:
+    """A connection whose `at`th statement fails: without having been done, or after it was (an fsync)."""
+
+    def __init__(self, path: str, disk: Disk) -> None:
+        self._inner = sqlite3.connect(path, isolation_level=None, check_same_thread=False)
+        self._disk = disk
+
+    def execute(self, sql: str, *args: Any) -> Any:
+        writes = sql.startswith(("BEGIN", "INSERT", "UPDATE", "DELETE", "COMMIT"))
+        fails = writes and self._disk.fails()
+        if fails and not self._disk.late:
+            raise self._disk.error()
+        answer = self._inner.execute(sql, *args)
+        if fails:
+            raise self._disk.error()
+        return answer
+
+    def close(self) -> None:
+        self._inner.close()
+
+
+class Disk:
+    """A disk of which some steps in a row fail. late: what fails was done all the same."""
+
+    def __init__(self, at: int, times: int, *, late: bool) -> None:
+        self.at, self.times, self.late = at, times, late
+        self.count = 0
+
+    def fails(self) -> bool:
+        self.count += 1
+        return self.at <= self.count < self.at + self.times
+
+    def error(self) -> sqlite3.OperationalError:
+        error = sqlite3.OperationalError("database or disk is full" if not self.late else "disk I/O error")
+        error.sqlite_errorcode = sqlite3.SQLITE_IOERR if self.late else sqlite3.SQLITE_FULL
+        return error
+
+    def step(self, name: str) -> None:
+        """Fail a step at a CDI file."""
+        if name in {"draft", "half a draft", "rename", "remove"} and self.fails():
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+async def suffer(home: Path, disk: Disk) -> bool:
+    """Live the story on such a disk, then start again on a good one; return whether anything failed."""
+    outside = Outside()
+
+    def step(name: str) -> None:
+        if not name.startswith(("slice", "open", "create")):
+            disk.step(name)
+
+    with watching(step, str(home)):
+        flow = await Flow.begin(home, outside, Source(), step, connect=lambda path: Failing(path, disk))
+        await story(flow, outside.say)
+        await flow.end()
+    await aftermath(home, outside, Source())
+    return disk.count >= disk.at
+
+
+@pytest.mark.parametrize(("late", "times"), [(False, 1), (False, 4), (True, 1), (True, 2)])
+def test_a_full_disk_or_a_failing_fsync_at_any_step_gives_nothing_twice_and_loses_nothing(
+    tmp_path: Path, late: bool, times: int
+) -> None:
+    """What fails is refused and tried again; what was recorded although it failed does no harm."""
+    first = 6  # the statements before make the file
+    for at in range(first, 2000):
+        home = tmp_path / str(at)
+        home.mkdir()
+        try:
+            failed = asyncio.run(suffer(home, Disk(at, times, late=late)))
+        except Exception as error:
+            raise AssertionError(f"failed at statement {at}: {error}") from error
+        if not failed:
+            break
+    print(f"{'fsync fails' if late else 'disk full'} {times} times in a row: {at - first} places")
+    assert at > 60
