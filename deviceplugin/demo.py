@@ -22,8 +22,8 @@ from deviceplugin.sources.simulated import SimulatedSource
 
 if TYPE_CHECKING:
     from deviceplugin.testing.kubelet import FakeKubelet
-    from deviceplugin.testing.plugin import Served
     from deviceplugin.testing.pods import FakePod
+    from deviceplugin.testing.serving import Served
 
 __all__ = ["DemoError", "Gpus", "main"]
 
@@ -300,7 +300,7 @@ def main(hold: bool = False, stream: TextIO | None = None) -> int:
     hold: go on serving after that, until SIGINT or SIGTERM. stream: where to, stdout if None.
     """
     from deviceplugin.testing.kubelet import FakeKubelet
-    from deviceplugin.testing.plugin import serve
+    from deviceplugin.testing.serving import serve
 
     teller = Teller(stream or sys.stdout)
     log, remembered = logging.getLogger("deviceplugin"), _Remember()

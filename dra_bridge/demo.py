@@ -236,7 +236,7 @@ class Scene:
 
 def naive(scene: Scene) -> None:
     """Stop a plugin while its pods run, with a driver that offers the same devices."""
-    from deviceplugin.testing.plugin import serve
+    from deviceplugin.testing.serving import serve
     from dra_bridge.testing.node import overlaps
 
     gpus, node, tell = Gpus(2), scene.node, scene.tell

@@ -19,8 +19,8 @@ if TYPE_CHECKING:
     from deviceplugin.testing.checkpoint import Checkpoint
     from deviceplugin.testing.devicemanager import ContainerSpec, DeviceState, KubeletCrashError, PluginCallError
     from deviceplugin.testing.kubelet import FakeKubelet, Registration, Rpc, Update
-    from deviceplugin.testing.plugin import Served, serve
     from deviceplugin.testing.pods import FakeContainer, FakePod, PodFailedError
+    from deviceplugin.testing.serving import Served, serve
 
 __all__ = [
     "Checkpoint",
@@ -51,9 +51,9 @@ _HOMES = {
     "PodFailedError": "pods",
     "Registration": "kubelet",
     "Rpc": "kubelet",
-    "Served": "plugin",
+    "Served": "serving",
     "Update": "kubelet",
-    "serve": "plugin",
+    "serve": "serving",
 }
 
 

@@ -100,6 +100,16 @@ def test_what_ends_a_background_is_told(monkeypatch: pytest.MonkeyPatch) -> None
     assert "failed" in out.getvalue()
 
 
+def test_demo_needs_nothing_of_the_tests() -> None:
+    """A user's installation has no pytest, and neither demo wants it."""
+    code = (
+        "import sys\n"
+        "sys.modules.update(dict.fromkeys(('pytest', 'hypothesis', 'rich')))\n"
+        "import deviceplugin.demo, deviceplugin.testing.serving, dra_bridge.demo, dra_bridge.testing.node\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
 def test_hold_serves_the_command_line(capsys: pytest.CaptureFixture[str]) -> None:
     """With --hold it serves on; `status` and `migrate` work against it until SIGTERM ends it with 0."""
     command = [sys.executable, "-u", "-m", "dra_bridge", "demo", "--hold"]

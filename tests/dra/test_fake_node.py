@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from deviceplugin.demo import Teller
-from deviceplugin.testing.plugin import serve
+from deviceplugin.testing.serving import serve
 from dra_bridge import demo
 from dra_bridge.testing.apiserver import FakeApiServer
 from dra_bridge.testing.node import FakeNode, Holding, overlaps

@@ -1,0 +1,123 @@
+"""An agent in a thread of its own, for tests and demonstrations; needs no pytest."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from deviceplugin.agent import Agent
+    from deviceplugin.source import DeviceSource
+    from deviceplugin.testing.kubelet import FakeKubelet
+
+__all__ = ["Served", "serve"]
+
+
+class Served:
+    """An agent that runs in a thread of its own, with its own loop.
+
+    agent: the agent; its loop is not the caller's. error: what ended it, if something did.
+    """
+
+    def __init__(self, sources: Sequence[DeviceSource], kubelet: FakeKubelet, **options: Any) -> None:
+        self.error: BaseException | None = None
+        self._kubelet = kubelet
+        self._sources = list(sources)
+        self._options = options
+        self._made = threading.Event()
+        self._over = threading.Event()
+        self._agent: Agent | None = None
+        self._thread = threading.Thread(target=self._main, name="agent", daemon=True)
+        self._thread.start()
+        self._made.wait()
+
+    @property
+    def agent(self) -> Agent:
+        """The agent."""
+        if self._agent is None:
+            raise RuntimeError("the agent could not be made") from self.error
+        return self._agent
+
+    @property
+    def alive(self) -> bool:
+        """Whether the agent runs."""
+        return not self._over.is_set()
+
+    def wait_registered(self, timeout: float = 10.0) -> None:
+        """Wait until every source is registered and its first list has arrived.
+
+        Raises:
+            RuntimeError: the agent ended first; its error is the cause.
+            TimeoutError: it does not happen in time.
+
+        """
+        resources = [source.resource for source in self._sources if source.resource]
+
+        def ready() -> bool:
+            return all(self._kubelet.streams(r) and r in self._kubelet.resources() for r in resources)
+
+        self._kubelet.wait_until(lambda: not self.alive or ready(), timeout, f"{resources} to be registered")
+        if not self.alive:
+            raise RuntimeError("the agent has ended") from self.error
+
+    def stop(self, timeout: float = 10.0) -> None:
+        """End the agent.
+
+        Raises:
+            TimeoutError: it does not end in time.
+            BaseException: what the agent ended with.
+
+        """
+        if self._agent is not None:
+            self._agent.stop()
+        self._thread.join(timeout)
+        if self._thread.is_alive():
+            raise TimeoutError(f"the agent has not ended within {timeout} s")
+        if self.error is not None:
+            raise self.error
+
+    def _main(self) -> None:
+        import asyncio
+
+        try:
+            asyncio.run(self._run())
+        except BaseException as error:  # handed to whoever stops it
+            self.error = error
+        finally:
+            self._over.set()
+            self._made.set()
+            self._kubelet.notify()
+
+    async def _run(self) -> None:
+        from deviceplugin.agent import Agent, Paths
+
+        self._agent = Agent(self._sources, Paths(kubelet_root=self._kubelet.root), **self._options)
+        self._made.set()
+        await self._agent.run()
+
+
+@contextlib.contextmanager
+def serve(
+    sources: DeviceSource | Sequence[DeviceSource],
+    kubelet: FakeKubelet,
+    *,
+    timeout: float | None = 10.0,
+    **options: Any,
+) -> Iterator[Served]:
+    """Run an agent with these sources against a fake kubelet while the context lasts.
+
+    timeout: seconds to wait until all of them are registered; None does not wait.
+    options: further arguments of `Agent`.
+    """
+    running = Served([*sources] if isinstance(sources, Sequence) else [sources], kubelet, **options)
+    try:
+        if timeout is not None:
+            running.wait_registered(timeout)
+        yield running
+    except BaseException:
+        with contextlib.suppress(BaseException):
+            running.stop()
+        raise
+    running.stop()
