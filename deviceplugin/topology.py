@@ -111,7 +111,7 @@ def preferred(
 
     All of this is exact for up to 16 devices, and beyond as long as enough of them are
     interchangeable. Otherwise a search follows 1, 3 and 4 as far as it gets in a fixed number of
-    steps (some 8 ms for 64 devices) or, should the machine be that slow, until `deadline` seconds
+    steps (some 10 ms for 64 devices) or, should the machine be that slow, until `deadline` seconds
     have passed: only then can two calls differ. The order and the repetitions of the input never
     matter.
 
@@ -178,8 +178,7 @@ def choose(
             return packed(available, must_include, size, physical)
         case Policy.DISTRIBUTED:
             return distributed(available, must_include, size, physical)
-        case Policy.NONE:
-            return unordered(available, must_include, size)
+    return unordered(available, must_include, size)
 
 
 def links(
@@ -365,12 +364,16 @@ def _matrix(free: Sequence[str], required: Sequence[str], score: Score) -> tuple
 def _integers(values: list[float], bits: int) -> list[int]:
     """Return the values as integers of so many bits, on one scale; exactly if they are such integers."""
     if set(map(type, values)) != {int}:
-        values = [0 if value != value else min(max(value, -1e300), 1e300) for value in values]
+        values = [_finite(value) for value in values]
     largest = max(map(abs, values), default=0)
     if largest < 1 << bits and all(value == int(value) for value in values):
         return [int(value) for value in values]
-    shift = bits - math.frexp(min(largest, 1e300))[1]
-    return [round(math.ldexp(min(max(value, -1e300), 1e300), shift)) for value in values]
+    shift = bits - math.frexp(_finite(largest))[1]
+    return [round(math.ldexp(_finite(value), shift)) for value in values]
+
+
+def _finite(value: float) -> float:
+    return 0 if value != value else min(max(value, -1e300), 1e300)
 
 
 def _interchangeable(matrix: Sequence[list[int]], bonus: Sequence[int]) -> list[list[int]]:
@@ -518,13 +521,13 @@ class _Lattice:
         """
         whole = self.states - 1
         families, served = [self._family(whole - state for state in ties)], list[tuple[int, list[int]]]()
-        for request in range(later):
+        while True:
             fitting = self._flags(self._below(families[-1]))
             level = [state for state in level if fitting[state] == "1"]
             served.append(_highest(level, self.totals))
-            if request == later - 1:
+            if len(served) == later:
                 break
-            if request == 0 and (found := self._serving(ties, served * later, enough)):
+            if len(served) == 1 and (found := self._serving(ties, served * later, enough)):
                 return found  # none can do better than to serve all alike
             families.append(self._without(families[-1], served[-1][1]))
         if later > 1 and (found := self._serving(ties, served, enough)):
@@ -674,7 +677,9 @@ def _search(
             return _Ranked(base + total, -sum(costs[device] for device in chosen), chosen)
 
         size = count - missing if leaving else missing
-        grown = [(ranked(one.total, one.chosen), one) for one in _grown(matrix, nodes, size, classes, stop)]
+        hopes = {one[0]: nodes[one[0]] + sum(heapq.nlargest(size - 1, matrix[one[0]])) for one in classes}
+        firsts = sorted(hopes, key=lambda first: (-hopes[first], first))[: _STEPS // (size * len(ways)) + 1]
+        grown = [(ranked(one.total, one.chosen), one) for one in _grown(matrix, nodes, size, firsts, stop)]
         grown.sort(key=lambda one: one[0][:2], reverse=True)
         found.append(grown[0][0])
         found += (ranked(*_swapped(matrix, start, stop)) for _, start in grown[: _STARTS // len(ways)])
@@ -686,12 +691,11 @@ def _search(
 
 
 def _grown(
-    pairs: Sequence[Sequence[int]], nodes: list[int], size: int, classes: Sequence[Sequence[int]], stop: float
+    pairs: Sequence[Sequence[int]], nodes: list[int], size: int, firsts: Iterable[int], stop: float
 ) -> list[_Grown]:
-    """Return sets with a high total of their pairs and nodes, from the most promising devices."""
-    hopes = {one[0]: nodes[one[0]] + sum(heapq.nlargest(size - 1, pairs[one[0]])) for one in classes}
+    """Return sets with a high total of their pairs and nodes, each grown from one device."""
     grown: list[_Grown] = []
-    for first in islice(sorted(hopes, key=lambda first: (-hopes[first], first)), max(1, _STEPS // size)):
+    for first in firsts:
         # Among equals the first is taken: every other start sees the devices in another order.
         chosen, others = [first], _dealt(len(nodes), len(grown) if len(grown) % 2 else 0)
         gains, total = nodes, nodes[first]
@@ -772,10 +776,9 @@ def _pool(free: Sequence[str], required: Sequence[str], missing: int, score: Sco
     places = {device: place for place, device in enumerate([*free, *required])}
     near: dict[int, dict[int, float]] = {}
     for pair, value in score.items():
-        if len(pair) == 2 and pair <= places.keys() and value == value:
+        if len(pair) == 2 and pair <= places.keys():
             one, other = (places[device] for device in pair)
-            near.setdefault(one, {})[other] = value
-            near.setdefault(other, {})[one] = value
+            near.setdefault(one, {})[other] = near.setdefault(other, {})[one] = _finite(value)
     bonus: dict[int, float] = {}
     for place in range(len(free), len(places)):
         for other, value in near.get(place, {}).items():
@@ -785,28 +788,18 @@ def _pool(free: Sequence[str], required: Sequence[str], missing: int, score: Sco
         for place, some in near.items()
         if place < len(free)
     }
+    everyone = sorted((-bonus.get(place, 0), place) for place in range(len(free)))
 
     def grown(first: int) -> set[int]:
-        gains, chosen = dict(bonus), {first}
-        heap = [(-gain, place) for place, gain in gains.items() if place < len(free)]
-        heapq.heapify(heap)
-        strangers, latest = iter(range(len(free))), first
+        gains, heap, chosen, latest = bonus.copy(), everyone.copy(), {first}, first
         while len(chosen) < missing:
             for other, value in near.get(latest, {}).items():
-                if other < len(free) and other not in chosen:
+                if other < len(free):
                     gains[other] = gains.get(other, 0) + value
                     heapq.heappush(heap, (-gains[other], other))
-            while heap and (heap[0][1] in chosen or -heap[0][0] != gains[heap[0][1]]):
-                heapq.heappop(heap)
-            stranger = None
-            if not heap or heap[0][0] >= 0:
-                stranger = next((place for place in strangers if place not in chosen and not gains.get(place)), None)
-            if stranger is None and heap:
-                latest = heap[0][1]
-            elif stranger is None:
-                latest = next(place for place in range(len(free)) if place not in chosen)
-            else:
-                latest = stranger
+            gain, latest = heapq.heappop(heap)
+            while latest in chosen or -gain != gains.get(latest, 0):
+                gain, latest = heapq.heappop(heap)
             chosen.add(latest)
         return chosen
 
