@@ -19,7 +19,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
 
-from deviceplugin import ledger, podresources, process
+from deviceplugin import ledger, podresources, process, topology
 from deviceplugin.agent import Agent, AgentError, Look, Paths, Service
 from deviceplugin.config import Config, ResourceConfig
 from deviceplugin.endpoint import Doorkeeper
@@ -499,7 +499,10 @@ class DriverBridge:
             )
             leaving = frozenset(name for name in offered if handover.leaving(name))
             without += [(resource, name) for name in snapshot.devices if name not in offered]
-            offers.append(Offer(snapshot, offered, leaving, service.source.replicas))
+            source = service.source
+            replicas = {name: source.replicas_of(device) for name, device in snapshot.devices.items()}
+            order = topology.arranged(snapshot.devices.keys(), source.links) if source.links else ()
+            offers.append(Offer(snapshot, offered, leaving, replicas, tuple(order)))
         unhealthy = "NoExecute" if any(one.unhealthy == "NoExecute" for one in self.terms.values()) else "NoSchedule"
         ticket = self._bridge.publisher.want(
             Pool(self.name, self._bridge.node, tuple(offers), unhealthy, self._annotations())  # type: ignore[arg-type]
@@ -576,12 +579,36 @@ class DriverBridge:
 
 
 def groups(service: Service) -> Sequence[frozenset[str]]:
-    """Return devices that belong together: by NUMA node, where that tells them apart."""
+    """Return devices that belong together: by their closest links, else by NUMA node, where that tells them apart."""
+    devices = service.inventory.snapshot.devices
+    linked = link_groups(devices, service.source.links)
+    if linked:
+        return linked
     by_numa: dict[tuple[int, ...], set[str]] = {}
-    for name, device in service.inventory.snapshot.devices.items():
+    for name, device in devices.items():
         if device.numa_nodes:
             by_numa.setdefault(device.numa_nodes, set()).add(name)
     return tuple(frozenset(names) for names in by_numa.values()) if len(by_numa) > 1 else ()
+
+
+def link_groups(devices: Collection[str], links: Mapping[frozenset[str], float]) -> tuple[frozenset[str], ...]:
+    """Return what the closest links tie together, if that are several groups; () if it is one, or nothing is tied.
+
+    links: as of a source, higher is closer. Pairs on one board make groups of two; where every
+    device has the same links to every other, nothing belongs together more than all.
+    """
+    pairs = {pair: score for pair, score in links.items() if len(pair) == 2 and pair <= set(devices)}
+    for level in sorted(set(pairs.values()), reverse=True):
+        group = {name: frozenset({name}) for name in devices}
+        for pair, score in pairs.items():
+            if score >= level:
+                one, other = pair
+                together = group[one] | group[other]
+                group.update(dict.fromkeys(together, together))
+        found = {names for names in group.values() if len(names) > 1}
+        if len(found) > 1:
+            return tuple(sorted(found, key=min))
+    return ()
 
 
 class Bridge:

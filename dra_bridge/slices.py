@@ -125,20 +125,28 @@ class Offer:
     """What one resource gives to its driver's pool.
 
     snapshot: its devices. offered: ids on the DRA side, None for all of them. leaving: ids out of
-    these that go soon; they carry a NoSchedule taint. replicas: claims that one device takes.
+    these that go soon; they carry a NoSchedule taint. replicas: claims that one device takes, or
+    that each takes by its id (one that is not named: 1). order: ids as the scheduler, which takes
+    devices from the front, had better find them; those that are not named follow by their ids.
     """
 
     snapshot: Snapshot
     offered: Collection[str] | None = None
     leaving: Collection[str] = frozenset()
-    replicas: int = 1
+    replicas: int | Mapping[str, int] = 1
+    order: Sequence[str] = ()
 
     @property
     def devices(self) -> list[Device]:
-        """The offered devices, in the natural order of their ids (gpu2 before gpu10), whatever their health."""
+        """The offered devices in their order, else the natural one (gpu2 before gpu10), whatever their health."""
         devices = self.snapshot.devices
         names = devices if self.offered is None else [name for name in devices if name in self.offered]
-        return [devices[name] for name in sorted(names, key=_natural)]
+        at = {name: number for number, name in enumerate(self.order)}
+        return [devices[name] for name in sorted(names, key=lambda name: (at.get(name, len(at)), _natural(name)))]
+
+    def takes(self, device: str) -> int:
+        """Return how many claims a device takes."""
+        return self.replicas if isinstance(self.replicas, int) else self.replicas.get(device, 1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -294,12 +302,13 @@ def desired(pool: Pool, *, version: str = "v1", capabilities: Capabilities = ALL
 def _entry(
     name: str, device: Device, offer: Offer, driver: str, capabilities: Capabilities, problems: list[str]
 ) -> Object:
-    shared = offer.replicas > 1 and capabilities.sharing
+    replicas = offer.takes(device.id)
+    shared = replicas > 1 and capabilities.sharing
     attributes: Object = {EXTENDED_RESOURCE: {"string": canonical_resource(offer.snapshot.resource)}}
     capacity: Object = {}
     if shared:
         capacity[SHARES] = {
-            "value": str(offer.replicas),
+            "value": str(replicas),
             "requestPolicy": {"default": "1", "validRange": {"min": "1", "step": "1"}},
         }
     # capacity before attributes, so that neither is cut for the sake of the framework's own extras
@@ -321,7 +330,7 @@ def _entry(
         room -= 1
         taken.add(qualified(key, driver))
         if amount:
-            capacity[key] = _capacity(value, offer.replicas if shared else 1)
+            capacity[key] = _capacity(value, replicas if shared else 1)
         else:
             attributes[key] = _attribute(value)
     numa = device.numa_nodes
@@ -1143,9 +1152,9 @@ def _needs(pool: Pool) -> set[Feature]:
     """The features that a pool makes use of where they are."""
     needs: set[Feature] = set()
     for offer in pool.offers:
-        if offer.replicas > 1:
-            needs.add("sharing")
         for device in offer.devices:
+            if offer.takes(device.id) > 1:
+                needs.add("sharing")
             if _taints(pool, offer, device):
                 needs.add("taints")
             if device.consumes:
