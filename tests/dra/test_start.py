@@ -1,0 +1,190 @@
+"""What an agent with both doors does at its start, before it offers anything (R8)."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from pathlib import Path
+
+import grpc
+import pytest
+
+from deviceplugin import ledger
+from deviceplugin.agent import Paths
+from deviceplugin.device import ContainerEdits, Device
+from deviceplugin.endpoint import Refusal
+from deviceplugin.ledger import Desk, Evidence, Held, Ledger, Side, State
+from deviceplugin.podresources import Holder
+from deviceplugin.source import DeviceSource
+from dra_bridge import agent as agent_module
+from dra_bridge.agent import Bridge, Terms
+from dra_bridge.cluster import Cluster
+from dra_bridge.handover import Share
+from dra_bridge.keeper import Keeper, held_units
+from dra_bridge.testing.apiserver import FakeApiServer
+from dra_bridge.testing.node import FakeNode
+
+R = "example.com/fpga"
+D = "fpga.example.com"
+NODE = "node"
+
+
+class Source(DeviceSource):
+    """Two devices."""
+
+    resource = R
+    driver = D
+
+    async def watch(self) -> AsyncIterator[Sequence[Device]]:
+        yield [Device(name, nodes=["/dev/null"], edits=ContainerEdits({"FPGA": name})) for name in ("d0", "d1")]
+
+
+@pytest.fixture
+def node(tmp_path: Path) -> Iterator[FakeNode]:
+    with FakeApiServer() as server:
+        server.create(
+            {
+                "apiVersion": "resource.k8s.io/v1",
+                "kind": "DeviceClass",
+                "metadata": {"name": D},
+                "spec": {"selectors": [{"cel": {"expression": f'device.driver == "{D}"'}}], "extendedResourceName": R},
+            }
+        )
+        with FakeNode(server, NODE) as made:
+            yield made
+
+
+@contextlib.asynccontextmanager
+async def running(node: FakeNode, cdi: Path, share: Share) -> AsyncIterator[Bridge]:
+    """Run an agent until the end of the block."""
+    bridge = Bridge(
+        [Source()],
+        {R: Terms(share)},
+        Cluster.from_server(node.server.url),
+        NODE,
+        Paths(kubelet_root=node.root),
+        cdi_directory=str(cdi),
+        period=0.05,
+    )
+    task = asyncio.create_task(bridge.run())
+    try:
+        yield bridge
+    finally:
+        bridge.agent.stop()
+        await task
+
+
+async def until(what: Callable[[], bool], why: str) -> None:
+    """Wait until something is so."""
+    async with asyncio.timeout(20):
+        while not what():  # noqa: ASYNC110  # what is waited for tells nobody
+            await asyncio.sleep(0.01)
+    assert what(), why
+
+
+def states(bridge: Bridge) -> dict[str, State]:
+    return {name: record.state for name, record in bridge.drivers[D].desk.snapshot.of(R).items()}
+
+
+def claims(bridge: Bridge) -> set[str]:
+    return {claim.title for claim in bridge.drivers[D].desk.snapshot.claims.values()}
+
+
+async def moved(bridge: Bridge, state: State) -> None:
+    await until(lambda: D in bridge.drivers and set(states(bridge).values()) == {state}, "all to move")
+
+
+async def test_a_lost_ledger_is_rebuilt_before_files_are_swept(node: FakeNode, tmp_path: Path) -> None:
+    """A claim whose container runs keeps its device and its CDI file, and gets its name back."""
+    cdi = tmp_path / "cdi"
+    async with running(node, cdi, Share(part=1.0)) as bridge:
+        await moved(bridge, State.DRA)
+        pod = await asyncio.to_thread(lambda: node.start_pod("train", template={D: 1}).wait_running(20))
+        (device,) = node.devices_of(pod)
+        title = f"default/{node.claims_of(pod)[0]}"
+        assert claims(bridge) == {title}
+        path = bridge.ledger_path(D)
+    for suffix in ("", "-wal"):
+        Path(f"{path}{suffix}").unlink(missing_ok=True)
+    files = sorted(cdi.iterdir())
+    async with running(node, cdi, Share(0)) as bridge:
+        await until(lambda: D in bridge.drivers and len(states(bridge)) == 2, "the evidence to be heard")
+        assert states(bridge)[device] in {State.DRA, State.TO_PLUGIN}
+        await until(lambda: claims(bridge) == {title}, "the claim to be known by name")
+        assert sorted(cdi.iterdir()) == files
+        await asyncio.to_thread(pod.delete, 20)
+        await moved(bridge, State.PLUGIN)
+        assert list(cdi.iterdir()) == []
+
+
+async def test_a_ledger_that_lost_its_end_is_corrected_and_alarm_raised(
+    node: FakeNode, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A pod holds what the ledger says is on the DRA side: quarantined with an Event, until the pod is gone."""
+    monkeypatch.setattr(agent_module, "RESOLVE", 0.05)
+    async with running(node, tmp_path / "cdi", Share(0)) as bridge:
+        await moved(bridge, State.PLUGIN)
+        pod = await asyncio.to_thread(lambda: node.start_pod("train", {R: 1}).wait_running(20))
+        (device,) = node.devices_of(pod)
+        path = bridge.ledger_path(D)
+    Path(path).unlink()
+    with Ledger.open(str(path)) as book:  # as if all of it since had been lost
+        book.do(ledger.adopt(R, ["d0", "d1"], Side.DRA, 1.0))
+    async with running(node, tmp_path / "cdi", Share(part=1.0)) as bridge:
+        await until(lambda: D in bridge.drivers and states(bridge)[device] is State.QUARANTINED, "the quarantine")
+        events = lambda: [e["reason"] for e in node.server.objects("events")]  # noqa: E731
+        await until(lambda: "DeviceQuarantined" in events(), "the Event")
+        body = json.dumps([one["spec"].get("devices", []) for one in node.server.objects()])
+        assert f'"{device}"' not in body
+        await asyncio.to_thread(pod.delete, 20)
+        await moved(bridge, State.DRA)
+
+
+async def test_a_checkpoint_that_shows_an_ended_pod_alarms_nobody(node: FakeNode, tmp_path: Path) -> None:
+    """The device went to DRA after its pod ended; the kubelet's file still shows the pod at the next start."""
+    async with running(node, tmp_path / "cdi", Share(0)) as bridge:
+        await moved(bridge, State.PLUGIN)
+        pod = await asyncio.to_thread(lambda: node.start_pod("train", {R: 1}).wait_running(20))
+        checkpoint = node.device_plugin_dir / "kubelet_internal_checkpoint"
+        stale = checkpoint.read_bytes()
+        await asyncio.to_thread(pod.delete, 20)
+        bridge.drivers[D].ask(Share(part=1.0))
+        await moved(bridge, State.DRA)
+    checkpoint.write_bytes(stale)
+    async with running(node, tmp_path / "cdi", Share(part=1.0)) as bridge:
+        keeper = lambda: bridge.drivers[D].keeper  # noqa: E731
+        await until(lambda: D in bridge.drivers and len(keeper().heard) == 2, "all doubt to be gone")
+        assert set(states(bridge).values()) == {State.DRA}
+
+
+# The keeper.
+
+
+async def test_nothing_is_offered_or_given_before_its_evidence_was_heard(tmp_path: Path) -> None:
+    """A ledger that says so may have lost what came last."""
+    desk = Desk(Ledger.open(str(tmp_path / "ledger.db")))
+    await desk.do(ledger.confront(R, Evidence(), ["a"], Side.PLUGIN, 1.0))
+    keeper = Keeper(desk, {R: 1})
+    assert not keeper.offers(R, "a")
+    with pytest.raises(Refusal) as refused:
+        await keeper.grant(R, ["a"], ["a"])
+    assert refused.value.code is grpc.StatusCode.UNAVAILABLE
+    assert not desk.snapshot.holds
+    keeper.heard.add((R, "a"))
+    assert keeper.offers(R, "a")
+    await keeper.grant(R, ["a"], ["a"])
+    assert list(desk.snapshot.holds) == [(R, "a")]
+    await desk.close()
+
+
+def test_a_holder_with_a_name_counts_before_an_old_checkpoint() -> None:
+    """What `List` says is sure; what only a file says that was not written since is not."""
+    named, filed = Holder("default", "p", "c"), Holder(container="c", uid="u")
+    held = {"a": {named, filed}, "b": {filed}, "c": {filed}}
+    assert held_units(held, 1, {"a", "b"}) == {
+        "a": Held("a", "default/p"),
+        "b": Held("b", "u", sure=False),
+        "c": Held("c", "u"),
+    }
