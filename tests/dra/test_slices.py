@@ -424,7 +424,7 @@ async def publishing(server: FakeApiServer, *pools: Pool, **options: Any) -> Asy
             publisher.want(one)
         task = asyncio.create_task(publisher.run())
         try:
-            async with asyncio.timeout(20):
+            async with asyncio.timeout(120):
                 for one in pools:
                     await publisher.accepted(one.driver, 1)
                 yield publisher
@@ -784,7 +784,7 @@ def test_publisher_reaches_what_is_wanted(
                 whole = len({body["spec"]["pool"]["generation"] for body in bodies}) <= 1
                 return whole and sorted(fingerprint(body) for body in bodies) == goal
 
-            await asyncio.to_thread(server.wait_for, reached, 10.0)
+            await asyncio.to_thread(server.wait_for, reached, 60.0)
         server.heal()
         server.forget_log()
         async with publishing(server, sequence[-1]):
