@@ -134,8 +134,9 @@ async def test_a_ledger_that_lost_its_end_is_corrected_and_alarm_raised(
         book.do(ledger.adopt(R, ["d0", "d1"], Side.DRA, 1.0))
     async with running(node, tmp_path / "cdi", Share(part=1.0)) as bridge:
         await until(lambda: D in bridge.drivers and states(bridge)[device] is State.QUARANTINED, "the quarantine")
-        events = lambda: [e["reason"] for e in node.server.objects("events")]  # noqa: E731
-        await until(lambda: "DeviceQuarantined" in events(), "the Event")
+        await until(
+            lambda: "DeviceQuarantined" in {event["reason"] for event in node.server.objects("events")}, "the Event"
+        )
         body = json.dumps([one["spec"].get("devices", []) for one in node.server.objects()])
         assert f'"{device}"' not in body
         await asyncio.to_thread(pod.delete, 20)
@@ -154,8 +155,7 @@ async def test_a_checkpoint_that_shows_an_ended_pod_alarms_nobody(node: FakeNode
         await moved(bridge, State.DRA)
     checkpoint.write_bytes(stale)
     async with running(node, tmp_path / "cdi", Share(part=1.0)) as bridge:
-        keeper = lambda: bridge.drivers[D].keeper  # noqa: E731
-        await until(lambda: D in bridge.drivers and len(keeper().heard) == 2, "all doubt to be gone")
+        await until(lambda: D in bridge.drivers and len(bridge.drivers[D].keeper.heard) == 2, "all doubt to be gone")
         assert set(states(bridge).values()) == {State.DRA}
 
 
