@@ -167,7 +167,7 @@ class Watch:
 
     def set(self, directories: Iterable[str]) -> None:
         """Watch these directories from now on instead of the former ones."""
-        self._wanted = frozenset(os.path.normpath(directory) for directory in directories)
+        self._wanted = frozenset(os.path.abspath(directory) for directory in directories)
         self._rearm()
 
     async def wait(self, timeout: float) -> bool:

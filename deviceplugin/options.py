@@ -43,20 +43,20 @@ def add_run_options(parser: argparse.ArgumentParser) -> None:
     """Add the options that every agent has; dra-bridge has them too."""
     parser.add_argument(
         "--kubelet-root",
-        type=Path,
+        type=_place,
         default=Path("/var/lib/kubelet"),
         metavar="DIR",
         help="the kubelet's --root-dir (%(default)s)",
     )
     parser.add_argument(
         "--device-plugin-dir",
-        type=Path,
+        type=_place,
         metavar="DIR",
         help="where kubelet.sock is (device-plugins in the kubelet's root)",
     )
     parser.add_argument(
         "--pod-resources-socket",
-        type=Path,
+        type=_place,
         metavar="PATH",
         help="the kubelet's PodResources service (pod-resources/kubelet.sock in its root)",
     )
@@ -96,6 +96,12 @@ def _set_up_logs(options: argparse.Namespace) -> None:
     if options.log_format == "json":
         os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # its lines are not JSON
     logs.setup(options.log_format, options.log_level)
+
+
+def _place(text: str) -> Path:
+    if not text:
+        raise argparse.ArgumentTypeError("an empty path")
+    return Path(text).absolute()
 
 
 def _address(text: str) -> str:

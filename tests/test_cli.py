@@ -296,6 +296,14 @@ def test_options_of_an_authors_plugin() -> None:
     assert options.metrics_address == ":1"
 
 
+def test_relative_places_are_below_the_working_directory(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Relative paths are made absolute, an empty one is wrong usage."""
+    monkeypatch.chdir(tmp_path)
+    assert options_of(["--kubelet-root", "k"]).paths.plugins == tmp_path / "k" / "device-plugins"
+    with pytest.raises(SystemExit, match="2"):
+        options_of(["--device-plugin-dir", ""])
+
+
 def test_defaults_of_an_authors_plugin() -> None:
     """Without options the kubelet is where kubelets are, and no metrics are served."""
     options = options_of([])

@@ -177,6 +177,20 @@ async def test_hint_is_not_lost_when_a_wait_is_cancelled(watching: Watching, tmp
     assert await watch.wait(LONG)
 
 
+@pytest.mark.parametrize("there", [True, False])
+async def test_relative_path_is_watched(
+    watching: Watching, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, there: bool
+) -> None:
+    """A relative path is one below the working directory, whether it is there or not."""
+    monkeypatch.chdir(tmp_path)
+    if there:
+        (tmp_path / "d").mkdir()
+    watch = watching(Path("d"))
+    await quiet(watch)
+    (tmp_path / "d" / "a").touch() if there else (tmp_path / "d").mkdir()
+    assert await watch.wait(LONG)
+
+
 async def test_closed_watch_hears_nothing(watching: Watching, tmp_path: Path) -> None:
     """A closed watch gets no hints; others on the same directory still do."""
     one, two = watching(tmp_path), watching(tmp_path)
