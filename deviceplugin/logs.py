@@ -9,7 +9,9 @@ from __future__ import annotations
 import json
 import logging
 import sys
+import threading
 from datetime import UTC, datetime
+from types import TracebackType
 from typing import Any, Final, Literal, TextIO
 
 __all__ = ["FORMATS", "LEVELS", "JsonFormatter", "TextFormatter", "setup"]
@@ -18,6 +20,7 @@ Format = Literal["text", "json"]
 FORMATS: Final = ("text", "json")
 LEVELS: Final = ("debug", "info", "warning", "error")
 
+_LOG: Final = logging.getLogger(__name__)
 _STANDARD: Final = frozenset(logging.makeLogRecord({}).__dict__) | {"message", "asctime", "taskName"}
 
 
@@ -40,9 +43,42 @@ def setup(format: Format = "text", level: str = "info", stream: TextIO | None = 
     handler.setFormatter(JsonFormatter() if format == "json" else TextFormatter(short=stream.isatty()))
     logging.basicConfig(handlers=[handler], level=level.upper(), force=True)
     logging.captureWarnings(True)
+    # What nobody caught would be written past all this, as a bare traceback.
+    sys.excepthook = _uncaught
+    threading.excepthook = _uncaught_in_thread
+    sys.unraisablehook = _unraisable
     # Libraries speak up from warnings on; their inner life is nobody's.
     for library in ("asyncio", "grpc", "watchdog", "httpx", "httpcore"):
         logging.getLogger(library).setLevel(logging.WARNING)
+
+
+def _uncaught(kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> None:
+    if issubclass(kind, KeyboardInterrupt):
+        sys.__excepthook__(kind, error, traceback)
+    else:
+        _LOG.critical("nobody caught this, the process ends", exc_info=(kind, error, traceback))
+
+
+def _uncaught_in_thread(args: threading.ExceptHookArgs) -> None:
+    if not issubclass(args.exc_type, SystemExit):
+        name = args.thread.name if args.thread is not None else "unknown"
+        error = args.exc_value or args.exc_type()
+        _LOG.error("thread %s ended by an error", name, exc_info=(args.exc_type, error, args.exc_traceback))
+
+
+def _unraisable(args: sys.UnraisableHookArgs) -> None:
+    error = args.exc_value or args.exc_type()
+    _LOG.error(
+        "%s: %r", args.err_msg or "exception ignored", args.object, exc_info=(args.exc_type, error, args.exc_traceback)
+    )
+
+
+def _message(record: logging.LogRecord) -> str:
+    """Return the message; one whose arguments do not fit it must not cost the line."""
+    try:
+        return record.getMessage()
+    except Exception:  # whatever a library's argument raises when it is formatted
+        return str(record.msg)
 
 
 def _fields(record: logging.LogRecord) -> dict[str, Any]:
@@ -61,16 +97,23 @@ class JsonFormatter(logging.Formatter):
             "ts": ts,
             "level": record.levelname.lower(),
             "logger": record.name,
-            "msg": record.getMessage(),
+            "msg": _message(record),
         }
         if exc := _exception(self, record):
             line["exc"] = exc
         # ts, level, logger and msg first: people read JSON logs too.
         line = {name: line.pop(name) for name in ("ts", "level", "logger", "msg")} | line
         try:
-            return json.dumps(line, default=str)
-        except (TypeError, ValueError):  # keys or cycles that JSON does not know
-            return json.dumps({name: str(value) for name, value in line.items()})
+            return json.dumps(line, default=str, allow_nan=False)
+        except Exception:  # keys, cycles, numbers that JSON does not know, objects that cannot be told
+            return json.dumps({name: _text(value) for name, value in line.items()})
+
+
+def _text(value: object) -> str:
+    try:
+        return str(value)
+    except Exception:  # some library's object
+        return f"<{type(value).__name__}>"
 
 
 class TextFormatter(logging.Formatter):
@@ -86,7 +129,7 @@ class TextFormatter(logging.Formatter):
         when = f"{at:%H:%M:%S}.{at.microsecond // 1000:03}" if self._short else at.isoformat(timespec="milliseconds")
         logger = record.name.removeprefix("deviceplugin.")
         more = "".join(f" {name}={value}" for name, value in _fields(record).items())
-        line = f"{when} {record.levelname:<7} {logger}: {record.getMessage()}{more}"
+        line = f"{when} {record.levelname:<7} {logger}: {_message(record)}{more}"
         exc = _exception(self, record)
         return f"{line}\n{exc}" if exc else line
 

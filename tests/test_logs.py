@@ -6,9 +6,12 @@ import io
 import json
 import logging
 import re
+import subprocess
 import sys
+import threading
 import warnings
 from collections.abc import Iterator
+from typing import Literal
 
 import pytest
 from hypothesis import given
@@ -27,8 +30,10 @@ def _restored() -> Iterator[None]:
     """Leave logging as it was."""
     root = logging.getLogger()
     level, handlers = root.level, root.handlers[:]
+    excepthooks = sys.excepthook, threading.excepthook, sys.unraisablehook
     libraries = {name: logging.getLogger(name).level for name in ("asyncio", "grpc", "watchdog", "httpx", "httpcore")}
     yield
+    sys.excepthook, threading.excepthook, sys.unraisablehook = excepthooks
     logging.captureWarnings(False)
     root.setLevel(level)
     root.handlers[:] = handlers
@@ -116,7 +121,7 @@ def test_whatever_is_logged_is_one_line_of_json(message: str, extra: dict[str, o
         logging.makeLogRecord({"name": "x", "levelname": "INFO", "msg": message, **extra})
     )
     assert "\n" not in line
-    assert json.loads(line)["msg"] == message
+    assert json.loads(line, parse_constant=pytest.fail)["msg"] == message
 
 
 def test_cycles_are_said_somehow() -> None:
@@ -125,6 +130,61 @@ def test_cycles_are_said_somehow() -> None:
     cycle.append(cycle)
     line = logs.JsonFormatter().format(logging.makeLogRecord({"name": "x", "msg": "m", "cycle": cycle}))
     assert json.loads(line)["cycle"] == "[[...]]"
+
+
+class Untellable:
+    def __str__(self) -> str:
+        raise RuntimeError("no words")
+
+    __repr__ = __str__
+
+
+@pytest.mark.parametrize("format_", ["text", "json"])
+def test_a_librarys_mistake_does_not_cost_the_line(
+    format_: Literal["text", "json"], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Arguments that do not fit their message, or cannot be told, leave the message, and no traceback beside it."""
+    out = io.StringIO()
+    logs.setup(format_, "info", out)
+    logging.getLogger("x").info("first %d", "x")
+    logging.getLogger("x").info("second %s", Untellable())
+    if format_ == "json":
+        logging.getLogger("x").info("third", extra={"what": Untellable()})
+        said = [json.loads(line) for line in out.getvalue().splitlines()]
+        assert [one["msg"] for one in said] == ["first %d", "second %s", "third"]
+    assert len(out.getvalue().splitlines()) == (3 if format_ == "json" else 2)
+    assert capsys.readouterr().err == ""
+
+
+UNCAUGHT = """
+import gc, threading
+from deviceplugin import logs
+
+class Cycle:
+    def __del__(self):
+        raise ValueError("in a finalizer")
+
+logs.setup("json")
+thread = threading.Thread(target=lambda: 1 / 0, name="author's")
+thread.start()
+thread.join()
+cycle = Cycle()
+del cycle
+raise RuntimeError("at last")
+"""
+
+
+def test_what_nobody_catches_is_json_too() -> None:
+    """Errors that end a thread, a finalizer or the process are objects on a line like everything else."""
+    ended = subprocess.run([sys.executable, "-c", UNCAUGHT], capture_output=True, text=True, timeout=60, check=False)
+    assert ended.returncode == 1
+    said = [json.loads(line) for line in ended.stderr.splitlines()]
+    assert [one["exc"].splitlines()[-1] for one in said] == [
+        "ZeroDivisionError: division by zero",
+        "ValueError: in a finalizer",
+        "RuntimeError: at last",
+    ]
+    assert said[0]["msg"] == "thread author's ended by an error"
 
 
 def test_level_is_a_floor() -> None:
