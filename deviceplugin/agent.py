@@ -25,7 +25,6 @@ from deviceplugin.inventory import Inventory, Snapshot
 from deviceplugin.podresources import ClaimUse, Holder, Holdings, PodResources, Quiet, Released
 from deviceplugin.registration import Backoff, Identity, Registration, RegistrationError, Timing, identity
 from deviceplugin.registration import Statistics as RegistrationStatistics
-from deviceplugin.sharing import device_of
 from deviceplugin.source import DeviceSource
 
 if TYPE_CHECKING:
@@ -142,6 +141,10 @@ async def _threaded(lists: Iterator[Sequence[Device]], name: str) -> AsyncIterat
         over.set()
 
 
+TAKE_OVER: Final = 3.0
+"""Seconds that a new source has to list its devices while the old one's hooks still answer."""
+
+
 class Service:
     """One resource: its source followed, its endpoint registered, its releases told."""
 
@@ -156,6 +159,8 @@ class Service:
         self._released = Released()
         self._looked = False
         self._gone_before: frozenset[str] = frozenset()
+        self._former_before: frozenset[str] = frozenset()
+        self._taken = asyncio.Event()
         self._books = cast("Callable[[], None]", options.get("books") or (lambda: None))
         self._follower: asyncio.Task[None] | None = None
         self._tasks: set[asyncio.Task[None]] = set()
@@ -184,16 +189,32 @@ class Service:
     def replace(self, source: DeviceSource) -> None:
         """Take another source for the same resource; what is served and registered goes on.
 
-        The inventory stays, so that devices the new source does not know become unhealthy
+        The old source's hooks answer until the new one has listed its devices: it cannot speak of them
+        before. The inventory stays, so that devices the new source does not know become unhealthy
         instead of vanishing from under their holders.
         """
-        before, self.source, self.endpoint.source = self.source, source, source
-        if self._follower is not None:
-            self._follower.cancel()
-            self._follower = asyncio.create_task(self._follow(source), name=f"follow {self.resource}")
+        if self._follower is None:
+            self._take(source)
+            return
+        self._taken.clear()
+        self._follower.cancel()
+        self._follower = asyncio.create_task(self._follow(source), name=f"follow {self.resource}")
+
+    async def replaced(self, source: DeviceSource) -> None:
+        """Wait until this source, given to `replace`, has taken over; one that does not list in time takes over."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(TAKE_OVER):
+                await self._taken.wait()
+        if source is not self.source:
+            self._take(source)
+
+    def _take(self, source: DeviceSource) -> None:
+        """Ask this source's hooks from now on."""
+        self._taken.set()
+        before, self.source = self.source, source
+        self.endpoint.replace(source)
         if source.hooks != before.hooks:
             self.registration.wake()
-        self.endpoint.refresh()
         self._books()
 
     async def _follow(self, source: DeviceSource) -> None:
@@ -202,6 +223,8 @@ class Service:
         while True:
             try:
                 async for devices in listings(source):
+                    if source is not self.source:
+                        self._take(source)
                     self.inventory.publish(devices)
                     self.source_error = ""
                     backoff.reset()
@@ -216,6 +239,8 @@ class Service:
                 )
                 await asyncio.sleep(delay)
             else:
+                if source is not self.source:
+                    self._take(source)
                 if not self.inventory.snapshot.listed:
                     self.inventory.publish(())
                 return
@@ -229,7 +254,7 @@ class Service:
     @property
     def wants_books(self) -> bool:
         """Whether it matters here who holds what."""
-        return bool(self.inventory.snapshot.gone) or (
+        return bool(self.inventory.snapshot.gone or self.endpoint.former) or (
             "released" in self.source.hooks and (not self._looked or bool(self._released.busy))
         )
 
@@ -239,10 +264,10 @@ class Service:
         held: holders by the kubelet's device ids, asked at `at`. allocatable: ids that the kubelet would give
         out, asked before the holders; None if it was not asked.
         """
-        replicas = self.source.replicas
+        behind = self.endpoint.behind
         self._released = self._released.look(held, at)
-        busy = {device_of(name, replicas) for name in self._released.busy}
-        freed = {device_of(name, replicas) for name in self._released.free} - busy
+        busy = set(map(behind, self._released.busy))
+        freed = set(map(behind, self._released.free)) - busy
         snapshot = self.inventory.snapshot
         if not self._looked:
             self._looked = True
@@ -253,10 +278,11 @@ class Service:
             self._tasks.add(task)
             task.add_done_callback(self._tasks.discard)
         if allocatable is not None and self.endpoint.live:
-            offered = {device_of(name, replicas) for name in allocatable}
             # Seen gone at the look before, too: a grant between would have been seen by now.
-            self.inventory.forget((snapshot.gone & self._gone_before) - busy - offered)
-        self._gone_before = snapshot.gone
+            former = self.endpoint.former.keys() & self._former_before
+            self.endpoint.forget(former - self._released.busy - allocatable)
+            self.inventory.forget((snapshot.gone & self._gone_before) - busy - set(map(behind, allocatable)))
+        self._gone_before, self._former_before = snapshot.gone, frozenset(self.endpoint.former)
 
     async def _tell_released(self, source: DeviceSource, devices: Sequence[Device]) -> None:
         try:
@@ -426,9 +452,11 @@ class Agent:
         for name in ending:
             self._running[name].cancel()
         await asyncio.gather(*(self._running[name] for name in ending), return_exceptions=True)
+        replaced = [(self._services[name], source) for name, source in wanted.items() if name in self._services]
         for name, source in wanted.items():
             self._stems.pop(name, None)
             self._serve(source)
+        await asyncio.gather(*(service.replaced(source) for service, source in replaced))
 
     def _serve(self, source: DeviceSource) -> None:
         """Serve one more source, or another one for a resource that is served."""
@@ -529,7 +557,7 @@ class Agent:
             await self.quiet.wait()
             services = tuple(self._services.values())
             remembered = [(observer, observer.before_look()) for observer in self.observers]
-            gone = any(service.inventory.snapshot.gone for service in services)
+            gone = any(service.inventory.snapshot.gone or service.endpoint.former for service in services)
             seen = await self.books.look(self.paths, self.quiet, self._resend, allocatable=allocatable or gone)
             if seen is None:
                 return None

@@ -9,7 +9,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Final, Protocol, TypeVar
 
@@ -36,6 +37,9 @@ MAX_LIST_BYTES: Final = 4 * 1024 * 1024
 """The kubelet takes no larger message and shows a capacity of 0 (kubernetes#109304)."""
 MANY: Final = 64
 """Devices without links above which NUMA nodes are compared as groups, not pair by pair."""
+
+ANY_REPLICAS: Final = 2
+"""As good as any number above 1 for telling which device a replica belongs to."""
 
 
 class Refusal(Exception):  # noqa: N818  # the field's word; it is an answer, not a fault
@@ -157,7 +161,8 @@ class Endpoint(DevicePluginServicer):
     """The servicer of one resource; survives servers, registrations and changes of its source.
 
     on_stream_end: called when a ListAndWatch ends and no other one is live. serving: False ends
-    every ListAndWatch at its next look, and those that only begin.
+    every ListAndWatch at its next look, and those that only begin. former: the kubelet's ids that
+    there were before the number of replicas changed, and the devices behind them.
     """
 
     def __init__(
@@ -176,6 +181,7 @@ class Endpoint(DevicePluginServicer):
         self.on_stream_end: Callable[[], None] = lambda: None
         self.serving = True
         self.streams_begun = 0
+        self.former: Mapping[str, str] = {}
         self._quiet = quiet
         self._granted = granted or (lambda names: None)
         self._doorkeeper: Doorkeeper = doorkeeper or OpenDoor()
@@ -185,6 +191,9 @@ class Endpoint(DevicePluginServicer):
         self._streams_gone.set()
         self._refresh = asyncio.Event()
         self._again = 0
+        self._calls = 0
+        self._settled = asyncio.Event()
+        self._settled.set()
         inventory.subscribe(lambda snapshot: self.refresh())
 
     # What the registration needs to know.
@@ -223,6 +232,56 @@ class Endpoint(DevicePluginServicer):
         except TimeoutError:
             return False
         return True
+
+    async def settled(self, timeout: float) -> bool:
+        """Wait until no Allocate or PreStartContainer is in flight; return whether that was within `timeout` seconds.
+
+        When the stream ends the kubelet closes the connection on which they are (kubelet 1.36.3, devicemanager).
+        """
+        try:
+            async with asyncio.timeout(timeout):
+                await self._settled.wait()
+        except TimeoutError:
+            return False
+        return True
+
+    @contextmanager
+    def _in_flight(self) -> Iterator[None]:
+        self._calls += 1
+        self._settled.clear()
+        try:
+            yield
+        finally:
+            self._calls -= 1
+            if not self._calls:
+                self._settled.set()
+
+    def replace(self, source: DeviceSource) -> None:
+        """Ask another source from now on.
+
+        Ids that it would not offer (another number of replicas) go on being shown, unhealthy, until they
+        are forgotten: a pod may have them, or be on its way to.
+        """
+        before = self.lines()
+        self.source = source
+        ids = {name: self.behind(name) for name in (line.name for line in before)}
+        self.former = {}
+        now = {line.name for line in self.lines()}
+        self.former = {name: device for name, device in ids.items() if name not in now}
+        self.refresh()
+
+    def forget(self, names: Iterable[str]) -> None:
+        """Show these former ids no more."""
+        drop = self.former.keys() & set(names)
+        if drop:
+            self.former = {name: device for name, device in self.former.items() if name not in drop}
+            self.refresh()
+
+    def behind(self, name: str) -> str:
+        """Return the device behind one of the kubelet's ids, also one from before sharing changed."""
+        known = self.inventory.snapshot.devices
+        device = device_of(name, self.source.replicas)
+        return device if device in known else self.former.get(name) or device_of(name, ANY_REPLICAS)
 
     def refresh(self) -> None:
         """Have every stream look at the inventory again."""
@@ -289,10 +348,10 @@ class Endpoint(DevicePluginServicer):
         self, request: pb.AllocateRequest, context: grpc.aio.ServicerContext[pb.AllocateRequest, pb.AllocateResponse]
     ) -> pb.AllocateResponse:
         """Give devices to containers: all of the request or nothing."""
-        with self._quiet.busy():
+        with self._quiet.busy(), self._in_flight():
             try:
                 wanted = [tuple(container.devices_ids) for container in request.container_requests]
-                responses = [container_response(await self._edits(names)) for names in wanted]
+                responses = [self._response(await self._edits(names)) for names in wanted]
                 names = [name for container in wanted for name in container]
                 await self._doorkeeper.grant(self.resource, names, devices_of(names, self.source.replicas))
             except Refusal as refusal:
@@ -330,9 +389,12 @@ class Endpoint(DevicePluginServicer):
     ) -> pb.PreStartContainerResponse:
         """Reset the devices of a container that is about to start."""
         known = self.inventory.snapshot.devices
-        devices = [known[name] for name in devices_of(request.devices_ids, self.source.replicas) if name in known]
+        names = dict.fromkeys(map(self.behind, request.devices_ids))
+        devices = [known[name] for name in names if name in known]
         try:
-            await self._hook("reset", self.source.reset, devices)
+            if devices:
+                with self._in_flight():
+                    await self._hook("reset", self.source.reset, devices)
         except hooks.HookError as error:
             _LOG.warning("%s", error)
             await context.abort(grpc.StatusCode.INTERNAL, str(error))
@@ -342,7 +404,7 @@ class Endpoint(DevicePluginServicer):
 
     def lines(self) -> tuple[Entry, ...]:
         """Return the list as the kubelet is to see it now."""
-        return entries(
+        lines = entries(
             self.inventory.snapshot,
             replicas=self.source.replicas,
             replicas_of_one=self.source.replicas_of if self.source.replicas > 1 else None,
@@ -351,6 +413,18 @@ class Endpoint(DevicePluginServicer):
             if isinstance(self._doorkeeper, OpenDoor)
             else lambda device: self._doorkeeper.offers(self.resource, device),
         )
+        known, wanted = self.inventory.snapshot.devices, self.source.topology
+        return lines + tuple(
+            Entry(name, healthy=False, numa=known[device].numa_nodes if wanted and device in known else ())
+            for name, device in self.former.items()
+        )
+
+    def _response(self, edits: ContainerEdits) -> pb.ContainerAllocateResponse:
+        try:
+            return container_response(edits)
+        except (TypeError, ValueError, AttributeError) as error:  # a number for a variable, say
+            details = f"{self.resource}: the edits cannot be told to the kubelet: {error}"
+            raise Refusal(grpc.StatusCode.INTERNAL, "edits", details) from error
 
     async def _edits(self, names: Sequence[str]) -> ContainerEdits:
         devices = check(self.resource, names, self.inventory.snapshot, self.source.replicas)

@@ -190,7 +190,11 @@ async def _reload(take: Take, path: Path, current: Config) -> Config:
     if not changed and not gone:
         _LOG.info("%s was read again: nothing changed", path)
         return wanted
-    await take(wanted, changed, [name for name in after if name not in changed])
+    try:
+        await take(wanted, changed, [name for name in after if name not in changed])
+    except Exception:  # the file is followed all the same
+        _LOG.exception("%s was read again, but not all of it is served", path)
+        return wanted
     _LOG.info(
         "%s was read again: %s",
         path,

@@ -268,7 +268,8 @@ class Timing:
     patience: float = 5.0  # from Register to ListAndWatch
     register: float = 15.0  # deadline of one Register; the kubelet dials back for up to 10 s
     stream: float = 1.0  # for the old stream to end
-    drain: float = 5.0  # for calls in flight at the end
+    calls: float = 15.0  # for calls in flight to end before the stream is; hooks have a deadline of their own
+    drain: float = 5.0  # for a server to end
     takeover: float = 5.0  # for another instance to go
 
 
@@ -332,7 +333,11 @@ class Registration:
 
     async def _loop(self, watch: filewatch.Watch) -> None:
         timing = self._timing
-        if self._directory.is_dir():
+        if self._directory.exists():
+            if not self._directory.is_dir():
+                raise DirectoryError(
+                    f"{self._directory} is not a directory; the kubelet's device plugin directory is meant"
+                )
             await self._own_the_resource()  # say at once what no kubelet will mend
         while True:
             seen = self._look()
@@ -392,6 +397,8 @@ class Registration:
         """Serve if need be, end the old stream, register once; return whether the kubelet took it."""
         resource, timing = self.endpoint.resource, self._timing
         again = self.statistics.registrations > 0
+        if self.endpoint.live and self._registered == identity(self._directory / KUBELET_SOCKET):
+            await self.endpoint.settled(timing.calls)  # the kubelet ends them with the stream
         self._registered = None
         self.statistics.registered = False
         if not await self.endpoint.end_streams(timing.stream):
@@ -528,12 +535,17 @@ class Registration:
             task.add_done_callback(self._stopping.discard)
 
     async def _close(self) -> None:
-        """End the streams, let calls in flight end, remove the own socket."""
+        """Remove the own socket, let calls in flight end, end the streams.
+
+        In this order: with the stream the kubelet closes its connection, and fails pods whose Allocate is in flight.
+        """
         self.statistics.registered = False
-        self.endpoint.serving = False  # a stream that the kubelet is just beginning would be waited for
         if self._socket is not None and self._in_place():
             with contextlib.suppress(OSError):
                 self._socket.unlink()
+        if self.endpoint.live:
+            await self.endpoint.settled(self._timing.calls)
+        self.endpoint.serving = False  # a stream that the kubelet is just beginning would be waited for
         await self.endpoint.end_streams(self._timing.stream)
         self._retire()
         if self._stopping:

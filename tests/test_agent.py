@@ -16,9 +16,10 @@ from typing import Any
 
 import pytest
 
+from deviceplugin import agent as agent_module
 from deviceplugin import podresources
 from deviceplugin.agent import Agent, AgentError, Paths
-from deviceplugin.device import Device, Health
+from deviceplugin.device import ContainerEdits, Device, Health
 from deviceplugin.source import DeviceSource
 from deviceplugin.sources.simulated import SimulatedSource
 from deviceplugin.testing import FakeKubelet, Served
@@ -304,6 +305,67 @@ def test_replaced_source_keeps_vanished_devices(fake_kubelet: FakeKubelet, serve
     fake_kubelet.wait_devices(R, lambda devices: "new-0" in devices)
     assert fake_kubelet.devices(R)[pod.device_ids[0]].health == "Unhealthy"
     assert fake_kubelet.allocatable(R) == 1
+
+
+class Marked(DeviceSource):
+    """Says in `edits` which source answered; lists its device when it may."""
+
+    resource = R
+
+    def __init__(self, mark: str, *, lists: bool = True) -> None:
+        self.mark = mark
+        self.may_list = threading.Event()
+        if lists:
+            self.may_list.set()
+
+    def watch(self) -> Iterator[Sequence[Device]]:
+        self.may_list.wait()
+        yield [Device("d0"), Device("d1"), Device("d2")]
+
+    def edits(self, devices: Sequence[Device]) -> ContainerEdits:
+        return ContainerEdits(env={"MARK": self.mark})
+
+
+def test_hooks_change_with_the_list(fake_kubelet: FakeKubelet, served: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Until a new source has listed its devices the old one's hooks answer; one that never lists takes over in time."""
+    agent = served(Marked("old"))
+    loop = agent.agent._loop
+    assert loop is not None
+    new, mute = Marked("new", lists=False), Marked("mute", lists=False)
+    taken = asyncio.run_coroutine_threadsafe(agent.agent.reconfigure({R: new}), loop)
+    assert fake_kubelet.run_pod("before", {R: 1}).env["MARK"] == "old"
+    assert not taken.done()
+    new.may_list.set()
+    taken.result(10)
+    assert fake_kubelet.run_pod("after", {R: 1}).env["MARK"] == "new"
+    monkeypatch.setattr(agent_module, "TAKE_OVER", 0.01)
+    in_loop(agent, lambda: agent.agent.reconfigure({R: mute}))
+    assert fake_kubelet.run_pod("later", {R: 1}).env["MARK"] == "mute"
+    mute.may_list.set()
+
+
+def test_change_of_replicas_spares_who_has_the_device(
+    fake_kubelet: FakeKubelet, served: Serve, soon: Mapping[str, float]
+) -> None:
+    """Ids from before sharing changed stay while a pod has them; `released` waits for that pod, too."""
+    devices = Releasing(1, fake_kubelet.notify)
+    agent = served(devices, **soon)
+    fake_kubelet.wait_until(lambda: devices.released_ids == ["sim-0"])
+    pod = fake_kubelet.run_pod("p", {R: 1})
+    shared = Releasing(1, fake_kubelet.notify)
+    shared.replicas = 2
+    in_loop(agent, lambda: agent.agent.reconfigure({R: shared}))
+    fake_kubelet.wait_allocatable(R, 2)
+    second = fake_kubelet.run_pod("q", {R: 1})
+    assert second.device_ids[0].startswith("sim-0::")
+    second.delete()
+    asked = fake_kubelet.rpcs("List")
+    fake_kubelet.wait_until(lambda: len(fake_kubelet.rpcs("List")) > len(asked) + 5)
+    assert fake_kubelet.devices(R)["sim-0"].health == "Unhealthy"
+    assert shared.released_ids == []
+    pod.delete()
+    fake_kubelet.wait_until(lambda: shared.released_ids == ["sim-0"])
+    fake_kubelet.wait_devices(R, lambda devices: devices.keys() == {"sim-0::0", "sim-0::1"})
 
 
 def test_replaced_source_with_other_hooks_is_registered_again(fake_kubelet: FakeKubelet, served: Serve) -> None:

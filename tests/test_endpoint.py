@@ -384,6 +384,8 @@ class Hanging(Source):
             self.over.wait()
         if devices[0].id == "raises":
             raise OSError("no such hardware")
+        if devices[0].id == "odd":
+            return ContainerEdits(env={"A": 1})  # type: ignore[dict-item]
         if devices[0].id == "wrong":
             return {"A": "1"}  # type: ignore[return-value]
         return ContainerEdits()
@@ -392,11 +394,13 @@ class Hanging(Source):
 async def test_failing_edits_cost_their_own_call(serve: Serve) -> None:
     """A hook that hangs, raises or returns nonsense fails its own Allocate with words; others go on meanwhile."""
     source = Hanging()
-    served = await serve(source, "hangs", "raises", "wrong", "good")
+    served = await serve(source, "hangs", "raises", "wrong", "odd", "good")
     try:
         hanging = asyncio.create_task(served.allocate("hangs"))
         with refused(grpc.StatusCode.INTERNAL, f"edits of {R} failed: OSError: no such hardware"):
             await served.allocate("raises")
+        with refused(grpc.StatusCode.INTERNAL, f"{R}: the edits cannot be told to the kubelet"):
+            await served.allocate("odd")
         with refused(grpc.StatusCode.INTERNAL, "returned dict, not ContainerEdits"):
             await served.allocate("wrong")
         assert len(await served.allocate("good")) == 1
@@ -405,9 +409,9 @@ async def test_failing_edits_cost_their_own_call(serve: Serve) -> None:
     finally:
         source.over.set()
     statistics = served.endpoint.statistics
-    assert statistics.hook_calls == {"edits": 4}
+    assert statistics.hook_calls == {"edits": 5}
     assert statistics.hook_failures == {"edits": 2}
-    assert statistics.refusals == {"edits": 2, "timeout": 1}
+    assert statistics.refusals == {"edits": 3, "timeout": 1}
     assert served.granted == ["good"]
 
 
@@ -605,6 +609,85 @@ async def test_reset_is_called_with_the_devices(serve: Serve) -> None:
     with refused(grpc.StatusCode.INTERNAL, f"reset of {R} failed: OSError: stuck"):
         await served.stub.PreStartContainer(pb.PreStartContainerRequest(devices_ids=["b::0"]))
     assert source.calls == [["a"], ["b"]]
+
+
+async def test_reset_without_a_device_is_not_called(serve: Serve) -> None:
+    """Of devices that are not known any more there is nothing to reset; their container is the runtime's matter."""
+
+    class Resetting(Source):
+        def reset(self, devices: Sequence[Device]) -> None:
+            assert devices[0].id == "a"
+
+    served = await serve(Resetting(), "a")
+    await served.stub.PreStartContainer(pb.PreStartContainerRequest(devices_ids=["a", "lost"]))
+    await served.stub.PreStartContainer(pb.PreStartContainerRequest(devices_ids=["lost"]))
+    assert served.endpoint.statistics.hook_calls == {"reset": 1}
+
+
+async def test_settled_when_no_call_is_in_flight(serve: Serve) -> None:
+    """Whoever is about to end the stream can wait for the calls in flight: the kubelet ends them with it."""
+    source = Hanging()
+    source.hook_timeout = 10
+    served = await serve(source, "hangs", "good")
+    assert await served.endpoint.settled(0)
+    hanging = asyncio.create_task(served.allocate("hangs"))
+    await served.allocate("good")  # the server takes them in their order
+    assert not await served.endpoint.settled(0.01)
+    source.over.set()
+    assert await served.endpoint.settled(10)
+    await hanging
+
+
+# Another source in place of the first.
+
+
+class Shared(Source):
+    """Offers each device so many times, and takes note of resets."""
+
+    def __init__(self, replicas: int) -> None:
+        self.replicas = replicas
+        self.resets: list[str] = []
+
+    def reset(self, devices: Sequence[Device]) -> None:
+        self.resets += [device.id for device in devices]
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "gone", "stay"),
+    [
+        (1, 2, {"a"}, {"a::0", "a::1"}),
+        (2, 1, {"a::0", "a::1"}, {"a"}),
+        (3, 2, {"a::2"}, {"a::0", "a::1"}),
+        (2, 3, set(), {"a::0", "a::1", "a::2"}),
+    ],
+)
+async def test_ids_from_before_a_change_of_replicas_are_not_dropped(
+    serve: Serve, before: int, after: int, gone: set[str], stay: set[str]
+) -> None:
+    """Ids that are offered no more stay in the list, unhealthy, until they are forgotten: the kubelet would crash."""
+    served = await serve(Shared(before), "a")
+    async with served.listening() as lists:
+        await lists.next()
+        other = Shared(after)
+        served.endpoint.replace(other)
+        assert await lists.next() == dict.fromkeys(gone, "Unhealthy") | dict.fromkeys(stay, "Healthy")
+        for name in gone:
+            with refused(grpc.StatusCode.INVALID_ARGUMENT, f"there is no device {name}"):
+                await served.allocate(name)
+            await served.stub.PreStartContainer(pb.PreStartContainerRequest(devices_ids=[name]))
+        assert other.resets == ["a"] * len(gone)  # of pods that have them still
+        served.endpoint.forget(gone | stay)
+        if gone:
+            assert await lists.next() == dict.fromkeys(stay, "Healthy")
+
+
+async def test_replicas_changed_back_are_whole_again(serve: Serve) -> None:
+    """Ids that are offered again are shown once, healthy."""
+    served = await serve(Shared(2), "a")
+    served.endpoint.replace(Shared(1))
+    served.endpoint.replace(Shared(2))
+    async with served.listening() as lists:
+        assert await lists.next() == {"a::0": "Healthy", "a::1": "Healthy", "a": "Unhealthy"}
 
 
 # The list as a pure function.

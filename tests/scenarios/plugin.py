@@ -46,6 +46,29 @@ class Widgets(DeviceSource):
 run(Widgets())
 """
 
+SLOW = """
+import glob
+import os
+import sys
+import time
+from deviceplugin import ContainerEdits, Device, DeviceSource, run
+
+class Slow(DeviceSource):
+    resource = "example.com/serial"
+
+    async def watch(self):
+        yield [Device("s0")]
+
+    def edits(self, devices):
+        open(BEGUN, "w").close()
+        root = sys.argv[-1] if "--kubelet-root" in sys.argv else "/var/lib/kubelet"
+        while glob.glob(f"{root}/device-plugins/example.com_serial*.sock"):  # until the agent is about to end
+            time.sleep(0.001)
+        return ContainerEdits(env={"LATE": "yes"})
+
+run(Slow())
+"""
+
 
 class PluginScenarios:
     """Each scenario starts its own agents and pods on the node of the test."""
@@ -82,6 +105,28 @@ class PluginScenarios:
         assert self.held(pod, paths)
         assert pod.env()["GREETING"] == "hello there"
         assert pod.read(Path("/opt/scenario/hello")) == "of the host"
+
+    def test_links_keep_their_names(self, node: Node) -> None:
+        """A device that is found by a link is in the container under the link's name, and not under its own."""
+        (path,) = self.devices(node, 1)
+        link = node.directory / "by-id" / "usb-port"
+        link.parent.mkdir()
+        link.symlink_to(f"../dev/{path.name}")
+        node.start_agent(
+            config=self.config(node, {"name": RESOURCE, "devices": [{"path": f"{link.parent}/*"}], "permissions": "r"})
+        )
+        pod = node.start_pod("linked", {RESOURCE: 1}).wait_running()
+        assert pod.has(link)
+        assert not pod.has(path)
+
+    def test_plain_files_are_mounted(self, node: Node) -> None:
+        """What is no device node is in the container all the same, as a mount."""
+        license_ = node.directory / "licenses" / "seat-1"
+        license_.parent.mkdir()
+        license_.write_text("valid for one")
+        node.start_agent(config=self.config(node, {"name": RESOURCE, "devices": [{"path": f"{license_.parent}/*"}]}))
+        pod = node.start_pod("licensed", {RESOURCE: 1}).wait_running()
+        assert pod.read(license_) == "valid for one"
 
     def test_a_pod_gets_two_devices(self, node: Node) -> None:
         """A pod with a limit of two gets two different devices."""
@@ -142,6 +187,16 @@ class PluginScenarios:
             node.wait_allocatable(RESOURCE, 1)
             agent.terminate()
             node.wait_allocatable(RESOURCE, 0)
+
+    def test_the_agent_is_stopped_while_a_pod_is_made(self, node: Node) -> None:
+        """An Allocate in flight when the agent is told to end is answered first: the pod gets what it asked for."""
+        begun = node.directory / "begun"
+        agent = node.start_agent(script=f"BEGUN = {str(begun)!r}\n{SLOW}")
+        node.wait_allocatable(RESOURCE, 1)
+        pod = node.start_pod("late", {RESOURCE: 1})
+        wait_for("Allocate", begun.exists, node.patience)
+        agent.terminate()
+        assert pod.wait_running().env()["LATE"] == "yes"
 
     def test_a_device_comes_and_goes(self, node: Node) -> None:
         """What is allocatable follows device nodes as they go and come; who holds a device keeps running."""
