@@ -649,15 +649,12 @@ def test_speed_and_memory(bridge: Bridge, record_property: Any) -> None:
     methods = ("NodePrepareResources", "NodeUnprepareResources")
     before = {method: (total(method, "sum"), total(method, "count")) for method in methods}
     bridge.template("fpgas")
-    names = iter(range(40))
-    for _ in range(10):
-        pods = [bridge.pod(f"p{next(names)}", {"fpga": {"resourceClaimTemplateName": "fpgas"}}) for _ in range(4)]
-        for pod in pods:
-            pod.wait_running()
-        for pod in pods:
-            pod.delete()
-        for pod in pods:
-            pod.wait_gone()
+    pods = []
+    for number in range(40):
+        pods.append(bridge.pod(f"p{number}", {"fpga": {"resourceClaimTemplateName": "fpgas"}}).wait_running())
+        pods[-1].delete()
+    for pod in pods:
+        pod.wait_gone()
     figures = {"resident MB": round(bridge.rss() / 1024, 1)}
     for method in methods:
         count = total(method, "count") - before[method][1]
@@ -667,7 +664,7 @@ def test_speed_and_memory(bridge: Bridge, record_property: Any) -> None:
         record_property(name, figure)
     print(figures)
     assert figures["NodePrepareResources calls"] >= 40
-    assert figures["resident MB"] <= 64  # 58 where it is installed as users have it; here an editable install adds some
+    assert figures["resident MB"] <= 58
 
 
 def test_steady_state(bridge: Bridge) -> None:

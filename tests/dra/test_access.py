@@ -130,3 +130,16 @@ def test_a_pod_loads_no_kubernetes_client() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
     assert done.stdout.strip() == "set()"
+
+
+def test_a_plugin_loads_no_kubernetes_client() -> None:
+    """What `deviceplugin run` loads has nothing to do with an API server, nor with TLS."""
+    code = (
+        "import sys, deviceplugin.cli as cli\n"
+        "with cli._without_openssl():\n"
+        "    import deviceplugin.config, deviceplugin.process, deviceplugin.sources\n"
+        "roots = {name.split('.')[0] for name in sys.modules}\n"
+        "print(roots & {'lightkube', 'httpx2', 'httpx', 'anyio', 'dra_bridge', 'ssl', '_ssl'})"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
+    assert done.stdout.strip() == "set()"
