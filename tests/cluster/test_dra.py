@@ -354,6 +354,8 @@ def test_a_claim_deleted_while_the_agent_is_down(bridge: Bridge) -> None:
 
 def test_a_claim_recreated_under_its_name(bridge: Bridge) -> None:
     """A claim that was replaced by one of the same name while the agent was away is another claim."""
+    if bridge.cluster.minor < 33:
+        pytest.skip("kubelets before 1.33 start the pod with the CDI devices of the claim's former namesake")
     bridge.claim("mine")
     pod = bridge.pod("one", {"fpga": "mine"}).wait_running()
     old = bridge.get_claim("mine")["metadata"]["uid"]
@@ -432,7 +434,8 @@ def test_a_rolling_update(bridge: Bridge) -> None:
     bridge.claim("after")
     bridge.pod("three", {"fpga": "after"}).wait_running(90)
     assert env_of(pod)["FPGA_MODE"] == "fast"
-    assert {one["metadata"]["uid"] for one in bridge.slices()} == slices
+    if bridge.cluster.minor >= 33:  # before, the kubelet deletes the slices together with a registration
+        assert {one["metadata"]["uid"] for one in bridge.slices()} == slices
     devices = [bridge.allocated(name) for name in ("mine", "between", "after")]
     assert len({name for names in devices for name in names}) == 3
 
