@@ -187,6 +187,8 @@ async def _reload(take: Take, path: Path, current: Config) -> Config:
         _LOG.error("the config file was not taken, everything goes on as it was:\n%s", error)
         return current
     gone = before.keys() - after.keys()
+    if wanted.metrics != current.metrics:
+        _LOG.warning("%s: `metrics` is read at the start; the change is taken when the agent is started again", path)
     if not changed and not gone:
         _LOG.info("%s was read again: nothing changed", path)
         return wanted

@@ -18,7 +18,9 @@ import pytest
 
 from deviceplugin import agent as agent_module
 from deviceplugin import podresources
+from deviceplugin import process as process_module
 from deviceplugin.agent import Agent, AgentError, Paths
+from deviceplugin.config import load
 from deviceplugin.device import ContainerEdits, Device, Health
 from deviceplugin.source import DeviceSource
 from deviceplugin.sources.simulated import SimulatedSource
@@ -272,7 +274,65 @@ def test_vanished_device_is_forgotten_when_nobody_holds_it(
     fake_kubelet.wait_devices(R, lambda devices: held not in devices)
 
 
+class Answers(podresources.PodResources):
+    """Says what the test says."""
+
+    def __init__(self, *reports: podresources.Report) -> None:
+        super().__init__(Path("/nowhere"))
+        self.reports = list(reports)
+
+    async def list(self) -> podresources.Report:
+        return self.reports.pop(0)
+
+
+async def test_device_that_two_pods_hold_is_said_and_counted_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The kubelet's own double allocation is an error with the device and the pods, once for as long as it lasts."""
+    pods = [podresources.Holder("default", name, "main") for name in ("one", "two")]
+    single = podresources.Report({R: {"d0": frozenset(pods[:1])}})
+    double = podresources.Report({R: {"d0": frozenset(pods)}})
+    books = agent_module.Books(Answers(single, double, double, single, double))
+    counts = []
+    for _ in range(5):
+        assert await books.look(Paths(tmp_path), podresources.Quiet(), lambda: False, allocatable=False)
+        counts.append(books.double)
+    assert counts == [0, 1, 1, 1, 2]
+    said = [record.getMessage() for record in caplog.records]
+    assert len(said) == 2
+    assert f"device d0 of {R} to several pods: default/one, default/two" in said[0]
+
+
 # Reloads.
+
+
+async def test_metrics_are_read_at_the_start(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """A change of how metrics are served is not taken by a reload, and that is said."""
+    config = tmp_path / "config.yaml"
+    config.write_text(text(a=1))
+    first = load(config)
+    config.write_text(text(a=1) + "metrics: {period: 5}\n")
+
+    async def take(*_: object) -> None:
+        pytest.fail("no resource changed")
+
+    await process_module._reload(take, config, first)
+    assert "`metrics` is read at the start" in caplog.text
+
+
+async def test_reload_that_fails_half_way_is_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Whatever goes wrong while a changed file is taken, the file is followed on, and the log says what it was."""
+    config = tmp_path / "config.yaml"
+    config.write_text(text(a=1))
+    first = load(config)
+    config.write_text(text(a=2))
+
+    async def take(*_: object) -> None:
+        raise OSError("no room for another socket")
+
+    assert await process_module._reload(take, config, first) == load(config)
+    assert "not all of it is served" in caplog.text
+    assert "no room for another socket" in caplog.text
 
 
 def in_loop(agent: Served, change: Callable[[], Any]) -> None:
