@@ -310,6 +310,24 @@ class PluginScenarios:
         pods[0].delete()
         assert third.wait_running().has(path)
 
+    def test_sharing_is_switched_on_and_off(self, node: Node) -> None:
+        """A reload that changes how many may share a device spares the pods that have it; in the end all is as said."""
+        (path,) = self.devices(node, 1)
+        agent = node.start_agent(config=self.config(node))
+        node.wait_allocatable(RESOURCE, 1)
+        pods = [node.start_pod("first", {RESOURCE: 1}).wait_running()]
+        agent.reload(self.config(node, serial(node, sharing={"replicas": 3})))
+        node.wait_allocatable(RESOURCE, 3)
+        pods.append(node.start_pod("second", {RESOURCE: 1}).wait_running())
+        assert all(pod.has(path) for pod in pods)
+        pods[0].restart_container()
+        agent.reload(self.config(node))
+        node.wait_allocatable(RESOURCE, 1)
+        for pod in pods:
+            assert pod.phase() == "Running"
+            pod.delete()
+        assert node.start_pod("third", {RESOURCE: 1}).wait_running().has(path)
+
 
 def serial(node: Node, **more: Any) -> dict[str, Any]:
     """A resource of all `tty` devices of the node's directory."""
