@@ -61,15 +61,16 @@ async def call(what: str, hook: Callable[..., Any], *args: object, timeout: floa
             raise HookTimeoutError(f"{what} was not called: {len(_stuck)} hooks called before still hang")
         future: asyncio.Future[Any] = loop.create_future()
         threading.Thread(target=_run, args=(loop, future, hook, args), name=f"hook {what}", daemon=True).start()
-        result = await _finish(what, future, timeout)
+        result = await _finish(what, future, timeout, timeout)
     if inspect.isawaitable(result):
-        result = await _finish(what, asyncio.ensure_future(result), max(0.0, deadline - loop.time()))
+        result = await _finish(what, asyncio.ensure_future(result), max(0.0, deadline - loop.time()), timeout)
     return result
 
 
-async def _finish(what: str, future: asyncio.Future[Any], timeout: float) -> Any:
+async def _finish(what: str, future: asyncio.Future[Any], rest: float, timeout: float) -> Any:
+    """Wait for what is left of the hook's time; `timeout` is all of it."""
     try:
-        done, _ = await asyncio.wait({future}, timeout=timeout)
+        done, _ = await asyncio.wait({future}, timeout=rest)
     except asyncio.CancelledError:
         _leave(future)
         raise

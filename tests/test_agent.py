@@ -232,6 +232,37 @@ def test_released_after_the_last_pod(fake_kubelet: FakeKubelet, served: Serve, s
         fake_kubelet.wait_until(lambda: len(devices.released_ids) == count)  # noqa: B023
 
 
+@pytest.mark.parametrize("how", ["raises", "hangs", "hangs in the loop"])
+def test_released_that_fails_costs_nothing_else(
+    fake_kubelet: FakeKubelet, served: Serve, soon: Mapping[str, float], caplog: pytest.LogCaptureFixture, how: str
+) -> None:
+    """A `released` that raises or hangs is said; pods go on coming and going, and the next release is told."""
+    over = threading.Event()
+
+    class Failing(Releasing):
+        hook_timeout = 0.05
+
+        def released(self, devices: Sequence[Device]) -> Any:
+            super().released(devices)
+            if how == "raises":
+                raise OSError("no such hardware")
+            if how == "hangs":
+                over.wait()
+                return None
+            return asyncio.Event().wait()
+
+    devices = Failing(1, fake_kubelet.notify)
+    try:
+        served(devices, **soon)
+        for count in (1, 2, 3):
+            fake_kubelet.wait_until(lambda: len(devices.released_ids) == count)  # noqa: B023
+            fake_kubelet.run_pod(f"p{count}", {R: 1}).delete()
+        wait(lambda: caplog.text.count(f"released of {R}") >= 3)
+    finally:
+        over.set()
+    assert ("OSError: no such hardware" if how == "raises" else "did not answer within 0.05 s") in caplog.text
+
+
 def test_released_for_a_pod_that_never_ran(fake_kubelet: FakeKubelet, served: Serve, soon: Mapping[str, float]) -> None:
     """A pod that the kubelet rejects after Allocate never shows up in its books; its device is released."""
     devices = Releasing(1, fake_kubelet.notify)

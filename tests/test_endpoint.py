@@ -564,6 +564,24 @@ async def test_wrong_preference_is_replaced(serve: Serve, answer: object, caplog
     assert "choosing without it" in caplog.text
 
 
+@pytest.mark.parametrize("plain", [True, False])
+async def test_preference_that_hangs_is_done_without(serve: Serve, *, plain: bool) -> None:
+    """A hook that hangs is given up in its time, and the framework chooses."""
+    over = threading.Event()
+
+    class Hangs(Source):
+        hook_timeout = 0.05
+
+        def prefer(self, available: Sequence[Device], must_include: Sequence[Device], size: int) -> Any:
+            return over.wait() if plain else asyncio.Event().wait()
+
+    served = await serve(Hangs(), "a", "b", "c")
+    try:
+        assert await served.prefer("b c", "c", 1) == ["c"]
+    finally:
+        over.set()
+
+
 async def test_preference_for_unknown_devices_does_not_fail(serve: Serve) -> None:
     """Devices that are not known any more (or not healthy) do not fail the call: that would fail every pod."""
     served = await serve(Source(), "a", Device("sick", health=Health.UNHEALTHY))
@@ -609,6 +627,28 @@ async def test_reset_is_called_with_the_devices(serve: Serve) -> None:
     with refused(grpc.StatusCode.INTERNAL, f"reset of {R} failed: OSError: stuck"):
         await served.stub.PreStartContainer(pb.PreStartContainerRequest(devices_ids=["b::0"]))
     assert source.calls == [["a"], ["b"]]
+
+
+@pytest.mark.parametrize("plain", [True, False])
+async def test_reset_that_hangs_is_given_up(serve: Serve, *, plain: bool) -> None:
+    """A reset that hangs keeps its own container from starting, long before the kubelet's 30 s are over."""
+    over = threading.Event()
+
+    class Resetting(Source):
+        hook_timeout = 0.05
+
+        def reset(self, devices: Sequence[Device]) -> Any:
+            if devices[0].id == "good":
+                return None
+            return over.wait() if plain else asyncio.Event().wait()
+
+    served = await serve(Resetting(), "a", "good")
+    try:
+        with refused(grpc.StatusCode.INTERNAL, f"reset of {R} did not answer within 0.05 s"):
+            await served.stub.PreStartContainer(pb.PreStartContainerRequest(devices_ids=["a"]))
+        await served.stub.PreStartContainer(pb.PreStartContainerRequest(devices_ids=["good"]))
+    finally:
+        over.set()
 
 
 async def test_reset_without_a_device_is_not_called(serve: Serve) -> None:
