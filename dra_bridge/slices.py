@@ -693,6 +693,8 @@ class _Driver:
         """Whether the mirror was ever filled from a list."""
         self.deleted: set[str] = set()
         """UIDs of slices that were deleted here and whose end the watch has not told yet."""
+        self.gone: set[str] = set()
+        """UIDs of slices that the watch has told the end of since a write began whose answer is out."""
         self.said: set[str] = set()
         self.rounds: tuple[list[float], list[float]] = ([], [])
         """When rounds of writes began: again for the same ticket, and the first for each."""
@@ -838,6 +840,8 @@ class Publisher:
         if driver is None:
             return
         metadata = item["metadata"]
+        if deleted:
+            driver.gone.add(metadata.get("uid", ""))
         known = driver.mirror.get(metadata["name"])
         if (known is not None and _newer(known, item)) or metadata.get("uid") in driver.deleted:
             if deleted:
@@ -1010,10 +1014,13 @@ class Publisher:
         else:
             body = in_version(write.body, version)
             send = self._cluster.create if write.verb == "create" else self._cluster.replace
+            driver.gone.clear()
             answer = neutral(await send(RESOURCE_SLICES, body))
             self._compare(driver, write.body, answer)
             known = driver.mirror.get(name)
-            if known is None or not _newer(known, answer):
+            if answer["metadata"].get("uid", "") in driver.gone:
+                driver.wake.set()  # the watch was faster: somebody has deleted it since
+            elif known is None or not _newer(known, answer):
                 self._keep(answer)
         self._set(driver, writes=driver.state.writes + 1)
 

@@ -796,3 +796,28 @@ def test_publisher_reaches_what_is_wanted(
         server.create({"apiVersion": "v1", "kind": "Node", "metadata": {"name": NODE}})
         asyncio.run(go(server))
     assert threading.active_count() <= threads + 40
+
+
+async def test_a_deletion_overtakes_the_answer_to_a_write(
+    server: FakeApiServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A slice that the kubelet deletes before the answer to its write has come is published again."""
+    replace, overtaken = Cluster.replace, 0
+
+    async with publishing(server, pool(*many(2))) as publisher:
+
+        async def late(cluster: Cluster, kind: Any, body: Any, *more: Any, **options: Any) -> Any:
+            nonlocal overtaken
+            answer = await replace(cluster, kind, body, *more, **options)
+            if not overtaken:
+                server.wipe(NODE)
+                async with asyncio.timeout(10):
+                    while not publisher._drivers[DRIVER].gone:  # noqa: ASYNC110  # nobody tells
+                        await asyncio.sleep(0.001)  # until the watch has told
+                overtaken += 1
+            return answer
+
+        monkeypatch.setattr(Cluster, "replace", late)
+        await publisher.accepted(DRIVER, publisher.want(pool(*many(3))))
+        await asyncio.to_thread(server.wait_for, lambda it: len(published(it)) == 3, 10.0)
+    assert overtaken == 1
