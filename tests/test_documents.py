@@ -55,9 +55,11 @@ def test_twenty_lines_are_a_plugin(fake_kubelet: FakeKubelet, twenty: subprocess
 
 
 def test_readmes_file_is_valid() -> None:
-    """The README's config file can be used."""
-    (text,) = (block for block in blocks("yaml") if "devices:" in block)
-    assert config.parse(text, "README.md").resources
+    """The README's config files can be used."""
+    texts = [block for block in blocks("yaml") if "devices:" in block]
+    assert len(texts) == 2
+    for text in texts:
+        assert config.parse(text, "README.md").resources
 
 
 @pytest.mark.parametrize("path", sorted(EXAMPLES.glob("0*.yaml")), ids=lambda path: path.name)
@@ -87,7 +89,7 @@ def test_daemonset_carries_a_valid_file_and_runs_it() -> None:
 def test_ci_runs_the_readmes_test_command() -> None:
     """The README's commands are one line each, and CI runs the very line that the README names for the tests."""
     demo, tests = (block.strip() for block in blocks("sh")[:2])
-    assert demo.endswith("deviceplugin demo")
+    assert demo.endswith("dra-bridge demo")
     assert "\n" not in demo + tests
     assert tests in (ROOT / ".ci" / "run").read_text().splitlines()
     assert tests in (ROOT / "CONTRIBUTING.md").read_text()
