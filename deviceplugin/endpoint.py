@@ -9,8 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final, Protocol, TypeVar
 
@@ -193,7 +192,6 @@ class Endpoint(DevicePluginServicer):
         self._again = 0
         self._calls = 0
         self._settled = asyncio.Event()
-        self._settled.set()
         inventory.subscribe(lambda snapshot: self.refresh())
 
     # What the registration needs to know.
@@ -238,23 +236,19 @@ class Endpoint(DevicePluginServicer):
 
         When the stream ends the kubelet closes the connection on which they are (kubelet 1.36.3, devicemanager).
         """
-        try:
-            async with asyncio.timeout(timeout):
-                await self._settled.wait()
-        except TimeoutError:
-            return False
+        if self._calls:
+            self._settled.clear()
+            try:
+                async with asyncio.timeout(timeout):
+                    await self._settled.wait()
+            except TimeoutError:
+                return False
         return True
 
-    @contextmanager
-    def _in_flight(self) -> Iterator[None]:
-        self._calls += 1
-        self._settled.clear()
-        try:
-            yield
-        finally:
-            self._calls -= 1
-            if not self._calls:
-                self._settled.set()
+    def _landed(self) -> None:
+        self._calls -= 1
+        if not self._calls:
+            self._settled.set()
 
     def replace(self, source: DeviceSource) -> None:
         """Ask another source from now on.
@@ -348,20 +342,24 @@ class Endpoint(DevicePluginServicer):
         self, request: pb.AllocateRequest, context: grpc.aio.ServicerContext[pb.AllocateRequest, pb.AllocateResponse]
     ) -> pb.AllocateResponse:
         """Give devices to containers: all of the request or nothing."""
-        with self._quiet.busy(), self._in_flight():
-            try:
-                wanted = [tuple(container.devices_ids) for container in request.container_requests]
-                responses = [self._response(await self._edits(names)) for names in wanted]
-                names = [name for container in wanted for name in container]
-                await self._doorkeeper.grant(self.resource, names, devices_of(names, self.source.replicas))
-            except Refusal as refusal:
-                self.statistics.count(self.statistics.refusals, refusal.reason)
-                _LOG.warning("%s: Allocate refused: %s", self.resource, refusal.details)
-                await context.abort(refusal.code, refusal.details)
-            self._granted(names)
-            self.statistics.allocations += 1
-            self.statistics.devices_allocated += len(names)
-            return pb.AllocateResponse(container_responses=responses)
+        self._calls += 1
+        try:
+            with self._quiet.busy():
+                try:
+                    wanted = [tuple(container.devices_ids) for container in request.container_requests]
+                    responses = [self._response(await self._edits(names)) for names in wanted]
+                    names = [name for container in wanted for name in container]
+                    await self._doorkeeper.grant(self.resource, names, devices_of(names, self.source.replicas))
+                except Refusal as refusal:
+                    self.statistics.count(self.statistics.refusals, refusal.reason)
+                    _LOG.warning("%s: Allocate refused: %s", self.resource, refusal.details)
+                    await context.abort(refusal.code, refusal.details)
+                self._granted(names)
+                self.statistics.allocations += 1
+                self.statistics.devices_allocated += len(names)
+                return pb.AllocateResponse(container_responses=responses)
+        finally:
+            self._landed()
 
     async def GetPreferredAllocation(  # noqa: N802
         self, request: pb.PreferredAllocationRequest, context: object
@@ -393,8 +391,11 @@ class Endpoint(DevicePluginServicer):
         devices = [known[name] for name in names if name in known]
         try:
             if devices:
-                with self._in_flight():
+                self._calls += 1
+                try:
                     await self._hook("reset", self.source.reset, devices)
+                finally:
+                    self._landed()
         except hooks.HookError as error:
             _LOG.warning("%s", error)
             await context.abort(grpc.StatusCode.INTERNAL, str(error))
