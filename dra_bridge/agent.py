@@ -26,7 +26,6 @@ from deviceplugin.endpoint import Doorkeeper
 from deviceplugin.ledger import ClaimEvidence, Desk, Evidence, Held, LedgerError, Side, State
 from deviceplugin.podresources import CheckpointError, PodResourcesError
 from deviceplugin.registration import Backoff
-from deviceplugin.sharing import device_of
 from deviceplugin.source import DeviceSource
 from dra_bridge import progress
 from dra_bridge.cluster import (
@@ -39,7 +38,7 @@ from dra_bridge.cluster import (
 )
 from dra_bridge.driver import ClaimRef, ClusterClaims, Driver, Served
 from dra_bridge.handover import Drain, Handover, Share, ShareError, parse_share
-from dra_bridge.keeper import Keeper, held_units, unsure_of
+from dra_bridge.keeper import Behind, Keeper, held_units, unsure_of
 from dra_bridge.metrics import Told
 from dra_bridge.registrar import Registrar
 from dra_bridge.slices import Offer, Pool, Publisher
@@ -110,8 +109,8 @@ class DriverBridge:
         self.terms: dict[str, Terms] = {}
         self._bridge = bridge
         self._services: dict[str, Service] = {}
-        self._replicas: dict[str, int] = {}
-        self.keeper = Keeper(desk, self._replicas, self._changed, self._quarantined)
+        self._behind: dict[str, Behind] = {}
+        self.keeper = Keeper(desk, self._behind, self._changed, self._quarantined)
         self.keeper.steer = self._steer
         self.driver = Driver(
             name,
@@ -147,7 +146,7 @@ class DriverBridge:
         new = resource not in self.handovers
         self.terms[resource] = terms
         self._services[resource] = service
-        self._replicas[resource] = service.source.replicas
+        self._behind[resource] = service.endpoint.behind
         self.driver.served = tuple(Served(one.source, one.inventory) for one in self._services.values())
         self._bridge.doors.keepers[resource] = self.keeper
         if new:
@@ -174,7 +173,7 @@ class DriverBridge:
     def drop(self, resource: str) -> None:
         """Serve a resource no more; its prepared claims can still be unprepared."""
         self._services.pop(resource, None)
-        self._replicas.pop(resource, None)
+        self._behind.pop(resource, None)
         self.terms.pop(resource, None)
         self.driver.served = tuple(Served(one.source, one.inventory) for one in self._services.values())
         self._bridge.doors.keepers.pop(resource, None)
@@ -335,7 +334,7 @@ class DriverBridge:
         return frozenset() if handover is None else handover.steer
 
     async def _evidence(self, service: Service, devices: Sequence[str]) -> Evidence:
-        resource, replicas = service.resource, service.source.replicas
+        resource, behind = service.resource, service.endpoint.behind
         wanted = frozenset(devices)
         try:
             seen = await self._bridge.agent.look()
@@ -343,7 +342,7 @@ class DriverBridge:
             seen = None
         used: set[str] = set()
         if seen is not None:
-            held = held_units(seen.holdings.of(resource), replicas, unsure_of(seen, resource))
+            held = held_units(seen.holdings.of(resource), behind, unsure_of(seen, resource))
             names = self.driver.devices
             used = {
                 names[use.device][1].id
@@ -355,7 +354,7 @@ class DriverBridge:
         else:  # no kubelet to ask: what it wrote down, which errs towards "held"
             entries = await asyncio.to_thread(podresources.read_checkpoint, self._bridge.paths.plugins)
             held = {
-                unit: Held(device_of(unit, replicas), entry.pod_uid, sure=False)
+                unit: Held(behind(unit), entry.pod_uid, sure=False)
                 for entry in entries
                 if entry.resource == resource
                 for unit in entry.devices

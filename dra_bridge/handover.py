@@ -33,9 +33,8 @@ from deviceplugin.ledger import (
 )
 from deviceplugin.podresources import CheckpointError, PodResourcesError
 from deviceplugin.registration import Backoff
-from deviceplugin.sharing import device_of, replicas_of
 from deviceplugin.topology import natural
-from dra_bridge.keeper import held_units
+from dra_bridge.keeper import Behind, device_behind, held_units
 
 __all__ = [
     "Claims",
@@ -243,29 +242,30 @@ class ToDra:
         devices = (name for name, record in now.of(resource).items() if record.state is State.TO_DRA)
         return cls(resource, tuple(sorted(devices)), now.sequence)
 
-    def showing(self, sent: tuple[float, frozenset[str]] | None, replicas: int) -> ToDra:
+    def showing(self, sent: tuple[float, frozenset[str]] | None, behind: Behind) -> ToDra:
         """Take in what ListAndWatch shows: when it was sent, and the healthy ids in it."""
         if sent is None:
             return replace(self, shown={})
         at, healthy = sent
-        names = (name for name in self.devices if healthy.isdisjoint(replicas_of(name, replicas)))
+        shown = {device_behind(unit, behind) for unit in healthy}
+        names = (name for name in self.devices if name not in shown)
         return replace(self, shown=dict.fromkeys(names, at))
 
     def looking(self, sequence: int) -> ToDra:
         """Remember where the ledger stands before the kubelet is asked who holds what."""
         return replace(self, began=sequence)
 
-    def looked(self, seen: Look | None, replicas: int) -> KubeletEvidence | None:
+    def looked(self, seen: Look | None, behind: Behind) -> KubeletEvidence | None:
         """Return the evidence; None if an Allocate came in between."""
         if seen is None or seen.allocatable is None:
             return None
         units = seen.allocatable.get(self.resource, frozenset())
-        held = held_units(seen.holdings.of(self.resource), replicas)
+        held = held_units(seen.holdings.of(self.resource), behind)
         return KubeletEvidence(
             sequence=self.sequence,
             shown=self.shown,
             allocatable_at=seen.allocatable_at,
-            allocatable=frozenset(device_of(name, replicas) for name in units),
+            allocatable=frozenset(device_behind(name, behind) for name in units),
             snapshot=KubeletSnapshot(self.began, seen.at, quiet=True, held=held),
         )
 
@@ -483,19 +483,19 @@ class Handover:
 
     async def _end_to_dra(self, waiting: dict[str, str]) -> bool:
         """Gather what R5 asks for, and hand it in; return whether anything arrived."""
-        replicas = self._endpoint.source.replicas
+        behind = self._endpoint.behind
         moving = ToDra.begun(self.resource, self._desk.snapshot)
         if not moving.devices:
             return False
         self._endpoint.refresh()
         shown = self._endpoint.shown()
-        moving = moving.showing(shown, replicas)
+        moving = moving.showing(shown, behind)
         if not moving.shown:
             what = "the kubelet to listen" if shown is None else "ListAndWatch to show it Unhealthy"
             waiting.update(dict.fromkeys(moving.devices, what))
             return False
         moving = moving.looking(self._desk.snapshot.sequence)
-        evidence = moving.looked(await self._look(), replicas)
+        evidence = moving.looked(await self._look(), behind)
         if evidence is None:
             waiting.update(dict.fromkeys(moving.devices, "a moment without an Allocate in flight"))
             return False

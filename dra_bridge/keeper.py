@@ -26,8 +26,20 @@ __all__ = ["Keeper", "held_units", "unsure_of"]
 _LOG: Final = logging.getLogger(__name__)
 
 
+Behind = int | Callable[[str], str]
+"""What tells the device behind an id of the kubelet's: how often each is offered, or who knows (`Endpoint.behind`).
+
+Only the latter is right for ids from before sharing was changed, which pods may still hold.
+"""
+
+
+def device_behind(name: str, behind: Behind) -> str:
+    """Return the device behind an id of the kubelet's."""
+    return device_of(name, behind) if isinstance(behind, int) else behind(name)
+
+
 def held_units(
-    held: Mapping[str, Iterable[Holder]], replicas: int, unsure: Collection[str] = frozenset()
+    held: Mapping[str, Iterable[Holder]], behind: Behind, unsure: Collection[str] = frozenset()
 ) -> dict[str, Held]:
     """Return who holds what as the ledger wants it: by the kubelet's id, one pod each.
 
@@ -37,7 +49,7 @@ def held_units(
     for unit, holders in held.items():
         first = max(holders)  # one with a name, if there is any
         pod = f"{first.namespace}/{first.pod}" if first.pod else first.uid
-        units[unit] = Held(device_of(unit, replicas), pod, sure=bool(first.pod) or unit not in unsure)
+        units[unit] = Held(device_behind(unit, behind), pod, sure=bool(first.pod) or unit not in unsure)
     return units
 
 
@@ -51,7 +63,7 @@ class Keeper:
 
     Args:
         desk: the ledger's face.
-        replicas: how often each device of a resource is offered, by resource; the resources that
+        behind: what tells the device behind an id of the kubelet's, by resource; the resources that
             the ledger decides about. Others are offered and granted freely.
         changed: called after something was released, found or quarantined.
         quarantined: called with (resource, device) after a device was quarantined.
@@ -66,12 +78,12 @@ class Keeper:
     def __init__(
         self,
         desk: Desk,
-        replicas: Mapping[str, int],
+        behind: Mapping[str, Behind],
         changed: Callable[[], None] = lambda: None,
         quarantined: Callable[[str, str], None] = lambda resource, device: None,
     ) -> None:
         self._desk = desk
-        self.replicas = replicas
+        self.behind = behind
         self.changed = changed
         self.quarantined = quarantined
         self.heard: set[tuple[str, str]] = set()
@@ -81,7 +93,7 @@ class Keeper:
 
     def offers(self, resource: str, device: str) -> bool:
         """Return whether the plugin side shows this device healthy (R3); not before its evidence was heard."""
-        if resource not in self.replicas:
+        if resource not in self.behind:
             return True
         if (resource, device) not in self.heard:
             return False
@@ -96,12 +108,12 @@ class Keeper:
                 cannot be written.
 
         """
-        if resource not in self.replicas:
+        if resource not in self.behind:
             return
         if unheard := [device for device in devices if (resource, device) not in self.heard]:
             details = f"{resource}: who holds {', '.join(unheard)} is not known yet; the agent has just started"
             raise Refusal(grpc.StatusCode.UNAVAILABLE, "starting", details)
-        units = {name: device_of(name, self.replicas[resource]) for name in names}
+        units = {name: device_behind(name, self.behind[resource]) for name in names}
         try:
             answer = await self._desk.do(ledger.grant(resource, units, time.time()))
         except LedgerError as error:
@@ -128,8 +140,8 @@ class Keeper:
     async def after_look(self, before: object, seen: Look) -> None:
         """Release what the kubelet shows no more, take in what it shows and the ledger does not know."""
         news = False
-        for resource, replicas in self.replicas.items():
-            units = held_units(seen.holdings.of(resource), replicas, unsure_of(seen, resource))
+        for resource, behind in self.behind.items():
+            units = held_units(seen.holdings.of(resource), behind, unsure_of(seen, resource))
             snapshot = KubeletSnapshot(cast("int", before), seen.at, quiet=True, held=units)
             try:
                 found = await self._desk.do(ledger.observe(resource, snapshot, time.time()))

@@ -131,7 +131,7 @@ class Flow:
             boot="1",
             ready=lambda resource, device: (resource, device) in self.keeper.heard,
         )
-        endpoint = SimpleNamespace(resource=R, source=source, refresh=lambda: None, shown=self._shown)
+        endpoint = SimpleNamespace(resource=R, source=source, behind=str, refresh=lambda: None, shown=self._shown)
         self.handover = Handover(
             cast("Any", endpoint),
             self.inventory,

@@ -149,9 +149,7 @@ class Node(RuleBasedStateMachine):
         inventory = Inventory(R)
         inventory.publish([Device(name) for name in DEVICES])
         self.keeper = Keeper(cast("Any", self.desk), {R: 1})
-        endpoint = SimpleNamespace(
-            resource=R, source=SimpleNamespace(replicas=1), refresh=lambda: None, shown=lambda: self.sent
-        )
+        endpoint = SimpleNamespace(resource=R, behind=str, refresh=lambda: None, shown=lambda: self.sent)
         self.handover = Handover(
             cast("Any", endpoint),
             inventory,
