@@ -437,9 +437,11 @@ class Observer:
         self, status: ResourceStatus, by_claim: Mapping[tuple[str, str], Sequence[Hold]], *, known: bool
     ) -> Iterable[tuple[str, Device, tuple[Hold, ...]]]:
         holders: dict[str, dict[Hold, None]] = {}
+        service = self._agent.services.get(status.resource)
         if known:
             for unit, those in status.holders.items():
-                into = holders.setdefault(device_of(unit, status.replicas), {})
+                name = device_of(unit, status.replicas) if service is None else service.endpoint.behind(unit)
+                into = holders.setdefault(name, {})
                 into.update(dict.fromkeys(_hold(holder, self._pods) for holder in those))
         for name, device in status.snapshot.devices.items():
             held = holders.get(name)
