@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
+from functools import partial
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, cast
 
@@ -14,6 +15,7 @@ from deviceplugin.inventory import Snapshot, merged
 from deviceplugin.observe import Observer, Provider
 from deviceplugin.podresources import ClaimUse, Holder
 from deviceplugin.registration import Statistics as RegistrationStatistics
+from deviceplugin.sharing import device_of
 from deviceplugin.source import DeviceSource, Measured
 
 if TYPE_CHECKING:
@@ -80,6 +82,7 @@ class Still:
                 resource=one.resource,
                 source=self.sources.get(one.resource, Source()),
                 inventory=SimpleNamespace(snapshot=one.snapshot),
+                endpoint=SimpleNamespace(behind=partial(device_of, replicas=one.replicas)),
             )
             for one in self.resources
         }
