@@ -67,7 +67,10 @@ def bridge(cluster: Cluster) -> Iterator[Bridge]:
         os.mknod(DEVICES / f"card{number}", stat.S_IFCHR | 0o600, os.makedev(1, 5))
     with Bridge.running(cluster, card()) as running:
         cluster.wait_allocatable(RESOURCE, 8)
-        yield running
+        try:
+            yield running
+        finally:
+            annotate(cluster, None)
 
 
 def worker(**resources: Any) -> dict[str, Any]:
@@ -246,7 +249,6 @@ def test_idle_devices_move_fast(bridge: Bridge) -> None:
         cluster.wait_allocatable(RESOURCE, 8 - dra)
         figures.append(f"{before['dra']} -> {dra}: {took:.2f} s")
     print("idle devices moved:", ", ".join(figures))
-    annotate(cluster, None)
 
 
 def test_a_held_device_moves_with_its_holder(bridge: Bridge) -> None:
@@ -268,33 +270,32 @@ def test_a_held_device_moves_with_its_holder(bridge: Bridge) -> None:
     unchanged.wait_gone()
     cluster.wait_for(lambda: at_rest(bridge, 0), 30, "the last one is back")
     cluster.wait_allocatable(RESOURCE, 8)
-    annotate(cluster, None)
 
 
 def test_no_pod_fails_where_there_is_room(bridge: Bridge) -> None:
     """While each side keeps room for its pods, devices move back and forth under churn and no pod fails at all."""
     start_churn(bridge, replicas=2)
-    annotate(bridge.cluster, "4")
-    wait_at_rest(bridge, 4)
+    annotate(bridge.cluster, "2")
+    wait_at_rest(bridge, 2)
     moves = []
-    with Churn(bridge.cluster) as churn:
-        for dra in (5, 2, 4, 3, 5, 4):
+    # Two pods, and two more that are ending: the plugin's side keeps five devices for them.
+    with Churn(bridge.cluster, every=1.5) as churn:
+        for dra in (3, 1, 2, 3, 1, 2):
             annotate(bridge.cluster, str(dra))
-            moves.append(f"-> {dra}: {wait_at_rest(bridge, dra):.2f} s")
-            bridge.cluster.wait_for(lambda seen=churn.deleted + 4: churn.deleted >= seen, 30, "some more churn")  # type: ignore[misc]
+            moves.append(f"-> {dra}: {wait_at_rest(bridge, dra, 120):.2f} s")
+            bridge.cluster.wait_for(lambda seen=churn.deleted + 2: churn.deleted >= seen, 60, "some more churn")  # type: ignore[misc]
             assert not overlaps(holdings())
     stop_churn(bridge)
     found = holdings()
     print(f"{len(found)} containers, {churn.deleted} pods deleted, moves {', '.join(moves)}")
     assert overlaps(found) == []
     assert churn.failed == {}
-    annotate(bridge.cluster, None)
 
 
 # After a device is withdrawn the scheduler goes on counting it until the kubelet has written the node's status (every
 # second here, every 10 s by default). While more pods wait than there are devices, one that is scheduled then finds
 # no healthy device and fails (UnexpectedAdmissionError); its controller makes another.
-REPORTING = 3.0
+REPORTING = 6.0
 
 
 def test_no_device_ever_has_two_holders(bridge: Bridge) -> None:
@@ -359,4 +360,3 @@ def test_no_device_ever_has_two_holders(bridge: Bridge) -> None:
         f"faults: {', '.join(name for _, _, name in faults)}"
     )
     assert unexplained == {}
-    annotate(cluster, None)
