@@ -921,7 +921,11 @@ class Publisher:
                 driver.wake.set()
             except InvalidError as error:
                 self._problem(driver, f"the API server refuses the slices: {_explained(error)}")
-                wait = 10 * self._backoff.cap  # only something else that is wanted will help
+                # It may be a policy that was just changed and is not known to every server yet. Once the waits have
+                # grown to their most, only something else that is wanted will help.
+                wait = backoff.next()
+                if wait > self._backoff.cap / 2:
+                    wait = 10 * self._backoff.cap
                 driver.wake.set()
             except (ApiError, UnsupportedError) as error:
                 if not isinstance(error, UnavailableError) or error.code:

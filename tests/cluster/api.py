@@ -110,7 +110,10 @@ class Api:
             except (http.client.HTTPException, OSError) as error:
                 self._drop(connection)
                 # A kept connection may have been closed by a server that has restarted since.
-                closed = isinstance(error, (ConnectionError, http.client.BadStatusLine, http.client.CannotSendRequest))
+                closed = isinstance(
+                    error,
+                    (ConnectionError, ssl.SSLEOFError, http.client.BadStatusLine, http.client.CannotSendRequest),
+                )
                 if attempt == 1 and kept and closed:
                     continue
                 if isinstance(error, http.client.HTTPException):

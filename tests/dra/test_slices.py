@@ -821,3 +821,10 @@ async def test_a_deletion_overtakes_the_answer_to_a_write(
         await publisher.accepted(DRIVER, publisher.want(pool(*many(3))))
         await asyncio.to_thread(server.wait_for, lambda it: len(published(it)) == 3, 10.0)
     assert overtaken == 1
+
+
+async def test_a_refusal_that_passes_is_tried_again_soon(server: FakeApiServer) -> None:
+    """A policy that was changed a moment ago may refuse what it will take; that costs no minutes."""
+    server.fail(lambda request: request.method == "POST" and "dryRun" not in request.query, Fault(code=422), 2)
+    async with publishing(server, pool(*many(2))):
+        assert len(published(server)) == 2
