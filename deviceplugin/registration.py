@@ -520,7 +520,7 @@ class Registration:
             if (
                 path != self._socket
                 and re.fullmatch(r"[0-9a-f]{8}\.sock", path.name.removeprefix(prefix))
-                and _dead(path)
+                and dead(path)
             ):
                 with contextlib.suppress(OSError):
                     path.unlink()
@@ -568,9 +568,10 @@ def glob_escape(text: str) -> str:
     return re.sub(r"([*?[])", r"[\1]", text)
 
 
-def _dead(path: Path) -> bool:
+def dead(path: Path) -> bool:
+    """Return whether a socket is nobody's any more: whoever made it does not listen."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
-        probe.settimeout(0.2)
+        probe.setblocking(False)
         try:
             probe.connect(str(path))
         except ConnectionRefusedError:

@@ -22,7 +22,6 @@ import logging
 import os
 import re
 import secrets
-import socket
 import time
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, replace
@@ -34,7 +33,7 @@ import grpc.aio
 
 from deviceplugin import filewatch
 from deviceplugin.device import Health
-from deviceplugin.registration import Backoff, Identity, identity
+from deviceplugin.registration import Backoff, Identity, dead, identity
 from dra_bridge import driver as driver_module
 from dra_bridge.driver import Driver
 from dra_bridge.wire import dra_health_pb2 as health_pb
@@ -376,7 +375,7 @@ class Registrar:
         )
         for directory, pattern in kinds:
             for path in directory.iterdir():
-                if pattern.fullmatch(path.name) and _dead(path):
+                if pattern.fullmatch(path.name) and dead(path):
                     with contextlib.suppress(OSError):
                         path.unlink()
 
@@ -400,15 +399,3 @@ class Registrar:
         self._retire()
         if self._stopping:
             await asyncio.wait(self._stopping, timeout=self._timing.drain + 1.0)
-
-
-def _dead(path: Path) -> bool:
-    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
-        probe.setblocking(False)
-        try:
-            probe.connect(str(path))
-        except ConnectionRefusedError:
-            return True
-        except OSError:
-            return False
-    return False
