@@ -565,10 +565,16 @@ def test_an_unhealthy_device(cluster: Cluster) -> None:
     resource = fpga(devices=[{"simulated": {"count": 2, "unhealthy_file": str(sick)}}])
     with Bridge.running(cluster, resource) as bridge:
         bridge.wait_offered(2)
-        bridge.claim("mine")
-        # The kubelet of 1.34 tells the health of claims only that the pod calls by their own name.
-        pod = bridge.pod("one", {"mine": "mine"}).wait_running()
-        (device,) = bridge.allocated("mine")
+        # The kubelet of 1.34 tells the health only of claims that the pod calls by their own name, that of 1.35 only of
+        # claims from templates (dra/manager.go, UpdateAllocatedResourcesStatus).
+        if cluster.minor == 35:
+            bridge.template("mine")
+            pod = bridge.pod("one", {"mine": {"resourceClaimTemplateName": "mine"}}).wait_running()
+        else:
+            bridge.claim("mine")
+            pod = bridge.pod("one", {"mine": "mine"}).wait_running()
+        (claim,) = cluster.list("ResourceClaim", api_version=bridge.api_version)
+        (device,) = bridge.allocated(claim["metadata"]["name"])
         sick.write_text(f"{device} smells of smoke\n")
         if cluster.minor >= 33:
             bridge.wait_offered(1)
