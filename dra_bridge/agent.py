@@ -283,6 +283,8 @@ class DriverBridge:
         """Have the ledger hear the evidence about these devices; return those that it leaves in doubt."""
         service = self._services[resource]
         evidence = await self._evidence(service, devices)
+        if self._services.get(resource) is not service:
+            return ()  # it was dropped meanwhile
         count = len(service.inventory.snapshot.devices)
         side = Side.DRA if self._share(resource).of(count) == count else Side.PLUGIN
         done = await self.desk.do(ledger.confront(resource, evidence, devices, side, time.time()))
