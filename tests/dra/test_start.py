@@ -123,7 +123,7 @@ async def test_a_ledger_that_lost_its_end_is_corrected_and_alarm_raised(
     node: FakeNode, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A pod holds what the ledger says is on the DRA side: quarantined with an Event, until the pod is gone."""
-    monkeypatch.setattr(agent_module, "RESOLVE", 0.05)
+    monkeypatch.setattr(agent_module, "RESOLVE", 1.0)  # long enough to be seen on a busy machine
     async with running(node, tmp_path / "cdi", Share(0)) as bridge:
         await moved(bridge, State.PLUGIN)
         pod = await asyncio.to_thread(lambda: node.start_pod("train", {R: 1}).wait_running(20))
