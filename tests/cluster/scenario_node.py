@@ -102,7 +102,14 @@ class RealNode:
                 pod.delete()
             for pod in cluster.pods("default"):
                 pod.wait_gone()
+            # What the next scenario waits for is not to be what this one left in the node's status.
+            cluster.wait_for(node.nothing_allocatable, 60.0, "nothing is allocatable any more")
             shutil.rmtree(directory, ignore_errors=True)
+
+    def nothing_allocatable(self) -> bool:
+        """Whether the node's status says so of all extended resources of tests."""
+        allocatable = self.cluster.node()["status"]["allocatable"]
+        return all(count == "0" for name, count in allocatable.items() if name.startswith("example."))
 
     def start_agent(self, *, config: str = "", script: str = "") -> AgentProcess:
         number = next(self._numbers)

@@ -125,6 +125,7 @@ class PluginScenarios:
         license_.parent.mkdir()
         license_.write_text("valid for one")
         node.start_agent(config=self.config(node, {"name": RESOURCE, "devices": [{"path": f"{license_.parent}/*"}]}))
+        node.wait_allocatable(RESOURCE, 1)
         pod = node.start_pod("licensed", {RESOURCE: 1}).wait_running()
         assert pod.read(license_) == "valid for one"
 
@@ -132,6 +133,7 @@ class PluginScenarios:
         """A pod with a limit of two gets two different devices."""
         paths = self.devices(node, 3)
         node.start_agent(config=self.config(node))
+        node.wait_allocatable(RESOURCE, 3)
         pod = node.start_pod("two", {RESOURCE: 2}).wait_running()
         assert sum(map(pod.has, paths)) == 2
 
@@ -139,6 +141,7 @@ class PluginScenarios:
         """Two pods get different devices; a third one waits, and starts when one of them ends."""
         paths = self.devices(node, 2)
         node.start_agent(config=self.config(node))
+        node.wait_allocatable(RESOURCE, 2)
         first, second = (node.start_pod(name, {RESOURCE: 1}).wait_running() for name in ("first", "second"))
         assert {self.held(first, paths), self.held(second, paths)} == set(paths)
         third = node.start_pod("third", {RESOURCE: 1})
@@ -152,6 +155,7 @@ class PluginScenarios:
         """Pods run on while the kubelet restarts, their containers can restart, and new pods get other devices."""
         paths = self.devices(node, 3)
         node.start_agent(config=self.config(node))
+        node.wait_allocatable(RESOURCE, 3)
         first = node.start_pod("first", {RESOURCE: 1}).wait_running()
         node.restart_kubelet()
         node.wait_allocatable(RESOURCE, 3)
@@ -167,6 +171,7 @@ class PluginScenarios:
         """Pods run on when the agent is killed; another one serves new pods from what is left."""
         paths = self.devices(node, 2)
         agent = node.start_agent(config=self.config(node))
+        node.wait_allocatable(RESOURCE, 2)
         first = node.start_pod("first", {RESOURCE: 1}).wait_running()
         agent.kill()
         node.wait_allocatable(RESOURCE, 0)
@@ -202,6 +207,7 @@ class PluginScenarios:
         """What is allocatable follows device nodes as they go and come; who holds a device keeps running."""
         paths = self.devices(node, 2)
         node.start_agent(config=self.config(node))
+        node.wait_allocatable(RESOURCE, 2)
         pod = node.start_pod("holder", {RESOURCE: 1}).wait_running()
         held = self.held(pod, paths)
         node.remove_device_node(held)
