@@ -31,7 +31,7 @@ from dra_bridge.wire import dra_v1beta1_pb2 as v1beta1
 from dra_bridge.wire import dra_v1beta1_pb2_grpc as v1beta1_grpc
 from tests.cluster import isolate
 from tests.cluster.api import ApiError
-from tests.cluster.node import Cluster, ClusterTimeout, Pod
+from tests.cluster.node import Cluster, ClusterError, ClusterTimeout, Pod
 
 __all__ = ["Bridge", "ClaimPod"]
 
@@ -105,6 +105,10 @@ class Bridge:
             finally:
                 bridge.stop_former()
                 bridge.stop()
+                # The next test is not to take what this one left in the node's status for its own.
+                with contextlib.suppress(ClusterError):
+                    names = [str(resource["name"]) for resource in bridge.resources]
+                    cluster.wait_for(lambda: not any(map(cluster.allocatable, names)), 20.0, "nothing is allocatable")
                 for driver in bridge.drivers:
                     shutil.rmtree(Path("/var/lib/kubelet/plugins") / driver, ignore_errors=True)
                 for log in bridge._logs:
