@@ -394,10 +394,6 @@ class Agent:
         """The services by resource."""
         return self._services
 
-    def want_books(self) -> None:
-        """Have the next look at the books follow soon."""
-        self._wanted.set()
-
     def status(self) -> Status:
         """Return what is known now; cheap, and safe from any thread."""
         held = self.books.holdings

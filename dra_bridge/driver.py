@@ -246,11 +246,6 @@ class Result(msgspec.Struct, frozen=True, rename="camel"):
     share_id: str | None = msgspec.field(default=None, name="shareID")
     tolerations: list[dict[str, Any]] | None = None
 
-    @property
-    def main_request(self) -> str:
-        """The request's name, the subrequest stripped."""
-        return self.request.partition("/")[0]
-
 
 class _Opaque(msgspec.Struct, frozen=True):
     driver: str
