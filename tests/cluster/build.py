@@ -265,8 +265,14 @@ def missing_packages() -> list[str]:
         "util-linux": shutil.which("unshare"),
         "mount": shutil.which("mount"),
         "openssl": shutil.which("openssl"),
+        "prometheus": shutil.which("prometheus") and shutil.which("promtool"),
+        "chromium": shutil.which("chromium"),
     }
     return [package for package, found in wanted.items() if not found]
+
+
+QUIETLY = {"DEBIAN_FRONTEND": "noninteractive", "RUNLEVEL": "1"}
+"""No questions, and no service is started: Debian's prometheus would be, and only its programs are wanted."""
 
 
 def ensure_packages() -> None:
@@ -281,10 +287,10 @@ def ensure_packages() -> None:
     install = ["apt-get", "install", "-y", "--no-install-recommends", *missing]
     with _locked(cache_directory() / "locks" / "apt.lock"):
         try:
-            _run(install, Path("/"), DEBIAN_FRONTEND="noninteractive")
+            _run(install, Path("/"), **QUIETLY)
         except BuildError:
             _run(["apt-get", "update"], Path("/"))
-            _run(install, Path("/"), DEBIAN_FRONTEND="noninteractive")
+            _run(install, Path("/"), **QUIETLY)
     still = missing_packages()
     if still:
         raise BuildError(f"still missing after {advice}: {', '.join(still)}")
