@@ -208,7 +208,7 @@ class DriverBridge:
                 group.create_task(self.registrar.run(), name=f"registrar of {self.name}")
                 group.create_task(self._reconcile(), name=f"reconcile {self.name}")
                 group.create_task(self._follow_slices(), name=f"slices of {self.name}")
-                group.create_task(self._resolve(), name=f"quarantine of {self.name}")
+                group.create_task(self._keep_resolving(), name=f"quarantine of {self.name}")
                 for resource in self.handovers:
                     self._move(resource)
         finally:
@@ -306,29 +306,32 @@ class DriverBridge:
         self._alarms.add(alarm)
         alarm.add_done_callback(self._alarms.discard)
 
-    async def _resolve(self) -> None:
-        """Look from time to time whether the evidence about quarantined devices is of one mind by now."""
+    async def _keep_resolving(self) -> None:
         while True:
             await asyncio.sleep(RESOLVE)
-            now = self.desk.snapshot
-            for resource, service in tuple(self._services.items()):
-                listed = service.inventory.snapshot.devices
-                names = [
-                    name
-                    for name, record in now.of(resource).items()
-                    if record.state is State.QUARANTINED and name in listed
-                ]
-                if not names:
-                    continue
-                try:
-                    await self._confront(resource, names)
-                except (LedgerError, CheckpointError, ClusterError, OSError, TimeoutError) as error:
-                    _LOG.info("%s: quarantined devices stay so for now: %s", resource, error)
-                else:
-                    for name in names:
-                        state = self.desk.snapshot.device(resource, name).state
-                        if state is not State.QUARANTINED:
-                            _LOG.warning("%s: device %s leaves quarantine; it is %s", resource, name, state.text)
+            await self.resolve()
+
+    async def resolve(self) -> None:
+        """Look whether the evidence about quarantined devices is of one mind by now; done every `RESOLVE` seconds."""
+        now = self.desk.snapshot
+        for resource, service in tuple(self._services.items()):
+            listed = service.inventory.snapshot.devices
+            names = [
+                name
+                for name, record in now.of(resource).items()
+                if record.state is State.QUARANTINED and name in listed
+            ]
+            if not names:
+                continue
+            try:
+                await self._confront(resource, names)
+            except (LedgerError, CheckpointError, ClusterError, OSError, TimeoutError) as error:
+                _LOG.info("%s: quarantined devices stay so for now: %s", resource, error)
+            else:
+                for name in names:
+                    state = self.desk.snapshot.device(resource, name).state
+                    if state is not State.QUARANTINED:
+                        _LOG.warning("%s: device %s leaves quarantine; it is %s", resource, name, state.text)
 
     def _steer(self, resource: str) -> frozenset[str]:
         """Return the devices that new pods had better not get, since they are to move."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import logging
 import os
@@ -18,6 +17,7 @@ import pytest
 from deviceplugin import cli
 from deviceplugin.options import parse_run as options_of
 from deviceplugin.testing.kubelet import FakeKubelet
+from tests.programs import running
 
 GOOD = "resources:\n  - name: example.com/sim\n    devices:\n      - simulated: {count: 2, numa: 2}\n"
 BAD = "resources:\n  - name: sim\n    devices: []\n"
@@ -327,23 +327,15 @@ def test_bad_file_is_not_run(bad: Path, log_format: str, capsys: pytest.CaptureF
 
 def test_devices_are_served_until_sigterm(good: Path, fake_kubelet: FakeKubelet) -> None:
     """`run` serves the file's devices to the kubelet until SIGTERM, then ends with 0 and leaves no socket."""
-    process = subprocess.Popen(
-        [
-            *(sys.executable, "-m", "deviceplugin", "run", "--config", str(good), "--log-format", "json"),
-            *("--device-plugin-dir", str(fake_kubelet.device_plugin_dir)),
-            *("--pod-resources-socket", str(fake_kubelet.pod_resources_socket)),
-        ],
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-    try:
+    command = [
+        *(sys.executable, "-m", "deviceplugin", "run", "--config", str(good), "--log-format", "json"),
+        *("--device-plugin-dir", str(fake_kubelet.device_plugin_dir)),
+        *("--pod-resources-socket", str(fake_kubelet.pod_resources_socket)),
+    ]
+    with running(command, stderr=subprocess.PIPE) as process:
         fake_kubelet.wait_allocatable("example.com/sim", 2, timeout=30)
         process.send_signal(signal.SIGTERM)
         _, errors = process.communicate(timeout=30)
-    finally:
-        with contextlib.suppress(ProcessLookupError):
-            process.kill()
-        process.wait()
     assert process.returncode == 0
     assert all(json.loads(line)["level"] == "info" for line in errors.splitlines())
     sockets = [entry.name for entry in fake_kubelet.device_plugin_dir.iterdir() if entry.is_socket()]

@@ -15,6 +15,7 @@ import pytest
 
 from deviceplugin import demo
 from deviceplugin.device import ContainerEdits, Device
+from tests.programs import running
 
 
 def test_story_is_true_and_short() -> None:
@@ -69,16 +70,15 @@ def test_story_that_is_not_true_fails(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_hold_serves_until_a_signal() -> None:
     """With hold it goes on after the story, says where its kubelet is, and ends with 0 at SIGTERM."""
     code = "import sys; from deviceplugin import demo; sys.exit(demo.main(hold=True))"
-    process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
-    assert process.stdout is not None
-    for line in process.stdout:
-        if found := re.search(r"--kubelet-root (\S+)", line):
-            break
-    else:
-        raise AssertionError(f"it ended with {process.wait()} and never held")
-    assert os.path.exists(f"{found[1]}/device-plugins/kubelet.sock")
-    process.send_signal(signal.SIGTERM)
-    process.stdout.read()
-    assert process.wait(10) == 0
-    process.stdout.close()
+    with running([sys.executable, "-c", code], stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        for line in process.stdout:
+            if found := re.search(r"--kubelet-root (\S+)", line):
+                break
+        else:
+            raise AssertionError(f"it ended with {process.wait()} and never held")
+        assert os.path.exists(f"{found[1]}/device-plugins/kubelet.sock")
+        process.send_signal(signal.SIGTERM)
+        process.stdout.read()
+        assert process.wait(20) == 0
     assert not os.path.exists(found[1])

@@ -13,6 +13,7 @@ import yaml
 
 from deviceplugin import config
 from deviceplugin.testing import FakeKubelet
+from tests.programs import running
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
@@ -29,9 +30,8 @@ def blocks(language: str, text: str = README) -> list[str]:
 def twenty(fake_kubelet: FakeKubelet) -> Iterator[subprocess.Popen[str]]:
     """Run the twenty-line plugin as its author would."""
     command = [sys.executable, str(TWENTY), "--kubelet-root", str(fake_kubelet.root)]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+    with running(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
         yield process
-        process.kill()
 
 
 def test_twenty_lines_are_twenty_and_in_the_readme() -> None:

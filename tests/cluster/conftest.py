@@ -50,7 +50,10 @@ class Shared:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Refuse to run where a node would harm the machine, instead of skipping."""
     here = Path(__file__).parent
-    wanted = any(here in item.path.parents for item in items)
+    ours = [item for item in items if here in item.path.parents]
+    for item in ours:
+        item.add_marker(pytest.mark.timeout(1800))  # a cluster starts, and containers come and go
+    wanted = bool(ours)
     if wanted and not config.option.collectonly and not isolate.inside():
         pytest.exit(
             "tests/cluster starts a kubelet and has to run isolated:\n"

@@ -24,6 +24,7 @@ from dra_bridge import cli, progress, steer
 from dra_bridge.handover import parse_share
 from dra_bridge.progress import DeviceProgress, Progress, ResourceProgress
 from dra_bridge.testing.apiserver import FakeApiServer, Fault, Request
+from tests.programs import running
 
 D = "gpu.example.com"
 R = "example.com/gpu"
@@ -206,10 +207,10 @@ def bridge(world: World, capsys: pytest.CaptureFixture[str], logs_restored: None
     return run
 
 
-def started(world: World, *argv: str) -> subprocess.Popen[str]:
+def started(world: World, *argv: str) -> contextlib.AbstractContextManager[subprocess.Popen[str]]:
     """Start a command line in a process of its own."""
     command = [sys.executable, "-u", "-m", "dra_bridge", *argv, "--kubeconfig", str(world.kubeconfig)]
-    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=dict(os.environ))
+    return running(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
 
 
 # manifests
@@ -524,9 +525,8 @@ def test_migrate_with_bars(world: World, tmp_path: Path) -> None:
     kubeconfig = ["--kubeconfig", str(world.kubeconfig)]
     command = [sys.executable, "-m", "dra_bridge", "migrate", "n1", "--driver", D, "--share", "all", "--wait"]
     leader, follower = os.openpty()
-    with subprocess.Popen(
-        [*command, *kubeconfig], stdout=follower, stderr=follower, env={**os.environ, "TERM": "xterm", "COLUMNS": "90"}
-    ) as process:
+    env = {**os.environ, "TERM": "xterm", "COLUMNS": "90"}
+    with running([*command, *kubeconfig], stdout=follower, stderr=follower, env=env) as process:
         os.close(follower)
         text = b""
         with contextlib.suppress(OSError):

@@ -17,6 +17,7 @@ import pytest
 
 from dra_bridge import cli, demo
 from dra_bridge.testing.node import FakeNode, Holding
+from tests.programs import running
 
 
 @pytest.fixture(scope="module")
@@ -113,7 +114,7 @@ def test_demo_needs_nothing_of_the_tests() -> None:
 def test_hold_serves_the_command_line(capsys: pytest.CaptureFixture[str]) -> None:
     """With --hold it serves on; `status` and `migrate` work against it until SIGTERM ends it with 0."""
     command = [sys.executable, "-u", "-m", "dra_bridge", "demo", "--hold"]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+    with running(command, stdout=subprocess.PIPE) as process:
         assert process.stdout is not None
         said: Mapping[str, str] = {}
         for line in process.stdout:

@@ -1,0 +1,43 @@
+"""Programs that tests run in processes of their own; none outlives its test."""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+import subprocess
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+
+__all__ = ["running"]
+
+DEADLINE = 120.0
+"""Seconds after which a program is killed, so that reading what it says comes to an end."""
+
+
+@contextlib.contextmanager
+def running(
+    command: Sequence[str],
+    *,
+    stdout: int | None = None,
+    stderr: int | None = None,
+    env: Mapping[str, str] | None = None,
+) -> Iterator[subprocess.Popen[str]]:
+    """Run a program until the end of the block at the latest.
+
+    It obeys SIGINT even where the tests themselves run in the background of a shell without job
+    control, which has its children ignore it.
+    """
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        process = subprocess.Popen(command, stdout=stdout, stderr=stderr, text=True, env=env)
+    finally:
+        signal.signal(signal.SIGINT, before)
+    late = threading.Timer(DEADLINE, process.kill)
+    late.daemon = True
+    late.start()
+    with process:
+        try:
+            yield process
+        finally:
+            late.cancel()
+            process.kill()
