@@ -158,6 +158,8 @@ class Service:
         self.source_error = ""
         self._released = Released()
         self._looked = False
+        self._plugins = paths.plugins
+        self._inherited: frozenset[str] = frozenset()
         self._gone_before: frozenset[str] = frozenset()
         self._former_before: frozenset[str] = frozenset()
         self._taken = asyncio.Event()
@@ -178,6 +180,7 @@ class Service:
 
         """
         self.inventory.subscribe(lambda snapshot: self._books() if snapshot.gone else None)
+        self._inherited = await asyncio.to_thread(self._held)
         self._follower = asyncio.create_task(self._follow(self.source), name=f"follow {self.resource}")
         try:
             await self.registration.run()
@@ -185,6 +188,15 @@ class Service:
             for task in (self._follower, *self._tasks):
                 task.cancel()
             await asyncio.wait((self._follower, *self._tasks), timeout=1.0)
+
+    def _held(self) -> frozenset[str]:
+        """Return the ids that pods have by now, as far as the checkpoint can be read."""
+        try:
+            entries = podresources.read_checkpoint(self._plugins)
+        except podresources.CheckpointError as error:
+            _LOG.warning("%s: who has which device from before is not known: %s", self.resource, error)
+            return frozenset()
+        return frozenset().union(*(entry.devices for entry in entries if entry.resource == self.resource))
 
     def replace(self, source: DeviceSource) -> None:
         """Take another source for the same resource; what is served and registered goes on.
@@ -226,6 +238,7 @@ class Service:
                     if source is not self.source:
                         self._take(source)
                     self.inventory.publish(devices)
+                    self._inherit()
                     self.source_error = ""
                     backoff.reset()
             except Exception as error:
@@ -244,6 +257,13 @@ class Service:
                 if not self.inventory.snapshot.listed:
                     self.inventory.publish(())
                 return
+
+    def _inherit(self) -> None:
+        """Take over the ids that pods have from before; sharing may have changed while no agent ran."""
+        if self._inherited:
+            self.endpoint.inherit(self._inherited)
+            self._inherited = frozenset()
+            self._books()
 
     # What the kubelet's books say.
 

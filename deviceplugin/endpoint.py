@@ -20,7 +20,7 @@ from deviceplugin import hooks, topology
 from deviceplugin.device import NO_EDITS, ContainerEdits, Device, EditConflictError
 from deviceplugin.inventory import Inventory, Snapshot
 from deviceplugin.podresources import Quiet
-from deviceplugin.sharing import device_of, devices_of, replicas_of
+from deviceplugin.sharing import device_of, replicas_of
 from deviceplugin.source import DeviceSource
 from deviceplugin.wire import deviceplugin_pb2 as pb
 from deviceplugin.wire.deviceplugin_pb2_grpc import DevicePluginServicer
@@ -111,13 +111,13 @@ def entries(
     snapshot: Snapshot,
     *,
     replicas: int = 1,
-    replicas_of_one: Callable[[Device], int] | None = None,
+    names_of: Callable[[Device], Iterable[str]] | None = None,
     with_topology: bool = True,
     offers: Callable[[str], bool] | None = None,
 ) -> tuple[Entry, ...]:
     """Return what the kubelet is to see of a snapshot.
 
-    replicas: how often a device is offered at the most; replicas_of_one: how often this one is.
+    replicas: how often each device is offered; names_of: under which ids, if that is not the same for all.
     A device of unknown health is shown healthy: only a device known to be broken is withdrawn.
     A device that the plugin side does not offer is shown unhealthy, never dropped.
     """
@@ -128,7 +128,7 @@ def entries(
             device.numa_nodes if with_topology else (),
         )
         for device in snapshot.devices.values()
-        for name in replicas_of(device.id, replicas)[: replicas_of_one(device) if replicas_of_one is not None else None]
+        for name in (replicas_of(device.id, replicas) if names_of is None else names_of(device))
     )
 
 
@@ -161,7 +161,8 @@ class Endpoint(DevicePluginServicer):
 
     on_stream_end: called when a ListAndWatch ends and no other one is live. serving: False ends
     every ListAndWatch at its next look, and those that only begin. former: the kubelet's ids that
-    there were before the number of replicas changed, and the devices behind them.
+    there were before the number of replicas changed, and the devices behind them. While there is one,
+    a device that it had alone, or that is to be had alone now, is not given out.
     """
 
     def __init__(
@@ -273,9 +274,50 @@ class Endpoint(DevicePluginServicer):
 
     def behind(self, name: str) -> str:
         """Return the device behind one of the kubelet's ids, also one from before sharing changed."""
-        known = self.inventory.snapshot.devices
-        device = device_of(name, self.source.replicas)
-        return device if device in known else self.former.get(name) or device_of(name, ANY_REPLICAS)
+        device = self._device_of(name)
+        if device in self.inventory.snapshot.devices:
+            return device
+        return self.former.get(name) or device_of(name, ANY_REPLICAS)
+
+    def inherit(self, names: Iterable[str]) -> None:
+        """Show these ids, which pods have from before this agent began, until they are forgotten.
+
+        Those of devices that are not listed are left out: who looks for them looks elsewhere.
+        """
+        known, offered = self.inventory.snapshot.devices, {line.name for line in self.lines()}
+        ids = {name: self.behind(name) for name in names if name not in offered}
+        former = {name: device for name, device in ids.items() if device in known}
+        if former:
+            self.former = {**self.former, **former}
+            self.refresh()
+
+    def names_of(self, device: Device) -> tuple[str, ...]:
+        """Return the ids under which the kubelet knows a device now."""
+        if self.source.replicas == 1:
+            return (device.id,)
+        names = replicas_of(device.id, self.source.replicas_of(device))
+        if names == (device.id,) != (device_of(device.id, ANY_REPLICAS),):
+            return replicas_of(device.id, ANY_REPLICAS)[:1]  # it is called like another one's replica
+        return names
+
+    def _device_of(self, name: str) -> str:
+        """Return the device behind an id that the kubelet may know now; the id itself if there is none."""
+        known = self.inventory.snapshot.devices.get(name)
+        if known is not None and self.names_of(known) == (name,):
+            return name
+        return device_of(name, self.source.replicas)
+
+    def _kept(self) -> Mapping[str, str]:
+        """Return the devices that somebody has on other terms than they are offered, and a former id of each.
+
+        Somebody has it alone while it is to be shared, or a part of it while it is to be had alone.
+        """
+        kept: dict[str, str] = {}
+        for name, device in self.former.items():
+            known = self.inventory.snapshot.devices.get(device)
+            if known is not None and (name == device or self.names_of(known) == (device,)):
+                kept.setdefault(device, name)
+        return kept
 
     def refresh(self) -> None:
         """Have every stream look at the inventory again."""
@@ -349,7 +391,7 @@ class Endpoint(DevicePluginServicer):
                     wanted = [tuple(container.devices_ids) for container in request.container_requests]
                     responses = [self._response(await self._edits(names)) for names in wanted]
                     names = [name for container in wanted for name in container]
-                    await self._doorkeeper.grant(self.resource, names, devices_of(names, self.source.replicas))
+                    await self._doorkeeper.grant(self.resource, names, list(dict.fromkeys(map(self._device_of, names))))
                 except Refusal as refusal:
                     self.statistics.count(self.statistics.refusals, refusal.reason)
                     _LOG.warning("%s: Allocate refused: %s", self.resource, refusal.details)
@@ -405,20 +447,53 @@ class Endpoint(DevicePluginServicer):
 
     def lines(self) -> tuple[Entry, ...]:
         """Return the list as the kubelet is to see it now."""
+        kept, ledger = self._kept(), not isinstance(self._doorkeeper, OpenDoor)
+
+        def offers(device: str) -> bool:
+            return device not in kept and self._doorkeeper.offers(self.resource, device)
+
         lines = entries(
             self.inventory.snapshot,
             replicas=self.source.replicas,
-            replicas_of_one=self.source.replicas_of if self.source.replicas > 1 else None,
+            names_of=self.names_of if self.source.replicas > 1 else None,
             with_topology=self.source.topology,
-            offers=None
-            if isinstance(self._doorkeeper, OpenDoor)
-            else lambda device: self._doorkeeper.offers(self.resource, device),
+            offers=offers if kept or ledger else None,
         )
         known, wanted = self.inventory.snapshot.devices, self.source.topology
         return lines + tuple(
             Entry(name, healthy=False, numa=known[device].numa_nodes if wanted and device in known else ())
             for name, device in self.former.items()
         )
+
+    def _check(self, names: Sequence[str]) -> list[Device]:
+        """Return the devices behind the ids of one container.
+
+        Raises:
+            Refusal: an id is named twice, unknown, or of a device that may not be given out.
+
+        """
+        resource = self.resource
+        if len(set(names)) != len(names):
+            twice = sorted({name for name in names if list(names).count(name) > 1})
+            details = f"{resource}: device {', '.join(twice)} is asked for twice"
+            raise Refusal(grpc.StatusCode.INVALID_ARGUMENT, "duplicate", details)
+        known, kept = self.inventory.snapshot.devices, self._kept()
+        devices: dict[str, Device] = {}
+        for name in names:
+            device = known.get(self._device_of(name))
+            if device is None or name not in self.names_of(device):
+                raise Refusal(grpc.StatusCode.INVALID_ARGUMENT, "unknown", f"{resource}: there is no device {name}")
+            if not device.health.usable:
+                details = f"{resource}: device {name} is unhealthy" + (f": {device.message}" if device.message else "")
+                raise Refusal(grpc.StatusCode.FAILED_PRECONDITION, "unhealthy", details)
+            if device.id in kept:
+                details = (
+                    f"{resource}: device {name} is given out only when no pod has {kept[device.id]} any more, "
+                    "which is from before its sharing changed"
+                )
+                raise Refusal(grpc.StatusCode.FAILED_PRECONDITION, "sharing", details)
+            devices[device.id] = device
+        return list(devices.values())
 
     def _response(self, edits: ContainerEdits) -> pb.ContainerAllocateResponse:
         try:
@@ -428,7 +503,7 @@ class Endpoint(DevicePluginServicer):
             raise Refusal(grpc.StatusCode.INTERNAL, "edits", details) from error
 
     async def _edits(self, names: Sequence[str]) -> ContainerEdits:
-        devices = check(self.resource, names, self.inventory.snapshot, self.source.replicas)
+        devices = self._check(names)
         try:
             extra: object = (
                 await self._hook("edits", self.source.edits, devices) if "edits" in self.source.hooks else NO_EDITS
@@ -462,9 +537,7 @@ class Endpoint(DevicePluginServicer):
         avoided = frozenset(self._doorkeeper.avoids(self.resource))
         if not avoided:
             return available, must_include
-        first = [
-            name for name in available if name in must_include or device_of(name, self.source.replicas) not in avoided
-        ]
+        first = [name for name in available if name in must_include or self._device_of(name) not in avoided]
         if len({*first, *must_include}) >= size:
             return first, must_include
         return available, list(dict.fromkeys((*must_include, *first)))
@@ -472,7 +545,7 @@ class Endpoint(DevicePluginServicer):
     def _choice(self, available: list[str], must_include: list[str], size: int) -> list[str]:
         """Return what the source's policy chooses."""
         source, known = self.source, self.inventory.snapshot.devices
-        physical = {name: device_of(name, source.replicas) for name in (*available, *must_include)}
+        physical = {name: self._device_of(name) for name in (*available, *must_include)}
         numa = {name: known[name].numa_nodes for name in set(physical.values()) if name in known and source.topology}
         score = source.links if source.policy == topology.Policy.LINKS else {}
         if source.policy == topology.Policy.LINKS and not score:
@@ -481,18 +554,14 @@ class Endpoint(DevicePluginServicer):
                 return topology.numa_compact(nodes, available, must_include, size)
             score = topology.numa_scores(numa)
         if source.policy == topology.Policy.DISTRIBUTED:  # what is in use counts too
-            physical = {
-                name: device.id for device in known.values() for name in replicas_of(device.id, source.replicas)
-            } | physical
-            offered = {line.name for line in self.lines()}
-            physical = {name: device for name, device in physical.items() if name in offered}
+            physical = {name: device.id for device in known.values() for name in self.names_of(device)}
         return topology.choose(source.policy, available, must_include, size, score=score, physical=physical)
 
     async def _wish(self, available: list[str], must_include: list[str], size: int) -> list[str] | None:
-        known, replicas = self.inventory.snapshot.devices, self.source.replicas
+        known = self.inventory.snapshot.devices
 
         def devices(names: Iterable[str]) -> list[Device]:
-            return [known[name] for name in devices_of(names, replicas) if name in known]
+            return [known[name] for name in dict.fromkeys(map(self._device_of, names)) if name in known]
 
         try:
             wish = await self._hook("prefer", self.source.prefer, devices(available), devices(must_include), size)
@@ -500,7 +569,7 @@ class Endpoint(DevicePluginServicer):
         except (hooks.HookError, TypeError) as error:
             _LOG.warning("%s; choosing without it", error)
             return None
-        chosen = as_names(ids, available, must_include, replicas)
+        chosen = as_names(ids, available, must_include, self._device_of)
         if chosen is None or len(chosen) != size:
             _LOG.warning(
                 "prefer of %s answered %s for %d of %s; choosing without it", self.resource, ids, size, available
@@ -521,44 +590,24 @@ class Endpoint(DevicePluginServicer):
             seconds[name] = seconds.get(name, 0.0) + time.perf_counter() - began
 
 
-def check(resource: str, names: Collection[str], snapshot: Snapshot, replicas: int) -> list[Device]:
-    """Return the devices behind the ids of one container.
-
-    Raises:
-        Refusal: an id is named twice, unknown, or of a device that may not be given out.
-
-    """
-    if len(set(names)) != len(names):
-        twice = sorted({name for name in names if list(names).count(name) > 1})
-        raise Refusal(
-            grpc.StatusCode.INVALID_ARGUMENT, "duplicate", f"{resource}: device {', '.join(twice)} is asked for twice"
-        )
-    devices: dict[str, Device] = {}
-    for name in names:
-        device = snapshot.devices.get(device_of(name, replicas))
-        if device is None or name not in replicas_of(device.id, replicas):
-            raise Refusal(grpc.StatusCode.INVALID_ARGUMENT, "unknown", f"{resource}: there is no device {name}")
-        if not device.health.usable:
-            details = f"{resource}: device {name} is unhealthy" + (f": {device.message}" if device.message else "")
-            raise Refusal(grpc.StatusCode.FAILED_PRECONDITION, "unhealthy", details)
-        devices[device.id] = device
-    return list(devices.values())
-
-
 def as_names(
-    ids: Iterable[str], available: Iterable[str], must_include: Iterable[str], replicas: int
+    ids: Iterable[str], available: Iterable[str], must_include: Iterable[str], device_of: Callable[[str], str]
 ) -> list[str] | None:
-    """Turn device ids that a hook prefers into ids of the kubelet's; None if one is not to be had."""
+    """Turn device ids that a hook prefers into ids of the kubelet's; None if one is not to be had.
+
+    device_of: says which device is behind an id of the kubelet's.
+    """
     chosen = list(dict.fromkeys(must_include))
     free: dict[str, list[str]] = {}
     for name in available:
         if name not in chosen:
-            free.setdefault(device_of(name, replicas), []).append(name)
-            if replicas > 1:
+            device = device_of(name)
+            free.setdefault(device, []).append(name)
+            if device != name:
                 free.setdefault(name, []).append(name)
     included: dict[str, int] = {}
     for name in chosen:
-        device = device_of(name, replicas)
+        device = device_of(name)
         included[device] = included.get(device, 0) + 1
     for one in ids:
         if one in chosen:

@@ -1,15 +1,14 @@
 """Replicas of a device: one physical device offered to several containers at once.
 
 The kubelet sees `device::0`, `device::1`, ...; hooks and containers see the device. A device
-that is not shared keeps its own id.
+that is not shared keeps its own id, so that an id says whether its holder has the device alone.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import Final
 
-__all__ = ["device_of", "devices_of", "replicas_of"]
+__all__ = ["device_of", "replicas_of"]
 
 SEPARATOR: Final = "::"
 
@@ -27,10 +26,3 @@ def device_of(name: str, replicas: int) -> str:
         return name
     device, separator, number = name.rpartition(SEPARATOR)
     return device if separator and number.isdecimal() else name
-
-
-def devices_of(names: Iterable[str], replicas: int) -> tuple[str, ...]:
-    """Return the devices behind these ids, each once, in their order."""
-    if replicas == 1:
-        return tuple(dict.fromkeys(names))
-    return tuple(dict.fromkeys(device_of(name, replicas) for name in names))

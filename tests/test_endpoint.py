@@ -7,6 +7,7 @@ import contextlib
 import logging
 import threading
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -595,7 +596,7 @@ _names = st.lists(st.sampled_from(["a::0", "a::1", "b::0", "b::1", "a", "x::7"])
 @given(_names, _names, st.lists(st.sampled_from(["a", "b", "a::1", "x", ""]), max_size=4))
 def test_translated_wish_fits(available: list[str], must_include: list[str], wish: list[str]) -> None:
     """What a hook prefers becomes available ids, each once, with all that must be included, or is not to be had."""
-    chosen = as_names(wish, available, must_include, 2)
+    chosen = as_names(wish, available, must_include, partial(device_of, replicas=2))
     if chosen is not None:
         assert len(set(chosen)) == len(chosen)
         assert set(must_include) <= set(chosen) <= set(available) | set(must_include)
@@ -693,24 +694,30 @@ class Shared(Source):
 
 
 @pytest.mark.parametrize(
-    ("before", "after", "gone", "stay"),
+    ("before", "after", "gone", "stay", "meanwhile"),
     [
-        (1, 2, {"a"}, {"a::0", "a::1"}),
-        (2, 1, {"a::0", "a::1"}, {"a"}),
-        (3, 2, {"a::2"}, {"a::0", "a::1"}),
-        (2, 3, set(), {"a::0", "a::1", "a::2"}),
+        (1, 2, {"a"}, {"a::0", "a::1"}, "Unhealthy"),
+        (2, 1, {"a::0", "a::1"}, {"a"}, "Unhealthy"),
+        (3, 2, {"a::2"}, {"a::0", "a::1"}, "Healthy"),
+        (2, 3, set(), {"a::0", "a::1", "a::2"}, "Healthy"),
     ],
 )
 async def test_ids_from_before_a_change_of_replicas_are_not_dropped(
-    serve: Serve, before: int, after: int, gone: set[str], stay: set[str]
+    serve: Serve, before: int, after: int, gone: set[str], stay: set[str], meanwhile: str
 ) -> None:
-    """Ids that are offered no more stay in the list, unhealthy, until they are forgotten: the kubelet would crash."""
+    """Ids that are offered no more stay in the list, unhealthy, until they are forgotten: the kubelet would crash.
+
+    Whoever had the device alone goes on having it alone, and nobody gets alone what others have.
+    """
     served = await serve(Shared(before), "a")
     async with served.listening() as lists:
         await lists.next()
         other = Shared(after)
         served.endpoint.replace(other)
-        assert await lists.next() == dict.fromkeys(gone, "Unhealthy") | dict.fromkeys(stay, "Healthy")
+        assert await lists.next() == dict.fromkeys(gone, "Unhealthy") | dict.fromkeys(stay, meanwhile)
+        if meanwhile == "Unhealthy":
+            with refused(grpc.StatusCode.FAILED_PRECONDITION, f"only when no pod has {min(gone)} any more"):
+                await served.allocate(min(stay))
         for name in gone:
             with refused(grpc.StatusCode.INVALID_ARGUMENT, f"there is no device {name}"):
                 await served.allocate(name)
@@ -727,7 +734,43 @@ async def test_replicas_changed_back_are_whole_again(serve: Serve) -> None:
     served.endpoint.replace(Shared(1))
     served.endpoint.replace(Shared(2))
     async with served.listening() as lists:
-        assert await lists.next() == {"a::0": "Healthy", "a::1": "Healthy", "a": "Unhealthy"}
+        assert await lists.next() == dict.fromkeys(("a", "a::0", "a::1"), "Unhealthy")
+        served.endpoint.forget({"a"})
+        assert await lists.next() == {"a::0": "Healthy", "a::1": "Healthy"}
+
+
+async def test_ids_that_pods_have_from_an_earlier_agent_count(serve: Serve) -> None:
+    """What an agent with other replicas gave out is taken over; ids that are offered and those of strangers are not."""
+    served = await serve(Shared(2), "a", "b", "c")
+    served.endpoint.inherit(["a", "b::0", "c::7", "stranger::1"])
+    async with served.listening() as lists:
+        expected = {"a": "Unhealthy", "a::0": "Unhealthy", "a::1": "Unhealthy", "c::7": "Unhealthy"}
+        assert await lists.next() == expected | dict.fromkeys(("b::0", "b::1", "c::0", "c::1"), "Healthy")
+        with refused(grpc.StatusCode.FAILED_PRECONDITION, "no pod has a any more"):
+            await served.allocate("a::1")
+        assert await served.allocate("c::1")
+
+
+async def test_a_device_that_is_not_shared_among_others_keeps_its_id(serve: Serve) -> None:
+    """Its id says that its holder has it alone; one that is called like a replica stays apart from the real one."""
+
+    class Mixed(Shared):
+        def replicas_of(self, device: Device) -> int:
+            return self.replicas if device.id == "a" else 1
+
+        def prefer(self, available: Sequence[Device], must_include: Sequence[Device], size: int) -> list[str]:
+            return [device.id for device in available][-size:]
+
+    source = Mixed(2)
+    served = await serve(source, "a", "b", "a::1")
+    async with served.listening() as lists:
+        assert (await lists.next()).keys() == {"a::0", "a::1", "b", "a::1::0"}
+    for name in ("b", "a::1::0", "a::1"):
+        await served.allocate(name)
+        await served.stub.PreStartContainer(pb.PreStartContainerRequest(devices_ids=[name]))
+    assert source.resets == ["b", "a::1", "a"]
+    assert await served.prefer("a::0 b a::1::0", "", 2) == ["b", "a::1::0"]
+    assert [served.endpoint.behind(name) for name in ("b", "a::1::0", "a::1")] == ["b", "a::1", "a"]
 
 
 # The list as a pure function.

@@ -1,14 +1,29 @@
-"""The image that the pods of a cluster run: a static busybox in an OCI archive, for nothing can be pulled."""
+"""Images for the pods of a cluster, as OCI archives, for nothing can be pulled.
+
+``IMAGE`` is a static busybox, which pods of tests run. An agent's image is made of what this process itself runs on:
+its Python, our packages and the distributions that they require, and the shared libraries that all these need.
+"""
 
 from __future__ import annotations
 
+import compileall
 import hashlib
+import importlib.metadata
 import io
 import json
+import os
 import platform
+import re
+import shutil
 import subprocess
+import sys
+import sysconfig
 import tarfile
+import tempfile
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from pathlib import Path
+
+from packaging.requirements import Requirement
 
 IMAGE = "localhost/busybox:1"
 
@@ -16,6 +31,11 @@ _ARCHITECTURES = {"x86_64": "amd64", "aarch64": "arm64"}
 _LAYER = "application/vnd.oci.image.layer.v1.tar"
 _CONFIG = "application/vnd.oci.image.config.v1+json"
 _MANIFEST = "application/vnd.oci.image.manifest.v1+json"
+
+_REPOSITORY = Path(__file__).resolve().parents[2]
+_SITE = "/opt/site"
+# Of the standard library, what no agent imports and what makes it big.
+_LEFT_OUT = {"test", "idlelib", "tkinter", "turtledemo", "lib2to3", "ensurepip", "site-packages", "dist-packages"}
 
 
 def _file(archive: tarfile.TarFile, name: str, data: bytes, mode: int = 0o644) -> None:
@@ -25,28 +45,116 @@ def _file(archive: tarfile.TarFile, name: str, data: bytes, mode: int = 0o644) -
     archive.addfile(entry, io.BytesIO(data))
 
 
-def _layer(busybox: str) -> bytes:
+def _link(archive: tarfile.TarFile, name: str, target: str) -> None:
+    entry = tarfile.TarInfo(name)
+    entry.type = tarfile.SYMTYPE
+    entry.linkname = target
+    archive.addfile(entry)
+
+
+def _begin(archive: tarfile.TarFile) -> None:
+    """Write what every image has."""
+    for name in ("bin", "dev", "etc", "proc", "run", "sys", "tmp", "var"):
+        entry = tarfile.TarInfo(name)
+        entry.type = tarfile.DIRTYPE
+        entry.mode = 0o1777 if name == "tmp" else 0o755
+        archive.addfile(entry)
+    _link(archive, "var/run", "/run")
+    _file(archive, "etc/passwd", b"root:x:0:0:root:/:/bin/sh\nnobody:x:65534:65534:nobody:/:/bin/sh\n")
+    _file(archive, "etc/group", b"root:x:0:\nnobody:x:65534:\n")
+
+
+def write_busybox(busybox: str, path: Path) -> None:
+    """Write ``IMAGE`` for ``Cluster.import_image``."""
     applets = subprocess.run([busybox, "--list"], check=True, capture_output=True, text=True).stdout.split()
     buffer = io.BytesIO()
     with tarfile.open(fileobj=buffer, mode="w") as archive:
-        for name in ("bin", "dev", "etc", "proc", "run", "sys", "tmp", "var"):
-            entry = tarfile.TarInfo(name)
-            entry.type = tarfile.DIRTYPE
-            entry.mode = 0o1777 if name == "tmp" else 0o755
-            archive.addfile(entry)
+        _begin(archive)
         _file(archive, "bin/busybox", Path(busybox).read_bytes(), 0o755)
         for applet in applets:
             if applet != "busybox":
-                entry = tarfile.TarInfo(f"bin/{applet}")
-                entry.type = tarfile.SYMTYPE
-                entry.linkname = "busybox"
-                archive.addfile(entry)
-        _file(archive, "etc/passwd", b"root:x:0:0:root:/:/bin/sh\nnobody:x:65534:65534:nobody:/:/bin/sh\n")
-        _file(archive, "etc/group", b"root:x:0:\nnobody:x:65534:\n")
-    return buffer.getvalue()
+                _link(archive, f"bin/{applet}", "busybox")
+    # What the sandbox of a pod runs; the containers of the tests bring their own command.
+    config = {"Cmd": ["/bin/sleep", "2147483647"], "Env": ["PATH=/bin"]}
+    _write(path, buffer.getvalue(), config, [IMAGE])
 
 
-def write_image(busybox: str, path: Path) -> None:
+def write_agent(path: Path, extras: Iterable[str], entrypoint: Sequence[str], names: Sequence[str]) -> None:
+    """Write an image with this process's Python and our packages, under several names.
+
+    extras: of our distribution, what it requires with these is there, and nothing else that this environment has.
+    Python and libraries lie where they lie on this machine, so that they find each other.
+    """
+    python = os.path.realpath(sys.executable)
+    standard = {sysconfig.get_path("stdlib"), sysconfig.get_path("platstdlib")}
+    buffer = io.BytesIO()
+    with tempfile.TemporaryDirectory() as directory, tarfile.open(fileobj=buffer, mode="w") as archive:
+        site = Path(directory)
+        scripts = _install(site, extras)
+        compileall.compile_dir(site, quiet=2, stripdir=directory, prependdir=_SITE)
+        files = {python: python}
+        files |= {source: _SITE + source.removeprefix(directory) for source in _below(directory)}
+        files |= {source: source for top in standard for source in _below(top, without=_LEFT_OUT)}
+        files |= {source: source for source in _libraries(files)}
+        _begin(archive)
+        for source, target in files.items():
+            archive.add(os.path.realpath(source), target.lstrip("/"), recursive=False, filter=_of_root)
+        for name, (module, function) in scripts.items():
+            text = f"#!{python}\nimport sys\n\nfrom {module} import {function}\n\nsys.exit({function}())\n"
+            _file(archive, f"usr/local/bin/{name}", text.encode(), 0o755)
+        _link(archive, "usr/local/bin/python", python)
+    config = {"Entrypoint": list(entrypoint), "Env": ["PATH=/usr/local/bin:/bin", f"PYTHONPATH={_SITE}"]}
+    _write(path, buffer.getvalue(), config, names)
+
+
+def _of_root(entry: tarfile.TarInfo) -> tarfile.TarInfo:
+    entry.uid = entry.gid = 0
+    entry.uname = entry.gname = ""
+    return entry
+
+
+def _below(top: str, without: Collection[str] = ()) -> Iterator[str]:
+    """The files in a directory and below, without directories of these names and what only makes an image big."""
+    for directory, names, files in os.walk(top):
+        names[:] = [name for name in names if name not in without]
+        for name in files:
+            if not re.search(r"\.opt-\d\.pyc$|\.a$|^_tkinter\.", name):
+                yield os.path.join(directory, name)
+
+
+def _install(site: Path, extras: Iterable[str]) -> dict[str, tuple[str, str]]:
+    """Copy our packages and what they require; return our console scripts: module and function by name."""
+    for package in ("deviceplugin", "dra_bridge"):
+        shutil.copytree(_REPOSITORY / package, site / package, ignore=shutil.ignore_patterns("__pycache__"))
+    ours = importlib.metadata.distribution("deviceplugin")
+    wanted = [Requirement(f"deviceplugin[{','.join(extras)}]")]
+    seen: set[tuple[str, str]] = set()
+    while wanted:
+        one = wanted.pop()
+        distribution = importlib.metadata.distribution(one.name)
+        for extra in ("", *one.extras):
+            if (one.name, extra) in seen:
+                continue
+            seen.add((one.name, extra))
+            required = map(Requirement, distribution.requires or ())
+            wanted += [dep for dep in required if dep.marker is None or dep.marker.evaluate({"extra": extra})]
+        if one.name != "deviceplugin":
+            for file in distribution.files or ():
+                if ".." not in file.parts:
+                    (site / file).parent.mkdir(parents=True, exist_ok=True)
+                    shutil.copy2(str(file.locate()), site / file)
+    scripts = ours.entry_points.select(group="console_scripts")
+    return {one.name: (one.module, one.attr) for one in scripts}
+
+
+def _libraries(files: Iterable[str]) -> set[str]:
+    """The shared libraries that these programs and extensions load, the loader included."""
+    loading = [file for file in files if re.search(r"\.so[.\d]*$|/bin/", file)]
+    done = subprocess.run(["ldd", *loading], stdin=subprocess.DEVNULL, capture_output=True, text=True)
+    return set(re.findall(r"^\s+(?:\S+ => )?(/\S+) \(0x", done.stdout, re.MULTILINE)) - set(loading)
+
+
+def _write(path: Path, layer: bytes, how: dict[str, object], names: Sequence[str]) -> None:
     """Write an OCI image layout (https://github.com/opencontainers/image-spec) as a tar for ``ctr images import``."""
     blobs: dict[str, bytes] = {}
 
@@ -55,24 +163,27 @@ def write_image(busybox: str, path: Path) -> None:
         blobs[digest] = data
         return {"mediaType": media_type, "digest": digest, "size": len(data)}
 
-    layer = blob(_LAYER, _layer(busybox))
+    stored = blob(_LAYER, layer)
     config = {
         "architecture": _ARCHITECTURES.get(platform.machine(), platform.machine()),
         "os": "linux",
-        # What the sandbox of a pod runs; the containers of the tests bring their own command.
-        "config": {"Cmd": ["/bin/sleep", "2147483647"], "Env": ["PATH=/bin"]},
-        "rootfs": {"type": "layers", "diff_ids": [layer["digest"]]},
+        "config": how,
+        "rootfs": {"type": "layers", "diff_ids": [stored["digest"]]},
     }
     manifest = {
         "schemaVersion": 2,
         "mediaType": _MANIFEST,
         "config": blob(_CONFIG, json.dumps(config).encode()),
-        "layers": [layer],
+        "layers": [stored],
     }
     entry = blob(_MANIFEST, json.dumps(manifest).encode())
-    entry["annotations"] = {"io.containerd.image.name": IMAGE, "org.opencontainers.image.ref.name": "1"}
+    entries = []
+    for name in names:
+        tag = name.rpartition(":")[2]
+        called = {"io.containerd.image.name": name, "org.opencontainers.image.ref.name": tag}
+        entries.append({**entry, "annotations": called})
     with tarfile.open(path, "w") as archive:
         _file(archive, "oci-layout", b'{"imageLayoutVersion":"1.0.0"}')
-        _file(archive, "index.json", json.dumps({"schemaVersion": 2, "manifests": [entry]}).encode())
+        _file(archive, "index.json", json.dumps({"schemaVersion": 2, "manifests": entries}).encode())
         for digest, data in blobs.items():
             _file(archive, f"blobs/sha256/{digest.removeprefix('sha256:')}", data)

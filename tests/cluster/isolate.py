@@ -7,6 +7,7 @@
   would need, and harm, the kubelet that the machine may have. Everything else (the work tree, virtual environments,
   caches) is as on the host.
 * ``STATE`` is where the harness keeps its own things. ``DEVICES`` is for the tests: a tmpfs on which device nodes work.
+* ``/dev`` is a copy: tests plug in devices there, and pods that mount it leave files in it.
 * The node has the addresses ``NODE_IP`` and ``SERVICE_IP`` and a default route, because the kube-apiserver refuses to
   start without one; the route leads nowhere. Names that are not in its ``/etc/hosts`` fail at once: with a name server
   that does not answer a node takes half a minute to come up. All ports are free.
@@ -34,6 +35,7 @@ import os
 import secrets
 import shutil
 import signal
+import stat
 import subprocess
 import sys
 import threading
@@ -233,6 +235,7 @@ def _set_up() -> None:
             copy = etc / setting.replace("/", ".")
             copy.write_text(real.read_text())
             _mount("--bind", str(copy), str(real))
+    _copy_dev()
     # As on a real node: without it a volume with mountPropagation is refused.
     _mount("--make-rshared", "/")
 
@@ -244,6 +247,36 @@ def _set_up() -> None:
     _ip("addr", "add", f"{NODE_IP}/24", "dev", "uplink0")
     _ip("link", "set", "uplink0", "up")
     _ip("route", "add", "default", "via", NODE_IP.rpartition(".")[0] + ".1", "dev", "uplink0")
+
+
+def _copy_dev() -> None:
+    """Put a tmpfs with the same devices in the place of /dev; what is mounted below it is mounted there as well."""
+    copy = STATE / "dev"
+    copy.mkdir()
+    _mount("-t", "tmpfs", "-o", "mode=0755,dev", "tmpfs", str(copy))
+    for directory, names, files in os.walk("/dev"):
+        for name in (*names, *files):
+            path = os.path.join(directory, name)
+            there = str(copy) + path.removeprefix("/dev")
+            status = os.lstat(path)
+            if os.path.ismount(path):
+                if stat.S_ISDIR(status.st_mode):
+                    os.mkdir(there)
+                    names.remove(name)
+                else:
+                    open(there, "x").close()
+                _mount("--rbind", path, there)
+            elif stat.S_ISDIR(status.st_mode):
+                os.mkdir(there)
+                os.chmod(there, stat.S_IMODE(status.st_mode))
+            elif stat.S_ISLNK(status.st_mode):
+                os.symlink(os.readlink(path), there)
+            elif stat.S_ISCHR(status.st_mode) or stat.S_ISBLK(status.st_mode):
+                os.mknod(there, status.st_mode, status.st_rdev)
+                os.chmod(there, stat.S_IMODE(status.st_mode))
+                os.chown(there, status.st_uid, status.st_gid)
+    _mount("--move", str(copy), "/dev")
+    copy.rmdir()
 
 
 def _first_process(control: int, command: Sequence[str]) -> None:

@@ -12,7 +12,7 @@ Where it differs from a cluster of others:
 * The kubelet looks at its node status every second and not every 10 (``nodeStatusUpdateFrequency``), so what a device
   plugin advertises is in ``allocatable`` sooner.
 * The kubelet's own port lets everybody in.
-* Images cannot be pulled; pods run ``image.IMAGE``, a busybox.
+* Images cannot be pulled; pods run ``image.IMAGE``, a busybox, and what ``Cluster.import_image`` brings.
 """
 
 from __future__ import annotations
@@ -242,7 +242,7 @@ class Cluster:
             self.start_apiserver(timeout)
             self.components["kube-controller-manager"].start()
             self.components["kube-scheduler"].start()
-            self._import_image(timeout)
+            self._import_busybox(timeout)
             self.start_kubelet(timeout)
             self._wait_usable(timeout)
             self._let_kubelets_read_claims()
@@ -418,11 +418,15 @@ class Cluster:
         config.update(self.kubelet_config)
         (self.directory / "kubelet.json").write_text(json.dumps(config))
 
-    def _import_image(self, timeout: float) -> None:
+    def _import_busybox(self, timeout: float) -> None:
         busybox = build.find_busybox()
         assert busybox is not None
         archive = self.directory / "image.tar"
-        image.write_image(busybox, archive)
+        image.write_busybox(busybox, archive)
+        self.import_image(archive, timeout)
+
+    def import_image(self, archive: Path, timeout: float = 60.0) -> None:
+        """Let pods run the images of an archive that ``tests.cluster.image`` wrote."""
 
         def imported() -> bool:
             done = self._ctr("images", "import", str(archive))

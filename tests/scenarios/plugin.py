@@ -317,22 +317,26 @@ class PluginScenarios:
         assert third.wait_running().has(path)
 
     def test_sharing_is_switched_on_and_off(self, node: Node) -> None:
-        """A reload that changes how many may share a device spares the pods that have it; in the end all is as said."""
+        """A reload that changes how many may share a device spares those who have it; they have it as was said then."""
         (path,) = self.devices(node, 1)
         agent = node.start_agent(config=self.config(node))
         node.wait_allocatable(RESOURCE, 1)
-        pods = [node.start_pod("first", {RESOURCE: 1}).wait_running()]
+        alone = node.start_pod("alone", {RESOURCE: 1}).wait_running()
         agent.reload(self.config(node, serial(node, sharing={"replicas": 3})))
-        node.wait_allocatable(RESOURCE, 3)
-        pods.append(node.start_pod("second", {RESOURCE: 1}).wait_running())
-        assert all(pod.has(path) for pod in pods)
-        pods[0].restart_container()
+        node.wait_allocatable(RESOURCE, 0)
+        alone.restart_container()
+        pods = [node.start_pod(name, {RESOURCE: 1}) for name in ("first", "second")]
+        pods[0].wait_unschedulable()
+        alone.delete()
+        assert [pod.wait_running().has(path) for pod in pods] == [True, True]
         agent.reload(self.config(node))
-        node.wait_allocatable(RESOURCE, 1)
+        node.wait_allocatable(RESOURCE, 0)
+        third = node.start_pod("third", {RESOURCE: 1})
         for pod in pods:
+            third.wait_unschedulable()
             assert pod.phase() == "Running"
             pod.delete()
-        assert node.start_pod("third", {RESOURCE: 1}).wait_running().has(path)
+        assert third.wait_running().has(path)
 
 
 def serial(node: Node, **more: Any) -> dict[str, Any]:

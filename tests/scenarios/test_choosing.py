@@ -86,7 +86,7 @@ def test_replicas_may_differ_from_device_to_device(fake_kubelet: FakeKubelet, se
     """Each device is offered as often as the source says, and a pod can have every one."""
     served(Uneven("none", 3))
     fake_kubelet.wait_allocatable("example.com/gpu", 10)
-    assert set(given(fake_kubelet, 10)) == {"gpu0::0", "gpu0::1", "gpu0::2"} | {f"gpu{n}::0" for n in range(1, 8)}
+    assert set(given(fake_kubelet, 10)) == {"gpu0::0", "gpu0::1", "gpu0::2"} | {f"gpu{n}" for n in range(1, 8)}
 
 
 class Leaf(DeviceSource):
