@@ -58,6 +58,12 @@ class Agent:
     def annotations(self) -> Mapping[str, str]:
         return self.server.get("nodes", self.node)["metadata"].get("annotations") or {}
 
+    @property
+    def told(self) -> str:
+        """What it says in its slice that it was asked for."""
+        told = progress.read(D, [self.server.get("resourceslices", f"{self.node}-s")])
+        return "" if told is None else told.asked
+
     def ask(self, **annotations: str) -> None:
         """Put annotations on the Node, dra_share for the driver's."""
         node = self.server.get("nodes", self.node)
@@ -545,6 +551,7 @@ def test_rollout_goes_node_after_node(world: World, bridge: Callable[..., Ran]) 
     for number in (10, 9, 1, 2):
         world.agent(f"n{number}")
     world.agents["n2"].ask(dra_share="1")
+    world.wait_for(lambda: world.agents["n2"].told == "1")  # one that moves already would be the first
     world.most = 0
     ran = bridge("rollout", "--driver", D, "--share", "all", "-l", "pool=gpu")
     assert ran.status == 0, ran
