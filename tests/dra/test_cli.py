@@ -278,7 +278,7 @@ def test_status_tells_devices_and_holders(world: World, bridge: Callable[..., Ra
     """Each device has its side, state, holder and since when; what claims hold is as the API server has it."""
     agent = world.agent("n1", count=3, held={"gpu-0": "pod default/p"})
     agent.ask(dra_share="all")
-    world.wait_for(lambda: agent.states["gpu-1"] is State.DRA)
+    world.wait_for(lambda: agent.told == "all")
     world.server.create(
         {
             "apiVersion": "resource.k8s.io/v1",
@@ -469,7 +469,7 @@ def test_waiting_says_for_what(world: World, bridge: Callable[..., Ran], monkeyp
     monkeypatch.setattr(steer, "QUIET", 0.2)
     agent = world.agent("n1", count=2)
     agent.ask(dra_share="all")
-    world.wait_for(lambda: set(agent.states.values()) == {State.DRA})
+    world.wait_for(lambda: agent.told == "all")
     agent.held["gpu-1"] = "claim ml/c"
     ran = bridge("migrate", "n1", "--driver", D, "--share", "none", "--wait", "--timeout", "1.5")
     assert ran.status == 1
@@ -658,7 +658,7 @@ def test_rollout_with_nothing_to_do(world: World, bridge: Callable[..., Ran]) ->
     """Nodes that are as they should be are left alone."""
     agent = world.agent("n1")
     agent.ask(dra_share="1")
-    world.wait_for(lambda: State.DRA in agent.states.values())
+    world.wait_for(lambda: agent.told == "1")
     ran = bridge("rollout", "--driver", D, "--share", "1", "-l", "pool=gpu")
     assert ran.status == 0
     assert agent.annotations == {SHARE: "1"}
