@@ -60,6 +60,7 @@ def manifests(config: Config, text: str, deployment: Deployment | None = None) -
         _service_account(how),
         _cluster_role(how, drivers),
         _cluster_role_binding(how),
+        _operator_role(how),
         *_policies(how, drivers),
         *_device_classes(how, config),
         _config_map(how, text),
@@ -136,6 +137,23 @@ def _cluster_role(how: Deployment, drivers: Sequence[str]) -> Object:
         "kind": "ClusterRole",
         "metadata": _metadata(how),
         "rules": rules,
+    }
+
+
+def _operator_role(how: Deployment) -> Object:
+    """The rights that `migrate`, `rollout` and `status` take, for who is to have them; bound to nobody here."""
+    dra, reads = ["resource.k8s.io"], ["get", "list", "watch"]
+    return {
+        "apiVersion": "rbac.authorization.k8s.io/v1",
+        "kind": "ClusterRole",
+        "metadata": _metadata(how, f"{how.name}-operator"),
+        "rules": [
+            {"apiGroups": [""], "resources": ["nodes"], "verbs": [*reads, "patch"]},
+            # pods in trouble, and why, stop a rollout
+            {"apiGroups": [""], "resources": ["pods", "events"], "verbs": ["list"]},
+            {"apiGroups": dra, "resources": ["resourceslices"], "verbs": list(reads)},
+            {"apiGroups": dra, "resources": ["resourceclaims"], "verbs": ["list"]},
+        ],
     }
 
 

@@ -446,14 +446,18 @@ def test_change_of_replicas_spares_who_has_the_device(
     shared = Releasing(1, fake_kubelet.notify)
     shared.replicas = 2
     in_loop(agent, lambda: agent.agent.reconfigure({R: shared}))
+
+    def look_again() -> None:
+        asked = len(fake_kubelet.rpcs("List"))
+        fake_kubelet.wait_until(lambda: len(fake_kubelet.rpcs("List")) > asked + 5)
+
     withdrawn = dict.fromkeys(("sim-0", "sim-0::0", "sim-0::1"), "Unhealthy")
     for later in (agent, None):
         if later is None:  # nothing of it is in memory
             agent.stop()
             later = served(shared, **soon)
         fake_kubelet.wait_devices(R, lambda devices: {name: one.health for name, one in devices.items()} == withdrawn)
-        asked = fake_kubelet.rpcs("List")
-        fake_kubelet.wait_until(lambda asked=asked: len(fake_kubelet.rpcs("List")) > len(asked) + 5)
+        look_again()
         assert {name: one.health for name, one in fake_kubelet.devices(R).items()} == withdrawn
         assert shared.released_ids == []
     pod.delete()

@@ -20,7 +20,9 @@ from typing import Any
 
 import pytest
 
+from deviceplugin.config import Config
 from deviceplugin.sources.path import device_id
+from dra_bridge.manifests import Deployment, manifests
 from tests.cluster import isolate
 from tests.cluster.bridge import Bridge
 from tests.cluster.node import Cluster, Pod
@@ -63,26 +65,17 @@ def annotate(cluster: Cluster, annotations: dict[str, str | None], labels: dict[
 
 @pytest.fixture
 def kubeconfig(cluster: Cluster) -> Path:
-    """The kubeconfig of an operator: just the rights that the commands take."""
-    reads = ["get", "list", "watch"]
+    """The kubeconfig of an operator: just the rights that the manifests' role for one gives."""
+    name = f"{Deployment().name}-operator"
+    (role,) = (one for one in manifests(Config(resources=()), "") if one["metadata"]["name"] == name)
     cluster.apply(
         [
-            {
-                "apiVersion": "rbac.authorization.k8s.io/v1",
-                "kind": "ClusterRole",
-                "metadata": {"name": OPERATOR},
-                "rules": [
-                    {"apiGroups": [""], "resources": ["nodes"], "verbs": [*reads, "patch"]},
-                    {"apiGroups": [""], "resources": ["pods", "events"], "verbs": ["list"]},
-                    {"apiGroups": ["resource.k8s.io"], "resources": ["resourceslices"], "verbs": reads},
-                    {"apiGroups": ["resource.k8s.io"], "resources": ["resourceclaims"], "verbs": ["list"]},
-                ],
-            },
+            role,
             {
                 "apiVersion": "rbac.authorization.k8s.io/v1",
                 "kind": "ClusterRoleBinding",
                 "metadata": {"name": OPERATOR},
-                "roleRef": {"apiGroup": "rbac.authorization.k8s.io", "kind": "ClusterRole", "name": OPERATOR},
+                "roleRef": {"apiGroup": "rbac.authorization.k8s.io", "kind": "ClusterRole", "name": name},
                 "subjects": [{"kind": "User", "name": OPERATOR, "apiGroup": "rbac.authorization.k8s.io"}],
             },
         ]

@@ -44,6 +44,7 @@ def test_everything_is_there_in_order(config: Config) -> None:
         "ServiceAccount",
         "ClusterRole",
         "ClusterRoleBinding",
+        "ClusterRole",
         "ValidatingAdmissionPolicy",
         "ValidatingAdmissionPolicyBinding",
         "ValidatingAdmissionPolicy",
@@ -82,8 +83,10 @@ def test_older_servers(config: Config) -> None:
 
 
 def test_no_right_to_write_nodes(config: Config) -> None:
-    """No rule allows to write Nodes or the claims themselves, and none has a wildcard."""
-    (role,) = of_kind(manifests(config, TEXT), "ClusterRole")
+    """No rule of the agent's allows to write Nodes or the claims themselves, and none has a wildcard."""
+    role, operator = of_kind(manifests(config, TEXT), "ClusterRole")
+    (binding,) = of_kind(manifests(config, TEXT), "ClusterRoleBinding")
+    assert binding["roleRef"]["name"] == role["metadata"]["name"] != operator["metadata"]["name"]
     for rule in role["rules"]:
         assert "*" not in rule["verbs"] + rule["resources"] + rule["apiGroups"]
         if {"nodes", "resourceclaims"} & set(rule["resources"]):
