@@ -21,6 +21,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
+from urllib.parse import quote
 
 import grpc
 import grpc.aio
@@ -44,6 +45,7 @@ __all__ = [
     "Report",
     "holdings",
     "read_checkpoint",
+    "unix_address",
 ]
 
 CHECKPOINT: Final = "kubelet_internal_checkpoint"
@@ -53,6 +55,11 @@ CHANNEL_OPTIONS: Final = (
     ("grpc.max_receive_message_length", 64 * 1024 * 1024),
     ("grpc.use_local_subchannel_pool", 1),
 )
+
+
+def unix_address(path: str | Path) -> str:
+    """Return gRPC's name of a socket; in it a percent sign begins a character's code (RFC 3986)."""
+    return f"unix:{quote(str(path))}"
 
 
 class PodResourcesError(Exception):
@@ -357,7 +364,7 @@ class PodResources:
         return {resource: frozenset(names) for resource, names in devices.items()}
 
     def _channel(self) -> grpc.aio.Channel:
-        return grpc.aio.insecure_channel(f"unix:{self.socket}", options=CHANNEL_OPTIONS)
+        return grpc.aio.insecure_channel(unix_address(self.socket), options=CHANNEL_OPTIONS)
 
     async def _ask(self, call: Any) -> Any:
         try:

@@ -35,7 +35,7 @@ import grpc.aio
 
 from deviceplugin import filewatch
 from deviceplugin.endpoint import Endpoint
-from deviceplugin.podresources import CHANNEL_OPTIONS
+from deviceplugin.podresources import CHANNEL_OPTIONS, unix_address
 from deviceplugin.wire import deviceplugin_pb2 as pb
 from deviceplugin.wire.deviceplugin_pb2_grpc import RegistrationStub, add_DevicePluginServicer_to_server
 
@@ -463,7 +463,7 @@ class Registration:
 
     def _channel(self) -> grpc.aio.Channel:
         # A fresh one each time: a channel that failed for long took 3 s to recover, a fresh one 1 ms.
-        return grpc.aio.insecure_channel(f"unix:{self._directory / KUBELET_SOCKET}", options=CHANNEL_OPTIONS)
+        return grpc.aio.insecure_channel(unix_address(self._directory / KUBELET_SOCKET), options=CHANNEL_OPTIONS)
 
     async def _own_the_resource(self) -> None:
         """Take the lock of this resource on this node; wait a little for another instance to go."""
@@ -501,7 +501,7 @@ class Registration:
         server = grpc.aio.server(options=(("grpc.so_reuseport", 0), ("grpc.max_send_message_length", -1)))
         add_DevicePluginServicer_to_server(self.endpoint, server)
         try:
-            server.add_insecure_port(f"unix:{path}")
+            server.add_insecure_port(unix_address(path))
         except RuntimeError as error:
             raise DirectoryError(
                 f"{self._directory}: cannot make a socket there: {error}; "

@@ -33,6 +33,7 @@ import grpc.aio
 
 from deviceplugin import filewatch
 from deviceplugin.device import Health
+from deviceplugin.podresources import unix_address
 from deviceplugin.registration import Backoff, Identity, dead, identity
 from dra_bridge import driver as driver_module
 from dra_bridge.driver import Driver
@@ -330,7 +331,7 @@ class Registrar:
     @staticmethod
     async def _bound(server: grpc.aio.Server, path: Path) -> _Socket:
         try:
-            server.add_insecure_port(f"unix:{path}")
+            server.add_insecure_port(unix_address(path))
         except RuntimeError as error:
             raise OSError(f"cannot make the socket {path}: {error}") from error
         await server.start()

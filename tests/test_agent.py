@@ -24,7 +24,7 @@ from deviceplugin.config import load
 from deviceplugin.device import ContainerEdits, Device, Health
 from deviceplugin.source import DeviceSource
 from deviceplugin.sources.simulated import SimulatedSource
-from deviceplugin.testing import FakeKubelet, Served
+from deviceplugin.testing import FakeKubelet, Served, serve
 
 R = "example.com/r"
 Serve = Callable[..., Served]
@@ -97,6 +97,14 @@ def test_plain_generator_may_block(fake_kubelet: FakeKubelet, served: Serve) -> 
     fake_kubelet.wait_allocatable("example.com/s", 1)
     go.set()
     fake_kubelet.wait_allocatable(R, 2)
+
+
+@pytest.mark.parametrize("name", ["a%2Fb", "100%", "a b#c?d", "ä"])
+def test_sockets_may_lie_anywhere(tmp_path: Path, name: str) -> None:
+    """No character of the kubelet's directory means something else in a socket's address."""
+    with FakeKubelet(tmp_path / name) as kubelet, serve([source(1)], kubelet):
+        kubelet.wait_allocatable(R, 1)
+        assert kubelet.run_pod("p", {R: 1}).device_ids
 
 
 def test_source_that_ends_stays_true(fake_kubelet: FakeKubelet, served: Serve) -> None:

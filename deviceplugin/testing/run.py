@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import grpc
 
+from deviceplugin.podresources import unix_address
 from deviceplugin.testing.devicemanager import (
     AdmissionError,
     DeviceManager,
@@ -198,7 +199,7 @@ class Run:
         server = grpc.server(ThreadPoolExecutor(64, thread_name_prefix="kubelet-rpc"))
         add(server)
         private = self.kubelet.private_socket()
-        server.add_insecure_port(f"unix:{private}")
+        server.add_insecure_port(unix_address(private))
         server.start()
         public.parent.mkdir(parents=True, exist_ok=True)
         public.unlink(missing_ok=True)
@@ -368,7 +369,7 @@ class _Client:
         self.resource = resource
         self._run = run
         self._path = path
-        self._channel = grpc.insecure_channel(f"unix:{path}", options=_CHANNEL_OPTIONS)
+        self._channel = grpc.insecure_channel(unix_address(path), options=_CHANNEL_OPTIONS)
         self._stub = pb_grpc.DevicePluginStub(self._channel)
         self._stream: Any = None
         self._dialled = False

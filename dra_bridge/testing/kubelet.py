@@ -23,6 +23,7 @@ from typing import Any, Final, Self
 
 import grpc
 
+from deviceplugin.podresources import unix_address
 from dra_bridge.wire import dra_health_pb2 as health_pb
 from dra_bridge.wire import dra_v1_pb2 as v1
 from dra_bridge.wire import dra_v1beta1_pb2 as v1beta1
@@ -406,7 +407,7 @@ class FakeDraKubelet:
 
     def _try(self, path: str, seen: tuple[int, int, int]) -> None:
         try:
-            with grpc.insecure_channel(f"unix:{path}", options=_OPTIONS) as channel:
+            with grpc.insecure_channel(unix_address(path), options=_OPTIONS) as channel:
                 self._register(RegistrationStub(channel), path, seen)
         except (grpc.RpcError, ValueError) as error:
             with self._condition:
@@ -423,7 +424,7 @@ class FakeDraKubelet:
             raise ValueError(error)
         service = next(name for name in info.supported_versions if name in self._services)
         endpoint = info.endpoint or path
-        channel = grpc.insecure_channel(f"unix:{endpoint}", options=_OPTIONS)
+        channel = grpc.insecure_channel(unix_address(endpoint), options=_OPTIONS)
         plugin = Plugin(info.name, endpoint, service, path, channel)
         with self._condition:
             self._store.setdefault(info.name, []).append(plugin)
