@@ -1090,6 +1090,40 @@ def _speaks_of_damage(error: Exception) -> bool:
 
 # ---------------------------------------------------------------- effects
 
+_File = tuple[int, int]
+"""What a path led to: device and inode."""
+
+
+def _file(path: str) -> _File | None:
+    try:
+        status = os.stat(path)
+    except OSError:
+        return None
+    return status.st_dev, status.st_ino
+
+
+def _locked(path: str, *, wait: bool = False) -> int:
+    """Lock the ledger at this path; return the open lock.
+
+    Raises:
+        LedgerBusyError: another agent has it, and `wait` is False.
+        LedgerError: the directory or the disk does not let us.
+
+    """
+    try:
+        os.makedirs(os.path.dirname(path) or ".", mode=0o750, exist_ok=True)
+        lock = os.open(path + ".lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    except OSError as error:
+        raise LedgerError(f"cannot open the ledger {path}: {error}") from error
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX if wait else fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        os.close(lock)
+        if isinstance(error, BlockingIOError):
+            raise LedgerBusyError(f"another agent holds the ledger {path}") from error
+        raise LedgerError(f"cannot lock the ledger {path}: {error}") from error
+    return lock
+
 
 class Ledger:
     """The file. Synchronous and thread-safe; `Desk` is for event loops.
@@ -1121,6 +1155,7 @@ class Ledger:
         self._connection: sqlite3.Connection | None = None
         self._snapshot = Snapshot()
         self._seal = 0
+        self._files: tuple[_File | None, ...] = ()
         self._closed = False
 
     @classmethod
@@ -1147,19 +1182,7 @@ class Ledger:
             LedgerError: the directory or the disk does not let us; another try may.
 
         """
-        try:
-            os.makedirs(os.path.dirname(path) or ".", mode=0o750, exist_ok=True)
-            lock = os.open(path + ".lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        except OSError as error:
-            raise LedgerError(f"cannot open the ledger {path}: {error}") from error
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX if wait else fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            os.close(lock)
-            if isinstance(error, BlockingIOError):
-                raise LedgerBusyError(f"another agent holds the ledger {path}") from error
-            raise LedgerError(f"cannot lock the ledger {path}: {error}") from error
-        ledger = cls(path, lock, rules, step, connect or _connected)
+        ledger = cls(path, _locked(path, wait=wait), rules, step, connect or _connected)
         try:
             ledger._load()
         except BaseException:
@@ -1208,7 +1231,11 @@ class Ledger:
         with self._guard:
             if self._closed:
                 raise LedgerError(f"the ledger {self.path} is closed")
+            if self._connection is not None and not self._in_place():
+                _LOG.error("the ledger %s was removed under a running agent; it is written anew", self.path)
+                self._disconnect()
             if self._connection is None:
+                self._lock_again()
                 self._load_again()
             before, after = self._snapshot, self._snapshot
             answers: list[Any] = []
@@ -1243,6 +1270,28 @@ class Ledger:
         if connection is not None:
             with contextlib.suppress(sqlite3.Error):
                 connection.close()
+
+    def _in_place(self) -> bool:
+        """Return whether what is written is found again by the next agent."""
+        return all(file is None or file == _file(path) for path, file in zip(self._paths, self._files, strict=True))
+
+    @property
+    def _paths(self) -> tuple[str, ...]:
+        """The files that make up the ledger, its lock first."""
+        return f"{self.path}.lock", self.path, f"{self.path}-wal"
+
+    def _lock_again(self) -> None:
+        """See to it that the lock is one that the next agent meets, too.
+
+        Raises:
+            LedgerError: it is not to be had; LedgerBusyError: another agent has made itself one.
+
+        """
+        held = os.fstat(self._lock_file)
+        if _file(self._paths[0]) != (held.st_dev, held.st_ino):
+            lock = _locked(self.path)
+            os.close(self._lock_file)
+            self._lock_file = lock
 
     def _write(self, before: Snapshot, after: Snapshot, changes: Sequence[Change]) -> None:
         connection = self._connection
@@ -1353,6 +1402,7 @@ class Ledger:
         # it into the database writes it once more.
         self._step("checkpoint")
         connection.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchall()
+        self._files = tuple(map(_file, self._paths))
         self._step("opened")
         return loaded
 

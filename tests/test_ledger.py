@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import shutil
 import signal
 import sqlite3
 import subprocess
@@ -493,6 +494,37 @@ def test_a_second_agent_stands_by_until_the_first_ends(path: str) -> None:
         return count
 
     assert asyncio.run(second()) == 1
+
+
+@pytest.mark.parametrize("removed", ["ledger.db", "ledger.db-wal", "ledger.db.lock", "."])
+def test_a_ledger_removed_under_an_agent_is_written_anew(path: str, removed: str, tmp_path: Path) -> None:
+    """What is answered after that is found by the next agent, with all from before; no other agent gets in."""
+    with Ledger.open(path) as book:
+        book.do(ledger.adopt(R, ["a", "b"], Side.PLUGIN, T0))
+        book.do(ledger.grant(R, {"a": "a"}, T0))
+        gone = Path(path).parent / removed
+        shutil.rmtree(gone) if removed == "." else gone.unlink()
+        assert isinstance(book.do(ledger.grant(R, {"b": "b"}, T0)), Granted)
+        with pytest.raises(LedgerBusyError):
+            Ledger.open(path)
+        known = book.snapshot
+        crashed = shutil.copytree(Path(path).parent, tmp_path / "as it is after a crash")
+    with Ledger.open(str(crashed / "ledger.db")) as book:
+        assert (book.set_aside, book.fresh) == (None, False)
+        assert (book.snapshot.devices, book.snapshot.holds) == (known.devices, known.holds)
+        assert set(known.holds) == {(R, "a"), (R, "b")}
+
+
+def test_a_ledger_that_another_agent_made_its_own_grants_nothing_more(path: str) -> None:
+    """With its directory it lost its lock; who came in between has the say, until it goes."""
+    with Ledger.open(path) as book:
+        book.do(ledger.adopt(R, ["a"], Side.PLUGIN, T0))
+        shutil.rmtree(Path(path).parent)
+        with Ledger.open(path) as other:
+            other.do(ledger.adopt(R, ["a"], Side.DRA, T0))
+            with pytest.raises(LedgerBusyError):
+                book.do(ledger.grant(R, {"a": "a"}, T0))
+            assert not book.snapshot.holds
 
 
 def test_what_is_closed_answers_with_an_error(path: str) -> None:
