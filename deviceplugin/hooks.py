@@ -9,7 +9,6 @@ that is left behind if it will not be cancelled.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import inspect
 import threading
 from collections.abc import Awaitable, Callable
@@ -109,8 +108,10 @@ def _run(
         outcome, error = None, raised
     except BaseException as raised:  # SystemExit and the like: a thread is no place for them
         outcome, error = None, RuntimeError(f"{type(raised).__name__}: {raised}")
-    with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits any more
+    try:
         loop.call_soon_threadsafe(_settle, future, outcome, error)
+    except RuntimeError:  # the loop is closed: nobody waits any more, but the thread hangs no more either
+        _stuck.discard(future)
 
 
 def _settle(future: asyncio.Future[Any], outcome: object, error: Exception | None) -> None:

@@ -12,6 +12,13 @@ from deviceplugin import hooks
 from deviceplugin.hooks import HookError, HookTimeoutError, call
 
 
+@pytest.fixture(autouse=True)
+def of_this_test(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Count no hook that another test left hanging."""
+    monkeypatch.setattr(hooks, "_stuck", set())
+    monkeypatch.setattr(hooks, "_abandoned", set())
+
+
 @pytest.fixture
 def released() -> Iterator[threading.Event]:
     """What hanging threads wait for, so that none outlives its test."""
@@ -189,3 +196,12 @@ async def test_cancelled_caller_lets_go_of_the_hook(released: threading.Event) -
         await caller
     released.set()
     await _gone(hooks._stuck)
+
+
+def test_hook_that_outlives_its_loop_counts_until_it_ends(released: threading.Event) -> None:
+    """A thread that hangs counts as such while it does, though the loop that it was called from is closed."""
+    with pytest.raises(HookTimeoutError):
+        asyncio.run(call("hook", released.wait, timeout=0.01))
+    assert len(hooks._stuck) == 1
+    released.set()
+    asyncio.run(_gone(hooks._stuck))
