@@ -7,6 +7,7 @@ its Python, our packages and the distributions that they require, and the shared
 from __future__ import annotations
 
 import compileall
+import configparser
 import hashlib
 import importlib.metadata
 import io
@@ -20,7 +21,7 @@ import sys
 import sysconfig
 import tarfile
 import tempfile
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from packaging.requirements import Requirement
@@ -126,25 +127,24 @@ def _install(site: Path, extras: Iterable[str]) -> dict[str, tuple[str, str]]:
     """Copy our packages and what they require; return our console scripts: module and function by name."""
     for package in ("deviceplugin", "dra_bridge"):
         shutil.copytree(_REPOSITORY / package, site / package, ignore=shutil.ignore_patterns("__pycache__"))
-    ours = importlib.metadata.distribution("deviceplugin")
-    wanted = [Requirement(f"deviceplugin[{','.join(extras)}]")]
+    ours = configparser.ConfigParser()
+    ours.read(_REPOSITORY / "setup.cfg")  # what is installed may be older
+    lists = [ours["options"]["install_requires"], *(ours["options.extras_require"][extra] for extra in extras)]
+    wanted = [Requirement(line) for text in lists for line in text.split("\n") if line]
     seen: set[tuple[str, str]] = set()
     while wanted:
         one = wanted.pop()
         distribution = importlib.metadata.distribution(one.name)
-        for extra in ("", *one.extras):
-            if (one.name, extra) in seen:
-                continue
+        for extra in {"", *one.extras} - {extra for name, extra in seen if name == one.name}:
             seen.add((one.name, extra))
             required = map(Requirement, distribution.requires or ())
             wanted += [dep for dep in required if dep.marker is None or dep.marker.evaluate({"extra": extra})]
-        if one.name != "deviceplugin":
-            for file in distribution.files or ():
-                if ".." not in file.parts:
-                    (site / file).parent.mkdir(parents=True, exist_ok=True)
-                    shutil.copy2(str(file.locate()), site / file)
-    scripts = ours.entry_points.select(group="console_scripts")
-    return {one.name: (one.module, one.attr) for one in scripts}
+        for file in distribution.files or ():
+            if ".." not in file.parts and not (site / file).exists():
+                (site / file).parent.mkdir(parents=True, exist_ok=True)
+                shutil.copy2(str(file.locate()), site / file)
+    scripts = (line.split(" = ") for line in ours["options.entry_points"]["console_scripts"].split("\n") if line)
+    return {name: (target.partition(":")[0], target.partition(":")[2]) for name, target in scripts}
 
 
 def _libraries(files: Iterable[str]) -> set[str]:
@@ -154,7 +154,7 @@ def _libraries(files: Iterable[str]) -> set[str]:
     return set(re.findall(r"^\s+(?:\S+ => )?(/\S+) \(0x", done.stdout, re.MULTILINE)) - set(loading)
 
 
-def _write(path: Path, layer: bytes, how: dict[str, object], names: Sequence[str]) -> None:
+def _write(path: Path, layer: bytes, how: Mapping[str, object], names: Sequence[str]) -> None:
     """Write an OCI image layout (https://github.com/opencontainers/image-spec) as a tar for ``ctr images import``."""
     blobs: dict[str, bytes] = {}
 
