@@ -113,6 +113,8 @@ ip link add left-$$ type veth peer name right-$$
 mkdir /var/lib/kubelet/pods
 mount -t tmpfs tmpfs /var/lib/kubelet/pods
 touch /var/lib/kubelet/pods/$0 /etc/cdi/$0 /run/cdi/$0 /var/log/pods/$0 /var/lib/cni/$0
+mknod /dev/$0 c 1 5
+head -c 1 /dev/$0 >/dev/null
 while ! grep -q . $procs; do :; done
 echo ready
 """
@@ -127,6 +129,7 @@ def assert_nothing_left(run: Run, before: set[str]) -> None:
     for directory in isolate.HIDDEN:
         assert not (directory / run.mark).exists()
     assert not Path("/var/lib/kubelet/pods", run.mark).exists()
+    assert not Path("/dev", run.mark).exists()
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGHUP])
