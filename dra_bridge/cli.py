@@ -166,7 +166,7 @@ def _add_deployment(parser: argparse.ArgumentParser) -> None:
         parser.add_argument(option, dest=field, default=argparse.SUPPRESS, help=about, **more)
 
     parser.add_argument("--config", type=Path, required=True, metavar="FILE", help="the config file (YAML)")
-    add("--image", "image", "the agent's image (dra-bridge:latest)", metavar="IMAGE")
+    add("--image", "image", "the agent's image (deviceplugin:0.1.0)", metavar="IMAGE")
     add("--pull-policy", "pull_policy", "of the image (IfNotPresent)", choices=("Always", "IfNotPresent", "Never"))
     add("--namespace", "namespace", "where the agent runs (dra-bridge)", metavar="NAME")
     add("--name", "name", "of the DaemonSet and all that belongs to it (dra-bridge)", metavar="NAME")

@@ -35,7 +35,7 @@ class Deployment:
     the field). metrics_port: 0 for none, and then there are no probes either. memory: the limit.
     """
 
-    image: str = "dra-bridge:latest"
+    image: str = "deviceplugin:0.1.0"
     namespace: str = "dra-bridge"
     name: str = "dra-bridge"
     version: Literal["v1", "v1beta2", "v1beta1"] = "v1"
@@ -340,6 +340,9 @@ def _daemon_set(how: Deployment, config: Config) -> Object:
         "args": arguments,
         "env": [{"name": "NODE_NAME", "valueFrom": {"fieldRef": {"fieldPath": "spec.nodeName"}}}],
         "resources": {"requests": {"cpu": "10m", "memory": "64Mi"}, "limits": {"memory": how.memory}},
+        # Not where the default is: a file would be left in the host's /dev.
+        "terminationMessagePath": "/run/termination-log",
+        "terminationMessagePolicy": "FallbackToLogsOnError",
         # It makes sockets in the kubelet's directories and opens whatever devices there are.
         "securityContext": {"privileged": True},
         "volumeMounts": mounts,

@@ -13,6 +13,7 @@ import yaml
 
 from deviceplugin import config
 from deviceplugin.testing import FakeKubelet
+from dra_bridge.manifests import Deployment
 from tests.programs import running
 
 ROOT = Path(__file__).parent.parent
@@ -84,6 +85,18 @@ def test_daemonset_carries_a_valid_file_and_runs_it() -> None:
         <= daemonset["spec"]["template"]["metadata"]["labels"].items()
     )
     assert daemonset["spec"]["updateStrategy"]["rollingUpdate"]["maxSurge"] == 0
+
+
+def test_image_has_one_name() -> None:
+    """What the README builds is what the Dockerfile says, and what daemonset.yaml and the printed manifests run."""
+    (version,) = re.findall(r"^version = (.+)$", (ROOT / "setup.cfg").read_text(), re.MULTILINE)
+    name = f"deviceplugin:{version}"
+    command = f"docker build -f examples/Dockerfile -t {name} ."
+    assert command in (ROOT / "README.md").read_text()
+    assert command in (EXAMPLES / "Dockerfile").read_text()
+    _, daemonset = yaml.safe_load_all((EXAMPLES / "daemonset.yaml").read_text())
+    (container,) = daemonset["spec"]["template"]["spec"]["containers"]
+    assert container["image"] == Deployment().image == name
 
 
 def test_ci_runs_the_readmes_test_command() -> None:
