@@ -1,0 +1,371 @@
+"""The agent as users run it: a DaemonSet's pod on the real node, made by what we print and by what lies in examples.
+
+Everything else here runs it as a process of the host. In a pod it has an image's files and nothing else of the host
+than the volumes of its manifest, its own process numbers, the rights and limits of its container, and the kubelet's
+own way to the API server; and the kubelet and the DaemonSet controller decide when it starts and ends.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import signal
+import stat
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.request
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import yaml
+
+from deviceplugin.sources.path import device_id
+from tests.cluster import image, isolate
+from tests.cluster.bridge import Bridge
+from tests.cluster.node import Cluster, Pod
+
+DRIVER = "board.example.net"
+RESOURCE = "example.net/board"
+NAMESPACE = "dra-bridge"
+SHARE = f"{DRIVER}/dra-share"
+BOARDS = Path(isolate.DEVICES) / "boards"
+COUNT = 4
+IMAGES = ("localhost/deviceplugin:1", "localhost/deviceplugin:2")
+EXAMPLES = Path(__file__).parents[2] / "examples"
+PATIENCE = 120.0
+"""Seconds that a container may take to come up on a busy machine."""
+
+
+@pytest.fixture(scope="session")
+def archive() -> Iterator[Path]:
+    """The image that examples/Dockerfile describes, under two tags."""
+    text = (EXAMPLES / "Dockerfile").read_text()
+    (extras,) = re.findall(r"/src\[([a-z,]+)\]", text)
+    (entrypoint,) = re.findall(r"^ENTRYPOINT (.+)$", text, re.MULTILINE)
+    with tempfile.TemporaryDirectory() as directory:
+        path = Path(directory) / "agent.tar"
+        image.write_agent(path, extras.split(","), json.loads(entrypoint), IMAGES)
+        yield path
+
+
+@pytest.fixture
+def node(cluster: Cluster, archive: Path) -> Cluster:
+    """A node with the image."""
+    if cluster.minor < 34:
+        pytest.skip("manifests are printed for resource.k8s.io/v1, which came with 1.34")
+    cluster.import_image(archive)
+    return cluster
+
+
+def ready(pod: Pod) -> bool:
+    conditions = pod.status.get("conditions", [])
+    return any(one["type"] == "Ready" and one["status"] == "True" for one in conditions)
+
+
+def get(pod: Pod, path: str) -> str:
+    """Return what a pod answers at its metrics port."""
+    with urllib.request.urlopen(f"http://{pod.status['podIP']}:9410{path}", timeout=10) as answer:
+        return str(answer.read().decode())
+
+
+class Deployed(Bridge):
+    """A Bridge that is no process of ours but what `dra-bridge manifests` prints, applied by kubectl."""
+
+    image = IMAGES[0]
+
+    def _install(self) -> None:
+        self.classes = {RESOURCE: DRIVER}
+        self.apply()
+
+    def apply(self, *options: str) -> None:
+        """Apply what is printed for the config file as it is now."""
+        command = [sys.executable, "-m", "dra_bridge", "manifests", "--config", str(self.config)]
+        done = subprocess.run(
+            [*command, "--image", self.image, *options], check=True, stdin=subprocess.DEVNULL, capture_output=True
+        )
+        printed = self.directory / "manifests.yaml"
+        printed.write_bytes(done.stdout)
+        self.cluster.kubectl("apply", "-f", str(printed))
+
+    def pods(self) -> list[Pod]:
+        """Return the agent's pods, those that are ending included."""
+        return self.cluster.pods(NAMESPACE, "app.kubernetes.io/name=dra-bridge")
+
+    def agent(self, other_than: str = "") -> Pod:
+        """Wait until there is just one pod and it is ready; return it. other_than: the UID of a former one."""
+
+        def one() -> Pod | None:
+            (pod,) = found if len(found := self.pods()) == 1 else (None,)
+            return pod if pod is not None and pod.uid != other_than and ready(pod) else None
+
+        pod = self.cluster.wait_for(one, PATIENCE, "the agent's pod is ready", log="kubelet")
+        assert pod is not None
+        pod.container_id()
+        return pod
+
+    def log(self) -> str:
+        """Return what the agent's pod has said since its container started."""
+        return self.agent().logs()
+
+    def uninstall(self) -> None:
+        """Remove the DaemonSet, and wait until nothing of its devices is left on the node."""
+        for pod in self.pods():
+            print(f"--- {pod}\n{pod.logs()}")
+        self.cluster.delete("DaemonSet", "dra-bridge", NAMESPACE)
+        self.cluster.wait_for(lambda: not self.pods(), PATIENCE, "the agent's pod is gone")
+        self.cluster.wait_for(lambda: not self.cluster.allocatable(RESOURCE), 60, "nothing is allocatable")
+
+    def steer(self, *argv: str) -> str:
+        """Run a command line of `dra-bridge` as an administrator; return what it said."""
+        command = [sys.executable, "-m", "dra_bridge", *argv, "--kubeconfig", str(self.cluster.kubeconfig)]
+        done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=150)
+        assert done.returncode == 0, (argv, done.stdout, done.stderr)
+        return done.stdout
+
+    def migrate(self, share: str) -> None:
+        """Move devices until claims have a share."""
+        self.steer("migrate", self.cluster.node_name, "--driver", DRIVER, "--share", share, "--wait", "--timeout", "90")
+
+    def sides(self) -> dict[str, tuple[str, str, str]]:
+        """Return each device's side, state and holder as `status` tells them."""
+        (found,) = json.loads(self.steer("status", "--driver", DRIVER, "-o", "json"))["nodes"]
+        devices = [device for resource in found["resources"] for device in resource["devices"]]
+        return {one["name"]: (one["side"], one["state"], one["holder"]) for one in devices}
+
+
+@pytest.fixture
+def deployed(node: Cluster) -> Iterator[Deployed]:
+    """The agent's DaemonSet with four devices, two on each side."""
+    shutil.rmtree(BOARDS, ignore_errors=True)
+    BOARDS.mkdir(parents=True)
+    for number in range(COUNT):
+        os.mknod(BOARDS / f"board{number}", stat.S_IFCHR | 0o600, os.makedev(1, 5))
+    directory = Path(tempfile.mkdtemp(dir=isolate.DEVICES))
+    resource = {
+        "name": RESOURCE,
+        "driver": DRIVER,
+        "devices": [{"path": f"{BOARDS}/*"}],
+        "dra": {"share": "50%"},
+    }
+    made = Deployed(node, directory, [resource])
+    try:
+        made.agent()
+        yield made
+    finally:
+        try:
+            for pod in node.pods("default"):
+                pod.delete()
+            for pod in node.pods("default"):
+                pod.wait_gone()
+        finally:
+            made.uninstall()
+            node.api.patch("Node", node.node_name, {"metadata": {"annotations": {SHARE: None}}}, "")
+            shutil.rmtree(Path("/var/lib/kubelet/plugins") / DRIVER, ignore_errors=True)
+            shutil.rmtree(directory)
+
+
+def held_by(pod: Pod) -> str:
+    """Return the id of the device that a container has; it is opened to see that it may."""
+    (name,) = pod.exec(["ls", str(BOARDS)]).split()
+    pod.exec(["head", "-c", "1", f"{BOARDS}/{name}"])
+    return device_id(str(BOARDS / name))
+
+
+def prober(cluster: Cluster, pod: Pod) -> dict[tuple[str, str], int]:
+    """Return how many probes of a pod went how, by the kubelet: (Liveness, successful) and so on."""
+    found = re.findall(
+        rf'^prober_probe_total{{.*pod="{pod.name}".*probe_type="(\w+)",result="(\w+)"}} (\d+)$',
+        cluster.metrics("/metrics/probes"),
+        re.MULTILINE,
+    )
+    return {(kind, result): int(count) for kind, result, count in found}
+
+
+def test_both_doors_of_a_pod(deployed: Deployed) -> None:
+    """Pods get a device by limits and by a claim from the agent's pod, which needs no other right than it has."""
+    cluster, agent = deployed.cluster, deployed.agent()
+    cluster.wait_allocatable(RESOURCE, 2)
+    deployed.wait_offered(2)
+    plain = cluster.start_pod("plain", {RESOURCE: 1}).wait_running()
+    deployed.claim("mine")
+    user = deployed.pod("user", {"board": "mine"}).wait_running()
+    assert held_by(user) in deployed.allocated("mine")
+    held = {held_by(plain): "pod default/plain", held_by(user): "claim default/mine"}
+
+    def holders() -> dict[str, str]:
+        return {name: holder for name, (_, _, holder) in deployed.sides().items() if holder}
+
+    cluster.wait_for(lambda: holders() == held, 60, f"the holders are {held}")
+    (device,) = deployed.get_claim("mine")["status"]["devices"]
+    assert device["driver"] == DRIVER
+    assert agent.restarts() == 0
+    for line in agent.logs().splitlines():
+        assert not re.search(r" (WARNING|ERROR) |forbidden|denied", line), line
+
+
+def test_probes_and_metrics_of_a_pod(deployed: Deployed) -> None:
+    """All probes of the manifest succeed, metrics tell the truth at its port, and it is far from its memory's limit."""
+    cluster, agent = deployed.cluster, deployed.agent()
+    deployed.wait_offered(2)
+    wanted = {("Startup", "successful"), ("Readiness", "successful"), ("Liveness", "successful")}
+    cluster.wait_for(lambda: wanted <= prober(cluster, agent).keys(), 60, "each kind of probe was made")
+    assert not any(result == "failed" and kind == "Liveness" for kind, result in prober(cluster, agent))
+    (port,) = agent.object["spec"]["containers"][0]["ports"]
+    assert (port["name"], port["containerPort"]) == ("metrics", 9410)
+    metrics = get(agent, "/metrics")
+    for side in ("plugin", "dra"):
+        series = f'{{resource="{RESOURCE}",side="{side}",state="{side}",health="healthy"}} 2'
+        assert f"deviceplugin_devices{series}" in metrics.splitlines()
+    (used,) = re.findall(r"VmRSS:\s+(\d+) kB", agent.exec(["python", "-c", "print(open('/proc/1/status').read())"]))
+    (container,) = agent.object["spec"]["containers"]
+    assert container["resources"]["limits"] == {"memory": "128Mi"}
+    assert int(used) < 64 * 1024, "more than it asks the scheduler for"
+    assert get(agent, "/readyz").strip() == "ok"
+
+
+def test_share_moves_from_a_pod(deployed: Deployed) -> None:
+    """`dra-bridge migrate` moves all devices to claims and back; a pod that asks in its limits starts on each side."""
+    cluster = deployed.cluster
+    deployed.agent()
+    deployed.migrate("all")
+    cluster.wait_allocatable(RESOURCE, 0)
+    assert len(deployed.wait_offered(COUNT)) == COUNT
+    pod = cluster.start_pod("through-dra", {RESOURCE: 1}).wait_running()
+    assert deployed.sides()[held_by(pod)][0] == "dra"
+    pod.delete()
+    pod.wait_gone()
+    deployed.migrate("none")
+    cluster.wait_allocatable(RESOURCE, COUNT)
+    assert deployed.wait_offered(0) == {}
+    pod = cluster.start_pod("through-plugin", {RESOURCE: 1}).wait_running()
+    assert deployed.sides()[held_by(pod)][0] == "plugin"
+
+
+def test_changed_config_map_is_taken(deployed: Deployed) -> None:
+    """A changed file, printed and applied again, is taken by the agent's pod as it runs."""
+    cluster, agent = deployed.cluster, deployed.agent()
+    deployed.wait_offered(2)
+    deployed.share(1)
+    deployed.apply()
+
+    def taken() -> bool:
+        # The kubelet looks at a pod's volumes once a minute, and when the pod changes.
+        looked = {"metadata": {"annotations": {"looked-at": str(int(time.monotonic()))}}}
+        cluster.api.patch("Pod", agent.name, looked, NAMESPACE)
+        return f"was read again: changed {RESOURCE}" in agent.logs()
+
+    cluster.wait_for(taken, PATIENCE, "the agent has read the file again", log="kubelet")
+    deployed.wait_offered(1)
+    cluster.wait_allocatable(RESOURCE, COUNT - 1)
+    assert deployed.agent().uid == agent.uid
+    assert agent.restarts() == 0
+
+
+def delete(deployed: Deployed, agent: Pod) -> None:
+    """Delete the agent's pod; the DaemonSet makes another."""
+    deployed.cluster.kubectl("delete", "pod", agent.name, f"--namespace={NAMESPACE}", "--wait=false")
+    deployed.agent(other_than=agent.uid)
+
+
+def update(deployed: Deployed, agent: Pod) -> None:
+    """Roll another image out as a user does."""
+    deployed.image = IMAGES[1]
+    deployed.apply()
+    deployed.cluster.kubectl(
+        "rollout", "status", "daemonset/dra-bridge", f"--namespace={NAMESPACE}", f"--timeout={PATIENCE:g}s"
+    )
+    (container,) = deployed.agent(other_than=agent.uid).object["spec"]["containers"]
+    assert container["image"] == IMAGES[1]
+
+
+def kill(deployed: Deployed, agent: Pod) -> None:
+    """Kill the agent's process; the kubelet starts its container again."""
+    state = subprocess.run(
+        ["runc", "--root", "/run/containerd/runc/k8s.io", "state", agent.container_id()],
+        check=True,
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+    )
+    os.kill(json.loads(state.stdout)["pid"], signal.SIGKILL)
+    deployed.cluster.wait_for(lambda: agent.restarts() == 1 and ready(agent), PATIENCE, "the container is there again")
+
+
+@pytest.mark.parametrize("again", [delete, update, kill])
+def test_nothing_is_lost_with_a_pod(deployed: Deployed, again: Callable[[Deployed, Pod], None]) -> None:
+    """While the agent's pod is replaced holders keep their devices, nobody gets one twice, and its ledger stays."""
+    cluster, agent = deployed.cluster, deployed.agent()
+    cluster.wait_allocatable(RESOURCE, 2)
+    deployed.wait_offered(2)
+    deployed.template("board")
+    claims = {"board": {"resourceClaimTemplateName": "board"}}
+    plain = [cluster.start_pod(f"plain-{number}", {RESOURCE: 1}) for number in range(2)]
+    for pod in plain:
+        pod.wait_running()
+    users = [deployed.pod(f"user-{number}", claims) for number in range(2)]
+    for pod in users:
+        pod.wait_running()
+    held = {held_by(pod): pod for pod in (*plain, *users)}
+    assert len(held) == COUNT
+    containers = {pod.name: pod.container_id() for pod in held.values()}
+    cluster.wait_for(lambda: all(holder for _, _, holder in deployed.sides().values()), 60, "all holders are known")
+    before = deployed.sides()
+
+    again(deployed, agent)
+    hungry = [cluster.start_pod("hungry-plain", {RESOURCE: 1}), deployed.pod("hungry-user", claims)]
+    cluster.wait_for(lambda: deployed.sides() == before, 60, f"sides and holders are {before}")
+    for pod in hungry:
+        pod.wait_unschedulable()
+    for device, pod in held.items():
+        assert (held_by(pod), pod.container_id(), pod.restarts()) == (device, containers[pod.name], 0)
+
+    for leaving, waiting in zip((plain[0], users[0]), hungry, strict=True):
+        freed = held_by(leaving)
+        leaving.delete()
+        waiting.wait_running()
+        assert held_by(waiting) == freed
+    assert len({held_by(pod) for pod in (plain[1], users[1], *hungry)}) == COUNT
+
+
+def test_example_of_a_plugin_alone(node: Cluster) -> None:
+    """examples/daemonset.yaml serves a device that is plugged in later, without capabilities, through its restart."""
+    objects = list(yaml.safe_load_all((EXAMPLES / "daemonset.yaml").read_text()))
+    (agent,) = (one for one in objects if one["kind"] == "DaemonSet")
+    agent["spec"]["template"]["spec"]["containers"][0]["image"] = IMAGES[0]
+    before = set(os.listdir("/dev"))
+    port = Path("/dev/ttyUSB0")
+    if not Path("/dev/kvm").exists():
+        os.mknod("/dev/kvm", stat.S_IFCHR | 0o600, os.makedev(1, 5))
+
+    def pod(other_than: str = "") -> Pod | None:
+        found = node.pods("kube-system", "app.kubernetes.io/name=deviceplugin")
+        return found[0] if len(found) == 1 and found[0].uid != other_than and ready(found[0]) else None
+
+    try:
+        node.apply(objects)
+        first = node.wait_for(pod, PATIENCE, "the plugin's pod is ready", log="kubelet")
+        assert first is not None
+        node.wait_allocatable("example.com/kvm", 100, 60)
+        os.mknod(port, stat.S_IFCHR | 0o600, os.makedev(1, 5))
+        node.wait_allocatable("example.com/serial", 1, 60)
+        reader = node.start_pod("reader", {"example.com/serial": 1, "example.com/kvm": 1}).wait_running()
+        assert len(reader.exec(["head", "-c", "1", str(port)])) == 1
+        first.delete(grace=30)
+        second = node.wait_for(lambda: pod(first.uid), PATIENCE, "another pod is ready", log="kubelet")
+        assert second is not None
+        assert reader.restarts() == 0
+        assert len(reader.exec(["head", "-c", "1", str(port)])) == 1
+        holder = f'deviceplugin_allocation_info{{resource="example.com/serial",device="{port.name}"'
+        node.wait_for(lambda: holder in get(second, "/metrics"), 60, "the holder is in the metrics")
+        print(second.logs())
+        assert node.allocatable("example.com/serial") == 1
+        assert set(os.listdir("/dev")) - before <= {port.name, "kvm"}, "the plugin leaves something on the host"
+    finally:
+        for one in node.pods("kube-system", "app.kubernetes.io/name=deviceplugin"):
+            print(f"--- {one.explain()}\n{one.logs()}")
+        node.clean()
+        port.unlink(missing_ok=True)
