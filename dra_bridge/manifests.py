@@ -369,6 +369,8 @@ def _daemon_set(how: Deployment, config: Config) -> Object:
                     "nodeSelector": {"kubernetes.io/os": "linux", **(how.node_selector or {})},
                     "tolerations": [{"operator": "Exists"}],
                     "terminationGracePeriodSeconds": 30,
+                    # The pod's first process buries what the commands of health probes leave behind.
+                    "shareProcessNamespace": True,
                     "containers": [container],
                     "volumes": volumes,
                 },

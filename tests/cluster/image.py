@@ -75,8 +75,10 @@ def write_busybox(busybox: str, path: Path) -> None:
         for applet in applets:
             if applet != "busybox":
                 _link(archive, f"bin/{applet}", "busybox")
-    # What the sandbox of a pod runs; the containers of the tests bring their own command.
-    config = {"Cmd": ["/bin/sleep", "2147483647"], "Env": ["PATH=/bin"]}
+    # What the sandbox of a pod runs; the containers of the tests bring their own command. Where the containers are in
+    # the sandbox's pid namespace it buries orphans, as the usual image of sandboxes does: a shell that waits does.
+    forever = "trap 'exit 0' INT TERM; while :; do sleep 2147483647 & wait; done"
+    config = {"Cmd": ["/bin/sh", "-c", forever], "Env": ["PATH=/bin"]}
     _write(path, buffer.getvalue(), config, [IMAGE])
 
 

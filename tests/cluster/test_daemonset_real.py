@@ -73,6 +73,13 @@ def get(pod: Pod, path: str) -> str:
         return str(answer.read().decode())
 
 
+def process_of(pod: Pod) -> int:
+    """Return the number of the process that a container was started for, as the node has it."""
+    command = ["runc", "--root", "/run/containerd/runc/k8s.io", "state", pod.container_id()]
+    done = subprocess.run(command, check=True, stdin=subprocess.DEVNULL, capture_output=True)
+    return int(json.loads(done.stdout)["pid"])
+
+
 class Deployed(Bridge):
     """A Bridge that is no process of ours but what `dra-bridge manifests` prints, applied by kubectl."""
 
@@ -221,7 +228,7 @@ def test_probes_and_metrics_of_a_pod(deployed: Deployed) -> None:
     for side in ("plugin", "dra"):
         series = f'{{resource="{RESOURCE}",side="{side}",state="{side}",health="healthy"}} 2'
         assert f"deviceplugin_devices{series}" in metrics.splitlines()
-    (used,) = re.findall(r"VmRSS:\s+(\d+) kB", agent.exec(["python", "-c", "print(open('/proc/1/status').read())"]))
+    (used,) = re.findall(r"VmRSS:\s+(\d+) kB", Path(f"/proc/{process_of(agent)}/status").read_text())
     (container,) = agent.object["spec"]["containers"]
     assert container["resources"]["limits"] == {"memory": "128Mi"}
     assert int(used) < 64 * 1024, "more than it asks the scheduler for"
@@ -285,13 +292,7 @@ def update(deployed: Deployed, agent: Pod) -> None:
 
 def kill(deployed: Deployed, agent: Pod) -> None:
     """Kill the agent's process; the kubelet starts its container again."""
-    state = subprocess.run(
-        ["runc", "--root", "/run/containerd/runc/k8s.io", "state", agent.container_id()],
-        check=True,
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-    )
-    os.kill(json.loads(state.stdout)["pid"], signal.SIGKILL)
+    os.kill(process_of(agent), signal.SIGKILL)
     deployed.cluster.wait_for(lambda: agent.restarts() == 1 and ready(agent), PATIENCE, "the container is there again")
 
 
@@ -369,3 +370,31 @@ def test_example_of_a_plugin_alone(node: Cluster) -> None:
             print(f"--- {one.explain()}\n{one.logs()}")
         node.clean()
         port.unlink(missing_ok=True)
+
+
+def test_orphans_of_probes_are_buried(node: Cluster) -> None:
+    """What probes of health leave behind when they end does not stay as zombies in the plugin's pod."""
+    map_, agent = yaml.safe_load_all((EXAMPLES / "daemonset.yaml").read_text())
+    orphan = "open('/tmp/orphans', 'a').write('x')"
+    leave = f"import subprocess, sys; subprocess.Popen([sys.executable, '-c', {orphan!r}])"
+    probe = {"command": ["python", "-c", leave]}
+    resource = {"name": RESOURCE, "devices": [{"path": "/dev/full"}], "health": {"probe": probe, "period": 1}}
+    map_["data"]["config.yaml"] = yaml.safe_dump({"resources": [resource]})
+    spec = agent["spec"]["template"]["spec"]
+    spec["containers"][0]["image"] = IMAGES[0]
+    spec["containers"][0]["volumeMounts"].append({"name": "tmp", "mountPath": "/tmp"})
+    spec["volumes"].append({"name": "tmp", "emptyDir": {}})
+    node.apply([map_, agent])
+    node.wait_allocatable(RESOURCE, 1, PATIENCE)
+    (pod,) = node.pods("kube-system", "app.kubernetes.io/name=deviceplugin")
+    look = """
+import glob, os
+print(os.stat('/tmp/orphans').st_size, sum(') Z ' in open(one).read() for one in glob.glob('/proc/[0-9]*/stat')))
+"""
+
+    def seen() -> tuple[int, int]:
+        orphans, zombies = pod.exec(["python", "-c", look]).split()
+        return int(orphans), int(zombies)
+
+    node.wait_for(lambda: seen()[0] >= 5, 60, "some looks were made")
+    node.wait_for(lambda: seen()[1] == 0, 60, "no zombie is there")
