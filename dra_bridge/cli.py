@@ -185,6 +185,12 @@ def _add_deployment(parser: argparse.ArgumentParser) -> None:
     add("--kubelet-root", "kubelet_root", "the kubelet's --root-dir (/var/lib/kubelet)", metavar="DIR")
     add("--cdi-dir", "cdi_directory", "where the container runtime finds CDI specs (/var/run/cdi)", metavar="DIR")
     add("--metrics-port", "metrics_port", "0 for no metrics, and no probes (9410)", type=_port, metavar="PORT")
+    add(
+        "--runtime-class",
+        "runtime_class",
+        "of the agent's pod; `nvidia` where that is not the nodes' default and there are GPUs (none)",
+        metavar="NAME",
+    )
     add("--memory", "memory", "the container's limit (128Mi)", metavar="QUANTITY")
     add(
         "--node-selector",

@@ -33,6 +33,7 @@ class Deployment:
     version: of resource.k8s.io for the DeviceClasses. extended_resource: whether these name the
     extended resource, so that unchanged pods get devices through DRA (servers before 1.34 refuse
     the field). metrics_port: 0 for none, and then there are no probes either. memory: the limit.
+    runtime_class: of the agent's pod, none if empty; the agent gets NVIDIA's library from the runtime.
     """
 
     image: str = "deviceplugin:0.1.0"
@@ -46,6 +47,7 @@ class Deployment:
     memory: str = "128Mi"
     node_selector: Mapping[str, str] | None = None
     pull_policy: str = "IfNotPresent"
+    runtime_class: str = ""
 
 
 def manifests(config: Config, text: str, deployment: Deployment | None = None) -> list[Object]:
@@ -329,6 +331,18 @@ def _daemon_set(how: Deployment, config: Config) -> Object:
         if name.startswith("devices-"):
             mount |= {"readOnly": True, "mountPropagation": "HostToContainer"}
         mounts.append(mount)
+    environment: list[Object] = [{"name": "NODE_NAME", "valueFrom": {"fieldRef": {"fieldPath": "spec.nodeName"}}}]
+    nvidia = [entry.nvidia for resource in config.resources for entry in resource.devices if entry.nvidia]
+    if nvidia:
+        # The container runtime brings the driver's library along; no image can have it.
+        environment += [
+            {"name": "NVIDIA_VISIBLE_DEVICES", "value": "all"},
+            {"name": "NVIDIA_DRIVER_CAPABILITIES", "value": "utility"},
+        ]
+    if any(one.injection == "cdi" for one in nvidia) and how.cdi_directory != "/etc/cdi":
+        # The names of GPUs are in a spec that NVIDIA's own tools wrote.
+        volumes.append({"name": "etc-cdi", "hostPath": {"path": "/etc/cdi", "type": "DirectoryOrCreate"}})
+        mounts.append({"name": "etc-cdi", "mountPath": "/etc/cdi", "readOnly": True})
     arguments = ["run", f"--config={CONFIG_DIRECTORY}/{CONFIG_FILE}", f"--cdi-dir={how.cdi_directory}"]
     if root != "/var/lib/kubelet":
         arguments += [f"--kubelet-root={root}", "--device-plugin-dir=/var/lib/kubelet/device-plugins"]
@@ -338,7 +352,7 @@ def _daemon_set(how: Deployment, config: Config) -> Object:
         "imagePullPolicy": how.pull_policy,
         "command": ["dra-bridge"],
         "args": arguments,
-        "env": [{"name": "NODE_NAME", "valueFrom": {"fieldRef": {"fieldPath": "spec.nodeName"}}}],
+        "env": environment,
         "resources": {"requests": {"cpu": "10m", "memory": "64Mi"}, "limits": {"memory": how.memory}},
         # Not where the default is: a file would be left in the host's /dev.
         "terminationMessagePath": "/run/termination-log",
@@ -366,6 +380,7 @@ def _daemon_set(how: Deployment, config: Config) -> Object:
                 "spec": {
                     "serviceAccountName": how.name,
                     "priorityClassName": "system-node-critical",
+                    **({"runtimeClassName": how.runtime_class} if how.runtime_class else {}),
                     "nodeSelector": {"kubernetes.io/os": "linux", **(how.node_selector or {})},
                     "tolerations": [{"operator": "Exists"}],
                     "terminationGracePeriodSeconds": 30,

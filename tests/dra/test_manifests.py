@@ -127,6 +127,26 @@ def test_other_roots_and_no_metrics(config: Config) -> None:
     assert "livenessProbe" not in container
 
 
+@pytest.mark.parametrize("injection", ["env", "cdi"])
+def test_nodes_with_nvidia_gpus(injection: str) -> None:
+    """The agent's pod gets the driver's library from the runtime, and the GPUs' CDI spec where it needs the names."""
+    text = f"resources: [{{name: nvidia.com/gpu, devices: [{{nvidia: {{injection: {injection}}}}}]}}]"
+    (agent,) = of_kind(manifests(parse(text), text, Deployment(runtime_class="nvidia")), "DaemonSet")
+    pod = agent["spec"]["template"]["spec"]
+    (container,) = pod["containers"]
+    environment = {one["name"]: one.get("value") for one in container["env"]}
+    assert pod["runtimeClassName"] == "nvidia"
+    assert environment["NVIDIA_VISIBLE_DEVICES"] == "all"
+    assert environment["NVIDIA_DRIVER_CAPABILITIES"] == "utility"
+    paths = {one["mountPath"] for one in container["volumeMounts"]}
+    assert ("/etc/cdi" in paths) is (injection == "cdi")
+
+
+def test_other_nodes_need_no_runtime(config: Config) -> None:
+    """Without such GPUs nothing speaks of them."""
+    assert "nvidia" not in to_yaml(manifests(config, TEXT)).casefold()
+
+
 def test_yaml_reads_back(config: Config) -> None:
     """What is printed are the same objects."""
     objects = manifests(config, TEXT)
