@@ -331,6 +331,10 @@ def _daemon_set(how: Deployment, config: Config) -> Object:
         if name.startswith("devices-"):
             mount |= {"readOnly": True, "mountPropagation": "HostToContainer"}
         mounts.append(mount)
+    if how.metrics_port:
+        # The names of pods whose init containers hold something; the kubelet's services leave these out.
+        volumes.append({"name": "pod-logs", "hostPath": {"path": "/var/log/pods", "type": "DirectoryOrCreate"}})
+        mounts.append({"name": "pod-logs", "mountPath": "/var/log/pods", "readOnly": True})
     environment: list[Object] = [{"name": "NODE_NAME", "valueFrom": {"fieldRef": {"fieldPath": "spec.nodeName"}}}]
     nvidia = [entry.nvidia for resource in config.resources for entry in resource.devices if entry.nvidia]
     if nvidia:

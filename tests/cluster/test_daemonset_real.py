@@ -20,6 +20,7 @@ import time
 import urllib.request
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -228,6 +229,19 @@ def test_probes_and_metrics_of_a_pod(deployed: Deployed) -> None:
     for side in ("plugin", "dra"):
         series = f'{{resource="{RESOURCE}",side="{side}",state="{side}",health="healthy"}} 2'
         assert f"deviceplugin_devices{series}" in metrics.splitlines()
+    # An init container's holder has its pod's name, which is in no service of the kubelet's.
+    waits: dict[str, Any] = {
+        "name": "prepare",
+        "image": image.IMAGE,
+        "imagePullPolicy": "Never",
+        "command": ["/bin/sleep", "300"],
+        "resources": {"limits": {RESOURCE: "1"}},
+    }
+    cluster.start_pod("staged", initContainers=[waits])
+    holder = re.compile(
+        r'^deviceplugin_allocation_info{.*side="plugin",namespace="default",pod="staged",container="prepare"', re.MULTILINE
+    )
+    cluster.wait_for(lambda: holder.search(get(agent, "/metrics")), 60, "the init container is a holder by its name")
     (used,) = re.findall(r"VmRSS:\s+(\d+) kB", Path(f"/proc/{process_of(agent)}/status").read_text())
     (container,) = agent.object["spec"]["containers"]
     assert container["resources"]["limits"] == {"memory": "128Mi"}

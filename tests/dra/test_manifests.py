@@ -111,6 +111,7 @@ def test_directories_of_the_host(config: Config) -> None:
         "/var/lib/kubelet/pod-resources",
         "/var/run/cdi",
         "/dev",
+        "/var/log/pods",
         "/run/fpga",
     }
     (container,) = pod["containers"]
