@@ -11,7 +11,6 @@ import asyncio
 import functools
 import logging
 import random
-import sys
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import aclosing
@@ -19,7 +18,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
 
-from deviceplugin import ledger, podresources, process, topology
+from deviceplugin import ledger, podresources, topology
 from deviceplugin.agent import Agent, AgentError, Look, Paths, Service
 from deviceplugin.config import Config, ResourceConfig
 from deviceplugin.endpoint import Doorkeeper
@@ -43,7 +42,7 @@ from dra_bridge.metrics import Told
 from dra_bridge.registrar import Registrar
 from dra_bridge.slices import Offer, Pool, Publisher
 
-__all__ = ["Bridge", "DriverBridge", "Terms", "run", "run_config"]
+__all__ = ["Bridge", "DriverBridge", "Terms", "terms_of"]
 
 _LOG: Final = logging.getLogger(__name__)
 
@@ -773,75 +772,3 @@ class Bridge:
 def terms_of(config: Config) -> dict[str, Terms]:
     """Return the terms of a config file's resources."""
     return {resource.name: Terms.of(resource) for resource in config.resources}
-
-
-def run(
-    *sources: DeviceSource, share: str | int = "none", drain: Drain = "cordon", argv: Sequence[str] | None = None
-) -> None:
-    """Serve these sources through both doors until SIGTERM or SIGINT; for an author's own agent.
-
-    share: what claims get of each source's devices to begin with, as in a config file; the Node's
-    annotation `<driver>/dra-share` overrides it. The command line (or `argv`) says the rest,
-    `--help` how. Ends the process with status 1 if the node cannot be served.
-
-    Raises:
-        ShareError: the share is not one.
-
-    """
-    from dra_bridge import cli
-
-    terms = {source.resource: Terms(parse_share(share), drain) for source in sources}
-    options = cli.parse_run(argv)
-
-    def make() -> process.Served:
-        bridge = Bridge(
-            sources,
-            terms,
-            options.cluster,
-            options.node,
-            options.paths,
-            cdi_directory=options.cdi_directory,
-            keep_books=options.metrics_address is not None,
-        )
-        return process.Served(bridge.agent, bridge.run, process.Served.plainly(bridge.agent).take)
-
-    status = process.serve(make, metrics_address=options.metrics_address)
-    if status:
-        sys.exit(status)
-
-
-def run_config(
-    path: Path,
-    paths: Paths,
-    cluster: Cluster,
-    node: str,
-    *,
-    metrics_address: str | None = None,
-    cdi_directory: str = "/var/run/cdi",
-) -> int:
-    """Serve both doors of what a config file says until SIGTERM, and what it says later when it changes.
-
-    Returns:
-        The process's exit status.
-
-    Raises:
-        ConfigError: the file cannot be used at the start; later that is only said.
-
-    """
-    from deviceplugin import config, sources
-
-    first = config.load(path)
-
-    def make() -> process.Served:
-        built = [sources.build(resource) for resource in first.resources]
-        keep_books = metrics_address is not None
-        bridge = Bridge(
-            built, terms_of(first), cluster, node, paths, cdi_directory=cdi_directory, keep_books=keep_books
-        )
-
-        async def take(now: Config, changed: Mapping[str, DeviceSource], unchanged: Sequence[str]) -> None:
-            await bridge.reconfigure(changed, terms_of(now), unchanged)
-
-        return process.Served(bridge.agent, bridge.run, take)
-
-    return process.serve(make, metrics_address=metrics_address, config=(path, first))

@@ -12,29 +12,24 @@ import contextlib
 import json
 import logging
 import os
-import socket
 import sys
 import time
 from collections.abc import Awaitable, Callable, Iterator, Sequence
-from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
-from deviceplugin import options as common
+from deviceplugin.options import EXITS
+from dra_bridge.options import add_kubeconfig, add_run_options, run_options
 
 if TYPE_CHECKING:
-    from deviceplugin.agent import Paths
     from dra_bridge.cluster import Cluster
     from dra_bridge.fleet import NodeView
 
-__all__ = ["RunOptions", "main", "parse_run"]
+__all__ = ["main"]
 
 _LOG: Final = logging.getLogger(__name__)
 _T = TypeVar("_T")
-_EXITS: Final = (
-    "exit status: 0 all is well, 1 it failed while running, 2 wrong usage or a config file that cannot be used"
-)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -54,31 +49,31 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="dra-bridge",
         description="Serve devices to pods and to claims, and move them between the two on a live node.",
-        epilog=_EXITS,
+        epilog=EXITS,
         allow_abbrev=False,
     )
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
 
     def add(name: str, command: Any, about: str) -> argparse.ArgumentParser:
-        one = commands.add_parser(name, help=about, description=about, epilog=_EXITS, allow_abbrev=False)
+        one = commands.add_parser(name, help=about, description=about, epilog=EXITS, allow_abbrev=False)
         one.set_defaults(command=command)
         return one
 
     run = add("run", _run, "Serve the devices of a config file to this node's kubelet, through both doors.")
     run.add_argument("--config", type=Path, required=True, metavar="FILE", help="the config file (YAML)")
-    _add_run_options(run)
+    add_run_options(run)
     uninstall = add("uninstall", _uninstall, "Remove the slices that a config's drivers published.")
     uninstall.add_argument("--config", type=Path, metavar="FILE", help="the config file (YAML)")
     uninstall.add_argument("--driver", action="append", default=[], metavar="NAME", help="a driver's name")
     uninstall.add_argument("--node", default="", metavar="NAME", help="of this node alone (all nodes)")
-    _add_kubeconfig(uninstall)
+    add_kubeconfig(uninstall)
     status = add("status", _status, "Show per node and device: side, state, holder and since when.")
     status.add_argument("--driver", default="", metavar="NAME", help="of this driver alone (all that tell of moves)")
     status.add_argument("--node", action="append", default=[], metavar="NAME", help="this node; may be repeated (all)")
     status.add_argument(
         "-o", "--output", choices=("table", "json"), default="table", help="how it is shown (%(default)s)"
     )
-    _add_kubeconfig(status)
+    add_kubeconfig(status)
     migrate = add("migrate", _migrate, "Ask nodes for a share: how many of a driver's devices claims are to have.")
     migrate.add_argument("nodes", nargs="+", metavar="NODE", help="a node's name")
     migrate.add_argument("--driver", required=True, metavar="NAME", help="the driver's name")
@@ -87,7 +82,7 @@ def _parser() -> argparse.ArgumentParser:
     which.add_argument("--unset", dest="share", action="store_const", const="default", help="the same as default")
     migrate.add_argument("--wait", action="store_true", help="follow the move until it is done")
     migrate.add_argument("--timeout", type=_seconds, default=0.0, metavar="SECONDS", help="wait no longer (for ever)")
-    _add_kubeconfig(migrate)
+    add_kubeconfig(migrate)
     rollout = add("rollout", _rollout, "Ask many nodes for a share, some at a time; stop when one stalls or pods fail.")
     rollout.description = _ROLLOUT
     rollout.add_argument("--driver", required=True, metavar="NAME", help="the driver's name")
@@ -106,7 +101,7 @@ def _parser() -> argparse.ArgumentParser:
         metavar="SECONDS",
         help="a node that takes longer has stalled (%(default)g)",
     )
-    _add_kubeconfig(rollout)
+    add_kubeconfig(rollout)
     demo = add("demo", _demo, "Show it all at work, with a kubelet and an API server in this process.")
     demo.add_argument("--hold", action="store_true", help="go on serving until interrupted")
     manifests = add("manifests", _manifests, "Print what to apply to a cluster so that the agent runs on its nodes.")
@@ -215,68 +210,13 @@ def _label(text: str) -> tuple[str, str]:
     return key, value
 
 
-def _add_run_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--node-name",
-        default=os.environ.get("NODE_NAME") or socket.gethostname(),
-        metavar="NAME",
-        help="this node's name in the cluster ($NODE_NAME, else the host's name: %(default)s)",
-    )
-    _add_kubeconfig(parser)
-    parser.add_argument(
-        "--cdi-dir",
-        default="/var/run/cdi",
-        metavar="DIR",
-        help="where the container runtime finds CDI specs (%(default)s)",
-    )
-    common.add_run_options(parser)
-
-
-@dataclass(frozen=True, slots=True)
-class RunOptions:
-    """What the options of an agent with both doors say."""
-
-    paths: Paths
-    metrics_address: str | None
-    cluster: Cluster
-    node: str
-    cdi_directory: str
-
-
-def parse_run(argv: Sequence[str] | None = None) -> RunOptions:
-    """Read the options of an author's own agent (`dra_bridge.run(Source())`) and set up its logs."""
-    parser = argparse.ArgumentParser(
-        description="Serve devices to this node's pods and claims.", epilog=_EXITS, allow_abbrev=False
-    )
-    _add_run_options(parser)
-    return _run_options(parser.parse_args(argv))
-
-
-def _run_options(options: argparse.Namespace) -> RunOptions:
-    run = common.run_options(options)
-    for name in ("httpx2", "httpcore2"):
-        logging.getLogger(name).setLevel(logging.WARNING)
-    from dra_bridge.cluster import Cluster
-
-    cluster = Cluster.from_environment(options.kubeconfig)
-    return RunOptions(run.paths, run.metrics_address, cluster, options.node_name, options.cdi_dir)
-
-
-def _add_kubeconfig(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--kubeconfig",
-        metavar="FILE",
-        help="how to reach the API server (the pod's service account, else $KUBECONFIG, else ~/.kube/config)",
-    )
-
-
 def _run(options: argparse.Namespace) -> int:
     from deviceplugin.config import ConfigError
-    from dra_bridge.agent import run_config
     from dra_bridge.cluster import AccessError
+    from dra_bridge.process import run_config
 
     try:
-        run = _run_options(options)
+        run = run_options(options)
         return run_config(
             options.config,
             run.paths,

@@ -22,6 +22,7 @@ import yaml
 from deviceplugin.ledger import State
 from dra_bridge import cli, progress, steer
 from dra_bridge.handover import parse_share
+from dra_bridge.options import parse_run
 from dra_bridge.progress import DeviceProgress, Progress, ResourceProgress
 from dra_bridge.testing.apiserver import FakeApiServer, Fault, Request
 from tests.programs import running
@@ -385,7 +386,7 @@ def test_run_with_a_bad_config(tmp_path: Path, world: World, bridge: Callable[..
 
 def test_options_of_an_authors_agent(world: World, logs_restored: None) -> None:
     """An author's own agent takes the same options as `run`, without a config."""
-    options = cli.parse_run(
+    options = parse_run(
         ["--node-name", "n7", "--cdi-dir", "/cdi", "--kubelet-root", "/k", "--kubeconfig", str(world.kubeconfig)]
     )
     assert (options.node, options.cdi_directory, options.paths.kubelet_root) == ("n7", "/cdi", Path("/k"))
