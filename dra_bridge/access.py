@@ -6,18 +6,23 @@ kubeconfig file, which lightkube reads; only then it is loaded, because every no
 
 from __future__ import annotations
 
+import asyncio
+import json
 import os
 import ssl
+import sys
 import time
 import urllib.parse
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import aclosing
 from dataclasses import dataclass
+from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, cast
 
 if TYPE_CHECKING:
     from lightkube.config.kubeconfig import SingleConfig
+    from lightkube.config.models import UserExec
 
 __all__ = ["Access", "AccessError", "from_environment", "from_server"]
 
@@ -26,6 +31,11 @@ SERVICE_ACCOUNT: Final = Path("/var/run/secrets/kubernetes.io/serviceaccount")
 
 TOKEN_AGE: Final = 60.0
 """Seconds after which a token's file is read again, as client-go does; it is renewed long before it expires."""
+
+
+EXEC_GROUP: Final = "client.authentication.k8s.io"
+EXEC_PATIENCE: Final = 120.0
+"""Seconds that a credential plugin may take: somebody may have to log in."""
 
 
 class AccessError(Exception):
@@ -112,14 +122,91 @@ def _from_file(path: str) -> Access:
         tls = client_adapter.verify_cluster(single.cluster, user, single.abs_file) if secure else None
         if user.token_file is not None:
             return Access(url, tls, _TokenFile(Path(single.abs_file(user.token_file))))
+        if user.exec is not None:
+            return Access(url, tls, _ExecPlugin(single, user.exec))
         return Access(url, tls, _Flow(single, client_adapter.user_auth(user)))
     except (ConfigError, yaml.YAMLError, AttributeError, KeyError, TypeError, ValueError) as error:
         said = f"no {error}" if isinstance(error, KeyError) else str(error)
         raise AccessError(f"{path}: {said}") from error
 
 
+class _ExecPlugin:
+    """A program that prints a token, as client-go calls it (client.authentication.k8s.io/v1 and v1beta1).
+
+    lightkube calls those of v1beta1 only, tells them nothing of the cluster and never looks at a
+    token's end.
+    """
+
+    def __init__(self, single: SingleConfig, plugin: UserExec) -> None:
+        group, _, version = plugin.apiVersion.rpartition("/")
+        if group != EXEC_GROUP or version not in {"v1", "v1beta1"}:
+            raise ValueError(f"user.exec.apiVersion is {plugin.apiVersion!r}; {EXEC_GROUP}/v1 and v1beta1 are known")
+        self._plugin = plugin
+        # A path with a slash in it begins where the file is; a mere name is looked for as a shell does.
+        self._command = str(single.abs_file(plugin.command)) if os.sep in plugin.command else plugin.command
+        info = {
+            "apiVersion": plugin.apiVersion,
+            "kind": "ExecCredential",
+            "spec": {"interactive": sys.stdin is not None and sys.stdin.isatty()},
+        }
+        self._environment = {
+            **{one.name: one.value for one in plugin.env or ()},
+            "KUBERNETES_EXEC_INFO": json.dumps(info),
+        }
+        self._header = ""
+        self._ends = float("inf")
+        self._runs = 0
+        self._turn = asyncio.Lock()
+
+    async def __call__(self, again: bool) -> str:
+        runs = self._runs
+        async with self._turn:
+            refused = again and runs == self._runs  # nobody else has had it run meanwhile
+            if not self._header or refused or time.time() >= self._ends:
+                self._header, self._ends = self._credential(await self._printed())
+                self._runs += 1
+        return self._header
+
+    async def _printed(self) -> bytes:
+        try:
+            process = await asyncio.create_subprocess_exec(
+                self._command,
+                *(self._plugin.args or ()),
+                env={**os.environ, **self._environment},
+                stdout=asyncio.subprocess.PIPE,
+            )
+        except OSError as error:
+            hint = f"; {self._plugin.installHint.strip()}" if self._plugin.installHint else ""
+            raise AccessError(f"no credentials: {self._command} cannot be run: {error.strerror}{hint}") from error
+        try:
+            async with asyncio.timeout(EXEC_PATIENCE):
+                printed, _ = await process.communicate()
+        except TimeoutError:
+            raise AccessError(f"no credentials: {self._command} did not end in {EXEC_PATIENCE:g} s") from None
+        finally:
+            if process.returncode is None:
+                process.kill()
+                await process.wait()
+        if process.returncode:
+            raise AccessError(f"no credentials: {self._command} ended with {process.returncode}")
+        return printed
+
+    def _credential(self, printed: bytes) -> tuple[str, float]:
+        """Return the header and until when it is good (Unix seconds)."""
+        try:
+            status = json.loads(printed)["status"]
+            if not (token := status.get("token")):
+                raise AccessError(
+                    f"no credentials: {self._command} printed no token; certificates are not taken from it"
+                )
+            ends = status.get("expirationTimestamp")
+            return f"Bearer {token}", datetime.fromisoformat(ends).timestamp() if ends else float("inf")
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise AccessError(f"no credentials: what {self._command} printed is no ExecCredential: {error}") from error
+
+
 class _Flow:
-    """The header as lightkube makes it: a token, a password, or what an exec plugin says."""
+    """The header as lightkube makes it: of a token or a password."""
 
     def __init__(self, single: SingleConfig, auth: Any) -> None:
         self._url = single.cluster.server

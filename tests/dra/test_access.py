@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import shutil
 import subprocess
@@ -12,7 +13,7 @@ from typing import Any
 import pytest
 
 from dra_bridge import access
-from dra_bridge.access import AccessError, from_environment
+from dra_bridge.access import Access, AccessError, from_environment
 
 
 @pytest.fixture
@@ -86,29 +87,80 @@ async def test_a_token_file_beside_the_config(tmp_path: Path) -> None:
     )
 
 
-async def test_an_exec_plugin(tmp_path: Path) -> None:
-    """An exec plugin is run once, and again when its token is refused."""
-    plugin = tmp_path / "plugin"
-    runs = tmp_path / "runs"
-    answer = '"{\\"status\\": {\\"token\\": \\"t$n\\"}}"'
-    plugin.write_text(f"#!/bin/sh\necho x >> {runs}\nn=$(grep -c x {runs})\necho {answer}\n")
+def exec_plugin(tmp_path: Path, script: str, version: str = "v1", **more: Any) -> Access:
+    """Return the access by a plugin that runs this script, where $n is how often it was run."""
+    plugin, runs = tmp_path / "plugin", tmp_path / "runs"
+    plugin.write_text(f"#!/bin/sh\necho x >> {runs}\nn=$(grep -c x {runs})\n{script}\n")
     plugin.chmod(0o755)
-    user = {"exec": {"apiVersion": "client.authentication.k8s.io/v1beta1", "command": str(plugin)}}
-    found = from_environment(kubeconfig(tmp_path / "config", user))
-    assert [await found.authorize(again) for again in (False, False, True, False)] == [
-        "Bearer t1",
-        "Bearer t1",
-        "Bearer t2",
-        "Bearer t2",
-    ]
+    user = {"exec": {"apiVersion": f"client.authentication.k8s.io/{version}", "command": "./plugin", **more}}
+    return from_environment(kubeconfig(tmp_path / "config", user))
 
 
-async def test_an_exec_plugin_that_fails(tmp_path: Path) -> None:
-    """Credentials that cannot be had are an error of their own."""
-    user = {"exec": {"apiVersion": "client.authentication.k8s.io/v1beta1", "command": "false"}}
-    found = from_environment(kubeconfig(tmp_path / "config", user))
-    with pytest.raises(AccessError, match="no credentials"):
+@pytest.mark.parametrize("version", ["v1", "v1beta1"])
+async def test_an_exec_plugin(tmp_path: Path, version: str) -> None:
+    """An exec plugin is run once however many ask, and again when its token is refused."""
+    found = exec_plugin(tmp_path, """echo '{"status": {"token": "'t$n'"}}'""", version)
+    assert set(await asyncio.gather(*(found.authorize(False) for _ in range(5)))) == {"Bearer t1"}
+    assert [await found.authorize(again) for again in (False, True, False)] == ["Bearer t1", "Bearer t2", "Bearer t2"]
+    assert set(await asyncio.gather(*(found.authorize(True) for _ in range(5)))) == {"Bearer t3"}
+
+
+async def test_an_exec_plugin_knows_what_it_is_asked_for(tmp_path: Path) -> None:
+    """It has its arguments and variables, and the version in which it is to answer."""
+    script = (
+        """echo "{\\"status\\": {\\"token\\": \\"$1-$REGION-$(echo $KUBERNETES_EXEC_INFO | tr -d '" {},:')\\"}}" """
+    )
+    found = exec_plugin(tmp_path, script, args=["get-token"], env=[{"name": "REGION", "value": "north"}])
+    token = await found.authorize(False)
+    assert token.startswith("Bearer get-token-north-apiVersionclient.authentication.k8s.io/v1kindExecCredential")
+
+
+@pytest.mark.parametrize(("ends", "again"), [("2020-01-01T00:00:00Z", "t2"), ("2999-01-01T00:00:00Z", "t1")])
+async def test_a_token_that_has_ended_is_asked_for_again(tmp_path: Path, ends: str, again: str) -> None:
+    """The plugin says until when its token is good."""
+    script = f"""echo '{{"status": {{"expirationTimestamp": "{ends}", "token": "'t$n'"}}}}'"""
+    found = exec_plugin(tmp_path, script)
+    assert [await found.authorize(False), await found.authorize(False)] == ["Bearer t1", f"Bearer {again}"]
+
+
+@pytest.mark.parametrize(
+    ("script", "said"),
+    [
+        ("exit 3", r"plugin ended with 3"),
+        ("echo nothing", "is no ExecCredential"),
+        ("echo '[]'", "is no ExecCredential"),
+        ("""echo '{"status": {"clientCertificateData": "x"}}'""", "printed no token"),
+        ("exec sleep 600", "did not end in"),
+    ],
+)
+async def test_what_exec_plugins_do_wrong(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, script: str, said: str
+) -> None:
+    """Credentials that cannot be had are an error that names the plugin."""
+    monkeypatch.setattr(access, "EXEC_PATIENCE", 0.5 if "sleep" in script else 20.0)
+    found = exec_plugin(tmp_path, script)
+    with pytest.raises(AccessError, match=f"no credentials: .*{said}"):
         await found.authorize(False)
+
+
+async def test_an_exec_plugin_that_is_not_there(tmp_path: Path) -> None:
+    """What the file says of how to get it is passed on."""
+    user = {
+        "exec": {
+            "apiVersion": "client.authentication.k8s.io/v1",
+            "command": "no-such-plugin",
+            "installHint": "install it from example.com",
+        }
+    }
+    found = from_environment(kubeconfig(tmp_path / "config", user))
+    with pytest.raises(AccessError, match=r"no-such-plugin cannot be run: .*; install it from example.com"):
+        await found.authorize(False)
+
+
+def test_an_exec_plugin_of_another_time(tmp_path: Path) -> None:
+    """A version that nobody knows is an error at once, which names those that are."""
+    with pytest.raises(AccessError, match=r"config: user.exec.apiVersion is .*/v1alpha1'; .*/v1 and v1beta1 are known"):
+        exec_plugin(tmp_path, "", "v1alpha1")
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{}", "current-context: none\nclusters: []\ncontexts: []\n", "a: ["])
