@@ -28,7 +28,7 @@ from deviceplugin.registration import Statistics as RegistrationStatistics
 from deviceplugin.source import DeviceSource
 
 if TYPE_CHECKING:
-    from deviceplugin.observe import Provider
+    from deviceplugin.report import Provider
 
 __all__ = ["Agent", "AgentError", "Paths", "ResourceStatus", "Status"]
 

@@ -19,7 +19,8 @@ from typing import TYPE_CHECKING, Any, Final
 from deviceplugin import exposition, page, web
 from deviceplugin.exposition import Family
 from deviceplugin.load import QUANTITIES, Quantity
-from deviceplugin.observe import HERE, Observer, View
+from deviceplugin.observe import Observer, View
+from deviceplugin.report import HERE
 
 if TYPE_CHECKING:
     from deviceplugin.agent import Agent

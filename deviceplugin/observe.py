@@ -13,11 +13,12 @@ import os
 import threading
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, Protocol
+from typing import TYPE_CHECKING, Final
 
 from deviceplugin import load
+from deviceplugin.report import HERE, Event, Place, Provider, Report
 from deviceplugin.sharing import device_of
 
 if TYPE_CHECKING:
@@ -27,13 +28,8 @@ if TYPE_CHECKING:
 
 __all__ = [
     "DeviceView",
-    "Event",
     "Hold",
     "Observer",
-    "Place",
-    "PreparedClaim",
-    "Provider",
-    "Report",
     "ResourceView",
     "View",
 ]
@@ -46,71 +42,6 @@ PATIENCE: Final = 1.0
 """Seconds that a provider may take for its report."""
 POD_LOGS: Final = Path("/var/log/pods")
 """Where the kubelet keeps a directory for each pod, named namespace_name_uid."""
-
-
-# What others can tell.
-
-
-@dataclass(frozen=True, slots=True)
-class Event:
-    """Something that happened; at: Unix seconds."""
-
-    at: float
-    resource: str
-    text: str
-    bad: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class Place:
-    """Where a device is: its side (plugin or dra), the state of its handover, since when (Unix seconds)."""
-
-    side: str = "plugin"
-    state: str = "plugin"
-    since: float = 0.0
-    reason: str = ""
-
-
-HERE: Final = Place()
-"""Where all devices are of which nobody says otherwise."""
-
-
-@dataclass(frozen=True, slots=True)
-class PreparedClaim:
-    """A device that a claim holds on this node."""
-
-    resource: str
-    device: str
-    namespace: str
-    claim: str
-
-
-@dataclass(frozen=True)
-class Report:
-    """What a provider tells, all of it of one moment.
-
-    families: of the client library, or of `deviceplugin.exposition`. status: for /status, made of
-    what JSON knows. unready: why it is not ready, in words. places: by (resource, device).
-    events: what happened lately.
-    """
-
-    families: Sequence[Any] = ()
-    status: Mapping[str, object] = field(default_factory=dict)
-    unready: Sequence[str] = ()
-    places: Mapping[tuple[str, str], Place] = field(default_factory=dict)
-    claims: Sequence[PreparedClaim] = ()
-    events: Sequence[Event] = ()
-
-
-class Provider(Protocol):
-    """Another part of the agent's process that wants to be seen; put it into `Agent.providers`."""
-
-    @property
-    def name(self) -> str:
-        """What it is called in /status and in messages."""
-
-    def report(self) -> Report:
-        """Tell what is known now; called in a thread of its own whenever somebody looks."""
 
 
 # The view.

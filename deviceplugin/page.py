@@ -16,7 +16,8 @@ from typing import TYPE_CHECKING, Any, Final
 
 if TYPE_CHECKING:
     from deviceplugin.load import Value
-    from deviceplugin.observe import DeviceView, Event, Hold, ResourceView, View
+    from deviceplugin.observe import DeviceView, Hold, ResourceView, View
+    from deviceplugin.report import Event
 
 __all__ = ["headers", "html", "status"]
 

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any, Final
 
 from deviceplugin.ledger import Side, State
-from deviceplugin.observe import Place, PreparedClaim, Report
+from deviceplugin.report import Place, PreparedClaim, Report
 
 if TYPE_CHECKING:
     from deviceplugin.exposition import Family

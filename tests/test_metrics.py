@@ -31,10 +31,11 @@ from deviceplugin.device import Device, Health
 from deviceplugin.exposition import Family
 from deviceplugin.load import Reading
 from deviceplugin.metrics import AgentCollector, Options
-from deviceplugin.observe import Hold, Place, PreparedClaim, Report
+from deviceplugin.observe import Hold
 from deviceplugin.podresources import Holder
 from deviceplugin.process import Served as Whole
 from deviceplugin.process import serve
+from deviceplugin.report import Place, PreparedClaim, Report
 from deviceplugin.source import DeviceSource, Measured
 from deviceplugin.testing.devicemanager import ContainerSpec
 from deviceplugin.testing.kubelet import FakeKubelet

@@ -17,8 +17,8 @@ import yaml
 from deviceplugin import load
 from deviceplugin.load import Reading
 from deviceplugin.metrics import AgentCollector
-from deviceplugin.observe import Place, PreparedClaim, Report
 from deviceplugin.podresources import Holder
+from deviceplugin.report import Place, PreparedClaim, Report
 from tests.views import RESOURCE, Source, Still, resource
 
 EXAMPLES = Path(__file__).parents[1] / "examples" / "monitoring"

@@ -16,8 +16,9 @@ from deviceplugin.agent import ResourceStatus
 from deviceplugin.device import Device, Health
 from deviceplugin.inventory import merged
 from deviceplugin.naming import device_name
-from deviceplugin.observe import BOOKS_STALE, Event, Hold, Place, PreparedClaim, Report, View, happened, pod_names
+from deviceplugin.observe import BOOKS_STALE, Hold, View, happened, pod_names
 from deviceplugin.podresources import ClaimUse, Holder
+from deviceplugin.report import Event, Place, PreparedClaim, Report
 from tests.views import RESOURCE, Source, Still, resource
 
 MAIN = Holder("team", "train", "main")

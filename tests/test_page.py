@@ -15,8 +15,9 @@ import pytest
 from deviceplugin import load, page
 from deviceplugin.device import Device, Health
 from deviceplugin.load import Gauge, Reading
-from deviceplugin.observe import Observer, Place, Report
+from deviceplugin.observe import Observer
 from deviceplugin.podresources import Holder
+from deviceplugin.report import Place, Report
 from tests.views import RESOURCE, Source, Still, resource
 
 

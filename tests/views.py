@@ -12,9 +12,10 @@ from deviceplugin.agent import ResourceStatus, Status
 from deviceplugin.device import Device
 from deviceplugin.endpoint import Statistics
 from deviceplugin.inventory import Snapshot, merged
-from deviceplugin.observe import Observer, Provider
+from deviceplugin.observe import Observer
 from deviceplugin.podresources import ClaimUse, Holder
 from deviceplugin.registration import Statistics as RegistrationStatistics
+from deviceplugin.report import Provider
 from deviceplugin.sharing import device_of
 from deviceplugin.source import DeviceSource, Measured
 

@@ -13,7 +13,7 @@ from prometheus_client.openmetrics.parser import text_string_to_metric_families 
 from deviceplugin.exposition import OPEN_METRICS, render
 from deviceplugin.ledger import Claim, ClaimDevice, DeviceRecord, Snapshot, State
 from deviceplugin.metrics import AgentCollector
-from deviceplugin.observe import Place, PreparedClaim
+from deviceplugin.report import Place, PreparedClaim
 from dra_bridge import cluster, driver, handover, registrar
 from dra_bridge.metrics import Told
 from dra_bridge.slices import PoolState
