@@ -232,7 +232,6 @@ def _run(options: argparse.Namespace) -> int:
 
 def _uninstall(options: argparse.Namespace) -> int:
     from deviceplugin import config
-    from dra_bridge.cluster import Cluster, ClusterError
     from dra_bridge.slices import remove_slices
 
     drivers = set(options.driver)
@@ -246,16 +245,14 @@ def _uninstall(options: argparse.Namespace) -> int:
         print("dra-bridge uninstall: name a config file or a driver", file=sys.stderr)
         return 2
 
-    async def remove() -> int:
-        async with Cluster.from_environment(options.kubeconfig) as cluster:
-            return await remove_slices(cluster, sorted(drivers), options.node)
+    async def remove(cluster: Cluster) -> str:
+        count = await remove_slices(cluster, sorted(drivers), options.node)
+        return f"{count} slice{'s' if count != 1 else ''} removed"
 
-    try:
-        count = asyncio.run(remove())
-    except ClusterError as error:
-        print(error, file=sys.stderr)
-        return 1
-    print(f"{count} slice{'s' if count != 1 else ''} removed")
+    done = _ask(options, remove)
+    if isinstance(done, int):
+        return done
+    print(done)
     return 0
 
 

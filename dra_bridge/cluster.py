@@ -383,6 +383,16 @@ class Cluster:
     def __repr__(self) -> str:
         return f"<Cluster {self._server or 'not connected'}>"
 
+    def configure(self) -> None:
+        """Read the configuration now, so that a wrong one is known before anything else is begun; may block.
+
+        Raises:
+            AccessError: there is none, or it cannot be used.
+
+        """
+        if self._connection is None:
+            self._connect(time.monotonic())
+
     async def aclose(self) -> None:
         """Close all connections; watches that are still followed fail."""
         connection, self._connection = self._connection, None
@@ -841,24 +851,29 @@ class Cluster:
             self._said.add(what)
             logger.warning("%s: %s; trying again", what, message)
 
+    def _connect(self, now: float) -> None:
+        """Read the configuration; one that cannot be used leaves what there is."""
+        try:
+            made = self._configuration()
+            server = http.Server(made.url, made.tls, http.proxy_of(made.url))
+        except (access.AccessError, OSError, ValueError) as error:
+            if self._connection is None:
+                raise AccessError(f"cannot reach an API server: {error}") from error
+        else:
+            old, self._connection = self._connection, (made, server)
+            self._server = made.url
+            if old is not None:
+                closing = asyncio.ensure_future(old[1].aclose())
+                self._old.add(closing)
+                closing.add_done_callback(self._old.discard)
+        self._made_at, self._renew = now, False
+
     async def _connected(self, *, refused: bool = False) -> tuple[http.Server, dict[str, str]]:
         """Return the server and the headers that tell it who asks; refused: it did not know the last ones."""
         now = time.monotonic()
         if self._connection is None or (self._renew and now - self._made_at >= _RENEW):
-            try:
-                made = self._configuration()
-                server = http.Server(made.url, made.tls, http.proxy_of(made.url))
-            except (access.AccessError, OSError, ValueError) as error:
-                if self._connection is None:
-                    raise AccessError(f"cannot reach an API server: {error}") from error
-            else:
-                old, self._connection = self._connection, (made, server)
-                self._server = made.url
-                if old is not None:
-                    closing = asyncio.ensure_future(old[1].aclose())
-                    self._old.add(closing)
-                    closing.add_done_callback(self._old.discard)
-            self._made_at, self._renew = now, False
+            self._connect(now)
+        assert self._connection is not None
         reached, server = self._connection
         headers = {"User-Agent": self._user_agent, "Accept": "application/json"}
         if authorization := await reached.authorize(refused):

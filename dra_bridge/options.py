@@ -57,7 +57,12 @@ def parse_run(argv: Sequence[str] | None = None) -> RunOptions:
         description="Serve devices to this node's pods and claims.", epilog=common.EXITS, allow_abbrev=False
     )
     add_run_options(parser)
-    return run_options(parser.parse_args(argv))
+    from dra_bridge.cluster import AccessError
+
+    try:
+        return run_options(parser.parse_args(argv))
+    except AccessError as error:
+        parser.exit(2, f"{error}\n")
 
 
 def run_options(options: argparse.Namespace) -> RunOptions:
@@ -73,6 +78,7 @@ def run_options(options: argparse.Namespace) -> RunOptions:
     from dra_bridge.cluster import Cluster
 
     cluster = Cluster.from_environment(options.kubeconfig)
+    cluster.configure()  # before there is a loop, a socket or a ledger
     return RunOptions(run.paths, run.metrics_address, cluster, options.node_name, options.cdi_dir)
 
 

@@ -336,9 +336,12 @@ def test_status_of_a_wrong_driver(world: World, bridge: Callable[..., Ran]) -> N
     assert ran.err == f"no node has slices of driver gpu.example.org (there are: {D})\n"
 
 
-def test_unreachable_server(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(
+    "command", [["status"], ["uninstall", "--driver", D], ["migrate", "n1", "--driver", D, "--unset"]]
+)
+def test_unreachable_server(command: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A kubeconfig that is not there is said in a line, with the status of wrong usage."""
-    assert cli.main(["status", "--kubeconfig", str(tmp_path / "none")]) == 2
+    assert cli.main([*command, "--kubeconfig", str(tmp_path / "none")]) == 2
     assert "cannot reach an API server" in capsys.readouterr().err
 
 
@@ -382,6 +385,22 @@ def test_run_with_a_bad_config(tmp_path: Path, world: World, bridge: Callable[..
     ran = bridge("run", "--config", str(file))
     assert ran.status == 2
     assert str(file) in ran.err
+
+
+def test_run_without_an_api_server(tmp_path: Path, capsys: pytest.CaptureFixture[str], logs_restored: None) -> None:
+    """An agent that no configuration tells where the API server is says so in a line and has touched nothing."""
+    file, root = tmp_path / "config.yaml", tmp_path / "kubelet"
+    file.write_text(CONFIG)
+    options = ["--kubeconfig", str(tmp_path / "none"), "--kubelet-root", str(root)]
+    assert cli.main(["run", "--config", str(file), *options]) == 2
+    err = capsys.readouterr().err
+    assert err.startswith("cannot reach an API server: ")
+    assert err.count("\n") == 1
+    with pytest.raises(SystemExit) as ended:
+        parse_run(options)
+    assert ended.value.code == 2
+    assert capsys.readouterr().err == err
+    assert not root.exists()
 
 
 def test_options_of_an_authors_agent(world: World, logs_restored: None) -> None:
