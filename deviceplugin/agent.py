@@ -261,9 +261,9 @@ class Service:
     def _inherit(self) -> None:
         """Take over the ids that pods have from before; sharing may have changed while no agent ran."""
         if self._inherited:
-            self.endpoint.inherit(self._inherited)
-            self._inherited = frozenset()
-            self._books()
+            before, self._inherited = self._inherited, self.endpoint.inherit(self._inherited)
+            if before != self._inherited:
+                self._books()
 
     # What the kubelet's books say.
 
@@ -286,6 +286,7 @@ class Service:
         """
         behind = self.endpoint.behind
         self._released = self._released.look(held, at)
+        self._inherited &= self._released.busy
         busy = set(map(behind, self._released.busy))
         freed = set(map(behind, self._released.free)) - busy
         snapshot = self.inventory.snapshot
@@ -398,6 +399,7 @@ class Agent:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._stopped = asyncio.Event()
         self._stop_asked = threading.Event()
+        self._begun = asyncio.Event()
         self._running: dict[str, asyncio.Task[None]] = {}
         self._branches: dict[str, asyncio.Task[None]] = {}
         self._stems: dict[str, str] = {}
@@ -431,12 +433,13 @@ class Agent:
             AgentError: a resource cannot be served on this node at all.
 
         """
-        self._loop = asyncio.get_running_loop()
+        self._listen()
         if self._stop_asked.is_set():
             return
-        self._failed = self._loop.create_future()
+        self._failed = asyncio.get_running_loop().create_future()
         for service in self._services.values():
             self._start(service)
+        self._begun.set()
         books = asyncio.create_task(self._keep(), name="books")
         stopped = asyncio.create_task(self._stopped.wait())
         try:
@@ -457,12 +460,28 @@ class Agent:
             with contextlib.suppress(RuntimeError):  # the loop is closed: it has ended
                 self._loop.call_soon_threadsafe(self._stopped.set)
 
+    def _listen(self) -> None:
+        """Have `stop` be heard in this loop."""
+        self._loop = asyncio.get_running_loop()
+        if self._stop_asked.is_set():
+            self._stopped.set()
+
+    async def stopping(self) -> None:
+        """Wait until `stop` is called, also before `run` is; for who has to do something first."""
+        self._listen()
+        await self._stopped.wait()
+
+    async def begun(self) -> None:
+        """Wait until `run` has begun to serve."""
+        await self._begun.wait()
+
     async def reconfigure(self, wanted: Mapping[str, DeviceSource], unchanged: Sequence[str] = ()) -> None:
         """Serve these sources from now on, those of `unchanged` resources as they are.
 
         Resources that are in neither end; those that are served already take the new source
-        without a break.
+        without a break. Before `run` has begun it waits for that.
         """
+        await self.begun()
         kept = {name for name, stem in self._stems.items() if stem in wanted or stem in unchanged}
         ending = [name for name in self._running if name not in wanted and name not in unchanged and name not in kept]
         for name in ending:

@@ -279,10 +279,12 @@ class Endpoint(DevicePluginServicer):
             return device
         return self.former.get(name) or device_of(name, ANY_REPLICAS)
 
-    def inherit(self, names: Iterable[str]) -> None:
+    def inherit(self, names: Iterable[str]) -> frozenset[str]:
         """Show these ids, which pods have from before this agent began, until they are forgotten.
 
-        Those of devices that are not listed are left out: who looks for them looks elsewhere.
+        Returns:
+            Those of devices that are not listed, and not shown: they may be plugged in again.
+
         """
         known, offered = self.inventory.snapshot.devices, {line.name for line in self.lines()}
         ids = {name: self.behind(name) for name in names if name not in offered}
@@ -290,6 +292,7 @@ class Endpoint(DevicePluginServicer):
         if former:
             self.former = {**self.former, **former}
             self.refresh()
+        return frozenset(ids.keys() - former.keys())
 
     def names_of(self, device: Device) -> tuple[str, ...]:
         """Return the ids under which the kubelet knows a device now."""

@@ -474,6 +474,25 @@ def test_change_of_replicas_spares_who_has_the_device(
     assert fake_kubelet.allocatable(R) == 2
 
 
+def test_a_device_that_comes_back_is_still_its_holders(
+    fake_kubelet: FakeKubelet, served: Serve, soon: Mapping[str, float]
+) -> None:
+    """It was away when the agent began, whose sharing is another: the pod that has it alone goes on having it alone."""
+    before = served(source(2), **soon)
+    fake_kubelet.wait_allocatable(R, 2)
+    pod = fake_kubelet.run_pod("p", {R: 2})
+    before.stop()
+    fewer, all_of_them = source(1), source(2)
+    fewer.replicas = all_of_them.replicas = 2
+    after = served(fewer, **soon)
+    fake_kubelet.wait_devices(R, lambda devices: devices.keys() == {"sim-0", "sim-0::0", "sim-0::1"})
+    in_loop(after, lambda: after.agent.reconfigure({R: all_of_them}))
+    fake_kubelet.wait_devices(R, lambda devices: {"sim-1", "sim-1::0"} <= devices.keys())
+    assert {one.health for one in fake_kubelet.devices(R).values()} == {"Unhealthy"}
+    pod.delete()
+    fake_kubelet.wait_allocatable(R, 4)
+
+
 def test_replaced_source_with_other_hooks_is_registered_again(fake_kubelet: FakeKubelet, served: Serve) -> None:
     """The kubelet asks for the options once, at Register: a new source with a `reset` is announced anew."""
 

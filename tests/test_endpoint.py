@@ -742,7 +742,7 @@ async def test_replicas_changed_back_are_whole_again(serve: Serve) -> None:
 async def test_ids_that_pods_have_from_an_earlier_agent_count(serve: Serve) -> None:
     """What an agent with other replicas gave out is taken over; ids that are offered and those of strangers are not."""
     served = await serve(Shared(2), "a", "b", "c")
-    served.endpoint.inherit(["a", "b::0", "c::7", "stranger::1"])
+    assert served.endpoint.inherit(["a", "b::0", "c::7", "stranger::1"]) == {"stranger::1"}
     async with served.listening() as lists:
         expected = {"a": "Unhealthy", "a::0": "Unhealthy", "a::1": "Unhealthy", "c::7": "Unhealthy"}
         assert await lists.next() == expected | dict.fromkeys(("b::0", "b::1", "c::0", "c::1"), "Healthy")
