@@ -209,13 +209,17 @@ class Prober:
         return found
 
     async def _look(self, device: Device) -> Finding:
+        now = asyncio.get_running_loop().time()
         self._looks = {name: look for name, look in self._looks.items() if not look.over.is_set()}
-        if device.id in self._looks:
+        if before := self._looks.get(device.id):
+            # Whoever waited for it may have gone before its time was over: that it goes on says nothing yet.
+            if now < before.deadline:
+                return Verdict.UNREADABLE, "the probe was begun before and is not over yet"
             return Verdict.BAD, "the probe still hangs"
-        hanging = sum(look.overdue for look in self._looks.values())
+        hanging = sum(now >= look.deadline for look in self._looks.values())
         if hanging >= self._at_once:  # each keeps a thread
             return Verdict.UNREADABLE, f"not looked at: {hanging} probes of other devices hang"
-        look = self._looks[device.id] = _Look()
+        look = self._looks[device.id] = _Look(now + self._timeout)
 
         def run(device: Device) -> Finding:
             look.begun = True
@@ -230,18 +234,17 @@ class Prober:
             if not look.begun:
                 look.over.set()
                 return Verdict.UNREADABLE, str(error)
-            look.overdue = True
             return Verdict.BAD, str(error)
         except hooks.HookError as error:
             return Verdict.UNREADABLE, str(error)
 
 
 class _Look:
-    """One call of a probe, as its thread and the loop see it."""
+    """One call of a probe, as its thread and the loop see it. deadline: of the loop's clock."""
 
-    def __init__(self) -> None:
+    def __init__(self, deadline: float) -> None:
+        self.deadline = deadline
         self.begun = False
-        self.overdue = False
         self.over = threading.Event()
 
 

@@ -311,6 +311,58 @@ async def test_probes_that_hang_take_only_so_many_threads() -> None:
             pass
 
 
+async def test_look_that_nobody_waits_for_any_more_tells_nothing_while_it_has_time() -> None:
+    """A look that was given up before its time was over is not begun again, and its device is not called bad."""
+    free, begun = threading.Event(), threading.Event()
+
+    def probe(device: Device) -> tuple[Verdict, str]:
+        begun.set()
+        free.wait(60)
+        return GOOD, ""
+
+    prober = Prober(probe, timeout=60)
+    left = asyncio.create_task(prober.look([Device("a")]))
+    await asyncio.to_thread(begun.wait, 20)
+    left.cancel()
+    assert (await prober.look([Device("a")]))["a"][0] is UNREADABLE
+    free.set()
+    async with asyncio.timeout(20):
+        while (await prober.look([Device("a")]))["a"][0] is not GOOD:
+            pass
+
+
+async def test_first_look_that_takes_long_counts_when_it_is_over(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A slow probe's device is listed as unknown and stays so through other changes, until the probe has told."""
+    monkeypatch.setattr(sources, "FIRST_LIST", 0.2)
+    (tmp_path / "dev").mkdir()
+    (tmp_path / "dev/a").touch()
+    os.mkfifo(tmp_path / "go")
+    command = f"echo {{id}} >>{tmp_path}/begun; if mkdir {tmp_path}/first; then read line <{tmp_path}/go; fi"
+    text = f"""
+        resources:
+        - name: example.com/x
+          devices: [{{path: "{tmp_path}/dev/*"}}]
+          health: {{period: 3600, probe: {{command: [/bin/sh, -c, "{command}"], timeout: 300}}}}
+    """
+    source = sources.build(config.parse(text).resources[0])
+    async with asyncio.timeout(60), aclosing(cast("Any", source.watch())) as lists:
+        (slow,) = await anext(lists)
+        assert slow.health is Health.UNKNOWN
+        (tmp_path / "dev/b").touch()
+        async for devices in lists:
+            health = [device.health for device in devices]
+            assert health[0] is Health.UNKNOWN
+            if health[1:] == [Health.HEALTHY]:
+                break
+        await asyncio.to_thread((tmp_path / "go").write_text, "now\n")
+        async for devices in lists:
+            if {device.health for device in devices} == {Health.HEALTHY}:
+                break
+        assert sorted((tmp_path / "begun").read_text().split()) == sorted(device.id for device in devices)
+
+
 async def test_probe_that_fails_by_itself_tells_nothing() -> None:
     """An error of the probe is not the device's."""
 

@@ -147,6 +147,10 @@ class ConfiguredSource(DeviceSource):
         self._prober = _prober(config.health)
         self._rules = health.Rules(config.health.failures, config.health.successes)
         self._courses: dict[str, health.Course] = {}
+        self._looked: set[str] = set()
+        """Devices whose first look was begun."""
+        self._looking: set[str] = set()
+        """Devices whose first look is not over yet."""
 
     def __repr__(self) -> str:
         return f"<ConfiguredSource {self.resource}: {', '.join(map(repr, self.entries))}>"
@@ -224,9 +228,9 @@ class ConfiguredSource(DeviceSource):
         """Yield the devices of all entries now, and whenever one entry's change."""
         lists: list[Sequence[Device] | None] = [None] * len(self.entries)
         changed = asyncio.Event()
-        tasks = [asyncio.create_task(self._follow(index, lists, changed)) for index in range(len(lists))]
+        tasks = {asyncio.create_task(self._follow(index, lists, changed)) for index in range(len(lists))}
         if self._prober is not None:
-            tasks.append(asyncio.create_task(self._probe_for_ever(self._prober, changed)))
+            tasks.add(asyncio.create_task(self._probe_for_ever(self._prober, changed)))
         try:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(FIRST_LIST):
@@ -239,7 +243,7 @@ class ConfiguredSource(DeviceSource):
                     (index, device) for index, listed in enumerate(lists) for device in listed or ()
                 )
                 if self._prober is not None:
-                    devices = await self._judged(self._prober, devices)
+                    devices = await self._judged(self._prober, devices, changed, tasks)
                 yield devices
                 await changed.wait()
         finally:
@@ -319,19 +323,37 @@ class ConfiguredSource(DeviceSource):
                 own.setdefault(self._owners[device.id], []).append(self._made[device.id][0])
         return [(self.entries[index], mine) for index, mine in own.items()]
 
-    async def _judged(self, prober: health.Prober, devices: Sequence[Device]) -> list[Device]:
-        """Return the devices with what their probes say; those never seen before are looked at first."""
+    async def _judged(
+        self, prober: health.Prober, devices: Sequence[Device], changed: asyncio.Event, tasks: set[asyncio.Task[None]]
+    ) -> list[Device]:
+        """Return the devices with what their probes say; those never seen before are looked at first.
+
+        A first look that takes long goes on among `tasks`, and what it finds is a change.
+        """
         self._courses = {device.id: self._courses.get(device.id, health.Course()) for device in devices}
-        fresh = [device for device in devices if not self._courses[device.id].known]
+        self._looked &= self._courses.keys()
+        fresh = [device for device in devices if device.id not in self._looked | self._looking]
         if fresh:
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(FIRST_LIST):
-                    await self._look(prober, fresh)
+            self._looked |= {device.id for device in fresh}
+            first = asyncio.create_task(self._look_first(prober, fresh))
+            tasks.add(first)
+            first.add_done_callback(tasks.discard)
+            done, _ = await asyncio.wait({first}, timeout=FIRST_LIST)
+            if not done:
+                first.add_done_callback(lambda _: changed.set())
         judged = []
         for device in devices:
             course = self._courses[device.id]
             judged.append(device.with_health(*health.worst((device.health, device.message), _said(course))))
         return judged
+
+    async def _look_first(self, prober: health.Prober, devices: Sequence[Device]) -> None:
+        names = {device.id for device in devices}
+        self._looking |= names
+        try:
+            await self._look(prober, devices)
+        finally:
+            self._looking -= names
 
     async def _look(self, prober: health.Prober, devices: Sequence[Device]) -> bool:
         """Look at devices once; return whether that changed what is to be said of one."""
@@ -350,7 +372,7 @@ class ConfiguredSource(DeviceSource):
     async def _probe_for_ever(self, prober: health.Prober, changed: asyncio.Event) -> None:
         while True:
             await asyncio.sleep(self.config.health.period)
-            if await self._look(prober, [device for device, _ in self._made.values()]):
+            if await self._look(prober, [one for name, (one, _) in self._made.items() if name not in self._looking]):
                 changed.set()
 
     def _make(self, device: Device) -> Device:
