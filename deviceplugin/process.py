@@ -194,6 +194,9 @@ async def _reload(take: Take, path: Path, current: Config) -> Config:
         return wanted
     try:
         await take(wanted, changed, [name for name in after if name not in changed])
+    except AgentError as error:  # what a user must mend, no traceback
+        _LOG.error("%s was read again, but not all of it is served: %s", path, error)
+        return wanted
     except Exception:  # the file is followed all the same
         _LOG.exception("%s was read again, but not all of it is served", path)
         return wanted

@@ -18,10 +18,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
 
+import grpc
+
 from deviceplugin import ledger, podresources, topology
 from deviceplugin.agent import Agent, AgentError, Look, Paths, Service
 from deviceplugin.config import Config, ResourceConfig
-from deviceplugin.endpoint import Doorkeeper
+from deviceplugin.endpoint import Doorkeeper, Refusal
 from deviceplugin.ledger import ClaimEvidence, Desk, Evidence, Held, LedgerError, Side, State
 from deviceplugin.podresources import CheckpointError, PodResourcesError
 from deviceplugin.registration import Backoff
@@ -75,11 +77,33 @@ class Terms:
         return cls(parse_share(resource.dra.share), resource.dra.drain, resource.dra.unhealthy)
 
 
+class Closed:
+    """The doorkeeper of a resource whose ledger is not open yet, or not for it any more."""
+
+    def offers(self, resource: str, device: str) -> bool:
+        """Offer nothing."""
+        return False
+
+    def avoids(self, resource: str) -> Collection[str]:
+        """Avoid nothing."""
+        return ()
+
+    async def grant(self, resource: str, names: Sequence[str], devices: Sequence[str]) -> None:
+        """Refuse."""
+        raise Refusal(grpc.StatusCode.UNAVAILABLE, "starting", f"{resource}: its ledger is not open now")
+
+
+CLOSED: Final = Closed()
+
+
 class Doors:
-    """The plugin door's doorkeeper for the whole node: each resource's own keeper decides."""
+    """The plugin door's doorkeeper for the whole node: each resource's own keeper decides.
+
+    What has none has no driver, and is free.
+    """
 
     def __init__(self) -> None:
-        self.keepers: dict[str, Keeper] = {}
+        self.keepers: dict[str, Doorkeeper] = {}
 
     def offers(self, resource: str, device: str) -> bool:
         """Return whether the plugin side offers the device."""
@@ -170,12 +194,12 @@ class DriverBridge:
         self.publish()
 
     def drop(self, resource: str) -> None:
-        """Serve a resource no more; its prepared claims can still be unprepared."""
+        """Serve a resource no more; its prepared claims can still be unprepared, its plugin door is closed."""
         self._services.pop(resource, None)
         self._behind.pop(resource, None)
         self.terms.pop(resource, None)
         self.driver.served = tuple(Served(one.source, one.inventory) for one in self._services.values())
-        self._bridge.doors.keepers.pop(resource, None)
+        self._bridge.doors.keepers[resource] = CLOSED
         self._unsubscribe.pop(resource, lambda: None)()
         self.handovers.pop(resource, None)
         self._heard.pop(resource, asyncio.Event()).set()
@@ -659,6 +683,7 @@ class Bridge:
         self.agent.providers.append(Told(self))
         self._node_annotations: Mapping[str, str] = {}
         self._group: asyncio.TaskGroup | None = None
+        self._tasks: list[asyncio.Task[None]] = []
 
     def ledger_path(self, driver: str) -> Path:
         """Return where a driver's ledger lies."""
@@ -674,37 +699,68 @@ class Bridge:
         try:
             async with self.cluster, asyncio.TaskGroup() as group:
                 self._group = group
-                for service in self.agent.services.values():
-                    await self._open(service)
-                tasks = [
-                    group.create_task(self.publisher.run(), name="slices"),
-                    group.create_task(self._follow_node(), name="node"),
-                ]
-                tasks += [group.create_task(one.run(), name=one.name) for one in self.drivers.values()]
                 try:
-                    await self.agent.run()
+                    if await self._opened():
+                        self._tasks = [
+                            group.create_task(self.publisher.run(), name="slices"),
+                            group.create_task(self._follow_node(), name="node"),
+                        ]
+                        self._tasks += [group.create_task(one.run(), name=one.name) for one in self.drivers.values()]
+                        await self.agent.run()
                 finally:
-                    for task in tasks:
-                        task.cancel()
                     self._group = None
+                    for task in self._tasks:
+                        task.cancel()
         except* AgentError as errors:
             raise errors.exceptions[0] from None
         finally:
             for bridge in self.drivers.values():
                 await bridge.desk.close()
 
+    async def _opened(self) -> bool:
+        """Bridge what is to be served; return whether that is done, False if it is to stop before."""
+
+        async def every() -> None:
+            for service in self.agent.services.values():
+                await self._open(service)
+
+        stopping, opening = asyncio.create_task(self.agent.stopping()), asyncio.create_task(every())
+        try:
+            await asyncio.wait({stopping, opening}, return_when=asyncio.FIRST_COMPLETED)
+            if opening.done():
+                await opening
+        finally:
+            for task in (stopping, opening):
+                task.cancel()
+            await asyncio.wait({stopping, opening})
+        return not opening.cancelled()
+
     async def _open(self, service: Service) -> None:
-        """Bridge a resource, if it names a driver."""
+        """Bridge a resource, if it names a driver.
+
+        Raises:
+            AgentError: the ledger cannot be opened.
+
+        """
         name = service.source.driver
         if not name:
+            if self.doors.keepers.pop(service.resource, None) is not None:
+                service.endpoint.refresh()
             return
         if name not in self.drivers:
             path = self.ledger_path(name)
             opening = asyncio.ensure_future(Desk.open(str(path)))
-            done, _ = await asyncio.wait({opening}, timeout=STANDBY)
-            if not done:
-                _LOG.warning("%s: another agent on this node has the ledger %s; standing by until it goes", name, path)
-            desk = await opening
+            try:
+                done, _ = await asyncio.wait({opening}, timeout=STANDBY)
+                if not done:
+                    _LOG.warning(
+                        "%s: another agent on this node has the ledger %s; standing by until it goes", name, path
+                    )
+                desk = await opening
+            except LedgerError as error:
+                raise AgentError(f"{name}: {error}") from error
+            finally:
+                opening.cancel()
             if desk.ledger.set_aside:
                 _LOG.error(
                     "%s: the ledger could not be used and lies at %s; rebuilding it from what is held",
@@ -720,19 +776,31 @@ class Bridge:
         self, sources: Mapping[str, DeviceSource], terms: Mapping[str, Terms], unchanged: Sequence[str]
     ) -> None:
         """Serve these sources from now on, those of `unchanged` resources as they are, all on these terms."""
+        await self.agent.begun()
         self._terms = dict(terms)
         drivers = {name: service.source.driver for name, service in self.agent.services.items()}
         kept = {*sources, *unchanged}
         for name, driver in drivers.items():
             if driver and (name not in kept or (name in sources and sources[name].driver != driver)):
                 self.drivers[driver].drop(name)
-        new = {source.driver for source in sources.values() if source.driver} - self.drivers.keys()
+        for name, source in sources.items():
+            if source.driver:  # closed until its ledger is asked
+                self.doors.keepers.setdefault(name, CLOSED)
         await self.agent.reconfigure(sources, unchanged)
+        for name in self.doors.keepers.keys() - self.agent.services.keys():
+            del self.doors.keepers[name]
+        errors: list[AgentError] = []
         for name in kept & self.agent.services.keys():
-            await self._open(self.agent.services[name])
-        for driver in new & self.drivers.keys():
-            if self._group is not None:
-                self._group.create_task(self.drivers[driver].run(), name=driver)
+            there = set(self.drivers)
+            try:
+                await self._open(self.agent.services[name])
+            except AgentError as error:  # the others are served all the same
+                errors.append(error)
+            for driver in self.drivers.keys() - there:
+                if self._group is not None:
+                    self._tasks.append(self._group.create_task(self.drivers[driver].run(), name=driver))
+        if errors:
+            raise AgentError("; ".join(dict.fromkeys(map(str, errors))))
 
     async def alarm(self, reason: str, message: str) -> None:
         """Write a warning Event about this node, if the API server takes it."""

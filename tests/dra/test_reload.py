@@ -1,0 +1,181 @@
+"""An agent with both doors whose config changes, who waits for its ledger, or who cannot have it."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from pathlib import Path
+
+import pytest
+
+from deviceplugin import ledger
+from deviceplugin.agent import AgentError, Paths
+from deviceplugin.device import Device
+from deviceplugin.ledger import Ledger, Side
+from deviceplugin.source import DeviceSource
+from dra_bridge.agent import Bridge, Terms
+from dra_bridge.cluster import Cluster
+from dra_bridge.handover import Share
+from dra_bridge.testing.apiserver import FakeApiServer
+from dra_bridge.testing.node import FakeNode
+
+A, B = "example.com/a", "example.com/b"
+D, E = "d.example.com", "e.example.com"
+NODE = "node"
+
+
+class Source(DeviceSource):
+    """Two devices."""
+
+    def __init__(self, resource: str, driver: str = "") -> None:
+        self.resource = resource
+        self.driver = driver
+
+    async def watch(self) -> AsyncIterator[Sequence[Device]]:
+        yield [Device(name, nodes=["/dev/null"]) for name in ("d0", "d1")]
+
+
+@pytest.fixture
+def node() -> Iterator[FakeNode]:
+    with FakeApiServer() as server, FakeNode(server, NODE) as made:
+        yield made
+
+
+def bridge(node: FakeNode, tmp_path: Path, *sources: DeviceSource) -> Bridge:
+    return Bridge(
+        sources,
+        {},
+        Cluster.from_server(node.server.url),
+        NODE,
+        Paths(kubelet_root=node.root),
+        cdi_directory=str(tmp_path / "cdi"),
+        period=0.05,
+    )
+
+
+@contextlib.asynccontextmanager
+async def running(bridge: Bridge) -> AsyncIterator[None]:
+    """Run an agent; it has to end by itself when it is told to."""
+    task = asyncio.create_task(bridge.run())
+    try:
+        yield
+    finally:
+        bridge.agent.stop()
+        async with asyncio.timeout(60):
+            await task
+
+
+async def until(what: Callable[[], bool]) -> None:
+    """Wait until something is so."""
+    async with asyncio.timeout(60):
+        while not what():  # noqa: ASYNC110  # what is waited for tells nobody
+            await asyncio.sleep(0.01)
+
+
+def healthy(node: FakeNode, resource: str) -> set[str]:
+    """Return the devices that the kubelet would give out."""
+    return {name for name, one in node.devices(resource).items() if one.health == "Healthy"}
+
+
+def held_ledger(bridge: Bridge, driver: str) -> Ledger:
+    return Ledger.open(str(bridge.ledger_path(driver)))
+
+
+async def test_an_agent_that_stands_by_ends_when_it_is_told_to(
+    node: FakeNode, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In a rolling update the next pod may be deleted while it still waits for the ledger."""
+    monkeypatch.setattr("dra_bridge.agent.STANDBY", 0.01)
+    agent = bridge(node, tmp_path, Source(A, D))
+    with held_ledger(agent, D):
+        async with running(agent):
+            await until(lambda: "standing by" in caplog.text)
+    assert not node.registrations
+    await asyncio.to_thread(Ledger.open(str(agent.ledger_path(D)), wait=True).close)  # nobody has it
+
+
+async def test_a_ledger_that_cannot_be_opened_is_an_error_that_names_it(node: FakeNode, tmp_path: Path) -> None:
+    """A line for whoever has to mend it."""
+    agent = bridge(node, tmp_path, Source(A, D))
+    path = agent.ledger_path(D)
+    path.parent.parent.mkdir(parents=True, exist_ok=True)
+    path.parent.write_text("a file where the directory should be")
+    with pytest.raises(AgentError, match=str(path)):
+        async with asyncio.timeout(60):
+            await agent.run()
+
+
+async def test_a_reload_that_adds_a_driver_serves_it_and_the_agent_still_ends(node: FakeNode, tmp_path: Path) -> None:
+    """What a reload began ends with all else."""
+    agent = bridge(node, tmp_path, Source(A, D))
+    async with running(agent):
+        await until(lambda: len(healthy(node, A)) == 2)
+        await agent.reconfigure({B: Source(B, E)}, {B: Terms(Share(part=1.0))}, [A])
+        await until(lambda: len(node.devices(B)) == 2 and E in agent.drivers)
+        await until(lambda: any(one["spec"]["driver"] == E for one in node.server.objects("resourceslices")))
+
+
+async def test_a_reload_while_an_agent_stands_by_is_taken_after_that(
+    node: FakeNode, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing is served twice, and the ledger is opened once."""
+    monkeypatch.setattr("dra_bridge.agent.STANDBY", 0.01)
+    agent = bridge(node, tmp_path, Source(A, D))
+    with held_ledger(agent, D):
+        task = asyncio.create_task(agent.run())
+        await until(lambda: "standing by" in caplog.text)
+        reload = asyncio.create_task(agent.reconfigure({A: Source(A, D), B: Source(B)}, {}, []))
+        await asyncio.sleep(0)
+        assert not node.registrations
+    async with asyncio.timeout(60):
+        await reload
+    await until(lambda: all(len(healthy(node, name)) == 2 for name in (A, B)))
+    assert sorted(one.resource for one in node.registrations) == [A, B]
+    agent.agent.stop()
+    async with asyncio.timeout(60):
+        await task
+
+
+async def test_nothing_is_offered_before_its_ledger_is_open(
+    node: FakeNode, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A resource that a reload adds may have devices on the DRA side, which only its ledger knows."""
+    monkeypatch.setattr("dra_bridge.agent.STANDBY", 0.01)
+    agent = bridge(node, tmp_path, Source(A, D))
+    async with running(agent):
+        await until(lambda: len(healthy(node, A)) == 2)
+        with held_ledger(agent, E) as other:
+            other.do(ledger.adopt(B, ["d0"], Side.DRA, 1.0))
+            reload = asyncio.create_task(agent.reconfigure({B: Source(B, E)}, {B: Terms(Share(1))}, [A]))
+            await until(lambda: "standing by" in caplog.text and len(node.devices(B)) == 2)
+            assert all(update.healthy == 0 for update in node.updates(B))
+        async with asyncio.timeout(60):
+            await reload
+        await until(lambda: healthy(node, B) == {"d1"})
+        assert all(update.healthy < 2 for update in node.updates(B))
+
+
+async def test_a_dropped_resource_gives_nothing_out_on_its_way_out(node: FakeNode, tmp_path: Path) -> None:
+    """Its endpoint outlives its keeper by a moment; without a driver it is free again."""
+    agent = bridge(node, tmp_path, Source(A, D))
+    async with running(agent):
+        await until(lambda: len(healthy(node, A)) == 2)
+        agent.drivers[D].drop(A)
+        assert not agent.doors.offers(A, "d0")
+        await agent.reconfigure({A: Source(A)}, {}, [])
+        assert agent.doors.offers(A, "d0")
+        await agent.reconfigure({}, {}, [])
+        assert not agent.doors.keepers
+
+
+async def test_a_driver_whose_ledger_cannot_be_opened_holds_up_no_other(node: FakeNode, tmp_path: Path) -> None:
+    """A reload serves what can be served, and says what cannot."""
+    agent = bridge(node, tmp_path, Source("example.com/c"))
+    agent.ledger_path(D).parent.parent.mkdir(parents=True, exist_ok=True)
+    agent.ledger_path(D).parent.write_text("a file where the directory should be")
+    async with running(agent):
+        with pytest.raises(AgentError, match=D):
+            await agent.reconfigure({A: Source(A, D), B: Source(B, E)}, {}, ["example.com/c"])
+        await until(lambda: len(healthy(node, B)) == 2)
+        assert not healthy(node, A)
