@@ -53,6 +53,21 @@ class PciFilter:
     address: str | None = None
     functions: str = "all"
 
+    @property
+    def text(self) -> str:
+        """What is wanted, as a config file says it."""
+        functions = self.functions if self.functions != "all" else None
+        return sysfs.told(
+            {
+                "vendor": self.vendor,
+                "device": self.device,
+                "class": self.class_,
+                "driver": self.driver,
+                "address": self.address,
+                "functions": functions,
+            }
+        )
+
 
 class PciSource(DeviceSource):
     """The PCI devices that a filter lets through; ids are their addresses, 0000:3b:00.0.
@@ -102,7 +117,7 @@ class PciSource(DeviceSource):
             self.notes = (f"{self._root} cannot be read: {error.strerror}",)
             return []
         found = [one for address in addresses if (one := self._read(address)) is not None and self._fits(one)]
-        self.notes = () if found else (f"no PCI device of {len(addresses)} fits {self.wanted}",)
+        self.notes = () if found else (f"none of {len(addresses)} PCI devices has {self.wanted.text}",)
         names = self._names.of({(one.vendor, one.device) for one in found})
         return [self._made(one, *names[one.vendor, one.device]) for one in found]
 

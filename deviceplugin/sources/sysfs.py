@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from typing import Final
 
-__all__ = ["PCI_IDS", "USB_IDS", "Names", "ids_names", "link_name", "nodes_below", "numa_node", "read"]
+__all__ = ["PCI_IDS", "USB_IDS", "Names", "ids_names", "link_name", "nodes_below", "numa_node", "read", "told"]
 
 PCI_ADDRESS: Final = re.compile(r"[0-9a-f]{4,8}:[0-9a-f]{2}:[0-9a-f]{2}\.[0-7]")
 PCI_IDS: Final = (
@@ -125,6 +125,11 @@ def ids_names(
     except OSError:
         return None
     return found
+
+
+def told(wanted: Mapping[str, str | None]) -> str:
+    """Return a filter's parts that matter, in words: vendor 8086, class 02."""
+    return ", ".join(f"{name} {value}" for name, value in wanted.items() if value is not None) or "anything"
 
 
 def _cut(name: str) -> str:

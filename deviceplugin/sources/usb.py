@@ -3,7 +3,10 @@
 What a container gets: the device's own node, /dev/bus/usb/001/004, and the nodes that its drivers made
 (/dev/ttyUSB0, /dev/video0). A device that is pulled and plugged in again gets another number, not
 another id: the id is made of vendor, product and serial number, or of the port where there is no
-serial number, or where two devices claim the same.
+serial number, or where two devices claim the same. Of these the one that was found first keeps its id
+as long as it is plugged in, for a pod may have it: under another name it would be given away twice.
+(Of two that are there when an agent starts nobody knows which was first, and both are called by their
+ports.)
 
 Plugging makes nodes come and go under /dev/bus/usb, which is watched; sysfs itself makes no events.
 """
@@ -16,7 +19,7 @@ import os
 import random
 import re
 from collections import Counter
-from collections.abc import AsyncIterator, Collection, Sequence
+from collections.abc import AsyncIterator, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Final
@@ -49,6 +52,11 @@ class UsbFilter:
     vendor: str | None = None
     product: str | None = None
     serial: str | None = None
+
+    @property
+    def text(self) -> str:
+        """What is wanted, as a config file says it."""
+        return sysfs.told({"vendor": self.vendor, "product": self.product, "serial": self.serial})
 
 
 class UsbSource(DeviceSource):
@@ -85,6 +93,7 @@ class UsbSource(DeviceSource):
         self._root = f"{sysfs_root}/bus/usb/devices"
         self._dev = dev
         self._names = sysfs.Names(ids)
+        self._given: dict[_Plugged, str] = {}
         self._rescan = rescan
 
     def __repr__(self) -> str:
@@ -102,11 +111,11 @@ class UsbSource(DeviceSource):
         there = [one for port in ports if ":" not in port and (one := self._read(port)) is not None]
         found = [one for one in there if self._fits(one)]
         self.notes = (
-            () if found else (f"no USB device of {len(there)} fits {self.wanted}; plugged in later it is found",)
+            () if found else (f"none of {len(there)} USB devices has {self.wanted.text}; plugged in later it is found",)
         )
         names = self._names.of({(one.vendor, one.product) for one in found})
-        plain = Counter(_plain_id(one) for one in there)
-        return [self._made(one, plain, *names[one.vendor, one.product]) for one in found]
+        self._given = _given(there, self._given)
+        return [self._made(one, self._given[one.plugged], *names[one.vendor, one.product]) for one in found]
 
     async def watch(self) -> AsyncIterator[Sequence[Device]]:
         """Yield the devices now and whenever one is plugged in or pulled."""
@@ -166,10 +175,7 @@ class UsbSource(DeviceSource):
             and (self.wanted.serial is None or fnmatchcase(one.serial, self.wanted.serial))
         )
 
-    def _made(self, one: _Usb, plain: Counter[str], vendor_name: str | None, product_name: str | None) -> Device:
-        name = _plain_id(one)
-        if not one.serial or plain[name] > 1:
-            name = f"{one.vendor}-{one.product}-port-{one.port}"
+    def _made(self, one: _Usb, name: str, vendor_name: str | None, product_name: str | None) -> Device:
         root = next((step for step in one.directory.split("/") if _ROOT.fullmatch(step)), None)
         attributes: dict[str, AttributeValue | None] = {
             PCIE_ROOT: root,
@@ -189,6 +195,9 @@ class UsbSource(DeviceSource):
         )
 
 
+_Plugged = tuple[str, str, str, str]
+
+
 @dataclass(frozen=True, slots=True)
 class _Usb:
     """A USB device as sysfs has it."""
@@ -202,13 +211,39 @@ class _Usb:
     maker: str
     name: str
 
+    @property
+    def plugged(self) -> _Plugged:
+        """What stays as long as it is plugged in; a string that cannot be read for once is not among it."""
+        return self.port, self.node, self.vendor, self.product
+
+
+def _given(there: Collection[_Usb], before: Mapping[_Plugged, str]) -> dict[_Plugged, str]:
+    """Return the devices' ids; one that was there before keeps its own."""
+    given = {one.plugged: before[one.plugged] for one in there if one.plugged in before}
+    taken = set(given.values())
+    plain = Counter(_plain_id(one) for one in there)
+    for one in there:
+        if one.plugged not in given:
+            name = _plain_id(one)
+            if plain[name] > 1 or name in taken:
+                name = _port_id(one)
+            if name in taken:  # as another one's serial number
+                name += f"-{one.node[-3:]}"
+            given[one.plugged] = name
+            taken.add(name)
+    return given
+
 
 def _plain_id(one: _Usb) -> str:
     """Return the id that a device has if no other one has the same."""
     serial = re.sub(r"[^A-Za-z0-9_.]+", "-", one.serial).strip("-")
     name = f"{one.vendor}-{one.product}-{serial}"
     # A serial number that is too long, or says nothing, does not tell devices apart.
-    return name if serial and len(name) <= LONGEST_ID else f"{one.vendor}-{one.product}-port-{one.port}"
+    return name if serial and len(name) <= LONGEST_ID else _port_id(one)
+
+
+def _port_id(one: _Usb) -> str:
+    return f"{one.vendor}-{one.product}-port-{one.port}"
 
 
 def _numa(directory: str) -> int | None:
