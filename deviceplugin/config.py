@@ -200,8 +200,8 @@ def _share_advice(share: str) -> str:
 
 def _attribute_name_advice(name: str) -> str:
     return (
-        f"{name!r} is not an attribute's name: a letter or '_', then letters, digits and '_', 32 at the most, "
-        "with or without a domain before it, such as model or example.com/model"
+        f"{name!r} is not the name of an attribute or capacity: a letter or '_', then letters, digits and '_', "
+        "32 at the most, with or without a domain before it, such as model or example.com/model"
     )
 
 
@@ -869,17 +869,15 @@ class _Reader:
             return self.read(node, options[0], path, advice)
         for option in options:
             if _accepts(option, node):
+                if type(option).__name__ == "LiteralType" and isinstance(node, yaml.ScalarNode):
+                    return self._word(node, option, info, path)
                 return self.read(node, option, path, advice)
         return self.report(node, path, _mismatch(node, info))
 
     def _string(self, node: yaml.ScalarNode, info: Any, path: str, advice: Callable[[str], str] | None) -> Any:
         value: str = node.value
         if type(info).__name__ == "LiteralType":
-            if value in info.values:
-                return value
-            guess = _close(value, info.values)
-            end = f"; did you mean {guess!r}?" if guess else ""
-            return self.report(node, path, f"{value!r} is not one of {_or(info.values)}{end}")
+            return self._word(node, info, info, path)
         fits = (info.max_length is None or len(value) <= info.max_length) and (
             info.pattern is None or re.fullmatch(info.pattern, value)
         )
@@ -887,6 +885,16 @@ class _Reader:
             return value
         assert advice is not None
         return self.report(node, path, advice(value))
+
+    def _word(self, node: yaml.ScalarNode, info: Any, wanted: Any, path: str) -> Any:
+        """Read one of some words; wanted: these, and what else would be right."""
+        value: str = node.value
+        if value in info.values:
+            return value
+        guess = _close(value, info.values)
+        end = f"; did you mean {guess!r}?" if guess else ""
+        said = f"{value!r} is not one of {_or(info.values)}"
+        return self.report(node, path, (said if info is wanted else _mismatch(node, wanted)) + end)
 
     def _integer(self, node: yaml.Node, info: Any, path: str) -> Any:
         value = int(str(node.value))

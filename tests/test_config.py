@@ -239,6 +239,8 @@ def test_byte_order_mark_is_no_matter() -> None:
         (f"attributes: {{a: {'x' * 65}}}", "attributes.a", "64 bytes at the most, this one 65"),
         (f"attributes: {{a: {2**63}}}", "attributes.a", "must be -9223372036854775808 to 9223372036854775807"),
         ("driver: a.b, attributes: {m: 1, a.b/m: 2}", "attributes", "are the same to driver a.b"),
+        ("capacity: {a-b: 1}", 'capacity["a-b"]', "is not the name of an attribute or capacity"),
+        ("health: {probe: opn}", "health.probe", "none or open or a mapping with command, got the text 'opn'; did you"),
         ("capacity: {a: 16GB}", "capacity.a", "such as 16Gi"),
         ("capacity: {a: -1}", "capacity.a", "must be 0 to"),
         ("capacity: {a: 1e30}", "capacity.a", 'write "1e30" in quotes'),

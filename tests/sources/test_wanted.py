@@ -133,6 +133,10 @@ async def test_resource_whose_entries_have_no_hooks_has_none() -> None:
         ("[{nvidia: {profile: 10gb}}]", "not a MIG profile"),
         ("[{nvidia: {}}, {nvidia: {mig: single}}]", "a resource has one nvidia entry"),
         ("[{nvidia: {injection: volume}}]", "is not one of"),
+        (
+            "[{nvidia: {recovery: nevr}}]",
+            "expected a whole number or never, got the text 'nevr'; did you mean 'never'?",
+        ),
         ("[{nvidia: {ignore_xids: [x]}}]", "expected a whole number"),
     ],
 )
