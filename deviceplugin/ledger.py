@@ -1110,19 +1110,23 @@ def _locked(path: str, *, wait: bool = False) -> int:
         LedgerError: the directory or the disk does not let us.
 
     """
-    try:
-        os.makedirs(os.path.dirname(path) or ".", mode=0o750, exist_ok=True)
-        lock = os.open(path + ".lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-    except OSError as error:
-        raise LedgerError(f"cannot open the ledger {path}: {error}") from error
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX if wait else fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError as error:
-        os.close(lock)
-        if isinstance(error, BlockingIOError):
-            raise LedgerBusyError(f"another agent holds the ledger {path}") from error
-        raise LedgerError(f"cannot lock the ledger {path}: {error}") from error
-    return lock
+    while True:
+        try:
+            os.makedirs(os.path.dirname(path) or ".", mode=0o750, exist_ok=True)
+            lock = os.open(path + ".lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        except OSError as error:
+            raise LedgerError(f"cannot open the ledger {path}: {error}") from error
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX if wait else fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            os.close(lock)
+            if isinstance(error, BlockingIOError):
+                raise LedgerBusyError(f"another agent holds the ledger {path}") from error
+            raise LedgerError(f"cannot lock the ledger {path}: {error}") from error
+        held = os.fstat(lock)
+        if _file(path + ".lock") == (held.st_dev, held.st_ino):
+            return lock
+        os.close(lock)  # it was removed while we waited: whoever held it may have made itself another one
 
 
 class Ledger:
@@ -1156,6 +1160,8 @@ class Ledger:
         self._snapshot = Snapshot()
         self._seal = 0
         self._files: tuple[_File | None, ...] = ()
+        self._lost = False
+        """The lock was lost for a while, and nobody has looked yet what another agent may have written."""
         self._closed = False
 
     @classmethod
@@ -1291,7 +1297,7 @@ class Ledger:
         if _file(self._paths[0]) != (held.st_dev, held.st_ino):
             lock = _locked(self.path)
             os.close(self._lock_file)
-            self._lock_file = lock
+            self._lock_file, self._lost = lock, True
 
     def _write(self, before: Snapshot, after: Snapshot, changes: Sequence[Change]) -> None:
         connection = self._connection
@@ -1335,15 +1341,24 @@ class Ledger:
             self._snapshot = known
             raise
         found = self._snapshot
+        if self._lost and found.sequence:
+            # Another agent may have had the ledger in between: what either of us gave away is held.
+            # Where devices are it knew better, having heard the evidence after us.
+            both = Snapshot(
+                max(known.sequence, found.sequence) + 1,
+                {**known.devices, **found.devices},
+                {**known.holds, **found.holds},
+                {**known.claims, **found.claims},
+            )
+            self._snapshot = known
+            self._write(found, both, _changes(found, both))
+            self._snapshot, self._lost = both, False
+            return
         if found.sequence < known.sequence:
             # The file went bad under us; all that was ever recorded is in memory.
-            changes = [
-                Change(table, key, getattr(known, table).get(key), getattr(record, "durable", True))
-                for table in _TABLES
-                for key, record in {**getattr(found, table), **getattr(known, table)}.items()
-            ]
             self._snapshot = known
-            self._write(found, known, changes)
+            self._write(found, known, _changes(found, known))
+            self._lost = False
             return
         holds = {
             key: replace(hold, pod=old.pod, absent_since=old.absent_since)
@@ -1352,7 +1367,7 @@ class Ledger:
             for key, hold in found.holds.items()
         }
         reserved = {key: claim for key, claim in known.claims.items() if not claim.durable}
-        self._snapshot = replace(found, holds=holds, claims={**reserved, **found.claims})
+        self._snapshot, self._lost = replace(found, holds=holds, claims={**reserved, **found.claims}), False
 
     def _load(self) -> None:
         """Open the database and read all of it; put it aside if that is not possible."""
@@ -1455,6 +1470,15 @@ class Ledger:
                 for suffix in ("", "-wal", "-shm", "-journal"):
                     with contextlib.suppress(FileNotFoundError):
                         os.remove(os.path.join(directory, gone + suffix))
+
+
+def _changes(before: Snapshot, after: Snapshot) -> list[Change]:
+    """Return what makes one snapshot of the other."""
+    return [
+        Change(table, key, getattr(after, table).get(key), getattr(record, "durable", True))
+        for table in _TABLES
+        for key, record in {**getattr(before, table), **getattr(after, table)}.items()
+    ]
 
 
 def _no_step(_name: str) -> None:

@@ -11,6 +11,7 @@ import sqlite3
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -525,6 +526,80 @@ def test_a_ledger_that_another_agent_made_its_own_grants_nothing_more(path: str)
             with pytest.raises(LedgerBusyError):
                 book.do(ledger.grant(R, {"a": "a"}, T0))
             assert not book.snapshot.holds
+
+
+def test_what_another_agent_gave_away_meanwhile_stays_given_away(path: str) -> None:
+    """Who lost the ledger and has it again knows the holders of both, and so does whoever comes next."""
+    with Ledger.open(path) as book:
+        book.do(ledger.adopt(R, ["a", "b", "c"], Side.PLUGIN, T0))
+        book.do(ledger.grant(R, {"b": "b"}, T0))
+        for number in range(5):  # its sequence is far ahead
+            book.do(ledger.adopt(R, [f"more-{number}"], Side.PLUGIN, T0))
+        shutil.rmtree(Path(path).parent)
+        with Ledger.open(path) as other:
+            other.do(ledger.adopt(R, ["a"], Side.DRA, T0))
+            other.do(ledger.adopt(R, ["c"], Side.PLUGIN, T0))
+            other.do(ledger.prepare(claim("1", "a")))
+            other.do(ledger.grant(R, {"c": "c"}, T0))
+        assert isinstance(book.do(ledger.grant(R, {"a": "a"}, T0)), Refused)
+        assert isinstance(book.do(ledger.prepare(claim("2", "c"))), Refused)
+        known = book.snapshot
+        assert set(known.holds) == {(R, "b"), (R, "c")}
+        assert set(known.claims) == {(D, "1")}
+    with Ledger.open(path) as book:
+        assert (book.snapshot.devices, book.snapshot.claims) == (known.devices, known.claims)
+        assert book.snapshot.holds.keys() == known.holds.keys()
+
+
+def test_what_another_agent_gave_away_stays_so_when_the_disk_fails_first(path: str) -> None:
+    """The answer is an error until both are on disk, not a grant that overlooks one of them."""
+    failing: list[str] = []
+
+    def step(name: str) -> None:
+        if name in failing:
+            raise OSError(28, "No space left on device")
+
+    with Ledger.open(path, step=step) as book:
+        book.do(ledger.adopt(R, ["a", "b"], Side.PLUGIN, T0))
+        book.do(ledger.grant(R, {"b": "b"}, T0))
+        shutil.rmtree(Path(path).parent)
+        with Ledger.open(path) as other:
+            other.do(ledger.adopt(R, ["a"], Side.DRA, T0))
+        failing.append("commit")
+        with pytest.raises(LedgerError):
+            book.do(ledger.grant(R, {"a": "a"}, T0))
+        failing.clear()
+        assert isinstance(book.do(ledger.grant(R, {"a": "a"}, T0)), Refused)
+        assert set(book.snapshot.holds) == {(R, "b")}
+
+
+def test_who_stands_by_at_a_lock_that_was_removed_goes_on_standing_by(path: str) -> None:
+    """The agent that has the ledger makes itself another lock; letting go of the old one lets nobody in."""
+    opened: list[Ledger] = []
+    with Ledger.open(path) as book:
+        book.do(ledger.adopt(R, ["a"], Side.PLUGIN, T0))
+        waiting = threading.Thread(target=lambda: opened.append(Ledger.open(path, wait=True)), daemon=True)
+        waiting.start()
+        lock = os.stat(f"{path}.lock").st_ino
+        blocked_at(lock)
+        shutil.rmtree(Path(path).parent)
+        book.do(ledger.grant(R, {"a": "a"}, T0))
+        blocked_at(os.stat(f"{path}.lock").st_ino)
+        assert not opened
+        book.do(ledger.adopt(R, ["b"], Side.PLUGIN, T0))
+        known = book.snapshot
+    waiting.join(60)
+    (second,) = opened
+    with second:
+        assert second.snapshot.devices == known.devices
+
+
+def blocked_at(inode: int) -> None:
+    """Wait until somebody waits for the lock of this file."""
+    until = time.monotonic() + 60
+    while not any("->" in line and f":{inode} " in line for line in Path("/proc/locks").read_text().splitlines()):
+        assert time.monotonic() < until
+        time.sleep(0.01)
 
 
 def test_what_is_closed_answers_with_an_error(path: str) -> None:
