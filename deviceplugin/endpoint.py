@@ -394,7 +394,7 @@ class Endpoint(DevicePluginServicer):
                     wanted = [tuple(container.devices_ids) for container in request.container_requests]
                     responses = [self._response(await self._edits(names)) for names in wanted]
                     names = [name for container in wanted for name in container]
-                    await self._doorkeeper.grant(self.resource, names, list(dict.fromkeys(map(self._device_of, names))))
+                    await self._doorkeeper.grant(self.resource, names, list(dict.fromkeys(map(self.behind, names))))
                 except Refusal as refusal:
                     self.statistics.count(self.statistics.refusals, refusal.reason)
                     _LOG.warning("%s: Allocate refused: %s", self.resource, refusal.details)

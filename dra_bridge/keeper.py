@@ -140,7 +140,7 @@ class Keeper:
     async def after_look(self, before: object, seen: Look) -> None:
         """Release what the kubelet shows no more, take in what it shows and the ledger does not know."""
         news = False
-        for resource, behind in self.behind.items():
+        for resource, behind in tuple(self.behind.items()):  # a reload may drop one meanwhile
             units = held_units(seen.holdings.of(resource), behind, unsure_of(seen, resource))
             snapshot = KubeletSnapshot(cast("int", before), seen.at, quiet=True, held=units)
             try:

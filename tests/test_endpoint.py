@@ -751,6 +751,30 @@ async def test_ids_that_pods_have_from_an_earlier_agent_count(serve: Serve) -> N
         assert await served.allocate("c::1")
 
 
+async def test_what_is_given_out_while_sharing_changes_is_asked_for_by_its_device(serve: Serve) -> None:
+    """The doorkeeper hears of the device behind an id, also if it is one from before by the time of the grant."""
+    begun, going_on = asyncio.Event(), asyncio.Event()
+    asked: list[Sequence[str]] = []
+
+    class Slow(Shared):
+        async def edits(self, devices: Sequence[Device]) -> ContainerEdits:
+            begun.set()
+            await going_on.wait()
+            return ContainerEdits()
+
+    class Asked(OpenDoor):
+        async def grant(self, resource: str, names: Sequence[str], devices: Sequence[str]) -> None:
+            asked.append(devices)
+
+    served = await serve(Slow(4), "a", doorkeeper=Asked())
+    call = asyncio.ensure_future(served.allocate("a::0 a::1"))
+    await begun.wait()
+    served.endpoint.replace(Slow(1))
+    going_on.set()
+    await call
+    assert asked == [["a"]]
+
+
 async def test_a_device_that_is_not_shared_among_others_keeps_its_id(serve: Serve) -> None:
     """Its id says that its holder has it alone; one that is called like a replica stays apart from the real one."""
 
