@@ -171,6 +171,7 @@ class DriverBridge:
         self._services[resource] = service
         self._behind[resource] = service.endpoint.behind
         self.driver.served = tuple(Served(one.source, one.inventory) for one in self._services.values())
+        self.registrar.follow()
         self._bridge.doors.keepers[resource] = self.keeper
         if new:
             self.handovers[resource] = Handover(
@@ -199,6 +200,7 @@ class DriverBridge:
         self._behind.pop(resource, None)
         self.terms.pop(resource, None)
         self.driver.served = tuple(Served(one.source, one.inventory) for one in self._services.values())
+        self.registrar.follow()
         self._bridge.doors.keepers[resource] = CLOSED
         self._unsubscribe.pop(resource, lambda: None)()
         self.handovers.pop(resource, None)

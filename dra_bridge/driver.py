@@ -74,6 +74,9 @@ _T = TypeVar("_T")
 DEADLINE: Final = 30.0
 """Seconds for one claim; the kubelet gives a call 45 (kubelet 1.36, cm/dra/plugin)."""
 
+PATIENCE: Final = 40.0
+"""Seconds for a call: also for what undoes a claim that failed at its deadline, whose hooks may hang, too."""
+
 _UID: Final = re.compile(r"[A-Za-z0-9]([A-Za-z0-9-]{0,62}[A-Za-z0-9])?")
 _SUBDOMAIN: Final = re.compile(r"[a-z0-9]([-a-z0-9.]{0,251}[a-z0-9])?")
 _MAX_MESSAGE: Final = 1000
@@ -457,6 +460,7 @@ class Driver:
         claims: the API server.
         cdi_directory: where the runtime looks for CDI files.
         deadline: seconds for one claim.
+        patience: seconds for a call; what is not done then is told so, and goes on.
         pull: whether a claim for an idle device of the plugin's side begins its move (R2).
         report: whether to write `status.devices` of claims.
         boot: what tells one boot of the node from another; None: the kernel's own.
@@ -475,6 +479,7 @@ class Driver:
         *,
         cdi_directory: str = cdi.DIRECTORY,
         deadline: float = DEADLINE,
+        patience: float = PATIENCE,
         pull: bool = False,
         report: bool = True,
         boot: str | None = None,
@@ -489,6 +494,7 @@ class Driver:
         self._claims = claims
         self._store = cdi.Store(name, cdi_directory)
         self._deadline = deadline
+        self._patience = patience
         self.pull = pull
         self.report = report
         self._boot = _boot_id() if boot is None else boot
@@ -551,8 +557,12 @@ class Driver:
         tasks = {uid: self._task(work(ref)) for uid, ref in refs.items()}
         # A caller that goes away does not stop what has begun: its next try finds it done.
         if tasks:
-            await asyncio.wait(tasks.values())
-        return {uid: _outcome(task) for uid, task in tasks.items()}
+            await asyncio.wait(tasks.values(), timeout=self._patience)
+        late = f"not done within {self._patience:g} s; it goes on"
+        return {
+            uid: _outcome(task) if task.done() else ClaimError("timeout", f"claim {refs[uid].title}: {late}")
+            for uid, task in tasks.items()
+        }
 
     async def _prepare(self, ref: ClaimRef) -> Prepared:
         task: asyncio.Task[Any] | None = asyncio.current_task()

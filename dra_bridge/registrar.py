@@ -128,7 +128,7 @@ def health_list(driver: Driver, now: float) -> health_pb.NodeWatchResourcesRespo
             device=health_pb.DeviceIdentifier(pool_name=driver.pool, device_name=name),
             health=_HEALTH[device.health],
             last_updated_time=int(now),
-            message=device.message[:_MAX_MESSAGE],
+            message=device.message.encode(errors="replace")[:_MAX_MESSAGE].decode(errors="ignore"),
         )
     return response
 
@@ -143,7 +143,14 @@ class HealthService(DRAResourceHealthServicer):
         self._sent = sent
         self._changed = asyncio.Event()
         self._ended = False
-        self._unsubscribe = [served.inventory.subscribe(lambda _: self._wake()) for served in driver.served]
+        self._unsubscribe: list[Callable[[], None]] = []
+        self.follow()
+
+    def follow(self) -> None:
+        """Follow the inventories that the driver serves now, and send their lists."""
+        self._leave()
+        self._unsubscribe = [served.inventory.subscribe(lambda _: self._wake()) for served in self._driver.served]
+        self._wake()
 
     async def NodeWatchResources(  # noqa: N802  # the API's name
         self, request: health_pb.NodeWatchResourcesRequest, context: object
@@ -165,9 +172,13 @@ class HealthService(DRAResourceHealthServicer):
     def end(self) -> None:
         """End all streams."""
         self._ended = True
+        self._leave()
+        self._wake()
+
+    def _leave(self) -> None:
         for unsubscribe in self._unsubscribe:
             unsubscribe()
-        self._wake()
+        self._unsubscribe = []
 
 
 class _Registration(RegistrationServicer):
@@ -259,6 +270,11 @@ class Registrar:
     def directory(self) -> Path:
         """The driver's own directory among the kubelet's plugins."""
         return socket_path(self._plugins, self.driver.name, "/dra-12345678.sock").parent
+
+    def follow(self) -> None:
+        """Tell of the health of the resources that the driver serves now; call it when they are other ones."""
+        if self._health is not None:
+            self._health.follow()
 
     async def run(self) -> None:
         """Serve and be registered until cancelled, then end calls in flight and remove the own sockets.

@@ -507,6 +507,31 @@ async def test_a_claim_is_given_up_well_before_the_kubelet_does(tmp_path: Path) 
     await end(here)
 
 
+async def test_a_call_is_answered_in_time_though_the_undoing_of_a_claim_hangs(tmp_path: Path) -> None:
+    """The claim is told so; the others of the call are not held up, and a try after it succeeds."""
+    go = asyncio.Event()
+
+    class Stuck(Hooked):
+        hook_timeout = 60.0
+
+        async def unprepare(self, devices: Sequence[Device]) -> None:
+            await go.wait()
+
+    source = Stuck()
+    source.fails.add("prepare")
+    here = await world(tmp_path, source, deadline=0.1, patience=0.3)
+    here.claims.add(claim("1", result("d0")))
+    answers = await here.prepare("1", "none")
+    assert str(answers["1"]) == "claim default/claim-1: not done within 0.3 s; it goes on"
+    assert "does not exist" in str(answers["none"])
+    go.set()
+    source.fails.clear()
+    async with asyncio.timeout(20):
+        while not isinstance((await here.prepare("1"))["1"], Prepared):
+            pass
+    await end(here)
+
+
 async def test_prepares_of_one_claim_wait_for_each_other_and_of_two_do_not(here: World) -> None:
     """A retry while the first try is still under way finds it done."""
     here.claims.add(claim("1", result("d0")), claim("2", result("d1")))

@@ -297,6 +297,25 @@ async def test_health_is_told_at_once_and_kept_alive(driver: Driver, root: Path,
         assert registrar.statistics.health_lists >= 4
 
 
+async def test_health_needs_no_timer_to_be_told(driver: Driver, root: Path, kubelet: FakeDraKubelet) -> None:
+    """A change goes out by itself, also one of a resource that is served since a reload, and so does its first list."""
+    async with Running(driver, root, replace(QUICK, keep_alive=3600)) as registrar:
+        await aside(kubelet.wait_registered, D)
+        await aside(kubelet.wait_for, lambda: kubelet.health(D, NODE, "d0").health == "healthy")
+        (first,) = driver.served
+        devices = list(first.inventory.snapshot.devices.values())
+        first.inventory.publish([devices[0].with_health(Health.UNHEALTHY, "it smokes"), *devices[1:]])
+        await aside(kubelet.wait_for, lambda: kubelet.health(D, NODE, "d0").health == "unhealthy")
+        more = Inventory("example.com/more")
+        more.publish([Device("m0")])
+        driver.served = [first, Served(Source(), more)]
+        registrar.follow()
+        (name,) = (name for name, (served, _) in driver.devices.items() if served.inventory is more)
+        await aside(kubelet.wait_for, lambda: kubelet.health(D, NODE, name).health == "healthy")
+        more.publish([Device("m0", health=Health.UNHEALTHY)])
+        await aside(kubelet.wait_for, lambda: kubelet.health(D, NODE, name).health == "unhealthy")
+
+
 async def test_the_keep_alive_is_well_inside_the_kubelets_patience() -> None:
     """30 s by default (kubelet 1.36, cm/dra)."""
     assert Timing().keep_alive * 2 < 30
@@ -305,9 +324,9 @@ async def test_the_keep_alive_is_well_inside_the_kubelets_patience() -> None:
 async def test_messages_are_cut(driver: Driver) -> None:
     """The kubelet cuts at 1024 bytes."""
     inventory = driver.served[0].inventory
-    inventory.publish([Device("x", health=Health.UNHEALTHY, message="m" * 5000)])
+    inventory.publish([Device("x", health=Health.UNHEALTHY, message="m\u20ac" * 5000)])
     listed = health_list(driver, 12.7)
-    assert {len(entry.message) for entry in listed.devices} <= {1000, len("the device is gone")}
+    assert {len(entry.message.encode()) for entry in listed.devices} <= {1000, len("the device is gone")}
     assert {entry.last_updated_time for entry in listed.devices} == {12}
 
 

@@ -17,6 +17,7 @@ from deviceplugin.source import DeviceSource
 from dra_bridge.agent import Bridge, Terms
 from dra_bridge.cluster import Cluster
 from dra_bridge.handover import Share
+from dra_bridge.registrar import Timing
 from dra_bridge.testing.apiserver import FakeApiServer
 from dra_bridge.testing.node import FakeNode
 
@@ -179,3 +180,19 @@ async def test_a_driver_whose_ledger_cannot_be_opened_holds_up_no_other(node: Fa
             await agent.reconfigure({A: Source(A, D), B: Source(B, E)}, {}, ["example.com/c"])
         await until(lambda: len(healthy(node, B)) == 2)
         assert not healthy(node, A)
+
+
+async def test_health_of_a_resource_that_a_reload_adds_is_told_at_once(
+    node: FakeNode, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The kubelet need not wait for the next timer."""
+    monkeypatch.setattr("dra_bridge.registrar.Timing", lambda: Timing(keep_alive=3600))
+    agent = bridge(node, tmp_path, Source(A, D))
+
+    def told() -> list[str]:
+        return [node.dra.health(D, NODE, name).health for name in agent.drivers[D].driver.devices]
+
+    async with running(agent):
+        await until(lambda: D in agent.drivers and told() == ["healthy"] * 2)
+        await agent.reconfigure({B: Source(B, D)}, {}, [A])
+        await until(lambda: told() == ["healthy"] * 4)
