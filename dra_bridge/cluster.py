@@ -303,6 +303,10 @@ class Backoff:
         self._failures += 1
         return self._draw(longest / 2, longest)
 
+    def longest(self) -> float:
+        """Return the seconds to wait where only time will help, or somebody else."""
+        return self._draw(self.cap / 2, self.cap)
+
     def reset(self) -> None:
         """Begin anew: something went well."""
         self._failures = 0

@@ -865,9 +865,11 @@ class Publisher:
         body = neutral(item)
         driver.mirror[body["metadata"]["name"]] = body
         driver.generation = max(driver.generation, _generation(body))
-        for device in body["spec"].get("devices") or ():
-            for key in [key for key in driver.times if key[0] == device["name"]]:
-                del driver.times[key]
+        devices = body["spec"].get("devices") or ()
+        if driver.times:
+            names = {device["name"] for device in devices}
+            driver.times = {key: since for key, since in driver.times.items() if key[0] not in names}
+        for device in devices:
             for taint in device.get("taints") or ():
                 self._known["taints"] = True
                 if taint.get("timeAdded"):
@@ -902,7 +904,7 @@ class Publisher:
                 if not driver.listed:  # it joined after the watch began
                     await self._refresh(driver)
                 if not await self._reconcile(driver):
-                    wait = self._backoff.cap
+                    wait = backoff.longest()
                     driver.wake.set()
             except (ConflictError, NotFoundError, VersionChangedError) as error:
                 # What the server has is not what the watch said: look, and try again.
@@ -925,7 +927,7 @@ class Publisher:
                 # grown to their most, only something else that is wanted will help.
                 wait = backoff.next()
                 if wait > self._backoff.cap / 2:
-                    wait = 10 * self._backoff.cap
+                    wait = 10 * backoff.longest()
                 driver.wake.set()
             except (ApiError, UnsupportedError) as error:
                 if not isinstance(error, UnavailableError) or error.code:

@@ -383,8 +383,12 @@ def test_backoff() -> None:
     assert [high.next() for _ in range(9)] == [0.25, 0.5, 1, 2, 4, 8, 16, 30, 30]
     high.reset()
     assert high.next() == 0.25
+    assert high.longest() == 30
     usual = Backoff()
     assert all(usual.next() <= 30 for _ in range(2000))
+    waits = {usual.longest() for _ in range(100)}
+    assert len(waits) > 1
+    assert all(15 <= wait <= 30 for wait in waits)
 
 
 async def test_a_long_outage_is_not_hammered() -> None:
