@@ -71,6 +71,8 @@ QUANTITIES: Final[Mapping[str, Quantity]] = {
 """What is known by name; a source may measure anything else, too."""
 
 _NAME: Final = re.compile(r"[a-z][a-z0-9_]*")
+TAKEN: Final = frozenset({"health", "holders", "replicas", "state", "state_since_seconds"})
+"""What `deviceplugin_device_` is followed by in other metrics, which are not a source's to give."""
 
 Value = float | dict[str, float]
 """One number, or numbers by the value of the quantity's label."""
@@ -92,7 +94,7 @@ def checked(measured: object, devices: Sequence[Device]) -> Mapping[str, Mapping
     """Return what a source measured, of the devices that were asked for, without what is None or not a number.
 
     Raises:
-        MeasureError: it is not a mapping of mappings, or a name cannot be a metric's.
+        MeasureError: it is not a mapping of mappings, or a name cannot be a metric's or is another one's.
 
     """
     if not isinstance(measured, Mapping):
@@ -108,6 +110,10 @@ def checked(measured: object, devices: Sequence[Device]) -> Mapping[str, Mapping
         for name, value in quantities.items():
             if not isinstance(name, str) or not _NAME.fullmatch(name):
                 raise MeasureError(f"{name!r} cannot be the name of a quantity; write it like temperature_celsius")
+            if name.removesuffix("_total") in TAKEN:
+                raise MeasureError(f"{name!r} is the name of another metric; call it differently, own_{name} say")
+            if f"{name}_total" in quantities:
+                raise MeasureError(f"{name!r} is there with and without _total; one name is one metric")
             if isinstance(value, Mapping):
                 parts = {str(key): one for key, part in value.items() if (one := _number(name, part)) is not None}
                 if parts:

@@ -17,6 +17,7 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -402,6 +403,15 @@ class TestCollector:
         key = (("device", "a"), ("resource", RESOURCE))
         assert samples[("deviceplugin_device_packets_total", key)] == ("counter", 3)
         assert samples[("deviceplugin_device_lane_errors", (key[0], ("part", "0"), key[1]))] == ("gauge", 1)
+
+    def test_no_source_can_give_a_metric_that_is_there_already(self) -> None:
+        """Which names behind `deviceplugin_device_` are taken is known where measured names are checked."""
+        view = Still(resource("a")).observer().view()
+        (one,) = view.resources
+        placed = replace(one.devices[0], place=Place("dra", "dra", 1.0))
+        view = replace(view, resources=(replace(one, devices=(placed,)),))
+        names = {family.name for family in AgentCollector(lambda: view).collect()}
+        assert {name.removeprefix("deviceplugin_device_") for name in names if "_device_" in name} == load.TAKEN
 
     def test_equal_holders_are_one_series(self) -> None:
         """Two holders that cannot be told apart (init containers of unknown pods) are no duplicate series."""
