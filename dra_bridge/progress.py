@@ -17,7 +17,9 @@ from deviceplugin.ledger import Snapshot, State
 __all__ = ["DeviceProgress", "Progress", "ResourceProgress", "annotation", "progress", "read", "share_annotation"]
 
 MAX_DEVICES: Final = 1024
-"""Devices told one by one; an object's annotations may have 256 KiB together."""
+"""Devices of a resource that are told one by one."""
+MAX_BYTES: Final = 192 * 1024
+"""Bytes that all of it may have: an object's annotations may have 256 KiB together, or none of it is taken."""
 
 
 class DeviceProgress(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -66,14 +68,18 @@ def progress(
     asked: str = "",
     gone: Collection[tuple[str, str]] = (),
 ) -> Progress:
-    """Return what is to be told.
+    """Return what is to be told; of resources with too many devices only how many of them are where.
 
     resources: the share that is striven for by resource. waits: what moves wait for by
     (resource, device). asked: the Node's annotation. gone: devices that no source lists now.
     """
-    return Progress(
-        {resource: _resource(now, resource, share, waits or {}, gone) for resource, share in resources.items()}, asked
-    )
+    told = {resource: _resource(now, resource, share, waits or {}, gone) for resource, share in resources.items()}
+    while len(encoded(Progress(told, asked)).encode()) > MAX_BYTES:
+        name = max(told, key=lambda name: len(told[name].devices))
+        if not told[name].devices:
+            break
+        told[name] = msgspec.structs.replace(told[name], devices={})
+    return Progress(told, asked)
 
 
 def _resource(

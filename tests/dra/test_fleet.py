@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from deviceplugin.ledger import State
+from deviceplugin.ledger import DeviceRecord, Hold, Snapshot, State
 from dra_bridge import fleet, progress
 from dra_bridge.fleet import Before, Goal, Limits, NodeView, Phase
 from dra_bridge.handover import parse_share
@@ -320,3 +320,26 @@ def test_pause_ends_after_the_first_nodes() -> None:
     done = [view("n1", asked="all", counts={"dra": 4}), view("n2")]
     assert fleet.decide(Goal("all"), done, limits, own={"n1"}).over
     assert fleet.decide(Goal("all"), done, limits).begin == ("n2",)
+
+
+def test_what_is_told_of_many_devices_fits_into_an_annotation() -> None:
+    """Where all of it would not, the resource with the most devices is told by numbers alone; no slice is refused."""
+    resources = {"example.com/many": 1000, "example.com/more": 1020, "example.com/few": 3}
+    devices = {
+        (resource, name): DeviceRecord(resource, name, State.PLUGIN, 1.7e9)
+        for resource, count in resources.items()
+        for name in (f"GPU-{number:036}" for number in range(count))
+    }
+    holds = {
+        key: Hold(*key, key[1], 1.7e9, 1, pod=f"a-namespace/a-training-job-with-a-long-name-{key[1]}")
+        for key in devices
+    }
+    now = Snapshot(1, devices, holds)
+    told = progress.progress(now, dict.fromkeys(resources, "none"))
+    assert len(progress.encoded(told).encode()) <= 192 * 1024
+    assert {name: len(one.devices) for name, one in told.resources.items()} == {
+        "example.com/many": 1000,
+        "example.com/more": 0,
+        "example.com/few": 3,
+    }
+    assert [one.counts for one in told.resources.values()] == [{"plugin": count} for count in resources.values()]
