@@ -443,8 +443,10 @@ def timeline(holdings: Sequence[Holding], began: float, ended: float) -> list[tu
     step = (ended - began) / WIDTH
     for device in sorted({one.device for one in holdings}):
         line = ["."] * WIDTH
-        mine = [one for one in holdings if one.device == device and (one.end is None or one.end > began)]
+        mine = [one for one in holdings if one.device == device]
         for one in mine:
+            if one.end is not None and one.end <= began:
+                continue
             first = max(0, int((one.begin - began) / step))
             last = WIDTH - 1 if one.end is None else min(WIDTH - 1, int((one.end - began) / step))
             for place in range(first, last + 1):

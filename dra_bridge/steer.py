@@ -348,16 +348,16 @@ class _Rollout:
         """Do what can be done now; return whether all is well once it is over, None before."""
         nodes = self.fleet.views()
         now = time.monotonic()
-        for view in nodes:
-            at = self._phase(view)
+        phases = {view.node: self._phase(view) for view in nodes}
+        for name, at in phases.items():
             if at is Phase.MOVING:
-                self._since.setdefault(view.node, now)
-            elif at is Phase.DONE and view.node in self._since:
-                if view.node not in self._done:
-                    self.reporter.say(f"{view.node}: done after {now - self._since[view.node]:.1f} s")
-                self._done.setdefault(view.node, now)
-        trouble = {view.node: await self._trouble(view, now) for view in nodes if view.node in self._since}
+                self._since.setdefault(name, now)
         self.reporter.show([view for view in nodes if view.node in self._since])
+        for name, at in phases.items():
+            if at is Phase.DONE and name in self._since and name not in self._done:
+                self.reporter.say(f"{name}: done after {now - self._since[name]:.1f} s")
+                self._done[name] = now
+        trouble = {view.node: await self._trouble(view, now) for view in nodes if view.node in self._since}
         decision = fleet.decide(
             self.goal, nodes, self.limits, now=now, since=self._since, trouble=trouble, own=self._own
         )

@@ -577,6 +577,9 @@ def test_rollout_goes_node_after_node(world: World, bridge: Callable[..., Ran]) 
     assert ran.status == 0, ran
     asked = [line.split(":")[0] for line in ran.out.splitlines() if "asked for all" in line]
     assert asked == ["n1", "n2", "n9", "n10"]
+    of_n1 = [line for line in ran.out.splitlines() if line.startswith("n1: ")]
+    assert of_n1[-2] == "n1: 4 of 4 devices moved"
+    assert of_n1[-1].startswith("n1: done after")
     assert "4 of 4 nodes are as they should be" in ran.out
     assert world.most == 1
     for agent in world.agents.values():

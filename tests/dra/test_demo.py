@@ -48,6 +48,8 @@ def test_bridge_gives_none_twice(told: tuple[int, str, float]) -> None:
     second = told[1].split("2. The same with the bridge")[1]
     assert "never by two at once" in second
     assert len(re.findall(r"is asked for \S+ +[\d.]+ s later", second)) == len(demo.SHARES)
+    counts = re.findall(r"^gpu-\d   [pc.]{72} +(\d+) +(\d+) *$", second, re.MULTILINE)
+    assert f"\n{sum(int(one) for row in counts for one in row)} times a device was held" in second
     assert len(re.findall(r"^gpu-\d   (?=.*p)(?=.*c)[pc.]{72} ", second, re.MULTILINE)) == 4
 
 
