@@ -23,12 +23,14 @@ from deviceplugin.source import DeviceSource
 if TYPE_CHECKING:
     from deviceplugin.config import Config
 
-__all__ = ["Served", "run", "run_config", "serve"]
+__all__ = ["Served", "read", "run", "run_config", "serve"]
 
 _LOG: Final = logging.getLogger(__name__)
 
 Take = Callable[["Config", Mapping[str, DeviceSource], Sequence[str]], Awaitable[None]]
 """Serve what a config says now: the new and changed sources by resource, and the names of unchanged ones."""
+File = tuple[Path, bytes | None, "Config"]
+"""A config file: what was in it (None: it could not be read), and what that says."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,23 +79,35 @@ def run_config(path: Path, paths: Paths, metrics_address: str | None = None) -> 
         ConfigError: the file cannot be used at the start; later that is only said.
 
     """
-    from deviceplugin import config, sources
+    from deviceplugin import sources
 
-    first = config.load(path)
+    file = read(path)
+    first = file[-1]
 
     def make() -> Served:
         built = [sources.build(resource) for resource in first.resources]
         return Served.plainly(Agent(built, paths, keep_books=metrics_address is not None))
 
-    return serve(make, metrics_address=metrics_address, config=(path, first))
+    return serve(make, metrics_address=metrics_address, config=file)
 
 
-def serve(
-    make: Callable[[], Served], *, metrics_address: str | None = None, config: tuple[Path, Config] | None = None
-) -> int:
+def read(path: Path) -> File:
+    """Read a config file that is to be followed.
+
+    Raises:
+        ConfigError: it cannot be used.
+
+    """
+    from deviceplugin import config
+
+    content = _content(path)  # first: what changes from here on is noticed
+    return path, content, config.load(path)
+
+
+def serve(make: Callable[[], Served], *, metrics_address: str | None = None, config: File | None = None) -> int:
     """Run what `make` makes in a loop of its own with the process's signals; return the exit status.
 
-    config: the file to follow, and what it said.
+    config: the file to follow.
     """
     try:
         asyncio.run(_serve(make, metrics_address, config))
@@ -103,7 +117,7 @@ def serve(
     return 0
 
 
-async def _serve(make: Callable[[], Served], metrics_address: str | None, config: tuple[Path, Config] | None) -> None:
+async def _serve(make: Callable[[], Served], metrics_address: str | None, config: File | None) -> None:
     served = make()
     loop = asyncio.get_running_loop()
     reload = asyncio.Event()
@@ -115,7 +129,7 @@ async def _serve(make: Callable[[], Served], metrics_address: str | None, config
             from deviceplugin import metrics
 
             try:
-                how = metrics.Options.of(config[1].metrics) if config else None
+                how = metrics.Options.of(config[-1].metrics) if config else None
                 stack.enter_context(metrics.serving(metrics_address, served.agent, how))
             except OSError as error:
                 raise AgentError(f"cannot serve metrics at {metrics_address}: {error.strerror or error}") from error
@@ -138,24 +152,25 @@ SETTLE: Final = 0.05
 """Seconds without another change after which a file counts as written."""
 
 
-async def _follow_config(take: Take, path: Path, current: Config, reload: asyncio.Event) -> None:
-    """Read the file again at SIGHUP and whenever it changes, a ConfigMap's `..data` swap included."""
-    content = await asyncio.to_thread(_content, path)
+async def _follow_config(take: Take, path: Path, content: bytes | None, current: Config, reload: asyncio.Event) -> None:
+    """Read the file again at SIGHUP and whenever it changes, a ConfigMap's `..data` swap included.
+
+    content: what stood in it before it was read as `current`.
+    """
     with filewatch.shared().watch([str(path.absolute().parent)], writes=True) as watch:
         asked = asyncio.create_task(_wake_on(reload, watch))
         try:
             while True:
+                now = await asyncio.to_thread(_content, path)
+                if now != content or reload.is_set():
+                    reload.clear()
+                    content = now
+                    current = await _reload(take, path, current)
                 hinted = await watch.wait(30.0)
                 if hinted and not reload.is_set():
                     deadline = time.monotonic() + 2.0
                     while await watch.wait(SETTLE) and time.monotonic() < deadline:
                         pass
-                now = await asyncio.to_thread(_content, path)
-                if now == content and not reload.is_set():
-                    continue
-                reload.clear()
-                content = now
-                current = await _reload(take, path, current)
         finally:
             asked.cancel()
 

@@ -77,9 +77,10 @@ def run_config(
         ConfigError: the file cannot be used at the start; later that is only said.
 
     """
-    from deviceplugin import config, sources
+    from deviceplugin import sources
 
-    first = config.load(path)
+    file = process.read(path)
+    first = file[-1]
 
     def make() -> process.Served:
         built = [sources.build(resource) for resource in first.resources]
@@ -93,4 +94,4 @@ def run_config(
 
         return process.Served(bridge.agent, bridge.run, take)
 
-    return process.serve(make, metrics_address=metrics_address, config=(path, first))
+    return process.serve(make, metrics_address=metrics_address, config=file)

@@ -20,7 +20,7 @@ from deviceplugin import agent as agent_module
 from deviceplugin import podresources
 from deviceplugin import process as process_module
 from deviceplugin.agent import Agent, AgentError, Paths
-from deviceplugin.config import load
+from deviceplugin.config import Config, load
 from deviceplugin.device import ContainerEdits, Device, Health
 from deviceplugin.source import DeviceSource
 from deviceplugin.sources.simulated import SimulatedSource
@@ -357,6 +357,23 @@ async def test_metrics_are_read_at_the_start(tmp_path: Path, caplog: pytest.LogC
 
     await process_module._reload(take, config, first)
     assert "`metrics` is read at the start" in caplog.text
+
+
+async def test_a_file_that_changes_while_the_agent_starts_is_taken(tmp_path: Path) -> None:
+    """What was written between the first reading and the first watch counts."""
+    config = tmp_path / "config.yaml"
+    config.write_text(text(a=1))
+    file = process_module.read(config)
+    config.write_text(text(a=2))
+    taken = asyncio.get_running_loop().create_future()
+
+    async def take(now: Config, *_: object) -> None:
+        taken.set_result(now)
+
+    following = asyncio.create_task(process_module._follow_config(take, *file, asyncio.Event()))
+    async with asyncio.timeout(20):
+        assert await taken == load(config)
+    following.cancel()
 
 
 async def test_reload_that_fails_half_way_is_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
