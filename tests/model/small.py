@@ -274,9 +274,10 @@ class Small:
     def kubelet(self, world: World) -> Iterator[tuple[str, World]]:
         """Choose devices, write down what was given, end pods; take in the list."""
         taken = {pod.device for pod in world.pods if pod.at}
+        more = sum(pod.at > 0 for pod in world.pods) < self.pods
         for number, pod in enumerate(world.pods):
             if pod.at == 0:
-                for device in TWO if number < self.pods else ():
+                for device in TWO if more else ():
                     if world.heard[device] and device not in taken:
                         yield f"choose p{number} {device}", with_pod(world, number, Pod(1, device))
             elif pod.at == 2:
@@ -292,9 +293,10 @@ class Small:
     def scheduler(self, world: World) -> Iterator[tuple[str, World]]:
         """Choose devices for claims from the slice, write it down however late; take claims away."""
         given = {claim.device for claim in world.claims if claim.api}
+        more = sum(claim != Request() for claim in world.claims) < self.claims
         for number, claim in enumerate(world.claims):
             if claim.api == 0 and not claim.node and not claim.file and not claim.record:
-                for device in TWO if number < self.claims else ():
+                for device in TWO if more else ():
                     if world.slice[device] == 2 and device not in given:
                         yield f"pick c{number} {device}", with_claim(world, number, Request(1, device))
             elif claim.api == 1:
@@ -516,11 +518,10 @@ class Small:
         given &= {claim.device for claim in world.claims if claim.node == 3}
         return f"device {min(given)} is held through both doors" if given else ""
 
-    def calming(self, world: World, share: Share, *, serve: bool = False) -> Iterator[World]:
-        """Return what comes next when nobody dies and nothing new comes, most urgent first.
+    def ending(self, world: World, *, serve: bool = False) -> Iterator[World]:
+        """Return what comes next until all has ended that was begun, whatever share is asked for.
 
-        Pods and claims end, and the agent goes on until it has nothing to do. serve: claims that
-        are allocated stay, and the kubelet tries to prepare them.
+        serve: claims that are allocated stay, and the kubelet tries to prepare them.
         """
         if not world.alive:
             pods = tuple(pod._replace(at=3) if pod.at == 2 else pod for pod in world.pods)
@@ -538,6 +539,15 @@ class Small:
             yield after
         if world.stage != IDLE:
             yield from (after for _, after in self.gathering(world))
+
+    def calming(self, world: World, share: Share, *, serve: bool = False) -> Iterator[World]:
+        """Return what comes next when nobody dies and nothing new comes, most urgent first.
+
+        Pods and claims end, and the agent goes on until it has nothing to do.
+        """
+        yield from self.ending(world, serve=serve)
+        if not world.alive:
+            return
         now = snapshot(world)
         held, expected = in_hands(now, R)
         states = {name: record.state for name, record in now.of(R).items()}
