@@ -1,0 +1,461 @@
+"""All that can happen to two devices, tens of millions of worlds, without looking at each of them.
+
+A world is what belongs to no device (`Shared`) and two halves, each a device with its pod and its
+claims. A step is one of two kinds. Most belong to one device: they change its half, whatever the
+other is like, and may be taken if there is room for one more pod or claim. The others belong to
+everybody (`FACTS`) and lead each half where its own state says, once some facts of the other are
+known; where such a step is not possible it changes nothing. Of worlds that differ in the
+second half only, one step therefore leads to worlds that differ in the second half only.
+
+So the worlds with the same `Shared` are kept as a table: for each first half the set of second
+halves that were seen with it, a number's bits. A step takes a whole row along. As devices differ
+in their names only, the table is kept the same read by rows and by columns. Nothing is forgotten
+or merged, no two worlds are taken for one: in the end every world that can be reached is in the
+tables, and no other.
+
+The steps are those of `Small.successors`, tried on worlds of two halves; nothing of it is said
+here once more but the facts. That they are all that a half has to know of the other is what
+`Halves.after` is for: tests compare it with `Small.successors`, world by world, and the number of
+worlds with what `explore` finds. What is wrong with a world is wrong with one of its devices, so
+each half is looked at once, with a partner that nothing can be wrong with.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import defaultdict
+from collections.abc import Callable, Collection, Hashable, Iterator
+from dataclasses import dataclass
+from typing import Final, NamedTuple
+
+from deviceplugin.ledger import State
+from tests.model.small import STATES, UNKNOWN, Device, Pod, Request, Small, Stage, World
+
+TO_DRA: Final = STATES.index(State.TO_DRA)
+TO_PLUGIN: Final = STATES.index(State.TO_PLUGIN)
+
+
+class Shared(NamedTuple):
+    """What belongs to no device. what, late: of the stage. sent, want: whether the agent has said any."""
+
+    what: int
+    late: bool
+    alive: bool
+    sent: bool
+    want: bool
+    damaged: bool
+
+
+class Half(NamedTuple):
+    """What belongs to one device. pod: how far its pod is. claims: as of device 0. The rest: as in the world."""
+
+    device: Device
+    pod: int = 0
+    claims: tuple[Request, ...] = ()
+    sent: bool = False
+    heard: bool = False
+    want: int = 0
+    slice: int = 0
+    withdraw: bool = False
+    moving: bool = False
+    shown: bool = False
+    first: bool = False
+    second: bool = False
+
+
+Parts = tuple[Shared, Half, Half]
+
+QUIET: Final = Half(Device(STATES.index(State.PLUGIN)))
+SETTLED: Final = QUIET._replace(sent=True, heard=True)
+
+
+def parted(world: World) -> Parts:
+    """Return what belongs to no device, and the halves."""
+    stage = world.stage
+    halves = []
+    for number, device in enumerate(world.devices):
+        pods = [pod.at for pod in world.pods if pod.at and pod.device == number]
+        assert len(pods) < 2, f"the kubelet gave device {number} to two pods"
+        claims = sorted(claim._replace(device=0) for claim in world.claims if claim.device == number)
+        half = Half(
+            device,
+            pods[0] if pods else 0,
+            tuple(claims),
+            bool(world.sent) and world.sent[number],
+            world.heard[number],
+            world.want[number] if world.want else 0,
+            world.slice[number],
+            world.withdraw[number],
+            stage.moving[number],
+            stage.shown[number],
+            stage.first[number],
+            stage.second[number],
+        )
+        halves.append(half)
+    shared = Shared(stage.what, stage.late, world.alive, bool(world.sent), bool(world.want), world.damaged)
+    return shared, halves[0], halves[1]
+
+
+def joined(shared: Shared, one: Half, two: Half) -> World:
+    """Return the world of two halves."""
+    both = (one, two)
+    pods = sorted(Pod(half.pod, number) if half.pod else Pod() for number, half in enumerate(both))
+    claims = [claim._replace(device=number) for number, half in enumerate(both) for claim in half.claims]
+    claims = sorted([*claims, Request(), Request()][:2])
+    return World(
+        (one.device, two.device),
+        (pods[0], pods[1]),
+        (claims[0], claims[1]),
+        (one.sent, two.sent) if shared.sent else (),
+        (one.heard, two.heard),
+        (one.want, two.want) if shared.want else (),
+        (one.slice, two.slice),
+        (one.withdraw, two.withdraw),
+        Stage(
+            shared.what,
+            (one.moving, two.moving),
+            (one.shown, two.shown),
+            (one.first, two.first),
+            (one.second, two.second),
+            shared.late,
+        ),
+        shared.alive,
+        shared.damaged,
+    )
+
+
+# The steps that are everybody's.
+
+
+def nothing(_half: Half) -> Hashable:
+    """Return what the other half has to know of this one: nothing."""
+    return ()
+
+
+def withdrawal(half: Half) -> Hashable:
+    """Return whether it may leave the slice, is out of it, and whether the slice has it as the agent wants."""
+    free = half.device.state == TO_PLUGIN and not any(claim.record for claim in half.claims)
+    leaves = half.withdraw or not any(claim.api == 2 for claim in half.claims)
+    return free, free and leaves and half.slice == 0, half.want == half.slice
+
+
+Steps = Callable[[Small, World], Iterator[tuple[str, World]]]
+
+FACTS: Final[dict[str, tuple[Steps, Callable[[Half], Hashable]]]] = {
+    "hear": (Small.kubelet, nothing),
+    "send": (Small.door, nothing),
+    "want": (Small.offering, nothing),
+    "accept": (Small.offering, nothing),
+    "look": (Small.gathering, lambda half: (half.device.state == TO_DRA, half.sent)),
+    "withdraw": (Small.gathering, withdrawal),
+    "ask allocatable": (Small.gathering, nothing),
+    "list pods": (Small.gathering, nothing),
+    "observe": (Small.gathering, lambda half: half.moving),
+    "commit to dra": (Small.gathering, nothing),
+    "list claims": (Small.gathering, nothing),
+    "commit to plugin": (Small.gathering, nothing),
+    "tick": (Small.fate, lambda half: (half.device.absent == 1, half.pod == 2)),
+    "kubelet restarts": (Small.fate, nothing),
+    "agent dies": (Small.fate, nothing),
+    "agent dies, ledger lost": (Small.fate, nothing),
+    "agent starts": (Small.fate, lambda half: (half.device.state == UNKNOWN, half.pod == 2)),
+}
+"""By step: which of the model's steps it is among, and what each half has to know of the other."""
+
+GATHERING: Final = (
+    ("look", "withdraw"),
+    ("ask allocatable",),
+    ("list pods",),
+    ("observe",),
+    ("commit to dra",),
+    ("list claims",),
+    ("commit to plugin",),
+)
+
+
+def possible(small: Small, shared: Shared) -> tuple[str, ...]:
+    """Return the steps of everybody that may be possible."""
+    found = ["hear", "tick"]
+    if shared.alive:
+        found += ["send", "want", "accept", *GATHERING[shared.what]]
+    if small.crashes:
+        found += ["kubelet restarts", "agent dies" if shared.alive else "agent starts"]
+        if shared.alive and small.damage and not shared.damaged:
+            found.append("agent dies, ledger lost")
+    return tuple(found)
+
+
+# Sets of small numbers, as bits.
+
+
+def bits(mask: int) -> list[int]:
+    """Return the numbers in a set."""
+    text = bin(mask)[:1:-1]
+    found = []
+    at = text.find("1")
+    while at >= 0:
+        found.append(at)
+        at = text.find("1", at + 1)
+    return found
+
+
+def mask_of(numbers: Collection[int]) -> int:
+    """Return numbers as a set."""
+    raw = bytearray(max(numbers) // 8 + 1)
+    for number in numbers:
+        raw[number >> 3] |= 1 << (number & 7)
+    return int.from_bytes(raw, "little")
+
+
+class Ways(dict[int, int]):
+    """Where a step of everybody's leads the halves of a block when their partners are of a kind.
+
+    to: the block that it leads to, by the half's own kind.
+    """
+
+    def __init__(self, block: Block, word: str, theirs: Hashable) -> None:
+        self.block = block
+        self.word = word
+        self.theirs = theirs
+        self.to: dict[Hashable, Block] = {}
+
+    def __missing__(self, number: int) -> int:
+        block = self.block
+        world = joined(block.shared, block.halves[number], block.example[self.word][self.theirs])
+        steps = FACTS[self.word][0](block.all.small, world)
+        return self.learn(number, next((after for what, after in steps if what == self.word), world))
+
+    def learn(self, number: int, after: World) -> int:
+        """Take in where the step leads a half."""
+        shared, half, _ = parted(after)
+        block = self.block.all.block(shared)
+        assert self.to.setdefault(self.block.kinds[self.word][number], block) is block, "the facts do not suffice"
+        found = self[number] = block.number(half)
+        return found
+
+
+class Block:
+    """The worlds that share what belongs to no device."""
+
+    def __init__(self, halves: Halves, shared: Shared) -> None:
+        self.all = halves
+        self.shared = shared
+        self.words = possible(halves.small, shared)
+        self.numbers: dict[Half, int] = {}
+        self.halves: list[Half] = []
+        self.rows: list[int] = []
+        self.fresh: dict[int, int] = {}
+        self.size: list[tuple[int, int]] = []
+        self.sizes: dict[tuple[int, int], int] = defaultdict(int)
+        self.kinds: dict[str, list[Hashable]] = {word: [] for word in self.words}
+        self.example: dict[str, dict[Hashable, Half]] = {word: {} for word in self.words}
+        self.ways: dict[tuple[str, Hashable], Ways] = {}
+        self._own: dict[int, list[int]] = {}
+
+    def number(self, half: Half) -> int:
+        """Return a half's number."""
+        known = self.numbers.get(half)
+        if known is None:
+            known = self.numbers[half] = len(self.halves)
+            self.halves.append(half)
+            self.rows.append(0)
+            self.size.append((half.pod > 0, len(half.claims)))
+            self.sizes[self.size[known]] |= 1 << known
+            for word in self.words:
+                kind = FACTS[word][1](half)
+                self.kinds[word].append(kind)
+                self.example[word].setdefault(kind, half)
+        return known
+
+    def room(self, number: int) -> int:
+        """Return the halves beside which there is room for this one's pod and claims."""
+        mine, small = self.size[number], self.all.small
+        found = 0
+        for (pods, claims), members in self.sizes.items():
+            if pods + mine[0] <= small.pods and claims + mine[1] <= small.claims:
+                found |= members
+        return found
+
+    def add(self, number: int, partners: int) -> None:
+        """Take in worlds of a half with these partners."""
+        new = partners & ~self.rows[number]
+        if new:
+            if not self.rows[number] and not self.all.problem:
+                self.all.problem = self.all.wrong(joined(self.shared, self.halves[number], QUIET))
+            self.rows[number] |= new
+            self.fresh[number] = self.fresh.get(number, 0) | new
+
+    def own(self, number: int) -> list[int]:
+        """Return where a half's own steps lead it."""
+        known = self._own.get(number)
+        if known is None:
+            half = self.halves[number]
+            world = joined(self.shared, half, QUIET)
+            found: dict[int, None] = {}
+            everybodys = dict.fromkeys((word for word in self.words if FACTS[word][1] is nothing), world)
+            for what, after in self.all.small.successors(world):
+                if what in everybodys:
+                    everybodys[what] = after
+                elif what not in FACTS:
+                    shared, one, two = parted(after)
+                    assert shared == self.shared
+                    assert half == one or two == QUIET, f"{what} changes both"
+                    found[self.number(one)] = None
+            for word, after in everybodys.items():
+                self.way(word, ()).learn(number, after)
+            known = self._own[number] = list(found)
+        return known
+
+    def way(self, word: str, theirs: Hashable) -> Ways:
+        """Return where a step of everybody's leads when the partners are of a kind."""
+        known = self.ways.get((word, theirs))
+        if known is None:
+            known = self.ways[word, theirs] = Ways(self, word, theirs)
+        return known
+
+    def proceed(self) -> None:
+        """Take every step from the worlds that are new."""
+        fresh, self.fresh = self.fresh, {}
+        alike = defaultdict(list)
+        for number, partners in fresh.items():
+            alike[partners].append(number)
+        for partners, ones in alike.items():
+            others = bits(partners)
+            mirrored = mask_of(ones)
+            for other in others:
+                self.add(other, mirrored)
+            for one in ones:
+                for after in self.own(one):
+                    grown = self.size[after] != self.size[one]
+                    self.add(after, partners & self.room(after) if grown else partners)
+            for other in others:
+                self.own(other)
+            for word in self.words:
+                self._together(word, ones, others)
+
+    def _together(self, word: str, ones: list[int], others: list[int]) -> None:
+        """Take a step of everybody's from all worlds of one of these and one of those."""
+        left, right = self._sorted(word, ones), self._sorted(word, others)
+        for mine, some in left.items():
+            for theirs, partners in right.items():
+                ways, back = self.way(word, theirs), self.way(word, mine)
+                after = set(map(ways.__getitem__, some))
+                beside = set(map(back.__getitem__, partners))
+                to = ways.to[mine]
+                assert back.to[theirs] is to, "the halves do not agree where a step leads"
+                # The block sees to it that rows and columns are the same: the fewer rows do.
+                if len(after) > len(beside):
+                    after, beside = beside, after
+                arrived = mask_of(beside)
+                for number in after:
+                    to.add(number, arrived)
+
+    def _sorted(self, word: str, numbers: list[int]) -> dict[Hashable, list[int]]:
+        """Return halves by what others have to know of them."""
+        if len(self.example[word]) == 1:
+            return {self.kinds[word][0]: numbers}
+        kinds = self.kinds[word]
+        found: dict[Hashable, list[int]] = defaultdict(list)
+        for number in numbers:
+            found[kinds[number]].append(number)
+        return found
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """What was found: how many worlds (names apart), of how many halves, and what is wrong with one of them."""
+
+    worlds: int
+    halves: int
+    problem: str
+
+
+class Halves:
+    """Every world of two devices that the steps of a `Small` lead to.
+
+    wrong: what must not be, of one device; `Small.wrong` unless told.
+    """
+
+    def __init__(self, small: Small, wrong: Callable[[World], str] | None = None) -> None:
+        assert len(small.names) == 2
+        self.small = small
+        self.wrong = wrong or small.wrong
+        self.problem = ""
+        self.blocks: dict[Shared, Block] = {}
+
+    def block(self, shared: Shared) -> Block:
+        """Return the worlds that share this."""
+        known = self.blocks.get(shared)
+        if known is None:
+            known = self.blocks[shared] = Block(self, shared)
+        return known
+
+    def explore(self, first: World) -> Found:
+        """Look at all worlds, until something is wrong."""
+        shared, one, two = parted(first)
+        block = self.block(shared)
+        block.add(block.number(one), 1 << block.number(two))
+        # A gathering's later stages last, when much has come together that goes on together.
+        while not self.problem and (waiting := [block for block in self.blocks.values() if block.fresh]):
+            min(waiting, key=lambda block: (block.shared.what, block.shared.late)).proceed()
+        return Found(self.worlds(), sum(len(block.halves) for block in self.blocks.values()), self.problem)
+
+    def worlds(self) -> int:
+        """Return how many worlds were seen, names apart."""
+        rows = [(number, row) for block in self.blocks.values() for number, row in enumerate(block.rows)]
+        return (sum(row.bit_count() for _, row in rows) + sum(row >> number & 1 for number, row in rows)) // 2
+
+    def seen(self, world: World) -> bool:
+        """Return whether a world was seen."""
+        shared, one, two = parted(world)
+        block = self.blocks.get(shared)
+        if block is None or one not in block.numbers or two not in block.numbers:
+            return False
+        return bool(block.rows[block.numbers[one]] >> block.numbers[two] & 1)
+
+    def some(self, count: int, seed: int = 0) -> Iterator[World]:
+        """Return worlds at random, each as likely as any other."""
+        rows = [(block, number) for block in self.blocks.values() for number in range(len(block.rows))]
+        sizes = [block.rows[number].bit_count() for block, number in rows]
+        chance = random.Random(seed)
+        for block, number in chance.choices(rows, sizes, k=count):
+            other = chance.choice(bits(block.rows[number]))
+            yield joined(block.shared, block.halves[number], block.halves[other])
+
+    def after(self, world: World) -> set[Parts]:
+        """Return where the steps of a world that was seen lead, those left out that change nothing."""
+        shared, one, two = parted(world)
+        block = self.blocks[shared]
+        here, there = block.numbers[one], block.numbers[two]
+        found = set()
+        for after in block.own(here):
+            if block.room(after) >> there & 1:
+                found.add((shared, block.halves[after], two))
+        for after in block.own(there):
+            if block.room(after) >> here & 1:
+                found.add((shared, one, block.halves[after]))
+        for word in block.words:
+            mine, theirs = block.kinds[word][here], block.kinds[word][there]
+            ways, back = block.way(word, theirs), block.way(word, mine)
+            left, right = ways[here], back[there]
+            to = ways.to[mine]
+            found.add((to.shared, to.halves[left], to.halves[right]))
+        return found - {(shared, one, two)}
+
+    def ended(self, *, serve: bool) -> Iterator[World]:
+        """Return the worlds in which all has ended that was begun (`Small.ending`), names apart."""
+        for shared, block in self.blocks.items():
+            if not (shared.alive and shared.sent and shared.want) or shared.what:
+                continue
+            ended = [
+                number
+                for number, half in enumerate(block.halves)
+                if next(self.small.ending(joined(shared, half, SETTLED), serve=serve), None) is None
+            ]
+            if not ended:
+                continue
+            among = mask_of(ended)
+            for number in ended:
+                for other in bits(block.rows[number] & among):
+                    if number <= other:
+                        yield joined(shared, block.halves[number], block.halves[other])
