@@ -80,6 +80,8 @@ PATIENCE: Final = 40.0
 _UID: Final = re.compile(r"[A-Za-z0-9]([A-Za-z0-9-]{0,62}[A-Za-z0-9])?")
 _SUBDOMAIN: Final = re.compile(r"[a-z0-9]([-a-z0-9.]{0,251}[a-z0-9])?")
 _MAX_MESSAGE: Final = 1000
+_PLACE: Final = re.compile(r"`\$\.([^`.\[]+)")
+"""How msgspec names a field: at `$.field`."""
 
 
 class ClaimError(Exception):
@@ -347,6 +349,7 @@ def decoded_config(config_type: type[_T] | None, config: Sequence[Config], reque
     main = request.partition("/")[0]
     merged: dict[str, Any] = {}
     origin = "no parameters"
+    origins: dict[str, str] = {}
     for piece in config:
         if piece.requests and request not in piece.requests and main not in piece.requests:
             continue
@@ -357,14 +360,27 @@ def decoded_config(config_type: type[_T] | None, config: Sequence[Config], reque
         if not isinstance(parameters, Mapping):
             raise ClaimError("config", f"request {request!r}: {origin} must be an object, not {parameters!r:.60}")
         merged.update(parameters)
+        origins.update(dict.fromkeys(parameters, origin))
         _convert(config_type, parameters, request, origin, partly=True)
     if config_type is None:
         return None
-    converted: _T = _convert(config_type, merged, request, origin)
+    converted: _T = _convert(config_type, merged, request, origin, origins)
     return converted
 
 
-def _convert(config_type: Any, value: Mapping[str, Any], request: str, origin: str, *, partly: bool = False) -> Any:
+def _convert(
+    config_type: Any,
+    value: Mapping[str, Any],
+    request: str,
+    origin: str,
+    origins: Mapping[str, str] = MappingProxyType({}),
+    *,
+    partly: bool = False,
+) -> Any:
+    """Convert parameters, or only see whether all fields are known (partly).
+
+    origin: what they are, for people. origins: where each field is from, if not all are from there.
+    """
     try:
         info = msgspec.inspect.type_info(config_type)
         known = {name for name, _ in _fields(info)}
@@ -374,6 +390,8 @@ def _convert(config_type: Any, value: Mapping[str, Any], request: str, origin: s
             raise ClaimError("config", f"request {request!r}: {origin}: unknown field {unknown}")
         return None if partly else msgspec.convert(value, config_type)
     except (msgspec.ValidationError, ValueError, TypeError, RecursionError) as error:
+        named = _PLACE.search(str(error))
+        origin = origins.get(named[1], origin) if named else origin
         raise ClaimError("config", f"request {request!r}: {origin}: {error}") from error
 
 

@@ -422,6 +422,8 @@ class FakeApiServer:
             whole = copy.deepcopy(before)
             if subresource == "status":
                 whole["status"] = merged.get("status", {})
+                # Of the metadata only what it is a condition of counts.
+                whole["metadata"] |= {key: merged["metadata"].get(key) for key in ("uid", "resourceVersion")}
             else:
                 whole = {**merged, **({"status": before["status"]} if "status" in before else {})}
             return self._write("PUT", plural, namespace, name, whole, query)

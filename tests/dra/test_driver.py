@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import re
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -264,6 +265,18 @@ async def test_administrative_access_holds_nothing(here: World) -> None:
     assert here.driver.cdi_evidence() == {R: []}
 
 
+async def test_administrative_access_disturbs_nobody(tmp_path: Path) -> None:
+    """It resets nothing under a holder's feet, and reaches broken devices: to look at them is what it is for."""
+    source = Hooked()
+    here = await world(tmp_path, source)
+    devices = list(here.inventory.snapshot.devices.values())
+    here.inventory.publish([devices[0].with_health(Health.UNHEALTHY, "sick"), *devices[1:]])
+    here.claims.add(claim("1", result("d0", adminAccess=True), result("d1", adminAccess=True)))
+    await here.prepared("1")
+    assert [call[0] for call in source.calls] == ["edits", "prepare"]
+    await end(here)
+
+
 async def test_devices_without_edits_need_no_file(tmp_path: Path) -> None:
     """CDI refuses empty devices."""
     here = await world(tmp_path, devices=[Device("d0")])
@@ -335,6 +348,17 @@ async def test_hooks_run_in_order_with_the_requests_devices_and_parameters(tmp_p
     assert source.calls == [("unprepare", ["d0", "d1"]), ("released", ["d0", "d1"])]
     assert here.files == []
     assert not here.desk.snapshot.claims
+    await end(here)
+
+
+async def test_a_device_that_a_request_has_twice_is_one_device(tmp_path: Path) -> None:
+    """Two shares of one device: hooks see it once, the answer names both shares."""
+    source = Hooked()
+    here = await world(tmp_path, source)
+    here.claims.add(claim("1", result("d0", shareID="x"), result("d0", shareID="y")))
+    prepared = await here.prepared("1")
+    assert [device.share for device in prepared.devices] == ["x", "y"]
+    assert [call[:2] for call in source.calls] == [(name, ["d0"]) for name in ("reset", "edits", "prepare")]
     await end(here)
 
 
@@ -452,6 +476,36 @@ async def test_wrong_parameters_name_the_field_and_the_request(tmp_path: Path, p
     assert "'fpga/big'" in text
     assert "parameters of the claim" in text
     await end(here)
+
+
+@pytest.mark.parametrize(
+    ("of_class", "of_claim", "said"),
+    [
+        ({"mode": 3}, {"threads": 2}, "parameters of the class: Expected `str`, got `int` - at `$.mode`"),
+        ({"threads": 2}, {"mode": 3}, "parameters of the claim: Expected `str`, got `int` - at `$.mode`"),
+        ({"inner": {"level": "x"}}, {}, "parameters of the class: Expected `int`, got `str` - at `$.inner.level`"),
+        ({"thread": 2}, {"threads": 2}, "parameters of the class: unknown field thread"),
+        ({"inner": {"depth": 2}}, {"inner": {"level": 2}}, "parameters of the class: unknown field inner.depth"),
+    ],
+)
+def test_wrong_parameters_are_told_to_who_wrote_them(of_class: Any, of_claim: Any, said: str) -> None:
+    """Those of the class are an administrator's to mend, whatever the claim adds."""
+    pieces = [
+        driver_module.Config(source, [], driver_module._Opaque(D, parameters))
+        for source, parameters in (("FromClass", of_class), ("FromClaim", of_claim))
+    ]
+    with pytest.raises(ClaimError, match=re.escape(said)):
+        decoded_config(Params, pieces, "fpga")
+
+
+def test_parameters_of_a_subrequest_are_for_it_alone() -> None:
+    """Those of the whole request are for each of its alternatives."""
+    pieces = [
+        driver_module.Config("FromClaim", [request], driver_module._Opaque(D, parameters))
+        for request, parameters in (("fpga/big", {"threads": 8}), ("fpga", {"mode": "fast"}), ("other", {"mode": 1}))
+    ]
+    assert decoded_config(Params, pieces, "fpga/big") == Params("fast", 8)
+    assert decoded_config(Params, pieces, "fpga/small") == Params("fast", 1)
 
 
 async def test_a_driver_without_parameters_refuses_them(here: World) -> None:
@@ -813,6 +867,31 @@ async def test_claims_are_read_and_their_status_written_beside_that_of_others(se
         await claims.claim_event(ref(uid, "claim-1"), "DeviceNotAvailable", "why")
         (event,) = server.objects("events")
         assert (event["reason"], event["involvedObject"]["uid"]) == ("DeviceNotAvailable", uid)
+
+
+async def test_what_another_driver_writes_meanwhile_is_not_lost(
+    server: FakeApiServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Between the reading of a claim's status and its writing another driver may have written."""
+    made = server.create({**claim("1", result("d0")), "metadata": {"namespace": "default", "name": "claim-1"}})
+    foreign = {"driver": "other.example.com", "pool": "p", "device": "x", "conditions": []}
+    mine = {"driver": D, "pool": NODE, "device": "d0", "conditions": []}
+    async with Cluster.from_server(server.url, deadline=5.0) as api:
+        claims = driver_module.ClusterClaims(api, NODE)
+        get, times = claims.get_claim, 0
+
+        async def overtaken(namespace: str, name: str) -> Mapping[str, Any] | None:
+            nonlocal times
+            times += 1
+            found = await get(namespace, name)
+            if times == 1:
+                server.replace({**server.get("resourceclaims", name, namespace), "status": {"devices": [foreign]}})
+            return found
+
+        monkeypatch.setattr(claims, "get_claim", overtaken)
+        await claims.set_devices(ref(made["metadata"]["uid"], "claim-1"), D, [mine])
+    assert server.get("resourceclaims", "claim-1", "default")["status"]["devices"] == [foreign, mine]
+    assert times == 2
 
 
 async def test_a_conflict_is_tried_again_and_a_refusal_is_not(server: FakeApiServer) -> None:

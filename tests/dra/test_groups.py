@@ -1,10 +1,14 @@
 from __future__ import annotations
 
+from collections.abc import Collection, Mapping
 from itertools import combinations
 
+import pytest
+
+from deviceplugin import topology
 from deviceplugin.device import Device
 from deviceplugin.inventory import Snapshot
-from dra_bridge.agent import link_groups
+from dra_bridge.agent import Order, link_groups
 from dra_bridge.slices import Offer, Pool, desired
 
 GPUS = [f"gpu{number}" for number in range(4)]
@@ -46,3 +50,25 @@ def test_devices_shared_differently() -> None:
     assert first["allowMultipleAllocations"]
     assert first["capacity"]["shares"]["value"] == "3"
     assert "allowMultipleAllocations" not in second
+
+
+def test_order_is_found_again_only_when_devices_or_links_change(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Looking at the slices again, as each Prepare does, costs next to nothing."""
+    tied = links({(0, 2): 200.0, (1, 3): 200.0}, 10.0)
+    found = topology.arranged(GPUS, tied)
+    asked: list[set[str]] = []
+
+    def note(devices: Collection[str], score: Mapping[frozenset[str], float]) -> list[str]:
+        if len(devices) > 2:  # it asks itself for the halves
+            asked.append(set(devices))
+        return arranged(devices, score)
+
+    arranged = topology.arranged
+    monkeypatch.setattr(topology, "arranged", note)
+    order = Order()
+    assert order.of(GPUS, {}) == ()
+    for _ in range(3):
+        assert order.of(GPUS, dict(tied)) == tuple(found)
+    assert order.of(GPUS, links({(0, 1): 200.0, (2, 3): 200.0}, 10.0)) == ("gpu0", "gpu1", "gpu2", "gpu3")
+    assert set(order.of(GPUS[1:], tied)) == set(GPUS[1:])
+    assert [len(devices) for devices in asked] == [4, 4, 3]

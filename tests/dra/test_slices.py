@@ -506,6 +506,34 @@ async def test_time_of_a_taint_survives_a_restart(server: FakeApiServer) -> None
         assert "new" in devices
 
 
+async def test_slices_follow_a_node_that_was_made_anew(server: FakeApiServer) -> None:
+    """Slices that a former Node of this name owns get their owner, else they would be collected with it."""
+    async with publishing(server, pool(*many(3))):
+        (old,) = server.objects()
+    node = server.get("nodes", NODE)
+    server.delete("nodes", NODE)
+    new = server.create({"apiVersion": "v1", "kind": "Node", "metadata": {"name": NODE}})
+    assert new["metadata"]["uid"] != node["metadata"]["uid"]
+    async with publishing(server, pool(*many(3))):
+        (now,) = server.objects()
+    (owner,) = now["metadata"]["ownerReferences"]
+    assert owner == {
+        "apiVersion": "v1", "kind": "Node", "name": NODE, "uid": new["metadata"]["uid"], "controller": True,
+    }  # fmt: skip
+    assert now["spec"] == old["spec"]
+
+
+async def test_slices_that_go_with_their_node_come_back_with_the_new_one(server: FakeApiServer) -> None:
+    """A Node that is deleted takes its slices along; what is written then belongs to the one that there is now."""
+    async with publishing(server, pool(*many(3))):
+        server.delete("nodes", NODE)
+        new = server.create({"apiVersion": "v1", "kind": "Node", "metadata": {"name": NODE}})
+        assert server.wipe(NODE) == 1
+        await asyncio.to_thread(server.wait_for, lambda it: len(it.objects()) == 1)
+        (now,) = server.objects()
+        assert now["metadata"]["ownerReferences"][0]["uid"] == new["metadata"]["uid"]
+
+
 async def test_foreign_slices_are_left_alone(server: FakeApiServer) -> None:
     """Slices of another driver, node or pool stay as they are; left-over ones of this pool go."""
     template = slices(pool(Device("other")))[0]
