@@ -1,9 +1,10 @@
-"""What kube-scheduler 1.36 does with claims, as far as one node and plain selectors need it: pure functions.
+"""What kube-scheduler 1.36 does with claims, as far as one node and plain selectors need it: functions without I/O.
 
 Pools count only when complete, and only their highest generation. A device is given out once (with
-`allowMultipleAllocations` as often as its capacity lasts); one with a taint that the request does
-not tolerate is left alone. An extended resource goes to the device plugin as long as any of it is
-allocatable, be all of it taken; when nothing is, to the DeviceClass that names it.
+`allowMultipleAllocations` as often as its capacity lasts, each time with a share ID of its own);
+one with a taint that the request does not tolerate is left alone. An extended resource goes to the
+device plugin as long as any of it is allocatable, be all of it taken; when nothing is, to the
+DeviceClass that names it.
 
 Left out: CEL beyond comparisons joined by `&&` (`UnknownSelectorError` says which), constraints,
 shared counters, `firstAvailable`, scores.
@@ -13,7 +14,8 @@ from __future__ import annotations
 
 import copy
 import re
-from collections.abc import Collection, Iterable, Mapping, Sequence
+import uuid
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Final
 
 from deviceplugin.naming import parse_quantity
@@ -174,6 +176,8 @@ def allocate(
             if admin:
                 result["adminAccess"] = True
             else:
+                if device.get("allowMultipleAllocations"):
+                    result |= {"shareID": str(uuid.uuid4()), "consumedCapacity": _consumed(device)}
                 key = (of, pool, device["name"])
                 taken[key] = taken.get(key, 0) + 1
             results.append(result)
@@ -197,13 +201,18 @@ def _times(device: Mapping[str, Any]) -> int:
     """Return how many claims a device takes."""
     if not device.get("allowMultipleAllocations"):
         return 1
-    policies: Collection[Mapping[str, Any]] = [
-        one for one in (device.get("capacity") or {}).values() if "requestPolicy" in one
-    ]
+    capacity = device.get("capacity") or {}
+    each = {name: parse_quantity(part) for name, part in _consumed(device).items()}
     return min(
-        (int(parse_quantity(one["value"]) / parse_quantity(one["requestPolicy"]["default"])) for one in policies),
+        (int(parse_quantity(capacity[name]["value"]) / part) for name, part in each.items() if part),
         default=1_000_000,
     )
+
+
+def _consumed(device: Mapping[str, Any]) -> dict[str, str]:
+    """Return what a claim that asks for no amounts takes of a shared device."""
+    capacity: Mapping[str, Mapping[str, Any]] = device.get("capacity") or {}
+    return {name: (one.get("requestPolicy") or {}).get("default") or one["value"] for name, one in capacity.items()}
 
 
 def _repelled(device: Mapping[str, Any], tolerations: Sequence[Mapping[str, Any]]) -> bool:

@@ -99,6 +99,25 @@ def test_shared_devices() -> None:
     assert given(claim(), slices, taken=(allocated("a"),)) == ["a"]
     assert given(claim(), slices, taken=(allocated("a"), allocated("a"))) is None
     assert given(claim(), pool(device("a", allowMultipleAllocations=True)), taken=(allocated("a"),)) == ["a"]
+    odd = {"none": {"value": "500m", "requestPolicy": {"default": "0"}}, **capacity}
+    assert given(claim(), pool(device("a", allowMultipleAllocations=True, capacity=odd)), taken=(allocated("a"),))
+    whole = {"memory": {"value": "1Gi"}}
+    assert not given(claim(), pool(device("a", allowMultipleAllocations=True, capacity=whole)), taken=(allocated("a"),))
+
+
+def test_each_part_of_a_shared_device_has_a_name() -> None:
+    """A share ID of its own, and what the claim takes; of a device that is not shared neither is written."""
+    capacity = {"shares": {"value": "2", "requestPolicy": {"default": "1"}}}
+    slices = pool(device("a", allowMultipleAllocations=True, capacity=capacity))
+    first, second = (allocate(claim(), [device_class()], [slices], (), "n") for _ in range(2))
+    assert first is not None
+    assert second is not None
+    (one,), (other,) = first["devices"]["results"], second["devices"]["results"]
+    assert one["shareID"] != other["shareID"]
+    assert one["consumedCapacity"] == {"shares": "1"}
+    alone = allocate(claim(), [device_class()], [pool(device("a"))], (), "n")
+    assert alone is not None
+    assert not {"shareID", "consumedCapacity"} & alone["devices"]["results"][0].keys()
 
 
 @pytest.mark.parametrize(
