@@ -15,9 +15,9 @@ tables, and no other.
 
 The steps are those of `Small.successors`, tried on worlds of two halves; nothing of it is said
 here once more but the facts. That they are all that a half has to know of the other is what
-`Halves.after` is for: tests compare it with `Small.successors`, world by world, and the number of
-worlds with what `explore` finds. What is wrong with a world is wrong with one of its devices, so
-each half is looked at once, with a partner that nothing can be wrong with.
+`Halves.after` is for: tests compare it with `Small.successors`, world by world, and of smaller
+nodes all worlds with those that `explore` finds. What is wrong with a world is wrong with one of
+its devices, so each half is looked at once, with a partner that nothing can be wrong with.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ import random
 from collections import defaultdict
 from collections.abc import Callable, Collection, Hashable, Iterator
 from dataclasses import dataclass
+from graphlib import CycleError, TopologicalSorter
 from typing import Final, NamedTuple
 
 from deviceplugin.ledger import State
@@ -441,6 +442,24 @@ class Halves:
             to = ways.to[mine]
             found.add((to.shared, to.halves[left], to.halves[right]))
         return found - {(shared, one, two)}
+
+    def endless(self, *, serve: bool) -> str:
+        """Say how `Small.ending` goes round for ever somewhere; "" if it always comes to an end.
+
+        It changes what is shared only forward: a gathering goes on to its end and none begins, the
+        agent starts and says what it has not said yet. All that it does otherwise leads a half on
+        whatever its partner is like: if no half can come back to itself, no world can.
+        """
+        for shared, block in self.blocks.items():
+            ways = {}
+            for half in block.halves:
+                after = [parted(world) for world in self.small.ending(joined(shared, half, QUIET), serve=serve)]
+                ways[half] = {one for here, one, _ in after if here == shared and one != half}
+            try:
+                TopologicalSorter(ways).prepare()
+            except CycleError as error:
+                return f"{shared}: {error.args[1]}"
+        return ""
 
     def ended(self, *, serve: bool) -> Iterator[World]:
         """Return the worlds in which all has ended that was begun (`Small.ending`), names apart."""

@@ -74,7 +74,7 @@ def test_two_devices_never_go_wrong_whatever_happens() -> None:
 
     No device with two holders, none offered on both sides; none lost for ever either: whatever
     world is left alone comes to one where all has ended that was begun, and from each of these
-    on to rest. That it comes there is tried with worlds at random.
+    on to rest. That it comes there is shown at length, else tried with worlds at random.
     """
     small = Small() if AT_LENGTH else Small(claims=1, crashes=False)
     halves = Halves(small)
@@ -87,26 +87,21 @@ def test_two_devices_never_go_wrong_whatever_happens() -> None:
     for world in ended[False] | ended[True]:
         calm(world)
     for serve, worlds in ended.items():
-        for world in halves.some(20_000 if AT_LENGTH else 100, seed=1):
-            at: World | None = world
-            for _ in range(100):
-                at = next(small.ending(world, serve=serve), None)
-                if at is None:
-                    break
-                world = at
-            assert at is None, f"{world} never ends"
+        assert not AT_LENGTH or halves.endless(serve=serve) == ""
+        for world in halves.some(1000 if AT_LENGTH else 100, seed=1):
+            while after := next(small.ending(world, serve=serve), None):
+                world = after
             assert world in worlds or mirrored(*parted(world)) in worlds
     print(f"  left alone they come to {len(ended[False] | ended[True])} states, and on to rest")
 
 
 @pytest.mark.skipif(not AT_LENGTH, reason="a minute or more; tox -e model")
-@pytest.mark.parametrize("crashes", [False, True])
-def test_two_devices_are_kept_apart_without_the_second_net(crashes: bool) -> None:
-    """R1 to R6 alone keep the doors apart, without looking at the other side's holders."""
-    small = Small(Rules(holders=False), crashes=crashes)
+def test_two_devices_are_kept_apart_without_the_second_net() -> None:
+    """R1 to R6 alone keep the doors of two devices apart, without looking at the other side's holders."""
+    small = Small(Rules(holders=False))
     halves = Halves(small, small.through_both)
     found = halves.explore(start(*BOTH))
-    told_of_two(f"two pods, two claims, holders not looked at, {'' if crashes else 'no '}crashes", found)
+    told_of_two("two pods, two claims, holders not looked at", found)
     assert found.problem == ""
     agree(halves, 2000)
 
