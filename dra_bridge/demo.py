@@ -77,16 +77,24 @@ class Background:
 
     def __enter__(self) -> Self:
         self._thread.start()
-        self._made.wait(PATIENCE)
+        try:
+            self._made.wait(PATIENCE)
+        except BaseException:  # Ctrl-C: it would go on making sockets where all is being removed
+            self._end()
+            raise
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def _end(self) -> None:
+        self._made.wait(PATIENCE)  # before, there is nothing to cancel
         if self._loop is not None and self._task is not None:
             with contextlib.suppress(RuntimeError):  # it has ended by itself
                 self._loop.call_soon_threadsafe(self._task.cancel)
         self._thread.join(PATIENCE)
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._end()
         if kind is None and self.error is not None:
             raise DemoError(f"{self._thread.name} has failed: {self.error!r}")
 

@@ -118,7 +118,12 @@ class FakeKubelet:
     # Its life.
 
     def __enter__(self) -> Self:
-        self.start()
+        try:
+            self.start()
+        except BaseException:  # Ctrl-C as well: nobody else knows of the directory
+            with contextlib.suppress(Exception):
+                self.close()
+            raise
         return self
 
     def __exit__(
@@ -170,9 +175,11 @@ class FakeKubelet:
 
     def close(self) -> None:
         """Stop the kubelet and remove the directory, if it is its own."""
-        self.stop()
-        if self._own_root:
-            shutil.rmtree(self.root, ignore_errors=True)
+        try:
+            self.stop()
+        finally:
+            if self._own_root:
+                shutil.rmtree(self.root, ignore_errors=True)
 
     # Faults.
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import io
 import json
 import re
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -101,6 +103,32 @@ def test_what_ends_a_background_is_told(monkeypatch: pytest.MonkeyPatch) -> None
     out = io.StringIO()
     assert demo.main(stream=out) == 1
     assert "failed" in out.getvalue()
+
+
+def test_a_background_that_is_interrupted_at_its_beginning_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ctrl-C while it is waited for leaves nobody behind who goes on making sockets."""
+    ended = threading.Event()
+
+    async def work() -> None:
+        try:
+            await asyncio.Event().wait()
+        finally:
+            ended.set()
+
+    class Interrupted(threading.Event):
+        waits = 0
+
+        def wait(self, timeout: float | None = None) -> bool:
+            self.waits += 1
+            if self.waits == 1:
+                raise KeyboardInterrupt
+            return super().wait(timeout)
+
+    background = demo.Background("driver", work)
+    background._made = Interrupted()
+    with pytest.raises(KeyboardInterrupt), background:
+        pytest.fail("it was interrupted before")
+    assert ended.is_set()
 
 
 def test_demo_needs_nothing_of_the_tests() -> None:

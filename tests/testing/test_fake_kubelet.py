@@ -22,7 +22,7 @@ from deviceplugin.testing import (
     PluginCallError,
     PodFailedError,
 )
-from deviceplugin.testing.run import is_extended_resource_name
+from deviceplugin.testing.run import Run, is_extended_resource_name
 from deviceplugin.wire import deviceplugin_pb2 as pb
 from deviceplugin.wire import podresources_pb2 as pr
 from deviceplugin.wire import podresources_pb2_grpc as pr_grpc
@@ -919,3 +919,16 @@ class TestObservation:
                 assert given.is_up
             assert (root / "given" / "device-plugins").is_dir()
         assert not root.exists()
+
+    def test_a_start_that_is_interrupted_leaves_nothing(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Ctrl-C in the midst of it, or a socket that cannot be made, removes the directory all the same."""
+
+        def interrupted(run: Run) -> None:
+            raise KeyboardInterrupt
+
+        monkeypatch.setattr(Run, "serve_registration", interrupted)
+        kubelet = FakeKubelet()
+        with pytest.raises(KeyboardInterrupt), kubelet:
+            pytest.fail("it did not start")
+        assert not kubelet.root.exists()
+        assert not kubelet.is_up
