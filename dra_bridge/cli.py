@@ -12,6 +12,7 @@ import contextlib
 import json
 import logging
 import os
+import re
 import sys
 import time
 from collections.abc import Awaitable, Callable, Iterator, Sequence
@@ -163,8 +164,8 @@ def _add_deployment(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--config", type=Path, required=True, metavar="FILE", help="the config file (YAML)")
     add("--image", "image", "the agent's image (deviceplugin:0.1.0)", metavar="IMAGE")
     add("--pull-policy", "pull_policy", "of the image (IfNotPresent)", choices=("Always", "IfNotPresent", "Never"))
-    add("--namespace", "namespace", "where the agent runs (dra-bridge)", metavar="NAME")
-    add("--name", "name", "of the DaemonSet and all that belongs to it (dra-bridge)", metavar="NAME")
+    add("--namespace", "namespace", "where the agent runs (dra-bridge)", type=_name, metavar="NAME")
+    add("--name", "name", "of the DaemonSet and all that belongs to it (dra-bridge)", type=_name, metavar="NAME")
     add(
         "--resource-api",
         "version",
@@ -177,8 +178,14 @@ def _add_deployment(parser: argparse.ArgumentParser) -> None:
         "leave extendedResourceName out, which servers before 1.34 refuse",
         action="store_false",
     )
-    add("--kubelet-root", "kubelet_root", "the kubelet's --root-dir (/var/lib/kubelet)", metavar="DIR")
-    add("--cdi-dir", "cdi_directory", "where the container runtime finds CDI specs (/var/run/cdi)", metavar="DIR")
+    add("--kubelet-root", "kubelet_root", "the kubelet's --root-dir (/var/lib/kubelet)", type=_directory, metavar="DIR")
+    add(
+        "--cdi-dir",
+        "cdi_directory",
+        "where the container runtime finds CDI specs (/var/run/cdi)",
+        type=_directory,
+        metavar="DIR",
+    )
     add("--metrics-port", "metrics_port", "0 for no metrics, and no probes (9410)", type=_port, metavar="PORT")
     add(
         "--runtime-class",
@@ -195,6 +202,20 @@ def _add_deployment(parser: argparse.ArgumentParser) -> None:
         action="append",
         metavar="KEY=VALUE",
     )
+
+
+def _name(text: str) -> str:
+    if len(text) > 63 or not re.fullmatch(r"[a-z0-9]([-a-z0-9]*[a-z0-9])?", text):
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is not a name; write at most 63 small letters, digits and dashes, no dash at either end"
+        )
+    return text
+
+
+def _directory(text: str) -> str:
+    if not text.startswith("/"):
+        raise argparse.ArgumentTypeError(f"{text!r} is not an absolute path; write the nodes' own, such as /var/lib/x")
+    return text
 
 
 def _port(text: str) -> int:
@@ -274,7 +295,12 @@ def _manifests(options: argparse.Namespace) -> int:
     except config.ConfigError as error:
         print(error, file=sys.stderr)
         return 2
-    sys.stdout.write(to_yaml(manifests(found, text, Deployment(**given))))
+    deployment = Deployment(**given)
+    sys.stdout.write(to_yaml(manifests(found, text, deployment)))
+    metrics = found.metrics
+    files = list(dict.fromkeys(filter(None, (metrics.certificate, metrics.key, metrics.token))))
+    if deployment.metrics_port and files:
+        print(f"{', '.join(files)}: to be mounted into the DaemonSet's container, from a Secret say", file=sys.stderr)
     return 0
 
 

@@ -368,9 +368,10 @@ def _daemon_set(how: Deployment, config: Config) -> Object:
     if how.metrics_port:
         arguments.append(f"--metrics-address=:{how.metrics_port}")
         container["ports"] = [{"name": "metrics", "containerPort": how.metrics_port}]
-        container["startupProbe"] = _probe("/healthz", period=2, failures=60)
-        container["livenessProbe"] = _probe("/healthz", period=20, failures=3)
-        container["readinessProbe"] = _probe("/readyz", period=10, failures=3)
+        tls = config.metrics.certificate is not None
+        container["startupProbe"] = _probe("/healthz", period=2, failures=60, tls=tls)
+        container["livenessProbe"] = _probe("/healthz", period=20, failures=3, tls=tls)
+        container["readinessProbe"] = _probe("/readyz", period=10, failures=3, tls=tls)
     labels = {"app.kubernetes.io/name": how.name}
     return {
         "apiVersion": "apps/v1",
@@ -398,9 +399,9 @@ def _daemon_set(how: Deployment, config: Config) -> Object:
     }
 
 
-def _probe(path: str, *, period: int, failures: int) -> Object:
+def _probe(path: str, *, period: int, failures: int, tls: bool) -> Object:
     return {
-        "httpGet": {"path": path, "port": "metrics"},
+        "httpGet": {"path": path, "port": "metrics", **({"scheme": "HTTPS"} if tls else {})},
         "periodSeconds": period,
         "timeoutSeconds": 5,
         "failureThreshold": failures,

@@ -264,12 +264,35 @@ def test_manifests_of_a_bad_config(tmp_path: Path, capsys: pytest.CaptureFixture
     assert str(file) in err
 
 
-@pytest.mark.parametrize("options", [["--metrics-port", "99999"], ["--node-selector", "x"]])
-def test_wrong_options_of_manifests(tmp_path: Path, options: list[str]) -> None:
-    """A port that is none and a label without a value are wrong usage."""
+@pytest.mark.parametrize(
+    ("options", "why"),
+    [
+        (["--metrics-port", "99999"], "not a port"),
+        (["--node-selector", "x"], "KEY=VALUE"),
+        (["--name", "Bad_Name"], "small letters, digits and dashes"),
+        (["--namespace", "x" * 64], "at most 63"),
+        (["--kubelet-root", "kubelet"], "not an absolute path"),
+        (["--cdi-dir", ""], "not an absolute path"),
+    ],
+)
+def test_wrong_options_of_manifests(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], options: list[str], why: str
+) -> None:
+    """What no API server or kubelet would take is wrong usage; the message says what would be right."""
     with pytest.raises(SystemExit) as caught:
         cli.main(["manifests", "--config", str(tmp_path), *options])
     assert caught.value.code == 2
+    assert why in capsys.readouterr().err
+
+
+def test_files_that_the_metrics_need_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A certificate or token lies in no image: whoever applies the manifests is told what to mount."""
+    file = tmp_path / "config.yaml"
+    file.write_text(CONFIG + "metrics: {certificate: /tls/a.pem, key: /tls/a.pem, token: /tls/token}\n")
+    assert cli.main(["manifests", "--config", str(file)]) == 0
+    assert capsys.readouterr().err.startswith("/tls/a.pem, /tls/token: to be mounted")
+    assert cli.main(["manifests", "--config", str(file), "--metrics-port", "0"]) == 0
+    assert not capsys.readouterr().err
 
 
 # status

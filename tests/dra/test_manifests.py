@@ -128,6 +128,15 @@ def test_other_roots_and_no_metrics(config: Config) -> None:
     assert "livenessProbe" not in container
 
 
+@pytest.mark.parametrize(("metrics", "scheme"), [("", None), ("metrics: {certificate: /tls/both.pem}\n", "HTTPS")])
+def test_probes_speak_as_the_agent_does(metrics: str, scheme: str | None) -> None:
+    """With a certificate the agent answers by TLS alone; a probe without it would have the pod killed."""
+    (daemons,) = of_kind(manifests(parse(TEXT + metrics), TEXT + metrics), "DaemonSet")
+    (container,) = daemons["spec"]["template"]["spec"]["containers"]
+    probes = [container[f"{kind}Probe"]["httpGet"] for kind in ("startup", "liveness", "readiness")]
+    assert [probe.get("scheme") for probe in probes] == [scheme] * 3
+
+
 @pytest.mark.parametrize("injection", ["env", "cdi"])
 def test_nodes_with_nvidia_gpus(injection: str) -> None:
     """The agent's pod gets the driver's library from the runtime, and the GPUs' CDI spec where it needs the names."""
