@@ -318,6 +318,8 @@ class Backoff:
 
 # --- the client -----------------------------------------------------------------------------------
 
+_WATCH_GRACE: Final = 15.0
+"""Seconds beyond the end that the server was asked for after which a silent watch is given up."""
 _RENEW: Final = 10.0
 """Seconds between two readings of the configuration when the server cannot be reached or does not know us."""
 
@@ -733,7 +735,7 @@ class Cluster:
                 yield "OPEN", {}
                 rest = b""
                 while True:
-                    async with asyncio.timeout(seconds + 15.0):
+                    async with asyncio.timeout(seconds + _WATCH_GRACE):
                         piece = await anext(pieces, b"")
                     if not piece:
                         break

@@ -125,6 +125,8 @@ class FakeApiServer:
         self._version = 100
         self._oldest = 0
         self._stores: dict[str, _Store] = {}
+        self._pages: dict[str, tuple[list[Object], str]] = {}
+        """What is left of lists that were asked for in pages, and their position, by what goes on with them."""
         self._faults: list[tuple[Callable[[Request], bool], Fault, int]] = []
         self._bookmark = 0
         self._bookmark_at = 0
@@ -201,9 +203,10 @@ class FakeApiServer:
             self._faults.clear()
 
     def compact(self) -> None:
-        """Forget the history: watches that begin before now are answered with 410, open ones go on."""
+        """Forget the history: watches and pages that begin before now are answered with 410, open watches go on."""
         with self._changed:
             self._oldest = self._version
+            self._pages.clear()
 
     def restore(self) -> None:
         """Begin counting resource versions from the start, as after a restored backup; end all streams."""
@@ -460,11 +463,20 @@ class FakeApiServer:
             return 200, self._shown(found, plural, version)
         if method == "GET":
             with self._changed:
-                items = [
-                    self._shown(found, plural, version) for found in self._selected(plural, namespace, request.query)
-                ]
-                position = str(self._version)
-            return 200, {"kind": f"{KINDS[plural][1]}List", "metadata": {"resourceVersion": position}, "items": items}
+                if token := request.query.get("continue"):
+                    if token not in self._pages:
+                        raise _RefusedError(410, "Expired", "The provided continue parameter is too old")
+                    chosen, position = self._pages.pop(token)
+                else:
+                    chosen, position = self._selected(plural, namespace, request.query), str(self._version)
+                metadata = {"resourceVersion": position}
+                limit = int(request.query.get("limit") or 0)
+                if limit and len(chosen) > limit:
+                    metadata["continue"] = uuid.uuid4().hex
+                    self._pages[metadata["continue"]] = chosen[limit:], position
+                    chosen = chosen[:limit]
+                items = [self._shown(one, plural, version) for one in chosen]
+            return 200, {"kind": f"{KINDS[plural][1]}List", "metadata": metadata, "items": items}
         if method == "POST":
             return 201, self._shown(self._write("POST", plural, namespace, "", body, request.query), plural, version)
         if method == "PUT":

@@ -172,7 +172,30 @@ async def test_pages_are_one_list(server: FakeApiServer) -> None:
         server.create(node(f"n{number}"))
     async with connected(server) as cluster:
         listing = await cluster.list(NODES, page=2)
-        assert len(listing.items) == 5
+        assert [one["metadata"]["name"] for one in listing.items] == [f"n{number}" for number in range(5)]
+        assert len(server.requests("GET", "/nodes")) == 3
+
+
+async def test_pages_whose_moment_is_gone_are_asked_for_all_at_once(
+    server: FakeApiServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What came with the first pages is not told twice."""
+    for number in range(5):
+        server.create(node(f"n{number}"))
+    async with connected(server) as cluster:
+        real, pages = cluster._request, 0
+
+        async def compacted(*arguments: Any, **options: Any) -> Any:
+            nonlocal pages
+            if (pages := pages + 1) == 3:
+                server.compact()
+            return await real(*arguments, **options)
+
+        monkeypatch.setattr(cluster, "_request", compacted)
+        listing = await cluster.list(NODES, page=2)
+        assert sorted(one["metadata"]["name"] for one in listing.items) == [f"n{number}" for number in range(5)]
+        limits = [request.query.get("limit") for request in server.requests("GET", "/nodes")]
+        assert limits == ["2", "2", "2", None]
 
 
 async def test_events(server: FakeApiServer) -> None:
@@ -292,6 +315,35 @@ async def test_bookmarks_move_the_position(server: FakeApiServer) -> None:
         assert name_of(await anext(events)) == ("ADDED", "a")
         lists = [entry for entry in server.requests("GET", "/nodes") if not entry.watch]
         assert len(lists) == 1
+
+
+async def test_a_watch_that_falls_silent_is_given_up(server: FakeApiServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A server that neither tells anything nor ends the watch when it was asked to is lost (a dead connection)."""
+    monkeypatch.setattr("dra_bridge.cluster._WATCH_GRACE", -0.8)
+    async with (
+        connected(server, watch_seconds=(1.0, 1.0)) as cluster,
+        aclosing(cluster.follow(NODES)) as events,
+        asyncio.timeout(60),
+    ):
+        assert isinstance(await anext(events), Listed)
+        assert isinstance(await anext(events), Reopened)
+        assert cluster.statistics.failures >= 1
+
+
+async def test_a_server_that_asks_for_time_gets_it(server: FakeApiServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Retry-After is waited for, and no longer than the longest wait."""
+    waits: list[float] = []
+
+    async def note(seconds: float) -> None:
+        waits.append(seconds)
+
+    async with connected(server, backoff=Backoff(0.01, 20.0)) as cluster:
+        monkeypatch.setattr(cluster, "pause", note)
+        server.fail(lambda request: True, Fault(code=429, retry_after=7))
+        server.fail(lambda request: True, Fault(code=503, retry_after=600))
+        async with aclosing(cluster.follow(NODES)) as events:
+            assert isinstance(await anext(events), Listed)
+    assert waits == [7.0, 20.0]
 
 
 async def test_gone_is_listed_again(server: FakeApiServer) -> None:

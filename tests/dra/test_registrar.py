@@ -7,8 +7,10 @@ import os
 import shutil
 import socket
 import tempfile
+import time
 from collections.abc import AsyncIterator, Callable, Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -18,6 +20,7 @@ from deviceplugin import filewatch, ledger
 from deviceplugin.device import ContainerEdits, Device, Health
 from deviceplugin.inventory import Inventory
 from deviceplugin.ledger import Desk, Side
+from deviceplugin.registration import Backoff
 from deviceplugin.source import DeviceSource
 from dra_bridge.driver import ClaimRef, Driver, Served
 from dra_bridge.registrar import Registrar, RegistrarError, Timing, health_list, socket_path
@@ -250,16 +253,61 @@ async def test_silence_is_broken_by_new_sockets(driver: Driver, root: Path) -> N
             assert registrar.statistics.registered
 
 
-async def test_the_kubelets_own_next_try_may_be_the_sooner(driver: Driver, root: Path, kubelet: FakeDraKubelet) -> None:
+@dataclass
+class Waits(Backoff):
+    """Waits that are all the same."""
+
+    def next(self) -> float:
+        self.tries += 1
+        return self.first
+
+
+async def test_the_kubelets_own_next_try_may_be_the_sooner(root: Path, driver: Driver, server: Server) -> None:
     """Then there is nothing to make anew."""
-    kubelet.refuse = "not now"
-    async with Running(driver, root) as registrar:
-        await aside(kubelet.wait_for, lambda: bool(kubelet.failures))
-        kubelet.refuse = ""
-        (plugin,) = await aside(kubelet.wait_registered, D)
-        await aside(kubelet.wait_registered, D)
-        assert registrar.statistics.registered
-        assert os.path.exists(plugin.endpoint)
+    running = Running(driver, root)
+    registrar = running.registrar
+    registrar._backoff = Waits(3.0)
+    ended, real = asyncio.Event(), registrar._step
+
+    async def step() -> float:
+        refused = registrar._refused
+        wait = await real()
+        if refused:
+            ended.set()
+        return wait
+
+    registrar._step = step  # type: ignore[method-assign]
+    with FakeDraKubelet(root, server.read) as kubelet:
+        kubelet.refuse = "not now"
+        async with running, asyncio.timeout(60):
+            await aside(kubelet.wait_for, lambda: bool(kubelet.failures))
+            kubelet.refuse = ""
+            (plugin,) = await aside(kubelet.wait_registered, D)
+            await ended.wait()
+            assert registrar.statistics.registrations == 1
+            assert [one.endpoint for one in await aside(kubelet.wait_registered, D)] == [plugin.endpoint]
+
+
+async def test_a_kubelet_that_goes_on_refusing_is_asked_ever_more_rarely(
+    driver: Driver, root: Path, kubelet: FakeDraKubelet
+) -> None:
+    """New sockets come after a wait for each refusal, which grows until it is taken."""
+    kubelet.refuse = "never"
+    running = Running(driver, root)
+    waits = running.registrar._backoff = Waits(0.2)
+    made: list[float] = []
+    serve = running.registrar._serve
+
+    async def note() -> None:
+        made.append(time.monotonic())
+        await serve()
+
+    running.registrar._serve = note  # type: ignore[method-assign]
+    async with running, asyncio.timeout(60):
+        while len(made) < 3:  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+    assert waits.tries >= 2
+    assert all(later - before >= 0.2 for before, later in pairwise(made))
 
 
 async def test_a_registry_that_cannot_be_written_is_said_and_waited_for(

@@ -654,6 +654,26 @@ async def test_what_the_server_refuses_is_told(server: FakeApiServer) -> None:
         assert said.empty()
 
 
+async def test_a_server_that_asks_for_time_gets_it(server: FakeApiServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Retry-After is waited for, and no longer than the longest wait."""
+    waits: list[float] = []
+
+    async def note(self: Cluster, seconds: float) -> None:
+        waits.append(seconds)
+
+    monkeypatch.setattr(Cluster, "pause", note)
+    server.fail(lambda request: request.method == "POST", Fault(code=429, retry_after=7))
+    async with Cluster.from_server(server.url, backoff=Backoff(0.01, 5.0), deadline=5.0) as cluster:
+        publisher = Publisher(cluster, NODE)
+        ticket = publisher.want(pool(*many(2)))
+        task = asyncio.create_task(publisher.run())
+        async with asyncio.timeout(60):
+            await publisher.accepted(DRIVER, ticket)
+        task.cancel()
+        await asyncio.wait([task])
+    assert waits == [5.0]
+
+
 async def test_outage(server: FakeApiServer, caplog: pytest.LogCaptureFixture) -> None:
     """What is wanted while the server is away is there when it is back; lost and back are said once each."""
     caplog.set_level(logging.INFO)
