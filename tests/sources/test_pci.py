@@ -166,6 +166,17 @@ def test_numa_node_that_the_firmware_does_not_know_is_unknown(tree: Tree) -> Non
     assert found(tree, vendor="8086")["0000:01:00.0"].numa is None
 
 
+def test_function_that_goes_while_it_is_read_is_left_out(tree: Tree) -> None:
+    """sysfs lists a function whose directory, or a file in it, is not there any more."""
+    tree.pci("0000:01:00.0")
+    (tree.sys / "bus/pci/devices/0000:02:00.0").symlink_to(tree.sys / "devices/gone")
+    for number, name in enumerate(("vendor", "device", "class"), 3):
+        (tree.pci(f"0000:0{number}:00.0") / name).unlink()
+    (tree.pci("0000:06:00.0") / "uevent").unlink()
+    (tree.pci("0000:07:00.0") / "numa_node").unlink()
+    assert set(found(tree, vendor="8086")) == {"0000:01:00.0", "0000:06:00.0", "0000:07:00.0"}
+
+
 async def test_driver_that_is_bound_later_is_seen(tree: Tree) -> None:
     """Binding to vfio-pci makes a node under /dev/vfio, which is the hint to look again."""
     (tree.dev / "vfio").mkdir()

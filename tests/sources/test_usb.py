@@ -80,6 +80,16 @@ def test_hubs_are_no_devices(tree: Tree) -> None:
     assert set(found(tree)) == {"0403-6001-3"}
 
 
+def test_device_that_goes_while_it_is_read_is_left_out(tree: Tree) -> None:
+    """sysfs lists a device whose directory, or a file in it, is not there any more, or tells nonsense."""
+    tree.usb("1-1", 2, serial="1")
+    (tree.sys / "bus/usb/devices/1-2").symlink_to(tree.sys / "devices/gone")
+    for port, name in enumerate(("idVendor", "idProduct", "busnum", "devnum"), 3):
+        (tree.usb(f"1-{port}", port, serial=str(port)) / name).unlink()
+    (tree.usb("1-7", 7, serial="7") / "devnum").write_text("x\n")
+    assert set(found(tree)) == {"0403-6001-1"}
+
+
 def test_filter_takes_what_fits_in_all(tree: Tree) -> None:
     """Vendor, product, and serial number by pattern."""
     tree.usb("1-1", 2, "0403", "6001", "A1")
