@@ -91,8 +91,18 @@ def test_two_devices_never_go_wrong_whatever_happens() -> None:
         for world in halves.some(1000 if AT_LENGTH else 100, seed=1):
             while after := next(small.ending(world, serve=serve), None):
                 world = after
-            assert world in worlds or mirrored(*parted(world)) in worlds
+            assert joined(*parted(world)) in worlds or mirrored(*parted(world)) in worlds
     print(f"  left alone they come to {len(ended[False] | ended[True])} states, and on to rest")
+
+
+@pytest.mark.skipif(not AT_LENGTH, reason="a minute or more; tox -e model")
+def test_a_lost_ledger_of_two_devices_is_rebuilt_so_that_neither_has_two_holders() -> None:
+    """Two devices, two pods, one claim, crashes, the ledger lost at any moment."""
+    halves = Halves(Small(claims=1, damage=True))
+    found = halves.explore(start(*BOTH))
+    told_of_two("two pods, one claim, a lost ledger", found)
+    assert found.problem == ""
+    agree(halves, 2000)
 
 
 @pytest.mark.skipif(not AT_LENGTH, reason="a minute or more; tox -e model")
