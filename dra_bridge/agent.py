@@ -254,11 +254,13 @@ class DriverBridge:
                 group.create_task(self.registrar.run(), name=f"registrar of {self.name}")
                 group.create_task(self._reconcile(), name=f"reconcile {self.name}")
                 group.create_task(self._follow_slices(), name=f"slices of {self.name}")
-                group.create_task(self._keep_resolving(), name=f"quarantine of {self.name}")
                 for resource in self.handovers:
                     self._move(resource)
+                try:
+                    await self._keep_resolving()
+                finally:
+                    self._group = None  # a group that is ending takes no more tasks
         finally:
-            self._group = None
             for alarm in self._alarms:
                 alarm.cancel()
             await self.driver.close()

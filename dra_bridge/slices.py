@@ -792,11 +792,13 @@ class Publisher:
         try:
             async with asyncio.TaskGroup() as group:
                 self._group = group
-                group.create_task(self._watch(), name="slices watch")
                 for driver in self._drivers.values():
                     self._start(driver)
+                try:
+                    await self._watch()
+                finally:
+                    self._group = None  # a group that is ending takes no more workers
         finally:
-            self._group = None
             self._workers.clear()
 
     # --- the mirror of what the server has ---

@@ -196,3 +196,14 @@ async def test_health_of_a_resource_that_a_reload_adds_is_told_at_once(
         await until(lambda: D in agent.drivers and told() == ["healthy"] * 2)
         await agent.reconfigure({B: Source(B, D)}, {}, [A])
         await until(lambda: told() == ["healthy"] * 4)
+
+
+async def test_a_device_that_comes_while_all_ends_begins_nothing(node: FakeNode, tmp_path: Path) -> None:
+    """The source's next list finds a bridge that is ending, and costs nobody anything."""
+    agent = bridge(node, tmp_path, Source(A, D))
+    async with running(agent):
+        await until(lambda: len(healthy(node, A)) == 2)
+        for task in agent._tasks:
+            task.cancel()
+        await asyncio.sleep(0)
+        assert agent.agent.services[A].inventory.publish([Device(name, nodes=["/dev/null"]) for name in ("d0", "d2")])

@@ -534,6 +534,21 @@ async def test_slices_that_go_with_their_node_come_back_with_the_new_one(server:
         assert now["metadata"]["ownerReferences"][0]["uid"] == new["metadata"]["uid"]
 
 
+async def test_who_wants_slices_while_all_ends_keeps_nothing_running(server: FakeApiServer) -> None:
+    """An agent may be stopped before its first slices: what a timer wants then must not hold up the end."""
+    async with client(server) as cluster:
+        publisher = Publisher(cluster, NODE)
+        ticket = publisher.want(pool(*many(1)))
+        task = asyncio.create_task(publisher.run())
+        async with asyncio.timeout(60):
+            await publisher.accepted(DRIVER, ticket)
+        task.cancel()
+        await asyncio.sleep(0)
+        publisher.want(replace(pool(), driver="late.example.com"))
+        done, _ = await asyncio.wait({task}, timeout=10)
+        assert done
+
+
 async def test_foreign_slices_are_left_alone(server: FakeApiServer) -> None:
     """Slices of another driver, node or pool stay as they are; left-over ones of this pool go."""
     template = slices(pool(Device("other")))[0]
