@@ -417,7 +417,7 @@ def _unknown(value: Any, info: msgspec.inspect.Type, path: str) -> Iterator[str]
                 if key in fields:
                     yield from _unknown(item, fields[key], f"{path}{key}.")
                 else:
-                    yield f"{path}{key}"
+                    yield f"{f'{path}{key}' or repr(key)}; there are {', '.join(fields) or 'none'}"
         elif isinstance(info, msgspec.inspect.DictType):
             for key, item in value.items():
                 yield from _unknown(item, info.value_type, f"{path}{key}.")

@@ -461,8 +461,9 @@ async def test_missing_unreserved_and_unreachable_claims_are_told_apart(here: Wo
     ("parameters", "message"),
     [
         ({"mode": 3}, "Expected `str`, got `int` - at `$.mode`"),
-        ({"thread": 3}, "unknown field thread"),
-        ({"inner": {"level": 1, "depth": 2}}, "unknown field inner.depth"),
+        ({"thread": 3}, "unknown field thread; there are mode, threads, inner"),
+        ({"inner": {"level": 1, "depth": 2}}, "unknown field inner.depth; there are level"),
+        ({"": 1}, "unknown field ''; there are mode"),
         ([1], "must be an object"),
         (None, "must be an object"),
     ],
