@@ -460,6 +460,74 @@ def test_hooks_change_with_the_list(fake_kubelet: FakeKubelet, served: Serve, mo
     mute.may_list.set()
 
 
+class Shared(SimulatedSource):
+    """One device for so many containers."""
+
+    resource = R
+
+    def __init__(self, replicas: int) -> None:
+        super().__init__(1)
+        self.replicas = replicas
+
+
+@pytest.fixture
+async def service(tmp_path: Path) -> agent_module.Service:
+    """A service of a shared device to which a kubelet listens; its books are what a test says."""
+    made = agent_module.Service(Shared(2), Paths(tmp_path), podresources.Quiet(), asyncio.Lock())
+    made.inventory.publish(made.source.devices)  # type: ignore[attr-defined]
+    made.endpoint._streams[object()] = asyncio.Event()
+    return made
+
+
+HELD = {"sim-0::1": frozenset({podresources.Holder("default", "p", "main")})}
+
+
+@pytest.mark.parametrize(
+    ("held", "offered", "stays"),
+    [
+        ({}, frozenset(), set()),
+        (HELD, frozenset(), {"sim-0::1"}),
+        ({}, frozenset({"sim-0::0"}), {"sim-0::0"}),
+    ],
+)
+async def test_an_id_from_before_is_forgotten_when_nobody_has_or_gets_it(
+    service: agent_module.Service, held: Mapping[str, Any], offered: frozenset[str], stays: set[str]
+) -> None:
+    """That takes two looks in which no pod has it and the kubelet would not give it out: one may overlook a grant."""
+    service.replace(Shared(1))
+    assert set(service.endpoint.former) == {"sim-0::0", "sim-0::1"}
+    service.look(held, 1.0, offered)
+    assert set(service.endpoint.former) == {"sim-0::0", "sim-0::1"}
+    service.look(held, 2.0, None)
+    assert set(service.endpoint.former) == {"sim-0::0", "sim-0::1"}
+    service.look(held, 3.0, offered)
+    assert set(service.endpoint.former) == stays
+
+
+@pytest.mark.parametrize(
+    ("held", "offered", "stays"),
+    [({}, frozenset(), False), (HELD, frozenset(), True), ({}, frozenset({"sim-0::0"}), True)],
+)
+async def test_a_gone_device_is_forgotten_when_nobody_has_or_gets_it(
+    service: agent_module.Service, held: Mapping[str, Any], offered: frozenset[str], stays: bool
+) -> None:
+    """The same holds for devices; a replica is its device's."""
+    service.inventory.publish(())
+    service.look(held, 1.0, offered)
+    assert service.inventory.snapshot.gone == {"sim-0"}
+    service.look(held, 2.0, offered)
+    assert service.inventory.snapshot.gone == ({"sim-0"} if stays else frozenset())
+
+
+async def test_what_ended_before_its_device_came_is_not_inherited(service: agent_module.Service) -> None:
+    """A pod had a device that was away when the agent began, and has ended since: nobody has to be waited for."""
+    service._inherited = frozenset({"late", "later"})
+    service.look({"later": HELD["sim-0::1"]}, 1.0, None)
+    service.inventory.publish([Device(name) for name in ("sim-0", "late", "later")])
+    service._inherit()
+    assert set(service.endpoint.former) == {"later"}
+
+
 def test_change_of_replicas_spares_who_has_the_device(
     fake_kubelet: FakeKubelet, served: Serve, soon: Mapping[str, float]
 ) -> None:

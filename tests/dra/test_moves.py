@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -14,7 +15,7 @@ from deviceplugin.device import ContainerEdits, Device
 from deviceplugin.ledger import State
 from deviceplugin.source import DeviceSource
 from dra_bridge.agent import Bridge, Terms
-from dra_bridge.cluster import Cluster
+from dra_bridge.cluster import Cluster, ClusterError
 from dra_bridge.fleet import share_patch
 from dra_bridge.handover import parse_share
 from dra_bridge.testing.apiserver import FakeApiServer
@@ -61,6 +62,10 @@ class World:
     @property
     def claims(self) -> set[str]:
         return {claim.title for claim in self.bridge.drivers[D].desk.snapshot.claims.values()}
+
+    @property
+    def published(self) -> list[Mapping[str, Any]]:
+        return [device for one in self.node.server.objects() for device in one["spec"].get("devices") or ()]
 
     @property
     def waiting(self) -> dict[str, str]:
@@ -188,25 +193,30 @@ async def test_a_move_to_the_plugin_is_cancelled_after_the_slice_has_lost_the_de
         here.ask("all")
         await here.settle(State.DRA)
         driver = here.bridge.drivers[D]
-        allocated, asked, going_on = driver.allocated, asyncio.Event(), asyncio.Event()
+        allocated, asked = driver.allocated, asyncio.Event()
 
-        async def slow() -> object:
+        async def away() -> object:
             # The first list lets the device leave the slices, the second one would end the move.
             if driver.withdrawn(R, "d0") is not None:
                 asked.set()
-                await going_on.wait()
+                raise ClusterError("the API server is away")
             return await allocated()
 
-        monkeypatch.setattr(driver, "allocated", slow)
-        here.ask("none")
-        async with asyncio.timeout(60):
-            await asked.wait()
-        assert here.states == {"d0": State.TO_PLUGIN}
-        here.ask("all")
-        await asyncio.sleep(0)
-        going_on.set()
-        await here.settle(State.DRA)
+        with monkeypatch.context() as outage:
+            outage.setattr(driver, "allocated", away)
+            here.ask("none")
+            async with asyncio.timeout(60):
+                await asked.wait()
+            assert not here.published
+            assert here.states == {"d0": State.TO_PLUGIN}
+            here.ask("all")
+            await here.settle(State.DRA)
         pod = node.start_pod("c", template={D: 1})
         await asyncio.to_thread(pod.wait_running, 60)
         assert node.devices_of(pod) == {"d0": "claim"}
         assert not here.healthy
+        # That the slice was without it once counts no more: now it stays there, with a taint, for its claim (R4).
+        here.ask("none")
+        await here.settle(State.TO_PLUGIN)
+        await here.until(lambda: here.waiting.get("d0") == "its claim")
+        await here.until(lambda: [bool(one.get("taints")) for one in here.published] == [True])

@@ -19,7 +19,7 @@ from deviceplugin.ledger import Desk, Evidence, Held, Ledger, Side, State
 from deviceplugin.podresources import Holder
 from deviceplugin.source import DeviceSource
 from dra_bridge import agent as agent_module
-from dra_bridge.agent import Bridge, Terms
+from dra_bridge.agent import Bridge, DriverBridge, Terms
 from dra_bridge.cluster import Cluster
 from dra_bridge.handover import Share
 from dra_bridge.keeper import Keeper, held_units
@@ -160,6 +160,31 @@ async def test_a_checkpoint_that_shows_an_ended_pod_alarms_nobody(node: FakeNode
     async with running(node, tmp_path / "cdi", Share(part=1.0)) as bridge:
         await until(lambda: D in bridge.drivers and len(bridge.drivers[D].keeper.heard) == 2, "all doubt to be gone")
         assert set(states(bridge).values()) == {State.DRA}
+
+
+async def test_no_slice_has_a_device_before_its_evidence_was_heard(
+    node: FakeNode, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Who is in doubt holds up nobody else, and is published as soon as the doubt is gone."""
+    confront, doubt = DriverBridge._confront, True
+
+    async def doubting(self: DriverBridge, resource: str, devices: Sequence[str]) -> tuple[str, ...]:
+        left = {"d1"} if doubt else set()
+        return (*await confront(self, resource, [one for one in devices if one not in left]), *left)
+
+    def published() -> set[str]:
+        return {device["name"] for one in node.server.objects() for device in one["spec"].get("devices") or ()}
+
+    monkeypatch.setattr(DriverBridge, "_confront", doubting)
+    monkeypatch.setattr(agent_module, "FIRST", 0.1)
+    path = Path(node.root) / "plugins" / D / "ledger.db"
+    with Ledger.open(str(path)) as book:
+        book.do(ledger.adopt(R, ["d0", "d1"], Side.DRA, 1.0))
+    async with running(node, tmp_path / "cdi", Share(part=1.0)) as bridge:
+        await until(lambda: published() == {"d0"}, "the slice")
+        assert bridge.drivers[D].keeper.heard == {(R, "d0")}
+        doubt = False
+        await until(lambda: published() == {"d0", "d1"}, "the other device")
 
 
 # The keeper.
