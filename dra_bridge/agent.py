@@ -279,6 +279,7 @@ class DriverBridge:
             try:
                 await self._place(resource)
                 await self._heard[resource].wait()
+                await self._bridge.node_read()  # what is asked for may be other than the config's share
                 await handover.run()
             except Exception:
                 _LOG.exception("%s: the handover failed; trying again", resource)
@@ -707,6 +708,7 @@ class Bridge:
         )
         self.agent.providers.append(Told(self))
         self._node_annotations: Mapping[str, str] = {}
+        self._node_known = asyncio.Event()
         self._group: asyncio.TaskGroup | None = None
         self._tasks: list[asyncio.Task[None]] = []
 
@@ -852,6 +854,17 @@ class Bridge:
                     self._node_annotations = annotations
                     for bridge in self.drivers.values():
                         self._ask(bridge)
+                self._node_known.set()
+
+    async def node_read(self) -> None:
+        """Wait until it is known what the Node asks for: an agent that starts in an outage moves nothing back."""
+        if not self._node_known.is_set():
+            try:
+                async with asyncio.timeout(FIRST):
+                    await self._node_known.wait()
+            except TimeoutError:
+                _LOG.warning("node %s cannot be read yet; no device moves until its annotations are known", self.node)
+                await self._node_known.wait()
 
     def _ask(self, bridge: DriverBridge) -> None:
         key = progress.share_annotation(bridge.name)

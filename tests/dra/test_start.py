@@ -187,6 +187,33 @@ async def test_no_slice_has_a_device_before_its_evidence_was_heard(
         await until(lambda: published() == {"d0", "d1"}, "the other device")
 
 
+async def test_nothing_moves_before_the_node_was_read(
+    node: FakeNode, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """An agent that starts in an outage of the API server does not take the config's share for what is asked for."""
+    follow, back = Bridge._follow_node, asyncio.Event()
+
+    async def later(self: Bridge) -> None:
+        await back.wait()
+        await follow(self)
+
+    monkeypatch.setattr(Bridge, "_follow_node", later)
+    monkeypatch.setattr(agent_module, "FIRST", 0.1)
+    body = node.server.get("nodes", NODE)
+    body["metadata"].setdefault("annotations", {})[f"{D}/dra-share"] = "none"
+    node.server.replace(body)
+    path = Path(node.root) / "plugins" / D / "ledger.db"
+    with Ledger.open(str(path)) as book:
+        book.do(ledger.adopt(R, ["d0", "d1"], Side.PLUGIN, 1.0))
+    async with running(node, tmp_path / "cdi", Share(part=1.0)) as bridge:
+        await until(lambda: "no device moves until its annotations are known" in caplog.text, "the warning")
+        await asyncio.to_thread(node.run_pod, "p", {R: 2})
+        back.set()
+        await until(lambda: bridge.drivers[D].handovers[R].share == Share(0), "what the Node asks for")
+        await moved(bridge, State.PLUGIN)
+        assert bridge.drivers[D].handovers[R].statistics.begun == {"to-dra": 0, "to-plugin": 0}
+
+
 # The keeper.
 
 
