@@ -54,7 +54,7 @@ class Watcher:
     def __init__(self) -> None:
         self._lock = threading.RLock()
         self._observer: BaseObserver | None = None
-        self._armed: dict[_Key, _Armed] = {}
+        self._armed: dict[str, _Armed] = {}
         self._complained = False
 
     def watch(self, directories: Iterable[str], *, writes: bool = False) -> Watch:
@@ -75,37 +75,55 @@ class Watcher:
 
     def arm(self, watch: Watch, key: _Key) -> None:
         """Make `watch` hear of the directory from now on; again if it is another directory now."""
+        directory, writes = key
         with self._lock:
-            identity = _identity(key[0])
-            armed = self._armed.get(key)
-            if armed is not None and armed.identity != identity:
-                self._unschedule(self._armed.pop(key))
-                for other in armed.watches:
-                    self.arm(other, key)
-                armed = self._armed.get(key)
+            armed, identity = self._armed.get(directory), _identity(directory)
             if armed is None:
-                if identity is None:
-                    return
-                armed = _Armed(identity)
-                try:
-                    armed.observed = self._running().schedule(
-                        armed, key[0], event_filter=_NAMES_AND_WRITES if key[1] else _NAMES
-                    )
-                except OSError as error:
-                    self._complain(key[0], error)
-                    return
-                self._armed[key] = armed
-            armed.watches.add(watch)
+                if identity is not None:
+                    self._schedule(directory, identity, {(watch, writes)})
+            elif armed.identity != identity:
+                self._unschedule(self._armed.pop(directory))
+                if identity is not None:
+                    self._schedule(directory, identity, {*armed.wants, (watch, writes)})
+            else:
+                armed.wants.add((watch, writes))
+                self._fit(directory, armed)
 
     def disarm(self, watch: Watch, key: _Key) -> None:
         """Let `watch` hear of the directory no more."""
+        directory, writes = key
         with self._lock:
-            armed = self._armed.get(key)
+            armed = self._armed.get(directory)
             if armed is None:
                 return
-            armed.watches.discard(watch)
-            if not armed.watches:
-                self._unschedule(self._armed.pop(key))
+            armed.wants.discard((watch, writes))
+            if armed.wants:
+                self._fit(directory, armed)
+            else:
+                self._unschedule(self._armed.pop(directory))
+
+    def _fit(self, directory: str, armed: _Armed) -> None:
+        """Hear of files written if, and only if, somebody wants to.
+
+        By one watch for all: of two on one directory the kernel keeps what the later one asks for
+        (inotify_add_watch in one instance, which watchdog's observers have).
+        """
+        if armed.writes != any(writes for _, writes in armed.wants):
+            self._unschedule(self._armed.pop(directory))
+            self._schedule(directory, armed.identity, armed.wants)
+            for watch, _ in tuple(armed.wants):
+                watch.wake()  # for what came in between
+
+    def _schedule(self, directory: str, identity: tuple[int, int], wants: set[tuple[Watch, bool]]) -> None:
+        armed = _Armed(identity, wants)
+        try:
+            armed.observed = self._running().schedule(
+                armed, directory, event_filter=_NAMES_AND_WRITES if armed.writes else _NAMES
+            )
+        except OSError as error:
+            self._complain(directory, error)
+            return
+        self._armed[directory] = armed
 
     def _running(self) -> BaseObserver:
         if self._observer is None:
@@ -133,17 +151,20 @@ class Watcher:
 
 
 class _Armed(FileSystemEventHandler):
-    """One directory under watch and who wants to hear of it; runs in the observer's thread."""
+    """One directory under watch and who wants to hear of it, of writes or not; runs in the observer's thread."""
 
-    def __init__(self, identity: tuple[int, int]) -> None:
+    def __init__(self, identity: tuple[int, int], wants: set[tuple[Watch, bool]]) -> None:
         self.identity = identity
         self.observed: ObservedWatch | None = None
-        self.watches: set[Watch] = set()
+        self.wants = wants
+        self.writes = any(writes for _, writes in wants)
 
     def dispatch(self, event: FileSystemEvent) -> None:
         # Only enqueue: an exception here would end the observer's thread.
-        for watch in tuple(self.watches):
-            watch.hint(os.fsdecode(event.src_path), os.fsdecode(event.dest_path))
+        written = isinstance(event, FileClosedEvent)
+        for watch, writes in tuple(self.wants):
+            if writes or not written:
+                watch.hint(os.fsdecode(event.src_path), os.fsdecode(event.dest_path))
 
 
 class Watch:

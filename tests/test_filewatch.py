@@ -76,6 +76,36 @@ async def test_writes_are_hints_only_if_wanted(watching: Watching, tmp_path: Pat
     assert not await names.wait(0.05)
 
 
+@pytest.mark.parametrize("first", [True, False])
+async def test_who_wants_writes_hears_of_them_whoever_else_watches_the_directory(
+    watching: Watching, tmp_path: Path, first: bool
+) -> None:
+    """Also where it is only the parent of what others watch; and these hear of no write."""
+    (tmp_path / "d").mkdir()
+    file = tmp_path / "a"
+    file.touch()
+    made = {writes: watching(tmp_path, writes=writes) for writes in (first, not first)}
+    beside = watching(tmp_path / "d")
+    for watch in (*made.values(), beside):
+        await quiet(watch)
+    file.write_text("1")
+    assert await made[True].wait(LONG)
+    assert not await made[False].wait(0.2)
+    await quiet(made[True])
+    beside.close()
+    made[False].close()
+    await quiet(made[True])
+    file.write_text("2")
+    assert await made[True].wait(LONG)
+    again = watching(tmp_path)
+    made[True].close()
+    await quiet(again)
+    file.write_text("3")
+    assert not await again.wait(0.2)
+    (tmp_path / "b").touch()
+    assert await again.wait(LONG)
+
+
 async def test_hints_are_coalesced(watching: Watching, tmp_path: Path) -> None:
     """Any number of changes before a wait are one hint."""
     watch = watching(tmp_path)
