@@ -372,9 +372,9 @@ async def test_probe_that_fails_by_itself_tells_nothing() -> None:
     assert (await Prober(probe, timeout=5).look([Device("a")]))["a"][0] is UNREADABLE
 
 
-async def test_configured_probe_withdraws_and_offers_again(tmp_path: Path) -> None:
+async def test_configured_probe_withdraws_and_offers_again(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """`health: {probe: {command}}` makes any source's device unhealthy after so many failures, and healthy after
-    so many successes.
+    so many successes; a broken one is warned of.
     """
     for name in ("a", "b"):
         (tmp_path / name).touch()
@@ -400,6 +400,8 @@ async def test_configured_probe_withdraws_and_offers_again(tmp_path: Path) -> No
         bad.write_text("")
         third = await anext(lists)
         assert [device.health for device in third] == [Health.HEALTHY] * 2
+    (warning,) = (record for record in caplog.records if record.levelname == "WARNING")
+    assert warning.getMessage() == f"example.com/x: {second[1].id} is unhealthy: /bin/sh ended with 1"
 
 
 async def test_device_that_is_broken_at_first_sight_is_never_offered(tmp_path: Path) -> None:

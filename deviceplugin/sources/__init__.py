@@ -366,7 +366,9 @@ class ConfiguredSource(DeviceSource):
             after = self._courses[name] = before.looked(verdict, message, now, self._rules)
             if _said(before) != _said(after):
                 changed = True
-                _LOG.info("%s: %s is %s%s", self.resource, name, after.health.value, f": {message}" if message else "")
+                level = logging.INFO if after.health.usable else logging.WARNING
+                why = f": {message}" if message else ""
+                _LOG.log(level, "%s: %s is %s%s", self.resource, name, after.health.value, why)
         return changed
 
     async def _probe_for_ever(self, prober: health.Prober, changed: asyncio.Event) -> None:
