@@ -16,6 +16,7 @@ import contextlib
 import os
 import re
 import stat
+import threading
 from collections.abc import Iterator, Mapping
 from typing import Any, Final
 
@@ -209,6 +210,9 @@ class Store:
         """
         self.directory: Final = directory
         self._prefix: Final = f"{vendor_of(driver)}-{CLASS}_"
+        self._lock = threading.Lock()
+        self._drafts: set[str] = set()
+        """Those that are being written."""
 
     def __repr__(self) -> str:
         return f"<Store {self.directory}/{self._prefix}*>"
@@ -237,7 +241,10 @@ class Store:
         if self.read(uid) == data:
             return False
         # Runtimes read *.json and *.yaml only, and never what begins with a dot.
-        draft = os.path.join(self.directory, f".{self._prefix}{uid}.{os.getpid()}")
+        name = f".{self._prefix}{uid}.{os.getpid()}"
+        draft = os.path.join(self.directory, name)
+        with self._lock:
+            self._drafts.add(name)
         try:
             try:
                 self._draft(draft, data)
@@ -249,6 +256,9 @@ class Store:
             with contextlib.suppress(OSError):
                 os.remove(draft)
             raise CdiError(f"cannot write {path}: {error.strerror}") from error
+        finally:
+            with self._lock:
+                self._drafts.discard(name)
         return True
 
     @staticmethod
@@ -281,10 +291,7 @@ class Store:
         return True
 
     def list(self) -> frozenset[str]:
-        """Return the UIDs of the claims that have a file; drop drafts that a crash left behind.
-
-        Call it while nothing is written.
-        """
+        """Return the UIDs of the claims that have a file; drop drafts that a crash left behind."""
         try:
             names = os.listdir(self.directory)
         except OSError:
@@ -292,8 +299,9 @@ class Store:
         found = set()
         for name in names:
             if name.startswith(f".{self._prefix}"):
-                with contextlib.suppress(OSError):
-                    os.remove(os.path.join(self.directory, name))
+                with self._lock, contextlib.suppress(OSError):
+                    if name not in self._drafts:
+                        os.remove(os.path.join(self.directory, name))
             elif name.startswith(self._prefix) and name.endswith(".json"):
                 uid = name[len(self._prefix) : -len(".json")]
                 if _UID.fullmatch(uid):

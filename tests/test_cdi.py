@@ -138,6 +138,22 @@ def test_other_drivers_files_and_strange_names_are_left_alone(tmp_path: Path) ->
     assert sorted(os.listdir(tmp_path)) == sorted(names)
 
 
+def test_a_file_that_is_being_written_is_no_leftover(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Files are listed from time to time while claims are prepared."""
+    store, rename = Store(DRIVER, str(tmp_path)), os.rename
+
+    def meanwhile(draft: str, path: str) -> None:
+        assert store.list() == frozenset()
+        rename(draft, path)
+
+    monkeypatch.setattr(os, "rename", meanwhile)
+    assert store.write(UID, b"{}")
+    assert store.list() == {UID}
+    (tmp_path / f".fpga.example.com-claim_{UID}.{os.getpid()}").touch()  # of a former agent with this number
+    assert store.list() == {UID}
+    assert os.listdir(tmp_path) == [os.path.basename(store.path(UID))]
+
+
 @pytest.mark.parametrize("uid", ["", "../x", "a/b", ".", "a" * 65, "a\0b", "-a"])
 def test_a_uid_never_leads_out_of_the_directory(tmp_path: Path, uid: str) -> None:
     """It comes from the kubelet, but nobody has to believe it."""
