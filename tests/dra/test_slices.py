@@ -719,12 +719,17 @@ async def test_restored_storage(server: FakeApiServer) -> None:
 async def test_two_drivers_one_watch(server: FakeApiServer) -> None:
     """Two drivers share one watch; one that joins later finds its slices."""
     other = Pool("fpga.example.com", NODE, (Offer(snapshot(Device("f0"), resource="example.com/fpga")),))
+
+    async def watched() -> None:
+        await asyncio.to_thread(server.wait_for, lambda it: any(entry.watch for entry in it.log))
+
     async with publishing(server, other):
-        pass
+        await watched()
     server.forget_log()
     async with publishing(server, pool(Device("a"))) as publisher:
         await became(publisher, other)
         assert sorted(published(server)) == ["a", "f0"]
+        await watched()
         assert len([entry for entry in server.log if entry.watch]) == 1
         assert len(server.writes) == 1
 
