@@ -20,9 +20,11 @@ import asyncio
 import enum
 import errno
 import os
+import select
 import signal
 import subprocess
 import threading
+import time
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Final
@@ -106,6 +108,8 @@ _ABSENT: Final = {errno.ENOENT, errno.ENXIO, errno.ENODEV, errno.EIO, errno.ENOT
 TEMPFAIL: Final = 75
 """Exit status of a command that could not tell (EX_TEMPFAIL of sysexits.h)."""
 _SHOWN: Final = 200
+_KEPT: Final = 4096
+"""Bytes of a command's output that are kept; the last line of them is shown."""
 
 
 def open_probe(device: Device) -> Finding:
@@ -155,7 +159,7 @@ def command_probe(argv: Sequence[str], timeout: float) -> Callable[[Device], Fin
             return Verdict.UNREADABLE, f"{argv[0]} cannot be run: {getattr(error, 'strerror', None) or error}"
         with process:
             try:
-                said, _ = process.communicate(timeout=timeout)
+                said = _last_words(process, timeout)
             except subprocess.TimeoutExpired:
                 _kill(process)
                 return Verdict.BAD, f"{argv[0]} did not end within {timeout:g} s"
@@ -172,6 +176,27 @@ def _filled(word: str, words: Mapping[str, str]) -> str:
     for mark, value in words.items():
         word = word.replace(mark, value)
     return word
+
+
+def _last_words(process: subprocess.Popen[bytes], timeout: float) -> bytes:
+    """Wait for a command's end and return the end of what it said, for it may say more than there is memory.
+
+    Raises:
+        TimeoutExpired: it, or a child that holds its output, did not end in time.
+
+    """
+    assert process.stdout is not None
+    deadline, said = time.monotonic() + timeout, b""
+    poll = select.poll()
+    poll.register(process.stdout, select.POLLIN)
+    while (left := deadline - time.monotonic()) > 0:
+        if poll.poll(left * 1000):
+            piece = os.read(process.stdout.fileno(), 65536)
+            if not piece:
+                process.wait(max(0.0, deadline - time.monotonic()))
+                return said
+            said = (said + piece)[-_KEPT:]
+    raise subprocess.TimeoutExpired(process.args, timeout)
 
 
 def _kill(process: subprocess.Popen[bytes]) -> None:

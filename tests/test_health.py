@@ -9,6 +9,7 @@ import re
 import stat
 import sys
 import threading
+import tracemalloc
 from contextlib import aclosing
 from pathlib import Path
 from typing import Any, cast
@@ -266,6 +267,20 @@ def test_command_that_does_not_end_is_killed_with_its_children(tmp_path: Path) -
     verdict, why = probe(Device("a"))
     assert (verdict, why) == (BAD, "/bin/sh did not end within 0.2 s")
     assert ended.wait(10)
+
+
+def test_command_may_say_more_than_there_is_memory() -> None:
+    """The end of what it says is kept, and one that talks for ever is killed at its time."""
+    tracemalloc.start()
+    try:
+        talker = command_probe(["/bin/sh", "-c", "head -c 100000000 /dev/zero; echo; echo last; exit 3"], 60)
+        assert talker(Device("a")) == (BAD, "/bin/sh ended with 3: last")
+        assert command_probe(["yes"], 0.3)(Device("a")) == (BAD, "yes did not end within 0.3 s")
+        assert tracemalloc.get_traced_memory()[1] < 10_000_000
+    finally:
+        tracemalloc.stop()
+    silent = command_probe(["/bin/sh", "-c", "exec >/dev/null 2>&1; sleep 1000"], 0.3)
+    assert silent(Device("a")) == (BAD, "/bin/sh did not end within 0.3 s")
 
 
 async def test_probe_that_hangs_keeps_only_its_own_device_waiting() -> None:
