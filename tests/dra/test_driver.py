@@ -569,7 +569,7 @@ async def test_a_call_is_answered_in_time_though_the_undoing_of_a_claim_hangs(tm
     class Stuck(Hooked):
         hook_timeout = 60.0
 
-        async def unprepare(self, devices: Sequence[Device]) -> None:
+        async def unprepare(self, devices: Sequence[Device]) -> None:  # type: ignore[override]
             await go.wait()
 
     source = Stuck()
