@@ -356,7 +356,7 @@ class Cluster:
         self._server = ""
         self._made_at = 0.0
         self._renew = False
-        self._old: set[asyncio.Task[None]] = set()
+        self._former: list[http.Server] = []
         self._version = ""
         self._version_at = 0.0
         self._choosing = asyncio.Lock()
@@ -404,8 +404,8 @@ class Cluster:
         connection, self._connection = self._connection, None
         if connection is not None:
             await connection[1].aclose()
-        if self._old:
-            await asyncio.wait(self._old)
+        for former in self._former:
+            await former.aclose()
 
     @property
     def statistics(self) -> Statistics:
@@ -845,6 +845,7 @@ class Cluster:
         return UnavailableError(f"{method} {path}: {said}")
 
     def _answered(self) -> None:
+        self._renew = False  # it is there, and knows us, by the configuration as it was read
         if self._lost_since is not None:
             seconds = time.monotonic() - self._lost_since
             self._lost_since = None
@@ -868,10 +869,9 @@ class Cluster:
         else:
             old, self._connection = self._connection, (made, server)
             self._server = made.url
-            if old is not None:
-                closing = asyncio.ensure_future(old[1].aclose())
-                self._old.add(closing)
-                closing.add_done_callback(self._old.discard)
+            # Watches that live on its connections go on: to cut them would look like the next outage.
+            former = self._former if old is None else [*self._former, old[1]]
+            self._former = [one for one in former if one.retire()]
         self._made_at, self._renew = now, False
 
     async def _connected(self, *, refused: bool = False) -> tuple[http.Server, dict[str, str]]:

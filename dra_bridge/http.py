@@ -180,6 +180,7 @@ class Server:
         self._proxy = via if proxy else None
         self._idle: list[_Connection] = []
         self._busy: set[_Connection] = set()
+        self._retired = False
         self._room = asyncio.Semaphore(MOST)
 
     def __repr__(self) -> str:
@@ -190,6 +191,14 @@ class Server:
         connections, self._idle, self._busy = [*self._idle, *self._busy], [], set()
         for connection in connections:
             await connection.closed()
+
+    def retire(self) -> bool:
+        """Keep no connection for another request; return whether any is still at work, which goes on."""
+        self._retired = True
+        connections, self._idle = self._idle, []
+        for connection in connections:
+            connection.abort()
+        return bool(self._busy)
 
     async def request(self, method: str, target: str, headers: Mapping[str, str], content: bytes = b"") -> Response:
         """Send a request and read the whole answer. target: path and query."""
@@ -228,7 +237,8 @@ class Server:
         except BaseException:
             self._drop(connection)
             raise
-        if whole and connection.again and connection in self._busy and len(self._idle) < KEPT:
+        keep = whole and connection.again and connection in self._busy and not self._retired
+        if keep and len(self._idle) < KEPT:
             self._busy.discard(connection)
             connection.used_at = time.monotonic()
             self._idle.append(connection)

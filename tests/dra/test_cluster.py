@@ -299,6 +299,42 @@ async def test_resumes_where_it_broke_off(server: FakeApiServer) -> None:
         assert len(lists) == 1
 
 
+async def test_what_went_wrong_once_cuts_no_watch(server: FakeApiServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """After an outage, and after a request that got no answer, a watch lives on whatever else is asked for."""
+    monkeypatch.setattr(module, "_RENEW", 0.0)
+
+    def change(number: int) -> None:
+        found = server.get("nodes", "a")
+        found["metadata"]["labels"] = {"number": str(number)}
+        server.replace(found)
+
+    async with connected(server) as cluster, aclosing(cluster.follow(NODES)) as events:
+        assert isinstance(await anext(events), Listed)
+        server.create(node("a"))
+        await anext(events)
+        with server.outage():
+            pass
+        assert isinstance(await anext(events), Reopened)
+        before = cluster.statistics
+        for number in range(5):
+            await cluster.get(NODES, "a")
+            change(number)
+            assert name_of(await anext(events)) == ("MODIFIED", "a")
+        assert cluster.statistics.watches == before.watches
+        assert cluster.statistics.failures == before.failures
+
+        server.fail(lambda request: request.method == "DELETE", Fault())
+        with pytest.raises(UnavailableError):
+            await cluster.delete(NODES, "b")
+        assert cluster.statistics.failures == before.failures + 1
+        for number in range(5):  # the configuration is read anew with the first of them
+            await cluster.get(NODES, "a")
+            change(number + 5)
+            assert name_of(await anext(events)) == ("MODIFIED", "a")
+        assert cluster.statistics.watches == before.watches
+        assert cluster.statistics.failures == before.failures + 1
+
+
 async def test_bookmarks_move_the_position(server: FakeApiServer) -> None:
     """A watch that only saw bookmarks goes on from them, although the history before is gone."""
     follow = {"field_selector": "metadata.name=a"}
