@@ -36,6 +36,7 @@ from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from types import MappingProxyType
 from typing import Any, Final, Generic, Protocol, Self, TypeVar, cast
+from urllib.parse import quote
 
 import msgspec
 
@@ -73,6 +74,7 @@ __all__ = [
     "confront",
     "forget",
     "grant",
+    "left_behind",
     "name",
     "observe",
     "prepare",
@@ -1127,6 +1129,29 @@ def _locked(path: str, *, wait: bool = False) -> int:
         if _file(path + ".lock") == (held.st_dev, held.st_ino):
             return lock
         os.close(lock)  # it was removed while we waited: whoever held it may have made itself another one
+
+
+def left_behind(path: str) -> tuple[Claim, ...]:
+    """Return the claims in a ledger that no agent has; () if one has it, or it is none of ours.
+
+    Whatever there is stays as it is.
+    """
+    try:
+        lock = os.open(path + ".lock", os.O_RDWR | os.O_CLOEXEC)
+    except OSError:
+        return ()
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        with contextlib.closing(sqlite3.connect(f"file:{quote(path)}?mode=rw", uri=True, timeout=0)) as connection:
+            connection.execute("PRAGMA locking_mode = EXCLUSIVE")
+            if connection.execute("PRAGMA application_id").fetchone()[0] != _APPLICATION:
+                return ()
+            return tuple(cast("Claim", _record("claims", row)) for row in connection.execute(_SELECT["claims"]))
+    except (OSError, sqlite3.Error, ValueError, TypeError) as error:
+        _LOG.info("the ledger %s is left alone: %s", path, error)
+        return ()
+    finally:
+        os.close(lock)
 
 
 class Ledger:

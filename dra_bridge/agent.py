@@ -24,7 +24,7 @@ from deviceplugin import ledger, podresources, topology
 from deviceplugin.agent import Agent, AgentError, Look, Paths, Service
 from deviceplugin.config import Config, ResourceConfig
 from deviceplugin.endpoint import Doorkeeper, Refusal
-from deviceplugin.ledger import ClaimEvidence, Desk, Evidence, Held, LedgerError, Side, State
+from deviceplugin.ledger import Claim, ClaimEvidence, Desk, Evidence, Held, LedgerError, Side, State
 from deviceplugin.podresources import CheckpointError, PodResourcesError
 from deviceplugin.registration import Backoff
 from deviceplugin.source import DeviceSource
@@ -94,6 +94,31 @@ class Closed:
 
 
 CLOSED: Final = Closed()
+
+
+class Left:
+    """The doorkeeper of a resource that has no driver any more, while claims hold some of its devices.
+
+    held: the devices and who holds them.
+    """
+
+    def __init__(self, held: Mapping[str, str]) -> None:
+        self.held = held
+
+    def offers(self, resource: str, device: str) -> bool:
+        """Offer what no claim holds."""
+        return device not in self.held
+
+    def avoids(self, resource: str) -> Collection[str]:
+        """Avoid nothing."""
+        return ()
+
+    async def grant(self, resource: str, names: Sequence[str], devices: Sequence[str]) -> None:
+        """Refuse what a claim holds."""
+        for device in devices:
+            if device in self.held:
+                details = f"{resource}: device {device} is held by {self.held[device]}"
+                raise Refusal(grpc.StatusCode.FAILED_PRECONDITION, "claim", details)
 
 
 class Doors:
@@ -312,13 +337,17 @@ class DriverBridge:
                     if self._services[resource].inventory.snapshot.listed:
                         self._heard[resource].set()
                     return
+                elsewhere = self._bridge.elsewhere(resource, self.name)
+                waits = [f"{name} is held by {elsewhere[name]}" for name in unheard if name in elsewhere]
                 try:
-                    doubtful = await self._confront(resource, unheard)
+                    doubtful = await self._confront(resource, [name for name in unheard if name not in elsewhere])
                 except (LedgerError, CheckpointError, ClusterError, OSError, TimeoutError) as error:
                     why = f"devices cannot be offered yet: {error or type(error).__name__}"
                 else:
-                    why = f"who holds {', '.join(doubtful)} is not certain yet; not offered so long"
-                    if not doubtful:
+                    if doubtful:
+                        waits.append(f"who holds {', '.join(doubtful)} is not certain yet")
+                    why = f"{'; '.join(waits)}; not offered so long"
+                    if not waits:
                         backoff.reset()
                         continue
                 if why != told:
@@ -330,6 +359,8 @@ class DriverBridge:
 
     async def _confront(self, resource: str, devices: Sequence[str]) -> tuple[str, ...]:
         """Have the ledger hear the evidence about these devices; return those that it leaves in doubt."""
+        if not devices:
+            return ()
         service = self._services[resource]
         evidence = await self._evidence(service, devices)
         if self._services.get(resource) is not service:
@@ -628,6 +659,7 @@ class DriverBridge:
         for resource, handover in self.handovers.items():
             handover.wake()
             self._services[resource].endpoint.refresh()
+        self._bridge.freed(self.name)
         self.publish()
 
 
@@ -711,6 +743,8 @@ class Bridge:
         self._node_known = asyncio.Event()
         self._group: asyncio.TaskGroup | None = None
         self._tasks: list[asyncio.Task[None]] = []
+        self._left: Mapping[str, Sequence[Claim]] = {}
+        """By driver that nobody serves: the claims in the ledger that it left."""
 
     def ledger_path(self, driver: str) -> Path:
         """Return where a driver's ledger lies."""
@@ -748,6 +782,7 @@ class Bridge:
         """Bridge what is to be served; return whether that is done, False if it is to stop before."""
 
         async def every() -> None:
+            self._left = await asyncio.to_thread(self._left_behind)
             for service in self.agent.services.values():
                 await self._open(service)
 
@@ -771,7 +806,15 @@ class Bridge:
         """
         name = service.source.driver
         if not name:
-            if self.doors.keepers.pop(service.resource, None) is not None:
+            before = self.doors.keepers.pop(service.resource, None)
+            if held := self.elsewhere(service.resource, ""):
+                self.doors.keepers[service.resource] = Left(held)
+                _LOG.warning(
+                    "%s has no driver any more, but %s; not offered so long",
+                    service.resource,
+                    "; ".join(f"{device} is held by {holder}" for device, holder in held.items()),
+                )
+            if held or before is not None:
                 service.endpoint.refresh()
             return
         if name not in self.drivers:
@@ -798,6 +841,42 @@ class Bridge:
             self.agent.observers.append(self.drivers[name].keeper)
         self._ask(self.drivers[name])
         self.drivers[name].serve(service, self._terms.get(service.resource, Terms()))
+
+    def _left_behind(self) -> Mapping[str, Sequence[Claim]]:
+        """Return the claims in ledgers of drivers that are not served now; their containers may still run."""
+        plugins = self.ledger_path("any").parent.parent
+        found = {path.parent.name: ledger.left_behind(str(path)) for path in sorted(plugins.glob("*/ledger.db"))}
+        served = {service.source.driver for service in self.agent.services.values()}
+        return {driver: claims for driver, claims in found.items() if claims and driver not in served}
+
+    def elsewhere(self, resource: str, driver: str) -> Mapping[str, str]:
+        """Return the devices of a resource that claims hold through another driver than this one, and who.
+
+        There are some after the resource's driver was renamed or taken away: those claims are the
+        former driver's, but nobody else may have their devices.
+        """
+        claims = {name: tuple(one.desk.snapshot.claims.values()) for name, one in self.drivers.items()}
+        claims = {**{name: tuple(left) for name, left in self._left.items()}, **claims}
+        advice = {
+            name: "" if name in self.drivers else ", which is not served; name it again to end it" for name in claims
+        }
+        return {
+            device: f"claim {claim.title} through driver {name}{advice[name]}"
+            for name, theirs in sorted(claims.items())
+            if name != driver
+            for claim in theirs
+            for of, device in sorted(claim.held)
+            if of == resource
+        }
+
+    def freed(self, driver: str) -> None:
+        """Let the plugin door offer what claims of a driver that is not the resource's any more let go."""
+        for resource, keeper in tuple(self.doors.keepers.items()):
+            if isinstance(keeper, Left) and (service := self.agent.services.get(resource)) is not None:
+                held = self.elsewhere(resource, "")
+                if held != keeper.held:
+                    keeper.held = held
+                    service.endpoint.refresh()
 
     async def reconfigure(
         self, sources: Mapping[str, DeviceSource], terms: Mapping[str, Terms], unchanged: Sequence[str]

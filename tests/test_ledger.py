@@ -602,6 +602,36 @@ def blocked_at(inode: int) -> None:
         time.sleep(0.01)
 
 
+def test_the_claims_of_a_ledger_that_nobody_has_can_be_read(path: str) -> None:
+    """By another driver's agent; one that is in use is left alone, and all stays as it was."""
+    assert ledger.left_behind(path) == ()
+    with Ledger.open(path) as book:
+        book.do(ledger.adopt(R, ["a", "b"], Side.DRA, T0))
+        book.do(ledger.prepare(claim("1", "a")))
+        known = book.snapshot
+        assert ledger.left_behind(path) == (), "its agent lives"
+    assert [one.held for one in ledger.left_behind(path)] == [{(R, "a")}]
+    with Ledger.open(path) as book:
+        assert (book.snapshot, book.set_aside) == (known, None)
+
+
+@pytest.mark.parametrize("lock", [True, False])
+@pytest.mark.parametrize("content", ["", "no database at all, but of some length, so that it is looked at" * 40, None])
+def test_other_programs_files_are_left_alone(tmp_path: Path, content: str | None, lock: bool) -> None:
+    """Whatever is called like a ledger among the kubelet's plugins."""
+    path = tmp_path / "ledger.db"
+    if content is None:
+        with contextlib.closing(sqlite3.connect(path)) as other:
+            other.execute("CREATE TABLE claims (driver TEXT)")
+    else:
+        path.write_text(content)
+    if lock:
+        (tmp_path / "ledger.db.lock").touch()
+    before = {one.name: one.read_bytes() for one in tmp_path.iterdir()}
+    assert ledger.left_behind(str(path)) == ()
+    assert {one.name: one.read_bytes() for one in tmp_path.iterdir()} == before
+
+
 def test_what_is_closed_answers_with_an_error(path: str) -> None:
     """Nobody gets a grant from a ledger that another agent may have by now."""
     book = Ledger.open(path)

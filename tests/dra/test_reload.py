@@ -12,9 +12,11 @@ import pytest
 from deviceplugin import ledger
 from deviceplugin.agent import AgentError, Paths
 from deviceplugin.device import Device
+from deviceplugin.endpoint import Refusal
 from deviceplugin.ledger import Ledger, Side
 from deviceplugin.source import DeviceSource
-from dra_bridge.agent import Bridge, Terms
+from deviceplugin.testing import FakePod
+from dra_bridge.agent import NONE, Bridge, Terms
 from dra_bridge.cluster import Cluster
 from dra_bridge.handover import Share
 from dra_bridge.registrar import Timing
@@ -43,10 +45,10 @@ def node() -> Iterator[FakeNode]:
         yield made
 
 
-def bridge(node: FakeNode, tmp_path: Path, *sources: DeviceSource) -> Bridge:
+def bridge(node: FakeNode, tmp_path: Path, *sources: DeviceSource, share: Share = NONE) -> Bridge:
     return Bridge(
         sources,
-        {},
+        {source.resource: Terms(share) for source in sources},
         Cluster.from_server(node.server.url),
         NODE,
         Paths(kubelet_root=node.root),
@@ -93,7 +95,7 @@ async def test_an_agent_that_stands_by_ends_when_it_is_told_to(
         async with running(agent):
             await until(lambda: "standing by" in caplog.text)
     assert not node.registrations
-    await asyncio.to_thread(Ledger.open(str(agent.ledger_path(D)), wait=True).close)  # nobody has it
+    await asyncio.to_thread(lambda: Ledger.open(str(agent.ledger_path(D)), wait=True).close())  # nobody has it
 
 
 async def test_a_ledger_that_cannot_be_opened_is_an_error_that_names_it(node: FakeNode, tmp_path: Path) -> None:
@@ -207,3 +209,60 @@ async def test_a_device_that_comes_while_all_ends_begins_nothing(node: FakeNode,
             task.cancel()
         await asyncio.sleep(0)
         assert agent.agent.services[A].inventory.publish([Device(name, nodes=["/dev/null"]) for name in ("d0", "d2")])
+
+
+# A resource whose driver is another one than before, or none.
+
+
+def start_claimant(node: FakeNode) -> tuple[FakePod, str]:
+    """Start a pod with a claim for a device of driver D; return it and its device."""
+    spec = {"selectors": [{"cel": {"expression": f'device.driver == "{D}"'}}]}
+    body = {"apiVersion": "resource.k8s.io/v1", "kind": "DeviceClass", "metadata": {"name": D}, "spec": spec}
+    node.server.create(body)
+    pod = node.start_pod("train", template={D: 1}).wait_running(30)
+    (device,) = node.devices_of(pod)
+    return pod, device
+
+
+def sliced(node: FakeNode, driver: str) -> set[str]:
+    """Return the devices in a driver's slices."""
+    slices = [one["spec"] for one in node.server.objects("resourceslices") if one["spec"]["driver"] == driver]
+    return {device["name"] for one in slices for device in one.get("devices") or ()}
+
+
+@pytest.mark.parametrize(("driver", "share"), [("", NONE), (E, NONE), (E, Share(part=1.0))])
+async def test_claims_of_a_former_driver_keep_their_devices(
+    node: FakeNode, tmp_path: Path, caplog: pytest.LogCaptureFixture, driver: str, share: Share
+) -> None:
+    """An agent whose file names another driver, or none, gives nobody what claims of the former one hold."""
+    async with running(bridge(node, tmp_path, Source(A, D), share=Share(part=1.0))):
+        _, device = await asyncio.to_thread(start_claimant, node)
+    (other,) = {"d0", "d1"} - {device}
+    agent = bridge(node, tmp_path, Source(A, driver), share=share)
+    async with running(agent):
+        if share == NONE:
+            await until(lambda: healthy(node, A) == {other})
+        else:
+            await until(lambda: sliced(node, E) == {other})
+        await until(lambda: f"{device} is held by claim default/" in caplog.text)
+        assert f"through driver {D}, which is not served; name it again" in caplog.text
+        assert device not in healthy(node, A) | sliced(node, E)
+        with pytest.raises(Refusal):
+            await agent.doors.grant(A, [device], [device])
+    assert [claim.title for claim in ledger.left_behind(str(agent.ledger_path(D)))], "the former ledger is as it was"
+
+
+@pytest.mark.parametrize("driver", ["", E])
+async def test_a_former_drivers_device_is_offered_when_its_claim_has_ended(
+    node: FakeNode, tmp_path: Path, driver: str
+) -> None:
+    """After a reload the former driver still unprepares its claims; what they held is free then."""
+    agent = bridge(node, tmp_path, Source(A, D), share=Share(part=1.0))
+    async with running(agent):
+        pod, device = await asyncio.to_thread(start_claimant, node)
+        (other,) = {"d0", "d1"} - {device}
+        await agent.reconfigure({A: Source(A, driver)}, {A: Terms()}, [])
+        await until(lambda: healthy(node, A) == {other})
+        assert node.devices(A)[device].health == "Unhealthy"
+        await asyncio.to_thread(pod.delete, 30)
+        await until(lambda: healthy(node, A) == {"d0", "d1"})
