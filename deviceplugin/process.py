@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Final
 
 from deviceplugin import filewatch
 from deviceplugin.agent import Agent, AgentError, Paths
+from deviceplugin.left import doorkeeper
 from deviceplugin.source import DeviceSource
 
 if TYPE_CHECKING:
@@ -62,7 +63,9 @@ def run(*sources: DeviceSource, argv: Sequence[str] | None = None) -> None:
     options = parse_run(argv)
 
     def make() -> Served:
-        return Served.plainly(Agent(sources, options.paths, keep_books=options.metrics_address is not None))
+        keeper = doorkeeper(options.paths.kubelet_root)
+        keep_books = options.metrics_address is not None
+        return Served.plainly(Agent(sources, options.paths, keep_books=keep_books, doorkeeper=keeper))
 
     status = serve(make, metrics_address=options.metrics_address)
     if status:
@@ -86,7 +89,8 @@ def run_config(path: Path, paths: Paths, metrics_address: str | None = None) -> 
 
     def make() -> Served:
         built = [sources.build(resource) for resource in first.resources]
-        return Served.plainly(Agent(built, paths, keep_books=metrics_address is not None))
+        keeper = doorkeeper(paths.kubelet_root)
+        return Served.plainly(Agent(built, paths, keep_books=metrics_address is not None, doorkeeper=keeper))
 
     return serve(make, metrics_address=metrics_address, config=file)
 

@@ -20,11 +20,12 @@ from typing import Any, Final
 
 import grpc
 
-from deviceplugin import ledger, podresources, topology
+from deviceplugin import ledger, left, podresources, topology
 from deviceplugin.agent import Agent, AgentError, Look, Paths, Service
 from deviceplugin.config import Config, ResourceConfig
 from deviceplugin.endpoint import Doorkeeper, Refusal
 from deviceplugin.ledger import Claim, ClaimEvidence, Desk, Evidence, Held, LedgerError, Side, State
+from deviceplugin.left import Left
 from deviceplugin.podresources import CheckpointError, PodResourcesError
 from deviceplugin.registration import Backoff
 from deviceplugin.source import DeviceSource
@@ -94,31 +95,6 @@ class Closed:
 
 
 CLOSED: Final = Closed()
-
-
-class Left:
-    """The doorkeeper of a resource that has no driver any more, while claims hold some of its devices.
-
-    held: the devices and who holds them.
-    """
-
-    def __init__(self, held: Mapping[str, str]) -> None:
-        self.held = held
-
-    def offers(self, resource: str, device: str) -> bool:
-        """Offer what no claim holds."""
-        return device not in self.held
-
-    def avoids(self, resource: str) -> Collection[str]:
-        """Avoid nothing."""
-        return ()
-
-    async def grant(self, resource: str, names: Sequence[str], devices: Sequence[str]) -> None:
-        """Refuse what a claim holds."""
-        for device in devices:
-            if device in self.held:
-                details = f"{resource}: device {device} is held by {self.held[device]}"
-                raise Refusal(grpc.StatusCode.FAILED_PRECONDITION, "claim", details)
 
 
 class Doors:
@@ -782,7 +758,8 @@ class Bridge:
         """Bridge what is to be served; return whether that is done, False if it is to stop before."""
 
         async def every() -> None:
-            self._left = await asyncio.to_thread(self._left_behind)
+            served = {service.source.driver or "" for service in self.agent.services.values()}
+            self._left = await asyncio.to_thread(left.claims_left, self.paths.kubelet_root / "plugins", served)
             for service in self.agent.services.values():
                 await self._open(service)
 
@@ -808,7 +785,7 @@ class Bridge:
         if not name:
             before = self.doors.keepers.pop(service.resource, None)
             if held := self.elsewhere(service.resource, ""):
-                self.doors.keepers[service.resource] = Left(held)
+                self.doors.keepers[service.resource] = self._withholding(service.resource, held)
                 _LOG.warning(
                     "%s has no driver any more, but %s; not offered so long",
                     service.resource,
@@ -842,41 +819,30 @@ class Bridge:
         self._ask(self.drivers[name])
         self.drivers[name].serve(service, self._terms.get(service.resource, Terms()))
 
-    def _left_behind(self) -> Mapping[str, Sequence[Claim]]:
-        """Return the claims in ledgers of drivers that are not served now; their containers may still run."""
-        plugins = self.ledger_path("any").parent.parent
-        found = {path.parent.name: ledger.left_behind(str(path)) for path in sorted(plugins.glob("*/ledger.db"))}
-        served = {service.source.driver for service in self.agent.services.values()}
-        return {driver: claims for driver, claims in found.items() if claims and driver not in served}
-
     def elsewhere(self, resource: str, driver: str) -> Mapping[str, str]:
         """Return the devices of a resource that claims hold through another driver than this one, and who.
 
         There are some after the resource's driver was renamed or taken away: those claims are the
         former driver's, but nobody else may have their devices.
         """
-        claims = {name: tuple(one.desk.snapshot.claims.values()) for name, one in self.drivers.items()}
-        claims = {**{name: tuple(left) for name, left in self._left.items()}, **claims}
-        advice = {
-            name: "" if name in self.drivers else ", which is not served; name it again to end it" for name in claims
-        }
-        return {
-            device: f"claim {claim.title} through driver {name}{advice[name]}"
-            for name, theirs in sorted(claims.items())
-            if name != driver
-            for claim in theirs
-            for of, device in sorted(claim.held)
-            if of == resource
-        }
+        claims = dict(self._left)
+        claims.update((name, tuple(one.desk.snapshot.claims.values())) for name, one in self.drivers.items())
+        claims.pop(driver, None)
+        held = left.holders(claims, self.drivers)
+        return {device: holder for (of, device), holder in held.items() if of == resource}
 
     def freed(self, driver: str) -> None:
         """Let the plugin door offer what claims of a driver that is not the resource's any more let go."""
         for resource, keeper in tuple(self.doors.keepers.items()):
             if isinstance(keeper, Left) and (service := self.agent.services.get(resource)) is not None:
-                held = self.elsewhere(resource, "")
-                if held != keeper.held:
-                    keeper.held = held
+                now = self._withholding(resource, self.elsewhere(resource, ""))
+                if now.held != keeper.held:
+                    self.doors.keepers[resource] = now
                     service.endpoint.refresh()
+
+    @staticmethod
+    def _withholding(resource: str, held: Mapping[str, str]) -> Left:
+        return Left({(resource, device): holder for device, holder in held.items()})
 
     async def reconfigure(
         self, sources: Mapping[str, DeviceSource], terms: Mapping[str, Terms], unchanged: Sequence[str]

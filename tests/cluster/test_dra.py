@@ -741,9 +741,14 @@ def test_steady_state(bridge: Bridge) -> None:
 
 
 def test_plugin_only(cluster: Cluster) -> None:
-    """`deviceplugin run` with the same file serves the plugin's door alone, and loads neither TLS nor a client."""
+    """`deviceplugin run` with the same file serves the plugin's door alone, and loads neither TLS nor a client.
+
+    What the claim of a running container holds it gives to nobody, although no bridge is there to say so.
+    """
     with Bridge.running(cluster, fpga()) as bridge:
         bridge.wait_offered(4)
+        bridge.claim("mine")
+        claimant = bridge.pod("claimant", {"fpga": "mine"}).wait_running()
         bridge.stop()
         for one in bridge.slices():
             cluster.delete("ResourceSlice", one["metadata"]["name"], api_version=bridge.api_version)
@@ -751,15 +756,24 @@ def test_plugin_only(cluster: Cluster) -> None:
         command = [sys.executable, "-m", "deviceplugin", "run", "--config", str(bridge.config)]
         with log, subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log) as process:
             try:
-                cluster.wait_allocatable(RESOURCE, 4)
-                pod = cluster.start_pod("plain", {RESOURCE: 1}).wait_running()
-                assert env_of(pod)["FPGA_MODE"] == "fast"
+                cluster.wait_allocatable(RESOURCE, 3)
+                pods = [cluster.start_pod(f"plain-{number}", {RESOURCE: 1}).wait_running() for number in range(3)]
+                pods.append(cluster.start_pod("one-more", {RESOURCE: 1}))
+                pods[-1].wait_unschedulable()
+                assert env_of(pods[0])["FPGA_MODE"] == "fast"
                 assert not bridge.slices()
                 assert "_ssl." not in Path(f"/proc/{process.pid}/maps").read_text()
-                pod.delete()
-                pod.wait_gone()
+                assert claimant.restarts() == 0
+                for pod in pods:
+                    pod.delete()
+                for pod in pods:
+                    pod.wait_gone()
             finally:
                 process.send_signal(signal.SIGTERM)
+        bridge.start()
+        bridge.wait_registered()
+        claimant.delete()
+        claimant.wait_gone()
 
 
 def test_extended_and_claims_agree(bridge: Bridge) -> None:
