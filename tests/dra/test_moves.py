@@ -20,6 +20,7 @@ from dra_bridge.fleet import share_patch
 from dra_bridge.handover import parse_share
 from dra_bridge.testing.apiserver import FakeApiServer
 from dra_bridge.testing.node import FakeNode
+from tests.dra.classes import device_class
 
 R = "example.com/fpga"
 D = "fpga.example.com"
@@ -113,14 +114,7 @@ async def world(node: FakeNode, tmp_path: Path, source: Source) -> AsyncIterator
 @pytest.fixture
 def node() -> Iterator[FakeNode]:
     with FakeApiServer() as server:
-        server.create(
-            {
-                "apiVersion": "resource.k8s.io/v1",
-                "kind": "DeviceClass",
-                "metadata": {"name": D},
-                "spec": {"selectors": [{"cel": {"expression": f'device.driver == "{D}"'}}], "extendedResourceName": R},
-            }
-        )
+        server.create(device_class(D, R))
         with FakeNode(server, NODE) as made:
             yield made
 

@@ -22,6 +22,7 @@ from dra_bridge.handover import Share
 from dra_bridge.registrar import Timing
 from dra_bridge.testing.apiserver import FakeApiServer
 from dra_bridge.testing.node import FakeNode
+from tests.dra.classes import device_class
 
 A, B = "example.com/a", "example.com/b"
 D, E = "d.example.com", "e.example.com"
@@ -216,9 +217,7 @@ async def test_a_device_that_comes_while_all_ends_begins_nothing(node: FakeNode,
 
 def start_claimant(node: FakeNode) -> tuple[FakePod, str]:
     """Start a pod with a claim for a device of driver D; return it and its device."""
-    spec = {"selectors": [{"cel": {"expression": f'device.driver == "{D}"'}}]}
-    body = {"apiVersion": "resource.k8s.io/v1", "kind": "DeviceClass", "metadata": {"name": D}, "spec": spec}
-    node.server.create(body)
+    node.server.create(device_class(D))
     pod = node.start_pod("train", template={D: 1}).wait_running(30)
     (device,) = node.devices_of(pod)
     return pod, device

@@ -25,6 +25,7 @@ from dra_bridge.handover import Share
 from dra_bridge.keeper import Keeper, held_units
 from dra_bridge.testing.apiserver import FakeApiServer
 from dra_bridge.testing.node import FakeNode
+from tests.dra.classes import device_class
 
 R = "example.com/fpga"
 D = "fpga.example.com"
@@ -44,14 +45,7 @@ class Source(DeviceSource):
 @pytest.fixture
 def node(tmp_path: Path) -> Iterator[FakeNode]:
     with FakeApiServer() as server:
-        server.create(
-            {
-                "apiVersion": "resource.k8s.io/v1",
-                "kind": "DeviceClass",
-                "metadata": {"name": D},
-                "spec": {"selectors": [{"cel": {"expression": f'device.driver == "{D}"'}}], "extendedResourceName": R},
-            }
-        )
+        server.create(device_class(D, R))
         with FakeNode(server, NODE) as made:
             yield made
 

@@ -1,0 +1,15 @@
+"""DeviceClasses as users of the drivers in these tests have them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+__all__ = ["device_class"]
+
+
+def device_class(driver: str, extended_resource: str = "") -> dict[str, Any]:
+    """Return a class of all devices of a driver, called like it; it may name an extended resource."""
+    spec: dict[str, Any] = {"selectors": [{"cel": {"expression": f'device.driver == "{driver}"'}}]}
+    if extended_resource:
+        spec["extendedResourceName"] = extended_resource
+    return {"apiVersion": "resource.k8s.io/v1", "kind": "DeviceClass", "metadata": {"name": driver}, "spec": spec}
