@@ -7,9 +7,10 @@ registration are another room's business.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final, Protocol, TypeVar
 
@@ -110,14 +111,13 @@ class Entry:
 def entries(
     snapshot: Snapshot,
     *,
-    replicas: int = 1,
-    names_of: Callable[[Device], Iterable[str]] | None = None,
+    names_of: Callable[[Device], Iterable[str]],
     with_topology: bool = True,
     offers: Callable[[str], bool] | None = None,
 ) -> tuple[Entry, ...]:
     """Return what the kubelet is to see of a snapshot.
 
-    replicas: how often each device is offered; names_of: under which ids, if that is not the same for all.
+    names_of: under which ids the kubelet knows a device; several, if it is shared.
     A device of unknown health is shown healthy: only a device known to be broken is withdrawn.
     A device that the plugin side does not offer is shown unhealthy, never dropped.
     """
@@ -128,7 +128,7 @@ def entries(
             device.numa_nodes if with_topology else (),
         )
         for device in snapshot.devices.values()
-        for name in (replicas_of(device.id, replicas) if names_of is None else names_of(device))
+        for name in names_of(device)
     )
 
 
@@ -193,6 +193,7 @@ class Endpoint(DevicePluginServicer):
         self._again = 0
         self._calls = 0
         self._settled = asyncio.Event()
+        self._settled.set()
         inventory.subscribe(lambda snapshot: self.refresh())
 
     # What the registration needs to know.
@@ -225,31 +226,26 @@ class Endpoint(DevicePluginServicer):
         for ending in self._streams.values():
             ending.set()
         self.refresh()
-        try:
-            async with asyncio.timeout(timeout):
-                await self._streams_gone.wait()
-        except TimeoutError:
-            return False
-        return True
+        return await _comes(self._streams_gone, timeout)
 
     async def settled(self, timeout: float) -> bool:
         """Wait until no Allocate or PreStartContainer is in flight; return whether that was within `timeout` seconds.
 
         When the stream ends the kubelet closes the connection on which they are (kubelet 1.36.3, devicemanager).
         """
-        if self._calls:
-            self._settled.clear()
-            try:
-                async with asyncio.timeout(timeout):
-                    await self._settled.wait()
-            except TimeoutError:
-                return False
-        return True
+        return await _comes(self._settled, timeout)
 
-    def _landed(self) -> None:
-        self._calls -= 1
-        if not self._calls:
-            self._settled.set()
+    @contextlib.contextmanager
+    def _in_flight(self) -> Iterator[None]:
+        """Count a call that the kubelet should not be cut off from."""
+        self._calls += 1
+        self._settled.clear()
+        try:
+            yield
+        finally:
+            self._calls -= 1
+            if not self._calls:
+                self._settled.set()
 
     def replace(self, source: DeviceSource) -> None:
         """Ask another source from now on.
@@ -299,7 +295,7 @@ class Endpoint(DevicePluginServicer):
         if self.source.replicas == 1:
             return (device.id,)
         names = replicas_of(device.id, self.source.replicas_of(device))
-        if names == (device.id,) != (device_of(device.id, ANY_REPLICAS),):
+        if len(names) == 1 and device_of(device.id, ANY_REPLICAS) != device.id:
             return replicas_of(device.id, ANY_REPLICAS)[:1]  # it is called like another one's replica
         return names
 
@@ -387,24 +383,20 @@ class Endpoint(DevicePluginServicer):
         self, request: pb.AllocateRequest, context: grpc.aio.ServicerContext[pb.AllocateRequest, pb.AllocateResponse]
     ) -> pb.AllocateResponse:
         """Give devices to containers: all of the request or nothing."""
-        self._calls += 1
-        try:
-            with self._quiet.busy():
-                try:
-                    wanted = [tuple(container.devices_ids) for container in request.container_requests]
-                    responses = [self._response(await self._edits(names)) for names in wanted]
-                    names = [name for container in wanted for name in container]
-                    await self._doorkeeper.grant(self.resource, names, list(dict.fromkeys(map(self.behind, names))))
-                except Refusal as refusal:
-                    self.statistics.count(self.statistics.refusals, refusal.reason)
-                    _LOG.warning("%s: Allocate refused: %s", self.resource, refusal.details)
-                    await context.abort(refusal.code, refusal.details)
-                self._granted(names)
-                self.statistics.allocations += 1
-                self.statistics.devices_allocated += len(names)
-                return pb.AllocateResponse(container_responses=responses)
-        finally:
-            self._landed()
+        with self._in_flight(), self._quiet.busy():
+            try:
+                wanted = [tuple(container.devices_ids) for container in request.container_requests]
+                responses = [self._response(await self._edits(names)) for names in wanted]
+                names = [name for container in wanted for name in container]
+                await self._doorkeeper.grant(self.resource, names, list(dict.fromkeys(map(self.behind, names))))
+            except Refusal as refusal:
+                self.statistics.count(self.statistics.refusals, refusal.reason)
+                _LOG.warning("%s: Allocate refused: %s", self.resource, refusal.details)
+                await context.abort(refusal.code, refusal.details)
+            self._granted(names)
+            self.statistics.allocations += 1
+            self.statistics.devices_allocated += len(names)
+            return pb.AllocateResponse(container_responses=responses)
 
     async def GetPreferredAllocation(  # noqa: N802
         self, request: pb.PreferredAllocationRequest, context: object
@@ -436,11 +428,8 @@ class Endpoint(DevicePluginServicer):
         devices = [known[name] for name in names if name in known]
         try:
             if devices:
-                self._calls += 1
-                try:
+                with self._in_flight():
                     await self._hook("reset", self.source.reset, devices)
-                finally:
-                    self._landed()
         except hooks.HookError as error:
             _LOG.warning("%s", error)
             await context.abort(grpc.StatusCode.INTERNAL, str(error))
@@ -457,8 +446,7 @@ class Endpoint(DevicePluginServicer):
 
         lines = entries(
             self.inventory.snapshot,
-            replicas=self.source.replicas,
-            names_of=self.names_of if self.source.replicas > 1 else None,
+            names_of=self.names_of,
             with_topology=self.source.topology,
             offers=offers if kept or ledger else None,
         )
@@ -591,6 +579,16 @@ class Endpoint(DevicePluginServicer):
         finally:
             seconds = statistics.hook_seconds
             seconds[name] = seconds.get(name, 0.0) + time.perf_counter() - began
+
+
+async def _comes(event: asyncio.Event, timeout: float) -> bool:
+    """Wait for an event; return whether it came within `timeout` seconds."""
+    try:
+        async with asyncio.timeout(timeout):
+            await event.wait()
+    except TimeoutError:
+        return False
+    return True
 
 
 def as_names(

@@ -314,9 +314,13 @@ class DriverBridge:
                         self._heard[resource].set()
                     return
                 elsewhere = self._bridge.elsewhere(resource, self.name)
-                waits = [f"{name} is held by {elsewhere[name]}" for name in unheard if name in elsewhere]
+                waits = [
+                    f"{device} is held by {holder}" for (_, device), holder in elsewhere.items() if device in unheard
+                ]
                 try:
-                    doubtful = await self._confront(resource, [name for name in unheard if name not in elsewhere])
+                    doubtful = await self._confront(
+                        resource, [name for name in unheard if (resource, name) not in elsewhere]
+                    )
                 except (LedgerError, CheckpointError, ClusterError, OSError, TimeoutError) as error:
                     why = f"devices cannot be offered yet: {error or type(error).__name__}"
                 else:
@@ -635,7 +639,7 @@ class DriverBridge:
         for resource, handover in self.handovers.items():
             handover.wake()
             self._services[resource].endpoint.refresh()
-        self._bridge.freed(self.name)
+        self._bridge.freed()
         self.publish()
 
 
@@ -785,11 +789,11 @@ class Bridge:
         if not name:
             before = self.doors.keepers.pop(service.resource, None)
             if held := self.elsewhere(service.resource, ""):
-                self.doors.keepers[service.resource] = self._withholding(service.resource, held)
+                self.doors.keepers[service.resource] = Left(held)
                 _LOG.warning(
                     "%s has no driver any more, but %s; not offered so long",
                     service.resource,
-                    "; ".join(f"{device} is held by {holder}" for device, holder in held.items()),
+                    "; ".join(f"{device} is held by {holder}" for (_, device), holder in held.items()),
                 )
             if held or before is not None:
                 service.endpoint.refresh()
@@ -819,7 +823,7 @@ class Bridge:
         self._ask(self.drivers[name])
         self.drivers[name].serve(service, self._terms.get(service.resource, Terms()))
 
-    def elsewhere(self, resource: str, driver: str) -> Mapping[str, str]:
+    def elsewhere(self, resource: str, driver: str) -> left.Holders:
         """Return the devices of a resource that claims hold through another driver than this one, and who.
 
         There are some after the resource's driver was renamed or taken away: those claims are the
@@ -829,20 +833,16 @@ class Bridge:
         claims.update((name, tuple(one.desk.snapshot.claims.values())) for name, one in self.drivers.items())
         claims.pop(driver, None)
         held = left.holders(claims, self.drivers)
-        return {device: holder for (of, device), holder in held.items() if of == resource}
+        return {key: holder for key, holder in held.items() if key[0] == resource}
 
-    def freed(self, driver: str) -> None:
-        """Let the plugin door offer what claims of a driver that is not the resource's any more let go."""
+    def freed(self) -> None:
+        """Let the plugin door offer what claims let go of resources that have no driver any more."""
         for resource, keeper in tuple(self.doors.keepers.items()):
             if isinstance(keeper, Left) and (service := self.agent.services.get(resource)) is not None:
-                now = self._withholding(resource, self.elsewhere(resource, ""))
-                if now.held != keeper.held:
-                    self.doors.keepers[resource] = now
+                held = self.elsewhere(resource, "")
+                if held != keeper.held:
+                    keeper.held = held
                     service.endpoint.refresh()
-
-    @staticmethod
-    def _withholding(resource: str, held: Mapping[str, str]) -> Left:
-        return Left({(resource, device): holder for device, holder in held.items()})
 
     async def reconfigure(
         self, sources: Mapping[str, DeviceSource], terms: Mapping[str, Terms], unchanged: Sequence[str]

@@ -808,7 +808,9 @@ async def test_a_device_that_is_not_shared_among_others_keeps_its_id(serve: Serv
 def test_list_never_shows_a_broken_device_healthy(one: list[Device], two: list[Device], replicas: int) -> None:
     """Every device ever listed is shown, healthy exactly if the newest list has it and it is not known to be broken."""
     snapshot = merged(merged(Snapshot(R), one), two)
-    shown = {entry.name: entry.healthy for entry in entries(snapshot, replicas=replicas)}
+    shown = {
+        entry.name: entry.healthy for entry in entries(snapshot, names_of=lambda one: replicas_of(one.id, replicas))
+    }
     newest = {device.id: device.health.usable for device in two}
     wanted = {device.id: newest.get(device.id, False) for device in (*one, *two)}
     assert shown == {name: so for device, so in wanted.items() for name in replicas_of(device, replicas)}
