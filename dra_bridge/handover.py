@@ -34,7 +34,7 @@ from deviceplugin.ledger import (
 from deviceplugin.podresources import CheckpointError, PodResourcesError
 from deviceplugin.registration import Backoff
 from deviceplugin.topology import natural
-from dra_bridge.keeper import Behind, device_behind, held_units
+from dra_bridge.keeper import Behind, held_units
 
 __all__ = [
     "Claims",
@@ -247,7 +247,7 @@ class ToDra:
         if sent is None:
             return replace(self, shown={})
         at, healthy = sent
-        shown = {device_behind(unit, behind) for unit in healthy}
+        shown = set(map(behind, healthy))
         names = (name for name in self.devices if name not in shown)
         return replace(self, shown=dict.fromkeys(names, at))
 
@@ -265,7 +265,7 @@ class ToDra:
             sequence=self.sequence,
             shown=self.shown,
             allocatable_at=seen.allocatable_at,
-            allocatable=frozenset(device_behind(name, behind) for name in units),
+            allocatable=frozenset(map(behind, units)),
             snapshot=KubeletSnapshot(self.began, seen.at, quiet=True, held=held),
         )
 

@@ -19,23 +19,14 @@ from deviceplugin.agent import Look
 from deviceplugin.endpoint import Refusal
 from deviceplugin.ledger import Desk, Held, KubeletSnapshot, LedgerError
 from deviceplugin.podresources import Holder
-from deviceplugin.sharing import device_of
 
 __all__ = ["Keeper", "held_units", "unsure_of"]
 
 _LOG: Final = logging.getLogger(__name__)
 
 
-Behind = int | Callable[[str], str]
-"""What tells the device behind an id of the kubelet's: how often each is offered, or who knows (`Endpoint.behind`).
-
-Only the latter is right for ids from before sharing was changed, which pods may still hold.
-"""
-
-
-def device_behind(name: str, behind: Behind) -> str:
-    """Return the device behind an id of the kubelet's."""
-    return device_of(name, behind) if isinstance(behind, int) else behind(name)
+Behind = Callable[[str], str]
+"""What tells the device behind an id of the kubelet's (`Endpoint.behind`), also one from before sharing was changed."""
 
 
 def held_units(
@@ -49,7 +40,7 @@ def held_units(
     for unit, holders in held.items():
         first = max(holders)  # one with a name, if there is any
         pod = f"{first.namespace}/{first.pod}" if first.pod else first.uid
-        units[unit] = Held(device_behind(unit, behind), pod, sure=bool(first.pod) or unit not in unsure)
+        units[unit] = Held(behind(unit), pod, sure=bool(first.pod) or unit not in unsure)
     return units
 
 
@@ -113,7 +104,7 @@ class Keeper:
         if unheard := [device for device in devices if (resource, device) not in self.heard]:
             details = f"{resource}: who holds {', '.join(unheard)} is not known yet; the agent has just started"
             raise Refusal(grpc.StatusCode.UNAVAILABLE, "starting", details)
-        units = {name: device_behind(name, self.behind[resource]) for name in names}
+        units = {name: self.behind[resource](name) for name in names}
         try:
             answer = await self._desk.do(ledger.grant(resource, units, time.time()))
         except LedgerError as error:

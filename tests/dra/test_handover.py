@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 
 import pytest
 
 from deviceplugin import ledger
 from deviceplugin.ledger import Ledger, Side, State
+from deviceplugin.sharing import device_of
 from dra_bridge.handover import Share, ToDra, ToPlugin, in_hands, plan
 from tests.model.flow import DEVICES, Flow, Outside, R, Source
 
@@ -70,9 +72,10 @@ def test_evidence_is_gathered_in_the_order_of_the_rule(tmp_path: Path, replicas:
         book.do(ledger.adopt(R, DEVICES, Side.PLUGIN, 1.0))
         book.do(ledger.begin_move(R, DEVICES, Side.DRA, 1.0))
         moving = ToDra.begun(R, book.snapshot)
+        behind = partial(device_of, replicas=replicas)
         assert moving.devices == DEVICES
-        assert moving.showing(None, replicas).shown == {}
+        assert moving.showing(None, behind).shown == {}
         healthy = frozenset({"b" if replicas == 1 else "b::1"})
-        assert moving.showing((3.0, healthy), replicas).shown == {"a": 3.0}
-        assert moving.looking(5).looked(None, replicas) is None
+        assert moving.showing((3.0, healthy), behind).shown == {"a": 3.0}
+        assert moving.looking(5).looked(None, behind) is None
         assert ToPlugin.begun(R, book.snapshot).devices == ()

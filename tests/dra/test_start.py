@@ -215,7 +215,7 @@ async def test_nothing_is_offered_or_given_before_its_evidence_was_heard(tmp_pat
     """A ledger that says so may have lost what came last."""
     desk = Desk(Ledger.open(str(tmp_path / "ledger.db")))
     await desk.do(ledger.confront(R, Evidence(), ["a"], Side.PLUGIN, 1.0))
-    keeper = Keeper(desk, {R: 1})
+    keeper = Keeper(desk, {R: str})
     assert not keeper.offers(R, "a")
     with pytest.raises(Refusal) as refused:
         await keeper.grant(R, ["a"], ["a"])
@@ -232,7 +232,7 @@ def test_a_holder_with_a_name_counts_before_an_old_checkpoint() -> None:
     """What `List` says is sure; what only a file says that was not written since is not."""
     named, filed = Holder("default", "p", "c"), Holder(container="c", uid="u")
     held = {"a": {named, filed}, "b": {filed}, "c": {filed}}
-    assert held_units(held, 1, {"a", "b"}) == {
+    assert held_units(held, str, {"a", "b"}) == {
         "a": Held("a", "default/p"),
         "b": Held("b", "u", sure=False),
         "c": Held("c", "u"),

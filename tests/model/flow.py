@@ -118,7 +118,7 @@ class Flow:
         self.step = step
         self.inventory = Inventory(R)
         self.inventory.publish([Device(name, nodes=["/dev/null"]) for name in DEVICES])
-        self.keeper = Keeper(desk, {R: 1})
+        self.keeper = Keeper(desk, {R: str})
         self.driver = Driver(
             D,
             NODE,

@@ -394,7 +394,7 @@ class Small:
         stage = world.stage
         if stage.what == 0:
             if world.sent:
-                moving = ToDra.begun(R, snapshot(world)).showing((1.0, frozenset(names(world.sent))), 1)
+                moving = ToDra.begun(R, snapshot(world)).showing((1.0, frozenset(names(world.sent))), str)
                 shown = flags(moving.shown)
                 if moving.shown or not moving.devices:
                     yield "look", settled(world, Stage(1, flags(moving.devices), shown))
@@ -410,14 +410,14 @@ class Small:
                     held[pod.device] = True
             yield "list pods", settled(world, stage._replace(what=3, second=(held[0], held[1])))
         elif stage.what == 3:
-            units = held_units(self.holdings(stage).of(R), 1)
+            units = held_units(self.holdings(stage).of(R), str)
             seen = KubeletSnapshot(ASKED, OLD if stage.late else RECENT, quiet=True, held=units)
             _, after = self.do(world, ("observe", stage), partial(ledger.observe, R, seen, 0.0))
             yield "observe", settled(after, IDLE if stage.moving == NOTHING else stage._replace(what=4))
         elif stage.what == 4:
             moving = ToDra(R, names(stage.moving), BEGUN, dict.fromkeys(names(stage.shown), 1.0))
             look = Look(self.holdings(stage), 3.0, {R: frozenset(names(stage.first))}, 2.0)
-            evidence = moving.looking(BEGUN).looked(look, 1)
+            evidence = moving.looking(BEGUN).looked(look, str)
             assert evidence is not None
             _, after = self.do(
                 world, ("to dra", stage), partial(ledger.commit_to_dra, R, moving.devices, evidence, 0.0)

@@ -150,7 +150,7 @@ class Node(RuleBasedStateMachine):
         self.flying, self.disturbed, self.looking = 0, False, False
         inventory = Inventory(R)
         inventory.publish([Device(name) for name in DEVICES])
-        self.keeper = Keeper(cast("Any", self.desk), {R: 1})
+        self.keeper = Keeper(cast("Any", self.desk), {R: str})
         endpoint = SimpleNamespace(resource=R, behind=str, refresh=lambda: None, shown=lambda: self.sent)
         self.handover = Handover(
             cast("Any", endpoint),
@@ -187,7 +187,7 @@ class Node(RuleBasedStateMachine):
     def confront(self) -> None:
         """Hear the evidence (R8): what the kubelet says, and the CDI files that the ledger does not know."""
         seen = self.books()
-        held = held_units(seen.holdings.of(R), 1, unsure_of(seen, R))
+        held = held_units(seen.holdings.of(R), str, unsure_of(seen, R))
         snapshot = self.book.snapshot
         files = [claim for claim in self.claims.values() if claim.file and (D, claim.uid) not in snapshot.claims]
         evidence = [ClaimEvidence(D, claim.uid, frozenset({claim.device}), prepared=True) for claim in files]
