@@ -3,12 +3,21 @@
 from __future__ import annotations
 
 import contextlib
+import os
+import shutil
 import signal
 import subprocess
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 
-__all__ = ["running"]
+import pytest
+
+__all__ = ["promtool", "running"]
+
+promtool = pytest.mark.skipif(
+    not shutil.which("promtool") and "CI" not in os.environ, reason="promtool (Debian: prometheus) is not installed"
+)
+"""Marks a test that runs it; in CI one that is missing fails."""
 
 DEADLINE = 120.0
 """Seconds after which a program is killed, so that reading what it says comes to an end."""

@@ -6,9 +6,7 @@ import asyncio
 import contextlib
 import http.client
 import json
-import os
 import re
-import shutil
 import ssl
 import subprocess
 import sys
@@ -41,7 +39,7 @@ from deviceplugin.source import DeviceSource, Measured
 from deviceplugin.testing.devicemanager import ContainerSpec
 from deviceplugin.testing.kubelet import FakeKubelet
 from deviceplugin.testing.plugin import Served
-from tests.programs import running
+from tests.programs import promtool, running
 from tests.test_web import make_certificate
 from tests.views import RESOURCE, Source, Still, resource
 
@@ -360,9 +358,7 @@ class TestCollector:
 
         assert lines(read_open(opened)) == lines(read_plain(plain))  # type: ignore[no-untyped-call]
 
-    @pytest.mark.skipif(
-        not shutil.which("promtool") and "CI" not in os.environ, reason="promtool (Debian: prometheus) is not installed"
-    )
+    @promtool
     def test_promtool_finds_nothing_wrong(self, loop: Loop) -> None:
         """Names, types, help and units are as Prometheus's own linter wants them."""
         still = Still(resource("a", held={"a": [Holder("n", "p", "c")]}, refusals={"unhealthy": 1}))

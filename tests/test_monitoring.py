@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import json
-import os
 import re
-import shutil
 import subprocess
 import time
 from pathlib import Path
 from typing import Any
 
-import pytest
 import yaml
 
 from deviceplugin import load
@@ -19,12 +16,10 @@ from deviceplugin.load import Reading
 from deviceplugin.metrics import AgentCollector
 from deviceplugin.podresources import Holder
 from deviceplugin.report import Place, PreparedClaim, Report
+from tests.programs import promtool
 from tests.views import RESOURCE, Source, Still, resource
 
 EXAMPLES = Path(__file__).parents[1] / "examples" / "monitoring"
-promtool = pytest.mark.skipif(
-    not shutil.which("promtool") and "CI" not in os.environ, reason="promtool (Debian: prometheus) is not installed"
-)
 
 
 def rules() -> list[dict[str, Any]]:
