@@ -11,6 +11,7 @@ import contextlib
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import aclosing
+from dataclasses import replace
 from typing import Any, Final, Protocol, Self
 
 from dra_bridge import fleet
@@ -403,7 +404,9 @@ class _Rollout:
         self._own.add(view.node)
         self._since[view.node] = time.monotonic()
         self._done.pop(view.node, None)
-        self.reporter.say(f"{view.node}: asked for {_asked(self.goal.wanted(view))}")
+        wanted = self.goal.wanted(view)
+        self.reporter.say(f"{view.node}: asked for {_asked(wanted)}")
+        self.reporter.show([replace(view, asked=wanted)])  # how far it is from that: it may be there at the next look
 
     async def _troubles(self, view: NodeView) -> dict[str, str]:
         """Return which pods of a node are in trouble."""
