@@ -11,19 +11,27 @@ import contextlib
 import logging
 import random
 import threading
-import time
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Protocol, cast
 
-from deviceplugin import filewatch, hooks, podresources
+import grpc
+
+from deviceplugin import hooks, identity
 from deviceplugin.device import Device
-from deviceplugin.endpoint import Doorkeeper, Endpoint
+from deviceplugin.endpoint import Doorkeeper, Endpoint, Refusal
 from deviceplugin.endpoint import Statistics as EndpointStatistics
+from deviceplugin.exclusion import Key
+from deviceplugin.exclusion_guard import ConflictError, ExclusionGuard
+from deviceplugin.identity import Tokens
 from deviceplugin.inventory import Inventory, Snapshot
-from deviceplugin.podresources import ClaimUse, Holder, Holdings, PodResources, Quiet, Released
-from deviceplugin.registration import Backoff, Identity, Registration, RegistrationError, Timing, identity
+from deviceplugin.kubelet.checkpoint import Allocation
+from deviceplugin.kubelet.grants import IdsInUse
+from deviceplugin.kubelet.holders import HolderSnapshot
+from deviceplugin.kubelet.tracker import HolderTracker
+from deviceplugin.podresources import ClaimUse, Holder, PodResources, Quiet
+from deviceplugin.registration import Backoff, Registration, RegistrationError, Timing
 from deviceplugin.registration import Statistics as RegistrationStatistics
 from deviceplugin.source import DeviceSource
 
@@ -45,12 +53,15 @@ class Paths:
 
     The device plugin directory is fixed at /var/lib/kubelet/device-plugins whatever the kubelet's
     --root-dir says, while the PodResources socket follows it (kubernetes#68567; k3s, k0s and
-    microk8s differ): each can be given.
+    microk8s differ): each can be given. cgroup_root: where the host's cgroup file system is mounted.
+    pod_log_dir: the kubelet's podLogsDir, where pods have directories named namespace_name_uid.
     """
 
     kubelet_root: Path = Path("/var/lib/kubelet")
     device_plugin_dir: Path | None = None
     pod_resources_socket: Path | None = None
+    cgroup_root: Path | None = None
+    pod_log_dir: Path | None = None
 
     @property
     def plugins(self) -> Path:
@@ -62,10 +73,24 @@ class Paths:
         """The PodResources service's socket."""
         return self.pod_resources_socket or self.kubelet_root / "pod-resources" / "kubelet.sock"
 
+    @property
+    def pod_logs(self) -> Path:
+        """The kubelet's directory of pod logs."""
+        return self.pod_log_dir or Path("/var/log/pods")
+
+    @property
+    def cgroups(self) -> Path:
+        """The mount of the host's cgroup file system."""
+        return self.cgroup_root or Path("/sys/fs/cgroup")
+
 
 @dataclass(frozen=True, slots=True)
 class ResourceStatus:
-    """One resource as of now. `holders` is by the kubelet's device ids, as of the last look."""
+    """One resource as of now. holders: by the kubelet's device ids, as of the last scan.
+
+    withheld: devices that are given to nobody because they are held, or may be, by something that the kubelet does not
+    count as a holder; and why.
+    """
 
     resource: str
     snapshot: Snapshot
@@ -76,6 +101,7 @@ class ResourceStatus:
     endpoint: EndpointStatistics
     registration: RegistrationStatistics
     source_error: str
+    withheld: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,6 +167,8 @@ async def _threaded(lists: Iterator[Sequence[Device]], name: str) -> AsyncIterat
         over.set()
 
 
+SOON: Final = 0.3
+"""Seconds from a grant to the scan that finds out which pod it was for."""
 TAKE_OVER: Final = 3.0
 """Seconds that a new source has to list its devices while the old one's hooks still answer."""
 
@@ -148,24 +176,45 @@ TAKE_OVER: Final = 3.0
 class Service:
     """One resource: its source followed, its endpoint registered, its releases told."""
 
-    def __init__(self, source: DeviceSource, paths: Paths, quiet: Quiet, turn: asyncio.Lock, **options: Any) -> None:
+    def __init__(
+        self,
+        source: DeviceSource,
+        paths: Paths,
+        quiet: Quiet,
+        turn: asyncio.Lock,
+        tracker: HolderTracker,
+        guard: ExclusionGuard,
+        **options: Any,
+    ) -> None:
         self.source = source
         self.inventory = Inventory(source.resource)
+        self._doorkeeper: Doorkeeper | None = options.get("doorkeeper")
+        self._tracker = tracker
+        self._guard = guard
         self.endpoint = Endpoint(
-            source, self.inventory, quiet, granted=self._granted, doorkeeper=options.get("doorkeeper")
+            source,
+            self.inventory,
+            quiet,
+            granted=self._granted,
+            release_former=self._release_former,
+            doorkeeper=self._doorkeeper,
+            holders=tracker,
+            guard=guard,
         )
         self.registration = Registration(self.endpoint, paths.plugins, turn, options.get("timing"))
         self.source_error = ""
-        self._released = Released()
-        self._looked = False
-        self._plugins = paths.plugins
+        self._in_use = IdsInUse()
+        self._released: frozenset[Allocation] = frozenset()
+        """Allocations that have ended, and whose devices were released before a grant; they are not forgotten yet."""
+        self._first_release_due = True
+        self._release_later: frozenset[str] = frozenset()
+        """Devices that came free while somebody holds them under another id."""
         self._inherited: frozenset[str] = frozenset()
         self._gone_before: frozenset[str] = frozenset()
         self._former_before: frozenset[str] = frozenset()
         self._taken = asyncio.Event()
-        self._books = cast("Callable[[], None]", options.get("books") or (lambda: None))
+        self._wake_scan = cast("Callable[[], None]", options.get("wake_scan") or (lambda: None))
         self._follower: asyncio.Task[None] | None = None
-        self._tasks: set[asyncio.Task[None]] = set()
 
     @property
     def resource(self) -> str:
@@ -179,24 +228,15 @@ class Service:
             RegistrationError: it cannot be served on this node at all.
 
         """
-        self.inventory.subscribe(lambda snapshot: self._books() if snapshot.gone else None)
-        self._inherited = await asyncio.to_thread(self._held)
+        self.inventory.subscribe(lambda snapshot: self._wake_scan() if snapshot.gone else None)
+        self.inventory.subscribe(lambda snapshot: self._guard.notify())
+        self._inherited = frozenset(self._tracker.snapshot.of(self.resource))
         self._follower = asyncio.create_task(self._follow(self.source), name=f"follow {self.resource}")
         try:
             await self.registration.run()
         finally:
-            for task in (self._follower, *self._tasks):
-                task.cancel()
-            await asyncio.wait((self._follower, *self._tasks), timeout=1.0)
-
-    def _held(self) -> frozenset[str]:
-        """Return the ids that pods have by now, as far as the checkpoint can be read."""
-        try:
-            entries = podresources.read_checkpoint(self._plugins)
-        except podresources.CheckpointError as error:
-            _LOG.warning("%s: who has which device from before is not known: %s", self.resource, error)
-            return frozenset()
-        return frozenset().union(*(entry.devices for entry in entries if entry.resource == self.resource))
+            self._follower.cancel()
+            await asyncio.wait((self._follower,), timeout=1.0)
 
     def replace(self, source: DeviceSource) -> None:
         """Take another source for the same resource; what is served and registered goes on.
@@ -227,7 +267,7 @@ class Service:
         self.endpoint.replace(source)
         if source.hooks != before.hooks:
             self.registration.wake()
-        self._books()
+        self._wake_scan()
 
     async def _follow(self, source: DeviceSource) -> None:
         """Take a source's lists for as long as it lives, and begin again when it fails."""
@@ -237,7 +277,7 @@ class Service:
                 async for devices in listings(source):
                     if source is not self.source:
                         self._take(source)
-                    self.inventory.publish(devices)
+                    await identity.publish(self.inventory, devices)
                     self._inherit()
                     self.source_error = ""
                     backoff.reset()
@@ -263,56 +303,137 @@ class Service:
         if self._inherited:
             before, self._inherited = self._inherited, self.endpoint.inherit(self._inherited)
             if before != self._inherited:
-                self._books()
+                self._wake_scan()
 
-    # What the kubelet's books say.
+    # Who holds what.
+
+    def release_idle(self) -> None:
+        """Have `released` called of all idle devices, as after the start: only now all holders are known."""
+        self._first_release_due = True
+        self._wake_scan()
 
     def _granted(self, names: Sequence[str]) -> None:
-        self._released = self._released.grant(names)
-        self._books()
+        self._in_use = self._in_use.granted(names)
+        self._wake_scan()
+
+    def remember(self, pending: Collection[str], held: Collection[Allocation]) -> None:
+        """Count ids as pending that a former process granted.
+
+        held: their holders from before the grant; these are not whom it was for.
+        """
+        self._in_use = replace(self._in_use, held=self._in_use.held | set(held)).granted(pending)
 
     @property
-    def wants_books(self) -> bool:
-        """Whether it matters here who holds what."""
-        return bool(self.inventory.snapshot.gone or self.endpoint.former) or (
-            "released" in self.source.hooks and (not self._looked or bool(self._released.busy))
-        )
+    def in_use(self) -> bool:
+        """Whether anything of this resource is held or given out."""
+        return bool(self._in_use.ids)
 
-    def look(self, held: Mapping[str, frozenset[Holder]], at: float, allocatable: frozenset[str] | None) -> None:
-        """Draw the conclusions of a look at the kubelet's books.
+    @property
+    def held_devices(self) -> frozenset[str]:
+        """The devices that pods hold or were just given."""
+        ids = self._in_use.ids | self._tracker.snapshot.of(self.resource).keys()
+        return frozenset(map(self.endpoint.behind, ids))
 
-        held: holders by the kubelet's device ids, asked at `at`. allocatable: ids that the kubelet would give
-        out, asked before the holders; None if it was not asked.
+    def device_of(self, device_id: str) -> str:
+        """Return the device of one of the kubelet's ids."""
+        return self.endpoint.behind(device_id)
+
+    @property
+    def awaited(self) -> frozenset[str]:
+        """The kubelet's ids about which something is to be done once nobody holds them.
+
+        Those of gone devices and of former sharing are forgotten; after the start, all idle ones are released; grants
+        whose container is not named are over after a while.
         """
-        behind = self.endpoint.behind
-        self._released = self._released.look(held, at)
-        self._inherited &= self._released.busy
-        busy = set(map(behind, self._released.busy))
-        freed = set(map(behind, self._released.free)) - busy
         snapshot = self.inventory.snapshot
-        if not self._looked:
-            self._looked = True
+        first = self._first_release_due and "released" in self.source.hooks
+        devices = snapshot.devices if first else snapshot.gone
+        ids = (name for one in devices for name in self.endpoint.names_of(snapshot.devices[one]))
+        return frozenset(self.endpoint.former) | frozenset(ids) | self._in_use.pending.keys()
+
+    def take_holders(self, now: HolderSnapshot) -> None:
+        """Take in who holds what; first of all services, since a device may be held under another resource's id."""
+        held = [one for one in now.held if one.resource == self.resource]
+        self._in_use = self._in_use.observed(held, now.at, awake=now.awake)
+        self._released &= now.held.keys()
+
+    def observe(self, now: HolderSnapshot) -> None:
+        """Draw the conclusions of a scan: what came free, and what may be forgotten."""
+        behind = self.endpoint.behind
+        in_use = self._in_use.ids
+        self._inherited &= in_use
+        snapshot = self.inventory.snapshot
+        busy = set(map(behind, in_use))
+        if (gate := self._doorkeeper) is not None:
+            busy |= {device for device in snapshot.devices if gate.claimed(self.resource, device)}
+        freed = set(map(behind, self._in_use.freed)) - busy
+        if self._first_release_due and snapshot.listed and self._tracker.all_pods_listed:
+            # What was given back while no agent ran is not known one by one.
+            self._first_release_due = False
             freed = snapshot.devices.keys() - busy
-        devices = [device for name, device in snapshot.devices.items() if name in freed]
+        freed |= self._release_later - busy
+        used = self._guard.in_use((self.resource, name) for name in freed) if freed else frozenset()
+        self._release_later = frozenset(name for _, name in used)
+        devices = [
+            device for name, device in snapshot.devices.items() if name in freed and (self.resource, name) not in used
+        ]
         if devices and "released" in self.source.hooks:
-            task = asyncio.create_task(self._tell_released(self.source, devices))
-            self._tasks.add(task)
-            task.add_done_callback(self._tasks.discard)
-        if allocatable is not None and self.endpoint.live:
-            # Seen gone at the look before, too: a grant between would have been seen by now.
+            self._release(devices)
+        if now.awake and now.registered is not None and self.endpoint.live:
+            # Gone at the scan before, too: a grant between would be known by now.
+            registered = now.registered.get(self.resource, frozenset())
             former = self.endpoint.former.keys() & self._former_before
-            self.endpoint.forget(former - self._released.busy - allocatable)
-            self.inventory.forget((snapshot.gone & self._gone_before) - busy - set(map(behind, allocatable)))
+            self.endpoint.forget(former - in_use - registered)
+            self.inventory.forget((snapshot.gone & self._gone_before) - busy - set(map(behind, registered)))
         self._gone_before, self._former_before = snapshot.gone, frozenset(self.endpoint.former)
+        self.endpoint.refresh()
 
-    async def _tell_released(self, source: DeviceSource, devices: Sequence[Device]) -> None:
+    def _release(self, devices: Sequence[Device]) -> asyncio.Task[str]:
+        source = self.source
+        work = hooks.call(f"released of {self.resource}", source.released, devices, timeout=source.hook_timeout)
+        return self._guard.release([(self.resource, device.id) for device in devices], work)
+
+    async def _release_former(self, names: Sequence[str]) -> None:
+        """Have `released` called of devices whose holders have ended, before these ids are granted.
+
+        The kubelet may give an id to the next pod before a scan sees that its holder has ended.
+
+        Raises:
+            Refusal: `released` failed, or still works on one of the devices.
+
+        """
+        if "released" not in self.source.hooks:
+            return
+        known = self.inventory.snapshot.devices
+        ids = {device: self.endpoint.ids_of(device) for device in map(self.endpoint.behind, names) if device in known}
+        keys = {(self.resource, device) for device in ids}
         try:
-            await hooks.call(f"released of {self.resource}", source.released, devices, timeout=source.hook_timeout)
-        except hooks.HookError as error:
-            _LOG.warning("%s", error)
+            await self._guard.wait_released(keys)
+            ended, others = await self._tracker.ended(self.resource, [name for those in ids.values() for name in those])
+            in_use = {one.device_id for one in others} | (self._in_use.pending.keys() - set(names))
+            former = {one.device_id for one in ended - self._released}
+            gate = self._doorkeeper
+            idle = keys - self._guard.in_use(keys) if former else keys
+            devices = [
+                known[device]
+                for device, those in ids.items()
+                if not former.isdisjoint(those)
+                and in_use.isdisjoint(those)
+                and (self.resource, device) in idle
+                and not (gate is not None and gate.claimed(self.resource, device))
+            ]
+            # The hook goes on though the kubelet may give up the call.
+            if devices and (error := await asyncio.shield(self._release(devices))):
+                details = f"{self.resource}: it is not granted before `released` of its former holder succeeds: {error}"
+                raise Refusal(grpc.StatusCode.FAILED_PRECONDITION, "released", details)
+            released = {name for device in devices for name in ids[device.id]}
+            self._released |= {one for one in ended if one.device_id in released}
+        except ConflictError as error:
+            raise Refusal(grpc.StatusCode.FAILED_PRECONDITION, "excluded", f"{self.resource}: {error}") from error
 
-    def status(self, holders: Mapping[str, frozenset[Holder]]) -> ResourceStatus:
+    def status(self) -> ResourceStatus:
         """Return what is known now."""
+        holders = self._tracker.holders(self.resource)
         return ResourceStatus(
             self.resource,
             self.inventory.snapshot,
@@ -323,37 +444,30 @@ class Service:
             self.endpoint.statistics,
             self.registration.statistics,
             self.source_error,
+            self.withheld(),
         )
 
-
-@dataclass(frozen=True, slots=True)
-class Look:
-    """What one look at the kubelet's books found; times are monotonic seconds.
-
-    holdings: asked for from `at` on, no own Allocate in between. allocatable: ids that the kubelet
-    would give out by resource, asked for at `allocatable_at`, before `at`; None if not asked.
-    unsure: (resource, id) that only a checkpoint says are held which the kubelet has not written
-    anew since: it may be older than the pod's end.
-    """
-
-    holdings: Holdings
-    at: float
-    allocatable: Mapping[str, frozenset[str]] | None
-    allocatable_at: float
-    unsure: frozenset[tuple[str, str]] = frozenset()
+    def withheld(self) -> dict[str, str]:
+        """Return the devices that are given to nobody for now though their source lists them healthy, and why."""
+        reasons = dict(self._guard.last_withheld(self.resource))
+        if self._doorkeeper is not None:
+            reasons |= self._doorkeeper.withheld(self.resource)
+        for device_id, reason in self._tracker.unnamed_reasons(self.resource).items():
+            reasons.setdefault(self.endpoint.behind(device_id), reason)
+        return reasons
 
 
-class BooksObserver(Protocol):
-    """Somebody else who wants to know what each look at the kubelet's books found; the ledger's keeper."""
+class HolderObserver(Protocol):
+    """Another part of the process that is given each scan's result; the ledger, by way of its keeper."""
 
-    def wants_books(self) -> bool:
-        """Return whether it matters now who holds what."""
+    def awaited(self) -> Collection[tuple[str, str]]:
+        """Return (resource, the kubelet's id) of which it matters whether they are free."""
 
-    def before_look(self) -> object:
-        """Return what is to be remembered from before the kubelet is asked."""
+    def before_scan(self) -> object:
+        """Return what is to be remembered from before the witnesses are asked."""
 
-    async def after_look(self, before: object, seen: Look) -> None:
-        """Take note of what was seen; `before` is what `before_look` returned."""
+    async def after_scan(self, before: object, now: HolderSnapshot) -> None:
+        """Take the result; `before` is what `before_scan` returned."""
 
 
 class Agent:
@@ -362,11 +476,14 @@ class Agent:
     Args:
         sources: one for each resource.
         paths: where the kubelet is.
-        period: seconds between looks at the kubelet's books, while they matter.
-        keep_books: look at them always (metrics want to know the holders).
-        doorkeeper: who decides which devices the plugin side may offer; None: everything.
-        observers: who else hears of each look at the books.
+        period: seconds between two scans of who holds what, while that matters.
+        keep_books: scan always, with the names of pods (metrics show the holders).
+        doorkeeper: decides which devices the plugin side may offer; None: everything.
+        observers: further parts that are given each scan's result.
         timing: waits of the registration.
+        before_end: awaited when the agent is to stop, while its resources are still its own.
+        believe_checkpoint: see `HolderTracker`; not where devices also go to claims.
+        orphaned: returns what claims of drivers that are not served hold; see `ExclusionGuard`.
 
     Attributes:
         providers: other parts of this process that metrics and status pages show, too.
@@ -381,8 +498,11 @@ class Agent:
         period: float = 5.0,
         keep_books: bool = False,
         doorkeeper: Doorkeeper | None = None,
-        observers: Sequence[BooksObserver] = (),
+        observers: Sequence[HolderObserver] = (),
         timing: Timing | None = None,
+        before_end: Callable[[], Awaitable[None]] | None = None,
+        believe_checkpoint: bool = True,
+        orphaned: Callable[[], Mapping[Key, Tokens]] = dict,
     ) -> None:
         names = [source.resource for source in sources]
         if twice := sorted({name for name in names if names.count(name) > 1}):
@@ -396,6 +516,7 @@ class Agent:
         self._doorkeeper = doorkeeper
         self.observers = list(observers)
         self._timing = timing
+        self._before_end = before_end
         self._loop: asyncio.AbstractEventLoop | None = None
         self._stopped = asyncio.Event()
         self._stop_asked = threading.Event()
@@ -407,9 +528,34 @@ class Agent:
         self.quiet = Quiet()
         self._turn = asyncio.Lock()
         self._wanted = asyncio.Event()
-        self._services: dict[str, Service] = {source.resource: self._service(source) for source in sources}
-        self._looking = asyncio.Lock()
-        self.books = Books(PodResources(self.paths.pod_resources))
+        self._scanning = asyncio.Lock()
+        self._doubled: frozenset[tuple[str, str]] = frozenset()
+        self._double_allocations = 0
+        self._withheld: dict[tuple[str, str], set[str]] = {}
+        self._problem = ""
+        self._problem_before = False
+        self.tracker = HolderTracker(
+            self.paths.plugins,
+            self.paths.kubelet_root,
+            self.paths.cgroups,
+            PodResources(self.paths.pod_resources),
+            self.quiet,
+            self._resend,
+            pod_logs=self.paths.pod_logs,
+            claim_uses=keep_books,
+            believe_checkpoint=believe_checkpoint,
+        )
+        self.guard = ExclusionGuard(
+            lambda: self._services,
+            doorkeeper,
+            self.tracker.allocated,
+            reread=self.tracker.reread,
+            orphaned=orphaned,
+        )
+        self._services: dict[str, Service] = {}
+        for source in sources:
+            self._services[source.resource] = self._service(source)
+        self.guard.subscribe(self._refresh)
 
     @property
     def services(self) -> Mapping[str, Service]:
@@ -418,12 +564,11 @@ class Agent:
 
     def status(self) -> Status:
         """Return what is known now; cheap, and safe from any thread."""
-        held = self.books.holdings
         return Status(
-            tuple(service.status(held.of(name)) for name, service in list(self._services.items())),
-            self.books.double,
-            held.claims,
-            self.books.looked_at,
+            tuple(service.status() for service in list(self._services.values())),
+            self._double_allocations,
+            self.tracker.claim_uses,
+            self.tracker.scanned_at,
         )
 
     async def run(self) -> None:
@@ -437,14 +582,17 @@ class Agent:
         if self._stop_asked.is_set():
             return
         self._failed = asyncio.get_running_loop().create_future()
+        await self.tracker.start()
         for service in self._services.values():
             self._start(service)
         self._begun.set()
-        books = asyncio.create_task(self._keep(), name="books")
+        books = asyncio.create_task(self._keep_scanning(), name="scan holders")
         stopped = asyncio.create_task(self._stopped.wait())
         try:
             waits: set[asyncio.Future[Any]] = {stopped, self._failed}
             await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+            if self._before_end is not None:
+                await self._before_end()
         finally:
             tasks = (books, stopped, *self._branches.values(), *self._running.values())
             for task in tasks:
@@ -535,9 +683,11 @@ class Agent:
             self.paths,
             self.quiet,
             self._turn,
+            self.tracker,
+            self.guard,
             doorkeeper=self._doorkeeper,
             timing=self._timing,
-            books=self._wanted.set,
+            wake_scan=self._wanted.set,
         )
 
     def _start(self, service: Service, *, fatal: bool = True) -> None:
@@ -557,7 +707,7 @@ class Agent:
                     await service.run()
                 except RegistrationError as error:
                     if fatal and not service.registration.statistics.registrations:
-                        self._fail(AgentError(str(error)))
+                        self.fail(AgentError(str(error)))
                         return
                     _LOG.error("%s; trying again", error)  # no traceback for what a user must mend
                 except Exception:
@@ -571,159 +721,114 @@ class Agent:
                 if (branches := self._branches.pop(name, None)) is not None:
                     branches.cancel()
 
-    def _fail(self, error: AgentError) -> None:
+    def fail(self, error: AgentError) -> None:
+        """Have `run` end and raise this error."""
         if self._failed is not None and not self._failed.done():
             self._failed.set_exception(error)
 
-    async def look(self, *, allocatable: bool = False) -> Look | None:
-        """Look at the kubelet's books now and tell everybody what they say.
+    async def scan(self, wanted: Collection[tuple[str, str]] | None = None) -> HolderSnapshot | None:
+        """Ask the witnesses now who holds what, and pass the result to everybody.
 
-        allocatable: ask first which devices the kubelet would give out.
+        Args:
+            wanted: (resource, the kubelet's device id) of which is asked whether they are free (`HolderTracker.scan`).
 
         Returns:
-            What was seen; None if an allocation came in between and it is worth nothing.
-
-        Raises:
-            PodResourcesError: the kubelet cannot be asked.
-            CheckpointError: its checkpoint cannot be read.
+            Who holds what; None if an own Allocate came in between, and it is worth nothing.
 
         """
-        async with self._looking:
-            await self.quiet.wait()
-            services = tuple(self._services.values())
-            remembered = [(observer, observer.before_look()) for observer in self.observers]
-            gone = any(service.inventory.snapshot.gone or service.endpoint.former for service in services)
-            seen = await self.books.look(self.paths, self.quiet, self._resend, allocatable=allocatable or gone)
-            if seen is None:
+        async with self._scanning:
+            remembered = [(observer, observer.before_scan()) for observer in self.observers]
+            now = await self.tracker.scan(wanted)
+            if now is None:
                 return None
+            self._count_doubles()
+            services = tuple(self._services.values())
             for service in services:
-                offered = None if seen.allocatable is None else seen.allocatable.get(service.resource, frozenset())
-                service.look(seen.holdings.of(service.resource), seen.at, offered)
+                service.take_holders(now)
+            self.guard.notify(scanned=True)
+            for service in services:
+                service.observe(now)
+            self._log_withheld()
             for observer, before in remembered:
-                await observer.after_look(before, seen)
-            return seen
+                await observer.after_scan(before, now)
+            self.guard.notify()
+            return now
+
+    def _log_withheld(self) -> None:
+        """Say each reason once for which an id is withheld that the kubelet may give away though it is held."""
+        now = {(name, one): why for name in self._services for one, why in self.tracker.unnamed_reasons(name).items()}
+        for key, why in now.items():
+            # Between two requests for a checkpoint the reason is another one each time.
+            if why not in (said := self._withheld.setdefault(key, set())):
+                said.add(why)
+                _LOG.warning("%s: device %s is withheld: %s", *key, why)
+        for key in self._withheld.keys() - now.keys():
+            del self._withheld[key]
+            _LOG.info("%s: device %s is not withheld any more", *key)
+
+    def _refresh(self) -> None:
+        for service in self._services.values():
+            service.endpoint.refresh()
 
     def _resend(self) -> bool:
         return any(service.endpoint.resend() for service in self._services.values() if service.endpoint.live)
 
-    async def _keep(self) -> None:
-        """Look at the kubelet's books from time to time, while they matter to anybody."""
-        backoff, told = Backoff(first=1.0, most=30.0), ""
+    async def _keep_scanning(self) -> None:
+        """Scan from time to time while it matters to anybody, and soon after something was given out."""
+        backoff = Backoff(first=1.0, most=30.0)
         while True:
-            self._wanted.clear()
-            if not self._keep_books and not self._books_matter():
+            awaited = self._awaited()
+            held = self.tracker.snapshot.held or self._in_use() or self.guard.unsettled
+            if not (self._keep_books or awaited or held):
                 await self._wanted.wait()
-                continue
-            await asyncio.sleep(self._period * (0.9 + random.random() / 5))  # noqa: S311  # jitter
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(self._period * random.uniform(0.9, 1.1)):  # noqa: S311  # jitter
+                    await self._wanted.wait()
+                    # The kubelet writes its checkpoint some milliseconds after Allocate was answered.
+                    await asyncio.sleep(SOON)
+                    # Before its processes run, only a checkpoint that was asked for proves which pod a grant was for. A
+                    # ledger is to have it at once: agent and checkpoint may be lost together.
+                    awaited = frozenset().union(*(observer.awaited() for observer in self.observers))
+            self._wanted.clear()
             try:
-                await self.look()
-            except (podresources.PodResourcesError, podresources.CheckpointError) as error:
-                if told != str(error):
-                    told = str(error)
-                    _LOG.info("who holds what cannot be read now: %s", error)
-                await asyncio.sleep(backoff.next())
+                now = await self.scan(awaited)
             except Exception:
-                _LOG.exception("a look at the kubelet's books failed")
+                _LOG.exception("who holds which device could not be found out")
                 await asyncio.sleep(backoff.next())
             else:
-                told = ""
+                self._report_problem(now)
                 backoff.reset()
 
-    def _books_matter(self) -> bool:
-        return any(service.wants_books for service in self._services.values()) or any(
-            observer.wants_books() for observer in self.observers
-        )
+    def _in_use(self) -> bool:
+        return any(service.in_use for service in self._services.values())
 
+    def _awaited(self) -> frozenset[tuple[str, str]]:
+        """Return (resource, the kubelet's id) of which it matters to somebody whether they are free."""
+        mine = {(name, one) for name, service in self._services.items() for one in service.awaited}
+        return frozenset(mine).union(*(observer.awaited() for observer in self.observers))
 
-class Books:
-    """What the kubelet's books said last."""
+    def _report_problem(self, now: HolderSnapshot | None) -> None:
+        """Log why the kubelet's checkpoint cannot be read, if two scans in a row could not.
 
-    def __init__(self, asked: PodResources) -> None:
-        self.holdings = Holdings()
-        self.looked_at: float | None = None
-        self.double = 0
-        self._asked = asked
-        self._believed: frozenset[tuple[str, str, Holder]] = frozenset()
-        self._sure: frozenset[tuple[str, str, Holder]] = frozenset()
-        self._resent_at = -RESEND
-        self._doubled: frozenset[tuple[str, str]] = frozenset()
-
-    async def look(self, paths: Paths, quiet: Quiet, resend: Callable[[], bool], *, allocatable: bool) -> Look | None:
-        """Look once; None if an allocation came in between.
-
-        The checkpoint shows ended pods until the kubelet writes it anew. `List` has the kubelet
-        drop them from its books, `resend` has it write these down: where the checkpoint says
-        something that `List` does not show, it is read once more after that.
-
-        Raises:
-            PodResourcesError: the kubelet cannot be asked.
-            CheckpointError: its checkpoint cannot be read.
-
+        The kubelet of a new node has none until the first plugin has registered.
         """
-        asked_at = time.monotonic()
-        offered = await self._asked.allocatable() if allocatable else None
-        at = time.monotonic()
-        _, entries = await asyncio.to_thread(_checkpoint, paths)
-        report = await self._asked.list()
-        now = await self._together(report, entries, paths)
-        doubtful = podresources.unlisted(now)
-        self._believed &= doubtful
-        self._sure &= doubtful
-        again = bool(doubtful - self._sure) and at - self._resent_at > RESEND
-        if doubtful - self._believed or again:
-            # What is written from here on is written after `List`.
-            written, _ = await asyncio.to_thread(_checkpoint, paths)
-            if resend():
-                self._resent_at = at
-                anew = await _rewritten(paths, written)
-                now = await self._together(report, entries if anew is None else anew, paths)
-                self._believed = doubtful = podresources.unlisted(now)
-                self._sure = self._sure & doubtful if anew is None else doubtful
-        if not quiet.quiet_since(at):
-            return None
-        self.holdings, self.looked_at = now, at
-        self._count_doubles(report)
-        unsure = frozenset((resource, name) for resource, name, _ in doubtful - self._sure)
-        return Look(now, at, offered, asked_at, unsure)
+        problem = now.problem if now is not None and now.registered is None else ""
+        first, self._problem_before = bool(problem) and not self._problem_before, bool(problem)
+        if problem != self._problem and not first:
+            self._problem = problem
+            if problem:
+                _LOG.warning("devices that may be held count as held: %s", problem)
+            else:
+                _LOG.info("the kubelet's checkpoint can be read again")
 
-    async def _together(
-        self, report: podresources.Report, entries: Sequence[podresources.CheckpointEntry], paths: Paths
-    ) -> Holdings:
-        uids = {entry.pod_uid for entry in entries}
-        ended = await asyncio.to_thread(podresources.ended_pods, paths.kubelet_root, uids)
-        return podresources.holdings(report, entries, self.holdings, ended)
-
-    def _count_doubles(self, report: podresources.Report) -> None:
-        doubled = {
-            (resource, name): holders
-            for resource, devices in report.held.items()
-            for name, holders in podresources.double_held(devices).items()
-        }
+    def _count_doubles(self) -> None:
+        doubled = self.tracker.double_held()
         for key in doubled.keys() - self._doubled:
-            self.double += 1
-            pods = ", ".join(sorted(f"{holder.namespace}/{holder.pod}" for holder in doubled[key]))
-            _LOG.error("the kubelet gave device %s of %s to several pods: %s (kubernetes#137534)", key[1], key[0], pods)
+            self._double_allocations += 1
+            _LOG.error(
+                "the kubelet gave device %s of %s to several pods: %s (kubernetes#137534)",
+                key[1],
+                key[0],
+                ", ".join(doubled[key]),
+            )
         self._doubled = frozenset(doubled)
-
-
-def _checkpoint(paths: Paths) -> tuple[Identity | None, tuple[podresources.CheckpointEntry, ...]]:
-    written = identity(paths.plugins / podresources.CHECKPOINT)
-    return written, podresources.read_checkpoint(paths.plugins)
-
-
-RESEND: Final = 30.0
-"""Seconds between two lists that are sent only to have the kubelet write its checkpoint, for the same doubt."""
-REWRITE: Final = 1.0
-"""Seconds that the kubelet has to write its checkpoint after it was sent a list; some ms are usual."""
-
-
-async def _rewritten(paths: Paths, before: Identity | None) -> tuple[podresources.CheckpointEntry, ...] | None:
-    """Wait until the checkpoint is another file than before and read it; None if it is not in time."""
-    with filewatch.shared().watch([str(paths.plugins)]) as watch:
-        until = time.monotonic() + REWRITE
-        while (rest := until - time.monotonic()) > 0:
-            written, entries = await asyncio.to_thread(_checkpoint, paths)
-            if written != before:
-                return entries
-            await watch.wait(rest)
-    return None

@@ -15,6 +15,7 @@ from __future__ import annotations
 import contextlib
 import os
 import re
+import secrets
 import stat
 import threading
 from collections.abc import Iterator, Mapping
@@ -67,8 +68,10 @@ def build(driver: str, devices: Mapping[str, ContainerEdits]) -> dict[str, Any]:
 
     Host paths of device nodes are resolved here, since runtimes look at the node itself and refuse
     a symbolic link (containerd#12060); the container keeps the name that was asked for. A
-    directory stands for the device nodes in it. Device numbers are left for the runtime to read
-    when it makes the container, they may be others then. Annotations are the plugin door's.
+    directory stands for the device nodes in it. Device numbers are those of now: with them a
+    runtime does not look at the host path (container-device-interface 1.0,
+    container-edits_unix.go: fillMissingInfo), so a container that starts again gets the same
+    device, whatever has that path then. Annotations are the plugin door's.
 
     Args:
         driver: the DRA driver's name.
@@ -123,7 +126,7 @@ def _edits(edits: ContainerEdits) -> dict[str, Any]:
     contents: dict[str, Any] = {}
     if edits.env:
         contents["env"] = [f"{_variable(name)}={_text(value, name)}" for name, value in edits.env.items()]
-    nodes: dict[str, dict[str, str]] = {}
+    nodes: dict[str, dict[str, Any]] = {}
     for node in edits.device_nodes:
         for found in _nodes(node):
             nodes[found["path"]] = found
@@ -154,47 +157,50 @@ def _text(value: str, what: str) -> str:
     return value
 
 
-def _nodes(node: DeviceNode) -> Iterator[dict[str, str]]:
+def _nodes(node: DeviceNode) -> Iterator[dict[str, Any]]:
     _text(node.path, "a device node")
     try:
         host = os.path.realpath(node.host, strict=True)
-        mode = os.stat(host).st_mode
+        status = os.stat(host)
     except (OSError, ValueError) as error:
         reason = error.strerror if isinstance(error, OSError) else error
         raise CdiError(f"device node {node.host}: {reason}") from error
-    if stat.S_ISDIR(mode):
+    if stat.S_ISDIR(status.st_mode):
         found = list(_within(host, node))
         if not found:
             raise CdiError(f"device node {node.host}: a directory without device nodes")
         yield from found
-    elif _is_node(mode):
-        yield _node(host, node.path, node.permissions)
+    elif _is_node(status.st_mode):
+        yield _node(host, status, node.path, node.permissions)
     else:
         raise CdiError(f"device node {node.host}: neither a device node nor a directory of such")
 
 
-def _within(directory: str, node: DeviceNode) -> Iterator[dict[str, str]]:
+def _within(directory: str, node: DeviceNode) -> Iterator[dict[str, Any]]:
     count = 0
     for root, _, names in os.walk(directory):
         for name in sorted(names):
             host = os.path.join(root, name)
             with contextlib.suppress(OSError):  # it has just gone
-                if _is_node(os.lstat(host).st_mode):
+                if _is_node((status := os.lstat(host)).st_mode):
                     count += 1
                     if count > _MAX_NODES:
                         raise CdiError(f"device node {node.host}: more than {_MAX_NODES} device nodes in it")
                     inside = os.path.join(node.path, os.path.relpath(host, directory))
-                    yield _node(host, inside, node.permissions)
+                    yield _node(host, status, inside, node.permissions)
 
 
 def _is_node(mode: int) -> bool:
     return stat.S_ISCHR(mode) or stat.S_ISBLK(mode) or stat.S_ISFIFO(mode)
 
 
-def _node(host: str, path: str, permissions: str) -> dict[str, str]:
-    node = {"path": path}
+def _node(host: str, status: os.stat_result, path: str, permissions: str) -> dict[str, Any]:
+    node: dict[str, Any] = {"path": path}
     if host != path:
         node["hostPath"] = host
+    if not stat.S_ISFIFO(status.st_mode):
+        node["type"] = "b" if stat.S_ISBLK(status.st_mode) else "c"
+        node |= {"major": os.major(status.st_rdev), "minor": os.minor(status.st_rdev)}
     return {**node, "permissions": "".join(letter for letter in "rwm" if letter in permissions)}
 
 
@@ -241,7 +247,7 @@ class Store:
         if self.read(uid) == data:
             return False
         # Runtimes read *.json and *.yaml only, and never what begins with a dot.
-        name = f".{self._prefix}{uid}.{os.getpid()}"
+        name = f".{self._prefix}{uid}.{secrets.token_hex(8)}"
         draft = os.path.join(self.directory, name)
         with self._lock:
             self._drafts.add(name)
@@ -263,7 +269,9 @@ class Store:
 
     @staticmethod
     def _draft(path: str, data: bytes) -> None:
-        with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o644), "wb") as file:
+        # O_EXCL: nothing that is there already is opened, a symbolic link neither.
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+        with open(os.open(path, flags, 0o644), "wb") as file:
             file.write(data)
 
     def read(self, uid: str) -> bytes | None:
@@ -307,6 +315,13 @@ class Store:
                 if _UID.fullmatch(uid):
                     found.add(uid)
         return frozenset(found)
+
+    def deleted(self) -> bool:
+        """Return whether the directory was deleted while it is mounted here: nothing can be written any more."""
+        try:
+            return os.stat(self.directory).st_nlink == 0
+        except OSError:
+            return False
 
     def device_names(self, uid: str) -> tuple[str, ...]:
         """Return the names of the CDI devices in a claim's file, none if it cannot be read."""

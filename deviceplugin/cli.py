@@ -12,7 +12,7 @@ import json
 import logging
 import os
 import sys
-from collections.abc import AsyncGenerator, Iterable, Iterator, Sequence
+from collections.abc import AsyncGenerator, Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, cast
 
@@ -86,13 +86,9 @@ class _Version(argparse.Action):
 
 
 def _run(options: argparse.Namespace) -> int:
-    with _without_openssl():
-        from deviceplugin import sources  # noqa: F401  # needed in a moment
-        from deviceplugin.config import ConfigError
-        from deviceplugin.process import run_config
+    from deviceplugin.config import ConfigError
+    from deviceplugin.process import run_config
 
-        if options.metrics_address is not None:
-            from deviceplugin import metrics  # noqa: F401
     run = run_options(options)
 
     try:
@@ -103,21 +99,6 @@ def _run(options: argparse.Namespace) -> int:
         else:
             _say(error)
         return 2
-
-
-@contextlib.contextmanager
-def _without_openssl() -> Iterator[None]:
-    """Have the imports inside do without OpenSSL: 6 MB on every node for what a plugin never uses.
-
-    asyncio and hashlib know Pythons that are built without it. Afterwards it can be imported.
-    """
-    hidden = [name for name in ("ssl", "_hashlib") if name not in sys.modules]
-    sys.modules.update(dict.fromkeys(hidden))  # type: ignore[arg-type]  # None: not to be imported
-    try:
-        yield
-    finally:
-        for name in hidden:
-            del sys.modules[name]
 
 
 def _validate(options: argparse.Namespace) -> int:
@@ -136,6 +117,11 @@ def _validate(options: argparse.Namespace) -> int:
             status = 2
         else:
             print(f"{file}: good, {_count(len(found.resources), 'resource')}")
+            if any(entry.path or entry.group for resource in found.resources for entry in resource.devices):
+                from deviceplugin import sources
+
+                for note in sources.overlaps(found.resources):
+                    print(f"{file}: warning: {note}", file=sys.stderr)
     return status
 
 

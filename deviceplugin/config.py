@@ -20,7 +20,7 @@ import yaml
 from msgspec import Meta, Struct
 
 from deviceplugin import naming
-from deviceplugin.device import AttributeValue, Device, Version
+from deviceplugin.device import AttributeValue, Device, Version, printable
 
 try:
     from yaml import CSafeLoader as _BaseLoader
@@ -46,6 +46,7 @@ __all__ = [
     "load",
     "parse",
     "schema",
+    "sides_conflict",
 ]
 
 # --- errors ---------------------------------------------------------------------------------------
@@ -94,7 +95,8 @@ class ConfigError(ValueError):
             where = f"{self.file}:{line}" if line else self.file
             lines.append(f"{where}: {message}" if path == "$" and not line else f"{where}: {path}: {message}")
         if len(self.problems) > MAX_SHOWN:
-            lines.append(f"{self.file}: and {len(self.problems) - MAX_SHOWN} more")
+            atleast = "at least " if len(self.problems) == MAX_PROBLEMS else ""
+            lines.append(f"{self.file}: and {atleast}{len(self.problems) - MAX_SHOWN} more")
         return "\n".join(lines)
 
 
@@ -102,8 +104,16 @@ MAX_SHOWN: Final = 25
 """Problems that an error's text shows; all are in `problems`."""
 MAX_BYTES: Final = 4 << 20
 """Size of a file (a ConfigMap holds 1 MiB)."""
-MAX_VALUES: Final = 200_000
-"""Values of a file once its aliases are followed; what ends a "billion laughs"."""
+MAX_PROBLEMS: Final = 100
+"""Problems after which reading stops; the search for similar names takes most of a millisecond each."""
+MAX_VALUES: Final = 50_000
+"""Values of a file, before and after its aliases are followed. A value takes up to 500 bytes of memory."""
+MAX_TEXT: Final = 131_071
+"""Characters of one text; Linux passes no longer variable or argument to a program (MAX_ARG_STRLEN)."""
+MAX_PATH: Final = 4095
+"""Characters of a path (PATH_MAX without its NUL), and of everything that does not say otherwise."""
+MAX_DIRECTIVES: Final = 32
+"""%TAG directives. libyaml compares each with all before it: 200,000 of them take minutes."""
 MAX_DEPTH: Final = 32
 """Nesting of lists and mappings in a file; libyaml's composer overflows the stack beyond some 10,000."""
 
@@ -115,6 +125,9 @@ _SUBDOMAIN = rf"{_LABEL}(?:\.{_LABEL})*"
 _NAME = r"[A-Za-z0-9](?:[-A-Za-z0-9_.]*[A-Za-z0-9])?"
 _QUALIFIED = rf"(?:(?=[^/]{{1,253}}/){_SUBDOMAIN}/)?(?=[^/]{{1,63}}$){_NAME}"
 _STEP = r"/(?!\.{1,2}(?:/|$))[^/\x00]+"
+# A bracket that is not closed would match itself (fnmatch); it is a mistake far more often than that.
+_CLASS = r"\[(?:![^/\x00]|[^!/\x00])[^\]/\x00]*\]"
+_GLOB_STEP = rf"/(?!\.{{1,2}}(?:/|$))(?:[^/\x00\[]|{_CLASS})+"
 _SEMVER = (
     r"(?:0|[1-9]\d*)\.(?:0|[1-9]\d*)\.(?:0|[1-9]\d*)"
     r"(?:-(?:0|[1-9]\d*|\d*[a-zA-Z-][0-9a-zA-Z-]*)(?:\.(?:0|[1-9]\d*|\d*[a-zA-Z-][0-9a-zA-Z-]*))*)?"
@@ -127,7 +140,7 @@ def _text(
     advice: Callable[[str], str],
     description: str,
     *,
-    longest: int | None = None,
+    longest: int = MAX_PATH,
     examples: list[str] | None = None,
 ) -> Meta:
     """Text of a certain form; `advice` says of a wrong one what is wrong and what would be right."""
@@ -167,8 +180,6 @@ def _resource_name_advice(name: str) -> str:
 
 
 def _driver_advice(name: str) -> str:
-    if len(name) > 63:
-        return f"a driver's name has 63 characters at the most, this one {len(name)}"
     return f"{name!r} is not a DRA driver's name: a DNS name in lower case, such as gpu.example.com"
 
 
@@ -186,6 +197,8 @@ def _path_advice(path: str) -> str:
         return "a path cannot contain a NUL character"
     if "**" in path:
         return f"`**` is not supported in {path!r}; write one `*` for each level of directories"
+    if re.fullmatch(rf"(?:{_STEP})+", path):
+        return f"{path!r} has a `[` without its `]`; write [[] for the character itself"
     parts = [part for part in path.split("/") if part not in {"", "."}]
     if not parts:
         return f"{path!r} names the root directory; name what lies in it"
@@ -227,15 +240,13 @@ DriverName = Annotated[
 Glob = Annotated[
     str,
     _text(
-        rf"(?![^\x00]*\*\*)(?:{_STEP})+",
+        rf"(?![^\x00]*\*\*)(?:{_GLOB_STEP})+",
         _path_advice,
         "An absolute path; *, ? and [abc] match within one directory, as in a shell.",
         examples=["/dev/ttyUSB*", "/dev/serial/by-id/*", "/dev/kvm"],
     ),
 ]
-AbsolutePath = Annotated[
-    str, _text(rf"(?:{_STEP})+", _path_advice, "An absolute path.", longest=4095, examples=["/opt/vendor/lib"])
-]
+AbsolutePath = Annotated[str, _text(rf"(?:{_STEP})+", _path_advice, "An absolute path.", examples=["/opt/vendor/lib"])]
 Permissions = Annotated[
     str,
     _text(
@@ -257,7 +268,12 @@ EnvName = Annotated[
 ]
 EnvValue = Annotated[
     str,
-    _text(r"[^\x00]*", lambda _: "a variable cannot contain a NUL character", "An environment variable's value, text."),
+    _text(
+        r"[^\x00]*",
+        lambda _: "a variable cannot contain a NUL character",
+        "An environment variable's value, text.",
+        longest=MAX_TEXT,
+    ),
 ]
 AnnotationName = Annotated[
     str,
@@ -311,7 +327,7 @@ AttributeText = Annotated[
     str,
     _text(
         r"[\s\S]*",
-        lambda text: f"an attribute has 64 bytes at the most, this one {len(text.encode())}",
+        lambda _: "is not text",
         "Text.",
         longest=64,
     ),
@@ -340,15 +356,23 @@ PciClass = Annotated[
 Pattern = Annotated[
     str,
     _text(
-        r"[^\x00]+",
-        lambda _: "a pattern cannot be empty, nor contain a NUL character",
+        r"(?:[^\x00\[]|\[(?:![^\x00]|[^!\x00])[^\]\x00]*\])+",
+        lambda text: (
+            f"{text!r} has a `[` without its `]`; write [[] for the character itself"
+            if text and "\x00" not in text
+            else "a pattern cannot be empty, nor contain a NUL character"
+        ),
         "A pattern as in a shell: *, ? and [abc]; * matches anything.",
-        longest=4095,
     ),
 ]
 Word = Annotated[
     str,
-    _text(r"[^\x00]*", lambda _: "an argument cannot contain a NUL character", "An argument of a command, text."),
+    _text(
+        r"[^\x00]*",
+        lambda _: "an argument cannot contain a NUL character",
+        "An argument of a command, text.",
+        longest=MAX_TEXT,
+    ),
 ]
 
 # --- the file -------------------------------------------------------------------------------------
@@ -593,6 +617,14 @@ class ResourceConfig(_Strict, frozen=True, kw_only=True, eq=False):
     env: Annotated[Mapping[EnvName, EnvValue], Meta(description="Variables of containers that hold a device.")] = (
         msgspec.field(default_factory=dict)
     )
+    nodes: Annotated[
+        tuple[AbsolutePath, ...],
+        Meta(
+            description="Device nodes that such containers get besides, with the same permissions: control nodes, "
+            "which devices of this resource and of others share.",
+            examples=[["/dev/mapper/control"]],
+        ),
+    ] = ()
     mounts: Annotated[tuple[MountConfig, ...], Meta(description="What such containers see of the host.")] = ()
     annotations: Annotated[
         Mapping[AnnotationName, str],
@@ -663,6 +695,17 @@ class MetricsConfig(_Strict, frozen=True, kw_only=True):
         Annotated[AbsolutePath, Meta(description="A certificate (PEM) for TLS, read again when it is renewed.")] | None
     ) = None
     key: Annotated[AbsolutePath, Meta(description="Its key; if not given, the same file.")] | None = None
+    client_ca: (
+        Annotated[
+            AbsolutePath,
+            Meta(
+                description="Authorities (PEM) of client certificates; everybody but the kubelet's probes must then "
+                "have one. Needs `certificate`."
+            ),
+        ]
+        | None
+    ) = None
+    min_version: Annotated[Literal["1.2", "1.3"], Meta(description="The least version of TLS.")] = "1.2"
     token: (
         Annotated[
             AbsolutePath,
@@ -749,13 +792,15 @@ def _compose(text: str | bytes, file: str) -> yaml.Node:
         if len(data) > MAX_BYTES:
             raise _about(file, f"is larger than {MAX_BYTES >> 20} MiB; this is not a config file")
         text = data.decode("utf-8-sig")
+        if data.count(b"%TAG") > MAX_DIRECTIVES:
+            raise _about(file, f"has more than {MAX_DIRECTIVES} %TAG directives")
     except UnicodeDecodeError as error:
         line = error.object.count(b"\n", 0, error.start) + 1
         raise _about(file, "is not UTF-8 text; save it as UTF-8", line) from None
     except UnicodeEncodeError as error:
         raise _about(file, f"is not text: {error.reason}", text[: error.start].count("\n") + 1) from None  # type: ignore[arg-type]
     try:
-        _bound_depth(text, file)
+        _bound(text, file)
         node: yaml.Node | None = yaml.compose(text, Loader=_Loader)
     except yaml.reader.ReaderError as error:
         line = text.count("\n", 0, error.position) + 1
@@ -768,24 +813,34 @@ def _compose(text: str | bytes, file: str) -> yaml.Node:
     return node
 
 
-def _bound_depth(text: str, file: str) -> None:
-    depth = 0
+def _bound(text: str, file: str) -> None:
+    """Reject what would take too much time or memory to compose.
+
+    Raises:
+        ConfigError: the file has too many values or levels, or a text that is too long.
+
+    """
+    depth = values = 0
     for event in yaml.parse(text, Loader=_Loader):
-        if isinstance(event, yaml.CollectionStartEvent):
-            depth += 1
-            if depth > MAX_DEPTH:
-                line = event.start_mark.line + 1 if event.start_mark is not None else 0
-                raise _about(file, f"is nested deeper than {MAX_DEPTH} levels", line)
-        elif isinstance(event, yaml.CollectionEndEvent):
+        line = event.start_mark.line + 1 if event.start_mark is not None else 0
+        if isinstance(event, yaml.CollectionEndEvent):
             depth -= 1
+        elif isinstance(event, yaml.NodeEvent):
+            values += 1
+            depth += isinstance(event, yaml.CollectionStartEvent)
+            if depth > MAX_DEPTH:
+                raise _about(file, f"is nested deeper than {MAX_DEPTH} levels", line)
+            if values > MAX_VALUES:
+                raise _about(file, f"has more than {MAX_VALUES} values", line)
+            if isinstance(event, yaml.ScalarEvent) and len(event.value) > MAX_TEXT:
+                raise _about(file, f"has a text of {len(event.value)} characters; at most {MAX_TEXT} are allowed", line)
 
 
 def _syntax(text: str, file: str, error: yaml.MarkedYAMLError) -> ConfigError:
     mark = error.problem_mark or error.context_mark
     line = mark.line + 1 if mark is not None else 0
     said = ": ".join(part for part in (error.context, error.problem) if part)
-    lines = text.splitlines()
-    if 0 < line <= len(lines) and "\t" in lines[line - 1]:
+    if mark is not None and "\t" in text[text.rfind("\n", 0, mark.index) + 1 :].partition("\n")[0]:
         said += "; the line contains a tab, YAML indents with spaces only"
     if "another document" in said:
         said = "a second document begins here; one file holds one document"
@@ -824,13 +879,17 @@ class _Reader:
         self.file = file
         self.problems: list[Problem] = []
         self.names: dict[str, int] = {}
+        self.groups: dict[str, tuple[int, frozenset[str]]] = {}
+        """By path without wildcards: the line of the first group that has it, and that group."""
         self._values = 0
         self._merging: set[int] = set()
 
     def report(self, node: yaml.Node, path: str, message: str) -> Any:
         if len(message) > 600:
             message = f"{message[:300]} ... {message[-200:]}"
-        self.problems.append(Problem(node.start_mark.line + 1, path, message))
+        self.problems.append(Problem(node.start_mark.line + 1, printable(path), printable(message)))
+        if len(self.problems) == MAX_PROBLEMS:
+            raise ConfigError(self.file, self.problems)
         return _BAD
 
     def read(self, node: yaml.Node, info: Any, path: str, advice: Callable[[str], str] | None = None) -> Any:
@@ -848,9 +907,10 @@ class _Reader:
             return self._tuple(node, info, path)
         if kind in {"StrType", "LiteralType"} and node.tag == _TAG + "str" and isinstance(node, yaml.ScalarNode):
             return self._string(node, info, path, advice)
-        if kind == "BoolType" and node.tag == _TAG + "bool" and node.value.lower() in {"true", "false"}:
-            return node.value.lower() == "true"
-        if kind == "IntType" and node.tag == _TAG + "int" and re.fullmatch(r"[-+]?[0-9]{1,40}", str(node.value)):
+        value = _scalar(node)
+        if kind == "BoolType" and node.tag == _TAG + "bool" and value.lower() in {"true", "false"}:
+            return value.lower() == "true"
+        if kind == "IntType" and node.tag == _TAG + "int" and re.fullmatch(r"[-+]?[0-9]{1,40}", value):
             return self._integer(node, info, path)
         return self.report(node, path, _mismatch(node, info))
 
@@ -878,10 +938,9 @@ class _Reader:
         value: str = node.value
         if type(info).__name__ == "LiteralType":
             return self._word(node, info, info, path)
-        fits = (info.max_length is None or len(value) <= info.max_length) and (
-            info.pattern is None or re.fullmatch(info.pattern, value)
-        )
-        if fits:
+        if info.max_length is not None and len(value) > info.max_length:
+            return self.report(node, path, f"has {len(value)} characters; at most {info.max_length} are allowed")
+        if info.pattern is None or re.fullmatch(info.pattern, value):
             return value
         assert advice is not None
         return self.report(node, path, advice(value))
@@ -897,7 +956,7 @@ class _Reader:
         return self.report(node, path, (said if info is wanted else _mismatch(node, wanted)) + end)
 
     def _integer(self, node: yaml.Node, info: Any, path: str) -> Any:
-        value = int(str(node.value))
+        value = int(_scalar(node))
         if (info.ge is None or value >= info.ge) and (info.le is None or value <= info.le):
             return value
         return self.report(node, path, f"must be {info.ge} to {info.le}, not {value}")
@@ -970,6 +1029,7 @@ class _Reader:
         parts = node.value if isinstance(node, yaml.SequenceNode) else [node]
         pairs: dict[str, tuple[yaml.Node, yaml.Node]] = {}
         for part in parts:
+            self._count(part)
             if not isinstance(part, yaml.MappingNode):
                 self.report(node, path, f"`<<` merges a mapping or a list of mappings, not {_got(part)}")
             elif id(part) in self._merging:
@@ -985,6 +1045,11 @@ class _Reader:
 
 def _plain(node: yaml.CollectionNode) -> bool:
     return node.tag in {_TAG + "map", _TAG + "seq"}
+
+
+def _scalar(node: yaml.Node) -> str:
+    """Return a scalar's text, and "" for a collection, whose nodes may be nested without end."""
+    return str(node.value) if isinstance(node, yaml.ScalarNode) else ""
 
 
 _TAGS: Final = {
@@ -1034,7 +1099,8 @@ def _got(node: yaml.Node) -> str:
         return "a mapping"
     if isinstance(node, yaml.SequenceNode):
         return "a list"
-    text = str(node.value) if len(str(node.value)) <= 60 else f"{str(node.value)[:57]}..."
+    value = _scalar(node)
+    text = value if len(value) <= 60 else f"{value[:57]}..."
     what = node.tag.removeprefix(_TAG)
     if what == "null":
         return "nothing"
@@ -1045,7 +1111,7 @@ def _got(node: yaml.Node) -> str:
 
 def _mismatch(node: yaml.Node, info: Any) -> str:
     said = f"expected {_expected(info)}, got {_got(node)}"
-    what, value = node.tag.removeprefix(_TAG), str(node.value)
+    what, value = node.tag.removeprefix(_TAG), _scalar(node)
     kinds = _kinds(info)
     if "StrType" in kinds and what in {"int", "float", "bool"}:
         return f'{said}; write "{value}" in quotes'
@@ -1097,6 +1163,27 @@ def _entry_rule(reader: _Reader, node: yaml.Node, path: str, nodes: _Nodes, valu
     group = values.get("group", ())
     if len(set(group)) < len(group):
         reader.report(nodes["group"], f"{path}.group", "the same glob is given twice; a device has each node once")
+    elif group:
+        _group_rule(reader, path, nodes["group"], group)
+
+
+def _group_rule(reader: _Reader, path: str, node: yaml.Node, group: tuple[str, ...]) -> None:
+    """Refuse a node of two groups that have other nodes each: it may be one that they share, or what they are."""
+    mine, seen = frozenset(group), set[frozenset[str]]()
+    for index, (member, place) in enumerate(zip(group, node.value, strict=True)):
+        if re.search(r"[*?[]", member):
+            continue
+        line, other = reader.groups.setdefault(member, (place.start_mark.line + 1, mine))
+        if other in seen or other <= mine or mine <= other:
+            seen.add(other)
+            continue
+        reader.report(
+            place,
+            f"{path}.group[{index}]",
+            f"{member} is in another group, too, on line {line}; if their devices share it, put it under `nodes` of "
+            f"both resources instead; if one device excludes the other, write {member[:-1]}[{member[-1]}]",
+        )
+        break
 
 
 def _resource_rule(reader: _Reader, node: yaml.Node, path: str, nodes: _Nodes, values: dict[str, Any]) -> None:
@@ -1116,6 +1203,14 @@ def _resource_rule(reader: _Reader, node: yaml.Node, path: str, nodes: _Nodes, v
             f"{path}.devices[{graphics[1]}]",
             "a resource has one nvidia entry; choose among the GPUs with include and exclude",
         )
+    own = {path for entry in values.get("devices", ()) for path in (entry.path, *(entry.group or ()))}
+    for index, shared in enumerate(values.get("nodes", ())):
+        if shared in own:
+            reader.report(
+                nodes["nodes"],
+                f"{path}.nodes[{index}]",
+                f"{shared!r} is a device of this resource, or shared, not both",
+            )
     if "permissions" in values:
         values["permissions"] = "".join(mode for mode in "rwm" if mode in values["permissions"])
     places: set[str] = set()
@@ -1154,9 +1249,56 @@ def _claim_rule(reader: _Reader, path: str, nodes: _Nodes, values: dict[str, Any
         )
 
 
+def _config_rule(reader: _Reader, node: yaml.Node, path: str, nodes: _Nodes, values: dict[str, Any]) -> None:
+    """Refuse drivers over the same devices whose shares put these on different sides: neither would offer them."""
+    resources: tuple[ResourceConfig, ...] = values.get("resources", ())
+    first: dict[object, int] = {}
+    filters: dict[object, int] = {}
+    for index, one in enumerate(resources):
+        kept = filters.setdefault((one.include, one.exclude), index)
+        places = [(kept, place) for entry in one.devices for place in _places(entry)]
+        for number in dict.fromkeys(first.setdefault(place, index) for place in places):
+            other = resources[number]
+            if sides_conflict(one, other):
+                reader.report(
+                    nodes["resources"].value[index],
+                    f"{path}.resources[{index}]",
+                    f"it has devices of {other.name} ({path}.resources[{number}]) under another driver and on other "
+                    "sides, so they would be offered to nobody; give both the share none, or both the share all",
+                )
+                break
+
+
+def _places(entry: DeviceEntry) -> tuple[object, ...]:
+    """Return what two entries have in common that find the same devices."""
+    found = (entry.path, *(entry.group or ()), entry.pci, entry.usb, entry.nvidia)
+    return tuple(one for one in found if one is not None)
+
+
+def sides_conflict(one: ResourceConfig, other: ResourceConfig) -> bool:
+    """Return whether a device of both resources would be offered to nobody: it is not on one side alone."""
+    sides = {_side_of(one), _side_of(other)}
+    return one.driver != other.driver and (len(sides) > 1 or None in sides)
+
+
+def _side_of(resource: ResourceConfig) -> str | None:
+    """Return the side of all of a resource's devices; None if they are divided."""
+    if resource.driver is None or resource.dra.share in (0, "none", "0%"):
+        return "plugin"
+    return "dra" if resource.dra.share in ("all", "100%") else None
+
+
+def _metrics_rule(reader: _Reader, node: yaml.Node, path: str, nodes: _Nodes, values: dict[str, Any]) -> None:
+    for name in ("key", "client_ca"):
+        if name in nodes and "certificate" not in nodes:
+            reader.report(nodes[name], f"{path}.{name}", "there is no TLS without `certificate`")
+
+
 _RULES: Final[dict[type, Callable[[_Reader, yaml.Node, str, _Nodes, dict[str, Any]], None]]] = {
     DeviceEntry: _entry_rule,
     ResourceConfig: _resource_rule,
+    MetricsConfig: _metrics_rule,
+    Config: _config_rule,
 }
 
 # --- the JSON schema ------------------------------------------------------------------------------
@@ -1165,8 +1307,8 @@ _RULES: Final[dict[type, Callable[[_Reader, yaml.Node, str, _Nodes, dict[str, An
 def schema() -> dict[str, Any]:
     """Return the file's JSON schema (draft 2020-12), for editors and for checks without this package.
 
-    What it cannot say is checked by `parse` alone: resources named twice, two mounts at one place,
-    attributes that are the same with and without the driver's domain.
+    What it cannot say is checked by `parse` alone: resources named twice, two mounts at one place, a node of two
+    groups, attributes that are the same with and without the driver's domain.
     """
     made = msgspec.json.schema(Config)
     definitions: dict[str, Any] = made["$defs"]
@@ -1176,6 +1318,7 @@ def schema() -> dict[str, Any]:
     entry = definitions["DeviceEntry"]
     entry["oneOf"] = [{"required": [kind]} for kind in entry["properties"]]
     definitions["ResourceConfig"]["dependentRequired"] = {"dra": ["driver"]}
+    definitions["MetricsConfig"]["dependentRequired"] = {"key": ["certificate"], "client_ca": ["certificate"]}
     config = definitions.pop("Config")
     return {
         "$schema": "https://json-schema.org/draft/2020-12/schema",

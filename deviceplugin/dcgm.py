@@ -12,7 +12,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
-from deviceplugin.exposition import Family
+from prometheus_client.metrics_core import GaugeMetricFamily, Metric, UnknownMetricFamily
+
 from deviceplugin.page import node_name
 
 if TYPE_CHECKING:
@@ -75,16 +76,17 @@ NAMES: Final = (
 )
 
 
-def families(view: View) -> Iterable[Family]:
+def families(view: View) -> Iterable[Metric]:
     """Yield the families of all devices that measure something of it."""
     host = node_name()
-    made: dict[str, Family] = {}
+    made: dict[str, GaugeMetricFamily | UnknownMetricFamily] = {}
 
     def add(name: str, about: str, kind: str, labels: Mapping[str, str], value: float) -> None:
         family = made.get(name)
         if family is None:
-            family = made[name] = Family(name, kind, about)
-        family.rows.append(("", tuple(labels), tuple(labels.values()), value))
+            make = GaugeMetricFamily if kind == "gauge" else UnknownMetricFamily
+            family = made[name] = make(name, about, labels=tuple(labels))
+        family.add_metric(tuple(labels.values()), value)
 
     for resource in view.resources:
         for number, seen in enumerate(resource.devices):
@@ -125,7 +127,9 @@ def _labels(seen: DeviceView, number: int, host: str) -> dict[str, str]:
         "device": f"nvidia{minor}" if minor else "",
         "modelName": attribute("productName", "model"),
         "Hostname": host,
-        **({"GPU_I_PROFILE": attribute("profile"), "GPU_I_ID": instance} if part else {}),
+        # An empty label is an absent one to Prometheus.
+        "GPU_I_PROFILE": attribute("profile") if part else "",
+        "GPU_I_ID": instance if part else "",
         "namespace": holder.namespace if holder is not None else "",
         "pod": holder.pod if holder is not None else "",
         "container": holder.container if holder is not None else "",

@@ -334,7 +334,7 @@ def _hold(kubelet: FakeKubelet, teller: Teller) -> None:
     before = {number: signal.signal(number, lambda *_: over.set()) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
         teller.title("\nStill serving; Ctrl-C ends it. To try a plugin of your own on this kubelet:")
-        teller.title(f"  deviceplugin run --config FILE --kubelet-root {kubelet.root}")
+        teller.title(f"  deviceplugin run --config FILE {' '.join(kubelet.arguments)}")
         over.wait()
     finally:
         for number, handler in before.items():

@@ -58,6 +58,11 @@ class EditConflictError(ValueError):
     """Raised when two edits of one container contradict each other."""
 
 
+def printable(text: str) -> str:
+    """Return text with its control and other unprintable characters escaped."""
+    return text if text.isprintable() else "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
+
+
 def _absolute(path: str, what: str) -> None:
     if not path.startswith("/"):
         raise ValueError(f"{what} must be an absolute path, not {path!r}")
@@ -199,9 +204,11 @@ class Device:
     message: why it is not healthy, for people.
     consumes: what of which shared counters it takes while somebody has it, by counter set and
         counter; partitions of one physical device that cannot be given out together say so with
-        it. For claims only: the kubelet's device plugin API has no such thing.
+        it. A device whose counters do not suffice beside what others hold is not given out.
     counters: the counter sets that it brings along, whole, by name; the sets of all devices of a
         driver are put together, so each partition may carry the same ones.
+    identity: what it is, beyond its id (a serial number, say), without spaces; two devices of one identity are one
+        thing, and never have two holders. The numbers of `nodes` that no other device of the list has identify it, too.
     """
 
     id: str
@@ -214,10 +221,13 @@ class Device:
     message: str = ""
     consumes: Mapping[str, Mapping[str, int | str]] = field(default_factory=lambda: _NO_ATTRIBUTES)
     counters: Mapping[str, Mapping[str, int | str]] = field(default_factory=lambda: _NO_ATTRIBUTES)
+    identity: str = ""
 
     def __post_init__(self) -> None:
         if not 0 < len(self.id) <= MAX_ID or not self.id.isprintable() or " " in self.id:
             raise ValueError(f"a device id is 1 to {MAX_ID} printable characters without spaces, not {self.id!r}")
+        if " " in self.identity or not self.identity.isprintable():
+            raise ValueError(f"a device's identity is printable characters without spaces, not {self.identity!r}")
         object.__setattr__(self, "nodes", _nodes(self.nodes))
 
     def __hash__(self) -> int:

@@ -10,16 +10,21 @@ import asyncio
 import contextlib
 import logging
 import time
+from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Final, Protocol, TypeVar
 
 import grpc
 import grpc.aio
 
 from deviceplugin import hooks, topology
-from deviceplugin.device import NO_EDITS, ContainerEdits, Device, EditConflictError
+from deviceplugin.device import MAX_ID, NO_EDITS, ContainerEdits, Device, EditConflictError, printable
+from deviceplugin.exclusion import Key
+from deviceplugin.exclusion_guard import ConflictError, ExclusionGuard, Side
+from deviceplugin.identity import Tokens
 from deviceplugin.inventory import Inventory, Snapshot
+from deviceplugin.kubelet.granted import annotate
 from deviceplugin.podresources import Quiet
 from deviceplugin.sharing import device_of, replicas_of
 from deviceplugin.source import DeviceSource
@@ -35,6 +40,8 @@ HEALTHY: Final = "Healthy"
 UNHEALTHY: Final = "Unhealthy"
 MAX_LIST_BYTES: Final = 4 * 1024 * 1024
 """The kubelet takes no larger message and shows a capacity of 0 (kubernetes#109304)."""
+SHOWN_IDS: Final = 8
+"""Ids that an error names."""
 MANY: Final = 64
 """Devices without links above which NUMA nodes are compared as groups, not pair by pair."""
 
@@ -61,6 +68,18 @@ class Doorkeeper(Protocol):
     def avoids(self, resource: str) -> Collection[str]:
         """Return the devices that new pods had better not get, those of the others permitting."""
 
+    def claimed(self, resource: str, device: str) -> bool:
+        """Return whether a claim holds the device, or may."""
+
+    def withheld(self, resource: str) -> Mapping[str, str]:
+        """Return the devices that are offered to nobody for now, and why."""
+
+    def held(self) -> Mapping[Key, Tokens]:
+        """Return the devices that a ledger counts as held, also unlisted ones, and what they were when granted."""
+
+    def side(self, resource: str, device: str) -> Side:
+        """Return on which side the device is."""
+
     async def grant(self, resource: str, names: Sequence[str], devices: Sequence[str]) -> None:
         """Record that these ids (of these devices) are given out; raise Refusal if they may not be."""
 
@@ -76,8 +95,46 @@ class OpenDoor:
         """Avoid nothing."""
         return ()
 
+    def claimed(self, resource: str, device: str) -> bool:
+        """Know of no claims."""
+        return False
+
+    def withheld(self, resource: str) -> Mapping[str, str]:
+        """Withhold nothing."""
+        return {}
+
+    def held(self) -> Mapping[Key, Tokens]:
+        """Know of nothing that is held."""
+        return {}
+
+    def side(self, resource: str, device: str) -> Side:
+        """Return the only side."""
+        return "plugin"
+
     async def grant(self, resource: str, names: Sequence[str], devices: Sequence[str]) -> None:
         """Grant everything."""
+
+
+class Holders(Protocol):
+    """What the endpoint asks about who holds a resource's ids; `HolderTracker` answers it."""
+
+    def unnamed(self, resource: str) -> Collection[str]:
+        """Return ids that are held though the kubelet may give them away; they are shown unhealthy."""
+
+    async def running(self, resource: str, device_ids: Collection[str]) -> Mapping[str, str]:
+        """Return the ids whose former holder's processes run now, and that pod."""
+
+
+class NoHolders:
+    """Where nobody tracks who holds what."""
+
+    def unnamed(self, resource: str) -> Collection[str]:
+        """Withhold nothing."""
+        return ()
+
+    async def running(self, resource: str, device_ids: Collection[str]) -> Mapping[str, str]:
+        """Know of nobody."""
+        return {}
 
 
 @dataclass(slots=True)
@@ -159,6 +216,7 @@ def container_response(edits: ContainerEdits) -> pb.ContainerAllocateResponse:
 class Endpoint(DevicePluginServicer):
     """The servicer of one resource; survives servers, registrations and changes of its source.
 
+    release_former: has `released` called of devices whose former holders have ended, before these ids are granted.
     on_stream_end: called when a ListAndWatch ends and no other one is live. serving: False ends
     every ListAndWatch at its next look, and those that only begin. former: the kubelet's ids that
     there were before the number of replicas changed, and the devices behind them. While there is one,
@@ -172,7 +230,10 @@ class Endpoint(DevicePluginServicer):
         quiet: Quiet,
         *,
         granted: Callable[[Sequence[str]], None] | None = None,
+        release_former: Callable[[Sequence[str]], Awaitable[None]] | None = None,
         doorkeeper: Doorkeeper | None = None,
+        holders: Holders | None = None,
+        guard: ExclusionGuard | None = None,
     ) -> None:
         self.resource = source.resource
         self.source = source
@@ -184,7 +245,10 @@ class Endpoint(DevicePluginServicer):
         self.former: Mapping[str, str] = {}
         self._quiet = quiet
         self._granted = granted or (lambda names: None)
+        self._release_former = release_former
         self._doorkeeper: Doorkeeper = doorkeeper or OpenDoor()
+        self._holders: Holders = holders or NoHolders()
+        self._guard = guard or ExclusionGuard()
         self._streams: dict[object, asyncio.Event] = {}
         self._shown: dict[object, tuple[float, frozenset[str]]] = {}
         self._streams_gone = asyncio.Event()
@@ -299,6 +363,12 @@ class Endpoint(DevicePluginServicer):
             return replicas_of(device.id, ANY_REPLICAS)[:1]  # it is called like another one's replica
         return names
 
+    def ids_of(self, device: str) -> tuple[str, ...]:
+        """Return all ids under which the kubelet may know a device, those from before sharing changed included."""
+        known = self.inventory.snapshot.devices.get(device)
+        now = self.names_of(known) if known is not None else (device,)
+        return (*now, *(name for name, one in self.former.items() if one == device))
+
     def _device_of(self, name: str) -> str:
         """Return the device behind an id that the kubelet may know now; the id itself if there is none."""
         known = self.inventory.snapshot.devices.get(name)
@@ -386,14 +456,19 @@ class Endpoint(DevicePluginServicer):
         with self._in_flight(), self._quiet.busy():
             try:
                 wanted = [tuple(container.devices_ids) for container in request.container_requests]
-                responses = [self._response(await self._edits(names)) for names in wanted]
                 names = [name for container in wanted for name in container]
-                await self._doorkeeper.grant(self.resource, names, list(dict.fromkeys(map(self.behind, names))))
+                if self._release_former is not None:
+                    await self._release_former(names)
+                responses = [self._response(await self._edits(ids)) for ids in wanted]
+                await self._refuse_running(names)
+                await self._grant(names)
+                for response, ids in zip(responses, wanted, strict=True):
+                    now = {name: self._guard.granted(self.resource, self.behind(name)) for name in ids}
+                    annotate(response, self.resource, now, self._guard.boot)
             except Refusal as refusal:
                 self.statistics.count(self.statistics.refusals, refusal.reason)
                 _LOG.warning("%s: Allocate refused: %s", self.resource, refusal.details)
                 await context.abort(refusal.code, refusal.details)
-            self._granted(names)
             self.statistics.allocations += 1
             self.statistics.devices_allocated += len(names)
             return pb.AllocateResponse(container_responses=responses)
@@ -422,14 +497,18 @@ class Endpoint(DevicePluginServicer):
         request: pb.PreStartContainerRequest,
         context: grpc.aio.ServicerContext[pb.PreStartContainerRequest, pb.PreStartContainerResponse],
     ) -> pb.PreStartContainerResponse:
-        """Reset the devices of a container that is about to start."""
+        """Reset the devices of a container that is about to start, unless one is another thing than was granted."""
         known = self.inventory.snapshot.devices
         names = dict.fromkeys(map(self.behind, request.devices_ids))
         devices = [known[name] for name in names if name in known]
         try:
             if devices:
                 with self._in_flight():
+                    await self._guard.verify_granted((self.resource, device.id) for device in devices)
                     await self._hook("reset", self.source.reset, devices)
+        except ConflictError as error:
+            _LOG.warning("%s", error)
+            await context.abort(grpc.StatusCode.FAILED_PRECONDITION, str(error))
         except hooks.HookError as error:
             _LOG.warning("%s", error)
             await context.abort(grpc.StatusCode.INTERNAL, str(error))
@@ -440,16 +519,19 @@ class Endpoint(DevicePluginServicer):
     def lines(self) -> tuple[Entry, ...]:
         """Return the list as the kubelet is to see it now."""
         kept, ledger = self._kept(), not isinstance(self._doorkeeper, OpenDoor)
+        excluded = self._guard.withheld(self.resource, "plugin")
 
         def offers(device: str) -> bool:
-            return device not in kept and self._doorkeeper.offers(self.resource, device)
+            return device not in kept and device not in excluded and self._doorkeeper.offers(self.resource, device)
 
         lines = entries(
             self.inventory.snapshot,
             names_of=self.names_of,
             with_topology=self.source.topology,
-            offers=offers if kept or ledger else None,
+            offers=offers if kept or ledger or excluded else None,
         )
+        if withheld := frozenset(self._holders.unnamed(self.resource)):
+            lines = tuple(replace(line, healthy=line.healthy and line.name not in withheld) for line in lines)
         known, wanted = self.inventory.snapshot.devices, self.source.topology
         return lines + tuple(
             Entry(name, healthy=False, numa=known[device].numa_nodes if wanted and device in known else ())
@@ -465,15 +547,17 @@ class Endpoint(DevicePluginServicer):
         """
         resource = self.resource
         if len(set(names)) != len(names):
-            twice = sorted({name for name in names if list(names).count(name) > 1})
-            details = f"{resource}: device {', '.join(twice)} is asked for twice"
+            twice = sorted(name for name, count in Counter(names).items() if count > 1)
+            shown = ", ".join(printable(name[:MAX_ID]) for name in twice[:SHOWN_IDS])
+            details = f"{resource}: device {shown}{', ...' if len(twice) > SHOWN_IDS else ''} is asked for twice"
             raise Refusal(grpc.StatusCode.INVALID_ARGUMENT, "duplicate", details)
         known, kept = self.inventory.snapshot.devices, self._kept()
         devices: dict[str, Device] = {}
         for name in names:
             device = known.get(self._device_of(name))
             if device is None or name not in self.names_of(device):
-                raise Refusal(grpc.StatusCode.INVALID_ARGUMENT, "unknown", f"{resource}: there is no device {name}")
+                details = f"{resource}: there is no device {printable(name[:MAX_ID])}"
+                raise Refusal(grpc.StatusCode.INVALID_ARGUMENT, "unknown", details)
             if not device.health.usable:
                 details = f"{resource}: device {name} is unhealthy" + (f": {device.message}" if device.message else "")
                 raise Refusal(grpc.StatusCode.FAILED_PRECONDITION, "unhealthy", details)
@@ -485,6 +569,34 @@ class Endpoint(DevicePluginServicer):
                 raise Refusal(grpc.StatusCode.FAILED_PRECONDITION, "sharing", details)
             devices[device.id] = device
         return list(devices.values())
+
+    async def _refuse_running(self, names: Sequence[str]) -> None:
+        """Refuse ids that the kubelet counts as free while processes of their holder run.
+
+        Raises:
+            Refusal: there is such an id.
+
+        """
+        for name, pod in (await self._holders.running(self.resource, names)).items():
+            details = f"{self.resource}: device {name} is still held: processes of pod {pod} run"
+            raise Refusal(grpc.StatusCode.FAILED_PRECONDITION, "held", details)
+
+    async def _grant(self, names: Sequence[str]) -> None:
+        """Have a grant recorded.
+
+        Raises:
+            Refusal: a device excludes, or is, one that somebody else holds; or the doorkeeper refuses.
+
+        """
+        devices = list(dict.fromkeys(map(self.behind, names)))
+        keys = [(self.resource, device) for device in devices]
+        try:
+            await self._guard.verify(keys)
+            with self._guard.reserve(keys):
+                await self._doorkeeper.grant(self.resource, names, devices)
+                self._granted(names)
+        except ConflictError as error:
+            raise Refusal(grpc.StatusCode.FAILED_PRECONDITION, "excluded", f"{self.resource}: {error}") from error
 
     def _response(self, edits: ContainerEdits) -> pb.ContainerAllocateResponse:
         try:

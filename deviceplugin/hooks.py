@@ -30,7 +30,14 @@ class HookError(Exception):
 
 
 class HookTimeoutError(HookError):
-    """Raised when a hook did not answer in its time."""
+    """Raised when a hook did not answer in its time.
+
+    work: done when the hook has ended, which goes on after this; None if it was not called.
+    """
+
+    def __init__(self, message: str, work: asyncio.Future[Any] | None = None) -> None:
+        super().__init__(message)
+        self.work = work
 
 
 @overload
@@ -75,7 +82,7 @@ async def _finish(what: str, future: asyncio.Future[Any], rest: float, timeout: 
         raise
     if not done:
         _leave(future)
-        raise HookTimeoutError(f"{what} did not answer within {timeout:g} s")
+        raise HookTimeoutError(f"{what} did not answer within {timeout:g} s", future)
     try:
         return future.result()
     except asyncio.CancelledError as error:

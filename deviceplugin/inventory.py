@@ -19,6 +19,7 @@ from deviceplugin.device import Device, Health
 __all__ = ["DuplicateDeviceError", "Inventory", "Snapshot", "merged"]
 
 _NOTHING: Final[Mapping[str, Device]] = MappingProxyType({})
+_NO_IDENTITIES: Final[Mapping[str, frozenset[str]]] = MappingProxyType({})
 GONE: Final = "the device is gone"
 
 
@@ -33,12 +34,14 @@ class Snapshot:
     version: 0 before the source's first list, then one more with each change.
     devices: by id, in the source's order, the gone ones last.
     gone: ids that the source lists no more.
+    identities: the tokens of what the devices are (`deviceplugin.identity`), as far as that is known.
     """
 
     resource: str
     version: int = 0
     devices: Mapping[str, Device] = field(default_factory=lambda: _NOTHING)
     gone: frozenset[str] = frozenset()
+    identities: Mapping[str, frozenset[str]] = field(default_factory=lambda: _NO_IDENTITIES)
 
     @property
     def listed(self) -> bool:
@@ -46,7 +49,9 @@ class Snapshot:
         return self.version > 0
 
 
-def merged(before: Snapshot, listed: Iterable[Device]) -> Snapshot:
+def merged(
+    before: Snapshot, listed: Iterable[Device], identities: Mapping[str, frozenset[str]] = _NO_IDENTITIES
+) -> Snapshot:
     """Return the snapshot that follows when a source lists these devices; `before` if it is the same.
 
     Raises:
@@ -62,9 +67,13 @@ def merged(before: Snapshot, listed: Iterable[Device]) -> Snapshot:
     for name, device in before.devices.items():
         if name in gone:
             devices[name] = device.with_health(Health.UNHEALTHY, GONE)
-    if before.listed and gone == before.gone and list(devices.items()) == list(before.devices.items()):
+    known = {name: before.identities[name] for name in gone & before.identities.keys()} | {
+        name: tokens for name, tokens in identities.items() if tokens
+    }
+    same = gone == before.gone and known == before.identities
+    if before.listed and same and list(devices.items()) == list(before.devices.items()):
         return before
-    return Snapshot(before.resource, before.version + 1, devices, gone)
+    return Snapshot(before.resource, before.version + 1, devices, gone, known)
 
 
 def without(before: Snapshot, forgotten: Iterable[str]) -> Snapshot:
@@ -73,7 +82,8 @@ def without(before: Snapshot, forgotten: Iterable[str]) -> Snapshot:
     if not drop:
         return before
     devices = {name: device for name, device in before.devices.items() if name not in drop}
-    return Snapshot(before.resource, before.version + 1, devices, before.gone - drop)
+    identities = {name: tokens for name, tokens in before.identities.items() if name not in drop}
+    return Snapshot(before.resource, before.version + 1, devices, before.gone - drop, identities)
 
 
 class Inventory:
@@ -93,14 +103,14 @@ class Inventory:
         """The devices as of now."""
         return self._snapshot
 
-    def publish(self, listed: Iterable[Device]) -> bool:
-        """Take a source's full list; return whether anything changed.
+    def publish(self, listed: Iterable[Device], identities: Mapping[str, frozenset[str]] = _NO_IDENTITIES) -> bool:
+        """Take a source's full list, and what its devices are; return whether anything changed.
 
         Raises:
             DuplicateDeviceError: two devices carry one id; the inventory stays as it was.
 
         """
-        return self._replace(merged(self._snapshot, listed))
+        return self._replace(merged(self._snapshot, listed, identities))
 
     def forget(self, ids: Iterable[str]) -> bool:
         """Drop devices that are gone and that nobody holds; return whether anything changed."""

@@ -5,7 +5,7 @@ answer leaves. Three layers, to be read from top to bottom:
 
 - frozen records and a frozen `Snapshot` of all of them;
 - decisions: pure functions over a snapshot (`grant`, `prepare`, `commit_to_dra` and so on); each
-  returns an operation, which, given a snapshot and the `Rules`, says the answer and the changes;
+  returns an operation, which, given a snapshot, says the answer and the changes;
 - `Ledger`, the only place with effects: it applies changes to one SQLite file, and `Desk`, its
   face for asyncio: one thread that commits together whatever is asked at the same time.
 
@@ -35,8 +35,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from types import MappingProxyType
-from typing import Any, Final, Generic, Protocol, Self, TypeVar, cast
-from urllib.parse import quote
+from typing import Any, Final, Generic, Self, TypeVar, cast
 
 import msgspec
 
@@ -59,10 +58,10 @@ __all__ = [
     "Ledger",
     "LedgerBusyError",
     "LedgerError",
+    "LedgerLostError",
     "Observed",
     "Operation",
     "Refused",
-    "Rules",
     "Side",
     "Snapshot",
     "State",
@@ -72,14 +71,15 @@ __all__ = [
     "commit_to_dra",
     "commit_to_plugin",
     "confront",
+    "describe",
     "forget",
     "grant",
-    "left_behind",
-    "name",
+    "identify",
     "observe",
     "prepare",
     "reopen",
     "reserve",
+    "set_setting",
     "unprepare",
 ]
 
@@ -87,7 +87,7 @@ _LOG: Final = logging.getLogger(__name__)
 _T = TypeVar("_T")
 _T_co = TypeVar("_T_co", covariant=True)
 
-SCHEMA: Final = 1
+SCHEMA: Final = 2
 """The schema's version (PRAGMA user_version); a file of any other is put aside."""
 _APPLICATION: Final = 0x64706C67  # "dplg"
 _KEEP_ASIDE: Final = 5
@@ -103,6 +103,13 @@ class LedgerError(Exception):
 
 class LedgerBusyError(LedgerError):
     """Raised when another agent of this node holds the ledger."""
+
+
+class LedgerLostError(LedgerError):
+    """Raised when the files are not those that were opened, or have lost what was written; nothing is granted any more.
+
+    The process must begin again: what is held is found out from evidence then.
+    """
 
 
 class Side(enum.Enum):
@@ -142,6 +149,11 @@ class State(enum.Enum):
         return self is State.DRA
 
     @property
+    def goal(self) -> Side | None:
+        """The side where a device is or moves to; None if it is quarantined."""
+        return _GOAL.get(self)
+
+    @property
     def text(self) -> str:
         """The state in words, for messages."""
         return _WORDS[self]
@@ -169,10 +181,17 @@ _GOAL: Final = {
 Key = tuple[str, str]
 """(resource, device), (resource, unit) or (driver, claim UID)."""
 
+Holder = tuple[str, str]
+"""(pod UID, container)."""
+
 
 @dataclass(frozen=True, slots=True)
 class DeviceRecord:
-    """One physical device. `since`: Unix seconds; `sequence`: of the change that led here."""
+    """One physical device. `since`: Unix seconds; `sequence`: of the change that led here.
+
+    identity: what it was when it was given to those that hold it, or when it was last listed, in words
+    (`deviceplugin.identity.recorded`); "" if that is not known.
+    """
 
     resource: str
     device: str
@@ -180,6 +199,7 @@ class DeviceRecord:
     since: float
     sequence: int = 0
     reason: str = ""
+    identity: str = ""
 
     @property
     def pulled(self) -> bool:
@@ -189,10 +209,11 @@ class DeviceRecord:
 
 @dataclass(frozen=True, slots=True)
 class Hold:
-    """A unit (the device itself, or a replica of it) that Allocate gave away.
+    """A kubelet device id (the device's own, or a replica's) that Allocate gave away.
 
-    pod: namespace/name once it was seen, "" before. absent_since: when the first snapshot without
-    it began (monotonic seconds). Both are known to this process only.
+    holders: (pod UID, container) of those that the kubelet's checkpoint named since. pending: the container of the
+    last grant has not been named yet. absent_since: when the first checkpoint without it was asked for (monotonic
+    seconds), known to this process only. pod: namespace/name or UID of a holder, for people; likewise.
     """
 
     resource: str
@@ -200,8 +221,10 @@ class Hold:
     device: str
     since: float
     sequence: int
-    pod: str = ""
+    holders: frozenset[Holder] = frozenset()
+    pending: bool = True
     absent_since: float | None = None
+    pod: str = ""
 
 
 class ClaimDevice(msgspec.Struct, frozen=True, array_like=True):
@@ -217,7 +240,8 @@ class ClaimDevice(msgspec.Struct, frozen=True, array_like=True):
 class Claim:
     """A claim that is prepared, or (result None) about to be.
 
-    result: what the driver answers with, opaque here. durable: on disk, not only in this process.
+    result: what the driver answers with, opaque here. pods: UIDs of the pods that it was reserved for when it was
+    prepared. durable: on disk, not only in this process.
     """
 
     driver: str
@@ -228,6 +252,7 @@ class Claim:
     result: str | None
     since: float
     sequence: int = 0
+    pods: frozenset[str] = frozenset()
     durable: bool = True
 
     @property
@@ -241,7 +266,16 @@ class Claim:
         return f"{self.namespace}/{self.name}"
 
 
-_Record = DeviceRecord | Hold | Claim
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """A value that must survive restarts, by section and key."""
+
+    section: str
+    key: str
+    value: str
+
+
+_Record = DeviceRecord | Hold | Claim | Setting
 _NONE: Final[Mapping[Any, Any]] = MappingProxyType({})
 
 
@@ -256,6 +290,12 @@ class Snapshot:
     devices: Mapping[Key, DeviceRecord] = field(default_factory=lambda: _NONE)
     holds: Mapping[Key, Hold] = field(default_factory=lambda: _NONE)
     claims: Mapping[Key, Claim] = field(default_factory=lambda: _NONE)
+    settings: Mapping[Key, Setting] = field(default_factory=lambda: _NONE)
+
+    def setting(self, section: str, key: str) -> str | None:
+        """Return a value that was kept by `set_setting`; None if there is none."""
+        found = self.settings.get((section, key))
+        return None if found is None else found.value
 
     def device(self, resource: str, device: str) -> DeviceRecord:
         """Return the record of a device; an unknown one is on the plugin's side."""
@@ -307,30 +347,8 @@ class Decision(Generic[_T_co]):
     changes: tuple[Change, ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
-class Rules:
-    """The rules of the handover, each of which a test may switch off to see what it is good for.
-
-    allocate: R1, Allocate only on the plugin's side. prepare: R2, claims only on the DRA side.
-    to_dra: R5 and to_plugin: R6, moves end on evidence only. release: R7, two snapshots.
-    holders: R1 and R2 look at the other side's holders too, not only at the state. It is a second
-    net: a test that switches R5 or R6 off switches it off as well to see them matter.
-    """
-
-    allocate: bool = True
-    prepare: bool = True
-    to_dra: bool = True
-    to_plugin: bool = True
-    release: bool = True
-    holders: bool = True
-
-
-class Operation(Protocol[_T_co]):
-    """A decision waiting for its snapshot; pure. Hand it to `Ledger.do` or `Desk.do`."""
-
-    def __call__(self, now: Snapshot, rules: Rules, /) -> Decision[_T_co]:
-        """Decide."""
-        ...
+Operation = Callable[[Snapshot], Decision[_T]]
+"""A decision waiting for its snapshot; pure. Hand it to `Ledger.do` or `Desk.do`."""
 
 
 # ---------------------------------------------------------------- the rules, as predicates
@@ -363,54 +381,51 @@ class Refused:
         return text
 
 
-def r1_refusal(now: Snapshot, rules: Rules, resource: str, device: str) -> Refused | None:
+def r1_refusal(now: Snapshot, resource: str, device: str) -> Refused | None:
     """R1: Allocate is granted in PLUGIN and TO_DRA; return the refusal elsewhere."""
     record = now.device(resource, device)
-    if rules.allocate and not record.state.allocates:
+    if not record.state.allocates:
         return Refused(resource, device, record.state, record.since, moving=record.state is State.TO_PLUGIN)
-    if rules.allocate and rules.holders:
-        for claim in now.claims_on(resource, (device,)):
-            return Refused(resource, device, record.state, record.since, f"claim {claim.title}")
+    for claim in now.claims_on(resource, (device,)):
+        return Refused(resource, device, record.state, record.since, f"claim {claim.title}")
     return None
 
 
-def r2_refusal(now: Snapshot, rules: Rules, resource: str, device: str) -> Refused | None:
+def r2_refusal(now: Snapshot, resource: str, device: str) -> Refused | None:
     """R2: claims are prepared in DRA and TO_PLUGIN; return the refusal elsewhere."""
     record = now.device(resource, device)
     holder = next((hold.pod or "a pod" for hold in now.holds_on(resource, (device,))), "")
-    if rules.prepare and not record.state.prepares:
+    if not record.state.prepares:
         return Refused(resource, device, record.state, record.since, holder, record.state is State.TO_DRA)
-    if rules.prepare and rules.holders and holder:
+    if holder:
         return Refused(resource, device, record.state, record.since, holder)
     return None
 
 
-def r5_waits_for(now: Snapshot, rules: Rules, record: DeviceRecord, evidence: KubeletEvidence) -> str:
+def r5_waits_for(now: Snapshot, record: DeviceRecord, evidence: KubeletEvidence) -> str:
     """R5: say what the commit of TO_DRA still waits for; "" if it may be."""
-    if not rules.to_dra:
-        return ""
     shown = evidence.shown.get(record.device)
     seen = evidence.snapshot
     if evidence.sequence < record.sequence:
         return "evidence from after the move began"
     if shown is None:
         return "ListAndWatch to show it Unhealthy"
-    if evidence.allocatable_at < shown or record.device in evidence.allocatable:
-        return "the kubelet to acknowledge that it is Unhealthy"
-    if seen.at < evidence.allocatable_at or not seen.quiet or seen.sequence < evidence.sequence:
-        return "a snapshot of the kubelet's holders"
     for held in seen.held.values():
         if held.device == record.device:
-            return f"pod {held.pod}"
+            return f"pod {held.pod} ({held.reason})" if held.reason else f"pod {held.pod}"
+    if not seen.awake:
+        return f"a checkpoint that the kubelet has written since ({seen.problem or 'not asked for yet'})"
+    if seen.at < shown or record.device in seen.registered:
+        return "the kubelet to acknowledge that it is Unhealthy"
+    if seen.sequence < evidence.sequence:
+        return "a snapshot of the kubelet's holders"
     for hold in now.holds_on(record.resource, (record.device,)):
         return f"pod {hold.pod}" if hold.pod else f"the pod it was allocated to at {_utc(hold.since)}"
     return ""
 
 
-def r6_waits_for(now: Snapshot, rules: Rules, record: DeviceRecord, evidence: ClusterEvidence) -> str:
+def r6_waits_for(now: Snapshot, record: DeviceRecord, evidence: ClusterEvidence) -> str:
     """R6: say what the commit of TO_PLUGIN still waits for; "" if it may be."""
-    if not rules.to_plugin:
-        return ""
     accepted = evidence.withdrawn.get(record.device)
     if evidence.sequence < record.sequence:
         return "evidence from after the move began"
@@ -425,18 +440,13 @@ def r6_waits_for(now: Snapshot, rules: Rules, record: DeviceRecord, evidence: Cl
     return ""
 
 
-def r7_releases(rules: Rules, hold: Hold, snapshot: KubeletSnapshot, apart: float) -> bool:
-    """R7: whether a hold that the snapshot does not show is over.
+def r7_releases(hold: Hold, snapshot: KubeletSnapshot, apart: float) -> bool:
+    """R7: whether a grant whose pod no checkpoint has ever named is over.
 
-    One that was seen is over with the first snapshot without it; one never seen may still be on
-    its way from Allocate to where the kubelet remembers it, so it takes two, well apart. What
-    counts is when the snapshots were taken, not when they are looked at: that may be much later.
+    Its pod may still be on its way from Allocate to the kubelet's checkpoint, so it takes two checkpoints without
+    it, each written at our request, well apart. What counts is when they were asked for, not when they are judged.
     """
-    if not snapshot.quiet:
-        return False
-    if hold.pod or not rules.release:
-        return True
-    return hold.absent_since is not None and snapshot.at - hold.absent_since >= apart
+    return snapshot.awake and hold.absent_since is not None and snapshot.at - hold.absent_since >= apart
 
 
 # ---------------------------------------------------------------- what evidence looks like
@@ -444,44 +454,46 @@ def r7_releases(rules: Rules, hold: Hold, snapshot: KubeletSnapshot, apart: floa
 
 @dataclass(frozen=True, slots=True)
 class Held:
-    """A unit in some container's hands, as the kubelet says. pod: namespace/name.
+    """A kubelet device id in some container's hands, as the witnesses say.
 
-    sure: not only a checkpoint says so that may be older than the pod's end. What is not sure
-    counts as held, and accuses nobody.
+    holders: (pod UID, container) of each. pod: one of them for people. sure: not only an old checkpoint says so;
+    what is not sure counts as held, and proves nobody wrong. reason: why it counts as held, for people.
     """
 
     device: str
     pod: str
     sure: bool = True
+    holders: frozenset[Holder] = frozenset()
+    reason: str = ""
 
 
 @dataclass(frozen=True, slots=True)
 class KubeletSnapshot:
-    """Who holds what of one resource: the kubelet's checkpoint and PodResources List together.
+    """Who holds what of one resource, by the witnesses (`deviceplugin.kubelet.holders`).
 
-    sequence: the ledger's before the snapshot began. at: when it began (monotonic seconds).
-    quiet: no own Allocate was in flight meanwhile. held: by unit.
+    sequence: the ledger's before they were asked. at: when they began to be asked (monotonic seconds). awake: the
+    checkpoint was written after that; no own Allocate was in flight meanwhile. held: by the kubelet's id.
+    registered: devices that the kubelet counts as healthy. problem: why it is not awake.
     """
 
     sequence: int
     at: float
-    quiet: bool
+    awake: bool
     held: Mapping[str, Held] = field(default_factory=lambda: _NONE)
+    registered: frozenset[str] = frozenset()
+    problem: str = ""
 
 
 @dataclass(frozen=True, slots=True)
 class KubeletEvidence:
     """What R5 asks for; times are monotonic seconds of one process.
 
-    sequence: the ledger's before any of it. shown: when the update with the device Unhealthy was
-    sent, by device. allocatable: devices that GetAllocatableResources still lists, asked at
-    `allocatable_at`. snapshot: taken after that.
+    sequence: the ledger's before any of it. shown: when the update with the device Unhealthy was sent, by device.
+    snapshot: begun after that.
     """
 
     sequence: int
     shown: Mapping[str, float]
-    allocatable_at: float
-    allocatable: frozenset[str]
     snapshot: KubeletSnapshot
 
 
@@ -504,7 +516,9 @@ class ClusterEvidence:
 class ClaimEvidence:
     """A claim whose allocation names devices of this node, or whose CDI file lies here.
 
-    prepared: there is a CDI file. Namespace and name may be unknown ("") then.
+    prepared: there is a CDI file, or the kubelet counts it as prepared. Namespace and name may be unknown ("") then.
+    pods: UIDs of its pods, as far as they are known. shares: by device, the part of it that the claim has, or "";
+    what is not in it is not known.
     """
 
     driver: str
@@ -513,17 +527,21 @@ class ClaimEvidence:
     prepared: bool
     namespace: str = ""
     name: str = ""
+    pods: frozenset[str] = frozenset()
+    shares: Mapping[str, str] = field(default_factory=lambda: _NONE)
 
 
 @dataclass(frozen=True, slots=True)
 class Evidence:
     """What is known of one resource's holders without the ledger (R8).
 
-    held: by unit, from the kubelet's checkpoint. claims: from the API server and the CDI files.
+    held: by unit, from the kubelet's checkpoint. claims: from the API server, the kubelet's claim state and the CDI
+    files. awake: the checkpoint was written at our own request; if not, it proves nothing by what it does not name.
     """
 
     held: Mapping[str, Held] = field(default_factory=lambda: _NONE)
     claims: Sequence[ClaimEvidence] = ()
+    awake: bool = True
 
 
 # ---------------------------------------------------------------- the operations
@@ -578,7 +596,7 @@ def adopt(resource: str, devices: Iterable[str], side: Side, now: float) -> Oper
     """
     ids = tuple(dict.fromkeys(devices))
 
-    def decide(state: Snapshot, _rules: Rules) -> Decision[tuple[str, ...]]:
+    def decide(state: Snapshot) -> Decision[tuple[str, ...]]:
         new = [device for device in ids if (resource, device) not in state.devices]
         if not new:
             return Decision(())
@@ -597,7 +615,7 @@ def forget(resource: str, devices: Iterable[str]) -> Operation[tuple[str, ...]]:
     """Drop devices that are no more; answer which. Held ones stay."""
     ids = tuple(dict.fromkeys(devices))
 
-    def decide(state: Snapshot, _rules: Rules) -> Decision[tuple[str, ...]]:
+    def decide(state: Snapshot) -> Decision[tuple[str, ...]]:
         gone = tuple(
             device
             for device in ids
@@ -606,6 +624,24 @@ def forget(resource: str, devices: Iterable[str]) -> Operation[tuple[str, ...]]:
             and not state.claims_on(resource, (device,))
         )
         return Decision(gone, tuple(Change("devices", (resource, device), None) for device in gone))
+
+    return decide
+
+
+def identify(identities: Mapping[Key, str]) -> Operation[None]:
+    """Record what devices are; one that somebody holds keeps the identity that its holder got, until a reboot."""
+
+    def decide(state: Snapshot) -> Decision[None]:
+        changes = []
+        for key, identity in identities.items():
+            record = state.devices.get(key)
+            if record is None or not identity or record.identity == identity:
+                continue
+            same_boot = record.identity.split(" ")[0] == identity.split(" ")[0]
+            if same_boot and (state.holds_on(key[0], key[1:]) or state.claims_on(key[0], key[1:])):
+                continue
+            changes.append(Change("devices", key, replace(record, identity=identity)))
+        return Decision(None, tuple(changes))
 
     return decide
 
@@ -621,57 +657,75 @@ def grant(resource: str, units: Mapping[str, str], now: float) -> Operation[Gran
 
     """
 
-    def decide(state: Snapshot, rules: Rules) -> Decision[Granted | Refused]:
+    def decide(state: Snapshot) -> Decision[Granted | Refused]:
         for device in dict.fromkeys(units.values()):
-            refusal = r1_refusal(state, rules, resource, device)
+            refusal = r1_refusal(state, resource, device)
             if refusal is not None:
                 return Decision(refusal)
         sequence = state.sequence + 1
-        changes = [
-            Change("holds", (resource, unit), Hold(resource, unit, device, now, sequence))
-            for unit, device in units.items()
-        ]
+        changes = []
+        for unit, device in units.items():
+            before = state.holds.get((resource, unit))
+            # Its earlier holders stay in the record until the witnesses say that they are gone.
+            holders = before.holders if before is not None else frozenset()
+            pod = before.pod if before is not None else ""
+            changes.append(
+                Change("holds", (resource, unit), Hold(resource, unit, device, now, sequence, holders, pod=pod))
+            )
         return Decision(Granted(sequence), tuple(changes))
 
     return decide
 
 
 def observe(resource: str, snapshot: KubeletSnapshot, now: float, *, apart: float = WELL_APART) -> Operation[Observed]:
-    """Compare the holds of a resource with a snapshot of the kubelet's: release what is over (R7).
+    """Compare the holds of a resource with what the witnesses say: release what is over (E2, R7).
 
-    A unit that the kubelet says is held and that the ledger does not know becomes a hold; if its
-    device is on the DRA side, the two contradict each other and the device is quarantined.
+    A hold is over when none of its holders is left, and no grant of it waits for its container to be named. An id
+    that is held and that the ledger does not know becomes a hold; if its device is on the DRA side, the two
+    contradict each other and the device is quarantined.
 
     Args:
         resource: the extended resource's name.
-        snapshot: complete, taken while the kubelet was reachable.
+        snapshot: what the witnesses say of all of the resource's ids.
         now: Unix seconds.
-        apart: seconds between the beginnings of the two snapshots of R7.
+        apart: seconds between the two checkpoints of R7.
 
     """
 
-    def decide(state: Snapshot, rules: Rules) -> Decision[Observed]:
+    def decide(state: Snapshot) -> Decision[Observed]:
         changes: list[Change] = []
         released: list[str] = []
         for key, hold in state.holds.items():
-            if hold.resource != resource:
-                continue
-            held = snapshot.held.get(hold.unit)
-            if snapshot.sequence < hold.sequence:
-                continue  # it was given out, perhaps anew, after the kubelet was asked
-            if held is not None:
-                if hold.pod != held.pod or hold.absent_since is not None:
-                    record = replace(hold, pod=held.pod, absent_since=None)
-                    changes.append(Change("holds", key, record, durable=False))
-            elif r7_releases(rules, hold, snapshot, apart):
+            if hold.resource != resource or snapshot.sequence < hold.sequence:
+                continue  # given out, perhaps anew, after the witnesses were asked
+            after = _observed(hold, snapshot, apart)
+            if after is None:
                 released.append(hold.unit)
                 changes.append(Change("holds", key, None))
-            elif hold.absent_since is None and snapshot.quiet:
-                changes.append(Change("holds", key, replace(hold, absent_since=snapshot.at), durable=False))
+            elif after != hold:
+                durable = (after.holders, after.pending) != (hold.holders, hold.pending)
+                changes.append(Change("holds", key, after, durable=durable))
         found, quarantined = _found(state, resource, snapshot.held, now, changes)
         return Decision(Observed(tuple(released), found, quarantined), tuple(changes))
 
     return decide
+
+
+def _observed(hold: Hold, snapshot: KubeletSnapshot, apart: float) -> Hold | None:
+    """Return a hold as the witnesses leave it; None if it is over."""
+    held = snapshot.held.get(hold.unit)
+    holders = held.holders if held is not None else frozenset()
+    pod = held.pod if held is not None else hold.pod
+    if held is not None and held.sure and holders - hold.holders:
+        return replace(hold, holders=holders, pending=False, absent_since=None, pod=pod)
+    if not hold.pending:
+        return replace(hold, holders=holders, pod=pod) if holders else None
+    # A new name that only an old checkpoint has may be that of a pod that ended before this grant.
+    holders &= hold.holders
+    if r7_releases(hold, snapshot, apart):
+        return replace(hold, holders=holders, pending=False, absent_since=None, pod=pod) if holders else None
+    absent = snapshot.at if hold.absent_since is None and snapshot.awake else hold.absent_since
+    return replace(hold, holders=holders, absent_since=absent, pod=pod)
 
 
 def _found(
@@ -684,14 +738,20 @@ def _found(
         if (resource, unit) in state.holds or (record.state.prepares and not holder.sure):
             continue
         found.append(unit)
-        hold = Hold(resource, unit, holder.device, now, state.sequence + 1, holder.pod)
-        changes.append(Change("holds", (resource, unit), hold))
+        changes.append(Change("holds", (resource, unit), _seen_hold(state, resource, unit, holder, now)))
         if record.state.prepares and holder.device not in quarantined:
             quarantined[holder.device] = None
             reason = f"{record.state.text}, but the kubelet says that pod {holder.pod} holds it"
             record = DeviceRecord(resource, holder.device, State.QUARANTINED, now, reason=reason)
             changes.append(_put_device(record, state))
     return tuple(found), tuple(quarantined)
+
+
+def _seen_hold(state: Snapshot, resource: str, unit: str, held: Held, now: float) -> Hold:
+    """Return the record of an id that is held and was granted by an agent before, or by a ledger that is lost."""
+    return Hold(
+        resource, unit, held.device, now, state.sequence + 1, held.holders, pending=not held.holders, pod=held.pod
+    )
 
 
 def reserve(claim: Claim, *, durable: bool, pull: bool = False) -> Operation[Claim | Refused]:
@@ -704,13 +764,13 @@ def reserve(claim: Claim, *, durable: bool, pull: bool = False) -> Operation[Cla
     pull: where a device is on the plugin's side and idle, begin its move to DRA.
     """
 
-    def decide(state: Snapshot, rules: Rules) -> Decision[Claim | Refused]:
+    def decide(state: Snapshot) -> Decision[Claim | Refused]:
         key = (claim.driver, claim.uid)
         known = state.claims.get(key)
         same = known is not None and (known.durable, known.devices) == (durable, claim.devices)
         if known is not None and (same or known.result is not None):
             return Decision(known)
-        refusal = _claim_refusal(state, rules, claim)
+        refusal = _claim_refusal(state, claim)
         if refusal is not None:
             return _pulled(state, claim, refusal) if pull else Decision(refusal)
         durably = durable or (known is not None and known.durable)
@@ -732,12 +792,12 @@ def prepare(claim: Claim, *, pull: bool = False) -> Operation[Claim | Refused]:
 
     """
 
-    def decide(state: Snapshot, rules: Rules) -> Decision[Claim | Refused]:
+    def decide(state: Snapshot) -> Decision[Claim | Refused]:
         key = (claim.driver, claim.uid)
         known = state.claims.get(key)
         if known is not None and known.result is not None:
             return Decision(known)
-        refusal = _claim_refusal(state, rules, claim)
+        refusal = _claim_refusal(state, claim)
         if refusal is not None:
             return _pulled(state, claim, refusal) if pull else Decision(refusal)
         record = replace(claim, sequence=state.sequence + 1, durable=True)
@@ -746,23 +806,21 @@ def prepare(claim: Claim, *, pull: bool = False) -> Operation[Claim | Refused]:
     return decide
 
 
-def _claim_refusal(state: Snapshot, rules: Rules, claim: Claim) -> Refused | None:
+def _claim_refusal(state: Snapshot, claim: Claim) -> Refused | None:
     for device in claim.devices:
         if not device.admin:
-            refusal = r2_refusal(state, rules, device.resource, device.device) or _taken(state, rules, claim, device)
+            refusal = r2_refusal(state, device.resource, device.device) or _taken(state, claim, device)
             if refusal is not None:
                 return refusal
     return None
 
 
-def _taken(state: Snapshot, rules: Rules, claim: Claim, wanted: ClaimDevice) -> Refused | None:
+def _taken(state: Snapshot, claim: Claim, wanted: ClaimDevice) -> Refused | None:
     """R2 between claims: a device that is not shared has one claim, however the second came by it.
 
     The scheduler sees to it, too, but of a pod that is deleted by force the API server forgets
     the claim while its container still runs.
     """
-    if not rules.prepare:
-        return None
     for other in state.claims_on(wanted.resource, (wanted.device,)):
         if (other.driver, other.uid) == (claim.driver, claim.uid):
             continue
@@ -793,7 +851,7 @@ def _pulled(state: Snapshot, claim: Claim, refusal: Refused) -> Decision[Claim |
 def reopen(driver: str, uid: str) -> Operation[Claim | None]:
     """Make a prepared claim one that is about to be again, its devices still held (after a reboot)."""
 
-    def decide(state: Snapshot, _rules: Rules) -> Decision[Claim | None]:
+    def decide(state: Snapshot) -> Decision[Claim | None]:
         known = state.claims.get((driver, uid))
         if known is None or known.result is None:
             return Decision(known)
@@ -803,14 +861,18 @@ def reopen(driver: str, uid: str) -> Operation[Claim | None]:
     return decide
 
 
-def name(driver: str, uid: str, namespace: str, name: str) -> Operation[Claim | None]:
-    """Give a claim that is known from its CDI file alone the name that the API server knows it by."""
+def describe(driver: str, uid: str, namespace: str, name: str, pods: Iterable[str] = ()) -> Operation[Claim | None]:
+    """Add what is known of a claim: its name, where only its CDI file was known, and pods that share it."""
+    more = frozenset(pods)
 
-    def decide(state: Snapshot, _rules: Rules) -> Decision[Claim | None]:
+    def decide(state: Snapshot) -> Decision[Claim | None]:
         known = state.claims.get((driver, uid))
-        if known is None or known.name:
+        if known is None:
+            return Decision(None)
+        named = known if known.name else replace(known, namespace=namespace, name=name)
+        record = replace(named, pods=known.pods | more)
+        if record == known:
             return Decision(known)
-        record = replace(known, namespace=namespace, name=name)
         return Decision(record, (Change("claims", (driver, uid), record, durable=known.durable),))
 
     return decide
@@ -819,11 +881,23 @@ def name(driver: str, uid: str, namespace: str, name: str) -> Operation[Claim | 
 def unprepare(driver: str, uid: str) -> Operation[Claim | None]:
     """Take back a claim's devices; answer the record that was there, None for an unknown claim."""
 
-    def decide(state: Snapshot, _rules: Rules) -> Decision[Claim | None]:
+    def decide(state: Snapshot) -> Decision[Claim | None]:
         known = state.claims.get((driver, uid))
         if known is None:
             return Decision(None)
         return Decision(known, (Change("claims", (driver, uid), None, durable=known.durable),))
+
+    return decide
+
+
+def set_setting(section: str, key: str, value: str | None) -> Operation[None]:
+    """Keep a value, or drop it (None)."""
+
+    def decide(state: Snapshot) -> Decision[None]:
+        if state.setting(section, key) == value:
+            return Decision(None)
+        record = None if value is None else Setting(section, key, value)
+        return Decision(None, (Change("settings", (section, key), record),))
 
     return decide
 
@@ -837,7 +911,7 @@ def begin_move(
     """
     ids = tuple(dict.fromkeys(devices))
 
-    def decide(state: Snapshot, _rules: Rules) -> Decision[Mapping[str, State]]:
+    def decide(state: Snapshot) -> Decision[Mapping[str, State]]:
         moves: dict[str, State] = {}
         for device in ids:
             at = state.device(resource, device).state
@@ -852,7 +926,7 @@ def cancel_move(resource: str, devices: Iterable[str], now: float) -> Operation[
     """Send moving devices back where they came from; answer the new state of those that changed."""
     ids = tuple(dict.fromkeys(devices))
 
-    def decide(state: Snapshot, _rules: Rules) -> Decision[Mapping[str, State]]:
+    def decide(state: Snapshot) -> Decision[Mapping[str, State]]:
         at = {device: state.device(resource, device).state for device in ids}
         moves = {device: _CANCELLED[where] for device, where in at.items() if where in _CANCELLED}
         return Decision(moves, _moved(state, resource, moves, now, "cancelled"))
@@ -862,32 +936,32 @@ def cancel_move(resource: str, devices: Iterable[str], now: float) -> Operation[
 
 def commit_to_dra(resource: str, devices: Iterable[str], evidence: KubeletEvidence, now: float) -> Operation[Committed]:
     """End moves to DRA for which the evidence suffices (R5)."""
-    return _commit(resource, devices, State.TO_DRA, lambda s, r, d: r5_waits_for(s, r, d, evidence), now)
+    return _commit(resource, devices, State.TO_DRA, lambda state, record: r5_waits_for(state, record, evidence), now)
 
 
 def commit_to_plugin(
     resource: str, devices: Iterable[str], evidence: ClusterEvidence, now: float
 ) -> Operation[Committed]:
     """End moves to the plugin for which the evidence suffices (R6)."""
-    return _commit(resource, devices, State.TO_PLUGIN, lambda s, r, d: r6_waits_for(s, r, d, evidence), now)
+    return _commit(resource, devices, State.TO_PLUGIN, lambda state, record: r6_waits_for(state, record, evidence), now)
 
 
 def _commit(
     resource: str,
     devices: Iterable[str],
     at: State,
-    waits_for: Callable[[Snapshot, Rules, DeviceRecord], str],
+    waits_for: Callable[[Snapshot, DeviceRecord], str],
     now: float,
 ) -> Operation[Committed]:
     ids = tuple(dict.fromkeys(devices))
 
-    def decide(state: Snapshot, rules: Rules) -> Decision[Committed]:
+    def decide(state: Snapshot) -> Decision[Committed]:
         moves: dict[str, State] = {}
         waiting: dict[str, str] = {}
         for device in ids:
             record = state.device(resource, device)
             if record.state is at:
-                reason = waits_for(state, rules, record)
+                reason = waits_for(state, record)
                 if reason:
                     waiting[device] = reason
                 else:
@@ -919,7 +993,7 @@ def confront(
     """
     ids = tuple(dict.fromkeys(devices))
 
-    def decide(state: Snapshot, _rules: Rules) -> Decision[Confronted]:
+    def decide(state: Snapshot) -> Decision[Confronted]:
         held = sorted(evidence.held.values(), key=lambda one: one.sure)  # sure ones last: they count
         plugin = {one.device: one for one in held}
         prepared = {d: c for c in evidence.claims if c.prepared for d in c.devices}
@@ -939,6 +1013,10 @@ def confront(
             elif known.state.prepares and pod is not None and not pod.sure:
                 doubtful.append(device)
                 pod = None
+            if pod is None and not evidence.awake and (known is None or not known.state.allocates):
+                # It may have been given to a pod that the checkpoint does not name yet.
+                doubtful.append(device)
+                continue
             at, reason = _proven(known, pod.pod if pod else None, claim, prepared.get(device), side)
             if known is None or at is not known.state:
                 changed[device] = at
@@ -947,23 +1025,29 @@ def confront(
                 quarantined.append(device)
         for unit, holder in evidence.held.items():
             if (resource, unit) not in state.holds and holder.device not in doubtful:
-                hold = Hold(resource, unit, holder.device, now, state.sequence + 1, holder.pod)
-                changes.append(Change("holds", (resource, unit), hold))
+                changes.append(Change("holds", (resource, unit), _seen_hold(state, resource, unit, holder, now)))
         for claim in evidence.claims:
             key = (claim.driver, claim.uid)
-            if claim.prepared and key not in state.claims:
-                record = Claim(
-                    claim.driver,
-                    claim.uid,
-                    claim.namespace,
-                    claim.name,
-                    tuple(ClaimDevice(resource, device) for device in sorted(claim.devices)),
-                    None,
-                    now,
-                    state.sequence + 1,
-                )
-                changes.append(Change("claims", key, record))
-        return Decision(Confronted(changed, tuple(quarantined), tuple(doubtful)), tuple(changes))
+            record = state.claims.get(key)
+            if not claim.prepared or (record is not None and record.result is not None):
+                continue
+            # A claim over several resources is found once for each of them.
+            known_devices = record.devices if record is not None else ()
+            devices = (
+                *known_devices,
+                *(
+                    ClaimDevice(resource, device, claim.shares.get(device, ""))
+                    for device in sorted(claim.devices)
+                    if not any((one.resource, one.device) == (resource, device) for one in known_devices)
+                ),
+            )
+            if record is None:
+                record = Claim(claim.driver, claim.uid, claim.namespace, claim.name, (), None, now)
+            pods = record.pods | claim.pods
+            if (devices, pods) != (known_devices, record.pods):
+                record = replace(record, devices=devices, pods=pods, sequence=state.sequence + 1)
+                changes.append(Change("claims", key, record, durable=record.durable))
+        return Decision(Confronted(changed, tuple(quarantined), tuple(dict.fromkeys(doubtful))), tuple(changes))
 
     return decide
 
@@ -998,7 +1082,9 @@ def _moved(state: Snapshot, resource: str, moves: Mapping[str, State], now: floa
 
 
 def _put_device(record: DeviceRecord, state: Snapshot) -> Change:
-    return Change("devices", (record.resource, record.device), replace(record, sequence=state.sequence + 1))
+    identity = record.identity or state.device(record.resource, record.device).identity
+    record = replace(record, sequence=state.sequence + 1, identity=identity)
+    return Change("devices", (record.resource, record.device), record)
 
 
 def _utc(seconds: float) -> str:
@@ -1012,9 +1098,10 @@ def _utc(seconds: float) -> str:
 
 
 _TABLES: Final = {
-    "devices": ("resource", "device", "state", "since", "sequence", "reason"),
-    "holds": ("resource", "unit", "device", "since", "sequence"),
-    "claims": ("driver", "uid", "namespace", "name", "devices", "result", "since", "sequence"),
+    "devices": ("resource", "device", "state", "since", "sequence", "reason", "identity"),
+    "holds": ("resource", "unit", "device", "since", "sequence", "holders", "pending"),
+    "claims": ("driver", "uid", "namespace", "name", "devices", "result", "since", "sequence", "pods"),
+    "settings": ("section", "key", "value"),
 }
 _CREATE: Final = (
     *(
@@ -1024,6 +1111,16 @@ _CREATE: Final = (
     "CREATE TABLE seal (id INTEGER PRIMARY KEY, sequence INTEGER NOT NULL, seal INTEGER NOT NULL)",
     "INSERT INTO seal VALUES (1, 0, 0)",
 )
+_FORMER_COLUMNS: Final = {"devices": 6, "holds": 5, "claims": 8}
+"""How many of the columns a database of schema 1 has."""
+_FROM_FORMER: Final = (
+    "ALTER TABLE devices ADD COLUMN identity DEFAULT ''",
+    "ALTER TABLE holds ADD COLUMN holders DEFAULT '[]'",
+    "ALTER TABLE holds ADD COLUMN pending DEFAULT 1",
+    "ALTER TABLE claims ADD COLUMN pods DEFAULT '[]'",
+    "CREATE TABLE settings (section, key, value, PRIMARY KEY (section, key)) WITHOUT ROWID",
+)
+"""What makes a database of schema 1 one of schema 2."""
 _PUT: Final = {
     table: f"INSERT OR REPLACE INTO {table} VALUES ({', '.join('?' * len(columns))})"  # noqa: S608  # our own names
     for table, columns in _TABLES.items()
@@ -1034,27 +1131,38 @@ _DROP: Final = {
 }
 _SELECT: Final = {table: f"SELECT {', '.join(columns)} FROM {table}" for table, columns in _TABLES.items()}  # noqa: S608
 
-_Row = tuple[str | float | None, ...]
+_Row = tuple[str | int | float | None, ...]
 
 
 def _row(record: _Record) -> _Row:
     if isinstance(record, DeviceRecord):
-        return record.resource, record.device, record.state.value, record.since, record.sequence, record.reason
+        at = (record.resource, record.device, record.state.value)
+        return *at, record.since, record.sequence, record.reason, record.identity
     if isinstance(record, Hold):
-        return record.resource, record.unit, record.device, record.since, record.sequence
+        holders = msgspec.json.encode(sorted(record.holders)).decode()
+        return record.resource, record.unit, record.device, record.since, record.sequence, holders, int(record.pending)
+    if isinstance(record, Setting):
+        return record.section, record.key, record.value
     devices = msgspec.json.encode(record.devices).decode()
+    pods = msgspec.json.encode(sorted(record.pods)).decode()
     first = (record.driver, record.uid, record.namespace, record.name)
-    return *first, devices, record.result, record.since, record.sequence
+    return *first, devices, record.result, record.since, record.sequence, pods
 
 
 def _record(table: str, row: Sequence[Any]) -> _Record:
     if table == "devices":
         return DeviceRecord(row[0], row[1], State(row[2]), *row[3:])
     if table == "holds":
-        return Hold(*row)
+        holders = msgspec.json.decode(row[5], type=frozenset[Holder])
+        resource, unit, device, since, sequence = row[:5]
+        return Hold(resource, unit, device, since, sequence, holders, pending=bool(row[6]))
+    if table == "settings":
+        return Setting(*row)
     devices = msgspec.json.decode(row[4], type=tuple[ClaimDevice, ...])
     driver, uid, namespace, name = row[:4]
-    return Claim(driver, uid, namespace, name, devices, *row[5:])
+    result, since, sequence = row[5:8]
+    pods = msgspec.json.decode(row[8], type=frozenset[str])
+    return Claim(driver, uid, namespace, name, devices, result, since, sequence, pods)
 
 
 def _digest(table: str, row: _Row) -> int:
@@ -1131,29 +1239,6 @@ def _locked(path: str, *, wait: bool = False) -> int:
         os.close(lock)  # it was removed while we waited: whoever held it may have made itself another one
 
 
-def left_behind(path: str) -> tuple[Claim, ...]:
-    """Return the claims in a ledger that no agent has; () if one has it, or it is none of ours.
-
-    Whatever there is stays as it is.
-    """
-    try:
-        lock = os.open(path + ".lock", os.O_RDWR | os.O_CLOEXEC)
-    except OSError:
-        return ()
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        with contextlib.closing(sqlite3.connect(f"file:{quote(path)}?mode=rw", uri=True, timeout=0)) as connection:
-            connection.execute("PRAGMA locking_mode = EXCLUSIVE")
-            if connection.execute("PRAGMA application_id").fetchone()[0] != _APPLICATION:
-                return ()
-            return tuple(cast("Claim", _record("claims", row)) for row in connection.execute(_SELECT["claims"]))
-    except (OSError, sqlite3.Error, ValueError, TypeError) as error:
-        _LOG.info("the ledger %s is left alone: %s", path, error)
-        return ()
-    finally:
-        os.close(lock)
-
-
 class Ledger:
     """The file. Synchronous and thread-safe; `Desk` is for event loops.
 
@@ -1168,7 +1253,6 @@ class Ledger:
         self,
         path: str,
         lock: int,
-        rules: Rules,
         step: Callable[[str], None] | None,
         connect: Callable[[str], sqlite3.Connection],
     ) -> None:
@@ -1176,7 +1260,6 @@ class Ledger:
         self.path: Final = path
         self.set_aside: str | None = None
         self.fresh = False
-        self._rules = rules
         self._lock_file = lock
         self._connect = connect
         self._guard = threading.RLock()
@@ -1185,8 +1268,7 @@ class Ledger:
         self._snapshot = Snapshot()
         self._seal = 0
         self._files: tuple[_File | None, ...] = ()
-        self._lost = False
-        """The lock was lost for a while, and nobody has looked yet what another agent may have written."""
+        self._lost = ""
         self._closed = False
 
     @classmethod
@@ -1195,7 +1277,6 @@ class Ledger:
         path: str,
         *,
         wait: bool = False,
-        rules: Rules = Rules(),
         step: Callable[[str], None] | None = None,
         connect: Callable[[str], sqlite3.Connection] | None = None,
     ) -> Self:
@@ -1204,7 +1285,6 @@ class Ledger:
         Args:
             path: the database; `path + ".lock"` is the lock. Missing directories are made.
             wait: stand by while another agent has it.
-            rules: for tests.
             step: called before and after each durable step with its name, for tests.
             connect: opens the database, for tests.
 
@@ -1213,7 +1293,7 @@ class Ledger:
             LedgerError: the directory or the disk does not let us; another try may.
 
         """
-        ledger = cls(path, _locked(path, wait=wait), rules, step, connect or _connected)
+        ledger = cls(path, _locked(path, wait=wait), step, connect or _connected)
         try:
             ledger._load()
         except BaseException:
@@ -1257,23 +1337,24 @@ class Ledger:
 
         Raises:
             LedgerError: it could not be recorded, nothing was granted.
+            LedgerLostError: the files were removed, replaced or damaged; nothing is granted any more.
 
         """
         with self._guard:
             if self._closed:
                 raise LedgerError(f"the ledger {self.path} is closed")
-            if self._connection is not None and not self._in_place():
-                _LOG.error("the ledger %s was removed under a running agent; it is written anew", self.path)
-                self._disconnect()
+            if not self._lost and not self._in_place():
+                self._lose("its files were removed or replaced while it was in use")
+            if self._lost:
+                raise LedgerLostError(self._lost)
             if self._connection is None:
-                self._lock_again()
                 self._load_again()
             before, after = self._snapshot, self._snapshot
             answers: list[Any] = []
             changes: list[Change] = []
             for operation in operations:
                 try:
-                    decision = operation(after, self._rules)
+                    decision = operation(after)
                 except Exception as error:  # costs its own caller only
                     answers.append(error)
                     continue
@@ -1303,26 +1384,20 @@ class Ledger:
                 connection.close()
 
     def _in_place(self) -> bool:
-        """Return whether what is written is found again by the next agent."""
-        return all(file is None or file == _file(path) for path, file in zip(self._paths, self._files, strict=True))
+        """Return whether what is written is found again by the next agent; SQLite removes the log with a connection."""
+        count = 2 if self._connection is None else 3
+        return all(file == _file(path) for path, file in list(zip(self._paths, self._files, strict=True))[:count])
 
     @property
     def _paths(self) -> tuple[str, ...]:
         """The files that make up the ledger, its lock first."""
         return f"{self.path}.lock", self.path, f"{self.path}-wal"
 
-    def _lock_again(self) -> None:
-        """See to it that the lock is one that the next agent meets, too.
-
-        Raises:
-            LedgerError: it is not to be had; LedgerBusyError: another agent has made itself one.
-
-        """
-        held = os.fstat(self._lock_file)
-        if _file(self._paths[0]) != (held.st_dev, held.st_ino):
-            lock = _locked(self.path)
-            os.close(self._lock_file)
-            self._lock_file, self._lost = lock, True
+    def _lose(self, why: str) -> None:
+        """Grant nothing any more: what is on disk is not what this process has written."""
+        self._lost = f"the ledger {self.path} cannot be used any more: {why}; the agent has to be restarted"
+        _LOG.error("%s", self._lost)
+        self._disconnect()
 
     def _write(self, before: Snapshot, after: Snapshot, changes: Sequence[Change]) -> None:
         connection = self._connection
@@ -1359,40 +1434,25 @@ class Ledger:
 
     def _load_again(self) -> None:
         """Go on after a failed write: what is on disk counts, what only this process knows stays."""
-        known = self._snapshot
+        known, files = self._snapshot, self._files
         try:
             self._load()
         except LedgerError:
             self._snapshot = known
             raise
         found = self._snapshot
-        if self._lost and found.sequence:
-            # Another agent may have had the ledger in between: what either of us gave away is held.
-            # Where devices are it knew better, having heard the evidence after us.
-            both = Snapshot(
-                max(known.sequence, found.sequence) + 1,
-                {**known.devices, **found.devices},
-                {**known.holds, **found.holds},
-                {**known.claims, **found.claims},
-            )
+        if self._files[:2] != files[:2] or found.sequence < known.sequence:
             self._snapshot = known
-            self._write(found, both, _changes(found, both))
-            self._snapshot, self._lost = both, False
-            return
-        if found.sequence < known.sequence:
-            # The file went bad under us; all that was ever recorded is in memory.
-            self._snapshot = known
-            self._write(found, known, _changes(found, known))
-            self._lost = False
-            return
+            self._lose("it has lost what was written to it")
+            raise LedgerLostError(self._lost)
         holds = {
-            key: replace(hold, pod=old.pod, absent_since=old.absent_since)
+            key: replace(hold, absent_since=old.absent_since, pod=old.pod)
             if (old := known.holds.get(key)) is not None and old.sequence == hold.sequence
             else hold
             for key, hold in found.holds.items()
         }
         reserved = {key: claim for key, claim in known.claims.items() if not claim.durable}
-        self._snapshot, self._lost = replace(found, holds=holds, claims={**reserved, **found.claims}), False
+        self._snapshot = replace(found, holds=holds, claims={**reserved, **found.claims})
 
     def _load(self) -> None:
         """Open the database and read all of it; put it aside if that is not possible."""
@@ -1426,10 +1486,12 @@ class Ledger:
         version = connection.execute("PRAGMA user_version").fetchone()[0]
         if version == 0 and not connection.execute("SELECT count(*) FROM sqlite_master").fetchone()[0]:
             self._create(connection)
-        elif version != SCHEMA:
+        elif version not in {1, SCHEMA}:
             raise _DamagedError(f"its schema is {version}, this agent's is {SCHEMA}")
         elif connection.execute("PRAGMA application_id").fetchone()[0] != _APPLICATION:
             raise _DamagedError("it is another program's database")
+        elif version == 1:
+            self._upgrade(connection)
         check = connection.execute("PRAGMA quick_check(1)").fetchone()
         if check is None or check[0] != "ok":
             raise _DamagedError(str(check[0] if check else "no answer from quick_check"))
@@ -1456,6 +1518,27 @@ class Ledger:
         self._step("create commit")
         connection.execute("COMMIT")
         self._step("created")
+
+    def _upgrade(self, connection: sqlite3.Connection) -> None:
+        """Make a database of schema 1 one of this schema, if its seal fits."""
+        connection.execute("BEGIN IMMEDIATE")
+        former = 0
+        for table, count in _FORMER_COLUMNS.items():
+            columns = ", ".join(_TABLES[table][:count])
+            for row in connection.execute(f"SELECT {columns} FROM {table}"):  # noqa: S608  # our own names
+                former ^= _digest(table, row)
+        found = connection.execute("SELECT seal FROM seal WHERE id = 1").fetchone()
+        if found is None or found[0] != former:
+            raise _DamagedError("the seal does not fit the rows")
+        for statement in _FROM_FORMER:
+            connection.execute(statement)
+        seal = 0
+        for table, statement in _SELECT.items():
+            for row in connection.execute(statement):
+                seal ^= _digest(table, row)
+        connection.execute("UPDATE seal SET seal = ? WHERE id = 1", (seal,))
+        connection.execute(f"PRAGMA user_version = {SCHEMA}")
+        connection.execute("COMMIT")
 
     def _rows(self, connection: sqlite3.Connection) -> tuple[Snapshot, int]:
         tables: dict[str, dict[Key, Any]] = {}
@@ -1497,15 +1580,6 @@ class Ledger:
                         os.remove(os.path.join(directory, gone + suffix))
 
 
-def _changes(before: Snapshot, after: Snapshot) -> list[Change]:
-    """Return what makes one snapshot of the other."""
-    return [
-        Change(table, key, getattr(after, table).get(key), getattr(record, "durable", True))
-        for table in _TABLES
-        for key, record in {**getattr(before, table), **getattr(after, table)}.items()
-    ]
-
-
 def _no_step(_name: str) -> None:
     pass
 
@@ -1529,11 +1603,13 @@ class Desk:
         self._loop = asyncio.get_running_loop()
         self._asked: queue.SimpleQueue[_Asked | None] = queue.SimpleQueue()
         self._closed = False
+        self.lost = asyncio.Event()
+        """Set when the ledger grants nothing any more and the process has to begin again."""
         self._thread = threading.Thread(target=self._work, name="ledger", daemon=True)
         self._thread.start()
 
     @classmethod
-    async def open(cls, path: str, *, rules: Rules = Rules()) -> Self:
+    async def open(cls, path: str) -> Self:
         """Open the ledger; stand by as long as another agent of this node has it.
 
         Raises:
@@ -1556,7 +1632,7 @@ class Desk:
             ledger: Ledger | None = None
             failure: Exception | None = None
             try:
-                ledger = Ledger.open(path, wait=True, rules=rules)
+                ledger = Ledger.open(path, wait=True)
             except Exception as error:  # passed on
                 failure = error
             try:
@@ -1589,6 +1665,17 @@ class Desk:
         self._asked.put((operation, answered))
         return await answered
 
+    async def identify(self, identities: Mapping[Key, str]) -> None:
+        """Record what devices are, as `identify` does, if that is anything new.
+
+        Raises:
+            LedgerError: it could not be recorded.
+
+        """
+        known = self.snapshot.devices
+        if any(identity and key in known and known[key].identity != identity for key, identity in identities.items()):
+            await self.do(identify(identities))
+
     async def close(self) -> None:
         """Answer what was asked, then close the ledger."""
         if not self._closed:
@@ -1620,6 +1707,9 @@ class Desk:
             answers = self.ledger.do_all([operation for operation, _ in batch])
         except Exception as error:  # a LedgerError for all of them
             answers = [error] * len(batch)
+            if isinstance(error, LedgerLostError):
+                with contextlib.suppress(RuntimeError):  # the loop is closed
+                    self._loop.call_soon_threadsafe(self.lost.set)
         with contextlib.suppress(RuntimeError):  # the loop is closed
             self._loop.call_soon_threadsafe(_deliver, batch, answers)
 

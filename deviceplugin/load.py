@@ -115,7 +115,9 @@ def checked(measured: object, devices: Sequence[Device]) -> Mapping[str, Mapping
             if f"{name}_total" in quantities:
                 raise MeasureError(f"{name!r} is there with and without _total; one name is one metric")
             if isinstance(value, Mapping):
-                parts = {str(key): one for key, part in value.items() if (one := _number(name, part)) is not None}
+                numbers = {key: one for key, part in value.items() if (one := _number(name, part)) is not None}
+                # A label's value must be UTF-8; a name from the file system need not be.
+                parts = {str(key).encode(errors="replace").decode(): one for key, one in numbers.items()}
                 if parts:
                     values[name] = parts
             elif (one := _number(name, value)) is not None:

@@ -48,7 +48,7 @@ def setup(format: Format = "text", level: str = "info", stream: TextIO | None = 
     threading.excepthook = _uncaught_in_thread
     sys.unraisablehook = _unraisable
     # Libraries speak up from warnings on; their inner life is nobody's.
-    for library in ("asyncio", "grpc", "watchdog", "httpx", "httpcore"):
+    for library in ("asyncio", "grpc", "watchdog", "aiohttp"):
         logging.getLogger(library).setLevel(logging.WARNING)
 
 

@@ -8,17 +8,25 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import functools
 import logging
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Final, Literal
 
-from deviceplugin import exposition, page, web
-from deviceplugin.exposition import Family
-from deviceplugin.load import QUANTITIES, Quantity
+from prometheus_client import CollectorRegistry
+from prometheus_client.exposition import choose_encoder
+from prometheus_client.metrics_core import (
+    CounterMetricFamily,
+    GaugeMetricFamily,
+    InfoMetricFamily,
+    Metric,
+    SummaryMetricFamily,
+)
+
+from deviceplugin import web
+from deviceplugin.load import QUANTITIES
 from deviceplugin.observe import Observer, View
 from deviceplugin.report import HERE
 
@@ -31,6 +39,7 @@ __all__ = ["AgentCollector", "Options", "serving"]
 _LOG: Final = logging.getLogger(__name__)
 LOOP_PATIENCE: Final = 2.0
 """Seconds within which a living loop answers /healthz."""
+OPEN_METRICS: Final = "application/openmetrics-text"
 HEALTHS: Final = ("healthy", "unhealthy", "unknown")
 STATES: Final = ("plugin", "to-dra", "dra", "to-plugin", "quarantined")
 
@@ -39,13 +48,17 @@ STATES: Final = ("plugin", "to-dra", "dra", "to-plugin", "quarantined")
 class Options:
     """How metrics are served.
 
-    certificate, key: PEM files for TLS, read again when they are renewed. token: a file with the
-    bearer token that everybody but the kubelet's probes must bring. period: seconds between
-    readings of the load. dcgm: whether the names of NVIDIA's DCGM exporter are given as well.
+    certificate, key: PEM files for TLS, read again when they are renewed. client_ca: a PEM file
+    with the authorities of client certificates, which everybody but the kubelet's probes must then
+    have. min_version: of TLS. token: a file with the bearer token that everybody but the kubelet's
+    probes must bring. period: seconds between readings of the load. dcgm: whether the names of
+    NVIDIA's DCGM exporter are given as well.
     """
 
     certificate: Path | None = None
     key: Path | None = None
+    client_ca: Path | None = None
+    min_version: Literal["1.2", "1.3"] = "1.2"
     token: Path | None = None
     period: float = 10.0
     dcgm: bool = False
@@ -60,6 +73,8 @@ class Options:
         return cls(
             certificate=path(config.certificate),
             key=path(config.key),
+            client_ca=path(config.client_ca),
+            min_version=config.min_version,
             token=path(config.token),
             period=config.period,
             dcgm=config.dcgm,
@@ -73,12 +88,12 @@ class AgentCollector:
         self._view = view
         self._dcgm = dcgm
 
-    def collect(self) -> Iterable[Any]:
+    def collect(self) -> Iterable[Metric]:
         """Yield the families as of now."""
         view = self._view()
         yield from _devices(view)
         yield from _holders(view)
-        yield from _doors(view)
+        yield from _services(view)
         yield from _loads(view)
         if self._dcgm:
             from deviceplugin import dcgm
@@ -87,39 +102,42 @@ class AgentCollector:
         yield from _providers(view)
 
 
-def _devices(view: View) -> Iterable[Family]:
-    count = Family(
+def _devices(view: View) -> Iterable[Metric]:
+    count = GaugeMetricFamily(
         "deviceplugin_devices",
-        "gauge",
-        "Devices by side and state of the handover (the ledger says it) and health (their source says it)",
-        ("resource", "side", "state", "health"),
+        "Devices by side and state of the handover (from the ledger) and health (from their source)",
+        labels=("resource", "side", "state", "health"),
     )
-    health = Family(
+    health = GaugeMetricFamily(
         "deviceplugin_device_health",
-        "gauge",
-        "1 for the health that the device's source gives it, 0 for the others",
-        ("resource", "device", "health"),
+        "1 for the current health of the device, 0 for the others (from its source)",
+        labels=("resource", "device", "health"),
     )
-    gone = Family(
-        "deviceplugin_devices_gone", "gauge", "Devices that their source lists no more but may be held", ("resource",)
+    gone = GaugeMetricFamily(
+        "deviceplugin_devices_gone",
+        "Devices that their source no longer lists but that may still be held",
+        labels=("resource",),
     )
-    replicas = Family(
+    withheld = GaugeMetricFamily(
+        "deviceplugin_devices_withheld",
+        "Devices given to nobody because they may still be held (from the kubelet's files and pod cgroups); /status "
+        "has the reasons",
+        labels=("resource",),
+    )
+    replicas = GaugeMetricFamily(
         "deviceplugin_device_replicas",
-        "gauge",
-        "Containers that may share the device (its source says it)",
-        ("resource", "device"),
+        "Containers that may share the device (from its source)",
+        labels=("resource", "device"),
     )
-    state = Family(
+    state = GaugeMetricFamily(
         "deviceplugin_device_state",
-        "gauge",
-        "1 for the state of the handover that the device is in (the ledger says it), 0 for the others",
-        ("resource", "device", "state"),
+        "1 for the current handover state of the device, 0 for the others (from the ledger)",
+        labels=("resource", "device", "state"),
     )
-    since = Family(
+    since = GaugeMetricFamily(
         "deviceplugin_device_state_since_seconds",
-        "gauge",
-        "When the device came into its state of the handover, Unix time (the ledger says it)",
-        ("resource", "device"),
+        "Unix time at which the device entered its handover state (from the ledger)",
+        labels=("resource", "device"),
     )
     for one in view.resources:
         name = one.name
@@ -128,43 +146,41 @@ def _devices(view: View) -> Iterable[Family]:
             device, place = seen.device, seen.place
             key = (place.side, place.state, device.health.value)
             counts[key] = counts.get(key, 0) + 1
-            replicas.add((name, device.id), seen.replicas)
+            replicas.add_metric((name, device.id), seen.replicas)
             for word in HEALTHS:
-                health.add((name, device.id, word), int(word == device.health.value))
+                health.add_metric((name, device.id, word), int(word == device.health.value))
             if place is not HERE:
                 for word in STATES:
-                    state.add((name, device.id, word), int(word == place.state))
-                since.add((name, device.id), place.since)
-        # The usual ones are there at 0, too, so that a sum never lacks its resource.
+                    state.add_metric((name, device.id, word), int(word == place.state))
+                since.add_metric((name, device.id), place.since)
+        # Zeros for the usual combinations, so that a sum has every resource.
         for word in HEALTHS:
             counts.setdefault(("plugin", "plugin", word), 0)
         for (side, where, word), number in sorted(counts.items()):
-            count.add((name, side, where, word), number)
-        gone.add((name,), len(one.status.snapshot.gone))
-    yield from (count, health, gone, replicas)
-    if state.rows:
+            count.add_metric((name, side, where, word), number)
+        gone.add_metric((name,), len(one.status.snapshot.gone))
+        withheld.add_metric((name,), sum(bool(seen.withheld) for seen in one.devices))
+    yield from (count, health, gone, withheld, replicas)
+    if state.samples:
         yield from (state, since)
 
 
-def _holders(view: View) -> Iterable[Family]:
-    yield _single(
+def _holders(view: View) -> Iterable[Metric]:
+    yield GaugeMetricFamily(
         "deviceplugin_holders_known",
-        "gauge",
-        "1 while the kubelet's PodResources service and checkpoint can be read; at 0 nobody knows who holds what",
-        int(view.holders_known),
+        "1 while the kubelet's checkpoint was read lately; at 0 the holders are unknown",
+        value=int(view.holders_known),
     )
-    info = Family(
+    info = InfoMetricFamily(
         "deviceplugin_allocation",
-        "info",
-        "Who holds which device, one series a holder (the kubelet's PodResources service and checkpoint, and the "
-        "ledger, say it)",
-        ("resource", "device", "side", "namespace", "pod", "container", "claim"),
+        "Holder of a device, one series per holder (from the kubelet's checkpoint and PodResources service, and the "
+        "ledger)",
+        labels=("resource", "device", "side", "namespace", "pod", "container", "claim"),
     )
-    holders = Family(
+    holders = GaugeMetricFamily(
         "deviceplugin_device_holders",
-        "gauge",
-        "Containers and unused claims that hold the device, 0 if it is free",
-        ("resource", "device"),
+        "Containers and unused claims that hold the device; 0 if it is free",
+        labels=("resource", "device"),
     )
     for one in view.resources:
         for seen in one.devices:
@@ -174,132 +190,118 @@ def _holders(view: View) -> Iterable[Family]:
                 for hold in seen.holds
             }
             for row in rows:
-                info.add(row, 1)
+                info.add_metric(row, {})
             if view.holders_known:
-                holders.add((one.name, device), len(seen.holds))
+                holders.add_metric((one.name, device), len(seen.holds))
     yield from (info, holders)
-    yield _single(
+    yield CounterMetricFamily(
         "deviceplugin_kubelet_double_allocations",
-        "counter",
         "Devices that the kubelet gave to several pods at once (kubernetes#137534); must stay 0",
-        view.double_allocations,
+        value=view.double_allocations,
     )
 
 
-def _doors(view: View) -> Iterable[Family]:
+def _services(view: View) -> Iterable[Metric]:
     """Yield what each resource's endpoint, registration and source have done."""
 
-    def by_resource(name: str, kind: str, about: str, *more: str) -> Family:
-        return Family(f"deviceplugin_{name}", kind, about, ("resource", *more))
+    def gauge(name: str, about: str) -> GaugeMetricFamily:
+        return GaugeMetricFamily(f"deviceplugin_{name}", about, labels=("resource",))
 
-    registered = by_resource("registered", "gauge", "1 while the kubelet has taken the registration")
-    listening = by_resource("kubelet_listening", "gauge", "1 while the kubelet follows the list of devices")
-    source = by_resource("source_up", "gauge", "1 while the source of the devices works, 0 after it failed")
-    listed = by_resource("source_listed", "gauge", "1 once the source has listed its devices")
-    registrations = by_resource("registrations", "counter", "Registrations that the kubelet took")
-    failures = by_resource("registration_failures", "counter", "Registrations that the kubelet did not take")
-    restarts = by_resource("kubelet_restarts", "counter", "Times that the kubelet was seen to have restarted")
-    lists = by_resource("lists_sent", "counter", "Lists of devices sent to the kubelet")
-    allocations = by_resource("allocations", "counter", "Allocate calls granted by the plugin")
-    allocated = by_resource("allocated_devices", "counter", "Devices given out by Allocate, replicas counted singly")
-    refusals = by_resource(
-        "allocation_refusals", "counter", "Allocate calls refused by the plugin, by reason", "reason"
-    )
-    preferences = by_resource(
-        "preferred_allocation_duration_seconds", "summary", "Time to answer GetPreferredAllocation"
-    )
-    hooks = by_resource("hook_duration_seconds", "summary", "Time that the source's hooks took, by hook", "hook")
-    failed = by_resource("hook_failures", "counter", "Calls of the source's hooks that failed or took too long", "hook")
+    def counter(name: str, about: str, *more: str) -> CounterMetricFamily:
+        return CounterMetricFamily(f"deviceplugin_{name}", about, labels=("resource", *more))
+
+    def summary(name: str, about: str, *more: str) -> SummaryMetricFamily:
+        return SummaryMetricFamily(f"deviceplugin_{name}", about, labels=("resource", *more))
+
+    registered = gauge("registered", "1 while the resource is registered with the kubelet")
+    listening = gauge("kubelet_listening", "1 while the kubelet follows the list of devices")
+    source = gauge("source_up", "1 while the source of the devices works, 0 after it failed")
+    listed = gauge("source_listed", "1 once the source has listed its devices")
+    registrations = counter("registrations", "Registrations that the kubelet accepted")
+    failures = counter("registration_failures", "Registrations that the kubelet did not accept")
+    restarts = counter("kubelet_restarts", "Restarts of the kubelet that the agent noticed")
+    lists = counter("lists_sent", "Lists of devices sent to the kubelet")
+    allocations = counter("allocations", "Allocate calls granted by the plugin")
+    allocated = counter("allocated_devices", "Devices granted by Allocate, each replica counted")
+    refusals = counter("allocation_refusals", "Allocate calls refused by the plugin, by reason", "reason")
+    preferences = summary("preferred_allocation_duration_seconds", "Time to answer GetPreferredAllocation")
+    hooks = summary("hook_duration_seconds", "Time that the source's hooks took, by hook", "hook")
+    failed = counter("hook_failures", "Calls of the source's hooks that failed or timed out", "hook")
     for one in view.resources:
         key, status = (one.name,), one.status
-        door, desk = status.endpoint, status.registration
-        registered.add(key, int(status.registered))
-        listening.add(key, int(status.live))
-        source.add(key, int(not status.source_error))
-        listed.add(key, int(status.snapshot.listed))
-        registrations.add(key, desk.registrations)
-        failures.add(key, desk.failures)
-        restarts.add(key, desk.kubelet_restarts)
-        lists.add(key, door.lists_sent)
-        allocations.add(key, door.allocations)
-        allocated.add(key, door.devices_allocated)
-        for reason, count in sorted(dict(door.refusals).items()):
-            refusals.add((one.name, reason), count)
-        preferences.add(key, door.preferences, "_count")
-        preferences.add(key, door.preference_seconds, "_sum")
-        calls, seconds, bad = dict(door.hook_calls), dict(door.hook_seconds), dict(door.hook_failures)
-        if (gauge := one.measured) is not None:
-            calls["measure"], seconds["measure"], bad["measure"] = gauge.calls, gauge.seconds, gauge.failures
+        endpoint, registration = status.endpoint, status.registration
+        registered.add_metric(key, int(status.registered))
+        listening.add_metric(key, int(status.live))
+        source.add_metric(key, int(not status.source_error))
+        listed.add_metric(key, int(status.snapshot.listed))
+        registrations.add_metric(key, registration.registrations)
+        failures.add_metric(key, registration.failures)
+        restarts.add_metric(key, registration.kubelet_restarts)
+        lists.add_metric(key, endpoint.lists_sent)
+        allocations.add_metric(key, endpoint.allocations)
+        allocated.add_metric(key, endpoint.devices_allocated)
+        for reason, count in sorted(dict(endpoint.refusals).items()):
+            refusals.add_metric((one.name, reason), count)
+        preferences.add_metric(key, endpoint.preferences, endpoint.preference_seconds)
+        calls, seconds, bad = dict(endpoint.hook_calls), dict(endpoint.hook_seconds), dict(endpoint.hook_failures)
+        if (measured := one.measured) is not None:
+            calls["measure"], seconds["measure"], bad["measure"] = measured.calls, measured.seconds, measured.failures
         for hook in sorted(calls):
-            hooks.add((one.name, hook), calls[hook], "_count")
-            hooks.add((one.name, hook), seconds.get(hook, 0.0), "_sum")
-            failed.add((one.name, hook), bad.get(hook, 0))
+            hooks.add_metric((one.name, hook), calls[hook], seconds.get(hook, 0.0))
+            failed.add_metric((one.name, hook), bad.get(hook, 0))
     yield from (registered, listening, source, listed, registrations, failures, restarts, lists)
     yield from (allocations, allocated, refusals, preferences, hooks, failed)
 
 
-def _loads(view: View) -> Iterable[Family]:
-    measured = Family(
+def _loads(view: View) -> Iterable[Metric]:
+    measured = GaugeMetricFamily(
         "deviceplugin_measured",
-        "gauge",
-        "1 while the source's measure hook gives the load of its devices",
-        ("resource",),
+        "1 while the source's measure hook reports the load of its devices",
+        labels=("resource",),
     )
-    families: dict[str, Family] = {}
+    rows: dict[str, list[tuple[str, str, str, float]]] = {}
     for one in view.resources:
         if one.measured is not None:
-            measured.add((one.name,), int(one.measured.reading is not None))
+            measured.add_metric((one.name,), int(one.measured.reading is not None))
         for seen in one.devices:
-            key = (one.name, seen.device.id)
             for name, value in seen.load.items():
-                family = families.get(name)
-                if family is None:
-                    family = families[name] = _family(name)
-                if isinstance(value, dict):
-                    label = QUANTITIES[name].label if name in QUANTITIES else ""
-                    for part, number in value.items():
-                        family.add((*key, part), number, more=label or "part")
-                else:
-                    family.add(key, value)
-    if measured.rows:
+                parts = value if isinstance(value, dict) else {"": value}
+                rows.setdefault(name, []).extend(
+                    (one.name, seen.device.id, part, number) for part, number in parts.items()
+                )
+    if measured.samples:
         yield measured
-    for name in sorted(families):
-        yield families[name]
+    for name in sorted(rows):
+        yield _load(name, rows[name])
 
 
-@functools.cache
-def _describe(name: str) -> tuple[str, str, str]:
-    known = QUANTITIES.get(name, Quantity(name, "As its source's measure hook says"))
-    about = f"{known.about} (the source's measure hook says it)" if name in QUANTITIES else known.about
-    kind = "counter" if name.endswith("_total") else "gauge"
-    return f"deviceplugin_device_{name.removesuffix('_total')}", kind, about
+def _load(name: str, rows: Iterable[tuple[str, str, str, float]]) -> Metric:
+    known = QUANTITIES.get(name)
+    about = f"{known.about} (from the source's measure hook)" if known else "A quantity of the source's measure hook"
+    labels: tuple[str, ...] = ("resource", "device")
+    if any(part for _, _, part, _ in rows):
+        labels = (*labels, (known and known.label) or "part")
+    make = CounterMetricFamily if name.endswith("_total") else GaugeMetricFamily
+    family = make(f"deviceplugin_device_{name}", about, labels=labels)
+    for *values, number in rows:
+        family.add_metric(values[: len(labels)], number)
+    return family
 
 
-def _family(name: str) -> Family:
-    return Family(*_describe(name), ("resource", "device"))
-
-
-def _providers(view: View) -> Iterable[Any]:
-    up = Family(
+def _providers(view: View) -> Iterable[Metric]:
+    up = GaugeMetricFamily(
         "deviceplugin_provider_up",
-        "gauge",
-        "1 while a part of the agent beside the plugin tells about itself",
-        ("name",),
+        "1 while another part of the agent reports its status",
+        labels=("name",),
     )
     for name in view.providers:
-        up.add((name,), 1)
+        up.add_metric((name,), 1)
     for name in view.silent:
-        up.add((name,), 0)
-    if up.rows:
+        up.add_metric((name,), 0)
+    if up.samples:
         yield up
     for report in view.providers.values():
         yield from report.families
-
-
-def _single(name: str, kind: str, about: str, value: float) -> Family:
-    family = Family(name, kind, about)
-    family.add((), value)
-    return family
 
 
 # The server.
@@ -308,31 +310,35 @@ def _single(name: str, kind: str, about: str, value: float) -> Family:
 class Pages:
     """The routes of the server."""
 
-    OPEN: Final = frozenset({"/healthz", "/readyz"})
-
     def __init__(self, view: Callable[[], View], collector: AgentCollector, loop: asyncio.AbstractEventLoop) -> None:
         self._view = view
-        self._collector = collector
+        self._registry = CollectorRegistry(auto_describe=False)
+        self._registry.register(collector)
         self._loop = loop
-        self.routes: dict[str, web.Route] = {
-            "/": self._page,
-            "/metrics": self._metrics,
-            "/status": self._status,
-            "/healthz": self._healthz,
-            "/readyz": self._readyz,
+        lock = threading.Lock()
+        self.routes = {
+            "/": web.Route(self._page, lock=lock),
+            "/metrics": web.Route(self._metrics, key=_format, lock=lock),
+            "/status": web.Route(self._status, lock=lock),
+            "/healthz": web.Route(self._healthz, public=True),
+            "/readyz": web.Route(self._readyz, public=True),
         }
 
-    def _metrics(self, request: web.Request) -> web.Answer:
-        content_type = exposition.negotiate(request.headers.get("accept", ""))
-        return web.Answer(exposition.render(self._collector, content_type), content_type)
+    def _metrics(self, accept: str) -> web.Answer:
+        encode, content_type = choose_encoder(accept)
+        return web.Answer(encode(self._registry), content_type)
 
-    def _status(self, request: web.Request) -> web.Answer:
+    def _status(self, _: object) -> web.Answer:
+        from deviceplugin import page  # only where people or programs ask for it
+
         return web.Answer(page.status(self._view()), "application/json")
 
-    def _page(self, request: web.Request) -> web.Answer:
+    def _page(self, _: object) -> web.Answer:
+        from deviceplugin import page
+
         return web.Answer(page.html(self._view()), "text/html; charset=utf-8", headers=page.headers())
 
-    def _healthz(self, request: web.Request) -> web.Answer:
+    def _healthz(self, _: object) -> web.Answer:
         """Answer 200 if the agent's loop still turns."""
         turned = threading.Event()
         try:
@@ -343,10 +349,17 @@ class Pages:
             return web.Answer(f"the loop has not turned for {LOOP_PATIENCE:g} s\n".encode(), status=503)
         return web.Answer(b"ok\n")
 
-    def _readyz(self, request: web.Request) -> web.Answer:
+    def _readyz(self, _: object) -> web.Answer:
         """Answer 200 if everything that the agent serves is known to the kubelet (and the API server)."""
         reasons = self._view().unready
         return web.Answer("\n".join((*reasons, "")).encode() or b"ok\n", status=503 if reasons else 200)
+
+
+def _format(request: web.Request) -> str:
+    """Return one of the few formats that there are as an Accept header; a client may invent versions without end."""
+    _, content_type = choose_encoder(request.headers.get("accept", ""))
+    kind = OPEN_METRICS if content_type.startswith(OPEN_METRICS) else "text/plain"
+    return f"{kind};version=1.0.0;escaping=allow-utf-8" if content_type.endswith("allow-utf-8") else kind
 
 
 @contextlib.contextmanager
@@ -361,11 +374,15 @@ def serving(address: str, agent: Agent, options: Options | None = None) -> Itera
     """
     options = options or Options()
     loop = asyncio.get_running_loop()
-    certificate = web.Certificate(options.certificate, options.key) if options.certificate else None
+    certificate = None
+    if options.certificate:
+        certificate = web.Certificate(options.certificate, options.key, options.client_ca, options.min_version)
     token = web.Token(options.token) if options.token else None
+    if token and not certificate:
+        _LOG.warning("the token of the metrics crosses the network in clear text; set a certificate")
     observer = Observer(agent, options.period)
     pages = Pages(observer.view, AgentCollector(observer.view, dcgm=options.dcgm), loop)
-    server = web.Server(web.listen(address), pages.routes, certificate=certificate, token=token, open_routes=Pages.OPEN)
+    server = web.Server(web.listen(address), pages.routes, certificate=certificate, token=token)
     watching = loop.create_task(observer.watch(), name="observe")
     server.start()
     _LOG.info("metrics at %s://%s/metrics", "https" if certificate else "http", server.address)

@@ -31,8 +31,12 @@ __all__ = [
     "check_driver",
     "check_label",
     "check_resource",
+    "class_name",
     "device_name",
+    "kept_qualifiers",
     "parse_quantity",
+    "possible_names",
+    "published_names",
     "qualified",
     "qualifiers",
 ]
@@ -288,6 +292,7 @@ def device_name(device: str, qualifier: str = "") -> str:
     if not qualifier:
         return device if plain else _hashed(device, device)
     name = f"{qualifier}--{device}"
+    # A qualifier that has "--" in it makes a hashed name, which no id of an unqualified resource is.
     if plain and "--" not in device and "--" not in qualifier and _LABEL.fullmatch(name):
         return name
     return _hashed(f"{_slug(qualifier)[:20]}--{_slug(device)}", f"{qualifier}\0{device}")
@@ -305,11 +310,55 @@ def qualifiers(resources: Iterable[str]) -> dict[str, str]:
     short = {name: name.rpartition("/")[2] for name in names}
     last = list(short.values())
     return {
-        name: word
-        if last.count(word) == 1 and len(word) <= 20 and "--" not in word and _LABEL.fullmatch(word)
-        else f"{_slug(word)[:9].rstrip('-')}-{_hash(name)}"
+        name: word if last.count(word) == 1 and _plain_word(word) else _hashed_word(name)
         for name, word in short.items()
     }
+
+
+def class_name(resource: str, driver: str) -> str:
+    """Return the name of the DeviceClass of a resource.
+
+    It depends on these two names alone, so it does not change when the driver gets or loses another resource. The
+    class of example.com/fpga and driver fpga.example.com is called like the driver; that of example.com/half and the
+    same driver is half.fpga.example.com. Where the resource's domain is not the driver's, or its name is no label, a
+    hash of the whole name keeps the classes of one driver apart.
+    """
+    domain, _, word = resource.partition("/")
+    if f"{word}.{domain}" == driver:
+        return driver
+    plain = domain == driver.partition(".")[2] and _plain_word(word)
+    return f"{word if plain else _hashed_word(resource)}.{driver}"
+
+
+def kept_qualifiers(kept: Mapping[str, str], resources: Iterable[str]) -> dict[str, str]:
+    """Return the qualifiers of one driver's resources: those that are kept, and new ones that differ from them.
+
+    kept: those that devices were published with before, also of resources that the driver has no
+    longer. They never change, so a published name does not change when another resource is added.
+    """
+    made = qualifiers((*kept, *resources))
+    end = "--" if "" in kept.values() else ""
+    return {name: kept.get(name, word + end) for name, word in made.items()}
+
+
+def published_names(words: Mapping[str, str], devices: Mapping[str, Iterable[str]]) -> dict[str, tuple[str, str]]:
+    """Return (resource, device id) by the name under which one driver publishes the device.
+
+    words: qualifiers by resource; devices of others have no name yet. devices: ids by resource.
+    """
+    return {
+        device_name(one, words[resource]): (resource, one)
+        for resource, ids in devices.items()
+        if resource in words
+        for one in ids
+    }
+
+
+def possible_names(resource: str, device: str) -> tuple[str, ...]:
+    """Return every name under which a driver may have published a device, whatever other resources it serves."""
+    word, hashed = resource.rpartition("/")[2], _hashed_word(resource)
+    words = ("", word, hashed, f"{word}--", f"{hashed}--")
+    return tuple(dict.fromkeys(device_name(device, word) for word in words))
 
 
 def _check_quantity(what: str, value: object) -> None:
@@ -319,6 +368,16 @@ def _check_quantity(what: str, value: object) -> None:
         raise NamingError(f"{what} {error}") from None
     if not 0 <= number < 2**63:
         raise NamingError(f"{what} must be at least 0 and fit into 64 bits, not {value!r}")
+
+
+def _plain_word(word: str) -> bool:
+    """Return whether what stands after a resource's slash can be a part of a name as it is."""
+    return len(word) <= 20 and "--" not in word and _LABEL.fullmatch(word) is not None
+
+
+def _hashed_word(resource: str) -> str:
+    """Return a label for a resource that no other resource has."""
+    return f"{_slug(resource.rpartition('/')[2])[:9].rstrip('-')}-{_hash(resource)}"
 
 
 def _hash(text: str) -> str:

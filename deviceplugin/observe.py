@@ -9,12 +9,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import os
 import threading
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from deviceplugin import load
@@ -40,8 +38,6 @@ BOOKS_STALE: Final = 60.0
 SHOWN_EVENTS: Final = 100
 PATIENCE: Final = 1.0
 """Seconds that a provider may take for its report."""
-POD_LOGS: Final = Path("/var/log/pods")
-"""Where the kubelet keeps a directory for each pod, named namespace_name_uid."""
 
 
 # The view.
@@ -69,7 +65,10 @@ class Hold:
 
 @dataclass(frozen=True, slots=True)
 class DeviceView:
-    """One device as of now. replicas: how many containers may share it."""
+    """One device as of now.
+
+    replicas: how many containers may share it. withheld: why it is given to nobody for now, "" if it is not.
+    """
 
     device: Device
     gone: bool
@@ -77,6 +76,7 @@ class DeviceView:
     holds: tuple[Hold, ...]
     load: Mapping[str, load.Value]
     replicas: int = 1
+    withheld: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,29 +165,13 @@ def _holders_changed(name: str, before: ResourceStatus, now: ResourceStatus, at:
     for one in sorted(now.holders.keys() | before.holders.keys()):
         new, old = now.holders.get(one, frozenset()), before.holders.get(one, frozenset())
         for holder in sorted(new - old):
-            yield Event(at, name, f"{one} went to {_hold(holder, {}).text}")
+            yield Event(at, name, f"{one} went to {_hold(holder).text}")
         if old and not new:
             yield Event(at, name, f"{one} came free")
 
 
-def _hold(holder: Holder, pods: Mapping[str, tuple[str, str]]) -> Hold:
-    namespace, pod = (holder.namespace, holder.pod) if holder.pod else pods.get(holder.uid, ("", ""))
-    return Hold("plugin", namespace, pod, holder.container, "", holder.uid)
-
-
-def pod_names(uids: Iterable[str], directory: Path) -> dict[str, tuple[str, str]]:
-    """Return namespace and name of pods by UID, as far as their log directories show them."""
-    wanted = set(uids)
-    found: dict[str, tuple[str, str]] = {}
-    try:
-        names = os.listdir(directory)
-    except OSError:
-        return found
-    for name in names:
-        parts = name.split("_")  # neither a namespace nor a pod's name has an underscore
-        if len(parts) == 3 and parts[2] in wanted:
-            found[parts[2]] = (parts[0], parts[1])
-    return found
+def _hold(holder: Holder) -> Hold:
+    return Hold("plugin", holder.namespace, holder.pod, holder.container, "", holder.uid)
 
 
 class _Asked:
@@ -236,14 +220,12 @@ class Observer:
 
     TICK: Final = 1.0
 
-    def __init__(self, agent: Agent, period: float = 10.0, pod_logs: Path = POD_LOGS) -> None:
+    def __init__(self, agent: Agent, period: float = 10.0) -> None:
         self._agent = agent
         self._period = period
-        self._pod_logs = pod_logs
         self._gauges: dict[str, load.Gauge] = {}
         self._events: tuple[Event, ...] = ()
         self._before: dict[str, ResourceStatus] = {}
-        self._pods: dict[str, tuple[str, str]] = {}
         self._named: dict[str, tuple[object, dict[str, tuple[str, str]]]] = {}
         self._asked: dict[int, _Asked] = {}
         self._asking = threading.Lock()
@@ -291,17 +273,6 @@ class Observer:
             self._before[one.resource] = kept
         for gone in self._before.keys() - {one.resource for one in status.resources}:
             del self._before[gone]
-        unnamed = {
-            holder.uid
-            for one in status.resources
-            for holders in one.holders.values()
-            for holder in holders
-            if holder.uid and not holder.pod
-        }
-        if unnamed - self._pods.keys():
-            self._pods = await asyncio.to_thread(pod_names, unnamed, self._pod_logs)
-        elif len(self._pods) > len(unnamed):
-            self._pods = {uid: self._pods[uid] for uid in unnamed}
 
     # In any thread.
 
@@ -330,6 +301,7 @@ class Observer:
                             holds,
                             reading.values.get(name, {}) if reading is not None else {},
                             self._replicas(one, device),
+                            one.withheld.get(name, ""),
                         )
                         for name, device, holds in self._held(one, by_claim, known=known)
                     ),
@@ -373,7 +345,7 @@ class Observer:
             for unit, those in status.holders.items():
                 name = device_of(unit, status.replicas) if service is None else service.endpoint.behind(unit)
                 into = holders.setdefault(name, {})
-                into.update(dict.fromkeys(_hold(holder, self._pods) for holder in those))
+                into.update(dict.fromkeys(map(_hold, those)))
         for name, device in status.snapshot.devices.items():
             held = holders.get(name)
             claims = by_claim.get((status.resource, name), ())
@@ -384,7 +356,7 @@ class Observer:
         found: dict[tuple[str, str], dict[Hold, None]] = {}
         used: set[tuple[str, str, str, str]] = set()
         if status.claims and status.looked_at is not None and time.monotonic() - status.looked_at < BOOKS_STALE:
-            ids = self._ids()
+            ids = self._ids({name: word for report in reports.values() for name, word in report.qualifiers.items()})
             for use in status.claims:
                 key = ids.get((use.driver, use.device))
                 if key is None:
@@ -400,8 +372,11 @@ class Observer:
                     found.setdefault(key, {})[Hold("dra", claim.namespace, "", "", claim.claim)] = None
         return {key: sorted(holds, key=_order) for key, holds in found.items()}
 
-    def _ids(self) -> Mapping[tuple[str, str], tuple[str, str]]:
-        """Return (resource, device id) by (driver, the device's name in slices)."""
+    def _ids(self, qualifiers: Mapping[str, str]) -> Mapping[tuple[str, str], tuple[str, str]]:
+        """Return (resource, device id) by (driver, the device's name in slices).
+
+        qualifiers: by resource, as the bridge keeps them.
+        """
         from deviceplugin import naming  # only where there are claims
 
         services: list[Service] = list(self._agent.services.values())
@@ -414,11 +389,12 @@ class Observer:
             driver = service.source.driver
             if not driver:
                 continue
-            qualifier = naming.qualifiers(by_driver[driver])[service.resource]
+            words = naming.qualifiers(by_driver[driver]) | dict(qualifiers)
+            qualifier = words[service.resource]
             snapshot = service.inventory.snapshot
             key, named = self._named.get(service.resource, (None, {}))
             if key != (id(snapshot), snapshot.version, driver, qualifier):
-                named = {naming.device_name(one, qualifier): (service.resource, one) for one in snapshot.devices}
+                named = naming.published_names(words, {service.resource: snapshot.devices})
                 self._named[service.resource] = ((id(snapshot), snapshot.version, driver, qualifier), named)
             ids.update({(driver, name): key for name, key in named.items()})
         return ids

@@ -61,6 +61,18 @@ def add_run_options(parser: argparse.ArgumentParser) -> None:
         help="the kubelet's PodResources service (pod-resources/kubelet.sock in its root)",
     )
     parser.add_argument(
+        "--cgroup-root",
+        type=_place,
+        metavar="DIR",
+        help="where the host's cgroup file system is mounted (/sys/fs/cgroup)",
+    )
+    parser.add_argument(
+        "--pod-log-dir",
+        type=_place,
+        metavar="DIR",
+        help="the kubelet's podLogsDir, which tells pods' names by their UIDs (/var/log/pods)",
+    )
+    parser.add_argument(
         "--metrics-address",
         type=_address,
         metavar="HOST:PORT",
@@ -74,7 +86,7 @@ def run_options(options: argparse.Namespace) -> RunOptions:
     _set_up_logs(options)
     from deviceplugin.agent import Paths
 
-    paths = Paths(options.kubelet_root, options.device_plugin_dir, options.pod_resources_socket)
+    paths = Paths(options.kubelet_root, options.device_plugin_dir, options.pod_resources_socket, options.cgroup_root)
     return RunOptions(paths, options.metrics_address)
 
 

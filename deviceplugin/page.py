@@ -5,7 +5,6 @@ from __future__ import annotations
 import base64
 import functools
 import hashlib
-import json
 import os
 import socket
 import string
@@ -13,6 +12,8 @@ import time
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
+
+import msgspec
 
 if TYPE_CHECKING:
     from deviceplugin.load import Value
@@ -42,7 +43,7 @@ def node_name() -> str:
 
 def status(view: View) -> bytes:
     """Return the view as JSON."""
-    return json.dumps(_status(view), indent=1, default=str).encode()
+    return msgspec.json.format(msgspec.json.encode(_status(view), enc_hook=str), indent=1)
 
 
 def _status(view: View) -> dict[str, Any]:
@@ -91,6 +92,7 @@ def _device(seen: DeviceView) -> dict[str, Any]:
         "side": place.side,
         "state": place.state,
         "reason": place.reason,
+        "withheld": seen.withheld,
         "numa": list(device.numa_nodes),
         "attributes": dict(device.attributes),
         "holders": [_holder(hold) for hold in seen.holds],
@@ -190,7 +192,12 @@ def _row(resource: str, seen: DeviceView, view: View, *, loads: bool) -> str:
     cells = [
         _cell("Device", escape(device.id) + _small(where)),
         _cell("Health", f'<span class="{color}">{device.health.value}</span>' + _small(device.message)),
-        _cell("Side", f"<span{moving}>{escape(PLACES.get(place.state, place.state))}</span>" + _small(place.reason)),
+        _cell(
+            "Side",
+            f"<span{moving}>{escape(PLACES.get(place.state, place.state))}</span>"
+            + _small(place.reason)
+            + _small(f"withheld: {seen.withheld}" if seen.withheld else ""),
+        ),
         _cell("Holder", _holders(resource, seen, view)),
     ]
     if loads:

@@ -1,24 +1,20 @@
-"""What the kubelet says is held: its PodResources service and its device manager's checkpoint.
+"""The kubelet's PodResources service: names of pods for people, and a way to have ended pods dropped.
 
-Allocate carries no pod, and there is no Deallocate. Who holds what is put together from two
-witnesses. PodResources `List` shows the containers of active pods, but not init containers that
-are not sidecars. The checkpoint shows all containers, but lags towards "held": an ended pod's
-entries stay until the device manager next writes it. (Kubelet 1.36.3, podresources and
-devicemanager.)
+`List` proves nothing about who holds a device: it is empty after the kubelet's start, and leaves out pods that were
+deleted by force and init containers that are not sidecars (kubelet 1.36, apis/podresources/server_v1.go).
+`deviceplugin.kubelet.holders` decides that from other witnesses.
 
-`List` makes the device manager rebuild its books, in which the choice of an Allocate in flight
-is not written down yet (kubernetes#137534). So nobody calls it here but through `Quiet`.
+`List` makes the device manager compute its allocated devices anew, and the choice of an Allocate in flight is not
+among them yet (kubernetes#137534). So it is called only while no own call is in flight (`Quiet`).
 """
 
 from __future__ import annotations
 
 import asyncio
-import json
-import os
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 from urllib.parse import quote
@@ -33,22 +29,15 @@ if TYPE_CHECKING:
     from deviceplugin.wire.podresources_pb2_grpc import PodResourcesListerAsyncStub
 
 __all__ = [
-    "CheckpointEntry",
-    "CheckpointError",
     "ClaimUse",
     "Holder",
-    "Holdings",
     "PodResources",
     "PodResourcesError",
     "Quiet",
-    "Released",
     "Report",
-    "holdings",
-    "read_checkpoint",
     "unix_address",
 ]
 
-CHECKPOINT: Final = "kubelet_internal_checkpoint"
 CHANNEL_OPTIONS: Final = (
     # A socket's path otherwise becomes a percent-encoded authority, which Go servers refuse.
     ("grpc.default_authority", "localhost"),
@@ -63,11 +52,14 @@ def unix_address(path: str | Path) -> str:
 
 
 class PodResourcesError(Exception):
-    """Raised when the kubelet's PodResources service cannot be asked."""
+    """Raised when the kubelet's PodResources service cannot be asked.
 
+    exhausted: all clients together ask more often than the kubelet allows (100 times a second); try again.
+    """
 
-class CheckpointError(Exception):
-    """Raised when the device manager's checkpoint cannot be read."""
+    def __init__(self, message: str, *, exhausted: bool = False) -> None:
+        super().__init__(message)
+        self.exhausted = exhausted
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -95,32 +87,14 @@ class ClaimUse:
 class Report:
     """One answer of `List`: resource -> device id -> the containers that hold it.
 
+    pods: (namespace, name) of every pod in it.
     claims: what containers use through claims, those that the scheduler makes for extended
     resources among them (kubelet feature KubeletPodResourcesDynamicResources, on since 1.34).
     """
 
     held: Mapping[str, Mapping[str, frozenset[Holder]]]
     claims: frozenset[ClaimUse] = frozenset()
-
-    @property
-    def containers(self) -> frozenset[tuple[str, str, str]]:
-        """(container, resource, device id) of all that is held."""
-        return frozenset(
-            (holder.container, resource, name)
-            for resource, devices in self.held.items()
-            for name, holders in devices.items()
-            for holder in holders
-        )
-
-
-@dataclass(frozen=True, slots=True)
-class CheckpointEntry:
-    """One container's devices of one resource, as the device manager wrote them down."""
-
-    pod_uid: str
-    container: str
-    resource: str
-    devices: frozenset[str]
+    pods: frozenset[tuple[str, str]] = frozenset()
 
 
 def parse_list(response: pb.ListPodResourcesResponse) -> Report:
@@ -139,150 +113,7 @@ def parse_list(response: pb.ListPodResourcesResponse) -> Report:
                     ClaimUse(one.driver_name, one.pool_name, one.device_name, used.claim_name, holder)
                     for one in used.claim_resources
                 )
-    return Report(held, frozenset(claims))
-
-
-def parse_checkpoint(text: bytes) -> tuple[CheckpointEntry, ...]:
-    """Read the device manager's checkpoint: {"Data": {"PodDeviceEntries": [...]}, "Checksum": n}.
-
-    The checksum is the kubelet's own business (a hash of a Go structure); the file is replaced
-    by renaming, so it is whole.
-
-    Raises:
-        CheckpointError: it is not such a file.
-
-    """
-    try:
-        entries = json.loads(text)["Data"]["PodDeviceEntries"] or []
-        return tuple(_entry(entry) for entry in entries)
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise CheckpointError(f"not a device manager checkpoint: {type(error).__name__}: {error}") from error
-
-
-def _entry(entry: Mapping[str, Any]) -> CheckpointEntry:
-    by_numa = entry["DeviceIDs"] or {}
-    devices = frozenset(str(name) for names in by_numa.values() for name in names or ())
-    return CheckpointEntry(str(entry["PodUID"]), str(entry["ContainerName"]), str(entry["ResourceName"]), devices)
-
-
-def read_checkpoint(directory: Path) -> tuple[CheckpointEntry, ...]:
-    """Read the checkpoint in the device plugin directory; none there means nothing held.
-
-    Raises:
-        CheckpointError: it cannot be read or is not such a file.
-
-    """
-    try:
-        return parse_checkpoint((directory / CHECKPOINT).read_bytes())
-    except FileNotFoundError:
-        return ()
-    except OSError as error:
-        raise CheckpointError(f"{directory / CHECKPOINT}: {error.strerror}") from error
-
-
-@dataclass(frozen=True, slots=True)
-class Holdings:
-    """Who holds what at one moment, both witnesses heard: resource -> device id -> containers."""
-
-    held: Mapping[str, Mapping[str, frozenset[Holder]]] = field(default_factory=dict)
-    listed: frozenset[tuple[str, str, str]] = frozenset()
-    """What `List` ever showed of what is still held or written down: (container, resource, id)."""
-    claims: frozenset[ClaimUse] = frozenset()
-    """What is used through claims, as `List` says (there is no second witness)."""
-
-    def of(self, resource: str) -> Mapping[str, frozenset[Holder]]:
-        """Return the holders by device id of one resource."""
-        return self.held.get(resource, {})
-
-
-def holdings(
-    report: Report, checkpoint: Iterable[CheckpointEntry], before: Holdings, ended_pods: frozenset[str]
-) -> Holdings:
-    """Put both witnesses together.
-
-    Args:
-        report: what `List` says now.
-        checkpoint: what the checkpoint said, read before `List` was asked.
-        before: the holdings known so far; tells what `List` has ever shown.
-        ended_pods: UIDs in the checkpoint of which is known otherwise that they are gone.
-
-    Returns:
-        The holdings now: all of the report, and those entries of the checkpoint on which the
-        report has no say, because it never showed them (init containers) and their pod is not
-        known to be gone.
-
-    """
-    held = {resource: dict(devices) for resource, devices in report.held.items()}
-    now = report.containers
-    known = before.listed | now
-    written: set[tuple[str, str, str]] = set()
-    for entry in checkpoint:
-        for name in entry.devices:
-            key = (entry.container, entry.resource, name)
-            written.add(key)
-            if key in known or entry.pod_uid in ended_pods:
-                continue
-            devices = held.setdefault(entry.resource, {})
-            holder = Holder(container=entry.container, uid=entry.pod_uid)
-            devices[name] = devices.get(name, frozenset()) | {holder}
-    return Holdings(held, frozenset(key for key in known if key in now or key in written), report.claims)
-
-
-def unlisted(now: Holdings) -> frozenset[tuple[str, str, Holder]]:
-    """Return what only the checkpoint says: (resource, device id, holder)."""
-    return frozenset(
-        (resource, name, holder)
-        for resource, devices in now.held.items()
-        for name, holders in devices.items()
-        for holder in holders
-        if holder.uid
-    )
-
-
-def double_held(held: Mapping[str, frozenset[Holder]]) -> dict[str, frozenset[Holder]]:
-    """Return the devices that two pods hold at once: the kubelet's own mistake (kubernetes#137534).
-
-    Containers of one pod may share a device: an init container hands its devices on.
-    """
-    return {
-        name: holders
-        for name, holders in held.items()
-        if len({(holder.namespace, holder.pod) for holder in holders if holder.pod}) > 1
-    }
-
-
-WELL_APART: Final = 4.0
-"""Seconds between the two looks after which a grant whose pod never shows up counts as released."""
-
-
-@dataclass(frozen=True, slots=True)
-class Released:
-    """What is known of one resource's devices in use, and what has just come free.
-
-    in_use: held as of the last look. granted: given out by an own Allocate and not seen held
-    yet, with when a look first missed it. free: what came free with this step.
-    """
-
-    in_use: frozenset[str] = frozenset()
-    granted: Mapping[str, float | None] = field(default_factory=dict)
-    free: frozenset[str] = frozenset()
-
-    def grant(self, ids: Iterable[str]) -> Released:
-        """Return what is known after an own Allocate gave out these devices."""
-        return Released(self.in_use, {**self.granted, **dict.fromkeys(ids)}, self.free)
-
-    def look(self, held: Iterable[str], at: float) -> Released:
-        """Return what is known after a look at `at` (monotonic seconds) at who holds what."""
-        holds = frozenset(held)
-        missed = {name: at if since is None else since for name, since in self.granted.items() if name not in holds}
-        lost = frozenset(name for name, since in missed.items() if at - since >= WELL_APART)
-        waiting = {name: since for name, since in missed.items() if name not in lost}
-        return Released(holds, waiting, (self.in_use - holds - waiting.keys()) | lost)
-
-    @property
-    def busy(self) -> frozenset[str]:
-        """Devices that somebody holds or may be about to hold."""
-        return self.in_use | self.granted.keys()
+    return Report(held, frozenset(claims), frozenset((pod.namespace, pod.name) for pod in response.pod_resources))
 
 
 class Quiet:
@@ -348,21 +179,6 @@ class PodResources:
         async with self._channel() as channel:
             return parse_list(await self._ask(_stub(channel).List(pb.ListPodResourcesRequest(), timeout=self._timeout)))
 
-    async def allocatable(self) -> Mapping[str, frozenset[str]]:
-        """Ask which devices the kubelet would give out: resource -> ids of healthy devices.
-
-        Raises:
-            PodResourcesError: the kubelet cannot be asked.
-
-        """
-        async with self._channel() as channel:
-            call = _stub(channel).GetAllocatableResources(pb.AllocatableResourcesRequest(), timeout=self._timeout)
-            answer: pb.AllocatableResourcesResponse = await self._ask(call)
-        devices: dict[str, set[str]] = {}
-        for entry in answer.devices:
-            devices.setdefault(entry.resource_name, set()).update(entry.device_ids)
-        return {resource: frozenset(names) for resource, names in devices.items()}
-
     def _channel(self) -> grpc.aio.Channel:
         return grpc.aio.insecure_channel(unix_address(self.socket), options=CHANNEL_OPTIONS)
 
@@ -370,16 +186,10 @@ class PodResources:
         try:
             return await call
         except grpc.aio.AioRpcError as error:
-            raise PodResourcesError(f"{self.socket}: {error.code().name}: {error.details()}") from error
+            exhausted = error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+            text = f"{self.socket}: {error.code().name}: {error.details()}"
+            raise PodResourcesError(text, exhausted=exhausted) from error
 
 
 def _stub(channel: grpc.aio.Channel) -> PodResourcesListerAsyncStub:
     return PodResourcesListerStub(channel)  # type: ignore[return-value]
-
-
-def ended_pods(kubelet_root: Path, uids: Iterable[str]) -> frozenset[str]:
-    """Return those pod UIDs whose directory the kubelet has removed; none if that cannot be seen."""
-    pods = kubelet_root / "pods"
-    if not pods.is_dir():
-        return frozenset()
-    return frozenset(uid for uid in uids if uid and "/" not in uid and not os.path.isdir(pods / uid))

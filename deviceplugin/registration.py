@@ -57,6 +57,7 @@ _LOG: Final = logging.getLogger(__name__)
 
 KUBELET_SOCKET: Final = "kubelet.sock"
 VERSION: Final = "v1beta1"
+_NEEDS: Final = "the agent needs write access to the kubelet's device plugin directory, and free space there"
 MAX_SOCKET_PATH: Final = 107
 """Bytes of a unix socket's path on Linux, without the closing zero."""
 
@@ -221,10 +222,7 @@ class InstanceLock:
         try:
             fd = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         except OSError as error:
-            raise DirectoryError(
-                f"{self.path.parent}: cannot write there ({os.strerror(error.errno or 0)}); "
-                "the agent needs write access to the kubelet's device plugin directory"
-            ) from error
+            raise DirectoryError(f"{self.path}: cannot make it: {os.strerror(error.errno or 0)}; {_NEEDS}") from error
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
@@ -233,8 +231,9 @@ class InstanceLock:
                 return False
             raise DirectoryError(f"{self.path}: cannot lock it: {os.strerror(error.errno or 0)}") from error
         self._fd = fd
-        os.ftruncate(fd, 0)
-        os.pwrite(fd, f"pid {os.getpid()} on {socket.gethostname()}".encode(), 0)
+        with contextlib.suppress(OSError):  # the text is for people; the lock holds without it, on a full disk too
+            os.ftruncate(fd, 0)
+            os.pwrite(fd, f"pid {os.getpid()} on {socket.gethostname()}".encode(), 0)
         return self.held or self.acquire()
 
     def owner(self) -> str:
@@ -503,10 +502,7 @@ class Registration:
         try:
             server.add_insecure_port(unix_address(path))
         except RuntimeError as error:
-            raise DirectoryError(
-                f"{self._directory}: cannot make a socket there: {error}; "
-                "the agent needs write access to the kubelet's device plugin directory"
-            ) from error
+            raise DirectoryError(f"{self._directory}: cannot make a socket there: {error}; {_NEEDS}") from error
         await server.start()
         self._server, self._socket, self._own = server, path, identity(path)
 

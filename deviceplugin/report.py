@@ -8,7 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Final, Protocol
+from typing import TYPE_CHECKING, Final, Protocol
+
+if TYPE_CHECKING:
+    from prometheus_client.metrics_core import Metric
 
 __all__ = ["HERE", "Event", "Place", "PreparedClaim", "Provider", "Report"]
 
@@ -51,17 +54,18 @@ class PreparedClaim:
 class Report:
     """What a provider tells, all of it of one moment.
 
-    families: of the client library, or of `deviceplugin.exposition`. status: for /status, made of
+    families: metric families of prometheus-client. status: for /status, made of
     what JSON knows. unready: why it is not ready, in words. places: by (resource, device).
-    events: what happened lately.
+    events: what happened lately. qualifiers: in the names under which devices are published, by resource.
     """
 
-    families: Sequence[Any] = ()
+    families: Sequence[Metric] = ()
     status: Mapping[str, object] = field(default_factory=dict)
     unready: Sequence[str] = ()
     places: Mapping[tuple[str, str], Place] = field(default_factory=dict)
     claims: Sequence[PreparedClaim] = ()
     events: Sequence[Event] = ()
+    qualifiers: Mapping[str, str] = field(default_factory=dict)
 
 
 class Provider(Protocol):

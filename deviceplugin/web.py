@@ -1,8 +1,7 @@
-"""The agent's HTTP server: a few pages to read, in threads of its own, beside the loop.
+"""The agent's HTTP server: a few pages to read, on the standard library's http.server, in threads of its own.
 
-Whoever connects gets a thread, up to a number; beyond it the one who has kept its thread waiting
-longest is let go, so idle and slow clients can never keep a scrape out. Nothing can be written
-here: GET and HEAD only.
+What clients can cause is bounded: a number of connections, one request a connection, a time for
+each step, and one rendering of a page an interval, which all clients share. GET and HEAD only.
 """
 
 from __future__ import annotations
@@ -11,29 +10,45 @@ import base64
 import binascii
 import contextlib
 import errno
+import gzip
+import hmac
+import http.client
+import http.server
 import logging
+import math
 import os
-import re
-import selectors
 import socket
+import socketserver
+import ssl
 import threading
 import time
-import zlib
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Hashable, Mapping
+from dataclasses import dataclass, field, replace
+from email.message import Message
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import Any, Final, Literal, cast
+from urllib.parse import urlsplit
 
-if TYPE_CHECKING:
-    import ssl
+from prometheus_client.exposition import gzip_accepted
 
-__all__ = ["Answer", "Certificate", "Request", "Server", "Token", "listen", "parse_address"]
+__all__ = ["Answer", "Certificate", "Request", "Route", "Server", "Token", "listen", "parse_address"]
 
 _LOG: Final = logging.getLogger(__name__)
 TEXT: Final = "text/plain; charset=utf-8"
-MOST_CONNECTIONS: Final = 32
+SHARED: Final = 0.5
+"""Seconds for which an answer is used at least."""
+REST: Final = 10
+"""Times its rendering's processor time for which an answer is used at least."""
+MAX_WAITING: Final = 8
+"""Clients that wait for the rendering of a page; more are turned away, so that they take no places from others."""
 SMALL: Final = 1024
-"""Bytes of an answer up to which compressing it is not worth the while."""
+"""Bytes of an answer that is not compressed."""
+MAX_HEAD: Final = 16 * 1024
+"""Bytes of a request's head."""
+MAX_HELD: Final = 256
+"""Connections that are held open although their clients have been answered."""
+BACKLOG: Final = 1024
+"""Connections that the kernel holds while the server accepts no more."""
 
 
 # What the routes see.
@@ -41,24 +56,91 @@ SMALL: Final = 1024
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """What was asked for. headers: names in lower case."""
+    """What a client asks for. headers: by name in any case."""
 
     path: str
     query: str
-    headers: Mapping[str, str]
+    headers: Message
 
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What comes back. body: as a whole, or in pieces that are put together (and compressed) one by one."""
+    """What a client gets."""
 
-    body: bytes | Iterable[bytes]
+    body: bytes
     content_type: str = TEXT
     status: int = 200
     headers: Mapping[str, str] = field(default_factory=dict)
 
 
-Route = Callable[[Request], Answer]
+@dataclass(frozen=True, slots=True)
+class _Made:
+    answer: Answer
+    at: float
+    seconds: float
+
+    def younger(self, times: int) -> bool:
+        return time.monotonic() - self.at < times * self.seconds
+
+
+class Route:
+    """A page whose answers are shared by all clients for a while.
+
+    render: makes an answer for a key. key: what of a request the answer depends on; it has few
+    values. seconds: how long an answer is used; longer if its rendering took long, so that clients
+    use a tenth of a processor at most; twice as long while a rendering is under way. public: no
+    credentials are needed. lock: routes with the same lock render one after the other.
+    """
+
+    def __init__(
+        self,
+        render: Callable[[Any], Answer],
+        *,
+        key: Callable[[Request], Hashable] = lambda request: None,
+        seconds: float | None = None,
+        public: bool = False,
+        lock: threading.Lock | None = None,
+    ) -> None:
+        self.public = public
+        self._render = render
+        self._key = key
+        self._seconds = SHARED if seconds is None else seconds
+        self._lock = lock or threading.Lock()
+        self._waiting = threading.BoundedSemaphore(MAX_WAITING)
+        self._made: dict[Hashable, _Made] = {}
+
+    def answer(self, request: Request) -> Answer:
+        """Return the answer to a request, compressed if the client takes that."""
+        packed = gzip_accepted(request.headers.get("accept-encoding", ""))
+        key = (self._key(request), packed)
+        made = self._made.get(key)
+        if made is not None and made.younger(1):
+            return made.answer
+        if not self._lock.acquire(blocking=False):
+            if made is not None and made.younger(2):
+                return made.answer
+            if not self._waiting.acquire(blocking=False):
+                return Answer(b"too many clients wait for this page\n", status=503, headers={"Retry-After": "1"})
+            try:
+                self._lock.acquire()
+            finally:
+                self._waiting.release()
+        try:
+            made = self._made.get(key)
+            if made is None or not made.younger(1):
+                self._made = {one: other for one, other in self._made.items() if other.younger(2)}
+                made = self._made[key] = self._make(*key)
+            return made.answer
+        finally:
+            self._lock.release()
+
+    def _make(self, key: Hashable, packed: bool) -> _Made:
+        began = time.thread_time()
+        answer = self._render(key)
+        if packed and len(answer.body) > SMALL:
+            body = gzip.compress(answer.body, 1)
+            answer = replace(answer, body=body, headers={**answer.headers, "Content-Encoding": "gzip"})
+        return _Made(answer, time.monotonic(), max(self._seconds, REST * (time.thread_time() - began)))
 
 
 # Addresses.
@@ -89,13 +171,14 @@ def listen(address: str) -> socket.socket:
     if not host:
         host, family = ("::", socket.AF_INET6) if socket.has_dualstack_ipv6() else ("0.0.0.0", socket.AF_INET)  # noqa: S104
         return socket.create_server(
-            (host, port), family=family, dualstack_ipv6=family == socket.AF_INET6, backlog=MOST_CONNECTIONS
+            (host, port), family=family, dualstack_ipv6=family == socket.AF_INET6, backlog=BACKLOG
         )
     try:
-        family, *_, found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
+        # Text would load the codec `idna`, 0.3 MB.
+        family, *_, found = socket.getaddrinfo(host.encode(), port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
     except socket.gaierror as error:
         raise OSError(errno.EADDRNOTAVAIL, f"{host}: {error.strerror}") from error
-    return socket.create_server(found[:2], family=family, backlog=MOST_CONNECTIONS)
+    return socket.create_server(found[:2], family=family, backlog=BACKLOG)
 
 
 # Secrets that change while the process runs.
@@ -144,21 +227,29 @@ class _Watched:
 class Certificate(_Watched):
     """A server's certificate chain and key in PEM files, read again when they are renewed.
 
+    client_ca: a PEM file with the authorities of client certificates; everybody but the kubelet's
+    probes must then have one.
+
     Raises:
         OSError: at the start, if they cannot be read or do not belong together.
 
     """
 
-    def __init__(self, certificate: Path, key: Path | None = None) -> None:
-        self._context: ssl.SSLContext | None = None
-        super().__init__(certificate, key or certificate)
+    def __init__(
+        self,
+        certificate: Path,
+        key: Path | None = None,
+        client_ca: Path | None = None,
+        min_version: Literal["1.2", "1.3"] = "1.2",
+    ) -> None:
+        self.client_ca = client_ca
+        self._min_version = ssl.TLSVersion.TLSv1_3 if min_version == "1.3" else ssl.TLSVersion.TLSv1_2
+        super().__init__(certificate, key or certificate, *([client_ca] if client_ca else []))
 
     def _load(self) -> None:
-        import ssl  # OpenSSL, 6 MB: only for those who want TLS
-
-        certificate, key = self.paths
+        certificate, key = self.paths[:2]
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-        context.minimum_version = ssl.TLSVersion.TLSv1_2
+        context.minimum_version = self._min_version
         try:
             context.load_cert_chain(certificate, key)
         except ssl.SSLError as error:
@@ -169,13 +260,19 @@ class Certificate(_Watched):
             # OpenSSL does not say which of the two it was.
             unread = next((path for path in self.paths if not os.access(path, os.R_OK)), certificate)
             raise OSError(error.errno, f"certificate file {unread}: {os.strerror(error.errno or 0)}") from error
+        if self.client_ca is not None:
+            try:
+                context.load_verify_locations(self.client_ca)
+            except OSError as error:
+                said = f"client CA file {self.client_ca}: {error.strerror or error}"
+                raise OSError(error.errno, said) from error
+            context.verify_mode = ssl.CERT_OPTIONAL  # the kubelet's probes have none
         self._context = context
 
     @property
     def context(self) -> ssl.SSLContext:
         """What the next connection is to be made with."""
         self._refresh()
-        assert self._context is not None
         return self._context
 
 
@@ -213,14 +310,7 @@ class Token(_Watched):
                 return False
         elif scheme.lower() != "bearer":
             return False
-        return _equal(given, self._token)
-
-
-def _equal(one: bytes, other: bytes) -> bool:
-    """Compare without telling by the time it takes where they differ."""
-    import hmac  # brings OpenSSL along where there is one: only for those who want a token
-
-    return hmac.compare_digest(one, other)
+        return hmac.compare_digest(given, self._token)
 
 
 # Connections.
@@ -228,64 +318,44 @@ def _equal(one: bytes, other: bytes) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """How long a client may take, in seconds, and how many there may be.
+    """How long a client may take, in seconds, and how many there may be at a time.
 
-    request: from connecting to the end of the first request's head. idle: from an answer to the
-    end of the next request's head. answer: to take an answer.
+    request: from connecting to the end of the request's head. answer: to take the answer. grace:
+    for each of both, when other clients wait. hold: how long a client that has sent several
+    requests at once waits for the end of its connection, so that it comes back no sooner.
     """
 
     request: float = 10.0
-    idle: float = 120.0
     answer: float = 30.0
-    connections: int = MOST_CONNECTIONS
+    grace: float = 0.1
+    hold: float = 5.0
+    connections: int = 32
 
 
-class _Connection:
-    """One client. waiting: it is the client's turn to say something."""
+@dataclass(slots=True, eq=False)
+class _Client:
+    """A connection.
 
-    def __init__(self, sock: socket.socket, deadline: float) -> None:
-        self.sock = sock
-        self.deadline = deadline
-        self.since = time.monotonic()
-        self.waiting = True
-        self._over = False
-        self._lock = threading.Lock()
+    since: when the server began to wait for the client, inf while it does not. deadline: when the
+    connection ends at the latest. answered: whether the server waits for the answer to be taken.
+    """
 
-    def turn(self, seconds: float, *, waiting: bool) -> None:
-        """Note whose turn it is and how long it may take."""
-        self.since = time.monotonic()
-        self.deadline = self.since + seconds
-        self.waiting = waiting
-
-    def encrypt(self, context: ssl.SSLContext) -> None:
-        """Go on with TLS."""
-        with self._lock:  # meanwhile there is no socket that could be cut
-            if self._over:
-                raise ConnectionAbortedError
-            self.sock = context.wrap_socket(self.sock, server_side=True, do_handshake_on_connect=False)
-        self.sock.do_handshake()
+    sock: socket.socket
+    thread: threading.Thread
+    since: float
+    deadline: float
+    answered: bool = False
+    pipelined: bool = False
 
     def cut(self) -> None:
-        """End it from outside: whatever its thread waits for fails now."""
-        with self._lock:
-            if not self._over:
-                self._over = True
-                with contextlib.suppress(OSError):
-                    # Past SSLSocket.shutdown, which would have the thread go on in plain text.
-                    socket.socket.shutdown(self.sock, socket.SHUT_RDWR)
-
-    def close(self) -> None:
-        """End it from its own thread."""
-        with self._lock:
-            self._over = True
-            self.sock.close()
+        """Make whatever its thread waits for fail."""
+        with contextlib.suppress(OSError):
+            # Not SSLSocket.shutdown, after which the thread would go on in plain text.
+            socket.socket.shutdown(self.sock, socket.SHUT_RDWR)
 
 
-class Server:
-    """Serves routes by path at a socket that listens.
-
-    open_routes: paths that need no token (a kubelet's probes carry none).
-    """
+class Server(socketserver.TCPServer):
+    """Serves routes by path at a socket that listens; one request a connection."""
 
     def __init__(
         self,
@@ -294,308 +364,235 @@ class Server:
         *,
         certificate: Certificate | None = None,
         token: Token | None = None,
-        open_routes: frozenset[str] = frozenset(),
         limits: Limits | None = None,
     ) -> None:
+        super().__init__(sock.getsockname(), _Handler, bind_and_activate=False)
+        self.socket.close()
+        self.socket = sock
         self.routes = routes
+        self.certificate = certificate
         self.token = token
-        self.open_routes = open_routes
         self.limits = limits or Limits()
-        self.cut = 0
-        self._sock = sock
-        self._certificate = certificate
-        self._connections: dict[_Connection, threading.Thread] = {}
-        self._lock = threading.Lock()
-        self._over = threading.Event()
-        self._wake, self._woken = socket.socketpair()
-        self._told = ""
+        self._clients: dict[socket.socket, _Client] = {}
+        self._changed = threading.Condition()
+        self._over = False
+        self._last_error = ""
+        self._held: list[tuple[float, socket.socket]] = []
         self._thread = threading.Thread(target=self._serve, name="web", daemon=True)
 
     @property
     def address(self) -> str:
         """Where it listens, as host:port."""
-        host, port = self._sock.getsockname()[:2]
+        host, port = self.socket.getsockname()[:2]
         return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
     @property
     def connections(self) -> int:
         """How many clients there are."""
-        return len(self._connections)
+        return len(self._clients)
 
     def start(self) -> None:
         """Begin to serve."""
-        self._sock.setblocking(False)
         self._thread.start()
 
     def close(self) -> None:
         """End it all, clients included."""
-        self._over.set()
-        self._wake.close()
+        self._over = True
+        with contextlib.suppress(OSError):
+            self.socket.shutdown(socket.SHUT_RDWR)  # wakes the thread
         if self._thread.ident is not None:
             self._thread.join(5.0)
-        self._sock.close()
-        self._woken.close()
-        with self._lock:
-            left = dict(self._connections)
-        for connection in left:
-            connection.cut()
-        until = time.monotonic() + 0.5  # daemons: one that still works on an answer is left behind
-        for thread in left.values():
-            thread.join(max(0.0, until - time.monotonic()))
+        self.server_close()
+        with self._changed:
+            left = list(self._clients.values())
+        for client in left:
+            client.pipelined = False
+            client.cut()
+        until = time.monotonic() + 0.5  # daemons: one that still works on an answer is left
+        for client in left:
+            client.thread.join(max(0.0, until - time.monotonic()))
+        self._end_held(math.inf)
 
     def _serve(self) -> None:
-        with selectors.DefaultSelector() as selector:
-            selector.register(self._sock, selectors.EVENT_READ)
-            selector.register(self._woken, selectors.EVENT_READ)
-            while not self._over.is_set():
-                ready = selector.select(self._next_deadline())
-                if self._over.is_set():
-                    return
-                self._cut_late_ones()
-                if any(key.fileobj is self._sock for key, _ in ready):
-                    self._accept()
+        while not self._over:
+            self.timeout = 0.1 if self._clients or self._held else None
+            self.handle_request()
+            now = time.monotonic()
+            with self._changed:
+                late = [client for client in self._clients.values() if client.deadline <= now]
+            for client in late:
+                client.cut()
+            self._end_held(now)
 
-    def _accept(self) -> None:
+    def _end_held(self, now: float) -> None:
+        with self._changed:
+            over = sum(until <= now for until, _ in self._held)  # in the order of time
+            over = max(over, len(self._held) - MAX_HELD)
+            ended, self._held = self._held[:over], self._held[over:]
+        for _, sock in ended:
+            self.shutdown_request(sock)
+
+    def get_request(self) -> tuple[socket.socket, Any]:
+        """Accept a connection."""
         try:
-            sock, _ = self._sock.accept()
-        except (BlockingIOError, ConnectionError):
-            return
-        except OSError as error:  # out of file descriptors: those of clients that wait are worth less
-            if self._told != str(error):
-                self._told = str(error)
+            sock, address = self.socket.accept()
+        except OSError as error:  # out of file descriptors, say
+            if not self._over and self._last_error != str(error):
+                self._last_error = str(error)
                 _LOG.warning("a client cannot be accepted: %s", error)
-            if not self._make_room(least=1):
-                self._over.wait(0.1)
-            return
-        self._told = ""
-        try:
-            sock.setblocking(True)
-            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        except OSError:  # it has gone already
-            sock.close()
-            return
+            self._make_room(self.connections)
+            with self._changed:
+                self._changed.wait_for(lambda: self._over, self.limits.grace)
+            raise
+        self._last_error = ""
+        if self.certificate is not None:
+            sock = self.certificate.context.wrap_socket(sock, server_side=True, do_handshake_on_connect=False)
+        return sock, address
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        """Serve a connection in a thread of its own, as soon as there are not too many."""
         self._make_room(self.limits.connections)
-        connection = _Connection(sock, time.monotonic() + self.limits.request)
-        thread = threading.Thread(target=self._talk, args=(connection,), name="web client", daemon=True)
-        with self._lock:
-            self._connections[connection] = thread
+        now = time.monotonic()
+        thread = threading.Thread(target=self._talk, args=(request, client_address), name="web client", daemon=True)
+        with self._changed:
+            self._clients[request] = _Client(request, thread, now, now + self.limits.request)
         try:
             thread.start()
         except RuntimeError as error:  # no more threads
             _LOG.warning("a client cannot be served: %s", error)
-            with self._lock:
-                del self._connections[connection]
-            connection.close()
+            self._gone(request)
 
-    def _make_room(self, least: int) -> bool:
-        """Let clients go until there are fewer than `least`, those who have kept us waiting longest first."""
-        with self._lock:
-            surplus = len(self._connections) - least + 1
-            order = sorted(self._connections, key=lambda one: (not one.waiting, one.since)) if surplus > 0 else []
-        for connection in order[:surplus]:
-            self.cut += 1
-            connection.cut()
-            with self._lock:
-                self._connections.pop(connection, None)
-        return surplus > 0
+    def _make_room(self, most: int) -> None:
+        """Wait until there are fewer than `most` clients; cut the one that has kept the server waiting longest."""
+        with self._changed:
+            while len(self._clients) >= most > 0 and not self._over:
+                waiting = min(self._clients.values(), key=lambda one: (one.since == math.inf, one.answered, one.since))
+                if time.monotonic() - waiting.since >= self.limits.grace:
+                    waiting.cut()
+                    waiting.since = math.inf
+                self._changed.wait(self.limits.grace)
 
-    def _next_deadline(self) -> float | None:
-        with self._lock:
-            if not self._connections:
-                return None
-            # Deadlines move while we sleep, but never nearer than by the shortest limit.
-            nearest = min(connection.deadline for connection in self._connections)
-        shortest = min(self.limits.request, self.limits.idle, self.limits.answer)
-        return max(0.0, min(nearest - time.monotonic(), shortest))
-
-    def _cut_late_ones(self) -> None:
+    def turn(self, sock: socket.socket, *, answered: bool = False) -> None:
+        """Note that the server works for this client now, or that the client has its answer to take."""
         now = time.monotonic()
-        with self._lock:
-            late = [connection for connection in self._connections if connection.deadline <= now]
-            for connection in late:
-                del self._connections[connection]
-        for connection in late:
-            connection.cut()
+        with self._changed:
+            client = self._clients[sock]
+            client.since, client.answered = now if answered else math.inf, answered
+            client.deadline = now + self.limits.answer
 
-    def _talk(self, connection: _Connection) -> None:
+    def _talk(self, sock: socket.socket, address: Any) -> None:
         try:
-            if self._certificate is not None:
-                connection.encrypt(self._certificate.context)
-            _Conversation(connection, self).hold()
-        except OSError:
-            pass  # it went, or was let go
+            if isinstance(sock, ssl.SSLSocket):
+                sock.do_handshake()
+            self.finish_request(sock, address)
+        except (OSError, http.client.HTTPException):
+            pass  # it went, or was cut, or speaks no HTTP
         except Exception:
             _LOG.exception("serving a client failed")
         finally:
-            connection.close()
-            with self._lock:
-                self._connections.pop(connection, None)
+            self._gone(sock)
+
+    def _gone(self, sock: socket.socket) -> None:
+        with self._changed:
+            client = self._clients.pop(sock)
+            self._changed.notify_all()
+            if client.pipelined:
+                self._held.append((time.monotonic() + self.limits.hold, sock))
+                return
+        self.shutdown_request(sock)
+
+    def pipelined(self, sock: socket.socket) -> None:
+        """Note that a client has sent more than one request."""
+        with self._changed:
+            self._clients[sock].pipelined = not self._over
+
+    def refusal(self, request: Request, sock: socket.socket) -> Answer | None:
+        """Return the answer to a client that may not see what it asks for."""
+        wants_certificate = self.certificate is not None and self.certificate.client_ca is not None
+        if wants_certificate and not cast("ssl.SSLSocket", sock).getpeercert():
+            return Answer(b"a client certificate is needed\n", status=403)
+        if self.token is None or self.token.admits(request.headers.get("authorization", "")):
+            return None
+        # Browsers ask for a password only when they are offered Basic.
+        scheme = "Basic" if "text/html" in request.headers.get("accept", "") else "Bearer"
+        return Answer(b"a token is needed\n", TEXT, 401, {"WWW-Authenticate": f'{scheme} realm="deviceplugin"'})
 
 
-class _BadRequestError(Exception):
-    """Raised when what a client says is no request; carries the status to answer with."""
+class _Head:
+    """Reads the lines of a request's head, up to a number of bytes in all."""
 
-    def __init__(self, status: int) -> None:
-        super().__init__(status)
-        self.status = status
+    def __init__(self, file: Any) -> None:
+        self._file = file
+        self._left = MAX_HEAD
+        self.close, self.peek = file.close, file.peek
+
+    def readline(self, size: int) -> bytes:
+        line: bytes = self._file.readline(min(size, self._left + 1))
+        self._left -= len(line)
+        if self._left < 0:
+            raise http.client.LineTooLong("head")
+        return line
 
 
-class _Conversation:
-    """Speaks HTTP with one client: a request, its answer, and the next one.
+class _Handler(http.server.BaseHTTPRequestHandler):
+    """Answers one request. HTTP/1.0, so that http.server ends the connection after it."""
 
-    By hand: the standard library's server brings OpenSSL and the mail parser along, many times
-    what is needed here, for every node's memory to hold.
-    """
+    server: Server
+    server_version = "deviceplugin"
+    sys_version = ""
+    default_request_version = "HTTP/1.0"
+    disable_nagle_algorithm = True
 
-    def __init__(self, connection: _Connection, served: Server) -> None:
-        self._client = connection
-        self._served = served
-        self._heard = b""
+    def setup(self) -> None:
+        super().setup()
+        self.rfile = cast("Any", _Head(self.rfile))
 
-    def hold(self) -> None:
-        """Answer until one of both wants no more."""
-        limits, keep = self._served.limits, True
-        while keep:
-            try:
-                head = self._read_head()
-                if head is None:
-                    return
-                self._client.turn(limits.answer, waiting=False)
-                method, request, keep = parse_head(head)
-                answer = self._answer(request)
-            except _BadRequestError as error:
-                method, request, keep = "GET", Request("", "", {}), False
-                answer = Answer(f"{REASONS[error.status]}\n".encode(), TEXT, error.status)
-            self._send(answer, request, whole=method != "HEAD", keep=keep)
-            self._client.turn(limits.idle, waiting=True)
+    def finish(self) -> None:
+        with contextlib.suppress(OSError):
+            self.connection.setblocking(False)
+            if self.rfile.peek(1):  # type: ignore[attr-defined]
+                self.server.pipelined(self.connection)
+        super().finish()
 
-    def _read_head(self) -> bytes | None:
-        """Return the next request's head; None if the client has gone."""
-        while True:
-            self._heard = self._heard.lstrip(b"\r\n")
-            if found := _END.search(self._heard):
-                head, self._heard = self._heard[: found.start()], self._heard[found.end() :]
-                return head
-            if len(self._heard) > MOST_HEAD:
-                raise _BadRequestError(431)
-            piece = self._client.sock.recv(65536)
-            if not piece:
-                return None
-            self._heard += piece
+    def log_message(self, format: str, *args: object) -> None:  # noqa: A002
+        """Log nothing: any client could fill the log."""
 
-    def _answer(self, request: Request) -> Answer:
-        served, path = self._served, request.path
-        if (
-            served.token is not None
-            and path not in served.open_routes
-            and not served.token.admits(request.headers.get("authorization", ""))
-        ):
-            # Browsers ask for a password only when they are offered Basic.
-            scheme = "Basic" if "text/html" in request.headers.get("accept", "") else "Bearer"
-            return Answer(b"a token is needed\n", TEXT, 401, {"WWW-Authenticate": f'{scheme} realm="deviceplugin"'})
-        route = served.routes.get(path)
-        if route is None:
-            return Answer(f"there are {', '.join(served.routes)}\n".encode(), TEXT, 404)
+    def do_GET(self) -> None:
+        self.server.turn(self.connection)
         try:
-            return route(request)
-        except Exception as error:
-            _LOG.exception("%s failed", path)
-            return Answer(f"{type(error).__name__}: {error}\n".encode(), TEXT, 500)
-
-    def _send(self, answer: Answer, request: Request, *, whole: bool, keep: bool) -> None:
-        status = answer.status
-        try:
-            body, packed = _body(answer.body, packed=_takes_gzip(request.headers.get("accept-encoding", "")))
-        except Exception as error:  # in the midst of the pieces
-            _LOG.exception("%s failed", request.path)
-            body, packed, status = f"{type(error).__name__}: {error}\n".encode(), False, 500
+            url = urlsplit(self.path)
+        except ValueError as error:
+            self.send_error(400, explain=str(error))
+            return
+        answer = self._answer(Request(url.path, url.query, self.headers))
+        self.server.turn(self.connection, answered=True)
         headers = {
-            "Content-Type": answer.content_type if status == answer.status else TEXT,
-            "Content-Length": str(len(body)),
+            "Content-Type": answer.content_type,
+            "Content-Length": str(len(answer.body)),
             "Cache-Control": "no-store",
             "X-Content-Type-Options": "nosniff",
             "Vary": "Accept, Accept-Encoding",
-            **({"Content-Encoding": "gzip"} if packed else {}),
-            **({} if keep else {"Connection": "close"}),
             **answer.headers,
         }
-        lines = [f"HTTP/1.1 {status} {REASONS.get(status, 'Unknown')}", *(f"{k}: {v}" for k, v in headers.items())]
-        self._client.sock.sendall("\r\n".join((*lines, "", "")).encode("latin-1", "replace"))
-        if whole:
-            self._client.sock.sendall(body)
+        self.send_response(answer.status)
+        for name, value in headers.items():
+            self.send_header(name, value)
+        self.end_headers()
+        if self.command != "HEAD":
+            self.wfile.write(answer.body)
 
+    do_HEAD = do_GET  # noqa: N815
 
-MOST_HEAD: Final = 16 * 1024
-"""Bytes that a request's head may have."""
-REASONS: Final = {
-    200: "OK",
-    400: "Bad Request",
-    401: "Unauthorized",
-    404: "Not Found",
-    405: "Method Not Allowed",
-    431: "Request Header Fields Too Large",
-    500: "Internal Server Error",
-    503: "Service Unavailable",
-    505: "HTTP Version Not Supported",
-}
-_END: Final = re.compile(rb"\r?\n\r?\n")
-_NAME: Final = re.compile(r"[!#$%&'*+.^_`|~0-9A-Za-z-]+")
-
-
-def parse_head(head: bytes) -> tuple[str, Request, bool]:
-    """Take a request's head apart; return its method, what it asks for, and whether another may follow."""
-    first, *lines = head.decode("latin-1").replace("\r\n", "\n").split("\n")
-    words = first.split(" ")
-    if len(words) != 3 or not words[2].startswith("HTTP/"):
-        raise _BadRequestError(400)
-    method, target, version = words
-    if version not in ("HTTP/1.0", "HTTP/1.1"):
-        raise _BadRequestError(505)
-    if method not in ("GET", "HEAD"):
-        raise _BadRequestError(405)
-    headers: dict[str, str] = {}
-    for line in lines:
-        name, colon, value = line.partition(":")
-        if not colon or not _NAME.fullmatch(name):
-            raise _BadRequestError(400)
-        name, value = name.lower(), value.strip(" \t")
-        headers[name] = f"{headers[name]}, {value}" if name in headers else value
-    if "://" in target:  # as to a proxy
-        target = "/" + target.partition("://")[2].partition("/")[2]
-    if not target.startswith("/"):
-        raise _BadRequestError(400)
-    path, _, query = target.partition("?")
-    wishes = headers.get("connection", "").lower()
-    keep = "keep-alive" in wishes if version == "HTTP/1.0" else "close" not in wishes
-    if headers.get("content-length", "0") != "0" or "transfer-encoding" in headers:
-        keep = False  # a body, which nobody reads
-    return method, Request(path, query, headers), keep
-
-
-def _body(body: bytes | Iterable[bytes], *, packed: bool) -> tuple[bytes, bool]:
-    """Return what goes out, and whether it is compressed."""
-    if isinstance(body, bytes) and (not packed or len(body) <= SMALL):
-        return body, False
-    pieces = (body,) if isinstance(body, bytes) else body
-    if not packed:
-        return b"".join(pieces), False
-    packer = zlib.compressobj(level=1, wbits=16 + zlib.MAX_WBITS)  # with gzip's head and tail
-    return b"".join([packer.compress(piece) for piece in pieces] + [packer.flush()]), True
-
-
-def _takes_gzip(header: str) -> bool:
-    for part in header.split(","):
-        name, _, parameters = part.partition(";")
-        if name.strip() == "gzip":
-            return parameters.replace(" ", "") not in ("q=0", "q=0.0", "q=0.00", "q=0.000")
-    return False
-
-
-@contextlib.contextmanager
-def serving(server: Server) -> Iterator[Server]:
-    """Serve while the context lasts."""
-    server.start()
-    try:
-        yield server
-    finally:
-        server.close()
+    def _answer(self, request: Request) -> Answer:
+        route = self.server.routes.get(request.path)
+        if route is None or not route.public:
+            refusal = self.server.refusal(request, self.connection)
+            if refusal is not None:
+                return refusal
+        if route is None:
+            return Answer(f"there are {', '.join(self.server.routes)}\n".encode(), status=404)
+        try:
+            return route.answer(request)
+        except Exception as error:
+            _LOG.exception("%s failed", request.path)
+            return Answer(f"{type(error).__name__}: {error}\n".encode(), status=500)

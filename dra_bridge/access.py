@@ -1,28 +1,24 @@
 """How the API server is reached: its address, whom to trust, and what to say who one is.
 
 In a pod that is the service account, whose token the kubelet renews. Everywhere else it is a
-kubeconfig file, which lightkube reads; only then it is loaded, because every node would pay for it.
+kubeconfig, which kubernetes_asyncio reads; it is loaded only then, because it takes 45 MB.
 """
 
 from __future__ import annotations
 
 import asyncio
-import json
+import logging
 import os
 import ssl
-import sys
 import time
 import urllib.parse
-from collections.abc import AsyncGenerator, Awaitable, Callable
-from contextlib import aclosing
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
-from datetime import datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, cast
+from typing import TYPE_CHECKING, Any, Final
 
 if TYPE_CHECKING:
-    from lightkube.config.kubeconfig import SingleConfig
-    from lightkube.config.models import UserExec
+    from kubernetes_asyncio.client import Configuration
 
 __all__ = ["Access", "AccessError", "from_environment", "from_server"]
 
@@ -32,8 +28,6 @@ SERVICE_ACCOUNT: Final = Path("/var/run/secrets/kubernetes.io/serviceaccount")
 TOKEN_AGE: Final = 60.0
 """Seconds after which a token's file is read again, as client-go does; it is renewed long before it expires."""
 
-
-EXEC_GROUP: Final = "client.authentication.k8s.io"
 EXEC_PATIENCE: Final = 120.0
 """Seconds that a credential plugin may take: somebody may have to log in."""
 
@@ -44,18 +38,22 @@ class AccessError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Access:
-    """One way to a server. authorize: returns the Authorization header, "" for none.
+    """One way to a server.
 
-    authorize takes whether the last one was refused (401) and a new one is wanted; it raises
-    AccessError or OSError where there is none.
+    authorize: returns the Authorization header, "" for none. It takes whether the last one was
+    refused (401) and a new one is wanted; it raises AccessError or OSError where there is none.
+    proxy: the URL of the proxy that the configuration names, "" if it names none.
+    server_name: the name in the server's certificate if it is not the URL's host.
     """
 
     url: str
     tls: ssl.SSLContext | None
     authorize: Callable[[bool], Awaitable[str]]
+    proxy: str = ""
+    server_name: str = ""
 
 
-def from_environment(kubeconfig: str | os.PathLike[str] | None = None) -> Access:
+async def from_environment(kubeconfig: str | os.PathLike[str] | None = None) -> Access:
     """Return what a kubeconfig file says, else the pod's service account, else KUBECONFIG or ~/.kube/config.
 
     Raises:
@@ -64,21 +62,18 @@ def from_environment(kubeconfig: str | os.PathLike[str] | None = None) -> Access
 
     """
     if kubeconfig:
-        return _from_file(os.fspath(kubeconfig))
+        return await _KubeConfig(os.fspath(kubeconfig)).load()
     host = os.environ.get("KUBERNETES_SERVICE_HOST")
     if host and (SERVICE_ACCOUNT / "token").exists():
         host = f"[{host}]" if ":" in host else host
         url = f"https://{host}:{os.environ.get('KUBERNETES_SERVICE_PORT') or 443}"
         return from_server(url, token_file=SERVICE_ACCOUNT / "token", ca_file=str(SERVICE_ACCOUNT / "ca.crt"))
-    named = [path for path in os.environ.get("KUBECONFIG", "").split(os.pathsep) if path]
-    file = next((path for path in named if Path(path).expanduser().exists()), named[0] if named else "~/.kube/config")
-    return _from_file(file)
+    return await _KubeConfig(os.environ.get("KUBECONFIG") or "~/.kube/config").load()
 
 
 def from_server(url: str, *, token: str = "", token_file: Path | None = None, ca_file: str = "") -> Access:
     """Return the access to a server with a bearer token, or the file of one."""
-    secure = urllib.parse.urlsplit(url).scheme == "https"
-    tls = ssl.create_default_context(cafile=ca_file or None) if secure else None
+    tls = _tls(ca_file) if urllib.parse.urlsplit(url).scheme == "https" else None
     if token_file is not None:
         return Access(url, tls, _TokenFile(token_file))
     header = f"Bearer {token}" if token else ""
@@ -87,6 +82,19 @@ def from_server(url: str, *, token: str = "", token_file: Path | None = None, ca
         return header
 
     return Access(url, tls, authorize)
+
+
+def _tls(ca_file: str | None) -> ssl.SSLContext:
+    """Return what servers are verified with: the cluster's own CA, else those of the system.
+
+    A cluster's CA is verified as client-go does: Go takes CAs and certificates without key identifiers,
+    which Python refuses by default since 3.13 (VERIFY_X509_STRICT), and an intermediate CA as the root.
+    """
+    context = ssl.create_default_context(cafile=ca_file or None)
+    if ca_file:
+        context.verify_flags &= ~ssl.VERIFY_X509_STRICT
+        context.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN
+    return context
 
 
 class _TokenFile:
@@ -105,132 +113,85 @@ class _TokenFile:
         return self._header
 
 
-def _from_file(path: str) -> Access:
-    import yaml
-    from lightkube.config import client_adapter
-    from lightkube.config.kubeconfig import KubeConfig
-    from lightkube.config.models import User
-    from lightkube.core.exceptions import ConfigError
+class _KubeConfig:
+    """Kubeconfig files, and the credentials of their current context. paths: as in KUBECONFIG."""
 
-    try:
-        single = KubeConfig.from_file(path).get()
-        if single is None:
-            raise AccessError(f"{path} names no current context")
-        user = single.user or User()
-        url = single.cluster.server
-        secure = urllib.parse.urlsplit(url).scheme == "https"
-        tls = client_adapter.verify_cluster(single.cluster, user, single.abs_file) if secure else None
-        if user.token_file is not None:
-            return Access(url, tls, _TokenFile(Path(single.abs_file(user.token_file))))
-        if user.exec is not None:
-            return Access(url, tls, _ExecPlugin(single, user.exec))
-        return Access(url, tls, _Flow(single, client_adapter.user_auth(user)))
-    except (ConfigError, yaml.YAMLError, AttributeError, KeyError, TypeError, ValueError) as error:
-        said = f"no {error}" if isinstance(error, KeyError) else str(error)
-        raise AccessError(f"{path}: {said}") from error
-
-
-class _ExecPlugin:
-    """A program that prints a token, as client-go calls it (client.authentication.k8s.io/v1 and v1beta1).
-
-    lightkube calls those of v1beta1 only, tells them nothing of the cluster and never looks at a
-    token's end.
-    """
-
-    def __init__(self, single: SingleConfig, plugin: UserExec) -> None:
-        group, _, version = plugin.apiVersion.rpartition("/")
-        if group != EXEC_GROUP or version not in {"v1", "v1beta1"}:
-            raise ValueError(f"user.exec.apiVersion is {plugin.apiVersion!r}; {EXEC_GROUP}/v1 and v1beta1 are known")
-        self._plugin = plugin
-        # A path with a slash in it begins where the file is; a mere name is looked for as a shell does.
-        self._command = str(single.abs_file(plugin.command)) if os.sep in plugin.command else plugin.command
-        info = {
-            "apiVersion": plugin.apiVersion,
-            "kind": "ExecCredential",
-            "spec": {"interactive": sys.stdin is not None and sys.stdin.isatty()},
-        }
-        self._environment = {
-            **{one.name: one.value for one in plugin.env or ()},
-            "KUBERNETES_EXEC_INFO": json.dumps(info),
-        }
-        self._header = ""
-        self._ends = float("inf")
-        self._runs = 0
+    def __init__(self, paths: str) -> None:
+        self._paths = paths
         self._turn = asyncio.Lock()
+        self._loads = 0
+
+    async def load(self) -> Access:
+        """Read the files and get credentials anew; this may run a credential plugin."""
+        try:
+            from kubernetes_asyncio.client import Configuration
+            from kubernetes_asyncio.config.kube_config import KubeConfigLoader, KubeConfigMerger
+        except ImportError as error:
+            raise AccessError(f"a kubeconfig needs kubernetes_asyncio (the extra `cli`): {error}") from error
+        logging.getLogger("kubernetes_asyncio").setLevel(logging.CRITICAL)  # what it logs, it raises too
+        if not any(Path(path).expanduser().is_file() for path in self._paths.split(os.pathsep) if path):
+            raise AccessError(f"there is no kubeconfig {self._paths}")
+        try:
+            merged = KubeConfigMerger(self._paths).config
+            self._plugin = _plugin(merged)
+            self._loader = KubeConfigLoader(merged, config_base_path=None)
+            self._configuration = Configuration()
+        except Exception as error:
+            raise AccessError(f"{self._paths}: {error or type(error).__name__}") from error
+        await self._refresh()
+        self._loads += 1
+        return self._access(self._configuration)
+
+    def _access(self, found: Configuration) -> Access:
+        tls, url = None, str(found.host)
+        if url.startswith("https:"):
+            tls = _tls(found.ssl_ca_cert)
+            if not found.verify_ssl:
+                tls.check_hostname = False
+                tls.verify_mode = ssl.CERT_NONE
+            if found.cert_file:
+                tls.load_cert_chain(found.cert_file, found.key_file)
+        return Access(url, tls, self, found.proxy or "", found.tls_server_name or "")
 
     async def __call__(self, again: bool) -> str:
-        runs = self._runs
+        loads = self._loads
         async with self._turn:
-            refused = again and runs == self._runs  # nobody else has had it run meanwhile
-            if not self._header or refused or time.time() >= self._ends:
-                self._header, self._ends = self._credential(await self._printed())
-                self._runs += 1
-        return self._header
+            if again and loads == self._loads:  # nobody else has had it loaded meanwhile
+                await self.load()
+            elif self._is_due():
+                await self._refresh()
+            return str(self._configuration.api_key.get("BearerToken", ""))
 
-    async def _printed(self) -> bytes:
-        try:
-            process = await asyncio.create_subprocess_exec(
-                self._command,
-                *(self._plugin.args or ()),
-                env={**os.environ, **self._environment},
-                stdout=asyncio.subprocess.PIPE,
-            )
-        except OSError as error:
-            hint = f"; {self._plugin.installHint.strip()}" if self._plugin.installHint else ""
-            raise AccessError(f"no credentials: {self._command} cannot be run: {error.strerror}{hint}") from error
+    def _is_due(self) -> bool:
+        """Whether to ask the library, which runs a plugin again only if its token is about to expire."""
+        if self._plugin:
+            return hasattr(self._loader, "exec_plugin_expiry")
+        return time.monotonic() - self._refreshed_at >= TOKEN_AGE
+
+    async def _refresh(self) -> None:
+        who = f"credential plugin {self._plugin['command']}" if self._plugin else self._paths
         try:
             async with asyncio.timeout(EXEC_PATIENCE):
-                printed, _ = await process.communicate()
+                await self._loader.load_and_set(self._configuration)
         except TimeoutError:
-            raise AccessError(f"no credentials: {self._command} did not end in {EXEC_PATIENCE:g} s") from None
-        finally:
-            if process.returncode is None:
-                process.kill()
-                await process.wait()
-        if process.returncode:
-            raise AccessError(f"no credentials: {self._command} ended with {process.returncode}")
-        return printed
-
-    def _credential(self, printed: bytes) -> tuple[str, float]:
-        """Return the header and until when it is good (Unix seconds)."""
-        try:
-            status = json.loads(printed)["status"]
-            if not (token := status.get("token")):
-                raise AccessError(
-                    f"no credentials: {self._command} printed no token; certificates are not taken from it"
-                )
-            ends = status.get("expirationTimestamp")
-            return f"Bearer {token}", datetime.fromisoformat(ends).timestamp() if ends else float("inf")
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise AccessError(f"no credentials: what {self._command} printed is no ExecCredential: {error}") from error
+            raise AccessError(f"no credentials: {who} did not end in {EXEC_PATIENCE:g} s") from None
+        except Exception as error:
+            hint = f"; {hint.strip()}" if (hint := self._plugin.get("installHint")) else ""
+            raise AccessError(f"no credentials: {who}: {error or type(error).__name__}{hint}") from error
+        if self._plugin and "BearerToken" not in self._configuration.api_key and not self._configuration.cert_file:
+            raise AccessError(f"no credentials: {who} printed neither a token nor a certificate")
+        self._refreshed_at = time.monotonic()
 
 
-class _Flow:
-    """The header as lightkube makes it: of a token or a password."""
+def _plugin(merged: Any) -> dict[str, Any]:
+    """Return the credential plugin of the current context, empty if it has none.
 
-    def __init__(self, single: SingleConfig, auth: Any) -> None:
-        self._url = single.cluster.server
-        self._auth = auth
-        self._header: str | None = None
-
-    async def __call__(self, again: bool) -> str:
-        if self._auth is None:
-            return ""
-        if self._header is None or again:
-            import httpx2
-            from lightkube.core.exceptions import ConfigError
-
-            # A flow yields the request as it is to be sent; told of a 401, it yields another one or ends.
-            request = httpx2.Request("GET", self._url)
-            flow = cast("AsyncGenerator[httpx2.Request, httpx2.Response]", self._auth.async_auth_flow(request))
-            try:
-                async with aclosing(flow):
-                    request = await anext(flow)
-                    if again:
-                        request = await flow.asend(httpx2.Response(401))
-            except StopAsyncIteration:
-                pass
-            except (ConfigError, KeyError, ValueError) as error:
-                raise AccessError(f"no credentials: {error}") from error
-            self._header = str(request.headers.get("Authorization", ""))
-        return self._header
+    A command with a slash in it begins where its file lies, which the library does not know.
+    """
+    context = merged["contexts"].get_with_name(merged["current-context"])
+    name = context["context"].safe_get("user")
+    user = merged["users"].get_with_name(name, safe=True) if name else None
+    plugin: dict[str, Any] = (user and user["user"].safe_get("exec")) or {}
+    if user and os.sep in plugin.get("command", ""):
+        plugin["command"] = str(Path(user.path).absolute().parent / plugin["command"])
+    return plugin

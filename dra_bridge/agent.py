@@ -12,7 +12,7 @@ import functools
 import logging
 import random
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -20,27 +20,34 @@ from typing import Any, Final
 
 import grpc
 
-from deviceplugin import ledger, left, podresources, topology
-from deviceplugin.agent import Agent, AgentError, Look, Paths, Service
+from deviceplugin import ledger, naming, topology
+from deviceplugin.agent import Agent, AgentError, Paths, Service
 from deviceplugin.config import Config, ResourceConfig
 from deviceplugin.endpoint import Doorkeeper, Refusal
-from deviceplugin.ledger import Claim, ClaimEvidence, Desk, Evidence, Held, LedgerError, Side, State
-from deviceplugin.left import Left
-from deviceplugin.podresources import CheckpointError, PodResourcesError
+from deviceplugin.exclusion import Key
+from deviceplugin.exclusion_guard import Side as ExclusionSide
+from deviceplugin.identity import Tokens
+from deviceplugin.kubelet import claim_state
+from deviceplugin.kubelet.checkpoint import CheckpointError
+from deviceplugin.kubelet.claim_state import ClaimStateError, PreparedClaim
+from deviceplugin.kubelet.pods import PodProcesses
+from deviceplugin.ledger import ClaimEvidence, Desk, Evidence, LedgerError, Side, State
+from deviceplugin.orphaned_claims import OrphanedClaimGate, OrphanedClaims
 from deviceplugin.registration import Backoff
 from deviceplugin.source import DeviceSource
 from dra_bridge import progress
 from dra_bridge.cluster import (
     NODES,
     RESOURCE_CLAIMS,
-    Changed,
+    RESOURCE_SLICES,
     Cluster,
     ClusterError,
     Listed,
+    NotFoundError,
 )
-from dra_bridge.driver import ClaimRef, ClusterClaims, Driver, Served
+from dra_bridge.driver import ClaimRef, ClusterClaims, Driver, RunningPods, Served
 from dra_bridge.handover import Drain, Handover, Share, ShareError, parse_share
-from dra_bridge.keeper import Behind, Keeper, held_units, unsure_of
+from dra_bridge.keeper import Behind, Keeper, allocations_of, held_units
 from dra_bridge.metrics import Told
 from dra_bridge.registrar import Registrar
 from dra_bridge.slices import Offer, Pool, Publisher
@@ -49,8 +56,8 @@ __all__ = ["Bridge", "DriverBridge", "Terms", "terms_of"]
 
 _LOG: Final = logging.getLogger(__name__)
 
-RECONCILE: Final = 300.0
-"""Seconds between two looks whether prepared claims are still wanted."""
+RECONCILE: Final = 20.0
+"""Seconds between two checks whether prepared claims are over; the API server is asked only of those that seem so."""
 TELL: Final = 10.0
 """Seconds between two writes of the slices for a holder's sake alone."""
 FIRST: Final = 5.0
@@ -60,6 +67,11 @@ RESOLVE: Final = 30.0
 STANDBY: Final = 2.0
 """Seconds after which is said that another agent has the ledger."""
 
+
+SHARE: Final = "share"
+"""The section of the ledger's settings that has the last valid share of the Node's annotation, by driver."""
+QUALIFIER: Final = "qualifier"
+"""The section of the ledger's settings that has the qualifiers of published names, by resource."""
 
 NONE: Final = Share(0)
 
@@ -89,6 +101,22 @@ class Closed:
         """Avoid nothing."""
         return ()
 
+    def claimed(self, resource: str, device: str) -> bool:
+        """Count everything as held: nothing is known."""
+        return True
+
+    def withheld(self, resource: str) -> Mapping[str, str]:
+        """Name no device of its own."""
+        return {}
+
+    def held(self) -> Mapping[Key, Tokens]:
+        """Leave that to `claimed`."""
+        return {}
+
+    def side(self, resource: str, device: str) -> ExclusionSide:
+        """Return no side."""
+        return ""
+
     async def grant(self, resource: str, names: Sequence[str], devices: Sequence[str]) -> None:
         """Refuse."""
         raise Refusal(grpc.StatusCode.UNAVAILABLE, "starting", f"{resource}: its ledger is not open now")
@@ -100,27 +128,49 @@ CLOSED: Final = Closed()
 class Doors:
     """The plugin door's doorkeeper for the whole node: each resource's own keeper decides.
 
-    What has none has no driver, and is free.
+    free: decides about resources that have no driver. ledgers: returns the keepers of all drivers, also of those that
+    no resource names any more.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, free: Doorkeeper, ledgers: Callable[[], Iterable[Doorkeeper]] = tuple) -> None:
         self.keepers: dict[str, Doorkeeper] = {}
+        self._free = free
+        self._ledgers = ledgers
+
+    def _of(self, resource: str) -> Doorkeeper:
+        return self.keepers.get(resource, self._free)
 
     def offers(self, resource: str, device: str) -> bool:
         """Return whether the plugin side offers the device."""
-        keeper = self.keepers.get(resource)
-        return keeper is None or keeper.offers(resource, device)
+        return self._of(resource).offers(resource, device)
 
     def avoids(self, resource: str) -> Collection[str]:
         """Return the devices that new pods had better not get."""
-        keeper = self.keepers.get(resource)
-        return () if keeper is None else keeper.avoids(resource)
+        return self._of(resource).avoids(resource)
+
+    def claimed(self, resource: str, device: str) -> bool:
+        """Return whether a claim holds the device, or may."""
+        return self._of(resource).claimed(resource, device)
+
+    def withheld(self, resource: str) -> Mapping[str, str]:
+        """Return the devices that are offered to nobody for now, and why."""
+        return self._of(resource).withheld(resource)
+
+    def held(self) -> Mapping[Key, Tokens]:
+        """Return what any ledger counts as held, and what it was when it was granted."""
+        found: dict[Key, Tokens] = {}
+        for keeper in self._ledgers():
+            for key, tokens in keeper.held().items():
+                found[key] = found.get(key, frozenset()) | tokens
+        return found
+
+    def side(self, resource: str, device: str) -> ExclusionSide:
+        """Return on which side the device is."""
+        return self._of(resource).side(resource, device)
 
     async def grant(self, resource: str, names: Sequence[str], devices: Sequence[str]) -> None:
         """Record that the ids are given out, or raise Refusal."""
-        keeper = self.keepers.get(resource)
-        if keeper is not None:
-            await keeper.grant(resource, names, devices)
+        await self._of(resource).grant(resource, names, devices)
 
 
 class Order:
@@ -154,7 +204,19 @@ class DriverBridge:
         self._services: dict[str, Service] = {}
         self._orders: dict[str, Order] = {}
         self._behind: dict[str, Behind] = {}
-        self.keeper = Keeper(desk, self._behind, self._changed, self._quarantined)
+        bridge.agent.tracker.remember(allocations_of(desk.snapshot))
+        grants = {key: hold.since for key, hold in desk.snapshot.holds.items() if hold.pending}
+        bridge.agent.tracker.remember_grants(grants)
+        guard = bridge.agent.guard
+        self.keeper = Keeper(
+            desk,
+            self._behind,
+            self._changed,
+            self._quarantined,
+            bridge.agent.tracker.title,
+            guard,
+            bridge.agent.tracker.allocated,
+        )
         self.keeper.steer = self._steer
         self.driver = Driver(
             name,
@@ -164,14 +226,21 @@ class DriverBridge:
             bridge.claims,
             cdi_directory=bridge.cdi_directory,
             pull=True,
+            report=bridge.claim_status,
             changed=self._changed,
             ready=lambda resource, device: (resource, device) in self.keeper.heard,
+            running_pods=self._running_pods,
+            qualifiers=lambda resources: self.qualifiers,
+            guard=guard,
         )
         self.registrar = Registrar(self.driver, bridge.paths.kubelet_root, changed=self.publish)
         self._began: float | None = None
         self._node_share: Share | None = None
         self._asked = ""
+        self.refused_share: str | None = None
+        """The annotation's text that is not a share and was logged."""
         self._group: asyncio.TaskGroup | None = None
+        self._registering: asyncio.Task[None] | None = None
         self._movers: dict[str, asyncio.Task[None]] = {}
         self._unsubscribe: dict[str, Callable[[], None]] = {}
         self._placing: set[str] = set()
@@ -181,6 +250,8 @@ class DriverBridge:
         self._wants = asyncio.Event()
         self._heard: dict[str, asyncio.Event] = {}
         self._alarms: set[asyncio.Task[None]] = set()
+        self._recorded: frozenset[str] = frozenset()
+        """UIDs of running pods of which the ledger has all claims of this driver."""
 
     # What it serves.
 
@@ -195,17 +266,24 @@ class DriverBridge:
         self.registrar.follow()
         self._bridge.doors.keepers[resource] = self.keeper
         if new:
+            holds = [one for one in self.desk.snapshot.holds.values() if one.resource == resource and one.pending]
+            units = {one.unit for one in holds}
+            held = [one for one in allocations_of(self.desk.snapshot) if one.resource == resource]
+            service.remember(units, [one for one in held if one.device_id in units])
             self.handovers[resource] = Handover(
                 service.endpoint,
                 service.inventory,
                 self.desk,
-                functools.partial(self._bridge.agent.look, allocatable=True),
+                self._bridge.agent.scan,
                 self,
                 self,
                 share=self._share(resource),
                 drain=terms.drain,
                 groups=functools.partial(groups, service),
                 errors=(ClusterError,),
+                title=self._bridge.agent.tracker.title,
+                group=functools.partial(self._bridge.agent.guard.group, resource),
+                moved=self._moved,
             )
             self._heard[resource] = asyncio.Event()
             self._unsubscribe[resource] = service.inventory.subscribe(lambda _: self._listed(resource))
@@ -245,6 +323,53 @@ class DriverBridge:
     def _share(self, resource: str) -> Share:
         return self._node_share if self._node_share is not None else self.terms[resource].share
 
+    def keep_share(self, text: str | None) -> None:
+        """Remember the annotation's share durably: an agent that starts beside an invalid one keeps it."""
+        if self.desk.snapshot.setting(SHARE, self.name) != text:
+            task = asyncio.create_task(self._keep_share(text))
+            self._alarms.add(task)
+            task.add_done_callback(self._alarms.discard)
+
+    async def _keep_share(self, text: str | None) -> None:
+        try:
+            await self.desk.do(ledger.set_setting(SHARE, self.name, text))
+        except LedgerError as error:
+            _LOG.warning("%s: the share %s cannot be remembered: %s", self.name, text, error)
+
+    # Names of published devices.
+
+    @property
+    def qualifiers(self) -> Mapping[str, str]:
+        """What tells this driver's resources apart in the names of published devices, by resource."""
+        settings = self.desk.snapshot.settings
+        return {resource: kept.value for (section, resource), kept in settings.items() if section == QUALIFIER}
+
+    async def _decide_names(self, resource: str) -> None:
+        """Decide how a resource's devices are named in slices, once and durably.
+
+        What is published or allocated keeps its name. If the ledger does not know the names, it was lost or
+        is new: the slices that the API server has tell how devices were named before.
+
+        Raises:
+            LedgerError, ClusterError, TimeoutError: it cannot be decided now.
+
+        """
+        kept = self.qualifiers
+        if resource in kept:
+            return
+        services = self._bridge.agent.services.values()
+        served = [service.resource for service in services if service.source.driver == self.name]
+        if not kept:
+            selector = f"spec.nodeName={self._bridge.node},spec.driver={self.name}"
+            async with asyncio.timeout(5.0):
+                slices = await self._bridge.cluster.list(RESOURCE_SLICES, field_selector=selector)
+            before = progress.read(self.name, slices.items)
+            known = [name for name in served if self.desk.snapshot.of(name)]
+            kept = before.words if before is not None else naming.qualifiers(known or served)
+        for name, word in naming.kept_qualifiers(kept, served).items():
+            await self.desk.do(ledger.set_setting(QUALIFIER, name, word))
+        self.registrar.follow()  # the kubelet knows the health of devices by their names
+
     # Running.
 
     async def run(self) -> None:
@@ -252,9 +377,11 @@ class DriverBridge:
         try:
             async with asyncio.TaskGroup() as group:
                 self._group = group
-                group.create_task(self.registrar.run(), name=f"registrar of {self.name}")
+                self._registering = group.create_task(self.registrar.run(), name=f"registrar of {self.name}")
                 group.create_task(self._reconcile(), name=f"reconcile {self.name}")
                 group.create_task(self._follow_slices(), name=f"slices of {self.name}")
+                group.create_task(self._keep_files(), name=f"CDI files of {self.name}")
+                group.create_task(self._end_with_ledger(), name=f"ledger of {self.name}")
                 for resource in self.handovers:
                     self._move(resource)
                 try:
@@ -267,6 +394,63 @@ class DriverBridge:
             await self.driver.close()
             if self._publishing is not None:
                 self._publishing.cancel()
+
+    async def _running_pods(self) -> RunningPods:
+        """Record in the ledger which pods use which claims; return the pods whose processes run.
+
+        The kubelet drops a pod that was deleted by force from the claim state. So the claim state tells of all claims
+        of a pod only if the kubelet counts the pod as active after the file was read, and if the pod's processes ran
+        before: its claims are in the file by then.
+
+        Raises:
+            ClaimStateError: the kubelet's claim state cannot be read.
+            LedgerError: the pods cannot be recorded.
+            OSError: cgroups were visible before, and cannot be read now.
+
+        """
+        tracker = self._bridge.agent.tracker
+        running = await asyncio.to_thread(tracker.running_pods)
+        prepared = await self._record_pods()
+        if running - self._recorded:
+            known = self.desk.snapshot.claims
+            lost = {pod for claim in prepared if (self.name, claim.uid) not in known for pod in claim.pod_uids}
+            self._recorded |= await tracker.listed(running) - lost
+        self._recorded &= running
+        return RunningPods(running, running - self._recorded)
+
+    async def _record_pods(self) -> list[PreparedClaim]:
+        """Record the pods that came to share a claim after it was prepared, and names that CDI files do not tell.
+
+        Returns this driver's claims in the kubelet's claim state.
+        """
+        prepared = await asyncio.to_thread(claim_state.read, self._bridge.paths.kubelet_root)
+        mine = [claim for claim in prepared if self.name in claim.devices]
+        for claim in mine:
+            known = self.desk.snapshot.claims.get((self.name, claim.uid))
+            if known is not None and not (known.name and claim.pod_uids <= known.pods):
+                await self.desk.do(ledger.describe(self.name, claim.uid, claim.namespace, claim.name, claim.pod_uids))
+        return mine
+
+    async def end_claims(self) -> None:
+        """Take no more claims, and wait for those that are being prepared."""
+        if (task := self._registering) is not None:
+            task.cancel()
+            await asyncio.wait({task})
+
+    async def _keep_files(self) -> None:
+        """Have missing CDI files written again; end the agent where only a new mount of their directory helps."""
+        await self.driver.keep_files()
+        _LOG.error(
+            "%s was deleted on the host while it is mounted here, no claim can be prepared; the agent ends, "
+            "so that its next container mounts the directory that is there then",
+            self._bridge.cdi_directory,
+        )
+        self._bridge.agent.stop()
+
+    async def _end_with_ledger(self) -> None:
+        """End the agent when its ledger is lost; it begins again from evidence."""
+        await self.desk.lost.wait()
+        self._bridge.agent.fail(AgentError(f"{self.name}: the ledger was lost while it was in use"))
 
     def _move(self, resource: str) -> None:
         if self._group is not None and resource not in self._movers:
@@ -288,16 +472,23 @@ class DriverBridge:
 
     def _listed(self, resource: str) -> None:
         """Note that the source listed other devices than before."""
+        listed = self._services[resource].inventory.snapshot.devices
+        # One that was unplugged may come back held by somebody: its evidence is heard anew then.
+        self.keeper.heard -= {key for key in self.keeper.heard if key[0] == resource and key[1] not in listed}
+        self._place_soon(resource)
+        self.publish()
+
+    def _place_soon(self, resource: str) -> None:
         waits = self._unheard(resource) or not self._heard[resource].is_set()
         if waits and self._group is not None and resource not in self._placing:
             self._placing.add(resource)
             self._group.create_task(self._place(resource), name=f"place {resource}")
-        self.publish()
 
     def _unheard(self, resource: str) -> list[str]:
         """Return the devices about which no evidence was heard yet."""
         listed = self._services[resource].inventory.snapshot.devices
-        return [name for name in listed if (resource, name) not in self.keeper.heard]
+        known = self.desk.snapshot.devices
+        return [name for name in listed if (resource, name) not in self.keeper.heard or (resource, name) not in known]
 
     async def _place(self, resource: str) -> None:
         """Confront the ledger with what is held, before anything is offered (R8).
@@ -305,36 +496,39 @@ class DriverBridge:
         At each start all devices, for the ledger may have lost what came last; later those that
         are new.
         """
-        backoff, told = Backoff(first=0.2, most=10.0), ""
+        backoff, told, tries = Backoff(first=0.1, most=5.0), "", 0
         self._placing.add(resource)
         try:
             while resource in self._services:
-                if not (unheard := self._unheard(resource)):
-                    if self._services[resource].inventory.snapshot.listed:
+                tries += 1
+                listed = self._services[resource].inventory.snapshot.listed
+                if not (unheard := self._unheard(resource)) and (resource in self.qualifiers or not listed):
+                    if listed and not self._heard[resource].is_set():
                         self._heard[resource].set()
+                        self._services[resource].release_idle()
                     return
-                elsewhere = self._bridge.elsewhere(resource, self.name)
-                waits = [
-                    f"{device} is held by {holder}" for (_, device), holder in elsewhere.items() if device in unheard
-                ]
+                elsewhere = self._bridge.elsewhere(resource, unheard, self.name)
+                why = dict(elsewhere)
                 try:
-                    doubtful = await self._confront(
-                        resource, [name for name in unheard if (resource, name) not in elsewhere]
-                    )
-                except (LedgerError, CheckpointError, ClusterError, OSError, TimeoutError) as error:
-                    why = f"devices cannot be offered yet: {error or type(error).__name__}"
+                    await self._decide_names(resource)
+                    doubtful = await self._confront(resource, [name for name in unheard if name not in elsewhere])
+                except (LedgerError, CheckpointError, ClaimStateError, ClusterError, OSError, TimeoutError) as error:
+                    why |= dict.fromkeys(unheard, f"not known: {error or type(error).__name__}")
                 else:
-                    if doubtful:
-                        waits.append(f"who holds {', '.join(doubtful)} is not certain yet")
-                    why = f"{'; '.join(waits)}; not offered so long"
-                    if not waits:
+                    problem = self._bridge.agent.tracker.snapshot.problem
+                    why |= dict.fromkeys(doubtful, f"not known: {problem}" if problem else "not known")
+                    if not why:
                         backoff.reset()
                         continue
-                if why != told:
-                    told = why
-                    _LOG.warning("%s: %s", resource, why)
+                self.keeper.reasons[resource] = why
+                text = "; ".join(f"{device}: {reason}" for device, reason in sorted(why.items()))
+                # At the start the kubelet has not listened yet; that is soon over.
+                if text != told and tries > 3:
+                    told = text
+                    _LOG.warning("%s: devices are withheld: %s", resource, text)
                 await asyncio.sleep(backoff.next())
         finally:
+            self.keeper.reasons.pop(resource, None)
             self._placing.discard(resource)
 
     async def _confront(self, resource: str, devices: Sequence[str]) -> tuple[str, ...]:
@@ -348,6 +542,8 @@ class DriverBridge:
         count = len(service.inventory.snapshot.devices)
         side = Side.DRA if self._share(resource).of(count) == count else Side.PLUGIN
         done = await self.desk.do(ledger.confront(resource, evidence, devices, side, time.time()))
+        guard = self._bridge.agent.guard
+        await self.desk.identify({(resource, name): guard.identity(resource, name) for name in devices})
         self.keeper.heard |= {(resource, name) for name in devices if name not in done.doubtful}
         for device, state in done.changed.items():
             if state is State.QUARANTINED:
@@ -367,9 +563,13 @@ class DriverBridge:
         alarm.add_done_callback(self._alarms.discard)
 
     async def _keep_resolving(self) -> None:
+        # Each look lists claims: of a device that stays quarantined it becomes rarer.
+        backoff = Backoff(first=RESOLVE, most=10 * RESOLVE)
         while True:
-            await asyncio.sleep(RESOLVE)
+            await asyncio.sleep(backoff.next())
             await self.resolve()
+            if not any(record.state is State.QUARANTINED for record in self.desk.snapshot.devices.values()):
+                backoff.reset()
 
     async def resolve(self) -> None:
         """Look whether the evidence about quarantined devices is of one mind by now; done every `RESOLVE` seconds."""
@@ -385,7 +585,7 @@ class DriverBridge:
                 continue
             try:
                 await self._confront(resource, names)
-            except (LedgerError, CheckpointError, ClusterError, OSError, TimeoutError) as error:
+            except (LedgerError, CheckpointError, ClaimStateError, ClusterError, OSError, TimeoutError) as error:
                 _LOG.info("%s: quarantined devices stay so for now: %s", resource, error)
             else:
                 for name in names:
@@ -399,49 +599,47 @@ class DriverBridge:
         return frozenset() if handover is None else handover.steer
 
     async def _evidence(self, service: Service, devices: Sequence[str]) -> Evidence:
+        """Ask every witness but the ledger who holds these devices.
+
+        Raises:
+            CheckpointError: an own Allocate came in between, or the kubelet's checkpoint cannot be read.
+            ClaimStateError: the kubelet's claim state cannot be read.
+            ClusterError: the API server cannot be asked.
+
+        """
         resource, behind = service.resource, service.endpoint.behind
         wanted = frozenset(devices)
-        try:
-            seen = await self._bridge.agent.look()
-        except (PodResourcesError, CheckpointError):
-            seen = None
-        used: set[str] = set()
-        if seen is not None:
-            held = held_units(seen.holdings.of(resource), behind, unsure_of(seen, resource))
-            names = self.driver.devices
-            used = {
-                names[use.device][1].id
-                for use in seen.holdings.claims
-                if (use.driver, use.pool) == (self.name, self._bridge.node)
-                and use.device in names
-                and names[use.device][0].source.resource == resource
-            }
-        else:  # no kubelet to ask: what it wrote down, which errs towards "held"
-            entries = await asyncio.to_thread(podresources.read_checkpoint, self._bridge.paths.plugins)
-            held = {
-                unit: Held(behind(unit), entry.pod_uid, sure=False)
-                for entry in entries
-                if entry.resource == resource
-                for unit in entry.devices
-            }
+        ids = {(resource, one) for device in devices for one in service.endpoint.ids_of(device)}
+        now = await self._bridge.agent.scan(ids)
+        if now is None:
+            raise CheckpointError("an Allocate came in between")
+        if now.registered is None:
+            raise CheckpointError(now.problem)
+        held = held_units(now, resource, behind, self._bridge.agent.tracker.title)
+        prepared = await asyncio.to_thread(claim_state.read, self._bridge.paths.kubelet_root)
+        files = await asyncio.to_thread(self.driver.cdi_evidence)
         claims = [
             replace(claim, devices=claim.devices & wanted)
-            for claim in (await asyncio.to_thread(self.driver.cdi_evidence)).get(resource, ())
-            if (self.name, claim.uid) not in self.desk.snapshot.claims and claim.devices & wanted
+            for claim in (*self.driver.claim_evidence(prepared, resource), *files.get(resource, ()))
+            if claim.devices & wanted
         ]
         known = self.desk.snapshot
+        claims = [claim for claim in claims if (self.name, claim.uid) not in known.claims or self._incomplete(claim)]
         if (
             self.desk.ledger.fresh
             or self.desk.ledger.set_aside
             or any(known.device(resource, name).state is State.QUARANTINED for name in devices)
         ):
-            # What is allocated: a claim without edits has no CDI file, and the ledger may know of none.
+            # What is allocated: a claim that the kubelet has not prepared yet keeps its device on the DRA side.
             async with asyncio.timeout(5.0):
                 claims += await self._allocations(resource, wanted, {claim.uid for claim in claims})
-            if claimless := (used & wanted) - {name for claim in claims for name in claim.devices}:
-                # Of a pod that was deleted by force: only the kubelet knows.
-                claims.append(ClaimEvidence(self.name, "unknown", frozenset(claimless), prepared=False))
-        return Evidence({unit: one for unit, one in held.items() if one.device in wanted}, tuple(claims))
+        held = {unit: one for unit, one in held.items() if one.device in wanted}
+        return Evidence(held, tuple(claims), awake=now.awake)
+
+    def _incomplete(self, claim: ClaimEvidence) -> bool:
+        """Return whether the ledger knows a claim from evidence alone, which is heard one resource at a time."""
+        known = self.desk.snapshot.claims.get((self.name, claim.uid))
+        return known is not None and known.result is None and known.durable
 
     async def _allocations(self, resource: str, devices: frozenset[str], but: set[str]) -> list[ClaimEvidence]:
         found = []
@@ -477,6 +675,15 @@ class DriverBridge:
             for key in self._allocated(claim)
         }
 
+    async def allocates(self, claim: str, resource: str, device: str) -> bool:
+        """Read one claim, by namespace/name; return whether its allocation names the device of this node."""
+        namespace, _, name = claim.partition("/")
+        try:
+            found = await self._bridge.cluster.get(RESOURCE_CLAIMS, name, namespace)
+        except NotFoundError:
+            return False
+        return (resource, device) in self._allocated(found)
+
     async def _reconcile(self) -> None:
         """Compare what is prepared with what is wanted: at once, and from time to time."""
         backoff = Backoff(first=1.0, most=60.0)
@@ -484,16 +691,8 @@ class DriverBridge:
             try:
                 # CDI files are evidence; they must not be swept away before they were heard.
                 sweep = all(event.is_set() for event in self._heard.values())
-                uses: set[tuple[str, str]] = set()
-                if any(claim.driver == self.name for claim in self.desk.snapshot.claims.values()):
-                    seen = await self._bridge.agent.look()
-                    if seen is None:
-                        await asyncio.sleep(backoff.next())
-                        continue
-                    uses = {(use.holder.namespace, use.claim) for use in seen.holdings.claims}
-                    await self._name(seen)
-                await self.driver.reconcile(uses, sweep=sweep)
-            except (PodResourcesError, CheckpointError, ClusterError, LedgerError, OSError) as error:
+                await self.reconcile(sweep=sweep)
+            except (ClaimStateError, ClusterError, LedgerError, OSError) as error:
                 _LOG.info("%s: prepared claims cannot be compared now: %s", self.name, error)
                 await asyncio.sleep(backoff.next())
             else:
@@ -504,10 +703,27 @@ class DriverBridge:
                     continue
                 await asyncio.sleep(RECONCILE * (0.8 + random.random() * 0.4))  # noqa: S311  # jitter
 
-    async def _name(self, seen: Look) -> None:
+    async def reconcile(self, *, sweep: bool) -> None:
+        """End claims that all witnesses say are over (E2); write what is missing of the others.
+
+        sweep: whether to remove CDI files of claims that the ledger does not know.
+
+        Raises:
+            ClaimStateError: the kubelet's claim state cannot be read; nothing is ended then.
+
+        """
+        unlisted = (await self._running_pods()).unlisted
+        named = frozenset(claim.uid for claim in await self._record_pods())
+        pods = await asyncio.to_thread(self._bridge.agent.tracker.pods)
+        await self._name_from_server(named, pods)
+        await self.driver.reconcile(named, pods, unlisted, sweep=sweep)
+
+    async def _name_from_server(self, named: Collection[str], pods: PodProcesses) -> None:
         """Find out about claims that are known from their CDI files alone: whose they are, or that they are over."""
         nameless = [
-            claim for claim in self.desk.snapshot.claims.values() if claim.driver == self.name and not claim.name
+            claim
+            for claim in self.desk.snapshot.claims.values()
+            if claim.driver == self.name and not claim.name and claim.uid not in named
         ]
         if not nameless:
             return
@@ -515,16 +731,10 @@ class DriverBridge:
             claim["metadata"]["uid"]: claim["metadata"]
             for claim in (await self._bridge.cluster.list(RESOURCE_CLAIMS)).items
         }
-        names = self.driver.devices
-        used = {
-            (names[use.device][0].source.resource, names[use.device][1].id)
-            for use in seen.holdings.claims
-            if use.driver == self.name and use.device in names
-        }
         for claim in nameless:
             if metadata := known.get(claim.uid):
-                await self.desk.do(ledger.name(self.name, claim.uid, metadata["namespace"], metadata["name"]))
-            elif used.isdisjoint(claim.held):
+                await self.desk.do(ledger.describe(self.name, claim.uid, metadata["namespace"], metadata["name"]))
+            elif not any(pods.may_run(uid) for uid in claim.pods):
                 _LOG.info("%s: claim %s, known from its CDI file, is no more", self.name, claim.uid)
                 await self.driver.unprepare([ClaimRef("", "", claim.uid)])
 
@@ -540,6 +750,8 @@ class DriverBridge:
 
     def _publish(self) -> None:
         self._publishing = None
+        for resource in self._services:
+            self._place_soon(resource)  # a device may be listed again in the moment in which it is forgotten
         loop = asyncio.get_running_loop()
         self._began = self._began or loop.time()
         rest = self._began + FIRST - loop.time()
@@ -551,22 +763,23 @@ class DriverBridge:
             return
         if not self._began_offering():
             return
-        offers, without = [], []
+        offers, without, words = [], [], self.qualifiers
         for resource, handover in self.handovers.items():
             service = self._services[resource]
             snapshot = service.inventory.snapshot
             known = self.desk.snapshot.devices
+            unlisted = (name for name in self.desk.snapshot.of(resource) if name not in snapshot.devices)
             offered = frozenset(
                 name
                 for name in snapshot.devices
                 if (resource, name) in self.keeper.heard and (resource, name) in known and handover.offered(name)
             )
-            leaving = frozenset(name for name in offered if handover.leaving(name))
-            without += [(resource, name) for name in snapshot.devices if name not in offered]
+            offered -= self._bridge.agent.guard.withheld(resource, "dra").keys()
+            without += [(resource, name) for name in (*snapshot.devices, *unlisted) if name not in offered]
             source = service.source
             replicas = {name: source.replicas_of(device) for name, device in snapshot.devices.items()}
             order = self._orders.setdefault(resource, Order()).of(snapshot.devices.keys(), source.links)
-            offers.append(Offer(snapshot, offered, leaving, replicas, tuple(order)))
+            offers.append(Offer(snapshot, offered, replicas, tuple(order), words.get(resource, "")))
         unhealthy = "NoExecute" if any(one.unhealthy == "NoExecute" for one in self.terms.values()) else "NoSchedule"
         ticket = self._bridge.publisher.want(
             Pool(self.name, self._bridge.node, tuple(offers), unhealthy, self._annotations())  # type: ignore[arg-type]
@@ -577,6 +790,8 @@ class DriverBridge:
 
     def _began_offering(self) -> bool:
         """Return whether the slices may be touched: what is in them from before stays until it is judged."""
+        if not self.qualifiers:
+            return False
         return any(
             (resource, name) in self.keeper.heard
             for resource, service in self._services.items()
@@ -600,7 +815,9 @@ class DriverBridge:
             if (service := self._services.get(resource)) is not None
             and (device not in service.inventory.snapshot.devices or device in service.inventory.snapshot.gone)
         }
-        told = progress.progress(self.desk.snapshot, shares, waits, asked=self._asked, gone=gone)
+        told = progress.progress(
+            self.desk.snapshot, shares, waits, asked=self._asked, gone=gone, qualifiers=self.qualifiers
+        )
         sides, now = progress.encoded(progress.without_holders(told)), time.monotonic()
         if self._told is not None and self._told[1] == sides and self._told[0] != told:
             rest = self._told[2] + TELL - now
@@ -634,12 +851,19 @@ class DriverBridge:
             else:
                 await self._wants.wait()
 
+    def _moved(self) -> None:
+        """Note that sides changed: devices of other resources may move along, or be offered now."""
+        for handover in self.handovers.values():
+            handover.wake()
+        self._bridge.agent.guard.notify()
+
     def _changed(self) -> None:
         """Note that the ledger changed: who holds what, or on which side."""
         for resource, handover in self.handovers.items():
             handover.wake()
             self._services[resource].endpoint.refresh()
         self._bridge.freed()
+        self._bridge.agent.guard.notify()
         self.publish()
 
 
@@ -685,6 +909,7 @@ class Bridge:
         cluster: the API server.
         node: this node's name, which is the pool's.
         cdi_directory: where the runtime looks for CDI files.
+        claim_status: whether to write `status.devices` of prepared claims.
         period: seconds between looks at the kubelet's books while they matter.
 
     """
@@ -698,6 +923,7 @@ class Bridge:
         paths: Paths | None = None,
         *,
         cdi_directory: str = "/var/run/cdi",
+        claim_status: bool = False,
         period: float = 2.0,
         keep_books: bool = False,
     ) -> None:
@@ -705,7 +931,10 @@ class Bridge:
         self.cluster = cluster
         self.node = node
         self.cdi_directory = cdi_directory
-        self.doors = Doors()
+        self.claim_status = claim_status
+        self.orphaned = OrphanedClaims(self.paths.kubelet_root, lambda: self.drivers.keys(), cdi_directory)
+        gate = OrphanedClaimGate(self, lambda resource: None)
+        self.doors = Doors(gate, lambda: [bridge.keeper for bridge in self.drivers.values()])
         self.claims = ClusterClaims(cluster, node)
         self.publisher = Publisher(cluster, node)
         self.drivers: dict[str, DriverBridge] = {}
@@ -717,14 +946,17 @@ class Bridge:
             period=period,
             keep_books=keep_books,
             doorkeeper=doorkeeper,
+            observers=[gate],
+            before_end=self._end_claims,
+            believe_checkpoint=False,
+            orphaned=self.orphaned.held,
         )
         self.agent.providers.append(Told(self))
+        self.agent.guard.subscribe(self._publish)
         self._node_annotations: Mapping[str, str] = {}
         self._node_known = asyncio.Event()
         self._group: asyncio.TaskGroup | None = None
         self._tasks: list[asyncio.Task[None]] = []
-        self._left: Mapping[str, Sequence[Claim]] = {}
-        """By driver that nobody serves: the claims in the ledger that it left."""
 
     def ledger_path(self, driver: str) -> Path:
         """Return where a driver's ledger lies."""
@@ -762,8 +994,6 @@ class Bridge:
         """Bridge what is to be served; return whether that is done, False if it is to stop before."""
 
         async def every() -> None:
-            served = {service.source.driver or "" for service in self.agent.services.values()}
-            self._left = await asyncio.to_thread(left.claims_left, self.paths.kubelet_root / "plugins", served)
             for service in self.agent.services.values():
                 await self._open(service)
 
@@ -787,15 +1017,7 @@ class Bridge:
         """
         name = service.source.driver
         if not name:
-            before = self.doors.keepers.pop(service.resource, None)
-            if held := self.elsewhere(service.resource, ""):
-                self.doors.keepers[service.resource] = Left(held)
-                _LOG.warning(
-                    "%s has no driver any more, but %s; not offered so long",
-                    service.resource,
-                    "; ".join(f"{device} is held by {holder}" for (_, device), holder in held.items()),
-                )
-            if held or before is not None:
+            if self.doors.keepers.pop(service.resource, None) is not None:
                 service.endpoint.refresh()
             return
         if name not in self.drivers:
@@ -809,7 +1031,9 @@ class Bridge:
                     )
                 desk = await opening
             except LedgerError as error:
-                raise AgentError(f"{name}: {error}") from error
+                raise AgentError(
+                    f"{name}: {error}; the agent needs write access to {path.parent}, and free space there"
+                ) from error
             finally:
                 opening.cancel()
             if desk.ledger.set_aside:
@@ -823,26 +1047,35 @@ class Bridge:
         self._ask(self.drivers[name])
         self.drivers[name].serve(service, self._terms.get(service.resource, Terms()))
 
-    def elsewhere(self, resource: str, driver: str) -> left.Holders:
-        """Return the devices of a resource that claims hold through another driver than this one, and who.
+    def elsewhere(self, resource: str, devices: Iterable[str], driver: str) -> dict[str, str]:
+        """Return those of a resource's devices that claims of other drivers than this one hold, and the holders.
 
-        There are some after the resource's driver was renamed or taken away: those claims are the
-        former driver's, but nobody else may have their devices.
+        There are some after the resource's driver was renamed or taken away.
         """
-        claims = dict(self._left)
-        claims.update((name, tuple(one.desk.snapshot.claims.values())) for name, one in self.drivers.items())
-        claims.pop(driver, None)
-        held = left.holders(claims, self.drivers)
-        return {key: holder for key, holder in held.items() if key[0] == resource}
+        held = ((device, self.holder(resource, device, driver)) for device in devices)
+        return {device: holder for device, holder in held if holder}
+
+    def holder(self, resource: str, device: str, driver: str | None) -> str:
+        """Say which claim of another driver holds a device, or why that is not known; "" if none does."""
+        for name, bridge in self.drivers.items():
+            if name != driver:
+                for claim in bridge.desk.snapshot.claims_on(resource, (device,)):
+                    return f"claim {claim.title} through driver {name}"
+        return self.orphaned.holder(resource, device, driver)
+
+    def _publish(self) -> None:
+        for bridge in self.drivers.values():
+            bridge.publish()
 
     def freed(self) -> None:
-        """Let the plugin door offer what claims let go of resources that have no driver any more."""
-        for resource, keeper in tuple(self.doors.keepers.items()):
-            if isinstance(keeper, Left) and (service := self.agent.services.get(resource)) is not None:
-                held = self.elsewhere(resource, "")
-                if held != keeper.held:
-                    keeper.held = held
-                    service.endpoint.refresh()
+        """Let the plugin side offer what claims let go of resources that have no driver any more."""
+        for resource, service in self.agent.services.items():
+            if resource not in self.doors.keepers:
+                service.endpoint.refresh()
+
+    async def _end_claims(self) -> None:
+        """Take no more claims; another agent may serve the devices as soon as the plugin side has ended."""
+        await asyncio.gather(*(bridge.end_claims() for bridge in self.drivers.values()), return_exceptions=True)
 
     async def reconfigure(
         self, sources: Mapping[str, DeviceSource], terms: Mapping[str, Terms], unchanged: Sequence[str]
@@ -890,16 +1123,14 @@ class Bridge:
             async for event in events:
                 if isinstance(event, Listed):
                     found = event.items[0] if event.items else {}
-                elif isinstance(event, Changed):
-                    found = event.object if event.type != "DELETED" else {}
                 else:
-                    continue
+                    found = event.object if event.type != "DELETED" else {}
                 annotations = (found.get("metadata") or {}).get("annotations") or {}
-                if annotations != self._node_annotations:
+                if annotations != self._node_annotations or not self._node_known.is_set():
                     self._node_annotations = annotations
+                    self._node_known.set()
                     for bridge in self.drivers.values():
                         self._ask(bridge)
-                self._node_known.set()
 
     async def node_read(self) -> None:
         """Wait until it is known what the Node asks for: an agent that starts in an outage moves nothing back."""
@@ -913,11 +1144,23 @@ class Bridge:
 
     def _ask(self, bridge: DriverBridge) -> None:
         key = progress.share_annotation(bridge.name)
+        before = bridge.desk.snapshot.setting(SHARE, bridge.name)
+        if not self._node_known.is_set():
+            bridge.ask(parse_share(before) if before is not None else None, before or "")
+            return
         text = self._node_annotations.get(key)
         try:
-            bridge.ask(parse_share(text) if text is not None else None, text or "")
+            share = parse_share(text) if text is not None else None
         except ShareError as error:
-            _LOG.error("node %s: annotation %s: %s; the former share stays", self.node, key, error)
+            if text != bridge.refused_share:
+                bridge.refused_share = text
+                stays = f"the share {before} from before" if before is not None else "the configuration's share"
+                _LOG.error("node %s: annotation %s: %s; %s stays", self.node, key, error, stays)
+            bridge.ask(parse_share(before) if before is not None else None, text or "")
+        else:
+            bridge.refused_share = None
+            bridge.keep_share(text)
+            bridge.ask(share, text or "")
 
 
 def terms_of(config: Config) -> dict[str, Terms]:

@@ -186,6 +186,12 @@ def _add_deployment(parser: argparse.ArgumentParser) -> None:
         type=_directory,
         metavar="DIR",
     )
+    add(
+        "--claim-status",
+        "claim_status",
+        "run the agent with --claim-status, and give it the right to patch the status of claims",
+        action="store_true",
+    )
     add("--metrics-port", "metrics_port", "0 for no metrics, and no probes (9410)", type=_port, metavar="PORT")
     add(
         "--runtime-class",
@@ -245,6 +251,7 @@ def _run(options: argparse.Namespace) -> int:
             run.node,
             metrics_address=run.metrics_address,
             cdi_directory=run.cdi_directory,
+            claim_status=run.claim_status,
         )
     except (ConfigError, AccessError) as error:
         print(error, file=sys.stderr)

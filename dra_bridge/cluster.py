@@ -12,11 +12,12 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import os
 import random
 import time
 import urllib.parse
-from collections.abc import AsyncGenerator, Callable, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import AsyncExitStack, aclosing
 from dataclasses import dataclass, field
 from typing import Any, Final, Literal, NamedTuple, Self
@@ -50,7 +51,6 @@ __all__ = [
     "Listing",
     "NotFoundError",
     "Object",
-    "Reopened",
     "Statistics",
     "UnauthorizedError",
     "UnavailableError",
@@ -125,7 +125,6 @@ class ApiError(ClusterError):
         message: what the server said.
         causes: its details, one for each wrong field.
         retry_after: seconds that the server asks to wait, 0 if it does not.
-        named: whether an object was missing, not the whole kind (404 only).
 
     """
 
@@ -137,19 +136,21 @@ class ApiError(ClusterError):
         reason: str = "",
         causes: tuple[Cause, ...] = (),
         retry_after: float = 0.0,
-        named: bool = True,
     ) -> None:
         self.code = code
         self.reason = reason
         self.message = message
         self.causes = causes
         self.retry_after = retry_after
-        self.named = named
         super().__init__(f"{code} {reason}: {message}" if code else message)
 
 
 class UnavailableError(ApiError):
-    """Raised when the API server did not answer in time, not at all, or cannot serve now; try later."""
+    """Raised when the API server did not answer in time, not at all, or cannot serve now; try later.
+
+    Also when the answer cannot be that of an API server to this request: a 404 that does not name
+    the object that was asked for, or another object in its place.
+    """
 
 
 class UnauthorizedError(ApiError):
@@ -161,7 +162,7 @@ class ForbiddenError(ApiError):
 
 
 class NotFoundError(ApiError):
-    """Raised when there is no such object (404)."""
+    """Raised when the API server says that the object which was asked for does not exist, and names it (404)."""
 
 
 class ConflictError(ApiError):
@@ -184,7 +185,7 @@ _ERRORS: Final[Mapping[int, type[ApiError]]] = {
     400: InvalidError,
     401: UnauthorizedError,
     403: ForbiddenError,
-    404: NotFoundError,
+    404: UnavailableError,
     408: UnavailableError,
     409: ConflictError,
     410: GoneError,
@@ -195,35 +196,71 @@ _ERRORS: Final[Mapping[int, type[ApiError]]] = {
 }
 
 
-def error_of(code: int, body: bytes, retry_after: str = "") -> ApiError:
-    """Return the error that an answer stands for; `body` is a Status object, or any text."""
+class _Cause(msgspec.Struct):
+    field: str = ""
+    reason: str = ""
+    message: str = ""
+
+
+class _Details(msgspec.Struct):
+    name: str = ""
+    group: str = ""
+    kind: str = ""
+    causes: list[_Cause] = []
+    retry_after: int = msgspec.field(default=0, name="retryAfterSeconds")
+
+
+class _Status(msgspec.Struct):
+    """What of a metav1.Status matters here."""
+
+    kind: Literal["Status"]
+    code: int = 500
+    reason: str = ""
+    message: str = "no message"
+    details: _Details = msgspec.field(default_factory=_Details)
+
+
+def error_of(code: int, body: bytes, retry_after: str = "", *, kind: Kind | None = None, name: str = "") -> ApiError:
+    """Return the error that an answer stands for; `body` is a Status object, or any text.
+
+    kind, name: the object that was asked for, if it was one.
+    """
     try:
-        status = msgspec.json.decode(body)
-    except msgspec.MsgspecError:
-        status = {}
-    if not isinstance(status, dict) or status.get("kind") != "Status":
-        status = {"message": body[:400].decode(errors="replace").strip() or "no further answer", "details": {}}
-    return _error_of_status({**status, "code": code}, retry_after)
+        status = msgspec.json.decode(body, type=_Status)
+    except (msgspec.MsgspecError, RecursionError):
+        status = _Status("Status", message=body[:400].decode(errors="replace").strip() or "no further answer")
+    status.code = code
+    if retry_after.isdecimal():
+        status.details.retry_after = int(retry_after[:9])
+    return _error_of_status(status, kind, name)
 
 
-def _error_of_status(status: Mapping[str, Any], retry_after: str = "") -> ApiError:
-    code = int(status.get("code") or 500)
-    details = status.get("details") or {}
-    reason = str(status.get("reason") or "")
-    raw = retry_after or details.get("retryAfterSeconds") or 0
-    kind = _ERRORS.get(code) or (UnavailableError if code >= 500 else ApiError)
-    if reason == "AlreadyExists":
-        kind = AlreadyExistsError
-    return kind(
-        str(status.get("message") or "no message"),
-        code=code,
-        reason=reason,
-        causes=tuple(
-            Cause(str(cause.get("field", "")), str(cause.get("reason", "")), str(cause.get("message", "")))
-            for cause in details.get("causes") or ()
-        ),
-        retry_after=float(raw) if str(raw).isdecimal() else 0.0,
-        named=bool(details.get("name")),
+def _error_of_status(status: _Status, kind: Kind | None = None, name: str = "") -> ApiError:
+    error = _ERRORS.get(status.code) or (UnavailableError if status.code >= 500 else ApiError)
+    if status.reason == "AlreadyExists":
+        error = AlreadyExistsError
+    elif status.code == 404 and status.reason == "NotFound" and kind is not None and _names(status.details, kind, name):
+        error = NotFoundError
+    return error(
+        status.message,
+        code=status.code,
+        reason=status.reason,
+        causes=tuple(Cause(cause.field, cause.reason, cause.message) for cause in status.details.causes),
+        retry_after=float(status.details.retry_after),
+    )
+
+
+def _names(details: _Details, kind: Kind, name: str) -> bool:
+    """Whether the details of a Status name this object, as NewNotFound of k8s.io/apimachinery writes them.
+
+    `kind` is the resource's plural there. A proxy, a namespace that is missing, a kind or a version
+    that is not served name something else or nothing.
+    """
+    return (
+        bool(name)
+        and details.name == name
+        and details.kind in ("", kind.plural, kind.kind)
+        and details.group in ("", kind.group)
     )
 
 
@@ -239,7 +276,7 @@ class Listing(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Listed:
-    """All objects there are, at the beginning of a watch and whenever its thread was lost.
+    """All objects there are: at the beginning, and whenever a watch did not end as it was asked to.
 
     version: of resource.k8s.io in which the objects are; empty for other groups.
     """
@@ -255,11 +292,6 @@ class Changed:
 
     type: Literal["ADDED", "MODIFIED", "DELETED"]
     object: Object
-
-
-@dataclass(frozen=True, slots=True)
-class Reopened:
-    """The watch goes on after it ended before its time; nothing was missed, but it may be a newer server now."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -318,8 +350,14 @@ class Backoff:
 
 # --- the client -----------------------------------------------------------------------------------
 
-_WATCH_GRACE: Final = 15.0
-"""Seconds beyond the end that the server was asked for after which a silent watch is given up."""
+SILENCE: Final = (180.0, 300.0)
+"""Seconds for which a watch without event and bookmark is believed, drawn between the two.
+
+kube-apiserver sends a bookmark every minute (defaultBookmarkFrequency, cacher.go, 1.36), but only when its
+cache has passed the watch's position. In a cluster where nothing changes the cache moves with etcd's progress
+notifications: every 5 s as kubeadm sets it up, every 10 minutes by etcd's default. A node then lists its own
+objects once in about 4 minutes for each watch.
+"""
 _RENEW: Final = 10.0
 """Seconds between two readings of the configuration when the server cannot be reached or does not know us."""
 
@@ -334,11 +372,12 @@ class Cluster:
 
     def __init__(
         self,
-        configuration: Callable[[], Access],
+        configuration: Callable[[], Awaitable[Access]],
         *,
         deadline: float = DEADLINE,
         backoff: Backoff | None = None,
         watch_seconds: tuple[float, float] = (240.0, 480.0),
+        silence: tuple[float, float] = SILENCE,
         user_agent: str = "dra-bridge",
     ) -> None:
         """Connect to nothing yet.
@@ -346,11 +385,13 @@ class Cluster:
         configuration: read at the first request, and again when the server cannot be reached.
         deadline: seconds for one request. backoff: the waits of watches after failures.
         watch_seconds: how long the server is asked to keep a watch open, drawn between the two.
+        silence: how long a watch is believed that sends nothing, drawn between the two.
         """
         self.deadline = deadline
         self.backoff = backoff or Backoff()
         self._configuration = configuration
         self._watch_seconds = watch_seconds
+        self._silence = silence
         self._user_agent = user_agent
         self._connection: tuple[Access, http.Server] | None = None
         self._server = ""
@@ -360,12 +401,19 @@ class Cluster:
         self._version = ""
         self._version_at = 0.0
         self._choosing = asyncio.Lock()
+        self._connecting = asyncio.Lock()
         self._requests: dict[str, int] = {}
         self._failures = 0
         self._watches = 0
         self._lost_since: float | None = None
         self._back = asyncio.Event()
         self._said: set[str] = set()
+        self._positions: dict[str, int] = {}
+        """The highest resourceVersion seen, by the kind's plural: kinds may lie in different etcds."""
+        self._restored = 0
+        """How often a list was older than what had been seen before."""
+        self._reads: set[asyncio.Timeout] = set()
+        """The deadlines of the watches' reads under way."""
 
     @classmethod
     def from_environment(cls, kubeconfig: str | os.PathLike[str] | None = None, **options: Any) -> Cluster:
@@ -378,7 +426,11 @@ class Cluster:
     @classmethod
     def from_server(cls, url: str, *, token: str = "", ca_file: str = "", **options: Any) -> Cluster:
         """Reach the server at a URL, with a bearer token and a file of CA certificates if given."""
-        return cls(lambda: access.from_server(url, token=token, ca_file=ca_file), **options)
+
+        async def configuration() -> Access:
+            return access.from_server(url, token=token, ca_file=ca_file)
+
+        return cls(configuration, **options)
 
     async def __aenter__(self) -> Self:
         return self
@@ -390,14 +442,15 @@ class Cluster:
         return f"<Cluster {self._server or 'not connected'}>"
 
     def configure(self) -> None:
-        """Read the configuration now, so that a wrong one is known before anything else is begun; may block.
+        """Read the configuration now, so that a wrong one is known before anything else is begun.
+
+        Before there is an event loop; may block.
 
         Raises:
             AccessError: there is none, or it cannot be used.
 
         """
-        if self._connection is None:
-            self._connect(time.monotonic())
+        asyncio.run(self._connect())
 
     async def aclose(self) -> None:
         """Close all connections; watches that are still followed fail."""
@@ -428,10 +481,7 @@ class Cluster:
             if self._version and (older_than is None or time.monotonic() - self._version_at <= older_than):
                 return self._version
             before, chosen = self._version, ""
-            try:
-                served = await self._send("GET", f"/apis/{GROUP}")
-            except NotFoundError:
-                served = {}
+            served = await self._group()
             names = {entry.get("version") for entry in served.get("versions") or ()}
             for version in (version for version in VERSIONS if version in names):
                 if version != before:
@@ -448,6 +498,18 @@ class Cluster:
             if chosen != before:
                 logger.info("the API server is spoken to in %s/%s", GROUP, chosen)
             return chosen
+
+    async def _group(self) -> Object:
+        """Return what the server serves of resource.k8s.io; empty if its list of groups is without it."""
+        try:
+            return await self._send("GET", f"/apis/{GROUP}")
+        except ApiError as error:
+            if error.code != 404:
+                raise
+        groups = (await self._send("GET", "/apis")).get("groups")
+        if not isinstance(groups, list):
+            raise UnavailableError("GET /apis: the answer is no list of API groups")
+        return next((group for group in groups if group.get("name") == GROUP), {})
 
     async def api_version(self, kind: Kind) -> str:
         """Return the `apiVersion` of objects of a kind."""
@@ -480,6 +542,7 @@ class Cluster:
         page: objects an answer; the pages together are one moment's state.
         """
         selectors = _selectors(field_selector, label_selector)
+        before = self._positions.get(kind.plural, 0)
         items: list[Object] = []
         follow = ""
         while True:
@@ -497,7 +560,9 @@ class Cluster:
             metadata = answer.get("metadata") or {}
             follow = metadata.get("continue") or ""
             if not follow:
-                return Listing(items, str(metadata.get("resourceVersion") or ""))
+                position = str(metadata.get("resourceVersion") or "")
+                self._moved(kind, position, before)
+                return Listing(items, position)
 
     async def create(
         self, kind: Kind, body: Object, namespace: str = "", *, dry_run: bool = False, deadline: float | None = None
@@ -626,19 +691,26 @@ class Cluster:
 
     async def follow(
         self, kind: Kind, namespace: str = "", *, field_selector: str = "", label_selector: str = ""
-    ) -> AsyncGenerator[Listed | Changed | Reopened, None]:
+    ) -> AsyncGenerator[Listed | Changed, None]:
         """Yield all objects now, then each change, for ever.
 
-        A lost connection is resumed where it broke off, `Reopened` tells of it. `Listed` comes
-        again only when that is not possible (410, another version of resource.k8s.io) and then
-        replaces all that was known. Outages, refusals and servers without DRA are waited out,
-        whatever they last. Close the generator (`contextlib.aclosing`) to end the watch.
+        A watch that ends when the server was asked to end it is resumed at its position. After any
+        other end (the connection was lost, the server ended it early, refused it, or sent nothing
+        for long), and when another list shows that the server went back, `Listed` comes again and
+        replaces all that was known. The position must not be used then: the server's storage may
+        have been restored from an older snapshot, and kube-apiserver opens a watch at a position
+        in its future without an error and sends nothing on it until its revision has caught up
+        (Cacher.Watch, cacher.go, 1.36).
+
+        Outages, refusals and servers without DRA are waited out, whatever they last. Close the
+        generator (`contextlib.aclosing`) to end the watch.
         """
         backoff = self.backoff.fresh()
         selectors = _selectors(field_selector, label_selector)
         what = f"watch {kind.plural}"
-        position, listed_in, refusals, lost = "", "", 0, False
+        position, listed_in, restored, lost = "", "", 0, False
         while True:
+            opened = math.inf
             try:
                 version = ""
                 if not kind.version:
@@ -647,51 +719,62 @@ class Cluster:
                     listing = await self.list(
                         kind, namespace, field_selector=field_selector, label_selector=label_selector
                     )
+                    restored = self._restored
                     version = "" if kind.version else await self.version()
                     position, listed_in = listing.resource_version, version
                     yield Listed(tuple(listing.items), position, version)
-                opened, seconds = time.monotonic(), random.uniform(*self._watch_seconds)  # noqa: S311 - no secret
-                async with aclosing(self._watch(kind, namespace, selectors, position, listed_in, seconds)) as changes:
+                seconds = random.uniform(*self._watch_seconds)  # noqa: S311 - no secret
+                changes = self._watch(kind, namespace, selectors, position, listed_in, seconds, restored)
+                async with aclosing(changes):
                     async for event, found in changes:
                         if event == "OPEN":
-                            if lost:
-                                lost = False
-                                yield Reopened()
+                            opened, lost = time.monotonic(), False
                             continue
-                        refusals = 0
                         self._said.discard(what)
                         position = str((found.get("metadata") or {}).get("resourceVersion") or position)
+                        self._moved(kind, position)
                         if event in ("ADDED", "MODIFIED", "DELETED"):
                             yield Changed(event, found)  # type: ignore[arg-type]  # just compared
-                refusals, lost = 0, time.monotonic() - opened < seconds - 1.0
+                if time.monotonic() - opened < seconds - 1.0:
+                    raise UnavailableError(f"{what}: it ended before its time")
                 self._said.discard(what)
+                backoff.reset()
+            except (ApiError, UnsupportedError) as error:
+                position = ""
                 if time.monotonic() - opened >= 1.0:
-                    backoff.reset()
-                    continue
-                wait = backoff.next()  # a server that ends watches at once is not asked at once
-            except GoneError:
-                position = ""
+                    backoff.reset()  # a server that ends watches at once is not asked at once
                 wait = backoff.next()
-                if wait <= backoff.base:
-                    wait = 0.0  # the first time there is nothing to wait for
-            except ApiError as error:
-                # The position can be the trouble: one that the server has not reached yet, after its
-                # storage was restored from a backup, is answered with errors again and again.
-                refusals += 1 if error.code else 0
-                if refusals >= 3:
-                    position, refusals = "", 0
-                if isinstance(error, NotFoundError) and not error.named and not kind.version:
-                    self._version, position = "", ""  # the version is not served any more
-                if isinstance(error, UnavailableError):
-                    lost = True
-                if error.code:
+                if isinstance(error, GoneError):
+                    if wait <= backoff.base:
+                        wait = 0.0  # the first time there is nothing to wait for
+                elif isinstance(error, ApiError):
+                    lost = lost or isinstance(error, UnavailableError)
+                    if error.code == 404 and not kind.version:
+                        self._version = ""  # the version is not served any more
+                    wait = max(wait, min(error.retry_after, backoff.cap))
+                if isinstance(error, UnsupportedError) or (error.code and not isinstance(error, GoneError)):
                     self._say_once(what, f"{error}")
-                wait = max(backoff.next(), min(error.retry_after, backoff.cap))
-            except UnsupportedError as error:
-                position = ""
-                self._say_once(what, f"{error}")
-                wait = backoff.next()
-            await self.pause(wait)
+                await self.pause(wait)
+
+    def _moved(self, kind: Kind, position: str, before: int = 0) -> None:
+        """Note a resourceVersion; a consistent list's is at least as high as what was seen before it was asked for.
+
+        If it is not, the server's storage was restored: open watches may be silent from here on.
+        """
+        number = int(position) if position.isdecimal() and len(position) < 20 else 0
+        if number < before:
+            logger.warning(
+                "the API server went back from resourceVersion %d to %d of %s; all watches list again",
+                before,
+                number,
+                kind.plural,
+            )
+            self._restored += 1
+            self._positions.clear()
+            for read in self._reads:
+                if not read.expired():
+                    read.reschedule(0.0)
+        self._positions[kind.plural] = max(number, self._positions.get(kind.plural, 0))
 
     async def pause(self, seconds: float) -> None:
         """Wait before trying again: some seconds, or less if the server is lost and another request finds it back."""
@@ -705,7 +788,14 @@ class Cluster:
             pass
 
     async def _watch(
-        self, kind: Kind, namespace: str, selectors: Mapping[str, str], position: str, version: str, seconds: float
+        self,
+        kind: Kind,
+        namespace: str,
+        selectors: Mapping[str, str],
+        position: str,
+        version: str,
+        seconds: float,
+        restored: int,
     ) -> AsyncGenerator[tuple[str, Object], None]:
         parameters = {
             **selectors,
@@ -719,35 +809,46 @@ class Cluster:
         self._requests["GET"] = self._requests.get("GET", 0) + 1
         async with AsyncExitStack() as stack:
             try:
+                server, headers = await self._connected()
                 async with asyncio.timeout(self.deadline):
-                    server, headers = await self._connected()
-                    response, pieces = await stack.enter_async_context(server.stream("GET", path, headers))
-                    if response.status == 401 and (renewed := await self._connected(refused=True))[1] != headers:
-                        server, headers = renewed
-                        response, pieces = await stack.enter_async_context(server.stream("GET", path, headers))
-                if response.status != 200:
-                    body = bytearray()
+                    response, lines = await stack.enter_async_context(server.stream("GET", path, headers))
+                if response.status == 401 and (renewed := await self._connected(refused=True))[1] != headers:
+                    server, headers = renewed
                     async with asyncio.timeout(self.deadline):
-                        async for piece in pieces:
-                            body += piece
-                    raise self._refused(http.Response(response.status, response.headers, bytes(body)))
+                        response, lines = await stack.enter_async_context(server.stream("GET", path, headers))
+                if response.status != 200:
+                    raise self._refused(response)
                 self._answered()
                 yield "OPEN", {}
-                rest = b""
-                while True:
-                    async with asyncio.timeout(seconds + _WATCH_GRACE):
-                        piece = await anext(pieces, b"")
-                    if not piece:
-                        break
-                    *lines, rest = (rest + piece).split(b"\n")
-                    for line in filter(None, lines):
-                        event = msgspec.json.decode(line)
-                        found = event.get("object") or {}
-                        if event.get("type") == "ERROR":
-                            raise _error_of_status(found)
-                        yield str(event.get("type")), found
+                silence = random.uniform(*self._silence)  # noqa: S311 - no secret
+                while line := await self._read(lines, silence, restored):
+                    event = _WATCH_EVENT.decode(line)
+                    if event.type == "ERROR":
+                        raise _error_of_status(msgspec.convert(event.object, _Status))
+                    yield event.type, event.object
             except _FAILURES as error:
                 raise self._failed("GET", path.partition("?")[0], error) from error
+
+    async def _read(self, lines: AsyncIterator[bytes], silence: float, restored: int) -> bytes:
+        """Return the next line of a watch's stream, b"" at its end.
+
+        Raises:
+            GoneError: nothing came for `silence` seconds, or the server went back meanwhile.
+
+        """
+        if self._restored != restored:
+            raise GoneError("the API server went back")
+        limit = asyncio.timeout(silence)
+        try:
+            async with limit:
+                self._reads.add(limit)
+                return await anext(lines, b"")
+        except TimeoutError:
+            if limit.expired():
+                raise GoneError("the watch is silent") from None
+            raise
+        finally:
+            self._reads.discard(limit)
 
     # --- one request ---
 
@@ -775,11 +876,14 @@ class Cluster:
                 body.setdefault("kind", kind.kind)
             path = _path(kind, version, name, namespace, subresource)
             try:
-                return await self._send(method, path, parameters, body, content_type, deadline)
-            except NotFoundError as error:
-                if kind.version or error.named or not again:
+                answer = await self._send(method, path, parameters, body, content_type, deadline, kind, name)
+            except UnavailableError as error:
+                if error.code != 404 or kind.version or not again:
                     raise
-                self._version = ""  # not an object is missing but the version: the server is another one now
+                self._version = ""  # perhaps the version is missing: the server is another one now
+            else:
+                _check(answer, method, path, kind, name)
+                return answer
         raise AssertionError("not reached")
 
     async def _send(
@@ -790,41 +894,38 @@ class Cluster:
         body: object = None,
         content_type: str = "application/json",
         deadline: float | None = None,
+        kind: Kind | None = None,
+        name: str = "",
     ) -> Object:
         content = b"" if body is None else msgspec.json.encode(body)
         more = {"Content-Type": content_type} if content else {}
         target = f"{path}?{urllib.parse.urlencode(parameters)}" if parameters else path
 
-        async def once() -> http.Response:
-            server, headers = await self._connected()
+        async def once(connected: tuple[http.Server, dict[str, str]]) -> http.Response:
+            server, headers = connected
             self._requests[method] = self._requests.get(method, 0) + 1
-            response = await server.request(method, target, headers | more, content)
-            if response.status == 401 and (renewed := await self._connected(refused=True))[1] != headers:
-                server, headers = renewed
-                response = await server.request(method, target, headers | more, content)
-            return response
+            async with asyncio.timeout(deadline or self.deadline):
+                return await server.request(method, target, headers | more, content)
 
         try:
-            async with asyncio.timeout(deadline or self.deadline):
-                try:
-                    response = await once()
-                except (http.HttpError, ConnectionError):
-                    if method != "GET":
-                        raise
-                    response = await once()  # a kept connection that the server had closed
-                if response.status >= 300:
-                    raise self._refused(response)
+            connected = await self._connected()
+            response = await once(connected)
+            if response.status == 401 and (renewed := await self._connected(refused=True))[1] != connected[1]:
+                response = await once(renewed)
+            if response.status >= 300:
+                raise self._refused(response, kind, name)
         except _FAILURES as error:
             raise self._failed(method, path, error) from error
         self._answered()
         try:
             answer = msgspec.json.decode(response.body)
-        except msgspec.MsgspecError as error:
+        except (msgspec.MsgspecError, RecursionError) as error:
             raise UnavailableError(f"{method} {path}: the answer is not JSON: {error}") from error
         return answer if isinstance(answer, dict) else {"value": answer}
 
-    def _refused(self, response: http.Response) -> ApiError:
-        error = error_of(response.status, response.body, response.headers.get("retry-after", ""))
+    def _refused(self, response: http.Response, kind: Kind | None = None, name: str = "") -> ApiError:
+        retry_after = response.headers.get("retry-after", "")
+        error = error_of(response.status, response.body, retry_after, kind=kind, name=name)
         if isinstance(error, UnavailableError):
             self._failures += 1
         else:
@@ -858,11 +959,11 @@ class Cluster:
             self._said.add(what)
             logger.warning("%s: %s; trying again", what, message)
 
-    def _connect(self, now: float) -> None:
+    async def _connect(self) -> None:
         """Read the configuration; one that cannot be used leaves what there is."""
         try:
-            made = self._configuration()
-            server = http.Server(made.url, made.tls, http.proxy_of(made.url))
+            made = await self._configuration()
+            server = http.Server(made.url, made.tls, made.proxy or http.proxy_of(made.url), made.server_name)
         except (access.AccessError, OSError, ValueError) as error:
             if self._connection is None:
                 raise AccessError(f"cannot reach an API server: {error}") from error
@@ -871,14 +972,17 @@ class Cluster:
             self._server = made.url
             # Watches that live on its connections go on: to cut them would look like the next outage.
             former = self._former if old is None else [*self._former, old[1]]
-            self._former = [one for one in former if one.retire()]
-        self._made_at, self._renew = now, False
+            self._former = [one for one in former if await one.retire()]
+        self._made_at, self._renew = time.monotonic(), False
 
     async def _connected(self, *, refused: bool = False) -> tuple[http.Server, dict[str, str]]:
-        """Return the server and the headers that tell it who asks; refused: it did not know the last ones."""
-        now = time.monotonic()
-        if self._connection is None or (self._renew and now - self._made_at >= _RENEW):
-            self._connect(now)
+        """Return the server and the headers that tell it who asks; refused: it did not know the last ones.
+
+        Not bound by a request's deadline: somebody may have to log in for a credential plugin.
+        """
+        async with self._connecting:
+            if self._connection is None or (self._renew and time.monotonic() - self._made_at >= _RENEW):
+                await self._connect()
         assert self._connection is not None
         reached, server = self._connection
         headers = {"User-Agent": self._user_agent, "Accept": "application/json"}
@@ -887,14 +991,22 @@ class Cluster:
         return server, headers
 
 
+class _WatchEvent(msgspec.Struct):
+    type: str
+    object: Object
+
+
+_WATCH_EVENT: Final = msgspec.json.Decoder(_WatchEvent)
+
 _FAILURES: Final = (
     http.HttpError,
     TimeoutError,
     OSError,
     access.AccessError,
     ValueError,
+    RecursionError,
 )
-"""What a request without an answer ends with; a token file or exec plugin that fails is among it."""
+"""What a request without an answer ends with: also a token file or plugin that fails, and JSON that is none."""
 
 _PATCHES: Final[Mapping[str, str]] = {
     "merge": "application/merge-patch+json",
@@ -902,6 +1014,21 @@ _PATCHES: Final[Mapping[str, str]] = {
     "json": "application/json-patch+json",
     "apply": "application/apply-patch+yaml",
 }
+
+
+def _check(answer: Object, method: str, path: str, kind: Kind, name: str) -> None:
+    """Raise UnavailableError unless this is what an API server answers: an object of the kind, or a list of them."""
+    if method == "DELETE" and answer.get("kind") == "Status" and answer.get("status") == "Success":
+        return
+    metadata = answer.get("metadata")
+    listed = method == "GET" and not name
+    if (
+        not isinstance(metadata, dict)
+        or answer.get("kind") != (f"{kind.kind}List" if listed else kind.kind)
+        or (name and metadata.get("name") != name)
+        or (listed and not metadata.get("resourceVersion"))
+    ):
+        raise UnavailableError(f"{method} {path}: the answer is not what was asked for")
 
 
 def _path(kind: Kind, version: str, name: str, namespace: str, subresource: str = "") -> str:

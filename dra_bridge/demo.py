@@ -150,7 +150,6 @@ async def plain_driver(server: FakeApiServer, node: FakeNode, gpus: Gpus, direct
 
 async def bridge(server: FakeApiServer, node: FakeNode, gpus: Gpus, directory: Path) -> None:
     """Be the bridge's agent, as `dra-bridge run` is."""
-    from deviceplugin.agent import Paths
     from dra_bridge.agent import Bridge
     from dra_bridge.cluster import Cluster
 
@@ -159,7 +158,7 @@ async def bridge(server: FakeApiServer, node: FakeNode, gpus: Gpus, directory: P
         {},
         Cluster.from_server(server.url),
         node.name,
-        Paths(kubelet_root=node.root),
+        node.paths,
         cdi_directory=str(directory / "cdi"),
         period=0.05,
     ).run()

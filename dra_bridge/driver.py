@@ -26,9 +26,10 @@ import asyncio
 import contextlib
 import dataclasses
 import logging
+import os
 import re
 import time
-from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Coroutine, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from types import MappingProxyType
@@ -38,10 +39,17 @@ import grpc
 import grpc.aio
 import msgspec
 
-from deviceplugin import cdi, hooks, ledger, naming
+from deviceplugin import cdi, filewatch, hooks, ledger, naming
 from deviceplugin.device import ContainerEdits, Device, EditConflictError, Health
+from deviceplugin.exclusion_guard import ConflictError, ExclusionGuard
+from deviceplugin.identity import boot_id
 from deviceplugin.inventory import GONE, Inventory
+from deviceplugin.kubelet import holders
+from deviceplugin.kubelet.claim_state import ClaimStateError, PreparedClaim
+from deviceplugin.kubelet.pods import PodProcesses
 from deviceplugin.ledger import Claim, ClaimDevice, ClaimEvidence, Desk, LedgerError, Refused
+from deviceplugin.orphaned_claims import only_seen
+from deviceplugin.registration import Backoff
 from deviceplugin.source import DeviceSource
 from dra_bridge import cluster
 from dra_bridge.wire import (
@@ -61,6 +69,7 @@ __all__ = [
     "Prepared",
     "PreparedDevice",
     "Reconciled",
+    "RunningPods",
     "Served",
     "Statistics",
     "add_to_server",
@@ -76,6 +85,12 @@ DEADLINE: Final = 30.0
 
 PATIENCE: Final = 40.0
 """Seconds for a call: also for what undoes a claim that failed at its deadline, whose hooks may hang, too."""
+
+LOOK: Final = 30.0
+"""Seconds between two looks for missing CDI files, should every hint be lost."""
+
+SETTLE: Final = 0.5
+"""Seconds from a hint that CDI files changed to the look for missing ones; many hints make one look."""
 
 _UID: Final = re.compile(r"[A-Za-z0-9]([A-Za-z0-9-]{0,62}[A-Za-z0-9])?")
 _SUBDOMAIN: Final = re.compile(r"[a-z0-9]([-a-z0-9.]{0,251}[a-z0-9])?")
@@ -184,6 +199,21 @@ class Served(NamedTuple):
     inventory: Inventory
 
 
+class RunningPods(NamedTuple):
+    """The pods whose processes run, by UID.
+
+    unlisted: those of which it is not known which claims they use. The kubelet did not list them when their processes
+    were seen to run, and it forgets the claims of a pod that was deleted by force.
+    """
+
+    running: frozenset[str] = frozenset()
+    unlisted: frozenset[str] = frozenset()
+
+
+async def _no_pods() -> RunningPods:
+    return RunningPods()
+
+
 class PreparedDevice(msgspec.Struct, frozen=True, omit_defaults=True):
     """One device of an answer to the kubelet. request: without the subrequest."""
 
@@ -274,9 +304,15 @@ class _Allocation(msgspec.Struct):
     devices: _Devices | None = None
 
 
+class _User(msgspec.Struct, rename="camel"):
+    resource: str = ""
+    uid: str = ""
+    api_group: str = ""
+
+
 class _Status(msgspec.Struct, rename="camel"):
     allocation: _Allocation | None = None
-    reserved_for: list[Any] | None = None
+    reserved_for: list[_User] | None = None
 
 
 class _Claim(msgspec.Struct):
@@ -286,11 +322,15 @@ class _Claim(msgspec.Struct):
 
 @dataclass(frozen=True, slots=True)
 class Allocation:
-    """What a claim has of one driver on one node. config: this driver's only, class before claim."""
+    """What a claim has of one driver on one node.
+
+    config: this driver's only, class before claim. reserved: for a pod or something else. pods: UIDs of these pods.
+    """
 
     results: tuple[Result, ...]
     config: tuple[Config, ...]
     reserved: bool
+    pods: frozenset[str] = frozenset()
 
 
 def parse_allocation(claim: Mapping[str, Any] | None, ref: ClaimRef, driver: str, pool: str) -> Allocation:
@@ -327,7 +367,9 @@ def parse_allocation(claim: Mapping[str, Any] | None, ref: ClaimRef, driver: str
     ours = [config for config in devices.config or () if config.opaque is not None and config.opaque.driver == driver]
     # Within each of the two the API server keeps the author's order.
     ordered = sorted(ours, key=lambda config: config.source != "FromClass")
-    return Allocation(results, tuple(ordered), bool(parsed.status.reserved_for))
+    users = parsed.status.reserved_for or ()
+    pods = frozenset(user.uid for user in users if user.resource == "pods" and not user.api_group and user.uid)
+    return Allocation(results, tuple(ordered), bool(users), pods)
 
 
 def decoded_config(config_type: type[_T] | None, config: Sequence[Config], request: str) -> _T | None:
@@ -480,10 +522,14 @@ class Driver:
         deadline: seconds for one claim.
         patience: seconds for a call; what is not done then is told so, and goes on.
         pull: whether a claim for an idle device of the plugin's side begins its move (R2).
-        report: whether to write `status.devices` of claims.
+        report: whether to write `status.devices` of claims, which costs a GET and a PATCH for each.
         boot: what tells one boot of the node from another; None: the kernel's own.
         changed: called after claims came or went.
         ready: whether a device (resource, id) may be given to claims yet.
+        qualifiers: returns those of resources, as in the names of published devices; a resource for
+            which it has none has no published devices yet.
+        guard: keeps devices that are one thing, or parts of one, from holders that exclude each other.
+        running_pods: records in the ledger which pods use which claims, and returns the pods whose processes run.
 
     """
 
@@ -499,13 +545,19 @@ class Driver:
         deadline: float = DEADLINE,
         patience: float = PATIENCE,
         pull: bool = False,
-        report: bool = True,
+        report: bool = False,
         boot: str | None = None,
         changed: Callable[[], None] | None = None,
         ready: Callable[[str, str], bool] = lambda resource, device: True,
+        running_pods: Callable[[], Awaitable[RunningPods]] = _no_pods,
+        qualifiers: Callable[[Sequence[str]], Mapping[str, str]] = naming.qualifiers,
+        guard: ExclusionGuard | None = None,
     ) -> None:
         self.name: Final = name
+        self._guard = guard or ExclusionGuard()
         self._ready = ready
+        self._running_pods = running_pods
+        self._qualifiers = qualifiers
         self.pool: Final = pool
         self.served = served
         self._desk = desk
@@ -515,7 +567,7 @@ class Driver:
         self._patience = patience
         self.pull = pull
         self.report = report
-        self._boot = _boot_id() if boot is None else boot
+        self._boot = boot_id() if boot is None else boot
         self._changed = changed or (lambda: None)
         self._turns = _Turns()
         self._preparing: dict[str, set[asyncio.Task[Prepared]]] = {}
@@ -534,7 +586,7 @@ class Driver:
     @served.setter
     def served(self, served: Sequence[Served]) -> None:
         self._served: tuple[Served, ...] = tuple(served)
-        self._names: tuple[tuple[tuple[str, int], ...] | None, dict[str, tuple[Served, Device]]] = (None, {})
+        self._names: tuple[object, dict[str, tuple[Served, Device]]] = (None, {})
 
     @property
     def statistics(self) -> Statistics:
@@ -545,17 +597,13 @@ class Driver:
     def devices(self) -> Mapping[str, tuple[Served, Device]]:
         """The devices by the name that slices and claims use."""
         snapshots = [served.inventory.snapshot for served in self.served]
-        key = tuple((snapshot.resource, snapshot.version) for snapshot in snapshots)
+        words = self._qualifiers([snapshot.resource for snapshot in snapshots])
+        key = tuple((snapshot.resource, snapshot.version) for snapshot in snapshots), tuple(words.items())
         if self._names[0] != key:
-            qualifiers = naming.qualifiers(snapshot.resource for snapshot in snapshots)
-            self._names = (
-                key,
-                {
-                    naming.device_name(device.id, qualifiers[snapshot.resource]): (served, device)
-                    for served, snapshot in zip(self.served, snapshots, strict=True)
-                    for device in snapshot.devices.values()
-                },
-            )
+            served = {one.inventory.snapshot.resource: one for one in self.served}
+            ids = {snapshot.resource: snapshot.devices for snapshot in snapshots}
+            names = naming.published_names(words, ids)
+            self._names = key, {name: (served[of], ids[of][one]) for name, (of, one) in names.items()}
         return self._names[1]
 
     # What the kubelet asks.
@@ -608,8 +656,7 @@ class Driver:
     async def _prepare_in_turn(self, ref: ClaimRef) -> Prepared:
         known = self._known(ref.uid)
         if known is not None and (prepared := _result(known)) is not None and prepared.boot == self._boot:
-            if prepared.spec:
-                await asyncio.to_thread(self._store.write, ref.uid, prepared.spec.encode())
+            await self._write_file(ref.uid, prepared)
             self._count(prepared_again=1)
             return prepared
         began = time.perf_counter()
@@ -634,17 +681,19 @@ class Driver:
             ),
             None,
             time.time(),
+            pods=allocation.pods,
         )
         return await self._carry_out(ref, record, groups)
 
     async def _carry_out(self, ref: ClaimRef, record: Claim, groups: Sequence[_Group]) -> Prepared:
         traces = any("prepare" in group.served.source.hooks for group in groups)
-        await self._ask(ref, ledger.reserve(record, durable=traces, pull=self.pull))
+        await self._reserve(ref, record, durable=traces)
         try:
             edits: dict[str, list[ContainerEdits]] = {}
             for group in groups:
                 edits.setdefault(group.request, []).append(await self._edits(ref, group))
-            prepared = await asyncio.to_thread(self._answer, ref.uid, groups, edits)
+            prepared = await _in_thread(self._answer, ref.uid, groups, edits)
+            await self._verify_granted(ref, record)  # after the device numbers in the CDI file were read
             final = dataclasses.replace(record, result=msgspec.json.encode(prepared).decode())
             await self._ask(ref, ledger.prepare(final, pull=self.pull))
         except BaseException:
@@ -663,6 +712,7 @@ class Driver:
             for task in self._preparing.get(ref.uid, ()):
                 task.cancel(_OVERTAKEN)
             async with asyncio.timeout(self._deadline), self._turns.of(ref.uid):
+                await self._refuse_running(ref)
                 await self._unprepare_in_turn(ref.uid)
         except BaseException as error:
             failure = _as_claim_error(error, f"claim {ref.title}", self._deadline)
@@ -673,39 +723,69 @@ class Driver:
             self._said.pop(ref.uid, None)
             self._count(in_flight=-1, unprepare_seconds=time.perf_counter() - began)
 
+    async def _refuse_running(self, ref: ClaimRef) -> None:
+        """Keep a claim whose containers run, and have the kubelet try again.
+
+        Of a pod that was deleted by force and whose containers hang the kubelet's reconcile loop unprepares the
+        claims all the same (kubelet 1.36, cm/dra/manager.go: reconcileLoop). If another pod shares the claim, the loop
+        only drops the pod from the claim state.
+
+        Raises:
+            ClaimError: processes of a pod of this claim run, or it is not known which pods use it.
+
+        """
+        if self._known(ref.uid) is None:
+            return
+        try:
+            running, unlisted = await self._running_pods()
+        except (ClaimStateError, LedgerError, OSError) as error:
+            what = f"it is not known which pods use it; it stays prepared so long: {error}"
+            raise ClaimError("unknown", f"claim {ref.title}: {what}") from error
+        known = self._known(ref.uid)
+        if known is None:
+            return
+        if users := sorted(known.pods & running):
+            raise ClaimError(
+                "running", f"claim {ref.title}: processes of pod {users[0]} run; it stays prepared so long"
+            )
+        if unlisted:
+            what = f"processes of pod {min(unlisted)} run, which the kubelet does not list and which may use it"
+            raise ClaimError("unknown", f"claim {ref.title}: {what}; it stays prepared so long")
+
     async def _unprepare_in_turn(self, uid: str) -> None:
         known = self._known(uid)
         if known is not None:
             await self._call_unprepare(known)
         if _UID.fullmatch(uid):
-            await asyncio.to_thread(self._store.remove, uid)
+            await _in_thread(self._store.remove, uid)
         if known is not None:
             await self._desk.do(ledger.unprepare(self.name, uid))
             self._count(unprepared=1)
             self._changed()
             self._tell_released(known)
 
-    async def reconcile(self, in_use: Iterable[tuple[str, str]] = (), *, sweep: bool = True) -> Reconciled:
-        """Compare what is prepared with the API server, and the CDI files with the ledger.
+    async def reconcile(
+        self, named: Collection[str], pods: PodProcesses, unlisted: Collection[str] = (), *, sweep: bool = True
+    ) -> Reconciled:
+        """End claims that are over by all witnesses (E2), and compare the CDI files with the ledger.
 
-        At start, and from time to time: a claim may be deleted while the agent is down, or its
-        Unprepare get lost with its kubelet. A claim that is gone, another one by now, or no longer
-        allocated to the same devices is unprepared. What cannot be asked about stays.
+        A claim ends with NodeUnprepareResources. It ends here only when the kubelet does not count it as prepared,
+        no process of its pods can run, and the API server, naming the claim, says that it is deleted or allocated
+        elsewhere. What cannot be asked about stays.
 
         Args:
-            in_use: (namespace, name) of claims that the kubelet says pods still use
-                (PodResources): of a pod that was deleted by force the API server forgets all
-                while its containers still run.
+            named: UIDs of the claims in the kubelet's claim state.
+            pods: which pods' processes run.
+            unlisted: pods of which it is not known which claims they use.
             sweep: whether to remove CDI files of claims that the ledger does not know. Not before
                 they were heard as evidence: the ledger may be the one that is wrong.
 
         """
-        used = frozenset(in_use)
         lists: dict[str, list[str]] = {item.name: [] for item in dataclasses.fields(Reconciled)}
 
         async def look(claim: Claim) -> None:
             async with self._turns.of(claim.uid):
-                said = await self._reconcile_one(claim, used)
+                said = await self._reconcile_one(claim, frozenset(named), pods, frozenset(unlisted))
             if said:
                 lists[said].append(claim.uid)
 
@@ -713,42 +793,88 @@ class Driver:
         for batch in (mine[at : at + 16] for at in range(0, len(mine), 16)):
             await asyncio.gather(*(look(claim) for claim in batch))
         for uid in await asyncio.to_thread(self._store.list) if sweep else ():
-            if self._known(uid) is None and uid not in self._preparing:
+            if self._known(uid) is None and uid not in self._preparing and uid not in named:
                 async with self._turns.of(uid):
                     if self._known(uid) is None:
                         with contextlib.suppress(cdi.CdiError):
-                            await asyncio.to_thread(self._store.remove, uid)
+                            await _in_thread(self._store.remove, uid)
                             lists["removed"].append(uid)
         done = Reconciled(**{name: tuple(sorted(uids)) for name, uids in lists.items()})
         if done != Reconciled():
             _LOG.info("%s: claims reconciled: %s", self.name, done)
         return done
 
-    async def _reconcile_one(self, claim: Claim, used: frozenset[tuple[str, str]]) -> str:
+    async def _reconcile_one(
+        self, claim: Claim, named: frozenset[str], pods: PodProcesses, unlisted: frozenset[str]
+    ) -> str:
         known = self._known(claim.uid)
         if known is None:
             return ""
+        prepared = _result(known)
+        # A ledger of schema 1 has no pods: whether containers of this boot use the claim is not known.
+        unknown = not known.pods and prepared is not None and prepared.boot == self._boot
         try:
-            if known.name and not await self._still(known) and (known.namespace, known.name) not in used:
+            users = known.pods | unlisted
+            over = known.name and not unknown and holders.claim_is_over(known.uid, users, named, pods)
+            if over and not await self._still(known):
                 await self._unprepare_in_turn(known.uid)
                 return "unprepared"
         except Exception as error:  # the API server's, a hook's, the disk's: another time
             _LOG.info("%s: claim %s stays as it is for now: %s", self.name, known.title, error)
             return "unknown"
-        prepared = _result(known)
         if prepared is None:
             return ""
         try:
             if prepared.boot != self._boot:
                 await self._desk.do(ledger.reopen(self.name, known.uid))
                 return "reopened"
-            if not prepared.spec:
-                return ""
-            written = await asyncio.to_thread(self._store.write, known.uid, prepared.spec.encode())
+            written = await self._write_file(known.uid, prepared)
         except (cdi.CdiError, LedgerError) as error:
             _LOG.warning("%s: claim %s: %s", self.name, known.title, error)
             return "unknown"
         return "rewritten" if written else ""
+
+    async def _write_file(self, uid: str, prepared: Prepared) -> bool:
+        """Write a prepared claim's CDI file, in its turn; return False if it was there already or needs none."""
+        return bool(prepared.spec) and await _in_thread(self._store.write, uid, prepared.spec.encode())
+
+    async def keep_files(self) -> None:
+        """Write CDI files again soon after they were removed, until cancelled.
+
+        Without its file a container cannot be restarted, and the kubelet prepares a claim only once.
+        Returns when the directory was deleted on the host while a container has it mounted: the host
+        may have another one in its place, but this mount shows the deleted one until it is made anew.
+        """
+        backoff = Backoff(first=1.0, most=60.0)
+        with filewatch.shared().watch([os.path.realpath(self._store.directory)]) as watch:
+            while not await _in_thread(self._store.deleted):
+                if error := await self._restore_files():
+                    _LOG.warning("%s: CDI files are missing: %s", self.name, error)
+                    await asyncio.sleep(backoff.next())
+                    continue
+                backoff.reset()
+                if await watch.wait(LOOK):
+                    await asyncio.sleep(SETTLE)
+
+    async def _restore_files(self) -> str:
+        """Write the files of prepared claims that are not there; return why one could not be written, or ""."""
+        there = await _in_thread(self._store.list)
+        claims = [claim for claim in self._desk.snapshot.claims.values() if claim.driver == self.name]
+        errors = await asyncio.gather(*(self._restore_file(claim.uid) for claim in claims if claim.uid not in there))
+        return next(filter(None, errors), "")
+
+    async def _restore_file(self, uid: str) -> str:
+        async with self._turns.of(uid):
+            known = self._known(uid)
+            prepared = _result(known) if known is not None else None
+            if prepared is None or prepared.boot != self._boot:
+                return ""
+            try:
+                if await self._write_file(uid, prepared):
+                    _LOG.warning("%s: the CDI file of claim %s was removed; it is written again", self.name, uid)
+            except cdi.CdiError as error:
+                return str(error)
+            return ""
 
     async def _still(self, known: Claim) -> bool:
         """Whether the API server still has this claim, allocated to the same devices."""
@@ -764,6 +890,29 @@ class Driver:
         prepared = _result(known)
         allocated = {(result.device, result.share_id or "") for result in allocation.results}
         return prepared is None or allocated == {(device.device, device.share) for device in prepared.devices}
+
+    def claim_evidence(self, prepared: Iterable[PreparedClaim], resource: str) -> Iterator[ClaimEvidence]:
+        """Yield what the kubelet's claim state says of claims on devices of one resource (R8)."""
+        for claim in prepared:
+            shares = {
+                self.devices[name][1].id: share
+                for pool, name, share in claim.devices.get(self.name, ())
+                if pool == self.pool
+                and name in self.devices
+                and self.devices[name][0].source.resource == resource
+                and name not in only_seen(claim, self.name)
+            }
+            if shares:
+                yield ClaimEvidence(
+                    self.name,
+                    claim.uid,
+                    frozenset(shares),
+                    prepared=True,
+                    namespace=claim.namespace,
+                    name=claim.name,
+                    pods=claim.pod_uids,
+                    shares=shares,
+                )
 
     async def close(self) -> None:
         """End what runs in the background."""
@@ -825,14 +974,48 @@ class Driver:
             for (request, resource, admin), items in found.items()
         ]
 
+    async def _reserve(self, ref: ClaimRef, record: Claim, *, durable: bool) -> None:
+        """Have the ledger reserve a claim's devices, if nobody holds what excludes them.
+
+        Raises:
+            ClaimError: a device is not to be had.
+
+        """
+        keys = sorted(record.held)
+        try:
+            await self._guard.reread()
+            await self._guard.verify(keys)
+            with self._guard.reserve(keys):
+                await self._desk.identify({key: self._guard.identity(*key) for key in keys})
+                await self._ask(ref, ledger.reserve(record, durable=durable, pull=self.pull))
+        except ConflictError as error:
+            self._tell_refused(ref, str(error), str(error))
+            raise ClaimError("refused", str(error)) from error
+
+    async def _verify_granted(self, ref: ClaimRef, record: Claim) -> None:
+        """Check that a claim's devices still are what they were when they were reserved.
+
+        Raises:
+            ClaimError: one is not.
+
+        """
+        try:
+            await self._guard.verify_granted(record.held)
+        except ConflictError as error:
+            self._tell_refused(ref, str(error), str(error))
+            raise ClaimError("refused", str(error)) from error
+
+    def _tell_refused(self, ref: ClaimRef, what: str, message: str) -> None:
+        if self._said.get(ref.uid) != what:
+            self._said[ref.uid] = what
+            self._task(self._tell(ref, "DeviceNotAvailable", message))
+
     async def _ask(self, ref: ClaimRef, operation: ledger.Operation[Claim | Refused]) -> Claim:
         answer = await self._desk.do(operation)
         if isinstance(answer, Refused):
             if answer.moving:
                 self._changed()
-            if self._said.get(ref.uid) != answer.state.value:
-                self._said[ref.uid] = answer.state.value
-                self._task(self._tell(ref, "DeviceNotAvailable", answer.message))
+            self._tell_refused(ref, answer.state.value, answer.message)
             raise ClaimError("refused", answer.message)
         return answer
 
@@ -899,7 +1082,7 @@ class Driver:
     async def _undo(self, ref: ClaimRef, record: Claim, *, traces: bool) -> None:
         """Leave nothing of a Prepare that failed; what cannot be undone now, Unprepare will."""
         try:
-            await asyncio.to_thread(self._store.remove, ref.uid)
+            await _in_thread(self._store.remove, ref.uid)
             if traces:
                 await self._call_unprepare(record)
             await self._desk.do(ledger.unprepare(self.name, ref.uid))
@@ -908,17 +1091,7 @@ class Driver:
 
     async def _finish(self, work: Coroutine[Any, Any, None]) -> None:
         """Do it to the end, though this task be cancelled."""
-        task = self._task(work)
-        cancelled: asyncio.CancelledError | None = None
-        while not task.done():
-            try:
-                await asyncio.shield(task)
-            except asyncio.CancelledError as error:
-                if task.cancelled():
-                    raise
-                cancelled = error
-        if cancelled is not None:
-            raise cancelled
+        await _ended(self._task(work))
 
     async def _call_unprepare(self, claim: Claim) -> None:
         for served, devices in self._devices_of(claim):
@@ -930,15 +1103,22 @@ class Driver:
         for served, devices in self._devices_of(claim, held=True):
             source = served.source
             now = self._desk.snapshot
-            idle = [device for device in devices if not now.claims_on(source.resource, (device.id,))]
+            used = self._guard.in_use((source.resource, device.id) for device in devices)
+            idle = [
+                device
+                for device in devices
+                if not now.claims_on(source.resource, (device.id,)) and (source.resource, device.id) not in used
+            ]
             if idle and "released" in source.hooks:
-                self._task(self._release(source, idle))
+                work = self._release(source, idle)
+                self._guard.release([(source.resource, device.id) for device in idle], work)
 
     async def _release(self, source: DeviceSource, devices: Sequence[Device]) -> None:
+        began = time.perf_counter()
         try:
-            await self._hook("released", source, source.released, devices)
-        except ClaimError as error:
-            _LOG.warning("%s", error)
+            await hooks.call(f"released of {source.resource}", source.released, devices, timeout=source.hook_timeout)
+        finally:
+            self._count(hook_seconds=time.perf_counter() - began)
 
     def _devices_of(self, claim: Claim, *, held: bool = False) -> Iterator[tuple[Served, list[Device]]]:
         for served in self.served:
@@ -991,7 +1171,9 @@ class Driver:
             _LOG.debug("%s: event of claim %s: %s", self.name, ref.title, error)
 
     def _task(self, work: Coroutine[Any, Any, _T]) -> asyncio.Task[_T]:
-        task = asyncio.create_task(work)
+        return self._keep(asyncio.create_task(work))
+
+    def _keep(self, task: asyncio.Task[_T]) -> asyncio.Task[_T]:
         self._tasks.add(task)
         task.add_done_callback(self._over)
         return task
@@ -1012,6 +1194,30 @@ class Driver:
 _OVERTAKEN: Final = "overtaken by Unprepare"
 _HOLDING: Final = "claim"
 _SEEING: Final = "admin"
+
+
+async def _in_thread(function: Callable[..., _T], *args: object) -> _T:
+    """Call a function in a thread; if this task is cancelled meanwhile, raise that when the call has ended.
+
+    A thread cannot be cancelled: a claim's turn that ended before it would let the next call for
+    this claim work on the same file beside it.
+    """
+    return await _ended(asyncio.get_running_loop().run_in_executor(None, function, *args))
+
+
+async def _ended(future: asyncio.Future[_T]) -> _T:
+    """Wait for the end of a future, and only then raise the cancellation of this task, if there was one."""
+    cancelled: asyncio.CancelledError | None = None
+    while not future.done():
+        try:
+            await asyncio.wait({future})
+        except asyncio.CancelledError as error:
+            cancelled = error
+    if cancelled is not None:
+        if not future.cancelled():
+            future.exception()  # retrieved; the cancellation counts
+        raise cancelled
+    return future.result()
 
 
 def _outcome(task: asyncio.Task[_T]) -> _T | ClaimError:
@@ -1075,14 +1281,6 @@ def _result(claim: Claim) -> Prepared | None:
 
 def _plus(counts: Mapping[str, int], key: str) -> Mapping[str, int]:
     return MappingProxyType({**counts, key: counts.get(key, 0) + 1})
-
-
-def _boot_id() -> str:
-    try:
-        with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
-            return file.read().strip()
-    except OSError:
-        return ""
 
 
 # ---------------------------------------------------------------- gRPC

@@ -18,7 +18,7 @@ from typing import Any, Final
 import msgspec
 
 from deviceplugin.ledger import State
-from deviceplugin.naming import device_name, qualifiers
+from deviceplugin.naming import published_names
 from deviceplugin.topology import natural
 from dra_bridge import progress
 from dra_bridge.handover import Share, ShareError, parse_share
@@ -183,11 +183,12 @@ def _allocated(driver: str, claims: Iterable[Object]) -> dict[str, dict[str, lis
 
 
 def _devices(told: progress.Progress, allocated: Mapping[str, Sequence[Object]]) -> tuple[DeviceView, ...]:
-    words = qualifiers(told.resources)
+    names = published_names(told.words, {resource: one.devices for resource, one in told.resources.items()})
+    claims = {key: allocated.get(name, ()) for name, key in names.items()}
     found = []
     for resource, one in told.resources.items():
         for name, device in one.devices.items():
-            holders = allocated.get(device_name(name, words[resource]), ())
+            holders = claims.get((resource, name), ())
             titles = dict.fromkeys(
                 f"claim {claim['metadata']['namespace']}/{claim['metadata']['name']}" for claim in holders
             )

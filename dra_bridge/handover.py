@@ -13,28 +13,27 @@ import logging
 import math
 import re
 import time
-from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Final, Literal, Protocol
 
 from deviceplugin import ledger
-from deviceplugin.agent import Look
 from deviceplugin.endpoint import Endpoint
+from deviceplugin.exclusion import Key
 from deviceplugin.inventory import Inventory
+from deviceplugin.kubelet.holders import HolderSnapshot
 from deviceplugin.ledger import (
     ClusterEvidence,
     Desk,
     KubeletEvidence,
-    KubeletSnapshot,
     LedgerError,
     Side,
     Snapshot,
     State,
 )
-from deviceplugin.podresources import CheckpointError, PodResourcesError
 from deviceplugin.registration import Backoff
 from deviceplugin.topology import natural
-from dra_bridge.keeper import Behind, held_units
+from dra_bridge.keeper import Behind, kubelet_snapshot
 
 __all__ = [
     "Claims",
@@ -217,6 +216,59 @@ def _choose(
     return tuple(chosen)
 
 
+Group = Callable[[str], tuple[Key, ...]]
+"""Returns a device and those of its driver that move together with it, the one that leads first."""
+
+
+def led(
+    now: Snapshot, resource: str, states: Mapping[str, State], group: Group
+) -> tuple[dict[str, State], frozenset[str], frozenset[str]]:
+    """Return what `plan` decides about: the states of devices that lead or are by themselves, held and expected ones.
+
+    The others follow (`followers`), so the parts of one device count as one. A leader is held, or expected, if any
+    device of its group is.
+    """
+    held, expected = _hands(now)
+    leaders, busy, awaited = {}, set(), set()
+    for name, state in states.items():
+        members = group(name)
+        if members[0] == (resource, name):
+            leaders[name] = state
+            if not held.isdisjoint(members):
+                busy.add(name)
+            if not expected.isdisjoint(members):
+                awaited.add(name)
+                if state is State.DRA:  # it arrived before others that the claim waits for
+                    leaders[name] = State.TO_DRA
+    return leaders, frozenset(busy), frozenset(awaited)
+
+
+def followers(now: Snapshot, resource: str, devices: Iterable[str], group: Group) -> list[tuple[str, Side, str]]:
+    """Return the devices that are to move because of others that they belong together with: where to, and why.
+
+    A device follows the one that leads its group. Where a claim came for one of them, all move to DRA.
+    """
+    _, expected = _hands(now)
+    moves: list[tuple[str, Side, str]] = []
+    for name in devices:
+        members = group(name)
+        awaited = next((now.device(*key) for key in members if key in expected), None)
+        leader = now.device(*members[0])
+        goal = Side.DRA if awaited is not None else leader.state.goal
+        if len(members) > 1 and goal is not None and now.device(resource, name).state.goal not in (goal, None):
+            moves.append((name, goal, awaited.reason if awaited is not None else f"it moves with {leader.device}"))
+    return moves
+
+
+def _hands(now: Snapshot) -> tuple[frozenset[Key], frozenset[Key]]:
+    """Return what is held, and what a claim waits for, of all resources (`in_hands`)."""
+    hands = {resource: in_hands(now, resource) for resource in {key[0] for key in now.devices}}
+    return (
+        frozenset((resource, name) for resource, (held, _) in hands.items() for name in held),
+        frozenset((resource, name) for resource, (_, expected) in hands.items() for name in expected),
+    )
+
+
 # What a move needs to end, gathered in the rules' order.
 
 
@@ -226,7 +278,7 @@ class ToDra:
 
     The steps, each a method that returns what is known after it: `begun` (the moves under way now
     and where the ledger stands), `showing` (what ListAndWatch sent), `looking` (where the ledger
-    stands before the kubelet is asked), `looked` (what it said). The evidence goes to
+    stands before the witnesses are asked), `scanned` (what they said). The evidence goes to
     `ledger.commit_to_dra`, which checks it against all that was granted meanwhile.
     """
 
@@ -255,28 +307,22 @@ class ToDra:
         """Remember where the ledger stands before the kubelet is asked who holds what."""
         return replace(self, began=sequence)
 
-    def looked(self, seen: Look | None, behind: Behind) -> KubeletEvidence | None:
+    def scanned(
+        self, now: HolderSnapshot | None, behind: Behind, title: Callable[[str], str] = str
+    ) -> KubeletEvidence | None:
         """Return the evidence; None if an Allocate came in between."""
-        if seen is None or seen.allocatable is None:
+        if now is None:
             return None
-        units = seen.allocatable.get(self.resource, frozenset())
-        held = held_units(seen.holdings.of(self.resource), behind)
-        return KubeletEvidence(
-            sequence=self.sequence,
-            shown=self.shown,
-            allocatable_at=seen.allocatable_at,
-            allocatable=frozenset(map(behind, units)),
-            snapshot=KubeletSnapshot(self.began, seen.at, quiet=True, held=held),
-        )
+        snapshot = kubelet_snapshot(self.began, now, self.resource, behind, title)
+        return KubeletEvidence(self.sequence, self.shown, snapshot)
 
 
 @dataclass(frozen=True, slots=True)
 class ToPlugin:
     """The evidence that R6 asks for, as far as it is gathered.
 
-    The steps: `begun` (the moves under way now; claims that are prepared hold some), `expecting`
-    (the devices that no claim names any more: these leave the slices, R4), `withdrawing` (which of
-    them the API server has no more), `listed` (a list of claims begun after that).
+    The steps: `begun` (the moves under way now; claims that are prepared hold some), `withdrawing`
+    (which of them the API server has no more), `listed` (a list of claims begun after that).
     """
 
     resource: str
@@ -296,10 +342,6 @@ class ToPlugin:
     def free(self) -> frozenset[str]:
         """The devices that no prepared claim holds."""
         return frozenset(self.devices) - self.held
-
-    def expecting(self, allocated: Mapping[str, str]) -> frozenset[str]:
-        """Return the devices that no claim can be expected for: neither prepared nor allocated ones (R4)."""
-        return self.free - allocated.keys()
 
     def withdrawing(self, accepted: Mapping[str, float | None]) -> ToPlugin:
         """Take in since when the API server has had slices without a device; None where it has one with it."""
@@ -334,6 +376,26 @@ class Claims(Protocol):
 
         """
 
+    async def allocates(self, claim: str, resource: str, device: str) -> bool:
+        """Read one claim, by namespace/name; return whether its allocation names the device of this node.
+
+        Raises:
+            ClusterError: the API server cannot be asked.
+
+        """
+
+
+@dataclass(slots=True)
+class _Asked:
+    """What the API server said last of a device that waits for claims (R6).
+
+    claim: one whose allocation names it, "" if none is known. due: when to ask again (monotonic seconds).
+    """
+
+    waits: Backoff
+    claim: str = ""
+    due: float = 0.0
+
 
 @dataclass(slots=True)
 class Statistics:
@@ -350,10 +412,20 @@ class Handover:
     Args:
         endpoint, inventory: of the resource.
         desk: the ledger's face.
-        look: a look at the kubelet's books, with what it would give out (`Agent.look`).
+        scan: asks the witnesses who holds what (`Agent.scan`).
+        title: a pod's name by its UID, for people.
         slices, claims: the API server's side of it.
         groups: devices that belong together, as of now.
         errors: what `claims` may raise when the API server cannot be asked.
+        waits: makes the waits between two questions about the claim that a device waits for.
+        group: returns the devices that a device moves together with.
+        moved: called after moves have begun or ended.
+
+    Requests to the API server, whatever the size of the cluster, for each device that moves to the
+    plugin's side: one list of the claims once the API server has taken the slice without it (one list
+    for all devices that wait then); while a claim's allocation names it, one read of that claim after
+    each wait, 0.5 s at first and 5 min at most; and one more list when that claim names it no longer.
+    A list that fails is tried again after 30 s at most. Devices on the way to DRA cost none.
 
     """
 
@@ -365,7 +437,7 @@ class Handover:
         endpoint: Endpoint,
         inventory: Inventory,
         desk: Desk,
-        look: Callable[[], Awaitable[Look | None]],
+        scan: Callable[[Collection[tuple[str, str]]], Awaitable[HolderSnapshot | None]],
         slices: Slices,
         claims: Claims,
         *,
@@ -373,6 +445,10 @@ class Handover:
         drain: Drain = "cordon",
         groups: Callable[[], Sequence[frozenset[str]]] = tuple,
         errors: tuple[type[Exception], ...] = (),
+        title: Callable[[str], str] = str,
+        waits: Callable[[], Backoff] = lambda: Backoff(first=0.5, most=300.0),
+        group: Group | None = None,
+        moved: Callable[[], None] = lambda: None,
     ) -> None:
         self.resource = endpoint.resource
         self.statistics = Statistics()
@@ -381,15 +457,20 @@ class Handover:
         self._endpoint = endpoint
         self._inventory = inventory
         self._desk = desk
-        self._look = look
+        self._scan = scan
+        self._title = title
         self._slices = slices
         self._claims = claims
         self._share = share
         self._drain: Drain = drain
         self._groups = groups
-        self._errors: tuple[type[Exception], ...] = (LedgerError, PodResourcesError, CheckpointError, *errors)
+        self._group: Group = group or (lambda name: ((self.resource, name),))
+        self._moved = moved
+        self._errors: tuple[type[Exception], ...] = (LedgerError, *errors)
         self._wake = asyncio.Event()
-        self._withdraw: frozenset[str] = frozenset()
+        self._waits = waits
+        self._asked: dict[tuple[str, int], _Asked] = {}
+        """By device and the sequence of its record: of another move nothing was asked yet."""
         self._told: Mapping[str, str] = {}
 
     # What the others need to know.
@@ -411,13 +492,8 @@ class Handover:
         self._wake.set()
 
     def offered(self, device: str) -> bool:
-        """Return whether the slices have the device at all (R4)."""
-        state = self._desk.snapshot.device(self.resource, device).state
-        return state is State.DRA or (state is State.TO_PLUGIN and device not in self._withdraw)
-
-    def leaving(self, device: str) -> bool:
-        """Return whether the slices have the device with a taint, since it is to leave (R4)."""
-        return self._desk.snapshot.device(self.resource, device).state is State.TO_PLUGIN
+        """Return whether the slices have the device (R4)."""
+        return self._desk.snapshot.device(self.resource, device).state.offered
 
     # The loop.
 
@@ -445,12 +521,41 @@ class Handover:
 
     async def _step(self) -> tuple[bool, bool]:
         """Do what can be done now; return whether anything moved, and whether anything is under way."""
-        await self._begin()
         waiting: dict[str, str] = {}
-        moved = await self._end_to_dra(waiting)
-        moved = await self._end_to_plugin(waiting) or moved
+        await self._forget(waiting)
+        await self._begin()
+        # This side first: it does not need the kubelet, which may take long to answer.
+        moved = await self._end_to_plugin(waiting)
+        moved = await self._end_to_dra(waiting) or moved
         self._tell(waiting)
         return moved, bool(waiting)
+
+    async def _forget(self, waiting: dict[str, str]) -> None:
+        """Forget devices that are unplugged, once nobody holds them and no claim names them.
+
+        One on the DRA side, or on its way, moves to the plugin's side first, which shows that no claim names it (R6).
+        """
+        now, devices = self._desk.snapshot, self._inventory.snapshot.devices
+        if not self._inventory.snapshot.listed:
+            return
+        if holds := now.holds_on(self.resource, now.of(self.resource).keys() - devices.keys()):
+            waiting.update({hold.device: "its pod" for hold in holds})
+            await self._scan({(self.resource, hold.unit) for hold in holds})
+        now, devices = self._desk.snapshot, self._inventory.snapshot.devices
+        held, _ = in_hands(now, self.resource)
+        gone = {
+            name: record.state
+            for name, record in now.of(self.resource).items()
+            if name not in devices and name not in held
+        }
+        if leaving := [name for name, state in gone.items() if state in (State.DRA, State.TO_DRA)]:
+            await self._desk.do(ledger.begin_move(self.resource, leaving, Side.PLUGIN, time.time(), "it is unplugged"))
+            self._slices.publish()
+        if over := [name for name, state in gone.items() if state in (State.PLUGIN, State.QUARANTINED)]:
+            forgotten = await self._desk.do(ledger.forget(self.resource, over))
+            if forgotten:
+                _LOG.info("%s: unplugged and forgotten: %s", self.resource, ", ".join(forgotten))
+                self._slices.publish()
 
     async def _begin(self) -> None:
         """Begin the moves that the share asks for."""
@@ -461,25 +566,33 @@ class Handover:
             for name, record in now.of(self.resource).items()
             if name in listed.devices and name not in listed.gone
         }
-        held, expected = in_hands(now, self.resource)
-        wish = plan(states, held, self._share, self._drain, self._groups(), expected)
-        self.steer = wish.steer
+        leaders, held, expected = led(now, self.resource, states, self._group)
+        wish = plan(leaders, held, self._share, self._drain, self._groups(), expected)
+        self.steer = frozenset(
+            one for name in wish.steer for of, one in self._group(name) if of == self.resource and one in states
+        )
         for devices, side in ((wish.to_dra, Side.DRA), (wish.to_plugin, Side.PLUGIN)):
             if devices:
-                reason = f"the share is {self._share}"
-                moves = await self._desk.do(ledger.begin_move(self.resource, devices, side, time.time(), reason))
-                for state in moves.values():
-                    if state.value in self.statistics.begun:
-                        self.statistics.begun[state.value] += 1
-                _LOG.info(
-                    "%s: %s to the %s side",
-                    self.resource,
-                    ", ".join(f"{name} ({state.text})" for name, state in moves.items()),
-                    side.value,
-                )
-        if wish:
+                await self._send(devices, side, f"the share is {self._share}")
+        following = followers(self._desk.snapshot, self.resource, states, self._group)
+        for name, side, reason in following:
+            await self._send((name,), side, reason)
+        if wish or following:
             self._endpoint.refresh()
             self._slices.publish()
+            self._moved()
+
+    async def _send(self, devices: Sequence[str], side: Side, reason: str) -> None:
+        moves = await self._desk.do(ledger.begin_move(self.resource, devices, side, time.time(), reason))
+        for state in moves.values():
+            if state.value in self.statistics.begun:
+                self.statistics.begun[state.value] += 1
+        _LOG.info(
+            "%s: %s to the %s side",
+            self.resource,
+            ", ".join(f"{name} ({state.text})" for name, state in moves.items()),
+            side.value,
+        )
 
     async def _end_to_dra(self, waiting: dict[str, str]) -> bool:
         """Gather what R5 asks for, and hand it in; return whether anything arrived."""
@@ -495,7 +608,8 @@ class Handover:
             waiting.update(dict.fromkeys(moving.devices, what))
             return False
         moving = moving.looking(self._desk.snapshot.sequence)
-        evidence = moving.looked(await self._look(), behind)
+        ids = {(self.resource, one) for device in moving.shown for one in self._endpoint.ids_of(device)}
+        evidence = moving.scanned(await self._scan(ids), behind, self._title)
         if evidence is None:
             waiting.update(dict.fromkeys(moving.devices, "a moment without an Allocate in flight"))
             return False
@@ -506,35 +620,62 @@ class Handover:
         return bool(done.devices)
 
     async def _end_to_plugin(self, waiting: dict[str, str]) -> bool:
-        """Withdraw devices that no claim names, gather what R6 asks for, and hand it in."""
-        moving = ToPlugin.begun(self.resource, self._desk.snapshot)
-        self._withdraw &= moving.free
-        waiting.update(dict.fromkeys(moving.held, "its claim"))
-        if not moving.free:
-            return False
-        if staying := moving.free - self._withdraw:
-            # R4: with its taint it stays in the slice until no claim can be expected.
-            allocated = await self._allocated()
-            waiting.update({name: f"claim {allocated[name]}" for name in staying & allocated.keys()})
-            leaving = moving.expecting(allocated)
-            if leaving - self._withdraw:
-                self._withdraw |= leaving
-                self._slices.publish()
-        moving = moving.withdrawing({n: self._slices.withdrawn(self.resource, n) for n in sorted(self._withdraw)})
-        waiting.update(
-            dict.fromkeys(self._withdraw - moving.withdrawn.keys(), "the API server to accept the slice without it")
-        )
-        if not moving.withdrawn:
-            return False
-        listed_at = time.monotonic()
-        evidence = moving.listed(listed_at, await self._allocated())
+        """Gather what R6 asks for, and hand it in; return whether anything arrived."""
         before = self._desk.snapshot
+        moving = ToPlugin.begun(self.resource, before)
+        waiting.update(dict.fromkeys(moving.held, "its claim"))
+        moving = moving.withdrawing({n: self._slices.withdrawn(self.resource, n) for n in sorted(moving.free)})
+        waiting.update(
+            dict.fromkeys(moving.free - moving.withdrawn.keys(), "the API server to accept the slice without it")
+        )
+        asked = self._asked_of(before, moving)
+        lists = await self._unnamed(asked, moving.withdrawn)
+        waiting.update(
+            {n: f"claim {asked[n].claim}" if asked[n].claim else "a list of claims" for n in moving.withdrawn}
+        )
+        if not lists:
+            return False
+        at = time.monotonic()
+        allocated = await self._allocated()
+        for name in moving.withdrawn:
+            asked[name].claim = allocated.get(name, "")
+        evidence = moving.listed(at, allocated)
         done = await self._desk.do(
             ledger.commit_to_plugin(self.resource, sorted(moving.withdrawn), evidence, time.time())
         )
         waiting.update(done.waiting)
         self._finished("to-plugin", done.devices, before)
         return bool(done.devices)
+
+    def _asked_of(self, now: Snapshot, moving: ToPlugin) -> dict[str, _Asked]:
+        """Return what is known of the claims that name the devices, for this move of theirs."""
+        keys = {name: (name, now.device(self.resource, name).sequence) for name in moving.devices}
+        self._asked = {key: self._asked.get(key) or _Asked(self._waits()) for key in keys.values()}
+        for claim in now.claims_on(self.resource, moving.held):
+            for of, name in claim.held:
+                if of == self.resource and name in keys:  # when it is unprepared, this claim is read first, and soon
+                    self._asked[keys[name]] = _Asked(self._waits(), claim.title if claim.name else "")
+        return {name: self._asked[key] for name, key in keys.items()}
+
+    async def _unnamed(self, asked: Mapping[str, _Asked], devices: Iterable[str]) -> bool:
+        """Read the claims that it is time to ask about; return whether it is time to list the claims.
+
+        That is so if no claim is known, or none any more, that names one of the devices.
+        """
+        now = time.monotonic()
+        due = [name for name in devices if asked[name].due <= now]
+        for name in due:
+            one = asked[name]
+            one.due = now + one.waits.next()  # also if the API server does not answer
+            if one.claim and not await self._claims.allocates(one.claim, self.resource, name):
+                one.claim = ""
+        unnamed = [asked[name] for name in devices if not asked[name].claim]
+        lists = any(not asked[name].claim for name in due)
+        if lists:
+            again = min(max(one.due for one in unnamed), now + 30.0)
+            for one in unnamed:
+                one.due = again
+        return lists
 
     async def _allocated(self) -> Mapping[str, str]:
         """List all claims; return namespace/name by this resource's device that its allocation names."""
@@ -548,11 +689,11 @@ class Handover:
         self.statistics.seconds[way] += sum(
             max(0.0, now - before.device(self.resource, name).since) for name in devices
         )
-        self._withdraw -= frozenset(devices)
         self.statistics.finished[way] += len(devices)
         _LOG.info("%s: moved %s: %s", self.resource, way, ", ".join(devices))
         self._endpoint.refresh()
         self._slices.publish()
+        self._moved()
 
     def _tell(self, waiting: Mapping[str, str]) -> None:
         for name, what in waiting.items():

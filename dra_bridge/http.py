@@ -1,35 +1,34 @@
-"""HTTP/1.1 to one server over kept connections: what the API client needs of HTTP, and no more.
+"""HTTP to one API server, by aiohttp: bounds, the proxy, and errors of our own.
 
-An agent waits for its API server on every node. The usual client library and what it imports
-(HTTP/2, cookies, proxies' protocols, a second event loop's) cost 8 MB resident there and twice the
-time a request; asyncio's streams are loaded anyway. Nothing here retries, follows a redirect or
-asks for compression. Deadlines are the caller's (`asyncio.timeout`): a request that is cancelled
-loses its connection and nothing else.
+Deadlines are the caller's (`asyncio.timeout`). Nothing here follows a redirect, keeps a cookie or
+takes a compressed answer.
 """
 
 from __future__ import annotations
 
-import asyncio
-import base64
 import contextlib
+import ipaddress
 import os
-import re
 import socket
 import ssl
-import time
 import urllib.parse
-from collections.abc import AsyncIterator, Mapping
-from dataclasses import dataclass
-from typing import Final
+from collections.abc import AsyncIterator, Iterator, Mapping
+from typing import Any, Final, NamedTuple
 
-__all__ = ["HttpError", "Response", "Server"]
+import aiohttp
+import yarl
+from aiohttp.http import HttpProcessingError
 
+__all__ = ["HttpError", "Response", "Server", "proxy_of"]
+
+MOST: Final = 32
+"""Connections at one time, those of watches included."""
 IDLE: Final = 60.0
 """Seconds after which a kept connection is not used any more."""
-KEPT: Final = 4
-"""Connections that are kept for later requests."""
-MOST: Final = 32
-"""Requests at one time, watches not counted."""
+MAX_BODY: Final = 64 * 2**20
+"""Bytes of one answer: 500 objects (a page of a list) of 128 KiB each."""
+MAX_LINE: Final = 8 * 2**20
+"""Bytes of one watch event: kube-apiserver takes objects of up to 3 MiB, etcd of 1.5 MiB."""
 
 _KEEPALIVE: Final = (
     (socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1),
@@ -37,270 +36,219 @@ _KEEPALIVE: Final = (
     (socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 5),
     (socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 3),
     (socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 30_000),
-    (socket.IPPROTO_TCP, socket.TCP_NODELAY, 1),
 )
-"""A peer that vanished without a word (node lost, load balancer gone) is noticed after 30 s, also by a silent watch."""
-
-_CONTROL: Final = re.compile(r"[\x00-\x1f\x7f]")
+"""A peer that is gone without a FIN (node or load balancer lost) is noticed after 30 s, also by a silent watch."""
 
 
 class HttpError(Exception):
-    """Raised when the other side does not speak HTTP, or ends in the middle of it."""
+    """Raised when there is no answer, or one that is no HTTP or too large."""
 
 
-@dataclass(frozen=True, slots=True)
-class Response:
-    """An answer. headers: by names in lower case. body: empty of a streamed one."""
+class Response(NamedTuple):
+    """An answer. body: empty if it is streamed."""
 
     status: int
     headers: Mapping[str, str]
     body: bytes = b""
 
 
-class _Connection:
-    """One connection, and how far its current answer is read."""
+@contextlib.contextmanager
+def _own_errors() -> Iterator[None]:
+    try:
+        yield
+    except (aiohttp.ClientError, HttpProcessingError) as error:
+        raise HttpError(str(error) or type(error).__name__) from error
 
-    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        self.reader = reader
-        self.writer = writer
-        self.used_at = time.monotonic()
-        self.again = False
-        """Whether it can take another request once the answer is read."""
 
-    @property
-    def usable(self) -> bool:
-        """Whether a request may be sent on it: neither side has closed it, nor is it old."""
-        return (
-            not self.reader.at_eof()
-            and not self.writer.is_closing()
-            and self.reader.exception() is None
-            and time.monotonic() - self.used_at < IDLE
-        )
-
-    async def send(self, head: str, content: bytes) -> None:
-        self.writer.write(head.encode("latin-1") + content)
-        await self.writer.drain()
-
-    async def read_head(self) -> Response:
-        """Read the status and the headers of the final answer."""
-        while True:
-            try:
-                lines = (await self.reader.readuntil(b"\r\n\r\n")).decode("latin-1").split("\r\n")
-            except asyncio.IncompleteReadError as error:
-                raise HttpError("the connection was closed before the answer") from error
-            except asyncio.LimitOverrunError as error:
-                raise HttpError("the answer's headers have no end") from error
-            words = lines[0].split(None, 2)
-            if len(words) < 2 or not words[0].startswith("HTTP/1.") or not re.fullmatch(r"[1-9][0-9]{2}", words[1]):
-                raise HttpError(f"not an HTTP answer: {lines[0][:80]!r}")
-            status = int(words[1])
-            if status >= 200 or status == 101:
-                break
-        headers: dict[str, str] = {}
-        for line in lines[1:-2]:
-            name, _, value = line.partition(":")
-            headers[name.strip().lower()] = value.strip()
-        self.again = words[0] != "HTTP/1.0" and headers.get("connection", "").lower() != "close"
-        return Response(status, headers)
-
-    async def pieces(self, response: Response) -> AsyncIterator[bytes]:
-        """Yield the answer's body as it comes."""
-        if response.status in (204, 304):
-            return
-        try:
-            if "chunked" in response.headers.get("transfer-encoding", "").lower():
-                while size := self._size(await self.reader.readuntil(b"\r\n")):
-                    yield await self.reader.readexactly(size)
-                    await self.reader.readexactly(2)
-                while await self.reader.readuntil(b"\r\n") != b"\r\n":
-                    pass  # trailers
-            elif "content-length" in response.headers:
-                rest = self._size(response.headers["content-length"].encode(), 10)
-                while rest:
-                    piece = await self.reader.read(min(rest, 1 << 20))
-                    if not piece:
-                        raise HttpError("the connection was closed in the middle of the answer")
-                    rest -= len(piece)
-                    yield piece
-            else:
-                self.again = False
-                while piece := await self.reader.read(1 << 16):
-                    yield piece
-        except asyncio.IncompleteReadError as error:
-            raise HttpError("the connection was closed in the middle of the answer") from error
-        except asyncio.LimitOverrunError as error:
-            raise HttpError("a chunk's size has no end") from error
-
-    @staticmethod
-    def _size(text: bytes, base: int = 16) -> int:
-        try:
-            size = int(text.partition(b";")[0], base)
-        except ValueError:
-            size = -1
-        if size < 0:
-            raise HttpError(f"not a length: {text[:40]!r}")
-        return size
-
-    def abort(self) -> None:
-        self.writer.transport.abort()
-
-    async def closed(self) -> None:
-        """Close it, and wait until that is done."""
-        self.abort()
+def _socket(address: aiohttp.AddrInfoType) -> socket.socket:
+    made = socket.socket(*address[:3])
+    for option in _KEEPALIVE:
         with contextlib.suppress(OSError):
-            await self.writer.wait_closed()
+            made.setsockopt(*option)
+    return made
+
+
+class _Connector(aiohttp.TCPConnector):
+    """Gives out no connection on which something came before the request.
+
+    aiohttp keeps a response that comes on an idle connection and takes it as the answer to the next
+    request (aio-libs/aiohttp#13656, seen with 3.14.5).
+    """
+
+    async def connect(self, *args: Any, **kwargs: Any) -> aiohttp.connector.Connection:
+        for _ in range(MOST + 1):
+            connection = await super().connect(*args, **kwargs)
+            if connection.protocol is None or not connection.protocol.should_close:
+                return connection
+            connection.close()
+        raise aiohttp.ServerDisconnectedError("the server answers before it is asked")
 
 
 class Server:
     """One HTTP server. Belongs to one event loop.
 
-    Raises of all methods: OSError (TLS errors and those of the name's look-up among it) and
-    HttpError.
+    Raises of all methods: OSError and HttpError.
 
     Args:
         url: scheme, host, port and perhaps the beginning of all paths.
         tls: for https.
         proxy: the URL of an HTTP proxy on the way, "" for none.
+        server_name: the name in the server's certificate if it is not the host, "" if it is.
 
     """
 
-    def __init__(self, url: str, tls: ssl.SSLContext | None = None, proxy: str = "") -> None:
-        parts = urllib.parse.urlsplit(url)
+    def __init__(self, url: str, tls: ssl.SSLContext | None = None, proxy: str = "", server_name: str = "") -> None:
+        parts, via = urllib.parse.urlsplit(url), urllib.parse.urlsplit(proxy)
         if parts.scheme not in ("http", "https") or not parts.hostname:
             raise ValueError(f"{url!r} is not the URL of an HTTP server")
-        via = urllib.parse.urlsplit(proxy)
         if proxy and (via.scheme not in ("http", "https") or not via.hostname):
-            raise ValueError(f"{proxy!r} is not the URL of an HTTP proxy")
+            raise ValueError(f"{via.hostname or proxy!r} is not the URL of an HTTP proxy")
         self.url = url
-        self._tls = (tls or ssl.create_default_context()) if parts.scheme == "https" else None
-        self._host = parts.hostname
-        self._port = parts.port or (443 if self._tls else 80)
-        self._base = parts.path.rstrip("/")
-        self._authority = parts.netloc.rpartition("@")[2]
-        self._proxy = via if proxy else None
-        self._idle: list[_Connection] = []
-        self._busy: set[_Connection] = set()
+        self._base = url.rstrip("/")
+        self._options: dict[str, Any] = {"allow_redirects": False}
+        if proxy:
+            host = via.netloc.rpartition("@")[2]
+            self._options["proxy"] = via._replace(netloc=host).geturl()
+            if via.username is not None:
+                user, password = map(urllib.parse.unquote, (via.username, via.password or ""))
+                self._options["proxy_headers"] = {"Proxy-Authorization": aiohttp.encode_basic_auth(user, password)}
+        if server_name:
+            self._options["server_hostname"] = server_name
+        self._tls = tls
+        self._session: aiohttp.ClientSession | None = None
+        self._busy = 0
         self._retired = False
-        self._room = asyncio.Semaphore(MOST)
 
     def __repr__(self) -> str:
-        return f"<Server {self.url}: {len(self._busy)} connections at work, {len(self._idle)} kept>"
+        return f"<Server {self.url}: {self._busy} requests under way>"
 
     async def aclose(self) -> None:
         """Close all connections; requests under way fail."""
-        connections, self._idle, self._busy = [*self._idle, *self._busy], [], set()
-        for connection in connections:
-            await connection.closed()
+        session, self._session = self._session, None
+        if session is not None:
+            await session.close()
 
-    def retire(self) -> bool:
-        """Keep no connection for another request; return whether any is still at work, which goes on."""
+    async def retire(self) -> bool:
+        """Take no more requests; return whether any is under way, which goes on. The last one closes."""
         self._retired = True
-        connections, self._idle = self._idle, []
-        for connection in connections:
-            connection.abort()
+        if not self._busy:
+            await self.aclose()
         return bool(self._busy)
 
     async def request(self, method: str, target: str, headers: Mapping[str, str], content: bytes = b"") -> Response:
         """Send a request and read the whole answer. target: path and query."""
-        async with self._room, self._exchange(method, target, headers, content) as (connection, response):
-            body = bytearray()
-            async for piece in connection.pieces(response):
-                body += piece
-            return Response(response.status, response.headers, bytes(body))
+        async with self._exchange(method, target, headers, content) as response:
+            return Response(response.status, response.headers, await self._body(response))
 
     @contextlib.asynccontextmanager
     async def stream(
         self, method: str, target: str, headers: Mapping[str, str]
     ) -> AsyncIterator[tuple[Response, AsyncIterator[bytes]]]:
-        """Send a request; its answer's body comes in pieces, and may be left unread."""
-        async with self._exchange(method, target, headers, b"", whole=False) as (connection, response):
-            yield response, connection.pieces(response)
+        """Send a request; the lines of a 200's body come one by one, and may be left unread."""
+        async with self._exchange(method, target, headers, b"") as response:
+            body = b"" if response.status == 200 else await self._body(response)
+            yield Response(response.status, response.headers, body), self._lines(response)
 
     @contextlib.asynccontextmanager
     async def _exchange(
-        self, method: str, target: str, headers: Mapping[str, str], content: bytes, *, whole: bool = True
-    ) -> AsyncIterator[tuple[_Connection, Response]]:
-        through = f"http://{self._authority}" if self._proxy and not self._tls else ""
-        lines = [f"{method} {through}{self._base}{target} HTTP/1.1", f"Host: {self._authority}"]
-        lines += [f"{name}: {value}" for name, value in headers.items()]
-        if content:
-            lines.append(f"Content-Length: {len(content)}")
-        for line in lines:
-            if _CONTROL.search(line):
-                raise ValueError("a control character in a request's headers")
-        connection = self._kept() or await self._connect()
-        self._busy.add(connection)
+        self, method: str, target: str, headers: Mapping[str, str], content: bytes
+    ) -> AsyncIterator[aiohttp.ClientResponse]:
+        self._busy += 1
         try:
-            await connection.send("\r\n".join((*lines, "", "")), content)
-            response = await connection.read_head()
-            yield connection, response
-        except BaseException:
-            self._drop(connection)
-            raise
-        keep = whole and connection.again and connection in self._busy and not self._retired
-        if keep and len(self._idle) < KEPT:
-            self._busy.discard(connection)
-            connection.used_at = time.monotonic()
-            self._idle.append(connection)
-        else:
-            self._drop(connection)
+            with _own_errors():
+                url = yarl.URL(f"{self._base}{target}", encoded=True)
+                asked = self._opened().request(method, url, headers=headers, data=content or None, **self._options)
+                async with asked as response:
+                    yield response
+        finally:
+            self._busy -= 1
+            if self._retired and not self._busy:
+                await self.aclose()
 
-    def _drop(self, connection: _Connection) -> None:
-        self._busy.discard(connection)
-        connection.abort()
-
-    def _kept(self) -> _Connection | None:
-        while self._idle:
-            connection = self._idle.pop()
-            if connection.usable:
-                return connection
-            connection.abort()
-        return None
-
-    async def _connect(self) -> _Connection:
-        proxy = self._proxy
-        if proxy is None:
-            return await self._open(self._host, self._port, self._tls)
-        tls = ssl.create_default_context() if proxy.scheme == "https" else None
-        assert proxy.hostname is not None
-        connection = await self._open(proxy.hostname, proxy.port or (443 if tls else 80), tls)
-        if self._tls is None:
-            return connection
-        try:
-            there = f"[{self._host}]:{self._port}" if ":" in self._host else f"{self._host}:{self._port}"
-            lines = [f"CONNECT {there} HTTP/1.1", f"Host: {there}"]
-            if proxy.username:
-                user = f"{urllib.parse.unquote(proxy.username)}:{urllib.parse.unquote(proxy.password or '')}"
-                lines.append(f"Proxy-Authorization: Basic {base64.b64encode(user.encode()).decode()}")
-            await connection.send("\r\n".join((*lines, "", "")), b"")
-            answer = await connection.read_head()
-            if answer.status // 100 != 2:
-                raise HttpError(f"the proxy {proxy.hostname} refuses: {answer.status}")
-            await connection.writer.start_tls(self._tls, server_hostname=self._host)
-        except BaseException:
-            self._drop(connection)
-            raise
-        return connection
+    def _opened(self) -> aiohttp.ClientSession:
+        if self._session is None:
+            connector = _Connector(limit=MOST, keepalive_timeout=IDLE, ssl=self._tls or True, socket_factory=_socket)
+            self._session = aiohttp.ClientSession(
+                connector=connector,
+                timeout=aiohttp.ClientTimeout(total=None),
+                cookie_jar=aiohttp.DummyCookieJar(),
+                auto_decompress=False,
+                headers={"Accept-Encoding": "identity"},
+            )
+        return self._session
 
     @staticmethod
-    async def _open(host: str, port: int, tls: ssl.SSLContext | None) -> _Connection:
-        reader, writer = await asyncio.open_connection(host, port, ssl=tls)
-        raw = writer.get_extra_info("socket")
-        for level, option, value in _KEEPALIVE:
-            with contextlib.suppress(OSError):
-                raw.setsockopt(level, option, value)
-        return _Connection(reader, writer)
+    async def _body(response: aiohttp.ClientResponse) -> bytes:
+        body = bytearray()
+        async for piece in response.content.iter_any():
+            body += piece
+            if len(body) > MAX_BODY:
+                raise HttpError(f"the answer is larger than {MAX_BODY >> 20} MiB")
+        return bytes(body)
+
+    @staticmethod
+    async def _lines(response: aiohttp.ClientResponse) -> AsyncIterator[bytes]:
+        with _own_errors():
+            while line := await response.content.readline(max_line_length=MAX_LINE):
+                yield line
 
 
 def proxy_of(url: str) -> str:
-    """Return the proxy that the environment names for a server, "" for none."""
-    if not any(name.lower() in ("http_proxy", "https_proxy", "all_proxy") and os.environ[name] for name in os.environ):
-        return ""
-    import urllib.request  # with it come http.client and email
+    """Return the proxy that the environment names for a server, "" for none, as client-go reads it.
 
+    The rules of golang.org/x/net/http/httpproxy: HTTPS_PROXY or HTTP_PROXY by the server's scheme;
+    NO_PROXY with names, addresses and CIDR ranges; localhost and loopback addresses never by a proxy.
+    """
     parts = urllib.parse.urlsplit(url)
-    proxies = urllib.request.getproxies()
-    proxy = proxies.get(parts.scheme) or proxies.get("all") or ""
-    if not proxy or urllib.request.proxy_bypass(parts.hostname or ""):
+    proxy = _variable(f"{parts.scheme}_proxy")
+    host = (parts.hostname or "").lower()
+    if not proxy or _is_direct(host, parts.port or (443 if parts.scheme == "https" else 80), _variable("no_proxy")):
         return ""
     return proxy if "://" in proxy else f"http://{proxy}"
+
+
+def _variable(name: str) -> str:
+    return os.environ.get(name.upper()) or os.environ.get(name) or ""
+
+
+def _is_direct(host: str, port: int, rules: str) -> bool:
+    address = _address(host)
+    if host == "localhost" or (address is not None and address.is_loopback):
+        return True
+    for rule in filter(None, (one.strip().lower() for one in rules.split(","))):
+        if rule == "*":
+            return True
+        if "/" in rule:
+            with contextlib.suppress(ValueError):
+                if address is not None and address in ipaddress.ip_network(rule, strict=False):
+                    return True
+            continue
+        name, wanted = _split_port(rule)
+        if not name or wanted not in ("", str(port)):
+            continue
+        listed = _address(name)
+        if listed is not None or address is not None:
+            direct = listed == address
+        elif name.startswith((".", "*.")):
+            direct = host.endswith(name.removeprefix("*"))
+        else:
+            direct = f".{host}".endswith(f".{name}")
+        if direct:
+            return True
+    return False
+
+
+def _address(text: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
+    try:
+        address = ipaddress.ip_address(text)
+    except ValueError:
+        return None
+    return getattr(address, "ipv4_mapped", None) or address
+
+
+def _split_port(rule: str) -> tuple[str, str]:
+    """Return host and port of `host`, `host:port`, `[address]:port` or an address."""
+    if rule.startswith("[") or rule.count(":") == 1:
+        host, _, port = rule.rpartition(":")
+        return host.strip("[]"), port
+    return rule, ""

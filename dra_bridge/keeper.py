@@ -9,18 +9,20 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Final, cast
 
 import grpc
 
-from deviceplugin import ledger
-from deviceplugin.agent import Look
+from deviceplugin import identity, ledger
 from deviceplugin.endpoint import Refusal
-from deviceplugin.ledger import Desk, Held, KubeletSnapshot, LedgerError
-from deviceplugin.podresources import Holder
+from deviceplugin.exclusion_guard import ExclusionGuard, Side
+from deviceplugin.identity import Tokens
+from deviceplugin.kubelet.checkpoint import Allocation
+from deviceplugin.kubelet.holders import HolderSnapshot
+from deviceplugin.ledger import Desk, Held, KubeletSnapshot, LedgerError, Snapshot
 
-__all__ = ["Keeper", "held_units", "unsure_of"]
+__all__ = ["Keeper", "allocations_of", "held_units", "kubelet_snapshot"]
 
 _LOG: Final = logging.getLogger(__name__)
 
@@ -30,23 +32,44 @@ Behind = Callable[[str], str]
 
 
 def held_units(
-    held: Mapping[str, Iterable[Holder]], behind: Behind, unsure: Collection[str] = frozenset()
+    now: HolderSnapshot, resource: str, behind: Behind, title: Callable[[str], str] = str
 ) -> dict[str, Held]:
-    """Return who holds what as the ledger wants it: by the kubelet's id, one pod each.
+    """Return who holds what of a resource as the ledger takes it: by the kubelet's id.
 
-    unsure: ids that an old checkpoint says are held; those that nothing else says so of are not sure.
+    title: a pod's name by its UID, for people.
     """
     units = {}
-    for unit, holders in held.items():
-        first = max(holders)  # one with a name, if there is any
-        pod = f"{first.namespace}/{first.pod}" if first.pod else first.uid
-        units[unit] = Held(behind(unit), pod, sure=bool(first.pod) or unit not in unsure)
+    for unit, allocations in now.of(resource).items():
+        holders = frozenset((one.pod_uid, one.container) for one in allocations)
+        # The one that is surest is shown; the checkpoint itself needs no further reason.
+        one, holding = min(allocations.items(), key=lambda item: (not item[1].certain, item[0]))
+        sure = any(each.certain for each in allocations.values())
+        units[unit] = Held(behind(unit), title(one.pod_uid), sure, holders, "" if holding.named else holding.reason)
     return units
 
 
-def unsure_of(seen: Look, resource: str) -> frozenset[str]:
-    """Return the ids of a resource of which a look is not sure that they are held."""
-    return frozenset(name for of, name in seen.unsure if of == resource)
+def kubelet_snapshot(
+    sequence: int, now: HolderSnapshot, resource: str, behind: Behind, title: Callable[[str], str] = str
+) -> KubeletSnapshot:
+    """Return a scan's result of one resource as the ledger takes it. sequence: the ledger's before the scan."""
+    registered = (now.registered or {}).get(resource, frozenset())
+    return KubeletSnapshot(
+        sequence,
+        now.at,
+        now.awake,
+        held_units(now, resource, behind, title),
+        frozenset(map(behind, registered)),
+        now.problem,
+    )
+
+
+def allocations_of(now: Snapshot) -> list[Allocation]:
+    """Return the allocations that the ledger knows, for the tracker to go on counting as held after a restart."""
+    return [
+        Allocation(pod_uid, container, hold.resource, hold.unit)
+        for hold in now.holds.values()
+        for pod_uid, container in hold.holders
+    ]
 
 
 class Keeper:
@@ -58,10 +81,14 @@ class Keeper:
             the ledger decides about. Others are offered and granted freely.
         changed: called after something was released, found or quarantined.
         quarantined: called with (resource, device) after a device was quarantined.
+        title: a pod's name by its UID, for people.
+        guard: tells what devices are.
+        allocated: returns (resource, the kubelet's id) of all that pods hold by the witnesses.
 
     Attributes:
         heard: (resource, device) of those about which this process has heard the evidence (R8).
             No other is offered or given out: the ledger may have lost what came last.
+        reasons: by resource and device, why it is not known yet who holds it.
         steer: which devices of a resource new pods had better not get (drain: wait).
 
     """
@@ -72,12 +99,19 @@ class Keeper:
         behind: Mapping[str, Behind],
         changed: Callable[[], None] = lambda: None,
         quarantined: Callable[[str, str], None] = lambda resource, device: None,
+        title: Callable[[str], str] = str,
+        guard: ExclusionGuard | None = None,
+        allocated: Callable[[], Collection[tuple[str, str]]] = tuple,
     ) -> None:
+        self._guard = guard or ExclusionGuard()
+        self._allocated = allocated
         self._desk = desk
+        self._title = title
         self.behind = behind
         self.changed = changed
         self.quarantined = quarantined
         self.heard: set[tuple[str, str]] = set()
+        self.reasons: dict[str, Mapping[str, str]] = {}
         self.steer: Callable[[str], Collection[str]] = lambda resource: ()
 
     # The doorkeeper.
@@ -106,6 +140,7 @@ class Keeper:
             raise Refusal(grpc.StatusCode.UNAVAILABLE, "starting", details)
         units = {name: self.behind[resource](name) for name in names}
         try:
+            await self._desk.identify({(resource, one): self._guard.identity(resource, one) for one in devices})
             answer = await self._desk.do(ledger.grant(resource, units, time.time()))
         except LedgerError as error:
             raise Refusal(
@@ -118,29 +153,54 @@ class Keeper:
         """Return the devices that new pods had better not get."""
         return self.steer(resource)
 
+    def claimed(self, resource: str, device: str) -> bool:
+        """Return whether a claim holds the device; of one about which nothing is known yet it may."""
+        known = (resource, device) in self.heard
+        return not known or bool(self._desk.snapshot.claims_on(resource, (device,)))
+
+    def withheld(self, resource: str) -> Mapping[str, str]:
+        """Return the devices about which nothing is known yet, and why."""
+        return dict(self.reasons.get(resource, {}))
+
+    def held(self) -> Mapping[tuple[str, str], Tokens]:
+        """Return the devices that pods and claims hold by the ledger, and what they were when they were granted."""
+        now, allocated = self._desk.snapshot, self._allocated()
+        # Nobody observes the holds of a resource that is served no more: the tracker alone knows when they end.
+        keys = {
+            (hold.resource, hold.device)
+            for hold in now.holds.values()
+            if hold.resource in self.behind or (hold.resource, hold.unit) in allocated
+        }
+        keys.update(*(claim.held for claim in now.claims.values()))
+        return {key: identity.tokens_of(now.device(*key).identity, self._guard.boot) for key in keys}
+
+    def side(self, resource: str, device: str) -> Side:
+        """Return on which side the ledger has the device."""
+        state = self._desk.snapshot.device(resource, device).state
+        return "plugin" if state.allocates else "dra" if state.prepares else ""
+
     # The observer.
 
-    def wants_books(self) -> bool:
-        """Return whether anything is given out."""
-        return bool(self._desk.snapshot.holds)
+    def awaited(self) -> Collection[tuple[str, str]]:
+        """Return the ids of grants whose container no checkpoint has named."""
+        return {key for key, hold in self._desk.snapshot.holds.items() if hold.pending}
 
-    def before_look(self) -> object:
+    def before_scan(self) -> object:
         """Remember where the ledger stood."""
         return self._desk.snapshot.sequence
 
-    async def after_look(self, before: object, seen: Look) -> None:
-        """Release what the kubelet shows no more, take in what it shows and the ledger does not know."""
+    async def after_scan(self, before: object, now: HolderSnapshot) -> None:
+        """Release what is over, take in what is held and the ledger does not know."""
         news = False
         for resource, behind in tuple(self.behind.items()):  # a reload may drop one meanwhile
-            units = held_units(seen.holdings.of(resource), behind, unsure_of(seen, resource))
-            snapshot = KubeletSnapshot(cast("int", before), seen.at, quiet=True, held=units)
+            seen = kubelet_snapshot(cast("int", before), now, resource, behind, self._title)
             try:
-                found = await self._desk.do(ledger.observe(resource, snapshot, time.time()))
+                found = await self._desk.do(ledger.observe(resource, seen, time.time()))
             except LedgerError as error:
                 _LOG.warning("%s: the ledger cannot be written: %s", resource, error)
                 continue
             for unit in found.found:
-                _LOG.info("%s: pod %s holds %s, which the ledger did not know", resource, units[unit].pod, unit)
+                _LOG.info("%s: pod %s holds %s, which the ledger did not know", resource, seen.held[unit].pod, unit)
             for device in found.quarantined:
                 self.quarantined(resource, device)
             news = news or bool(found.released or found.found or found.quarantined)

@@ -13,9 +13,9 @@ from typing import Any, Final, Literal
 import yaml
 
 from deviceplugin.config import Config, ResourceConfig
-from deviceplugin.naming import EXTENDED_RESOURCE, canonical_resource, qualifiers
+from deviceplugin.naming import EXTENDED_RESOURCE, canonical_resource, class_name
 
-__all__ = ["Deployment", "device_class_name", "manifests", "to_yaml"]
+__all__ = ["Deployment", "manifests", "to_yaml"]
 
 Object = dict[str, Any]
 
@@ -23,6 +23,8 @@ NODE_NAME_KEY: Final = "authentication.kubernetes.io/node-name"
 """What a token bound to a pod says of its node (kube-apiserver, on by default since 1.32)."""
 
 CONFIG_DIRECTORY: Final = "/etc/dra-bridge"
+HOST: Final = "/host"
+"""Where directories of the host are mounted that a container has its own of."""
 CONFIG_FILE: Final = "config.yaml"
 
 
@@ -32,7 +34,8 @@ class Deployment:
 
     version: of resource.k8s.io for the DeviceClasses. extended_resource: whether these name the
     extended resource, so that unchanged pods get devices through DRA (servers before 1.34 refuse
-    the field). metrics_port: 0 for none, and then there are no probes either. memory: the limit.
+    the field). claim_status: whether the agent writes status.devices of claims. metrics_port: 0 for
+    none, and then there are no probes either. memory: the limit.
     runtime_class: of the agent's pod, none if empty; the agent gets NVIDIA's library from the runtime.
     """
 
@@ -43,6 +46,7 @@ class Deployment:
     extended_resource: bool = True
     kubelet_root: str = "/var/lib/kubelet"
     cdi_directory: str = "/var/run/cdi"
+    claim_status: bool = False
     metrics_port: int = 9410
     memory: str = "128Mi"
     node_selector: Mapping[str, str] | None = None
@@ -75,15 +79,6 @@ def to_yaml(objects: Iterable[Mapping[str, Any]]) -> str:
     return yaml.dump_all(
         objects, Dumper=_Dumper, sort_keys=False, default_flow_style=False, width=120, explicit_start=True
     )
-
-
-def device_class_name(resource: str, driver: str, siblings: Iterable[str]) -> str:
-    """Return the DeviceClass of a resource: the driver's name, with the resource's in front if it has several.
-
-    siblings: all resources of the driver.
-    """
-    word = qualifiers(siblings)[resource]
-    return f"{word}.{driver}" if word else driver
 
 
 # --- who may do what ------------------------------------------------------------------------------
@@ -121,19 +116,19 @@ def _cluster_role(how: Deployment, drivers: Sequence[str]) -> Object:
             "verbs": ["get", "list", "watch", "create", "update", "delete"],
         },
         {"apiGroups": dra, "resources": ["resourceclaims"], "verbs": ["get", "list"]},
-        {"apiGroups": dra, "resources": ["resourceclaims/status"], "verbs": ["patch"]},
         {"apiGroups": [""], "resources": ["events"], "verbs": ["create"]},
     ]
-    if drivers:
-        # Since 1.36 status.devices is guarded by driver, and by the node of the claim's allocation.
-        rules.append(
+    if how.claim_status and drivers:
+        rules += [
+            {"apiGroups": dra, "resources": ["resourceclaims/status"], "verbs": ["patch"]},
+            # Since 1.36 status.devices is guarded by driver, and by the node of the claim's allocation.
             {
                 "apiGroups": dra,
                 "resources": ["resourceclaims/driver"],
                 "resourceNames": list(drivers),
                 "verbs": ["associated-node:patch"],
-            }
-        )
+            },
+        ]
     return {
         "apiVersion": "rbac.authorization.k8s.io/v1",
         "kind": "ClusterRole",
@@ -202,6 +197,8 @@ def _policies(how: Deployment, drivers: Sequence[str]) -> list[Object]:
             },
         ],
     )
+    if not how.claim_status:
+        return slices
     claims = _policy(
         how,
         f"{how.name}-own-device-status",
@@ -270,18 +267,10 @@ def _policy(
 
 
 def _device_classes(how: Deployment, config: Config) -> list[Object]:
-    siblings: dict[str, list[str]] = {}
-    for resource in config.resources:
-        if resource.driver:
-            siblings.setdefault(resource.driver, []).append(resource.name)
-    return [
-        _device_class(how, resource, resource.driver, siblings[resource.driver])
-        for resource in config.resources
-        if resource.driver
-    ]
+    return [_device_class(how, resource, resource.driver) for resource in config.resources if resource.driver]
 
 
-def _device_class(how: Deployment, resource: ResourceConfig, driver: str, siblings: Sequence[str]) -> Object:
+def _device_class(how: Deployment, resource: ResourceConfig, driver: str) -> Object:
     expression = (
         f'device.driver == "{driver}" && '
         f'device.attributes["{driver}"].{EXTENDED_RESOURCE} == "{canonical_resource(resource.name)}"'
@@ -292,7 +281,7 @@ def _device_class(how: Deployment, resource: ResourceConfig, driver: str, siblin
     return {
         "apiVersion": f"resource.k8s.io/{how.version}",
         "kind": "DeviceClass",
-        "metadata": _metadata(how, device_class_name(resource.name, driver, siblings)),
+        "metadata": _metadata(how, class_name(resource.name, driver)),
         "spec": spec,
     }
 
@@ -313,28 +302,32 @@ def _daemon_set(how: Deployment, config: Config) -> Object:
     root = how.kubelet_root.rstrip("/")
     # The device plugin directory is where it is whatever the kubelet's --root-dir says.
     directories = {
+        # All of it, for the kubelet's claim state: a file there is replaced by renaming, so it cannot be mounted alone.
+        "kubelet": root,
         "device-plugins": "/var/lib/kubelet/device-plugins",
         "plugins": f"{root}/plugins",
         "plugins-registry": f"{root}/plugins_registry",
         "pod-resources": f"{root}/pod-resources",
         "cdi": how.cdi_directory,
         "dev": "/dev",
+        # Which pods' processes run, and the pods' names by their UIDs.
+        "cgroup": "/sys/fs/cgroup",
+        "pod-logs": "/var/log/pods",
     }
     for number, directory in enumerate(_directories(config)):
         directories[f"devices-{number}"] = directory
     volumes: list[Object] = [{"name": "config", "configMap": {"name": how.name}}]
     mounts: list[Object] = [{"name": "config", "mountPath": CONFIG_DIRECTORY, "readOnly": True}]
     for name, path in directories.items():
-        made = "DirectoryOrCreate" if name in {"cdi", "plugins", "plugins-registry"} else "Directory"
+        made = "DirectoryOrCreate" if name in {"cdi", "plugins", "plugins-registry", "pod-logs"} else "Directory"
         volumes.append({"name": name, "hostPath": {"path": path, "type": made}})
-        mount: Object = {"name": name, "mountPath": path}
-        if name.startswith("devices-"):
+        mount: Object = {"name": name, "mountPath": f"{HOST}{path}" if name == "cgroup" else path}
+        if name in {"pod-logs", "pod-resources"}:
+            mount |= {"readOnly": True}
+        elif name in {"kubelet", "cgroup"} or name.startswith("devices-"):
+            # What the host unmounts must not stay mounted here: the volumes of pods are below the kubelet's root.
             mount |= {"readOnly": True, "mountPropagation": "HostToContainer"}
         mounts.append(mount)
-    if how.metrics_port:
-        # The names of pods whose init containers hold something; the kubelet's services leave these out.
-        volumes.append({"name": "pod-logs", "hostPath": {"path": "/var/log/pods", "type": "DirectoryOrCreate"}})
-        mounts.append({"name": "pod-logs", "mountPath": "/var/log/pods", "readOnly": True})
     environment: list[Object] = [{"name": "NODE_NAME", "valueFrom": {"fieldRef": {"fieldPath": "spec.nodeName"}}}]
     nvidia = [entry.nvidia for resource in config.resources for entry in resource.devices if entry.nvidia]
     if nvidia:
@@ -347,7 +340,14 @@ def _daemon_set(how: Deployment, config: Config) -> Object:
         # The names of GPUs are in a spec that NVIDIA's own tools wrote.
         volumes.append({"name": "etc-cdi", "hostPath": {"path": "/etc/cdi", "type": "DirectoryOrCreate"}})
         mounts.append({"name": "etc-cdi", "mountPath": "/etc/cdi", "readOnly": True})
-    arguments = ["run", f"--config={CONFIG_DIRECTORY}/{CONFIG_FILE}", f"--cdi-dir={how.cdi_directory}"]
+    arguments = [
+        "run",
+        f"--config={CONFIG_DIRECTORY}/{CONFIG_FILE}",
+        f"--cdi-dir={how.cdi_directory}",
+        f"--cgroup-root={HOST}/sys/fs/cgroup",
+    ]
+    if how.claim_status:
+        arguments.append("--claim-status")
     if root != "/var/lib/kubelet":
         arguments += [f"--kubelet-root={root}", "--device-plugin-dir=/var/lib/kubelet/device-plugins"]
     container: Object = {
@@ -412,6 +412,7 @@ def _directories(config: Config) -> list[str]:
     """The host's directories, other than /dev, in which the configuration looks for devices."""
     found: set[str] = set()
     for resource in config.resources:
+        found.update(map(_fixed, resource.nodes))
         for entry in resource.devices:
             globs = [*([entry.path] if entry.path else []), *(entry.group or ())]
             if entry.simulated is not None and entry.simulated.unhealthy_file:

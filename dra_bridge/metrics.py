@@ -1,20 +1,21 @@
 """What the bridge tells those who look at the agent: places of devices, claims, moves, slices.
 
 Nothing is counted here, and nothing asked: one report puts together what the rooms count. The
-text's writer is loaded with the first report, so an agent without metrics does not pay for it.
+client library is loaded with the first report, so an agent without metrics does not pay for it.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Final
 
 from deviceplugin.ledger import Side, State
 from deviceplugin.report import Place, PreparedClaim, Report
 
 if TYPE_CHECKING:
-    from deviceplugin.exposition import Family
+    from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric, SummaryMetricFamily
+
     from dra_bridge.agent import Bridge, DriverBridge
 
 __all__ = ["Told"]
@@ -52,6 +53,7 @@ class Told:
             unready=list(self._unready(drivers)),
             places={key: place for one in drivers for key, place in _places(one).items()},
             claims=[claim for one in drivers for claim in _claims(one)],
+            qualifiers={name: word for one in drivers for name, word in one.qualifiers.items()},
         )
 
     def _unready(self, drivers: Iterable[DriverBridge]) -> Iterable[str]:
@@ -108,105 +110,106 @@ def _claims(one: DriverBridge) -> Iterable[PreparedClaim]:
             yield PreparedClaim(resource, device, claim.namespace, claim.name)
 
 
-def _family(name: str, kind: str, about: str, *labels: str) -> Family:
-    from deviceplugin.exposition import Family
+def _gauge(name: str, about: str, *labels: str) -> GaugeMetricFamily:
+    from prometheus_client.metrics_core import GaugeMetricFamily
 
-    return Family(f"deviceplugin_{name}", kind, about, labels)
+    return GaugeMetricFamily(f"deviceplugin_{name}", about, labels=labels)
 
 
-def _drivers(drivers: Iterable[DriverBridge]) -> Iterable[Any]:
-    registered = _family(
-        "dra_registered", "gauge", "1 while the kubelet has taken the DRA driver's registration", "driver"
+def _counter(name: str, about: str, *labels: str) -> CounterMetricFamily:
+    from prometheus_client.metrics_core import CounterMetricFamily
+
+    return CounterMetricFamily(f"deviceplugin_{name}", about, labels=labels)
+
+
+def _summary(name: str, about: str, *labels: str) -> SummaryMetricFamily:
+    from prometheus_client.metrics_core import SummaryMetricFamily
+
+    return SummaryMetricFamily(f"deviceplugin_{name}", about, labels=labels)
+
+
+def _drivers(drivers: Iterable[DriverBridge]) -> Iterable[Metric]:
+    registered = _gauge("dra_registered", "1 while the DRA driver is registered with the kubelet", "driver")
+    registrations = _counter("dra_registrations", "Registrations of the driver that the kubelet accepted", "driver")
+    refused = _counter(
+        "dra_registration_failures", "Registrations of the driver that the kubelet did not accept", "driver"
     )
-    registrations = _family(
-        "dra_registrations", "counter", "Registrations of the driver that the kubelet took", "driver"
-    )
-    refused = _family(
-        "dra_registration_failures", "counter", "Registrations of the driver that the kubelet did not take", "driver"
-    )
-    claims = _family("dra_prepared_claims", "gauge", "Claims prepared on this node (the ledger says it)", "driver")
-    flying = _family("dra_claims_in_flight", "gauge", "Claims being prepared or unprepared now", "driver")
-    again = _family("dra_prepared_again", "counter", "Prepares of claims that were prepared already", "driver")
-    hooks = _family("dra_hook_seconds", "counter", "Time that the source's hooks took in claims' prepares", "driver")
-    reads = _family("dra_claim_read_seconds", "counter", "Time that reading claims from the API server took", "driver")
+    claims = _gauge("dra_prepared_claims", "Claims prepared on this node (from the ledger)", "driver")
+    flying = _gauge("dra_claims_in_flight", "Claims that are being prepared or unprepared", "driver")
+    again = _counter("dra_prepared_again", "Prepares of claims that were prepared already", "driver")
+    hooks = _counter("dra_hook_seconds", "Time that the source's hooks took while claims were prepared", "driver")
+    reads = _counter("dra_claim_read_seconds", "Time that reads of claims from the API server took", "driver")
     families = [registered, registrations, refused, claims, flying, again, hooks, reads]
     durations = {
-        what: _family(f"dra_{what}_duration_seconds", "summary", f"Time to {what} a claim, failures included", "driver")
+        what: _summary(f"dra_{what}_duration_seconds", f"Time to {what} a claim, failures included", "driver")
         for what in ("prepare", "unprepare")
     }
     failures = {
-        what: _family(
-            f"dra_{what}_failures", "counter", f"Claims that could not be {what}d, by reason", "driver", "reason"
-        )
+        what: _counter(f"dra_{what}_failures", f"Claims that could not be {what}d, by reason", "driver", "reason")
         for what in ("prepare", "unprepare")
     }
     for one in drivers:
-        key, made, desk = (one.name,), one.driver.statistics, one.registrar.statistics
-        registered.add(key, int(desk.registered))
-        registrations.add(key, desk.registrations)
-        refused.add(key, desk.failures)
-        claims.add(key, sum(c.driver == one.name and c.result is not None for c in one.desk.snapshot.claims.values()))
-        flying.add(key, made.in_flight)
-        again.add(key, made.prepared_again)
-        hooks.add(key, made.hook_seconds)
-        reads.add(key, made.api_seconds)
+        key, made, registration = (one.name,), one.driver.statistics, one.registrar.statistics
+        prepared = sum(c.driver == one.name and c.result is not None for c in one.desk.snapshot.claims.values())
+        registered.add_metric(key, int(registration.registered))
+        registrations.add_metric(key, registration.registrations)
+        refused.add_metric(key, registration.failures)
+        claims.add_metric(key, prepared)
+        flying.add_metric(key, made.in_flight)
+        again.add_metric(key, made.prepared_again)
+        hooks.add_metric(key, made.hook_seconds)
+        reads.add_metric(key, made.api_seconds)
         for what, done, seconds, failed in (
             ("prepare", made.prepared + made.prepared_again, made.prepare_seconds, made.prepare_failures),
             ("unprepare", made.unprepared, made.unprepare_seconds, made.unprepare_failures),
         ):
-            durations[what].add(key, done + sum(failed.values()), "_count")
-            durations[what].add(key, seconds, "_sum")
+            durations[what].add_metric(key, done + sum(failed.values()), seconds)
             for reason, count in sorted(failed.items()):
-                failures[what].add((one.name, reason), count)
+                failures[what].add_metric((one.name, reason), count)
     return [*families, *durations.values(), *failures.values()]
 
 
-def _slices(bridge: Bridge, drivers: Iterable[DriverBridge]) -> Iterable[Any]:
-    published = _family(
-        "slices_published", "gauge", "1 while the API server has the slices as they should be", "driver"
-    )
-    count = _family("slices", "gauge", "ResourceSlices of this node (the API server says it)", "driver")
-    devices = _family("slice_devices", "gauge", "Devices in the slices of this node", "driver")
-    writes = _family("slice_writes", "counter", "Writes of slices that the API server took", "driver")
-    problems = _family(
-        "slice_problems", "gauge", "What was left out of the slices, or keeps the API server from taking them", "driver"
+def _slices(bridge: Bridge, drivers: Iterable[DriverBridge]) -> Iterable[Metric]:
+    published = _gauge("slices_published", "1 while the slices at the API server are as wanted", "driver")
+    slices = _gauge("slices", "ResourceSlices of this node (from the API server)", "driver")
+    devices = _gauge("slice_devices", "Devices in the slices of this node", "driver")
+    writes = _counter("slice_writes", "Writes of slices that the API server accepted", "driver")
+    problems = _gauge(
+        "slice_problems", "Devices left out of the slices, and reasons why the API server rejects them", "driver"
     )
     for one in drivers:
         key, state = (one.name,), bridge.publisher.state(one.name)
-        published.add(key, int(state.accepted >= state.wanted > 0))
-        count.add(key, state.slices)
-        devices.add(key, len(state.devices))
-        writes.add(key, state.writes)
-        problems.add(key, len(state.problems))
-    return (published, count, devices, writes, problems)
+        published.add_metric(key, int(state.accepted >= state.wanted > 0))
+        slices.add_metric(key, state.slices)
+        devices.add_metric(key, len(state.devices))
+        writes.add_metric(key, state.writes)
+        problems.add_metric(key, len(state.problems))
+    return (published, slices, devices, writes, problems)
 
 
-def _handovers(drivers: Iterable[DriverBridge]) -> Iterable[Any]:
-    begun = _family(
-        "handover_begun", "counter", "Moves of devices begun, by where to (to-dra, to-plugin)", "resource", "direction"
-    )
-    duration = _family(
-        "handover_duration_seconds", "summary", "Time from a move's begin to its commit", "resource", "direction"
+def _handovers(drivers: Iterable[DriverBridge]) -> Iterable[Metric]:
+    begun = _counter("handover_begun", "Moves of devices begun, by direction", "resource", "direction")
+    duration = _summary(
+        "handover_duration_seconds", "Time from the begin of a move to its commit", "resource", "direction"
     )
     for one in drivers:
         for resource, handover in list(one.handovers.items()):
             made = handover.statistics
             for way in ("to-dra", "to-plugin"):
-                begun.add((resource, way), made.begun[way])
-                duration.add((resource, way), made.finished[way], "_count")
-                duration.add((resource, way), made.seconds[way], "_sum")
+                begun.add_metric((resource, way), made.begun[way])
+                duration.add_metric((resource, way), made.finished[way], made.seconds[way])
     return (begun, duration)
 
 
-def _server(bridge: Bridge) -> Iterable[Any]:
+def _server(bridge: Bridge) -> Iterable[Metric]:
     made = bridge.cluster.statistics
-    requests = _family("api_requests", "counter", "Requests to the API server, by method", "method")
+    requests = _counter("api_requests", "Requests to the API server, by method", "method")
     for method, count in sorted(made.requests.items()):
-        requests.add((method,), count)
-    failures = _family("api_errors", "counter", "Requests that the API server did not answer, or with 429 or 5xx")
-    failures.add((), made.failures)
-    watches = _family("api_watches", "counter", "Watches opened at the API server")
-    watches.add((), made.watches)
-    reached = _family("api_reachable", "gauge", "1 while the API server answers")
-    reached.add((), int(made.lost_since is None or time.monotonic() - made.lost_since < LOST))
+        requests.add_metric((method,), count)
+    failures = _counter("api_errors", "Requests to the API server without an answer, or answered with 429 or 5xx")
+    failures.add_metric((), made.failures)
+    watches = _counter("api_watches", "Watches opened at the API server")
+    watches.add_metric((), made.watches)
+    reached = _gauge("api_reachable", "1 while the API server answers")
+    reached.add_metric((), int(made.lost_since is None or time.monotonic() - made.lost_since < LOST))
     return (requests, failures, watches, reached)

@@ -6,7 +6,6 @@ A room of its own, since an author's own agent reads them as well as `dra-bridge
 from __future__ import annotations
 
 import argparse
-import logging
 import os
 import socket
 from collections.abc import Sequence
@@ -37,6 +36,11 @@ def add_run_options(parser: argparse.ArgumentParser) -> None:
         metavar="DIR",
         help="where the container runtime finds CDI specs (%(default)s)",
     )
+    parser.add_argument(
+        "--claim-status",
+        action="store_true",
+        help="write status.devices of prepared claims: a GET and a PATCH for each claim, and the right to patch",
+    )
     common.add_run_options(parser)
 
 
@@ -49,6 +53,7 @@ class RunOptions:
     cluster: Cluster
     node: str
     cdi_directory: str
+    claim_status: bool
 
 
 def parse_run(argv: Sequence[str] | None = None) -> RunOptions:
@@ -73,13 +78,11 @@ def run_options(options: argparse.Namespace) -> RunOptions:
 
     """
     run = common.run_options(options)
-    for name in ("httpx2", "httpcore2"):
-        logging.getLogger(name).setLevel(logging.WARNING)
     from dra_bridge.cluster import Cluster
 
     cluster = Cluster.from_environment(options.kubeconfig)
     cluster.configure()  # before there is a loop, a socket or a ledger
-    return RunOptions(run.paths, run.metrics_address, cluster, options.node_name, options.cdi_dir)
+    return RunOptions(run.paths, run.metrics_address, cluster, options.node_name, options.cdi_dir, options.claim_status)
 
 
 def add_kubeconfig(parser: argparse.ArgumentParser) -> None:

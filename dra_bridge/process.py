@@ -50,6 +50,7 @@ def run(
             options.node,
             options.paths,
             cdi_directory=options.cdi_directory,
+            claim_status=options.claim_status,
             keep_books=options.metrics_address is not None,
         )
         return process.Served(bridge.agent, bridge.run, process.Served.plainly(bridge.agent).take)
@@ -67,6 +68,7 @@ def run_config(
     *,
     metrics_address: str | None = None,
     cdi_directory: str = "/var/run/cdi",
+    claim_status: bool = False,
 ) -> int:
     """Serve both doors of what a config file says until SIGTERM, and what it says later when it changes.
 
@@ -84,9 +86,15 @@ def run_config(
 
     def make() -> process.Served:
         built = [sources.build(resource) for resource in first.resources]
-        keep_books = metrics_address is not None
         bridge = Bridge(
-            built, terms_of(first), cluster, node, paths, cdi_directory=cdi_directory, keep_books=keep_books
+            built,
+            terms_of(first),
+            cluster,
+            node,
+            paths,
+            cdi_directory=cdi_directory,
+            claim_status=claim_status,
+            keep_books=metrics_address is not None,
         )
 
         async def take(now: Config, changed: Mapping[str, DeviceSource], unchanged: Sequence[str]) -> None:

@@ -8,14 +8,17 @@ on, who holds it and how far a move is stands in one annotation of the node's ow
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping
+from types import MappingProxyType
 from typing import Any, Final
 
 import msgspec
 
+from deviceplugin import naming
 from deviceplugin.ledger import Snapshot, State
 
 __all__ = ["DeviceProgress", "Progress", "ResourceProgress", "annotation", "progress", "read", "share_annotation"]
 
+_NONE: Final[Mapping[str, str]] = MappingProxyType({})
 MAX_DEVICES: Final = 1024
 """Devices of a resource that are told one by one."""
 MAX_BYTES: Final = 192 * 1024
@@ -44,10 +47,20 @@ class ResourceProgress(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class Progress(msgspec.Struct, frozen=True, omit_defaults=True):
-    """One driver on one node. asked: the Node's annotation as the agent knows it; "": the config's shares apply."""
+    """One driver on one node.
+
+    asked: the Node's annotation as the agent knows it; "": the config's shares apply. qualifiers: in
+    the names of published devices, by resource, also of resources that the driver has no longer.
+    """
 
     resources: dict[str, ResourceProgress]
     asked: str = ""
+    qualifiers: dict[str, str] = {}
+
+    @property
+    def words(self) -> Mapping[str, str]:
+        """The qualifiers; of an agent that does not tell them yet those that its resources had."""
+        return self.qualifiers or naming.qualifiers(self.resources)
 
 
 def annotation(driver: str) -> str:
@@ -67,19 +80,21 @@ def progress(
     *,
     asked: str = "",
     gone: Collection[tuple[str, str]] = (),
+    qualifiers: Mapping[str, str] = _NONE,
 ) -> Progress:
     """Return what is to be told; of resources with too many devices only how many of them are where.
 
     resources: the share that is striven for by resource. waits: what moves wait for by
     (resource, device). asked: the Node's annotation. gone: devices that no source lists now.
+    qualifiers: of published names.
     """
     told = {resource: _resource(now, resource, share, waits or {}, gone) for resource, share in resources.items()}
-    while len(encoded(Progress(told, asked)).encode()) > MAX_BYTES:
+    while len(encoded(Progress(told, asked, dict(qualifiers))).encode()) > MAX_BYTES:
         name = max(told, key=lambda name: len(told[name].devices))
         if not told[name].devices:
             break
         told[name] = msgspec.structs.replace(told[name], devices={})
-    return Progress(told, asked)
+    return Progress(told, asked, dict(qualifiers))
 
 
 def _resource(

@@ -11,6 +11,11 @@ failed registration is tried again by the kubelet, ever more rarely, by the sock
 try at once takes a new name. A removed socket deregisters. Instances of one driver with different
 endpoints may be registered together (a rolling update), the newest that is connected is called; an
 endpoint cannot be registered twice, so with a new registration comes a new endpoint.
+
+The supported versions name all services of the endpoint. For claims the kubelet takes the first in
+the driver's order that it knows, and ignores what it does not know (1.34.4, 1.36.3, 1.37.1; 1.32.2
+in its own order). For health 1.37.1 takes v1 before v1alpha1 whatever the driver's order, and opens
+no stream if neither is listed; 1.34.4 and 1.36.3 open v1alpha1 without having asked the list.
 """
 
 from __future__ import annotations
@@ -37,9 +42,10 @@ from deviceplugin.podresources import unix_address
 from deviceplugin.registration import Backoff, Identity, dead, identity
 from dra_bridge import driver as driver_module
 from dra_bridge.driver import Driver
-from dra_bridge.wire import dra_health_pb2 as health_pb
+from dra_bridge.wire import dra_health_v1_pb2 as health_pb
+from dra_bridge.wire import dra_health_v1_pb2_grpc as health_v1
+from dra_bridge.wire import dra_health_v1alpha1_pb2_grpc as health_v1alpha1
 from dra_bridge.wire import pluginregistration_pb2 as pb
-from dra_bridge.wire.dra_health_pb2_grpc import DRAResourceHealthServicer, add_DRAResourceHealthServicer_to_server
 from dra_bridge.wire.pluginregistration_pb2_grpc import RegistrationServicer, add_RegistrationServicer_to_server
 
 __all__ = [
@@ -56,8 +62,8 @@ __all__ = [
 _LOG: Final = logging.getLogger(__name__)
 
 PLUGIN_TYPE: Final = "DRAPlugin"
-SERVICES: Final = ("v1.DRAPlugin", "v1beta1.DRAPlugin")
-"""What the kubelet chooses from: it takes the first that it knows."""
+SERVICES: Final = ("v1.DRAPlugin", "v1beta1.DRAPlugin", "v1.DRAResourceHealth", "v1alpha1.DRAResourceHealth")
+"""What the kubelet chooses from, once for claims and once for health."""
 
 MAX_SOCKET_PATH: Final = 107
 """Bytes of a unix socket's path on Linux, without the closing zero."""
@@ -133,8 +139,8 @@ def health_list(driver: Driver, now: float) -> health_pb.NodeWatchResourcesRespo
     return response
 
 
-class HealthService(DRAResourceHealthServicer):
-    """v1alpha1.DRAResourceHealth: the list now, with each change, and now and then to keep it alive."""
+class HealthService(health_v1.DRAResourceHealthServicer, health_v1alpha1.DRAResourceHealthServicer):
+    """DRAResourceHealth, v1 and v1alpha1: the list now, with each change, and now and then to keep it alive."""
 
     def __init__(self, driver: Driver, keep_alive: float, sent: Callable[[int, int], None]) -> None:
         """Make one. sent: called with (streams begun, lists sent) to count."""
@@ -332,7 +338,8 @@ class Registrar:
         self._health = HealthService(self.driver, self._timing.keep_alive, self._count_health)
         service = grpc.aio.server(options=_SERVER_OPTIONS)
         driver_module.add_to_server(self.driver, service)
-        add_DRAResourceHealthServicer_to_server(self._health, service)
+        health_v1.add_DRAResourceHealthServicer_to_server(self._health, service)
+        health_v1alpha1.add_DRAResourceHealthServicer_to_server(self._health, service)
         self._service = await self._bound(service, self.directory / f"dra-{instance}.sock")
         info = pb.PluginInfo(
             type=PLUGIN_TYPE, name=name, endpoint=str(self._service.path), supported_versions=list(SERVICES)

@@ -18,7 +18,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
-from typing import Any, Final, Literal, NamedTuple
+from typing import Any, Final, Literal, NamedTuple, TypeVar
 
 import msgspec
 
@@ -36,7 +36,6 @@ from deviceplugin.naming import (
     device_name,
     parse_quantity,
     qualified,
-    qualifiers,
 )
 from dra_bridge.cluster import (
     NODES,
@@ -50,7 +49,6 @@ from dra_bridge.cluster import (
     Listed,
     NotFoundError,
     Object,
-    Reopened,
     Statistics,
     UnavailableError,
     UnsupportedError,
@@ -62,16 +60,12 @@ __all__ = [
     "SHARES",
     "Capabilities",
     "Desired",
-    "DeviceRef",
     "Offer",
     "Pool",
     "PoolState",
     "Publisher",
     "Write",
-    "counter_groups",
     "desired",
-    "device_name",
-    "device_names",
     "in_version",
     "neutral",
     "plan",
@@ -79,10 +73,10 @@ __all__ = [
 ]
 
 logger: Final = logging.getLogger(__name__)
+_T = TypeVar("_T")
 
-MAX_DEVICES: Final = 128
-MAX_DEVICES_ADVANCED: Final = 64
-"""Devices of a slice in which any has taints or consumes counters."""
+MAX_DEVICES: Final = 64
+"""Devices of a slice: the limit of slices in which any has taints or consumes counters (128 without)."""
 MAX_COUNTER_SETS: Final = 8
 MAX_NAME: Final = 253
 
@@ -96,7 +90,7 @@ Feature = Literal["taints", "sharing", "counters"]
 
 _WITHOUT: Final[Mapping[Feature, str]] = {
     "taints": "the API server drops device taints (feature gate DRADeviceTaints is off): "
-    "devices that are unhealthy or about to leave are left out of the slices instead",
+    "unhealthy devices are left out of the slices instead",
     "sharing": "the API server drops consumable capacity (feature gate DRAConsumableCapacity is off): "
     "each shared device goes to one claim at a time",
     "counters": "the API server does not take shared counters (feature gate DRAPartitionableDevices is off, "
@@ -124,25 +118,28 @@ ALL: Final = Capabilities()
 class Offer:
     """What one resource gives to its driver's pool.
 
-    snapshot: its devices. offered: ids on the DRA side, None for all of them. leaving: ids out of
-    these that go soon; they carry a NoSchedule taint. replicas: claims that one device takes, or
-    that each takes by its id (one that is not named: 1). order: ids as the scheduler, which takes
-    devices from the front, had better find them; those that are not named follow by their ids.
+    snapshot: its devices. offered: ids on the DRA side, None for all of them. replicas: claims that
+    one device takes, or that each takes by its id (one that is not named: 1). order: ids as the
+    scheduler, which takes devices from the front, had better find them; those that are not named
+    follow by their ids. qualifier: in the devices' published names (`deviceplugin.naming`).
     """
 
     snapshot: Snapshot
     offered: Collection[str] | None = None
-    leaving: Collection[str] = frozenset()
     replicas: int | Mapping[str, int] = 1
     order: Sequence[str] = ()
+    qualifier: str = ""
 
     @property
     def devices(self) -> list[Device]:
-        """The offered devices in their order, else the natural one (gpu2 before gpu10), whatever their health."""
+        """All devices in their order, else the natural one (gpu2 before gpu10), whatever their side and health."""
         devices = self.snapshot.devices
-        names = devices if self.offered is None else [name for name in devices if name in self.offered]
         at = {name: number for number, name in enumerate(self.order)}
-        return [devices[name] for name in sorted(names, key=lambda name: (at.get(name, len(at)), _natural(name)))]
+        return [devices[name] for name in sorted(devices, key=lambda name: (at.get(name, len(at)), _natural(name)))]
+
+    def offers(self, device: str) -> bool:
+        """Return whether a device is on the DRA side."""
+        return self.offered is None or device in self.offered
 
     def takes(self, device: str) -> int:
         """Return how many claims a device takes."""
@@ -153,10 +150,9 @@ class Offer:
 class Pool:
     """All that one driver has on one node.
 
-    offers: one for each resource of the driver, also those that offer nothing now: how many there
-    are decides how devices are named. unhealthy: the effect of the taint `<driver>/unhealthy`.
-    annotations: on the pool's first slice, names under `<driver>/`; with any, there is a slice even
-    without devices.
+    offers: one for each resource of the driver, also those that offer nothing now. unhealthy: the
+    effect of the taint `<driver>/unhealthy`. annotations: on the pool's first slice, names under
+    `<driver>/`; with any, there is a slice even without devices.
     """
 
     driver: str
@@ -164,13 +160,6 @@ class Pool:
     offers: tuple[Offer, ...] = ()
     unhealthy: Literal["NoSchedule", "NoExecute"] = "NoSchedule"
     annotations: Mapping[str, str] = field(default_factory=dict)
-
-
-class DeviceRef(NamedTuple):
-    """A device as the inventory knows it."""
-
-    resource: str
-    id: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,46 +180,11 @@ class Desired:
 # --- names ----------------------------------------------------------------------------------------
 
 
-def device_names(driver_resources: Sequence[str], snapshots: Iterable[Snapshot]) -> dict[str, DeviceRef]:
-    """Return the inventory's device by the name it is published under.
-
-    driver_resources: all resources of the driver in the configuration, which decide whether names
-    carry a resource's name (`deviceplugin.naming.qualifiers`). Gone devices are among them.
-    """
-    words = qualifiers(driver_resources)
-    return {
-        device_name(device, words.get(snapshot.resource, "")): DeviceRef(snapshot.resource, device)
-        for snapshot in snapshots
-        for device in snapshot.devices
-    }
-
-
 def slice_name(node: str, driver: str, number: int) -> str:
     """Return the name of a pool's slice: the same each time, so that a create that was lost is not done twice."""
     mark = hashlib.sha256(f"{node}\0{driver}".encode()).hexdigest()[:5]
     end = f"-{mark}-{number}"
     return f"{node}-{driver}"[: MAX_NAME - len(end)].rstrip("-.") + end
-
-
-def counter_groups(devices: Iterable[Device]) -> list[frozenset[str]]:
-    """Return the ids of devices that depend on each other through the counter sets they consume from.
-
-    Such devices are parts of one thing: they belong on one side, plugin or DRA, together.
-    """
-    groups: list[tuple[set[str], set[str]]] = []
-    for device in devices:
-        if not device.consumes:
-            continue
-        ids, sets = {device.id}, set(device.consumes)
-        apart = []
-        for group in groups:
-            if group[1] & sets:
-                ids |= group[0]
-                sets |= group[1]
-            else:
-                apart.append(group)
-        groups = [*apart, (ids, sets)]
-    return [frozenset(ids) for ids, _ in groups]
 
 
 def _natural(text: str) -> tuple[list[tuple[int, int, str]], str]:
@@ -246,36 +200,45 @@ def desired(pool: Pool, *, version: str = "v1", capabilities: Capabilities = ALL
 
     Pure: the same input gives the same bodies. What the API would refuse of a single device is left
     out and reported instead of spoiling the pool: an attribute, a capacity, or the device.
+
+    Each device has its place in one slice, also while it is not offered. So a change of one device's
+    side, health or taints changes only the slice with its place, which is one atomic write.
     """
     if not all(offer.snapshot.listed for offer in pool.offers):
         return None
-    words = qualifiers(offer.snapshot.resource for offer in pool.offers)
     problems: list[str] = []
     sets = _counter_sets(pool, problems) if capabilities.counters else {}
     used: set[str] = set()
-    entries: list[Object] = []
+    places: list[Object | None] = []
     withheld: set[str] = set()
     for offer in pool.offers:
         for device in offer.devices:
-            name = device_name(device.id, words[offer.snapshot.resource])
-            consumed = _consumed(device, sets, problems) if device.consumes and capabilities.counters else {}
-            taints = _taints(pool, offer, device)
-            if (device.consumes and not consumed) or (taints and not capabilities.taints):
-                withheld.add(name)
-                continue
-            entry = _entry(name, device, offer, pool.driver, capabilities, problems)
-            if taints:
-                entry["taints"] = taints
-            if consumed:
+            offered = offer.offers(device.id)
+            name = device_name(device.id, offer.qualifier)
+            consumed: Mapping[str, Mapping[str, int | str]] = {}
+            if device.consumes and capabilities.counters:
+                consumed = _consumed(device, sets, problems if offered else [])
                 used.update(consumed)
-                entry["consumesCounters"] = [
-                    {"counterSet": one, "counters": _counters(what)} for one, what in sorted(consumed.items())
-                ]
-            entries.append(entry)
+            taints = _taints(pool, device)
+            entry: Object | None = None
+            if offered and ((device.consumes and not consumed) or (taints and not capabilities.taints)):
+                withheld.add(name)
+            elif offered:
+                entry = _entry(name, device, offer, pool.driver, capabilities, problems)
+                if taints:
+                    entry["taints"] = taints
+                if consumed:
+                    entry["consumesCounters"] = [
+                        {"counterSet": one, "counters": _counters(what)} for one, what in sorted(consumed.items())
+                    ]
+            places.append(entry)
     counters = [{"name": name, "counters": _counters(sets[name])} for name in sorted(used, key=_natural)]
-    advanced = any("taints" in entry or "consumesCounters" in entry for entry in entries)
-    parts: list[Object] = [{"sharedCounters": part} for part in _chunks(counters, MAX_COUNTER_SETS)]
-    parts += [{"devices": part} for part in _chunks(entries, MAX_DEVICES_ADVANCED if advanced else MAX_DEVICES)]
+    parts: list[Object] = []
+    if any(places):
+        parts += [{"sharedCounters": part} for part in _chunks(counters, MAX_COUNTER_SETS)]
+        for part in _chunks(places, MAX_DEVICES):
+            devices = [entry for entry in part if entry is not None]
+            parts.append({"devices": devices} if devices else {})
     if not parts and pool.annotations:
         parts = [{}]
     slices = tuple(
@@ -376,13 +339,8 @@ def _like(text: str, number: Fraction) -> str:
     return best
 
 
-def _taints(pool: Pool, offer: Offer, device: Device) -> list[Object]:
-    taints: list[Object] = []
-    if not device.health.usable:
-        taints.append({"key": f"{pool.driver}/unhealthy", "effect": pool.unhealthy})
-    if device.id in offer.leaving:
-        taints.append({"key": f"{pool.driver}/leaving", "effect": "NoSchedule"})
-    return taints
+def _taints(pool: Pool, device: Device) -> list[Object]:
+    return [] if device.health.usable else [{"key": f"{pool.driver}/unhealthy", "effect": pool.unhealthy}]
 
 
 def _counter_sets(pool: Pool, problems: list[str]) -> dict[str, Mapping[str, int | str]]:
@@ -435,7 +393,7 @@ def _counters(counters: Mapping[str, int | str]) -> Object:
     return {name: {"value": str(value)} for name, value in sorted(counters.items())}
 
 
-def _chunks(items: list[Object], size: int) -> list[list[Object]]:
+def _chunks(items: list[_T], size: int) -> list[list[_T]]:
     return [items[start : start + size] for start in range(0, len(items), size)]
 
 
@@ -689,8 +647,9 @@ class _Driver:
         self.taken: dict[str, tuple[str, str]] = {}
         self.times: dict[tuple[str, str, str], str] = {}
         self.generation = 0
+        """The highest one that was ever written, or that an unanswered write makes necessary."""
         self.listed = False
-        """Whether the mirror was ever filled from a list."""
+        """Whether the mirror was filled from a list since it was last in doubt."""
         self.deleted: set[str] = set()
         """UIDs of slices that were deleted here and whose end the watch has not told yet."""
         self.gone: set[str] = set()
@@ -812,8 +771,6 @@ class Publisher:
                     self._listed.set()
                 elif isinstance(event, Changed):
                     self._observe(event.object, deleted=event.type == "DELETED")
-                elif isinstance(event, Reopened):
-                    self._forget_missing_features()
 
     def _replace_mirror(self, items: Iterable[Object]) -> None:
         self._owner = None  # perhaps the Node is another one
@@ -903,21 +860,17 @@ class Publisher:
             driver.wake.clear()
             wait = 0.0
             try:
-                if not driver.listed:  # it joined after the watch began
+                if not driver.listed:  # it joined after the watch began, or what the server has is in doubt
                     await self._refresh(driver)
                 if not await self._reconcile(driver):
                     wait = backoff.longest()
                     driver.wake.set()
             except (ConflictError, NotFoundError, VersionChangedError) as error:
-                # What the server has is not what the watch said: look, and try again.
+                # What the server has is not what the watch said: read it, and try again.
+                driver.listed = False
                 conflicts += 1
                 if isinstance(error, NotFoundError):
                     self._owner = None
-                try:
-                    await self._refresh(driver)
-                except (ApiError, UnsupportedError) as failure:
-                    logger.debug("%s: %s", driver.pool.driver, failure)
-                    conflicts += 1
                 if conflicts > 1:
                     wait = backoff.next()
                 if conflicts == 5:
@@ -993,7 +946,16 @@ class Publisher:
             if await self._spare(driver, ticket) and driver.state.wanted != ticket:
                 return True  # something newer is wanted and has set the worker going
             for write in writes:
-                await self._write(driver, write, version)
+                try:
+                    await self._write(driver, write, version)
+                except UnavailableError as error:
+                    if error.code != 429:
+                        # It may have been carried out, or may be later. So the slices are read again and written in
+                        # a generation that is newer than all: the late write names an older resourceVersion and is
+                        # refused, or it makes a slice of an older generation, which the scheduler does not use.
+                        driver.listed = False
+                        driver.generation = max(driver.generation, _generation(write.body)) + 1
+                    raise
         self._problem(driver, "the API server makes something else of the slices each time they are written")
         return False
 
@@ -1168,9 +1130,11 @@ def _needs(pool: Pool) -> set[Feature]:
     needs: set[Feature] = set()
     for offer in pool.offers:
         for device in offer.devices:
+            if not offer.offers(device.id):
+                continue
             if offer.takes(device.id) > 1:
                 needs.add("sharing")
-            if _taints(pool, offer, device):
+            if _taints(pool, device):
                 needs.add("taints")
             if device.consumes:
                 needs.add("counters")

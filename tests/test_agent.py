@@ -11,20 +11,25 @@ import sys
 import threading
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from deviceplugin import agent as agent_module
-from deviceplugin import podresources
 from deviceplugin import process as process_module
 from deviceplugin.agent import Agent, AgentError, Paths
 from deviceplugin.config import Config, load
 from deviceplugin.device import ContainerEdits, Device, Health
+from deviceplugin.kubelet import grants
+from deviceplugin.kubelet.checkpoint import Allocation
+from deviceplugin.kubelet.holders import HolderSnapshot, Holding
 from deviceplugin.source import DeviceSource
 from deviceplugin.sources.simulated import SimulatedSource
-from deviceplugin.testing import FakeKubelet, Served, serve
+from deviceplugin.testing import FakeKubelet, FakePod, Served, serve
+from deviceplugin.testing import checkpoint as written
+from tests.test_config import bombs as config_bombs
 
 R = "example.com/r"
 Serve = Callable[..., Served]
@@ -222,8 +227,8 @@ class Releasing(SimulatedSource):
 
 @pytest.fixture
 def soon(monkeypatch: pytest.MonkeyPatch) -> Mapping[str, float]:
-    """Options with which looks at the books follow each other at once."""
-    monkeypatch.setattr(podresources, "WELL_APART", 0.1)
+    """Options with which scans follow each other at once."""
+    monkeypatch.setattr(grants, "WELL_APART", 0.1)
     return {"period": 0.05}
 
 
@@ -240,12 +245,75 @@ def test_released_after_the_last_pod(fake_kubelet: FakeKubelet, served: Serve, s
         fake_kubelet.wait_until(lambda: len(devices.released_ids) == count)  # noqa: B023
 
 
-@pytest.mark.parametrize("how", ["raises", "hangs", "hangs in the loop"])
+SELDOM: Mapping[str, float] = {"period": 300.0}
+"""Options with which a scan follows a grant, and nothing else."""
+
+
+def named(agent: Served, pod: FakePod) -> None:
+    """Wait until a scan knows whom the device was for."""
+    wait(lambda: {one.pod_uid for one in agent.agent.tracker.snapshot.held} >= {pod.uid})
+
+
+def test_released_between_two_pods_that_follow_each_other(fake_kubelet: FakeKubelet, served: Serve) -> None:
+    """It has ended before the next pod gets the device, though no scan sees it free; init containers pass theirs on."""
+    devices = Releasing(1, fake_kubelet.notify)
+    agent = served(devices, **SELDOM)
+    pod = fake_kubelet.run_pod("p0", {R: 1})
+    containers = {"main": {R: 1}}
+    for count in (1, 2):
+        named(agent, pod)
+        pod.delete()
+        pod = fake_kubelet.run_pod(f"p{count}", containers=containers, init_containers={"init": {R: 1}})
+        assert pod.running
+        assert len(fake_kubelet.rpcs("Allocate", R)) == 1 + 2 * count
+        assert devices.released_ids == ["sim-0"] * count
+    named(agent, pod)
+    assert devices.released_ids == ["sim-0"] * 2
+
+
+def test_released_between_two_pods_spares_who_shares_the_device(fake_kubelet: FakeKubelet, served: Serve) -> None:
+    """A replica that goes from pod to pod is released only if no other replica of the device is held."""
+    devices = Releasing(1, fake_kubelet.notify)
+    devices.replicas = 2
+    agent = served(devices, **SELDOM)
+    stays, ends = fake_kubelet.run_pod("stays", {R: 1}), fake_kubelet.run_pod("ends", {R: 1})
+    named(agent, stays)
+    named(agent, ends)
+    ends.delete()
+    assert fake_kubelet.run_pod("next", {R: 1}).running
+    assert devices.released_ids == []
+
+
+def test_a_device_is_not_granted_before_released_succeeds(fake_kubelet: FakeKubelet, served: Serve) -> None:
+    """If `released` fails between two pods, the second is refused with the reason; the next try calls it again."""
+    fails = threading.Event()
+
+    class Failing(Releasing):
+        def released(self, devices: Sequence[Device]) -> None:
+            super().released(devices)
+            if fails.is_set():
+                raise OSError("no such hardware")
+
+    devices = Failing(1, fake_kubelet.notify)
+    agent = served(devices, **SELDOM)
+    pod = fake_kubelet.run_pod("p", {R: 1})
+    named(agent, pod)
+    pod.delete()
+    fails.set()
+    refused = fake_kubelet.run_pod("refused", {R: 1})
+    assert refused.phase == "Failed"
+    assert "before `released` of its former holder succeeds: released of" in refused.message
+    assert agent.agent.status().resources[0].endpoint.refusals == {"released": 1}
+    fails.clear()
+    assert fake_kubelet.run_pod("next", {R: 1}).running
+    assert devices.released_ids == ["sim-0"] * 2
+
+
+@pytest.mark.parametrize("how", ["raises", "hangs in the loop"])
 def test_released_that_fails_costs_nothing_else(
     fake_kubelet: FakeKubelet, served: Serve, soon: Mapping[str, float], caplog: pytest.LogCaptureFixture, how: str
 ) -> None:
     """A `released` that raises or hangs is said; pods go on coming and going, and the next release is told."""
-    over = threading.Event()
 
     class Failing(Releasing):
         hook_timeout = 0.05
@@ -254,21 +322,76 @@ def test_released_that_fails_costs_nothing_else(
             super().released(devices)
             if how == "raises":
                 raise OSError("no such hardware")
-            if how == "hangs":
-                over.wait()
-                return None
             return asyncio.Event().wait()
 
     devices = Failing(1, fake_kubelet.notify)
+    served(devices, **soon)
+    for count in (1, 2, 3):
+        fake_kubelet.wait_until(lambda: len(devices.released_ids) == count)  # noqa: B023
+        wait(lambda: caplog.text.count("released of example.com/r ") >= count)  # noqa: B023
+        fake_kubelet.wait_allocatable(R, 1)
+        pod = fake_kubelet.run_pod(f"p{count}", {R: 1})
+        assert pod.running
+        pod.delete()
+    assert ("OSError: no such hardware" if how == "raises" else "did not answer within 0.05 s") in caplog.text
+
+
+def test_a_device_is_withheld_while_released_works_on(fake_kubelet: FakeKubelet, served: Serve) -> None:
+    """After its timeout, too: a pod is refused, and the device is unhealthy with the reason until the hook ends."""
+    over = threading.Event()
+
+    class Slow(Releasing):
+        hook_timeout = 0.05
+
+        def released(self, devices: Sequence[Device]) -> None:
+            super().released(devices)
+            over.wait()
+
+    devices = Slow(1, fake_kubelet.notify)
+    reason = {"sim-0": "`released` still works on it, after its timeout"}
     try:
-        served(devices, **soon)
-        for count in (1, 2, 3):
-            fake_kubelet.wait_until(lambda: len(devices.released_ids) == count)  # noqa: B023
-            fake_kubelet.run_pod(f"p{count}", {R: 1}).delete()
-        wait(lambda: caplog.text.count(f"released of {R}") >= 3)
+        agent = served(devices, **SELDOM)
+        pod = fake_kubelet.run_pod("p", {R: 1})
+        named(agent, pod)
+        pod.delete()
+        assert fake_kubelet.run_pod("refused", {R: 1}).phase == "Failed"
+        fake_kubelet.wait_allocatable(R, 0)
+        assert agent.agent.status().resources[0].withheld == reason
     finally:
         over.set()
-    assert ("OSError: no such hardware" if how == "raises" else "did not answer within 0.05 s") in caplog.text
+    fake_kubelet.wait_allocatable(R, 1)
+    assert agent.agent.status().resources[0].withheld == {}
+    assert fake_kubelet.run_pod("next", {R: 1}).running
+
+
+class Named(Releasing):
+    """Lists one device under an id, whatever it is called."""
+
+    def __init__(self, name: str, changed: Callable[[], None], resource: str = R) -> None:
+        super().__init__(1, changed)
+        self.name, self.resource = name, resource
+
+    async def watch(self) -> AsyncIterator[Sequence[Device]]:
+        yield [Device(self.name, identity="uuid:1")]
+
+
+@pytest.mark.parametrize(("name", "resource"), [("other", R), ("a", "example.com/other"), ("b", "example.com/b")])
+def test_a_device_that_is_held_by_a_former_name_is_neither_offered_nor_released(
+    fake_kubelet: FakeKubelet, served: Serve, soon: Mapping[str, float], name: str, resource: str
+) -> None:
+    """An agent that starts with another name for it reads in the kubelet's checkpoint what the holder got."""
+    first = served(Named("a", fake_kubelet.notify), **soon)
+    fake_kubelet.wait_allocatable(R, 1)
+    pod = fake_kubelet.run_pod("p", {R: 1})
+    first.stop()
+    devices = Named(name, fake_kubelet.notify, resource)
+    agent = served(devices, **soon)
+    scanned(agent, 5)
+    assert fake_kubelet.devices(resource)[name].health == "Unhealthy"
+    assert devices.released_ids == []
+    pod.delete()
+    fake_kubelet.wait_until(lambda: devices.released_ids == [name])
+    fake_kubelet.wait_allocatable(resource, 1)
 
 
 def test_released_for_a_pod_that_never_ran(fake_kubelet: FakeKubelet, served: Serve, soon: Mapping[str, float]) -> None:
@@ -313,33 +436,48 @@ def test_vanished_device_is_forgotten_when_nobody_holds_it(
     fake_kubelet.wait_devices(R, lambda devices: held not in devices)
 
 
-class Answers(podresources.PodResources):
-    """Says what the test says."""
-
-    def __init__(self, *reports: podresources.Report) -> None:
-        super().__init__(Path("/nowhere"))
-        self.reports = list(reports)
-
-    async def list(self) -> podresources.Report:
-        return self.reports.pop(0)
-
-
-async def test_device_that_two_pods_hold_is_said_and_counted_once(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
+def test_device_that_two_pods_hold_is_said_and_counted_once(
+    fake_kubelet: FakeKubelet, served: Serve, soon: Mapping[str, float], caplog: pytest.LogCaptureFixture
 ) -> None:
     """The kubelet's own double allocation is an error with the device and the pods, once for as long as it lasts."""
-    pods = [podresources.Holder("default", name, "main") for name in ("one", "two")]
-    single = podresources.Report({R: {"d0": frozenset(pods[:1])}})
-    double = podresources.Report({R: {"d0": frozenset(pods)}})
-    books = agent_module.Books(Answers(single, double, double, single, double))
-    counts = []
-    for _ in range(5):
-        assert await books.look(Paths(tmp_path), podresources.Quiet(), lambda: False, allocatable=False)
-        counts.append(books.double)
-    assert counts == [0, 1, 1, 1, 2]
-    said = [record.getMessage() for record in caplog.records]
+    agent = served(source(1), **soon)
+    fake_kubelet.wait_allocatable(R, 1)
+    one = fake_kubelet.run_pod("one", {R: 1})
+    wait(lambda: agent.agent.tracker.snapshot.held)
+    checkpoint = written.Checkpoint.from_json(fake_kubelet.checkpoint.read_bytes())
+    (entry,) = checkpoint.entries or ()
+    fake_kubelet.stop()  # nothing else writes the file
+    other = "7c1d4e9a-2b7f-4f63-8a3e-54a9d0f7c222"
+    (fake_kubelet.pod_logs / f"default_two_{other}").mkdir()
+    for number in (1, 2):
+        replace(checkpoint, entries=[entry, replace(entry, pod_uid=other)]).write(fake_kubelet.checkpoint)
+        fake_kubelet.cgroups.add_pod(other)
+        fake_kubelet.cgroups.add_container(other, "c")
+        wait(agent.agent.tracker.double_held)
+        scanned(agent, 3)
+        assert agent.agent.status().double_allocations == number
+        checkpoint.write(fake_kubelet.checkpoint)
+        fake_kubelet.cgroups.remove_pod(other)
+        # Without an awake checkpoint nobody is let go, and what is only remembered is no proof.
+        wait(lambda: not agent.agent.tracker.double_held())
+        scanned(agent, 2)
+    said = [record.getMessage() for record in caplog.records if "to several pods" in record.getMessage()]
     assert len(said) == 2
-    assert f"device d0 of {R} to several pods: default/one, default/two" in said[0]
+    assert f"device sim-0 of {R} to several pods: " in said[0]
+    assert {"default/one", "default/two"} <= set(said[0].replace(",", "").split())
+    fake_kubelet.start()
+    assert one.running
+
+
+def scanned(agent: Served, count: int = 1) -> None:
+    """Wait for so many more scans."""
+    seen = {agent.agent.tracker.scanned_at}
+
+    def enough() -> bool:
+        seen.add(agent.agent.tracker.scanned_at)
+        return len(seen) > count
+
+    wait(enough)
 
 
 # Reloads.
@@ -470,59 +608,114 @@ class Shared(SimulatedSource):
         self.replicas = replicas
 
 
+async def test_why_a_device_is_withheld_is_logged_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Reasons that alternate between two scans are logged once each, and again after the device was free."""
+    caplog.set_level("INFO")
+    agent = Agent([source(1)], Paths(tmp_path))
+    said = []
+    for reason in ("unasked", "running", "unasked", "running", "", "running"):
+        holding = {Allocation("u1", "main", R, "sim-0"): Holding(False, True, reason)} if reason else {}
+        agent.tracker.snapshot = HolderSnapshot(held=holding)
+        agent._log_withheld()
+        said.append([record.getMessage().rpartition(": ")[2].partition(" (")[0] for record in caplog.records])
+        caplog.clear()
+    assert said == [["unasked"], ["running"], [], [], ["device sim-0 is not withheld any more"], ["running"]]
+
+
+async def test_an_unreadable_checkpoint_is_warned_of_once_it_lasts(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A new node has no checkpoint at the first scan; from the second scan on this is warned of, once."""
+    agent = Agent([source(1)], Paths(tmp_path))
+    lost, there = HolderSnapshot(problem="no such file"), HolderSnapshot(registered={})
+    said = []
+    for now in (lost, there, lost, lost, lost, there):
+        with caplog.at_level("INFO"):
+            agent._report_problem(now)
+        said.append([record.levelname for record in caplog.records])
+        caplog.clear()
+    assert said == [[], [], [], ["WARNING"], [], ["INFO"]]
+
+
 @pytest.fixture
 async def service(tmp_path: Path) -> agent_module.Service:
-    """A service of a shared device to which a kubelet listens; its books are what a test says."""
-    made = agent_module.Service(Shared(2), Paths(tmp_path), podresources.Quiet(), asyncio.Lock())
+    """A service of a shared device to which a kubelet listens; the scans' results are what a test says."""
+    made = Agent([Shared(2)], Paths(tmp_path)).services[R]
     made.inventory.publish(made.source.devices)  # type: ignore[attr-defined]
     made.endpoint._streams[object()] = asyncio.Event()
     return made
 
 
-HELD = {"sim-0::1": frozenset({podresources.Holder("default", "p", "main")})}
+def taken(service: agent_module.Service, now: HolderSnapshot) -> None:
+    """Have a service take a scan's result as the agent does."""
+    service.take_holders(now)
+    service.observe(now)
+
+
+def scan(at: float, *held: str, registered: frozenset[str] | None = frozenset(), awake: bool = True) -> HolderSnapshot:
+    """What a scan says: ids that a pod holds, and ids that the kubelet counts as healthy."""
+    holding = Holding(True, True, "the kubelet's checkpoint names it")
+    of = {Allocation("u1", "main", R, name): holding for name in held}
+    return HolderSnapshot(at, awake, of, None if registered is None else {R: registered})
 
 
 @pytest.mark.parametrize(
-    ("held", "offered", "stays"),
+    ("held", "registered", "stays"),
     [
-        ({}, frozenset(), set()),
-        (HELD, frozenset(), {"sim-0::1"}),
-        ({}, frozenset({"sim-0::0"}), {"sim-0::0"}),
+        ((), frozenset(), set()),
+        (("sim-0::1",), frozenset(), {"sim-0::1"}),
+        ((), frozenset({"sim-0::0"}), {"sim-0::0"}),
     ],
 )
 async def test_an_id_from_before_is_forgotten_when_nobody_has_or_gets_it(
-    service: agent_module.Service, held: Mapping[str, Any], offered: frozenset[str], stays: set[str]
+    service: agent_module.Service, held: tuple[str, ...], registered: frozenset[str], stays: set[str]
 ) -> None:
-    """That takes two looks in which no pod has it and the kubelet would not give it out: one may overlook a grant."""
+    """That takes two scans in which no pod has it and the kubelet would not give it out: one may overlook a grant."""
     service.replace(Shared(1))
     assert set(service.endpoint.former) == {"sim-0::0", "sim-0::1"}
-    service.look(held, 1.0, offered)
+    taken(service, scan(1.0, *held, registered=registered))
     assert set(service.endpoint.former) == {"sim-0::0", "sim-0::1"}
-    service.look(held, 2.0, None)
+    taken(service, scan(2.0, *held, registered=None, awake=False))
     assert set(service.endpoint.former) == {"sim-0::0", "sim-0::1"}
-    service.look(held, 3.0, offered)
+    taken(service, scan(3.0, *held, registered=registered, awake=False))
+    assert set(service.endpoint.former) == {"sim-0::0", "sim-0::1"}
+    taken(service, scan(4.0, *held, registered=registered))
     assert set(service.endpoint.former) == stays
 
 
 @pytest.mark.parametrize(
-    ("held", "offered", "stays"),
-    [({}, frozenset(), False), (HELD, frozenset(), True), ({}, frozenset({"sim-0::0"}), True)],
+    ("held", "registered", "stays"),
+    [((), frozenset(), False), (("sim-0::1",), frozenset(), True), ((), frozenset({"sim-0::0"}), True)],
 )
 async def test_a_gone_device_is_forgotten_when_nobody_has_or_gets_it(
-    service: agent_module.Service, held: Mapping[str, Any], offered: frozenset[str], stays: bool
+    service: agent_module.Service, held: tuple[str, ...], registered: frozenset[str], stays: bool
 ) -> None:
     """The same holds for devices; a replica is its device's."""
     service.inventory.publish(())
-    service.look(held, 1.0, offered)
+    taken(service, scan(1.0, *held, registered=registered))
     assert service.inventory.snapshot.gone == {"sim-0"}
-    service.look(held, 2.0, offered)
+    taken(service, scan(2.0, *held, registered=registered))
     assert service.inventory.snapshot.gone == ({"sim-0"} if stays else frozenset())
+
+
+async def test_grants_of_a_former_process_are_in_use_until_two_checkpoints_do_not_name_them(
+    service: agent_module.Service,
+) -> None:
+    """A holder from before the grant does not count as the one that it was for."""
+    service.remember({"sim-0::0"}, [Allocation("u1", "main", R, "sim-0::0")])
+    for at, held, devices in (
+        (1.0, ("sim-0::0",), {"sim-0"}),
+        (2.0, (), {"sim-0"}),
+        (2.0 + grants.WELL_APART, (), set()),
+    ):
+        taken(service, scan(at, *held))
+        assert service.held_devices == devices
 
 
 async def test_what_ended_before_its_device_came_is_not_inherited(service: agent_module.Service) -> None:
     """A pod had a device that was away when the agent began, and has ended since: nobody has to be waited for."""
     service._inherited = frozenset({"late", "later"})
-    service.look({"later": HELD["sim-0::1"]}, 1.0, None)
+    taken(service, scan(1.0, "later"))
     service.inventory.publish([Device(name) for name in ("sim-0", "late", "later")])
     service._inherit()
     assert set(service.endpoint.former) == {"later"}
@@ -540,17 +733,13 @@ def test_change_of_replicas_spares_who_has_the_device(
     shared.replicas = 2
     in_loop(agent, lambda: agent.agent.reconfigure({R: shared}))
 
-    def look_again() -> None:
-        asked = len(fake_kubelet.rpcs("List"))
-        fake_kubelet.wait_until(lambda: len(fake_kubelet.rpcs("List")) > asked + 5)
-
     withdrawn = dict.fromkeys(("sim-0", "sim-0::0", "sim-0::1"), "Unhealthy")
     for later in (agent, None):
         if later is None:  # nothing of it is in memory
             agent.stop()
             later = served(shared, **soon)
         fake_kubelet.wait_devices(R, lambda devices: {name: one.health for name, one in devices.items()} == withdrawn)
-        look_again()
+        scanned(later, 5)
         assert {name: one.health for name, one in fake_kubelet.devices(R).items()} == withdrawn
         assert shared.released_ids == []
     pod.delete()
@@ -603,7 +792,7 @@ class Process:
         self.log = log
         command = [sys.executable, "-m", "deviceplugin", "run", "--config", str(config)]
         with log.open("w") as stderr:
-            self.child = subprocess.Popen([*command, "--kubelet-root", str(kubelet.root)], stderr=stderr)
+            self.child = subprocess.Popen([*command, *kubelet.arguments], stderr=stderr)
 
     def said(self, text: str) -> bool:
         """Whether it has said that."""
@@ -662,6 +851,32 @@ def test_file_that_changes_is_taken(
     assert len(fake_kubelet.updates("example.com/a")) == 1
     assert agent.end() == 0
     assert not [path for path in fake_kubelet.device_plugin_dir.glob("*.sock") if path.name != "kubelet.sock"]
+
+
+def test_hostile_files_do_not_harm_a_running_agent(
+    fake_kubelet: FakeKubelet, process: Callable[[Path], Process], tmp_path: Path
+) -> None:
+    """Files made to use up memory are refused, the agent stays small, and the next good file is taken."""
+    config = tmp_path / "config.yaml"
+    config.write_text(text(a=1))
+    agent = process(config)
+
+    def most() -> int:
+        status = Path(f"/proc/{agent.child.pid}/status").read_text()
+        return next(int(line.split()[1]) * 1024 for line in status.splitlines() if line.startswith("VmHWM:"))
+
+    fake_kubelet.wait_allocatable("example.com/a", 1)
+    before = most()
+    bombs = [bomb for bomb, _ in config_bombs().values()] + ["x" * (64 << 20)]
+    for number, bomb in enumerate(bombs, 1):
+        config.write_text(bomb)
+        wait(lambda number=number: agent.log.read_text().count("everything goes on as it was") >= number)  # type: ignore[misc]
+    assert fake_kubelet.allocatable("example.com/a") == 1
+    assert most() - before <= 64e6
+    config.write_text(text(a=2))
+    fake_kubelet.wait_allocatable("example.com/a", 2)
+    assert len([one for one in fake_kubelet.registrations if one.resource == "example.com/a"]) == 1
+    assert agent.end() == 0
 
 
 def test_configmap_swap_is_taken(fake_kubelet: FakeKubelet, process: Callable[[Path], Process], tmp_path: Path) -> None:

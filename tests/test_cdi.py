@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import os
+import stat
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import given
@@ -31,7 +33,7 @@ def test_a_spec_has_what_the_plugin_door_would_give() -> None:
                 "name": "claim_1_fpga",
                 "containerEdits": {
                     "env": ["FPGA=0"],
-                    "deviceNodes": [{"path": "/dev/null", "permissions": "rw"}],
+                    "deviceNodes": [{"path": "/dev/null", "type": "c", "major": 1, "minor": 3, "permissions": "rw"}],
                     "mounts": [
                         {"hostPath": "/opt", "containerPath": "/opt/fpga", "options": ["rbind", "rprivate", "rw"]},
                         {"hostPath": "/a", "containerPath": "/b", "options": ["rbind", "rprivate", "ro"]},
@@ -61,8 +63,29 @@ def test_a_symbolic_link_is_resolved_and_stays_the_containers_name(tmp_path: Pat
     link.symlink_to("/dev/zero")
     spec = cdi.build(DRIVER, {"a": ContainerEdits(nodes=[DeviceNode(str(link), permissions="mr")])})
     assert spec["devices"][0]["containerEdits"]["deviceNodes"] == [
-        {"path": str(link), "hostPath": "/dev/zero", "permissions": "rm"}
+        {"path": str(link), "hostPath": "/dev/zero", "type": "c", "major": 1, "minor": 5, "permissions": "rm"}
     ]
+
+
+@pytest.mark.parametrize("directory", [False, True])
+def test_a_node_has_the_numbers_of_when_it_was_prepared(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, directory: bool
+) -> None:
+    """A container that starts again gets the same device, also if another one has its path by then."""
+    host = tmp_path / "disk"
+    host.touch()
+    original = os.stat
+
+    def status(path: str, **options: bool) -> os.stat_result | SimpleNamespace:
+        if path != str(host):
+            return original(path, **options)
+        return SimpleNamespace(st_mode=stat.S_IFBLK, st_rdev=os.makedev(259, 7))
+
+    monkeypatch.setattr("deviceplugin.cdi.os.lstat" if directory else "deviceplugin.cdi.os.stat", status)
+    node = DeviceNode(str(tmp_path if directory else host), "/dev/disk")
+    spec = cdi.build(DRIVER, {"a": ContainerEdits(nodes=[node])})
+    (found,) = spec["devices"][0]["containerEdits"]["deviceNodes"]
+    assert (found["hostPath"], found["type"], found["major"], found["minor"]) == (str(host), "b", 259, 7)
 
 
 def test_a_directory_stands_for_the_nodes_in_it(tmp_path: Path) -> None:
@@ -149,9 +172,33 @@ def test_a_file_that_is_being_written_is_no_leftover(tmp_path: Path, monkeypatch
     monkeypatch.setattr(os, "rename", meanwhile)
     assert store.write(UID, b"{}")
     assert store.list() == {UID}
-    (tmp_path / f".fpga.example.com-claim_{UID}.{os.getpid()}").touch()  # of a former agent with this number
+    (tmp_path / f".fpga.example.com-claim_{UID}.0123456789abcdef").touch()  # of a former agent
     assert store.list() == {UID}
     assert os.listdir(tmp_path) == [os.path.basename(store.path(UID))]
+
+
+def test_a_link_in_the_place_of_a_draft_is_not_followed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The name of a draft cannot be guessed; a link of that name is an error, and its target stays as it is."""
+    store, target = Store(DRIVER, str(tmp_path / "cdi")), tmp_path / "target"
+    target.write_text("precious")
+    drafts: list[str] = []
+
+    def linked(path: str, flags: int, *mode: int) -> int:
+        drafts.append(path)
+        os.symlink(target, path)
+        return opened(path, flags, *mode)
+
+    opened = os.open
+    os.mkdir(store.directory)
+    for _ in range(2):
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "open", linked)
+            with pytest.raises(CdiError, match="exists"):
+                store.write(UID, b"{}")
+    assert len(set(drafts)) == 2
+    assert target.read_text() == "precious"
+    assert store.write(UID, b"{}")
+    assert store.list() == {UID}
 
 
 @pytest.mark.parametrize("uid", ["", "../x", "a/b", ".", "a" * 65, "a\0b", "-a"])

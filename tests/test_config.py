@@ -32,6 +32,7 @@ resources:
       - group: [/dev/a*, /dev/b*]
     permissions: wr
     env: {SERIAL_MODE: fast}
+    nodes: [/dev/control]
     mounts: [{host: /opt/x, container: /opt/y}]
     annotations: {example.com/tty: "yes"}
     cdi: [example.com/nic=nic0]
@@ -77,6 +78,7 @@ def test_every_key_is_read() -> None:
     assert (simulated.count, simulated.numa, simulated.unhealthy_file) == (8, 2, "/run/unhealthy")
     assert one.devices[2].group == ("/dev/a*", "/dev/b*")
     assert one.env == {"SERIAL_MODE": "fast"}
+    assert one.nodes == ("/dev/control",)
     assert [(mount.host, mount.container, mount.readonly) for mount in one.mounts] == [("/opt/x", "/opt/y", True)]
     assert one.annotations == {"example.com/tty": "yes"}
     assert one.cdi == ("example.com/nic=nic0",)
@@ -205,7 +207,7 @@ def test_byte_order_mark_is_no_matter() -> None:
         ("env: {1: a}", "env", "a key must be text, not the number 1; put it in quotes"),
         # names and values
         ("driver: GPU.example.com", "driver", "a DNS name in lower case, such as gpu.example.com"),
-        (f"driver: {'a' * 64}", "driver", "63 characters at the most, this one 64"),
+        (f"driver: {'a' * 64}", "driver", "has 64 characters; at most 63 are allowed"),
         ("permissions: rx", "permissions", "write any of r (read), w (write) and m (mknod), such as rw"),
         ("permissions: rr", "permissions", "are no permissions"),
         ("permissions: ''", "permissions", "are no permissions"),
@@ -220,6 +222,13 @@ def test_byte_order_mark_is_no_matter() -> None:
         ("mounts: [{host: $HOME, container: /b}]", "mounts[0].host", "neither ~ nor variables are expanded"),
         ("mounts: [{host: '', container: /b}]", "mounts[0].host", "the path is empty"),
         ("mounts: [{host: /a/../b, container: /b}]", "mounts[0].host", "goes up with `..`"),
+        ("mounts: [{host: '/[a', container: /b}, {host: x, container: /b}]", "mounts[1].host", "write an absolute one"),
+        ("include: ['[a']", "include[0]", "has a `[` without its `]`; write [[] for the character itself"),
+        ("exclude: ['a[!]']", "exclude[0]", "has a `[` without its `]`"),
+        ("sharing: {replicas: {'[]': 2}}", 'sharing.replicas["[]"]', "has a `[` without its `]`"),
+        (f"include: ['{'a' * 4096}']", "include[0]", "has 4096 characters; at most 4095 are allowed"),
+        ("topology: !!bool [true]", "topology", "expected true or false, got something tagged"),
+        ("health: {period: !!int {a: 1}}", "health.period", "expected a whole number, got something tagged"),
         ("mounts: [{host: /a//b/., container: /b}]", "mounts[0].host", "write /a/b"),
         (
             "mounts: [{host: /a, container: /c}, {host: /b, container: /c}]",
@@ -236,7 +245,7 @@ def test_byte_order_mark_is_no_matter() -> None:
         ("attributes: {a: {version: '1.2'}}", "attributes.a.version", "write major.minor.patch, such as 1.2.0"),
         ("attributes: {a: 1.5}", "attributes.a", "expected true or false, a whole number, text or a mapping"),
         (f"attributes: {{a: {'é' * 40}}}", "attributes", "has at most 64 bytes"),
-        (f"attributes: {{a: {'x' * 65}}}", "attributes.a", "64 bytes at the most, this one 65"),
+        (f"attributes: {{a: {'x' * 65}}}", "attributes.a", "has 65 characters; at most 64 are allowed"),
         (f"attributes: {{a: {2**63}}}", "attributes.a", "must be -9223372036854775808 to 9223372036854775807"),
         ("driver: a.b, attributes: {m: 1, a.b/m: 2}", "attributes", "are the same to driver a.b"),
         ("capacity: {a-b: 1}", 'capacity["a-b"]', "is not the name of an attribute or capacity"),
@@ -372,6 +381,156 @@ def test_billion_laughs_end_early() -> None:
     assert "once its aliases are followed" in str(refused(f"{merged}<<: *m8\n"))
 
 
+def bombs() -> dict[str, tuple[str, str]]:
+    """Return files that would take a careless reader minutes or gigabytes, with what the error says."""
+    good = "resources:\n- name: example.com/a\n  devices: [path: /dev/a]\n"
+    levels = ["a0: &a0 [x, x, x, x, x, x, x, x, x]"]
+    levels += [f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 9)}]" for n in range(1, 10)]
+    laughs = "\n".join(levels)
+    escapes = '"' + "\\e" * 60_000 + '"'
+    values, aliases = f"more than {config.MAX_VALUES} values", "once its aliases are followed"
+    return {
+        "list of lists as a name": (f"{laughs}\nresources: [name: *a9]\n", "expected text, got a list"),
+        "list of lists as a number": (f"{laughs}\nmetrics: {{period: !!int [*a9]}}\n", "expected a whole number"),
+        "list of lists as a truth value": (f"{laughs}\nmetrics: {{dcgm: !!bool [*a9]}}\n", "expected true or false"),
+        "200,000 unknown keys": (good + "".join(f"key{n}: 1\n" for n in range(200_000)), values),
+        "20,000 unknown keys": (good + "".join(f"resource{n}: 1\n" for n in range(20_000)), "and at least 75 more"),
+        "4 MiB of values": (f"[{'a,' * 2_000_000}]", values),
+        "4 MiB of one text": (f"{good}  env: {{A: '{'a' * 4_000_000}'}}\n", "at most 131071 are allowed"),
+        "4 MiB of lines": ("ab\n" * 1_000_000 + "\t: ]", "characters"),
+        "100,000 %TAG directives": ("".join(f"%TAG !a{n}! x\n" for n in range(100_000)), "more than 32 %TAG"),
+        "one long name again and again": (
+            f"x: &x {escapes}\nresources: [{'{name: *x, devices: [path: *x]}, ' * 5000}]",
+            "has 60000 characters",
+        ),
+        "merges of one list again and again": (
+            f"e: &e {{}}\ns: &s [{'*e, ' * 20_000}]\nresources: [{{{'<<: *s, ' * 9_000}}}]",
+            aliases,
+        ),
+    }
+
+
+@pytest.mark.parametrize("name", bombs())
+def test_hostile_file_is_refused_in_bounded_time_and_memory(name: str, tmp_path: Path) -> None:
+    """Any file up to 4 MiB is read within 5 s of processor time and 64 MB; the next good file is read."""
+    text, advice = bombs()[name]
+    file, good = tmp_path / "bomb.yaml", tmp_path / "good.yaml"
+    file.write_text(text)
+    good.write_text(WHOLE)
+    assert file.stat().st_size <= config.MAX_BYTES
+    code = f"""
+import resource
+from deviceplugin import config
+def peak():
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+good = config.load({str(good)!r})
+before = peak()
+resource.setrlimit(resource.RLIMIT_CPU, (5, 5))
+try:
+    config.load({str(file)!r})
+except config.ConfigError as error:
+    print(error)
+assert peak() - before <= 64e6, peak() - before
+assert config.load({str(good)!r}) == good
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert advice in done.stdout
+
+
+@pytest.mark.parametrize(
+    "text",
+    ['"a\\e[31m\\u202eb": 1', 'metrics: {"a\\r\\nb": 1}', "resources: !<!%1b[31m> [1]", "metrics: !%1b%0a%07 {}"],
+)
+def test_control_characters_are_shown_escaped(text: str) -> None:
+    """What a file says cannot move the cursor of a terminal or begin a line of the log."""
+    error = refused(text)
+    assert error.problems
+    assert all(line.isprintable() for line in str(error).split("\n")), str(error)
+    assert str(error).count("\n") == len(error.problems) - 1
+
+
+@pytest.mark.parametrize(
+    ("glob", "advice"),
+    [
+        ("/dev/[abc", "'/dev/[abc' has a `[` without its `]`; write [[] for the character itself"),
+        ("/dev/[]", "has a `[` without its `]`"),
+        ("/dev/[!]", "has a `[` without its `]`"),
+        ("/dev/[a/b]", "has a `[` without its `]`"),
+        ("/dev/" + "a" * 4096, "has 4101 characters; at most 4095 are allowed"),
+    ],
+)
+def test_glob_that_can_match_nothing_is_refused(glob: str, advice: str) -> None:
+    """A bracket that is not closed and a pattern longer than a path are errors that name the line."""
+    error = refused(f"resources:\n- name: a/b\n  devices:\n  - path: '{glob}'\n")
+    assert (error.line, error.path) == (4, "$.resources[0].devices[0].path")
+    assert advice in error.message
+
+
+@pytest.mark.parametrize(
+    ("groups", "refused_at"),
+    [
+        ([["/dev/dm-0", "/dev/control"], ["/dev/dm-1", "/dev/control"]], 1),
+        ([["/dev/dm-*", "/dev/control"], ["/dev/control", "/dev/a*"]], 0),
+        ([["/dev/dm-0", "/dev/control"], ["/dev/dm-0", "/dev/control"]], None),  # one device of two resources
+        ([["/dev/dm-0", "/dev/control"], ["/dev/dm-0", "/dev/control", "/dev/x"]], None),  # it, and more of it
+        ([["/dev/dm-0", "/dev/contro[l]"], ["/dev/dm-1", "/dev/contro[l]"]], None),
+        ([["/dev/video*", "/dev/audio*"], ["/dev/video*", "/dev/meta*"]], None),
+    ],
+)
+def test_a_node_of_two_different_groups_is_refused(groups: list[list[str]], refused_at: int | None) -> None:
+    """It may be shared, or what makes the devices one thing; only who writes the file can say which."""
+    lines = [f"- name: a/{n}\n  devices:\n  - group: {json.dumps(one)}\n" for n, one in enumerate(groups)]
+    found = problems("resources:\n" + "".join(lines))
+    expected = [] if refused_at is None else [(7, f"$.resources[1].devices[0].group[{refused_at}]")]
+    assert [(one.line, one.path) for one in found] == expected
+    assert all("/dev/control is in another group, too, on line 4;" in one.message for one in found)
+
+
+def test_a_shared_node_is_no_device_of_its_resource() -> None:
+    """A node under `nodes` goes to every container; one that is a device goes to one."""
+    error = refused("resources: [{name: a/b, nodes: [/dev/y, /dev/x], devices: [path: /dev/x]}]")
+    assert (error.path, len(error.problems)) == ("$.resources[0].nodes[1]", 1)
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "good"),
+    [
+        ("driver: a.b, dra: {share: none}", "driver: c.d, dra: {share: all}", False),
+        ("driver: a.b, dra: {share: 50%}", "driver: c.d, dra: {share: 50%}", False),
+        ("driver: a.b, dra: {share: 100%}", "", False),
+        ("driver: a.b, dra: {share: all}, exclude: [x1]", "exclude: [x1]", False),
+        ("driver: a.b, dra: {share: all}", "driver: c.d, dra: {share: 100%}", True),
+        ("driver: a.b, dra: {share: 0}", "", True),
+        ("driver: a.b, dra: {share: none}", "driver: a.b, dra: {share: all}", True),  # they move together
+        ("driver: a.b, dra: {share: all}, include: [x1]", "exclude: [x1]", True),
+    ],
+)
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [
+        ("path: /dev/x*", "path: /dev/x*"),
+        ("path: /dev/x*", "group: [/dev/z*, /dev/x*]"),
+        ('pci: {vendor: "8086"}', 'pci: {vendor: "8086"}'),
+    ],
+)
+def test_devices_that_nobody_would_be_offered_are_refused(
+    one: str, other: str, first: str, second: str, *, good: bool
+) -> None:
+    """A device is on one side at a time, so all drivers over it need it on the same one."""
+    resources = (f"- {{name: a/a, devices: [{first}], {one}}}", f"- {{name: a/b, devices: [{second}], {other}}}")
+    found = problems("\n".join(("resources:", *resources)))
+    assert [(problem.line, problem.path) for problem in found] == ([] if good else [(3, "$.resources[1]")])
+    assert all("a/a" in problem.message for problem in found)
+
+
+@pytest.mark.parametrize("glob", ["/dev/[abc]x", "/dev/[]]", "/dev/[!]a]", "/dev/[!a-c]/[[]", "/dev/a]b"])
+def test_closed_brackets_are_taken(glob: str) -> None:
+    """Sets of characters as fnmatch reads them, and a closing bracket alone, are good."""
+    text = f"resources: [{{name: a/b, devices: [{{path: '{glob}'}}], include: ['{glob}']}}]"
+    assert parse(text).resources[0].devices[0].path == glob
+
+
 def test_many_problems_are_said_at_once() -> None:
     """All that is wrong with a file is said together, in the order of the lines."""
     error = refused(
@@ -403,9 +562,12 @@ resources:
 
 def test_endless_problems_are_cut_short() -> None:
     """An error's text stays readable whatever the number of problems, and says how many it leaves out."""
-    error = refused("resources: [" + "{}, " * 100 + "]")
-    assert len(error.problems) == 200
-    assert str(error).splitlines()[-1] == "my.yaml: and 175 more"
+    error = refused("resources: [" + "{}, " * 40 + "]")
+    assert len(error.problems) == 80
+    assert str(error).splitlines()[-1] == "my.yaml: and 55 more"
+    error = refused("resources: [" + "{}, " * 400 + "]")
+    assert len(error.problems) == 100
+    assert str(error).splitlines()[-1] == "my.yaml: and at least 75 more"
 
 
 def test_long_values_are_cut_short() -> None:
@@ -536,6 +698,9 @@ _BEYOND = (
     "must be at least 0 and fit into 64 bits",
     "would be every",
     "a resource has one nvidia entry",
+    "is in another group, too",
+    "or shared, not both",
+    "would be offered to nobody",
 )
 """What only the code can say; the schema lets it pass."""
 
@@ -595,6 +760,7 @@ _RESOURCE = st.fixed_dictionaries(
     {"name": _NAME, "devices": st.lists(_ENTRY, min_size=1, max_size=3), "driver": st.just("a.b")},
     optional={
         "permissions": st.sampled_from(["r", "wr", "rwm"]),
+        "nodes": st.lists(_PATH.filter(lambda path: "[" not in path), max_size=2),
         "env": st.dictionaries(_IDENTIFIER.filter(lambda name: "/" not in name), _WORD, max_size=2),
         "mounts": st.lists(
             st.fixed_dictionaries({"host": _PATH, "container": _PATH}, optional={"readonly": st.booleans()}), max_size=2

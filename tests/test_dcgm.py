@@ -63,6 +63,8 @@ def test_labels_are_dcgm_s() -> None:
         "UUID": "GPU-1",
         "device": "nvidia3",
         "modelName": "H200",
+        "GPU_I_PROFILE": "",
+        "GPU_I_ID": "",
         "namespace": "team",
         "pod": "train",
         "container": "main",

@@ -30,7 +30,7 @@ def blocks(language: str, text: str = README) -> list[str]:
 @pytest.fixture
 def twenty(fake_kubelet: FakeKubelet) -> Iterator[subprocess.Popen[str]]:
     """Run the twenty-line plugin as its author would."""
-    command = [sys.executable, str(TWENTY), "--kubelet-root", str(fake_kubelet.root)]
+    command = [sys.executable, str(TWENTY), *fake_kubelet.arguments]
     with running(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
         yield process
 
@@ -76,8 +76,11 @@ def test_daemonset_carries_a_valid_file_and_runs_it() -> None:
     assert config.parse(map_["data"]["config.yaml"], "daemonset.yaml").resources
     pod = daemonset["spec"]["template"]["spec"]
     (container,) = pod["containers"]
-    assert "/etc/deviceplugin/config.yaml" in container["args"]
+    assert "--config=/etc/deviceplugin/config.yaml" in container["args"]
     mounts = {mount["mountPath"]: mount for mount in container["volumeMounts"]}
+    assert mounts["/var/lib/kubelet"]["readOnly"]
+    assert mounts["/host/sys/fs/cgroup"]["readOnly"]
+    assert "--cgroup-root=/host/sys/fs/cgroup" in container["args"]
     assert "subPath" not in mounts["/etc/deviceplugin"]
     assert not mounts["/var/lib/kubelet/device-plugins"].get("readOnly")
     assert (

@@ -6,9 +6,10 @@ import asyncio
 import contextlib
 import logging
 import threading
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import grpc
@@ -20,6 +21,7 @@ from hypothesis import strategies as st
 from deviceplugin import endpoint as endpoint_module
 from deviceplugin.device import ContainerEdits, Device, DeviceNode, Health, Mount
 from deviceplugin.endpoint import Endpoint, OpenDoor, Refusal, as_names, entries
+from deviceplugin.exclusion_guard import ExclusionGuard
 from deviceplugin.inventory import Inventory, Snapshot, merged
 from deviceplugin.podresources import Quiet
 from deviceplugin.sharing import device_of, replicas_of
@@ -329,6 +331,38 @@ async def test_ids_are_checked(serve: Serve, names: str, code: grpc.StatusCode, 
     assert sum(served.endpoint.statistics.refusals.values()) == 1
 
 
+async def test_repeated_ids_are_found_in_linear_time(serve: Serve) -> None:
+    """Each of many repeated ids is compared a few times, not with all others; the error names few of them."""
+    compared = 0
+
+    class Id(str):
+        __slots__ = ()
+
+        def __eq__(self, other: object) -> bool:
+            nonlocal compared
+            compared += 1
+            return str.__eq__(self, other)  # type: ignore[no-any-return,unused-ignore]
+
+        __hash__ = str.__hash__
+
+    served = await serve(Source(), "a")
+    ids = [Id(f"id-{number % 1000}") for number in range(2000)]
+    with pytest.raises(Refusal) as refusal:
+        served.endpoint._check(ids)
+    assert compared < 20 * len(ids)
+    assert "id-0, id-1, " in refusal.value.details
+    assert len(refusal.value.details) < 300
+
+
+async def test_ids_in_errors_are_printable(serve: Serve) -> None:
+    """An id of the kubelet's is named with its control characters escaped, and not at any length."""
+    served = await serve(Source(), "a")
+    with refused(grpc.StatusCode.INVALID_ARGUMENT, "there is no device x\\x1b[31m"):
+        await served.allocate(f"x\x1b[31m{'y' * 9000}")
+    with refused(grpc.StatusCode.INVALID_ARGUMENT, "device x\\x07 is asked for twice"):
+        await served.allocate("x\x07 x\x07")
+
+
 async def test_device_of_unknown_health_is_given_out(serve: Serve) -> None:
     """What could not be read is not unhealthy."""
     served = await serve(Source(), Device("a", health=Health.UNKNOWN))
@@ -436,6 +470,55 @@ async def test_doorkeeper_decides(serve: Serve) -> None:
     with refused(grpc.StatusCode.FAILED_PRECONDITION, "b is on the other side"):
         await served.allocate("a", "b")
     assert served.granted == []
+
+
+class Known:
+    """Who holds what, as a test says."""
+
+    def __init__(self, unnamed: Sequence[str] = (), runs: Mapping[str, str] | None = None) -> None:
+        self.withheld = unnamed
+        self.runs = dict(runs or {})
+
+    def unnamed(self, resource: str) -> Sequence[str]:
+        return self.withheld
+
+    async def running(self, resource: str, device_ids: Collection[str]) -> Mapping[str, str]:
+        return {name: pod for name, pod in self.runs.items() if name in device_ids}
+
+
+async def test_what_the_kubelet_would_give_away_while_it_is_held_is_shown_unhealthy(serve: Serve) -> None:
+    """A replica of it stays healthy; the id is healthy again when its holder has ended."""
+
+    class Shared(Source):
+        replicas = 2
+
+    known = Known(["a::1"])
+    served = await serve(Shared(), "a", holders=known)
+    async with served.listening() as lists:
+        assert await lists.next() == {"a::0": "Healthy", "a::1": "Unhealthy"}
+        known.withheld = ()
+        served.endpoint.refresh()
+        assert await lists.next() == {"a::0": "Healthy", "a::1": "Healthy"}
+
+
+async def test_an_id_whose_former_holders_processes_run_is_refused(serve: Serve) -> None:
+    """The kubelet may count a holder as ended that is not; all or none is given, and the ledger is not asked."""
+
+    class Unasked(OpenDoor):
+        async def grant(self, resource: str, names: Sequence[str], devices: Sequence[str]) -> None:
+            assert "a" not in names
+
+    known = Known(runs={"a": "default/p"})
+    served = await serve(Source(), "a", "b", holders=known, doorkeeper=Unasked())
+    with refused(grpc.StatusCode.FAILED_PRECONDITION, "device a is still held: processes of pod default/p run"):
+        await served.allocate("b", "a")
+    assert served.granted == []
+    assert served.endpoint.statistics.refusals == {"held": 1}
+    await served.allocate("b")
+    known.runs.clear()
+    served.endpoint._doorkeeper = OpenDoor()
+    await served.allocate("a")
+    assert served.granted == ["b", "a"]
 
 
 @pytest.mark.parametrize("replicas", [1, 2])
@@ -814,3 +897,31 @@ def test_list_never_shows_a_broken_device_healthy(one: list[Device], two: list[D
     newest = {device.id: device.health.usable for device in two}
     wanted = {device.id: newest.get(device.id, False) for device in (*one, *two)}
     assert shown == {name: so for device, so in wanted.items() for name in replicas_of(device, replicas)}
+
+
+# Devices that are one thing.
+
+
+async def test_a_device_that_is_held_under_another_id_is_refused(serve: Serve) -> None:
+    """Also while the grant of the other one is under way; the refusal names both."""
+    here: dict[str, Any] = {}
+    guard = ExclusionGuard(lambda: here)
+    started, go = asyncio.Event(), asyncio.Event()
+
+    class Slow(OpenDoor):
+        async def grant(self, resource: str, names: Sequence[str], devices: Sequence[str]) -> None:
+            started.set()
+            await go.wait()
+
+    source = Source()
+    served = await serve(source, guard=guard, doorkeeper=Slow())
+    here[R] = SimpleNamespace(source=source, inventory=served.inventory, held_devices=frozenset())
+    devices = [Device("a", identity="x"), Device("b", identity="x")]
+    served.inventory.publish(devices, {one.id: frozenset({"x"}) for one in devices})
+    first = asyncio.create_task(served.allocate("a"))
+    await started.wait()
+    with refused(grpc.StatusCode.FAILED_PRECONDITION, "b of example.com/r and a of example.com/r", "one thing"):
+        await served.allocate("b")
+    go.set()
+    await first
+    assert served.granted == ["a"]

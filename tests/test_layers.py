@@ -46,7 +46,7 @@ def modules(package: str) -> dict[str, Path]:
 @pytest.mark.parametrize("name", modules("deviceplugin"))
 def test_framework_knows_nothing_of_the_bridge(name: str) -> None:
     """dra_bridge depends on deviceplugin, never the other way round; no client of the API server is loaded here."""
-    foreign = {"dra_bridge", "lightkube", "httpx", "kubernetes", "tests"}
+    foreign = {"dra_bridge", "aiohttp", "kubernetes_asyncio", "tests"}
     assert {module.partition(".")[0] for module, _ in imports(modules("deviceplugin")[name])}.isdisjoint(foreign)
 
 
@@ -86,7 +86,16 @@ def test_values_are_the_first_room() -> None:
         ("import deviceplugin.testing.plugin", {"grpc", "watchdog", "msgspec", "yaml"}),
         (
             "import deviceplugin.process, deviceplugin.sources",
-            {"prometheus_client", "lightkube", "httpx", "pynvml", "rich", "sqlite3", "pytest", "http.server"},
+            {
+                "prometheus_client",
+                "aiohttp",
+                "kubernetes_asyncio",
+                "pynvml",
+                "rich",
+                "sqlite3",
+                "pytest",
+                "http.server",
+            },
         ),
     ],
 )

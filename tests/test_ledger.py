@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import hashlib
 import os
 import shutil
 import signal
@@ -17,6 +18,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -36,8 +38,8 @@ from deviceplugin.ledger import (
     Ledger,
     LedgerBusyError,
     LedgerError,
+    LedgerLostError,
     Refused,
-    Rules,
     Side,
     State,
 )
@@ -68,11 +70,23 @@ def state(book: Ledger, device: str = "a") -> State:
     return book.snapshot.device(R, device).state
 
 
-def kubelet(book: Ledger, *, held: dict[str, Held] | None = None, quiet: bool = True) -> KubeletEvidence:
+def kubelet(book: Ledger, *, held: dict[str, Held] | None = None) -> KubeletEvidence:
     """Evidence in which everything is as R5 wants it."""
     sequence = book.snapshot.sequence
-    snapshot = KubeletSnapshot(sequence, 3.0, quiet, held or {})
-    return KubeletEvidence(sequence, {"a": 1.0, "b": 1.0}, 2.0, frozenset(), snapshot)
+    return KubeletEvidence(sequence, {"a": 1.0, "b": 1.0}, KubeletSnapshot(sequence, 3.0, True, held or {}))
+
+
+def seen(book: Ledger, at: float = 1.0, *, awake: bool = True, **held: str) -> KubeletSnapshot:
+    """What the witnesses say now; a="u1/main u2/init" is held by these containers."""
+    return KubeletSnapshot(
+        book.snapshot.sequence, at, awake, {unit: held_by(unit, *them.split()) for unit, them in held.items()}
+    )
+
+
+def held_by(unit: str, *holders: str, sure: bool = True) -> Held:
+    """A device held by these containers, each pod/container."""
+    pairs = frozenset((pod, container) for pod, container in (one.split("/") for one in holders))
+    return Held(unit, f"default/{holders[0].split('/')[0]}", sure, pairs)
 
 
 def cluster(book: Ledger, allocated: dict[str, str] | None = None) -> ClusterEvidence:
@@ -140,8 +154,8 @@ def test_replicas_hold_one_device_together(book: Ledger) -> None:
     book.do(ledger.grant(R, {"a::0": "a"}, T0))
     book.do(ledger.grant(R, {"a::1": "a"}, T0))
     book.do(ledger.begin_move(R, ["a"], Side.DRA, T0))
-    held = {"a::1": Held("a", "default/two")}
-    snapshot = KubeletSnapshot(book.snapshot.sequence, 3.0, quiet=True, held=held)
+    held = {"a::1": Held("a", "default/two", holders=frozenset({("two", "main")}))}
+    snapshot = KubeletSnapshot(book.snapshot.sequence, 3.0, True, held)
     book.do(ledger.observe(R, snapshot, T0))
     book.do(ledger.observe(R, replace(snapshot, at=63.0), T0))
     assert list(book.snapshot.holds) == [(R, "a::1")]
@@ -241,15 +255,19 @@ def test_a_durable_reservation_survives_and_can_be_completed(book: Ledger, path:
 
 
 def broken(evidence: KubeletEvidence) -> dict[str, KubeletEvidence]:
-    late = replace(evidence.snapshot, at=1.5)
+    snapshot = evidence.snapshot
     return {
         "after the move": replace(evidence, sequence=0),
         "show it Unhealthy": replace(evidence, shown={}),
-        "acknowledge": replace(evidence, allocatable=frozenset({"a"})),
-        "to acknowledge": replace(evidence, allocatable_at=0.5),
-        "a snapshot": replace(evidence, snapshot=late),
-        "a snapshot of": replace(evidence, snapshot=replace(evidence.snapshot, quiet=False)),
-        "pod default/p": replace(evidence, snapshot=replace(evidence.snapshot, held={"a": Held("a", "default/p")})),
+        "the kubelet to acknowledge": replace(evidence, snapshot=replace(snapshot, registered=frozenset({"a"}))),
+        "to acknowledge": replace(evidence, snapshot=replace(snapshot, at=0.5)),
+        "a checkpoint": replace(evidence, snapshot=replace(snapshot, awake=False)),
+        "(the disk is full)": replace(evidence, snapshot=replace(snapshot, awake=False, problem="the disk is full")),
+        "a snapshot of": replace(evidence, snapshot=replace(snapshot, sequence=evidence.sequence - 1)),
+        "pod default/p": replace(evidence, snapshot=replace(snapshot, held={"a": Held("a", "default/p")})),
+        "pod default/p (processes": replace(
+            evidence, snapshot=replace(snapshot, held={"a": Held("a", "default/p", reason="processes of its pod run")})
+        ),
     }
 
 
@@ -281,14 +299,15 @@ def test_a_move_to_the_plugin_ends_only_with_all_of_its_evidence(book: Ledger) -
 
 def test_a_grant_never_seen_takes_two_snapshots_well_apart(book: Ledger) -> None:
     """The pod may be on its way from Allocate to where the kubelet remembers it."""
-    before = KubeletSnapshot(book.snapshot.sequence, 0.0, quiet=True)
+    before = seen(book, 0.0)
     book.do(ledger.grant(R, {"a": "a"}, T0))
-    empty = KubeletSnapshot(book.snapshot.sequence, 1.0, quiet=True)
+    empty = seen(book)
     for snapshot, at, released in (
         (before, 1.0, ()),  # began before the grant: says nothing
-        (replace(empty, quiet=False), 1.0, ()),
+        (replace(empty, awake=False), 1.0, ()),
         (empty, 1.0, ()),
         (empty, 2.0, ()),
+        (replace(empty, awake=False), 12.0, ()),
         (empty, 12.0, ("a",)),
     ):
         assert book.do(ledger.observe(R, replace(snapshot, at=at), T0)).released == released
@@ -297,7 +316,7 @@ def test_a_grant_never_seen_takes_two_snapshots_well_apart(book: Ledger) -> None
 def test_a_snapshot_that_is_looked_at_late_is_as_old_as_it_is(book: Ledger) -> None:
     """R7: a slow disk between two snapshots close together does not set them apart."""
     book.do(ledger.grant(R, {"a": "a"}, T0))
-    empty = KubeletSnapshot(book.snapshot.sequence, 1.0, quiet=True)
+    empty = seen(book)
     book.do(ledger.observe(R, empty, T0))
     assert book.do(ledger.observe(R, replace(empty, at=2.0), T0 + 3600)).released == ()
 
@@ -330,53 +349,90 @@ def test_a_device_that_is_not_shared_has_one_claim(book: Ledger) -> None:
 def test_a_grant_that_was_seen_is_released_with_the_first_snapshot_without_it(book: Ledger) -> None:
     """A pod that is gone frees its device at once, so that moves are quick."""
     book.do(ledger.grant(R, {"a": "a"}, T0))
-    empty = KubeletSnapshot(book.snapshot.sequence, 1.0, quiet=True)
-    book.do(ledger.observe(R, replace(empty, held={"a": Held("a", "default/p")}), T0))
-    assert book.snapshot.holds[R, "a"].pod == "default/p"
-    assert book.do(ledger.observe(R, empty, T0)).released == ("a",)
+    book.do(ledger.observe(R, seen(book, a="u1/main"), T0))
+    hold = book.snapshot.holds[R, "a"]
+    assert (hold.pod, hold.holders, hold.pending) == ("default/u1", frozenset({("u1", "main")}), False)
+    assert book.do(ledger.observe(R, seen(book), T0)).released == ("a",)
 
 
 def test_a_snapshot_from_before_a_grant_says_nothing_of_its_pod(book: Ledger) -> None:
     """It shows the pod before, which had the device, too; the new one is still to be seen."""
     book.do(ledger.grant(R, {"a": "a"}, T0))
-    before = KubeletSnapshot(book.snapshot.sequence, 1.0, quiet=True, held={"a": Held("a", "default/former")})
+    before = seen(book, a="former/main")
     book.do(ledger.grant(R, {"a": "a"}, T0))
     book.do(ledger.observe(R, before, T0))
-    assert book.snapshot.holds[R, "a"].pod == ""
-    empty = KubeletSnapshot(book.snapshot.sequence, 2.0, quiet=True)
-    assert book.do(ledger.observe(R, empty, T0)).released == ()
+    assert book.snapshot.holds[R, "a"].holders == frozenset()
+    assert book.do(ledger.observe(R, seen(book, 2.0), T0)).released == ()
+
+
+def test_a_grant_to_the_next_pod_waits_though_the_former_pod_has_ended(book: Ledger) -> None:
+    """Its own container is still to be named; that the former one is named no more proves nothing of it."""
+    book.do(ledger.grant(R, {"a": "a"}, T0))
+    book.do(ledger.observe(R, seen(book, 1.0, a="u1/main"), T0))
+    book.do(ledger.grant(R, {"a": "a"}, T0))
+    for snapshot in (seen(book, 2.0, a="u1/main"), seen(book, 3.0)):
+        assert book.do(ledger.observe(R, snapshot, T0)).released == ()
+    hold = book.snapshot.holds[R, "a"]
+    assert (hold.holders, hold.pending) == (frozenset(), True)
+    book.do(ledger.observe(R, seen(book, 4.0, a="u2/main"), T0))
+    assert book.do(ledger.observe(R, seen(book, 5.0), T0)).released == ("a",)
+
+
+def test_an_init_container_named_like_an_earlier_pods_container_holds(book: Ledger) -> None:
+    """A holder is a pod's UID and a container, never a name alone (E0)."""
+    book.do(ledger.grant(R, {"a": "a"}, T0))
+    book.do(ledger.observe(R, seen(book, 1.0, a="u1/main"), T0))
+    book.do(ledger.grant(R, {"a": "a"}, T0))
+    book.do(ledger.observe(R, seen(book, 2.0, a="u1/main u2/main"), T0))
+    assert book.do(ledger.observe(R, seen(book, 3.0, a="u2/main"), T0)).released == ()
+    assert book.snapshot.holds[R, "a"].holders == {("u2", "main")}
+    book.do(ledger.begin_move(R, ["a"], Side.DRA, T0))
+    done = book.do(ledger.commit_to_dra(R, ["a"], kubelet(book, held={"a": held_by("a", "u2/main")}), T0))
+    assert done.waiting == {"a": "pod default/u2"}
+
+
+def test_init_and_app_container_of_a_pod_hold_one_id_one_after_the_other(book: Ledger) -> None:
+    """The kubelet calls Allocate for each; the id is free when the checkpoint names neither."""
+    book.do(ledger.grant(R, {"a": "a"}, T0))
+    book.do(ledger.observe(R, seen(book, 1.0, a="u1/init"), T0))
+    book.do(ledger.grant(R, {"a": "a"}, T0))
+    book.do(ledger.observe(R, seen(book, 2.0, a="u1/init u1/main"), T0))
+    assert not book.snapshot.holds[R, "a"].pending
+    assert book.do(ledger.observe(R, seen(book, 3.0, a="u1/main"), T0)).released == ()
+    assert book.do(ledger.observe(R, seen(book, 4.0), T0)).released == ("a",)
+
+
+def test_a_grant_whose_pod_was_refused_is_over_while_an_old_holder_stays(book: Ledger) -> None:
+    """R7 ends the grant only; who held the id before holds it for as long as the witnesses say so."""
+    book.do(ledger.grant(R, {"a": "a"}, T0))
+    book.do(ledger.observe(R, seen(book, 1.0, a="u1/main"), T0))
+    book.do(ledger.grant(R, {"a": "a"}, T0))
+    for at in (2.0, 12.0):
+        assert book.do(ledger.observe(R, seen(book, at, a="u1/main"), T0)).released == ()
+    hold = book.snapshot.holds[R, "a"]
+    assert (hold.holders, hold.pending) == (frozenset({("u1", "main")}), False)
+    assert book.do(ledger.observe(R, seen(book, 13.0), T0)).released == ("a",)
+
+
+def test_holders_and_whether_a_grant_waits_survive_a_restart(book: Ledger, path: str) -> None:
+    """The next agent goes on with (pod UID, container) of each holder, which the witnesses are asked about."""
+    book.do(ledger.grant(R, {"a": "a", "b": "b"}, T0))
+    book.do(ledger.observe(R, seen(book, 1.0, a="u1/init u1/main"), T0))
+    book.close()
+    with Ledger.open(path) as again:
+        holds = {unit: (hold.holders, hold.pending) for (_, unit), hold in again.snapshot.holds.items()}
+        assert holds == {"a": ({("u1", "init"), ("u1", "main")}, False), "b": (frozenset(), True)}
 
 
 def test_a_pod_that_the_ledger_does_not_know_becomes_a_holder_or_an_alarm(book: Ledger) -> None:
     """A ledger younger than its pods learns of them; on the DRA side they are a contradiction."""
     to_dra(book, "b")
-    held = {unit: Held(unit, f"default/{unit}") for unit in ("a", "b")}
-    seen = book.do(ledger.observe(R, KubeletSnapshot(book.snapshot.sequence, 0.0, quiet=True, held=held), T0))
-    assert (seen.found, seen.quarantined) == (("a", "b"), ("b",))
+    found = book.do(ledger.observe(R, seen(book, a="u1/main", b="u2/main"), T0))
+    assert (found.found, found.quarantined) == (("a", "b"), ("b",))
+    assert book.snapshot.holds[R, "a"].holders == {("u1", "main")}
+    assert not book.snapshot.holds[R, "a"].pending
     assert state(book, "b") is State.QUARANTINED
-    assert "default/b" in book.snapshot.device(R, "b").reason
-
-
-@pytest.mark.parametrize("rule", ["allocate", "prepare", "to_dra", "to_plugin", "release"])
-def test_each_rule_can_be_switched_off(tmp_path: Path, rule: str) -> None:
-    """For the mutation test of the model: without the rule, what it forbids happens."""
-    with Ledger.open(str(tmp_path / "l.db"), rules=replace(Rules(holders=False), **{rule: False})) as book:
-        book.do(ledger.adopt(R, ["a"], Side.DRA if rule in {"allocate", "to_plugin"} else Side.PLUGIN, T0))
-        nothing = KubeletEvidence(0, {}, 0.0, frozenset(), KubeletSnapshot(0, 0.0, quiet=False))
-        if rule == "allocate":
-            assert isinstance(book.do(ledger.grant(R, {"a": "a"}, T0)), Granted)
-        elif rule == "prepare":
-            assert isinstance(book.do(ledger.prepare(claim("1", "a"))), Claim)
-        elif rule == "to_dra":
-            book.do(ledger.begin_move(R, ["a"], Side.DRA, T0))
-            assert book.do(ledger.commit_to_dra(R, ["a"], nothing, T0)).devices == ("a",)
-        elif rule == "to_plugin":
-            book.do(ledger.begin_move(R, ["a"], Side.PLUGIN, T0))
-            assert book.do(ledger.commit_to_plugin(R, ["a"], ClusterEvidence(0, {}, 0.0), T0)).devices == ("a",)
-        else:
-            book.do(ledger.grant(R, {"a": "a"}, T0))
-            empty = KubeletSnapshot(book.snapshot.sequence, 1.0, quiet=True)
-            assert book.do(ledger.observe(R, empty, T0)).released == ("a",)
+    assert "default/u2" in book.snapshot.device(R, "b").reason
 
 
 def test_a_move_turns_round_and_is_cancelled(book: Ledger) -> None:
@@ -406,7 +462,7 @@ def test_devices_are_adopted_once_and_forgotten_when_free(book: Ledger) -> None:
 def test_an_empty_ledger_is_rebuilt_from_evidence(path: str) -> None:
     """A claim or CDI file: DRA; the checkpoint: plugin; both: quarantine; neither: the default."""
     evidence = Evidence(
-        {"p": Held("p", "default/pod"), "both": Held("both", "default/pod")},
+        {"p": held_by("p", "u1/main"), "both": held_by("both", "u1/main")},
         [
             ClaimEvidence(D, "1", frozenset({"allocated"}), prepared=False),
             ClaimEvidence(D, "2", frozenset({"filed", "both"}), prepared=True),
@@ -427,7 +483,7 @@ def test_an_empty_ledger_is_rebuilt_from_evidence(path: str) -> None:
         assert list(book.snapshot.holds) == [(R, "p"), (R, "both")]
         later = replace(evidence, held={})
         assert book.do(ledger.confront(R, later, [], Side.DRA, T0)).changed == {}, "the ledger has a hold of it"
-        empty = KubeletSnapshot(book.snapshot.sequence, 1.0, quiet=True)
+        empty = seen(book)
         assert book.do(ledger.observe(R, empty, T0)).released == ("p", "both")
         assert book.do(ledger.confront(R, later, [], Side.DRA, T0)).changed == {"both": State.DRA}
 
@@ -447,24 +503,88 @@ def test_a_quarantined_device_stays_while_others_are_confronted(book: Ledger) ->
 def test_a_checkpoint_that_may_be_old_accuses_nobody(book: Ledger) -> None:
     """It shows ended pods: on the DRA side the device is doubtful, on the plugin's side held."""
     to_dra(book, "b")
-    held = {unit: Held(unit, f"uid-{unit}", sure=False) for unit in ("a", "b")}
+    held = {unit: held_by(unit, f"uid-{unit}/main", sure=False) for unit in ("a", "b")}
     found = book.do(ledger.confront(R, Evidence(held), ["a", "b"], Side.PLUGIN, T0))
     assert (found.changed, found.quarantined, found.doubtful) == ({}, (), ("b",))
     assert [hold.unit for hold in book.snapshot.holds.values()] == ["a"]
-    seen = book.do(ledger.observe(R, KubeletSnapshot(book.snapshot.sequence, 0.0, quiet=True, held=held), T0))
-    assert (seen.found, seen.quarantined) == ((), ())
+    snapshot = KubeletSnapshot(book.snapshot.sequence, 0.0, True, held)
+    again = book.do(ledger.observe(R, snapshot, T0))
+    assert (again.found, again.quarantined) == ((), ())
     sure = {"b": replace(held["b"], sure=True)}
     assert book.do(ledger.confront(R, Evidence(sure), ["b"], Side.PLUGIN, T0)).quarantined == ("b",)
 
 
+def test_evidence_of_a_sleeping_checkpoint_puts_no_new_device_anywhere(book: Ledger) -> None:
+    """A pod that it does not name yet may have it; one that is on the plugin's side is safe there."""
+    to_dra(book, "b")
+    done = book.do(ledger.confront(R, Evidence(awake=False), ["a", "b", "new"], Side.DRA, T0))
+    assert (done.changed, done.doubtful) == ({}, ("b", "new"))
+    assert (R, "new") not in book.snapshot.devices
+    held = Evidence({"held": held_by("held", "u1/main")}, awake=False)
+    done = book.do(ledger.confront(R, held, ["held"], Side.DRA, T0))
+    assert (done.changed, done.doubtful) == ({"held": State.PLUGIN}, ()), "whoever it names has it"
+    done = book.do(ledger.confront(R, Evidence(), ["b", "new"], Side.DRA, T0))
+    assert (done.changed, done.doubtful) == ({"new": State.DRA}, ())
+
+
 def test_a_claim_known_from_its_file_gets_its_name_once(book: Ledger) -> None:
-    """So that it can be asked about; what has a name keeps it."""
+    """So that it can be asked about; what has a name keeps it, and pods that come to share it are added."""
     file = ClaimEvidence(D, "1", frozenset({"new"}), prepared=True)
     book.do(ledger.confront(R, Evidence({}, [file]), ["new"], Side.PLUGIN, T0))
-    for name in ("first", "second"):
-        named = book.do(ledger.name(D, "1", "default", name))
+    for name, pod in (("first", "u1"), ("second", "u2")):
+        named = book.do(ledger.describe(D, "1", "default", name, [pod]))
         assert named is not None
         assert named.title == "default/first"
+    assert book.snapshot.claims[D, "1"].pods == {"u1", "u2"}
+    before = book.snapshot
+    book.do(ledger.describe(D, "1", "default", "third", ["u1"]))
+    assert book.snapshot is before, "nothing new is not written"
+    assert book.do(ledger.describe(D, "unknown", "default", "x")) is None
+
+
+def test_a_claim_over_two_resources_is_found_once_for_each_of_them(book: Ledger, path: str) -> None:
+    """The ledger is lost: both resources' evidence goes into one record, which holds and unprepares all of it."""
+    other = "example.com/nic"
+    state_file = ClaimEvidence(D, "1", frozenset({"a"}), True, "ml", "train", frozenset({"u1"}), {"a": "share-1"})
+    book.do(ledger.forget(R, ["a"]))
+    book.do(ledger.confront(R, Evidence(claims=[state_file]), ["a"], Side.PLUGIN, T0))
+    second = replace(state_file, devices=frozenset({"n"}), pods=frozenset({"u2"}), shares={"n": ""})
+    for _ in range(2):
+        book.do(ledger.confront(other, Evidence(claims=[second]), ["n"], Side.PLUGIN, T0))
+    book.close()
+    with Ledger.open(path) as again:
+        record = again.snapshot.claims[D, "1"]
+        assert record.devices == (ClaimDevice(R, "a", "share-1"), ClaimDevice(other, "n"))
+        assert (record.title, record.pods) == ("ml/train", frozenset({"u1", "u2"}))
+        assert again.snapshot.device(other, "n").state is State.DRA
+        assert isinstance(again.do(ledger.prepare(claim("2", "a"))), Refused)
+
+
+def test_evidence_adds_nothing_to_a_claim_that_is_prepared(book: Ledger) -> None:
+    """Its record says itself what it holds; seen devices among it."""
+    to_dra(book)
+    book.do(ledger.prepare(claim("1", "a")))
+    known = book.snapshot.claims[D, "1"]
+    found = ClaimEvidence(D, "1", frozenset({"b"}), prepared=True)
+    book.do(ledger.confront(R, Evidence(claims=[found]), [], Side.PLUGIN, T0))
+    assert book.snapshot.claims[D, "1"] == known
+
+
+def test_settings_survive(book: Ledger, path: str) -> None:
+    """A value is there after a restart, until it is replaced or dropped; the same value costs no write."""
+    book.do(ledger.set_setting("share", R, "all"))
+    sequence = book.snapshot.sequence
+    book.do(ledger.set_setting("share", R, "all"))
+    assert book.snapshot.sequence == sequence
+    assert book.snapshot.setting("share", "other") is None
+    book.close()
+    with Ledger.open(path) as again:
+        assert again.snapshot.setting("share", R) == "all"
+        again.do(ledger.set_setting("share", R, "none"))
+        again.do(ledger.set_setting("share", "x", "1"))
+        again.do(ledger.set_setting("share", "x", None))
+    with Ledger.open(path) as again:
+        assert {key: one.value for key, one in again.snapshot.settings.items()} == {("share", R): "none"}
 
 
 def test_a_ledger_that_is_whole_is_corrected_by_holders_only(book: Ledger) -> None:
@@ -498,61 +618,35 @@ def test_a_second_agent_stands_by_until_the_first_ends(path: str) -> None:
 
 
 @pytest.mark.parametrize("removed", ["ledger.db", "ledger.db-wal", "ledger.db.lock", "."])
-def test_a_ledger_removed_under_an_agent_is_written_anew(path: str, removed: str, tmp_path: Path) -> None:
-    """What is answered after that is found by the next agent, with all from before; no other agent gets in."""
+def test_a_ledger_removed_under_an_agent_grants_nothing_any_more(path: str, removed: str) -> None:
+    """Not even when the files are back: another agent may have had the ledger meanwhile."""
     with Ledger.open(path) as book:
         book.do(ledger.adopt(R, ["a", "b"], Side.PLUGIN, T0))
         book.do(ledger.grant(R, {"a": "a"}, T0))
         gone = Path(path).parent / removed
-        shutil.rmtree(gone) if removed == "." else gone.unlink()
-        assert isinstance(book.do(ledger.grant(R, {"b": "b"}, T0)), Granted)
-        with pytest.raises(LedgerBusyError):
-            Ledger.open(path)
-        known = book.snapshot
-        crashed = shutil.copytree(Path(path).parent, tmp_path / "as it is after a crash")
-    with Ledger.open(str(crashed / "ledger.db")) as book:
-        assert (book.set_aside, book.fresh) == (None, False)
-        assert (book.snapshot.devices, book.snapshot.holds) == (known.devices, known.holds)
-        assert set(known.holds) == {(R, "a"), (R, "b")}
+        kept = gone.rename(gone.parent.parent / "kept")
+        for _ in range(2):
+            with pytest.raises(LedgerLostError, match="has to be restarted"):
+                book.do(ledger.grant(R, {"b": "b"}, T0))
+            if kept.exists():
+                kept.rename(gone)
+        assert not book.snapshot.holds_on(R, ["b"])
 
 
-def test_a_ledger_that_another_agent_made_its_own_grants_nothing_more(path: str) -> None:
-    """With its directory it lost its lock; who came in between has the say, until it goes."""
+def test_a_ledger_that_another_agent_made_anew_grants_nothing_to_the_first(path: str) -> None:
+    """With its directory the first one lost its lock."""
     with Ledger.open(path) as book:
         book.do(ledger.adopt(R, ["a"], Side.PLUGIN, T0))
         shutil.rmtree(Path(path).parent)
         with Ledger.open(path) as other:
             other.do(ledger.adopt(R, ["a"], Side.DRA, T0))
-            with pytest.raises(LedgerBusyError):
+            with pytest.raises(LedgerLostError):
                 book.do(ledger.grant(R, {"a": "a"}, T0))
             assert not book.snapshot.holds
 
 
-def test_what_another_agent_gave_away_meanwhile_stays_given_away(path: str) -> None:
-    """Who lost the ledger and has it again knows the holders of both, and so does whoever comes next."""
-    with Ledger.open(path) as book:
-        book.do(ledger.adopt(R, ["a", "b", "c"], Side.PLUGIN, T0))
-        book.do(ledger.grant(R, {"b": "b"}, T0))
-        for number in range(5):  # its sequence is far ahead
-            book.do(ledger.adopt(R, [f"more-{number}"], Side.PLUGIN, T0))
-        shutil.rmtree(Path(path).parent)
-        with Ledger.open(path) as other:
-            other.do(ledger.adopt(R, ["a"], Side.DRA, T0))
-            other.do(ledger.adopt(R, ["c"], Side.PLUGIN, T0))
-            other.do(ledger.prepare(claim("1", "a")))
-            other.do(ledger.grant(R, {"c": "c"}, T0))
-        assert isinstance(book.do(ledger.grant(R, {"a": "a"}, T0)), Refused)
-        assert isinstance(book.do(ledger.prepare(claim("2", "c"))), Refused)
-        known = book.snapshot
-        assert set(known.holds) == {(R, "b"), (R, "c")}
-        assert set(known.claims) == {(D, "1")}
-    with Ledger.open(path) as book:
-        assert (book.snapshot.devices, book.snapshot.claims) == (known.devices, known.claims)
-        assert book.snapshot.holds.keys() == known.holds.keys()
-
-
-def test_what_another_agent_gave_away_stays_so_when_the_disk_fails_first(path: str) -> None:
-    """The answer is an error until both are on disk, not a grant that overlooks one of them."""
+def test_a_disk_that_loses_what_was_written_ends_the_ledger(path: str) -> None:
+    """After a failed write the file is read again; if it is older than what was answered, nothing is granted."""
     failing: list[str] = []
 
     def step(name: str) -> None:
@@ -561,37 +655,73 @@ def test_what_another_agent_gave_away_stays_so_when_the_disk_fails_first(path: s
 
     with Ledger.open(path, step=step) as book:
         book.do(ledger.adopt(R, ["a", "b"], Side.PLUGIN, T0))
-        book.do(ledger.grant(R, {"b": "b"}, T0))
-        shutil.rmtree(Path(path).parent)
-        with Ledger.open(path) as other:
-            other.do(ledger.adopt(R, ["a"], Side.DRA, T0))
+        old = {suffix: Path(path + suffix).read_bytes() for suffix in ("", "-wal")}
+        book.do(ledger.grant(R, {"a": "a"}, T0))
         failing.append("commit")
         with pytest.raises(LedgerError):
-            book.do(ledger.grant(R, {"a": "a"}, T0))
+            book.do(ledger.grant(R, {"b": "b"}, T0))
         failing.clear()
-        assert isinstance(book.do(ledger.grant(R, {"a": "a"}, T0)), Refused)
-        assert set(book.snapshot.holds) == {(R, "b")}
+        for suffix, content in old.items():
+            Path(path + suffix).write_bytes(content)
+        with pytest.raises(LedgerLostError, match="has lost what was written"):
+            book.do(ledger.grant(R, {"b": "b"}, T0))
 
 
-def test_who_stands_by_at_a_lock_that_was_removed_goes_on_standing_by(path: str) -> None:
-    """The agent that has the ledger makes itself another lock; letting go of the old one lets nobody in."""
-    opened: list[Ledger] = []
-    with Ledger.open(path) as book:
-        book.do(ledger.adopt(R, ["a"], Side.PLUGIN, T0))
-        waiting = threading.Thread(target=lambda: opened.append(Ledger.open(path, wait=True)), daemon=True)
-        waiting.start()
-        lock = os.stat(f"{path}.lock").st_ino
-        blocked_at(lock)
-        shutil.rmtree(Path(path).parent)
-        book.do(ledger.grant(R, {"a": "a"}, T0))
-        blocked_at(os.stat(f"{path}.lock").st_ino)
-        assert not opened
-        book.do(ledger.adopt(R, ["b"], Side.PLUGIN, T0))
-        known = book.snapshot
-    waiting.join(60)
-    (second,) = opened
-    with second:
-        assert second.snapshot.devices == known.devices
+async def test_a_lost_ledger_is_reported_to_its_owner(path: str) -> None:
+    """The desk's event is set with the first answer that fails so."""
+    desk = await Desk.open(path)
+    await desk.do(ledger.adopt(R, ["a"], Side.PLUGIN, T0))
+    assert not desk.lost.is_set()
+    shutil.rmtree(Path(path).parent)
+    with pytest.raises(LedgerLostError):
+        await desk.do(ledger.grant(R, {"a": "a"}, T0))
+    async with asyncio.timeout(60):
+        await desk.lost.wait()
+    await desk.close()
+
+
+SYNCS = r"""
+#define _GNU_SOURCE
+#include <dlfcn.h>
+#include <fcntl.h>
+#include <stdlib.h>
+#include <unistd.h>
+static void note(void) {
+    int fd = open(getenv("SYNCS"), O_WRONLY | O_APPEND);
+    if (fd >= 0) { write(fd, "s", 1); close(fd); }
+}
+int fdatasync(int fd) { note(); return ((int (*)(int)) dlsym(RTLD_NEXT, "fdatasync"))(fd); }
+int fsync(int fd) { note(); return ((int (*)(int)) dlsym(RTLD_NEXT, "fsync"))(fd); }
+"""
+"""Notes each sync of the process that it is loaded into."""
+
+
+def test_an_answer_comes_after_the_disk_was_told_to_keep_it(tmp_path: Path) -> None:
+    """A grant must survive a power failure: the process syncs its log between the call and the answer."""
+    source, library, notes = tmp_path / "syncs.c", tmp_path / "syncs.so", tmp_path / "notes"
+    source.write_text(SYNCS)
+    compiler = os.environ.get("CC", "gcc")
+    subprocess.run(
+        [compiler, "-shared", "-fPIC", "-w", "-o", str(library), str(source), "-ldl"], check=True, timeout=60
+    )
+    notes.touch()
+    script = f"""
+from pathlib import Path
+from deviceplugin import ledger
+from tests.test_ledger import R, T0
+notes = Path({str(notes)!r})
+book = ledger.Ledger.open({str(tmp_path / "l.db")!r})
+book.do(ledger.adopt(R, ["a"], ledger.Side.PLUGIN, T0))
+for operation in (ledger.grant(R, {{"a": "a"}}, T0), ledger.begin_move(R, ["a"], ledger.Side.DRA, T0)):
+    before = len(notes.read_text())
+    book.do(operation)
+    print(len(notes.read_text()) > before)
+"""
+    environment = {**os.environ, "LD_PRELOAD": str(library), "SYNCS": str(notes)}
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, check=True, timeout=60, env=environment
+    )
+    assert done.stdout.split() == ["True", "True"]
 
 
 def blocked_at(inode: int) -> None:
@@ -602,36 +732,6 @@ def blocked_at(inode: int) -> None:
         time.sleep(0.01)
 
 
-def test_the_claims_of_a_ledger_that_nobody_has_can_be_read(path: str) -> None:
-    """By another driver's agent; one that is in use is left alone, and all stays as it was."""
-    assert ledger.left_behind(path) == ()
-    with Ledger.open(path) as book:
-        book.do(ledger.adopt(R, ["a", "b"], Side.DRA, T0))
-        book.do(ledger.prepare(claim("1", "a")))
-        known = book.snapshot
-        assert ledger.left_behind(path) == (), "its agent lives"
-    assert [one.held for one in ledger.left_behind(path)] == [{(R, "a")}]
-    with Ledger.open(path) as book:
-        assert (book.snapshot, book.set_aside) == (known, None)
-
-
-@pytest.mark.parametrize("lock", [True, False])
-@pytest.mark.parametrize("content", ["", "no database at all, but of some length, so that it is looked at" * 40, None])
-def test_other_programs_files_are_left_alone(tmp_path: Path, content: str | None, lock: bool) -> None:
-    """Whatever is called like a ledger among the kubelet's plugins."""
-    path = tmp_path / "ledger.db"
-    if content is None:
-        with contextlib.closing(sqlite3.connect(path)) as other:
-            other.execute("CREATE TABLE claims (driver TEXT)")
-    else:
-        path.write_text(content)
-    if lock:
-        (tmp_path / "ledger.db.lock").touch()
-    before = {one.name: one.read_bytes() for one in tmp_path.iterdir()}
-    assert ledger.left_behind(str(path)) == ()
-    assert {one.name: one.read_bytes() for one in tmp_path.iterdir()} == before
-
-
 def test_what_is_closed_answers_with_an_error(path: str) -> None:
     """Nobody gets a grant from a ledger that another agent may have by now."""
     book = Ledger.open(path)
@@ -640,7 +740,7 @@ def test_what_is_closed_answers_with_an_error(path: str) -> None:
         book.do(ledger.grant(R, {"a": "a"}, T0))
 
 
-@pytest.mark.parametrize("version", [0, 2, 99])
+@pytest.mark.parametrize("version", [0, 3, 99])
 def test_a_file_of_another_schema_is_put_aside(book: Ledger, path: str, version: int) -> None:
     """Older or newer: never a reason to stay down, never lost."""
     book.close()
@@ -651,6 +751,64 @@ def test_a_file_of_another_schema_is_put_aside(book: Ledger, path: str, version:
         assert again.set_aside is not None
         assert os.path.exists(again.set_aside)
         again.do(ledger.adopt(R, ["a"], Side.PLUGIN, T0))
+
+
+FORMER = """
+CREATE TABLE devices (resource, device, state, since, sequence, reason, PRIMARY KEY (resource, device)) WITHOUT ROWID;
+CREATE TABLE holds (resource, unit, device, since, sequence, PRIMARY KEY (resource, unit)) WITHOUT ROWID;
+CREATE TABLE claims (driver, uid, namespace, name, devices, result, since, sequence, PRIMARY KEY (driver, uid))
+    WITHOUT ROWID;
+CREATE TABLE seal (id INTEGER PRIMARY KEY, sequence INTEGER NOT NULL, seal INTEGER NOT NULL);
+PRAGMA application_id = 1685089383;
+PRAGMA user_version = 1;
+"""
+FORMER_ROWS: dict[str, list[tuple[object, ...]]] = {
+    "devices": [(R, "a", "plugin", T0, 1, ""), (R, "b", "dra", T0, 2, "the share is 1")],
+    "holds": [(R, "a", "a", T0, 3)],
+    "claims": [(D, "1", "ml", "train", f'[["{R}","b","",false]]', "ready", T0, 4)],
+}
+
+
+def former_ledger(path: str, *, seal: int = 0) -> None:
+    """Write a ledger as an agent of schema 1 left it; `seal` other than 0 damages it."""
+    os.makedirs(os.path.dirname(path))
+    with contextlib.closing(sqlite3.connect(path)) as raw:
+        raw.executescript(FORMER)
+        for table, rows in FORMER_ROWS.items():
+            for row in rows:
+                raw.execute(f"INSERT INTO {table} VALUES ({', '.join('?' * len(row))})", row)
+                digest = hashlib.blake2b(msgspec.msgpack.encode((table, *row)), digest_size=8).digest()
+                seal ^= int.from_bytes(digest, "big", signed=True)
+        raw.execute("INSERT INTO seal VALUES (1, 4, ?)", (seal,))
+        raw.commit()
+
+
+def test_a_ledger_of_schema_1_is_upgraded(path: str) -> None:
+    """Nothing is lost; grants of then wait for their container to be named, and claims' pods are not known."""
+    former_ledger(path)
+    for _ in range(2):  # upgraded, and then as it is
+        with Ledger.open(path) as book:
+            assert (book.set_aside, book.fresh, book.snapshot.sequence) == (None, False, 4)
+            assert (state(book, "a"), state(book, "b")) == (State.PLUGIN, State.DRA)
+            hold = book.snapshot.holds[R, "a"]
+            assert (hold.device, hold.holders, hold.pending) == ("a", frozenset(), True)
+            record = book.snapshot.claims[D, "1"]
+            assert (record.title, record.held, record.pods) == ("ml/train", frozenset({(R, "b")}), frozenset())
+    with Ledger.open(path) as book:
+        book.do(ledger.observe(R, seen(book, a="u1/main"), T0))
+        book.do(ledger.set_setting("share", R, "1"))
+    with Ledger.open(path) as book:
+        assert book.set_aside is None
+        assert book.snapshot.holds[R, "a"].holders == {("u1", "main")}
+
+
+def test_a_damaged_ledger_of_schema_1_is_put_aside(path: str) -> None:
+    """Its seal is checked before anything of it is taken over."""
+    former_ledger(path, seal=1)
+    with Ledger.open(path) as book:
+        assert book.set_aside is not None
+        assert book.fresh
+        assert not book.snapshot.devices
 
 
 def test_only_the_latest_damaged_files_are_kept(path: str) -> None:
@@ -724,8 +882,7 @@ def test_a_damaged_write_ahead_log_ends_where_it_is_damaged(tmp_path: Path) -> N
 def operations() -> Sequence[Any]:
     """A life of a device in durable steps."""
     sequence = 1 << 40
-    snapshot = KubeletSnapshot(sequence, 3.0, quiet=True)
-    evidence = KubeletEvidence(sequence, {"a": 1.0}, 2.0, frozenset(), snapshot)
+    evidence = KubeletEvidence(sequence, {"a": 1.0}, KubeletSnapshot(sequence, 3.0, True))
     return (
         ledger.adopt(R, ["a", "b"], Side.PLUGIN, T0),
         ledger.grant(R, {"b": "b"}, T0),
@@ -830,6 +987,31 @@ print("healed")
     assert "healed" in done.stdout
 
 
+def test_a_full_disk_at_the_first_start_is_an_error_that_names_the_file(tmp_path: Path) -> None:
+    """RLIMIT_FSIZE again: the ledger cannot be made; nothing is put aside, and with room it is made."""
+    path = tmp_path / "l.db"
+    script = f"""
+import resource, signal
+from deviceplugin import ledger
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+resource.setrlimit(resource.RLIMIT_FSIZE, (0, hard))
+try:
+    ledger.Ledger.open({str(path)!r})
+except ledger.LedgerError as error:
+    print(error)
+resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+with ledger.Ledger.open({str(path)!r}) as book:
+    assert book.set_aside is None and book.fresh
+print("made")
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False, timeout=60)
+    said, made = done.stdout.splitlines()
+    assert said.startswith(f"cannot open the ledger {path}: ")
+    assert made == "made"
+    assert not [*tmp_path.glob("*aside*")]
+
+
 class Flaky:
     """A connection on which chosen statements fail."""
 
@@ -873,23 +1055,21 @@ def test_a_write_that_fails_refuses_and_the_next_one_looks_at_the_disk(tmp_path:
         assert again.snapshot.devices == kept
 
 
-def test_a_file_that_goes_bad_under_us_is_written_again_from_memory(tmp_path: Path) -> None:
-    """All that was ever recorded is in memory; it does not take evidence to rebuild it."""
+def test_a_file_that_goes_bad_while_it_is_in_use_ends_the_ledger(tmp_path: Path) -> None:
+    """It is put aside; nothing is granted until a new process has found out from evidence what is held."""
     fails: set[str] = set()
     path = str(tmp_path / "l.db")
     with Ledger.open(path, connect=lambda where: Flaky(where, fails)) as book:  # type: ignore[arg-type,return-value]
         book.do(ledger.adopt(R, ["a", "b"], Side.PLUGIN, T0))
-        book.do(ledger.grant(R, {"a": "a"}, T0))
         fails.add("COMMIT")
         with pytest.raises(LedgerError):
             book.do(ledger.grant(R, {"b": "b"}, T0))
         fails.clear()
         Path(path).write_bytes(b"\xff" * 8192)
-        assert isinstance(book.do(ledger.grant(R, {"b": "b"}, T0)), Granted)
-        whole = book.snapshot
-    with Ledger.open(path) as again:
-        assert again.snapshot == whole
-        assert len(again.snapshot.holds) == 2
+        for _ in range(2):
+            with pytest.raises(LedgerLostError):
+                book.do(ledger.grant(R, {"b": "b"}, T0))
+        assert book.set_aside is not None
 
 
 def test_a_directory_that_cannot_be_written_is_an_error_that_says_so(tmp_path: Path) -> None:
@@ -902,7 +1082,7 @@ def test_a_directory_that_cannot_be_written_is_an_error_that_says_so(tmp_path: P
 def test_an_operation_that_fails_costs_its_own_caller_only(book: Ledger) -> None:
     """One mistake of ours in a batch does not refuse the pods beside it."""
 
-    def mistaken(_now: ledger.Snapshot, _rules: Rules) -> ledger.Decision[None]:
+    def mistaken(_now: ledger.Snapshot) -> ledger.Decision[None]:
         raise ZeroDivisionError
 
     answers = book.do_all([mistaken, ledger.grant(R, {"a": "a"}, T0)])
@@ -941,7 +1121,7 @@ async def test_what_is_asked_together_is_committed_together(path: str) -> None:
     assert all(isinstance(answer, Granted) for answer in await asyncio.gather(first, *others))
     assert len(commits) == 2
     with pytest.raises(ZeroDivisionError):
-        await desk.do(lambda now, rules: 1 // 0)  # type: ignore[arg-type]
+        await desk.do(lambda now: 1 // 0)  # type: ignore[arg-type, return-value]
     await desk.close()
     with pytest.raises(LedgerError):
         await desk.do(ledger.grant(R, {"1": "1"}, T0))
@@ -991,15 +1171,19 @@ def test_memory_and_file_never_differ(tmp_path_factory: pytest.TempPathFactory, 
         st.builds(lambda d: ledger.forget(R, [d]), device),
         st.builds(
             lambda d, held: ledger.observe(
-                R, KubeletSnapshot(1 << 40, 0.0, quiet=True, held={d: Held(d, "n/p")} if held else {}), T0, apart=0.0
+                R, KubeletSnapshot(1 << 40, 0.0, True, {d: held_by(d, held)} if held else {}), T0, apart=0.0
             ),
             device,
-            st.booleans(),
+            st.sampled_from(["", "u1/main", "u1/init", "u2/main"]),
         ),
+        st.builds(lambda u, d: ledger.describe(D, u, "n", "c", [d]), uid, device),
+        st.builds(lambda d, v: ledger.set_setting("s", d, v), device, st.sampled_from([None, "1", "2"])),
         st.builds(
             lambda d, held: ledger.confront(
                 R,
-                Evidence({d: Held(d, "n/p")} if held else {}, [ClaimEvidence(D, "9", frozenset({d}), prepared=held)]),
+                Evidence(
+                    {d: held_by(d, "u3/main")} if held else {}, [ClaimEvidence(D, "9", frozenset({d}), prepared=held)]
+                ),
                 [d],
                 Side.DRA,
                 T0,
@@ -1020,3 +1204,36 @@ def test_memory_and_file_never_differ(tmp_path_factory: pytest.TempPathFactory, 
         assert again.snapshot.holds == {
             key: replace(hold, pod="", absent_since=None) for key, hold in known.holds.items()
         }
+        assert again.snapshot.settings == known.settings
+
+
+# R10
+
+
+def test_a_device_is_recorded_as_what_it_is(book: Ledger, path: str) -> None:
+    """Moves keep it, a restart too; an unknown device has none."""
+    book.do(ledger.identify({(R, "a"): "boot:1 n1", (R, "z"): "boot:1 n2", (R, "b"): ""}))
+    to_dra(book, "a")
+    book.close()
+    with Ledger.open(path) as again:
+        assert {name: record.identity for name, record in again.snapshot.of(R).items()} == {"a": "boot:1 n1", "b": ""}
+
+
+@pytest.mark.parametrize("side", list(Side))
+def test_a_held_device_is_recorded_as_what_its_holder_got(book: Ledger, side: Side) -> None:
+    """Until nobody holds it, or the node was booted since."""
+    if side is Side.PLUGIN:
+        book.do(ledger.grant(R, {"a": "a"}, T0))
+    else:
+        to_dra(book, "a")
+        book.do(ledger.prepare(claim("1", "a")))
+    for identity, after in (("boot:1 n1", "n1"), ("boot:1 n2", "n1"), ("boot:2 n3", "n3"), ("boot:2 n4", "n3")):
+        book.do(ledger.identify({(R, "a"): identity}))
+        assert book.snapshot.device(R, "a").identity.endswith(after)
+    if side is Side.PLUGIN:
+        book.do(ledger.observe(R, seen(book, 1.0), T0))
+        book.do(ledger.observe(R, seen(book, 100.0), T0))
+    else:
+        book.do(ledger.unprepare(D, "1"))
+    book.do(ledger.identify({(R, "a"): "boot:2 n4"}))
+    assert book.snapshot.device(R, "a").identity == "boot:2 n4"

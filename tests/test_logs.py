@@ -31,7 +31,7 @@ def _restored() -> Iterator[None]:
     root = logging.getLogger()
     level, handlers = root.level, root.handlers[:]
     excepthooks = sys.excepthook, threading.excepthook, sys.unraisablehook
-    libraries = {name: logging.getLogger(name).level for name in ("asyncio", "grpc", "watchdog", "httpx", "httpcore")}
+    libraries = {name: logging.getLogger(name).level for name in ("asyncio", "grpc", "watchdog", "aiohttp")}
     yield
     sys.excepthook, threading.excepthook, sys.unraisablehook = excepthooks
     logging.captureWarnings(False)

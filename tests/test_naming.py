@@ -21,8 +21,12 @@ from deviceplugin.naming import (
     check_driver,
     check_label,
     check_resource,
+    class_name,
     device_name,
+    kept_qualifiers,
     parse_quantity,
+    possible_names,
+    published_names,
     qualified,
     qualifiers,
 )
@@ -30,6 +34,7 @@ from deviceplugin.naming import (
 LABEL = re.compile(r"[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?")
 ids = st.text(st.characters(min_codepoint=33, max_codepoint=126), min_size=1, max_size=63)
 labels = st.from_regex(LABEL, fullmatch=True)
+like_qualified = st.from_regex(r"([a-z]{1,2}--)?[01]", fullmatch=True)
 
 
 @pytest.mark.parametrize(
@@ -92,6 +97,40 @@ def test_qualifiers_are_unique(resources: list[str]) -> None:
     assert len(set(words.values())) == len(set(resources))
     assert all(LABEL.fullmatch(word) for word in words.values() if word)
     assert all(bool(word) == (len(words) > 1) for word in words.values())
+
+
+@given(
+    st.lists(st.from_regex(r"([a-c]\.){1,2}com/[A-Ca-c.]{0,2}[a-c]", fullmatch=True), unique=True),
+    st.from_regex(r"([a-c]\.){1,3}com", fullmatch=True),
+)
+def test_classes_of_one_driver_differ(resources: list[str], driver: str) -> None:
+    """Whatever domains and names its resources have, each has a DeviceClass of its own within the driver's name."""
+    names = [class_name(resource, driver) for resource in resources]
+    assert len(set(names)) == len(resources)
+    assert all(f".{name}".endswith(f".{driver}") for name in names)
+
+
+resources = st.from_regex(r"[a-z]{1,3}\.com/([A-Z]|[a-z]{1,2})", fullmatch=True)
+
+
+@given(
+    st.lists(resources, unique=True, min_size=1, max_size=3),
+    st.lists(resources, max_size=4),
+    st.lists(st.sets(ids | like_qualified, min_size=1, max_size=3), min_size=7, max_size=7),
+)
+def test_published_names_never_change_nor_collide(first: list[str], later: list[str], some: list[set[str]]) -> None:
+    """Whatever resources join a driver later, names stay, differ, and are among the possible ones."""
+    words = kept_qualifiers({}, first)
+    assert words == qualifiers(first)
+    devices = dict(zip(dict.fromkeys((*first, *later)), some, strict=False))
+    for number in range(len(later) + 1):
+        names = published_names(words, devices)
+        assert len(names) == sum(len(devices[name]) for name in words)
+        assert all(name in possible_names(*key) for name, key in names.items())
+        if number < len(later):
+            more = kept_qualifiers(words, [later[number]])
+            assert names.items() <= published_names(more, devices).items()
+            words = more
 
 
 @pytest.mark.parametrize("name", ["gpu.example.com", "a", "a-b.c0", "x" * 63])

@@ -7,7 +7,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
@@ -16,7 +15,7 @@ from deviceplugin.agent import ResourceStatus
 from deviceplugin.device import Device, Health
 from deviceplugin.inventory import merged
 from deviceplugin.naming import device_name
-from deviceplugin.observe import BOOKS_STALE, Hold, View, happened, pod_names
+from deviceplugin.observe import BOOKS_STALE, Hold, View, happened
 from deviceplugin.podresources import ClaimUse, Holder
 from deviceplugin.report import Event, Place, PreparedClaim, Report
 from tests.views import RESOURCE, Source, Still, resource
@@ -67,24 +66,6 @@ class TestHolders:
         still.sources = {RESOURCE: Some()}
         assert [seen.replicas for seen in still.observer().view().resources[0].devices] == [4, 1, 4]
 
-    async def test_init_containers_get_the_name_of_their_pod(self, tmp_path: Path) -> None:
-        """The checkpoint knows UIDs only; the kubelet's log directories tell the names."""
-        (tmp_path / "team_train_uid-1").mkdir()
-        still = Still(resource("a", held={"a": [Holder(container="prepare", uid="uid-1")]}))
-        observer = still.observer(pod_logs=tmp_path)
-        assert holds(observer.view()) == [Hold("plugin", "", "", "prepare", "", "uid-1")]
-        await observer.note(still.status())
-        assert holds(observer.view()) == [Hold("plugin", "team", "train", "prepare", "", "uid-1")]
-        still.resources = [resource("a")]
-        await observer.note(still.status())
-
-    def test_pod_names_are_found_by_uid(self, tmp_path: Path) -> None:
-        """Other directories, and none at all, are no trouble."""
-        for name in ("ns_pod-a_u1", "ns_pod-b_u2", "other", "a_b_c_d"):
-            (tmp_path / name).mkdir()
-        assert pod_names(["u1", "u3"], tmp_path) == {"u1": ("ns", "pod-a")}
-        assert pod_names(["u1"], tmp_path / "none") == {}
-
     def test_nobody_knows_when_the_books_are_old(self) -> None:
         """When the kubelet cannot be asked for long, or was not yet, its last answer does not stay for ever."""
         still = Still(resource("a", held={"a": [MAIN]}))
@@ -111,15 +92,18 @@ class TestHolders:
         assert holds(view, "GPU_1") == [Hold("dra", "team", "train", "main", "mine")]
         assert holds(view, "a") == []
 
-    def test_one_driver_with_two_resources_is_told_apart(self) -> None:
-        """Resources of one driver may have devices with the same ids."""
+    @pytest.mark.parametrize("kept", [{}, {"example.com/big": "", "example.com/small": "small--"}])
+    def test_one_driver_with_two_resources_is_told_apart(self, kept: dict[str, str]) -> None:
+        """Resources of one driver may have devices with the same ids; the bridge says how they are published."""
         sources = {}
         for name in ("example.com/big", "example.com/small"):
             sources[name] = Source()
             sources[name].resource, sources[name].driver = name, "gpu.example.com"
         still = Still(*(resource("a", name=name) for name in sources))
         still.sources = dict(sources)
-        still.claims = frozenset({ClaimUse("gpu.example.com", "n", device_name("a", "small"), "mine", MAIN)})
+        word = kept.get("example.com/small", "small")
+        still.claims = frozenset({ClaimUse("gpu.example.com", "n", device_name("a", word), "mine", MAIN)})
+        still.providers.append(Telling(lambda: Report(qualifiers=kept)))
         view = still.observer().view()
         assert [len(one.devices[0].holds) for one in view.resources] == [0, 1]
 

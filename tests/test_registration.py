@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import itertools
 import logging
 import os
@@ -212,9 +213,26 @@ def test_locks_of_two_resources_are_two(tmp_path: Path) -> None:
 
 
 def test_lock_where_nothing_can_be_written_says_so(tmp_path: Path) -> None:
-    """A directory that cannot be written is an error that says what is needed."""
-    with pytest.raises(DirectoryError, match="needs write access"):
-        InstanceLock(tmp_path / "missing", R).acquire()
+    """A lock file that cannot be made is an error that names it and says what is needed."""
+    lock = InstanceLock(tmp_path / "missing", R)
+    with pytest.raises(DirectoryError, match=rf"^{re.escape(str(lock.path))}: .*needs write access.*free space"):
+        lock.acquire()
+
+
+def test_full_disk_at_the_first_start(
+    fake_kubelet: FakeKubelet, served: Serve, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A resource is registered though the disk has no room for the text in its lock file, and a second one waits."""
+
+    def full(*_: object) -> int:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "pwrite", full)
+    served(source())
+    fake_kubelet.wait_allocatable(R, 2)
+    second = InstanceLock(fake_kubelet.device_plugin_dir, R)
+    assert second.path.read_text() == ""
+    assert not second.acquire()
 
 
 def test_identity_tells_a_new_file_of_the_same_name(tmp_path: Path) -> None:

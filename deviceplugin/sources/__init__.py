@@ -24,7 +24,7 @@ from typing import Any, Final, cast
 
 import msgspec
 
-from deviceplugin import health
+from deviceplugin import health, identity
 from deviceplugin.config import (
     CommandProbeConfig,
     DeviceEntry,
@@ -35,14 +35,15 @@ from deviceplugin.config import (
     ResourceConfig,
     SimulatedConfig,
     UsbConfig,
+    sides_conflict,
 )
-from deviceplugin.device import ContainerEdits, Device, Health, Mount
+from deviceplugin.device import ContainerEdits, Device, DeviceNode, Health, Mount
 from deviceplugin.naming import PCI_BUS_ID
 from deviceplugin.source import DeviceSource, Measured
 from deviceplugin.sources.path import GroupSource, PathSource
 from deviceplugin.sources.simulated import SimulatedSource
 
-__all__ = ["ConfiguredSource", "build"]
+__all__ = ["ConfiguredSource", "build", "overlaps"]
 
 _LOG: Final = logging.getLogger(__name__)
 FIRST_LIST: Final = 2.0
@@ -56,6 +57,38 @@ OPEN_TIMEOUT: Final = 5.0
 def build(resource: ResourceConfig) -> ConfiguredSource:
     """Return the source of a resource's devices."""
     return ConfiguredSource(resource)
+
+
+def overlaps(resources: Iterable[ResourceConfig]) -> list[str]:
+    """Return a sentence for each two ids, of one resource or two, whose paths lead to one thing now. Blocks."""
+    owners: dict[str, tuple[str, str]] = {}
+    configured: dict[str, ResourceConfig] = {}
+    known: dict[tuple[str, str], identity.Tokens] = {}
+    notes: dict[str, None] = {}
+    for resource in resources:
+        configured[resource.name] = resource
+        entries = tuple(entry for entry in resource.devices if entry.path or entry.group)
+        source = ConfiguredSource(msgspec.structs.replace(resource, devices=entries))
+        found = {
+            device.id: device
+            for entry in source.entries
+            if isinstance(entry, PathSource | GroupSource)
+            for device in entry.look()
+            if source.wants(device)
+        }
+        for name, tokens in identity.identities(list(found.values())).items():
+            known[resource.name, name] = tokens
+            for token in sorted(tokens):
+                other, one = owners.setdefault(token, (resource.name, name)), (resource.name, name)
+                if other != one:
+                    text = f"{name} of {resource.name} and {other[1]} of {other[0]} are one thing"
+                    text += f" ({identity.shown({token})}): while one is held, the other is given to nobody"
+                    if sides_conflict(resource, configured[other[0]]):
+                        text += "; neither is offered, since their drivers' shares put them on different sides"
+                    if tokens - known[other] and known[other] - tokens:
+                        text += "; a node that they only share belongs under `nodes`"
+                    notes[text] = None
+    return list(notes)
 
 
 def _path(glob: str, resource: ResourceConfig, number: int) -> DeviceSource:
@@ -136,6 +169,7 @@ class ConfiguredSource(DeviceSource):
         )
         self._edits = ContainerEdits(
             env=config.env,
+            nodes=[DeviceNode(path, permissions=config.permissions) for path in config.nodes],
             mounts=[Mount(mount.host, mount.container, mount.readonly) for mount in config.mounts],
             annotations=config.annotations,
             cdi=config.cdi,
@@ -278,7 +312,7 @@ class ConfiguredSource(DeviceSource):
         doubles: dict[str, None] = {}
         entries: dict[str, int] = {}
         for index, device in found:
-            if not self._wanted(device):
+            if not self.wants(device):
                 continue
             if device.id in made:
                 doubles[f"{device.id} is found by two entries and served once"] = None
@@ -306,7 +340,8 @@ class ConfiguredSource(DeviceSource):
         self._made, self._doubles, self._owners = made, doubles, entries
         return [device for _, device in made.values()]
 
-    def _wanted(self, device: Device) -> bool:
+    def wants(self, device: Device) -> bool:
+        """Return whether `include` and `exclude` let a device through."""
         include, exclude = self.config.include, self.config.exclude
         if not (include or exclude):
             return True

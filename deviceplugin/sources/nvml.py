@@ -1166,6 +1166,7 @@ class NvidiaSource(DeviceSource):
             attributes={key: value for key, value in attributes.items() if value not in (None, "")},
             capacity={"memory": f"{memory}Mi"} if memory else {},
             edits=ContainerEdits(nodes=common, cdi=[f"{CDI_KIND}={name}"] if name else ()),
+            identity=f"uuid:{attributes['uuid']}",
         )
 
     def _nodes(self, gpu: Gpu, partition: Partition | None) -> tuple[list[DeviceNode], list[DeviceNode]]:

@@ -23,7 +23,7 @@ from dataclasses import dataclass, field
 from fnmatch import translate
 from typing import Final
 
-from deviceplugin import filewatch, hooks
+from deviceplugin import filewatch, hooks, identity
 from deviceplugin.device import NO_EDITS, ContainerEdits, Device, DeviceNode, Mount
 from deviceplugin.source import DeviceSource
 
@@ -95,6 +95,7 @@ class _Match:
 
     real: the directory it is really in. entry: the inode that this directory names for it.
     seen: a hash of what stat says. directories: those that the chain of its symlinks runs through.
+    identity: what it is, whatever its path (`deviceplugin.identity`).
     """
 
     alias: str
@@ -105,6 +106,7 @@ class _Match:
     mode: int
     numa: int | None
     directories: tuple[str, ...]
+    identity: str = ""
 
     def edits(self, permissions: str) -> tuple[tuple[DeviceNode, ...], tuple[Mount, ...]]:
         """Return what gives it to a container."""
@@ -256,6 +258,7 @@ class _WatchedPaths(DeviceSource):
             nodes=nodes,
             numa=numa[0] if len(numa) == 1 else (tuple(numa) or None),
             edits=ContainerEdits(mounts=mounts) if mounts else NO_EDITS,
+            identity=matches[0].identity,
         )
 
     def _matching(self, glob: str, look: _Look) -> list[_Match]:
@@ -309,7 +312,7 @@ class _WatchedPaths(DeviceSource):
             host, directories = os.path.join(real, os.path.basename(alias)), ()
         if host == alias:
             host = alias  # one string for both
-        return _Match(alias, host, real, entry, seen, mode, look.numa[numbers], directories)
+        return _Match(alias, host, real, entry, seen, mode, look.numa[numbers], directories, identity.token(status))
 
     def _say(self, notes: list[str]) -> None:
         """Log what is new about the globs, each once."""

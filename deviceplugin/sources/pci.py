@@ -195,6 +195,7 @@ class PciSource(DeviceSource):
             numa=sysfs.numa_node(one.directory),
             attributes={name: value for name, value in attributes.items() if value is not None},
             edits=ContainerEdits(nodes=[DeviceNode(node) for node in common]) if common else NO_EDITS,
+            identity=f"pci:{one.address}",
         )
 
     def _nodes(self, one: _Function, group: str | None) -> tuple[list[str], list[str]]:

@@ -8,6 +8,7 @@ handed in; it is never held during a call to a plugin.
 
 from __future__ import annotations
 
+import contextlib
 import random
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -70,13 +71,15 @@ class ContainerSpec:
 
     restartable: an init container that goes on running beside the others (a sidecar).
     through_dra: resources among the limits that the pod's extended resource claim serves. Admission
-    leaves them alone; the start of the container does not (kubelet 1.36.3).
+    leaves them alone; the start of the container does not (kubelet 1.36.3). lasting: an init container
+    that runs until `FakePod.end_init_container`; others end as soon as they have started.
     """
 
     name: str
     limits: Mapping[str, int] = field(default_factory=dict)
     restartable: bool = False
     through_dra: Collection[str] = ()
+    lasting: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -206,6 +209,11 @@ class DeviceManager:
         self._affinity: dict[tuple[str, str], frozenset[int] | None] = {}
         self._writing = Lock()
         self._version = self._written = 0
+        self.hold_writes = 0
+        """How many of the next checkpoints are made up and not written yet."""
+        self.land_writes = False
+        """Whether those that are held take the place of newer ones, one at each write."""
+        self._held_writes: list[Checkpoint] = []
 
     # Plugins come, speak and go.
 
@@ -232,7 +240,8 @@ class DeviceManager:
             self._healthy[resource] = {i for i, device in known.items() if device.health == HEALTHY}
             self._unhealthy[resource] = known.keys() - self._healthy[resource]
             self._lock.notify_all()
-        self.write_checkpoint()
+        with contextlib.suppress(OSError):  # logged by the kubelet
+            self.write_checkpoint()
 
     # What others may know.
 
@@ -255,7 +264,8 @@ class DeviceManager:
                 for table in (self.endpoints, self._healthy, self._unhealthy):
                     table.pop(resource, None)
         if gone:
-            self.write_checkpoint()
+            with contextlib.suppress(OSError):
+                self.write_checkpoint()
         return capacity, allocatable
 
     def next_expiry(self) -> float | None:
@@ -417,7 +427,10 @@ class DeviceManager:
                 held[resource] = _Allocation(by_node, response.container_responses[0])
                 self._lock.notify_all()
         if write:
-            self.write_checkpoint()
+            try:
+                self.write_checkpoint()
+            except OSError as error:
+                raise AdmissionError(f"failed to write checkpoint file: {error}") from error
 
     def _choose(self, uid: str, container: str, resource: str, required: int, reusable: set[str]) -> set[str]:
         chosen: set[str] = set()
@@ -546,7 +559,12 @@ class DeviceManager:
     # The checkpoint.
 
     def write_checkpoint(self) -> None:
-        """Write down who holds what and which devices are healthy."""
+        """Write down who holds what and which devices are healthy.
+
+        Raises:
+            OSError: the file cannot be replaced.
+
+        """
         with self._lock:
             self._version += 1
             version = self._version
@@ -557,17 +575,24 @@ class DeviceManager:
                 for resource, allocation in resources.items()
             ]
             registered = {resource: sorted(healthy) for resource, healthy in self._healthy.items()}
+            checkpoint = Checkpoint(entries or None, registered)
+            late = self.hold_writes > 0
+            self.hold_writes -= late
         # Never take the mutex below: callers may hold it, and the file must not wait for it.
         with self._writing:
-            if version > self._written:
-                Checkpoint(entries or None, registered).write(self._path)
+            if late:
+                self._held_writes.append(checkpoint)
+            elif version > self._written:
+                # Nobody sees the newer file between the two renames.
+                overtaken = self.land_writes and self._held_writes
+                (self._held_writes.pop(0) if overtaken else checkpoint).write(self._path)
                 self._written = version
 
     def read_checkpoint(self) -> None:
         """Take up what the last run wrote down; resources come back without devices and with stopped endpoints.
 
         Raises:
-            ValueError: the file is damaged; the kubelet goes on without it.
+            ValueError, OSError: the file is damaged or cannot be read; the kubelet goes on without it.
 
         """
         try:

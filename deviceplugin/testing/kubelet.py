@@ -21,15 +21,24 @@ import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Final, Self
+from typing import TYPE_CHECKING, Final, Literal, Self
 
+from deviceplugin.testing import claim_state
+from deviceplugin.testing.cgroups import CgroupLayout, CgroupTree
+from deviceplugin.testing.checkpoint import FILE_NAME as CHECKPOINT
 from deviceplugin.testing.devicemanager import DeviceState
 from deviceplugin.testing.numa import Policy
-from deviceplugin.testing.pods import Containers, FakeContainer, FakePod, container_specs
+from deviceplugin.testing.pods import Containers, FakeContainer, FakePod, Lingering, container_specs
 from deviceplugin.testing.run import Registration, Rpc, Run, Update, describe
 from deviceplugin.wire import podresources_pb2 as pr
 
-__all__ = ["FakeKubelet", "Registration", "Rpc", "Update"]
+if TYPE_CHECKING:
+    from deviceplugin.agent import Paths
+
+__all__ = ["Damage", "FakeKubelet", "Registration", "Rpc", "Update"]
+
+Damage = Literal["deleted", "empty", "torn", "unreadable"]
+"""What can happen to a file. unreadable: there is a directory of its name, which cannot be replaced either."""
 
 _SUN_PATH: Final = 107
 
@@ -48,6 +57,8 @@ class FakeKubelet:
     start_backoff: seconds between attempts to start a container (a kubelet: 10 s and more).
     seed: the kubelet walks sets of devices in random order; the same seed gives the same order.
     pod_resources_qps, pod_resources_burst: the rate limit of PodResources.
+    cgroup_root: where the node's cgroups are; None is `cgroup` under the root.
+    cgroup_layout: the cgroups' version and naming.
     """
 
     def __init__(
@@ -63,6 +74,8 @@ class FakeKubelet:
         seed: int = 0,
         pod_resources_qps: float = 100.0,
         pod_resources_burst: int = 10,
+        cgroup_root: Path | None = None,
+        cgroup_layout: CgroupLayout = "v2",
     ) -> None:
         self._own_root = root is None
         self.root = Path(root).resolve() if root is not None else Path(tempfile.mkdtemp(prefix="dp-", dir=_short_tmp()))
@@ -75,12 +88,22 @@ class FakeKubelet:
         self.seed = seed
         self.pod_resources_qps = pod_resources_qps
         self.pod_resources_burst = pod_resources_burst
+        self.cgroups = CgroupTree(cgroup_root or self.root / "cgroup", cgroup_layout)
         self.register_delay = 0.0
         """Seconds that Register waits before it does anything."""
+        self.pod_resources_refused = 0.0
+        """The share of the calls of PodResources that is refused with RESOURCE_EXHAUSTED.
+
+        The limit is the server's, one for all its clients (LimiterUnaryServerInterceptor, kubelet 1.36.3).
+        """
         self.changed = threading.Condition()
         """Notified whenever anything changes that can be observed here."""
         self.pods: dict[str, FakePod] = {}
         """All pods that were not deleted, by namespace/name."""
+        self.orphans: dict[str, FakePod] = {}
+        """Pods that were removed while something of them was on the node, by uid, until it is gone."""
+        self.sources_held = False
+        self.network_ready = True
         self.registrations: list[Registration] = []
         """The calls of Register that succeeded."""
         self.rejections: list[Registration] = []
@@ -115,6 +138,47 @@ class FakeKubelet:
         """Where PodResources is served."""
         return self.root / "pod-resources" / "kubelet.sock"
 
+    @property
+    def cgroup_root(self) -> Path:
+        """The root of the cgroup filesystem."""
+        return self.cgroups.root
+
+    def pod_directory(self, pod: FakePod) -> Path:
+        """Return where a pod's volumes are; it is there from the pod's first sync until it was cleaned up."""
+        return self.root / "pods" / pod.uid
+
+    @property
+    def paths(self) -> Paths:
+        """The paths of the node, for an agent."""
+        from deviceplugin.agent import Paths
+
+        return Paths(kubelet_root=self.root, cgroup_root=self.cgroup_root, pod_log_dir=self.pod_logs)
+
+    @property
+    def pod_logs(self) -> Path:
+        """Where pods have log directories, named namespace_name_uid."""
+        return self.root / "pod-logs"
+
+    @property
+    def arguments(self) -> tuple[str, ...]:
+        """The command line options that point an agent at this node."""
+        options = {
+            "--kubelet-root": self.root,
+            "--cgroup-root": self.cgroup_root,
+            "--pod-log-dir": self.pod_logs,
+        }
+        return tuple(word for name, path in options.items() for word in (name, str(path)))
+
+    @property
+    def checkpoint(self) -> Path:
+        """The device manager's checkpoint."""
+        return self.device_plugin_dir / CHECKPOINT
+
+    @property
+    def claim_state(self) -> Path:
+        """The DRA manager's checkpoint."""
+        return self.root / claim_state.FILE_NAME
+
     # Its life.
 
     def __enter__(self) -> Self:
@@ -136,14 +200,25 @@ class FakeKubelet:
         """Whether the kubelet runs."""
         return self._run is not None
 
+    @property
+    def hears_of_pods(self) -> bool:
+        """Whether the kubelet runs and the API server reaches it."""
+        return self._run is not None and not (self.sources_held and not self._run.manager.sources_ready)
+
     def start(self, *, wipe: bool = True) -> None:
-        """Start the kubelet: delete sockets, read the checkpoint, admit again the pods that are there."""
+        """Start the kubelet: delete sockets, read the checkpoint, admit again the pods that are there.
+
+        Raises:
+            ValueError: the claim state is damaged; a kubelet ends with that error.
+
+        """
         with self.changed:
             if self._run is not None:
                 raise RuntimeError("the kubelet runs already")
-            for pod in list(self.pods.values()):
-                if pod.deleting:
-                    self.end_pod(pod, None)
+            (self.root / "pods").mkdir(parents=True, exist_ok=True)
+            claim_state.read_or_create(self.root)
+            self.cgroups.create()
+            self.pod_logs.mkdir(parents=True, exist_ok=True)
             self._run = run = Run(self)
         run.start(wipe=wipe)
 
@@ -165,6 +240,16 @@ class FakeKubelet:
         if downtime:
             time.sleep(downtime)
         self.start(wipe=wipe)
+
+    def reboot(self) -> None:
+        """Restart the whole node: every container ends, every cgroup is gone, what is on disk stays."""
+        self.stop()
+        with self.changed:
+            for pod in (*self.pods.values(), *self.orphans.values()):
+                pod.lingering = ""
+                self.end_containers(pod)
+                self.cgroups.remove_pod(pod.uid)
+        self.start()
 
     def recreate_socket(self) -> None:
         """Serve on a new kubelet.sock in the same kubelet, as newer kubelets do after a failure of their server.
@@ -205,6 +290,68 @@ class FakeKubelet:
         with self.changed:
             self._rejecting_pods.append(reason)
 
+    def hold_sources(self) -> None:
+        """Keep the API server from the kubelet: from its next start it knows of no pods but static ones.
+
+        Until `release_sources` PodResources List is empty (v1PodResourcesServer.List does not wait for
+        sources), UpdateAllocatedDevices does nothing, and no pod is cleaned up (sourcesReady.AllReady,
+        kubelet 1.36.3). The checkpoint names the pods as before.
+        """
+        with self.changed:
+            self.sources_held = True
+
+    def release_sources(self) -> None:
+        """Let the API server reach the kubelet again."""
+        with self.changed:
+            self.sources_held = False
+            self.changed.notify_all()
+
+    def lose_network(self) -> None:
+        """Make the node's network unready: pods are admitted and get devices, but are not started.
+
+        They have neither cgroup nor directory (Kubelet.SyncPod returns before it makes them, kubelet
+        1.36.3). Containers that run are left alone, and not started again when they end.
+        """
+        with self.changed:
+            self.network_ready = False
+
+    def restore_network(self) -> None:
+        """Make the node's network ready."""
+        with self.changed:
+            self.network_ready = True
+            self.changed.notify_all()
+
+    def hold_checkpoint_writes(self, count: int = 1) -> None:
+        """Hold up the next writes of the checkpoint after their contents were made up.
+
+        The kubelet gathers the contents under its mutex and writes them outside of it
+        (ManagerImpl.writeCheckpoint, kubelet 1.36.3), so an older state can replace a newer one.
+        """
+        with self.changed:
+            manager = self._up().manager
+            manager.hold_writes, manager.land_writes = count, False
+
+    def land_checkpoint_writes(self) -> None:
+        """Let the writes that are held up replace newer ones, the oldest first, one at each write from now on."""
+        with self.changed:
+            self._up().manager.land_writes = True
+
+    def damage_checkpoint(self, damage: Damage) -> None:
+        """Damage the device manager's checkpoint, while the kubelet runs or is down.
+
+        A running kubelet replaces the file at its next write, if it can. One that starts goes on
+        without it: it knows no devices of running containers (ManagerImpl.Start, kubelet 1.36.3).
+        """
+        _damage(self.checkpoint, damage)
+
+    def damage_claim_state(self, damage: Damage) -> None:
+        """Damage the DRA manager's checkpoint, while the kubelet runs or is down.
+
+        A kubelet that starts makes a new one if it is deleted, and then never unprepares the claims
+        of running pods; otherwise it does not start (newClaimInfoCache, kubelet 1.36.3).
+        """
+        _damage(self.claim_state, damage)
+
     # Pods.
 
     def start_pod(
@@ -220,7 +367,7 @@ class FakeKubelet:
 
         limits: those of a single container, `main`; or say `containers`.
         """
-        return self._make_pod(name, limits, containers, init_containers, namespace, bind=False)
+        return self._make_pod(name, limits, containers, init_containers, namespace)
 
     def run_pod(
         self,
@@ -230,16 +377,19 @@ class FakeKubelet:
         containers: Containers | None = None,
         init_containers: Containers | None = None,
         namespace: str = "default",
+        static: bool = False,
         timeout: float = 10.0,
     ) -> FakePod:
         """Make a pod past the scheduler and wait until it runs, or has failed (look at its phase).
+
+        static: it comes from a manifest on the node.
 
         Raises:
             KubeletCrashError: its admission would have ended a real kubelet.
             TimeoutError: neither happens in time.
 
         """
-        pod = self._make_pod(name, limits, containers, init_containers, namespace, bind=True)
+        pod = self._make_pod(name, limits, containers, init_containers, namespace, bind=True, static=static)
         self.wait_until(lambda: pod.running or pod.terminal, timeout, lambda: f"{pod!r} to run or fail")
         pod.raise_crash()
         return pod
@@ -392,7 +542,8 @@ class FakeKubelet:
         init_containers: Containers | None,
         namespace: str,
         *,
-        bind: bool,
+        bind: bool = False,
+        static: bool = False,
     ) -> FakePod:
         if limits is not None and containers is not None:
             raise ValueError("give limits or containers, not both")
@@ -402,6 +553,7 @@ class FakeKubelet:
             if key in self.pods:
                 raise ValueError(f"there is a pod {key} already")
             pod = FakePod(str(uuid.uuid4()), name, namespace, specs, container_specs(init_containers), self)
+            pod.static = static
             self.pods[key] = pod
             if bind:
                 self._bind(pod)
@@ -435,29 +587,97 @@ class FakeKubelet:
                         free[resource] = free.get(resource, 0) - number
                     self._bind(pod)
 
-    def active_pods(self) -> list[FakePod]:
-        """Return the pods on this node that are not over."""
+    def assigned_pods(self) -> list[FakePod]:
+        """Return the pods that the API server, or a manifest, gives to this node and that are not over."""
         with self.changed:
             return [pod for pod in self.pods.values() if pod.bound and not pod.terminal]
 
     def drop(self, pod: FakePod) -> None:
         """Forget a pod that is to be deleted, if nothing of it runs; called by `FakePod.delete`."""
         with self.changed:
-            if not pod.bound or pod.terminal:
+            if not pod.bound or (pod.terminal and self.hears_of_pods):
                 self.end_pod(pod, None)
 
-    def end_pod(self, pod: FakePod, status: tuple[str, str, str] | None) -> None:
-        """End a pod with this phase, reason and message, and forget it if it is to be deleted."""
+    def remove_pod(self, pod: FakePod, lingering: Lingering) -> None:
+        """Take a pod from the kubelet's list, whatever of it runs; called by `FakePod`."""
         with self.changed:
-            for container in pod.all_containers.values():
-                container.state = "terminated"
+            over = not pod.bound or pod.terminal
+            pod.deleting = pod.deleted = True
+            pod.lingering = lingering
+            self._forget(pod)
+            self.orphans[pod.uid] = pod
+            if over and self.hears_of_pods:
+                self.end_pod(pod, None)
+            self.changed.notify_all()
+
+    def end_pod(self, pod: FakePod, status: tuple[str, str, str] | None) -> None:
+        """End a pod with this phase, reason and message, and forget it if it is to be deleted.
+
+        Its cgroup goes in any case (Kubelet.SyncTerminatedPod, kubelet 1.36.3), its directory only
+        with the pod (Kubelet.cleanupOrphanedPodDirs, which a kubelet runs every 2 s).
+        """
+        with self.changed:
+            self.end_containers(pod)
+            self.cgroups.remove_pod(pod.uid)
             if status is not None:
                 pod.phase, pod.reason, pod.message = status  # type: ignore[assignment]
             if pod.deleting:
-                pod.deleted = True
-                self.pods.pop(f"{pod.namespace}/{pod.name}", None)
+                pod.deleted = pod.gone = True
+                self._forget(pod)
+                self.orphans.pop(pod.uid, None)
+                shutil.rmtree(self.pod_directory(pod), ignore_errors=True)
+                shutil.rmtree(self._log_directory(pod), ignore_errors=True)
             self.changed.notify_all()
             self.schedule()
+
+    def _log_directory(self, pod: FakePod) -> Path:
+        """Return the directory of a pod's logs (BuildPodLogsDirectory, kubelet 1.36.3)."""
+        return self.pod_logs / f"{pod.namespace}_{pod.name}_{pod.uid}"
+
+    def _forget(self, pod: FakePod) -> None:
+        key = f"{pod.namespace}/{pod.name}"
+        if self.pods.get(key) is pod:
+            del self.pods[key]
+
+    def make_pod_files(self, pod: FakePod) -> None:
+        """Make a pod's cgroup, then its directory, as a sync of the pod begins (Kubelet.SyncPod, kubelet 1.36.3)."""
+        with self.changed:
+            self.cgroups.add_pod(pod.uid)
+            for name in ("volumes", "plugins"):
+                (self.pod_directory(pod) / name).mkdir(parents=True, exist_ok=True)
+
+    def start_sandbox(self, pod: FakePod) -> None:
+        """Start a pod's sandbox, a process of its own which lasts as long as the pod, and make its log directory.
+
+        Source: kubeGenericRuntimeManager.createPodSandbox, kubelet 1.36.3. The pod's claims are prepared before.
+        """
+        with self.changed:
+            self._log_directory(pod).mkdir(parents=True, exist_ok=True)
+            pod.sandbox = _container_id()
+            self.cgroups.add_container(pod.uid, pod.sandbox)
+
+    def start_container(self, pod: FakePod, container: FakeContainer) -> None:
+        """Start a container's process; that of an init container ends at once."""
+        with self.changed:
+            container.id = _container_id()
+            self.cgroups.add_container(pod.uid, container.id)
+            if container.state != "running":
+                self.cgroups.remove_container(pod.uid, container.id)
+
+    def end_container(self, pod: FakePod, container: FakeContainer) -> None:
+        """End a container's process."""
+        with self.changed:
+            container.state = "terminated"
+            self.cgroups.remove_container(pod.uid, container.id)
+
+    def end_containers(self, pod: FakePod) -> None:
+        """End every process of a pod, its sandbox as well; its cgroup stays."""
+        with self.changed:
+            for container in pod.all_containers.values():
+                container.state = "terminated"
+            pod.sandbox = ""
+            self.cgroups.remove_containers(pod.uid)
+            self.changed.notify_all()
 
     def record_update(self, resource: str, update: Update) -> None:
         """Take note of a ListAndWatch message."""
@@ -504,6 +724,21 @@ class FakeKubelet:
         directory = self.root / ".fake"
         directory.mkdir(parents=True, exist_ok=True)
         return directory / f"{next(self._sockets)}"
+
+
+def _container_id() -> str:
+    return uuid.uuid4().hex * 2
+
+
+def _damage(path: Path, damage: Damage) -> None:
+    if damage == "torn":
+        path.write_bytes(path.read_bytes()[:-10])
+    elif damage == "empty":
+        path.write_bytes(b"")
+    else:
+        path.unlink()
+    if damage == "unreadable":
+        path.mkdir()
 
 
 def _short_tmp() -> str:

@@ -9,10 +9,12 @@ from typing import Literal, NamedTuple, Protocol
 
 from deviceplugin.testing.devicemanager import ContainerSpec, KubeletCrashError, PodSpec, RunOptions
 
-__all__ = ["ContainerMount", "ContainerNode", "FakeContainer", "FakePod", "PodFailedError"]
+__all__ = ["ContainerMount", "ContainerNode", "FakeContainer", "FakePod", "Lingering", "PodFailedError"]
 
 Phase = Literal["Pending", "Running", "Succeeded", "Failed"]
 State = Literal["waiting", "running", "terminated"]
+Lingering = Literal["", "grace", "hang"]
+"""Why containers of a removed pod live on: their grace period, or a runtime that hangs."""
 Containers = Mapping[str, Mapping[str, int]] | Sequence[ContainerSpec]
 """Limits by container name, or the containers in full."""
 
@@ -41,13 +43,15 @@ class FakeContainer:
     """A container: what it got at its last start, and when it started.
 
     state: "waiting" before its first start, "terminated" after its end. message: why it does not
-    start. starts: the times of its starts, by the monotonic clock.
+    start. starts: the times of its starts, by the monotonic clock. id: the runtime's, another one
+    after each start; "" before the first.
     """
 
     def __init__(self, spec: ContainerSpec, *, init: bool) -> None:
         self.spec = spec
         self.init = init
         self.state: State = "waiting"
+        self.id = ""
         self.message = ""
         self.starts: list[float] = []
         self.devices: dict[str, tuple[str, ...]] = {}
@@ -91,7 +95,7 @@ class FakeContainer:
         self.cdi_devices = tuple(options.cdi)
         self.message = ""
         self.starts.append(time.monotonic())
-        self.state = "running" if self.stays else "terminated"
+        self.state = "running" if self.stays or self.spec.lasting else "terminated"
 
 
 class Node(Protocol):
@@ -100,18 +104,26 @@ class Node(Protocol):
     changed: threading.Condition
 
     @property
-    def is_up(self) -> bool:
-        """Whether the kubelet runs."""
+    def hears_of_pods(self) -> bool:
+        """Whether the kubelet runs and the API server reaches it."""
 
     def drop(self, pod: FakePod) -> None:
         """Forget a pod that is to be deleted, if nothing of it runs."""
+
+    def remove_pod(self, pod: FakePod, lingering: Lingering) -> None:
+        """Take a pod from the kubelet's list, whatever of it runs."""
+
+    def end_container(self, pod: FakePod, container: FakeContainer) -> None:
+        """End a container's process."""
 
 
 class FakePod:
     """A pod on the fake node.
 
     phase, reason and message are those of a pod's status. bound: the scheduler gave it to this
-    node. A pod stays in the kubelet's `pods` until it is deleted.
+    node. A pod stays in the kubelet's `pods` until it is deleted. sandbox: the id of its sandbox
+    while that runs, otherwise "". static: it comes from a manifest on the node. lingering: why its
+    containers live on although it is deleted. gone: nothing of it is left on the node.
     """
 
     def __init__(
@@ -133,6 +145,10 @@ class FakePod:
         self.reason = ""
         self.message = ""
         self.bound = False
+        self.sandbox = ""
+        self.static = False
+        self.lingering: Lingering = ""
+        self.gone = False
         self.deleting = False
         self.deleted = False
         self.completing: Phase | None = None
@@ -228,14 +244,57 @@ class FakePod:
             self.deleting = True
             self._node.drop(self)
             self._changed.notify_all()
-        self._wait(lambda: self.deleted or not self._node.is_up, timeout, "to be gone")
+        self._wait(lambda: self.gone or not self._node.hears_of_pods, timeout, "to be gone")
+
+    def force_delete(self, *, hang: bool = False, timeout: float = 10.0) -> None:
+        """Delete it with a grace period of 0, as `kubectl delete --force` does.
+
+        For the kubelet it is gone at once (Kubelet.HandlePodRemoves, kubelet 1.36.3): it leaves List, and
+        UpdateAllocatedDevices frees its devices, whatever still runs (kubernetes#104824). The kubelet
+        kills its containers. hang: the runtime does not do it until `end_containers`.
+        """
+        self._node.remove_pod(self, "hang" if hang else "")
+        if not hang:
+            self._wait(lambda: self.gone or not self._node.hears_of_pods, timeout, "to be gone")
+
+    def remove_manifest(self) -> None:
+        """Remove a static pod's manifest.
+
+        For the kubelet it is gone at once, as after `force_delete`; its containers run on for their
+        grace period, which `end_containers` ends.
+        """
+        if not self.static:
+            raise ValueError(f"{self!r} has no manifest")
+        self._node.remove_pod(self, "grace")
+
+    def end_containers(self, timeout: float = 10.0) -> None:
+        """End the containers that live on after `force_delete` or `remove_manifest`."""
+        with self._changed:
+            self.lingering = ""
+            self._changed.notify_all()
+        self._wait(lambda: self.gone or not self._node.hears_of_pods, timeout, "to be gone")
+
+    def end_init_container(self, name: str, timeout: float = 10.0) -> None:
+        """End a lasting init container and wait until what comes after it runs."""
+        container = self.init_containers[name]
+        with self._changed:
+            self._node.end_container(self, container)
+            self._changed.notify_all()
+        self._wait(lambda: self.running or self.terminal or not self._node.hears_of_pods, timeout, "to run")
 
     def complete(self, phase: Literal["Succeeded", "Failed"] = "Succeeded", timeout: float = 10.0) -> None:
-        """Let its containers end by themselves; its devices are free, the pod stays to be looked at."""
+        """Let its containers end by themselves; its devices are free, the pod stays to be looked at.
+
+        While the kubelet is down only its sandbox stays. A kubelet that starts admits it again, and fails
+        it if it has devices of a plugin that has not registered yet (ManagerImpl.devicesToAllocate, 1.36.3).
+        """
         with self._changed:
             self.completing = phase
+            for container in self.containers.values():
+                if container.state == "running":
+                    self._node.end_container(self, container)
             self._changed.notify_all()
-        self._wait(lambda: self.terminal or not self._node.is_up, timeout, "to end")
+        self._wait(lambda: self.terminal or not self._node.hears_of_pods, timeout, "to end")
 
     def restart_container(self, name: str | None = None, timeout: float = 10.0) -> None:
         """Let a container end and wait until it runs again: PreStartContainer once more, no Allocate."""
@@ -243,7 +302,7 @@ class FakePod:
         with self._changed:
             before = len(container.starts)
             container.held_down = False
-            container.state = "terminated"
+            self._node.end_container(self, container)
             self._changed.notify_all()
         self._wait(lambda: len(container.starts) > before or self.terminal, timeout, f"to restart {container.name}")
         if self.terminal:
@@ -254,7 +313,7 @@ class FakePod:
         with self._changed:
             container = self.container(name)
             container.held_down = True
-            container.state = "terminated"
+            self._node.end_container(self, container)
             self._changed.notify_all()
 
     def raise_crash(self) -> None:

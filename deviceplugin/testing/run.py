@@ -17,6 +17,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
@@ -124,6 +125,7 @@ class Run:
         self.over = threading.Event()
         self.thawed = threading.Event()
         self.thawed.set()
+        self._known: set[str] = set()
         self.queue: collections.deque[FakePod] = collections.deque()
         self.streams: collections.Counter[str] = collections.Counter()
         self.clients: dict[str, _Client] = {}
@@ -135,7 +137,7 @@ class Run:
         self.manager = DeviceManager(
             kubelet.device_plugin_dir,
             self.changed,
-            lambda: {pod.uid for pod in kubelet.active_pods()},
+            lambda: {pod.uid for pod in self.active_pods()},
             numa_nodes=kubelet.numa_nodes,
             policy=kubelet.topology_policy,
             stop_grace=kubelet.stop_grace,
@@ -144,9 +146,9 @@ class Run:
 
     def start(self, *, wipe: bool) -> None:
         """Begin: restore, clean up, serve, and admit again the pods that are there."""
-        with contextlib.suppress(ValueError):  # a damaged checkpoint is left out, as in the kubelet
+        with contextlib.suppress(ValueError, OSError):  # a damaged checkpoint is left out, as in the kubelet
             self.manager.read_checkpoint()
-        pods = sorted(self.kubelet.active_pods(), key=lambda pod: pod.created)
+        pods = self._assigned_pods()
         self.manager.running_containers = frozenset(
             (pod.uid, c.name) for pod in pods for c in pod.all_containers.values() if c.state == "running"
         )
@@ -173,7 +175,9 @@ class Run:
             stopped.wait(10)
         with self.changed:
             self.changed.notify_all()
-        for thread in list(self._threads):
+        with self.changed:
+            threads = list(self._threads)
+        for thread in threads:
             thread.join(10)
 
     def thread(self, target: Callable[[], None], name: str) -> None:
@@ -182,7 +186,7 @@ class Run:
         with self.changed:
             self._threads = [t for t in self._threads if t.is_alive() or t.ident is None]
             self._threads.append(thread)
-        thread.start()
+            thread.start()  # here: `stop` joins what is in the list
 
     # Serving.
 
@@ -259,27 +263,74 @@ class Run:
 
     # Pods.
 
-    def _admit_all(self, restored: Sequence[FakePod]) -> None:
-        for pod in restored:
-            self._admit(pod)
+    def active_pods(self) -> list[FakePod]:
+        """Return the pods that this run knows and that are not over (Kubelet.GetActivePods, kubelet 1.36.3).
+
+        After a start it learns of them one by one. Removed pods are not there, whatever of them runs.
+        """
         with self.changed:
+            return [pod for pod in self.kubelet.assigned_pods() if pod.uid in self._known]
+
+    def _assigned_pods(self) -> list[FakePod]:
+        return sorted(self.kubelet.assigned_pods(), key=lambda pod: pod.created)
+
+    def _new_static_pods(self) -> list[FakePod]:
+        return [pod for pod in self._assigned_pods() if pod.static and pod.uid not in self._known]
+
+    def _admit_all(self, restored: Sequence[FakePod]) -> None:
+        if self.kubelet.sources_held:
+            while not self.over.is_set() and self.kubelet.sources_held:
+                with self.changed:
+                    self.changed.wait_for(
+                        lambda: not self.kubelet.sources_held or self.over.is_set() or self._new_static_pods()
+                    )
+                    static = self._new_static_pods()
+                for pod in static:
+                    self._admit(pod)
+            restored = self._assigned_pods()
+        for pod in restored:
+            if pod.uid not in self._known:
+                self._admit(pod)
+        with self.changed:
+            if self.over.is_set():
+                return
             self.manager.sources_ready = True
+            for pod in list(self.kubelet.pods.values()):
+                if pod.deleting and pod.terminal:
+                    self.kubelet.end_pod(pod, None)
+            orphans = [pod for pod in self.kubelet.orphans.values() if pod.uid not in self._known]
             self.kubelet.schedule()
+        for orphan in orphans:
+            self.thread(partial(self._end_orphan, orphan), f"kubelet-orphan-{orphan.name}")
         while True:
             with self.changed:
                 self.changed.wait_for(lambda: self.queue or self.over.is_set())
                 if self.over.is_set():
                     return
                 pod = self.queue.popleft()
-            if pod not in restored:
+            if pod.uid not in self._known:
                 self._admit(pod)
+
+    def _end_orphan(self, pod: FakePod) -> None:
+        """Kill what is left of a pod that this run never knew (Kubelet.SyncTerminatingRuntimePod, kubelet 1.36.3).
+
+        It has 1 s, whatever its grace period was, and its claims are not unprepared.
+        """
+        with self.changed:
+            self.changed.wait_for(lambda: self.over.is_set() or pod.lingering != "hang")
+            if not self.over.is_set():
+                self.kubelet.end_pod(pod, None)
 
     def _admit(self, pod: FakePod) -> None:
         self.thawed.wait()
-        if self.over.is_set() or pod.terminal:
-            return
+        with self.changed:
+            if self.over.is_set():
+                return
+            self._known.add(pod.uid)
+            if pod.terminal and not pod.deleting:
+                return
         if pod.deleting:
-            self._end(pod, None)
+            self.thread(lambda: self._keep(pod), f"kubelet-pod-{pod.name}")
             return
         try:
             self.manager.admit(pod.spec)
@@ -293,23 +344,36 @@ class Run:
             self.thread(lambda: self._keep(pod), f"kubelet-pod-{pod.name}")
 
     def _keep(self, pod: FakePod) -> None:
-        """Start the containers of a pod, again where they ended, until the pod is over."""
-        prepared = False
+        """Start the containers of a pod, again where they ended, until the pod is over.
+
+        The order is that of kubelet 1.36.3. SyncPod: cgroup, directory, claims, sandbox, containers.
+        SyncTerminatingPod: containers, claims. SyncTerminatedPod: cgroup.
+        """
         while True:
             with self.changed:
-                self.changed.wait_for(lambda: self.over.is_set() or pod.deleting or pod.completing or self._next(pod))
+                self.changed.wait_for(lambda: self.over.is_set() or self._ends(pod) or self._next(pod))
+            self.thawed.wait()
+            with self.changed:
                 if self.over.is_set():
                     return
-                container = None if pod.deleting or pod.completing else self._next(pod)
-            self.thawed.wait()
+                container = None if self._ends(pod) else self._next(pod)
+                if container is not None:
+                    self.kubelet.make_pod_files(pod)
+                elif self._ends(pod):
+                    self.kubelet.end_containers(pod)
+                else:
+                    continue
             if container is None:
                 self.kubelet.unprepare_pod(pod)
                 self._end(pod, (pod.completing, "", "") if pod.completing else None)
                 return
             try:
-                if not prepared:
+                if not pod.sandbox:
                     self.kubelet.prepare_pod(pod)
-                    prepared = True
+                    with self.changed:
+                        if self.over.is_set():
+                            return
+                        self.kubelet.start_sandbox(pod)
                 self._start(pod, container)
             except (PluginCallError, AdmissionError) as error:
                 with self.changed:
@@ -322,10 +386,18 @@ class Run:
                 return
 
     @staticmethod
-    def _next(pod: FakePod) -> FakeContainer | None:
+    def _ends(pod: FakePod) -> bool:
+        return bool((pod.deleting or pod.completing) and not pod.lingering)
+
+    def _next(self, pod: FakePod) -> FakeContainer | None:
+        """Return the container that is to be started now."""
+        if pod.deleting or not self.kubelet.network_ready:
+            return None
         for container in pod.init_containers.values():
             if container.state == "waiting" or (container.stays and container.state != "running"):
                 return None if container.held_down else container
+            if container.state == "running" and not container.stays:
+                return None
         for container in pod.containers.values():
             if container.state != "running" and not container.held_down:
                 return container
@@ -346,6 +418,7 @@ class Run:
             if self.over.is_set():
                 return
             container.started(options, held)
+            self.kubelet.start_container(pod, container)
             if all(c.starts for c in pod.all_containers.values()):
                 pod.phase = "Running"
             self.changed.notify_all()
@@ -474,13 +547,14 @@ class _PodResources(pr_grpc.PodResourcesListerServicer):
         self._kubelet = run.kubelet
         self._tokens = float(run.kubelet.pod_resources_burst)
         self._refilled = time.monotonic()
+        self._refused = 0.0
         self._lock = threading.Lock()
 
     def List(  # noqa: N802
         self, request: pr.ListPodResourcesRequest, context: grpc.ServicerContext
     ) -> pr.ListPodResourcesResponse:
         with self._served("List", request, context) as rpc, self._run.changed:
-            pods = self._kubelet.active_pods()
+            pods = self._run.active_pods()
             self._run.manager.update_allocated()
             rpc.response = response = pr.ListPodResourcesResponse(pod_resources=[self._pod(pod) for pod in pods])
             return response
@@ -490,7 +564,7 @@ class _PodResources(pr_grpc.PodResourcesListerServicer):
     ) -> pr.GetPodResourcesResponse:
         with self._served("Get", request, context) as rpc, self._run.changed:
             pod = self._kubelet.pods.get(f"{request.pod_namespace}/{request.pod_name}")
-            if pod is None or not pod.bound:
+            if pod is None or pod not in self._run.active_pods():
                 context.abort(grpc.StatusCode.UNKNOWN, f"no pod {request.pod_namespace}/{request.pod_name} here")
             rpc.response = response = pr.GetPodResourcesResponse(pod_resources=self._pod(pod))
             return response
@@ -518,7 +592,7 @@ class _PodResources(pr_grpc.PodResourcesListerServicer):
     def _served(self, method: str, request: object, context: grpc.ServicerContext) -> Iterator[Rpc]:
         self._run.thawed.wait()
         if not self._allowed():
-            context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, "more calls than the rate limit allows")
+            context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, "rejected by rate limit")
         with self._kubelet.recorded(method, "", request) as rpc:
             yield rpc
 
@@ -528,6 +602,10 @@ class _PodResources(pr_grpc.PodResourcesListerServicer):
             gained = (now - self._refilled) * self._kubelet.pod_resources_qps
             self._refilled = now
             self._tokens = min(self._tokens + gained, float(self._kubelet.pod_resources_burst))
+            self._refused += self._kubelet.pod_resources_refused
+            if self._refused >= 1:
+                self._refused -= 1
+                return False
             if self._tokens < 1:
                 return False
             self._tokens -= 1

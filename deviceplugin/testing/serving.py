@@ -91,9 +91,9 @@ class Served:
             self._kubelet.notify()
 
     async def _run(self) -> None:
-        from deviceplugin.agent import Agent, Paths
+        from deviceplugin.agent import Agent
 
-        self._agent = Agent(self._sources, Paths(kubelet_root=self._kubelet.root), **self._options)
+        self._agent = Agent(self._sources, self._kubelet.paths, **self._options)
         self._made.set()
         await self._agent.run()
 

@@ -26,11 +26,11 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from types import TracebackType
-from typing import Any, Final, Self
+from typing import Any, Final, NamedTuple, Self
 
 from deviceplugin.naming import NamingError, check_attribute_name, check_label, parse_quantity
 
-__all__ = ["FakeApiServer", "Fault", "Request"]
+__all__ = ["FakeApiServer", "Fault", "Request", "Snapshot"]
 
 Object = dict[str, Any]
 
@@ -71,7 +71,7 @@ class Fault:
 
     code: answered with this status and nothing done; 0 is no answer, the connection is closed.
     done: it is carried out all the same, only its answer is lost. delay: seconds before anything.
-    retry_after: seconds, sent along with the status.
+    retry_after: seconds, sent along with the status. body: sent as text instead of a Status.
     """
 
     code: int = 0
@@ -79,6 +79,7 @@ class Fault:
     delay: float = 0.0
     message: str = "injected"
     retry_after: int = 0
+    body: str = ""
 
 
 class _RefusedError(Exception):
@@ -105,6 +106,13 @@ class _Store:
     objects: dict[tuple[str, str], Object] = field(default_factory=dict)
     history: list[tuple[int, str, Object]] = field(default_factory=list)
     """Resource version, ADDED, MODIFIED or DELETED, the object as of then; oldest first."""
+
+
+class Snapshot(NamedTuple):
+    """What was stored at one moment. objects: by plural, namespace and name."""
+
+    version: int
+    objects: Mapping[str, dict[tuple[str, str], Object]]
 
 
 class FakeApiServer:
@@ -208,17 +216,25 @@ class FakeApiServer:
             self._oldest = self._version
             self._pages.clear()
 
-    def restore(self) -> None:
-        """Begin counting resource versions from the start, as after a restored backup; end all streams."""
+    def snapshot(self) -> Snapshot:
+        """Return all that is stored, for `restore`."""
         with self._changed:
-            self._version = 10
-            self._oldest = 0
-            for store in self._stores.values():
+            objects = {plural: dict(store.objects) for plural, store in self._stores.items()}
+            return Snapshot(self._version, copy.deepcopy(objects))
+
+    def restore(self, snapshot: Snapshot, *, end_streams: bool = True) -> None:
+        """Go back to a snapshot, resource versions included, as etcd does without a revision bump.
+
+        end_streams: as when the API server is restarted with it. Streams that stay open are silent until the
+        version has passed their position.
+        """
+        with self._changed:
+            self._version = self._oldest = snapshot.version
+            self._pages.clear()
+            for plural, store in self._stores.items():
                 store.history.clear()
-                for found in store.objects.values():
-                    self._version += 1
-                    found["metadata"]["resourceVersion"] = str(self._version)
-            self._generation += 1
+                store.objects = copy.deepcopy(snapshot.objects.get(plural, {}))
+            self._generation += end_streams
             self._changed.notify_all()
 
     def bookmark(self) -> None:
@@ -346,7 +362,7 @@ class FakeApiServer:
                 raise _RefusedError(409, "AlreadyExists", f'{plural} "{name}" already exists', name=name)
             if method == "PUT":
                 if before is None:
-                    raise _RefusedError(404, "NotFound", f'{plural} "{name}" not found', name=name)
+                    raise _missing(plural, name)
                 wanted = metadata.get("resourceVersion") or before["metadata"]["resourceVersion"]
                 if wanted != before["metadata"]["resourceVersion"]:
                     raise _RefusedError(
@@ -387,7 +403,7 @@ class FakeApiServer:
             store = self._stores.setdefault(plural, _Store())
             before = store.objects.get((namespace, name))
             if before is None:
-                raise _RefusedError(404, "NotFound", f'{plural} "{name}" not found', name=name)
+                raise _missing(plural, name)
             for key, wanted in conditions.items():
                 if before["metadata"][key] != wanted:
                     raise _RefusedError(409, "Conflict", f"Precondition failed: {key}", name=name)
@@ -419,7 +435,7 @@ class FakeApiServer:
             before = self._stores.setdefault(plural, _Store()).objects.get((namespace, name))
             if before is None:
                 if kind != "application/apply-patch+yaml":
-                    raise _RefusedError(404, "NotFound", f'{plural} "{name}" not found', name=name)
+                    raise _missing(plural, name)
                 return self._write("POST", plural, namespace, name, patch, query)
             merged = _merge(copy.deepcopy(before), patch)
             whole = copy.deepcopy(before)
@@ -443,9 +459,12 @@ class FakeApiServer:
         parts = request.path.strip("/").split("/")
         if parts == ["version"]:
             return 200, {"major": "1", "minor": "36", "gitVersion": "v1.36.3-fake"}
+        served = [{"groupVersion": f"{GROUP}/{version}", "version": version} for version in self.versions]
+        group = {"kind": "APIGroup", "name": GROUP, "versions": served}
+        if parts == ["apis"]:
+            return 200, {"kind": "APIGroupList", "groups": [group] if served else []}
         if parts == ["apis", GROUP]:
-            served = [{"groupVersion": f"{GROUP}/{version}", "version": version} for version in self.versions]
-            return (200, {"kind": "APIGroup", "name": GROUP, "versions": served}) if served else _no_page()
+            return (200, group) if served else _no_page()
         if parts[:2] == ["apis", GROUP] and len(parts) == 3 and parts[2] in self.versions:
             names = [plural for plural, (group, _, _) in KINDS.items() if group == GROUP]
             return 200, {"kind": "APIResourceList", "resources": [{"name": name} for name in names]}
@@ -459,7 +478,7 @@ class FakeApiServer:
         if method == "GET" and name:
             found = self._stores.get(plural, _Store()).objects.get((namespace, name))
             if found is None:
-                raise _RefusedError(404, "NotFound", f'{plural} "{name}" not found', name=name)
+                raise _missing(plural, name)
             return 200, self._shown(found, plural, version)
         if method == "GET":
             with self._changed:
@@ -533,11 +552,10 @@ class FakeApiServer:
         with self._changed:
             generation, bookmark = self._generation, self._bookmark
             store = self._stores.setdefault(plural, _Store())
-            oldest, newest = self._oldest, self._version
+            oldest = self._oldest
         self._record(request, 200)
-        if position < oldest or position > newest:
-            code, reason = (410, "Expired") if position < oldest else (504, "Timeout")
-            status = _RefusedError(code, reason, f"resource version {position} is out of reach").status
+        if position < oldest:  # one in the future is silent: Cacher.Watch (cacher.go, 1.36) does not compare it
+            status = _RefusedError(410, "Expired", f"too old resource version: {position} ({oldest})").status
             send({"type": "ERROR", "object": status})
             return
         while True:
@@ -551,8 +569,9 @@ class FakeApiServer:
                     where = found["metadata"].get("namespace", "") if KINDS[plural][2] else ""
                     if namespace in ("", where) and _matches(found, selector) and _labelled(found, labels):
                         out.append({"type": event, "object": self._shown(found, plural, version)})
-                if self._bookmark > bookmark and request.query.get("allowWatchBookmarks") == "true":
-                    bookmark, position = self._bookmark, max(position, self._bookmark_at)
+                due = self._bookmark > bookmark and self._bookmark_at > position
+                if due and request.query.get("allowWatchBookmarks") == "true":
+                    bookmark, position = self._bookmark, self._bookmark_at
                     metadata = {"resourceVersion": str(position)}
                     out.append({"type": "BOOKMARK", "object": {"kind": KINDS[plural][1], "metadata": metadata}})
                 if not out and not over:
@@ -636,7 +655,7 @@ class _Handler(BaseHTTPRequestHandler):
             if fault.code:
                 api._record(request, fault.code)  # noqa: SLF001
                 status = _RefusedError(fault.code, "Injected", fault.message).status
-                self._send(fault.code, status, fault.retry_after)
+                self._send(fault.code, fault.body or status, fault.retry_after)
                 return
             if not fault.delay or fault.done:
                 api._record(request, 0)  # noqa: SLF001
@@ -681,6 +700,13 @@ class _Handler(BaseHTTPRequestHandler):
 
 
 # --- objects --------------------------------------------------------------------------------------
+
+
+def _missing(plural: str, name: str) -> _RefusedError:
+    group = KINDS[plural][0]
+    error = _RefusedError(404, "NotFound", f'{f"{plural}.{group}".rstrip(".")} "{name}" not found')
+    error.status["details"] = {"name": name, "kind": plural, **({"group": group} if group else {})}
+    return error
 
 
 def _no_page() -> tuple[int, str]:

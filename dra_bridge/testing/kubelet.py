@@ -4,8 +4,8 @@ It does what kubelet 1.36.3 does (pkg/kubelet/pluginmanager, pkg/kubelet/cm/dra)
 of `plugins_registry/`, and keeps the same books: claims by namespace and name, the pods that use
 them, what drivers answered. Everything is synchronous and thread-safe; own threads do the work.
 
-What it leaves out: the admission of pods, checkpoints on disk (a restart keeps in memory what the
-kubelet keeps on disk), and extended resources through DRA, whose claims are like any other here.
+What it leaves out: the admission of pods, and extended resources through DRA, whose claims are like
+any other here.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import os
 import stat
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
@@ -24,11 +24,14 @@ from typing import Any, Final, Self
 import grpc
 
 from deviceplugin.podresources import unix_address
-from dra_bridge.wire import dra_health_pb2 as health_pb
+from deviceplugin.testing import claim_state
+from deviceplugin.testing.claim_state import DevicesOfClaim, PreparedDevice
+from dra_bridge.wire import dra_health_v1_pb2 as health_pb
 from dra_bridge.wire import dra_v1_pb2 as v1
 from dra_bridge.wire import dra_v1beta1_pb2 as v1beta1
 from dra_bridge.wire import pluginregistration_pb2 as pb
-from dra_bridge.wire.dra_health_pb2_grpc import DRAResourceHealthStub
+from dra_bridge.wire.dra_health_v1_pb2_grpc import DRAResourceHealthStub
+from dra_bridge.wire.dra_health_v1alpha1_pb2_grpc import DRAResourceHealthStub as AlphaHealthStub
 from dra_bridge.wire.dra_v1_pb2_grpc import DRAPluginStub
 from dra_bridge.wire.dra_v1beta1_pb2_grpc import DRAPluginStub as BetaStub
 from dra_bridge.wire.pluginregistration_pb2_grpc import RegistrationStub
@@ -36,6 +39,8 @@ from dra_bridge.wire.pluginregistration_pb2_grpc import RegistrationStub
 __all__ = ["DevicesOfClaim", "FakeDraKubelet", "FakeDraPod", "Plugin", "PodError", "PreparedDevice", "SeenHealth"]
 
 SERVICES: Final = ("v1.DRAPlugin", "v1beta1.DRAPlugin")
+HEALTH_SERVICES: Final = ("v1.DRAResourceHealth", "v1alpha1.DRAResourceHealth")
+"""What kubelet 1.37.1 knows, its choice first (dra_plugin.go, healthServicesSupportedByKubelet)."""
 CALL_TIMEOUT: Final = 45.0
 HEALTH_TIMEOUT: Final = 30.0
 _OPTIONS: Final = (
@@ -67,29 +72,6 @@ class FakeDraPod:
 
 
 @dataclass(frozen=True, slots=True)
-class PreparedDevice:
-    """A device as a driver answered it. share: None where the driver sent none."""
-
-    requests: tuple[str, ...]
-    pool: str
-    device: str
-    cdi_ids: tuple[str, ...]
-    share: str | None
-
-
-@dataclass(slots=True)
-class DevicesOfClaim:
-    """What the kubelet remembers of a claim (ClaimInfo)."""
-
-    namespace: str
-    name: str
-    uid: str
-    drivers: dict[str, list[PreparedDevice]]
-    pods: set[str] = field(default_factory=set)
-    prepared: bool = False
-
-
-@dataclass(frozen=True, slots=True)
 class SeenHealth:
     """A device's health as it would be in the pod's status: healthy, unhealthy or unknown."""
 
@@ -108,6 +90,7 @@ class Plugin:
     channel: grpc.Channel
     connected: bool = False
     told: bool = False
+    health_service: str = ""
     health: Any = None
     ended: bool = False
 
@@ -127,6 +110,9 @@ class FakeDraKubelet:
         root: its root directory; `plugins_registry/` and `plugins/` are made there.
         get_claim: the API server: (namespace, name) to a ResourceClaim as JSON, None if it is gone.
         services: which versions of the driver API it speaks.
+        health_services: which versions of the health service it speaks, its choice first; it opens the
+            stream only for drivers that list one, as since 1.37 (pickHealthService). None: as until
+            1.36, v1alpha1 for every driver.
         period: seconds between two looks of the reconciler (a real one: 1).
         backoff: first delay after a failed registration (a real one: 0.5), doubling.
         wipe: called when slices are to be deleted, with a driver's name, or "" for all.
@@ -140,6 +126,7 @@ class FakeDraKubelet:
         get_claim: Callable[[str, str], Mapping[str, Any] | None],
         *,
         services: Sequence[str] = SERVICES,
+        health_services: Sequence[str] | None = None,
         period: float = 0.02,
         backoff: float = 0.05,
         wipe: Callable[[str], None] | None = None,
@@ -149,6 +136,7 @@ class FakeDraKubelet:
         self.registry = root / "plugins_registry"
         self._get_claim = get_claim
         self._services = tuple(services)
+        self._health_services = health_services
         self._period, self._backoff = period, backoff
         self._wipe = wipe or (lambda driver: None)
         self._wiping_delay = wiping_delay
@@ -169,8 +157,16 @@ class FakeDraKubelet:
     # Life.
 
     def start(self) -> Self:
-        """Start as a kubelet does: wipe all slices, then find the sockets that are there."""
+        """Start as a kubelet does: read the claim state, wipe all slices, then find the sockets that are there.
+
+        Raises:
+            ValueError: the claim state is damaged; a kubelet ends with that error.
+
+        """
         self.registry.mkdir(parents=True, exist_ok=True)
+        claims = claim_state.read_or_create(self.root)
+        with self._condition:
+            self._claims = {(claim.namespace, claim.name): claim for claim in claims}
         (self.root / "plugins").mkdir(parents=True, exist_ok=True)
         self._stop = threading.Event()
         self._wipe("")
@@ -191,13 +187,11 @@ class FakeDraKubelet:
             self._tries.clear()
             self._health.clear()
             self._wipes.clear()
-            for claim in self._claims.values():
-                claim.prepared = False  # not in the checkpoint
         for plugin in plugins:
             self._close(plugin)
 
     def restart(self) -> None:
-        """Stop and start; claims and their devices are remembered."""
+        """Stop and start; claims and their devices are read from the claim state."""
         self.stop()
         self.start()
 
@@ -280,6 +274,7 @@ class FakeDraKubelet:
                         f"old ResourceClaim with same name {info.name} and different UID {known.uid} still exists"
                     )
                 known.pods.add(pod.uid)
+                self._write()
                 if not known.prepared:
                     fresh.append(known)
                     for driver, plugin in plugins.items():
@@ -294,15 +289,14 @@ class FakeDraKubelet:
                     raise PodError(f"NodePrepareResources failed for ResourceClaim {by_uid[uid].name}: {answer.error}")
                 with self._condition:
                     for device in answer.devices:
-                        listed = by_uid[uid].drivers.setdefault(driver, [])
-                        made = _device(device)
-                        if made not in listed:
-                            listed.append(made)
+                        # Appended each time, also when a restarted kubelet prepares again (ClaimInfo.addDevice).
+                        by_uid[uid].drivers.setdefault(driver, []).append(_device(device))
             if len(answers) != len(claims):
                 raise PodError(f"NodePrepareResources skipped {len(claims) - len(answers)} ResourceClaims")
         with self._condition:
             for claim_info in fresh:
                 claim_info.prepared = True
+            self._write()
         return {container: self.cdi_ids(pod, container) for container in pod.containers}
 
     def cdi_ids(self, pod: FakeDraPod, container: str) -> list[str]:
@@ -323,17 +317,35 @@ class FakeDraKubelet:
             PodError: a driver failed; the kubelet would try again.
 
         """
+        self._unprepare(pod.uid, pod.namespace, pod.claims)
+
+    def reconcile_claims(self, active: Collection[str]) -> None:
+        """Unprepare what pods use that are not active, by their UIDs (Manager.reconcileLoop, kubelet 1.36.3).
+
+        A kubelet does it every 60 s once its sources are ready. A pod that was deleted by force is
+        not active, whatever of it runs.
+        """
+        with self._condition:
+            claims: dict[tuple[str, str], list[str]] = {}
+            for claim in self._claims.values():
+                for uid in claim.pods - set(active):
+                    claims.setdefault((uid, claim.namespace), []).append(claim.name)
+        for (uid, namespace), names in claims.items():
+            with contextlib.suppress(PodError):  # the next loop tries again
+                self._unprepare(uid, namespace, names)
+
+    def _unprepare(self, pod: str, namespace: str, names: Sequence[str]) -> None:
         batches: dict[str, list[DevicesOfClaim]] = {}
         ending: list[tuple[str, str]] = []
         with self._condition:
-            for name in pod.claims:
-                info = self._claims.get((pod.namespace, name))
+            for name in names:
+                info = self._claims.get((namespace, name))
                 if info is None:
                     continue
                 if len(info.pods) > 1:
-                    info.pods.discard(pod.uid)
+                    info.pods.discard(pod)
                     continue
-                ending.append((pod.namespace, name))
+                ending.append((namespace, name))
                 for driver in info.drivers:
                     batches.setdefault(driver, []).append(info)
         for driver, claims in batches.items():
@@ -347,6 +359,10 @@ class FakeDraKubelet:
         with self._condition:
             for key in ending:
                 self._claims.pop(key, None)
+            self._write()
+
+    def _write(self) -> None:
+        claim_state.write(self.root, self._claims.values())
 
     def call(self, driver: str, method: str, claims: Sequence[Any], timeout: float = CALL_TIMEOUT) -> dict[str, Any]:
         """Call a driver with any claims (`namespace`, `name`, `uid`); return the answers by UID."""
@@ -425,13 +441,19 @@ class FakeDraKubelet:
         service = next(name for name in info.supported_versions if name in self._services)
         endpoint = info.endpoint or path
         channel = grpc.insecure_channel(unix_address(endpoint), options=_OPTIONS)
-        plugin = Plugin(info.name, endpoint, service, path, channel)
+        health = HEALTH_SERVICES[1]
+        if self._health_services is not None:
+            health = next((name for name in self._health_services if name in info.supported_versions), "")
+        plugin = Plugin(info.name, endpoint, service, path, channel, health_service=health)
         with self._condition:
             self._store.setdefault(info.name, []).append(plugin)
             self._actual[path] = seen, plugin
             self._tries.pop(path, None)
         channel.subscribe(lambda state: self._connectivity(plugin, state), try_to_connect=True)
-        threading.Thread(target=self._follow_health, args=(plugin,), name="fake kubelet health", daemon=True).start()
+        if plugin.health_service:
+            threading.Thread(
+                target=self._follow_health, args=(plugin,), name="fake kubelet health", daemon=True
+            ).start()
         try:
             stub.NotifyRegistrationStatus(pb.RegistrationStatus(plugin_registered=True), timeout=5.0)
         except grpc.RpcError:
@@ -495,9 +517,10 @@ class FakeDraKubelet:
     # Health.
 
     def _follow_health(self, plugin: Plugin) -> None:
+        stub: Any = DRAResourceHealthStub if plugin.health_service == HEALTH_SERVICES[0] else AlphaHealthStub
         while not plugin.ended and not self._stop.is_set():
             try:
-                plugin.health = DRAResourceHealthStub(plugin.channel).NodeWatchResources(
+                plugin.health = stub(plugin.channel).NodeWatchResources(
                     health_pb.NodeWatchResourcesRequest(), wait_for_ready=True
                 )
                 for response in _until_ended(plugin):

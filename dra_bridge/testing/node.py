@@ -24,7 +24,7 @@ from typing import Any, Final
 
 from deviceplugin.testing.devicemanager import ContainerSpec, PluginCallError, PodSpec
 from deviceplugin.testing.kubelet import FakeKubelet
-from deviceplugin.testing.pods import Containers, FakeContainer, FakePod
+from deviceplugin.testing.pods import Containers, FakeContainer, FakePod, Lingering
 from deviceplugin.wire import podresources_pb2 as pr
 from dra_bridge.testing import scheduler
 from dra_bridge.testing.apiserver import FakeApiServer
@@ -40,7 +40,7 @@ _EXTENDED: Final = "extended-resources"
 class Holding:
     """That a container had a device, from when to when (monotonic seconds); end None: it still has.
 
-    door: plugin or claim.
+    door: plugin or claim. uid: the pod's; pods of one name can run at once when one was deleted by force.
     """
 
     device: str
@@ -48,6 +48,7 @@ class Holding:
     door: str
     begin: float
     end: float | None = None
+    uid: str = ""
 
 
 def overlaps(holdings: Iterable[Holding]) -> list[tuple[Holding, Holding]]:
@@ -58,7 +59,7 @@ def overlaps(holdings: Iterable[Holding]) -> list[tuple[Holding, Holding]]:
         found += [
             (other, one)
             for other in by_device.get(one.device, ())
-            if other.pod != one.pod and (other.end is None or one.begin < other.end)
+            if (other.pod, other.uid) != (one.pod, one.uid) and (other.end is None or one.begin < other.end)
         ]
         by_device.setdefault(one.device, []).append(one)
     return found
@@ -68,12 +69,14 @@ def overlaps(holdings: Iterable[Holding]) -> list[tuple[Holding, Holding]]:
 class _Wants:
     """What a pod wants of claims: names, and devices by DeviceClass for one made for it.
 
-    made: claims that were made for it. held: what it had when its containers ended, until it is over.
+    made: claims that were made for it. given: the devices of its claims as its containers got them.
+    held: what it had when its containers ended, until it is over.
     """
 
     claims: tuple[str, ...] = ()
     template: Mapping[str, int] | None = None
     made: tuple[str, ...] = ()
+    given: frozenset[str] = frozenset()
     held: list[Holding] | None = None
 
 
@@ -94,7 +97,10 @@ class FakeNode(FakeKubelet):
         self.name = name
         self.dra = FakeDraKubelet(self.root, self._get_claim, wipe=self._wipe)
         self._wants: dict[str, _Wants] = {}
+        self._wants_of_orphans: dict[str, _Wants] = {}
         self._past: list[Holding] = []
+        self._recorded: set[str] = set()
+        self._unwiped: set[str] = set()
         self._over = threading.Event()
         self._watch: threading.Thread | None = None
 
@@ -150,32 +156,29 @@ class FakeNode(FakeKubelet):
 
     def claims_of(self, pod: FakePod) -> tuple[str, ...]:
         """Return the names of a pod's claims, those that were made for it among them."""
-        wants = self._wants.get(f"{pod.namespace}/{pod.name}", _Wants())
+        wants = self._wants_of(pod)
         return (*wants.claims, *wants.made)
 
     def devices_of(self, pod: FakePod) -> dict[str, str]:
         """Return a running pod's devices, each with the door through which it came: plugin or claim."""
-        found = {device: "plugin" for container in pod.containers.values() for device in container.device_ids}
-        for claim in self.claims_of(pod):
-            known = self.dra.claim(pod.namespace, claim)
-            for listed in known.drivers.values() if known is not None else ():
-                found.update({one.device: "claim" for one in listed})
-        return found
+        found = {device: "plugin" for container in _lasting(pod) for device in container.device_ids}
+        return {**found, **dict.fromkeys(self._wants_of(pod).given, "claim")}
 
     def holdings(self) -> list[Holding]:
         """Return who had what from when to when, in the order of their beginnings."""
         with self.changed:
-            now = [one for pod in self.pods.values() if not pod.terminal for one in self._held(pod, None)]
+            pods = [pod for pod in (*self.pods.values(), *self.orphans.values()) if pod.uid not in self._recorded]
+            now = [one for pod in pods for one in self._held(pod, None)]
             return sorted([*self._past, *now], key=lambda one: one.begin)
 
     def _held(self, pod: FakePod, end: float | None) -> list[Holding]:
-        wants = self._wants.get(f"{pod.namespace}/{pod.name}")
-        if wants is not None and wants.held is not None:
+        wants = self._wants_of(pod)
+        if wants.held is not None:
             return [replace(one, end=end) for one in wants.held]
-        starts = [container.starts[0] for container in pod.containers.values() if container.starts]
+        starts = [container.starts[0] for container in _lasting(pod) if container.starts]
         if not starts:
             return []
-        return [Holding(name, pod.name, door, min(starts), end) for name, door in self.devices_of(pod).items()]
+        return [Holding(name, pod.name, door, min(starts), end, pod.uid) for name, door in self.devices_of(pod).items()]
 
     # What the kubelet does with claims.
 
@@ -189,8 +192,8 @@ class FakeNode(FakeKubelet):
     def unprepare_pod(self, pod: FakePod) -> None:
         """Have a pod's claims unprepared, however long that takes."""
         with self.changed:
-            held = self._held(pod, None)
-            self._wants.setdefault(f"{pod.namespace}/{pod.name}", _Wants()).held = held
+            wants = self._wants_of(pod)
+            wants.held = self._held(pod, None)
         while not self._over.is_set():
             try:
                 self.dra.unprepare_pod(self._dra_pod(pod))
@@ -202,12 +205,50 @@ class FakeNode(FakeKubelet):
     def end_pod(self, pod: FakePod, status: tuple[str, str, str] | None) -> None:
         """End a pod; its claims are given back."""
         with self.changed:
-            if not pod.terminal:
+            if pod.uid not in self._recorded:
                 # Nobody else can have its devices before what follows.
                 self._past += self._held(pod, time.monotonic())
-            self._give_back(pod)
-            self._wants.pop(f"{pod.namespace}/{pod.name}", None)
+                self._recorded.add(pod.uid)
+            if pod.uid not in self.orphans:
+                self._give_back(pod)
+                self._wants.pop(f"{pod.namespace}/{pod.name}", None)
             super().end_pod(pod, status)
+
+    def remove_pod(self, pod: FakePod, lingering: Lingering) -> None:
+        """Take a pod from the kubelet's list, whatever of it runs; its claims are given back at once."""
+        with self.changed:
+            self._wants_of_orphans[pod.uid] = self._wants.pop(f"{pod.namespace}/{pod.name}", _Wants())
+            self._give_back(pod)
+            super().remove_pod(pod, lingering)
+
+    def end_container(self, pod: FakePod, container: FakeContainer) -> None:
+        """End a container's process; what an init container had is its own until then."""
+        with self.changed:
+            if container.init and not container.stays and container.state == "running":
+                ids = container.device_ids
+                self._past += [
+                    Holding(one, pod.name, "plugin", container.starts[-1], time.monotonic(), pod.uid) for one in ids
+                ]
+            super().end_container(pod, container)
+
+    def reconcile_claims(self) -> None:
+        """Unprepare what pods use that are not active, as a kubelet with ready sources does every 60 s."""
+        run = self._up()
+        if run.manager.sources_ready:
+            self.dra.reconcile_claims({pod.uid for pod in run.active_pods()})
+
+    def remove_claim(self, name: str, namespace: str = "default") -> None:
+        """Remove a claim's finalizers and delete it, whoever uses it; the kubelet's claim state still names it."""
+        self.server.delete("resourceclaims", name, namespace)
+
+    def start_container(self, pod: FakePod, container: FakeContainer) -> None:
+        """Start a container's process, and note which devices of claims it has: the kubelet may forget them."""
+        with self.changed:
+            known = [self.dra.claim(pod.namespace, claim) for claim in self.claims_of(pod)]
+            listed = [devices for one in known if one is not None for devices in one.drivers.values()]
+            wants = self._wants_of(pod)
+            wants.given |= {one.device for devices in listed for one in devices}
+            super().start_container(pod, container)
 
     def cdi_devices(self, pod: FakePod, container: FakeContainer) -> Sequence[str]:
         """Return the CDI devices that a container gets from its claims."""
@@ -244,7 +285,16 @@ class FakeNode(FakeKubelet):
         except KeyError:
             return None
 
+    def release_sources(self) -> None:
+        """Let the API server reach the kubelet again; slices that it was to delete meanwhile are deleted."""
+        super().release_sources()
+        while self._unwiped:
+            self._wipe(self._unwiped.pop())
+
     def _wipe(self, driver: str) -> None:
+        if self.sources_held:
+            self._unwiped.add(driver)
+            return
         for one in self.server.objects():
             if one["spec"].get("nodeName") == self.name and driver in ("", one["spec"]["driver"]):
                 with contextlib.suppress(Exception):  # somebody else may have deleted it
@@ -328,9 +378,13 @@ class FakeNode(FakeKubelet):
         wants.made = tuple(body["metadata"]["name"] for body in made)
         return True
 
+    def _wants_of(self, pod: FakePod) -> _Wants:
+        orphaned = self._wants_of_orphans.get(pod.uid)
+        return self._wants.setdefault(f"{pod.namespace}/{pod.name}", _Wants()) if orphaned is None else orphaned
+
     def _give_back(self, pod: FakePod) -> None:
         """Do what the claims' controller does after a pod: delete what was made for it, deallocate the rest."""
-        wants = self._wants.get(f"{pod.namespace}/{pod.name}", _Wants())
+        wants = self._wants_of(pod)
         for name in wants.made:
             if self._get_claim(pod.namespace, name) is not None:
                 self.server.delete("resourceclaims", name, pod.namespace)
@@ -343,6 +397,12 @@ class FakeNode(FakeKubelet):
             if not status["reservedFor"]:
                 found["status"] = {}
             self.server.replace(found)
+
+
+def _lasting(pod: FakePod) -> list[FakeContainer]:
+    """Return a pod's containers, and its init containers while they run."""
+    init = [container for container in pod.init_containers.values() if container.state == "running"]
+    return [*pod.containers.values(), *init]
 
 
 def _claim(name: str, namespace: str, devices: Mapping[str, int]) -> Object:

@@ -19,12 +19,13 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 import grpc
 
 from deviceplugin import config
-from dra_bridge.manifests import Deployment, device_class_name, manifests
+from deviceplugin.naming import class_name
+from dra_bridge.manifests import Deployment, manifests
 from dra_bridge.wire import dra_v1_pb2 as v1
 from dra_bridge.wire import dra_v1_pb2_grpc as v1_grpc
 from dra_bridge.wire import dra_v1beta1_pb2 as v1beta1
@@ -68,9 +69,16 @@ class Bridge:
     """A `dra-bridge run` process, its config file, and what tests ask of it."""
 
     def __init__(
-        self, cluster: Cluster, directory: Path, resources: Sequence[Mapping[str, Any]], script: str = ""
+        self,
+        cluster: Cluster,
+        directory: Path,
+        resources: Sequence[Mapping[str, Any]],
+        script: str = "",
+        *,
+        claim_status: bool = False,
     ) -> None:
         self.cluster = cluster
+        self.claim_status = claim_status
         self.directory = directory
         self.config = directory / "config.yaml"
         self.resources = [dict(resource) for resource in resources]
@@ -85,13 +93,16 @@ class Bridge:
 
     @classmethod
     @contextmanager
-    def running(cls, cluster: Cluster, *resources: Mapping[str, Any], script: str = "") -> Iterator[Bridge]:
+    def running(
+        cls, cluster: Cluster, *resources: Mapping[str, Any], script: str = "", claim_status: bool = False
+    ) -> Iterator[Self]:
         """Install and start it; at the end all pods and claims go first, then the agent.
 
         script: an author's own agent with the same resources and drivers, in place of the config.
+        claim_status: whether it writes the status of claims, and has the right to.
         """
         directory = Path(tempfile.mkdtemp(dir=isolate.DEVICES))
-        bridge = cls(cluster, directory, resources, script)
+        bridge = cls(cluster, directory, resources, script, claim_status=claim_status)
         try:
             bridge.start()
             bridge.wait_registered()
@@ -123,15 +134,13 @@ class Bridge:
     def _install(self) -> None:
         """Apply the manifests, all but the DaemonSet (there is no image), and lay its service account's files out."""
         text = self.config.read_text()
-        how = Deployment(version=self.version, extended_resource=self.cluster.minor >= 34)
+        how = Deployment(
+            version=self.version, extended_resource=self.cluster.minor >= 34, claim_status=self.claim_status
+        )
         objects = manifests(config.parse(text, str(self.config)), text, how)
         self.cluster.apply([body for body in objects if body["kind"] != "DaemonSet"])
         self.classes = {
-            str(resource["name"]): device_class_name(
-                str(resource["name"]),
-                str(resource["driver"]),
-                [str(one["name"]) for one in self.resources if one.get("driver") == resource["driver"]],
-            )
+            str(resource["name"]): class_name(str(resource["name"]), str(resource["driver"]))
             for resource in self.resources
             if "driver" in resource
         }
@@ -166,14 +175,19 @@ class Bridge:
         self.resources[resource] = {**self.resources[resource], "dra": {"share": share}}
         self.write()
 
+    def command(self) -> list[str]:
+        """Return what is run."""
+        if self.script is not None:
+            return [sys.executable, str(self.script)]
+        return [sys.executable, "-m", "dra_bridge", "run", "--config", str(self.config)]
+
     def start(self, *arguments: str) -> None:
         """Start the agent."""
         log = self.cluster.logs / f"dra-bridge-{next(_RUNS)}.log"
         self._logs.append(log)
-        command = [sys.executable, "-m", "dra_bridge", "run", "--config", str(self.config)]
-        if self.script is not None:
-            command = [sys.executable, str(self.script)]
-        command += ["--log-level", "debug", "--node-name", self.cluster.node_name, *arguments]
+        command = [*self.command(), "--log-level", "debug", "--node-name", self.cluster.node_name, *arguments]
+        command += ["--cgroup-root", str(isolate.POD_CGROUPS)]
+        command += ["--claim-status"] if self.claim_status else []
         there = {"KUBERNETES_SERVICE_HOST": isolate.SERVICE_IP, "KUBERNETES_SERVICE_PORT": "443"}
         with log.open("wb") as output:
             self.process = subprocess.Popen(
@@ -235,7 +249,7 @@ class Bridge:
         for driver in self.drivers:
             self.cluster.wait_for(
                 lambda driver=driver: f"{driver}: registered with the kubelet" in self.log(),  # type: ignore[misc]
-                30.0,
+                120.0,  # a start takes a second, and much longer on a machine whose cores others use
                 f"{driver} is registered",
             )
 

@@ -93,6 +93,10 @@ def cgroup() -> str:
     return "/" + os.environ[_ENVIRONMENT]
 
 
+POD_CGROUPS = BASE / "cgroup"
+"""A cgroup file system that shows the pods of this run alone, for agents that run in no pod and could not tell."""
+
+
 # --- cgroups ---------------------------------------------------------------------------------------------------------
 
 
@@ -235,6 +239,9 @@ def _set_up() -> None:
             copy = etc / setting.replace("/", ".")
             copy.write_text(real.read_text())
             _mount("--bind", str(copy), str(real))
+    hierarchy = min(cgroup_hierarchies(), key=lambda one: (one.name != "pids", one))
+    (POD_CGROUPS / hierarchy.name).mkdir(parents=True, exist_ok=True)
+    _mount("--bind", f"{hierarchy}{cgroup()}", str(POD_CGROUPS / hierarchy.name))
     _copy_dev()
     # As on a real node: without it a volume with mountPropagation is refused.
     _mount("--make-rshared", "/")

@@ -49,11 +49,11 @@ POD_RESOURCES_SOCKET = KUBELET_DIRECTORY / "pod-resources" / "kubelet.sock"
 COMPONENTS = ("etcd", "containerd", "kube-apiserver", "kube-controller-manager", "kube-scheduler", "kubelet")
 
 # Feature gates that are on in a Cluster, and the minor version that brought each, from pkg/features/kube_features.go of
-# 1.32.2 to 1.36.3. A server without a gate refuses to start when it is named; with the gate off it drops the feature's
+# 1.32.2 to 1.37.1. A server without a gate refuses to start when it is named; with the gate off it drops the feature's
 # fields without an error. On by default since: DynamicResourceAllocation 1.34, DRAPrioritizedList and DRAAdminAccess
 # 1.34, DRAResourceClaimDeviceStatus 1.33, DRAConsumableCapacity, DRADeviceBindingConditions, DRADeviceTaints,
-# DRAExtendedResource and DRAPartitionableDevices 1.36; DRADeviceTaintRules is off in 1.36 still. In 1.33 and 1.34
-# DeviceTaintRules come with DRADeviceTaints.
+# DRAExtendedResource and DRAPartitionableDevices 1.36, DRADeviceTaintRules 1.37. In 1.33 and 1.34 DeviceTaintRules come
+# with DRADeviceTaints. KubeletPodResourcesDynamicResources and KubeletPodResourcesGet are to go after 1.37.
 FEATURE_GATES = {
     "DynamicResourceAllocation": 26,
     "KubeletPodResourcesDynamicResources": 27,

@@ -116,7 +116,10 @@ class RealNode:
         file = self.directory / f"agent-{number}.{'py' if script else 'yaml'}"
         file.write_text(script or config)
         agent = AgentProcess(
-            [str(file)] if script else ["-m", "deviceplugin", "run", "--config", str(file)],
+            [
+                *([str(file)] if script else ["-m", "deviceplugin", "run", "--config", str(file)]),
+                *("--cgroup-root", str(isolate.POD_CGROUPS)),
+            ],
             None if script else file,
             self.directory / f"agent-{number}.log",
         )

@@ -6,6 +6,7 @@ many seconds the API server is away (5; 60 for the long run), QUIET how long not
 
 from __future__ import annotations
 
+import compileall
 import os
 import re
 import shutil
@@ -13,6 +14,7 @@ import signal
 import stat
 import subprocess
 import sys
+import sysconfig
 import threading
 import time
 from collections.abc import Iterator
@@ -27,6 +29,7 @@ from tests.cluster.node import PLUGINS_REGISTRY, Cluster
 OUTAGE = float(os.environ.get("OUTAGE", "5"))
 QUIET = float(os.environ.get("QUIET", "12"))
 CDI = Path("/var/run/cdi")
+ROOT = Path(__file__).parents[2]
 
 DRIVER = "fpga.example.com"
 RESOURCE = "example.com/fpga"
@@ -323,20 +326,22 @@ def test_parameters_of_class_and_claim(cluster: Cluster) -> None:
             assert env_of(bridge.pod(name, {"fpga": name}).wait_running())["TUNING"] == tuning
 
 
-def test_conditions(bridge: Bridge) -> None:
-    """A claim's status tells that each of its devices is prepared, and on which node."""
-    bridge.claim("mine", bridge.one(allocationMode="ExactCount", count=2))
-    bridge.pod("one", {"fpga": "mine"}).wait_running()
+def test_conditions(cluster: Cluster) -> None:
+    """With --claim-status a claim's status tells that each of its devices is prepared, and on which node."""
+    with Bridge.running(cluster, fpga(), claim_status=True) as bridge:
+        bridge.wait_offered(4)
+        bridge.claim("mine", bridge.one(allocationMode="ExactCount", count=2))
+        bridge.pod("one", {"fpga": "mine"}).wait_running()
 
-    def told() -> list[dict[str, Any]]:
-        return bridge.get_claim("mine")["status"].get("devices") or []
+        def told() -> list[dict[str, Any]]:
+            return bridge.get_claim("mine")["status"].get("devices") or []
 
-    bridge.cluster.wait_for(told, 10, "the claim's status tells of its devices")
-    assert sorted(entry["device"] for entry in told()) == sorted(bridge.allocated("mine"))
-    for entry in told():
-        (condition,) = entry["conditions"]
-        assert (entry["driver"], entry["pool"]) == (DRIVER, bridge.cluster.node_name)
-        assert (condition["type"], condition["status"], condition["reason"]) == ("Ready", "True", "Prepared")
+        bridge.cluster.wait_for(told, 10, "the claim's status tells of its devices")
+        assert sorted(entry["device"] for entry in told()) == sorted(bridge.allocated("mine"))
+        for entry in told():
+            (condition,) = entry["conditions"]
+            assert (entry["driver"], entry["pool"]) == (DRIVER, bridge.cluster.node_name)
+            assert (condition["type"], condition["status"], condition["reason"]) == ("Ready", "True", "Prepared")
 
 
 def test_a_claim_deleted_while_the_agent_is_down(bridge: Bridge) -> None:
@@ -623,9 +628,9 @@ def test_three_hundred_devices(cluster: Cluster) -> None:
     with Bridge.running(cluster, fpga(300)) as bridge:
         bridge.wait_offered(300)
         slices = bridge.slices()
-        assert len(slices) == 3
+        assert len(slices) == 5
         assert len({one["spec"]["pool"]["generation"] for one in slices}) == 1
-        assert {one["spec"]["pool"]["resourceSliceCount"] for one in slices} == {3}
+        assert {one["spec"]["pool"]["resourceSliceCount"] for one in slices} == {5}
         bridge.claim("many", bridge.one(allocationMode="ExactCount", count=20))
         bridge.pod("one", {"fpga": "many"}).wait_running()
         assert len(bridge.allocated("many")) == 20
@@ -649,8 +654,17 @@ def test_two_drivers(cluster: Cluster) -> None:
         assert env_of(pod)["CARD"] == "yes"
 
 
-def test_speed_and_memory(bridge: Bridge) -> None:
+def test_speed_and_memory(cluster: Cluster) -> None:
     """Forty claims come and go; the kubelet's own times and the agent's memory are printed, and memory is judged."""
+    # As in the image, nothing is compiled at the start: that takes 4 MB, which stay.
+    for directory in (ROOT / "deviceplugin", ROOT / "dra_bridge", Path(sysconfig.get_path("purelib"))):
+        compileall.compile_dir(directory, quiet=2)
+    with Bridge.running(cluster, fpga()) as bridge:
+        bridge.wait_offered(4)
+        _forty_claims(bridge)
+
+
+def _forty_claims(bridge: Bridge) -> None:
     cluster = bridge.cluster
 
     def total(method: str, what: str) -> float:
@@ -674,7 +688,7 @@ def test_speed_and_memory(bridge: Bridge) -> None:
         figures[f"{method} calls"] = count
     print(figures)
     assert figures["NodePrepareResources calls"] >= 40
-    assert figures["resident MB"] <= 58
+    assert figures["resident MB"] <= 64
 
 
 def test_steady_state(bridge: Bridge) -> None:
@@ -741,7 +755,7 @@ def test_steady_state(bridge: Bridge) -> None:
 
 
 def test_plugin_only(cluster: Cluster) -> None:
-    """`deviceplugin run` with the same file serves the plugin's door alone, and loads neither TLS nor a client.
+    """`deviceplugin run` with the same file serves the plugin's door alone, and loads no client.
 
     What the claim of a running container holds it gives to nobody, although no bridge is there to say so.
     """
@@ -762,7 +776,7 @@ def test_plugin_only(cluster: Cluster) -> None:
                 pods[-1].wait_unschedulable()
                 assert env_of(pods[0])["FPGA_MODE"] == "fast"
                 assert not bridge.slices()
-                assert "_ssl." not in Path(f"/proc/{process.pid}/maps").read_text()
+                assert "aiohttp" not in Path(f"/proc/{process.pid}/maps").read_text()
                 assert claimant.restarts() == 0
                 for pod in pods:
                     pod.delete()

@@ -231,11 +231,13 @@ def test_manifests_print_what_the_options_say(tmp_path: Path, capsys: pytest.Cap
     file = tmp_path / "config.yaml"
     file.write_text(CONFIG)
     options = ["--image", "here/it:1", "--namespace", "gpus", "--node-selector", "a=b", "--node-selector", "c=d"]
+    options.append("--claim-status")
     assert cli.main(["manifests", "--config", str(file), *options, "--metrics-port", "0"]) == 0
     objects = {one["kind"]: one for one in yaml.safe_load_all(capsys.readouterr().out)}
     pod = objects["DaemonSet"]["spec"]["template"]["spec"]
     assert pod["containers"][0]["image"] == "here/it:1"
     assert "ports" not in pod["containers"][0]
+    assert "--claim-status" in pod["containers"][0]["args"]
     assert pod["nodeSelector"] == {"kubernetes.io/os": "linux", "a": "b", "c": "d"}
     assert objects["DaemonSet"]["metadata"]["namespace"] == "gpus"
     assert objects["ConfigMap"]["data"]["config.yaml"] == CONFIG
@@ -433,6 +435,8 @@ def test_options_of_an_authors_agent(world: World, logs_restored: None) -> None:
     )
     assert (options.node, options.cdi_directory, options.paths.kubelet_root) == ("n7", "/cdi", Path("/k"))
     assert options.metrics_address is None
+    assert not options.claim_status
+    assert parse_run(["--claim-status", "--kubeconfig", str(world.kubeconfig)]).claim_status
 
 
 # migrate

@@ -7,7 +7,7 @@ import json
 import subprocess
 import sys
 from collections.abc import AsyncIterator, Iterator
-from contextlib import aclosing, asynccontextmanager
+from contextlib import aclosing, asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +31,6 @@ from dra_bridge.cluster import (
     InvalidError,
     Listed,
     NotFoundError,
-    Reopened,
     UnavailableError,
     UnsupportedError,
     VersionChangedError,
@@ -124,7 +123,7 @@ async def test_invalid_names_the_field(server: FakeApiServer) -> None:
     [
         (400, InvalidError),
         (403, ForbiddenError),
-        (404, NotFoundError),
+        (404, UnavailableError),
         (409, ConflictError),
         (410, GoneError),
         (422, InvalidError),
@@ -142,6 +141,89 @@ def test_errors(code: int, kind: type[ApiError]) -> None:
     assert (error.code, error.reason, error.message, error.retry_after) == (code, "R", "said", 3.0)
     assert type(error_of(code, b"<html>proxy</html>", "7")) is kind
     assert error_of(code, b"<html>proxy</html>", "7").retry_after == 7.0
+
+
+NAMED = {"name": "c", "kind": "resourceclaims", "group": "resource.k8s.io"}
+
+
+@pytest.mark.parametrize("details", [NAMED, {"name": "c"}, {**NAMED, "kind": "ResourceClaim"}])
+def test_a_missing_object_is_named(details: dict[str, str]) -> None:
+    """A 404 that names the object which was asked for says that it does not exist."""
+    status = {"kind": "Status", "reason": "NotFound", "details": details}
+    error = error_of(404, json.dumps(status).encode(), kind=RESOURCE_CLAIMS, name="c")
+    assert type(error) is NotFoundError
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        "<html>no such host</html>",
+        "404 page not found\n",
+        "[]",
+        json.dumps({"kind": "Error", "reason": "NotFound", "details": NAMED}),
+        "[" * 100_000,
+        json.dumps({"kind": "Status", "reason": "NotFound"}),
+        json.dumps({"kind": "Status", "reason": "NotFound", "details": [NAMED]}),
+        json.dumps({"kind": "Status", "reason": "", "details": NAMED}),
+        json.dumps({"kind": "Status", "reason": "NotFound", "details": {**NAMED, "name": "d"}}),
+        json.dumps({"kind": "Status", "reason": "NotFound", "details": {**NAMED, "kind": "namespaces"}}),
+        json.dumps({"kind": "Status", "reason": "NotFound", "details": {**NAMED, "group": "example.com"}}),
+    ],
+)
+async def test_a_404_that_does_not_name_the_object_is_no_answer(server: FakeApiServer, body: str) -> None:
+    """A 404 of a proxy, or about anything but the object that was asked for, does not mean that this one is gone."""
+    server.create({"apiVersion": "v1", "kind": "ResourceClaim", "metadata": {"name": "c", "namespace": "ns"}})
+    async with connected(server) as cluster:
+        await cluster.version()
+        for call in (
+            lambda: cluster.get(RESOURCE_CLAIMS, "c", "ns"),
+            lambda: cluster.delete(RESOURCE_CLAIMS, "c", "ns"),
+            lambda: cluster.patch_status(RESOURCE_CLAIMS, "c", {}, "ns"),
+            lambda: cluster.list(RESOURCE_CLAIMS),
+        ):
+            server.fail(lambda request: "resourceclaims" in request.path, Fault(code=404, body=body), times=2)
+            with pytest.raises(UnavailableError) as caught:
+                await call()
+            assert caught.value.code == 404
+            server.heal()
+        await cluster.get(RESOURCE_CLAIMS, "c", "ns")
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        "{}",
+        "[]",
+        "null",
+        "[" * 100_000,
+        '{"kind": "NodeList", "items": []}',
+        '{"kind": "Node", "metadata": {"name": "b"}}',
+    ],
+)
+async def test_an_answer_to_another_question_is_no_answer(server: FakeApiServer, body: str) -> None:
+    """A 200 with something else than what was asked for is neither an object, an empty list nor an accepted write."""
+    server.create(node("a"))
+    async with connected(server) as cluster:
+        for call in (
+            lambda: cluster.get(NODES, "a"),
+            lambda: cluster.list(NODES),
+            lambda: cluster.replace(NODES, node("a")),
+            lambda: cluster.delete(NODES, "a"),
+        ):
+            server.fail(lambda request: True, Fault(code=200, body=body))
+            with pytest.raises(UnavailableError):
+                await call()
+            server.heal()
+
+
+async def test_a_proxy_that_does_not_know_the_group_is_no_server_without_dra(server: FakeApiServer) -> None:
+    """That DRA is off is believed of a list of groups alone, not of a 404."""
+    async with connected(server) as cluster:
+        server.fail(lambda request: request.path.startswith("/apis"), Fault(code=404, body="404 page not found"), 2)
+        with pytest.raises(UnavailableError):
+            await cluster.version()
+        server.heal()
+        assert await cluster.version() == "v1"
 
 
 async def test_deadline(server: FakeApiServer) -> None:
@@ -285,18 +367,113 @@ async def test_follow(server: FakeApiServer) -> None:
         assert name_of(await anext(events)) == ("DELETED", "a")
 
 
-async def test_resumes_where_it_broke_off(server: FakeApiServer) -> None:
-    """After an outage nothing is missed, nothing told twice and nothing listed again."""
+async def watched(server: FakeApiServer, count: int = 1) -> None:
+    """Wait until so many watches have been opened."""
+    await asyncio.to_thread(server.wait_for, lambda it: sum(entry.watch for entry in it.log) >= count)
+
+
+def lists(server: FakeApiServer, path: str = "/nodes") -> int:
+    return sum(not entry.watch for entry in server.requests("GET", path))
+
+
+def names(event: object) -> list[str]:
+    assert isinstance(event, Listed), event
+    return [one["metadata"]["name"] for one in event.items]
+
+
+async def test_a_lost_connection_is_listed_again(server: FakeApiServer) -> None:
+    """After an outage everything is listed, and nothing that happened meanwhile is missed."""
     async with connected(server) as cluster, aclosing(cluster.follow(NODES)) as events:
-        assert isinstance(await anext(events), Listed)
+        assert names(await anext(events)) == []
         server.create(node("a"))
         assert name_of(await anext(events)) == ("ADDED", "a")
         with server.outage():
             server.create(node("b"))
-        assert isinstance(await anext(events), Reopened)
+            server.delete("nodes", "a")
+        assert names(await anext(events)) == ["b"]
+
+
+async def test_a_watch_that_ends_as_asked_is_resumed(server: FakeApiServer) -> None:
+    """When the server ends a watch after the time it was asked for, nothing is listed again and nothing missed."""
+    async with (
+        connected(server, watch_seconds=(1.0, 1.0)) as cluster,
+        aclosing(cluster.follow(NODES)) as events,
+    ):
+        assert names(await anext(events)) == []
+        coming = asyncio.ensure_future(anext(events))
+        await watched(server, 2)
+        server.create(node("a"))
+        assert name_of(await coming) == ("ADDED", "a")
+        assert lists(server) == 1
+
+
+async def test_restored_storage_is_listed_again(server: FakeApiServer) -> None:
+    """After the server went back to an older snapshot, what is known is what it has, at once."""
+    server.create(node("a"))
+    snapshot = server.snapshot()
+    async with connected(server) as cluster, aclosing(cluster.follow(NODES)) as events:
+        assert names(await anext(events)) == ["a"]
+        server.delete("nodes", "a")
+        assert name_of(await anext(events)) == ("DELETED", "a")
+        server.restore(snapshot)
+        assert names(await anext(events)) == ["a"]
+        server.create(node("b"))
         assert name_of(await anext(events)) == ("ADDED", "b")
-        lists = [entry for entry in server.requests("GET", "/nodes") if not entry.watch]
-        assert len(lists) == 1
+
+
+async def test_a_list_that_is_older_than_what_was_seen_ends_the_watches(
+    server: FakeApiServer, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Any list that shows that the server went back has open watches list again, which would be silent."""
+    snapshot = server.snapshot()
+    async with connected(server) as cluster, aclosing(cluster.follow(NODES)) as events:
+        assert names(await anext(events)) == []
+        server.create(node("a"))
+        assert name_of(await anext(events)) == ("ADDED", "a")
+        coming = asyncio.ensure_future(anext(events))
+        await watched(server)
+        server.restore(snapshot, end_streams=False)
+        assert (await cluster.list(NODES)).items == []
+        assert names(await coming) == []
+        assert sum("went back" in record.getMessage() for record in caplog.records) == 1
+
+
+async def test_a_list_that_is_older_meets_a_watch_whose_silence_has_just_ended(server: FakeApiServer) -> None:
+    """That both end a watch at the same moment is no error."""
+    async with connected(server) as cluster:
+        found: list[bool] = []
+        limit = asyncio.timeout(0.0)
+
+        def went_back() -> None:
+            found.append(limit.expired())
+            cluster._moved(NODES, "1", before=2)
+            found.append(limit.expired())
+
+        with suppress(TimeoutError):
+            async with limit:
+                cluster._reads.add(limit)
+                asyncio.get_running_loop().call_soon(went_back)
+                await asyncio.Event().wait()
+        assert found == [True, True]
+
+
+async def test_a_silent_watch_is_listed_again(server: FakeApiServer) -> None:
+    """A watch on which neither an event nor a bookmark comes for long is not believed; that is no failure."""
+    snapshot = server.snapshot()
+    server.create(node("a"))
+    async with (
+        connected(server, silence=(0.2, 0.3)) as cluster,
+        aclosing(cluster.follow(NODES)) as events,
+    ):
+        assert names(await anext(events)) == ["a"]
+        coming = asyncio.ensure_future(anext(events))
+        await watched(server)
+        server.restore(snapshot, end_streams=False)
+        server.create(node("b"))  # at the resourceVersion that the node before had: no watch tells of it
+        found = names(await coming)
+        while found != ["b"]:
+            found = names(await anext(events))
+        assert cluster.statistics.failures == 0
 
 
 async def test_what_went_wrong_once_cuts_no_watch(server: FakeApiServer, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -314,7 +491,9 @@ async def test_what_went_wrong_once_cuts_no_watch(server: FakeApiServer, monkeyp
         await anext(events)
         with server.outage():
             pass
-        assert isinstance(await anext(events), Reopened)
+        assert isinstance(await anext(events), Listed)
+        change(-1)
+        assert name_of(await anext(events)) == ("MODIFIED", "a")
         before = cluster.statistics
         for number in range(5):
             await cluster.get(NODES, "a")
@@ -323,9 +502,9 @@ async def test_what_went_wrong_once_cuts_no_watch(server: FakeApiServer, monkeyp
         assert cluster.statistics.watches == before.watches
         assert cluster.statistics.failures == before.failures
 
-        server.fail(lambda request: request.method == "DELETE", Fault())
+        server.fail(lambda request: request.method == "PATCH", Fault())
         with pytest.raises(UnavailableError):
-            await cluster.delete(NODES, "b")
+            await cluster.patch(NODES, "b", {})
         assert cluster.statistics.failures == before.failures + 1
         for number in range(5):  # the configuration is read anew with the first of them
             await cluster.get(NODES, "a")
@@ -338,32 +517,20 @@ async def test_what_went_wrong_once_cuts_no_watch(server: FakeApiServer, monkeyp
 async def test_bookmarks_move_the_position(server: FakeApiServer) -> None:
     """A watch that only saw bookmarks goes on from them, although the history before is gone."""
     follow = {"field_selector": "metadata.name=a"}
-    async with connected(server) as cluster, aclosing(cluster.follow(NODES, **follow)) as events:
-        assert isinstance(await anext(events), Listed)
+    async with (
+        connected(server, watch_seconds=(1.0, 1.0)) as cluster,
+        aclosing(cluster.follow(NODES, **follow)) as events,
+    ):
+        assert names(await anext(events)) == []
         coming = asyncio.ensure_future(anext(events))
-        await asyncio.to_thread(server.wait_for, lambda it: any(entry.watch for entry in it.log))
+        await watched(server)
         server.create(node("b"))
         server.bookmark()
         server.compact()
-        server.break_watches()
-        assert isinstance(await coming, Reopened)
+        await watched(server, 2)
         server.create(node("a"))
-        assert name_of(await anext(events)) == ("ADDED", "a")
-        lists = [entry for entry in server.requests("GET", "/nodes") if not entry.watch]
-        assert len(lists) == 1
-
-
-async def test_a_watch_that_falls_silent_is_given_up(server: FakeApiServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A server that neither tells anything nor ends the watch when it was asked to is lost (a dead connection)."""
-    monkeypatch.setattr("dra_bridge.cluster._WATCH_GRACE", -0.8)
-    async with (
-        connected(server, watch_seconds=(1.0, 1.0)) as cluster,
-        aclosing(cluster.follow(NODES)) as events,
-        asyncio.timeout(60),
-    ):
-        assert isinstance(await anext(events), Listed)
-        assert isinstance(await anext(events), Reopened)
-        assert cluster.statistics.failures >= 1
+        assert name_of(await coming) == ("ADDED", "a")
+        assert lists(server) == 1
 
 
 async def test_a_server_that_asks_for_time_gets_it(server: FakeApiServer, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -384,30 +551,19 @@ async def test_a_server_that_asks_for_time_gets_it(server: FakeApiServer, monkey
 
 async def test_gone_is_listed_again(server: FakeApiServer) -> None:
     """When the history since is gone, everything is listed anew."""
-    async with connected(server) as cluster, aclosing(cluster.follow(NODES)) as events:
-        assert isinstance(await anext(events), Listed)
-        with server.outage():
-            server.create(node("a"))
-            server.compact()
-        while not isinstance(event := await anext(events), Listed):
-            assert isinstance(event, Reopened)
-        assert [one["metadata"]["name"] for one in event.items] == ["a"]
-
-
-async def test_a_restored_backup(server: FakeApiServer) -> None:
-    """A position that the server does not know yet ends in a new list, not in the same question for ever."""
-    for number in range(30):
-        server.create(node(f"n{number}"))
-    async with connected(server) as cluster, aclosing(cluster.follow(NODES)) as events:
+    async with (
+        connected(server, watch_seconds=(1.0, 1.0)) as cluster,
+        aclosing(cluster.follow(NODES)) as events,
+    ):
         assert isinstance(await anext(events), Listed)
         coming = asyncio.ensure_future(anext(events))
-        await asyncio.to_thread(server.wait_for, lambda it: any(entry.watch for entry in it.log))
-        for number in range(30):
-            server.delete("nodes", f"n{number}")
-        server.restore()
-        events_seen = [await coming]
-        while not (isinstance(events_seen[-1], Listed) and not events_seen[-1].items):
-            events_seen.append(await anext(events))
+        await watched(server)
+        server.fail(lambda request: request.watch, Fault(code=410))
+        server.create(node("a"))
+        assert name_of(await coming) == ("ADDED", "a")
+        coming = asyncio.ensure_future(anext(events))
+        await watched(server, 2)
+        assert names(await coming) == ["a"]
 
 
 async def test_another_version_is_listed_again() -> None:
@@ -424,6 +580,18 @@ async def test_another_version_is_listed_again() -> None:
             event = await coming
             assert isinstance(event, Listed)
             assert event.version == "v1"
+
+
+@pytest.mark.parametrize(
+    "line", ["[" * 100_000, "[]", '{"type": 1}', '{"type": "ADDED"}', '{"type": "ERROR", "object": {"kind": "Pod"}}']
+)
+async def test_a_watch_that_makes_no_sense_is_listed_again(server: FakeApiServer, line: str) -> None:
+    """A line of a watch that is no event is a failure like others."""
+    async with connected(server) as cluster, aclosing(cluster.follow(NODES)) as events:
+        assert names(await anext(events)) == []
+        server.fail(lambda request: request.watch, Fault(code=200, body=line + "\n"))
+        assert names(await anext(events)) == []
+        assert cluster.statistics.failures == 1
 
 
 async def test_failures_are_waited_out(server: FakeApiServer, caplog: pytest.LogCaptureFixture) -> None:
@@ -494,7 +662,7 @@ async def test_a_long_outage_is_not_hammered() -> None:
             server.start()
             server.create(node("a"))
             await cluster.get(NODES, "a")  # somebody else finds the server back: nobody waits on
-            assert isinstance(await coming, Reopened)
+            assert names(await coming) == ["a"]
 
 
 # --- access ---------------------------------------------------------------------------------------

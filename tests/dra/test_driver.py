@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import json
 import os
 import re
+import shutil
+import threading
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,14 +20,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from deviceplugin import ledger
+from deviceplugin import cdi, ledger
 from deviceplugin.device import ContainerEdits, Device, Health
 from deviceplugin.inventory import Inventory
+from deviceplugin.kubelet.claim_state import ClaimStateError, PreparedClaim
+from deviceplugin.kubelet.pods import PodProcesses
 from deviceplugin.ledger import Desk, LedgerError, Side, State
 from deviceplugin.source import DeviceSource
 from dra_bridge import driver as driver_module
 from dra_bridge.cluster import Cluster
-from dra_bridge.driver import ClaimError, ClaimRef, Driver, Prepared, Served, decoded_config
+from dra_bridge.driver import ClaimError, ClaimRef, Driver, Prepared, RunningPods, Served, decoded_config
 from dra_bridge.testing.apiserver import FakeApiServer, Fault
 from dra_bridge.wire import dra_v1_pb2, dra_v1beta1_pb2
 from dra_bridge.wire.dra_v1_pb2_grpc import DRAPluginStub
@@ -34,6 +39,8 @@ R = "example.com/fpga"
 D = "fpga.example.com"
 NODE = "node-1"
 T0 = 1_700_000_000.0
+ENDED = PodProcesses(frozenset())
+"""No process of any pod runs."""
 Hook = Callable[..., Any]
 
 
@@ -148,7 +155,7 @@ class World:
 
     @property
     def files(self) -> list[str]:
-        return sorted(os.listdir(self.cdi)) if self.cdi.exists() else []
+        return sorted(os.listdir(self.cdi)) if self.cdi.is_dir() else []
 
     def edits(self, *ids: str) -> list[dict[str, Any]]:
         """Return what containers with these CDI ids get."""
@@ -218,7 +225,10 @@ async def test_a_claim_gets_its_device_and_is_recorded(here: World) -> None:
     (device,) = answer.devices
     assert (device.request, device.pool, device.device) == ("fpga", NODE, "d0")
     assert here.edits(*device.cdi_ids) == [
-        {"env": ["FPGA_0=1"], "deviceNodes": [{"path": "/dev/null", "permissions": "rw"}]}
+        {
+            "env": ["FPGA_0=1"],
+            "deviceNodes": [{"path": "/dev/null", "type": "c", "major": 1, "minor": 3, "permissions": "rw"}],
+        }
     ]
     assert here.desk.snapshot.claims[D, "1"].held == {(R, "d0")}
     assert here.driver.statistics.prepared == 1
@@ -626,6 +636,59 @@ async def test_an_unprepare_ends_a_prepare_under_way_and_nothing_is_left(tmp_pat
     await end(here)
 
 
+@pytest.mark.parametrize("known", [False, True])
+async def test_an_unprepare_waits_for_a_file_that_is_being_written(
+    here: World, monkeypatch: pytest.MonkeyPatch, known: bool
+) -> None:
+    """A file whose write has begun in a thread is removed after that write, at a first and at a repeated Prepare."""
+    writing, go, write = threading.Event(), threading.Event(), cdi.Store.write
+
+    def slow(store: cdi.Store, uid: str, data: bytes) -> bool:
+        writing.set()
+        assert go.wait(20)
+        return write(store, uid, data)
+
+    here.claims.add(claim("1", result("d0")))
+    if known:
+        await here.prepared("1")
+        (here.cdi / here.files[0]).unlink()
+    monkeypatch.setattr(cdi.Store, "write", slow)
+    preparing = asyncio.create_task(here.prepare("1"))
+    await asyncio.to_thread(writing.wait)
+    unpreparing = asyncio.create_task(here.unprepare("1"))
+    done, _ = await asyncio.wait({unpreparing}, timeout=0.3)
+    assert not done, "the claim is unprepared while its file is being written"
+    go.set()
+    assert await unpreparing is None
+    assert "overtaken" in str((await preparing)["1"])
+    assert here.files == []
+    assert not here.desk.snapshot.claims
+
+
+async def test_a_prepare_waits_for_a_file_that_is_being_removed(here: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An Unprepare that took too long removes nothing of the Prepare that follows."""
+    removing, go, remove = threading.Event(), threading.Event(), cdi.Store.remove
+
+    def slow(store: cdi.Store, uid: str) -> bool:
+        removing.set()
+        assert go.wait(20)
+        return remove(store, uid)
+
+    here.claims.add(claim("1", result("d0")))
+    await here.prepared("1")
+    here.driver._deadline = 0.1
+    monkeypatch.setattr(cdi.Store, "remove", slow)
+    unpreparing = asyncio.create_task(here.unprepare("1"))
+    await asyncio.to_thread(removing.wait)
+    done, _ = await asyncio.wait({unpreparing}, timeout=0.4)
+    assert not done, "the claim's turn ended while its file was being removed"
+    go.set()
+    assert "not done within" in str(await unpreparing)
+    monkeypatch.undo()
+    await here.prepared("1")
+    assert len(here.files) == 1
+
+
 async def test_a_caller_that_goes_away_does_not_stop_the_work(here: World) -> None:
     """The kubelet's next try finds it done."""
     here.claims.add(claim("1", result("d0")))
@@ -654,7 +717,7 @@ async def test_a_full_disk_prepares_nothing(here: World, monkeypatch: pytest.Mon
     def full(operations: Any) -> Any:
         before = here.desk.snapshot
         for operation in operations:
-            decision = operation(before, ledger.Rules())
+            decision = operation(before)
             if any(change.durable for change in decision.changes):
                 raise LedgerError("cannot write the ledger: database or disk is full")
         return do(operations)
@@ -687,10 +750,10 @@ async def test_a_restart_answers_the_same_and_writes_lost_files_again(here: Worl
     (kept,) = here.files
     (here.cdi / kept).rename(here.cdi / f"{D}-claim_leftover.json")
     after = await here.again()
-    assert await after.driver.reconcile() == driver_module.Reconciled(rewritten=("1",), removed=("leftover",))
+    assert await after.driver.reconcile((), ENDED) == driver_module.Reconciled(rewritten=("1",), removed=("leftover",))
     assert after.files == [kept]
     assert await after.prepared("1") == first
-    assert await after.driver.reconcile() == driver_module.Reconciled()
+    assert await after.driver.reconcile((), ENDED) == driver_module.Reconciled()
     await end(after)
 
 
@@ -702,13 +765,47 @@ async def test_after_a_reboot_devices_are_set_up_again(tmp_path: Path) -> None:
     await here.prepared("1")
     source.calls.clear()
     after = await here.again(source, boot="2")
-    assert (await after.driver.reconcile()).reopened == ("1",)
+    assert (await after.driver.reconcile((), ENDED)).reopened == ("1",)
     assert after.desk.snapshot.claims_on(R, ["d0"])
     assert (await after.prepared("1")).boot == "2"
     assert [name for name, *_ in source.calls] == ["reset", "edits", "prepare"]
     third = await after.again(source, boot="3")
     assert (await third.prepared("1")).boot == "3", "also without a reconcile before"
     await end(third)
+
+
+async def test_files_that_vanish_are_written_again_at_once(
+    here: World, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Those of prepared claims alone, also after the whole directory was removed or could not be written."""
+    monkeypatch.setattr(driver_module, "SETTLE", 0.01)
+
+    async def until(*uids: str) -> None:
+        async with asyncio.timeout(20):
+            while here.files != [f"{D}-claim_{uid}.json" for uid in uids]:  # noqa: ASYNC110  # files tell nobody
+                await asyncio.sleep(0.01)
+
+    here.claims.add(*(claim(str(n), result(f"d{n}")) for n in range(3)))
+    for uid in ("0", "1", "2"):
+        await here.prepared(uid)
+    (here.cdi / here.files[0]).unlink()
+    keeping = asyncio.create_task(here.driver.keep_files())
+    await until("0", "1", "2")
+    (here.cdi / here.files[1]).unlink()
+    await until("0", "1", "2")
+    await here.unprepare("1")
+    shutil.rmtree(here.cdi)
+    await until("0", "2")
+    here.cdi.rename(here.cdi.with_name("elsewhere"))
+    here.cdi.write_text("in the way")
+    async with asyncio.timeout(20):
+        while "cannot write" not in caplog.text:  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+    here.cdi.unlink()
+    await until("0", "2")
+    keeping.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await keeping
 
 
 @pytest.mark.parametrize("how", ["gone", "recreated", "deallocated", "reallocated"])
@@ -729,10 +826,16 @@ async def test_claims_that_went_away_while_the_agent_was_down_are_unprepared(tmp
     else:
         here.claims.add(claim("1", result("d3")))
     here.claims.broken = ConnectionError("away")
-    assert (await after.driver.reconcile()).unknown == ("1", "2")
+    assert (await after.driver.reconcile((), ENDED)).unknown == ("1", "2")
     here.claims.broken = None
-    assert await after.driver.reconcile({("default", "claim-1")}) == driver_module.Reconciled(), "pods still use it"
-    assert (await after.driver.reconcile()).unprepared == ("1",)
+    for named, pods in (
+        ({"1"}, ENDED),  # the kubelet counts it as prepared, and will unprepare it
+        (set[str](), PodProcesses(frozenset({"pod-uid"}))),  # its finalizer was removed while its pod runs
+        (set[str](), PodProcesses(None, frozenset({"pod-uid"}))),
+        (set[str](), PodProcesses()),  # nobody can say whether its pod runs
+    ):
+        assert await after.driver.reconcile(named, pods) == driver_module.Reconciled()
+    assert (await after.driver.reconcile((), ENDED)).unprepared == ("1",)
     assert ("unprepare", ["d0"]) in source.calls
     assert list(after.desk.snapshot.claims) == [(D, "2")]
     await end(after)
@@ -747,7 +850,7 @@ async def test_a_prepare_that_a_crash_cut_short_can_be_undone_and_done_again(tmp
         started = ledger.Claim(D, uid, "default", f"claim-{uid}", (ledger.ClaimDevice(R, device),), None, T0)
         await here.desk.do(ledger.reserve(started, durable=True))
     after = await here.again(source)
-    assert await after.driver.reconcile() == driver_module.Reconciled()
+    assert await after.driver.reconcile((), ENDED) == driver_module.Reconciled()
     assert await after.unprepare("1") is None
     assert ("unprepare", ["d0"]) in source.calls
     await after.prepared("2")
@@ -765,9 +868,65 @@ async def test_cdi_files_are_evidence_for_a_lost_ledger(here: World) -> None:
     evidence = ledger.Evidence({}, after.driver.cdi_evidence()[R])
     await after.desk.do(ledger.confront(R, evidence, after.inventory.snapshot.devices, Side.PLUGIN, T0))
     assert after.desk.snapshot.claims[D, "1"].held == {(R, "d0"), (R, "d2")}
-    assert (await after.driver.reconcile()) == driver_module.Reconciled()
+    assert (await after.driver.reconcile((), ENDED)) == driver_module.Reconciled()
     assert await after.prepared("1") == first
     await end(after)
+
+
+async def test_files_of_claims_that_the_kubelet_counts_as_prepared_are_not_swept(here: World) -> None:
+    """The ledger may be the one that is wrong."""
+    here.claims.add(claim("1", result("d0")))
+    await here.prepared("1")
+    (kept,) = here.files
+    await here.desk.do(ledger.unprepare(D, "1"))
+    assert await here.driver.reconcile({"1"}, ENDED) == driver_module.Reconciled()
+    assert await here.driver.reconcile((), ENDED, sweep=False) == driver_module.Reconciled()
+    assert here.files == [kept]
+    assert (await here.driver.reconcile((), ENDED)).removed == ("1",)
+
+
+def in_claim_state(*devices: tuple[str, str, str], cdi_ids: tuple[str, ...] = ()) -> PreparedClaim:
+    """What the kubelet's claim state has of a claim with these (pool, device, share)."""
+    pods = frozenset({"pod-uid"})
+    return PreparedClaim("1", "default", "claim-1", pods, {D: frozenset(devices)}, frozenset(cdi_ids))
+
+
+async def test_the_kubelets_claim_state_is_evidence(here: World) -> None:
+    """Of this driver's devices in this pool that the claim holds, with shares, pods and the claim's name."""
+    admin = f"{D}/claim=admin_1_fpga_d2"
+    state = in_claim_state((NODE, "d0", ""), (NODE, "d1", "s"), (NODE, "d2", ""), (NODE, "x", ""), cdi_ids=(admin,))
+    elsewhere = in_claim_state(("other-pool", "d3", ""))
+    other = PreparedClaim("2", "default", "c", frozenset(), {"other.example.com": frozenset({(NODE, "d0", "")})})
+    (found,) = here.driver.claim_evidence([state, elsewhere, other], R)
+    assert found == ledger.ClaimEvidence(
+        D, "1", frozenset({"d0", "d1"}), True, "default", "claim-1", frozenset({"pod-uid"}), {"d0": "", "d1": "s"}
+    )
+    assert list(here.driver.claim_evidence([state], "example.com/other")) == []
+
+
+async def test_a_claim_over_two_resources_is_unprepared_on_both_after_the_ledger_was_lost(tmp_path: Path) -> None:
+    """Each resource's evidence is heard by itself; `unprepare` and `released` are called for either."""
+
+    class Nic(Hooked):
+        resource = "example.com/nic"
+
+    fpga, nic = Hooked(), Nic()
+    here = await world(tmp_path, fpga)
+    inventory = Inventory("example.com/nic")
+    inventory.publish([Device("n0")])
+    here.driver.served = (*here.driver.served, Served(nic, inventory))
+    names = {device.id: name for name, (_, device) in here.driver.devices.items()}
+    state = in_claim_state((NODE, names["d0"], ""), (NODE, names["n0"], ""))
+    await here.desk.do(ledger.forget(R, ["d0"]))
+    for resource, device in ((R, "d0"), ("example.com/nic", "n0")):
+        evidence = ledger.Evidence(claims=tuple(here.driver.claim_evidence([state], resource)))
+        await here.desk.do(ledger.confront(resource, evidence, [device], Side.PLUGIN, T0))
+    assert here.desk.snapshot.claims[D, "1"].held == {(R, "d0"), ("example.com/nic", "n0")}
+    assert await here.unprepare("1") is None
+    assert ("unprepare", ["d0"]) in fpga.calls
+    assert ("unprepare", ["n0"]) in nic.calls
+    assert not here.desk.snapshot.claims
+    await end(here)
 
 
 async def test_two_resources_of_one_driver_and_two_drivers_share_a_ledger(tmp_path: Path) -> None:
@@ -799,15 +958,22 @@ async def test_two_resources_of_one_driver_and_two_drivers_share_a_ledger(tmp_pa
     await end(here)
 
 
-async def test_the_claims_status_is_written_in_the_background(here: World) -> None:
-    """Best effort: it never delays or fails a Prepare."""
+async def test_the_claims_status_is_written_in_the_background_if_wanted(tmp_path: Path) -> None:
+    """By default no request goes to the API server after a Prepare; with `report` one does, and delays nothing."""
+    here = await world(tmp_path)
     here.claims.add(claim("1", result("d0", shareID="s")))
+    await here.prepared("1")
+    assert not here.driver._tasks
+    assert here.claims.statuses == []
+    await here.unprepare("1")
+    here = await here.again(report=True)
     await here.prepared("1")
     await asyncio.gather(*here.driver._tasks)
     ((uid, driver, (entry,)),) = here.claims.statuses
     assert (uid, driver) == ("1", D)
     assert (entry["device"], entry["shareID"]) == ("d0", "s")
     assert entry["conditions"][0]["type"] == "Ready"
+    await end(here)
 
 
 # gRPC.
@@ -1044,3 +1210,109 @@ def test_any_request_is_answered_in_full(tmp_path_factory: pytest.TempPathFactor
         await end(here)
 
     asyncio.run(run())
+
+
+class Pods:
+    """What a driver is told of running pods; error: raised in place of an answer."""
+
+    def __init__(self, *running: str, unlisted: Sequence[str] = ()) -> None:
+        self.now = RunningPods(frozenset(running), frozenset(unlisted))
+        self.error: Exception | None = None
+
+    async def __call__(self) -> RunningPods:
+        if self.error is not None:
+            raise self.error
+        return self.now
+
+    def end(self) -> None:
+        self.now = RunningPods()
+
+
+async def test_a_claim_whose_pods_processes_run_is_not_unprepared(tmp_path: Path) -> None:
+    """The kubelet unprepares claims of pods deleted by force while their containers hang; it is told to try again."""
+    pods = Pods("pod-uid")
+    here = await world(tmp_path, running_pods=pods)
+    here.claims.add(claim("1", result("d0")))
+    await here.prepared("1")
+    error = await here.unprepare("1")
+    assert error is not None
+    assert "processes of pod pod-uid run" in str(error)
+    assert here.files
+    assert (D, "1") in here.desk.snapshot.claims
+    pods.end()
+    assert await here.unprepare("1") is None
+    assert not here.desk.snapshot.claims
+    await end(here)
+
+
+async def test_pods_that_came_to_share_a_claim_count_before_it_is_unprepared(tmp_path: Path) -> None:
+    """The kubelet prepares a claim once; pods that came later are recorded before the ledger is asked."""
+    pods = Pods("later")
+    here = await world(tmp_path)
+    here.claims.add(claim("1", result("d0")))
+    await here.prepared("1")
+
+    async def recorded() -> RunningPods:
+        await here.desk.do(ledger.describe(D, "1", "default", "claim-1", ["later"]))
+        return pods.now
+
+    here.driver._running_pods = recorded
+    error = await here.unprepare("1")
+    assert error is not None
+    assert "processes of pod later run" in str(error)
+    pods.end()
+    assert await here.unprepare("1") is None
+    await end(here)
+
+
+async def test_a_claim_stays_prepared_while_a_pod_runs_that_may_use_it(tmp_path: Path) -> None:
+    """A pod that the kubelet does not list may be one that it has dropped from any claim."""
+    pods = Pods("forgotten", "listed", unlisted=["forgotten"])
+    here = await world(tmp_path, running_pods=pods)
+    here.claims.add(claim("1", result("d0")))
+    await here.prepared("1")
+    error = await here.unprepare("1")
+    assert error is not None
+    assert "processes of pod forgotten run" in str(error)
+    del here.claims.claims["claim-1"]
+    running = PodProcesses(frozenset({"forgotten", "listed"}))
+    assert await here.driver.reconcile((), running, pods.now.unlisted) == driver_module.Reconciled()
+    assert (D, "1") in here.desk.snapshot.claims
+    pods.now = RunningPods(frozenset({"listed"}))
+    assert await here.unprepare("1") is None
+    assert not here.desk.snapshot.claims
+    await end(here)
+
+
+@pytest.mark.parametrize("error", [ClaimStateError("torn"), OSError("cgroups"), ledger.LedgerError("full")])
+async def test_a_claim_stays_prepared_while_its_pods_cannot_be_known(tmp_path: Path, error: Exception) -> None:
+    """Also a claim of which some pods are known: others may have come to share it."""
+    pods = Pods()
+    here = await world(tmp_path, running_pods=pods)
+    here.claims.add(claim("1", result("d0")))
+    await here.prepared("1")
+    assert here.desk.snapshot.claims[D, "1"].pods
+    pods.error = error
+    refusal = await here.unprepare("1")
+    assert refusal is not None
+    assert "not known which pods use it" in str(refusal)
+    assert (D, "1") in here.desk.snapshot.claims
+    pods.error = None
+    assert await here.unprepare("1") is None
+    await end(here)
+
+
+async def test_a_claim_of_an_older_ledger_is_not_ended_without_the_kubelet(tmp_path: Path) -> None:
+    """A ledger of schema 1 has no pods: whether containers of this boot use the claim is not known."""
+    here = await world(tmp_path)
+    here.claims.add(claim("1", result("d0")))
+    await here.prepared("1")
+    record = dataclasses.replace(here.desk.snapshot.claims[D, "1"], pods=frozenset())
+    await here.desk.do(ledger.unprepare(D, "1"))
+    await here.desk.do(ledger.prepare(record))
+    del here.claims.claims["claim-1"]
+    assert await here.driver.reconcile((), ENDED) == driver_module.Reconciled()
+    assert (D, "1") in here.desk.snapshot.claims
+    assert await here.unprepare("1") is None
+    assert not here.desk.snapshot.claims
+    await end(here)

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from deviceplugin.demo import Teller
+from deviceplugin.testing import ContainerSpec, claim_state
 from deviceplugin.testing.serving import serve
 from dra_bridge import demo
 from dra_bridge.testing.apiserver import FakeApiServer
@@ -255,6 +256,78 @@ def test_a_kubelet_restart_wipes_the_slices(node: FakeNode) -> None:
     node.server.wait_for(lambda it: [one["metadata"]["uid"] for one in it.objects()] not in ([], [version]))
     assert pod.running
     assert node.devices_of(pod) == {"gpu-0": "claim"}
+
+
+def test_forced_deletion_with_a_hung_runtime(node: FakeNode) -> None:
+    """The claim of a pod that was deleted by force is free while its container runs, and is unprepared meanwhile."""
+    pod = node.start_pod("pod", template={D: 2}).wait_running()
+    pod.force_delete(hang=True)
+    assert pod.running
+    assert node.server.objects("resourceclaims") == []
+    twin = node.start_pod("pod", template={D: 2})
+    node.wait_until(lambda: bool(node.claims_of(twin)))
+    (named,) = [one.name for one in claim_state.from_json(node.claim_state.read_bytes()) if pod.uid in one.pods]
+    assert named not in node.claims_of(twin)
+    node.reconcile_claims()
+    assert not any(pod.uid in one.pods for one in claim_state.from_json(node.claim_state.read_bytes()))
+    twin.wait_running()
+    assert {(one.device, one.end) for one in node.holdings() if one.door == "claim"} == {
+        ("gpu-0", None),
+        ("gpu-1", None),
+    }
+    assert len(overlaps(node.holdings())) == 2
+    pod.end_containers()
+    assert len([one for one in node.holdings() if one.end is None]) == 2
+
+
+def test_a_claim_without_finalizers(node: FakeNode) -> None:
+    """A claim that is deleted under its running pod stays in the claim state until the pod ends."""
+    node.claim("mine", D)
+    pod = node.start_pod("pod", claims=["mine"]).wait_running()
+    node.remove_claim("mine")
+    assert node.server.objects("resourceclaims") == []
+    node.restart()
+    node.dra.wait_registered(D)
+    assert [one.name for one in claim_state.from_json(node.claim_state.read_bytes())] == ["mine"]
+    assert node.devices_of(pod) == {"gpu-0": "claim"}
+    pod.delete()
+    assert claim_state.from_json(node.claim_state.read_bytes()) == []
+
+
+def test_a_lost_claim_state(node: FakeNode) -> None:
+    """After a start without the claim state a running pod has its device, and the kubelet knows nothing of it."""
+    pod = node.start_pod("pod", template={D: 1}).wait_running()
+    node.stop()
+    node.damage_claim_state("deleted")
+    node.start()
+    node.dra.wait_registered(D)
+    assert claim_state.from_json(node.claim_state.read_bytes()) == []
+    assert node.devices_of(pod) == {"gpu-0": "claim"}
+    pod.delete()
+    assert [one.end is None for one in node.holdings()] == [False]
+
+
+def test_slices_are_wiped_when_the_api_server_is_back(node: FakeNode) -> None:
+    """A kubelet that starts while the API server is away deletes the node's slices as soon as it is reached."""
+    before = [one["metadata"]["uid"] for one in node.server.objects()]
+    node.hold_sources()
+    node.restart()
+    node.dra.wait_registered(D)
+    assert [one["metadata"]["uid"] for one in node.server.objects()] == before
+    node.release_sources()
+    node.server.wait_for(lambda it: [one["metadata"]["uid"] for one in it.objects()] not in ([], before))
+
+
+def test_a_lasting_init_container_holds_its_device() -> None:
+    """While it runs an init container has its device; afterwards what it had is over."""
+    with FakeApiServer() as server, FakeNode(server, "n") as node, serve(demo.Gpus(1), node):
+        node.wait_allocatable(R, 1)
+        pod = node.start_pod("pod", init_containers=[ContainerSpec("init", {R: 1}, lasting=True)])
+        node.wait_until(lambda: pod.container("init").state == "running")
+        assert [(one.device, one.end) for one in node.holdings()] == [("gpu-0", None)]
+        pod.end_init_container("init")
+        (holding,) = node.holdings()
+        assert holding.end is not None
 
 
 def test_the_node_is_made_once() -> None:

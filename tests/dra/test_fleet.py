@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from deviceplugin.ledger import DeviceRecord, Hold, Snapshot, State
+from deviceplugin.naming import device_name
 from dra_bridge import fleet, progress
 from dra_bridge.fleet import Before, Goal, Limits, NodeView, Phase
 from dra_bridge.handover import parse_share
@@ -80,6 +81,26 @@ def node(name: str, annotations: Mapping[str, str] | None = None, ready: str = "
 def slice_of(name: str, said: Progress | None) -> dict[str, Any]:
     annotations = {progress.annotation(D): progress.encoded(said)} if said is not None else {}
     return {"metadata": {"name": f"{name}-s", "annotations": annotations}, "spec": {"driver": D, "nodeName": name}}
+
+
+def test_holders_are_found_by_the_names_that_the_agent_kept() -> None:
+    """Claims of a driver with two resources, of which one was published by ids alone before the other came."""
+    other = "example.com/fpga"
+    resources = {name: ResourceProgress("all", {"dra": 1}, {"0": DeviceProgress(State.DRA, 1)}) for name in (R, other)}
+    results = {
+        name: [{"driver": D, "pool": "n1", "device": device_name("0", word)}]
+        for name, word in (("first", ""), ("second", "fpga--"))
+    }
+    claims = [
+        {
+            "metadata": {"namespace": "team", "name": name},
+            "status": {"allocation": {"devices": {"results": one}}},
+        }
+        for name, one in results.items()
+    ]
+    said = Progress(resources, qualifiers={R: "", other: "fpga--"})
+    (found,) = fleet.views(D, [node("n1")], [slice_of("n1", said)], claims)
+    assert {one.resource: one.holder for one in found.devices} == {R: "claim team/first", other: "claim team/second"}
 
 
 def test_views_read_what_the_server_has() -> None:

@@ -8,7 +8,7 @@ import pytest
 import yaml
 
 from deviceplugin.config import Config, parse
-from dra_bridge.manifests import Deployment, device_class_name, manifests, to_yaml
+from dra_bridge.manifests import Deployment, manifests, to_yaml
 
 TEXT = """\
 # the lab's devices
@@ -47,8 +47,6 @@ def test_everything_is_there_in_order(config: Config) -> None:
         "ClusterRole",
         "ValidatingAdmissionPolicy",
         "ValidatingAdmissionPolicyBinding",
-        "ValidatingAdmissionPolicy",
-        "ValidatingAdmissionPolicyBinding",
         "DeviceClass",
         "DeviceClass",
         "ConfigMap",
@@ -69,9 +67,22 @@ def test_a_class_for_each_resource_with_a_driver(config: Config) -> None:
     )
 
 
-def test_only_resource_of_a_driver() -> None:
-    """The class of a driver's only resource is called like the driver."""
-    assert device_class_name("example.com/gpu", "gpu.example.com", ["example.com/gpu"]) == "gpu.example.com"
+def class_names(*resources: str, driver: str = "gpu.example.com") -> dict[str, str]:
+    """Return the names of the DeviceClasses that are printed for resources of a driver, by resource."""
+    listed = (f"{{name: {name}, driver: {driver}, devices: [{{path: /dev/x}}]}}" for name in resources)
+    text = f"resources: [{', '.join(listed)}]"
+    classes = of_kind(manifests(parse(text), text), "DeviceClass")
+    return {one["spec"]["extendedResourceName"]: one["metadata"]["name"] for one in classes}
+
+
+def test_a_class_keeps_its_name_when_its_driver_gets_another_resource() -> None:
+    """What was applied before the other resource joined the driver, at whatever place of the file, stays as it is."""
+    alone = class_names("example.com/gpu")
+    assert alone == {"example.com/gpu": "gpu.example.com"}
+    both = class_names("example.com/gpu", "example.com/half")
+    assert both == {**alone, "example.com/half": "half.gpu.example.com"}
+    assert class_names("example.com/half", "example.com/gpu") == both
+    assert class_names("example.com/half") == {"example.com/half": both["example.com/half"]}
 
 
 def test_older_servers(config: Config) -> None:
@@ -93,6 +104,21 @@ def test_no_right_to_write_nodes(config: Config) -> None:
             assert set(rule["verbs"]) <= {"get", "list", "watch"}
 
 
+def test_the_right_to_patch_claims_is_given_only_if_it_is_used(config: Config) -> None:
+    """Without `claim_status` there is no rule, no policy and no option for the status of claims."""
+    text = to_yaml(manifests(config, TEXT))
+    assert "resourceclaims/" not in text
+    assert "--claim-status" not in text
+    objects = manifests(config, TEXT, Deployment(claim_status=True))
+    (rules, _) = (one["rules"] for one in of_kind(objects, "ClusterRole"))
+    rights = {resource: rule["verbs"] for rule in rules for resource in rule["resources"]}
+    assert rights["resourceclaims/status"] == ["patch"]
+    assert rights["resourceclaims/driver"] == ["associated-node:patch"]
+    assert len(of_kind(objects, "ValidatingAdmissionPolicy")) == 2
+    (agent,) = of_kind(objects, "DaemonSet")
+    assert "--claim-status" in agent["spec"]["template"]["spec"]["containers"][0]["args"]
+
+
 def test_config_travels_as_it_is(config: Config) -> None:
     """The ConfigMap has the file's own text, comments and all, and can be read back."""
     (config_map,) = of_kind(list(yaml.safe_load_all(to_yaml(manifests(config, TEXT)))), "ConfigMap")
@@ -105,6 +131,8 @@ def test_directories_of_the_host(config: Config) -> None:
     pod = agent["spec"]["template"]["spec"]
     paths = {one["hostPath"]["path"] for one in pod["volumes"] if "hostPath" in one}
     assert paths == {
+        "/var/lib/kubelet",
+        "/sys/fs/cgroup",
         "/var/lib/kubelet/device-plugins",
         "/var/lib/kubelet/plugins",
         "/var/lib/kubelet/plugins_registry",
@@ -116,7 +144,21 @@ def test_directories_of_the_host(config: Config) -> None:
     }
     (container,) = pod["containers"]
     assert {one["name"] for one in container["volumeMounts"]} == {one["name"] for one in pod["volumes"]}
+    mounts = {one["name"]: one for one in container["volumeMounts"]}
+    for witness in ("kubelet", "cgroup", "pod-logs", "pod-resources"):
+        assert mounts[witness]["readOnly"]
+    # A pod's volume that the agent's mount kept busy could not be detached.
+    assert mounts["kubelet"]["mountPropagation"] == "HostToContainer"
+    assert f"--cgroup-root={mounts['cgroup']['mountPath']}" in container["args"]
     assert pod["priorityClassName"] == "system-node-critical"
+
+
+def test_shared_nodes_are_visible_to_the_agent() -> None:
+    """It looks at them when it writes a claim's CDI file, and opens them as a probe."""
+    text = "resources: [{name: a/b, devices: [path: /dev/x], nodes: [/dev/control, /run/ctl/node]}]"
+    (agent,) = of_kind(manifests(parse(text), text), "DaemonSet")
+    paths = {one["hostPath"]["path"] for one in agent["spec"]["template"]["spec"]["volumes"] if "hostPath" in one}
+    assert "/run/ctl" in paths
 
 
 def test_other_roots_and_no_metrics(config: Config) -> None:

@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 
-from deviceplugin.agent import Paths
 from deviceplugin.device import ContainerEdits, Device
 from deviceplugin.ledger import State
 from deviceplugin.source import DeviceSource
@@ -18,6 +17,7 @@ from dra_bridge.agent import Bridge, Terms
 from dra_bridge.cluster import Cluster, ClusterError
 from dra_bridge.fleet import share_patch
 from dra_bridge.handover import parse_share
+from dra_bridge.progress import DeviceProgress, read
 from dra_bridge.testing.apiserver import FakeApiServer
 from dra_bridge.testing.node import FakeNode
 from tests.dra.classes import device_class
@@ -35,10 +35,17 @@ class Source(DeviceSource):
 
     def __init__(self, count: int, replicas: int = 1) -> None:
         self.replicas = replicas
-        self._names = [f"d{number}" for number in range(count)]
+        self._names: asyncio.Queue[tuple[str, ...]] = asyncio.Queue()
+        self.list(*(f"d{number}" for number in range(count)))
+
+    def list(self, *names: str) -> None:
+        """Have these devices and no others."""
+        self._names.put_nowait(names)
 
     async def watch(self) -> AsyncIterator[Sequence[Device]]:
-        yield [Device(name, edits=ContainerEdits({f"FPGA_{name}": "1"})) for name in self._names]
+        while True:
+            names = await self._names.get()
+            yield [Device(name, edits=ContainerEdits({f"FPGA_{name}": "1"})) for name in names]
 
 
 class World:
@@ -69,6 +76,12 @@ class World:
         return [device for one in self.node.server.objects() for device in one["spec"].get("devices") or ()]
 
     @property
+    def told(self) -> Mapping[str, DeviceProgress]:
+        """What the slice's annotation says of the devices."""
+        found = read(D, self.node.server.objects())
+        return found.resources[R].devices if found is not None else {}
+
+    @property
     def waiting(self) -> dict[str, str]:
         return dict(self.bridge.drivers[D].handovers[R].waiting)
 
@@ -90,20 +103,21 @@ class World:
 
 
 @contextlib.asynccontextmanager
-async def world(node: FakeNode, tmp_path: Path, source: Source) -> AsyncIterator[World]:
+async def world(node: FakeNode, tmp_path: Path, source: Source, *, offered: bool = True) -> AsyncIterator[World]:
+    """Run an agent; `offered`: wait until pods can have a device."""
     bridge = Bridge(
         [source],
         {R: Terms(parse_share("none"))},
         Cluster.from_server(node.server.url),
         NODE,
-        Paths(kubelet_root=node.root),
+        node.paths,
         cdi_directory=str(tmp_path / "cdi"),
         period=0.05,
     )
     task = asyncio.create_task(bridge.run())
     try:
         here = World(node, bridge)
-        await here.until(lambda: len(here.healthy) > 0)
+        await here.until(lambda: len(here.healthy) > 0 if offered else D in bridge.drivers)
         yield here
     finally:
         bridge.agent.stop()
@@ -209,8 +223,51 @@ async def test_a_move_to_the_plugin_is_cancelled_after_the_slice_has_lost_the_de
         await asyncio.to_thread(pod.wait_running, 60)
         assert node.devices_of(pod) == {"d0": "claim"}
         assert not here.healthy
-        # That the slice was without it once counts no more: now it stays there, with a taint, for its claim (R4).
         here.ask("none")
         await here.settle(State.TO_PLUGIN)
-        await here.until(lambda: here.waiting.get("d0") == "its claim")
-        await here.until(lambda: [bool(one.get("taints")) for one in here.published] == [True])
+        await here.until(lambda: here.waiting.get("d0") == "its claim" and not here.published)
+
+
+@pytest.mark.parametrize("held", [False, True])
+@pytest.mark.parametrize("share", ["none", "all"])
+async def test_an_unplugged_device_is_forgotten_once_nobody_holds_it(
+    node: FakeNode, tmp_path: Path, share: str, held: bool
+) -> None:
+    """On either side it leaves slices, annotation and ledger; one that comes back is offered again."""
+    source = Source(2)
+    async with world(node, tmp_path, source) as here:
+        here.ask(share)
+        await here.settle(*[State.DRA if share == "all" else State.PLUGIN] * 2)
+        pod = None
+        if held:
+            asked: dict[str, Any] = {"limits": {R: 2}} if share == "none" else {"template": {D: 2}}
+            pod = node.start_pod("p", **asked)
+            await asyncio.to_thread(pod.wait_running, 60)
+        source.list("d0")
+        if pod is not None:
+            await here.until(lambda: here.told["d1"].gone)
+            await asyncio.to_thread(pod.delete, 60)
+        await here.until(lambda: set(here.told) == {"d0"} == set(here.states))
+        source.list("d0", "d1")
+        await here.until(
+            lambda: {"d0", "d1"} == ({one["name"] for one in here.published} if share == "all" else here.healthy)
+        )
+        await here.until(lambda: set(here.told) == {"d0", "d1"})
+
+
+async def test_a_device_that_is_unplugged_on_its_way_to_the_plugin_does_not_wait_for_ever(
+    node: FakeNode, tmp_path: Path
+) -> None:
+    """It waits for its claim, and is forgotten when the claim has ended."""
+    source = Source(2)
+    async with world(node, tmp_path, source) as here:
+        here.ask("all")
+        await here.settle(State.DRA, State.DRA)
+        pod = node.start_pod("c", template={D: 2})
+        await asyncio.to_thread(pod.wait_running, 60)
+        here.ask("none")
+        await here.settle(State.TO_PLUGIN, State.TO_PLUGIN)
+        source.list("d0")
+        await here.until(lambda: here.told["d1"].gone)
+        await asyncio.to_thread(pod.delete, 60)
+        await here.until(lambda: here.states == {"d0": State.PLUGIN} and set(here.told) == {"d0"})

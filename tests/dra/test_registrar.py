@@ -8,7 +8,7 @@ import shutil
 import socket
 import tempfile
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
@@ -22,9 +22,10 @@ from deviceplugin.inventory import Inventory
 from deviceplugin.ledger import Desk, Side
 from deviceplugin.registration import Backoff
 from deviceplugin.source import DeviceSource
+from dra_bridge import registrar as registrar_module
 from dra_bridge.driver import ClaimRef, Driver, Served
 from dra_bridge.registrar import Registrar, RegistrarError, Timing, health_list, socket_path
-from dra_bridge.testing.kubelet import FakeDraKubelet, FakeDraPod, PodError
+from dra_bridge.testing.kubelet import HEALTH_SERVICES, FakeDraKubelet, FakeDraPod, PodError
 
 D = "fpga.example.com"
 R = "example.com/fpga"
@@ -173,7 +174,9 @@ async def test_a_restarted_kubelet_finds_the_driver_and_prepares_again(
         before = await aside(kubelet.prepare_pod, pod)
         await aside(kubelet.restart)
         await aside(kubelet.wait_registered, D)
-        assert await aside(kubelet.prepare_pod, pod) == before
+        after = await aside(kubelet.prepare_pod, pod)
+        # Kubelet 1.36.3 adds the devices of a second answer to those that it read from its claim state.
+        assert {name: set(ids) for name, ids in after.items()} == {name: set(ids) for name, ids in before.items()}
         await aside(kubelet.unprepare_pod, pod)
         assert not driver._desk.snapshot.claims
 
@@ -345,6 +348,38 @@ async def test_health_is_told_at_once_and_kept_alive(driver: Driver, root: Path,
         assert registrar.statistics.health_lists >= 4
 
 
+@pytest.mark.parametrize(
+    ("known", "chosen"),
+    [
+        (None, "v1alpha1.DRAResourceHealth"),
+        (HEALTH_SERVICES, "v1.DRAResourceHealth"),
+        (HEALTH_SERVICES[1:], "v1alpha1.DRAResourceHealth"),
+    ],
+    ids=["until 1.36", "since 1.37", "without v1"],
+)
+async def test_health_reaches_every_kubelet(
+    driver: Driver, root: Path, server: Server, known: Sequence[str] | None, chosen: str
+) -> None:
+    """Both versions are listed and served, and what is listed for health leaves the choice for claims as it was."""
+    with FakeDraKubelet(root, server.read, health_services=known) as kubelet:
+        async with Running(driver, root):
+            (plugin,) = await aside(kubelet.wait_registered, D)
+            assert (plugin.service, plugin.health_service) == ("v1.DRAPlugin", chosen)
+            await aside(kubelet.wait_for, lambda: kubelet.health(D, NODE, "d0").health == "healthy")
+
+
+async def test_a_kubelet_since_1_37_opens_no_health_stream_that_is_not_listed(
+    driver: Driver, root: Path, server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Kubernetes#139477; until 1.36 it opened one to any driver."""
+    monkeypatch.setattr(registrar_module, "SERVICES", ("v1.DRAPlugin",))
+    with FakeDraKubelet(root, server.read, health_services=HEALTH_SERVICES) as kubelet:
+        async with Running(driver, root) as registrar:
+            (plugin,) = await aside(kubelet.wait_registered, D)
+            assert (plugin.health_service, registrar.statistics.health_streams) == ("", 0)
+            assert kubelet.health(D, NODE, "d0").health == "unknown"
+
+
 async def test_health_needs_no_timer_to_be_told(driver: Driver, root: Path, kubelet: FakeDraKubelet) -> None:
     """A change goes out by itself, also one of a resource that is served since a reload, and so does its first list."""
     async with Running(driver, root, replace(QUICK, keep_alive=3600)) as registrar:
@@ -354,9 +389,10 @@ async def test_health_needs_no_timer_to_be_told(driver: Driver, root: Path, kube
         devices = list(first.inventory.snapshot.devices.values())
         first.inventory.publish([devices[0].with_health(Health.UNHEALTHY, "it smokes"), *devices[1:]])
         await aside(kubelet.wait_for, lambda: kubelet.health(D, NODE, "d0").health == "unhealthy")
-        more = Inventory("example.com/more")
+        other = type("Other", (Source,), {"resource": "example.com/more"})()
+        more = Inventory(other.resource)
         more.publish([Device("m0")])
-        driver.served = [first, Served(Source(), more)]
+        driver.served = [first, Served(other, more)]
         registrar.follow()
         (name,) = (name for name, (served, _) in driver.devices.items() if served.inventory is more)
         await aside(kubelet.wait_for, lambda: kubelet.health(D, NODE, name).health == "healthy")

@@ -16,16 +16,13 @@ from hypothesis import strategies as st
 
 from deviceplugin.device import Device, Health, Version
 from deviceplugin.inventory import Snapshot, merged
-from dra_bridge.cluster import Backoff, Cluster
+from dra_bridge.cluster import RESOURCE_SLICES, SILENCE, Backoff, Cluster, ConflictError, UnavailableError
 from dra_bridge.slices import (
     Capabilities,
-    DeviceRef,
     Offer,
     Pool,
     Publisher,
-    counter_groups,
     desired,
-    device_names,
     fingerprint,
     in_version,
     neutral,
@@ -96,42 +93,50 @@ def test_attributes_of_all_kinds() -> None:
 def test_pool_is_the_node_and_slices_count_themselves() -> None:
     """A pool is named like the node, and each slice says how many there are."""
     bodies = slices(pool(*many(300)))
-    assert [len(body["spec"]["devices"]) for body in bodies] == [128, 128, 44]
-    assert {body["spec"]["pool"]["resourceSliceCount"] for body in bodies} == {3}
+    assert [len(body["spec"]["devices"]) for body in bodies] == [64, 64, 64, 64, 44]
+    assert {body["spec"]["pool"]["resourceSliceCount"] for body in bodies} == {5}
     assert {body["spec"]["pool"]["name"] for body in bodies} == {NODE}
-    assert len({body["metadata"]["name"] for body in bodies}) == 3
+    assert len({body["metadata"]["name"] for body in bodies}) == 5
 
 
-def test_a_taint_makes_slices_smaller() -> None:
-    """With a taint in the pool a slice holds 64 devices, without one 128."""
-    devices = many(100)
-    assert len(slices(pool(*devices))) == 1
-    devices[7] = devices[7].with_health(Health.UNHEALTHY, "fan")
-    bodies = slices(pool(*devices))
-    assert [len(body["spec"]["devices"]) for body in bodies] == [64, 36]
+@pytest.mark.parametrize("consumes", [False, True])
+@pytest.mark.parametrize("changed", ["health", "side", "sides"])
+def test_a_change_of_one_device_changes_its_slice_alone(changed: str, consumes: bool) -> None:
+    """A taint, or another side, of devices with places in one slice changes neither another slice nor their number."""
+    sets: dict[str, dict[str, int | str]] = {f"card{number}": {"memory": 1} for number in range(10)}
+    options = [{"consumes": {f"card{number % 10}": {"memory": 1}}, "counters": sets} if consumes else {}
+               for number in range(200)]  # fmt: skip
+    devices = [Device(f"gpu{number}", **options[number]) for number in range(200)]  # type: ignore[arg-type]
+    everything = frozenset(device.id for device in devices)
+    before = applied([], plan(slices(pool(*devices, offered=everything)), []))
+    if changed == "health":
+        devices[70] = devices[70].with_health(Health.UNHEALTHY, "fan")
+    leaving = {"health": (), "side": ("gpu70",), "sides": tuple(f"gpu{number}" for number in range(64, 128))}[changed]
+    wanted = slices(pool(*devices, offered=everything.difference(leaving)))
+    (write,) = plan(wanted, before)
+    assert write.body["metadata"]["name"] == slice_name(NODE, DRIVER, 3 if consumes else 1)
+    assert len(set(generations(applied(before, [write])))) == 1
+    back = slices(pool(*[Device(f"gpu{number}", **options[number]) for number in range(200)]))  # type: ignore[arg-type]
+    assert len(plan(back, applied(before, [write]))) == 1
 
 
-def test_unhealthy_and_leaving_devices_are_tainted() -> None:
-    """A device that is unhealthy or leaves is offered with a taint; one of unknown health without."""
+def test_unhealthy_devices_are_tainted() -> None:
+    """An unhealthy device is offered with a taint; one of unknown health without."""
     devices = [Device("a", health=Health.UNHEALTHY), Device("b"), Device("c", health=Health.UNKNOWN)]
-    wanted = pool(*devices, leaving={"b"})
+    wanted = pool(*devices)
     found = {one["name"]: one.get("taints") for one in slices(wanted)[0]["spec"]["devices"]}
-    assert found == {
-        "a": [{"key": f"{DRIVER}/unhealthy", "effect": "NoSchedule"}],
-        "b": [{"key": f"{DRIVER}/leaving", "effect": "NoSchedule"}],
-        "c": None,
-    }
+    assert found == {"a": [{"key": f"{DRIVER}/unhealthy", "effect": "NoSchedule"}], "b": None, "c": None}
     evicting = replace(wanted, unhealthy="NoExecute")
     assert slices(evicting)[0]["spec"]["devices"][0]["taints"][0]["effect"] == "NoExecute"
 
 
 def test_without_taints_such_devices_are_withheld() -> None:
-    """Where the server drops taints, unhealthy and leaving devices are not in the slices."""
-    wanted = pool(Device("a", health=Health.UNHEALTHY), Device("b"), Device("c"), leaving={"c"})
+    """Where the server drops taints, unhealthy devices are not in the slices."""
+    wanted = pool(Device("a", health=Health.UNHEALTHY), Device("b"))
     found = desired(wanted, capabilities=Capabilities(taints=False))
     assert found is not None
     assert [one["name"] for one in found.slices[0]["spec"]["devices"]] == ["b"]
-    assert found.withheld == {"a", "c"}
+    assert found.withheld == {"a"}
 
 
 def test_only_devices_of_the_dra_side() -> None:
@@ -211,18 +216,6 @@ def test_without_counters_partitions_are_withheld() -> None:
     assert len(found.slices) == 1
 
 
-def test_parts_of_one_thing_are_found() -> None:
-    """Devices that consume from one counter set belong together, also through a third."""
-    devices = [
-        Device("a", consumes={"x": {"m": 1}}),
-        Device("b", consumes={"y": {"m": 1}}),
-        Device("c", consumes={"x": {"m": 1}, "y": {"m": 1}}),
-        Device("d", consumes={"z": {"m": 1}}),
-        Device("e"),
-    ]
-    assert sorted(map(sorted, counter_groups(devices))) == [["a", "b", "c"], ["d"]]
-
-
 @pytest.mark.parametrize(
     ("device", "word"),
     [
@@ -254,14 +247,11 @@ def test_bad_counters_withhold_the_device() -> None:
 
 
 def test_resources_of_one_driver_do_not_share_names() -> None:
-    """Two resources of one driver with equal ids publish different names, which lead back to them."""
+    """Two resources of one driver with equal ids publish names with their qualifiers."""
     gpu, fpga = snapshot(Device("0")), snapshot(Device("0"), resource="example.com/fpga")
-    names = [one["name"] for one in slices(Pool(DRIVER, NODE, (Offer(gpu), Offer(fpga))))[0]["spec"]["devices"]]
+    offers = Offer(gpu, qualifier="gpu"), Offer(fpga, qualifier="fpga")
+    names = [one["name"] for one in slices(Pool(DRIVER, NODE, offers))[0]["spec"]["devices"]]
     assert names == ["gpu--0", "fpga--0"]
-    assert device_names(["example.com/gpu", "example.com/fpga"], [gpu, fpga]) == {
-        "gpu--0": DeviceRef("example.com/gpu", "0"),
-        "fpga--0": DeviceRef("example.com/fpga", "0"),
-    }
 
 
 def test_v1beta1_wraps_devices() -> None:
@@ -325,7 +315,7 @@ def test_fewer_slices_are_deleted_last() -> None:
     """A pool that shrinks is first written whole in a new generation, then rid of what is left over."""
     before = applied([], plan(slices(pool(*many(300))), []))
     writes = plan(slices(pool(*many(3))), before)
-    assert [verb for verb, _ in writes] == ["replace", "delete", "delete"]
+    assert [verb for verb, _ in writes] == ["replace", "delete", "delete", "delete", "delete"]
     assert generations(applied(before, writes)) == [2]
 
 
@@ -334,10 +324,10 @@ def test_a_broken_off_plan_is_taken_up() -> None:
     before = applied([], plan(slices(pool(*many(300))), []))
     wanted = slices(pool(*many(300, attributes={"new": True})))
     writes = plan(wanted, before)
-    assert len(writes) == 3
+    assert len(writes) == 5
     crashed = applied(before, writes[:1])
     rest = plan(wanted, crashed)
-    assert len(rest) == 2
+    assert len(rest) == 4
     assert set(generations(applied(crashed, rest))) == {2}
 
 
@@ -412,13 +402,15 @@ def server() -> Iterator[FakeApiServer]:
         yield running
 
 
-def client(server: FakeApiServer) -> Cluster:
-    return Cluster.from_server(server.url, backoff=Backoff(0.01, 0.05), deadline=2.0)
+def client(server: FakeApiServer, **options: Any) -> Cluster:
+    return Cluster.from_server(server.url, backoff=Backoff(0.01, 0.05), deadline=2.0, **options)
 
 
 @contextlib.asynccontextmanager
-async def publishing(server: FakeApiServer, *pools: Pool, **options: Any) -> AsyncIterator[Publisher]:
-    async with client(server) as cluster:
+async def publishing(
+    server: FakeApiServer, *pools: Pool, silence: tuple[float, float] = SILENCE, **options: Any
+) -> AsyncIterator[Publisher]:
+    async with client(server, silence=silence) as cluster:
         publisher = Publisher(cluster, NODE, **{"burst": 10_000, **options})
         for one in pools:
             publisher.want(one)
@@ -653,6 +645,49 @@ async def test_a_lost_answer_is_no_second_slice(server: FakeApiServer) -> None:
         assert len(server.objects()) == 1
 
 
+@pytest.mark.parametrize("late", [False, True])
+async def test_an_unanswered_write_counts_as_neither_done_nor_refused(
+    server: FakeApiServer, monkeypatch: pytest.MonkeyPatch, late: bool
+) -> None:
+    """What is wanted after it is accepted only when the server has it for good, also if the write is done late."""
+    replace, lost = Cluster.replace, list[Any]()
+
+    async def unanswered(cluster: Cluster, kind: Any, body: Any, *more: Any, **options: Any) -> Any:
+        if lost:
+            return await replace(cluster, kind, body, *more, **options)
+        lost.append(body)
+        if not late:
+            await replace(cluster, kind, body, *more, **options)
+        tickets.append(publisher.want(pool(*many(1))))  # what the server had before the lost write
+        raise UnavailableError("no answer in time")
+
+    tickets: list[int] = []
+    async with publishing(server, pool(*many(1))) as publisher:
+        monkeypatch.setattr(Publisher, "_observe", lambda *_, **__: None)  # the watch is slow
+        monkeypatch.setattr(Cluster, "replace", unanswered)
+        publisher.want(pool(*many(2)))
+        await asyncio.to_thread(server.wait_for, lambda _: bool(tickets))
+        async with asyncio.timeout(20):
+            await publisher.accepted(DRIVER, tickets[0])
+        if late:
+            async with client(server) as other:
+                with pytest.raises(ConflictError):
+                    await replace(other, RESOURCE_SLICES, lost[0])
+        assert published(server) == ["gpu0"]
+
+
+async def test_the_generation_never_goes_back(server: FakeApiServer) -> None:
+    """Slices that somebody deletes come back in a generation that is not below the highest one ever written."""
+    async with publishing(server, pool(*many(1))) as publisher:
+        for count in (2, 3):
+            await became(publisher, pool(*many(count)))
+        (before,) = generations(server.objects())
+        server.wipe(NODE)
+        await asyncio.to_thread(server.wait_for, lambda it: len(published(it)) == 3)
+        (after,) = generations(server.objects())
+    assert (before, after) == (3, 3)
+
+
 async def test_what_the_server_refuses_is_told(server: FakeApiServer) -> None:
     """A refusal shows in the state with the server's reason, is said once, and ends with what is wanted next."""
     said: asyncio.Queue[str] = asyncio.Queue()
@@ -704,14 +739,14 @@ async def test_outage(server: FakeApiServer, caplog: pytest.LogCaptureFixture) -
     assert sum("is back" in text for text in said) == 1
 
 
-async def test_restored_storage(server: FakeApiServer) -> None:
-    """After the server's storage was restored from a backup, with lower versions, slices are still kept right."""
-    async with publishing(server, pool(*many(3))) as publisher:
-        for _ in range(30):
-            server.create({"apiVersion": "v1", "kind": "Node", "metadata": {"generateName": "n"}})
-        server.restore()
-        server.wipe(NODE)
-        await asyncio.to_thread(server.wait_for, lambda it: len(published(it)) == 3)
+@pytest.mark.parametrize("end_streams", [True, False], ids=["lost", "silent"])
+async def test_restored_storage(server: FakeApiServer, end_streams: bool) -> None:
+    """After the server went back to an older snapshot, a device that was withdrawn since is withdrawn again."""
+    async with publishing(server, pool(*many(3)), silence=(0.2, 0.4)) as publisher:
+        snapshot = server.snapshot()
+        await became(publisher, pool(*many(2)))
+        server.restore(snapshot, end_streams=end_streams)
+        await asyncio.to_thread(server.wait_for, lambda it: len(published(it)) == 2)
         await became(publisher, pool(*many(4)))
         assert len(published(server)) == 4
 
@@ -786,7 +821,7 @@ async def test_uninstall(server: FakeApiServer) -> None:
     async with publishing(server, pool(*many(300)), other):
         pass
     async with client(server) as cluster:
-        assert await remove_slices(cluster, [DRIVER], NODE) == 3
+        assert await remove_slices(cluster, [DRIVER], NODE) == 5
     assert published(server) == ["f0"]
 
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import os
+import shutil
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from pathlib import Path
 
@@ -12,17 +14,16 @@ import grpc
 import pytest
 
 from deviceplugin import ledger
-from deviceplugin.agent import Paths
+from deviceplugin.agent import AgentError
 from deviceplugin.device import ContainerEdits, Device
 from deviceplugin.endpoint import Refusal
-from deviceplugin.ledger import Desk, Evidence, Held, Ledger, Side, State
-from deviceplugin.podresources import Holder
+from deviceplugin.ledger import Desk, Evidence, Ledger, Side, State
 from deviceplugin.source import DeviceSource
 from dra_bridge import agent as agent_module
 from dra_bridge.agent import Bridge, DriverBridge, Terms
 from dra_bridge.cluster import Cluster
 from dra_bridge.handover import Share
-from dra_bridge.keeper import Keeper, held_units
+from dra_bridge.keeper import Keeper
 from dra_bridge.testing.apiserver import FakeApiServer
 from dra_bridge.testing.node import FakeNode
 from tests.dra.classes import device_class
@@ -51,15 +52,16 @@ def node(tmp_path: Path) -> Iterator[FakeNode]:
 
 
 @contextlib.asynccontextmanager
-async def running(node: FakeNode, cdi: Path, share: Share) -> AsyncIterator[Bridge]:
+async def running(node: FakeNode, cdi: Path, share: Share, *, claim_status: bool = False) -> AsyncIterator[Bridge]:
     """Run an agent until the end of the block."""
     bridge = Bridge(
         [Source()],
         {R: Terms(share)},
         Cluster.from_server(node.server.url),
         NODE,
-        Paths(kubelet_root=node.root),
+        node.paths,
         cdi_directory=str(cdi),
+        claim_status=claim_status,
         period=0.05,
     )
     task = asyncio.create_task(bridge.run())
@@ -111,6 +113,53 @@ async def test_a_lost_ledger_is_rebuilt_before_files_are_swept(node: FakeNode, t
         await asyncio.to_thread(pod.delete, 20)
         await moved(bridge, State.PLUGIN)
         assert list(cdi.iterdir()) == []
+
+
+async def test_a_wiped_cdi_directory_is_filled_again(node: FakeNode, tmp_path: Path) -> None:
+    """The containers of prepared claims can restart: the file is there again without waiting for a timer."""
+    cdi = tmp_path / "cdi"
+    async with running(node, cdi, Share(part=1.0)) as bridge:
+        await moved(bridge, State.DRA)
+        await asyncio.to_thread(lambda: node.start_pod("train", template={D: 1}).wait_running(20))
+        files = {path.name: path.read_bytes() for path in cdi.iterdir()}
+        assert len(files) == 1
+        shutil.rmtree(cdi)
+        await until(lambda: cdi.exists() and {path.name for path in cdi.iterdir()} == files.keys(), "the file")
+        assert {path.name: path.read_bytes() for path in cdi.iterdir()} == files
+
+
+async def test_an_agent_ends_when_its_mount_shows_a_deleted_cdi_directory(
+    node: FakeNode, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A bind mount goes on showing a directory that was deleted on the host, as an open descriptor does."""
+    cdi = tmp_path / "cdi"
+    cdi.mkdir()
+    mounted = os.open(cdi, os.O_RDONLY)
+    try:
+        async with running(node, Path(f"/proc/self/fd/{mounted}"), Share(part=1.0)) as bridge:
+            await moved(bridge, State.DRA)
+            await asyncio.to_thread(lambda: node.start_pod("train", template={D: 1}).wait_running(20))
+            assert len(list(cdi.iterdir())) == 1
+            shutil.rmtree(cdi)
+            async with asyncio.timeout(20):
+                await bridge.agent.stopping()
+        assert "was deleted on the host while it is mounted here" in caplog.text
+    finally:
+        os.close(mounted)
+
+
+async def test_a_claims_status_is_written_if_wanted(node: FakeNode, tmp_path: Path) -> None:
+    """With `claim_status` the claim's `status.devices` says that its device is prepared."""
+    async with running(node, tmp_path / "cdi", Share(part=1.0), claim_status=True) as bridge:
+        await moved(bridge, State.DRA)
+        pod = await asyncio.to_thread(lambda: node.start_pod("train", template={D: 1}).wait_running(20))
+        (name,) = node.claims_of(pod)
+
+        def written() -> list[str]:
+            status = node.server.get("resourceclaims", name, "default")["status"]
+            return [entry["device"] for entry in status.get("devices") or ()]
+
+        await until(lambda: written() == list(node.devices_of(pod)), "the status")
 
 
 async def test_a_ledger_that_lost_its_end_is_corrected_and_alarm_raised(
@@ -208,6 +257,64 @@ async def test_nothing_moves_before_the_node_was_read(
         assert bridge.drivers[D].handovers[R].statistics.begun == {"to-dra": 0, "to-plugin": 0}
 
 
+def annotate(node: FakeNode, share: str) -> None:
+    """Ask for a share by the Node's annotation."""
+    body = node.server.get("nodes", NODE)
+    body["metadata"].setdefault("annotations", {})[f"{D}/dra-share"] = share
+    node.server.replace(body)
+
+
+async def test_an_invalid_share_keeps_the_last_valid_one_over_a_restart(
+    node: FakeNode, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It is logged once, whatever else of the Node changes, and devices stay on the side that was asked for."""
+    annotate(node, "all")
+    async with running(node, tmp_path / "cdi", Share(0)) as bridge:
+        await moved(bridge, State.DRA)
+        annotate(node, "most")
+        await until(lambda: "'most' is not a share" in caplog.text, "the error")
+        body = node.server.get("nodes", NODE)
+        body["metadata"]["annotations"]["other"] = "changed"
+        node.server.replace(body)
+        await until(lambda: "other" in bridge._node_annotations, "the change to be seen")
+        assert caplog.text.count("'most' is not a share") == 1
+        assert bridge.drivers[D].handovers[R].share == Share(part=1.0)
+    async with running(node, tmp_path / "cdi", Share(0)) as bridge:
+        await until(lambda: caplog.text.count("'most' is not a share; ") == 2, "the error of the new agent")
+        assert "the share all from before stays" in caplog.text
+        await until(lambda: D in bridge.drivers and R in bridge.drivers[D].handovers, "the resource to be served")
+        assert bridge.drivers[D].handovers[R].share == Share(part=1.0)
+        assert set(states(bridge).values()) == {State.DRA}
+
+
+async def test_an_agent_whose_ledger_is_removed_ends_and_the_next_one_knows_the_holders(
+    node: FakeNode, tmp_path: Path
+) -> None:
+    """It grants nothing more; evidence tells the next one what pods hold."""
+    bridge = Bridge(
+        [Source()],
+        {R: Terms(Share(0))},
+        Cluster.from_server(node.server.url),
+        NODE,
+        node.paths,
+        cdi_directory=str(tmp_path / "cdi"),
+        period=0.05,
+    )
+    task = asyncio.create_task(bridge.run())
+    await moved(bridge, State.PLUGIN)
+    pod = await asyncio.to_thread(lambda: node.start_pod("train", {R: 1}).wait_running(20))
+    (device,) = node.devices_of(pod)
+    for suffix in ("", "-wal"):
+        Path(f"{bridge.ledger_path(D)}{suffix}").unlink()
+    annotate(node, "all")
+    with pytest.raises(AgentError, match="the ledger was lost"):
+        await asyncio.wait_for(task, 30)
+    async with running(node, tmp_path / "cdi", Share(0)) as after:
+        await until(lambda: D in after.drivers and states(after).get(device) is State.TO_DRA, "the held one to wait")
+        await until(lambda: State.DRA in states(after).values(), "the idle one to move")
+        assert states(after)[device] is State.TO_DRA
+
+
 # The keeper.
 
 
@@ -226,14 +333,3 @@ async def test_nothing_is_offered_or_given_before_its_evidence_was_heard(tmp_pat
     await keeper.grant(R, ["a"], ["a"])
     assert list(desk.snapshot.holds) == [(R, "a")]
     await desk.close()
-
-
-def test_a_holder_with_a_name_counts_before_an_old_checkpoint() -> None:
-    """What `List` says is sure; what only a file says that was not written since is not."""
-    named, filed = Holder("default", "p", "c"), Holder(container="c", uid="u")
-    held = {"a": {named, filed}, "b": {filed}, "c": {filed}}
-    assert held_units(held, str, {"a", "b"}) == {
-        "a": Held("a", "default/p"),
-        "b": Held("b", "u", sure=False),
-        "c": Held("c", "u"),
-    }

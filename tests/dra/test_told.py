@@ -8,9 +8,9 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
+from prometheus_client.openmetrics.exposition import generate_latest as generate_open
 from prometheus_client.openmetrics.parser import text_string_to_metric_families as read_open
 
-from deviceplugin.exposition import OPEN_METRICS, render
 from deviceplugin.ledger import Claim, ClaimDevice, DeviceRecord, Snapshot, State
 from deviceplugin.metrics import AgentCollector
 from deviceplugin.report import Place, PreparedClaim
@@ -42,6 +42,7 @@ def bridge(**changes: Any) -> Any:
     source.driver = DRIVER
     one = SimpleNamespace(
         name=DRIVER,
+        qualifiers={},
         desk=SimpleNamespace(snapshot=Snapshot(1, records, {}, {(DRIVER, one.uid): one for one in claims})),
         driver=SimpleNamespace(
             statistics=driver.Statistics(
@@ -151,7 +152,7 @@ def test_all_of_it_is_valid_text() -> None:
     """Together with the agent's own families, in the stricter of the formats."""
     still = Still(resource("a", "b", "c", "d"))
     still.providers.append(Told(cast("Any", bridge())))
-    text = b"".join(render(AgentCollector(still.observer().view), OPEN_METRICS)).decode()
+    text = generate_open(AgentCollector(still.observer().view)).decode()  # type: ignore[no-untyped-call]
     names = {family.name for family in read_open(text)}  # type: ignore[no-untyped-call]
     assert {"deviceplugin_dra_prepare_duration_seconds", "deviceplugin_slice_writes"} <= names
-    assert 'deviceplugin_devices{resource="example.com/gpu",side="dra",state="to-plugin",health="healthy"} 1' in text
+    assert 'deviceplugin_devices{health="healthy",resource="example.com/gpu",side="dra",state="to-plugin"} 1' in text

@@ -10,23 +10,26 @@ import itertools
 import json
 import os
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Final, Self, cast
 
 from deviceplugin import ledger
-from deviceplugin.agent import Look
 from deviceplugin.device import ContainerEdits, Device
 from deviceplugin.endpoint import Refusal
 from deviceplugin.inventory import Inventory
-from deviceplugin.ledger import Desk, Evidence, Held, Ledger, LedgerError, Side, State
-from deviceplugin.podresources import Holder, Holdings
+from deviceplugin.kubelet import holders
+from deviceplugin.kubelet.checkpoint import Allocation, Checkpoint
+from deviceplugin.kubelet.holders import HolderSnapshot, Witnesses
+from deviceplugin.kubelet.pods import PodProcesses
+from deviceplugin.ledger import Desk, Evidence, Ledger, LedgerError, Side, State
+from deviceplugin.registration import Backoff
 from deviceplugin.source import DeviceSource
 from dra_bridge.driver import ClaimError, ClaimRef, Driver, Prepared, Served
 from dra_bridge.handover import Handover, Share
-from dra_bridge.keeper import Keeper
+from dra_bridge.keeper import Keeper, allocations_of, held_units
 
 R: Final = "example.com/fpga"
 D: Final = "fpga.example.com"
@@ -58,7 +61,11 @@ class Plain(DeviceSource):
 
 @dataclass
 class Outside:
-    """Kubelet and API server. pods, running: devices held, by pods and (by UID) by claims' containers."""
+    """Kubelet and API server.
+
+    pods: devices held by pods; a pod's UID and container are its device's id. running: devices held by claims'
+    containers, by the claim's UID.
+    """
 
     pods: set[str] = field(default_factory=set)
     allocated: dict[str, str] = field(default_factory=dict)
@@ -79,6 +86,11 @@ class Outside:
             self.running.pop(name, None)
         elif word == "deallocated":
             self.allocated.pop(name, None)
+
+    def witnesses(self) -> Witnesses:
+        """Return what the kubelet's checkpoint, written at our request, and the cgroups say."""
+        named = frozenset(Allocation(name, "c", R, name) for name in self.pods)
+        return Witnesses([Checkpoint(named, {})], awake=True, pods=PodProcesses(running=frozenset(self.pods)))
 
     # The API server, for the driver and the handover.
 
@@ -132,14 +144,16 @@ class Flow:
             ready=lambda resource, device: (resource, device) in self.keeper.heard,
         )
         endpoint = SimpleNamespace(resource=R, source=source, behind=str, refresh=lambda: None, shown=self._shown)
+        endpoint.ids_of = lambda device: (device,)
         self.handover = Handover(
             cast("Any", endpoint),
             self.inventory,
             desk,
-            self._look,
+            self._scan,
             self,
             self,
             share=Share(0),
+            waits=lambda: Backoff(first=0.0, most=0.0),
         )
         self._clock = itertools.count(11, 11)
         self._names = {name: device.id for name, (_, device) in self.driver.devices.items()}
@@ -167,7 +181,7 @@ class Flow:
 
     async def place(self) -> None:
         """Confront the ledger with what is held (R8)."""
-        held = {name: Held(name, f"default/{name}") for name in self.outside.pods}
+        held = held_units(holders.holders((), self.outside.witnesses()), R, str)
         claims = [claim for claim in self.driver.cdi_evidence()[R] if (D, claim.uid) not in self.desk.snapshot.claims]
         evidence = Evidence(held, claims)
         await self.desk.do(ledger.confront(R, evidence, DEVICES, Side.PLUGIN, time.time()))
@@ -178,17 +192,20 @@ class Flow:
     def _shown(self) -> tuple[float, frozenset[str]]:
         return 0.0, frozenset(name for name in DEVICES if self.keeper.offers(R, name))
 
-    async def _look(self) -> Look:
-        before = self.keeper.before_look()
-        at = float(next(self._clock))
-        held = {name: frozenset({Holder("default", name, "c")}) for name in self.outside.pods}
-        seen = Look(Holdings({R: held}), at + 1, {R: self._shown()[1]}, at)
-        await self.keeper.after_look(before, seen)
-        return seen
+    async def _scan(self, wanted: Collection[tuple[str, str]]) -> HolderSnapshot:
+        before = self.keeper.before_scan()
+        known = allocations_of(self.desk.snapshot)
+        now = holders.holders(known, self.outside.witnesses(), float(next(self._clock)))
+        await self.keeper.after_scan(before, now)
+        return now
 
     async def allocated(self) -> Mapping[tuple[str, str], str]:
         """List all claims."""
         return await self.outside.listed()
+
+    async def allocates(self, claim: str, resource: str, device: str) -> bool:
+        """Read one claim."""
+        return self.outside.allocated.get(claim.partition("/")[2]) == device
 
     def publish(self) -> None:
         """Write the slice: one atomic write, as the API server takes it."""
@@ -316,7 +333,7 @@ async def aftermath(directory: Path, outside: Outside, source: DeviceSource) -> 
             await flow.unprepare(uid)
             outside.say("deallocated", uid)
         outside.pods.clear()
-        await flow.driver.reconcile(())
+        await flow.driver.reconcile((), PodProcesses(running=frozenset()))
         await flow.move(2)
         assert flow.slice() == list(DEVICES)
         await flow.move(0)
@@ -337,7 +354,7 @@ def watched(step: Step, directory: str) -> Iterator[None]:
         step("draft")
         draft(path, data[: len(data) // 2])
         step("half a draft")
-        draft(path, data)
+        Path(path).write_bytes(data)
         step("drafted")
 
     def renamed(source: Any, target: Any, **options: Any) -> None:

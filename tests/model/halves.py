@@ -37,29 +37,29 @@ TO_PLUGIN: Final = STATES.index(State.TO_PLUGIN)
 
 
 class Shared(NamedTuple):
-    """What belongs to no device. what, late: of the stage. sent, want: whether the agent has said any."""
+    """What belongs to no device. what, written, late: of the stage. sent, want: whether the agent has said any."""
 
     what: int
+    written: bool
     late: bool
     alive: bool
     sent: bool
     want: bool
     damaged: bool
+    writing: bool
 
 
 class Half(NamedTuple):
-    """What belongs to one device. pod: how far its pod is. claims: as of device 0. The rest: as in the world."""
+    """What belongs to one device. pods, claims: as of device 0. The rest: as in the world."""
 
     device: Device
-    pod: int = 0
+    pods: tuple[Pod, ...] = ()
     claims: tuple[Request, ...] = ()
     sent: bool = False
     heard: bool = False
-    want: int = 0
-    slice: int = 0
-    withdraw: bool = False
+    want: bool = False
+    slice: bool = False
     moving: bool = False
-    shown: bool = False
     first: bool = False
     second: bool = False
 
@@ -75,32 +75,39 @@ def parted(world: World) -> Parts:
     stage = world.stage
     halves = []
     for number, device in enumerate(world.devices):
-        pods = [pod.at for pod in world.pods if pod.at and pod.device == number]
-        assert len(pods) < 2, f"the kubelet gave device {number} to two pods"
+        pods = sorted(pod._replace(device=0) for pod in world.pods if pod.at and pod.device == number)
         claims = sorted(claim._replace(device=0) for claim in world.claims if claim.device == number)
         half = Half(
             device,
-            pods[0] if pods else 0,
+            tuple(pods),
             tuple(claims),
             bool(world.sent) and world.sent[number],
             world.heard[number],
-            world.want[number] if world.want else 0,
+            bool(world.want) and world.want[number],
             world.slice[number],
-            world.withdraw[number],
             stage.moving[number],
-            stage.shown[number],
             stage.first[number],
             stage.second[number],
         )
         halves.append(half)
-    shared = Shared(stage.what, stage.late, world.alive, bool(world.sent), bool(world.want), world.damaged)
+    shared = Shared(
+        stage.what,
+        stage.written,
+        stage.late,
+        world.alive,
+        bool(world.sent),
+        bool(world.want),
+        world.damaged,
+        world.writing,
+    )
     return shared, halves[0], halves[1]
 
 
 def joined(shared: Shared, one: Half, two: Half) -> World:
     """Return the world of two halves."""
     both = (one, two)
-    pods = sorted(Pod(half.pod, number) if half.pod else Pod() for number, half in enumerate(both))
+    pods = [pod._replace(device=number) for number, half in enumerate(both) for pod in half.pods]
+    pods = sorted([*pods, Pod(), Pod()][:2])
     claims = [claim._replace(device=number) for number, half in enumerate(both) for claim in half.claims]
     claims = sorted([*claims, Request(), Request()][:2])
     return World(
@@ -111,17 +118,17 @@ def joined(shared: Shared, one: Half, two: Half) -> World:
         (one.heard, two.heard),
         (one.want, two.want) if shared.want else (),
         (one.slice, two.slice),
-        (one.withdraw, two.withdraw),
         Stage(
             shared.what,
             (one.moving, two.moving),
-            (one.shown, two.shown),
             (one.first, two.first),
             (one.second, two.second),
+            shared.written,
             shared.late,
         ),
         shared.alive,
         shared.damaged,
+        shared.writing,
     )
 
 
@@ -134,40 +141,48 @@ def nothing(_half: Half) -> Hashable:
 
 
 def withdrawal(half: Half) -> Hashable:
-    """Return whether it may leave the slice, is out of it, and whether the slice has it as the agent wants."""
+    """Return whether it is free to move, is out of the slice, and whether the slice has it as the agent wants."""
     free = half.device.state == TO_PLUGIN and not any(claim.record for claim in half.claims)
-    leaves = half.withdraw or not any(claim.api == 2 for claim in half.claims)
-    return free, free and leaves and half.slice == 0, half.want == half.slice
+    return free, free and not half.slice, half.want == half.slice
+
+
+def unlisted(half: Half) -> bool:
+    """Return whether a pod was granted its device and is not in the checkpoint yet."""
+    return any(pod.unlisted for pod in half.pods)
 
 
 Steps = Callable[[Small, World], Iterator[tuple[str, World]]]
 
 FACTS: Final[dict[str, tuple[Steps, Callable[[Half], Hashable]]]] = {
     "hear": (Small.kubelet, nothing),
+    "write": (Small.kubelet, nothing),
+    "draft": (Small.kubelet, nothing),
+    "write late": (Small.kubelet, nothing),
+    "lose checkpoint": (Small.kubelet, lambda half: any(pod.unrecorded for pod in half.pods)),
     "send": (Small.door, nothing),
     "want": (Small.offering, nothing),
     "accept": (Small.offering, nothing),
-    "look": (Small.gathering, lambda half: (half.device.state == TO_DRA, half.sent)),
-    "withdraw": (Small.gathering, withdrawal),
-    "ask allocatable": (Small.gathering, nothing),
-    "list pods": (Small.gathering, nothing),
+    "request": (Small.gathering, lambda half: (half.device.state == TO_DRA, half.sent)),
+    "withdrawn": (Small.gathering, withdrawal),
+    "read checkpoint": (Small.gathering, nothing),
+    "read another": (Small.gathering, nothing),
     "observe": (Small.gathering, lambda half: half.moving),
     "commit to dra": (Small.gathering, nothing),
     "list claims": (Small.gathering, nothing),
     "commit to plugin": (Small.gathering, nothing),
-    "tick": (Small.fate, lambda half: (half.device.absent == 1, half.pod == 2)),
+    "tick": (Small.fate, lambda half: (half.device.absent == 1, unlisted(half))),
     "kubelet restarts": (Small.fate, nothing),
     "agent dies": (Small.fate, nothing),
-    "agent dies, ledger lost": (Small.fate, nothing),
-    "agent starts": (Small.fate, lambda half: (half.device.state == UNKNOWN, half.pod == 2)),
+    "agent dies, ledger lost": (Small.fate, lambda half: any(pod.forgotten for pod in half.pods)),
+    "agent starts": (Small.fate, lambda half: (half.device.state == UNKNOWN, unlisted(half))),
 }
 """By step: which of the model's steps it is among, and what each half has to know of the other."""
 
 GATHERING: Final = (
-    ("look", "withdraw"),
-    ("ask allocatable",),
-    ("list pods",),
+    ("request", "withdrawn"),
+    ("read checkpoint",),
     ("observe",),
+    ("read another",),
     ("commit to dra",),
     ("list claims",),
     ("commit to plugin",),
@@ -176,7 +191,11 @@ GATHERING: Final = (
 
 def possible(small: Small, shared: Shared) -> tuple[str, ...]:
     """Return the steps of everybody that may be possible."""
-    found = ["hear", "tick"]
+    found = ["hear", "write", "tick"]
+    if small.slow:
+        found.append("write late" if shared.writing else "draft")
+    if "lose" in small.faults:
+        found.append("lose checkpoint")
     if shared.alive:
         found += ["send", "want", "accept", *GATHERING[shared.what]]
     if small.crashes:
@@ -260,7 +279,7 @@ class Block:
             known = self.numbers[half] = len(self.halves)
             self.halves.append(half)
             self.rows.append(0)
-            self.size.append((half.pod > 0, len(half.claims)))
+            self.size.append((len(half.pods), len(half.claims)))
             self.sizes[self.size[known]] |= 1 << known
             for word in self.words:
                 kind = FACTS[word][1](half)

@@ -3,78 +3,131 @@
 A world is a tuple of small numbers; `successors` are all worlds that one step leads to: of the
 kubelet, the scheduler, the API server, the agent, or of fate. Whatever can be late is a step of
 its own, so that everything else may come in between. What the agent does is the real thing: the
-ledger's operations, the handover's gathering of evidence and its plan; only their disk and their
-sockets are missing.
+ledger's operations, the combination of the witnesses (`deviceplugin.kubelet.holders`), the
+handover's gathering of evidence and its plan; only their disk and their sockets are missing.
 
-What the model takes for granted, and nothing else: the kubelet writes down an answered Allocate
-within the time that R7 waits (`tick`), or dies; a device that it has given out or is about to
-give out it gives to nobody else; the scheduler gives a device to one claim at a time.
+Faults are steps like any other: the kubelet restarts with what its checkpoint says; the checkpoint
+is lost or torn (a scan waits for the next one then); a pod is deleted by force while its container
+runs, and the kubelet gives its device away again; the kubelet forgets a prepared claim whose
+container runs. An ended pod stays in the checkpoint until the kubelet has forgotten it and then
+written the file; that it forgets nobody before its sources are ready is covered, since it may
+forget late at any time.
+
+Who holds a device is judged by the containers that run.
+
+What the model takes for granted:
+- The kubelet records an answered Allocate within the time that R7 waits (`tick`), or dies.
+- The kubelet gives a device that it counts as allocated to nobody else; the scheduler gives a
+  device to one claim at a time.
+- A pod that ends or is deleted before it has a cgroup never starts; so does one whose allocation
+  the kubelet lost before that.
+- A scan has recorded a pod as a holder before the pod is deleted by force, and before the checkpoint
+  that names it is lost (`Pod.recorded`). Until then nothing but the checkpoint tells whose device it is.
+- The ledger is not lost while a container runs that the kubelet, or its checkpoint, has forgotten.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Hashable, Iterator, Mapping
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Final, NamedTuple
 
 from deviceplugin import ledger
-from deviceplugin.agent import Look
+from deviceplugin.kubelet import holders
+from deviceplugin.kubelet.checkpoint import Allocation, Checkpoint
+from deviceplugin.kubelet.holders import HolderSnapshot, Witnesses
+from deviceplugin.kubelet.pods import PodProcesses
 from deviceplugin.ledger import (
     Claim,
     ClaimDevice,
     ClaimEvidence,
     DeviceRecord,
     Evidence,
-    Held,
     Hold,
-    KubeletSnapshot,
     Operation,
     Refused,
-    Rules,
     Side,
     Snapshot,
     State,
 )
-from deviceplugin.podresources import Holder, Holdings
+from dra_bridge import keeper
 from dra_bridge.handover import Share, ToDra, ToPlugin, in_hands, plan
-from dra_bridge.keeper import held_units
 
 R: Final = "example.com/fpga"
 D: Final = "fpga.example.com"
 TWO: Final = (0, 1)
 NAMES: Final = ("0", "1")
 STATES: Final = tuple(State)
-ALL: Final = Rules()
-RECENT, OLD = 1000.0, 0.0
-BEGUN, ASKED, FORMER, LATER, NOW = 2, 4, 1, 9, 10
-"""Places of the ledger's sequence: a gathering began, the kubelet was asked; what was before and came after."""
+CONTAINER: Final = "c"
+SHOWN, OLD, RECENT = 1.0, 1000.0, 2000.0
+BEGUN, FORMER, LATER, NOW = 2, 1, 9, 10
+"""Places of the ledger's sequence: a gathering began; what was before and came after."""
 
 
 class Device(NamedTuple):
-    """A device in the ledger: its record, and its hold. new, fresh: since a gathering began, since it asked."""
+    """A device in the ledger: its record, and what its hold has besides holders.
+
+    new: the record changed since a gathering began. fresh: a grant since then. pending, absent: of the hold;
+    absent 1: a scan missed its container, 2: and that is long ago.
+    """
 
     state: int
     new: bool = False
     pulled: bool = False
-    hold: bool = False
+    pending: bool = False
     fresh: bool = False
-    seen: bool = False
-    absent: int = 0  # 1: missed by a snapshot, 2: and that is long ago
+    absent: int = 0
+
+
+CHOSEN, ANSWERED, ADMITTED, RUNS, OVER = range(1, 6)
+"""How far a pod is: the kubelet chose a device, Allocate was granted, the device manager has it in memory, a process
+of it runs (also after it was deleted by force), it has ended."""
 
 
 class Pod(NamedTuple):
-    """A pod for the plugin door. at: 0 none, 1 device chosen, 2 Allocate answered, 3 written down."""
+    """A pod of the plugin side, for as long as anything names it.
+
+    at: 0 none, or as above. memory, file: the kubelet's device manager and its checkpoint name it. recorded: it is
+    a holder in the ledger. seen: checkpoints that a scan has read name it: 1 some of them, 2 all; after the scan, it
+    counts as held. draft: what a slow writer of the checkpoint is about to write names it.
+    """
 
     at: int = 0
     device: int = -1
+    memory: bool = False
+    file: bool = False
+    recorded: bool = False
+    seen: int = 0
+    draft: bool = False
+
+    @property
+    def runs(self) -> bool:
+        """Whether a process of it runs."""
+        return self.at == RUNS
+
+    @property
+    def unrecorded(self) -> bool:
+        """Whether it may run and the ledger does not know it."""
+        return self.at in {ADMITTED, RUNS} and not self.recorded
+
+    @property
+    def forgotten(self) -> bool:
+        """Whether it may run, and the kubelet does not know of its device or its checkpoint does not."""
+        return self.at in {ADMITTED, RUNS} and not (self.memory and self.file)
+
+    @property
+    def unlisted(self) -> bool:
+        """Whether it was granted its device and the kubelet has not written it to the checkpoint yet."""
+        return self.at == ANSWERED or (self.at == ADMITTED and not (self.file or self.recorded))
 
 
 class Request(NamedTuple):
     """A claim. api: 0 nothing, 1 the scheduler chose, 2 allocated.
 
-    node: 0 nothing, 1 reserved, 2 file written, 3 container runs, 4 container gone, 5 file gone.
+    node: 0 nothing, 1 reserved, 2 file written, 3 prepared, 4 container gone, 5 file gone, 6 container runs,
+    7 container runs and the kubelet's claim state does not name the claim.
     record: in the ledger: 0 no, 1 reserved in memory, 2 reserved on disk, 3 prepared.
     """
 
@@ -88,16 +141,18 @@ class Request(NamedTuple):
 class Stage(NamedTuple):
     """How far the agent is in gathering evidence.
 
-    what: 0 nothing; TO_DRA: 1 shown, 2 allocatable asked, 3 List answered, 4 ledger's keeper told;
-    TO_PLUGIN: 5 begun, 6 claims listed. The rest are sets of devices, as pairs.
+    what: 0 nothing; a scan: 1 a checkpoint requested, 3 read and another one requested (only where a write may be
+    late), 2 the last one read, 4 the ledger has the result (`moving`: devices in TO_DRA that are shown Unhealthy);
+    TO_PLUGIN: 5 begun, 6 claims listed. written: the kubelet has written its checkpoint since the request. late: the
+    scan began long ago. The rest are sets of devices, as pairs.
     """
 
     what: int = 0
     moving: tuple[bool, bool] = (False, False)
-    shown: tuple[bool, bool] = (False, False)
     first: tuple[bool, bool] = (False, False)
     second: tuple[bool, bool] = (False, False)
-    late: bool = False  # long ago that List answered
+    written: bool = False
+    late: bool = False
 
 
 NOTHING: Final = (False, False)
@@ -106,8 +161,8 @@ IDLE: Final = Stage()
 
 class World(NamedTuple):
     """All of it. sent: healthy devices as the agent said last, () without a listener. heard: as
-    the kubelet knows. want: the slice that the agent wants (0 without, 1 tainted, 2 offered), ()
-    before it has said. slice: as the API server has it.
+    the kubelet knows. want: the devices in the slice that the agent wants, () before it has said.
+    slice: as the API server has it. writing: a slow writer of the checkpoint is at work.
     """
 
     devices: tuple[Device, ...]
@@ -115,12 +170,12 @@ class World(NamedTuple):
     claims: tuple[Request, ...]
     sent: tuple[bool, bool] | tuple[()]
     heard: tuple[bool, bool]
-    want: tuple[int, int] | tuple[()]
-    slice: tuple[int, int]
-    withdraw: tuple[bool, bool]
+    want: tuple[bool, bool] | tuple[()]
+    slice: tuple[bool, bool]
     stage: Stage
     alive: bool
     damaged: bool
+    writing: bool = False
 
 
 def start(*states: State) -> World:
@@ -133,7 +188,6 @@ def start(*states: State) -> World:
         (),
         NOTHING,
         (),
-        (0, 0),
         NOTHING,
         IDLE,
         alive=True,
@@ -152,10 +206,13 @@ def snapshot(world: World) -> Snapshot:
             reason = "for claim default/c" if device.pulled else ""
             sequence = LATER if device.new else FORMER
             devices[R, name] = DeviceRecord(R, name, STATES[device.state], 0.0, sequence, reason)
-        if device.hold:
+        recorded = frozenset(
+            (str(uid), CONTAINER) for uid, pod in enumerate(world.pods) if pod.recorded and NAMES[pod.device] == name
+        )
+        if recorded or device.pending:
             absent = (None, RECENT, OLD)[device.absent]
             sequence = LATER if device.fresh else FORMER
-            holds[R, name] = Hold(R, name, name, 0.0, sequence, "default/p" if device.seen else "", absent)
+            holds[R, name] = Hold(R, name, name, 0.0, sequence, recorded, device.pending, absent)
     for uid, claim in zip("01", world.claims, strict=True):
         if claim.record:
             claims[D, uid] = replace(claim_of(uid, claim), result="r" if claim.record == 3 else None)
@@ -166,7 +223,8 @@ def snapshot(world: World) -> Snapshot:
 
 def claim_of(uid: str, claim: Request) -> Claim:
     """Return a claim as the driver records it."""
-    return Claim(D, uid, "default", f"c{uid}", (ClaimDevice(R, NAMES[claim.device]),), "r", 0.0)
+    devices = (ClaimDevice(R, NAMES[claim.device]),)
+    return Claim(D, uid, "default", f"c{uid}", devices, "r", 0.0, pods=frozenset({f"c{uid}"}))
 
 
 UNKNOWN: Final = len(STATES)
@@ -177,23 +235,35 @@ def written(world: World, now: Snapshot) -> World:
     """Return the world with this ledger."""
     stage = world.stage.what
     devices = []
-    for name in NAMES:
+    for name, moving in zip(NAMES, world.stage.moving, strict=True):
         record, hold = now.devices.get((R, name)), now.holds.get((R, name))
         device = Device(UNKNOWN)
         if record is not None:
-            device = Device(STATES.index(record.state), bool(stage) and record.sequence > FORMER, record.pulled)
+            device = Device(STATES.index(record.state), moving and record.sequence > FORMER, record.pulled)
         if hold is not None:
-            absent = {None: 0, RECENT: 1, OLD: 2}[hold.absent_since]
-            fresh = 2 <= stage <= 4 and hold.sequence > FORMER
-            device = device._replace(hold=True, fresh=fresh, seen=bool(hold.pod), absent=absent)
+            absent = {None: 0, RECENT: 1, OLD: 2}[hold.absent_since] if hold.pending else 0
+            fresh = stage in {1, 2, 3, 4} and hold.sequence > FORMER
+            device = device._replace(pending=hold.pending, fresh=fresh, absent=absent)
         devices.append(device)
+    pods = [pod._replace(recorded=named(now, str(uid), pod)) for uid, pod in enumerate(world.pods)]
     claims = []
     for uid, claim in zip("01", world.claims, strict=True):
         known = now.claims.get((D, uid))
         claims.append(
             claim._replace(record=0 if known is None else 3 if known.result is not None else 1 + known.durable)
         )
-    return world._replace(devices=tuple(devices), claims=tuple(claims))
+    return world._replace(devices=tuple(devices), pods=(pods[0], pods[1]), claims=tuple(claims))
+
+
+def named(now: Snapshot, uid: str, pod: Pod) -> bool:
+    """Return whether the ledger names a pod as a holder, be it by its container's name alone (a mutation)."""
+    hold = now.holds.get((R, NAMES[pod.device])) if pod.at else None
+    return hold is not None and not hold.holders.isdisjoint({(uid, CONTAINER), ("", CONTAINER)})
+
+
+def kept(pod: Pod) -> Pod:
+    """Return the pod, or none where nothing names an ended one any more."""
+    return Pod() if pod.at == OVER and not any(pod[2:]) else pod
 
 
 def flags(names: object) -> tuple[bool, bool]:
@@ -207,54 +277,80 @@ def names(pair: tuple[bool, bool]) -> tuple[str, ...]:
 
 
 def settled(world: World, what: Stage) -> World:
-    """Return the world at another stage, what is remembered of the sequence made to fit."""
+    """Return the world at another stage, what is remembered of the sequence and of a scan made to fit."""
     stage = what.what
     devices = tuple(
-        device._replace(
-            new=device.new and bool(stage) and stage not in {1, 5},
-            fresh=device.fresh and stage in {3, 4},
-        )
+        device._replace(new=device.new and stage not in {0, 1, 5}, fresh=device.fresh and stage in {2, 3, 4})
         for device in world.devices
     )
-    return world._replace(stage=what, devices=devices)
+    one, two = (pod if stage in {2, 3, 4} else kept(pod._replace(seen=0)) for pod in world.pods)
+    return world._replace(stage=what, devices=devices, pods=(one, two))
+
+
+ANY_FILE: Final = Checkpoint(frozenset(), {})
+"""Names no resource: of the kubelet's writers one is slow here."""
+FAULTS: Final = frozenset({"force", "lose", "claims"})
+"""Faults: pods deleted by force, the checkpoint lost, the kubelet's claim state lost."""
 
 
 class Small:
-    """The steps of such a node under some rules, and what may go wrong with it."""
+    """The steps of such a node, and what may go wrong with it.
+
+    crashes: kubelet and agent may die. damage: the ledger may be lost. faults: see `FAULTS`. turns: moves may turn
+    round while evidence is gathered, though the handover does one after the other. cgroups: the tree is visible.
+    slow: the kubelet may write a checkpoint that it made up before others were written. reasons: why devices move is
+    remembered, which only the plan of moves asks for.
+    """
 
     def __init__(
         self,
-        rules: Rules = ALL,
         *,
         devices: int = 2,
         pods: int = 2,
         claims: int = 2,
         crashes: bool = True,
         damage: bool = False,
+        faults: Collection[str] = FAULTS,
+        turns: bool = False,
+        cgroups: bool = True,
+        slow: bool = False,
+        reasons: bool = True,
     ) -> None:
-        self.rules = rules
         self.names = NAMES[:devices]
         self.pods = pods
         self.claims = claims
         self.crashes = crashes
         self.damage = damage
+        self.faults = frozenset(faults)
+        self.turns = turns
+        self.cgroups = cgroups
+        self.slow = slow
+        self.reasons = reasons
         self._known: dict[Hashable, tuple[object, World]] = {}
 
     def do(self, world: World, key: Hashable, operation: Callable[[], Operation[object]]) -> tuple[object, World]:
         """Let the ledger decide what it has not decided yet. key: tells the operation from others."""
-        asked = (world.devices, world.claims, world.stage.what, key)
+        books = tuple((pod.device, pod.recorded) for pod in world.pods)
+        asked = (world.devices, books, world.claims, world.stage.what, world.stage.moving, key)
         known = self._known.get(asked)
         if known is None:
             now = snapshot(world)
-            decision = operation()(now, self.rules)
+            decision = operation()(now)
             after = world
             if decision.changes:
                 after = written(world, now.with_changes(decision.changes, NOW + 1))
+                if not self.reasons:
+                    after = after._replace(devices=tuple(device._replace(pulled=False) for device in after.devices))
+            if len(self._known) > 300_000:
+                self._known.clear()
             known = self._known[asked] = decision.answer, after
         answer, after = known
-        if after.devices == world.devices and after.claims == world.claims:
+        if after.devices == world.devices and after.pods == world.pods and after.claims == world.claims:
             return answer, world
-        return answer, world._replace(devices=after.devices, claims=after.claims)
+        one, two = (
+            kept(pod._replace(recorded=then.recorded)) for pod, then in zip(world.pods, after.pods, strict=True)
+        )
+        return answer, world._replace(devices=after.devices, pods=(one, two), claims=after.claims)
 
     # All that may come next.
 
@@ -267,28 +363,62 @@ class Small:
             yield from self.driver(world)
             yield from self.offering(world)
             yield from self.gathering(world)
-            if world.stage is IDLE or world.stage == IDLE:
+            if self.turns or world.stage == IDLE:
                 yield from self.moves(world)
         yield from self.fate(world)
 
     def kubelet(self, world: World) -> Iterator[tuple[str, World]]:
-        """Choose devices, write down what was given, end pods; take in the list."""
-        taken = {pod.device for pod in world.pods if pod.at}
+        """Choose devices, keep what was given in memory and in the checkpoint, run pods; take in the list."""
+        taken = {pod.device for pod in world.pods if pod.at in {CHOSEN, ANSWERED} or pod.memory}
         more = sum(pod.at > 0 for pod in world.pods) < self.pods
         for number, pod in enumerate(world.pods):
             if pod.at == 0:
                 for device in TWO if more else ():
                     if world.heard[device] and device not in taken:
-                        yield f"choose p{number} {device}", with_pod(world, number, Pod(1, device))
-            elif pod.at == 2:
-                yield f"write down p{number}", with_pod(world, number, pod._replace(at=3))
-            elif pod.at == 3:
-                yield f"end p{number}", with_pod(world, number, Pod())
+                        yield f"choose p{number} {device}", with_pod(world, number, Pod(CHOSEN, device))
+            elif pod.at == ANSWERED:
+                yield f"insert p{number}", with_pod(world, number, pod._replace(at=ADMITTED, memory=True))
+            elif pod.at == ADMITTED and not pod.unlisted:
+                yield f"start p{number}", with_pod(world, number, pod._replace(at=RUNS))
+            if pod.at in {ADMITTED, RUNS}:
+                yield f"end p{number}", with_pod(world, number, kept(pod._replace(at=OVER)))
+            if pod.at == RUNS and pod.memory and pod.recorded and "force" in self.faults:
+                yield f"delete p{number}", with_pod(world, number, pod._replace(memory=False))
+            if pod.at == OVER and pod.memory:
+                yield f"forget p{number}", with_pod(world, number, kept(pod._replace(memory=False)))
         if world.sent and world.heard != world.sent:
             yield "hear", world._replace(heard=world.sent)
+        after = self.filed(world, *(pod.memory for pod in world.pods))
+        if after != world:
+            yield "write", after
+        if self.slow:
+            if world.writing:
+                yield "write late", drafted(self.filed(world, *(pod.draft for pod in world.pods)))
+            else:
+                yield "draft", drafted(world, *(pod.memory for pod in world.pods))
         for number, claim in enumerate(world.claims):
             if claim.node == 3:
+                yield f"start c{number}", with_claim(world, number, claim._replace(node=6))
+            if claim.node in {3, 6}:
                 yield f"end c{number}", with_claim(world, number, claim._replace(node=4))
+            elif claim.node == 7:
+                yield f"end c{number}", with_claim(world, number, claim._replace(node=0))
+            if claim.node in {3, 6} and "claims" in self.faults:
+                yield f"lose c{number}", with_claim(world, number, claim._replace(node=7 if claim.node == 6 else 0))
+        if "lose" in self.faults and not any(pod.unrecorded for pod in world.pods):
+            after = world._replace(
+                stage=world.stage._replace(written=world.stage.written and world.stage.what not in {1, 3})
+            )
+            one, two = (kept(pod._replace(file=False)) for pod in world.pods)
+            after = after._replace(pods=(one, two))
+            if after != world:
+                yield "lose checkpoint", after
+
+    def filed(self, world: World, *names: bool) -> World:
+        """Return the world with a checkpoint that names these pods."""
+        one, two = (kept(pod._replace(file=name)) for pod, name in zip(world.pods, names, strict=True))
+        stage = world.stage._replace(written=True) if world.stage.what in {1, 3} else world.stage
+        return world._replace(pods=(one, two), stage=stage)
 
     def scheduler(self, world: World) -> Iterator[tuple[str, World]]:
         """Choose devices for claims from the slice, write it down however late; take claims away."""
@@ -297,7 +427,7 @@ class Small:
         for number, claim in enumerate(world.claims):
             if claim.api == 0 and not claim.node and not claim.file and not claim.record:
                 for device in TWO if more else ():
-                    if world.slice[device] == 2 and device not in given:
+                    if world.slice[device] and device not in given:
                         yield f"pick c{number} {device}", with_claim(world, number, Request(1, device))
             elif claim.api == 1:
                 yield f"allocate c{number}", with_claim(world, number, claim._replace(api=2))
@@ -306,12 +436,16 @@ class Small:
                 yield f"deallocate c{number}", with_claim(world, number, gone(claim._replace(api=0)))
 
     def door(self, world: World) -> Iterator[tuple[str, World]]:
-        """Answer Allocate; send the list."""
+        """Answer Allocate, unless a known holder runs; send the list."""
         for number, pod in enumerate(world.pods):
             if pod.at == 1:
                 name = NAMES[pod.device]
+                known, processes = [*recorded(world), *allocations(world, "file")], self.processes(world)
+                if holders.running(known, R, [name], {one.pod_uid for one in known if processes.may_run(one.pod_uid)}):
+                    yield f"refuse p{number}", with_pod(world, number, Pod())
+                    continue
                 answer, after = self.do(world, ("grant", name), partial(ledger.grant, R, {name: name}, 0.0))
-                then = Pod() if isinstance(answer, Refused) else pod._replace(at=2)
+                then = Pod() if isinstance(answer, Refused) else after.pods[number]._replace(at=ANSWERED)
                 yield f"grant p{number}", with_pod(after, number, then)
         healthy = self.healthy(world)
         if world.sent != healthy:
@@ -353,8 +487,9 @@ class Small:
             elif claim.node == 5:
                 _, after = self.do(world, ("unprepare", uid), partial(ledger.unprepare, D, uid))
                 yield f"unprepare c{number}", with_claim(after, number, gone(after.claims[number]._replace(node=0)))
-            if claim.node in {0, 4} and claim.api == 0 and claim.record:
-                # The claim is gone, the kubelet does not use it: reconciled.
+            over = claim.api == 0 and claim.record and claim.node in {0, 3, 4, 6, 7}
+            states = [uid] if claim.node in {3, 4, 6} else []
+            if over and holders.claim_is_over(uid, [f"c{uid}"], states, self.processes(world)):
                 cleared = with_claim(world, number, claim._replace(file=False))
                 _, after = self.do(cleared, ("unprepare", uid), partial(ledger.unprepare, D, uid))
                 yield f"reconcile c{number}", with_claim(after, number, gone(after.claims[number]))
@@ -369,16 +504,9 @@ class Small:
         if world.want and world.slice != world.want:
             yield "accept", world._replace(slice=world.want)
 
-    def wanted(self, world: World) -> tuple[int, int]:
+    def wanted(self, world: World) -> tuple[bool, bool]:
         """Return what the slice is to be (R4)."""
-
-        def level(device: Device, withdraw: bool) -> int:
-            state = STATES[device.state] if device.state < UNKNOWN else None
-            if state is State.DRA:
-                return 2
-            return int(state is State.TO_PLUGIN and not withdraw)
-
-        one, two = (level(d, w) for d, w in zip(world.devices, world.withdraw, strict=True))
+        one, two = (d.state < UNKNOWN and STATES[d.state].offered for d in world.devices)
         return one, two
 
     def moves(self, world: World) -> Iterator[tuple[str, World]]:
@@ -397,30 +525,42 @@ class Small:
                 moving = ToDra.begun(R, snapshot(world)).showing((1.0, frozenset(names(world.sent))), str)
                 shown = flags(moving.shown)
                 if moving.shown or not moving.devices:
-                    yield "look", settled(world, Stage(1, flags(moving.devices), shown))
+                    yield "request", settled(world, Stage(1, shown))
             free = ToPlugin.begun(R, snapshot(world))
             if free.free:
-                yield "withdraw", self.withdrawing(world, free)
+                yield "withdrawn", self.withdrawn(world, free)
         elif stage.what == 1:
-            yield "ask allocatable", settled(world, stage._replace(what=2, first=world.heard))
-        elif stage.what == 2:
-            held = [False, False]
-            for pod in world.pods:
-                if pod.at == 3:
-                    held[pod.device] = True
-            yield "list pods", settled(world, stage._replace(what=3, second=(held[0], held[1])))
+            pods = [pod._replace(seen=2 * pod.file) for pod in world.pods]
+            read = world._replace(pods=(pods[0], pods[1]))
+            one, two = (heard and moved for heard, moved in zip(world.heard, stage.moving, strict=True))
+            stage = stage._replace(what=2, first=(one, two))
+            if self.slow and stage.written and not holders.shows_present([ANY_FILE]):
+                stage = stage._replace(what=3, written=False)
+            yield "read checkpoint", settled(read, stage)
         elif stage.what == 3:
-            units = held_units(self.holdings(stage).of(R), str)
-            seen = KubeletSnapshot(ASKED, OLD if stage.late else RECENT, quiet=True, held=units)
-            _, after = self.do(world, ("observe", stage), partial(ledger.observe, R, seen, 0.0))
-            yield "observe", settled(after, IDLE if stage.moving == NOTHING else stage._replace(what=4))
+            pods = [pod._replace(seen=(pod.seen + 2 * pod.file) // 2) for pod in world.pods]
+            yield "read another", settled(world._replace(pods=(pods[0], pods[1])), stage._replace(what=2))
+        elif stage.what == 2:
+            now = self.scanned(world)
+            seen = keeper.kubelet_snapshot(BEGUN, now, R, str)
+            asked = ("observe", now.at, now.awake, *now.held.items())
+            _, after = self.do(world, asked, partial(ledger.observe, R, seen, 0.0))
+            held = {one.pod_uid for one in now.held}
+            pods = [
+                kept(pod._replace(seen=2 * (str(uid) in held and stage.moving[pod.device])))
+                for uid, pod in enumerate(after.pods)
+            ]
+            after = after._replace(pods=(pods[0], pods[1]))
+            goes_on = now.awake and stage.moving != NOTHING
+            yield "observe", settled(after, stage._replace(what=4, written=True, late=False) if goes_on else IDLE)
         elif stage.what == 4:
-            moving = ToDra(R, names(stage.moving), BEGUN, dict.fromkeys(names(stage.shown), 1.0))
-            look = Look(self.holdings(stage), 3.0, {R: frozenset(names(stage.first))}, 2.0)
-            evidence = moving.looking(BEGUN).looked(look, str)
+            moving = ToDra(R, names(stage.moving), BEGUN, dict.fromkeys(names(stage.moving), SHOWN))
+            still = dict.fromkeys(allocations(world, "seen"), holders.Holding(named=True, certain=True, reason=""))
+            now = HolderSnapshot(RECENT, True, still, {R: frozenset(names(stage.first))})
+            evidence = moving.looking(BEGUN).scanned(now, str)
             assert evidence is not None
             _, after = self.do(
-                world, ("to dra", stage), partial(ledger.commit_to_dra, R, moving.devices, evidence, 0.0)
+                world, ("to dra", stage, *still), partial(ledger.commit_to_dra, R, moving.devices, evidence, 0.0)
             )
             yield "commit to dra", settled(after, IDLE)
         elif stage.what == 5:
@@ -432,57 +572,72 @@ class Small:
             _, after = self.do(
                 world, ("to plugin", stage), partial(ledger.commit_to_plugin, R, sorted(listed.withdrawn), proof, 0.0)
             )
-            yield "commit to plugin", settled(after._replace(withdraw=NOTHING), IDLE)
+            yield "commit to plugin", settled(after, IDLE)
 
-    def withdrawing(self, world: World, moving: ToPlugin) -> World:
-        """List the claims, and withdraw what none of them names; go on if the API server has taken that."""
-        withdraw = frozenset(names(world.withdraw)) & moving.free
-        if moving.free - withdraw:
-            withdraw |= moving.expecting(self.allocated(world))
-        after = world._replace(withdraw=flags(withdraw))
+    def withdrawn(self, world: World, moving: ToPlugin) -> World:
+        """Go on if the API server has taken the slice that the agent wants, without the devices."""
         taken = bool(world.want) and world.want == world.slice
-        accepted = {n: 1.0 if taken and world.slice[int(n)] == 0 else None for n in sorted(withdraw)}
+        accepted = {n: 1.0 if taken and not world.slice[int(n)] else None for n in sorted(moving.free)}
         moving = moving.withdrawing(accepted)
         if not moving.withdrawn:
-            return after
-        return settled(after, Stage(5, flags(moving.devices), first=flags(moving.withdrawn)))
+            return world
+        return settled(world, Stage(5, flags(moving.devices), first=flags(moving.withdrawn)))
 
     def allocated(self, world: World) -> Mapping[str, str]:
         """Return what a list of claims says now."""
         return {NAMES[claim.device]: "default/c" for claim in world.claims if claim.api == 2}
 
-    def holdings(self, stage: Stage) -> Holdings:
-        """Return what the kubelet's books said."""
-        return Holdings({R: {name: frozenset({Holder("default", "p", "c")}) for name in names(stage.second)}})
+    def processes(self, world: World) -> PodProcesses:
+        """Return of which pods processes run; pods of claims are named after these."""
+        running = {str(uid) for uid, pod in enumerate(world.pods) if pod.runs}
+        running |= {f"c{uid}" for uid, claim in enumerate(world.claims) if claim.node in {6, 7}}
+        return PodProcesses(frozenset(running)) if self.cgroups else PodProcesses(directories=frozenset(running))
+
+    def scanned(self, world: World) -> HolderSnapshot:
+        """Return what a scan comes to: the checkpoint as it was read, the processes as of now."""
+        stage = world.stage
+        registered = {R: frozenset(names(stage.first))}
+        checkpoints = [
+            Checkpoint(frozenset(one for one in allocations(world, "seen") if seen_in(world, one) >= count), registered)
+            for count in (1, 2)
+        ]
+        seen = Witnesses(checkpoints, stage.written, self.processes(world))
+        return holders.holders(recorded(world), seen, OLD if stage.late else RECENT)
 
     # What befalls them.
 
     def fate(self, world: World) -> Iterator[tuple[str, World]]:
         """Time passes; somebody dies."""
-        if any(d.absent == 1 for d in world.devices) and not any(pod.at == 2 for pod in world.pods):
+        if any(d.absent == 1 for d in world.devices) and not any(pod.unlisted for pod in world.pods):
             devices = tuple(d._replace(absent=2 if d.absent else 0) for d in world.devices)
-            late = world.stage._replace(late=world.stage.what == 3)
+            late = world.stage._replace(late=world.stage.what in {1, 2, 3})
             yield "tick", world._replace(devices=devices, stage=late)
         if not self.crashes:
             return
-        if any(pod.at in {1, 2} for pod in world.pods) or world.sent:
-            pods = tuple(pod if pod.at == 3 else Pod() for pod in world.pods)
-            yield "kubelet restarts", world._replace(pods=pods, sent=(), heard=NOTHING)
+        after = restarted(world)
+        if after != world:
+            yield "kubelet restarts", after
         if world.alive:
             yield "agent dies", died(world)
-            if self.damage and not world.damaged:
+            if self.damage and not world.damaged and not any(pod.forgotten for pod in world.pods):
                 dead = died(world)
                 lost = tuple(claim._replace(record=0) for claim in dead.claims)
+                one, two = (kept(pod._replace(recorded=False)) for pod in dead.pods)
                 yield (
                     "agent dies, ledger lost",
-                    dead._replace(devices=(Device(UNKNOWN), Device(UNKNOWN)), claims=lost, damaged=True),
+                    dead._replace(
+                        devices=(Device(UNKNOWN), Device(UNKNOWN)), pods=(one, two), claims=lost, damaged=True
+                    ),
                 )
-        elif not (world.damaged and any(pod.at == 2 for pod in world.pods)):
+        elif not (world.damaged and any(pod.unlisted for pod in world.pods)):
             yield "agent starts", self.started(world)
 
     def started(self, world: World) -> World:
-        """Confront the ledger with what is held."""
-        held = {NAMES[pod.device]: Held(NAMES[pod.device], "default/p") for pod in world.pods if pod.at == 3}
+        """Confront the ledger with what is held, by a checkpoint written at the agent's request."""
+        world = self.filed(world, *(pod.memory for pod in world.pods))
+        checkpoint = Checkpoint(frozenset(allocations(world, "file")), {})
+        now = holders.holders(recorded(world), Witnesses([checkpoint], True, self.processes(world)), RECENT)
+        held = keeper.held_units(now, R, str)
         fresh = all(device.state == UNKNOWN for device in world.devices)
         claims = [
             ClaimEvidence(D, uid, frozenset({NAMES[claim.device]}), prepared=claim.file)
@@ -491,8 +646,8 @@ class Small:
         ]
         _, after = self.do(
             world,
-            ("confront", tuple(held), *((claim.uid, claim.prepared) for claim in claims)),
-            partial(ledger.confront, R, Evidence(held, claims), self.names, Side.PLUGIN, 0.0),
+            ("confront", *now.held.items(), *((claim.uid, claim.prepared) for claim in claims)),
+            partial(ledger.confront, R, Evidence(held, claims, now.awake), self.names, Side.PLUGIN, 0.0),
         )
         return after._replace(alive=True)
 
@@ -500,11 +655,9 @@ class Small:
 
     def wrong(self, world: World) -> str:
         """Say what is wrong with a world; "" if nothing is."""
+        if problem := self.doubled(world):
+            return problem
         for device in range(len(self.names)):
-            holders = sum(pod.at >= 2 and pod.device == device for pod in world.pods)
-            holders += sum(claim.node == 3 and claim.device == device for claim in world.claims)
-            if holders > 1:
-                return f"device {device} has {holders} holders"
             if not world.damaged:
                 if (world.heard[device] or (world.sent and world.sent[device])) and world.slice[device]:
                     return f"device {device} is offered on both sides"
@@ -512,11 +665,20 @@ class Small:
                     return f"device {device} is quarantined without a reason"
         return ""
 
+    def doubled(self, world: World) -> str:
+        """Say which device containers of two holders have at the same time; "" if there is none."""
+        for device in range(len(self.names)):
+            running = sum(pod.runs and pod.device == device for pod in world.pods)
+            running += sum(claim.node in {6, 7} and claim.device == device for claim in world.claims)
+            if running > 1:
+                return f"device {device} has {running} holders"
+        return ""
+
     def through_both(self, world: World) -> str:
         """Say which device a pod and a claim hold at the same time; "" if there is none."""
-        given = {pod.device for pod in world.pods if pod.at >= 2}
-        given &= {claim.device for claim in world.claims if claim.node == 3}
-        return f"device {min(given)} is held through both doors" if given else ""
+        given = {pod.device for pod in world.pods if pod.runs}
+        given &= {claim.device for claim in world.claims if claim.node in {6, 7}}
+        return f"device {min(given)} is held on both sides" if given else ""
 
     def ending(self, world: World, *, serve: bool = False) -> Iterator[World]:
         """Return what comes next until all has ended that was begun, whatever share is asked for.
@@ -524,8 +686,9 @@ class Small:
         serve: claims that are allocated stay, and the kubelet tries to prepare them.
         """
         if not world.alive:
-            pods = tuple(pod._replace(at=3) if pod.at == 2 else pod for pod in world.pods)
-            yield self.started(world._replace(pods=pods))
+            pods = (pod._replace(at=ADMITTED, memory=True) if pod.at == ANSWERED else pod for pod in world.pods)
+            one, two = pods
+            yield self.started(world._replace(pods=(one, two)))
             return
         stays = {f"c{number}" for number, claim in enumerate(world.claims) if serve and claim.api == 2}
         steps = [*self.kubelet(world), *self.scheduler(world), *self.door(world), *self.offering(world)]
@@ -534,7 +697,9 @@ class Small:
             word, who, *_ = *what.split(), ""
             if word in {"end", "deallocate"} and who in stays:
                 continue
-            if word in {"choose", "pick"} or (word in {"reserve", "pull"} and who not in stays):
+            if word in {"choose", "pick", "delete", "lose", "draft"}:
+                continue
+            if word in {"reserve", "pull"} and who not in stays:
                 continue
             yield after
         if world.stage != IDLE:
@@ -549,33 +714,34 @@ class Small:
         if not world.alive:
             return
         now = snapshot(world)
-        held, expected = in_hands(now, R)
+        in_use, expected = in_hands(now, R)
         states = {name: record.state for name, record in now.of(R).items()}
-        wish = plan(states, held, share, "cordon", (), expected)
+        wish = plan(states, in_use, share, "cordon", (), expected)
         for devices, side in ((wish.to_dra, Side.DRA), (wish.to_plugin, Side.PLUGIN)):
             if devices:
                 yield self.do(world, ("moves", devices, side), partial(ledger.begin_move, R, devices, side, 0.0))[1]
         yield from (after for what, after in self.fate(world) if what == "tick")
-        yield from (after for what, after in self.gathering(world) if what == "withdraw" and after != world)
-        if any(device.hold or device.state == STATES.index(State.TO_DRA) for device in world.devices):
-            yield from (after for what, after in self.gathering(world) if what == "look")
+        yield from (after for what, after in self.gathering(world) if what == "withdrawn" and after != world)
+        held = any(device.pending or device.state == STATES.index(State.TO_DRA) for device in world.devices)
+        if held or any(pod.recorded for pod in world.pods):
+            yield from (after for what, after in self.gathering(world) if what == "request")
         if any(device.state == STATES.index(State.QUARANTINED) for device in world.devices):
             yield self.started(world)
 
     def lost(self, world: World, share: Share) -> str:
         """Say what is lost for ever when all is calm; "" if nothing is."""
         for device in range(len(self.names)):
-            plugin, dra = world.heard[device], world.slice[device] == 2
+            plugin, dra = world.heard[device], world.slice[device]
             if plugin == dra:
                 return f"device {device} is offered on {'both sides' if plugin else 'no side'}"
-        if world.slice.count(2) != share.of(len(self.names)):
+        if world.slice.count(True) != share.of(len(self.names)):
             return f"the share is {share}, but the slice has {world.slice}"
         return ""
 
     def unserved(self, world: World) -> str:
         """Say which claim waits for ever for a device that nobody has; "" if none does."""
         for number, claim in enumerate(world.claims):
-            if claim.api == 2 and claim.node != 3:
+            if claim.api == 2 and claim.node not in {3, 6, 7}:
                 return f"claim {number} is not prepared"
         return ""
 
@@ -614,7 +780,8 @@ class Calm:
 
 def died(world: World) -> World:
     """Return the world after the agent was killed: what is on disk stays, what was answered was."""
-    devices = tuple(d._replace(new=False, fresh=False, seen=False, absent=0) for d in world.devices)
+    devices = tuple(d._replace(new=False, fresh=False, absent=0) for d in world.devices)
+    one, two = (kept(pod._replace(seen=0)) for pod in world.pods)
     claims = []
     for claim in world.claims:
         record = 0 if claim.record == 1 else claim.record
@@ -622,14 +789,50 @@ def died(world: World) -> World:
         claims.append(gone(claim._replace(record=record, node=node)))
     return world._replace(
         devices=devices,
+        pods=(one, two),
         claims=tuple(claims),
         sent=(),
         heard=NOTHING,
         want=(),
-        withdraw=NOTHING,
         stage=IDLE,
         alive=False,
     )
+
+
+def restarted(world: World) -> World:
+    """Return the world after the kubelet was restarted: it knows what its checkpoint names."""
+    pods = []
+    for pod in world.pods:
+        after = pod._replace(memory=pod.file, draft=False)
+        if pod.at in {CHOSEN, ANSWERED} or (pod.at == ADMITTED and not pod.file):
+            after = after._replace(at=OVER)
+        pods.append(kept(after))
+    return world._replace(pods=(pods[0], pods[1]), sent=(), heard=NOTHING, writing=False)
+
+
+def drafted(world: World, *names: bool) -> World:
+    """Return the world with a writer that has made up a checkpoint of these pods; with none if there are no names."""
+    one, two = (kept(pod._replace(draft=name)) for pod, name in zip(world.pods, names or (False, False), strict=True))
+    return world._replace(pods=(one, two), writing=bool(names))
+
+
+def allocations(world: World, of: str) -> list[Allocation]:
+    """Return the allocations of the pods of which something is so."""
+    return [
+        Allocation(str(uid), CONTAINER, R, NAMES[pod.device])
+        for uid, pod in enumerate(world.pods)
+        if pod.at and getattr(pod, of)
+    ]
+
+
+def seen_in(world: World, allocation: Allocation) -> int:
+    """Return in how many of the checkpoints an allocation was seen."""
+    return world.pods[int(allocation.pod_uid)].seen
+
+
+def recorded(world: World) -> list[Allocation]:
+    """Return the allocations that the ledger knows; the tracker counts them as held."""
+    return allocations(world, "recorded")
 
 
 def with_pod(world: World, number: int, pod: Pod) -> World:
@@ -677,19 +880,19 @@ def swapped(world: World) -> World:
         (claims[0], claims[1]),
         swap(world.sent) if world.sent else (),
         swap(world.heard),
-        world.want[::-1],
-        (world.slice[1], world.slice[0]),
-        swap(world.withdraw),
+        swap(world.want) if world.want else (),
+        swap(world.slice),
         Stage(
             stage.what,
             swap(stage.moving),
-            swap(stage.shown),
             swap(stage.first),
             swap(stage.second),
+            stage.written,
             stage.late,
         ),
         world.alive,
         world.damaged,
+        world.writing,
     )
 
 

@@ -9,6 +9,8 @@ import signal
 import sqlite3
 import subprocess
 import sys
+import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +19,16 @@ import pytest
 from deviceplugin.source import DeviceSource
 from tests.model.flow import Flow, Outside, Plain, Source, aftermath, heard, story, watching
 
+EVERY = 1 if os.environ.get("DEVICEPLUGIN_MODEL") == "long" else 3
+"""One of how many places is tried."""
 SOURCES: dict[str, type[DeviceSource]] = {"plain": Plain, "hooked": Source}
+
+
+@pytest.fixture
+def memory() -> Iterator[Path]:
+    """Make a directory in memory: thousands of commits, and no machine loses its power here."""
+    with tempfile.TemporaryDirectory(dir="/dev/shm" if os.access("/dev/shm", os.W_OK) else None) as made:
+        yield Path(made)
 
 
 async def live(directory: Path, kind: str, die_at: int) -> None:
@@ -44,7 +55,7 @@ async def live(directory: Path, kind: str, die_at: int) -> None:
 
 def kill_everywhere(directory: str, kind: str) -> None:
     """Fork a child for each step and let it die there; runs in a process without threads."""
-    for die_at in range(1, 2000):
+    for die_at in range(1, 2000, EVERY):
         home = Path(directory, str(die_at))
         home.mkdir()
         child = os.fork()
@@ -64,16 +75,16 @@ def kill_everywhere(directory: str, kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", SOURCES)
-def test_a_kill_at_any_step_gives_nothing_twice_and_loses_nothing(tmp_path: Path, kind: str) -> None:
+def test_a_kill_at_any_step_gives_nothing_twice_and_loses_nothing(memory: Path, kind: str) -> None:
     """Ledger, CDI files and slices: after the restart holders keep what they have, and everything can move."""
-    script = f"from tests.model.test_crash_points import kill_everywhere; kill_everywhere({str(tmp_path)!r}, {kind!r})"
+    script = f"from tests.model.test_crash_points import kill_everywhere; kill_everywhere({str(memory)!r}, {kind!r})"
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True, timeout=300)
     lines = [[int(word) for word in line.split()] for line in done.stdout.splitlines()]
     assert lines[-1][1] == 0, done.stderr
-    assert len(lines) > 90
+    assert len(lines) > 90 // EVERY
     print(f"{kind}: {len(lines) - 1} places to die")
     for die_at, _ in lines:
-        home = tmp_path / str(die_at)
+        home = memory / str(die_at)
         outside = heard((home / "told").read_text().splitlines())
         try:
             asyncio.run(aftermath(home, outside, SOURCES[kind]()))
@@ -142,12 +153,12 @@ async def suffer(home: Path, disk: Disk) -> bool:
 
 @pytest.mark.parametrize(("late", "times"), [(False, 1), (False, 4), (True, 1), (True, 2)])
 def test_a_full_disk_or_a_failing_fsync_at_any_step_gives_nothing_twice_and_loses_nothing(
-    tmp_path: Path, late: bool, times: int
+    memory: Path, late: bool, times: int
 ) -> None:
     """What fails is refused and tried again; what was recorded although it failed does no harm."""
     first = 6  # the statements before make the file
-    for at in range(first, 2000):
-        home = tmp_path / str(at)
+    for at in range(first, 2000, EVERY):
+        home = memory / str(at)
         home.mkdir()
         try:
             failed = asyncio.run(suffer(home, Disk(at, times, late=late)))
@@ -155,5 +166,5 @@ def test_a_full_disk_or_a_failing_fsync_at_any_step_gives_nothing_twice_and_lose
             raise AssertionError(f"failed at statement {at}: {error}") from error
         if not failed:
             break
-    print(f"{'fsync fails' if late else 'disk full'} {times} times in a row: {at - first} places")
+    print(f"{'fsync fails' if late else 'disk full'} {times} times in a row: {(at - first) // EVERY} places")
     assert at > 60

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import os
-from dataclasses import replace
+from typing import Any
 
 import pytest
 
-from deviceplugin.ledger import Rules, State
+from deviceplugin.ledger import State
 from tests.model.halves import Found, Half, Halves, Shared, joined, parted
+from tests.model.mutations import BY_STATE, MUTATIONS, patched, without
 from tests.model.small import Calm, Explored, Small, World, explore, start
 
 AT_LENGTH = os.environ.get("DEVICEPLUGIN_MODEL") == "long"
 BOTH = (State.PLUGIN, State.DRA)
+at_length = pytest.mark.skipif(not AT_LENGTH, reason="minutes; tox -e model")
 
 
 def told(what: str, found: Explored) -> None:
@@ -41,79 +43,124 @@ def mirrored(shared: Shared, one: Half, two: Half) -> World:
     return joined(shared, two, one)
 
 
-@pytest.mark.parametrize("state", BOTH)
-def test_one_device_never_has_two_holders_whatever_happens(state: State) -> None:
-    """One device, two pods, two claims, crashes: every state there is; nothing wrong, nothing lost for ever."""
-    small = Small(devices=1)
-    found = explore(small, start(state), visit=Calm(small) if AT_LENGTH or state is State.DRA else lambda world: None)
-    told(f"one device, two pods, two claims, from {state.value}", found)
+ONE: list[tuple[str, State, dict[str, Any], bool]] = [
+    ("two pods, one claim, no crashes", State.PLUGIN, {"claims": 1, "crashes": False}, False),
+    ("two pods, no claims", State.PLUGIN, {"claims": 0}, False),
+    ("one pod, one claim", State.DRA, {"pods": 1, "claims": 1}, True),
+    ("two pods, one claim", State.PLUGIN, {"claims": 1}, True),
+    ("two pods, two claims", State.DRA, {}, True),
+]
+
+
+@pytest.mark.parametrize(("what", "state", "options", "long"), ONE, ids=[one[0] for one in ONE])
+def test_one_device_never_has_two_holders_whatever_happens(
+    what: str, state: State, options: dict[str, Any], long: bool
+) -> None:
+    """One device, all faults: every state there is; nothing wrong, and at length nothing lost for ever."""
+    if long and not AT_LENGTH:
+        pytest.skip("minutes; tox -e model")
+    small = Small(devices=1, **options)
+    found = explore(small, start(state), visit=Calm(small) if AT_LENGTH else lambda world: None)
+    told(f"one device, {what}, from {state.value}", found)
     assert found.trace == ()
     assert found.whole
 
 
 def test_the_rules_without_their_second_net_suffice() -> None:
-    """R1 to R6 alone keep the doors apart, without looking at the other side's holders."""
-    small = Small(Rules(holders=False), devices=1, crashes=AT_LENGTH)
-    found = explore(small, start(State.PLUGIN), wrong=small.through_both)
-    told("one device, two pods, two claims, holders not looked at", found)
+    """R1 to R6 alone keep the sides apart, without looking at the other side's holders."""
+    small = Small(devices=1, pods=2 if AT_LENGTH else 1, claims=2 if AT_LENGTH else 1, crashes=False)
+    with patched(BY_STATE):
+        found = explore(small, start(State.PLUGIN), wrong=small.through_both)
+    told("one device, holders not looked at", found)
+    assert found.trace == ()
+    assert found.whole
+
+
+@at_length
+def test_without_cgroups_pod_directories_decide() -> None:
+    """One device, a directory for as long as a container of the pod runs."""
+    small = Small(devices=1, claims=1, crashes=False, cgroups=False)
+    found = explore(small, start(State.PLUGIN))
+    told("one device, two pods, one claim, cgroups not visible", found)
+    assert found.trace == ()
+    assert found.whole
+
+
+@at_length
+def test_moves_that_turn_round_while_evidence_is_gathered_go_nowhere_wrong() -> None:
+    """One device, whatever order moves and evidence come in."""
+    small = Small(devices=1, claims=1, crashes=False, turns=True)
+    found = explore(small, start(State.PLUGIN))
+    told("one device, one claim, moves turn round at any time", found)
+    assert found.trace == ()
+    assert found.whole
+
+
+@at_length
+def test_a_checkpoint_that_is_written_late_ends_no_allocation() -> None:
+    """The kubelet makes up the contents under its lock and writes the file without it (1.36, writeCheckpoint)."""
+    small = Small(devices=1, pods=1, claims=1, crashes=False, faults=(), slow=True)
+    found = explore(small, start(State.PLUGIN), wrong=small.doubled)
+    told("one device, one pod, one claim, a late write", found)
     assert found.trace == ()
     assert found.whole
 
 
 def test_a_lost_ledger_is_rebuilt_so_that_no_device_has_two_holders() -> None:
-    """One device, two pods, two claims, the ledger lost at any moment."""
-    small = Small(devices=1, damage=True)
-    found = explore(small, start(State.PLUGIN), most=10**9 if AT_LENGTH else 60_000, traced=False)
-    told("one device, two pods, two claims, a lost ledger", found)
+    """One device, the ledger lost at any moment."""
+    small = Small(devices=1, pods=2 if AT_LENGTH else 1, claims=1, damage=True)
+    found = explore(small, start(State.PLUGIN), most=10**9 if AT_LENGTH else 10_000, traced=False)
+    told("one device, one claim, a lost ledger", found)
     assert found.trace == ()
     assert found.whole or not AT_LENGTH
 
 
 def test_two_devices_never_go_wrong_whatever_happens() -> None:
-    """Two devices, two pods; two claims and crashes at length, else one claim and none: every state there is.
+    """Two devices, a pod, all faults; two pods, two claims and crashes at length: every state there is.
 
     No device with two holders, none offered on both sides; none lost for ever either: whatever
     world is left alone comes to one where all has ended that was begun, and from each of these
     on to rest. That it comes there is shown at length, else tried with worlds at random.
     """
-    small = Small() if AT_LENGTH else Small(claims=1, crashes=False)
+    small = Small() if AT_LENGTH else Small(pods=1, claims=0, crashes=False)
     halves = Halves(small)
     found = halves.explore(start(*BOTH))
-    told_of_two("two pods, two claims" if AT_LENGTH else "two pods, one claim, no crashes", found)
+    told_of_two("two pods, two claims, all faults and crashes" if AT_LENGTH else "one pod, no crashes", found)
     assert found.problem == ""
-    agree(halves, 20_000 if AT_LENGTH else 300)
+    agree(halves, 20_000 if AT_LENGTH else 100)
     calm = Calm(small)
     ended: dict[bool, set[World]] = {serve: set(halves.ended(serve=serve)) for serve in (False, True)}
     for world in ended[False] | ended[True]:
         calm(world)
     for serve, worlds in ended.items():
         assert not AT_LENGTH or halves.endless(serve=serve) == ""
-        for world in halves.some(1000 if AT_LENGTH else 100, seed=1):
+        for world in halves.some(1000 if AT_LENGTH else 50, seed=1):
             while after := next(small.ending(world, serve=serve), None):
                 world = after
             assert joined(*parted(world)) in worlds or mirrored(*parted(world)) in worlds
     print(f"  left alone they come to {len(ended[False] | ended[True])} states, and on to rest")
 
 
-@pytest.mark.skipif(not AT_LENGTH, reason="a minute or more; tox -e model")
+@at_length
 def test_a_lost_ledger_of_two_devices_is_rebuilt_so_that_neither_has_two_holders() -> None:
-    """Two devices, two pods, one claim, crashes, the ledger lost at any moment."""
-    halves = Halves(Small(claims=1, damage=True))
+    """Two devices, one pod, one claim, all faults and crashes, the ledger lost at any moment: every state there is."""
+    halves = Halves(Small(pods=1, claims=1, damage=True, reasons=False))
     found = halves.explore(start(*BOTH))
-    told_of_two("two pods, one claim, a lost ledger", found)
+    told_of_two("one pod, one claim, all faults and crashes, a lost ledger", found)
     assert found.problem == ""
     agree(halves, 2000)
 
 
-@pytest.mark.skipif(not AT_LENGTH, reason="a minute or more; tox -e model")
+@at_length
 def test_two_devices_are_kept_apart_without_the_second_net() -> None:
-    """R1 to R6 alone keep the doors of two devices apart, without looking at the other side's holders."""
-    small = Small(Rules(holders=False))
-    halves = Halves(small, small.through_both)
-    found = halves.explore(start(*BOTH))
-    told_of_two("two pods, two claims, holders not looked at", found)
-    assert found.problem == ""
-    agree(halves, 2000)
+    """R1 to R6 alone keep the sides of two devices apart, without looking at the other side's holders."""
+    small = Small(claims=1, reasons=False)
+    with patched(BY_STATE):
+        halves = Halves(small, small.through_both)
+        found = halves.explore(start(*BOTH))
+        told_of_two("two pods, one claim, all faults and crashes, holders not looked at", found)
+        assert found.problem == ""
+        agree(halves, 2000)
 
 
 SMALLER = [(0, 0, True, False), (1, 0, True, False), (0, 1, True, True), (1, 1, False, False)]
@@ -137,23 +184,40 @@ def test_halves_are_all_worlds_and_no_other(pods: int, claims: int, crashes: boo
     assert halves.seen(first)
 
 
-@pytest.mark.parametrize("rule", ["allocate", "prepare", "to_dra", "to_plugin", "release"])
-def test_without_a_rule_the_model_finds_the_double_allocation(rule: str) -> None:
-    """R1, R2, R5, R6 and R7: each is needed, and the model would notice."""
-    small = Small(replace(Rules(holders=False), **{rule: False}), devices=1, crashes=False)
-    found = explore(small, start(State.PLUGIN), wrong=small.through_both)
-    told(f"without {rule}", found)
-    assert found.trace, "no harm without the rule: the model does not see it, or nobody needs it"
-    assert found.trace[-1].endswith("is held through both doors")
+SMALLEST: dict[str, dict[str, Any]] = {
+    "R2 between claims": {"pods": 0, "claims": 2, "faults": ()},
+    "the checkpoint must be awake": {"pods": 1, "faults": ("lose",)},
+    "more checkpoints than writers": {"pods": 1, "slow": True},
+    "processes": {"pods": 2, "claims": 0, "faults": ("force",)},
+    "processes at a grant": {"pods": 2, "claims": 0, "faults": ("force",)},
+    "E0: pod UIDs": {"pods": 2, "claims": 0, "faults": ("force",)},
+    "claims: processes": {"pods": 1, "faults": ("claims",)},
+}
+"""What a node must have for a mutation to do harm; a pod, a claim and no fault unless told."""
+
+
+@pytest.mark.parametrize("what", MUTATIONS)
+def test_without_a_rule_or_a_witness_the_model_finds_the_double_allocation(what: str) -> None:
+    """Each is needed, and the model notices; evidence that is too old has a device offered on both sides."""
+    options: dict[str, Any] = {"pods": 1, "claims": 1, "faults": (), **SMALLEST.get(what, {})}
+    side = State.DRA if what.startswith(("R2", "R6", "claims")) else State.PLUGIN
+    old = what.endswith("after the move began")
+    small = Small(devices=1, crashes=False, turns=old, **options)
+    with without(what):
+        found = explore(small, start(side), wrong=None if old else small.doubled)
+    told(f"without {what}", found)
+    assert found.trace, "no harm without it: the model does not see it, or nobody needs it"
+    assert found.trace[-1].endswith("is offered on both sides" if old else "has 2 holders")
     print("  " + ", ".join(found.trace))
 
 
-@pytest.mark.parametrize("rule", ["release", "allocate", "prepare", "to_dra", "to_plugin"][: 5 if AT_LENGTH else 1])
-def test_without_a_rule_two_devices_come_to_harm_too(rule: str) -> None:
+@pytest.mark.parametrize("what", ["R7", "R1", "R2", "R5", "R6"][: 5 if AT_LENGTH else 1])
+def test_without_a_rule_two_devices_come_to_harm_too(what: str) -> None:
     """Halves do not hide the double allocation."""
-    small = Small(replace(Rules(holders=False), **{rule: False}), pods=1, claims=1, crashes=False)
-    halves = Halves(small, small.through_both)
-    found = halves.explore(start(*BOTH))
-    told_of_two(f"without {rule}", found)
-    assert found.problem.endswith("is held through both doors")
-    agree(halves, 2000 if AT_LENGTH else 50)
+    small = Small(pods=1, claims=1, crashes=False, faults=())
+    with without(what):
+        halves = Halves(small, small.through_both)
+        found = halves.explore(start(*BOTH))
+        told_of_two(f"without {what}", found)
+        assert found.problem.endswith("is held on both sides")
+        agree(halves, 2000 if AT_LENGTH else 50)

@@ -1,8 +1,8 @@
-"""A node at random: the real ledger on its disk, the real handover and keeper, everything else as late as it likes.
+"""A node at random: the real ledger on its disk, the real witness code and handover, everything else late at will.
 
 What the agent does at the same time are coroutines that the machine takes forward one step at a
 time, so that anything may come between any two of them. Who holds a device is judged by what
-runs, never by the ledger.
+runs, never by the ledger. What is taken for granted is what `tests.model.small` takes for granted.
 """
 
 from __future__ import annotations
@@ -18,19 +18,24 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Final, cast
 
+import grpc
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from deviceplugin import ledger
-from deviceplugin.agent import Look
 from deviceplugin.device import Device
 from deviceplugin.endpoint import Refusal
 from deviceplugin.inventory import Inventory
+from deviceplugin.kubelet import holders
+from deviceplugin.kubelet.checkpoint import Allocation, Checkpoint
+from deviceplugin.kubelet.holders import HolderSnapshot, Witnesses
+from deviceplugin.kubelet.pods import PodProcesses
 from deviceplugin.ledger import (
     Claim,
     ClaimDevice,
     ClaimEvidence,
+    Desk,
     Evidence,
     Ledger,
     LedgerError,
@@ -39,9 +44,9 @@ from deviceplugin.ledger import (
     Side,
     State,
 )
-from deviceplugin.podresources import CheckpointEntry, Holder, Holdings, Report, holdings, unlisted
+from deviceplugin.registration import Backoff
 from dra_bridge.handover import Drain, Handover, Share
-from dra_bridge.keeper import Keeper, held_units, unsure_of
+from dra_bridge.keeper import Keeper, allocations_of, held_units
 
 R: Final = "example.com/fpga"
 D: Final = "fpga.example.com"
@@ -65,6 +70,8 @@ class Pause:
 class SlowDesk:
     """The ledger's face without a loop: before and after each operation something else may come."""
 
+    identify = Desk.identify
+
     def __init__(self, book: Ledger) -> None:
         self.ledger = book
 
@@ -81,16 +88,25 @@ class SlowDesk:
 
 @dataclass
 class Pod:
-    """at: chosen (Allocate on its way), answered, written (in the kubelet's books), ended (the checkpoint lags)."""
+    """at: chosen (Allocate on its way), answered, admitted, runs, over. memory: the device manager knows it."""
 
     device: str
     uid: str
     at: str = "chosen"
+    memory: bool = False
+
+    @property
+    def allocation(self) -> Allocation:
+        return Allocation(self.uid, "c", R, self.device)
 
 
 @dataclass
 class Request:
-    """A claim. node: none, busy (Prepare or Unprepare at work), runs, stopped (container gone)."""
+    """A claim.
+
+    node: none, busy (Prepare or Unprepare at work), prepared, runs, stopped (container gone). named: by the kubelet's
+    claim state, unless node is none.
+    """
 
     uid: str
     device: str
@@ -98,12 +114,11 @@ class Request:
     exists: bool = True
     node: str = "none"
     file: bool = False
+    named: bool = True
 
 
 class Node(RuleBasedStateMachine):
     """Kubelet, scheduler, API server and agent of a node with two devices."""
-
-    obeyed = ledger.Rules()
 
     def __init__(self) -> None:
         super().__init__()
@@ -113,6 +128,10 @@ class Node(RuleBasedStateMachine):
         self.pods: list[Pod] = []
         self.claims: dict[str, Request] = {}
         self.heard: frozenset[str] = frozenset()
+        self.checkpoint: Checkpoint | None = Checkpoint(frozenset(), {})
+        self.written = False
+        self.drafts: list[Checkpoint] = []
+        self.prompt = False
         self.slice: frozenset[str] = frozenset()
         self.server_up = True
         self.damaged = False
@@ -140,28 +159,32 @@ class Node(RuleBasedStateMachine):
 
     def start_agent(self) -> None:
         """Start it: the ledger as it is on disk, the evidence heard before anything is offered."""
-        self.book = Ledger.open(str(self.home / "ledger.db"), rules=self.obeyed, connect=self.connect)
+        self.book = Ledger.open(str(self.home / "ledger.db"), connect=self.connect)
         self.desk = SlowDesk(self.book)
         self.work: list[tuple[str, Coroutine[Any, Any, None]]] = []
         self.sent: tuple[float, frozenset[str]] | None = None
         self.want: frozenset[str] | None = None
         self.accepted: dict[str, float] = {}
-        self.known = Holdings()
-        self.flying, self.disturbed, self.looking = 0, False, False
+        self.known = frozenset(allocations_of(self.book.snapshot))
+        if self.checkpoint is not None:
+            self.known |= self.checkpoint.allocations
+        self.flying, self.disturbed, self.scanning = 0, False, False
         inventory = Inventory(R)
         inventory.publish([Device(name) for name in DEVICES])
         self.keeper = Keeper(cast("Any", self.desk), {R: str})
         endpoint = SimpleNamespace(resource=R, behind=str, refresh=lambda: None, shown=lambda: self.sent)
+        endpoint.ids_of = lambda device: (device,)
         self.handover = Handover(
             cast("Any", endpoint),
             inventory,
             cast("Any", self.desk),
-            self.look,
+            self.scan,
             cast("Any", SimpleNamespace(withdrawn=self.withdrawn, publish=lambda: None)),
-            cast("Any", SimpleNamespace(allocated=self.list_claims)),
+            cast("Any", SimpleNamespace(allocated=self.list_claims, allocates=self.read_claim)),
             share=self.share,
             drain=self.drain,
             errors=(ServerError,),
+            waits=lambda: Backoff(first=0.0, most=0.0),
         )
         self.alive = True
         self.confront()
@@ -184,10 +207,12 @@ class Node(RuleBasedStateMachine):
 
         return Connection()
 
-    def confront(self) -> None:
-        """Hear the evidence (R8): what the kubelet says, and the CDI files that the ledger does not know."""
-        seen = self.books()
-        held = held_units(seen.holdings.of(R), str, unsure_of(seen, R))
+    def confront(self, *, awake: bool = False) -> None:
+        """Hear the evidence (R8): what the witnesses say, and the CDI files that the ledger does not know."""
+        if self.checkpoint is None:
+            return
+        now = holders.holders(self.known, Witnesses([self.checkpoint], awake, self.processes()), self.clock())
+        held = held_units(now, R, str)
         snapshot = self.book.snapshot
         files = [claim for claim in self.claims.values() if claim.file and (D, claim.uid) not in snapshot.claims]
         evidence = [ClaimEvidence(D, claim.uid, frozenset({claim.device}), prepared=True) for claim in files]
@@ -199,45 +224,52 @@ class Node(RuleBasedStateMachine):
                 if claim.allocated and not claim.file
             ]
         try:
-            done = self.book.do(ledger.confront(R, Evidence(held, evidence), DEVICES, Side.PLUGIN, time.time()))
+            done = self.book.do(
+                ledger.confront(R, Evidence(held, evidence, now.awake), DEVICES, Side.PLUGIN, time.time())
+            )
         except LedgerError:
             return
         self.keeper.heard |= {(R, name) for name in DEVICES if name not in done.doubtful}
 
-    def books(self) -> Look:
-        """Look at the kubelet's books at one moment; the checkpoint shows ended pods until it is written anew."""
-        at = self.clock()
-        listed = {
-            pod.device: frozenset({Holder("default", f"p{pod.uid}", "c")}) for pod in self.pods if pod.at == "written"
-        }
-        entries = [
-            CheckpointEntry(pod.uid, "c", R, frozenset({pod.device}))
-            for pod in self.pods
-            if pod.at in {"written", "ended"}
-        ]
-        now = holdings(Report({R: listed}), entries, self.known, frozenset())
-        self.known = now
-        unsure = frozenset((resource, name) for resource, name, _ in unlisted(now))
-        return Look(now, at, {R: self.heard}, at, unsure)
+    def processes(self) -> PodProcesses:
+        running = {pod.uid for pod in self.pods if pod.at == "runs"}
+        running |= {f"pod of {claim.uid}" for claim in self.claims.values() if claim.node == "runs"}
+        return PodProcesses(frozenset(running))
 
-    async def look(self) -> Look | None:
-        """Look at the kubelet's books in steps, as the agent does."""
-        while self.looking or self.flying:
+    async def scan(self, wanted: object = None) -> HolderSnapshot | None:
+        """Ask the witnesses in steps, as the agent does."""
+        while self.scanning or self.flying:
             await Pause()
-        self.looking = True
+        self.scanning = True
         try:
-            before = self.keeper.before_look()
-            asked_at, allocatable = self.clock(), self.heard
-            await Pause()
+            before, at = self.keeper.before_scan(), self.clock()
             self.disturbed = False
-            seen = self.books()
+            files: list[Checkpoint] = []
+            while not holders.shows_present(files) and await self.is_written() and self.checkpoint is not None:
+                files.append(self.checkpoint)
+            awake = holders.shows_present(files)
+            if not awake:
+                files = [self.checkpoint] if self.checkpoint is not None else []
             await Pause()
+            now = holders.holders(self.known, Witnesses(files, awake, self.processes(), "late"), at)
             if self.disturbed or self.flying:
                 return None
-            await self.keeper.after_look(before, seen)
-            return Look(seen.holdings, seen.at, {R: allocatable}, asked_at, seen.unsure)
+            self.known = frozenset(now.held)
+            await self.keeper.after_scan(before, now)
+            return now
         finally:
-            self.looking = False
+            self.scanning = False
+
+    async def is_written(self) -> bool:
+        """Request a checkpoint; return whether there is another one in time."""
+        self.written = False
+        for _ in range(3):
+            if self.prompt:
+                self.checkpoint_is_written()
+            await Pause()
+            if self.written:
+                break
+        return self.written
 
     def withdrawn(self, resource: str, device: str) -> float | None:
         return self.accepted.get(device)
@@ -250,18 +282,28 @@ class Node(RuleBasedStateMachine):
         await Pause()
         return found
 
+    async def read_claim(self, title: str, resource: str, device: str) -> bool:
+        await Pause()
+        if not self.server_up:
+            raise ServerError
+        claim = self.claims.get(title.partition("/")[2])
+        return claim is not None and claim.allocated and claim.device == device
+
     async def move(self) -> None:
         try:
             await self.handover._step()
         except (LedgerError, ServerError):
             pass
 
-    async def watch_books(self) -> None:
-        await self.look()
+    async def watch_holders(self) -> None:
+        await self.scan()
 
     async def allocate(self, pod: Pod) -> None:
         self.flying, self.disturbed = self.flying + 1, True
         try:
+            if holders.running(self.known, R, [pod.device], self.processes().running or ()):
+                raise Refusal(grpc.StatusCode.FAILED_PRECONDITION, "held", "")
+            await Pause()
             await self.keeper.grant(R, [pod.device], [pod.device])
         except Refusal:
             if pod in self.pods:
@@ -273,8 +315,9 @@ class Node(RuleBasedStateMachine):
             self.flying, self.disturbed = self.flying - 1, True
 
     async def prepare(self, claim: Request, *, durable: bool) -> None:
-        record = Claim(D, claim.uid, "default", claim.uid, (ClaimDevice(R, claim.device),), "ready", time.time())
-        claim.node = "busy"
+        devices, pods = (ClaimDevice(R, claim.device),), frozenset({f"pod of {claim.uid}"})
+        record = Claim(D, claim.uid, "default", claim.uid, devices, "ready", time.time(), pods=pods)
+        claim.node, claim.named = "busy", True
         answered = False
         try:
             if (R, claim.device) not in self.keeper.heard:
@@ -285,7 +328,7 @@ class Node(RuleBasedStateMachine):
             claim.file = True
             await Pause()
             if not isinstance(await self.desk.do(ledger.prepare(record, pull=True)), Refused):
-                claim.node, answered = "runs", True
+                claim.node, answered = "prepared", True
                 return
             claim.file = False
             await self.desk.do(ledger.unprepare(D, claim.uid))
@@ -348,7 +391,9 @@ class Node(RuleBasedStateMachine):
             self.kubelet_hears()
             if not any(what == "move" for what, _ in self.work):
                 self.handover_begins()
+            self.prompt = True
             self.finish("move")
+            self.prompt = False
             self.slice_is_written()
             if self.server_up:
                 self.slice_is_accepted()
@@ -363,7 +408,9 @@ class Node(RuleBasedStateMachine):
         self.allocate_arrives()
         self.finish("allocate")
         if written:
-            self.kubelet_writes_down(0)
+            self.kubelet_admits(0)
+            self.checkpoint_is_written()
+            self.pod_runs(0)
 
     @precondition(lambda self: self.alive and self.server_up)
     @rule(device=st.sampled_from(DEVICES), durable=st.booleans())
@@ -375,6 +422,7 @@ class Node(RuleBasedStateMachine):
         self.scheduler_writes(0)
         self.kubelet_prepares(0, durable)
         self.finish("prepare")
+        self.container_with_claim_runs(0)
 
     def finish(self, what: str) -> None:
         """Take a kind of work to its end, if the others let it."""
@@ -392,9 +440,9 @@ class Node(RuleBasedStateMachine):
 
     @precondition(lambda self: self.alive)
     @rule()
-    def agent_looks(self) -> None:
-        if not any(what == "look" for what, _ in self.work):
-            self.begin("look", self.watch_books())
+    def agent_scans(self) -> None:
+        if not any(what == "scan" for what, _ in self.work):
+            self.begin("scan", self.watch_holders())
 
     @precondition(lambda self: self.alive)
     @rule()
@@ -424,12 +472,9 @@ class Node(RuleBasedStateMachine):
             if name not in self.want:
                 self.accepted.setdefault(name, time.monotonic())
 
-    def tainted(self) -> frozenset[str]:
-        return frozenset(name for name in DEVICES if self.alive and self.handover.leaving(name))
-
     @rule(device=st.sampled_from(DEVICES))
     def kubelet_chooses(self, device: str) -> None:
-        taken = {pod.device for pod in self.pods if pod.at != "ended"}
+        taken = {pod.device for pod in self.pods if pod.at in {"chosen", "answered"} or pod.memory}
         if device in self.heard and device not in taken:
             self.pods.append(Pod(device, self.number()))
 
@@ -442,25 +487,94 @@ class Node(RuleBasedStateMachine):
                 return
 
     @rule(index=st.integers(0, 5))
-    def kubelet_writes_down(self, index: int) -> None:
+    def kubelet_admits(self, index: int) -> None:
         answered = [pod for pod in self.pods if pod.at == "answered"]
         if answered:
-            answered[index % len(answered)].at = "written"
-
-    @rule(index=st.integers(0, 5))
-    def pod_ends(self, index: int) -> None:
-        written = [pod for pod in self.pods if pod.at == "written"]
-        if written:
-            written[index % len(written)].at = "ended"
+            pod = answered[index % len(answered)]
+            pod.at, pod.memory = "admitted", True
 
     @rule()
-    def checkpoint_is_written_anew(self) -> None:
-        self.pods = [pod for pod in self.pods if pod.at != "ended"]
+    def checkpoint_is_written(self) -> None:
+        self.checkpoint, self.written = self.made_up(), True
+        self.forget_pods()
+
+    def made_up(self) -> Checkpoint:
+        return Checkpoint(frozenset(pod.allocation for pod in self.pods if pod.memory), {R: self.heard})
+
+    @precondition(lambda self: len(self.drafts) < 2)
+    @rule()
+    def checkpoint_is_made_up(self) -> None:
+        """A writer has made up its contents and writes the file late; the kubelet has two writers."""
+        self.drafts.append(self.made_up())
+
+    @precondition(lambda self: self.drafts)
+    @rule(index=st.integers(0, 1))
+    def checkpoint_is_written_late(self, index: int) -> None:
+        draft = self.drafts[index % len(self.drafts)]
+        there = (pod for pod in self.pods if pod.at in {"admitted", "runs"})
+        if all(self.recorded(pod) or pod.allocation in draft.allocations for pod in there):
+            self.drafts.remove(draft)
+            self.checkpoint, self.written = draft, True
+            self.forget_pods()
+
+    def forget_pods(self) -> None:
+        """Drop the pods that nobody names and that do not run."""
+        self.pods = [pod for pod in self.pods if pod.at != "over" or pod.memory or self.in_checkpoint(pod)]
+
+    def in_checkpoint(self, pod: Pod) -> bool:
+        return self.checkpoint is not None and pod.allocation in self.checkpoint.allocations
+
+    def recorded(self, pod: Pod) -> bool:
+        """Return whether the ledger knows a pod as a holder."""
+        hold = self.book.snapshot.holds.get((R, pod.device))
+        return hold is not None and (pod.uid, "c") in hold.holders
+
+    def unlisted(self) -> bool:
+        """Return whether a pod was granted its device and is not in the checkpoint yet."""
+        return any(
+            pod.at == "answered" or (pod.at == "admitted" and not (self.in_checkpoint(pod) or self.recorded(pod)))
+            for pod in self.pods
+        )
+
+    @rule(index=st.integers(0, 5))
+    def pod_runs(self, index: int) -> None:
+        admitted = [
+            pod for pod in self.pods if pod.at == "admitted" and (self.in_checkpoint(pod) or self.recorded(pod))
+        ]
+        if admitted:
+            admitted[index % len(admitted)].at = "runs"
+
+    @rule(index=st.integers(0, 5), forgotten=st.booleans())
+    def pod_ends(self, index: int, forgotten: bool) -> None:
+        there = [pod for pod in self.pods if pod.at in {"admitted", "runs"}]
+        if there:
+            pod = there[index % len(there)]
+            pod.at, pod.memory = "over", pod.memory and not forgotten
+            self.forget_pods()
+
+    @rule()
+    def kubelet_forgets_ended_pods(self) -> None:
+        for pod in self.pods:
+            pod.memory = pod.memory and pod.at != "over"
+        self.forget_pods()
+
+    @rule(index=st.integers(0, 5))
+    def pod_is_deleted_by_force(self, index: int) -> None:
+        """Its container runs on, and the kubelet counts its device as free."""
+        running = [pod for pod in self.pods if pod.at == "runs" and self.recorded(pod)]
+        if running:
+            running[index % len(running)].memory = False
+
+    @rule()
+    def checkpoint_is_lost(self) -> None:
+        if all(self.recorded(pod) for pod in self.pods if pod.at in {"admitted", "runs"}):
+            self.checkpoint, self.written = None, False
+            self.forget_pods()
 
     @rule(device=st.sampled_from(DEVICES))
     def scheduler_chooses(self, device: str) -> None:
         given = {claim.device for claim in self.claims.values() if claim.exists}
-        if device in self.slice - self.tainted() and device not in given:
+        if device in self.slice and device not in given:
             uid = self.number()
             self.claims[uid] = Request(uid, device)
 
@@ -481,10 +595,23 @@ class Node(RuleBasedStateMachine):
             self.begin(f"prepare {claim.uid}", self.prepare(claim, durable=durable))
 
     @rule(index=st.integers(0, 5))
+    def container_with_claim_runs(self, index: int) -> None:
+        prepared = [claim for claim in self.claims.values() if claim.node == "prepared"]
+        if prepared:
+            prepared[index % len(prepared)].node = "runs"
+
+    @rule(index=st.integers(0, 5))
     def container_with_claim_ends(self, index: int) -> None:
-        running = [claim for claim in self.claims.values() if claim.node == "runs"]
-        if running:
-            running[index % len(running)].node = "stopped"
+        there = [claim for claim in self.claims.values() if claim.node in {"prepared", "runs"}]
+        if there:
+            claim = there[index % len(there)]
+            claim.node = "stopped" if claim.named else "none"
+
+    @rule()
+    def claim_state_is_lost(self) -> None:
+        for claim in self.claims.values():
+            if claim.node in {"prepared", "runs"}:
+                claim.node, claim.named = "runs" if claim.node == "runs" else "none", False
 
     @precondition(lambda self: self.alive)
     @rule(index=st.integers(0, 5))
@@ -509,10 +636,13 @@ class Node(RuleBasedStateMachine):
         """Unprepare claims that are gone and that no container uses; sweep files that belong to nothing."""
         busy = {what.split()[1] for what, _ in self.work if " " in what}
         for uid, claim in list(self.claims.items()):
-            if uid in busy or claim.node == "runs":
+            if uid in busy:
                 continue
-            known = (D, uid) in self.book.snapshot.claims
-            if (known and not claim.allocated) or (claim.file and not known):
+            known = self.book.snapshot.claims.get((D, uid))
+            states = {uid} if claim.named and claim.node != "none" else set()
+            pods = known.pods if known is not None else frozenset()
+            over = holders.claim_is_over(uid, pods, states, self.processes())
+            if over and (claim.file if known is None else not claim.allocated):
                 claim.file = False
                 try:
                     self.book.do(ledger.unprepare(D, uid))
@@ -522,7 +652,7 @@ class Node(RuleBasedStateMachine):
             if not left and claim.node in {"none", "stopped"}:
                 del self.claims[uid]
 
-    @precondition(lambda self: not any(pod.at == "answered" for pod in self.pods))
+    @precondition(lambda self: not self.unlisted())
     @rule()
     def time_passes(self) -> None:
         """By then the kubelet has written down what was answered, or is dead."""
@@ -530,8 +660,12 @@ class Node(RuleBasedStateMachine):
 
     @rule()
     def kubelet_restarts(self) -> None:
-        self.pods = [pod for pod in self.pods if pod.at in {"written", "ended"}]
-        self.sent, self.heard = None, frozenset()
+        for pod in self.pods:
+            pod.memory = self.in_checkpoint(pod)
+            if pod.at in {"chosen", "answered"} or (pod.at == "admitted" and not pod.memory):
+                pod.at = "over"
+        self.forget_pods()
+        self.sent, self.heard, self.drafts = None, frozenset(), []
 
     @rule(up=st.booleans())
     def api_server(self, up: bool) -> None:
@@ -554,10 +688,11 @@ class Node(RuleBasedStateMachine):
         self.book.close()
         self.sent, self.heard, self.want = None, frozenset(), None
 
-    @precondition(lambda self: not self.alive and not any(pod.at == "answered" for pod in self.pods))
+    @precondition(lambda self: not self.alive and not self.unlisted())
     @rule(damage=st.sampled_from(["", "", "", "lost"]))
     def agent_starts(self, damage: str) -> None:
-        if damage:
+        forgotten = (pod for pod in self.pods if pod.at in {"admitted", "runs"})
+        if damage and all(pod.memory and self.in_checkpoint(pod) for pod in forgotten):
             self.damaged = True
             for suffix in ("", "-wal"):
                 (self.home / f"ledger.db{suffix}").unlink(missing_ok=True)
@@ -570,16 +705,17 @@ class Node(RuleBasedStateMachine):
         """Look again at devices in doubt or in quarantine."""
         quarantined = any(record.state is State.QUARANTINED for record in self.book.snapshot.devices.values())
         if quarantined or len(self.keeper.heard) < len(DEVICES):
-            self.confront()
+            self.checkpoint_is_written()
+            self.confront(awake=True)
 
     # What must be.
 
     @invariant()
     def no_device_has_two_holders(self) -> None:
         for device in DEVICES:
-            holders = [pod.uid for pod in self.pods if pod.device == device and pod.at in {"answered", "written"}]
-            holders += [claim.uid for claim in self.claims.values() if claim.device == device and claim.node == "runs"]
-            assert len(holders) <= 1, f"device {device} is held by {holders}"
+            running = [pod.uid for pod in self.pods if pod.device == device and pod.at == "runs"]
+            running += [claim.uid for claim in self.claims.values() if claim.device == device and claim.node == "runs"]
+            assert len(running) <= 1, f"device {device} is held by {running}"
 
     @invariant()
     def no_device_is_offered_on_both_sides(self) -> None:
@@ -596,14 +732,16 @@ class Node(RuleBasedStateMachine):
     def leave_alone(self) -> None:
         """Let everything end and nothing fail; then nothing may be lost, and no move still wait."""
         self.server_up, self.disk_fails = True, 0
+        self.prompt = True
         for pod in self.pods:
             if pod.at == "answered":
-                pod.at = "written"
+                pod.at, pod.memory = "admitted", True
+        self.checkpoint_is_written()
         if not self.alive:
             self.start_agent()
         quiet: list[Callable[[], Any]] = [
             lambda: self.pods.clear(),
-            self.agent_looks,
+            self.agent_scans,
             self.doubt_is_resolved,
             self.list_is_sent,
             self.kubelet_hears,
@@ -616,8 +754,8 @@ class Node(RuleBasedStateMachine):
         for _ in range(60):
             for claim in self.claims.values():
                 claim.exists = claim.allocated = False
-                if claim.node == "runs":
-                    claim.node = "stopped"
+                if claim.node in {"prepared", "runs"}:
+                    claim.node = "stopped" if claim.named else "none"
                 if claim.node == "stopped":
                     self.begin(f"unprepare {claim.uid}", self.unprepare(claim))
             for what in quiet:

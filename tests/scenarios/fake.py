@@ -86,6 +86,21 @@ class FakeNodePod:
     def delete(self) -> None:
         self.pod.delete(self._patience)
 
+    def runs(self) -> bool:
+        return self.pod.container().state == "running"
+
+    def complete(self) -> None:
+        self.pod.complete(timeout=self._patience)
+
+    def force_delete(self, *, hang: bool = False) -> None:
+        self.pod.force_delete(hang=hang, timeout=self._patience)
+
+    def remove_manifest(self) -> None:
+        self.pod.remove_manifest()
+
+    def end_containers(self) -> None:
+        self.pod.end_containers(self._patience)
+
     def _host(self, path: Path) -> Path | None:
         for mount in self.pod.mounts:
             if path.is_relative_to(mount.container):
@@ -123,7 +138,7 @@ class FakeNode:
         file.write_text(script or config)
         arguments = [str(file)] if script else ["-m", "deviceplugin", "run", "--config", str(file)]
         agent = AgentProcess(
-            [*arguments, "--kubelet-root", str(self.kubelet.root)],
+            [*arguments, *self.kubelet.arguments],
             None if script else file,
             self.directory / f"agent-{number}.log",
         )
@@ -132,6 +147,34 @@ class FakeNode:
 
     def start_pod(self, name: str, limits: Mapping[str, int]) -> FakeNodePod:
         return FakeNodePod(self.kubelet.start_pod(name, limits), self.patience)
+
+    def start_static_pod(self, name: str, limits: Mapping[str, int]) -> FakeNodePod:
+        return FakeNodePod(self.kubelet.run_pod(name, limits, static=True), self.patience).wait_running()
+
+    def stop_kubelet(self) -> None:
+        self.kubelet.stop()
+
+    def start_kubelet(self) -> None:
+        self.kubelet.start()
+
+    def cut_off(self) -> None:
+        self.kubelet.hold_sources()
+
+    def reconnect(self) -> None:
+        self.kubelet.release_sources()
+
+    def lose_network(self) -> None:
+        self.kubelet.lose_network()
+
+    def restore_network(self) -> None:
+        self.kubelet.restore_network()
+
+    def flood_pod_resources(self) -> None:
+        self.kubelet.pod_resources_refused = 0.9
+
+    @property
+    def checkpoint(self) -> Path:
+        return self.kubelet.checkpoint
 
     def allocatable(self, resource: str) -> int:
         return self.kubelet.allocatable(resource)

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Protocol, Self
 
-__all__ = ["Agent", "Node", "Pod", "wait_for"]
+__all__ = ["Agent", "FaultyNode", "FaultyPod", "Node", "Pod", "wait_for"]
 
 
 class Pod(Protocol):
@@ -92,6 +92,60 @@ class Node(Protocol):
 
     def remove_device_node(self, path: Path) -> None:
         """Remove it."""
+
+
+class FaultyPod(Pod, Protocol):
+    """A pod whose end the kubelet may not see."""
+
+    def runs(self) -> bool:
+        """Whether its container's process is there, whatever anybody says of the pod."""
+
+    def complete(self) -> None:
+        """Let its container end by itself; it is not started again."""
+
+    def force_delete(self, *, hang: bool = False) -> None:
+        """Delete the pod with a grace period of 0; hang: the runtime does not end its container."""
+
+    def remove_manifest(self) -> None:
+        """Remove a static pod's manifest; its container ignores that it is to end."""
+
+    def end_containers(self) -> None:
+        """Let the runtime answer again, or the grace period end; wait until nothing of the pod runs."""
+
+
+class FaultyNode(Node, Protocol):
+    """A node whose kubelet can be made to err."""
+
+    def start_pod(self, name: str, limits: Mapping[str, int]) -> FaultyPod:
+        """Make a pod; it starts when the scheduler finds room for it."""
+
+    def start_static_pod(self, name: str, limits: Mapping[str, int]) -> FaultyPod:
+        """Make a pod by a manifest on the node, and wait until it runs."""
+
+    def stop_kubelet(self) -> None:
+        """Kill the kubelet; what runs goes on."""
+
+    def start_kubelet(self) -> None:
+        """Start the kubelet and return when it answers."""
+
+    def cut_off(self) -> None:
+        """Keep the API server from the kubelet; a kubelet that starts knows of no pods but static ones."""
+
+    def reconnect(self) -> None:
+        """Let the API server reach the kubelet again."""
+
+    def lose_network(self) -> None:
+        """Make the node's network unready: pods are admitted and not started."""
+
+    def restore_network(self) -> None:
+        """Make the node's network ready."""
+
+    def flood_pod_resources(self) -> None:
+        """Let other clients use up the rate limit of PodResources, all but a few calls."""
+
+    @property
+    def checkpoint(self) -> Path:
+        """The device manager's checkpoint."""
 
 
 def wait_for(what: str, condition: Callable[[], bool], timeout: float) -> None:

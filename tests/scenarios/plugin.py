@@ -61,7 +61,8 @@ class Slow(DeviceSource):
 
     def edits(self, devices):
         open(BEGUN, "w").close()
-        root = sys.argv[-1] if "--kubelet-root" in sys.argv else "/var/lib/kubelet"
+        words = dict(zip(sys.argv, sys.argv[1:]))
+        root = words.get("--kubelet-root", "/var/lib/kubelet")
         while glob.glob(f"{root}/device-plugins/example.com_serial*.sock"):  # until the agent is about to end
             time.sleep(0.001)
         return ContainerEdits(env={"LATE": "yes"})

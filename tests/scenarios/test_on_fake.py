@@ -6,12 +6,13 @@ from pathlib import Path
 import pytest
 
 from tests.scenarios.fake import FakeNode
-from tests.scenarios.node import Node
+from tests.scenarios.faults import FaultScenarios
+from tests.scenarios.node import FaultyNode
 from tests.scenarios.plugin import PluginScenarios
 
 
 @pytest.fixture
-def node(tmp_path: Path) -> Iterator[Node]:
+def node(tmp_path: Path) -> Iterator[FaultyNode]:
     with FakeNode.running(tmp_path) as running:
         yield running
         assert not running.kubelet.crashes
@@ -19,3 +20,7 @@ def node(tmp_path: Path) -> Iterator[Node]:
 
 class TestOnFake(PluginScenarios):
     """The scenarios with agents as processes of their own, against the fake kubelet."""
+
+
+class TestFaultsOnFake(FaultScenarios):
+    """The scenarios in which the kubelet errs, on the fake kubelet."""

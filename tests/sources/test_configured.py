@@ -13,6 +13,7 @@ import pytest
 from deviceplugin import sources
 from deviceplugin.config import parse
 from deviceplugin.device import ContainerEdits, Device, DeviceNode, Mount, Version
+from deviceplugin.identity import identities
 from deviceplugin.source import DeviceSource
 from deviceplugin.sources import ConfiguredSource, build
 
@@ -102,6 +103,20 @@ async def test_devices_carry_what_the_resource_says(tmp_path: Path) -> None:
     assert Mount("/opt/a", "/opt/b", readonly=False) in file.edits.mounts
     merged = ContainerEdits.merge([null.container_edits, file.container_edits])
     assert merged.env == {"A": "b"}
+
+
+async def test_nodes_that_devices_share_do_not_make_them_one_thing(tmp_path: Path) -> None:
+    """A container gets them with the resource's permissions; what its device is does not depend on them."""
+    for name in ("one", "other"):
+        (tmp_path / name).touch()
+    (one,) = await first(configured(f"devices: [path: {tmp_path}/one], nodes: [/dev/tty], permissions: r"))
+    (other,) = await first(configured(f"devices: [path: {tmp_path}/other], nodes: [/dev/tty]"))
+    assert one.container_edits.nodes == (DeviceNode("/dev/tty", permissions="r"),)
+    assert identities([one]).keys() == {one.id}
+    assert identities([one])[one.id].isdisjoint(identities([other])[other.id])
+    (tmp_path / "third").touch()
+    both = await first(configured(f"devices: [group: [{tmp_path}/third, /dev/tty]]"))
+    assert len(identities(both)[both[0].id]) == 2
 
 
 async def test_attributes_and_capacity_are_laid_over() -> None:

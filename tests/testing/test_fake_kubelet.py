@@ -669,7 +669,7 @@ class TestRestart:
         pod.delete()
         assert list(fake_kubelet.pods) == ["default/p"]
         fake_kubelet.start(wipe=False)
-        assert not fake_kubelet.pods
+        fake_kubelet.wait_until(lambda: not fake_kubelet.pods)
         plugin.register()
         assert fake_kubelet.start_pod("next", ONE).wait_running().device_ids == ("a",)
 

@@ -3,7 +3,7 @@
 import grpc
 import warnings
 
-from dra_bridge.wire import dra_health_pb2 as dra__bridge_dot_wire_dot_dra__health__pb2
+from dra_bridge.wire import dra_health_v1_pb2 as dra__bridge_dot_wire_dot_dra__health__v1__pb2
 
 GRPC_GENERATED_VERSION = '1.66.2'
 GRPC_VERSION = grpc.__version__
@@ -18,7 +18,7 @@ except ImportError:
 if _version_not_supported:
     raise RuntimeError(
         f'The grpc package installed is at version {GRPC_VERSION},'
-        + f' but the generated code in dra_bridge/wire/dra_health_pb2_grpc.py depends on'
+        + f' but the generated code in dra_bridge/wire/dra_health_v1_pb2_grpc.py depends on'
         + f' grpcio>={GRPC_GENERATED_VERSION}.'
         + f' Please upgrade your grpc module to grpcio>={GRPC_GENERATED_VERSION}'
         + f' or downgrade your generated code using grpcio-tools<={GRPC_VERSION}.'
@@ -35,9 +35,9 @@ class DRAResourceHealthStub(object):
             channel: A grpc.Channel.
         """
         self.NodeWatchResources = channel.unary_stream(
-                '/v1alpha1.DRAResourceHealth/NodeWatchResources',
-                request_serializer=dra__bridge_dot_wire_dot_dra__health__pb2.NodeWatchResourcesRequest.SerializeToString,
-                response_deserializer=dra__bridge_dot_wire_dot_dra__health__pb2.NodeWatchResourcesResponse.FromString,
+                '/v1.DRAResourceHealth/NodeWatchResources',
+                request_serializer=dra__bridge_dot_wire_dot_dra__health__v1__pb2.NodeWatchResourcesRequest.SerializeToString,
+                response_deserializer=dra__bridge_dot_wire_dot_dra__health__v1__pb2.NodeWatchResourcesResponse.FromString,
                 _registered_method=True)
 
 
@@ -56,14 +56,14 @@ def add_DRAResourceHealthServicer_to_server(servicer, server):
     rpc_method_handlers = {
             'NodeWatchResources': grpc.unary_stream_rpc_method_handler(
                     servicer.NodeWatchResources,
-                    request_deserializer=dra__bridge_dot_wire_dot_dra__health__pb2.NodeWatchResourcesRequest.FromString,
-                    response_serializer=dra__bridge_dot_wire_dot_dra__health__pb2.NodeWatchResourcesResponse.SerializeToString,
+                    request_deserializer=dra__bridge_dot_wire_dot_dra__health__v1__pb2.NodeWatchResourcesRequest.FromString,
+                    response_serializer=dra__bridge_dot_wire_dot_dra__health__v1__pb2.NodeWatchResourcesResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
-            'v1alpha1.DRAResourceHealth', rpc_method_handlers)
+            'v1.DRAResourceHealth', rpc_method_handlers)
     server.add_generic_rpc_handlers((generic_handler,))
-    server.add_registered_method_handlers('v1alpha1.DRAResourceHealth', rpc_method_handlers)
+    server.add_registered_method_handlers('v1.DRAResourceHealth', rpc_method_handlers)
 
 
  # This class is part of an EXPERIMENTAL API.
@@ -84,9 +84,9 @@ class DRAResourceHealth(object):
         return grpc.experimental.unary_stream(
             request,
             target,
-            '/v1alpha1.DRAResourceHealth/NodeWatchResources',
-            dra__bridge_dot_wire_dot_dra__health__pb2.NodeWatchResourcesRequest.SerializeToString,
-            dra__bridge_dot_wire_dot_dra__health__pb2.NodeWatchResourcesResponse.FromString,
+            '/v1.DRAResourceHealth/NodeWatchResources',
+            dra__bridge_dot_wire_dot_dra__health__v1__pb2.NodeWatchResourcesRequest.SerializeToString,
+            dra__bridge_dot_wire_dot_dra__health__v1__pb2.NodeWatchResourcesResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -1,0 +1,190 @@
+"""Which devices exclude each other, whichever ids and resources they are reached through. Pure.
+
+Two devices exclude each other as aliases if they are one thing (a token of their identities is the same), and as
+parts if they consume the same counters and what is left of these does not suffice for both.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass, field
+from fractions import Fraction
+from types import MappingProxyType
+from typing import Any, Final
+
+from deviceplugin.device import Device
+from deviceplugin.identity import Tokens, same_thing, shown
+from deviceplugin.naming import NamingError, parse_quantity
+
+__all__ = ["Held", "Key", "Thing", "Things", "natural_key", "thing_of", "titled"]
+
+Key = tuple[str, str]
+"""(resource, device)."""
+Held = Mapping[Key, Tokens]
+"""What is held, and what it was when it was granted, as far as that is known."""
+Counters = Mapping[str, Mapping[str, Fraction]]
+"""Amounts by counter set and counter."""
+
+_NONE: Final[Mapping[Any, Any]] = MappingProxyType({})
+_NO_TOKENS: Final[Tokens] = frozenset()
+
+
+@dataclass(frozen=True, slots=True)
+class Thing:
+    """What decides whether a device excludes others.
+
+    scope: within which names of counter sets mean the same: the driver, or the resource if it has none.
+    shared: it is given to several holders at once.
+    """
+
+    tokens: Tokens = _NO_TOKENS
+    scope: str = ""
+    consumes: Counters = field(default_factory=lambda: _NONE)
+    counters: Counters = field(default_factory=lambda: _NONE)
+    shared: bool = False
+
+
+def thing_of(device: Device, tokens: Tokens, scope: str, *, shared: bool = False) -> Thing:
+    """Return a device as the rules here see it."""
+    return Thing(tokens, scope, _amounts(device.consumes), _amounts(device.counters), shared)
+
+
+def _amounts(counters: Mapping[str, Mapping[str, int | str]]) -> Counters:
+    return {name: {one: _amount(value) for one, value in amounts.items()} for name, amounts in counters.items()}
+
+
+def _amount(value: int | str) -> Fraction:
+    try:
+        return parse_quantity(value)
+    except NamingError:
+        return Fraction(-1)  # not known: nothing fits beside it
+
+
+def titled(key: Key) -> str:
+    """Return a device for messages."""
+    return f"{key[1]} of {key[0]}"
+
+
+def natural_key(key: Key) -> tuple[str, list[tuple[int, int, str]], str]:
+    """Return what sorts devices by resource and then as people do: 2 before 10."""
+    parts = re.split(r"([0-9]+)", key[1])
+    return key[0], [(1, int(part), "") if part.isdecimal() else (0, 0, part) for part in parts], key[1]
+
+
+class Things:
+    """All devices of this process at one moment."""
+
+    def __init__(self, things: Mapping[Key, Thing]) -> None:
+        self._things = things
+        self._by_token: dict[str, set[Key]] = {}
+        self._by_set: dict[tuple[str, str], set[Key]] = {}
+        self._capacity: dict[tuple[str, str], Mapping[str, Fraction]] = {}
+        for key, thing in things.items():
+            for token in thing.tokens:
+                self._by_token.setdefault(token, set()).add(key)
+            for name in thing.consumes:
+                self._by_set.setdefault((thing.scope, name), set()).add(key)
+            for name, amounts in thing.counters.items():
+                if self._capacity.setdefault((thing.scope, name), amounts) != amounts:
+                    self._capacity[thing.scope, name] = {}  # told in two ways: not known
+        together = [*self._by_token.values(), *self._by_set.values()]
+        self.related = frozenset(key for keys in together if len(keys) > 1 for key in keys)
+        """Devices that have peers."""
+        self.shared_tokens = frozenset(token for thing in things.values() if thing.shared for token in thing.tokens)
+
+    def tokens(self, key: Key) -> Tokens:
+        """Return what a device is, as far as it is known."""
+        thing = self._things.get(key)
+        return thing.tokens if thing is not None else _NO_TOKENS
+
+    def shared(self, key: Key) -> bool:
+        """Return whether a device is given to several holders at once."""
+        return key in self._things and self._things[key].shared
+
+    def excluded(self, key: Key, tokens: Tokens) -> bool:
+        """Return whether a holder of what these tokens tell, by this id, excludes more than this id's next holder."""
+        other = tokens - self.tokens(key)
+        return not same_thing(tokens, self.tokens(key)) or any(token in self._by_token for token in other)
+
+    def aliases(self, key: Key) -> frozenset[Key]:
+        """Return the other devices that are the same thing."""
+        return frozenset(other for token in self.tokens(key) for other in self._by_token[token]) - {key}
+
+    def peers(self, key: Key) -> frozenset[Key]:
+        """Return the other devices that are the same thing, or parts of the same thing."""
+        if key not in self.related:
+            return frozenset()
+        thing = self._things[key]
+        parts = (other for name in thing.consumes for other in self._by_set[thing.scope, name])
+        return (self.aliases(key) | frozenset(parts)) - {key}
+
+    def group(self, key: Key, within: Iterable[Key]) -> tuple[Key, ...]:
+        """Return a device and those of the others that it belongs together with, directly or by way of others."""
+        allowed, found, new = frozenset(within), {key}, {key}
+        while new:
+            new = {peer for one in new for peer in self.peers(one)} & allowed - found
+            found |= new
+        return tuple(sorted(found, key=natural_key))
+
+    def conflict(self, wanted: Iterable[Key], held: Held) -> str:
+        """Say why devices cannot be given to one holder beside what is held; "" if they can.
+
+        A device that is held already does not exclude itself: who may share it is another question. It does if it
+        is not what its holder got.
+        """
+        beside = dict(held)
+        taken = self._taken(held)
+        for key in dict.fromkeys(wanted):
+            if reason := self._conflict(key, beside, taken, beside):
+                return reason
+            if key not in beside:
+                beside[key] = _NO_TOKENS
+                for token in self.tokens(key):
+                    taken.setdefault(token, set()).add(key)
+        return ""
+
+    def conflicts(self, wanted: Iterable[Key], held: Held, counted: Collection[Key] | None = None) -> dict[Key, str]:
+        """Return those devices that could not be given away now, each by itself, and why.
+
+        counted: the held devices whose counters count; all if None.
+        """
+        taken, counted = self._taken(held), held.keys() if counted is None else counted
+        found = ((key, self._conflict(key, held, taken, counted)) for key in wanted)
+        return {key: reason for key, reason in found if reason}
+
+    def _taken(self, held: Held) -> dict[str, set[Key]]:
+        """Return which held devices have a token, by the device's identity now or when it was granted."""
+        taken: dict[str, set[Key]] = {}
+        for key, granted in held.items():
+            for token in granted | self.tokens(key):
+                taken.setdefault(token, set()).add(key)
+        return taken
+
+    def _conflict(self, key: Key, held: Held, taken: Mapping[str, set[Key]], counted: Collection[Key]) -> str:
+        mine, granted = self.tokens(key), held.get(key, _NO_TOKENS)
+        if not same_thing(mine, granted):
+            return f"{titled(key)} is held as {shown(granted)}, and is {shown(mine)} now"
+        thing = self._things.get(key)
+        if thing is None:
+            return ""
+        for token in mine:
+            for other in sorted(taken.get(token, set()) - {key}):
+                if not (thing.shared and other in self._things and self._things[other].shared):
+                    return f"{titled(key)} and {titled(other)}, which counts as held, are one thing ({shown({token})})"
+        for name, amounts in thing.consumes.items():
+            holders = [one for one in self._by_set[thing.scope, name] if one in counted and one != key]
+            if holders and (counter := self._exceeded(thing.scope, name, amounts, holders)):
+                others = ", ".join(titled(one) for one in sorted(holders)[:3])
+                return f"{titled(key)} does not fit beside {others}, which counts as held (counter {counter} of {name})"
+        return ""
+
+    def _exceeded(self, scope: str, name: str, amounts: Mapping[str, Fraction], holders: Iterable[Key]) -> str:
+        """Return a counter that does not suffice for a device and the holders of others; "" if all do."""
+        capacity = self._capacity.get((scope, name), {})
+        used = [amounts, *(self._things[one].consumes[name] for one in holders)]
+        for counter in amounts:
+            each = [one[counter] for one in used if counter in one]
+            if len(each) > 1 and (min(each) < 0 or sum(each) > capacity.get(counter, -1)):
+                return counter
+        return ""

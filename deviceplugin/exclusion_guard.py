@@ -1,0 +1,496 @@
+"""Asks whether a device may be offered or given away beside what others hold, for every way to a device.
+
+One guard for a process. A grant is reserved while its way goes through other tasks, so that of two grants at the same
+time, through whichever side, one is refused.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable, Collection, Coroutine, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, Final, Literal, Protocol, TypeVar
+
+from deviceplugin import hooks, identity
+from deviceplugin.device import Device
+from deviceplugin.exclusion import Key, Thing, Things, natural_key, thing_of, titled
+from deviceplugin.identity import Tokens, shown
+from deviceplugin.inventory import Inventory
+from deviceplugin.kubelet.granted import Granted
+from deviceplugin.sharing import device_of
+from deviceplugin.source import DeviceSource
+
+__all__ = ["ConflictError", "ExclusionGuard", "Side"]
+
+_LOG: Final = logging.getLogger(__name__)
+_K = TypeVar("_K")
+
+Side = Literal["plugin", "dra", ""]
+"""Where a device is: on neither side if it is quarantined."""
+CANCELLED: Final = 1.0
+"""Seconds that a coroutine has to end after it was cancelled."""
+RELEASING: Final = "`released` still works on it, after its timeout"
+_WORDS: Final[Mapping[Side, str]] = {"plugin": "for pods", "dra": "for claims", "": "quarantined"}
+
+
+class ConflictError(Exception):
+    """Raised when a device cannot be given away beside what others hold, or is not what it was listed as."""
+
+
+class ServedDevices(Protocol):
+    """A resource's devices; `Service` is one."""
+
+    source: DeviceSource
+    inventory: Inventory
+
+    @property
+    def held_devices(self) -> frozenset[str]:
+        """The devices that pods hold or were just given."""
+
+    def device_of(self, device_id: str) -> str:
+        """Return the device of one of the kubelet's ids."""
+
+
+class KnownHolders(Protocol):
+    """Who else knows of holders, and of the sides of devices; an allocation gate does."""
+
+    def held(self) -> Mapping[Key, Tokens]:
+        """Return the devices that a ledger counts as held, also unlisted ones, and what they were when granted."""
+
+    def claimed(self, resource: str, device: str) -> bool:
+        """Return whether a claim holds the device, or may."""
+
+    def side(self, resource: str, device: str) -> Side:
+        """Return on which side the device is."""
+
+
+class NoHolders:
+    """Where nobody else knows of holders: all devices are on the plugin side."""
+
+    def held(self) -> Mapping[Key, Tokens]:
+        """Know of nothing."""
+        return {}
+
+    def claimed(self, resource: str, device: str) -> bool:
+        """Know of no claims."""
+        return False
+
+    def side(self, resource: str, device: str) -> Side:
+        """Return the only side."""
+        return "plugin"
+
+
+async def _nothing() -> None:
+    """Read nothing."""
+
+
+async def _tokens_now(devices: Mapping[_K, Device]) -> dict[_K, Tokens]:
+    """Return what devices are now, by the same keys; in a thread if that may block."""
+
+    def read() -> dict[_K, Tokens]:
+        return {key: identity.tokens_now(device) for key, device in devices.items()}
+
+    return read() if all(map(identity.is_quick, devices.values())) else await asyncio.to_thread(read)
+
+
+class ExclusionGuard:
+    """Keeps devices that are one thing, or parts of one thing, from holders that exclude each other.
+
+    Args:
+        served: returns the resources of this process by name.
+        known: tells of holders that ledgers know, and of claims.
+        allocated: returns what is known of all that pods hold, also of resources that are served no more, by (resource,
+            the kubelet's device id); the same object until it changes.
+        reread: has `allocated` know what the kubelet's checkpoint names now.
+        orphaned: returns what claims of drivers that are not served hold, under keys for messages; as `allocated`.
+        boot: what tells one boot of the node from another; None: the kernel's own.
+
+    """
+
+    def __init__(
+        self,
+        served: Callable[[], Mapping[str, ServedDevices]] = dict,
+        known: KnownHolders | None = None,
+        allocated: Callable[[], Mapping[Key, Granted]] = dict,
+        *,
+        reread: Callable[[], Awaitable[None]] = _nothing,
+        orphaned: Callable[[], Mapping[Key, Tokens]] = dict,
+        boot: str | None = None,
+    ) -> None:
+        self.boot: Final = identity.boot_id() if boot is None else boot
+        self._served = served
+        self._known: KnownHolders = known or NoHolders()
+        self._allocated = allocated
+        self._orphaned = orphaned
+        self.reread: Final = reread
+        self._checked: tuple[object, object] = (None, None)
+        """What `allocated` and `orphaned` returned when it was last seen whether anything is settled."""
+        self._reserved: list[Sequence[Key]] = []
+        self._granted: dict[Key, Tokens] = {}
+        """What devices that are held now were when this process gave them away, or first saw them."""
+        self._things: tuple[object, Things] = (None, Things({}))
+        self._releases: dict[Key, set[asyncio.Task[str]]] = {}
+        self._overdue: dict[asyncio.Future[Any], frozenset[Key]] = {}
+        """`released` hooks that work on after their timeouts, and their devices."""
+        self._subscribers: list[Callable[[], None]] = []
+        self._noticed: object = None
+        self._settled: object = None
+        """The version of `things` that was seen with nothing held that was another thing when it was granted."""
+        self._withheld: dict[tuple[str, Side], Mapping[str, str]] = {}
+        self.unsettled = False
+        """Whether something was held, when that was last looked at, that excludes devices under other ids."""
+
+    @property
+    def things(self) -> Things:
+        """All devices as of now."""
+        services = self._served()
+        version = tuple(
+            (name, id(one.inventory), one.inventory.snapshot.version, id(one.source)) for name, one in services.items()
+        )
+        if self._things[0] != version:
+            found: dict[Key, Thing] = {}
+            for name, one in services.items():
+                now, source = one.inventory.snapshot, one.source
+                for device in now.devices.values():
+                    tokens = now.identities.get(device.id, frozenset())
+                    if tokens or device.consumes or device.counters:
+                        shared = source.replicas > 1 and source.replicas_of(device) > 1
+                        found[name, device.id] = thing_of(device, tokens, source.driver or name, shared=shared)
+            self._things = version, Things(found)
+        return self._things[1]
+
+    def held(self, *, claims: bool = True) -> dict[Key, Tokens]:
+        """Return what is held, reserved grants included.
+
+        claims: whether to take those in that only claims hold.
+        """
+        things, known, services = self.things, self._known, self._served()
+        held: dict[Key, Tokens] = {
+            (name, one): frozenset() for name, each in services.items() for one in each.held_devices
+        }
+        for key, tokens in self._outside():
+            held[key] = held.get(key, frozenset()) | tokens
+        for key, tokens in self._granted.items():
+            # What was given away just before its resource was dropped is in no checkpoint that was read yet.
+            if key in held or key[0] not in services:
+                held[key] = held.get(key, frozenset()) | tokens
+        reserved = (*self._reserved, *self._overdue.values())
+        held |= {key: frozenset() for keys in reserved for key in keys if key not in held}
+        for key, tokens in known.held().items():
+            if claims or not known.claimed(*key):
+                held[key] = tokens or held.get(key, frozenset())
+        if claims:
+            held |= {key: frozenset() for key in things.related if key not in held and known.claimed(*key)}
+        return held
+
+    def _outside(self) -> Iterator[tuple[Key, Tokens]]:
+        """Yield what is held by what the kubelet keeps, and what it was when it was granted."""
+        things, services = self.things, self._served()
+        for (name, device_id), (tokens, shared) in self._allocated().items():
+            if name in services:
+                devices = {services[name].device_of(device_id)}
+            else:
+                # Of a resource that is served no more it is not known whether its ids were those of replicas.
+                devices = {device_id, device_of(device_id, 2)}
+            for key in ((name, device) for device in devices):
+                if shared:
+                    # A holder that may not have its device alone excludes nobody from what is shared here.
+                    yield key, frozenset() if things.tokens(key) else tokens - things.shared_tokens
+                else:
+                    yield key, tokens
+        yield from self._orphaned().items()
+
+    def withheld(self, resource: str, side: Side) -> Mapping[str, str]:
+        """Return which of a resource's devices must not be offered on a side, and why.
+
+        On the side of claims the scheduler itself sees to it that parts fit beside others that claims hold.
+        """
+        things, held = self.things, self.held()
+        if resource not in self._served() or not (things.related or held):
+            return {}
+        snapshot = self._served()[resource].inventory.snapshot
+        keys = [(resource, name) for name in snapshot.devices]
+        found = things.conflicts(keys, held, self.held(claims=False) if side == "dra" else None)
+        for key in things.related & set(keys) - found.keys():
+            if why := self._elsewhere(key) or self._named_before(key, held, side):
+                found[key] = why
+        found |= dict.fromkeys(self._overdue_keys & set(keys), RELEASING)
+        withheld = {device: why for (_, device), why in found.items()}
+        self._log(resource, side, withheld)
+        return withheld
+
+    def _elsewhere(self, key: Key) -> str:
+        """Say which peer of a device is on another side; "" if none is."""
+        mine, services = self._known.side(*key), self._served()
+        for peer in sorted(self.things.peers(key)):
+            if self._listed(peer) and (theirs := self._known.side(*peer)) != mine:
+                reason = f"{titled(peer)}, which is the same thing or a part of it, is {_WORDS[theirs]}"
+                reason += f" and this one {_WORDS[mine]}"
+                if services[key[0]].source.driver != services[peer[0]].source.driver:
+                    reason += "; give both resources the share none, or both the share all"
+                return reason
+        return ""
+
+    def _named_before(self, key: Key, held: Collection[Key], side: Side) -> str:
+        """Say under which other id an idle device is offered already: so it is counted once."""
+        if key in held:
+            return ""
+        services = self._served()
+        mine = services[key[0]].source
+        for other in sorted(self.things.aliases(key), key=natural_key):
+            theirs = services[other[0]].source
+            together = other[0] == key[0] or (side == "dra" and mine.driver and mine.driver == theirs.driver)
+            if together and mine.replicas == 1 and natural_key(other) < natural_key(key) and self._listed(other):
+                return f"it is offered as {titled(other)}"
+        return ""
+
+    def _listed(self, key: Key) -> bool:
+        snapshot = self._served()[key[0]].inventory.snapshot
+        return key[1] in snapshot.devices and key[1] not in snapshot.gone
+
+    def _log(self, resource: str, side: Side, withheld: Mapping[str, str]) -> None:
+        before = self._withheld.get((resource, side), {})
+        for device, why in withheld.items():
+            if before.get(device) != why:
+                _LOG.info("%s: device %s is not offered (%s): %s", resource, device, side, why)
+        self._withheld[resource, side] = withheld
+
+    def last_withheld(self, resource: str) -> Mapping[str, str]:
+        """Return what `withheld` answered last for the plugin side; from any thread."""
+        return self._withheld.get((resource, "plugin"), {})
+
+    def peers(self, resource: str, device: str) -> frozenset[Key]:
+        """Return the devices that are the same thing, or parts of the same."""
+        return self.things.peers((resource, device))
+
+    def group(self, resource: str, device: str) -> tuple[Key, ...]:
+        """Return a device and those of its driver that move together with it, the first of them leading."""
+        services = self._served()
+        driver = services[resource].source.driver
+        things = self.things
+        if (resource, device) not in things.related:
+            return ((resource, device),)
+        mine = {name for name, one in services.items() if name == resource or (driver and one.source.driver == driver)}
+        return things.group((resource, device), (key for key in things.related if key[0] in mine and self._listed(key)))
+
+    def identity(self, resource: str, device: str) -> str:
+        """Return what a device is, as a ledger records it; "" if that is not known."""
+        return identity.recorded(self.things.tokens((resource, device)), self.boot)
+
+    def granted(self, resource: str, device: str) -> Granted:
+        """Return what a device is now, for the answer to Allocate."""
+        return Granted(self.things.tokens((resource, device)), self.things.shared((resource, device)))
+
+    @contextmanager
+    def reserve(self, keys: Iterable[Key]) -> Iterator[None]:
+        """Hold devices while they are granted; whoever grants them has them count as held before the end.
+
+        On which side peers are does not matter here: they are offered on neither side while they are on different
+        ones, but a claim that was allocated before its device began to move must still be prepared (R2).
+
+        Raises:
+            ConflictError: one cannot be given away beside what others hold.
+
+        """
+        wanted = tuple(dict.fromkeys(keys))
+        related = not self._unrelated(wanted)
+        if related:
+            self._check(wanted)
+        self._reserved.append(wanted)
+        try:
+            yield
+        finally:
+            self._reserved.remove(wanted)
+            if related:
+                self.notify()
+
+    def _unrelated(self, wanted: Sequence[Key]) -> bool:
+        """Whether devices exclude nothing: they have no peers, and nothing held is another thing than when granted.
+
+        So it is on nearly every node; then a grant costs no look at all holders.
+        """
+        things = self.things
+        tokens = {key: things.tokens(key) for key in wanted}
+        if self._settled is not self._things[0] or not things.related.isdisjoint(wanted):
+            return False
+        if any(self._granted.get(key, now) != now for key, now in tokens.items()):
+            return False
+        outside = self._allocated(), self._orphaned()
+        if outside[0] is not self._checked[0] or outside[1] is not self._checked[1]:
+            if any(things.excluded(key, one) for key, one in self._outside()):
+                return False
+            self._checked = outside
+        self._granted |= tokens
+        return True
+
+    def _check(self, wanted: Sequence[Key]) -> None:
+        things, held = self.things, self.held()
+        if reason := things.conflict(wanted, held):
+            raise ConflictError(reason)
+        for key in wanted:
+            if key not in held:
+                self._granted[key] = things.tokens(key)
+
+    def in_use(self, keys: Iterable[Key]) -> frozenset[Key]:
+        """Return those devices that are in use though their own ids are not.
+
+        They are being granted, `released` still works on them, or something of them is held under another id or as a
+        part.
+        """
+        wanted = tuple(keys)
+        granting = {key for keys in self._reserved for key in keys} | self._overdue_keys
+        return frozenset(key for key in wanted if key in granting) | self.things.conflicts(wanted, self.held()).keys()
+
+    def release(self, keys: Iterable[Key], work: Coroutine[Any, Any, None]) -> asyncio.Task[str]:
+        """Run the `released` hook of devices; nobody is given one of them before the hook has ended.
+
+        work: raises HookError if the hook fails.
+
+        Returns:
+            Why it failed, "" if it did not. It ends with the hook's timeout, though the hook may work on.
+
+        """
+        keys = frozenset(keys)
+        task = asyncio.create_task(self._released(keys, work))
+        for key in keys:
+            self._releases.setdefault(key, set()).add(task)
+        task.add_done_callback(self._release_ended)
+        return task
+
+    async def _released(self, keys: frozenset[Key], work: Coroutine[Any, Any, None]) -> str:
+        try:
+            await work
+        except hooks.HookError as error:
+            _LOG.warning("%s", error)
+            work_left = error.work if isinstance(error, hooks.HookTimeoutError) else None
+            if isinstance(work_left, asyncio.Task):
+                await asyncio.wait((work_left,), timeout=CANCELLED)
+            if work_left is not None and not work_left.done():
+                self._overdue[work_left] = keys
+                work_left.add_done_callback(self._overdue_ended)
+                self.notify()
+            return str(error)
+        return ""
+
+    def _release_ended(self, task: asyncio.Task[str]) -> None:
+        for key in [key for key, tasks in self._releases.items() if task in tasks]:
+            self._releases[key].discard(task)
+            if not self._releases[key]:
+                del self._releases[key]
+
+    def _overdue_ended(self, work: asyncio.Future[Any]) -> None:
+        keys = self._overdue.pop(work)
+        _LOG.info("`released` has ended, after its timeout: %s", ", ".join(map(titled, sorted(keys))))
+        self.notify()
+
+    @property
+    def _overdue_keys(self) -> frozenset[Key]:
+        return frozenset().union(*self._overdue.values())
+
+    async def wait_released(self, keys: Iterable[Key]) -> None:
+        """Wait for the `released` hooks that work on these devices or on others that are the same thing.
+
+        Raises:
+            ConflictError: one works on after its timeout.
+
+        """
+        if not (self._releases or self._overdue):
+            return
+        keys = {one for key in keys for one in (key, *self.things.peers(key))}
+        if releases := {task for key in keys for task in self._releases.get(key, ())}:
+            await asyncio.wait(releases)
+        for key in sorted(self._overdue_keys & keys):
+            raise ConflictError(f"{titled(key)}: {RELEASING}")
+
+    async def verify(self, keys: Iterable[Key]) -> None:
+        """Wait for `released` hooks (`wait_released`), and look whether devices are what they were listed as.
+
+        Raises:
+            ConflictError: one is not, or `released` still works on it.
+
+        """
+        keys = tuple(keys)
+        await self.wait_released(keys)
+        services = self._served()
+        by_resource: dict[str, list[str]] = {}
+        for resource, device in keys:
+            by_resource.setdefault(resource, []).append(device)
+        for resource, names in by_resource.items():
+            if resource in services:
+                await self._verify(services[resource].inventory, names)
+
+    async def _verify(self, inventory: Inventory, names: Sequence[str]) -> None:
+        snapshot = inventory.snapshot
+        devices = [snapshot.devices[name] for name in names if name in snapshot.devices]
+        if not any(device.nodes or device.identity for device in devices):
+            return
+        now = await _tokens_now({device.id: device for device in devices})
+        listed = {name: snapshot.identities.get(name, frozenset()) for name in now}
+        other = [name for name, tokens in now.items() if tokens.isdisjoint(listed[name])]
+        if any(now[name] or listed[name] for name in other) and inventory.snapshot is snapshot:
+            there = [device for device in snapshot.devices.values() if device.id not in snapshot.gone]
+            await identity.publish(inventory, there)
+        for name in other:
+            if listed[name]:
+                raise ConflictError(
+                    f"device {name} of {snapshot.resource} is not what it was listed as: "
+                    f"{shown(listed[name])}, now {shown(now[name])}"
+                )
+
+    async def verify_granted(self, keys: Iterable[Key]) -> None:
+        """Check that devices still are what they were when they were given to their holders.
+
+        Raises:
+            ConflictError: one is not.
+
+        """
+        held, services = self.held(), self._served()
+        devices: dict[Key, Device] = {}
+        for resource, name in keys:
+            listed = services[resource].inventory.snapshot.devices if resource in services else {}
+            if held.get((resource, name)) and name in listed:
+                devices[resource, name] = listed[name]
+
+        for key, tokens in (await _tokens_now(devices)).items():
+            if tokens.isdisjoint(held[key]):
+                raise ConflictError(
+                    f"{titled(key)} is not what its holder was given: {shown(held[key])}, now {shown(tokens)}"
+                )
+
+    # Word of changes.
+
+    def subscribe(self, callback: Callable[[], None]) -> None:
+        """Call `callback` when other devices may be offered than before for the sake of their peers."""
+        self._subscribers.append(callback)
+
+    def notify(self, *, scanned: bool = False) -> None:
+        """Look whether other devices may be offered than before; called when holders, sides or devices changed.
+
+        scanned: `allocated` is newer than all that was granted.
+        """
+        if scanned:
+            served, allocated = self._served().keys(), set(self._allocated())
+            allocated |= {(name, device_of(one, 2)) for name, one in allocated}
+            self._granted = {key: one for key, one in self._granted.items() if key[0] in served or key in allocated}
+        things, held = self.things, self.held()
+        self._granted = {key: self._granted.get(key) or tokens or things.tokens(key) for key, tokens in held.items()}
+        was = {key: tokens | self._granted[key] for key, tokens in held.items()}
+        self.unsettled = any(things.excluded(key, tokens) for key, tokens in was.items())
+        self._settled = None if self.unsettled else self._things[0]
+        self._checked = self._allocated(), self._orphaned()
+        noticed: Any = (
+            things.related,
+            # Others exclude nobody, whoever holds them.
+            {
+                key: tokens | things.tokens(key)
+                for key, tokens in held.items()
+                if key in things.related or things.excluded(key, tokens)
+            },
+            {key: self._known.side(*key) for key in things.related},
+            self._overdue_keys,
+        )
+        if noticed != self._noticed:
+            self._noticed = noticed
+            for callback in self._subscribers:
+                callback()

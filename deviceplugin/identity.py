@@ -1,0 +1,146 @@
+"""What a device is, beyond its id: tokens made of the numbers of its device nodes and of what its source says.
+
+Two devices are one thing when a token of theirs is the same. A device number identifies a device unless another
+device of the same list has it, too: then it is a control node that they share. A list in which several devices have
+nothing but the same numbers names one thing several times.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import os
+import stat
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Sequence
+from typing import Final, Literal
+
+from deviceplugin.device import Device
+from deviceplugin.inventory import Inventory
+
+__all__ = [
+    "Kind",
+    "Tokens",
+    "boot_id",
+    "identities",
+    "identity_of",
+    "is_quick",
+    "node_token",
+    "numbers_of",
+    "publish",
+    "recorded",
+    "same_thing",
+    "shown",
+    "token",
+    "tokens_now",
+    "tokens_of",
+]
+
+Tokens = frozenset[str]
+Stat = Callable[[str], os.stat_result]
+Kind = Literal["char", "block"]
+
+MEMORY: Final = 1
+"""The major number of null, zero, random and the like: character devices that stand for no hardware."""
+
+
+def token(status: os.stat_result) -> str:
+    """Return what a path stands for: the number of a device node, else file system and inode; "" if for nothing."""
+    mode = status.st_mode
+    if not (stat.S_ISCHR(mode) or stat.S_ISBLK(mode)):
+        return f"file:{status.st_dev}:{status.st_ino}"
+    kind: Kind = "char" if stat.S_ISCHR(mode) else "block"
+    return node_token(kind, os.major(status.st_rdev), os.minor(status.st_rdev))
+
+
+def node_token(kind: Kind, major: int, minor: int) -> str:
+    """Return the token of a device node with this number; "" if it stands for no hardware."""
+    return "" if (kind, major) == ("char", MEMORY) else f"{kind}:{major}:{minor}"
+
+
+def identity_of(paths: Iterable[str], stat: Stat = os.stat) -> Tokens:
+    """Return the tokens of those paths that are there. Blocks."""
+    found = set()
+    for path in paths:
+        try:
+            found.add(token(stat(path)))
+        except OSError:
+            continue
+    return frozenset(found - {""})
+
+
+def numbers_of(paths: Iterable[str], stat: Stat = os.stat) -> Tokens:
+    """Return the tokens of those paths that are device nodes. Blocks."""
+    return frozenset(one for one in identity_of(paths, stat) if not one.startswith("file:"))
+
+
+def _numbers(device: Device, stat: Stat) -> Tokens:
+    return numbers_of((node.host for node in device.container_edits.device_nodes[: len(device.nodes)]), stat)
+
+
+def identities(devices: Sequence[Device], stat: Stat = os.stat) -> dict[str, Tokens]:
+    """Return the tokens of each device of a list by id; none for a device of which nothing tells what it is. Blocks."""
+    numbers = {device.id: _numbers(device, stat) for device in devices}
+    counts = Counter(number for own in numbers.values() for number in own)
+    found = {}
+    for device in devices:
+        own = frozenset(number for number in numbers[device.id] if counts[number] == 1)
+        if device.identity:
+            own |= {device.identity}
+        found[device.id] = own or numbers[device.id]
+    return found
+
+
+def tokens_now(device: Device, stat: Stat = os.stat) -> Tokens:
+    """Return everything that a device could be identified by now. Blocks."""
+    now = _numbers(device, stat)
+    if device.identity.startswith("file:"):
+        return now | identity_of((mount.host for mount in device.edits.mounts), stat)
+    if device.identity.startswith(("char:", "block:")):
+        return now
+    return now | frozenset({device.identity} - {""})
+
+
+def is_quick(device: Device) -> bool:
+    """Return whether looking at what a device is cannot block: its nodes are in /dev, which is in memory."""
+    return not device.identity.startswith("file:") and all(
+        node.host.startswith("/dev/") for node in device.container_edits.device_nodes[: len(device.nodes)]
+    )
+
+
+def same_thing(one: Tokens, other: Tokens) -> bool:
+    """Return whether two sets of tokens may be of one thing; an empty one is not known, and says nothing."""
+    return not (one and other) or not one.isdisjoint(other)
+
+
+def shown(tokens: Collection[str]) -> str:
+    """Return tokens for people, such as `char 240:3`."""
+    return ", ".join(one.replace(":", " ", 1) for one in sorted(tokens)) or "nothing"
+
+
+@functools.cache
+def boot_id() -> str:
+    """Return what tells this boot of the node from others; "" if the kernel does not say."""
+    try:
+        with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
+            return file.read().strip()
+    except OSError:
+        return ""
+
+
+def recorded(tokens: Tokens, boot: str) -> str:
+    """Return tokens as a ledger records them; "" for none. They mean something during one boot of the node only."""
+    return " ".join((f"boot:{boot}", *sorted(tokens))) if tokens else ""
+
+
+def tokens_of(record: str, boot: str) -> Tokens:
+    """Return the tokens that a ledger recorded; none of another boot: containers that run now were started after it."""
+    of, *tokens = record.split() or [""]
+    return frozenset(tokens) if of == f"boot:{boot}" else frozenset()
+
+
+async def publish(inventory: Inventory, devices: Sequence[Device]) -> bool:
+    """Have an inventory take a list, with what its devices are; return whether anything changed."""
+    if any(device.identity or device.nodes for device in devices):
+        return inventory.publish(devices, await asyncio.to_thread(identities, devices))
+    return inventory.publish(devices)

@@ -1,0 +1,116 @@
+"""The device manager's checkpoint: which container of which pod has which device ids.
+
+The kubelet writes it on Allocate and on each ListAndWatch update, and when an endpoint is removed (kubelet
+1.36, devicemanager/manager.go: allocateContainerResources, genericDeviceUpdateCallback, markResourceUnhealthy).
+It survives restarts. It names ended pods until the first write after `UpdateAllocatedDevices`, which PodResources
+`List` calls and which does nothing before all of the kubelet's pod sources are ready.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Final, NamedTuple
+
+__all__ = ["NO_FILE", "Allocation", "Checkpoint", "CheckpointError", "FileIdentity", "identity", "parse", "read"]
+
+FILE_NAME: Final = "kubelet_internal_checkpoint"
+
+
+class CheckpointError(Exception):
+    """Raised when the checkpoint is missing, unreadable or not a checkpoint; nothing is known then."""
+
+
+class Allocation(NamedTuple):
+    """One device id in the hands of one container. `device_id` is the kubelet's id, a replica's included."""
+
+    pod_uid: str
+    container: str
+    resource: str
+    device_id: str
+
+
+class FileIdentity(NamedTuple):
+    """What tells one version of a file that is replaced by renaming from the next."""
+
+    device: int
+    inode: int
+    modified_ns: int
+
+
+NO_FILE: Final = FileIdentity(0, 0, 0)
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpoint:
+    """One version of the file.
+
+    registered: ids that the kubelet counts as healthy, by resource. responses: the answers to Allocate, in base64.
+    """
+
+    allocations: frozenset[Allocation]
+    registered: Mapping[str, frozenset[str]]
+    file: FileIdentity = NO_FILE
+    responses: Mapping[Allocation, str] = field(default_factory=dict)
+
+
+def parse(text: bytes, file: FileIdentity = NO_FILE) -> Checkpoint:
+    """Read `{"Data": {"PodDeviceEntries": [...], "RegisteredDevices": {...}}, "Checksum": n}`.
+
+    The kubelet replaces the file by renaming, so it is whole. The checksum is a hash of Go values; the kubelet's.
+
+    Raises:
+        CheckpointError: it is not such a file.
+
+    """
+    try:
+        data = json.loads(text)["Data"]
+        responses = {
+            one: str(entry.get("AllocResp") or "")
+            for entry in data["PodDeviceEntries"] or ()
+            for one in _allocations(entry)
+        }
+        registered = {
+            str(resource): frozenset(map(str, ids or ())) for resource, ids in (data["RegisteredDevices"] or {}).items()
+        }
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise CheckpointError(f"not a device manager checkpoint: {type(error).__name__}: {error}") from error
+    return Checkpoint(frozenset(responses), registered, file, responses)
+
+
+def _allocations(entry: Mapping[str, Any]) -> list[Allocation]:
+    pod_uid, container, resource = str(entry["PodUID"]), str(entry["ContainerName"]), str(entry["ResourceName"])
+    by_numa = entry["DeviceIDs"] or {}
+    return [Allocation(pod_uid, container, resource, str(name)) for ids in by_numa.values() for name in ids or ()]
+
+
+def identity(directory: Path) -> FileIdentity:
+    """Return which version of the checkpoint is in the device plugin directory; `NO_FILE` if none can be seen."""
+    try:
+        status = os.stat(directory / FILE_NAME)
+    except OSError:
+        return NO_FILE
+    return FileIdentity(status.st_dev, status.st_ino, status.st_mtime_ns)
+
+
+def read(directory: Path) -> Checkpoint:
+    """Read the checkpoint in the device plugin directory.
+
+    Raises:
+        CheckpointError: there is none, it cannot be read, or it is not a checkpoint.
+
+    """
+    path = directory / FILE_NAME
+    try:
+        with open(path, "rb") as file:
+            status = os.fstat(file.fileno())
+            text = file.read()
+    except OSError as error:
+        raise CheckpointError(f"{path}: {error.strerror}") from error
+    try:
+        return parse(text, FileIdentity(status.st_dev, status.st_ino, status.st_mtime_ns))
+    except CheckpointError as error:
+        raise CheckpointError(f"{path}: {error}") from error

@@ -1,0 +1,114 @@
+"""The kubelet's own record of prepared claims: `<kubelet root>/dra_manager_state`.
+
+It names each claim that the kubelet has asked drivers to prepare and has not yet had unprepared, with the UIDs of
+its pods and the devices by driver. The kubelet writes it before and after NodePrepareResources and after
+NodeUnprepareResources (kubelet 1.36, cm/dra/manager.go: prepareResources, unprepareResources). It exists from the
+kubelet's first start on. Before NodePrepareResources has answered, a claim stands in it without devices.
+"""
+
+from __future__ import annotations
+
+import json
+import zlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+__all__ = ["ClaimStateError", "ClaimStateMissingError", "PreparedClaim", "parse", "read"]
+
+FILE_NAME: Final = "dra_manager_state"
+
+
+class ClaimStateError(Exception):
+    """Raised when the kubelet's claim state cannot be read or is damaged; nothing is known then."""
+
+
+class ClaimStateMissingError(ClaimStateError):
+    """Raised when there is no such file: a kubelet without Dynamic Resource Allocation, or a lost file."""
+
+
+@dataclass(frozen=True, slots=True)
+class PreparedClaim:
+    """A claim that the kubelet counts as prepared.
+
+    devices: (pool, device name, share ID or "") by driver. cdi_ids: the CDI device ids that the drivers answered with.
+    requests: (driver, request, device name) of each answered device; "" for the request where the driver named none.
+    """
+
+    uid: str
+    namespace: str
+    name: str
+    pod_uids: frozenset[str]
+    devices: Mapping[str, frozenset[tuple[str, str, str]]]
+    cdi_ids: frozenset[str] = frozenset()
+    requests: frozenset[tuple[str, str, str]] = frozenset()
+
+    @property
+    def title(self) -> str:
+        """Namespace and name, for messages."""
+        return f"{self.namespace}/{self.name}"
+
+
+def parse(text: bytes) -> tuple[PreparedClaim, ...]:
+    """Read `{"Data": "<JSON>", "Checksum": crc32 of Data}` (kubelet 1.36, cm/dra/state/checkpoint.go).
+
+    Raises:
+        ClaimStateError: it is not such a file, or the checksum does not fit.
+
+    """
+    try:
+        outer = json.loads(text)
+        data = outer["Data"]
+        if zlib.crc32(data.encode()) != outer["Checksum"]:
+            raise ClaimStateError("its checksum does not fit its contents")
+        return tuple(_claim(entry) for entry in json.loads(data)["ClaimInfoStateList"] or ())
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise ClaimStateError(f"not the kubelet's claim state: {type(error).__name__}: {error}") from error
+
+
+def _claim(entry: Mapping[str, Any]) -> PreparedClaim:
+    listed = {str(driver): state["Devices"] or () for driver, state in (entry["DriverState"] or {}).items()}
+    devices = {
+        driver: frozenset(
+            (str(one["PoolName"]), str(one["DeviceName"]), str(one.get("ShareID") or "")) for one in those
+        )
+        for driver, those in listed.items()
+    }
+    cdi_ids = {str(name) for those in listed.values() for one in those for name in one.get("CDIDeviceIDs") or ()}
+    requests = {
+        (driver, str(request), str(one["DeviceName"]))
+        for driver, those in listed.items()
+        for one in those
+        for request in one.get("RequestNames") or ("",)
+    }
+    return PreparedClaim(
+        str(entry["ClaimUID"]),
+        str(entry["Namespace"]),
+        str(entry["ClaimName"]),
+        frozenset(map(str, entry["PodUIDs"] or ())),
+        devices,
+        frozenset(cdi_ids),
+        frozenset(requests),
+    )
+
+
+def read(kubelet_root: Path) -> tuple[PreparedClaim, ...]:
+    """Read the claim state of the kubelet at this root.
+
+    Raises:
+        ClaimStateMissingError: there is no such file.
+        ClaimStateError: it cannot be read or is damaged.
+
+    """
+    path = kubelet_root / FILE_NAME
+    try:
+        text = path.read_bytes()
+    except FileNotFoundError as error:
+        raise ClaimStateMissingError(f"{path}: {error.strerror}") from error
+    except OSError as error:
+        raise ClaimStateError(f"{path}: {error.strerror}") from error
+    try:
+        return parse(text)
+    except ClaimStateError as error:
+        raise ClaimStateError(f"{path}: {error}") from error

@@ -1,0 +1,171 @@
+"""Who still holds which device: the witnesses put together. Pure; the only place that decides it.
+
+An allocation ends when checkpoints that were written at our own requests do not name it and no process of its pod
+can run any more. Whatever is missing, silent or unreadable means "unknown", and unknown counts as held.
+PodResources `List` takes no part in this: it is empty after the kubelet's start and leaves out pods that were
+deleted by force (kubelet 1.36, apis/podresources/server_v1.go). It only gives names to people.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Any, Final, NamedTuple
+
+from deviceplugin.kubelet.checkpoint import Allocation, Checkpoint
+from deviceplugin.kubelet.pods import PodProcesses
+
+__all__ = [
+    "HolderSnapshot",
+    "Holding",
+    "Witnesses",
+    "claim_is_over",
+    "ended",
+    "holders",
+    "needs_request",
+    "running",
+    "shows_present",
+]
+
+_NONE: Final[Mapping[Any, Any]] = MappingProxyType({})
+
+
+class Holding(NamedTuple):
+    """Why an allocation counts as held.
+
+    named: the checkpoint names it. certain: more than an old checkpoint says so. reason: for people.
+    """
+
+    named: bool
+    certain: bool
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Witnesses:
+    """What the witnesses said at one moment.
+
+    checkpoints: the files that were read, none if none could be read. awake: they were written after our own request
+    for a write, and `shows_present` is true of them. problem: why there is no checkpoint, or why it is not awake.
+    """
+
+    checkpoints: Sequence[Checkpoint]
+    awake: bool
+    pods: PodProcesses
+    problem: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class HolderSnapshot:
+    """Who holds what, as of a moment.
+
+    at: when the witnesses began to be asked (monotonic seconds). awake: what no checkpoint names was not allocated
+    then. held: every allocation that counts as held. registered: ids that the kubelet counts as healthy by resource,
+    as of any of the checkpoints; None if none could be read. problem: what a witness cannot say, "" if all is known.
+    """
+
+    at: float = 0.0
+    awake: bool = False
+    held: Mapping[Allocation, Holding] = field(default_factory=lambda: _NONE)
+    registered: Mapping[str, frozenset[str]] | None = None
+    problem: str = ""
+
+    def of(self, resource: str) -> dict[str, dict[Allocation, Holding]]:
+        """Return the allocations of one resource by device id."""
+        found: dict[str, dict[Allocation, Holding]] = {}
+        for allocation, holding in self.held.items():
+            if allocation.resource == resource:
+                found.setdefault(allocation.device_id, {})[allocation] = holding
+        return found
+
+    def unnamed(self, resource: str) -> frozenset[str]:
+        """Return the ids that the kubelet may give away though they are in use: unnamed, but their pod's processes run.
+
+        Of a holder without processes that is not named it is only not proved yet that it has ended. To show its device
+        unhealthy for that time would fail pods; at the next grant its processes are looked for once more.
+        """
+        mine = [one for one in self.held.items() if one[0].resource == resource]
+        named = {allocation.device_id for allocation, holding in mine if holding.named}
+        return frozenset(allocation.device_id for allocation, holding in mine if holding.certain) - named
+
+
+def shows_present(written: Collection[Checkpoint]) -> bool:
+    """Whether the kubelet made up at least one of these after the first request; no matter which.
+
+    The kubelet makes up the contents under its lock and writes the file without it, so an older state can replace a
+    newer one (kubelet 1.36, devicemanager/manager.go, writeCheckpoint). A writer has at most one such file under way.
+    The writers are the list of each resource, which the file names, and the node's status (GetCapacity). Admissions
+    follow one another: none begins before the file of the one before is written. Not counted are containers
+    that start after the kubelet has lost its checkpoint: they get their devices anew and write, too.
+
+    written: different files that were seen since the first request, after each of which another one was requested.
+    """
+    resources = {resource for one in written for resource in one.registered}
+    return len(written) > len(resources) + 1
+
+
+def holders(known: Iterable[Allocation], seen: Witnesses, at: float = 0.0) -> HolderSnapshot:
+    """Decide which allocations count as held.
+
+    Args:
+        known: allocations that were held before.
+        seen: what the witnesses say now.
+        at: when they began to be asked.
+
+    """
+    awake = seen.awake and bool(seen.checkpoints)
+    named: frozenset[Allocation] = frozenset().union(*(one.allocations for one in seen.checkpoints))
+    held: dict[Allocation, Holding] = {}
+    for allocation in sorted(named | frozenset(known)):
+        runs = seen.pods.may_run(allocation.pod_uid)
+        if allocation in named:
+            # One that an older file names, and a newer one does not, may have ended.
+            certain = bool(runs) or (awake and all(allocation in one.allocations for one in seen.checkpoints))
+            held[allocation] = Holding(True, certain, "the kubelet's checkpoint names it")
+        elif not awake:
+            held[allocation] = Holding(False, bool(runs), f"not known: {seen.problem}")
+        elif runs:
+            held[allocation] = Holding(False, True, f"the kubelet's checkpoint does not name it, but {runs}")
+    registered: dict[str, frozenset[str]] = {}
+    for one in seen.checkpoints:
+        for resource, ids in one.registered.items():
+            registered[resource] = registered.get(resource, frozenset()) | ids
+    return HolderSnapshot(at, awake, held, registered if seen.checkpoints else None, seen.problem)
+
+
+def running(
+    known: Iterable[Allocation], resource: str, device_ids: Collection[str], pods: Collection[str]
+) -> dict[str, str]:
+    """Return those ids of which a known holder's processes run, and that holder's pod UID.
+
+    pods: UIDs of the pods whose processes run.
+    """
+    return {
+        one.device_id: one.pod_uid
+        for one in known
+        if one.resource == resource and one.device_id in device_ids and one.pod_uid in pods
+    }
+
+
+def ended(known: Iterable[Allocation], pods: PodProcesses, begun: Collection[str]) -> frozenset[Allocation]:
+    """Return the allocations of pods that have run and run no more; a pod that is being admitted has not ended.
+
+    begun: UIDs of pods whose admission is over.
+    """
+    return frozenset(one for one in known if one.pod_uid in begun and not pods.may_run(one.pod_uid))
+
+
+def claim_is_over(claim_uid: str, pod_uids: Iterable[str], named: Collection[str], pods: PodProcesses) -> bool:
+    """Whether a claim has no use on this node: the kubelet's claim state does not name it, and no pod of it can run.
+
+    named: UIDs of the claims in the kubelet's claim state.
+    """
+    return claim_uid not in named and not any(pods.may_run(uid) for uid in pod_uids)
+
+
+def needs_request(held: Mapping[Allocation, Holding], pods: PodProcesses) -> frozenset[Allocation]:
+    """Return the allocations of which a newer checkpoint might say that they have ended."""
+    return frozenset(
+        allocation for allocation, holding in held.items() if not (holding.named and pods.may_run(allocation.pod_uid))
+    )

@@ -1,0 +1,155 @@
+"""The kubelet's claim state file, byte for byte as the kubelet writes it.
+
+`dra_manager_state` in the kubelet's root directory names the claims that the kubelet counts as
+prepared, or is about to prepare, with the pods that use them and the devices that drivers answered.
+Source of the facts: kubelet 1.36.3, pkg/kubelet/cm/dra/state (checkpoint.go, checkpointer.go,
+state.go) and claiminfo.go, and a Go program that wrote the samples in the tests.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+import zlib
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Final
+
+from deviceplugin.testing.checkpoint import CorruptCheckpointError
+
+__all__ = ["FILE_NAME", "DevicesOfClaim", "PreparedDevice", "from_json", "read_or_create", "to_json", "write"]
+
+FILE_NAME: Final = "dra_manager_state"
+
+_ESCAPES: Final = {"<": "\\u003c", ">": "\\u003e", "&": "\\u0026", "\u2028": "\\u2028", "\u2029": "\\u2029"}
+
+
+@dataclass(frozen=True, slots=True)
+class PreparedDevice:
+    """A device as a driver answered it. share: None where the driver sent none."""
+
+    requests: tuple[str, ...]
+    pool: str
+    device: str
+    cdi_ids: tuple[str, ...]
+    share: str | None
+
+
+@dataclass(slots=True)
+class DevicesOfClaim:
+    """What the kubelet remembers of a claim (ClaimInfo). prepared: not in the file."""
+
+    namespace: str
+    name: str
+    uid: str
+    drivers: dict[str, list[PreparedDevice]]
+    pods: set[str] = field(default_factory=set)
+    prepared: bool = False
+
+
+def to_json(claims: Iterable[DevicesOfClaim] | None) -> bytes:
+    """Return the contents of the file; None stands for Go's nil, which the kubelet's first start writes."""
+    listed = None if claims is None else [_claim(claim) for claim in claims]
+    data = _dump(
+        {"kind": "DRACheckpoint", "apiVersion": "checkpoint.dra.kubelet.k8s.io/v1", "ClaimInfoStateList": listed}
+    )
+    return _dump({"Data": data, "Checksum": zlib.crc32(data.encode())}).encode()
+
+
+def from_json(blob: bytes | str) -> list[DevicesOfClaim]:
+    """Read a file's contents.
+
+    Raises:
+        CorruptCheckpointError: the checksum does not fit.
+        ValueError: this is no claim state.
+
+    """
+    try:
+        document = json.loads(blob)
+        data, expected = document["Data"], document["Checksum"]
+        if zlib.crc32(data.encode()) != expected:
+            raise CorruptCheckpointError(f"the checksum of the claim state is not {expected}")
+        return [_read(entry) for entry in json.loads(data)["ClaimInfoStateList"] or ()]
+    except (KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"not a claim state: {error!r}") from error
+
+
+def read_or_create(root: Path) -> list[DevicesOfClaim]:
+    """Read the file in a kubelet's root directory, or make an empty one (checkpointer.GetOrCreate).
+
+    Raises:
+        CorruptCheckpointError, ValueError: the file is damaged; a kubelet does not start then.
+
+    """
+    try:
+        return from_json((root / FILE_NAME).read_bytes())
+    except FileNotFoundError:
+        _replace(root / FILE_NAME, to_json(None))
+        return []
+
+
+def write(root: Path, claims: Iterable[DevicesOfClaim]) -> None:
+    """Replace the file in one step (claimInfoCache.syncToCheckpoint)."""
+    _replace(root / FILE_NAME, to_json(claims))
+
+
+def _claim(claim: DevicesOfClaim) -> dict[str, Any]:
+    return {
+        "ClaimUID": claim.uid,
+        "ClaimName": claim.name,
+        "Namespace": claim.namespace,
+        "PodUIDs": {uid: {} for uid in sorted(claim.pods)},
+        "DriverState": {
+            driver: {"Devices": [_device(device) for device in devices] or None}
+            for driver, devices in sorted(claim.drivers.items())
+        },
+    }
+
+
+def _device(device: PreparedDevice) -> dict[str, Any]:
+    return {
+        "PoolName": device.pool,
+        "DeviceName": device.device,
+        "ShareID": device.share,
+        "RequestNames": list(device.requests) or None,
+        "CDIDeviceIDs": list(device.cdi_ids) or None,
+    }
+
+
+def _read(entry: dict[str, Any]) -> DevicesOfClaim:
+    drivers = {
+        driver: [
+            PreparedDevice(
+                tuple(one["RequestNames"] or ()),
+                one["PoolName"],
+                one["DeviceName"],
+                tuple(one["CDIDeviceIDs"] or ()),
+                one["ShareID"],
+            )
+            for one in state["Devices"] or ()
+        ]
+        for driver, state in (entry["DriverState"] or {}).items()
+    }
+    return DevicesOfClaim(
+        entry["Namespace"], entry["ClaimName"], entry["ClaimUID"], drivers, set(entry["PodUIDs"] or ())
+    )
+
+
+def _dump(document: Any) -> str:
+    text = json.dumps(document, separators=(",", ":"), ensure_ascii=False)
+    for char, escape in _ESCAPES.items():
+        text = text.replace(char, escape)
+    return text
+
+
+def _replace(path: Path, blob: bytes) -> None:
+    descriptor, name = tempfile.mkstemp(prefix=".", dir=path.parent)
+    try:
+        with os.fdopen(descriptor, "wb") as file:
+            file.write(blob)
+        Path(name).replace(path)
+    except BaseException:
+        Path(name).unlink(missing_ok=True)
+        raise

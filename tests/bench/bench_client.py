@@ -1,0 +1,61 @@
+"""The API client: what it takes of memory beside the rest of the bridge, and how long a GET lasts.
+
+`python -m tests.bench client` runs it. The client is a process of its own (this module as a
+program), the server the fake one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import statistics
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import NamedTuple
+
+GETS = 500
+
+
+class Measured(NamedTuple):
+    """resident: bytes, with all modules of the bridge. seconds: median of a GET of one Node."""
+
+    resident: float
+    seconds: float
+
+
+def client(url: str) -> None:
+    """Be the client: print what was measured."""
+    import dra_bridge.agent  # noqa: F401
+    from dra_bridge.cluster import NODES, Cluster
+
+    async def gets() -> list[float]:
+        async with Cluster.from_server(url) as cluster:
+            times = []
+            for _ in range(GETS):
+                began = time.perf_counter()
+                await cluster.get(NODES, "n1")
+                times.append(time.perf_counter() - began)
+            return times
+
+    times = asyncio.run(gets())
+    status = Path("/proc/self/status").read_text().splitlines()
+    resident = next(int(line.split()[1]) * 1024 for line in status if line.startswith("VmRSS:"))
+    print(resident, statistics.median(times))
+
+
+def measure() -> Measured:
+    """Run the client against a fake API server."""
+    from dra_bridge.testing.apiserver import FakeApiServer
+
+    with FakeApiServer() as server:
+        labels = {f"example.com/label-{n}": "x" * 30 for n in range(40)}
+        server.create({"apiVersion": "v1", "kind": "Node", "metadata": {"name": "n1", "labels": labels}})
+        command = [sys.executable, "-m", "tests.bench.bench_client", server.url]
+        done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=120)
+    resident, seconds = map(float, done.stdout.split())
+    return Measured(resident, seconds)
+
+
+if __name__ == "__main__":
+    client(sys.argv[1])

@@ -1,0 +1,1150 @@
+"""No device has two holders, whatever kubelet, API server, runtime or operator do; the kernel's locks tell.
+
+See ``tests.cluster.locks`` for how an overlap is noticed. In most scenarios resource a has devices that pods hold and
+that are asked for by claims (TO_DRA), resource b the other way round (TO_PLUGIN), and a pod waits for each: whoever
+gives a device away too soon gives it to that one. With CLUSTER_LONG in the environment all combinations run, else some.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+import uuid
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.cluster import build, isolate, locks, matrix
+from tests.cluster.api import ApiError
+from tests.cluster.bridge import Bridge, ClaimPod
+from tests.cluster.conftest import Shared
+from tests.cluster.node import (
+    COMPONENTS,
+    DEVICE_PLUGINS,
+    KUBELET_DIRECTORY,
+    POD_RESOURCES_SOCKET,
+    Cluster,
+    ClusterError,
+    ClusterTimeout,
+    Pod,
+)
+
+LIMIT = 30.0
+"""Seconds in which a device moves at the most; what is good is judged elsewhere."""
+CHECKPOINT = DEVICE_PLUGINS / "kubelet_internal_checkpoint"
+CDI = Path("/var/run/cdi")
+
+LONG = bool(os.environ.get("CLUSTER_LONG"))
+long = pytest.mark.skipif(not LONG, reason="CLUSTER_LONG is not set")
+
+
+# --- one scenario ----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Row:
+    scenario: str
+    before: int
+    after: int
+    overlaps: int
+    released: int
+    seconds: str
+
+    def cells(self) -> list[str]:
+        return [self.scenario, str(self.before), str(self.after), str(self.overlaps), str(self.released), self.seconds]
+
+
+class Agents(Bridge):
+    """`dra-bridge run` and `deviceplugin run` of one config file, both with a `released` hook that tries the locks."""
+
+    def command(self) -> list[str]:
+        return [sys.executable, "-m", "tests.cluster.locks", "bridge", "--config", str(self.config)]
+
+    def start_plugin(self) -> subprocess.Popen[bytes]:
+        """Start `deviceplugin run`, whatever else runs."""
+        log = self.cluster.logs / f"plugin-{time.monotonic_ns()}.log"
+        self._logs.append(log)
+        command = [sys.executable, "-m", "tests.cluster.locks", "plugin", "--config", str(self.config)]
+        with log.open("wb") as output:
+            return subprocess.Popen(
+                [*command, "--log-level", "debug"], stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT
+            )
+
+
+class Scene:
+    """The devices, agents and pods of one scenario, and what became of them."""
+
+    def __init__(self, cluster: Cluster, name: str) -> None:
+        self.cluster = cluster
+        self.name = name
+        self.before = 0
+        self.after: int | None = None
+        self.seconds: list[float] = []
+        self.stack = contextlib.ExitStack()
+        self.waiting: dict[str, dict[str, Any]] = {}
+        """The manifests of pods that wait for a device; one that the kubelet refuses is made again."""
+        self._minors = iter(range(1, 256))
+        self._checked = 0.0
+
+    # Devices and agents.
+
+    def nodes(self, directory: str, count: int) -> list[str]:
+        """Make device nodes; return their keys."""
+        return [
+            locks.make_node(locks.NODES / directory / f"{directory}{number}", next(self._minors))
+            for number in range(count)
+        ]
+
+    def serve(self, *resources: Mapping[str, Any]) -> Agents:
+        """Start the agent; it is gone at the end, and everything that it served before."""
+        self.agents = self.stack.enter_context(Agents.running(self.cluster, *resources))
+        self.stack.callback(self.restore)
+        for name in self.agents.classes:
+            self.agents.template(name.rpartition("/")[2], self.agents.one(resource=name))
+        return self.agents
+
+    @contextlib.contextmanager
+    def agent_killed(self, agent: str) -> Iterator[None]:
+        """Have the agent killed before, and started after, if that is asked for."""
+        if agent == "killed":
+            self.agents.kill()
+        yield
+        if agent == "killed":
+            self.agents.start()
+            self.agents.wait_registered()
+
+    def states(self, resource: str) -> Counter[str]:
+        """Return how many devices of a resource are in which state, as the agent tells on its slice."""
+        driver = next(str(one["driver"]) for one in self.agents.resources if one["name"] == named(resource))
+        for one in self.agents.slices(driver):
+            text = (one["metadata"].get("annotations") or {}).get(f"{driver}/handover")
+            if text and (told := json.loads(text)["resources"].get(named(resource))):
+                return Counter(device["state"] for device in told["devices"].values() if not device.get("gone"))
+        return Counter()
+
+    def wait_states(self, resource: str, timeout: float = LIMIT, **wanted: int) -> None:
+        """Wait until so many devices of a resource are in these states (to_dra for to-dra)."""
+        expected = Counter({state.replace("_", "-"): count for state, count in wanted.items()})
+        self.cluster.wait_for(lambda: self.states(resource) == expected, timeout, f"{resource}: {dict(expected)}")
+
+    def share(self, **shares: str | int) -> None:
+        """Ask for shares by the config file."""
+        for index, resource in enumerate(self.agents.resources):
+            letter = str(resource["name"]).rpartition("/")[2]
+            if letter in shares:
+                self.agents.resources[index] = {**resource, "dra": {"share": shares[letter]}}
+        self.agents.write()
+
+    # Pods.
+
+    def make(self, manifest: Mapping[str, Any]) -> Pod:
+        """Create a pod."""
+        created = self.cluster.api.create(manifest)
+        return ClaimPod(self.cluster, created) if created["spec"].get("resourceClaims") else Pod(self.cluster, created)
+
+    def pod(self, name: str, resource: str, **spec: Any) -> Pod:
+        """Start a pod that gets a device by its limits."""
+        return self.make(plain(name, resource, **spec))
+
+    def claimer(self, name: str, resource: str, **spec: Any) -> Pod:
+        """Start a pod that gets a device by a claim."""
+        return self.make(claimer(name, resource, **spec))
+
+    def wait(self, manifest: Mapping[str, Any]) -> None:
+        """Start a pod for which there is no device now."""
+        name = manifest["metadata"]["name"]
+        self.waiting[name] = dict(manifest)
+        self.make(manifest).wait_unschedulable()
+
+    def running(self, *pods: Pod) -> None:
+        """Wait until these run, with a lock each."""
+        for pod in pods:
+            pod.wait_running()
+        self.cluster.wait_for(lambda: {one.uid for one in pods} <= {one.uid for one in locks.holders()}, 10, "locks")
+
+    def key(self, pod: Pod) -> str:
+        """Return the key of the device that a pod has locked."""
+        return next(one.key for one in locks.holders() if one.uid == pod.uid)
+
+    def both(self, **spec: Any) -> tuple[list[Pod], list[Pod]]:
+        """Have two devices held and waiting in TO_DRA (a), two in TO_PLUGIN (b), and a pod waiting for each kind."""
+        self.nodes("a", 2)
+        self.nodes("b", 2)
+        self.serve(resource("a", "none"), resource("b", "all"))
+        self.cluster.wait_allocatable(named("a"), 2)
+        self.agents.wait_offered(2, "b.example.net")
+        plains = [self.pod(f"a{number}", "a", **spec) for number in range(2)]
+        claimers = [self.claimer(f"b{number}", "b", **spec) for number in range(2)]
+        self.running(*plains, *claimers)
+        self.share(a="all", b="none")
+        self.wait_states("a", to_dra=2)
+        self.wait_states("b", to_plugin=2)
+        self.wait(claimer("wants-a", "a"))
+        self.wait(plain("wants-b", "b"))
+        self.before = len(locks.holders())
+        assert self.before == 4
+        return plains, claimers
+
+    def one_each(self) -> list[Pod]:
+        """Have a device held by a pod (a) and another by a claim (b), at rest."""
+        self.nodes("a", 1)
+        self.nodes("b", 1)
+        self.serve(resource("a", "none"), resource("b", "all"))
+        self.cluster.wait_allocatable(named("a"), 1)
+        self.agents.wait_offered(1, "b.example.net")
+        pods = [self.pod("a0", "a"), self.claimer("b0", "b")]
+        self.running(*pods)
+        return pods
+
+    def freeze(self, pod: Pod) -> None:
+        """Have a pod's shim hang, so that the runtime can end nothing of it."""
+        for shim in {locks.parent(pid) for pid in locks.pids(pod.uid)}:
+            os.kill(shim, signal.SIGSTOP)
+
+    def restore(self) -> None:
+        """Start again what was stopped, so that the pods can end."""
+        for name in COMPONENTS:
+            if not self.cluster.components[name].running:
+                self.cluster.start_component(name)
+        self.thaw()
+
+    def thaw(self) -> None:
+        """Let all shims go on."""
+        for pid, _ in locks.containers():
+            os.kill(locks.parent(pid), signal.SIGCONT)
+
+    def end_static(self, manifest: Path, uid: str) -> None:
+        """End a static pod at once."""
+        manifest.unlink(missing_ok=True)
+
+        def ended() -> bool:
+            for pid in locks.pids(uid):
+                os.kill(pid, signal.SIGKILL)
+            return not any(pod.name.startswith(manifest.stem) for pod in self.cluster.pods("default"))
+
+        self.cluster.wait_for(ended, 60, "the static pod has ended")
+
+    # What is seen.
+
+    def overlaps(self) -> list[str]:
+        """Return containers that did not get the lock of a device that they have."""
+        return [f"{one.pod}/{one.container}: {one.key}" for one in locks.notes() if one.what == "failed"]
+
+    def released(self) -> list[str]:
+        """Return calls of `released` for a device whose lock was held."""
+        return [f"{one.container}: {one.key}" for one in locks.notes() if one.what == "held"]
+
+    def check(self) -> None:
+        """Fail if a device had two holders by now."""
+        assert not self.overlaps(), f"holders now: {[(one.key, one.pod) for one in locks.holders()]}"
+
+    def observe(self, seconds: float) -> None:
+        """Look on for so long, twice that with CLUSTER_LONG; it is how long the scenario lasts, not a wait."""
+        deadline = time.monotonic() + (2 * seconds if LONG else seconds)
+        while time.monotonic() < deadline:
+            self.check()
+            with contextlib.suppress(ApiError, OSError, ClusterError):
+                self.urge()
+            time.sleep(0.2)
+        self.check()
+
+    def urge(self) -> None:
+        """Make pods again that the kubelet has refused, and have it try again what it could not prepare.
+
+        A kubelet that has lost its checkpoint lets pods run without a device until the plugin is registered again.
+        """
+        without = {one.uid for one in locks.notes() if one.what == "without"}
+        for name, manifest in self.waiting.items():
+            found = self.cluster.pod(name)
+            if found.phase == "Failed" or found.uid in without:
+                found.delete(0)
+                found.wait_gone()
+                self.make(manifest)
+            elif "resourceClaims" in manifest["spec"]:
+                # Any change makes the kubelet try again at once; its own Events are rate limited and do not tell.
+                annotations = {"retry": str(int(time.monotonic()))}
+                self.cluster.api.patch("Pod", name, {"metadata": {"annotations": annotations}})
+
+    def handed_on(self, end: Callable[[], object], old: Iterable[str], *new: str, limit: float = LIMIT) -> None:
+        """End holders (their pods' UIDs) and wait until waiting pods have got the devices; note how long it took."""
+        uids = set(old)
+        keys = {one.key for one in locks.notes() if one.what == "got" and one.uid in uids}
+        end()
+        self.cluster.wait_for(lambda: not any(map(locks.pids, uids)), LIMIT, "the containers have ended")
+        ended = time.clock_gettime(time.CLOCK_BOOTTIME)
+
+        def got() -> bool:
+            self.check()
+            with contextlib.suppress(ApiError, OSError, ClusterError):
+                self.urge()
+            times.update((one.pod, one.at) for one in locks.notes() if one.what == "got" and one.key in keys)
+            return times.keys() >= set(new)
+
+        times: dict[str, float] = {}
+        try:
+            self.cluster.wait_for(got, limit, f"{', '.join(new)} have got what was held")
+        except ClusterTimeout as error:
+            offered = [self.agents.offered(driver) for driver in self.agents.drivers]
+            explained = "\n".join(self.cluster.pod(name).explain() for name in new)
+            raise ClusterTimeout(f"{error}\nslices: {offered}\n{explained}") from None
+        for name in new:
+            self.waiting.pop(name, None)
+        self.seconds.append(max(0.0, max(times[name] for name in new) - ended))
+
+    def handed_to_anybody(self, pod: Pod, limit: float = LIMIT) -> None:
+        """Delete a pod and wait until any other one has got its device."""
+        uid, key = pod.uid, self.key(pod)
+        pod.delete()
+        self.cluster.wait_for(lambda: not locks.pids(uid), LIMIT, "the container has ended")
+
+        def got() -> bool:
+            self.check()
+            with contextlib.suppress(ApiError, OSError, ClusterError):
+                self.urge()
+            return any(one.key == key for one in locks.holders())
+
+        self.cluster.wait_for(got, limit, "somebody has got what was held")
+        self.check()
+
+    def end_one_of_each(self, plains: list[Pod], claimers: list[Pod]) -> None:
+        """Delete a pod of each kind: its device goes to the pod that waits, within the limit."""
+        for pods, wants in ((plains, "wants-a"), (claimers, "wants-b")):
+            if pods:
+                self.handed_on(pods[0].delete, [pods[0].uid], wants)
+
+    def row(self) -> Row:
+        """Return what is told of it."""
+        after = self.after if self.after is not None else len(locks.holders())
+        seconds = " ".join(f"{one:.1f}" for one in self.seconds) or "-"
+        return Row(self.name, self.before, after, len(self.overlaps()), len(self.released()), seconds)
+
+
+def named(letter: str) -> str:
+    return f"example.net/{letter}"
+
+
+def resource(letter: str, share: str | int, **more: Any) -> dict[str, Any]:
+    return {
+        "name": named(letter),
+        "driver": f"{letter}.example.net",
+        "devices": [{"path": f"{locks.NODES}/{letter}/*"}],
+        "dra": {"share": share},
+        **more,
+    }
+
+
+def plain(name: str, resource: str, *, ignores_term: bool = False, **spec: Any) -> dict[str, Any]:
+    return locks.pod(name, locks.container(limits={named(resource): 1}, ignores_term=ignores_term), **spec)
+
+
+def claimer(name: str, resource: str, *, ignores_term: bool = False, **spec: Any) -> dict[str, Any]:
+    main = locks.container(claims=["device"], ignores_term=ignores_term)
+    return locks.pod(name, main, claims={"device": {"resourceClaimTemplateName": resource}}, **spec)
+
+
+@pytest.fixture(scope="module")
+def rows(shared_cluster: Shared, request: pytest.FixtureRequest) -> Iterator[list[Row]]:
+    """The table of all scenarios, printed when the last one is over."""
+    found: list[Row] = []
+    yield found
+    shared_cluster.stop()  # after a restored etcd some of its parts watch at positions of the future
+    version = build.default_version()
+    table = [[name, version, *cells] for name, *cells in (row.cells() for row in found)]
+    with request.config.pluginmanager.getplugin("capturemanager").global_and_fixture_disabled():
+        print(f"\n\n{matrix.markdown([matrix.HEAD, *table])}")
+
+
+@pytest.fixture
+def scene(
+    cluster: Cluster,
+    rows: list[Row],
+    request: pytest.FixtureRequest,
+    record_property: Callable[[str, object], None],
+) -> Iterator[Scene]:
+    locks.prepare()
+    made = Scene(cluster, request.node.name.removeprefix("test_"))
+    row: Row | None = None
+    with made.stack:
+        try:
+            yield made
+        finally:
+            row = made.row()
+            rows.append(row)
+            record_property("holders", json.dumps(row.cells()))
+    assert (row.released, row.overlaps) == (0, 0), (made.released(), made.overlaps())
+
+
+# --- faults ----------------------------------------------------------------------------------------------------------
+
+
+def restart_kubelet(cluster: Cluster, how: str) -> None:
+    """End the kubelet in one of the ways and start it again."""
+    if how == "sigterm":
+        cluster.stop_kubelet()
+    else:
+        cluster.kill("kubelet")
+    if how == "checkpoint":
+        CHECKPOINT.unlink()
+    cluster.start_kubelet()
+
+
+def start_api_server(cluster: Cluster) -> None:
+    """Start the API server again and wait until a new pod can run."""
+    cluster.start_apiserver()
+    for name in ("kube-controller-manager", "kube-scheduler"):
+        cluster.kill(name)  # these and the kubelet wait for up to a minute before they connect again
+        cluster.start_component(name)
+    cluster.start_pod("canary").wait_running()
+
+
+KUBELET = [
+    pytest.param(how, api, agent, marks=() if (how, api, agent) in often else long, id=f"{how}-{api}-{agent}")
+    for often in [{("sigterm", "up", "kept"), ("sigkill", "down", "killed"), ("checkpoint", "up", "kept")}]
+    for how in ("sigterm", "sigkill", "checkpoint")
+    for api in ("up", "down", "minute")
+    for agent in ("kept", "killed")
+]
+
+
+@pytest.mark.parametrize(("how", "api", "agent"), KUBELET)
+def test_kubelet_restarts(scene: Scene, how: str, api: str, agent: str) -> None:
+    """Held devices on their way to either side stay with their holders while the kubelet is restarted."""
+    plains, claimers = scene.both()
+    cluster = scene.cluster
+    if api != "up":
+        cluster.stop_apiserver()
+    with scene.agent_killed(agent):
+        restart_kubelet(cluster, how)
+    if api != "up":
+        scene.observe(30 if api == "minute" else 3)
+        start_api_server(cluster)
+    # Unknown is not to become "nobody" with time.
+    scene.observe(18 if how == "checkpoint" and LONG else 5)
+    # A kubelet that has lost its checkpoint admits running pods anew, and fails them: their devices are Unhealthy.
+    if failed := [pod.uid for pod in plains if not locks.pids(pod.uid)]:
+        assert how == "checkpoint"
+        scene.handed_on(lambda: None, failed, "wants-a")
+        plains = []
+    scene.end_one_of_each(plains, claimers)
+
+
+@pytest.mark.parametrize("agent", ["kept", pytest.param("killed", marks=long)])
+def test_checkpoint_is_lost_at_rest(scene: Scene, agent: str) -> None:
+    """A device that the kubelet has forgotten with its checkpoint goes to no other pod while its container runs."""
+    scene.nodes("a", 2)
+    scene.serve(resource("a", "none"))
+    scene.cluster.wait_allocatable(named("a"), 2)
+    pods = [scene.pod(f"a{number}", "a") for number in range(2)]
+    scene.running(*pods)
+    wanting = ["wants-0", "wants-1"]
+    for name in wanting:
+        scene.wait(plain(name, "a"))
+    scene.before = len(locks.holders())
+    with scene.agent_killed(agent):
+        restart_kubelet(scene.cluster, "checkpoint")
+    scene.observe(5)
+
+    def end() -> None:
+        for pod in pods:
+            pod.delete()
+
+    # Both: the scheduler goes on counting a pod whose device the kubelet has forgotten.
+    scene.handed_on(end, [pod.uid for pod in pods], *wanting)
+
+
+# --- containers that outlive their pods ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("agent", ["kept", pytest.param("killed", marks=long)])
+def test_containers_outlive_their_pods(scene: Scene, agent: str) -> None:
+    """Containers that the runtime cannot end keep their devices after their pods were deleted by force."""
+    plains, claimers = scene.both()
+    ending = [plains[0], claimers[0]]
+    for pod in ending:
+        scene.freeze(pod)
+        pod.delete(0)
+        pod.wait_gone()
+    with scene.agent_killed(agent):
+        pass
+    scene.observe(8)
+    scene.handed_on(scene.thaw, [pod.uid for pod in ending], "wants-a", "wants-b")
+
+
+@pytest.mark.parametrize("agent", ["kept", pytest.param("killed", marks=long)])
+def test_containers_outlive_their_pods_at_rest(scene: Scene, agent: str) -> None:
+    """Without any move, a device goes to no other user of its side while a container of a deleted pod has it."""
+    pods = scene.one_each()
+    scene.wait(plain("wants-a", "a"))
+    scene.wait(claimer("wants-b", "b"))
+    scene.before = len(locks.holders())
+    for pod in pods:
+        scene.freeze(pod)
+        pod.delete(0)
+        pod.wait_gone()
+    with scene.agent_killed(agent):
+        pass
+    scene.observe(8)
+    scene.handed_on(scene.thaw, [pod.uid for pod in pods], "wants-a", "wants-b", limit=60)
+
+
+@long
+@pytest.mark.parametrize("agent", ["kept", "killed"])
+def test_second_pod_of_a_claim_is_forgotten(scene: Scene, agent: str) -> None:
+    """A pod that joined a claim and outlives its forced deletion keeps the device after the claim's first pod ended."""
+    scene.nodes("b", 1)
+    scene.serve(resource("b", "all"))
+    scene.agents.wait_offered(1)
+    scene.agents.claim("mine")
+
+    def user(name: str) -> dict[str, Any]:
+        return locks.pod(name, locks.container(claims=["device"]), claims={"device": {"resourceClaimName": "mine"}})
+
+    first = scene.make(user("first"))
+    scene.running(first)
+    joining = user("second")
+    main = joining["spec"]["containers"][0]
+    main["command"] = [part.replace("flock -n", "flock") for part in main["command"]]  # it gets the lock after first
+    with scene.agent_killed(agent):
+        second = scene.make(joining)
+        second.wait_running()
+        scene.freeze(second)
+        second.delete(0)
+        second.wait_gone()
+        state = KUBELET_DIRECTORY / "dra_manager_state"
+        scene.cluster.wait_for(lambda: second.uid not in state.read_text(), 90, "the kubelet forgets the second pod")
+    scene.agents.wait_registered()
+    scene.before = len(locks.holders())
+    scene.wait(claimer("wants-b", "b"))
+    first.delete()
+    scene.cluster.wait_for(lambda: second.uid in {one.uid for one in locks.holders()}, LIMIT, "the second has the lock")
+    scene.cluster.delete("ResourceClaim", "mine")
+    scene.observe(15)
+    scene.handed_on(scene.thaw, [second.uid], "wants-b", limit=120)
+
+
+# --- agents that follow each other -----------------------------------------------------------------------------------
+
+
+def one_of_each(scene: Scene) -> tuple[Pod, Pod]:
+    """Have a pod and a claim hold the two devices of resource a."""
+    scene.nodes("a", 2)
+    scene.serve(resource("a", 1))
+    scene.cluster.wait_allocatable(named("a"), 1)
+    scene.agents.wait_offered(1)
+    pod, user = scene.pod("plain", "a"), scene.claimer("user", "a")
+    scene.running(pod, user)
+    scene.before = len(locks.holders())
+    return pod, user
+
+
+@pytest.mark.parametrize("how", ["overlapping", pytest.param("killed", marks=long)])
+def test_plugin_follows_bridge(scene: Scene, how: str) -> None:
+    """`deviceplugin run` after `dra-bridge run`, and back: nobody gets what pods or running claims hold."""
+    scene.nodes("a", 3)
+    scene.serve(resource("a", 2))
+    agents = scene.agents
+    scene.cluster.wait_allocatable(named("a"), 1)
+    agents.wait_offered(2)
+    pod, user = scene.pod("plain", "a"), scene.claimer("user", "a")
+    scene.running(pod, user)
+    scene.wait(plain("wants-plain", "a"))
+
+    def late() -> None:
+        """A claim comes to be held when the plugin has begun already."""
+        scene.running(scene.claimer("late", "a"))
+        scene.before = len(locks.holders())
+
+    if how == "killed":
+        late()
+        agents.kill()
+    plugin = agents.start_plugin()
+    scene.stack.callback(plugin.kill)
+    if how == "overlapping":
+        scene.cluster.wait_for(lambda: "waiting for it to go" in agents.log(), LIMIT, "the plugin waits")
+        late()
+        agents.stop()
+    scene.observe(6)
+    assert plugin.poll() is None
+    scene.share(a="all")
+    if how == "killed":
+        plugin.kill()
+        plugin.wait()
+    agents.start()
+    agents.wait_registered()
+    if how == "overlapping":
+        scene.cluster.wait_for(lambda: "waiting for it to go" in agents.log(), LIMIT, "the bridge waits")
+        plugin.terminate()
+        plugin.wait(20)
+    # With nothing on the plugin's side, a pod with limits is served by claims too.
+    del scene.waiting["wants-plain"]
+    scene.cluster.pod("wants-plain").delete(0)
+    scene.wait(claimer("wants-claim", "a"))
+    scene.observe(5)
+    scene.handed_on(pod.delete, [pod.uid], "wants-claim")
+
+
+def damage(how: str, driver: str) -> None:
+    """Do something to a driver's ledger."""
+    for file in (KUBELET_DIRECTORY / "plugins" / driver).glob("ledger.db*"):
+        if how == "removed":
+            file.unlink()
+        elif how == "zero":
+            os.truncate(file, 0)
+        elif how == "truncated":
+            os.truncate(file, file.stat().st_size // 2)
+        elif how == "garbage" and file.stat().st_size:
+            file.write_bytes(os.urandom(file.stat().st_size))
+
+
+LEDGER = [
+    pytest.param(how, successor, marks=() if (how, successor) in often else long, id=f"{how}-{successor}")
+    for often in [{("removed", "bridge"), ("zero", "plugin"), ("locked", "plugin"), ("garbage", "bridge")}]
+    for how in ("removed", "zero", "truncated", "garbage", "locked")
+    for successor in ("bridge", "plugin")
+]
+
+
+@pytest.mark.parametrize(("how", "successor"), LEDGER)
+def test_ledger_is_damaged(scene: Scene, how: str, successor: str) -> None:
+    """Whoever serves the devices next, without a ledger that can be read, gives nobody what others hold."""
+    pod, user = one_of_each(scene)
+    scene.wait(plain("wants-plain", "a"))
+    scene.wait(claimer("wants-claim", "a"))
+    former = scene.agents.process
+    assert former is not None
+    if how == "locked":  # it hangs, and keeps its lock
+        former.send_signal(signal.SIGSTOP)
+        scene.stack.callback(former.wait)
+        scene.stack.callback(former.kill)
+        scene.agents.process = None
+    else:
+        scene.agents.kill()
+        damage(how, "a.example.net")
+    if successor == "plugin":
+        plugin = scene.agents.start_plugin()
+        scene.stack.callback(plugin.kill)
+        scene.observe(5)
+        plugin.kill()
+        plugin.wait()
+    scene.agents.start()
+    scene.observe(5)
+    former.kill()
+    former.wait()
+    scene.agents.wait_registered()
+    scene.handed_on(pod.delete, [pod.uid], "wants-plain")
+    scene.handed_on(user.delete, [user.uid], "wants-claim")
+
+
+@pytest.mark.parametrize("how", ["reload", pytest.param("restart", marks=long)])
+def test_driver_is_renamed(scene: Scene, how: str) -> None:
+    """What claims of a former driver hold goes neither to pods nor to claims of the new one."""
+    pod, _ = one_of_each(scene)
+    before = scene.agents.resources[:]
+    scene.wait(plain("wants-plain", "a"))
+    if how == "restart":
+        scene.agents.kill()
+    scene.agents.resources[:] = [resource("a", 1, driver="renamed.example.net")]
+    scene.agents.write()
+    scene.agents._install()
+    if how == "restart":
+        scene.agents.start()
+    scene.agents.template("renamed", scene.agents.one())
+    scene.wait(claimer("wants-claim", "renamed"))
+    try:
+        scene.observe(6)
+        # Whichever side it is on now, one of the two gets it.
+        scene.handed_to_anybody(pod)
+    finally:
+        scene.after = len(locks.holders())
+        scene.agents.resources[:] = before  # what was prepared by the former name can be ended by it alone
+        scene.agents.write()
+        if how == "restart":
+            scene.agents.kill()
+            scene.agents.start()
+
+
+@pytest.mark.parametrize("share", ["none", "all"])
+def test_resource_and_driver_are_renamed(scene: Scene, share: str) -> None:
+    """A device that is held goes to nobody through a new resource and driver, under another id, until its pod ends."""
+    scene.nodes("a", 1)
+    agents = scene.serve(resource("a", share))
+    if share == "none":
+        scene.cluster.wait_allocatable(named("a"), 1)
+        holder = scene.pod("holder", "a")
+    else:
+        agents.wait_offered(1)
+        holder = scene.claimer("holder", "a")
+    scene.running(holder)
+    (locks.NODES / "links").mkdir()
+    (locks.NODES / "links" / "other").symlink_to(locks.NODES / "a" / "a0")
+    before = agents.resources[:]
+    agents.stop()
+    agents.resources[:] = [resource("c", "none", devices=[{"path": f"{locks.NODES}/links/*"}])]
+    agents.write()
+    agents._install()
+    agents.start()
+    scene.wait(plain("wants", "c"))
+    scene.observe(10)
+    assert [one.pod for one in locks.holders()] == ["holder"]
+    if share == "none":
+        scene.handed_on(holder.delete, [holder.uid], "wants")
+    else:  # the former driver alone can end the claim
+        agents.stop()
+        agents.resources[:] = before
+        agents.write()
+        agents.start()
+        scene.after = len(locks.holders())
+
+
+@pytest.mark.parametrize("how", ["resource", "node"])
+def test_plugin_alone_has_another_name_for_a_device(scene: Scene, how: str) -> None:
+    """What a pod holds is neither offered nor released by a plugin that starts with another resource or node name."""
+    scene.nodes("a", 2)
+    agents = scene.serve(resource("a", "none"))
+    agents.stop()
+    scene.cluster.wait_allocatable(named("a"), 0)
+    agents.resources[:] = [{"name": named("a"), "devices": [{"path": f"{locks.NODES}/a/*"}]}]
+    agents.write()
+    plugin = agents.start_plugin()
+    try:
+        scene.cluster.wait_allocatable(named("a"), 2)
+        holder = scene.pod("holder", "a")
+        scene.running(holder)
+        plugin.terminate()
+        plugin.wait(20)
+        held = scene.key(holder)
+        if how == "resource":
+            agents.resources[0]["name"] = named("c")
+            agents.write()
+        else:
+            node = next(one for one in (locks.NODES / "a").iterdir() if locks.key_of(one) == held)
+            node.rename(node.with_name("zed"))
+        plugin = agents.start_plugin()
+        wanted = "c" if how == "resource" else "a"
+        for name in ("wants-1", "wants-2"):
+            scene.waiting[name] = plain(name, wanted)
+            scene.make(scene.waiting[name])
+        scene.observe(15)
+        assert [one.pod for one in locks.holders() if one.key == held] == ["holder"]
+        scene.check()
+        scene.after = len(locks.holders())
+    finally:
+        plugin.kill()
+        plugin.wait()
+
+
+# --- kinds of pods and containers ------------------------------------------------------------------------------------
+
+
+def test_static_pod_ends_slowly(scene: Scene) -> None:
+    """A static pod whose manifest is removed keeps its device until its container has ended, which ignores SIGTERM."""
+    scene.nodes("a", 1)
+    manifest = scene.cluster.directory / "static" / "slow.json"
+    manifest.parent.mkdir(exist_ok=True)
+    scene.cluster.kubelet_config["staticPodPath"] = str(manifest.parent)
+    scene.cluster.restart_kubelet()
+    scene.serve(resource("a", "none"))
+    scene.cluster.wait_allocatable(named("a"), 1)
+    body = plain("slow", "a", ignores_term=True, terminationGracePeriodSeconds=60)
+    manifest.with_suffix(".new").write_text(json.dumps(body))
+    manifest.with_suffix(".new").rename(manifest)
+    scene.cluster.wait_for(locks.holders, LIMIT, "the static pod runs")
+    (holder,) = locks.holders()
+    scene.stack.callback(scene.end_static, manifest, holder.uid)
+    scene.before = 1
+    manifest.unlink()
+    scene.share(a="all")
+    scene.wait(claimer("wants-a", "a"))
+    scene.observe(5)
+    scene.handed_on(lambda: os.kill(holder.pid, signal.SIGKILL), [holder.uid], "wants-a")
+
+
+@pytest.mark.parametrize("agent", ["kept", pytest.param("killed", marks=long)])
+def test_init_containers_and_sidecars(scene: Scene, agent: str) -> None:
+    """An init container named like an earlier pod's container is a holder of its own; so is a sidecar."""
+    scene.nodes("a", 1)
+    scene.nodes("b", 1)
+    scene.serve(resource("a", "none"), resource("b", "none"))
+    for letter in "ab":
+        scene.cluster.wait_allocatable(named(letter), 1)
+    first = scene.pod("first", "a")
+    side = locks.container("side", {named("b"): 1}, restartPolicy="Always")
+    sidecar = scene.make(locks.pod("sidecar", locks.container("main"), initContainers=[side]))
+    scene.running(first, sidecar)
+    first.delete()
+    first.wait_gone()
+    init = locks.container("main", {named("a"): 1})
+    second = scene.make(locks.pod("second", locks.container("later"), initContainers=[init]))
+    scene.cluster.wait_for(lambda: any(one.uid == second.uid for one in locks.holders()), LIMIT, "init runs")
+    scene.before = len(locks.holders())
+    scene.share(a="all", b="all")
+    scene.wait(claimer("wants-a", "a"))
+    scene.wait(claimer("wants-b", "b"))
+    with scene.agent_killed(agent):
+        scene.observe(2 if agent == "killed" else 13)
+        scene.cluster.restart_kubelet()
+    scene.observe(4)
+    scene.handed_on(sidecar.delete, [sidecar.uid], "wants-b")
+    scene.handed_on(second.delete, [second.uid], "wants-a")
+
+
+@pytest.mark.parametrize("agent", [pytest.param("kept", marks=long), "killed"])
+def test_network_is_not_ready(scene: Scene, agent: str) -> None:
+    """An init container of an admitted pod holds its device before the node's network is ready: it has no sandbox, no
+    pod directory and no cgroup, and PodResources List does not name it.
+    """
+    scene.nodes("a", 1)
+    scene.serve(resource("a", "none"))
+    scene.cluster.wait_allocatable(named("a"), 1)
+    cni = scene.cluster.directory / "cni" / "10-pods.conflist"
+    text = cni.read_text()
+    cni.unlink()
+    scene.stack.callback(cni.write_text, text)  # containerd reads again what is written, not what is renamed
+    scene.cluster.wait_for(lambda: not scene.cluster.ready(), 60, "the node is not ready")
+    tolerate: dict[str, Any] = {"tolerations": [{"operator": "Exists"}]}
+    since = time.clock_gettime(time.CLOCK_BOOTTIME)
+    init = [locks.container("init", {named("a"): 1})]
+    spec = {"nodeName": scene.cluster.node_name, **tolerate}
+    pod = scene.make(locks.pod("admitted", locks.container(), initContainers=init, **spec))
+    key = locks.key_of(locks.NODES / "a" / "a0")
+    scene.cluster.wait_for(lambda: pod.uid in CHECKPOINT.read_text(), LIMIT, "the pod is admitted")
+    scene.share(a="all")
+    scene.wait(claimer("wants-a", "a", hostNetwork=True, **tolerate))
+    with scene.agent_killed(agent):
+        pass
+    scene.observe(12)
+    cni.write_text(text)
+    scene.cluster.wait_for(lambda: any(one.uid == pod.uid for one in locks.notes()), 60, "the init container runs")
+    scene.check()
+    scene.before = len(locks.holders())
+    wiped = [one for one in locks.notes() if one.what in ("free", "held") and one.key == key and one.at > since]
+    assert not wiped, "`released` was called for the device of an admitted pod"
+    scene.handed_on(pod.delete, [pod.uid], "wants-a")
+
+
+def test_claim_loses_its_finalizers(scene: Scene) -> None:
+    """A claim that is deleted while its pod runs keeps its device, through restarts of agent and kubelet."""
+    scene.nodes("b", 1)
+    scene.serve(resource("b", "all"))
+    scene.agents.wait_offered(1)
+    scene.agents.claim("mine")
+    mine = locks.pod("user", locks.container(claims=["device"]), claims={"device": {"resourceClaimName": "mine"}})
+    user = scene.make(mine)
+    scene.running(user)
+    scene.before = len(locks.holders())
+    scene.wait(plain("wants-plain", "b"))
+    scene.cluster.api.patch(
+        "ResourceClaim", "mine", {"metadata": {"finalizers": None}}, api_version=scene.agents.api_version
+    )
+    scene.cluster.delete("ResourceClaim", "mine")
+    scene.waiting["wants-claim"] = claimer("wants-claim", "b")
+    scene.make(scene.waiting["wants-claim"])
+    scene.observe(1)
+    # The agent asks as soon as the kubelet answers, which then knows no pod yet.
+    scene.agents.kill()
+    scene.cluster.stop_kubelet()
+    scene.agents.start()
+    scene.cluster.start_kubelet()
+    scene.observe(11)
+    scene.share(b="none")
+    scene.observe(3)
+    scene.share(b="all")
+    # The scheduler took the device for free when the claim was gone, and allocated it to either of the two.
+    scene.handed_to_anybody(user, limit=60)
+
+
+# --- names of devices ------------------------------------------------------------------------------------------------
+
+
+def test_aliases_of_a_node(scene: Scene) -> None:
+    """However a device is called, before and after its links change, it has one holder."""
+    directory = locks.NODES
+
+    def link(path: str, target: str) -> None:
+        (directory / path).parent.mkdir(parents=True, exist_ok=True)
+        new = directory / "new"
+        new.symlink_to(directory / target)
+        new.rename(directory / path)
+
+    scene.nodes("targets", 3)
+    scene.nodes("s", 1)
+    scene.nodes("t", 1)
+    link("r/x", "targets/targets0")
+    link("w/l0", "targets/targets1")
+    link("w/l1", "targets/targets2")
+    same = {"driver": "alias.example.net"}
+    scene.serve(
+        *(resource(letter, "none", **same) for letter in "rswt"),
+        resource("u", "none", devices=[{"path": f"{directory}/t/*"}]),
+    )
+    for letter, count in (("r", 1), ("s", 1), ("w", 2), ("t", 1)):
+        scene.cluster.wait_allocatable(named(letter), count)
+    pods = [scene.pod(f"{letter}0", letter) for letter in "rswt"]
+    scene.running(*pods)
+    scene.before = len(locks.holders())
+    link("r/y", "targets/targets0")
+    (directory / "r" / "x").unlink()
+    link("s/a0", "s/s0")
+    link("w/l0", "targets/targets2")
+    link("w/l1", "targets/targets1")
+    for letter in "rswu":
+        scene.waiting[f"wants-{letter}"] = plain(f"wants-{letter}", letter)
+        scene.make(scene.waiting[f"wants-{letter}"])
+    scene.observe(3)
+    with scene.agent_killed("killed"):
+        pass
+    scene.observe(9)
+    for pod, wants in ((pods[0], "wants-r"), (pods[1], "wants-s"), (pods[3], "wants-u")):
+        scene.handed_on(pod.delete, [pod.uid], wants)
+
+
+# --- the node, the control plane, and files --------------------------------------------------------------------------
+
+
+def reboot(scene: Scene) -> None:
+    """Do to the node what a reboot does, but for the kernel: everything dies, /run is empty, the boot id is another."""
+    cluster = scene.cluster
+    scene.agents.kill()
+    cluster.kill("kubelet")
+    cluster.kill("containerd")
+    group = isolate.cgroup().lstrip("/")
+    shims = {locks.parent(pid) for pid, _ in locks.containers()}
+
+    def dead() -> bool:
+        isolate.kill_cgroup(group)
+        for shim in shims:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(shim, signal.SIGKILL)
+        for directory in isolate.cgroup_directories(group):
+            if directory.name != group:
+                directory.rmdir()
+        return not any(locks.containers())
+
+    cluster.wait_for(dead, LIMIT, "everything has ended")
+    state = cluster.directory / "containerd-state"
+    wiped = [Path("/run/containerd"), Path("/run/netns"), CDI.resolve(), state, KUBELET_DIRECTORY / "pods"]
+    for line in reversed(Path("/proc/self/mountinfo").read_text().splitlines()):
+        point = line.split()[4]
+        if any(point.startswith(f"{path}/") for path in wiped):
+            subprocess.run(["umount", "--lazy", point], check=True)
+    for path in wiped[:-1]:
+        for entry in path.iterdir():
+            shutil.rmtree(entry) if entry.is_dir() and not entry.is_symlink() else entry.unlink()
+    boot = isolate.STATE / "boot_id"
+    if not boot.exists():
+        boot.touch()
+        subprocess.run(["mount", "--bind", str(boot), "/proc/sys/kernel/random/boot_id"], check=True)
+    boot.write_text(f"{uuid.uuid4()}\n")
+    cluster.start_component("containerd")
+    cluster.wait_for(lambda: cluster._ctr("version").returncode == 0, LIMIT, "containerd answers", log="containerd")
+    cluster.start_kubelet()
+    scene.agents.start()
+
+
+@pytest.mark.parametrize("api", ["up", "down"])
+def test_node_reboots(scene: Scene, api: str) -> None:
+    """After a reboot containers that start again have their devices to themselves, and what failed pods had moves."""
+    plains, claimers = scene.both()
+    if api == "down":
+        scene.cluster.stop_apiserver()
+    reboot(scene)
+    if api == "down":
+        scene.observe(5)  # the kubelet is asked while it knows no pod
+        start_api_server(scene.cluster)
+
+    def over() -> bool:
+        scene.check()
+        return bool(locks.holders()) and all(pod.phase == "Failed" or locks.pids(pod.uid) for pod in plains)
+
+    scene.cluster.wait_for(over, 60, "the kubelet has decided about the pods")
+    scene.observe(5)
+    if failed := [pod for pod in plains if pod.phase == "Failed"]:
+        began = time.monotonic()
+        scene.cluster.wait_for(
+            lambda: any(one.pod == "wants-a" for one in locks.holders()),
+            LIMIT,
+            f"the device of {failed} has moved though nobody deletes them",
+        )
+        scene.seconds.append(time.monotonic() - began)
+    scene.running(*claimers)
+    scene.handed_on(claimers[0].delete, [claimers[0].uid], "wants-b")
+
+
+@contextlib.contextmanager
+def kubelet_without_pods(scene: Scene) -> Iterator[None]:
+    """Start the kubelet; the address at which it looks for the API server exists only after this."""
+    config = scene.cluster.directory / "kubelet.kubeconfig"
+    text = config.read_text()
+    address = ["10.96.0.2/32", "dev", "lo"]
+    scene.stack.callback(scene.cluster.restart_kubelet)
+    scene.stack.callback(config.write_text, text)
+    scene.stack.callback(subprocess.run, ["ip", "address", "del", *address])
+    body = json.loads(text)
+    body["clusters"][0]["cluster"] |= {"server": "https://10.96.0.2:443", "tls-server-name": "localhost"}
+    config.write_text(json.dumps(body))
+    scene.cluster.start_kubelet()
+    yield
+    subprocess.run(["ip", "address", "add", *address], check=True)
+
+
+@pytest.mark.parametrize("asked", [pytest.param("before", marks=long), "after"])
+def test_job_ends_while_nobody_sees_it(scene: Scene, asked: str) -> None:
+    """The device of a pod that ended while kubelet and agent were away moves, by an earlier or a later share, though
+    the kubelet knew no pod when the agent first asked it.
+    """
+    scene.nodes("a", 2)
+    scene.serve(resource("a", "none"))
+    scene.cluster.wait_allocatable(named("a"), 2)
+    ending, other = (scene.pod(f"a{number}", "a", restartPolicy="Never") for number in range(2))
+    scene.running(ending, other)
+    scene.before = len(locks.holders())
+    if asked == "before":
+        scene.share(a="all")
+        scene.wait_states("a", to_dra=2)
+    scene.wait(claimer("wants-a", "a"))
+    scene.agents.kill()
+    scene.cluster.stop_kubelet()
+    for pid in locks.pids(ending.uid):
+        os.kill(pid, signal.SIGTERM)
+    scene.cluster.wait_for(lambda: not locks.pids(ending.uid), LIMIT, "the job has ended")
+
+    def come_back() -> None:
+        with kubelet_without_pods(scene):
+            scene.agents.start()
+            scene.agents.wait_registered()
+            scene.share(a="all")
+            scene.observe(5)
+
+    scene.handed_on(come_back, [ending.uid], "wants-a", limit=60)
+
+
+def test_pod_resources_is_flooded(scene: Scene) -> None:
+    """Devices move while another client uses up all calls that the kubelet answers."""
+    plains, claimers = scene.both()
+    with locks.flooded(POD_RESOURCES_SOCKET) as counts:
+        scene.cluster.wait_for(lambda: counts[1] > 50, LIMIT, "the kubelet refuses calls")
+        scene.end_one_of_each(plains, claimers)
+
+
+def test_cdi_directory_is_wiped(scene: Scene) -> None:
+    """A container of a claim starts again though the CDI directory was wiped."""
+    scene.nodes("b", 1)
+    scene.serve(resource("b", "all"))
+    scene.agents.wait_offered(1)
+    user = scene.claimer("user", "b")
+    scene.running(user)
+    scene.before = len(locks.holders())
+    began = time.monotonic()
+    for file in CDI.iterdir():
+        file.unlink()
+    (pid,) = locks.pids(user.uid)
+    os.kill(pid, signal.SIGKILL)
+    scene.cluster.wait_for(lambda: user.restarts() and locks.pids(user.uid), LIMIT, "the container runs again")
+    scene.running(user)
+    scene.seconds.append(time.monotonic() - began)
+    scene.check()
+
+
+# --- without any fault -----------------------------------------------------------------------------------------------
+
+
+def test_devices_move(scene: Scene) -> None:
+    """Idle devices move either way, held ones when their pods are completed, deleted or evicted."""
+    scene.nodes("a", 3)
+    scene.serve(resource("a", "none"))
+    scene.cluster.wait_allocatable(named("a"), 3)
+    for share, states in (("all", {"dra": 3}), ("none", {"plugin": 3})):
+        began = time.monotonic()
+        scene.share(a=share)
+        scene.wait_states("a", **states)
+        scene.seconds.append(time.monotonic() - began)
+    scene.cluster.wait_allocatable(named("a"), 3)
+    completed, deleted, evicted = (scene.pod(name, "a", restartPolicy="Never") for name in ("a0", "a1", "a2"))
+    scene.running(completed, deleted, evicted)
+    scene.before = len(locks.holders())
+    scene.share(a="all")
+    scene.wait_states("a", to_dra=3)
+
+    def complete() -> None:
+        for pid in locks.pids(completed.uid):
+            os.kill(pid, signal.SIGTERM)
+
+    def evict() -> None:
+        body = {"apiVersion": "policy/v1", "kind": "Eviction", "metadata": {"name": "a2", "namespace": "default"}}
+        scene.cluster.api.request("POST", "/api/v1/namespaces/default/pods/a2/eviction", body)
+
+    for pod, end in ((completed, complete), (deleted, deleted.delete), (evicted, evict)):
+        scene.wait(claimer(f"wants-{pod.name}", "a"))
+        scene.handed_on(end, [pod.uid], f"wants-{pod.name}")
+    scene.after = len(locks.holders())
+    assert scene.after == scene.before
+
+
+# --- last, since what follows it would need another cluster ----------------------------------------------------------
+
+
+def test_etcd_is_restored(scene: Scene) -> None:
+    """After an older state of the API server came back the slices are mended, and a new share is heard."""
+    cluster = scene.cluster
+    data, copy = cluster.directory / "etcd", cluster.directory / "etcd-copy"
+    control_plane = ("kube-controller-manager", "kube-scheduler", "kube-apiserver", "etcd")
+
+    def stopped(do: Callable[[], object]) -> None:
+        for name in control_plane:
+            cluster.kill(name)
+        do()
+        for name in reversed(control_plane):
+            cluster.start_component(name)
+
+    scene.nodes("a", 2)
+    scene.serve(resource("a", 1))
+    cluster.wait_allocatable(named("a"), 1)
+    scene.agents.wait_offered(1)
+    scene.stack.callback(shutil.rmtree, copy, ignore_errors=True)
+    stopped(lambda: shutil.copytree(data, copy))
+    scene.share(a="none")
+    cluster.wait_allocatable(named("a"), 2)
+    spec: dict[str, Any] = {"ignores_term": True, "terminationGracePeriodSeconds": 25}
+    pods = [scene.pod(f"a{number}", "a", **spec) for number in range(2)]
+    scene.running(*pods)
+    scene.before = len(locks.holders())
+
+    def restore() -> None:
+        shutil.rmtree(data)
+        copy.rename(data)
+
+    stopped(restore)
+    scene.waiting["wants-a"] = claimer("wants-a", "a")
+    scene.make(scene.waiting["wants-a"])
+    began = time.monotonic()
+
+    def mended() -> bool:
+        scene.check()
+        return not scene.agents.offered()
+
+    cluster.wait_for(mended, LIMIT, "no slice offers what pods hold")
+    scene.seconds.append(time.monotonic() - began)
+    path, key = f"/api/v1/nodes/{cluster.node_name}", "a.example.net/dra-share"
+
+    def annotate(share: str | None) -> None:
+        body = {"metadata": {"annotations": {key: share}}}
+        cluster.api.request("PATCH", path, body, content_type="application/merge-patch+json")
+
+    scene.stack.callback(annotate, None)
+    annotate("all")
+    began = time.monotonic()
+    cluster.wait_for(lambda: scene.states("a")["plugin"] == 0, LIMIT, "the new share is heard")
+    scene.seconds.append(time.monotonic() - began)
+    cluster.restart_kubelet()  # it watches at a position of the future, too
+    cluster.wait_for(lambda: any(one.pod == "wants-a" for one in locks.holders()), 60, "the device has moved")
+    scene.check()

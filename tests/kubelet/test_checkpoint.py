@@ -1,0 +1,139 @@
+"""The device manager's checkpoint, as an agent reads it."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from deviceplugin.kubelet.checkpoint import FILE_NAME, Allocation, Checkpoint, CheckpointError, parse, read
+from deviceplugin.testing import checkpoint as written
+from deviceplugin.testing.checkpoint import PodDevicesEntry
+
+R = "example.com/r"
+
+
+def test_the_kubelets_file_is_read() -> None:
+    """Each device id of each container is one allocation, whatever NUMA node it is listed under."""
+    text = written.Checkpoint(
+        [
+            PodDevicesEntry("u1", "init", R, {0: ["a"], 1: ["b"]}, b""),
+            PodDevicesEntry("u1", "main", R, {-1: ["a"]}, None),
+            PodDevicesEntry("u2", "main", "example.com/other", None, b"x"),
+            PodDevicesEntry("u3", "main", R, {0: None}, None),
+        ],
+        {R: ["a", "b", "c"], "example.com/other": None},
+    ).to_json()
+    found = parse(text)
+    assert found.allocations == {
+        Allocation("u1", "init", R, "a"),
+        Allocation("u1", "init", R, "b"),
+        Allocation("u1", "main", R, "a"),
+    }
+    assert found.registered == {R: {"a", "b", "c"}, "example.com/other": frozenset()}
+
+
+def test_a_kubelet_that_never_gave_out_a_device_names_none() -> None:
+    """Go's nil slices and maps are empty."""
+    assert parse(written.Checkpoint().to_json()) == Checkpoint(frozenset(), {})
+    assert parse(written.Checkpoint(None, None).to_json()) == Checkpoint(frozenset(), {})
+
+
+def test_each_version_of_the_file_is_another_file(tmp_path: Path) -> None:
+    """A file that replaced another one is told from it, also with the same contents."""
+    path = tmp_path / FILE_NAME
+    written.Checkpoint().write(path)
+    first = read(tmp_path)
+    assert read(tmp_path).file == first.file
+    with open(path, "rb"):  # the inode is not free for the next one
+        written.Checkpoint().write(path)
+    second = read(tmp_path)
+    assert second.file != first.file
+    assert second.file.inode == os.stat(path).st_ino
+
+
+def test_a_missing_checkpoint_is_an_error(tmp_path: Path) -> None:
+    """No file does not mean that nothing is held; it was deleted, or the kubelet has not written it yet."""
+    with pytest.raises(CheckpointError, match=f"{FILE_NAME}: No such file"):
+        read(tmp_path)
+
+
+def test_an_unreadable_checkpoint_is_an_error(tmp_path: Path) -> None:
+    """What cannot be read is not empty either; the error names the file."""
+    (tmp_path / FILE_NAME).mkdir()
+    with pytest.raises(CheckpointError, match=FILE_NAME):
+        read(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "null",
+        "[]",
+        "{}",
+        '{"Data": null}',
+        '{"Data": {}}',
+        '{"Data": {"PodDeviceEntries": null}}',
+        '{"Data": {"PodDeviceEntries": 3, "RegisteredDevices": {}}}',
+        '{"Data": {"PodDeviceEntries": [{}], "RegisteredDevices": {}}}',
+        '{"Data": {"PodDeviceEntries": [null], "RegisteredDevices": {}}}',
+        '{"Data": {"PodDeviceEntries": null, "RegisteredDevices": [3]}}',
+        '{"Data": {"PodDeviceEntries": [{"PodUID": "u", "ContainerName": "c", "ResourceName": "r", "DeviceIDs": 3}],'
+        ' "RegisteredDevices": {}}}',
+        "\udcff",
+        "[" * 100_000,
+    ],
+)
+def test_a_damaged_checkpoint_is_an_error(tmp_path: Path, text: str) -> None:
+    """What is no checkpoint is a CheckpointError, whatever is wrong with it."""
+    (tmp_path / FILE_NAME).write_text(text, errors="surrogateescape")
+    with pytest.raises(CheckpointError, match=f"{FILE_NAME}: not a device manager checkpoint"):
+        read(tmp_path)
+
+
+@given(st.integers(0, 100))
+def test_a_torn_checkpoint_is_an_error(cut: int) -> None:
+    """The first part of a file names fewer allocations than there are."""
+    text = written.Checkpoint([PodDevicesEntry("u1", "main", R, {-1: ["a"]}, None)], {R: ["a"]}).to_json()
+    with pytest.raises(CheckpointError):
+        parse(text[:cut])
+
+
+_json = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
+    lambda inner: (
+        st.lists(inner, max_size=3)
+        | st.dictionaries(
+            st.sampled_from(
+                [
+                    "Data",
+                    "PodDeviceEntries",
+                    "RegisteredDevices",
+                    "PodUID",
+                    "ContainerName",
+                    "ResourceName",
+                    "DeviceIDs",
+                    "0",
+                ]
+            ),
+            inner,
+        )
+    ),
+    max_leaves=30,
+)
+
+
+@given(st.binary() | _json.map(lambda value: json.dumps(value).encode()))
+def test_no_file_breaks_the_reader(text: bytes) -> None:
+    """Whatever is in the file, the reader answers with a checkpoint or with CheckpointError."""
+    try:
+        found = parse(text)
+    except CheckpointError:
+        return
+    assert all(isinstance(one, str) for allocation in found.allocations for one in allocation)
+    assert all(isinstance(one, str) for ids in found.registered.values() for one in ids)

@@ -1,0 +1,186 @@
+"""Who still holds which device: what each witness proves, and what it does not."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from deviceplugin.kubelet.checkpoint import Allocation, Checkpoint
+from deviceplugin.kubelet.holders import HolderSnapshot, Holding, Witnesses, holders, needs_request, shows_present
+from deviceplugin.kubelet.pods import PodProcesses
+
+R = "example.com/r"
+A = Allocation("u1", "main", R, "a")
+B = Allocation("u2", "main", R, "a")
+RUNS = PodProcesses(frozenset({"u1"}))
+ENDED = PodProcesses(frozenset())
+BLIND = PodProcesses()
+DIRECTORY = PodProcesses(None, frozenset({"u1"}))
+NO_DIRECTORY = PodProcesses(None, frozenset())
+
+
+def seen(*named: Allocation, awake: bool = True, pods: PodProcesses = ENDED, problem: str = "") -> Witnesses:
+    return Witnesses([Checkpoint(frozenset(named), {R: frozenset({"a"})})], awake, pods, problem)
+
+
+MISSING = Witnesses((), False, ENDED, "kubelet_internal_checkpoint: No such file or directory")
+
+
+@pytest.mark.parametrize(
+    ("known", "witnesses", "holding"),
+    [
+        # The checkpoint names it: held, whatever else is seen. It is certain if awake or if the pod runs.
+        ([], seen(A, awake=True), Holding(True, True, "the kubelet's checkpoint names it")),
+        ([], seen(A, awake=False), Holding(True, False, "the kubelet's checkpoint names it")),
+        ([], seen(A, awake=False, pods=RUNS), Holding(True, True, "the kubelet's checkpoint names it")),
+        # A pod that was admitted and not started yet has neither a cgroup nor a directory (network not ready).
+        ([A], seen(A, awake=True, pods=NO_DIRECTORY), Holding(True, True, "the kubelet's checkpoint names it")),
+        # E2: an awake checkpoint does not name it and its pod's cgroup is gone.
+        ([A], seen(awake=True), None),
+        ([A], seen(awake=True, pods=NO_DIRECTORY), None),
+        # A pod that was deleted by force runs on.
+        (
+            [A],
+            seen(awake=True, pods=RUNS),
+            Holding(False, True, "the kubelet's checkpoint does not name it, but processes of its pod run"),
+        ),
+        (
+            [A],
+            seen(awake=True, pods=DIRECTORY),
+            Holding(
+                False,
+                True,
+                "the kubelet's checkpoint does not name it, but cgroups are not visible, "
+                "and its pod's directory exists",
+            ),
+        ),
+        (
+            [A],
+            seen(awake=True, pods=BLIND),
+            Holding(
+                False,
+                True,
+                "the kubelet's checkpoint does not name it, but neither cgroups nor pod directories are visible",
+            ),
+        ),
+        # E1: a checkpoint that is not awake, or missing, proves nothing by what it does not name.
+        ([A], seen(awake=False, problem="not written since"), Holding(False, False, "not known: not written since")),
+        (
+            [A],
+            seen(awake=False, pods=RUNS, problem="not written since"),
+            Holding(False, True, "not known: not written since"),
+        ),
+        ([A], MISSING, Holding(False, False, f"not known: {MISSING.problem}")),
+    ],
+)
+def test_whether_an_allocation_counts_as_held(
+    known: list[Allocation], witnesses: Witnesses, holding: Holding | None
+) -> None:
+    """Unknown counts as held, and says why."""
+    assert holders(known, witnesses, 1.0).held.get(A) == holding
+
+
+def test_a_holder_is_a_pod_and_a_container_and_an_id() -> None:
+    """E0: another pod's container of the same name on the same id is another holder."""
+    now = holders([A], seen(B, awake=True, pods=PodProcesses(frozenset({"u2"}))))
+    assert set(now.held) == {B}
+    both = holders([A], seen(B, awake=True, pods=PodProcesses(frozenset({"u1", "u2"}))))
+    assert set(both.held) == {A, B}
+    alone = holders([A], seen(awake=True, pods=RUNS))
+    assert alone.unnamed(R) == {"a"}
+    assert alone.unnamed("example.com/other") == frozenset()
+
+
+def test_an_allocation_that_is_over_stays_over() -> None:
+    """What ended is forgotten: the next scan starts from what was held in this one."""
+    held = holders([], seen(A, pods=RUNS)).held
+    held = holders(held, seen()).held
+    assert holders(held, seen(awake=False)).held == {}
+
+
+def test_what_a_scan_knows_of_the_checkpoint() -> None:
+    """A snapshot is awake only with a checkpoint that was written after the request."""
+    now = holders([], seen(A, awake=True), 7.0)
+    assert (now.at, now.awake, now.registered, now.problem) == (7.0, True, {R: frozenset({"a"})}, "")
+    assert now.of(R) == {"a": {A: now.held[A]}}
+    assert now.of("example.com/other") == {}
+    missing = holders([A], Witnesses((), True, ENDED, "why"))
+    assert (missing.awake, missing.registered, missing.problem) == (False, None, "why")
+    assert not HolderSnapshot().awake
+
+
+@pytest.mark.parametrize(
+    ("known", "witnesses", "asks"),
+    [
+        ([A], seen(A, awake=False, pods=RUNS), False),
+        ([A], seen(A, awake=False), True),
+        ([A], seen(awake=False, pods=RUNS), True),
+        ([A], MISSING, True),
+        ([], seen(awake=False), False),
+    ],
+)
+def test_of_which_allocations_a_newer_checkpoint_is_asked_for(
+    known: list[Allocation], witnesses: Witnesses, asks: bool
+) -> None:
+    """Not of one that is named and whose pod runs: nothing about it can change by a write."""
+    held = holders(known, witnesses).held
+    assert needs_request(held, witnesses.pods) == (frozenset({A}) if asks else frozenset())
+
+
+def test_an_allocation_that_one_of_the_checkpoints_names_is_held() -> None:
+    """Any of them may be the newest; it is certain only if all name it, since an older one may name an ended pod."""
+    files = [Checkpoint(frozenset({A}), {R: frozenset({"a"})}), Checkpoint(frozenset({A, B}), {R: frozenset({"b"})})]
+    for order in (files, files[::-1]):
+        now = holders([A, B], Witnesses(order, True, ENDED))
+        assert {one: holding.certain for one, holding in now.held.items()} == {A: True, B: False}
+        assert now.registered == {R: frozenset("ab")}
+
+
+@given(st.dictionaries(st.sampled_from("abcd"), st.frozensets(st.sampled_from("abcd"))), st.booleans())
+def test_more_checkpoints_than_may_be_late_show_the_present(streams: dict[str, frozenset[str]], status: bool) -> None:
+    """Each resource's stream has one late write at most, which names that resource, and the node's status has one."""
+    late = [Checkpoint(frozenset(), dict.fromkeys(others | {name}, frozenset())) for name, others in streams.items()]
+    late += [Checkpoint(frozenset(), {})] * status
+    for count in range(len(late) + 1):
+        assert not shows_present(late[:count])
+    present = Checkpoint(frozenset(), dict.fromkeys("abcd", frozenset()))
+    assert not shows_present([present] * 5)
+    assert shows_present([present] * 6)
+
+
+_allocations = st.sets(
+    st.builds(
+        Allocation, st.sampled_from(["u1", "u2"]), st.sampled_from(["main", "init"]), st.just(R), st.sampled_from("ab")
+    )
+)
+_uids = st.frozensets(st.sampled_from(["u1", "u2"]))
+_witnesses = st.builds(
+    Witnesses,
+    st.lists(_allocations.map(lambda named: Checkpoint(frozenset(named), {})), max_size=3),
+    st.booleans(),
+    st.builds(PodProcesses, st.none() | _uids, st.none() | _uids),
+)
+
+
+@given(_allocations, st.lists(_witnesses, max_size=6))
+def test_nothing_ends_without_proof(known: set[Allocation], scans: list[Witnesses]) -> None:
+    """Whatever is seen, a holder ends only if no awake checkpoint names it and no process of its pod runs."""
+    held = frozenset(known)
+    for witnesses in scans:
+        after = holders(held, witnesses).held
+        for ended in held - after.keys():
+            assert witnesses.awake
+            assert witnesses.checkpoints
+            assert not any(ended in one.allocations for one in witnesses.checkpoints)
+            assert not witnesses.pods.may_run(ended.pod_uid)
+        assert after.keys() - held <= frozenset().union(*(one.allocations for one in witnesses.checkpoints))
+        held = frozenset(after)
+
+
+def test_an_id_of_which_the_kubelet_names_a_holder_is_not_shown_unhealthy() -> None:
+    """It is taken in any case: the pod before may have ended a moment ago, or run on."""
+    assert holders([A], seen(B, awake=False)).unnamed(R) == frozenset()
+    assert set(holders([A], seen(B, awake=False)).held) == {A, B}
+    assert holders([A], seen(awake=False, pods=RUNS)).unnamed(R) == {"a"}
+    assert holders([A], seen(awake=False)).unnamed(R) == frozenset(), "not proved to have ended, and no process runs"

@@ -1,0 +1,410 @@
+"""The tracker of holders, against the fake kubelet."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from deviceplugin.kubelet import tracker as module
+from deviceplugin.kubelet.checkpoint import Allocation
+from deviceplugin.kubelet.holders import HolderSnapshot
+from deviceplugin.kubelet.pods import CgroupReader
+from deviceplugin.kubelet.tracker import HolderTracker, pod_names
+from deviceplugin.podresources import Holder, PodResources, Quiet, Report
+from deviceplugin.testing import FakeKubelet, FakePod
+from deviceplugin.testing.kubelet import Damage
+from tests.testing.bare import RESOURCE as R
+from tests.testing.bare import BarePlugin
+
+ONE = {R: 1}
+WRITES = 3
+"""Checkpoints that one question takes: one resource and the node's status may each have written one late."""
+
+
+class World:
+    """A kubelet with a plugin, and a tracker."""
+
+    def __init__(self, kubelet: FakeKubelet, plugin: BarePlugin) -> None:
+        self.kubelet = kubelet
+        self.plugin = plugin
+        self.quiet = Quiet()
+        self.requests = 0
+        self.listens = True
+        self.tracker = self.made()
+
+    def made(self, *, believe_checkpoint: bool = False) -> HolderTracker:
+        paths = self.kubelet.paths
+        return HolderTracker(
+            paths.plugins,
+            paths.kubelet_root,
+            paths.cgroups,
+            PodResources(paths.pod_resources),
+            self.quiet,
+            self.request,
+            pod_logs=paths.pod_logs,
+            believe_checkpoint=believe_checkpoint,
+        )
+
+    def request(self) -> bool:
+        """Send the list once more; the kubelet takes it and writes its checkpoint."""
+        self.requests += 1
+        if self.listens:
+            self.plugin.show("a", "b")
+        return self.listens
+
+    async def scan(self, *wanted: str) -> HolderSnapshot:
+        now = await self.tracker.scan({(R, one) for one in wanted} or None)
+        assert now is not None
+        return now
+
+    async def run_pod(self, name: str = "p") -> FakePod:
+        return await asyncio.to_thread(self.kubelet.run_pod, name, ONE)
+
+    @property
+    def lists(self) -> int:
+        return len(self.kubelet.rpcs("List"))
+
+
+@pytest.fixture
+def world(fake_kubelet: FakeKubelet) -> Iterator[World]:
+    plugin = BarePlugin(fake_kubelet.device_plugin_dir, "a", "b")
+    plugin.register()
+    fake_kubelet.wait_devices(R, 2)
+    try:
+        yield World(fake_kubelet, plugin)
+    finally:
+        plugin.stop()
+
+
+def allocation(pod: FakePod, device_id: str | None = None, container: str = "main") -> Allocation:
+    return Allocation(pod.uid, container, R, device_id or pod.device_ids[0])
+
+
+async def test_a_running_pod_costs_no_request(world: World) -> None:
+    """A pod that the checkpoint names and whose processes run is held; neither `List` nor a write is asked for."""
+    pod = await world.run_pod()
+    for _ in range(3):
+        now = await world.scan()
+        assert set(now.held) == {allocation(pod)}
+    assert await world.scan(*pod.device_ids) == world.tracker.snapshot
+    assert (world.requests, world.lists) == (0, 0)
+    assert world.tracker.holders(R) == {pod.device_ids[0]: {Holder("default", "p", "main", pod.uid)}}
+    assert world.tracker.scanned_at is not None
+
+
+async def test_a_pod_that_ended_is_let_go_with_the_next_scan(world: World) -> None:
+    """`List` has the kubelet drop it, and the requests have it write checkpoints without it."""
+    pod = await world.run_pod()
+    await world.scan()
+    await asyncio.to_thread(pod.complete)
+    now = await world.scan()
+    assert (now.awake, dict(now.held)) == (True, {})
+    assert (world.requests, world.lists) == (WRITES, 1)
+    assert world.tracker.holders(R) == {}
+    await world.scan()
+    assert (world.requests, world.lists) == (WRITES, 1)
+
+
+async def test_a_free_device_is_asked_about(world: World) -> None:
+    """Who wants to know whether an id is free gets a checkpoint that was written after the question."""
+    before = time.monotonic()
+    now = await world.scan("a")
+    assert now.awake
+    assert now.at >= before
+    assert now.registered is not None
+    assert now.registered[R] == {"a", "b"}
+    assert world.requests == WRITES
+
+
+async def test_requests_about_the_same_holders_grow_rarer(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What no write settles is asked about at growing distances, with jitter, and not at every scan."""
+    clock = 1000.0
+    monkeypatch.setattr("deviceplugin.kubelet.tracker.time", SimpleNamespace(monotonic=lambda: clock))
+    monkeypatch.setattr(world.quiet, "quiet_since", lambda moment: True)
+    world.listens = False
+    world.tracker.remember([Allocation("ended", "main", R, "a")])
+    asked = []
+    for _ in range(600):
+        before = world.requests
+        await world.scan()
+        if world.requests > before:
+            asked.append(clock)
+        clock += 0.1
+    gaps = [second - first for first, second in itertools.pairwise(asked)]
+    assert asked[0] == 1000.0, "what the kubelet has dropped is asked about at once"
+    assert gaps[0] < 1.0
+    assert max(gaps) <= 1.2 * module.MOST_REQUEST + 0.1
+    assert max(gaps) >= 0.8 * module.MOST_REQUEST - 0.1
+    assert len(asked) < 15
+    assert set(world.tracker.snapshot.held) == {Allocation("ended", "main", R, "a")}
+
+
+async def test_a_checkpoint_that_is_written_late(world: World) -> None:
+    """It was made up before a pod was admitted that has no process yet, and replaces those that name the pod."""
+    world.kubelet.hold_checkpoint_writes()
+    world.plugin.show("a", "b")
+    world.kubelet.wait_until(lambda: len(world.kubelet.updates(R)) == 2)
+    world.kubelet.lose_network()
+    pod = world.kubelet.start_pod("p", ONE)
+    world.kubelet.wait_until(lambda: pod.uid in world.kubelet.checkpoint.read_text())
+    assert {one.pod_uid for one in (await world.scan("a", "b")).held} == {pod.uid}
+    world.kubelet.land_checkpoint_writes()
+    now = await world.scan("a", "b")
+    assert now.awake
+    assert {one.pod_uid: holding.certain for one, holding in now.held.items()} == {pod.uid: False}
+
+
+async def test_a_plugin_that_nobody_listens_to_cannot_ask(world: World) -> None:
+    """Nothing is let go then, and the reason says so."""
+    pod = await world.run_pod()
+    await world.scan()
+    await asyncio.to_thread(pod.delete)
+    world.listens = False
+    now = await world.scan()
+    assert not now.awake
+    assert "does not listen" in now.problem
+    assert set(now.held) == {allocation(pod)}
+
+
+async def test_others_use_up_the_limit_of_pod_resources(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`List` is tried again for a while; without it the checkpoint is written and believed all the same."""
+    service, tries = world.tracker._pod_resources, []
+    original = service.list
+
+    async def counted() -> Report:
+        tries.append(1)
+        if len(tries) == 3:
+            world.kubelet.pod_resources_refused = 0.0
+        return await original()
+
+    monkeypatch.setattr(service, "list", counted)
+    pod = await world.run_pod()
+    await world.scan()
+    world.kubelet.pod_resources_refused = 1.0
+    await asyncio.to_thread(pod.complete)
+    assert dict((await world.scan()).held) == {}
+    assert len(tries) == 3
+    world.kubelet.pod_resources_refused = 1.0
+    monkeypatch.setattr(module, "LIST_TRIES", 3)
+    monkeypatch.setattr(service, "list", original)
+    now = await world.scan("a", "b")
+    assert now.awake, "nothing safe depends on List"
+
+
+async def test_a_kubelet_that_is_away(world: World, caplog: pytest.LogCaptureFixture) -> None:
+    """Held devices stay held, with one line in the log about `List`, until the kubelet is back."""
+    caplog.set_level("INFO")
+    pod = await world.run_pod()
+    await world.scan()
+    await asyncio.to_thread(world.kubelet.stop)
+    world.listens = False
+    world.kubelet.cgroups.remove_pod(pod.uid)
+    for _ in range(3):
+        now = await world.scan("a", "b")
+        assert not now.awake
+        assert set(now.held) == {allocation(pod)}
+    assert sum("List failed" in record.getMessage() for record in caplog.records) == 1
+    assert not world.tracker.all_pods_listed
+
+
+@pytest.mark.parametrize("damage", ["deleted", "empty", "torn", "unreadable"])
+async def test_a_checkpoint_that_cannot_be_read(world: World, damage: Damage) -> None:
+    """It means unknown: what was held stays so, with the reason, until there is a whole one again."""
+    pod = await world.run_pod()
+    await world.scan()
+    world.kubelet.damage_checkpoint(damage)
+    world.listens = False  # so that nothing is written
+    now = await world.scan("a", "b")
+    assert (now.awake, now.registered) == (False, None)
+    assert "kubelet_internal_checkpoint" in world.tracker.unnamed_reasons(R)[pod.device_ids[0]]
+    assert set(now.held) == {allocation(pod)}
+    assert world.tracker.unnamed(R) == set(pod.device_ids)
+    if damage == "unreadable":
+        world.kubelet.checkpoint.rmdir()
+    world.listens = True
+    now = await world.scan("a", "b")
+    assert now.awake
+    assert dict(world.tracker.unnamed_reasons(R)) == {}
+    assert set(now.held) == {allocation(pod)}
+
+
+async def test_a_lost_checkpoint_of_a_restarted_kubelet(world: World) -> None:
+    """The kubelet does not know the holder any more; its processes do."""
+    pod = await world.run_pod()
+    await world.scan()
+    await asyncio.to_thread(world.kubelet.stop)
+    world.kubelet.damage_checkpoint("deleted")
+    await asyncio.to_thread(world.kubelet.start, wipe=False)
+    await asyncio.to_thread(world.plugin.register)
+    await asyncio.to_thread(world.kubelet.wait_devices, R, 2)
+    now = await world.scan(*pod.device_ids)
+    assert now.awake
+    assert set(now.held) == {allocation(pod)}
+    assert "processes of its pod run" in now.held[allocation(pod)].reason
+    assert world.tracker.unnamed(R) == set(pod.device_ids)
+    assert await world.tracker.running(R, ["a", "b"]) == {pod.device_ids[0]: "default/p"}
+    assert await world.tracker.running("example.com/other", ["a", "b"]) == {}
+    await asyncio.to_thread(pod.delete)
+    assert await world.tracker.running(R, ["a", "b"]) == {}
+    assert dict((await world.scan(*pod.device_ids)).held) == {}
+
+
+async def test_a_holder_is_known_at_the_next_grant_before_any_scan(world: World) -> None:
+    """A pod that is deleted by force as soon as it runs: only the checkpoint that the kubelet is to write names it."""
+    pod = await world.run_pod()
+    assert not world.tracker.snapshot.held
+    await asyncio.to_thread(pod.force_delete, hang=True)
+    assert set(await world.tracker.running(R, pod.device_ids)) == set(pod.device_ids)
+    now = await world.scan()
+    assert {one.device_id for one in now.held} == set(pod.device_ids), "it is remembered from then on"
+
+
+async def test_an_empty_list_lets_nobody_go(world: World) -> None:
+    """A kubelet that the API server does not reach lists no pods; the checkpoint that it writes names them."""
+    pod = await world.run_pod()
+    await world.scan()
+    world.kubelet.hold_sources()
+    await asyncio.to_thread(world.kubelet.restart, wipe=False)
+    await asyncio.to_thread(world.plugin.register)
+    await asyncio.to_thread(world.kubelet.wait_devices, R, 2)
+    now = await world.scan("a", "b")
+    assert now.awake
+    assert set(now.held) == {allocation(pod)}
+    assert not world.tracker.all_pods_listed, "a pod that runs is not in it"
+    world.kubelet.release_sources()
+    async with asyncio.timeout(20):
+        while not world.tracker.all_pods_listed:
+            await world.scan("a", "b")
+
+
+async def test_an_allocate_in_between_makes_a_scan_worthless(world: World) -> None:
+    """It returns nothing, and what was known stays."""
+    pod = await world.run_pod()
+    await world.scan()
+    before = world.tracker.snapshot
+    original = world.tracker._request
+
+    def request() -> bool:
+        with world.quiet.busy():
+            pass
+        return original()
+
+    world.tracker._request = request
+    assert await world.tracker.scan({(R, "a"), (R, "b")}) is None
+    assert world.tracker.snapshot is before
+    assert set(before.held) == {allocation(pod)}
+
+
+async def test_what_is_known_from_before_a_restart(world: World) -> None:
+    """At the start the checkpoint and the ledger tell; a holder that only the ledger knows is asked about."""
+    pod = await world.run_pod()
+    ended = Allocation("ended", "main", R, "b")
+    again = world.made()
+    again.remember([ended])
+    await again.start()
+    assert set(again.snapshot.held) == {allocation(pod), ended}
+    assert not again.snapshot.awake
+    assert again.title(pod.uid) == "default/p"
+    assert again.title("ended") == "ended"
+    now = await again.scan({(R, "b")})
+    assert now is not None
+    assert set(now.held) == {allocation(pod)}
+
+
+async def test_where_cgroups_cannot_be_seen(world: World, caplog: pytest.LogCaptureFixture) -> None:
+    """A pod's directory decides, or for a plugin alone the checkpoint; without either nothing comes free."""
+    pod = await world.run_pod()
+    hidden = world.kubelet.cgroup_root.rename(world.kubelet.root / "hidden")
+    both, plugin_alone = world.made(), world.made(believe_checkpoint=True)
+    for tracker in (both, plugin_alone):
+        await tracker.start()
+    assert "comes free only when its pod is deleted" in caplog.text
+    assert "comes free when the kubelet says so" in caplog.text
+    hidden.rename(world.kubelet.cgroup_root)  # the kubelet needs it
+    await asyncio.to_thread(pod.complete)
+    world.kubelet.cgroup_root.rename(hidden)
+    wanted = {(R, "a"), (R, "b")}
+    now = await both.scan(wanted)
+    assert now is not None
+    assert set(now.held) == {allocation(pod)}
+    now = await plugin_alone.scan(wanted)
+    assert now is not None
+    assert dict(now.held) == {}
+    pods = (world.kubelet.root / "pods").rename(world.kubelet.root / "hidden pods")
+    now = await both.scan(wanted)
+    assert now is not None
+    assert "neither cgroups nor pod directories" in now.held[allocation(pod)].reason
+    assert any("mount either, read-only" in line for line in both.missing())
+    pods.rename(world.kubelet.root / "pods")
+    hidden.rename(world.kubelet.cgroup_root)
+
+
+async def test_cgroups_without_the_agents_own_pod_are_not_believed(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The pod's directory decides then, as where no cgroups are visible; the agent says so at its start."""
+    monkeypatch.setattr(module, "own_pod", lambda kubelet_root: "own")
+    world.tracker = world.made()
+    pod = await world.run_pod()
+    await asyncio.to_thread(pod.complete)
+    now = await world.scan(*pod.device_ids)
+    assert set(now.held) == {allocation(pod)}
+    assert any("of this kubelet" in line for line in world.tracker.missing())
+    await asyncio.to_thread(pod.delete)
+    assert not (await world.scan(*pod.device_ids)).held
+
+
+async def test_cgroups_that_cannot_be_read_any_more_prove_nothing(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A read that fails, for want of descriptors say, is not a pod that has ended."""
+    pod = await world.run_pod()
+    await world.scan()
+    monkeypatch.setattr(CgroupReader, "running", lambda self: None)
+    assert set(await world.tracker.running(R, pod.device_ids)) == set(pod.device_ids)
+    with pytest.raises(OSError, match="cannot be read now"):
+        world.tracker.running_pods()
+
+
+async def test_of_two_pods_of_one_name_a_list_does_not_tell_which(world: World) -> None:
+    """One was deleted by force and runs on: its devices count as perhaps in use after a restart of the agent."""
+    first = await world.run_pod()
+    await asyncio.to_thread(first.force_delete, hang=True)
+    second = await world.run_pod()
+    assert (first.namespace, first.name) == (second.namespace, second.name)
+    await world.scan("a", "b")
+    assert not world.tracker.all_pods_listed
+    other = await world.run_pod("other")
+    assert await world.tracker.listed(world.tracker.running_pods()) == {other.uid}
+
+
+async def test_pods_are_listed_while_the_kubelet_counts_them_as_active(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A pod that was deleted by force is not, and none is while the kubelet cannot be asked."""
+    pods = [await world.run_pod(name) for name in ("p", "q")]
+    running = world.tracker.running_pods()
+    assert running == {pod.uid for pod in pods}
+    assert await world.tracker.listed(running) == running
+    await asyncio.to_thread(pods[0].force_delete, hang=True)
+    assert world.tracker.running_pods() == running
+    assert await world.tracker.listed(running) == {pods[1].uid}
+    monkeypatch.setattr(world.tracker, "_pod_logs", world.kubelet.root / "none")
+    assert not await world.tracker.listed(running)
+    monkeypatch.undo()
+    await asyncio.to_thread(world.kubelet.stop)
+    assert not await world.tracker.listed(running)
+
+
+def test_pod_names_are_found_by_uid(tmp_path: Path) -> None:
+    """Log directories are named namespace_name_uid; others, and none at all, are no trouble."""
+    for name in ("ns_pod-a_u1", "ns_pod-b_u2", "other", "a_b_c_d"):
+        (tmp_path / name).mkdir()
+    assert pod_names(["u1", "u3"], tmp_path) == {"u1": ("ns", "pod-a")}
+    assert pod_names(["u1"], tmp_path / "none") == {}

@@ -1,0 +1,123 @@
+"""Rules and witnesses switched off, one at a time, to see that the model finds the double allocation."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from typing import Any, Final
+from unittest.mock import patch
+
+from deviceplugin import ledger
+from deviceplugin.kubelet import holders
+from deviceplugin.kubelet.checkpoint import Allocation
+from deviceplugin.kubelet.pods import PodProcesses
+from deviceplugin.ledger import ClusterEvidence, DeviceRecord, KubeletEvidence, KubeletSnapshot, Refused, Snapshot
+
+Replacement = Callable[..., Any]
+
+_R1, _R2, _R5, _R6 = ledger.r1_refusal, ledger.r2_refusal, ledger.r5_waits_for, ledger.r6_waits_for
+_HOLDERS: Final = holders.holders
+_CLAIM_IS_OVER: Final = holders.claim_is_over
+
+
+def _nobody(*_: object) -> None:
+    return None
+
+
+def _nothing(*_: object) -> str:
+    return ""
+
+
+def _r1_by_state(now: Snapshot, resource: str, device: str) -> Refused | None:
+    return _R1(replace(now, claims={}), resource, device)
+
+
+def _r2_by_state(now: Snapshot, resource: str, device: str) -> Refused | None:
+    return _R2(replace(now, holds={}), resource, device)
+
+
+BY_STATE: Final = ((ledger, "r1_refusal", _r1_by_state), (ledger, "r2_refusal", _r2_by_state))
+"""R1 and R2 by the device's state alone, without the other side's holders: they would hide that a move ended early."""
+
+
+def _old_r5(now: Snapshot, record: DeviceRecord, evidence: KubeletEvidence) -> str:
+    return _R5(now, replace(record, sequence=0), evidence)
+
+
+def _old_r6(now: Snapshot, record: DeviceRecord, evidence: ClusterEvidence) -> str:
+    return _R6(now, replace(record, sequence=0), evidence)
+
+
+def _released_at_once(_hold: object, snapshot: KubeletSnapshot, _apart: float) -> bool:
+    return snapshot.awake
+
+
+def _witnesses(change: Callable[[holders.Witnesses], holders.Witnesses]) -> Replacement:
+    def decide(known: Any, seen: holders.Witnesses, at: float = 0.0) -> holders.HolderSnapshot:
+        return _HOLDERS(known, change(seen), at)
+
+    return decide
+
+
+def _unnamed(seen: holders.Witnesses) -> holders.Witnesses:
+    return replace(seen, checkpoints=[replace(one, allocations=frozenset()) for one in seen.checkpoints])
+
+
+def _without_uids(known: Any, seen: holders.Witnesses, at: float = 0.0) -> holders.HolderSnapshot:
+    named = [replace(one, allocations=_anonymous(one.allocations)) for one in seen.checkpoints]
+    return _HOLDERS(_anonymous(known), replace(seen, checkpoints=named), at)
+
+
+def _anonymous(allocations: Any) -> frozenset[Allocation]:
+    return frozenset(one._replace(pod_uid="") for one in allocations)
+
+
+def _nobody_runs(*_: object) -> dict[str, str]:
+    return {}
+
+
+def _over_unless_named(uid: str, _pods: object, named: Any, _processes: object) -> bool:
+    return uid not in named
+
+
+def _over_unless_running(uid: str, pods: Any, _named: object, processes: PodProcesses) -> bool:
+    return _CLAIM_IS_OVER(uid, pods, (), processes)
+
+
+MUTATIONS: Final[dict[str, tuple[tuple[object, str, Replacement], ...]]] = {
+    "R1": ((ledger, "r1_refusal", _nobody),),
+    "R2": ((ledger, "r2_refusal", _nobody),),
+    "R2 between claims": ((ledger, "_taken", _nobody),),
+    "R5": ((ledger, "r5_waits_for", _nothing), *BY_STATE),
+    "R6": ((ledger, "r6_waits_for", _nothing), *BY_STATE),
+    "R7": ((ledger, "r7_releases", _released_at_once), *BY_STATE),
+    "R5: evidence from after the move began": ((ledger, "r5_waits_for", _old_r5), *BY_STATE),
+    "R6: evidence from after the move began": ((ledger, "r6_waits_for", _old_r6), *BY_STATE),
+    "the checkpoint must be awake": ((holders, "holders", _witnesses(lambda seen: replace(seen, awake=True))),),
+    "more checkpoints than writers": ((holders, "shows_present", bool),),
+    "the checkpoint's names": ((holders, "holders", _witnesses(_unnamed)),),
+    "processes": (
+        (holders, "holders", _witnesses(lambda seen: replace(seen, pods=PodProcesses(running=frozenset())))),
+    ),
+    "processes at a grant": ((holders, "running", _nobody_runs),),
+    "E0: pod UIDs": ((holders, "holders", _without_uids),),
+    "claims: the kubelet's claim state": ((holders, "claim_is_over", _over_unless_running),),
+    "claims: processes": ((holders, "claim_is_over", _over_unless_named),),
+}
+
+
+@contextmanager
+def without(what: str) -> Iterator[None]:
+    """Switch a rule or a witness off."""
+    with patched(MUTATIONS[what]):
+        yield
+
+
+@contextmanager
+def patched(replacements: tuple[tuple[object, str, Replacement], ...]) -> Iterator[None]:
+    """Put other functions in the place of some."""
+    with ExitStack() as stack:
+        for module, name, replacement in replacements:
+            stack.enter_context(patch.object(module, name, replacement))
+        yield

@@ -1,0 +1,132 @@
+"""What devices are, beyond their ids."""
+
+from __future__ import annotations
+
+import os
+import stat
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+
+from deviceplugin import identity
+from deviceplugin.device import ContainerEdits, Device, Mount
+from deviceplugin.inventory import Inventory
+from deviceplugin.sources.path import GroupSource, PathSource
+
+
+def nodes(numbers: Mapping[str, tuple[str, int, int]]) -> identity.Stat:
+    """Return a stat for which these paths are device nodes."""
+
+    def look(path: str) -> os.stat_result:
+        if path not in numbers:
+            raise FileNotFoundError(path)
+        kind, major, minor = numbers[path]
+        mode = stat.S_IFCHR if kind == "char" else stat.S_IFBLK
+        return os.stat_result((mode, 7, 5, 1, 0, 0, 0, 0, 0, 0), {"st_rdev": os.makedev(major, minor)})
+
+    return look
+
+
+NODES = nodes(
+    {
+        "/dev/null": ("char", 1, 3),
+        "/dev/ctl": ("char", 195, 255),
+        "/dev/g0": ("char", 195, 0),
+        "/dev/g1": ("char", 195, 1),
+        "/dev/link0": ("char", 195, 0),
+        "/dev/ram": ("block", 1, 3),
+    }
+)
+
+
+@pytest.mark.parametrize(
+    ("devices", "tokens"),
+    [
+        ({"a": ["/dev/g0"], "b": ["/dev/g1"]}, {"a": {"char:195:0"}, "b": {"char:195:1"}}),
+        ({"a": ["/dev/g0", "/dev/ctl"], "b": ["/dev/g1", "/dev/ctl"]}, {"a": {"char:195:0"}, "b": {"char:195:1"}}),
+        ({"a": ["/dev/g0"], "b": ["/dev/link0"]}, {"a": {"char:195:0"}, "b": {"char:195:0"}}),
+        ({"a": ["/dev/null"], "b": ["/dev/null", "/dev/g0"]}, {"a": set(), "b": {"char:195:0"}}),
+        ({"a": ["/dev/ram"]}, {"a": {"block:1:3"}}),
+        ({"a": ["/dev/none"], "b": []}, {"a": set(), "b": set()}),
+    ],
+)
+def test_a_device_is_known_by_the_numbers_that_no_other_one_has(
+    devices: Mapping[str, list[str]], tokens: Mapping[str, set[str]]
+) -> None:
+    """Shared control nodes do not identify, unless a device has no other number; major 1 never does."""
+    listed = [Device(name, nodes=paths) for name, paths in devices.items()]
+    assert identity.identities(listed, NODES) == tokens
+
+
+def test_what_the_source_says_identifies_beside_distinctive_numbers() -> None:
+    """A device is the same thing through a source that knows an address, and through its node."""
+    listed = [Device("a", nodes=["/dev/g0", "/dev/ctl"], identity="pci:a"), Device("b", nodes=["/dev/ctl"])]
+    assert identity.identities(listed, NODES) == {"a": {"char:195:0", "pci:a"}, "b": {"char:195:255"}}
+
+
+def test_nodes_of_edits_do_not_identify() -> None:
+    """What a container gets besides is no part of the device."""
+    device = Device("a", nodes=["/dev/g0"], edits=ContainerEdits(nodes=["/dev/ctl"]))
+    assert identity.identities([device], NODES) == {"a": {"char:195:0"}}
+
+
+def test_paths_are_known_by_what_they_lead_to(tmp_path: Path) -> None:
+    """Two links to one file are one thing, two files are two; nodes of null are many different devices."""
+    for name in ("one", "two"):
+        (tmp_path / name).touch()
+    (tmp_path / "one-again").symlink_to(tmp_path / "one")
+    one, again, two = PathSource(f"{tmp_path}/*").look()
+    assert one.identity == again.identity != two.identity
+    assert one.identity.startswith("file:")
+    (null,) = PathSource("/dev/null").look()
+    assert null.identity == ""
+    (group,) = GroupSource([f"{tmp_path}/two", "/dev/null"]).look()
+    assert group.identity == two.identity
+    assert identity.tokens_now(group) == {two.identity}
+
+
+def test_what_a_device_is_now_is_found_by_its_paths(tmp_path: Path) -> None:
+    """A file that was replaced by another one is another thing."""
+    path = tmp_path / "f"
+    path.touch()
+    (device,) = PathSource(str(path)).look()
+    assert identity.tokens_now(device) == {device.identity}
+    (tmp_path / "g").touch()
+    os.replace(tmp_path / "g", path)
+    assert device.identity not in identity.tokens_now(device)
+    moved = Device("a", nodes=["/dev/g0"], identity="char:195:1")
+    assert identity.tokens_now(moved, NODES) == {"char:195:0"}
+    known = Device("a", nodes=["/dev/g0"], identity="pci:a", edits=ContainerEdits(mounts=[Mount("/etc", "/etc")]))
+    assert identity.tokens_now(known, NODES) == {"pci:a", "char:195:0"}
+
+
+def test_a_record_counts_during_one_boot() -> None:
+    """Device numbers are given anew at each boot, and no container of before runs."""
+    tokens = frozenset({"char:1:2", "pci:a"})
+    record = identity.recorded(tokens, "x")
+    assert identity.tokens_of(record, "x") == tokens
+    assert identity.tokens_of(record, "y") == identity.tokens_of("", "y") == frozenset()
+    assert identity.recorded(frozenset(), "x") == ""
+
+
+def test_an_identity_has_no_spaces() -> None:
+    """It is one word of a record."""
+    with pytest.raises(ValueError, match="identity"):
+        Device("a", identity="a b")
+
+
+async def test_a_changed_identity_is_a_change_of_the_list(tmp_path: Path) -> None:
+    """Subscribers hear of a device that is another thing though its source says the same of it."""
+    inventory = Inventory("r")
+    path = tmp_path / "f"
+    path.touch()
+    devices = [Device("a", identity="x")]
+    assert await identity.publish(inventory, devices)
+    assert not await identity.publish(inventory, devices)
+    assert inventory.snapshot.identities == {"a": {"x"}}
+    assert inventory.publish(devices, {"a": frozenset({"y"})})
+    assert inventory.publish([])
+    assert inventory.snapshot.identities == {"a": {"y"}}, "a gone device is still what it was"
+    assert inventory.forget(["a"])
+    assert inventory.snapshot.identities == {}

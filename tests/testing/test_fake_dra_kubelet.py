@@ -1,0 +1,146 @@
+"""The fake kubelet's DRA half against a driver without the framework: it does what kubelet 1.36.3 does."""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from deviceplugin.testing import claim_state
+from deviceplugin.testing.claim_state import DevicesOfClaim, PreparedDevice
+from dra_bridge.testing.kubelet import FakeDraKubelet, FakeDraPod, PodError
+from tests.testing.bare_dra import DRIVER, BareDriver
+
+POD = FakeDraPod("p", "pod-1", ["c"], {"main": [("c", "r")]})
+OTHER = FakeDraPod("q", "pod-2", ["c"], {"main": [("c", "r")]})
+DEVICE = PreparedDevice(("r",), "n", "d-c", ("x/y=c",), None)
+
+
+def claim(namespace: str, name: str) -> dict[str, Any]:
+    """Return any claim, allocated for both pods."""
+    return {
+        "metadata": {"namespace": namespace, "name": name, "uid": f"uid-{name}"},
+        "status": {
+            "reservedFor": [{"uid": POD.uid}, {"uid": OTHER.uid}],
+            "allocation": {"devices": {"results": [{"driver": DRIVER}]}},
+        },
+    }
+
+
+@pytest.fixture
+def root() -> Iterator[Path]:
+    # Short: a socket's path has 107 bytes.
+    path = Path(tempfile.mkdtemp(prefix="k"))
+    yield path
+    shutil.rmtree(path)
+
+
+@pytest.fixture
+def kubelet(root: Path) -> Iterator[FakeDraKubelet]:
+    with FakeDraKubelet(root, claim) as running:
+        yield running
+
+
+@pytest.fixture
+def driver(root: Path, kubelet: FakeDraKubelet) -> Iterator[BareDriver]:
+    made = BareDriver(root)
+    kubelet.wait_registered(DRIVER)
+    yield made
+    made.stop()
+
+
+def state(root: Path) -> list[DevicesOfClaim]:
+    return claim_state.from_json((root / claim_state.FILE_NAME).read_bytes())
+
+
+def remembered(*pods: FakeDraPod, devices: int = 1) -> list[DevicesOfClaim]:
+    return [DevicesOfClaim("default", "c", "uid-c", {DRIVER: [DEVICE] * devices}, {pod.uid for pod in pods})]
+
+
+class TestClaimState:
+    def test_the_claim_is_there_before_the_driver_is_called(
+        self, root: Path, kubelet: FakeDraKubelet, driver: BareDriver
+    ) -> None:
+        """A claim is written down before its driver is called, without devices, and stays so if the call fails."""
+        seen = []
+
+        def fail(method: str) -> None:
+            seen.append((method, state(root)))
+            raise RuntimeError("broken")
+
+        driver.before_answer = fail
+        with pytest.raises(PodError, match="broken"):
+            kubelet.prepare_pod(POD)
+        assert seen == [("NodePrepareResources", remembered(POD, devices=0))]
+        assert state(root) == remembered(POD, devices=0)
+
+    def test_devices_and_pods_come_and_go(self, root: Path, kubelet: FakeDraKubelet, driver: BareDriver) -> None:
+        """The devices are written after the answer; the claim leaves after Unprepare, when its last pod ends."""
+        kubelet.prepare_pod(POD)
+        assert state(root) == remembered(POD)
+        kubelet.prepare_pod(OTHER)
+        assert state(root) == remembered(POD, OTHER)
+        kubelet.unprepare_pod(POD)
+        assert state(root) == remembered(OTHER)
+        assert driver.unprepared == []
+        seen = []
+        driver.before_answer = lambda method: seen.append(state(root))
+        kubelet.unprepare_pod(OTHER)
+        assert seen == [remembered(OTHER)]
+        assert state(root) == []
+        assert (driver.prepared, driver.unprepared) == (["c"], ["c"])
+
+    def test_a_restart_reads_it(self, root: Path, kubelet: FakeDraKubelet, driver: BareDriver) -> None:
+        """After a restart the claims are known from the file; a second Prepare's devices are added to the first's."""
+        kubelet.prepare_pod(POD)
+        kubelet.restart()
+        kubelet.wait_registered(DRIVER)
+        assert state(root) == remembered(POD)
+        kubelet.prepare_pod(POD)
+        assert state(root) == remembered(POD, devices=2)
+        kubelet.unprepare_pod(POD)
+        assert driver.unprepared == ["c"]
+
+    def test_claims_of_inactive_pods_are_unprepared(
+        self, root: Path, kubelet: FakeDraKubelet, driver: BareDriver
+    ) -> None:
+        """The reconciler unprepares what no active pod uses, tries again after a failure, and leaves the rest."""
+        kubelet.prepare_pod(POD)
+        kubelet.prepare_pod(OTHER)
+        kubelet.reconcile_claims({POD.uid, OTHER.uid})
+        assert state(root) == remembered(POD, OTHER)
+        kubelet.reconcile_claims({OTHER.uid})
+        assert [claim.pods for claim in state(root)] == [{OTHER.uid}]
+
+        def fail(method: str) -> None:
+            raise RuntimeError("broken")
+
+        driver.before_answer = fail
+        kubelet.reconcile_claims(set())
+        assert state(root) == remembered(OTHER)
+        driver.before_answer = lambda method: None
+        kubelet.reconcile_claims(set())
+        assert (state(root), driver.unprepared) == ([], ["c"])
+
+    def test_a_lost_file(self, root: Path, kubelet: FakeDraKubelet, driver: BareDriver) -> None:
+        """A kubelet that starts without its claim state never unprepares the claims of running pods."""
+        kubelet.prepare_pod(POD)
+        kubelet.stop()
+        (root / claim_state.FILE_NAME).unlink()
+        kubelet.start()
+        kubelet.wait_registered(DRIVER)
+        kubelet.unprepare_pod(POD)
+        kubelet.reconcile_claims(set())
+        assert driver.unprepared == []
+
+    def test_a_torn_file(self, root: Path, kubelet: FakeDraKubelet) -> None:
+        """A kubelet whose claim state is torn does not start."""
+        kubelet.stop()
+        path = root / claim_state.FILE_NAME
+        path.write_bytes(path.read_bytes()[:-1])
+        with pytest.raises(ValueError, match="delimiter"):
+            kubelet.start()

@@ -1,0 +1,164 @@
+"""The files that show what runs on the fake node: cgroups, pod directories, the kubelet's claim state."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from deviceplugin.testing import ContainerSpec, FakeKubelet, FakePod, PluginCallError
+from deviceplugin.testing.cgroups import CgroupLayout
+from tests.testing.bare import RESOURCE, BarePlugin, Hold
+
+Plugins = Callable[..., BarePlugin]
+Kubelets = Callable[..., FakeKubelet]
+ONE = {RESOURCE: 1}
+
+
+def cgroup(kubelet: FakeKubelet, pod: FakePod) -> Path:
+    return kubelet.cgroup_root / "kubepods" / "besteffort" / f"pod{pod.uid}"
+
+
+def populated(path: Path) -> bool:
+    events = dict(line.split() for line in (path / "cgroup.events").read_text().splitlines())
+    assert events["frozen"] == "0"
+    return events["populated"] == "1"
+
+
+def containers(path: Path) -> set[str]:
+    return {one.name for one in path.iterdir() if one.is_dir()}
+
+
+class TestCgroups:
+    def test_a_running_pod(self, fake_kubelet: FakeKubelet, plugins: Plugins) -> None:
+        """A running pod has a populated cgroup with one for its sandbox and one for each running container."""
+        plugins(fake_kubelet, "a")
+        pod = fake_kubelet.run_pod("p", ONE, init_containers=[ContainerSpec("i", ONE)])
+        path = cgroup(fake_kubelet, pod)
+        assert populated(path)
+        assert (path / "cgroup.procs").read_text() == ""
+        assert containers(path) == {pod.sandbox, pod.container().id}
+        assert int((path / pod.container().id / "cgroup.procs").read_text()) > 0
+        assert populated(path.parent)
+        assert "memory" in (fake_kubelet.cgroup_root / "cgroup.controllers").read_text().split()
+
+    def test_a_restarted_container(self, fake_kubelet: FakeKubelet, plugins: Plugins) -> None:
+        """The sandbox keeps a pod's cgroup populated while a container is down; each start of one has a new id."""
+        plugins(fake_kubelet, "a")
+        pod = fake_kubelet.run_pod("p", ONE)
+        before = pod.container().id
+        pod.crash_container()
+        assert containers(cgroup(fake_kubelet, pod)) == {pod.sandbox}
+        assert populated(cgroup(fake_kubelet, pod))
+        pod.restart_container()
+        assert before not in containers(cgroup(fake_kubelet, pod)) == {pod.sandbox, pod.container().id}
+
+    def test_admission_makes_none(self, fake_kubelet: FakeKubelet, plugins: Plugins) -> None:
+        """A pod that is being admitted has neither cgroup nor directory, and one that is rejected gets none."""
+        plugin = plugins(fake_kubelet, "a")
+        hold = Hold(plugin, "Allocate")
+        pod = fake_kubelet.start_pod("p", ONE)
+        assert hold.arrived.wait(10)
+        fake_kubelet.reject_next_pod()
+        hold.let_go.set()
+        pod.wait_phase("Failed")
+        assert not cgroup(fake_kubelet, pod).exists()
+        assert not fake_kubelet.pod_directory(pod).exists()
+
+    def test_a_completed_pod(self, fake_kubelet: FakeKubelet, plugins: Plugins) -> None:
+        """A completed pod loses its cgroup and keeps its directory until it is deleted."""
+        plugins(fake_kubelet, "a")
+        pod = fake_kubelet.run_pod("p", ONE)
+        assert (fake_kubelet.pod_directory(pod) / "volumes").is_dir()
+        pod.complete()
+        assert not cgroup(fake_kubelet, pod).exists()
+        assert not populated(cgroup(fake_kubelet, pod).parent)
+        assert fake_kubelet.pod_directory(pod).exists()
+        pod.delete()
+        assert list((fake_kubelet.root / "pods").iterdir()) == []
+
+    def test_pods_live_through_a_restart(self, fake_kubelet: FakeKubelet, plugins: Plugins) -> None:
+        """While the kubelet is down, and after it is back, a running pod's cgroup and directory are there."""
+        plugins(fake_kubelet, "a")
+        pod = fake_kubelet.run_pod("p", ONE)
+        fake_kubelet.stop()
+        before = containers(cgroup(fake_kubelet, pod))
+        pod.delete()
+        assert populated(cgroup(fake_kubelet, pod))
+        assert containers(cgroup(fake_kubelet, pod)) == before == {pod.sandbox, pod.container().id}
+        assert fake_kubelet.pod_directory(pod).exists()
+        fake_kubelet.start()
+        fake_kubelet.wait_until(lambda: pod.deleted)
+        assert not cgroup(fake_kubelet, pod).exists()
+        assert not fake_kubelet.pod_directory(pod).exists()
+
+    @pytest.mark.parametrize("layout", ["v1", "v1-systemd", "v2-systemd"])
+    def test_layouts(self, kubelets: Kubelets, plugins: Plugins, tmp_path: Path, layout: CgroupLayout) -> None:
+        """With v1 each controller has a tree and none has events; with systemd slices are named in full."""
+        kubelet = kubelets(cgroup_layout=layout, cgroup_root=tmp_path / "cg")
+        plugins(kubelet, "a")
+        pod = kubelet.run_pod("p", ONE)
+        uid = pod.uid.replace("-", "_")
+        path, container = {
+            "v1": (f"memory/kubepods/besteffort/pod{pod.uid}", pod.container().id),
+            "v1-systemd": (
+                f"memory/kubepods.slice/kubepods-besteffort.slice/kubepods-besteffort-pod{uid}.slice",
+                f"cri-containerd-{pod.container().id}.scope",
+            ),
+            "v2-systemd": (
+                f"kubepods.slice/kubepods-besteffort.slice/kubepods-besteffort-pod{uid}.slice",
+                f"cri-containerd-{pod.container().id}.scope",
+            ),
+        }[layout]
+        assert int((tmp_path / "cg" / path / container / "cgroup.procs").read_text()) > 0
+        assert (tmp_path / "cg" / path / "cgroup.events").exists() is (layout == "v2-systemd")
+        pod.complete()
+        assert not (tmp_path / "cg" / path).exists()
+        assert (tmp_path / "cg" / path).parent.is_dir()
+
+
+class Unprepared(FakeKubelet):
+    """Notes the cgroups of a pod whose claims are prepared and unprepared."""
+
+    seen: tuple[tuple[str, bool], ...] = ()
+
+    def prepare_pod(self, pod: FakePod) -> None:
+        self.seen += (("prepare", populated(cgroup(self, pod))),)
+        assert not list(self.pod_logs.glob("*")), "made with the sandbox"
+        if len(self.seen) == 1:
+            raise PluginCallError("not yet")
+
+    def unprepare_pod(self, pod: FakePod) -> None:
+        self.seen += (("unprepare", populated(cgroup(self, pod))),)
+
+
+def test_claims_are_prepared_in_an_empty_cgroup() -> None:
+    """Claims are prepared before the sandbox and unprepared after it: the pod's cgroup is there without a process."""
+    with Unprepared(start_backoff=0.01) as kubelet:
+        pod = kubelet.run_pod("p")
+        pod.restart_container()
+        assert [path.name for path in kubelet.pod_logs.iterdir()] == [f"default_p_{pod.uid}"]
+        pod.delete()
+        assert kubelet.seen == (("prepare", False), ("prepare", False), ("unprepare", False))
+
+
+def test_paths(fake_kubelet: FakeKubelet) -> None:
+    """The paths of the node are what an agent needs to find its sockets and cgroups."""
+    paths = fake_kubelet.paths
+    assert paths.plugins == fake_kubelet.device_plugin_dir
+    assert paths.pod_resources == fake_kubelet.pod_resources_socket
+    assert paths.cgroups == fake_kubelet.root / "cgroup"
+
+
+def test_the_claim_state_is_there_from_the_first_start(fake_kubelet: FakeKubelet) -> None:
+    """A kubelet makes an empty claim state, and does not start with a damaged one."""
+    path = fake_kubelet.root / "dra_manager_state"
+    assert path.exists()
+    fake_kubelet.stop()
+    path.write_bytes(path.read_bytes()[:-3])
+    with pytest.raises(ValueError, match="delimiter"):
+        fake_kubelet.start()
+    path.unlink()
+    fake_kubelet.start()
+    assert path.exists()
