@@ -345,6 +345,8 @@ class ExclusionGuard:
     def release(self, keys: Iterable[Key], work: Coroutine[Any, Any, None]) -> asyncio.Task[str]:
         """Run the `released` hook of devices; nobody is given one of them before the hook has ended.
 
+        Hooks of devices that are the same thing run one after the other.
+
         work: raises HookError if the hook fails.
 
         Returns:
@@ -352,14 +354,18 @@ class ExclusionGuard:
 
         """
         keys = frozenset(keys)
-        task = asyncio.create_task(self._released(keys, work))
+        task = asyncio.create_task(self._released(keys, work, self._releases_of(keys)))
         for key in keys:
             self._releases.setdefault(key, set()).add(task)
         task.add_done_callback(self._release_ended)
         return task
 
-    async def _released(self, keys: frozenset[Key], work: Coroutine[Any, Any, None]) -> str:
+    async def _released(
+        self, keys: frozenset[Key], work: Coroutine[Any, Any, None], earlier: Collection[asyncio.Task[str]]
+    ) -> str:
         try:
+            if earlier:
+                await asyncio.wait(earlier)
             await work
         except hooks.HookError as error:
             _LOG.warning("%s", error)
@@ -397,11 +403,17 @@ class ExclusionGuard:
         """
         if not (self._releases or self._overdue):
             return
-        keys = {one for key in keys for one in (key, *self.things.peers(key))}
-        if releases := {task for key in keys for task in self._releases.get(key, ())}:
+        keys = tuple(keys)
+        if releases := self._releases_of(keys):
             await asyncio.wait(releases)
-        for key in sorted(self._overdue_keys & keys):
+        for key in sorted(self._overdue_keys & self._with_peers(keys)):
             raise ConflictError(f"{titled(key)}: {RELEASING}")
+
+    def _releases_of(self, keys: Iterable[Key]) -> set[asyncio.Task[str]]:
+        return {task for key in self._with_peers(keys) for task in self._releases.get(key, ())}
+
+    def _with_peers(self, keys: Iterable[Key]) -> set[Key]:
+        return {one for key in keys for one in (key, *self.things.peers(key))}
 
     async def verify(self, keys: Iterable[Key]) -> None:
         """Wait for `released` hooks (`wait_released`), and look whether devices are what they were listed as.

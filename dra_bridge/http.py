@@ -159,7 +159,14 @@ class Server:
                 url = yarl.URL(f"{self._base}{target}", encoded=True)
                 asked = self._opened().request(method, url, headers=headers, data=content or None, **self._options)
                 async with asked as response:
-                    yield response
+                    try:
+                        yield response
+                    finally:
+                        # What is left unread is not closed politely: TLS would wait for the server's answer, and
+                        # nobody would wait for TLS.
+                        connection = response.connection
+                        if connection is not None and connection.transport is not None:
+                            connection.transport.abort()
         finally:
             self._busy -= 1
             if self._retired and not self._busy:

@@ -655,7 +655,7 @@ def test_two_drivers(cluster: Cluster) -> None:
 
 
 def test_speed_and_memory(cluster: Cluster) -> None:
-    """Forty claims come and go; the kubelet's own times and the agent's memory are printed, and memory is judged."""
+    """Forty claims come and go: the kubelet's own times and the agent's memory are printed; memory must not grow."""
     # As in the image, nothing is compiled at the start: that takes 4 MB, which stay.
     for directory in (ROOT / "deviceplugin", ROOT / "dra_bridge", Path(sysconfig.get_path("purelib"))):
         compileall.compile_dir(directory, quiet=2)
@@ -675,20 +675,24 @@ def _forty_claims(bridge: Bridge) -> None:
     methods = ("NodePrepareResources", "NodeUnprepareResources")
     before = {method: (total(method, "sum"), total(method, "count")) for method in methods}
     bridge.template("fpgas")
-    pods = []
-    for number in range(40):
-        pods.append(bridge.pod(f"p{number}", {"fpga": {"resourceClaimTemplateName": "fpgas"}}).wait_running())
-        pods[-1].delete()
-    for pod in pods:
-        pod.wait_gone()
-    figures = {"resident MB": round(bridge.rss() / 1024, 1)}
+    memory = []
+    for ten in range(4):
+        pods = []
+        for number in range(10):
+            claims = {"fpga": {"resourceClaimTemplateName": "fpgas"}}
+            pods.append(bridge.pod(f"p{ten}{number}", claims).wait_running())
+            pods[-1].delete()
+        for pod in pods:
+            pod.wait_gone()
+        memory.append(bridge.rss() / 1024)
+    figures = {"resident MiB": round(memory[-1], 1), "after ten claims": round(memory[0], 1)}
     for method in methods:
         count = total(method, "count") - before[method][1]
         figures[f"{method} ms"] = round(1000 * (total(method, "sum") - before[method][0]) / max(count, 1), 1)
         figures[f"{method} calls"] = count
     print(figures)
     assert figures["NodePrepareResources calls"] >= 40
-    assert figures["resident MB"] <= 64
+    assert memory[-1] < 1.1 * memory[0]
 
 
 def test_steady_state(bridge: Bridge) -> None:

@@ -4,13 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
+import socket
+import ssl
+import threading
+import warnings
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from pathlib import Path
 
 import pytest
 
 from dra_bridge import http
 from dra_bridge.http import HttpError, Server, proxy_of
+from tests.test_web import make_certificate, trusting
 
 Handler = Callable[[str], bytes | None]
 
@@ -254,6 +261,38 @@ async def test_a_stream() -> None:
             other.writers[0].write(b"5\r\n\ntri\n\r\n")
             assert [await anext(lines), await anext(lines)] == [b"two\n", b"tri\n"]
         assert "0 requests" in repr(server)
+
+
+def test_a_stream_that_is_left_is_closed_at_once(tmp_path: Path) -> None:
+    """A TLS server that says nothing more leaves nothing open behind the client's end."""
+    certificate, key = make_certificate(tmp_path, "a")
+    tls = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+    tls.load_cert_chain(certificate, key)
+    over = threading.Event()
+
+    def serve(listening: socket.socket) -> None:
+        with tls.wrap_socket(listening.accept()[0], server_side=True) as connection:
+            connection.recv(1000)
+            connection.sendall(b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n4\r\none\n\r\n")
+            over.wait(10)
+
+    async def leave(url: str) -> None:
+        server = Server(url, trusting(certificate))
+        async with server.stream("GET", "/", {}) as (_, lines):
+            assert await anext(lines) == b"one\n"
+        await server.aclose()
+
+    with socket.create_server(("127.0.0.1", 0)) as listening, warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always", ResourceWarning)
+        thread = threading.Thread(target=serve, args=(listening,))
+        thread.start()
+        try:
+            asyncio.run(leave(f"https://127.0.0.1:{listening.getsockname()[1]}"))
+            gc.collect()
+        finally:
+            over.set()
+            thread.join()
+    assert [str(one.message) for one in caught] == []
 
 
 async def test_cancelled() -> None:
