@@ -367,18 +367,19 @@ async def test_a_grant_waits_for_the_hook_that_releases_its_device() -> None:
 async def test_hooks_that_release_one_thing_run_one_after_the_other() -> None:
     """Two names of one thing may be released at the same time, as after the start; each hook needs it for itself."""
     world = World(a="n1", b="n1", c="n2")
-    go_on = asyncio.Event()
+    go_on, two = asyncio.Event(), asyncio.Event()
     running: set[str] = set()
 
     async def released(device: str) -> None:
         assert device == "c" or running <= {"c"}
         running.add(device)
+        if len(running) == 2:
+            two.set()
         await go_on.wait()
         running.remove(device)
 
     tasks = [world.guard.release([key(device)], released(device)) for device in "abc"]
-    while len(running) < 2:
-        await asyncio.sleep(0)
+    await two.wait()
     assert running == {"a", "c"}
     go_on.set()
     assert await asyncio.gather(*tasks) == ["", "", ""]
