@@ -115,7 +115,7 @@ class DeviceSource:
     def measure(self, devices: Sequence[Device]) -> Measured | Awaitable[Measured]:
         """Return how busy the devices are, by id and quantity; called at a period if there are metrics.
 
-        `deviceplugin.load` knows the common quantities (`utilization_ratio`, `memory_used_bytes`);
+        `deviceplugin.metrics.load` knows the common quantities (`utilization_ratio`, `memory_used_bytes`);
         others become metrics of their own, in base units, with `_total` at the end if they only
         grow. What a device cannot tell is left out or None, never 0. An error or a call that takes
         too long leaves nothing to be shown; the next call follows when this one has ended.

@@ -9,14 +9,14 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from dra_bridge.process import run
+    from dra_bridge.node.process import run
 
 __all__ = ["run"]
 
 
 def __getattr__(name: str) -> object:
     if name == "run":
-        from dra_bridge.process import run
+        from dra_bridge.node.process import run
 
         return run
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -20,12 +20,12 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
-from deviceplugin.options import EXITS
-from dra_bridge.options import add_kubeconfig, add_run_options, run_options
+from deviceplugin.node.options import EXITS
+from dra_bridge.node.options import add_kubeconfig, add_run_options, run_options
 
 if TYPE_CHECKING:
-    from dra_bridge.cluster import Cluster
-    from dra_bridge.fleet import NodeView
+    from dra_bridge.kube.client import Cluster
+    from dra_bridge.rollout.fleet import NodeView
 
 __all__ = ["main"]
 
@@ -128,7 +128,7 @@ def _add_share(parser: argparse._MutuallyExclusiveGroup) -> None:
 
 
 def _share(text: str) -> str:
-    from dra_bridge.handover import ShareError, parse_share
+    from dra_bridge.handover.handover import ShareError, parse_share
 
     if text == "default":
         return text
@@ -239,8 +239,8 @@ def _label(text: str) -> tuple[str, str]:
 
 def _run(options: argparse.Namespace) -> int:
     from deviceplugin.config import ConfigError
-    from dra_bridge.cluster import AccessError
-    from dra_bridge.process import run_config
+    from dra_bridge.kube.client import AccessError
+    from dra_bridge.node.process import run_config
 
     try:
         run = run_options(options)
@@ -260,7 +260,7 @@ def _run(options: argparse.Namespace) -> int:
 
 def _uninstall(options: argparse.Namespace) -> int:
     from deviceplugin import config
-    from dra_bridge.slices import remove_slices
+    from dra_bridge.slices.publisher import remove_slices
 
     drivers = set(options.driver)
     try:
@@ -321,7 +321,7 @@ def _demo(options: argparse.Namespace) -> int:
 
 
 def _status(options: argparse.Namespace) -> int:
-    from dra_bridge.steer import look
+    from dra_bridge.rollout.rollout import look
 
     nodes = _ask(options, lambda cluster: look(cluster, options.driver, options.node))
     if isinstance(nodes, int):
@@ -357,7 +357,7 @@ def _status(options: argparse.Namespace) -> int:
 
 def _fleet() -> Any:
     """Return the room of the pure functions; imported when it is needed."""
-    from dra_bridge import fleet
+    from dra_bridge.rollout import fleet
 
     return fleet
 
@@ -408,8 +408,8 @@ def _age(seconds: float) -> str:
 
 def _ask(options: argparse.Namespace, question: Callable[[Cluster], Awaitable[_T]]) -> _T | int:
     """Ask the API server; return the answer, or the exit status after what went wrong was said."""
-    from dra_bridge.cluster import AccessError, Cluster, ClusterError
-    from dra_bridge.steer import SteerError
+    from dra_bridge.kube.client import AccessError, Cluster, ClusterError
+    from dra_bridge.rollout.rollout import SteerError
 
     async def ask() -> _T:
         async with Cluster.from_environment(options.kubeconfig) as cluster:
@@ -454,7 +454,7 @@ def _rich() -> Any:
 
 
 def _migrate(options: argparse.Namespace) -> int:
-    from dra_bridge.steer import migrate
+    from dra_bridge.rollout.rollout import migrate
 
     nodes = list(dict.fromkeys(options.nodes))
     share = None if options.share == "default" else options.share
@@ -476,8 +476,8 @@ def _migrate(options: argparse.Namespace) -> int:
 
 
 def _rollout(options: argparse.Namespace) -> int:
-    from dra_bridge.fleet import Goal, Limits
-    from dra_bridge.steer import rollout
+    from dra_bridge.rollout.fleet import Goal, Limits
+    from dra_bridge.rollout.rollout import rollout
 
     goal = Goal(None if options.share == "default" else options.share, options.undo)
     limits = Limits(options.max_unavailable, options.timeout_per_node, options.pause)

@@ -116,13 +116,13 @@ class Background:
 
 async def plain_driver(server: FakeApiServer, node: FakeNode, gpus: Gpus, directory: Path) -> None:
     """Be a DRA driver as others are: it offers every device and knows of no plugin."""
-    from deviceplugin import ledger
     from deviceplugin.inventory import Inventory
-    from deviceplugin.ledger import Desk, Side
-    from dra_bridge.cluster import Cluster
-    from dra_bridge.driver import ClusterClaims, Driver, Served
-    from dra_bridge.registrar import Registrar
-    from dra_bridge.slices import Offer, Pool, Publisher
+    from dra_bridge import ledger
+    from dra_bridge.driver.driver import ClusterClaims, Driver, Served
+    from dra_bridge.driver.registrar import Registrar
+    from dra_bridge.kube.client import Cluster
+    from dra_bridge.ledger import Desk, Side
+    from dra_bridge.slices.publisher import Offer, Pool, Publisher
 
     inventory = Inventory(GPU)
     inventory.publish(gpus.devices)
@@ -150,8 +150,8 @@ async def plain_driver(server: FakeApiServer, node: FakeNode, gpus: Gpus, direct
 
 async def bridge(server: FakeApiServer, node: FakeNode, gpus: Gpus, directory: Path) -> None:
     """Be the bridge's agent, as `dra-bridge run` is."""
-    from dra_bridge.agent import Bridge
-    from dra_bridge.cluster import Cluster
+    from dra_bridge.kube.client import Cluster
+    from dra_bridge.node.bridge import Bridge
 
     await Bridge(
         [gpus],
@@ -408,7 +408,7 @@ class Bridged:
 
     def ask(self, share: str) -> float:
         """Ask for a share, as `dra-bridge migrate` does; return when."""
-        from dra_bridge.fleet import share_patch
+        from dra_bridge.rollout.fleet import share_patch
 
         node = self.server.get("nodes", NODE)
         node["metadata"].setdefault("annotations", {}).update(share_patch(DRIVER, share)["metadata"]["annotations"])
@@ -417,20 +417,20 @@ class Bridged:
 
     def view(self) -> Any:
         """Return what `dra-bridge status` would show."""
-        from dra_bridge import fleet
+        from dra_bridge.rollout import fleet
 
         (view,) = fleet.views(DRIVER, self.server.objects("nodes"), self.server.objects())
         return view
 
     def settled(self) -> bool:
         """Whether all devices are where they should be."""
-        from dra_bridge import fleet
+        from dra_bridge.rollout import fleet
 
         return fleet.settled(self.view())
 
     def obstacles(self) -> str:
         """Return what the move waits for."""
-        from dra_bridge import fleet
+        from dra_bridge.rollout import fleet
 
         return "; ".join(fleet.obstacles(self.view()))
 

@@ -85,7 +85,7 @@ def test_values_are_the_first_room() -> None:
         ("import deviceplugin.config", {"grpc", "watchdog"}),
         ("import deviceplugin.testing.plugin", {"grpc", "watchdog", "msgspec", "yaml"}),
         (
-            "import deviceplugin.process, deviceplugin.sources",
+            "import deviceplugin.node.process, deviceplugin.sources",
             {
                 "prometheus_client",
                 "aiohttp",

@@ -22,11 +22,11 @@ from typing import Final
 from deviceplugin import filewatch
 from deviceplugin.identity import boot_id
 from deviceplugin.kubelet import checkpoint, holders
+from deviceplugin.kubelet.cgroups import CgroupReader, PodProcesses, own_pod, read_directories
 from deviceplugin.kubelet.checkpoint import Allocation, Checkpoint, CheckpointError, FileIdentity
 from deviceplugin.kubelet.granted import Granted, granted
 from deviceplugin.kubelet.holders import HolderSnapshot, Witnesses
-from deviceplugin.kubelet.pods import CgroupReader, PodProcesses, own_pod, read_directories
-from deviceplugin.podresources import ClaimUse, Holder, PodResources, PodResourcesError, Quiet, Report
+from deviceplugin.kubelet.podresources import ClaimUse, Holder, PodResources, PodResourcesError, Quiet, Report
 
 __all__ = ["POD_LOGS", "HolderTracker", "pod_names"]
 

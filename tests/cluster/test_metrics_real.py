@@ -22,8 +22,8 @@ import yaml
 from tests.cluster import isolate
 from tests.cluster.bridge import Bridge, env_of
 from tests.cluster.node import Cluster, Pod
-from tests.test_monitoring import EXAMPLES, queries, rules
-from tests.test_page import Table
+from tests.metrics.test_monitoring import EXAMPLES, queries, rules
+from tests.metrics.test_page import Table
 
 AGENT = "127.0.0.1:9410"
 SCRIPT = """

@@ -18,9 +18,9 @@ from pathlib import Path
 
 import pytest
 
-from deviceplugin.agent import Agent
 from deviceplugin.config import parse
 from deviceplugin.device import Device
+from deviceplugin.node.agent import Agent
 from deviceplugin.source import DeviceSource
 from deviceplugin.sources import build
 from deviceplugin.sources.nvml import NvidiaSource

@@ -19,11 +19,13 @@ from typing import Any
 import pytest
 import yaml
 
-from deviceplugin.ledger import State
-from dra_bridge import cli, progress, steer
-from dra_bridge.handover import parse_share
-from dra_bridge.options import parse_run
-from dra_bridge.progress import DeviceProgress, Progress, ResourceProgress
+from dra_bridge import cli
+from dra_bridge.handover.handover import parse_share
+from dra_bridge.ledger import State
+from dra_bridge.node.options import parse_run
+from dra_bridge.rollout import progress
+from dra_bridge.rollout import rollout as steer
+from dra_bridge.rollout.progress import DeviceProgress, Progress, ResourceProgress
 from dra_bridge.testing.apiserver import FakeApiServer, Fault, Request
 from tests.programs import running
 

@@ -24,7 +24,7 @@ from typing import Any, cast
 
 from deviceplugin import naming, topology
 from deviceplugin.device import Device, Health
-from deviceplugin.load import QUANTITIES, checked
+from deviceplugin.metrics.load import QUANTITIES, checked
 from deviceplugin.sources.nvml import CDI_KIND, NvidiaSource, Places, Session, Trouble
 from deviceplugin.testing.kubelet import FakeKubelet
 from deviceplugin.testing.plugin import serve

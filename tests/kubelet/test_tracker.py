@@ -12,11 +12,11 @@ from types import SimpleNamespace
 import pytest
 
 from deviceplugin.kubelet import tracker as module
+from deviceplugin.kubelet.cgroups import CgroupReader
 from deviceplugin.kubelet.checkpoint import Allocation
 from deviceplugin.kubelet.holders import HolderSnapshot
-from deviceplugin.kubelet.pods import CgroupReader
+from deviceplugin.kubelet.podresources import Holder, PodResources, Quiet, Report
 from deviceplugin.kubelet.tracker import HolderTracker, pod_names
-from deviceplugin.podresources import Holder, PodResources, Quiet, Report
 from deviceplugin.testing import FakeKubelet, FakePod
 from deviceplugin.testing.kubelet import Damage
 from tests.testing.bare import RESOURCE as R

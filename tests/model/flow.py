@@ -16,20 +16,20 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Final, Self, cast
 
-from deviceplugin import ledger
 from deviceplugin.device import ContainerEdits, Device
-from deviceplugin.endpoint import Refusal
 from deviceplugin.inventory import Inventory
 from deviceplugin.kubelet import holders
+from deviceplugin.kubelet.cgroups import PodProcesses
 from deviceplugin.kubelet.checkpoint import Allocation, Checkpoint
 from deviceplugin.kubelet.holders import HolderSnapshot, Witnesses
-from deviceplugin.kubelet.pods import PodProcesses
-from deviceplugin.ledger import Desk, Evidence, Ledger, LedgerError, Side, State
-from deviceplugin.registration import Backoff
+from deviceplugin.kubelet.registration import Backoff
+from deviceplugin.kubelet.servicer import Refusal
 from deviceplugin.source import DeviceSource
-from dra_bridge.driver import ClaimError, ClaimRef, Driver, Prepared, Served
-from dra_bridge.handover import Handover, Share
-from dra_bridge.keeper import Keeper, allocations_of, held_units
+from dra_bridge import ledger
+from dra_bridge.driver.driver import ClaimError, ClaimRef, Driver, Prepared, Served
+from dra_bridge.handover.gate import Keeper, allocations_of, held_units
+from dra_bridge.handover.handover import Handover, Share
+from dra_bridge.ledger import Desk, Evidence, Ledger, LedgerError, Side, State
 
 R: Final = "example.com/fpga"
 D: Final = "fpga.example.com"

@@ -8,11 +8,11 @@ from dataclasses import replace
 from typing import Any, Final
 from unittest.mock import patch
 
-from deviceplugin import ledger
 from deviceplugin.kubelet import holders
+from deviceplugin.kubelet.cgroups import PodProcesses
 from deviceplugin.kubelet.checkpoint import Allocation
-from deviceplugin.kubelet.pods import PodProcesses
-from deviceplugin.ledger import ClusterEvidence, DeviceRecord, KubeletEvidence, KubeletSnapshot, Refused, Snapshot
+from dra_bridge import ledger
+from dra_bridge.ledger import ClusterEvidence, DeviceRecord, KubeletEvidence, KubeletSnapshot, Refused, Snapshot
 
 Replacement = Callable[..., Any]
 

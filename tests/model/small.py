@@ -34,12 +34,14 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Final, NamedTuple
 
-from deviceplugin import ledger
 from deviceplugin.kubelet import holders
+from deviceplugin.kubelet.cgroups import PodProcesses
 from deviceplugin.kubelet.checkpoint import Allocation, Checkpoint
 from deviceplugin.kubelet.holders import HolderSnapshot, Witnesses
-from deviceplugin.kubelet.pods import PodProcesses
-from deviceplugin.ledger import (
+from dra_bridge import ledger
+from dra_bridge.handover import gate as keeper
+from dra_bridge.handover.handover import Share, ToDra, ToPlugin, in_hands, plan
+from dra_bridge.ledger import (
     Claim,
     ClaimDevice,
     ClaimEvidence,
@@ -52,8 +54,6 @@ from deviceplugin.ledger import (
     Snapshot,
     State,
 )
-from dra_bridge import keeper
-from dra_bridge.handover import Share, ToDra, ToPlugin, in_hands, plan
 
 R: Final = "example.com/fpga"
 D: Final = "fpga.example.com"

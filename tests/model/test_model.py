@@ -23,15 +23,18 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from deviceplugin import ledger
 from deviceplugin.device import Device
-from deviceplugin.endpoint import Refusal
 from deviceplugin.inventory import Inventory
 from deviceplugin.kubelet import holders
+from deviceplugin.kubelet.cgroups import PodProcesses
 from deviceplugin.kubelet.checkpoint import Allocation, Checkpoint
 from deviceplugin.kubelet.holders import HolderSnapshot, Witnesses
-from deviceplugin.kubelet.pods import PodProcesses
-from deviceplugin.ledger import (
+from deviceplugin.kubelet.registration import Backoff
+from deviceplugin.kubelet.servicer import Refusal
+from dra_bridge import ledger
+from dra_bridge.handover.gate import Keeper, allocations_of, held_units
+from dra_bridge.handover.handover import Drain, Handover, Share
+from dra_bridge.ledger import (
     Claim,
     ClaimDevice,
     ClaimEvidence,
@@ -44,9 +47,6 @@ from deviceplugin.ledger import (
     Side,
     State,
 )
-from deviceplugin.registration import Backoff
-from dra_bridge.handover import Drain, Handover, Share
-from dra_bridge.keeper import Keeper, allocations_of, held_units
 
 R: Final = "example.com/fpga"
 D: Final = "fpga.example.com"

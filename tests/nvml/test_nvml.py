@@ -790,7 +790,7 @@ async def test_measure_tells_what_the_gpu_tells_in_base_units(world: World, unti
     async with closing(made) as lists:
         devices = await until(lists, len)
         measured = await made.measure(list(devices.values()))
-    from deviceplugin.load import QUANTITIES, checked
+    from deviceplugin.metrics.load import QUANTITIES, checked
 
     values = dict(checked(measured, list(devices.values())))[next(iter(devices))]
     assert set(values) <= set(QUANTITIES)
@@ -824,7 +824,7 @@ async def test_measure_tells_what_the_gpu_tells_in_base_units(world: World, unti
 
 async def test_what_cannot_be_measured_is_absent(world: World, until: Until) -> None:
     """A GPU that supports little, a partition and a lost GPU give what they have, and no zeros."""
-    from deviceplugin.load import checked
+    from deviceplugin.metrics.load import checked
 
     little = world.gpu(0)
     lost = world.gpu(1)

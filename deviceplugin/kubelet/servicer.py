@@ -1,0 +1,743 @@
+"""The plugin door of one resource: the five calls of device plugin API v1beta1, nothing else.
+
+It reads the inventory, asks the source's hooks, and notes what it gave out. Sockets and
+registration are another room's business.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections import Counter
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Final, Protocol, TypeVar
+
+import grpc
+import grpc.aio
+
+from deviceplugin import hooks, topology
+from deviceplugin.device import MAX_ID, NO_EDITS, ContainerEdits, Device, EditConflictError, printable
+from deviceplugin.exclusion import Key
+from deviceplugin.identity import Tokens
+from deviceplugin.inventory import Inventory, Snapshot
+from deviceplugin.kubelet.exclusion_guard import ConflictError, ExclusionGuard, Side
+from deviceplugin.kubelet.granted import annotate
+from deviceplugin.kubelet.podresources import Quiet
+from deviceplugin.sharing import device_of, replicas_of
+from deviceplugin.source import DeviceSource
+from deviceplugin.wire import deviceplugin_pb2 as pb
+from deviceplugin.wire.deviceplugin_pb2_grpc import DevicePluginServicer
+
+__all__ = ["MAX_LIST_BYTES", "Doorkeeper", "Endpoint", "Refusal", "Statistics", "rendered"]
+
+_LOG: Final = logging.getLogger(__name__)
+_T = TypeVar("_T")
+
+HEALTHY: Final = "Healthy"
+UNHEALTHY: Final = "Unhealthy"
+MAX_LIST_BYTES: Final = 4 * 1024 * 1024
+"""The kubelet takes no larger message and shows a capacity of 0 (kubernetes#109304)."""
+SHOWN_IDS: Final = 8
+"""Ids that an error names."""
+MANY: Final = 64
+"""Devices without links above which NUMA nodes are compared as groups, not pair by pair."""
+
+ANY_REPLICAS: Final = 2
+"""As good as any number above 1 for telling which device a replica belongs to."""
+
+
+class Refusal(Exception):  # noqa: N818  # the field's word; it is an answer, not a fault
+    """Raised when a call is refused; carries the gRPC code that the kubelet gets."""
+
+    def __init__(self, code: grpc.StatusCode, reason: str, details: str) -> None:
+        super().__init__(details)
+        self.code = code
+        self.reason = reason
+        self.details = details
+
+
+class Doorkeeper(Protocol):
+    """Who decides which devices the plugin side may offer and give out; the ledger, if there is one."""
+
+    def offers(self, resource: str, device: str) -> bool:
+        """Return whether the plugin side offers this device."""
+
+    def avoids(self, resource: str) -> Collection[str]:
+        """Return the devices that new pods had better not get, those of the others permitting."""
+
+    def claimed(self, resource: str, device: str) -> bool:
+        """Return whether a claim holds the device, or may."""
+
+    def withheld(self, resource: str) -> Mapping[str, str]:
+        """Return the devices that are offered to nobody for now, and why."""
+
+    def held(self) -> Mapping[Key, Tokens]:
+        """Return the devices that a ledger counts as held, also unlisted ones, and what they were when granted."""
+
+    def side(self, resource: str, device: str) -> Side:
+        """Return on which side the device is."""
+
+    async def grant(self, resource: str, names: Sequence[str], devices: Sequence[str]) -> None:
+        """Record that these ids (of these devices) are given out; raise Refusal if they may not be."""
+
+
+class OpenDoor:
+    """A doorkeeper for a node with the plugin side alone: everything is offered and granted."""
+
+    def offers(self, resource: str, device: str) -> bool:
+        """Offer every device."""
+        return True
+
+    def avoids(self, resource: str) -> Collection[str]:
+        """Avoid nothing."""
+        return ()
+
+    def claimed(self, resource: str, device: str) -> bool:
+        """Know of no claims."""
+        return False
+
+    def withheld(self, resource: str) -> Mapping[str, str]:
+        """Withhold nothing."""
+        return {}
+
+    def held(self) -> Mapping[Key, Tokens]:
+        """Know of nothing that is held."""
+        return {}
+
+    def side(self, resource: str, device: str) -> Side:
+        """Return the only side."""
+        return "plugin"
+
+    async def grant(self, resource: str, names: Sequence[str], devices: Sequence[str]) -> None:
+        """Grant everything."""
+
+
+class Holders(Protocol):
+    """What the endpoint asks about who holds a resource's ids; `HolderTracker` answers it."""
+
+    def unnamed(self, resource: str) -> Collection[str]:
+        """Return ids that are held though the kubelet may give them away; they are shown unhealthy."""
+
+    async def running(self, resource: str, device_ids: Collection[str]) -> Mapping[str, str]:
+        """Return the ids whose former holder's processes run now, and that pod."""
+
+
+class NoHolders:
+    """Where nobody tracks who holds what."""
+
+    def unnamed(self, resource: str) -> Collection[str]:
+        """Withhold nothing."""
+        return ()
+
+    async def running(self, resource: str, device_ids: Collection[str]) -> Mapping[str, str]:
+        """Know of nobody."""
+        return {}
+
+
+@dataclass(slots=True)
+class Statistics:
+    """What an endpoint has done so far; counters only grow. Durations in seconds."""
+
+    allocations: int = 0
+    devices_allocated: int = 0
+    refusals: dict[str, int] = field(default_factory=dict)
+    lists_sent: int = 0
+    preferences: int = 0
+    preference_seconds: float = 0.0
+    hook_calls: dict[str, int] = field(default_factory=dict)
+    hook_failures: dict[str, int] = field(default_factory=dict)
+    hook_seconds: dict[str, float] = field(default_factory=dict)
+
+    def count(self, counter: dict[str, int], key: str) -> None:
+        """Add one to a counter by key."""
+        counter[key] = counter.get(key, 0) + 1
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One line of the list that the kubelet gets."""
+
+    name: str
+    healthy: bool
+    numa: tuple[int, ...]
+
+
+def entries(
+    snapshot: Snapshot,
+    *,
+    names_of: Callable[[Device], Iterable[str]],
+    with_topology: bool = True,
+    offers: Callable[[str], bool] | None = None,
+) -> tuple[Entry, ...]:
+    """Return what the kubelet is to see of a snapshot.
+
+    names_of: under which ids the kubelet knows a device; several, if it is shared.
+    A device of unknown health is shown healthy: only a device known to be broken is withdrawn.
+    A device that the plugin side does not offer is shown unhealthy, never dropped.
+    """
+    return tuple(
+        Entry(
+            name,
+            device.health.usable and (offers is None or offers(device.id)),
+            device.numa_nodes if with_topology else (),
+        )
+        for device in snapshot.devices.values()
+        for name in names_of(device)
+    )
+
+
+def rendered(lines: Iterable[Entry]) -> pb.ListAndWatchResponse:
+    """Return the message of the list."""
+    response = pb.ListAndWatchResponse()
+    for line in lines:
+        device = response.devices.add(ID=line.name, health=HEALTHY if line.healthy else UNHEALTHY)
+        for node in line.numa:
+            device.topology.nodes.add(ID=node)
+    return response
+
+
+def container_response(edits: ContainerEdits) -> pb.ContainerAllocateResponse:
+    """Return the message that carries edits into a container."""
+    return pb.ContainerAllocateResponse(
+        envs=edits.env,
+        mounts=[pb.Mount(container_path=m.container, host_path=m.host, read_only=m.readonly) for m in edits.mounts],
+        devices=[
+            pb.DeviceSpec(container_path=node.path, host_path=node.host, permissions=node.permissions)
+            for node in edits.device_nodes
+        ],
+        annotations=edits.annotations,
+        cdi_devices=[pb.CDIDevice(name=name) for name in edits.cdi],
+    )
+
+
+class Endpoint(DevicePluginServicer):
+    """The servicer of one resource; survives servers, registrations and changes of its source.
+
+    release_former: has `released` called of devices whose former holders have ended, before these ids are granted.
+    on_stream_end: called when a ListAndWatch ends and no other one is live. serving: False ends
+    every ListAndWatch at its next look, and those that only begin. former: the kubelet's ids that
+    there were before the number of replicas changed, and the devices behind them. While there is one,
+    a device that it had alone, or that is to be had alone now, is not given out.
+    """
+
+    def __init__(
+        self,
+        source: DeviceSource,
+        inventory: Inventory,
+        quiet: Quiet,
+        *,
+        granted: Callable[[Sequence[str]], None] | None = None,
+        release_former: Callable[[Sequence[str]], Awaitable[None]] | None = None,
+        doorkeeper: Doorkeeper | None = None,
+        holders: Holders | None = None,
+        guard: ExclusionGuard | None = None,
+    ) -> None:
+        self.resource = source.resource
+        self.source = source
+        self.inventory = inventory
+        self.statistics = Statistics()
+        self.on_stream_end: Callable[[], None] = lambda: None
+        self.serving = True
+        self.streams_begun = 0
+        self.former: Mapping[str, str] = {}
+        self._quiet = quiet
+        self._granted = granted or (lambda names: None)
+        self._release_former = release_former
+        self._doorkeeper: Doorkeeper = doorkeeper or OpenDoor()
+        self._holders: Holders = holders or NoHolders()
+        self._guard = guard or ExclusionGuard()
+        self._streams: dict[object, asyncio.Event] = {}
+        self._shown: dict[object, tuple[float, frozenset[str]]] = {}
+        self._streams_gone = asyncio.Event()
+        self._streams_gone.set()
+        self._refresh = asyncio.Event()
+        self._again = 0
+        self._calls = 0
+        self._settled = asyncio.Event()
+        self._settled.set()
+        inventory.subscribe(lambda snapshot: self.refresh())
+
+    # What the registration needs to know.
+
+    @property
+    def options(self) -> pb.DevicePluginOptions:
+        """What this resource announces: only hooks that are really there."""
+        return pb.DevicePluginOptions(
+            pre_start_required="reset" in self.source.hooks,
+            get_preferred_allocation_available=True,
+        )
+
+    @property
+    def live(self) -> bool:
+        """Whether the kubelet is listening."""
+        return bool(self._streams)
+
+    def shown(self) -> tuple[float, frozenset[str]] | None:
+        """Return when the kubelet was last sent the list (monotonic seconds) and the healthy ids in it.
+
+        None while nobody listens, or a list is still on its way. With several streams (an old one
+        that ends) the ids of all of them count.
+        """
+        if not self._streams or self._streams.keys() != self._shown.keys():
+            return None
+        return max(at for at, _ in self._shown.values()), frozenset().union(*(ids for _, ids in self._shown.values()))
+
+    async def end_streams(self, timeout: float) -> bool:
+        """End every ListAndWatch; return whether all were gone within `timeout` seconds."""
+        for ending in self._streams.values():
+            ending.set()
+        self.refresh()
+        return await _comes(self._streams_gone, timeout)
+
+    async def settled(self, timeout: float) -> bool:
+        """Wait until no Allocate or PreStartContainer is in flight; return whether that was within `timeout` seconds.
+
+        When the stream ends the kubelet closes the connection on which they are (kubelet 1.36.3, devicemanager).
+        """
+        return await _comes(self._settled, timeout)
+
+    @contextlib.contextmanager
+    def _in_flight(self) -> Iterator[None]:
+        """Count a call that the kubelet should not be cut off from."""
+        self._calls += 1
+        self._settled.clear()
+        try:
+            yield
+        finally:
+            self._calls -= 1
+            if not self._calls:
+                self._settled.set()
+
+    def replace(self, source: DeviceSource) -> None:
+        """Ask another source from now on.
+
+        Ids that it would not offer (another number of replicas) go on being shown, unhealthy, until they
+        are forgotten: a pod may have them, or be on its way to.
+        """
+        before = self.lines()
+        self.source = source
+        ids = {name: self.behind(name) for name in (line.name for line in before)}
+        self.former = {}
+        now = {line.name for line in self.lines()}
+        self.former = {name: device for name, device in ids.items() if name not in now}
+        self.refresh()
+
+    def forget(self, names: Iterable[str]) -> None:
+        """Show these former ids no more."""
+        drop = self.former.keys() & set(names)
+        if drop:
+            self.former = {name: device for name, device in self.former.items() if name not in drop}
+            self.refresh()
+
+    def behind(self, name: str) -> str:
+        """Return the device behind one of the kubelet's ids, also one from before sharing changed."""
+        device = self._device_of(name)
+        if device in self.inventory.snapshot.devices:
+            return device
+        return self.former.get(name) or device_of(name, ANY_REPLICAS)
+
+    def inherit(self, names: Iterable[str]) -> frozenset[str]:
+        """Show these ids, which pods have from before this agent began, until they are forgotten.
+
+        Returns:
+            Those of devices that are not listed, and not shown: they may be plugged in again.
+
+        """
+        known, offered = self.inventory.snapshot.devices, {line.name for line in self.lines()}
+        ids = {name: self.behind(name) for name in names if name not in offered}
+        former = {name: device for name, device in ids.items() if device in known}
+        if former:
+            self.former = {**self.former, **former}
+            self.refresh()
+        return frozenset(ids.keys() - former.keys())
+
+    def names_of(self, device: Device) -> tuple[str, ...]:
+        """Return the ids under which the kubelet knows a device now."""
+        if self.source.replicas == 1:
+            return (device.id,)
+        names = replicas_of(device.id, self.source.replicas_of(device))
+        if len(names) == 1 and device_of(device.id, ANY_REPLICAS) != device.id:
+            return replicas_of(device.id, ANY_REPLICAS)[:1]  # it is called like another one's replica
+        return names
+
+    def ids_of(self, device: str) -> tuple[str, ...]:
+        """Return all ids under which the kubelet may know a device, those from before sharing changed included."""
+        known = self.inventory.snapshot.devices.get(device)
+        now = self.names_of(known) if known is not None else (device,)
+        return (*now, *(name for name, one in self.former.items() if one == device))
+
+    def _device_of(self, name: str) -> str:
+        """Return the device behind an id that the kubelet may know now; the id itself if there is none."""
+        known = self.inventory.snapshot.devices.get(name)
+        if known is not None and self.names_of(known) == (name,):
+            return name
+        return device_of(name, self.source.replicas)
+
+    def _kept(self) -> Mapping[str, str]:
+        """Return the devices that somebody has on other terms than they are offered, and a former id of each.
+
+        Somebody has it alone while it is to be shared, or a part of it while it is to be had alone.
+        """
+        kept: dict[str, str] = {}
+        for name, device in self.former.items():
+            known = self.inventory.snapshot.devices.get(device)
+            if known is not None and (name == device or self.names_of(known) == (device,)):
+                kept.setdefault(device, name)
+        return kept
+
+    def refresh(self) -> None:
+        """Have every stream look at the inventory again."""
+        self._refresh.set()
+        self._refresh = asyncio.Event()
+
+    def resend(self) -> bool:
+        """Send the list once more though nothing changed; return whether anybody listens.
+
+        With each list the kubelet writes its checkpoint anew (kubelet 1.36.3, devicemanager).
+        """
+        self._again += 1
+        self.refresh()
+        return bool(self._shown)
+
+    # The five calls.
+
+    async def GetDevicePluginOptions(  # noqa: N802  # the API's name, as below
+        self, request: pb.Empty, context: object
+    ) -> pb.DevicePluginOptions:
+        """Say which of the optional calls this plugin wants."""
+        return self.options
+
+    async def ListAndWatch(  # noqa: N802
+        self, request: pb.Empty, context: object
+    ) -> AsyncIterator[pb.ListAndWatchResponse]:
+        """Send the list now and after each change, until the kubelet goes or the stream is ended."""
+        stream, ending = object(), asyncio.Event()
+        self._streams[stream] = ending
+        self._streams_gone.clear()
+        self.streams_begun += 1
+        _LOG.debug("%s: the kubelet listens", self.resource)
+        try:
+            sent: tuple[Entry, ...] | None = None
+            refused: tuple[Entry, ...] | None = None
+            again = self._again
+            while self.serving and not ending.is_set():
+                refresh = self._refresh
+                lines = self.lines()
+                if again != self._again:
+                    again, sent = self._again, None
+                if lines not in (sent, refused) and self.inventory.snapshot.listed:
+                    message = rendered(lines)
+                    if (size := message.ByteSize()) <= MAX_LIST_BYTES:
+                        self.statistics.lists_sent += 1
+                        yield message
+                        sent = lines
+                        self._shown[stream] = (time.monotonic(), frozenset(line.name for line in lines if line.healthy))
+                    else:
+                        refused = lines
+                        _LOG.error("%s", too_large(self.resource, len(lines), size))
+                    del message
+                    continue  # whatever changed meanwhile goes out in one
+                await refresh.wait()
+        finally:
+            self._streams.pop(stream, None)
+            self._shown.pop(stream, None)
+            if not self._streams:
+                self._streams_gone.set()
+                _LOG.debug("%s: the kubelet listens no more", self.resource)
+                self.on_stream_end()
+
+    async def Allocate(  # noqa: N802
+        self, request: pb.AllocateRequest, context: grpc.aio.ServicerContext[pb.AllocateRequest, pb.AllocateResponse]
+    ) -> pb.AllocateResponse:
+        """Give devices to containers: all of the request or nothing."""
+        with self._in_flight(), self._quiet.busy():
+            try:
+                wanted = [tuple(container.devices_ids) for container in request.container_requests]
+                names = [name for container in wanted for name in container]
+                if self._release_former is not None:
+                    await self._release_former(names)
+                responses = [self._response(await self._edits(ids)) for ids in wanted]
+                await self._refuse_running(names)
+                await self._grant(names)
+                for response, ids in zip(responses, wanted, strict=True):
+                    now = {name: self._guard.granted(self.resource, self.behind(name)) for name in ids}
+                    annotate(response, self.resource, now, self._guard.boot)
+            except Refusal as refusal:
+                self.statistics.count(self.statistics.refusals, refusal.reason)
+                _LOG.warning("%s: Allocate refused: %s", self.resource, refusal.details)
+                await context.abort(refusal.code, refusal.details)
+            self.statistics.allocations += 1
+            self.statistics.devices_allocated += len(names)
+            return pb.AllocateResponse(container_responses=responses)
+
+    async def GetPreferredAllocation(  # noqa: N802
+        self, request: pb.PreferredAllocationRequest, context: object
+    ) -> pb.PreferredAllocationResponse:
+        """Say which devices go well together; never fails (an error here fails every pod of the node)."""
+        began = time.perf_counter()
+        response = pb.PreferredAllocationResponse()
+        with self._quiet.busy(Quiet.AFTER_PREFERENCE):
+            for container in request.container_requests:
+                response.container_responses.add(
+                    deviceIDs=await self._preferred(
+                        list(container.available_deviceIDs),
+                        list(container.must_include_deviceIDs),
+                        container.allocation_size,
+                    )
+                )
+        self.statistics.preferences += 1
+        self.statistics.preference_seconds += time.perf_counter() - began
+        return response
+
+    async def PreStartContainer(  # noqa: N802
+        self,
+        request: pb.PreStartContainerRequest,
+        context: grpc.aio.ServicerContext[pb.PreStartContainerRequest, pb.PreStartContainerResponse],
+    ) -> pb.PreStartContainerResponse:
+        """Reset the devices of a container that is about to start, unless one is another thing than was granted."""
+        known = self.inventory.snapshot.devices
+        names = dict.fromkeys(map(self.behind, request.devices_ids))
+        devices = [known[name] for name in names if name in known]
+        try:
+            if devices:
+                with self._in_flight():
+                    await self._guard.verify_granted((self.resource, device.id) for device in devices)
+                    await self._hook("reset", self.source.reset, devices)
+        except ConflictError as error:
+            _LOG.warning("%s", error)
+            await context.abort(grpc.StatusCode.FAILED_PRECONDITION, str(error))
+        except hooks.HookError as error:
+            _LOG.warning("%s", error)
+            await context.abort(grpc.StatusCode.INTERNAL, str(error))
+        return pb.PreStartContainerResponse()
+
+    # Decisions.
+
+    def lines(self) -> tuple[Entry, ...]:
+        """Return the list as the kubelet is to see it now."""
+        kept, ledger = self._kept(), not isinstance(self._doorkeeper, OpenDoor)
+        excluded = self._guard.withheld(self.resource, "plugin")
+
+        def offers(device: str) -> bool:
+            return device not in kept and device not in excluded and self._doorkeeper.offers(self.resource, device)
+
+        lines = entries(
+            self.inventory.snapshot,
+            names_of=self.names_of,
+            with_topology=self.source.topology,
+            offers=offers if kept or ledger or excluded else None,
+        )
+        if withheld := frozenset(self._holders.unnamed(self.resource)):
+            lines = tuple(replace(line, healthy=line.healthy and line.name not in withheld) for line in lines)
+        known, wanted = self.inventory.snapshot.devices, self.source.topology
+        return lines + tuple(
+            Entry(name, healthy=False, numa=known[device].numa_nodes if wanted and device in known else ())
+            for name, device in self.former.items()
+        )
+
+    def _check(self, names: Sequence[str]) -> list[Device]:
+        """Return the devices behind the ids of one container.
+
+        Raises:
+            Refusal: an id is named twice, unknown, or of a device that may not be given out.
+
+        """
+        resource = self.resource
+        if len(set(names)) != len(names):
+            twice = sorted(name for name, count in Counter(names).items() if count > 1)
+            shown = ", ".join(printable(name[:MAX_ID]) for name in twice[:SHOWN_IDS])
+            details = f"{resource}: device {shown}{', ...' if len(twice) > SHOWN_IDS else ''} is asked for twice"
+            raise Refusal(grpc.StatusCode.INVALID_ARGUMENT, "duplicate", details)
+        known, kept = self.inventory.snapshot.devices, self._kept()
+        devices: dict[str, Device] = {}
+        for name in names:
+            device = known.get(self._device_of(name))
+            if device is None or name not in self.names_of(device):
+                details = f"{resource}: there is no device {printable(name[:MAX_ID])}"
+                raise Refusal(grpc.StatusCode.INVALID_ARGUMENT, "unknown", details)
+            if not device.health.usable:
+                details = f"{resource}: device {name} is unhealthy" + (f": {device.message}" if device.message else "")
+                raise Refusal(grpc.StatusCode.FAILED_PRECONDITION, "unhealthy", details)
+            if device.id in kept:
+                details = (
+                    f"{resource}: device {name} is given out only when no pod has {kept[device.id]} any more, "
+                    "which is from before its sharing changed"
+                )
+                raise Refusal(grpc.StatusCode.FAILED_PRECONDITION, "sharing", details)
+            devices[device.id] = device
+        return list(devices.values())
+
+    async def _refuse_running(self, names: Sequence[str]) -> None:
+        """Refuse ids that the kubelet counts as free while processes of their holder run.
+
+        Raises:
+            Refusal: there is such an id.
+
+        """
+        for name, pod in (await self._holders.running(self.resource, names)).items():
+            details = f"{self.resource}: device {name} is still held: processes of pod {pod} run"
+            raise Refusal(grpc.StatusCode.FAILED_PRECONDITION, "held", details)
+
+    async def _grant(self, names: Sequence[str]) -> None:
+        """Have a grant recorded.
+
+        Raises:
+            Refusal: a device excludes, or is, one that somebody else holds; or the doorkeeper refuses.
+
+        """
+        devices = list(dict.fromkeys(map(self.behind, names)))
+        keys = [(self.resource, device) for device in devices]
+        try:
+            await self._guard.verify(keys)
+            with self._guard.reserve(keys):
+                await self._doorkeeper.grant(self.resource, names, devices)
+                self._granted(names)
+        except ConflictError as error:
+            raise Refusal(grpc.StatusCode.FAILED_PRECONDITION, "excluded", f"{self.resource}: {error}") from error
+
+    def _response(self, edits: ContainerEdits) -> pb.ContainerAllocateResponse:
+        try:
+            return container_response(edits)
+        except (TypeError, ValueError, AttributeError) as error:  # a number for a variable, say
+            details = f"{self.resource}: the edits cannot be told to the kubelet: {error}"
+            raise Refusal(grpc.StatusCode.INTERNAL, "edits", details) from error
+
+    async def _edits(self, names: Sequence[str]) -> ContainerEdits:
+        devices = self._check(names)
+        try:
+            extra: object = (
+                await self._hook("edits", self.source.edits, devices) if "edits" in self.source.hooks else NO_EDITS
+            )
+            if not isinstance(extra, ContainerEdits):
+                details = f"edits of {self.resource} returned {type(extra).__name__}, not ContainerEdits"
+                raise Refusal(grpc.StatusCode.INTERNAL, "edits", details)
+            return ContainerEdits.merge((device.container_edits for device in devices), winner=extra)
+        except EditConflictError as error:
+            details = f"{self.resource}: the edits of {', '.join(names)} contradict each other: {error}"
+            raise Refusal(grpc.StatusCode.FAILED_PRECONDITION, "conflict", details) from error
+        except hooks.HookTimeoutError as error:
+            raise Refusal(grpc.StatusCode.DEADLINE_EXCEEDED, "timeout", str(error)) from error
+        except hooks.HookError as error:
+            raise Refusal(grpc.StatusCode.INTERNAL, "edits", str(error)) from error
+
+    async def _preferred(self, available: list[str], must_include: list[str], size: int) -> list[str]:
+        try:
+            available, must_include = self._steered(available, must_include, size)
+            if "prefer" in self.source.hooks:
+                chosen = await self._wish(available, must_include, size)
+                if chosen is not None:
+                    return chosen
+            return self._choice(available, must_include, size)
+        except Exception:  # whatever it is, it must not fail the pods
+            _LOG.exception("%s: no preference could be found", self.resource)
+            return [*must_include, *(name for name in available if name not in must_include)][:size]
+
+    def _steered(self, available: list[str], must_include: list[str], size: int) -> tuple[list[str], list[str]]:
+        """Return what is available and what must be taken, so that devices to be avoided come last."""
+        avoided = frozenset(self._doorkeeper.avoids(self.resource))
+        if not avoided:
+            return available, must_include
+        first = [name for name in available if name in must_include or self._device_of(name) not in avoided]
+        if len({*first, *must_include}) >= size:
+            return first, must_include
+        return available, list(dict.fromkeys((*must_include, *first)))
+
+    def _choice(self, available: list[str], must_include: list[str], size: int) -> list[str]:
+        """Return what the source's policy chooses."""
+        source, known = self.source, self.inventory.snapshot.devices
+        physical = {name: self._device_of(name) for name in (*available, *must_include)}
+        numa = {name: known[name].numa_nodes for name in set(physical.values()) if name in known and source.topology}
+        score = source.links if source.policy == topology.Policy.LINKS else {}
+        if source.policy == topology.Policy.LINKS and not score:
+            if source.replicas == 1 or len(numa) > MANY:
+                nodes = {name: numa.get(device, ()) for name, device in physical.items()}
+                return topology.numa_compact(nodes, available, must_include, size)
+            score = topology.numa_scores(numa)
+        if source.policy == topology.Policy.DISTRIBUTED:  # what is in use counts too
+            physical = {name: device.id for device in known.values() for name in self.names_of(device)}
+        return topology.choose(source.policy, available, must_include, size, score=score, physical=physical)
+
+    async def _wish(self, available: list[str], must_include: list[str], size: int) -> list[str] | None:
+        known = self.inventory.snapshot.devices
+
+        def devices(names: Iterable[str]) -> list[Device]:
+            return [known[name] for name in dict.fromkeys(map(self._device_of, names)) if name in known]
+
+        try:
+            wish = await self._hook("prefer", self.source.prefer, devices(available), devices(must_include), size)
+            ids = [one.id if isinstance(one, Device) else str(one) for one in wish]
+        except (hooks.HookError, TypeError) as error:
+            _LOG.warning("%s; choosing without it", error)
+            return None
+        chosen = as_names(ids, available, must_include, self._device_of)
+        if chosen is None or len(chosen) != size:
+            _LOG.warning(
+                "prefer of %s answered %s for %d of %s; choosing without it", self.resource, ids, size, available
+            )
+            return None
+        return chosen
+
+    async def _hook(self, name: str, hook: Callable[..., _T | Awaitable[_T]], *args: object) -> _T:
+        statistics, began = self.statistics, time.perf_counter()
+        statistics.count(statistics.hook_calls, name)
+        try:
+            return await hooks.call(f"{name} of {self.resource}", hook, *args, timeout=self.source.hook_timeout)
+        except hooks.HookError:
+            statistics.count(statistics.hook_failures, name)
+            raise
+        finally:
+            seconds = statistics.hook_seconds
+            seconds[name] = seconds.get(name, 0.0) + time.perf_counter() - began
+
+
+async def _comes(event: asyncio.Event, timeout: float) -> bool:
+    """Wait for an event; return whether it came within `timeout` seconds."""
+    try:
+        async with asyncio.timeout(timeout):
+            await event.wait()
+    except TimeoutError:
+        return False
+    return True
+
+
+def as_names(
+    ids: Iterable[str], available: Iterable[str], must_include: Iterable[str], device_of: Callable[[str], str]
+) -> list[str] | None:
+    """Turn device ids that a hook prefers into ids of the kubelet's; None if one is not to be had.
+
+    device_of: says which device is behind an id of the kubelet's.
+    """
+    chosen = list(dict.fromkeys(must_include))
+    free: dict[str, list[str]] = {}
+    for name in available:
+        if name not in chosen:
+            device = device_of(name)
+            free.setdefault(device, []).append(name)
+            if device != name:
+                free.setdefault(name, []).append(name)
+    included: dict[str, int] = {}
+    for name in chosen:
+        device = device_of(name)
+        included[device] = included.get(device, 0) + 1
+    for one in ids:
+        if one in chosen:
+            continue
+        if included.get(one, 0) > 0:  # it stands for one that must be included anyway
+            included[one] -= 1
+            continue
+        names = [name for name in free.get(one, ()) if name not in chosen]
+        if not names:
+            return None
+        chosen.append(names[0])
+    return chosen
+
+
+def too_large(resource: str, count: int, size: int) -> str:
+    """Return what to say of a list that the kubelet would not take."""
+    return (
+        f"{resource}: the list of {count} devices has {size} bytes, more than the {MAX_LIST_BYTES} that the kubelet "
+        "takes; it is not sent. Use shorter device ids, fewer devices or replicas, or leave the topology out"
+    )

@@ -1,0 +1,1 @@
+"""The DRA driver: claims, their preparation, and registration with the kubelet."""

@@ -1,0 +1,1 @@
+"""Moves of devices between the two sides."""

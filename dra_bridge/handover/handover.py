@@ -1,0 +1,702 @@
+"""Which devices move between the doors of a live node, and what each move needs to end.
+
+Two layers: `plan` and its helpers are pure functions over what is known; `Handover` gathers the
+evidence that the ledger's rules ask for and hands it in. Safety is not here: it lies in the
+ledger, which refuses an Allocate or a Prepare on the wrong side however this room errs.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import math
+import re
+import time
+from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Final, Literal, Protocol
+
+from deviceplugin.exclusion import Key
+from deviceplugin.inventory import Inventory
+from deviceplugin.kubelet.holders import HolderSnapshot
+from deviceplugin.kubelet.registration import Backoff
+from deviceplugin.kubelet.servicer import Endpoint
+from deviceplugin.topology import natural
+from dra_bridge import ledger
+from dra_bridge.handover.gate import Behind, kubelet_snapshot
+from dra_bridge.ledger import (
+    ClusterEvidence,
+    Desk,
+    KubeletEvidence,
+    LedgerError,
+    Side,
+    Snapshot,
+    State,
+)
+
+__all__ = [
+    "Claims",
+    "Handover",
+    "Plan",
+    "Share",
+    "ShareError",
+    "Slices",
+    "Statistics",
+    "ToDra",
+    "ToPlugin",
+    "in_hands",
+    "parse_share",
+    "plan",
+]
+
+_LOG: Final = logging.getLogger(__name__)
+
+Drain = Literal["cordon", "wait"]
+
+
+# What is asked for.
+
+
+class ShareError(ValueError):
+    """Raised when a share is not one."""
+
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """How many of a node's devices claims are to have: a count, or a part of all (0 to 1)."""
+
+    count: int | None = None
+    part: float = 0.0
+
+    def of(self, total: int) -> int:
+        """Return how many of `total` devices that is; parts are rounded to the nearest, halves up."""
+        if self.count is not None:
+            return min(self.count, total)
+        return min(total, math.floor(self.part * total + 0.5))
+
+    def __str__(self) -> str:
+        if self.count is not None:
+            return str(self.count) if self.count else "none"
+        return "all" if self.part == 1 else f"{self.part:.0%}"
+
+
+def parse_share(text: str | int) -> Share:
+    """Read a share: none, all, a count, or a percentage.
+
+    Raises:
+        ShareError: it is none of them.
+
+    """
+    word = str(text).strip()
+    if word == "none":
+        return Share(0)
+    if word == "all":
+        return Share(part=1.0)
+    if re.fullmatch(r"[0-9]{1,7}", word):
+        return Share(int(word))
+    if re.fullmatch(r"100%|[1-9]?[0-9]%", word):
+        return Share(part=int(word[:-1]) / 100)
+    raise ShareError(f"{word!r} is not a share; write none, all, a number of devices, or a percentage such as 50%")
+
+
+# Which devices move.
+
+
+def in_hands(now: Snapshot, resource: str) -> tuple[frozenset[str], frozenset[str]]:
+    """Return the devices that a pod or a claim holds, and those that move because a claim came for them.
+
+    One that a pod took while it moved is not expected any more: that claim waits for the pod.
+    """
+    records = now.of(resource)
+    given = {hold.device for hold in now.holds_on(resource, records)}
+    claimed = {name for claim in now.claims_on(resource, records) for of, name in claim.held if of == resource}
+    pulled = {name for name, record in records.items() if record.pulled}
+    return frozenset(given | claimed), frozenset(pulled - given)
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What is to begin now; to turn round under way is to begin the other way.
+
+    to_dra, to_plugin: devices whose move begins. steer: devices on the plugin's side that are to
+    move once they are idle (drain: wait); new pods had better get others.
+    """
+
+    to_dra: tuple[str, ...] = ()
+    to_plugin: tuple[str, ...] = ()
+    steer: frozenset[str] = frozenset()
+
+    def __bool__(self) -> bool:
+        return bool(self.to_dra or self.to_plugin)
+
+
+def plan(
+    states: Mapping[str, State],
+    held: Collection[str],
+    share: Share,
+    drain: Drain = "cordon",
+    groups: Sequence[frozenset[str]] = (),
+    expected: Collection[str] = frozenset(),
+) -> Plan:
+    """Choose the devices that move so that as many as `share` says are on, or on their way to, DRA.
+
+    states: of every device that counts; quarantined ones are on no side and stay where they are.
+    held: devices in the hands of a pod or a claim. groups: devices that belong together (links,
+    a switch, a NUMA node), which move whole rather than in fragments. expected: devices on their
+    way to DRA because a claim came for them (R2); those are not turned round, or no retry of that
+    claim would ever find its device.
+
+    Moves under way are kept where they serve the share: first those that ended on DRA, then those
+    still moving. Idle devices move before held ones, and held ones only with `cordon`.
+    """
+    devices = sorted((name for name, state in states.items() if state is not State.QUARANTINED), key=natural)
+    want = share.of(len(devices))
+    bound = [name for name in devices if states[name] in (State.DRA, State.TO_DRA)]
+    if len(bound) < want:
+        rest = [name for name in devices if name not in set(bound)]
+        chosen = _choose(rest, want - len(bound), bound, held, groups, turning=State.TO_PLUGIN, states=states)
+        if drain == "cordon":
+            return Plan(to_dra=chosen)
+        now = tuple(name for name in chosen if name not in held or states[name] is State.TO_PLUGIN)
+        return Plan(to_dra=now, steer=frozenset(chosen) - frozenset(now))
+    if len(bound) > want:
+        rest = [name for name in devices if name not in set(bound)]
+        free = [name for name in bound if states[name] is not State.TO_DRA or name not in expected]
+        count = min(len(bound) - want, len(free))
+        back = _choose(free, count, rest, held, groups, turning=State.TO_DRA, states=states)
+        if drain == "cordon":
+            return Plan(to_plugin=back)
+        return Plan(to_plugin=tuple(name for name in back if name not in held or states[name] is State.TO_DRA))
+    return Plan()
+
+
+def _choose(
+    candidates: Sequence[str],
+    count: int,
+    there: Collection[str],
+    held: Collection[str],
+    groups: Sequence[frozenset[str]],
+    *,
+    turning: State,
+    states: Mapping[str, State],
+) -> tuple[str, ...]:
+    """Choose `count` candidates to go where `there` are already.
+
+    Devices whose own move is turned round by it go first (they are held by nobody on the other
+    side), then whole groups: those begun already, then those that fit, idle ones before held ones.
+    """
+    at = {name: index for index, name in enumerate(candidates)}
+    chosen: list[str] = [name for name in candidates if states[name] is turning][:count]
+    groups = [group for group in groups if group & at.keys()] or []
+    grouped = frozenset().union(*groups) if groups else frozenset()
+    parts = [*groups, *(frozenset({name}) for name in candidates if name not in grouped)]
+    while len(chosen) < count:
+        missing = count - len(chosen)
+        left = [members for group in parts if (members := [n for n in group if n in at and n not in chosen])]
+
+        def price(members: list[str], missing: int = missing) -> tuple[bool, int, bool, int, int]:
+            whole = next(group for group in parts if members[0] in group)
+            begun = len(whole & set(there)) + len(whole & set(chosen))
+            idle = [name for name in members if name not in held]
+            return (
+                not idle,  # something to be had at once
+                -begun if len(whole) > 1 else 0,  # a group that is broken up already
+                len(members) > missing,  # a group that would be broken up
+                -min(len(idle), missing),  # much of it idle
+                min(at[name] for name in members),
+            )
+
+        members = min(left, key=price)
+        idle_first = sorted(members, key=lambda name: (name in held, at[name]))
+        idle = [name for name in idle_first if name not in held]
+        others_idle = any(name not in held for group in left if group is not members for name in group)
+        take = idle if idle and others_idle else idle_first
+        chosen.extend(take[:missing])
+    return tuple(chosen)
+
+
+Group = Callable[[str], tuple[Key, ...]]
+"""Returns a device and those of its driver that move together with it, the one that leads first."""
+
+
+def led(
+    now: Snapshot, resource: str, states: Mapping[str, State], group: Group
+) -> tuple[dict[str, State], frozenset[str], frozenset[str]]:
+    """Return what `plan` decides about: the states of devices that lead or are by themselves, held and expected ones.
+
+    The others follow (`followers`), so the parts of one device count as one. A leader is held, or expected, if any
+    device of its group is.
+    """
+    held, expected = _hands(now)
+    leaders, busy, awaited = {}, set(), set()
+    for name, state in states.items():
+        members = group(name)
+        if members[0] == (resource, name):
+            leaders[name] = state
+            if not held.isdisjoint(members):
+                busy.add(name)
+            if not expected.isdisjoint(members):
+                awaited.add(name)
+                if state is State.DRA:  # it arrived before others that the claim waits for
+                    leaders[name] = State.TO_DRA
+    return leaders, frozenset(busy), frozenset(awaited)
+
+
+def followers(now: Snapshot, resource: str, devices: Iterable[str], group: Group) -> list[tuple[str, Side, str]]:
+    """Return the devices that are to move because of others that they belong together with: where to, and why.
+
+    A device follows the one that leads its group. Where a claim came for one of them, all move to DRA.
+    """
+    _, expected = _hands(now)
+    moves: list[tuple[str, Side, str]] = []
+    for name in devices:
+        members = group(name)
+        awaited = next((now.device(*key) for key in members if key in expected), None)
+        leader = now.device(*members[0])
+        goal = Side.DRA if awaited is not None else leader.state.goal
+        if len(members) > 1 and goal is not None and now.device(resource, name).state.goal not in (goal, None):
+            moves.append((name, goal, awaited.reason if awaited is not None else f"it moves with {leader.device}"))
+    return moves
+
+
+def _hands(now: Snapshot) -> tuple[frozenset[Key], frozenset[Key]]:
+    """Return what is held, and what a claim waits for, of all resources (`in_hands`)."""
+    hands = {resource: in_hands(now, resource) for resource in {key[0] for key in now.devices}}
+    return (
+        frozenset((resource, name) for resource, (held, _) in hands.items() for name in held),
+        frozenset((resource, name) for resource, (_, expected) in hands.items() for name in expected),
+    )
+
+
+# What a move needs to end, gathered in the rules' order.
+
+
+@dataclass(frozen=True, slots=True)
+class ToDra:
+    """The evidence that R5 asks for, as far as it is gathered.
+
+    The steps, each a method that returns what is known after it: `begun` (the moves under way now
+    and where the ledger stands), `showing` (what ListAndWatch sent), `looking` (where the ledger
+    stands before the witnesses are asked), `scanned` (what they said). The evidence goes to
+    `ledger.commit_to_dra`, which checks it against all that was granted meanwhile.
+    """
+
+    resource: str
+    devices: tuple[str, ...]
+    sequence: int
+    shown: Mapping[str, float] = field(default_factory=dict)
+    began: int = -1
+
+    @classmethod
+    def begun(cls, resource: str, now: Snapshot) -> ToDra:
+        """Return the gathering for the devices that are moving as of now."""
+        devices = (name for name, record in now.of(resource).items() if record.state is State.TO_DRA)
+        return cls(resource, tuple(sorted(devices)), now.sequence)
+
+    def showing(self, sent: tuple[float, frozenset[str]] | None, behind: Behind) -> ToDra:
+        """Take in what ListAndWatch shows: when it was sent, and the healthy ids in it."""
+        if sent is None:
+            return replace(self, shown={})
+        at, healthy = sent
+        shown = set(map(behind, healthy))
+        names = (name for name in self.devices if name not in shown)
+        return replace(self, shown=dict.fromkeys(names, at))
+
+    def looking(self, sequence: int) -> ToDra:
+        """Remember where the ledger stands before the kubelet is asked who holds what."""
+        return replace(self, began=sequence)
+
+    def scanned(
+        self, now: HolderSnapshot | None, behind: Behind, title: Callable[[str], str] = str
+    ) -> KubeletEvidence | None:
+        """Return the evidence; None if an Allocate came in between."""
+        if now is None:
+            return None
+        snapshot = kubelet_snapshot(self.began, now, self.resource, behind, title)
+        return KubeletEvidence(self.sequence, self.shown, snapshot)
+
+
+@dataclass(frozen=True, slots=True)
+class ToPlugin:
+    """The evidence that R6 asks for, as far as it is gathered.
+
+    The steps: `begun` (the moves under way now; claims that are prepared hold some), `withdrawing`
+    (which of them the API server has no more), `listed` (a list of claims begun after that).
+    """
+
+    resource: str
+    devices: tuple[str, ...]
+    held: frozenset[str]
+    sequence: int
+    withdrawn: Mapping[str, float] = field(default_factory=dict)
+
+    @classmethod
+    def begun(cls, resource: str, now: Snapshot) -> ToPlugin:
+        """Return the gathering for the devices that are moving as of now."""
+        devices = tuple(sorted(name for name, record in now.of(resource).items() if record.state is State.TO_PLUGIN))
+        claimed = {name for claim in now.claims_on(resource, devices) for of, name in claim.held if of == resource}
+        return cls(resource, devices, frozenset(claimed) & frozenset(devices), now.sequence)
+
+    @property
+    def free(self) -> frozenset[str]:
+        """The devices that no prepared claim holds."""
+        return frozenset(self.devices) - self.held
+
+    def withdrawing(self, accepted: Mapping[str, float | None]) -> ToPlugin:
+        """Take in since when the API server has had slices without a device; None where it has one with it."""
+        return replace(self, withdrawn={name: at for name, at in accepted.items() if at is not None})
+
+    def listed(self, at: float, allocated: Mapping[str, str]) -> ClusterEvidence:
+        """Return the evidence with a list of claims that was begun at `at`."""
+        return ClusterEvidence(self.sequence, self.withdrawn, at, allocated)
+
+
+# Making it so.
+
+
+class Slices(Protocol):
+    """What the publisher of slices tells and takes."""
+
+    def withdrawn(self, resource: str, device: str) -> float | None:
+        """Return since when (monotonic seconds) the API server has had slices without the device, if it has."""
+
+    def publish(self) -> None:
+        """Look again at what the slices should be."""
+
+
+class Claims(Protocol):
+    """What the API server says of claims."""
+
+    async def allocated(self) -> Mapping[tuple[str, str], str]:
+        """List all claims, consistently; return namespace/name by the (resource, device) allocated on this node.
+
+        Raises:
+            ClusterError: the API server cannot be asked.
+
+        """
+
+    async def allocates(self, claim: str, resource: str, device: str) -> bool:
+        """Read one claim, by namespace/name; return whether its allocation names the device of this node.
+
+        Raises:
+            ClusterError: the API server cannot be asked.
+
+        """
+
+
+@dataclass(slots=True)
+class _Asked:
+    """What the API server said last of a device that waits for claims (R6).
+
+    claim: one whose allocation names it, "" if none is known. due: when to ask again (monotonic seconds).
+    """
+
+    waits: Backoff
+    claim: str = ""
+    due: float = 0.0
+
+
+@dataclass(slots=True)
+class Statistics:
+    """What a handover has done so far; counters only grow. Seconds from begin to commit."""
+
+    begun: dict[str, int] = field(default_factory=lambda: {"to-dra": 0, "to-plugin": 0})
+    finished: dict[str, int] = field(default_factory=lambda: {"to-dra": 0, "to-plugin": 0})
+    seconds: dict[str, float] = field(default_factory=lambda: {"to-dra": 0.0, "to-plugin": 0.0})
+
+
+class Handover:
+    """Moves one resource's devices between the doors until their sides are as the share says.
+
+    Args:
+        endpoint, inventory: of the resource.
+        desk: the ledger's face.
+        scan: asks the witnesses who holds what (`Agent.scan`).
+        title: a pod's name by its UID, for people.
+        slices, claims: the API server's side of it.
+        groups: devices that belong together, as of now.
+        errors: what `claims` may raise when the API server cannot be asked.
+        waits: makes the waits between two questions about the claim that a device waits for.
+        group: returns the devices that a device moves together with.
+        moved: called after moves have begun or ended.
+
+    Requests to the API server, whatever the size of the cluster, for each device that moves to the
+    plugin's side: one list of the claims once the API server has taken the slice without it (one list
+    for all devices that wait then); while a claim's allocation names it, one read of that claim after
+    each wait, 0.5 s at first and 5 min at most; and one more list when that claim names it no longer.
+    A list that fails is tried again after 30 s at most. Devices on the way to DRA cost none.
+
+    """
+
+    QUICK: Final = 0.02
+    SLOW: Final = 2.0
+
+    def __init__(
+        self,
+        endpoint: Endpoint,
+        inventory: Inventory,
+        desk: Desk,
+        scan: Callable[[Collection[tuple[str, str]]], Awaitable[HolderSnapshot | None]],
+        slices: Slices,
+        claims: Claims,
+        *,
+        share: Share,
+        drain: Drain = "cordon",
+        groups: Callable[[], Sequence[frozenset[str]]] = tuple,
+        errors: tuple[type[Exception], ...] = (),
+        title: Callable[[str], str] = str,
+        waits: Callable[[], Backoff] = lambda: Backoff(first=0.5, most=300.0),
+        group: Group | None = None,
+        moved: Callable[[], None] = lambda: None,
+    ) -> None:
+        self.resource = endpoint.resource
+        self.statistics = Statistics()
+        self.waiting: Mapping[str, str] = {}
+        self.steer: frozenset[str] = frozenset()
+        self._endpoint = endpoint
+        self._inventory = inventory
+        self._desk = desk
+        self._scan = scan
+        self._title = title
+        self._slices = slices
+        self._claims = claims
+        self._share = share
+        self._drain: Drain = drain
+        self._groups = groups
+        self._group: Group = group or (lambda name: ((self.resource, name),))
+        self._moved = moved
+        self._errors: tuple[type[Exception], ...] = (LedgerError, *errors)
+        self._wake = asyncio.Event()
+        self._waits = waits
+        self._asked: dict[tuple[str, int], _Asked] = {}
+        """By device and the sequence of its record: of another move nothing was asked yet."""
+        self._told: Mapping[str, str] = {}
+
+    # What the others need to know.
+
+    @property
+    def share(self) -> Share:
+        """The share that is asked for."""
+        return self._share
+
+    def ask(self, share: Share, drain: Drain | None = None) -> None:
+        """Ask for another share from now on."""
+        if (share, drain or self._drain) != (self._share, self._drain):
+            _LOG.info("%s: claims are to have %s of the devices (before: %s)", self.resource, share, self._share)
+            self._share, self._drain = share, drain or self._drain
+        self.wake()
+
+    def wake(self) -> None:
+        """Look again soon: a device came free, the share or the devices changed."""
+        self._wake.set()
+
+    def offered(self, device: str) -> bool:
+        """Return whether the slices have the device (R4)."""
+        return self._desk.snapshot.device(self.resource, device).state.offered
+
+    # The loop.
+
+    async def run(self) -> None:
+        """Move devices until cancelled."""
+        backoff = Backoff(first=self.QUICK, most=self.SLOW)
+        unsubscribe = self._inventory.subscribe(lambda snapshot: self.wake())
+        try:
+            while True:
+                self._wake.clear()
+                try:
+                    progress, moving = await self._step()
+                except self._errors as error:
+                    _LOG.info("%s: the handover waits: %s", self.resource, error)
+                    progress, moving = False, True
+                if progress:
+                    backoff.reset()
+                    continue
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(backoff.next() if moving else 60.0):
+                        await self._wake.wait()
+                        backoff.reset()
+        finally:
+            unsubscribe()
+
+    async def _step(self) -> tuple[bool, bool]:
+        """Do what can be done now; return whether anything moved, and whether anything is under way."""
+        waiting: dict[str, str] = {}
+        await self._forget(waiting)
+        await self._begin()
+        # This side first: it does not need the kubelet, which may take long to answer.
+        moved = await self._end_to_plugin(waiting)
+        moved = await self._end_to_dra(waiting) or moved
+        self._tell(waiting)
+        return moved, bool(waiting)
+
+    async def _forget(self, waiting: dict[str, str]) -> None:
+        """Forget devices that are unplugged, once nobody holds them and no claim names them.
+
+        One on the DRA side, or on its way, moves to the plugin's side first, which shows that no claim names it (R6).
+        """
+        now, devices = self._desk.snapshot, self._inventory.snapshot.devices
+        if not self._inventory.snapshot.listed:
+            return
+        if holds := now.holds_on(self.resource, now.of(self.resource).keys() - devices.keys()):
+            waiting.update({hold.device: "its pod" for hold in holds})
+            await self._scan({(self.resource, hold.unit) for hold in holds})
+        now, devices = self._desk.snapshot, self._inventory.snapshot.devices
+        held, _ = in_hands(now, self.resource)
+        gone = {
+            name: record.state
+            for name, record in now.of(self.resource).items()
+            if name not in devices and name not in held
+        }
+        if leaving := [name for name, state in gone.items() if state in (State.DRA, State.TO_DRA)]:
+            await self._desk.do(ledger.begin_move(self.resource, leaving, Side.PLUGIN, time.time(), "it is unplugged"))
+            self._slices.publish()
+        if over := [name for name, state in gone.items() if state in (State.PLUGIN, State.QUARANTINED)]:
+            forgotten = await self._desk.do(ledger.forget(self.resource, over))
+            if forgotten:
+                _LOG.info("%s: unplugged and forgotten: %s", self.resource, ", ".join(forgotten))
+                self._slices.publish()
+
+    async def _begin(self) -> None:
+        """Begin the moves that the share asks for."""
+        now = self._desk.snapshot
+        listed = self._inventory.snapshot
+        states = {
+            name: record.state
+            for name, record in now.of(self.resource).items()
+            if name in listed.devices and name not in listed.gone
+        }
+        leaders, held, expected = led(now, self.resource, states, self._group)
+        wish = plan(leaders, held, self._share, self._drain, self._groups(), expected)
+        self.steer = frozenset(
+            one for name in wish.steer for of, one in self._group(name) if of == self.resource and one in states
+        )
+        for devices, side in ((wish.to_dra, Side.DRA), (wish.to_plugin, Side.PLUGIN)):
+            if devices:
+                await self._send(devices, side, f"the share is {self._share}")
+        following = followers(self._desk.snapshot, self.resource, states, self._group)
+        for name, side, reason in following:
+            await self._send((name,), side, reason)
+        if wish or following:
+            self._endpoint.refresh()
+            self._slices.publish()
+            self._moved()
+
+    async def _send(self, devices: Sequence[str], side: Side, reason: str) -> None:
+        moves = await self._desk.do(ledger.begin_move(self.resource, devices, side, time.time(), reason))
+        for state in moves.values():
+            if state.value in self.statistics.begun:
+                self.statistics.begun[state.value] += 1
+        _LOG.info(
+            "%s: %s to the %s side",
+            self.resource,
+            ", ".join(f"{name} ({state.text})" for name, state in moves.items()),
+            side.value,
+        )
+
+    async def _end_to_dra(self, waiting: dict[str, str]) -> bool:
+        """Gather what R5 asks for, and hand it in; return whether anything arrived."""
+        behind = self._endpoint.behind
+        moving = ToDra.begun(self.resource, self._desk.snapshot)
+        if not moving.devices:
+            return False
+        self._endpoint.refresh()
+        shown = self._endpoint.shown()
+        moving = moving.showing(shown, behind)
+        if not moving.shown:
+            what = "the kubelet to listen" if shown is None else "ListAndWatch to show it Unhealthy"
+            waiting.update(dict.fromkeys(moving.devices, what))
+            return False
+        moving = moving.looking(self._desk.snapshot.sequence)
+        ids = {(self.resource, one) for device in moving.shown for one in self._endpoint.ids_of(device)}
+        evidence = moving.scanned(await self._scan(ids), behind, self._title)
+        if evidence is None:
+            waiting.update(dict.fromkeys(moving.devices, "a moment without an Allocate in flight"))
+            return False
+        before = self._desk.snapshot
+        done = await self._desk.do(ledger.commit_to_dra(self.resource, moving.devices, evidence, time.time()))
+        waiting.update(done.waiting)
+        self._finished("to-dra", done.devices, before)
+        return bool(done.devices)
+
+    async def _end_to_plugin(self, waiting: dict[str, str]) -> bool:
+        """Gather what R6 asks for, and hand it in; return whether anything arrived."""
+        before = self._desk.snapshot
+        moving = ToPlugin.begun(self.resource, before)
+        waiting.update(dict.fromkeys(moving.held, "its claim"))
+        moving = moving.withdrawing({n: self._slices.withdrawn(self.resource, n) for n in sorted(moving.free)})
+        waiting.update(
+            dict.fromkeys(moving.free - moving.withdrawn.keys(), "the API server to accept the slice without it")
+        )
+        asked = self._asked_of(before, moving)
+        lists = await self._unnamed(asked, moving.withdrawn)
+        waiting.update(
+            {n: f"claim {asked[n].claim}" if asked[n].claim else "a list of claims" for n in moving.withdrawn}
+        )
+        if not lists:
+            return False
+        at = time.monotonic()
+        allocated = await self._allocated()
+        for name in moving.withdrawn:
+            asked[name].claim = allocated.get(name, "")
+        evidence = moving.listed(at, allocated)
+        done = await self._desk.do(
+            ledger.commit_to_plugin(self.resource, sorted(moving.withdrawn), evidence, time.time())
+        )
+        waiting.update(done.waiting)
+        self._finished("to-plugin", done.devices, before)
+        return bool(done.devices)
+
+    def _asked_of(self, now: Snapshot, moving: ToPlugin) -> dict[str, _Asked]:
+        """Return what is known of the claims that name the devices, for this move of theirs."""
+        keys = {name: (name, now.device(self.resource, name).sequence) for name in moving.devices}
+        self._asked = {key: self._asked.get(key) or _Asked(self._waits()) for key in keys.values()}
+        for claim in now.claims_on(self.resource, moving.held):
+            for of, name in claim.held:
+                if of == self.resource and name in keys:  # when it is unprepared, this claim is read first, and soon
+                    self._asked[keys[name]] = _Asked(self._waits(), claim.title if claim.name else "")
+        return {name: self._asked[key] for name, key in keys.items()}
+
+    async def _unnamed(self, asked: Mapping[str, _Asked], devices: Iterable[str]) -> bool:
+        """Read the claims that it is time to ask about; return whether it is time to list the claims.
+
+        That is so if no claim is known, or none any more, that names one of the devices.
+        """
+        now = time.monotonic()
+        due = [name for name in devices if asked[name].due <= now]
+        for name in due:
+            one = asked[name]
+            one.due = now + one.waits.next()  # also if the API server does not answer
+            if one.claim and not await self._claims.allocates(one.claim, self.resource, name):
+                one.claim = ""
+        unnamed = [asked[name] for name in devices if not asked[name].claim]
+        lists = any(not asked[name].claim for name in due)
+        if lists:
+            again = min(max(one.due for one in unnamed), now + 30.0)
+            for one in unnamed:
+                one.due = again
+        return lists
+
+    async def _allocated(self) -> Mapping[str, str]:
+        """List all claims; return namespace/name by this resource's device that its allocation names."""
+        allocated = await self._claims.allocated()
+        return {device: claim for (resource, device), claim in allocated.items() if resource == self.resource}
+
+    def _finished(self, way: str, devices: Sequence[str], before: ledger.Snapshot) -> None:
+        if not devices:
+            return
+        now = time.time()
+        self.statistics.seconds[way] += sum(
+            max(0.0, now - before.device(self.resource, name).since) for name in devices
+        )
+        self.statistics.finished[way] += len(devices)
+        _LOG.info("%s: moved %s: %s", self.resource, way, ", ".join(devices))
+        self._endpoint.refresh()
+        self._slices.publish()
+        self._moved()
+
+    def _tell(self, waiting: Mapping[str, str]) -> None:
+        for name, what in waiting.items():
+            if self._told.get(name) != what:
+                _LOG.debug("%s: the move of %s waits for %s", self.resource, name, what)
+        self._told = self.waiting = waiting

@@ -1,0 +1,1 @@
+"""ResourceSlices: what is published, and how it is kept so."""
