@@ -118,7 +118,7 @@ async def plain_driver(server: FakeApiServer, node: FakeNode, gpus: Gpus, direct
     """Be a DRA driver as others are: it offers every device and knows of no plugin."""
     from deviceplugin.inventory import Inventory
     from dra_bridge import ledger
-    from dra_bridge.driver.driver import ClusterClaims, Driver, Served
+    from dra_bridge.driver import ClusterClaims, Driver, Served
     from dra_bridge.driver.registrar import Registrar
     from dra_bridge.kube.client import Cluster
     from dra_bridge.ledger import Desk, Side

@@ -35,8 +35,7 @@ from deviceplugin.kubelet.servicer import Doorkeeper, Refusal
 from deviceplugin.node.agent import Agent, AgentError, Paths, Service
 from deviceplugin.source import DeviceSource
 from dra_bridge import ledger
-from dra_bridge.driver.driver import ClaimRef, ClusterClaims, Driver, RunningPods, Served
-from dra_bridge.driver.registrar import Registrar
+from dra_bridge.driver import ClaimRef, ClusterClaims, Driver, Registrar, RunningPods, Served
 from dra_bridge.handover.gate import Behind, Keeper, allocations_of, held_units
 from dra_bridge.handover.handover import Drain, Handover, Share, ShareError, parse_share
 from dra_bridge.kube.client import (
@@ -263,7 +262,7 @@ class DriverBridge:
         self.terms[resource] = terms
         self._services[resource] = service
         self._behind[resource] = service.endpoint.behind
-        self.driver.served = tuple(Served(one.source, one.inventory) for one in self._services.values())
+        self.driver.serve([Served(one.source, one.inventory) for one in self._services.values()])
         self.registrar.follow()
         self._bridge.doors.keepers[resource] = self.keeper
         if new:
@@ -300,7 +299,7 @@ class DriverBridge:
         self._behind.pop(resource, None)
         self._orders.pop(resource, None)
         self.terms.pop(resource, None)
-        self.driver.served = tuple(Served(one.source, one.inventory) for one in self._services.values())
+        self.driver.serve([Served(one.source, one.inventory) for one in self._services.values()])
         self.registrar.follow()
         self._bridge.doors.keepers[resource] = CLOSED
         self._unsubscribe.pop(resource, lambda: None)()

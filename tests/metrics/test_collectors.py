@@ -493,8 +493,8 @@ class TestStart:
         """An agent without metrics loads neither the client library nor a web server."""
         code = (
             "import sys, deviceplugin.node.agent, deviceplugin.cli\n"
-            "late = ('prometheus_client', 'http.server', 'deviceplugin.metrics.collectors', 'deviceplugin.metrics.views')\n"
-            "print([m for m in late if m in sys.modules])"
+            "late = 'prometheus_client http.server deviceplugin.metrics.collectors deviceplugin.metrics.views'\n"
+            "print([m for m in late.split() if m in sys.modules])"
         )
         assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout == "[]\n"
 

@@ -26,7 +26,7 @@ from deviceplugin.kubelet.registration import Backoff
 from deviceplugin.kubelet.servicer import Refusal
 from deviceplugin.source import DeviceSource
 from dra_bridge import ledger
-from dra_bridge.driver.driver import ClaimError, ClaimRef, Driver, Prepared, Served
+from dra_bridge.driver import ClaimError, ClaimRef, Driver, Prepared, Served
 from dra_bridge.handover.gate import Keeper, allocations_of, held_units
 from dra_bridge.handover.handover import Handover, Share
 from dra_bridge.ledger import Desk, Evidence, Ledger, LedgerError, Side, State

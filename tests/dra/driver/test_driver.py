@@ -27,8 +27,19 @@ from deviceplugin.kubelet.cgroups import PodProcesses
 from deviceplugin.kubelet.claim_state import ClaimStateError, PreparedClaim
 from deviceplugin.source import DeviceSource
 from dra_bridge import ledger
-from dra_bridge.driver import driver as driver_module
-from dra_bridge.driver.driver import ClaimError, ClaimRef, Driver, Prepared, RunningPods, Served, decoded_config
+from dra_bridge.driver import (
+    ClaimError,
+    ClaimRef,
+    ClusterClaims,
+    Driver,
+    Prepared,
+    Reconciled,
+    RunningPods,
+    Served,
+    claim_files,
+    services,
+)
+from dra_bridge.driver.claims import Config, Opaque, decoded_config
 from dra_bridge.kube.client import Cluster
 from dra_bridge.ledger import Desk, LedgerError, Side, State
 from dra_bridge.testing.apiserver import FakeApiServer, Fault
@@ -355,7 +366,7 @@ async def test_hooks_run_in_order_with_the_requests_devices_and_parameters(tmp_p
     ]
     source.calls.clear()
     assert await here.unprepare("1") is None
-    await asyncio.gather(*here.driver._tasks)
+    await here.driver._tasks.wait()
     assert source.calls == [("unprepare", ["d0", "d1"]), ("released", ["d0", "d1"])]
     assert here.files == []
     assert not here.desk.snapshot.claims
@@ -383,7 +394,7 @@ async def test_a_device_that_another_claim_shares_is_not_reset(tmp_path: Path) -
     assert [call for call in source.calls if call[0] == "reset"] == [("reset", ["d0"])]
     await here.unprepare("1")
     await here.unprepare("2")
-    await asyncio.gather(*here.driver._tasks)
+    await here.driver._tasks.wait()
     assert [call for call in source.calls if call[0] == "released"] == [("released", ["d0"])]
     await end(here)
 
@@ -503,7 +514,7 @@ async def test_wrong_parameters_name_the_field_and_the_request(tmp_path: Path, p
 def test_wrong_parameters_are_told_to_who_wrote_them(of_class: Any, of_claim: Any, said: str) -> None:
     """Those of the class are an administrator's to mend, whatever the claim adds."""
     pieces = [
-        driver_module.Config(source, [], driver_module._Opaque(D, parameters))
+        Config(source, [], Opaque(D, parameters))
         for source, parameters in (("FromClass", of_class), ("FromClaim", of_claim))
     ]
     with pytest.raises(ClaimError, match=re.escape(said)):
@@ -513,7 +524,7 @@ def test_wrong_parameters_are_told_to_who_wrote_them(of_class: Any, of_claim: An
 def test_parameters_of_a_subrequest_are_for_it_alone() -> None:
     """Those of the whole request are for each of its alternatives."""
     pieces = [
-        driver_module.Config("FromClaim", [request], driver_module._Opaque(D, parameters))
+        Config("FromClaim", [request], Opaque(D, parameters))
         for request, parameters in (("fpga/big", {"threads": 8}), ("fpga", {"mode": "fast"}), ("other", {"mode": 1}))
     ]
     assert decoded_config(Params, pieces, "fpga/big") == Params("fast", 8)
@@ -528,9 +539,7 @@ async def test_a_driver_without_parameters_refuses_them(here: World) -> None:
 
 def test_parameters_may_carry_a_kind_and_a_version() -> None:
     """As those of Kubernetes' own objects do."""
-    pieces = [
-        driver_module.Config("FromClaim", [], driver_module._Opaque(D, {"apiVersion": "a", "kind": "b", "threads": 2}))
-    ]
+    pieces = [Config("FromClaim", [], Opaque(D, {"apiVersion": "a", "kind": "b", "threads": 2}))]
     assert decoded_config(Params, pieces, "fpga") == Params(threads=2)
 
 
@@ -541,7 +550,7 @@ async def test_a_device_of_the_plugins_side_is_refused_and_pulled(tmp_path: Path
     assert "device 'd0' of example.com/fpga is moving" in await here.refused("1")
     assert here.desk.snapshot.device(R, "d0").state is State.TO_DRA
     await here.refused("1")
-    await asyncio.gather(*here.driver._tasks)
+    await here.driver._tasks.wait()
     assert len(here.claims.events) == 1, "said once"
     await end(here)
 
@@ -751,10 +760,10 @@ async def test_a_restart_answers_the_same_and_writes_lost_files_again(here: Worl
     (kept,) = here.files
     (here.cdi / kept).rename(here.cdi / f"{D}-claim_leftover.json")
     after = await here.again()
-    assert await after.driver.reconcile((), ENDED) == driver_module.Reconciled(rewritten=("1",), removed=("leftover",))
+    assert await after.driver.reconcile((), ENDED) == Reconciled(rewritten=("1",), removed=("leftover",))
     assert after.files == [kept]
     assert await after.prepared("1") == first
-    assert await after.driver.reconcile((), ENDED) == driver_module.Reconciled()
+    assert await after.driver.reconcile((), ENDED) == Reconciled()
     await end(after)
 
 
@@ -779,7 +788,7 @@ async def test_files_that_vanish_are_written_again_at_once(
     here: World, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Those of prepared claims alone, also after the whole directory was removed or could not be written."""
-    monkeypatch.setattr(driver_module, "SETTLE", 0.01)
+    monkeypatch.setattr(claim_files, "SETTLE", 0.01)
 
     async def until(*uids: str) -> None:
         async with asyncio.timeout(20):
@@ -835,7 +844,7 @@ async def test_claims_that_went_away_while_the_agent_was_down_are_unprepared(tmp
         (set[str](), PodProcesses(None, frozenset({"pod-uid"}))),
         (set[str](), PodProcesses()),  # nobody can say whether its pod runs
     ):
-        assert await after.driver.reconcile(named, pods) == driver_module.Reconciled()
+        assert await after.driver.reconcile(named, pods) == Reconciled()
     assert (await after.driver.reconcile((), ENDED)).unprepared == ("1",)
     assert ("unprepare", ["d0"]) in source.calls
     assert list(after.desk.snapshot.claims) == [(D, "2")]
@@ -851,7 +860,7 @@ async def test_a_prepare_that_a_crash_cut_short_can_be_undone_and_done_again(tmp
         started = ledger.Claim(D, uid, "default", f"claim-{uid}", (ledger.ClaimDevice(R, device),), None, T0)
         await here.desk.do(ledger.reserve(started, durable=True))
     after = await here.again(source)
-    assert await after.driver.reconcile((), ENDED) == driver_module.Reconciled()
+    assert await after.driver.reconcile((), ENDED) == Reconciled()
     assert await after.unprepare("1") is None
     assert ("unprepare", ["d0"]) in source.calls
     await after.prepared("2")
@@ -869,7 +878,7 @@ async def test_cdi_files_are_evidence_for_a_lost_ledger(here: World) -> None:
     evidence = ledger.Evidence({}, after.driver.cdi_evidence()[R])
     await after.desk.do(ledger.confront(R, evidence, after.inventory.snapshot.devices, Side.PLUGIN, T0))
     assert after.desk.snapshot.claims[D, "1"].held == {(R, "d0"), (R, "d2")}
-    assert (await after.driver.reconcile((), ENDED)) == driver_module.Reconciled()
+    assert (await after.driver.reconcile((), ENDED)) == Reconciled()
     assert await after.prepared("1") == first
     await end(after)
 
@@ -880,8 +889,8 @@ async def test_files_of_claims_that_the_kubelet_counts_as_prepared_are_not_swept
     await here.prepared("1")
     (kept,) = here.files
     await here.desk.do(ledger.unprepare(D, "1"))
-    assert await here.driver.reconcile({"1"}, ENDED) == driver_module.Reconciled()
-    assert await here.driver.reconcile((), ENDED, sweep=False) == driver_module.Reconciled()
+    assert await here.driver.reconcile({"1"}, ENDED) == Reconciled()
+    assert await here.driver.reconcile((), ENDED, sweep=False) == Reconciled()
     assert here.files == [kept]
     assert (await here.driver.reconcile((), ENDED)).removed == ("1",)
 
@@ -915,7 +924,7 @@ async def test_a_claim_over_two_resources_is_unprepared_on_both_after_the_ledger
     here = await world(tmp_path, fpga)
     inventory = Inventory("example.com/nic")
     inventory.publish([Device("n0")])
-    here.driver.served = (*here.driver.served, Served(nic, inventory))
+    here.driver.serve([*here.driver.served, Served(nic, inventory)])
     names = {device.id: name for name, (_, device) in here.driver.devices.items()}
     state = in_claim_state((NODE, names["d0"], ""), (NODE, names["n0"], ""))
     await here.desk.do(ledger.forget(R, ["d0"]))
@@ -969,7 +978,7 @@ async def test_the_claims_status_is_written_in_the_background_if_wanted(tmp_path
     await here.unprepare("1")
     here = await here.again(report=True)
     await here.prepared("1")
-    await asyncio.gather(*here.driver._tasks)
+    await here.driver._tasks.wait()
     ((uid, driver, (entry,)),) = here.claims.statuses
     assert (uid, driver) == ("1", D)
     assert (entry["device"], entry["shareID"]) == ("d0", "s")
@@ -984,7 +993,7 @@ async def test_both_versions_of_the_api_answer_alike(here: World, tmp_path: Path
     """v1 has shares, v1beta1 does not; errors are inside the map."""
     here.claims.add(claim("1", result("d0", "fpga/big", shareID="s")), claim("2", result("d9")))
     server = grpc.aio.server()
-    driver_module.add_to_server(here.driver, server)
+    services.add_to_server(here.driver, server)
     address = f"unix:{tmp_path}/s"
     server.add_insecure_port(address)
     await server.start()
@@ -1021,7 +1030,7 @@ async def test_claims_are_read_and_their_status_written_beside_that_of_others(se
     foreign = {"driver": "other.example.com", "pool": "p", "device": "x", "conditions": []}
     server.replace({**server.get("resourceclaims", "claim-1", "default"), "status": {"devices": [foreign]}})
     async with Cluster.from_server(server.url, deadline=5.0) as api:
-        claims = driver_module.ClusterClaims(api, NODE)
+        claims = ClusterClaims(api, NODE)
         found = await claims.get_claim("default", "claim-1")
         assert found is not None
         assert found["metadata"]["uid"] == uid
@@ -1045,7 +1054,7 @@ async def test_what_another_driver_writes_meanwhile_is_not_lost(
     foreign = {"driver": "other.example.com", "pool": "p", "device": "x", "conditions": []}
     mine = {"driver": D, "pool": NODE, "device": "d0", "conditions": []}
     async with Cluster.from_server(server.url, deadline=5.0) as api:
-        claims = driver_module.ClusterClaims(api, NODE)
+        claims = ClusterClaims(api, NODE)
         get, times = claims.get_claim, 0
 
         async def overtaken(namespace: str, name: str) -> Mapping[str, Any] | None:
@@ -1068,7 +1077,7 @@ async def test_a_conflict_is_tried_again_and_a_refusal_is_not(server: FakeApiSer
     one = ref(made["metadata"]["uid"], "claim-1")
     mine = {"driver": D, "pool": NODE, "device": "d0", "conditions": []}
     async with Cluster.from_server(server.url, deadline=5.0) as api:
-        claims = driver_module.ClusterClaims(api, NODE)
+        claims = ClusterClaims(api, NODE)
         server.fail(lambda request: request.method == "PATCH", Fault(code=409))
         await claims.set_devices(one, D, [mine])
         assert server.get("resourceclaims", "claim-1", "default")["status"]["devices"] == [mine]
@@ -1090,7 +1099,7 @@ async def test_an_api_server_that_is_away_is_the_claims_error(tmp_path: Path, se
             NODE,
             here.driver.served,
             here.desk,
-            driver_module.ClusterClaims(api, NODE),
+            ClusterClaims(api, NODE),
             cdi_directory=str(here.cdi),
         )
         with server.outage():
@@ -1277,7 +1286,7 @@ async def test_a_claim_stays_prepared_while_a_pod_runs_that_may_use_it(tmp_path:
     assert "processes of pod forgotten run" in str(error)
     del here.claims.claims["claim-1"]
     running = PodProcesses(frozenset({"forgotten", "listed"}))
-    assert await here.driver.reconcile((), running, pods.now.unlisted) == driver_module.Reconciled()
+    assert await here.driver.reconcile((), running, pods.now.unlisted) == Reconciled()
     assert (D, "1") in here.desk.snapshot.claims
     pods.now = RunningPods(frozenset({"listed"}))
     assert await here.unprepare("1") is None
@@ -1312,7 +1321,7 @@ async def test_a_claim_of_an_older_ledger_is_not_ended_without_the_kubelet(tmp_p
     await here.desk.do(ledger.unprepare(D, "1"))
     await here.desk.do(ledger.prepare(record))
     del here.claims.claims["claim-1"]
-    assert await here.driver.reconcile((), ENDED) == driver_module.Reconciled()
+    assert await here.driver.reconcile((), ENDED) == Reconciled()
     assert (D, "1") in here.desk.snapshot.claims
     assert await here.unprepare("1") is None
     assert not here.desk.snapshot.claims

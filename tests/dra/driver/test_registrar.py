@@ -22,8 +22,8 @@ from deviceplugin.inventory import Inventory
 from deviceplugin.kubelet.registration import Backoff
 from deviceplugin.source import DeviceSource
 from dra_bridge import ledger
+from dra_bridge.driver import ClaimRef, Driver, Served
 from dra_bridge.driver import registrar as registrar_module
-from dra_bridge.driver.driver import ClaimRef, Driver, Served
 from dra_bridge.driver.registrar import Registrar, RegistrarError, Timing, health_list, socket_path
 from dra_bridge.ledger import Desk, Side
 from dra_bridge.testing.kubelet import HEALTH_SERVICES, FakeDraKubelet, FakeDraPod, PodError
@@ -393,7 +393,7 @@ async def test_health_needs_no_timer_to_be_told(driver: Driver, root: Path, kube
         other = type("Other", (Source,), {"resource": "example.com/more"})()
         more = Inventory(other.resource)
         more.publish([Device("m0")])
-        driver.served = [first, Served(other, more)]
+        driver.serve([first, Served(other, more)])
         registrar.follow()
         (name,) = (name for name, (served, _) in driver.devices.items() if served.inventory is more)
         await aside(kubelet.wait_for, lambda: kubelet.health(D, NODE, name).health == "healthy")

@@ -11,7 +11,7 @@ import pytest
 
 from deviceplugin.device import Device
 from deviceplugin.source import DeviceSource
-from dra_bridge.driver.driver import ClaimError, ClaimRef
+from dra_bridge.driver import ClaimError, ClaimRef
 from dra_bridge.handover.handover import parse_share
 from dra_bridge.kube.client import Cluster
 from dra_bridge.ledger import State

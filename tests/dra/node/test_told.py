@@ -13,7 +13,7 @@ from prometheus_client.openmetrics.parser import text_string_to_metric_families 
 
 from deviceplugin.metrics.collectors import AgentCollector
 from deviceplugin.metrics.report import Place, PreparedClaim
-from dra_bridge.driver import driver, registrar
+from dra_bridge.driver import Statistics, registrar
 from dra_bridge.handover import handover
 from dra_bridge.kube import client as cluster
 from dra_bridge.ledger import Claim, ClaimDevice, DeviceRecord, Snapshot, State
@@ -47,7 +47,7 @@ def bridge(**changes: Any) -> Any:
         qualifiers={},
         desk=SimpleNamespace(snapshot=Snapshot(1, records, {}, {(DRIVER, one.uid): one for one in claims})),
         driver=SimpleNamespace(
-            statistics=driver.Statistics(
+            statistics=Statistics(
                 prepared=4, prepared_again=1, prepare_failures={"side": 2}, prepare_seconds=0.7, in_flight=1
             )
         ),
