@@ -16,7 +16,8 @@ from dra_bridge.ledger import Side, State
 if TYPE_CHECKING:
     from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric, SummaryMetricFamily
 
-    from dra_bridge.node.bridge import Bridge, DriverBridge
+    from dra_bridge.node.bridge import Bridge
+    from dra_bridge.node.driver_runtime import DriverBridge
 
 __all__ = ["Told"]
 

@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING
 
 from deviceplugin.node import process
 from dra_bridge.handover.handover import parse_share
-from dra_bridge.node.bridge import Bridge, Terms, terms_of
+from dra_bridge.node.bridge import Bridge
+from dra_bridge.node.terms import Terms, terms_of
 
 if TYPE_CHECKING:
     from deviceplugin.config import Config

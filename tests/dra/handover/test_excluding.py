@@ -15,7 +15,8 @@ from dra_bridge.driver import ClaimError, ClaimRef
 from dra_bridge.handover.handover import parse_share
 from dra_bridge.kube.client import Cluster
 from dra_bridge.ledger import State
-from dra_bridge.node.bridge import Bridge, Terms
+from dra_bridge.node.bridge import Bridge
+from dra_bridge.node.terms import Terms
 from dra_bridge.rollout.fleet import share_patch
 from dra_bridge.testing.apiserver import FakeApiServer
 from dra_bridge.testing.node import FakeNode

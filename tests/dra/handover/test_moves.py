@@ -15,7 +15,8 @@ from deviceplugin.source import DeviceSource
 from dra_bridge.handover.handover import parse_share
 from dra_bridge.kube.client import Cluster, ClusterError
 from dra_bridge.ledger import State
-from dra_bridge.node.bridge import Bridge, Terms
+from dra_bridge.node.bridge import Bridge
+from dra_bridge.node.terms import Terms
 from dra_bridge.rollout.fleet import share_patch
 from dra_bridge.rollout.progress import DeviceProgress, read
 from dra_bridge.testing.apiserver import FakeApiServer
@@ -200,8 +201,8 @@ async def test_a_move_to_the_plugin_is_cancelled_after_the_slice_has_lost_the_de
     async with world(node, tmp_path, Source(1)) as here:
         here.ask("all")
         await here.settle(State.DRA)
-        driver = here.bridge.drivers[D]
-        allocated, asked = driver.allocated, asyncio.Event()
+        driver, evidence = here.bridge.drivers[D], here.bridge.drivers[D].evidence
+        allocated, asked = evidence.allocated, asyncio.Event()
 
         async def away() -> object:
             # The first list lets the device leave the slices, the second one would end the move.
@@ -211,7 +212,7 @@ async def test_a_move_to_the_plugin_is_cancelled_after_the_slice_has_lost_the_de
             return await allocated()
 
         with monkeypatch.context() as outage:
-            outage.setattr(driver, "allocated", away)
+            outage.setattr(evidence, "allocated", away)
             here.ask("none")
             async with asyncio.timeout(60):
                 await asked.wait()

@@ -13,7 +13,8 @@ from deviceplugin.naming import device_name
 from deviceplugin.source import DeviceSource
 from dra_bridge.handover.handover import Share
 from dra_bridge.kube.client import Cluster
-from dra_bridge.node.bridge import Bridge, Terms
+from dra_bridge.node.bridge import Bridge
+from dra_bridge.node.terms import Terms
 from dra_bridge.testing.apiserver import FakeApiServer
 from dra_bridge.testing.node import FakeNode
 from tests.dra.classes import device_class

@@ -19,7 +19,8 @@ from dra_bridge.driver.registrar import Timing
 from dra_bridge.handover.handover import Share
 from dra_bridge.kube.client import Cluster
 from dra_bridge.ledger import Ledger, Side
-from dra_bridge.node.bridge import NONE, Bridge, Terms
+from dra_bridge.node.bridge import Bridge
+from dra_bridge.node.terms import NONE, Terms
 from dra_bridge.testing.apiserver import FakeApiServer
 from dra_bridge.testing.node import FakeNode
 from tests.dra.classes import device_class

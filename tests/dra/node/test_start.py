@@ -22,8 +22,10 @@ from dra_bridge.handover.gate import Keeper
 from dra_bridge.handover.handover import Share
 from dra_bridge.kube.client import Cluster
 from dra_bridge.ledger import Desk, Evidence, Ledger, Side, State
-from dra_bridge.node import bridge as agent_module
-from dra_bridge.node.bridge import Bridge, DriverBridge, Terms
+from dra_bridge.node import driver_runtime
+from dra_bridge.node.bridge import Bridge
+from dra_bridge.node.driver_runtime import DriverBridge
+from dra_bridge.node.terms import Terms
 from dra_bridge.testing.apiserver import FakeApiServer
 from dra_bridge.testing.node import FakeNode
 from tests.dra.classes import device_class
@@ -166,7 +168,7 @@ async def test_a_ledger_that_lost_its_end_is_corrected_and_alarm_raised(
     node: FakeNode, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A pod holds what the ledger says is on the DRA side: quarantined with an Event, until the next look."""
-    monkeypatch.setattr(agent_module, "RESOLVE", 3600.0)  # the test looks itself
+    monkeypatch.setattr(driver_runtime, "RESOLVE", 3600.0)  # the test looks itself
     async with running(node, tmp_path / "cdi", Share(0)) as bridge:
         await moved(bridge, State.PLUGIN)
         pod = await asyncio.to_thread(lambda: node.start_pod("train", {R: 1}).wait_running(20))
@@ -219,7 +221,7 @@ async def test_no_slice_has_a_device_before_its_evidence_was_heard(
         return {device["name"] for one in node.server.objects() for device in one["spec"].get("devices") or ()}
 
     monkeypatch.setattr(DriverBridge, "_confront", doubting)
-    monkeypatch.setattr(agent_module, "FIRST", 0.1)
+    monkeypatch.setattr(driver_runtime, "FIRST", 0.1)
     path = Path(node.root) / "plugins" / D / "ledger.db"
     with Ledger.open(str(path)) as book:
         book.do(ledger.adopt(R, ["d0", "d1"], Side.DRA, 1.0))
@@ -241,7 +243,7 @@ async def test_nothing_moves_before_the_node_was_read(
         await follow(self)
 
     monkeypatch.setattr(Bridge, "_follow_node", later)
-    monkeypatch.setattr(agent_module, "FIRST", 0.1)
+    monkeypatch.setattr(driver_runtime, "FIRST", 0.1)
     body = node.server.get("nodes", NODE)
     body["metadata"].setdefault("annotations", {})[f"{D}/dra-share"] = "none"
     node.server.replace(body)
