@@ -271,6 +271,8 @@ class TestRunningAgent:
     def test_losing_the_kubelet_is_seen(self, watched: Callable[..., tuple[FakeKubelet, Seen]]) -> None:
         """Without the kubelet the agent is not ready but alive."""
         kubelet, seen = watched(Gpus())
+        # An event is a difference to what the observer saw before: its first look is over when the loop has turned.
+        assert seen.get("/healthz")[0] == 200
         kubelet.stop()
         seen.wait(lambda: seen.get("/readyz")[0] == 503)
         assert seen.get("/readyz")[1] == f"{RESOURCE}: not registered with the kubelet\n"
