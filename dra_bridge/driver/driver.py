@@ -50,8 +50,7 @@ from deviceplugin.kubelet.exclusion_guard import ConflictError, ExclusionGuard
 from deviceplugin.kubelet.orphaned_claims import only_seen
 from deviceplugin.kubelet.registration import Backoff
 from deviceplugin.source import DeviceSource
-from dra_bridge import ledger
-from dra_bridge.kube import client as cluster
+from dra_bridge import kube, ledger
 from dra_bridge.ledger import Claim, ClaimDevice, ClaimEvidence, Desk, LedgerError, Refused
 from dra_bridge.wire import (
     dra_v1_pb2,
@@ -143,7 +142,7 @@ class Claims(Protocol):
 class ClusterClaims:
     """`Claims` by way of the API client. node: this node's name, for events."""
 
-    def __init__(self, api: cluster.Cluster, node: str) -> None:
+    def __init__(self, api: kube.Cluster, node: str) -> None:
         self._api = api
         self._node = node
         self._status_refused = ""
@@ -151,8 +150,8 @@ class ClusterClaims:
     async def get_claim(self, namespace: str, name: str) -> Mapping[str, Any] | None:
         """Return a ResourceClaim, None if there is none."""
         try:
-            return await self._api.get(cluster.RESOURCE_CLAIMS, name, namespace)
-        except cluster.NotFoundError:
+            return await self._api.get(kube.RESOURCE_CLAIMS, name, namespace)
+        except kube.NotFoundError:
             return None
 
     async def set_devices(self, claim: ClaimRef, driver: str, devices: Sequence[Mapping[str, Any]]) -> None:
@@ -169,10 +168,10 @@ class ClusterClaims:
                 "status": {"devices": [*others, *devices]},
             }
             try:
-                made = await self._api.patch_status(cluster.RESOURCE_CLAIMS, claim.name, patch, claim.namespace)
-            except cluster.ConflictError:
+                made = await self._api.patch_status(kube.RESOURCE_CLAIMS, claim.name, patch, claim.namespace)
+            except kube.ConflictError:
                 continue
-            except cluster.ForbiddenError as error:
+            except kube.ForbiddenError as error:
                 self._refused(str(error))
             else:
                 if not (made.get("status") or {}).get("devices"):
@@ -186,7 +185,7 @@ class ClusterClaims:
     async def claim_event(self, claim: ClaimRef, reason: str, message: str) -> None:
         """Write a warning Event about the claim."""
         regarding = {
-            "apiVersion": await self._api.api_version(cluster.RESOURCE_CLAIMS),
+            "apiVersion": await self._api.api_version(kube.RESOURCE_CLAIMS),
             "kind": "ResourceClaim",
             "metadata": {"namespace": claim.namespace, "name": claim.name, "uid": claim.uid},
         }

@@ -39,7 +39,7 @@ from dra_bridge.driver.driver import ClaimRef, ClusterClaims, Driver, RunningPod
 from dra_bridge.driver.registrar import Registrar
 from dra_bridge.handover.gate import Behind, Keeper, allocations_of, held_units
 from dra_bridge.handover.handover import Drain, Handover, Share, ShareError, parse_share
-from dra_bridge.kube.client import (
+from dra_bridge.kube import (
     NODES,
     RESOURCE_CLAIMS,
     RESOURCE_SLICES,

@@ -37,7 +37,7 @@ from deviceplugin.naming import (
     parse_quantity,
     qualified,
 )
-from dra_bridge.kube.client import (
+from dra_bridge.kube import (
     NODES,
     RESOURCE_SLICES,
     ApiError,

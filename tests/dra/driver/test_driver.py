@@ -29,7 +29,7 @@ from deviceplugin.source import DeviceSource
 from dra_bridge import ledger
 from dra_bridge.driver import driver as driver_module
 from dra_bridge.driver.driver import ClaimError, ClaimRef, Driver, Prepared, RunningPods, Served, decoded_config
-from dra_bridge.kube.client import Cluster
+from dra_bridge.kube import Cluster
 from dra_bridge.ledger import Desk, LedgerError, Side, State
 from dra_bridge.testing.apiserver import FakeApiServer, Fault
 from dra_bridge.wire import dra_v1_pb2, dra_v1beta1_pb2

@@ -15,7 +15,7 @@ from deviceplugin.metrics.collectors import AgentCollector
 from deviceplugin.metrics.report import Place, PreparedClaim
 from dra_bridge.driver import driver, registrar
 from dra_bridge.handover import handover
-from dra_bridge.kube import client as cluster
+from dra_bridge.kube import Statistics
 from dra_bridge.ledger import Claim, ClaimDevice, DeviceRecord, Snapshot, State
 from dra_bridge.node.metrics import Told
 from dra_bridge.slices.publisher import PoolState
@@ -60,7 +60,7 @@ def bridge(**changes: Any) -> Any:
         "publisher": SimpleNamespace(
             state=lambda name: PoolState(name, 3, 3, 7, 1, frozenset({"a", "c"}), frozenset(), (), 9)
         ),
-        "cluster": SimpleNamespace(statistics=cluster.Statistics({"GET": 5, "PATCH": 2}, 1, 3, None, "v1")),
+        "cluster": SimpleNamespace(statistics=Statistics({"GET": 5, "PATCH": 2}, 1, 3, None, "v1")),
         **changes,
     }
     return SimpleNamespace(**parts)
