@@ -260,7 +260,7 @@ def _run(options: argparse.Namespace) -> int:
 
 def _uninstall(options: argparse.Namespace) -> int:
     from deviceplugin import config
-    from dra_bridge.slices.publisher import remove_slices
+    from dra_bridge.slices import remove_slices
 
     drivers = set(options.driver)
     try:

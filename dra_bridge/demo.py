@@ -122,7 +122,7 @@ async def plain_driver(server: FakeApiServer, node: FakeNode, gpus: Gpus, direct
     from dra_bridge.driver.registrar import Registrar
     from dra_bridge.kube import Cluster
     from dra_bridge.ledger import Desk, Side
-    from dra_bridge.slices.publisher import Offer, Pool, Publisher
+    from dra_bridge.slices import Offer, Pool, Publisher
 
     inventory = Inventory(GPU)
     inventory.publish(gpus.devices)

@@ -51,7 +51,7 @@ from dra_bridge.kube import (
 from dra_bridge.ledger import ClaimEvidence, Desk, Evidence, LedgerError, Side, State
 from dra_bridge.node.metrics import Told
 from dra_bridge.rollout import progress
-from dra_bridge.slices.publisher import Offer, Pool, Publisher
+from dra_bridge.slices import Offer, Pool, Publisher
 
 __all__ = ["Bridge", "DriverBridge", "Terms", "terms_of"]
 

@@ -18,7 +18,7 @@ from dra_bridge.handover import handover
 from dra_bridge.kube import Statistics
 from dra_bridge.ledger import Claim, ClaimDevice, DeviceRecord, Snapshot, State
 from dra_bridge.node.metrics import Told
-from dra_bridge.slices.publisher import PoolState
+from dra_bridge.slices import PoolState
 from tests.metrics.views import RESOURCE, Source, Still, resource
 
 DRIVER = "gpu.example.com"
