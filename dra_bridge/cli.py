@@ -24,7 +24,7 @@ from deviceplugin.node.options import EXITS
 from dra_bridge.node.options import add_kubeconfig, add_run_options, run_options
 
 if TYPE_CHECKING:
-    from dra_bridge.kube.client import Cluster
+    from dra_bridge.kube import Cluster
     from dra_bridge.rollout.fleet import NodeView
 
 __all__ = ["main"]
@@ -239,7 +239,7 @@ def _label(text: str) -> tuple[str, str]:
 
 def _run(options: argparse.Namespace) -> int:
     from deviceplugin.config import ConfigError
-    from dra_bridge.kube.client import AccessError
+    from dra_bridge.kube import AccessError
     from dra_bridge.node.process import run_config
 
     try:
@@ -260,7 +260,7 @@ def _run(options: argparse.Namespace) -> int:
 
 def _uninstall(options: argparse.Namespace) -> int:
     from deviceplugin import config
-    from dra_bridge.slices.publisher import remove_slices
+    from dra_bridge.slices import remove_slices
 
     drivers = set(options.driver)
     try:
@@ -408,7 +408,7 @@ def _age(seconds: float) -> str:
 
 def _ask(options: argparse.Namespace, question: Callable[[Cluster], Awaitable[_T]]) -> _T | int:
     """Ask the API server; return the answer, or the exit status after what went wrong was said."""
-    from dra_bridge.kube.client import AccessError, Cluster, ClusterError
+    from dra_bridge.kube import AccessError, Cluster, ClusterError
     from dra_bridge.rollout.rollout import SteerError
 
     async def ask() -> _T:

@@ -120,9 +120,9 @@ async def plain_driver(server: FakeApiServer, node: FakeNode, gpus: Gpus, direct
     from dra_bridge import ledger
     from dra_bridge.driver import ClusterClaims, Driver, Served
     from dra_bridge.driver.registrar import Registrar
-    from dra_bridge.kube.client import Cluster
+    from dra_bridge.kube import Cluster
     from dra_bridge.ledger import Desk, Side
-    from dra_bridge.slices.publisher import Offer, Pool, Publisher
+    from dra_bridge.slices import Offer, Pool, Publisher
 
     inventory = Inventory(GPU)
     inventory.publish(gpus.devices)
@@ -150,7 +150,7 @@ async def plain_driver(server: FakeApiServer, node: FakeNode, gpus: Gpus, direct
 
 async def bridge(server: FakeApiServer, node: FakeNode, gpus: Gpus, directory: Path) -> None:
     """Be the bridge's agent, as `dra-bridge run` is."""
-    from dra_bridge.kube.client import Cluster
+    from dra_bridge.kube import Cluster
     from dra_bridge.node.bridge import Bridge
 
     await Bridge(

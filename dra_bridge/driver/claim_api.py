@@ -6,8 +6,8 @@ import logging
 from collections.abc import Mapping, Sequence
 from typing import Any, Final, Protocol
 
+from dra_bridge import kube
 from dra_bridge.driver.claims import ClaimRef
-from dra_bridge.kube import client as cluster
 
 __all__ = ["Claims", "ClusterClaims"]
 
@@ -33,7 +33,7 @@ class Claims(Protocol):
 class ClusterClaims:
     """`Claims` by way of the API client. node: this node's name, for events."""
 
-    def __init__(self, api: cluster.Cluster, node: str) -> None:
+    def __init__(self, api: kube.Cluster, node: str) -> None:
         self._api = api
         self._node = node
         self._status_refused = ""
@@ -41,8 +41,8 @@ class ClusterClaims:
     async def get_claim(self, namespace: str, name: str) -> Mapping[str, Any] | None:
         """Return a ResourceClaim, None if there is none."""
         try:
-            return await self._api.get(cluster.RESOURCE_CLAIMS, name, namespace)
-        except cluster.NotFoundError:
+            return await self._api.get(kube.RESOURCE_CLAIMS, name, namespace)
+        except kube.NotFoundError:
             return None
 
     async def set_devices(self, claim: ClaimRef, driver: str, devices: Sequence[Mapping[str, Any]]) -> None:
@@ -59,10 +59,10 @@ class ClusterClaims:
                 "status": {"devices": [*others, *devices]},
             }
             try:
-                made = await self._api.patch_status(cluster.RESOURCE_CLAIMS, claim.name, patch, claim.namespace)
-            except cluster.ConflictError:
+                made = await self._api.patch_status(kube.RESOURCE_CLAIMS, claim.name, patch, claim.namespace)
+            except kube.ConflictError:
                 continue
-            except cluster.ForbiddenError as error:
+            except kube.ForbiddenError as error:
                 self._refused(str(error))
             else:
                 if not (made.get("status") or {}).get("devices"):
@@ -76,7 +76,7 @@ class ClusterClaims:
     async def claim_event(self, claim: ClaimRef, reason: str, message: str) -> None:
         """Write a warning Event about the claim."""
         regarding = {
-            "apiVersion": await self._api.api_version(cluster.RESOURCE_CLAIMS),
+            "apiVersion": await self._api.api_version(kube.RESOURCE_CLAIMS),
             "kind": "ResourceClaim",
             "metadata": {"namespace": claim.namespace, "name": claim.name, "uid": claim.uid},
         }

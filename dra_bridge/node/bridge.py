@@ -19,7 +19,7 @@ from deviceplugin.node.agent import Agent, AgentError, Paths, Service
 from deviceplugin.source import DeviceSource
 from dra_bridge.driver import ClusterClaims
 from dra_bridge.handover.handover import ShareError, parse_share
-from dra_bridge.kube.client import (
+from dra_bridge.kube import (
     NODES,
     Cluster,
     ClusterError,
@@ -31,7 +31,7 @@ from dra_bridge.node.gates import CLOSED, Doors
 from dra_bridge.node.metrics import Told
 from dra_bridge.node.terms import Terms
 from dra_bridge.rollout import progress
-from dra_bridge.slices.publisher import Publisher
+from dra_bridge.slices import Publisher
 
 __all__ = ["Bridge"]
 

@@ -21,7 +21,7 @@ from dra_bridge import ledger
 from dra_bridge.driver import ClaimRef, ClusterClaims, Driver, Registrar, Served
 from dra_bridge.handover.gate import Behind, Keeper, allocations_of
 from dra_bridge.handover.handover import Handover, Share
-from dra_bridge.kube.client import (
+from dra_bridge.kube import (
     RESOURCE_CLAIMS,
     RESOURCE_SLICES,
     Cluster,
@@ -34,7 +34,7 @@ from dra_bridge.node.gates import CLOSED, Doors
 from dra_bridge.node.grouping import Order, groups
 from dra_bridge.node.terms import Terms
 from dra_bridge.rollout import progress
-from dra_bridge.slices.publisher import Offer, Pool, Publisher
+from dra_bridge.slices import Offer, Pool, Publisher
 
 __all__ = ["DriverBridge", "Node"]
 

@@ -12,7 +12,7 @@ from deviceplugin.kubelet.checkpoint import CheckpointError
 from deviceplugin.node.agent import Agent, Service
 from dra_bridge.driver import Driver
 from dra_bridge.handover.gate import held_units
-from dra_bridge.kube.client import RESOURCE_CLAIMS, Cluster, NotFoundError
+from dra_bridge.kube import RESOURCE_CLAIMS, Cluster, NotFoundError
 from dra_bridge.ledger import ClaimEvidence, Desk, Evidence, State
 
 __all__ = ["EvidenceReader"]

@@ -16,7 +16,7 @@ from deviceplugin.node import options as common
 
 if TYPE_CHECKING:
     from deviceplugin.node.agent import Paths
-    from dra_bridge.kube.client import Cluster
+    from dra_bridge.kube import Cluster
 
 __all__ = ["RunOptions", "add_kubeconfig", "add_run_options", "parse_run", "run_options"]
 
@@ -62,7 +62,7 @@ def parse_run(argv: Sequence[str] | None = None) -> RunOptions:
         description="Serve devices to this node's pods and claims.", epilog=common.EXITS, allow_abbrev=False
     )
     add_run_options(parser)
-    from dra_bridge.kube.client import AccessError
+    from dra_bridge.kube import AccessError
 
     try:
         return run_options(parser.parse_args(argv))
@@ -78,7 +78,7 @@ def run_options(options: argparse.Namespace) -> RunOptions:
 
     """
     run = common.run_options(options)
-    from dra_bridge.kube.client import Cluster
+    from dra_bridge.kube import Cluster
 
     cluster = Cluster.from_environment(options.kubeconfig)
     cluster.configure()  # before there is a loop, a socket or a ledger

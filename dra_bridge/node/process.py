@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from deviceplugin.node.agent import Paths
     from deviceplugin.source import DeviceSource
     from dra_bridge.handover.handover import Drain
-    from dra_bridge.kube.client import Cluster
+    from dra_bridge.kube import Cluster
 
 __all__ = ["run", "run_config"]
 

@@ -14,7 +14,7 @@ from contextlib import aclosing
 from dataclasses import replace
 from typing import Any, Final, Protocol, Self
 
-from dra_bridge.kube.client import (
+from dra_bridge.kube import (
     EVENTS,
     NODES,
     PODS,

@@ -27,7 +27,7 @@ class Measured(NamedTuple):
 def client(url: str) -> None:
     """Be the client: print what was measured."""
     import dra_bridge.node.bridge  # noqa: F401
-    from dra_bridge.kube.client import NODES, Cluster
+    from dra_bridge.kube import NODES, Cluster
 
     async def gets() -> list[float]:
         async with Cluster.from_server(url) as cluster:

@@ -40,7 +40,7 @@ from dra_bridge.driver import (
     services,
 )
 from dra_bridge.driver.claims import Config, Opaque, decoded_config
-from dra_bridge.kube.client import Cluster
+from dra_bridge.kube import Cluster
 from dra_bridge.ledger import Desk, LedgerError, Side, State
 from dra_bridge.testing.apiserver import FakeApiServer, Fault
 from dra_bridge.wire import dra_v1_pb2, dra_v1beta1_pb2

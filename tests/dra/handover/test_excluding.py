@@ -13,7 +13,7 @@ from deviceplugin.device import Device
 from deviceplugin.source import DeviceSource
 from dra_bridge.driver import ClaimError, ClaimRef
 from dra_bridge.handover.handover import parse_share
-from dra_bridge.kube.client import Cluster
+from dra_bridge.kube import Cluster
 from dra_bridge.ledger import State
 from dra_bridge.node.bridge import Bridge
 from dra_bridge.node.terms import Terms

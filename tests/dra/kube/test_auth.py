@@ -18,9 +18,9 @@ from typing import Any
 
 import pytest
 
+from dra_bridge.kube import NODES, Cluster, UnavailableError
 from dra_bridge.kube import auth as access
 from dra_bridge.kube.auth import AccessError, from_environment
-from dra_bridge.kube.client import NODES, Cluster, UnavailableError
 from dra_bridge.testing.apiserver import FakeApiServer
 
 

@@ -13,8 +13,7 @@ from typing import Any
 
 import pytest
 
-from dra_bridge.kube import client as module
-from dra_bridge.kube.client import (
+from dra_bridge.kube import (
     EVENTS,
     NODES,
     RESOURCE_CLAIMS,
@@ -34,6 +33,7 @@ from dra_bridge.kube.client import (
     UnavailableError,
     UnsupportedError,
     VersionChangedError,
+    connection,
     error_of,
 )
 from dra_bridge.testing.apiserver import FakeApiServer, Fault
@@ -446,12 +446,12 @@ async def test_a_list_that_is_older_meets_a_watch_whose_silence_has_just_ended(s
 
         def went_back() -> None:
             found.append(limit.expired())
-            cluster._moved(NODES, "1", before=2)
+            cluster._positions.moved(NODES, "1", before=2)
             found.append(limit.expired())
 
         with suppress(TimeoutError):
             async with limit:
-                cluster._reads.add(limit)
+                cluster._positions._reads.add(limit)
                 asyncio.get_running_loop().call_soon(went_back)
                 await asyncio.Event().wait()
         assert found == [True, True]
@@ -478,7 +478,7 @@ async def test_a_silent_watch_is_listed_again(server: FakeApiServer) -> None:
 
 async def test_what_went_wrong_once_cuts_no_watch(server: FakeApiServer, monkeypatch: pytest.MonkeyPatch) -> None:
     """After an outage, and after a request that got no answer, a watch lives on whatever else is asked for."""
-    monkeypatch.setattr(module, "_RENEW", 0.0)
+    monkeypatch.setattr(connection, "_RENEW", 0.0)
 
     def change(number: int) -> None:
         found = server.get("nodes", "a")
@@ -541,7 +541,7 @@ async def test_a_server_that_asks_for_time_gets_it(server: FakeApiServer, monkey
         waits.append(seconds)
 
     async with connected(server, backoff=Backoff(0.01, 20.0)) as cluster:
-        monkeypatch.setattr(cluster, "pause", note)
+        monkeypatch.setattr(cluster._connection.traffic, "pause", note)
         server.fail(lambda request: True, Fault(code=429, retry_after=7))
         server.fail(lambda request: True, Fault(code=503, retry_after=600))
         async with aclosing(cluster.follow(NODES)) as events:
@@ -718,7 +718,7 @@ async def test_another_kubeconfig_is_read_after_an_outage(
     server: FakeApiServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A server that cannot be reached is looked up again: its address, CA or credentials may have changed."""
-    monkeypatch.setattr(module, "_RENEW", 0.0)
+    monkeypatch.setattr(connection, "_RENEW", 0.0)
     file = kubeconfig(tmp_path / "config", "http://127.0.0.1:1", {"token": "t"})
     server.create(node("a"))
     async with Cluster.from_environment(file) as cluster:
@@ -734,8 +734,8 @@ def rss():
     return next(int(line.split()[1]) for line in open("/proc/self/status") if line.startswith("VmRSS")) / 1024
 import grpc.aio, watchdog.observers, prometheus_client, msgspec, yaml, sqlite3
 before = rss()
-from dra_bridge.kube.client import Cluster, NODES
-import dra_bridge.slices.publisher
+from dra_bridge.kube import Cluster, NODES
+import dra_bridge.slices
 async def main():
     async with Cluster.from_server(sys.argv[1]) as cluster:
         for _ in range(20):

@@ -12,7 +12,7 @@ from deviceplugin.device import Device
 from deviceplugin.naming import device_name
 from deviceplugin.source import DeviceSource
 from dra_bridge.handover.handover import Share
-from dra_bridge.kube.client import Cluster
+from dra_bridge.kube import Cluster
 from dra_bridge.node.bridge import Bridge
 from dra_bridge.node.terms import Terms
 from dra_bridge.testing.apiserver import FakeApiServer

@@ -17,7 +17,7 @@ from deviceplugin.testing import FakePod
 from dra_bridge import ledger
 from dra_bridge.driver.registrar import Timing
 from dra_bridge.handover.handover import Share
-from dra_bridge.kube.client import Cluster
+from dra_bridge.kube import Cluster
 from dra_bridge.ledger import Ledger, Side
 from dra_bridge.node.bridge import Bridge
 from dra_bridge.node.terms import NONE, Terms

@@ -20,7 +20,7 @@ from deviceplugin.source import DeviceSource
 from dra_bridge import ledger
 from dra_bridge.handover.gate import Keeper
 from dra_bridge.handover.handover import Share
-from dra_bridge.kube.client import Cluster
+from dra_bridge.kube import Cluster
 from dra_bridge.ledger import Desk, Evidence, Ledger, Side, State
 from dra_bridge.node import driver_runtime
 from dra_bridge.node.bridge import Bridge

@@ -13,12 +13,13 @@ from prometheus_client.openmetrics.parser import text_string_to_metric_families 
 
 from deviceplugin.metrics.collectors import AgentCollector
 from deviceplugin.metrics.report import Place, PreparedClaim
-from dra_bridge.driver import Statistics, registrar
+from dra_bridge.driver import Statistics as ClaimStatistics
+from dra_bridge.driver import registrar
 from dra_bridge.handover import handover
-from dra_bridge.kube import client as cluster
+from dra_bridge.kube import Statistics
 from dra_bridge.ledger import Claim, ClaimDevice, DeviceRecord, Snapshot, State
 from dra_bridge.node.metrics import Told
-from dra_bridge.slices.publisher import PoolState
+from dra_bridge.slices import PoolState
 from tests.metrics.views import RESOURCE, Source, Still, resource
 
 DRIVER = "gpu.example.com"
@@ -47,7 +48,7 @@ def bridge(**changes: Any) -> Any:
         qualifiers={},
         desk=SimpleNamespace(snapshot=Snapshot(1, records, {}, {(DRIVER, one.uid): one for one in claims})),
         driver=SimpleNamespace(
-            statistics=Statistics(
+            statistics=ClaimStatistics(
                 prepared=4, prepared_again=1, prepare_failures={"side": 2}, prepare_seconds=0.7, in_flight=1
             )
         ),
@@ -60,7 +61,7 @@ def bridge(**changes: Any) -> Any:
         "publisher": SimpleNamespace(
             state=lambda name: PoolState(name, 3, 3, 7, 1, frozenset({"a", "c"}), frozenset(), (), 9)
         ),
-        "cluster": SimpleNamespace(statistics=cluster.Statistics({"GET": 5, "PATCH": 2}, 1, 3, None, "v1")),
+        "cluster": SimpleNamespace(statistics=Statistics({"GET": 5, "PATCH": 2}, 1, 3, None, "v1")),
         **changes,
     }
     return SimpleNamespace(**parts)

@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 
 from deviceplugin.device import Device, Health, Version
 from deviceplugin.inventory import Snapshot, merged
-from dra_bridge.kube.client import RESOURCE_SLICES, SILENCE, Backoff, Cluster, ConflictError, UnavailableError
-from dra_bridge.slices.publisher import (
+from dra_bridge.kube import RESOURCE_SLICES, SILENCE, Backoff, Cluster, ConflictError, UnavailableError
+from dra_bridge.slices import (
     Capabilities,
     Offer,
     Pool,
@@ -915,7 +915,7 @@ async def test_a_deletion_overtakes_the_answer_to_a_write(
             if not overtaken:
                 server.wipe(NODE)
                 async with asyncio.timeout(10):
-                    while not publisher._drivers[DRIVER].gone:  # noqa: ASYNC110  # nobody tells
+                    while not publisher._drivers[DRIVER].mirror._gone:  # noqa: ASYNC110  # nobody tells
                         await asyncio.sleep(0.001)  # until the watch has told
                 overtaken += 1
             return answer
