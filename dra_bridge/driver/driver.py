@@ -52,7 +52,7 @@ from deviceplugin.kubelet.registration import Backoff
 from deviceplugin.source import DeviceSource
 from dra_bridge import ledger
 from dra_bridge.kube import client as cluster
-from dra_bridge.ledger import Claim, ClaimDevice, ClaimEvidence, Desk, LedgerError, Refused
+from dra_bridge.ledger import AsyncLedger, Claim, ClaimDevice, ClaimEvidence, LedgerError, Refused
 from dra_bridge.wire import (
     dra_v1_pb2,
     dra_v1_pb2_grpc,
@@ -539,7 +539,7 @@ class Driver:
         name: str,
         pool: str,
         served: Sequence[Served],
-        desk: Desk,
+        desk: AsyncLedger,
         claims: Claims,
         *,
         cdi_directory: str = cdi.DIRECTORY,

@@ -48,7 +48,7 @@ from dra_bridge.kube.client import (
     Listed,
     NotFoundError,
 )
-from dra_bridge.ledger import ClaimEvidence, Desk, Evidence, LedgerError, Side, State
+from dra_bridge.ledger import AsyncLedger, ClaimEvidence, Evidence, LedgerError, Side, State
 from dra_bridge.node.metrics import Told
 from dra_bridge.rollout import progress
 from dra_bridge.slices.publisher import Offer, Pool, Publisher
@@ -196,7 +196,7 @@ class Order:
 class DriverBridge:
     """One DRA driver on this node: ledger, both its doors, and the moves between them."""
 
-    def __init__(self, bridge: Bridge, name: str, desk: Desk) -> None:
+    def __init__(self, bridge: Bridge, name: str, desk: AsyncLedger) -> None:
         self.name = name
         self.desk = desk
         self.handovers: dict[str, Handover] = {}
@@ -542,7 +542,7 @@ class DriverBridge:
             return ()  # it was dropped meanwhile
         count = len(service.inventory.snapshot.devices)
         side = Side.DRA if self._share(resource).of(count) == count else Side.PLUGIN
-        done = await self.desk.do(ledger.confront(resource, evidence, devices, side, time.time()))
+        done = await self.desk.do(ledger.reconcile_evidence(resource, evidence, devices, side, time.time()))
         guard = self._bridge.agent.guard
         await self.desk.identify({(resource, name): guard.identity(resource, name) for name in devices})
         self.keeper.heard |= {(resource, name) for name in devices if name not in done.doubtful}
@@ -1023,7 +1023,7 @@ class Bridge:
             return
         if name not in self.drivers:
             path = self.ledger_path(name)
-            opening = asyncio.ensure_future(Desk.open(str(path)))
+            opening = asyncio.ensure_future(AsyncLedger.open(str(path)))
             try:
                 done, _ = await asyncio.wait({opening}, timeout=STANDBY)
                 if not done:
