@@ -121,12 +121,12 @@ async def plain_driver(server: FakeApiServer, node: FakeNode, gpus: Gpus, direct
     from dra_bridge.driver import ClusterClaims, Driver, Served
     from dra_bridge.driver.registrar import Registrar
     from dra_bridge.kube import Cluster
-    from dra_bridge.ledger import Desk, Side
+    from dra_bridge.ledger import AsyncLedger, Side
     from dra_bridge.slices import Offer, Pool, Publisher
 
     inventory = Inventory(GPU)
     inventory.publish(gpus.devices)
-    desk = await Desk.open(str(directory / "plain-driver.db"))
+    desk = await AsyncLedger.open(str(directory / "plain-driver.db"))
     await desk.do(ledger.adopt(GPU, inventory.snapshot.devices, Side.DRA, time.time()))
     async with Cluster.from_server(server.url) as cluster:
         publisher = Publisher(cluster, node.name)

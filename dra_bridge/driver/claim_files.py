@@ -16,7 +16,7 @@ from deviceplugin.kubelet.registration import Backoff
 from dra_bridge.driver.claims import ClaimError
 from dra_bridge.driver.served import Group
 from dra_bridge.driver.turns import Turns, in_thread
-from dra_bridge.ledger import Claim, Desk
+from dra_bridge.ledger import AsyncLedger, Claim
 
 __all__ = ["ClaimFiles", "Prepared", "PreparedDevice", "prepared_of"]
 
@@ -72,7 +72,7 @@ class ClaimFiles:
 
     """
 
-    def __init__(self, driver: str, directory: str, desk: Desk, turns: Turns, boot: str) -> None:
+    def __init__(self, driver: str, directory: str, desk: AsyncLedger, turns: Turns, boot: str) -> None:
         self.boot: Final = boot
         self._driver = driver
         self._store = cdi.Store(driver, directory)

@@ -58,7 +58,7 @@ from dra_bridge.driver.reconciliation import ClaimReconciler, Reconciled
 from dra_bridge.driver.served import Group, Served, ServedDevices
 from dra_bridge.driver.tasks import Tasks
 from dra_bridge.driver.turns import Turns, ended, in_thread
-from dra_bridge.ledger import Claim, ClaimDevice, ClaimEvidence, Desk, LedgerError, Refused
+from dra_bridge.ledger import AsyncLedger, Claim, ClaimDevice, ClaimEvidence, LedgerError, Refused
 
 __all__ = ["Driver", "RunningPods", "Statistics"]
 
@@ -134,7 +134,7 @@ class Driver:
         name: str,
         pool: str,
         served: Sequence[Served],
-        desk: Desk,
+        desk: AsyncLedger,
         claims: Claims,
         *,
         cdi_directory: str = cdi.DIRECTORY,

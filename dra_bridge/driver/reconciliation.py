@@ -18,7 +18,7 @@ from dra_bridge.driver.claim_api import Claims
 from dra_bridge.driver.claim_files import ClaimFiles, prepared_of
 from dra_bridge.driver.claims import ClaimError, ClaimRef, parse_allocation
 from dra_bridge.driver.turns import Turns
-from dra_bridge.ledger import Claim, Desk, LedgerError
+from dra_bridge.ledger import AsyncLedger, Claim, LedgerError
 
 __all__ = ["ClaimReconciler", "Reconciled"]
 
@@ -59,7 +59,7 @@ class ClaimReconciler:
         self,
         driver: str,
         pool: str,
-        desk: Desk,
+        desk: AsyncLedger,
         claims: Claims,
         files: ClaimFiles,
         turns: Turns,

@@ -21,7 +21,7 @@ from deviceplugin.kubelet.exclusion_guard import ExclusionGuard, Side
 from deviceplugin.kubelet.holders import HolderSnapshot
 from deviceplugin.kubelet.servicer import Refusal
 from dra_bridge import ledger
-from dra_bridge.ledger import Desk, Held, KubeletSnapshot, LedgerError, Snapshot
+from dra_bridge.ledger import AsyncLedger, Held, KubeletSnapshot, LedgerError, Snapshot
 
 __all__ = ["Keeper", "allocations_of", "held_units", "kubelet_snapshot"]
 
@@ -96,7 +96,7 @@ class Keeper:
 
     def __init__(
         self,
-        desk: Desk,
+        desk: AsyncLedger,
         behind: Mapping[str, Behind],
         changed: Callable[[], None] = lambda: None,
         quarantined: Callable[[str, str], None] = lambda resource, device: None,

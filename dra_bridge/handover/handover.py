@@ -26,8 +26,8 @@ from deviceplugin.topology import natural
 from dra_bridge import ledger
 from dra_bridge.handover.gate import Behind, kubelet_snapshot
 from dra_bridge.ledger import (
+    AsyncLedger,
     ClusterEvidence,
-    Desk,
     KubeletEvidence,
     LedgerError,
     Side,
@@ -436,7 +436,7 @@ class Handover:
         self,
         endpoint: Endpoint,
         inventory: Inventory,
-        desk: Desk,
+        desk: AsyncLedger,
         scan: Callable[[Collection[tuple[str, str]]], Awaitable[HolderSnapshot | None]],
         slices: Slices,
         claims: Claims,

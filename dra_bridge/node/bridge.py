@@ -25,7 +25,7 @@ from dra_bridge.kube import (
     ClusterError,
     Listed,
 )
-from dra_bridge.ledger import Desk, LedgerError
+from dra_bridge.ledger import AsyncLedger, LedgerError
 from dra_bridge.node.driver_runtime import FIRST, SHARE, DriverBridge, Node
 from dra_bridge.node.gates import CLOSED, Doors
 from dra_bridge.node.metrics import Told
@@ -177,7 +177,7 @@ class Bridge:
             return
         if name not in self.drivers:
             path = self.ledger_path(name)
-            opening = asyncio.ensure_future(Desk.open(str(path)))
+            opening = asyncio.ensure_future(AsyncLedger.open(str(path)))
             try:
                 done, _ = await asyncio.wait({opening}, timeout=STANDBY)
                 if not done:

@@ -10,7 +10,7 @@ from deviceplugin.kubelet.claim_state import PreparedClaim
 from deviceplugin.kubelet.tracker import HolderTracker
 from dra_bridge import ledger
 from dra_bridge.driver import RunningPods
-from dra_bridge.ledger import Desk
+from dra_bridge.ledger import AsyncLedger
 
 __all__ = ["ClaimPods"]
 
@@ -26,7 +26,7 @@ class ClaimPods:
 
     """
 
-    def __init__(self, driver: str, desk: Desk, tracker: HolderTracker, kubelet_root: Path) -> None:
+    def __init__(self, driver: str, desk: AsyncLedger, tracker: HolderTracker, kubelet_root: Path) -> None:
         self._driver = driver
         self._desk = desk
         self._tracker = tracker

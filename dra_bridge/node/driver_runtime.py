@@ -27,7 +27,7 @@ from dra_bridge.kube import (
     Cluster,
     ClusterError,
 )
-from dra_bridge.ledger import Desk, LedgerError, Side, State
+from dra_bridge.ledger import AsyncLedger, LedgerError, Side, State
 from dra_bridge.node.claim_pods import ClaimPods
 from dra_bridge.node.evidence import EvidenceReader
 from dra_bridge.node.gates import CLOSED, Doors
@@ -88,7 +88,7 @@ class DriverBridge:
 
     """
 
-    def __init__(self, node: Node, name: str, desk: Desk) -> None:
+    def __init__(self, node: Node, name: str, desk: AsyncLedger) -> None:
         self.name = name
         self.desk = desk
         self.handovers: dict[str, Handover] = {}
@@ -398,7 +398,7 @@ class DriverBridge:
             return ()  # it was dropped meanwhile
         count = len(service.inventory.snapshot.devices)
         side = Side.DRA if self._share(resource).of(count) == count else Side.PLUGIN
-        done = await self.desk.do(ledger.confront(resource, evidence, devices, side, time.time()))
+        done = await self.desk.do(ledger.reconcile_evidence(resource, evidence, devices, side, time.time()))
         guard = self._node.agent.guard
         await self.desk.identify({(resource, name): guard.identity(resource, name) for name in devices})
         self.keeper.heard |= {(resource, name) for name in devices if name not in done.doubtful}

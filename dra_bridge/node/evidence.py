@@ -13,7 +13,7 @@ from deviceplugin.node.agent import Agent, Service
 from dra_bridge.driver import Driver
 from dra_bridge.handover.gate import held_units
 from dra_bridge.kube import RESOURCE_CLAIMS, Cluster, NotFoundError
-from dra_bridge.ledger import ClaimEvidence, Desk, Evidence, State
+from dra_bridge.ledger import AsyncLedger, ClaimEvidence, Evidence, State
 
 __all__ = ["EvidenceReader"]
 
@@ -29,7 +29,7 @@ class EvidenceReader:
 
     """
 
-    def __init__(self, driver: Driver, desk: Desk, agent: Agent, cluster: Cluster) -> None:
+    def __init__(self, driver: Driver, desk: AsyncLedger, agent: Agent, cluster: Cluster) -> None:
         self._driver = driver
         self._desk = desk
         self._agent = agent

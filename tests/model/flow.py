@@ -29,7 +29,7 @@ from dra_bridge import ledger
 from dra_bridge.driver import ClaimError, ClaimRef, Driver, Prepared, Served
 from dra_bridge.handover.gate import Keeper, allocations_of, held_units
 from dra_bridge.handover.handover import Handover, Share
-from dra_bridge.ledger import Desk, Evidence, Ledger, LedgerError, Side, State
+from dra_bridge.ledger import AsyncLedger, Evidence, Ledger, LedgerError, Side, State
 
 R: Final = "example.com/fpga"
 D: Final = "fpga.example.com"
@@ -123,7 +123,7 @@ class Outside:
 class Flow:
     """One life of the agent."""
 
-    def __init__(self, directory: Path, desk: Desk, outside: Outside, source: DeviceSource, step: Step) -> None:
+    def __init__(self, directory: Path, desk: AsyncLedger, outside: Outside, source: DeviceSource, step: Step) -> None:
         self.directory = directory
         self.desk = desk
         self.outside = outside
@@ -168,7 +168,7 @@ class Flow:
         connect: Callable[[str], Any] | None = None,
     ) -> Self:
         """Open the ledger, hear the evidence, begin to offer."""
-        desk = Desk(Ledger.open(str(directory / "ledger.db"), step=step, connect=connect))
+        desk = AsyncLedger(Ledger.open(str(directory / "ledger.db"), step=step, connect=connect))
         flow = cls(directory, desk, outside, source, step)
         await flow.patiently(flow.place)
         flow.publish()
@@ -180,11 +180,11 @@ class Flow:
         await self.desk.close()
 
     async def place(self) -> None:
-        """Confront the ledger with what is held (R8)."""
+        """Compare the ledger with what is held (R8)."""
         held = held_units(holders.holders((), self.outside.witnesses()), R, str)
         claims = [claim for claim in self.driver.cdi_evidence()[R] if (D, claim.uid) not in self.desk.snapshot.claims]
         evidence = Evidence(held, claims)
-        await self.desk.do(ledger.confront(R, evidence, DEVICES, Side.PLUGIN, time.time()))
+        await self.desk.do(ledger.reconcile_evidence(R, evidence, DEVICES, Side.PLUGIN, time.time()))
         self.keeper.heard |= {(R, name) for name in DEVICES}
 
     # What the handover asks.

@@ -633,7 +633,7 @@ class Small:
             yield "agent starts", self.started(world)
 
     def started(self, world: World) -> World:
-        """Confront the ledger with what is held, by a checkpoint written at the agent's request."""
+        """Compare the ledger with what is held, by a checkpoint written at the agent's request."""
         world = self.filed(world, *(pod.memory for pod in world.pods))
         checkpoint = Checkpoint(frozenset(allocations(world, "file")), {})
         now = holders.holders(recorded(world), Witnesses([checkpoint], True, self.processes(world)), RECENT)
@@ -646,8 +646,8 @@ class Small:
         ]
         _, after = self.do(
             world,
-            ("confront", *now.held.items(), *((claim.uid, claim.prepared) for claim in claims)),
-            partial(ledger.confront, R, Evidence(held, claims, now.awake), self.names, Side.PLUGIN, 0.0),
+            ("reconcile", *now.held.items(), *((claim.uid, claim.prepared) for claim in claims)),
+            partial(ledger.reconcile_evidence, R, Evidence(held, claims, now.awake), self.names, Side.PLUGIN, 0.0),
         )
         return after._replace(alive=True)
 

@@ -35,10 +35,10 @@ from dra_bridge import ledger
 from dra_bridge.handover.gate import Keeper, allocations_of, held_units
 from dra_bridge.handover.handover import Drain, Handover, Share
 from dra_bridge.ledger import (
+    AsyncLedger,
     Claim,
     ClaimDevice,
     ClaimEvidence,
-    Desk,
     Evidence,
     Ledger,
     LedgerError,
@@ -67,10 +67,10 @@ class Pause:
         yield
 
 
-class SlowDesk:
+class SlowLedger:
     """The ledger's face without a loop: before and after each operation something else may come."""
 
-    identify = Desk.identify
+    identify = AsyncLedger.identify
 
     def __init__(self, book: Ledger) -> None:
         self.ledger = book
@@ -160,7 +160,7 @@ class Node(RuleBasedStateMachine):
     def start_agent(self) -> None:
         """Start it: the ledger as it is on disk, the evidence heard before anything is offered."""
         self.book = Ledger.open(str(self.home / "ledger.db"), connect=self.connect)
-        self.desk = SlowDesk(self.book)
+        self.desk = SlowLedger(self.book)
         self.work: list[tuple[str, Coroutine[Any, Any, None]]] = []
         self.sent: tuple[float, frozenset[str]] | None = None
         self.want: frozenset[str] | None = None
@@ -187,7 +187,7 @@ class Node(RuleBasedStateMachine):
             waits=lambda: Backoff(first=0.0, most=0.0),
         )
         self.alive = True
-        self.confront()
+        self.reconcile()
 
     def connect(self, path: str) -> Any:
         inner = sqlite3.connect(path, isolation_level=None, check_same_thread=False)
@@ -207,7 +207,7 @@ class Node(RuleBasedStateMachine):
 
         return Connection()
 
-    def confront(self, *, awake: bool = False) -> None:
+    def reconcile(self, *, awake: bool = False) -> None:
         """Hear the evidence (R8): what the witnesses say, and the CDI files that the ledger does not know."""
         if self.checkpoint is None:
             return
@@ -225,7 +225,7 @@ class Node(RuleBasedStateMachine):
             ]
         try:
             done = self.book.do(
-                ledger.confront(R, Evidence(held, evidence, now.awake), DEVICES, Side.PLUGIN, time.time())
+                ledger.reconcile_evidence(R, Evidence(held, evidence, now.awake), DEVICES, Side.PLUGIN, time.time())
             )
         except LedgerError:
             return
@@ -706,7 +706,7 @@ class Node(RuleBasedStateMachine):
         quarantined = any(record.state is State.QUARANTINED for record in self.book.snapshot.devices.values())
         if quarantined or len(self.keeper.heard) < len(DEVICES):
             self.checkpoint_is_written()
-            self.confront(awake=True)
+            self.reconcile(awake=True)
 
     # What must be.
 

@@ -41,7 +41,7 @@ from dra_bridge.driver import (
 )
 from dra_bridge.driver.claims import Config, Opaque, decoded_config
 from dra_bridge.kube import Cluster
-from dra_bridge.ledger import Desk, LedgerError, Side, State
+from dra_bridge.ledger import AsyncLedger, LedgerError, Side, State
 from dra_bridge.testing.apiserver import FakeApiServer, Fault
 from dra_bridge.wire import dra_v1_pb2, dra_v1beta1_pb2
 from dra_bridge.wire.dra_v1_pb2_grpc import DRAPluginStub
@@ -141,7 +141,7 @@ class World:
     """A driver with all around it."""
 
     driver: Driver
-    desk: Desk
+    desk: AsyncLedger
     claims: FakeClaims
     inventory: Inventory
     cdi: Path
@@ -199,7 +199,7 @@ async def world(
         devices or [Device(f"d{n}", nodes=["/dev/null"], edits=ContainerEdits({f"FPGA_{n}": "1"})) for n in range(4)]
     )
     path = str(directory / "ledger.db")
-    desk = await Desk.open(path)
+    desk = await AsyncLedger.open(path)
     await desk.do(ledger.adopt(source.resource, inventory.snapshot.devices, side, T0))
     api = claims or FakeClaims()
     made = Driver(
@@ -876,7 +876,7 @@ async def test_cdi_files_are_evidence_for_a_lost_ledger(here: World) -> None:
     os.remove(here.path)
     after = await here.again()
     evidence = ledger.Evidence({}, after.driver.cdi_evidence()[R])
-    await after.desk.do(ledger.confront(R, evidence, after.inventory.snapshot.devices, Side.PLUGIN, T0))
+    await after.desk.do(ledger.reconcile_evidence(R, evidence, after.inventory.snapshot.devices, Side.PLUGIN, T0))
     assert after.desk.snapshot.claims[D, "1"].held == {(R, "d0"), (R, "d2")}
     assert (await after.driver.reconcile((), ENDED)) == Reconciled()
     assert await after.prepared("1") == first
@@ -930,7 +930,7 @@ async def test_a_claim_over_two_resources_is_unprepared_on_both_after_the_ledger
     await here.desk.do(ledger.forget(R, ["d0"]))
     for resource, device in ((R, "d0"), ("example.com/nic", "n0")):
         evidence = ledger.Evidence(claims=tuple(here.driver.claim_evidence([state], resource)))
-        await here.desk.do(ledger.confront(resource, evidence, [device], Side.PLUGIN, T0))
+        await here.desk.do(ledger.reconcile_evidence(resource, evidence, [device], Side.PLUGIN, T0))
     assert here.desk.snapshot.claims[D, "1"].held == {(R, "d0"), ("example.com/nic", "n0")}
     assert await here.unprepare("1") is None
     assert ("unprepare", ["d0"]) in fpga.calls

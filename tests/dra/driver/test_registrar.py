@@ -25,7 +25,7 @@ from dra_bridge import ledger
 from dra_bridge.driver import ClaimRef, Driver, Served
 from dra_bridge.driver import registrar as registrar_module
 from dra_bridge.driver.registrar import Registrar, RegistrarError, Timing, health_list, socket_path
-from dra_bridge.ledger import Desk, Side
+from dra_bridge.ledger import AsyncLedger, Side
 from dra_bridge.testing.kubelet import HEALTH_SERVICES, FakeDraKubelet, FakeDraPod, PodError
 
 D = "fpga.example.com"
@@ -96,7 +96,7 @@ def kubelet(root: Path, server: Server) -> Iterator[FakeDraKubelet]:
 async def driver(root: Path, server: Server) -> AsyncIterator[Driver]:
     inventory = Inventory(R)
     inventory.publish([Device(f"d{n}", nodes=["/dev/null"], edits=ContainerEdits({f"N{n}": "1"})) for n in range(3)])
-    desk = await Desk.open(str(root / "ledger.db"))
+    desk = await AsyncLedger.open(str(root / "ledger.db"))
     await desk.do(ledger.adopt(R, inventory.snapshot.devices, Side.DRA, 1.0))
     made = Driver(D, NODE, [Served(Source(), inventory)], desk, server, cdi_directory=str(root / "cdi"))
     yield made

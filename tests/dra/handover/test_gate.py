@@ -15,7 +15,7 @@ from deviceplugin.kubelet.servicer import Endpoint
 from deviceplugin.source import DeviceSource
 from dra_bridge import ledger
 from dra_bridge.handover.gate import Behind, Keeper, allocations_of, held_units, kubelet_snapshot
-from dra_bridge.ledger import Desk, Held, Ledger, Side
+from dra_bridge.ledger import AsyncLedger, Held, Ledger, Side
 
 R = "example.com/gpu"
 
@@ -76,7 +76,7 @@ def test_a_scan_as_the_ledger_takes_it() -> None:
 
 async def test_a_resource_may_be_dropped_during_a_scan(tmp_path: Path) -> None:
     """The ledger takes its time for each of them, and a reload does not wait for it."""
-    desk = Desk(Ledger.open(str(tmp_path / "ledger.db")))
+    desk = AsyncLedger(Ledger.open(str(tmp_path / "ledger.db")))
     resources: dict[str, Behind] = {"example.com/a": str, "example.com/b": str}
     keeper = Keeper(desk, resources)
     now = scanned(*(Allocation("u1", "main", name, "d") for name in resources))
@@ -94,7 +94,7 @@ async def test_holders_are_known_again_after_a_restart(tmp_path: Path) -> None:
     with Ledger.open(path) as book:
         book.do(ledger.adopt(R, ["a", "b"], Side.PLUGIN, 1.0))
         book.do(ledger.grant(R, {"a::1": "a", "b": "b"}, 1.0))
-    desk = Desk(Ledger.open(path))
+    desk = AsyncLedger(Ledger.open(path))
     changes: list[str] = []
     keeper = Keeper(desk, {R: lambda name: name.partition("::")[0]}, lambda: changes.append("changed"))
     assert set(keeper.awaited()) == {(R, "a::1"), (R, "b")}

@@ -21,7 +21,7 @@ from dra_bridge import ledger
 from dra_bridge.handover.gate import Keeper
 from dra_bridge.handover.handover import Share
 from dra_bridge.kube import Cluster
-from dra_bridge.ledger import Desk, Evidence, Ledger, Side, State
+from dra_bridge.ledger import AsyncLedger, Evidence, Ledger, Side, State
 from dra_bridge.node import driver_runtime
 from dra_bridge.node.bridge import Bridge
 from dra_bridge.node.driver_runtime import DriverBridge
@@ -322,8 +322,8 @@ async def test_an_agent_whose_ledger_is_removed_ends_and_the_next_one_knows_the_
 
 async def test_nothing_is_offered_or_given_before_its_evidence_was_heard(tmp_path: Path) -> None:
     """A ledger that says so may have lost what came last."""
-    desk = Desk(Ledger.open(str(tmp_path / "ledger.db")))
-    await desk.do(ledger.confront(R, Evidence(), ["a"], Side.PLUGIN, 1.0))
+    desk = AsyncLedger(Ledger.open(str(tmp_path / "ledger.db")))
+    await desk.do(ledger.reconcile_evidence(R, Evidence(), ["a"], Side.PLUGIN, 1.0))
     keeper = Keeper(desk, {R: str})
     assert not keeper.offers(R, "a")
     with pytest.raises(Refusal) as refused:
