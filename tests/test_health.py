@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 from deviceplugin import config, sources
 from deviceplugin.device import Device, DeviceNode, Health
 from deviceplugin.health import Course, Prober, Rules, Verdict, command_probe, open_probe, worst
-from deviceplugin.sources.nvml import Gpu, Look, NvidiaSource, Trouble, Xid
+from deviceplugin.sources.nvidia import Gpu, NvidiaSource, NvmlError, NvmlScan, Xid
 
 GOOD, BAD, UNREADABLE = Verdict.GOOD, Verdict.BAD, Verdict.UNREADABLE
 
@@ -158,7 +158,7 @@ def test_health_of_gpus_follows_the_rules_through_a_day(
             continue
         if holds("driver", at) or holds("hang", at):
             verdict = BAD if holds("driver", at) else UNREADABLE
-            source.take(Trouble("no driver" if verdict is BAD else "hangs", verdict))
+            source.take(NvmlError("no driver" if verdict is BAD else "hangs", verdict))
             for name in histories:
                 judge(name, verdict)
         else:
@@ -171,7 +171,7 @@ def test_health_of_gpus_follows_the_rules_through_a_day(
                 else (GOOD, "")
                 for gpu in there
             }
-            source.take(Look(tuple(there), findings))
+            source.take(NvmlScan(tuple(there), findings))
             for name in histories.keys() - findings.keys():
                 del histories[name]
                 faults.pop(name, None)

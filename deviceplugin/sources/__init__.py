@@ -109,7 +109,7 @@ def _simulated(simulated: SimulatedConfig, resource: ResourceConfig, number: int
 
 
 def _nvidia(nvidia: NvidiaConfig, resource: ResourceConfig, number: int) -> DeviceSource:
-    from deviceplugin.sources.nvml import NvidiaSource  # the others do without NVML
+    from deviceplugin.sources.nvidia import NvidiaSource  # the others do without NVML
 
     return NvidiaSource(
         mig=nvidia.mig,
@@ -242,7 +242,7 @@ class ConfiguredSource(DeviceSource):
         for entry, source in zip(self.config.devices, self.entries, strict=True):
             if entry.nvidia is None or entry.nvidia.mig != "mixed" or entry.nvidia.profile is not None:
                 continue
-            from deviceplugin.sources.nvml import NvidiaSource, resource_of
+            from deviceplugin.sources.nvidia import NvidiaSource, resource_of
 
             assert isinstance(source, NvidiaSource)
             async with contextlib.aclosing(source.profiles()) as seen:

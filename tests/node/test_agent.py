@@ -29,7 +29,7 @@ from deviceplugin.source import DeviceSource
 from deviceplugin.sources.simulated import SimulatedSource
 from deviceplugin.testing import FakeKubelet, FakePod, Served, serve
 from deviceplugin.testing import checkpoint as written
-from tests.test_config import bombs as config_bombs
+from tests.config.files import bombs as config_bombs
 
 R = "example.com/r"
 Serve = Callable[..., Served]
