@@ -343,7 +343,7 @@ class Observer:
         service = self._agent.services.get(status.resource)
         if known:
             for unit, those in status.holders.items():
-                name = device_of(unit, status.replicas) if service is None else service.endpoint.behind(unit)
+                name = device_of(unit, status.replicas) if service is None else service.endpoint.ids.device_id_of(unit)
                 into = holders.setdefault(name, {})
                 into.update(dict.fromkeys(map(_hold, those)))
         for name, device in status.snapshot.devices.items():

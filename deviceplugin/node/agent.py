@@ -23,6 +23,7 @@ from deviceplugin.device import Device
 from deviceplugin.exclusion import Key
 from deviceplugin.identity import Tokens
 from deviceplugin.inventory import Inventory, Snapshot
+from deviceplugin.kubelet.allocation_gate import Doorkeeper, Refusal
 from deviceplugin.kubelet.checkpoint import Allocation
 from deviceplugin.kubelet.exclusion_guard import ConflictError, ExclusionGuard
 from deviceplugin.kubelet.holders import HolderSnapshot
@@ -30,7 +31,7 @@ from deviceplugin.kubelet.in_flight import IdsInUse
 from deviceplugin.kubelet.podresources import ClaimUse, Holder, PodResources, Quiet
 from deviceplugin.kubelet.registration import Backoff, Registration, RegistrationError, Timing
 from deviceplugin.kubelet.registration import Statistics as RegistrationStatistics
-from deviceplugin.kubelet.servicer import Doorkeeper, Endpoint, Refusal
+from deviceplugin.kubelet.servicer import Endpoint
 from deviceplugin.kubelet.servicer import Statistics as EndpointStatistics
 from deviceplugin.kubelet.tracker import HolderTracker
 from deviceplugin.source import DeviceSource
@@ -301,7 +302,7 @@ class Service:
     def _inherit(self) -> None:
         """Take over the ids that pods have from before; sharing may have changed while no agent ran."""
         if self._inherited:
-            before, self._inherited = self._inherited, self.endpoint.inherit(self._inherited)
+            before, self._inherited = self._inherited, self.endpoint.adopt_existing(self._inherited)
             if before != self._inherited:
                 self._wake_scan()
 
@@ -332,11 +333,11 @@ class Service:
     def held_devices(self) -> frozenset[str]:
         """The devices that pods hold or were just given."""
         ids = self._in_use.ids | self._tracker.snapshot.of(self.resource).keys()
-        return frozenset(map(self.endpoint.behind, ids))
+        return frozenset(map(self.endpoint.ids.device_id_of, ids))
 
     def device_of(self, device_id: str) -> str:
         """Return the device of one of the kubelet's ids."""
-        return self.endpoint.behind(device_id)
+        return self.endpoint.ids.device_id_of(device_id)
 
     @property
     def awaited(self) -> frozenset[str]:
@@ -348,8 +349,8 @@ class Service:
         snapshot = self.inventory.snapshot
         first = self._first_release_due and "released" in self.source.hooks
         devices = snapshot.devices if first else snapshot.gone
-        ids = (name for one in devices for name in self.endpoint.names_of(snapshot.devices[one]))
-        return frozenset(self.endpoint.former) | frozenset(ids) | self._in_use.pending.keys()
+        ids = (name for one in devices for name in self.endpoint.ids.names_of(snapshot.devices[one]))
+        return frozenset(self.endpoint.ids.legacy) | frozenset(ids) | self._in_use.pending.keys()
 
     def take_holders(self, now: HolderSnapshot) -> None:
         """Take in who holds what; first of all services, since a device may be held under another resource's id."""
@@ -359,7 +360,7 @@ class Service:
 
     def observe(self, now: HolderSnapshot) -> None:
         """Draw the conclusions of a scan: what came free, and what may be forgotten."""
-        behind = self.endpoint.behind
+        behind = self.endpoint.ids.device_id_of
         in_use = self._in_use.ids
         self._inherited &= in_use
         snapshot = self.inventory.snapshot
@@ -382,10 +383,10 @@ class Service:
         if now.awake and now.registered is not None and self.endpoint.live:
             # Gone at the scan before, too: a grant between would be known by now.
             registered = now.registered.get(self.resource, frozenset())
-            former = self.endpoint.former.keys() & self._former_before
+            former = self.endpoint.ids.legacy.keys() & self._former_before
             self.endpoint.forget(former - in_use - registered)
             self.inventory.forget((snapshot.gone & self._gone_before) - busy - set(map(behind, registered)))
-        self._gone_before, self._former_before = snapshot.gone, frozenset(self.endpoint.former)
+        self._gone_before, self._former_before = snapshot.gone, frozenset(self.endpoint.ids.legacy)
         self.endpoint.refresh()
 
     def _release(self, devices: Sequence[Device]) -> asyncio.Task[str]:
@@ -405,7 +406,11 @@ class Service:
         if "released" not in self.source.hooks:
             return
         known = self.inventory.snapshot.devices
-        ids = {device: self.endpoint.ids_of(device) for device in map(self.endpoint.behind, names) if device in known}
+        ids = {
+            device: self.endpoint.ids.ids_of(device)
+            for device in map(self.endpoint.ids.device_id_of, names)
+            if device in known
+        }
         keys = {(self.resource, device) for device in ids}
         try:
             await self._guard.wait_released(keys)
@@ -453,7 +458,7 @@ class Service:
         if self._doorkeeper is not None:
             reasons |= self._doorkeeper.withheld(self.resource)
         for device_id, reason in self._tracker.unnamed_reasons(self.resource).items():
-            reasons.setdefault(self.endpoint.behind(device_id), reason)
+            reasons.setdefault(self.endpoint.ids.device_id_of(device_id), reason)
         return reasons
 
 

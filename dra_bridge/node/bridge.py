@@ -13,8 +13,8 @@ from contextlib import aclosing
 from pathlib import Path
 from typing import Final
 
+from deviceplugin.kubelet.allocation_gate import Doorkeeper
 from deviceplugin.kubelet.orphaned_claims import OrphanedClaimGate, OrphanedClaims
-from deviceplugin.kubelet.servicer import Doorkeeper
 from deviceplugin.node.agent import Agent, AgentError, Paths, Service
 from deviceplugin.source import DeviceSource
 from dra_bridge.driver import ClusterClaims

@@ -154,7 +154,7 @@ class DriverBridge:
         new = resource not in self.handovers
         self.terms[resource] = terms
         self._services[resource] = service
-        self._behind[resource] = service.endpoint.behind
+        self._behind[resource] = service.endpoint.ids.device_id_of
         self.driver.serve([Served(one.source, one.inventory) for one in self._services.values()])
         self.registrar.follow()
         self._node.doors.keepers[resource] = self.keeper

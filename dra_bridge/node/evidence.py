@@ -44,9 +44,9 @@ class EvidenceReader:
             ClusterError: the API server cannot be asked.
 
         """
-        resource, behind = service.resource, service.endpoint.behind
+        resource, behind = service.resource, service.endpoint.ids.device_id_of
         wanted = frozenset(devices)
-        ids = {(resource, one) for device in devices for one in service.endpoint.ids_of(device)}
+        ids = {(resource, one) for device in devices for one in service.endpoint.ids.ids_of(device)}
         now = await self._agent.scan(ids)
         if now is None:
             raise CheckpointError("an Allocate came in between")

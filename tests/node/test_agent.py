@@ -672,15 +672,15 @@ async def test_an_id_from_before_is_forgotten_when_nobody_has_or_gets_it(
 ) -> None:
     """That takes two scans in which no pod has it and the kubelet would not give it out: one may overlook a grant."""
     service.replace(Shared(1))
-    assert set(service.endpoint.former) == {"sim-0::0", "sim-0::1"}
+    assert set(service.endpoint.ids.legacy) == {"sim-0::0", "sim-0::1"}
     taken(service, scan(1.0, *held, registered=registered))
-    assert set(service.endpoint.former) == {"sim-0::0", "sim-0::1"}
+    assert set(service.endpoint.ids.legacy) == {"sim-0::0", "sim-0::1"}
     taken(service, scan(2.0, *held, registered=None, awake=False))
-    assert set(service.endpoint.former) == {"sim-0::0", "sim-0::1"}
+    assert set(service.endpoint.ids.legacy) == {"sim-0::0", "sim-0::1"}
     taken(service, scan(3.0, *held, registered=registered, awake=False))
-    assert set(service.endpoint.former) == {"sim-0::0", "sim-0::1"}
+    assert set(service.endpoint.ids.legacy) == {"sim-0::0", "sim-0::1"}
     taken(service, scan(4.0, *held, registered=registered))
-    assert set(service.endpoint.former) == stays
+    assert set(service.endpoint.ids.legacy) == stays
 
 
 @pytest.mark.parametrize(
@@ -718,7 +718,7 @@ async def test_what_ended_before_its_device_came_is_not_inherited(service: agent
     taken(service, scan(1.0, "later"))
     service.inventory.publish([Device(name) for name in ("sim-0", "late", "later")])
     service._inherit()
-    assert set(service.endpoint.former) == {"later"}
+    assert set(service.endpoint.ids.legacy) == {"later"}
 
 
 def test_change_of_replicas_spares_who_has_the_device(
