@@ -22,7 +22,9 @@ from deviceplugin.sharing import device_of
 if TYPE_CHECKING:
     from deviceplugin.device import Device
     from deviceplugin.kubelet.podresources import Holder
-    from deviceplugin.node.agent import Agent, ResourceStatus, Service, Status
+    from deviceplugin.kubelet.status import ResourceStatus, Status
+    from deviceplugin.node.agent import Agent
+    from deviceplugin.node.service import Service
 
 __all__ = [
     "DeviceView",

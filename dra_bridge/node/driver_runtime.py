@@ -16,7 +16,8 @@ from deviceplugin.kubelet.cgroups import PodProcesses
 from deviceplugin.kubelet.checkpoint import CheckpointError
 from deviceplugin.kubelet.claim_state import ClaimStateError
 from deviceplugin.kubelet.registration import Backoff
-from deviceplugin.node.agent import Agent, AgentError, Service
+from deviceplugin.node.agent import Agent, AgentError
+from deviceplugin.node.service import Service
 from dra_bridge import ledger
 from dra_bridge.driver import ClaimRef, ClusterClaims, Driver, Registrar, Served
 from dra_bridge.handover.gate import Behind, Keeper, allocations_of

@@ -9,7 +9,8 @@ from typing import Any
 
 from deviceplugin.kubelet import claim_state
 from deviceplugin.kubelet.checkpoint import CheckpointError
-from deviceplugin.node.agent import Agent, Service
+from deviceplugin.node.agent import Agent
+from deviceplugin.node.service import Service
 from dra_bridge.driver import Driver
 from dra_bridge.handover.gate import held_units
 from dra_bridge.kube import RESOURCE_CLAIMS, Cluster, NotFoundError
