@@ -22,11 +22,11 @@ from deviceplugin import cdi, naming
 from deviceplugin.exclusion import Key
 from deviceplugin.identity import Kind, Tokens, node_token, numbers_of
 from deviceplugin.kubelet import claim_state
+from deviceplugin.kubelet.allocation_gate import Refusal
 from deviceplugin.kubelet.checkpoint import FileIdentity
 from deviceplugin.kubelet.claim_state import ClaimStateError, ClaimStateMissingError, PreparedClaim
 from deviceplugin.kubelet.exclusion_guard import Side
 from deviceplugin.kubelet.holders import HolderSnapshot
-from deviceplugin.kubelet.servicer import Refusal
 
 __all__ = ["OrphanedClaimGate", "OrphanedClaims", "only_seen", "orphaned"]
 

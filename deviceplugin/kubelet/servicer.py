@@ -1,7 +1,6 @@
-"""The plugin door of one resource: the five calls of device plugin API v1beta1, nothing else.
+"""The servicer of one resource: the five calls of device plugin API v1beta1.
 
-It reads the inventory, asks the source's hooks, and notes what it gave out. Sockets and
-registration are another room's business.
+It reads the inventory, calls the source's hooks and records what it gave out.
 """
 
 from __future__ import annotations
@@ -18,101 +17,27 @@ from typing import Final, Protocol, TypeVar
 import grpc
 import grpc.aio
 
-from deviceplugin import hooks, topology
+from deviceplugin import hooks
 from deviceplugin.device import MAX_ID, NO_EDITS, ContainerEdits, Device, EditConflictError, printable
-from deviceplugin.exclusion import Key
-from deviceplugin.identity import Tokens
-from deviceplugin.inventory import Inventory, Snapshot
-from deviceplugin.kubelet.exclusion_guard import ConflictError, ExclusionGuard, Side
+from deviceplugin.inventory import Inventory
+from deviceplugin.kubelet import preference
+from deviceplugin.kubelet.allocation_gate import Doorkeeper, OpenDoor, Refusal
+from deviceplugin.kubelet.device_ids import DeviceIds
+from deviceplugin.kubelet.device_list import MAX_LIST_BYTES, Entry, entries, rendered, too_large
+from deviceplugin.kubelet.exclusion_guard import ConflictError, ExclusionGuard
 from deviceplugin.kubelet.granted import annotate
 from deviceplugin.kubelet.podresources import Quiet
-from deviceplugin.sharing import device_of, replicas_of
 from deviceplugin.source import DeviceSource
 from deviceplugin.wire import deviceplugin_pb2 as pb
 from deviceplugin.wire.deviceplugin_pb2_grpc import DevicePluginServicer
 
-__all__ = ["MAX_LIST_BYTES", "Doorkeeper", "Endpoint", "Refusal", "Statistics", "rendered"]
+__all__ = ["Endpoint", "Statistics"]
 
 _LOG: Final = logging.getLogger(__name__)
 _T = TypeVar("_T")
 
-HEALTHY: Final = "Healthy"
-UNHEALTHY: Final = "Unhealthy"
-MAX_LIST_BYTES: Final = 4 * 1024 * 1024
-"""The kubelet takes no larger message and shows a capacity of 0 (kubernetes#109304)."""
 SHOWN_IDS: Final = 8
 """Ids that an error names."""
-MANY: Final = 64
-"""Devices without links above which NUMA nodes are compared as groups, not pair by pair."""
-
-ANY_REPLICAS: Final = 2
-"""As good as any number above 1 for telling which device a replica belongs to."""
-
-
-class Refusal(Exception):  # noqa: N818  # the field's word; it is an answer, not a fault
-    """Raised when a call is refused; carries the gRPC code that the kubelet gets."""
-
-    def __init__(self, code: grpc.StatusCode, reason: str, details: str) -> None:
-        super().__init__(details)
-        self.code = code
-        self.reason = reason
-        self.details = details
-
-
-class Doorkeeper(Protocol):
-    """Who decides which devices the plugin side may offer and give out; the ledger, if there is one."""
-
-    def offers(self, resource: str, device: str) -> bool:
-        """Return whether the plugin side offers this device."""
-
-    def avoids(self, resource: str) -> Collection[str]:
-        """Return the devices that new pods had better not get, those of the others permitting."""
-
-    def claimed(self, resource: str, device: str) -> bool:
-        """Return whether a claim holds the device, or may."""
-
-    def withheld(self, resource: str) -> Mapping[str, str]:
-        """Return the devices that are offered to nobody for now, and why."""
-
-    def held(self) -> Mapping[Key, Tokens]:
-        """Return the devices that a ledger counts as held, also unlisted ones, and what they were when granted."""
-
-    def side(self, resource: str, device: str) -> Side:
-        """Return on which side the device is."""
-
-    async def grant(self, resource: str, names: Sequence[str], devices: Sequence[str]) -> None:
-        """Record that these ids (of these devices) are given out; raise Refusal if they may not be."""
-
-
-class OpenDoor:
-    """A doorkeeper for a node with the plugin side alone: everything is offered and granted."""
-
-    def offers(self, resource: str, device: str) -> bool:
-        """Offer every device."""
-        return True
-
-    def avoids(self, resource: str) -> Collection[str]:
-        """Avoid nothing."""
-        return ()
-
-    def claimed(self, resource: str, device: str) -> bool:
-        """Know of no claims."""
-        return False
-
-    def withheld(self, resource: str) -> Mapping[str, str]:
-        """Withhold nothing."""
-        return {}
-
-    def held(self) -> Mapping[Key, Tokens]:
-        """Know of nothing that is held."""
-        return {}
-
-    def side(self, resource: str, device: str) -> Side:
-        """Return the only side."""
-        return "plugin"
-
-    async def grant(self, resource: str, names: Sequence[str], devices: Sequence[str]) -> None:
-        """Grant everything."""
 
 
 class Holders(Protocol):
@@ -156,49 +81,6 @@ class Statistics:
         counter[key] = counter.get(key, 0) + 1
 
 
-@dataclass(frozen=True, slots=True)
-class Entry:
-    """One line of the list that the kubelet gets."""
-
-    name: str
-    healthy: bool
-    numa: tuple[int, ...]
-
-
-def entries(
-    snapshot: Snapshot,
-    *,
-    names_of: Callable[[Device], Iterable[str]],
-    with_topology: bool = True,
-    offers: Callable[[str], bool] | None = None,
-) -> tuple[Entry, ...]:
-    """Return what the kubelet is to see of a snapshot.
-
-    names_of: under which ids the kubelet knows a device; several, if it is shared.
-    A device of unknown health is shown healthy: only a device known to be broken is withdrawn.
-    A device that the plugin side does not offer is shown unhealthy, never dropped.
-    """
-    return tuple(
-        Entry(
-            name,
-            device.health.usable and (offers is None or offers(device.id)),
-            device.numa_nodes if with_topology else (),
-        )
-        for device in snapshot.devices.values()
-        for name in names_of(device)
-    )
-
-
-def rendered(lines: Iterable[Entry]) -> pb.ListAndWatchResponse:
-    """Return the message of the list."""
-    response = pb.ListAndWatchResponse()
-    for line in lines:
-        device = response.devices.add(ID=line.name, health=HEALTHY if line.healthy else UNHEALTHY)
-        for node in line.numa:
-            device.topology.nodes.add(ID=node)
-    return response
-
-
 def container_response(edits: ContainerEdits) -> pb.ContainerAllocateResponse:
     """Return the message that carries edits into a container."""
     return pb.ContainerAllocateResponse(
@@ -218,9 +100,7 @@ class Endpoint(DevicePluginServicer):
 
     release_former: has `released` called of devices whose former holders have ended, before these ids are granted.
     on_stream_end: called when a ListAndWatch ends and no other one is live. serving: False ends
-    every ListAndWatch at its next look, and those that only begin. former: the kubelet's ids that
-    there were before the number of replicas changed, and the devices behind them. While there is one,
-    a device that it had alone, or that is to be had alone now, is not given out.
+    every ListAndWatch at its next look, and those that only begin.
     """
 
     def __init__(
@@ -242,7 +122,7 @@ class Endpoint(DevicePluginServicer):
         self.on_stream_end: Callable[[], None] = lambda: None
         self.serving = True
         self.streams_begun = 0
-        self.former: Mapping[str, str] = {}
+        self.ids = DeviceIds(source, inventory)
         self._quiet = quiet
         self._granted = granted or (lambda names: None)
         self._release_former = release_former
@@ -317,76 +197,26 @@ class Endpoint(DevicePluginServicer):
         Ids that it would not offer (another number of replicas) go on being shown, unhealthy, until they
         are forgotten: a pod may have them, or be on its way to.
         """
-        before = self.lines()
         self.source = source
-        ids = {name: self.behind(name) for name in (line.name for line in before)}
-        self.former = {}
-        now = {line.name for line in self.lines()}
-        self.former = {name: device for name, device in ids.items() if name not in now}
+        self.ids.replace(source)
         self.refresh()
 
     def forget(self, names: Iterable[str]) -> None:
-        """Show these former ids no more."""
-        drop = self.former.keys() & set(names)
-        if drop:
-            self.former = {name: device for name, device in self.former.items() if name not in drop}
+        """Show these legacy ids no more."""
+        if self.ids.forget(names):
             self.refresh()
 
-    def behind(self, name: str) -> str:
-        """Return the device behind one of the kubelet's ids, also one from before sharing changed."""
-        device = self._device_of(name)
-        if device in self.inventory.snapshot.devices:
-            return device
-        return self.former.get(name) or device_of(name, ANY_REPLICAS)
-
-    def inherit(self, names: Iterable[str]) -> frozenset[str]:
+    def adopt_existing(self, names: Iterable[str]) -> frozenset[str]:
         """Show these ids, which pods have from before this agent began, until they are forgotten.
 
         Returns:
             Those of devices that are not listed, and not shown: they may be plugged in again.
 
         """
-        known, offered = self.inventory.snapshot.devices, {line.name for line in self.lines()}
-        ids = {name: self.behind(name) for name in names if name not in offered}
-        former = {name: device for name, device in ids.items() if device in known}
-        if former:
-            self.former = {**self.former, **former}
+        adopted, unlisted = self.ids.adopt_existing(names)
+        if adopted:
             self.refresh()
-        return frozenset(ids.keys() - former.keys())
-
-    def names_of(self, device: Device) -> tuple[str, ...]:
-        """Return the ids under which the kubelet knows a device now."""
-        if self.source.replicas == 1:
-            return (device.id,)
-        names = replicas_of(device.id, self.source.replicas_of(device))
-        if len(names) == 1 and device_of(device.id, ANY_REPLICAS) != device.id:
-            return replicas_of(device.id, ANY_REPLICAS)[:1]  # it is called like another one's replica
-        return names
-
-    def ids_of(self, device: str) -> tuple[str, ...]:
-        """Return all ids under which the kubelet may know a device, those from before sharing changed included."""
-        known = self.inventory.snapshot.devices.get(device)
-        now = self.names_of(known) if known is not None else (device,)
-        return (*now, *(name for name, one in self.former.items() if one == device))
-
-    def _device_of(self, name: str) -> str:
-        """Return the device behind an id that the kubelet may know now; the id itself if there is none."""
-        known = self.inventory.snapshot.devices.get(name)
-        if known is not None and self.names_of(known) == (name,):
-            return name
-        return device_of(name, self.source.replicas)
-
-    def _kept(self) -> Mapping[str, str]:
-        """Return the devices that somebody has on other terms than they are offered, and a former id of each.
-
-        Somebody has it alone while it is to be shared, or a part of it while it is to be had alone.
-        """
-        kept: dict[str, str] = {}
-        for name, device in self.former.items():
-            known = self.inventory.snapshot.devices.get(device)
-            if known is not None and (name == device or self.names_of(known) == (device,)):
-                kept.setdefault(device, name)
-        return kept
+        return unlisted
 
     def refresh(self) -> None:
         """Have every stream look at the inventory again."""
@@ -463,7 +293,7 @@ class Endpoint(DevicePluginServicer):
                 await self._refuse_running(names)
                 await self._grant(names)
                 for response, ids in zip(responses, wanted, strict=True):
-                    now = {name: self._guard.granted(self.resource, self.behind(name)) for name in ids}
+                    now = {name: self._guard.granted(self.resource, self.ids.device_id_of(name)) for name in ids}
                     annotate(response, self.resource, now, self._guard.boot)
             except Refusal as refusal:
                 self.statistics.count(self.statistics.refusals, refusal.reason)
@@ -499,7 +329,7 @@ class Endpoint(DevicePluginServicer):
     ) -> pb.PreStartContainerResponse:
         """Reset the devices of a container that is about to start, unless one is another thing than was granted."""
         known = self.inventory.snapshot.devices
-        names = dict.fromkeys(map(self.behind, request.devices_ids))
+        names = dict.fromkeys(map(self.ids.device_id_of, request.devices_ids))
         devices = [known[name] for name in names if name in known]
         try:
             if devices:
@@ -518,7 +348,7 @@ class Endpoint(DevicePluginServicer):
 
     def lines(self) -> tuple[Entry, ...]:
         """Return the list as the kubelet is to see it now."""
-        kept, ledger = self._kept(), not isinstance(self._doorkeeper, OpenDoor)
+        kept = self.ids.kept()
         excluded = self._guard.withheld(self.resource, "plugin")
 
         def offers(device: str) -> bool:
@@ -526,16 +356,16 @@ class Endpoint(DevicePluginServicer):
 
         lines = entries(
             self.inventory.snapshot,
-            names_of=self.names_of,
+            names_of=self.ids.names_of,
             with_topology=self.source.topology,
-            offers=offers if kept or ledger or excluded else None,
+            offers=offers,
         )
         if withheld := frozenset(self._holders.unnamed(self.resource)):
             lines = tuple(replace(line, healthy=line.healthy and line.name not in withheld) for line in lines)
         known, wanted = self.inventory.snapshot.devices, self.source.topology
         return lines + tuple(
             Entry(name, healthy=False, numa=known[device].numa_nodes if wanted and device in known else ())
-            for name, device in self.former.items()
+            for name, device in self.ids.legacy.items()
         )
 
     def _check(self, names: Sequence[str]) -> list[Device]:
@@ -551,11 +381,11 @@ class Endpoint(DevicePluginServicer):
             shown = ", ".join(printable(name[:MAX_ID]) for name in twice[:SHOWN_IDS])
             details = f"{resource}: device {shown}{', ...' if len(twice) > SHOWN_IDS else ''} is asked for twice"
             raise Refusal(grpc.StatusCode.INVALID_ARGUMENT, "duplicate", details)
-        known, kept = self.inventory.snapshot.devices, self._kept()
+        known, kept = self.inventory.snapshot.devices, self.ids.kept()
         devices: dict[str, Device] = {}
         for name in names:
-            device = known.get(self._device_of(name))
-            if device is None or name not in self.names_of(device):
+            device = known.get(self.ids.offered_as(name))
+            if device is None or name not in self.ids.names_of(device):
                 details = f"{resource}: there is no device {printable(name[:MAX_ID])}"
                 raise Refusal(grpc.StatusCode.INVALID_ARGUMENT, "unknown", details)
             if not device.health.usable:
@@ -588,7 +418,7 @@ class Endpoint(DevicePluginServicer):
             Refusal: a device excludes, or is, one that somebody else holds; or the doorkeeper refuses.
 
         """
-        devices = list(dict.fromkeys(map(self.behind, names)))
+        devices = list(dict.fromkeys(map(self.ids.device_id_of, names)))
         keys = [(self.resource, device) for device in devices]
         try:
             await self._guard.verify(keys)
@@ -625,46 +455,22 @@ class Endpoint(DevicePluginServicer):
 
     async def _preferred(self, available: list[str], must_include: list[str], size: int) -> list[str]:
         try:
-            available, must_include = self._steered(available, must_include, size)
+            avoided = frozenset(self._doorkeeper.avoids(self.resource))
+            available, must_include = preference.avoiding(avoided, self.ids, available, must_include, size)
             if "prefer" in self.source.hooks:
                 chosen = await self._wish(available, must_include, size)
                 if chosen is not None:
                     return chosen
-            return self._choice(available, must_include, size)
+            return preference.choice(self.source, self.inventory.snapshot, self.ids, available, must_include, size)
         except Exception:  # whatever it is, it must not fail the pods
             _LOG.exception("%s: no preference could be found", self.resource)
             return [*must_include, *(name for name in available if name not in must_include)][:size]
-
-    def _steered(self, available: list[str], must_include: list[str], size: int) -> tuple[list[str], list[str]]:
-        """Return what is available and what must be taken, so that devices to be avoided come last."""
-        avoided = frozenset(self._doorkeeper.avoids(self.resource))
-        if not avoided:
-            return available, must_include
-        first = [name for name in available if name in must_include or self._device_of(name) not in avoided]
-        if len({*first, *must_include}) >= size:
-            return first, must_include
-        return available, list(dict.fromkeys((*must_include, *first)))
-
-    def _choice(self, available: list[str], must_include: list[str], size: int) -> list[str]:
-        """Return what the source's policy chooses."""
-        source, known = self.source, self.inventory.snapshot.devices
-        physical = {name: self._device_of(name) for name in (*available, *must_include)}
-        numa = {name: known[name].numa_nodes for name in set(physical.values()) if name in known and source.topology}
-        score = source.links if source.policy == topology.Policy.LINKS else {}
-        if source.policy == topology.Policy.LINKS and not score:
-            if source.replicas == 1 or len(numa) > MANY:
-                nodes = {name: numa.get(device, ()) for name, device in physical.items()}
-                return topology.numa_compact(nodes, available, must_include, size)
-            score = topology.numa_scores(numa)
-        if source.policy == topology.Policy.DISTRIBUTED:  # what is in use counts too
-            physical = {name: device.id for device in known.values() for name in self.names_of(device)}
-        return topology.choose(source.policy, available, must_include, size, score=score, physical=physical)
 
     async def _wish(self, available: list[str], must_include: list[str], size: int) -> list[str] | None:
         known = self.inventory.snapshot.devices
 
         def devices(names: Iterable[str]) -> list[Device]:
-            return [known[name] for name in dict.fromkeys(map(self._device_of, names)) if name in known]
+            return [known[name] for name in dict.fromkeys(map(self.ids.offered_as, names)) if name in known]
 
         try:
             wish = await self._hook("prefer", self.source.prefer, devices(available), devices(must_include), size)
@@ -672,7 +478,7 @@ class Endpoint(DevicePluginServicer):
         except (hooks.HookError, TypeError) as error:
             _LOG.warning("%s; choosing without it", error)
             return None
-        chosen = as_names(ids, available, must_include, self._device_of)
+        chosen = preference.as_names(ids, available, must_include, self.ids.offered_as)
         if chosen is None or len(chosen) != size:
             _LOG.warning(
                 "prefer of %s answered %s for %d of %s; choosing without it", self.resource, ids, size, available
@@ -701,43 +507,3 @@ async def _comes(event: asyncio.Event, timeout: float) -> bool:
     except TimeoutError:
         return False
     return True
-
-
-def as_names(
-    ids: Iterable[str], available: Iterable[str], must_include: Iterable[str], device_of: Callable[[str], str]
-) -> list[str] | None:
-    """Turn device ids that a hook prefers into ids of the kubelet's; None if one is not to be had.
-
-    device_of: says which device is behind an id of the kubelet's.
-    """
-    chosen = list(dict.fromkeys(must_include))
-    free: dict[str, list[str]] = {}
-    for name in available:
-        if name not in chosen:
-            device = device_of(name)
-            free.setdefault(device, []).append(name)
-            if device != name:
-                free.setdefault(name, []).append(name)
-    included: dict[str, int] = {}
-    for name in chosen:
-        device = device_of(name)
-        included[device] = included.get(device, 0) + 1
-    for one in ids:
-        if one in chosen:
-            continue
-        if included.get(one, 0) > 0:  # it stands for one that must be included anyway
-            included[one] -= 1
-            continue
-        names = [name for name in free.get(one, ()) if name not in chosen]
-        if not names:
-            return None
-        chosen.append(names[0])
-    return chosen
-
-
-def too_large(resource: str, count: int, size: int) -> str:
-    """Return what to say of a list that the kubelet would not take."""
-    return (
-        f"{resource}: the list of {count} devices has {size} bytes, more than the {MAX_LIST_BYTES} that the kubelet "
-        "takes; it is not sent. Use shorter device ids, fewer devices or replicas, or leave the topology out"
-    )

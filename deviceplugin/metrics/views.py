@@ -22,7 +22,9 @@ from deviceplugin.sharing import device_of
 if TYPE_CHECKING:
     from deviceplugin.device import Device
     from deviceplugin.kubelet.podresources import Holder
-    from deviceplugin.node.agent import Agent, ResourceStatus, Service, Status
+    from deviceplugin.kubelet.status import ResourceStatus, Status
+    from deviceplugin.node.agent import Agent
+    from deviceplugin.node.service import Service
 
 __all__ = [
     "DeviceView",
@@ -343,7 +345,7 @@ class Observer:
         service = self._agent.services.get(status.resource)
         if known:
             for unit, those in status.holders.items():
-                name = device_of(unit, status.replicas) if service is None else service.endpoint.behind(unit)
+                name = device_of(unit, status.replicas) if service is None else service.endpoint.ids.device_id_of(unit)
                 into = holders.setdefault(name, {})
                 into.update(dict.fromkeys(map(_hold, those)))
         for name, device in status.snapshot.devices.items():

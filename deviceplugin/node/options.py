@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 if TYPE_CHECKING:
-    from deviceplugin.node.agent import Paths
+    from deviceplugin.node.paths import Paths
 
 __all__ = ["EXITS", "RunOptions", "add_run_options", "parse_run", "run_options"]
 
@@ -84,7 +84,7 @@ def add_run_options(parser: argparse.ArgumentParser) -> None:
 def run_options(options: argparse.Namespace) -> RunOptions:
     """Take the options added by `add_run_options` and set up the logs as they say."""
     _set_up_logs(options)
-    from deviceplugin.node.agent import Paths
+    from deviceplugin.node.paths import Paths
 
     paths = Paths(options.kubelet_root, options.device_plugin_dir, options.pod_resources_socket, options.cgroup_root)
     return RunOptions(paths, options.metrics_address)

@@ -19,7 +19,8 @@ from typing import TYPE_CHECKING, Final
 
 from deviceplugin import filewatch
 from deviceplugin.kubelet.orphaned_claims import OrphanedClaimGate, OrphanedClaims
-from deviceplugin.node.agent import Agent, AgentError, Paths
+from deviceplugin.node.agent import Agent, AgentError
+from deviceplugin.node.paths import Paths
 from deviceplugin.source import DeviceSource
 
 if TYPE_CHECKING:

@@ -16,10 +16,10 @@ import grpc
 
 from deviceplugin import identity
 from deviceplugin.identity import Tokens
+from deviceplugin.kubelet.allocation_gate import Refusal
 from deviceplugin.kubelet.checkpoint import Allocation
 from deviceplugin.kubelet.exclusion_guard import ExclusionGuard, Side
 from deviceplugin.kubelet.holders import HolderSnapshot
-from deviceplugin.kubelet.servicer import Refusal
 from dra_bridge import ledger
 from dra_bridge.ledger import AsyncLedger, Held, KubeletSnapshot, LedgerError, Snapshot
 

@@ -596,7 +596,7 @@ class Handover:
 
     async def _end_to_dra(self, waiting: dict[str, str]) -> bool:
         """Gather what R5 asks for, and hand it in; return whether anything arrived."""
-        behind = self._endpoint.behind
+        behind = self._endpoint.ids.device_id_of
         moving = ToDra.begun(self.resource, self._desk.snapshot)
         if not moving.devices:
             return False
@@ -608,7 +608,7 @@ class Handover:
             waiting.update(dict.fromkeys(moving.devices, what))
             return False
         moving = moving.looking(self._desk.snapshot.sequence)
-        ids = {(self.resource, one) for device in moving.shown for one in self._endpoint.ids_of(device)}
+        ids = {(self.resource, one) for device in moving.shown for one in self._endpoint.ids.ids_of(device)}
         evidence = moving.scanned(await self._scan(ids), behind, self._title)
         if evidence is None:
             waiting.update(dict.fromkeys(moving.devices, "a moment without an Allocate in flight"))

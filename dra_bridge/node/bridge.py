@@ -13,9 +13,11 @@ from contextlib import aclosing
 from pathlib import Path
 from typing import Final
 
+from deviceplugin.kubelet.allocation_gate import Doorkeeper
 from deviceplugin.kubelet.orphaned_claims import OrphanedClaimGate, OrphanedClaims
-from deviceplugin.kubelet.servicer import Doorkeeper
-from deviceplugin.node.agent import Agent, AgentError, Paths, Service
+from deviceplugin.node.agent import Agent, AgentError
+from deviceplugin.node.paths import Paths
+from deviceplugin.node.service import Service
 from deviceplugin.source import DeviceSource
 from dra_bridge.driver import ClusterClaims
 from dra_bridge.handover.handover import ShareError, parse_share

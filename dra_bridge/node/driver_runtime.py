@@ -16,7 +16,8 @@ from deviceplugin.kubelet.cgroups import PodProcesses
 from deviceplugin.kubelet.checkpoint import CheckpointError
 from deviceplugin.kubelet.claim_state import ClaimStateError
 from deviceplugin.kubelet.registration import Backoff
-from deviceplugin.node.agent import Agent, AgentError, Service
+from deviceplugin.node.agent import Agent, AgentError
+from deviceplugin.node.service import Service
 from dra_bridge import ledger
 from dra_bridge.driver import ClaimRef, ClusterClaims, Driver, Registrar, Served
 from dra_bridge.handover.gate import Behind, Keeper, allocations_of
@@ -154,7 +155,7 @@ class DriverBridge:
         new = resource not in self.handovers
         self.terms[resource] = terms
         self._services[resource] = service
-        self._behind[resource] = service.endpoint.behind
+        self._behind[resource] = service.endpoint.ids.device_id_of
         self.driver.serve([Served(one.source, one.inventory) for one in self._services.values()])
         self.registrar.follow()
         self._node.doors.keepers[resource] = self.keeper

@@ -9,7 +9,8 @@ from typing import Any
 
 from deviceplugin.kubelet import claim_state
 from deviceplugin.kubelet.checkpoint import CheckpointError
-from deviceplugin.node.agent import Agent, Service
+from deviceplugin.node.agent import Agent
+from deviceplugin.node.service import Service
 from dra_bridge.driver import Driver
 from dra_bridge.handover.gate import held_units
 from dra_bridge.kube import RESOURCE_CLAIMS, Cluster, NotFoundError
@@ -44,9 +45,9 @@ class EvidenceReader:
             ClusterError: the API server cannot be asked.
 
         """
-        resource, behind = service.resource, service.endpoint.behind
+        resource, behind = service.resource, service.endpoint.ids.device_id_of
         wanted = frozenset(devices)
-        ids = {(resource, one) for device in devices for one in service.endpoint.ids_of(device)}
+        ids = {(resource, one) for device in devices for one in service.endpoint.ids.ids_of(device)}
         now = await self._agent.scan(ids)
         if now is None:
             raise CheckpointError("an Allocate came in between")

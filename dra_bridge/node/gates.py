@@ -9,8 +9,8 @@ import grpc
 
 from deviceplugin.exclusion import Key
 from deviceplugin.identity import Tokens
+from deviceplugin.kubelet.allocation_gate import Doorkeeper, Refusal
 from deviceplugin.kubelet.exclusion_guard import Side as ExclusionSide
-from deviceplugin.kubelet.servicer import Doorkeeper, Refusal
 
 __all__ = ["CLOSED", "Closed", "Doors"]
 

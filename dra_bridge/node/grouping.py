@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 
 from deviceplugin import topology
-from deviceplugin.node.agent import Service
+from deviceplugin.node.service import Service
 
 __all__ = ["Order", "groups", "link_groups"]
 

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from deviceplugin.node import options as common
 
 if TYPE_CHECKING:
-    from deviceplugin.node.agent import Paths
+    from deviceplugin.node.paths import Paths
     from dra_bridge.kube import Cluster
 
 __all__ = ["RunOptions", "add_kubeconfig", "add_run_options", "parse_run", "run_options"]

@@ -17,7 +17,7 @@ from dra_bridge.node.terms import Terms, terms_of
 
 if TYPE_CHECKING:
     from deviceplugin.config import Config
-    from deviceplugin.node.agent import Paths
+    from deviceplugin.node.paths import Paths
     from deviceplugin.source import DeviceSource
     from dra_bridge.handover.handover import Drain
     from dra_bridge.kube import Cluster

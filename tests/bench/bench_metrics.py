@@ -37,7 +37,8 @@ def agent() -> None:
     from deviceplugin import Device, DeviceSource
     from deviceplugin.kubelet.checkpoint import Allocation
     from deviceplugin.kubelet.holders import HolderSnapshot, Holding
-    from deviceplugin.node.agent import Agent, Paths
+    from deviceplugin.node.agent import Agent
+    from deviceplugin.node.paths import Paths
     from deviceplugin.source import Measured
 
     class Gpus(DeviceSource):

@@ -11,9 +11,9 @@ from typing import Any
 import grpc
 import pytest
 
+from deviceplugin.kubelet.allocation_gate import Refusal
 from deviceplugin.kubelet.claim_state import PreparedClaim
 from deviceplugin.kubelet.orphaned_claims import OrphanedClaimGate, OrphanedClaims, only_seen, orphaned
-from deviceplugin.kubelet.servicer import Refusal
 from deviceplugin.naming import device_name, qualifiers
 from deviceplugin.testing import FakeKubelet
 from deviceplugin.testing import claim_state as written

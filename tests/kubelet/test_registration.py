@@ -39,7 +39,8 @@ from deviceplugin.kubelet.registration import (
     socket_name,
 )
 from deviceplugin.kubelet.servicer import Endpoint
-from deviceplugin.node.agent import Agent, AgentError, Paths
+from deviceplugin.node.agent import Agent, AgentError
+from deviceplugin.node.paths import Paths
 from deviceplugin.sources.simulated import SimulatedSource
 from deviceplugin.testing import FakeKubelet, Served, serve
 

@@ -20,10 +20,13 @@ from hypothesis import strategies as st
 
 from deviceplugin.device import ContainerEdits, Device, DeviceNode, Health, Mount
 from deviceplugin.inventory import Inventory, Snapshot, merged
-from deviceplugin.kubelet import servicer as endpoint_module
+from deviceplugin.kubelet import device_list
+from deviceplugin.kubelet.allocation_gate import OpenDoor, Refusal
+from deviceplugin.kubelet.device_list import entries
 from deviceplugin.kubelet.exclusion_guard import ExclusionGuard
 from deviceplugin.kubelet.podresources import Quiet
-from deviceplugin.kubelet.servicer import Endpoint, OpenDoor, Refusal, as_names, entries
+from deviceplugin.kubelet.preference import as_names
+from deviceplugin.kubelet.servicer import Endpoint
 from deviceplugin.sharing import device_of, replicas_of
 from deviceplugin.source import DeviceSource
 from deviceplugin.wire import deviceplugin_pb2 as pb
@@ -228,7 +231,7 @@ async def test_too_large_list_is_not_sent_and_said(
     serve: Serve, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """A list that the kubelet would not take is refused, with resource, count and size; the next that fits is sent."""
-    monkeypatch.setattr(endpoint_module, "MAX_LIST_BYTES", 100)
+    monkeypatch.setattr("deviceplugin.kubelet.servicer.MAX_LIST_BYTES", 100)
     served = await serve(Source(), "a")
     async with served.listening() as lists:
         await lists.next()
@@ -250,7 +253,7 @@ async def test_four_mebibytes_are_the_limit(serve: Serve) -> None:
     served = await serve(Source(), *(Device(f"device-{number:050}", numa=0) for number in range(50_000)))
     async with served.listening() as lists:
         assert len(await lists.next()) == 50_000
-    assert endpoint_module.MAX_LIST_BYTES == 4 << 20
+    assert device_list.MAX_LIST_BYTES == 4 << 20
 
 
 async def test_streams_end_when_told(serve: Serve) -> None:
@@ -825,7 +828,7 @@ async def test_replicas_changed_back_are_whole_again(serve: Serve) -> None:
 async def test_ids_that_pods_have_from_an_earlier_agent_count(serve: Serve) -> None:
     """What an agent with other replicas gave out is taken over; ids that are offered and those of strangers are not."""
     served = await serve(Shared(2), "a", "b", "c")
-    assert served.endpoint.inherit(["a", "b::0", "c::7", "stranger::1"]) == {"stranger::1"}
+    assert served.endpoint.adopt_existing(["a", "b::0", "c::7", "stranger::1"]) == {"stranger::1"}
     async with served.listening() as lists:
         expected = {"a": "Unhealthy", "a::0": "Unhealthy", "a::1": "Unhealthy", "c::7": "Unhealthy"}
         assert await lists.next() == expected | dict.fromkeys(("b::0", "b::1", "c::0", "c::1"), "Healthy")
@@ -877,7 +880,7 @@ async def test_a_device_that_is_not_shared_among_others_keeps_its_id(serve: Serv
         await served.stub.PreStartContainer(pb.PreStartContainerRequest(devices_ids=[name]))
     assert source.resets == ["b", "a::1", "a"]
     assert await served.prefer("a::0 b a::1::0", "", 2) == ["b", "a::1::0"]
-    assert [served.endpoint.behind(name) for name in ("b", "a::1::0", "a::1")] == ["b", "a::1", "a"]
+    assert [served.endpoint.ids.device_id_of(name) for name in ("b", "a::1::0", "a::1")] == ["b", "a::1", "a"]
 
 
 # The list as a pure function.

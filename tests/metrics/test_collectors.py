@@ -38,7 +38,8 @@ from deviceplugin.metrics.collectors import AgentCollector, Options
 from deviceplugin.metrics.load import Reading
 from deviceplugin.metrics.report import Place, PreparedClaim, Report
 from deviceplugin.metrics.views import Hold
-from deviceplugin.node.agent import Agent, Paths
+from deviceplugin.node.agent import Agent
+from deviceplugin.node.paths import Paths
 from deviceplugin.node.process import Served as Whole
 from deviceplugin.node.process import serve
 from deviceplugin.source import DeviceSource, Measured

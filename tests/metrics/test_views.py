@@ -13,11 +13,11 @@ import pytest
 from deviceplugin.device import Device, Health
 from deviceplugin.inventory import merged
 from deviceplugin.kubelet.podresources import ClaimUse, Holder
+from deviceplugin.kubelet.status import ResourceStatus
 from deviceplugin.metrics import views as observe
 from deviceplugin.metrics.report import Event, Place, PreparedClaim, Report
 from deviceplugin.metrics.views import BOOKS_STALE, Hold, View, happened
 from deviceplugin.naming import device_name
-from deviceplugin.node.agent import ResourceStatus
 from tests.metrics.views import RESOURCE, Source, Still, resource
 
 MAIN = Holder("team", "train", "main")

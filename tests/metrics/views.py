@@ -13,9 +13,9 @@ from deviceplugin.inventory import Snapshot, merged
 from deviceplugin.kubelet.podresources import ClaimUse, Holder
 from deviceplugin.kubelet.registration import Statistics as RegistrationStatistics
 from deviceplugin.kubelet.servicer import Statistics
+from deviceplugin.kubelet.status import ResourceStatus, Status
 from deviceplugin.metrics.report import Provider
 from deviceplugin.metrics.views import Observer
-from deviceplugin.node.agent import ResourceStatus, Status
 from deviceplugin.sharing import device_of
 from deviceplugin.source import DeviceSource, Measured
 

@@ -19,11 +19,11 @@ from typing import Any, Final, Self, cast
 from deviceplugin.device import ContainerEdits, Device
 from deviceplugin.inventory import Inventory
 from deviceplugin.kubelet import holders
+from deviceplugin.kubelet.allocation_gate import Refusal
 from deviceplugin.kubelet.cgroups import PodProcesses
 from deviceplugin.kubelet.checkpoint import Allocation, Checkpoint
 from deviceplugin.kubelet.holders import HolderSnapshot, Witnesses
 from deviceplugin.kubelet.registration import Backoff
-from deviceplugin.kubelet.servicer import Refusal
 from deviceplugin.source import DeviceSource
 from dra_bridge import ledger
 from dra_bridge.driver import ClaimError, ClaimRef, Driver, Prepared, Served
@@ -144,7 +144,7 @@ class Flow:
             ready=lambda resource, device: (resource, device) in self.keeper.heard,
         )
         endpoint = SimpleNamespace(resource=R, source=source, behind=str, refresh=lambda: None, shown=self._shown)
-        endpoint.ids_of = lambda device: (device,)
+        endpoint.ids.ids_of = lambda device: (device,)
         self.handover = Handover(
             cast("Any", endpoint),
             self.inventory,

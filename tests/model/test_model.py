@@ -26,11 +26,11 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from deviceplugin.device import Device
 from deviceplugin.inventory import Inventory
 from deviceplugin.kubelet import holders
+from deviceplugin.kubelet.allocation_gate import Refusal
 from deviceplugin.kubelet.cgroups import PodProcesses
 from deviceplugin.kubelet.checkpoint import Allocation, Checkpoint
 from deviceplugin.kubelet.holders import HolderSnapshot, Witnesses
 from deviceplugin.kubelet.registration import Backoff
-from deviceplugin.kubelet.servicer import Refusal
 from dra_bridge import ledger
 from dra_bridge.handover.gate import Keeper, allocations_of, held_units
 from dra_bridge.handover.handover import Drain, Handover, Share
@@ -173,7 +173,7 @@ class Node(RuleBasedStateMachine):
         inventory.publish([Device(name) for name in DEVICES])
         self.keeper = Keeper(cast("Any", self.desk), {R: str})
         endpoint = SimpleNamespace(resource=R, behind=str, refresh=lambda: None, shown=lambda: self.sent)
-        endpoint.ids_of = lambda device: (device,)
+        endpoint.ids.ids_of = lambda device: (device,)
         self.handover = Handover(
             cast("Any", endpoint),
             inventory,

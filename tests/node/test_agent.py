@@ -22,9 +22,10 @@ from deviceplugin.device import ContainerEdits, Device, Health
 from deviceplugin.kubelet import in_flight as grants
 from deviceplugin.kubelet.checkpoint import Allocation
 from deviceplugin.kubelet.holders import HolderSnapshot, Holding
-from deviceplugin.node import agent as agent_module
 from deviceplugin.node import process as process_module
-from deviceplugin.node.agent import Agent, AgentError, Paths
+from deviceplugin.node import service as service_module
+from deviceplugin.node.agent import Agent, AgentError
+from deviceplugin.node.paths import Paths
 from deviceplugin.source import DeviceSource
 from deviceplugin.sources.simulated import SimulatedSource
 from deviceplugin.testing import FakeKubelet, FakePod, Served, serve
@@ -592,7 +593,7 @@ def test_hooks_change_with_the_list(fake_kubelet: FakeKubelet, served: Serve, mo
     new.may_list.set()
     taken.result(10)
     assert fake_kubelet.run_pod("after", {R: 1}).env["MARK"] == "new"
-    monkeypatch.setattr(agent_module, "TAKE_OVER", 0.01)
+    monkeypatch.setattr(service_module, "TAKE_OVER", 0.01)
     in_loop(agent, lambda: agent.agent.reconfigure({R: mute}))
     assert fake_kubelet.run_pod("later", {R: 1}).env["MARK"] == "mute"
     mute.may_list.set()
@@ -638,7 +639,7 @@ async def test_an_unreadable_checkpoint_is_warned_of_once_it_lasts(
 
 
 @pytest.fixture
-async def service(tmp_path: Path) -> agent_module.Service:
+async def service(tmp_path: Path) -> service_module.Service:
     """A service of a shared device to which a kubelet listens; the scans' results are what a test says."""
     made = Agent([Shared(2)], Paths(tmp_path)).services[R]
     made.inventory.publish(made.source.devices)  # type: ignore[attr-defined]
@@ -646,7 +647,7 @@ async def service(tmp_path: Path) -> agent_module.Service:
     return made
 
 
-def taken(service: agent_module.Service, now: HolderSnapshot) -> None:
+def taken(service: service_module.Service, now: HolderSnapshot) -> None:
     """Have a service take a scan's result as the agent does."""
     service.take_holders(now)
     service.observe(now)
@@ -668,19 +669,19 @@ def scan(at: float, *held: str, registered: frozenset[str] | None = frozenset(),
     ],
 )
 async def test_an_id_from_before_is_forgotten_when_nobody_has_or_gets_it(
-    service: agent_module.Service, held: tuple[str, ...], registered: frozenset[str], stays: set[str]
+    service: service_module.Service, held: tuple[str, ...], registered: frozenset[str], stays: set[str]
 ) -> None:
     """That takes two scans in which no pod has it and the kubelet would not give it out: one may overlook a grant."""
     service.replace(Shared(1))
-    assert set(service.endpoint.former) == {"sim-0::0", "sim-0::1"}
+    assert set(service.endpoint.ids.legacy) == {"sim-0::0", "sim-0::1"}
     taken(service, scan(1.0, *held, registered=registered))
-    assert set(service.endpoint.former) == {"sim-0::0", "sim-0::1"}
+    assert set(service.endpoint.ids.legacy) == {"sim-0::0", "sim-0::1"}
     taken(service, scan(2.0, *held, registered=None, awake=False))
-    assert set(service.endpoint.former) == {"sim-0::0", "sim-0::1"}
+    assert set(service.endpoint.ids.legacy) == {"sim-0::0", "sim-0::1"}
     taken(service, scan(3.0, *held, registered=registered, awake=False))
-    assert set(service.endpoint.former) == {"sim-0::0", "sim-0::1"}
+    assert set(service.endpoint.ids.legacy) == {"sim-0::0", "sim-0::1"}
     taken(service, scan(4.0, *held, registered=registered))
-    assert set(service.endpoint.former) == stays
+    assert set(service.endpoint.ids.legacy) == stays
 
 
 @pytest.mark.parametrize(
@@ -688,7 +689,7 @@ async def test_an_id_from_before_is_forgotten_when_nobody_has_or_gets_it(
     [((), frozenset(), False), (("sim-0::1",), frozenset(), True), ((), frozenset({"sim-0::0"}), True)],
 )
 async def test_a_gone_device_is_forgotten_when_nobody_has_or_gets_it(
-    service: agent_module.Service, held: tuple[str, ...], registered: frozenset[str], stays: bool
+    service: service_module.Service, held: tuple[str, ...], registered: frozenset[str], stays: bool
 ) -> None:
     """The same holds for devices; a replica is its device's."""
     service.inventory.publish(())
@@ -699,7 +700,7 @@ async def test_a_gone_device_is_forgotten_when_nobody_has_or_gets_it(
 
 
 async def test_grants_of_a_former_process_are_in_use_until_two_checkpoints_do_not_name_them(
-    service: agent_module.Service,
+    service: service_module.Service,
 ) -> None:
     """A holder from before the grant does not count as the one that it was for."""
     service.remember({"sim-0::0"}, [Allocation("u1", "main", R, "sim-0::0")])
@@ -712,13 +713,13 @@ async def test_grants_of_a_former_process_are_in_use_until_two_checkpoints_do_no
         assert service.held_devices == devices
 
 
-async def test_what_ended_before_its_device_came_is_not_inherited(service: agent_module.Service) -> None:
+async def test_what_ended_before_its_device_came_is_not_inherited(service: service_module.Service) -> None:
     """A pod had a device that was away when the agent began, and has ended since: nobody has to be waited for."""
     service._inherited = frozenset({"late", "later"})
     taken(service, scan(1.0, "later"))
     service.inventory.publish([Device(name) for name in ("sim-0", "late", "later")])
     service._inherit()
-    assert set(service.endpoint.former) == {"later"}
+    assert set(service.endpoint.ids.legacy) == {"later"}
 
 
 def test_change_of_replicas_spares_who_has_the_device(

@@ -39,7 +39,7 @@ async def test_replicas_from_before_sharing_ended_hold_their_device() -> None:
     inventory.publish([Device("gpu0"), Device("gpu1")])
     endpoint = Endpoint(Gpus(), inventory, Quiet())
     now = scanned(*(Allocation("u1", "main", R, name) for name in ("gpu0::3", "gpu1")))
-    units = held_units(now, R, endpoint.behind)
+    units = held_units(now, R, endpoint.ids.device_id_of)
     assert {unit: one.device for unit, one in units.items()} == {"gpu0::3": "gpu0", "gpu1": "gpu1"}
 
 

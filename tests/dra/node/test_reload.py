@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from deviceplugin.device import Device
-from deviceplugin.kubelet.servicer import Refusal
+from deviceplugin.kubelet.allocation_gate import Refusal
 from deviceplugin.node.agent import AgentError
 from deviceplugin.source import DeviceSource
 from deviceplugin.testing import FakePod

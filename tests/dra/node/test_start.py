@@ -14,7 +14,7 @@ import grpc
 import pytest
 
 from deviceplugin.device import ContainerEdits, Device
-from deviceplugin.kubelet.servicer import Refusal
+from deviceplugin.kubelet.allocation_gate import Refusal
 from deviceplugin.node.agent import AgentError
 from deviceplugin.source import DeviceSource
 from dra_bridge import ledger
