@@ -40,8 +40,8 @@ from deviceplugin import filewatch
 from deviceplugin.device import Health
 from deviceplugin.kubelet.podresources import unix_address
 from deviceplugin.kubelet.registration import Backoff, Identity, dead, identity
-from dra_bridge.driver import services
 from dra_bridge.driver.preparation import Driver
+from dra_bridge.driver.services import add_to_server
 from dra_bridge.wire import dra_health_v1_pb2 as health_pb
 from dra_bridge.wire import dra_health_v1_pb2_grpc as health_v1
 from dra_bridge.wire import dra_health_v1alpha1_pb2_grpc as health_v1alpha1
@@ -337,7 +337,7 @@ class Registrar:
         self._sweep()
         self._health = HealthService(self.driver, self._timing.keep_alive, self._count_health)
         service = grpc.aio.server(options=_SERVER_OPTIONS)
-        services.add_to_server(self.driver, service)
+        add_to_server(self.driver, service)
         health_v1.add_DRAResourceHealthServicer_to_server(self._health, service)
         health_v1alpha1.add_DRAResourceHealthServicer_to_server(self._health, service)
         self._service = await self._bound(service, self.directory / f"dra-{instance}.sock")

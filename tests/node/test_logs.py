@@ -54,7 +54,8 @@ def test_text_is_a_line_for_people() -> None:
     logs.setup("text", "info", out)
     logging.getLogger("deviceplugin.kubelet.registration").info("%s is back", "kubelet.sock", extra={"resource": "a/b"})
     assert re.fullmatch(
-        r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}[+-]\d\d:\d\d INFO    registration: kubelet.sock is back resource=a/b\n",
+        r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}[+-]\d\d:\d\d"
+        r" INFO    kubelet.registration: kubelet.sock is back resource=a/b\n",
         out.getvalue(),
     )
 
