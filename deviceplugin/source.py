@@ -136,15 +136,15 @@ class DeviceSource:
         """
         return {}
 
-    async def branches(self) -> AsyncIterator[Sequence[DeviceSource]]:
+    async def child_sources(self) -> AsyncIterator[Sequence[DeviceSource]]:
         """Yield the sources of further resources that come with this one, all of them, when one more is known.
 
         They are served like this one, until this one ends. Partitions are such: which kinds there
         are, and so which resources, shows only when the hardware is looked at.
         """
         none: Sequence[Sequence[DeviceSource]] = ()
-        for branches in none:
-            yield branches
+        for child_sources in none:
+            yield child_sources
 
     @property
     def hooks(self) -> frozenset[str]:

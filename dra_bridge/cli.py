@@ -409,7 +409,7 @@ def _age(seconds: float) -> str:
 def _ask(options: argparse.Namespace, question: Callable[[Cluster], Awaitable[_T]]) -> _T | int:
     """Ask the API server; return the answer, or the exit status after what went wrong was said."""
     from dra_bridge.kube import AccessError, Cluster, ClusterError
-    from dra_bridge.rollout.rollout import SteerError
+    from dra_bridge.rollout.rollout import RolloutError
 
     async def ask() -> _T:
         async with Cluster.from_environment(options.kubeconfig) as cluster:
@@ -417,7 +417,7 @@ def _ask(options: argparse.Namespace, question: Callable[[Cluster], Awaitable[_T
 
     try:
         return asyncio.run(ask())
-    except (SteerError, AccessError) as error:
+    except (RolloutError, AccessError) as error:
         print(error, file=sys.stderr)
         return 2
     except ClusterError as error:

@@ -118,7 +118,7 @@ async def plain_driver(server: FakeApiServer, node: FakeNode, gpus: Gpus, direct
     """Be a DRA driver as others are: it offers every device and knows of no plugin."""
     from deviceplugin.inventory import Inventory
     from dra_bridge import ledger
-    from dra_bridge.driver import ClusterClaims, Driver, Served
+    from dra_bridge.driver import ClusterClaims, Driver, ServedResource
     from dra_bridge.driver.registrar import Registrar
     from dra_bridge.kube import Cluster
     from dra_bridge.ledger import AsyncLedger, Side
@@ -126,16 +126,16 @@ async def plain_driver(server: FakeApiServer, node: FakeNode, gpus: Gpus, direct
 
     inventory = Inventory(GPU)
     inventory.publish(gpus.devices)
-    desk = await AsyncLedger.open(str(directory / "plain-driver.db"))
-    await desk.do(ledger.adopt(GPU, inventory.snapshot.devices, Side.DRA, time.time()))
+    async_ledger = await AsyncLedger.open(str(directory / "plain-driver.db"))
+    await async_ledger.do(ledger.adopt(GPU, inventory.snapshot.devices, Side.DRA, time.time()))
     async with Cluster.from_server(server.url) as cluster:
         publisher = Publisher(cluster, node.name)
         publisher.want(Pool(DRIVER, node.name, (Offer(inventory.snapshot),)))
         driver = Driver(
             DRIVER,
             node.name,
-            [Served(gpus, inventory)],
-            desk,
+            [ServedResource(gpus, inventory)],
+            async_ledger,
             ClusterClaims(cluster, node.name),
             cdi_directory=str(directory / "cdi"),
         )
@@ -145,7 +145,7 @@ async def plain_driver(server: FakeApiServer, node: FakeNode, gpus: Gpus, direct
                 group.create_task(publisher.run())
         finally:
             await driver.close()
-            await desk.close()
+            await async_ledger.close()
 
 
 async def bridge(server: FakeApiServer, node: FakeNode, gpus: Gpus, directory: Path) -> None:
@@ -458,8 +458,8 @@ def timeline(holdings: Sequence[Holding], began: float, ended: float) -> list[tu
             last = WIDTH - 1 if one.end is None else min(WIDTH - 1, int((one.end - began) / step))
             for place in range(first, last + 1):
                 line[place] = "p" if one.door == "plugin" else "c"
-        doors = Counter(one.door for one in mine)
-        rows.append((device, "".join(line), str(doors["plugin"]), str(doors["claim"])))
+        gates = Counter(one.door for one in mine)
+        rows.append((device, "".join(line), str(gates["plugin"]), str(gates["claim"])))
     return rows
 
 
@@ -474,8 +474,8 @@ def bridged(scene: Scene) -> None:
     scene.teller.title("\nWho held what when (p: a pod through the plugin, c: a claim, .: nobody)")
     scene.teller.table(("DEVICE", f"{ended - began:.1f} s", "BY PLUGIN", "BY CLAIM"), timeline(holdings, began, ended))
     twice = overlaps(holdings)
-    doors = Counter(one.door for one in holdings)
-    scene.check(min(doors["plugin"], doors["claim"]) > 10, "devices were held through both doors")
+    gates = Counter(one.door for one in holdings)
+    scene.check(min(gates["plugin"], gates["claim"]) > 10, "devices were held through both doors")
     scene.check(not twice, f"no device had two holders: {twice[:3]}")
     scene.check(not scene.node.crashes, f"the kubelet did not crash: {scene.node.crashes}")
     scene.teller.title(f"\n{len(holdings)} times a device was held; never by two at once.")
@@ -493,7 +493,7 @@ class _Remember(logging.Handler):
 
 
 @contextlib.contextmanager
-def _quiet() -> Iterator[_Remember]:
+def _allocations() -> Iterator[_Remember]:
     """Keep what is logged to oneself."""
     remembered = _Remember()
     before = {name: logging.getLogger(name).propagate for name in ("deviceplugin", "dra_bridge")}
@@ -514,7 +514,7 @@ def main(hold: bool = False, stream: TextIO | None = None) -> int:
     hold: go on serving after that, until SIGINT or SIGTERM. stream: where to, stdout if None.
     """
     teller = Teller(stream or sys.stdout)
-    with _quiet() as remembered:
+    with _allocations() as remembered:
         try:
             teller.title("A node in one process: kubelet, scheduler and API server are those of the tests,")
             teller.title("plugin, driver and bridge are real.\n")

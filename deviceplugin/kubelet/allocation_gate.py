@@ -11,7 +11,7 @@ from deviceplugin.exclusion import Key
 from deviceplugin.identity import Tokens
 from deviceplugin.kubelet.exclusion_guard import Side
 
-__all__ = ["Doorkeeper", "OpenDoor", "Refusal"]
+__all__ = ["AllocationGate", "AllowAll", "Refusal"]
 
 
 class Refusal(Exception):  # noqa: N818  # the field's word; it is an answer, not a fault
@@ -24,7 +24,7 @@ class Refusal(Exception):  # noqa: N818  # the field's word; it is an answer, no
         self.details = details
 
 
-class Doorkeeper(Protocol):
+class AllocationGate(Protocol):
     """Who decides which devices the plugin side may offer and give out; the ledger, if there is one."""
 
     def offers(self, resource: str, device: str) -> bool:
@@ -49,7 +49,7 @@ class Doorkeeper(Protocol):
         """Record that these ids (of these devices) are given out; raise Refusal if they may not be."""
 
 
-class OpenDoor:
+class AllowAll:
     """A doorkeeper for a node with the plugin side alone: everything is offered and granted."""
 
     def offers(self, resource: str, device: str) -> bool:

@@ -29,12 +29,12 @@ if TYPE_CHECKING:
     from deviceplugin.wire.podresources_pb2_grpc import PodResourcesListerAsyncStub
 
 __all__ = [
+    "AllocationsInFlight",
     "ClaimUse",
     "Holder",
     "PodResources",
     "PodResourcesError",
-    "Quiet",
-    "Report",
+    "PodResourcesReport",
     "unix_address",
 ]
 
@@ -84,7 +84,7 @@ class ClaimUse:
 
 
 @dataclass(frozen=True, slots=True)
-class Report:
+class PodResourcesReport:
     """One answer of `List`: resource -> device id -> the containers that hold it.
 
     pods: (namespace, name) of every pod in it.
@@ -97,7 +97,7 @@ class Report:
     pods: frozenset[tuple[str, str]] = frozenset()
 
 
-def parse_list(response: pb.ListPodResourcesResponse) -> Report:
+def parse_list(response: pb.ListPodResourcesResponse) -> PodResourcesReport:
     """Turn an answer of `List` into a report."""
     held: dict[str, dict[str, frozenset[Holder]]] = {}
     claims: set[ClaimUse] = set()
@@ -113,10 +113,12 @@ def parse_list(response: pb.ListPodResourcesResponse) -> Report:
                     ClaimUse(one.driver_name, one.pool_name, one.device_name, used.claim_name, holder)
                     for one in used.claim_resources
                 )
-    return Report(held, frozenset(claims), frozenset((pod.namespace, pod.name) for pod in response.pod_resources))
+    return PodResourcesReport(
+        held, frozenset(claims), frozenset((pod.namespace, pod.name) for pod in response.pod_resources)
+    )
 
 
-class Quiet:
+class AllocationsInFlight:
     """Keeps `List` away from allocations in flight; one for the whole process."""
 
     # The kubelet asks for a preference, chooses, and calls Allocate: one conversation of some ms.
@@ -169,7 +171,7 @@ class PodResources:
         self.socket = socket
         self._timeout = timeout
 
-    async def list(self) -> Report:
+    async def list(self) -> PodResourcesReport:
         """Ask who holds what now.
 
         Raises:

@@ -250,7 +250,7 @@ class InstanceLock:
 
 
 @dataclass(slots=True)
-class Statistics:
+class RegistrationStatistics:
     """What a registration has done so far; counters only grow."""
 
     registrations: int = 0
@@ -283,7 +283,7 @@ class Registration:
         self, endpoint: Endpoint, directory: Path, turn: asyncio.Lock | None = None, timing: Timing | None = None
     ) -> None:
         self.endpoint = endpoint
-        self.statistics = Statistics()
+        self.statistics = RegistrationStatistics()
         self._directory = directory
         self._timing = timing or Timing()
         self._turn = turn or asyncio.Lock()

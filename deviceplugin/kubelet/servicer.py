@@ -21,17 +21,17 @@ from deviceplugin import hooks
 from deviceplugin.device import MAX_ID, NO_EDITS, ContainerEdits, Device, EditConflictError, printable
 from deviceplugin.inventory import Inventory
 from deviceplugin.kubelet import preference
-from deviceplugin.kubelet.allocation_gate import Doorkeeper, OpenDoor, Refusal
+from deviceplugin.kubelet.allocation_gate import AllocationGate, AllowAll, Refusal
 from deviceplugin.kubelet.device_ids import DeviceIds
 from deviceplugin.kubelet.device_list import MAX_LIST_BYTES, Entry, entries, rendered, too_large
 from deviceplugin.kubelet.exclusion_guard import ConflictError, ExclusionGuard
 from deviceplugin.kubelet.granted import annotate
-from deviceplugin.kubelet.podresources import Quiet
+from deviceplugin.kubelet.podresources import AllocationsInFlight
 from deviceplugin.source import DeviceSource
 from deviceplugin.wire import deviceplugin_pb2 as pb
 from deviceplugin.wire.deviceplugin_pb2_grpc import DevicePluginServicer
 
-__all__ = ["Endpoint", "Statistics"]
+__all__ = ["Endpoint", "ServicerStatistics"]
 
 _LOG: Final = logging.getLogger(__name__)
 _T = TypeVar("_T")
@@ -63,7 +63,7 @@ class NoHolders:
 
 
 @dataclass(slots=True)
-class Statistics:
+class ServicerStatistics:
     """What an endpoint has done so far; counters only grow. Durations in seconds."""
 
     allocations: int = 0
@@ -107,26 +107,26 @@ class Endpoint(DevicePluginServicer):
         self,
         source: DeviceSource,
         inventory: Inventory,
-        quiet: Quiet,
+        in_flight: AllocationsInFlight,
         *,
         granted: Callable[[Sequence[str]], None] | None = None,
         release_former: Callable[[Sequence[str]], Awaitable[None]] | None = None,
-        doorkeeper: Doorkeeper | None = None,
+        allocation_gate: AllocationGate | None = None,
         holders: Holders | None = None,
         guard: ExclusionGuard | None = None,
     ) -> None:
         self.resource = source.resource
         self.source = source
         self.inventory = inventory
-        self.statistics = Statistics()
+        self.statistics = ServicerStatistics()
         self.on_stream_end: Callable[[], None] = lambda: None
         self.serving = True
         self.streams_begun = 0
         self.ids = DeviceIds(source, inventory)
-        self._quiet = quiet
+        self._allocations = in_flight
         self._granted = granted or (lambda names: None)
         self._release_former = release_former
-        self._doorkeeper: Doorkeeper = doorkeeper or OpenDoor()
+        self._allocation_gate: AllocationGate = allocation_gate or AllowAll()
         self._holders: Holders = holders or NoHolders()
         self._guard = guard or ExclusionGuard()
         self._streams: dict[object, asyncio.Event] = {}
@@ -283,7 +283,7 @@ class Endpoint(DevicePluginServicer):
         self, request: pb.AllocateRequest, context: grpc.aio.ServicerContext[pb.AllocateRequest, pb.AllocateResponse]
     ) -> pb.AllocateResponse:
         """Give devices to containers: all of the request or nothing."""
-        with self._in_flight(), self._quiet.busy():
+        with self._in_flight(), self._allocations.busy():
             try:
                 wanted = [tuple(container.devices_ids) for container in request.container_requests]
                 names = [name for container in wanted for name in container]
@@ -309,7 +309,7 @@ class Endpoint(DevicePluginServicer):
         """Say which devices go well together; never fails (an error here fails every pod of the node)."""
         began = time.perf_counter()
         response = pb.PreferredAllocationResponse()
-        with self._quiet.busy(Quiet.AFTER_PREFERENCE):
+        with self._allocations.busy(AllocationsInFlight.AFTER_PREFERENCE):
             for container in request.container_requests:
                 response.container_responses.add(
                     deviceIDs=await self._preferred(
@@ -352,7 +352,7 @@ class Endpoint(DevicePluginServicer):
         excluded = self._guard.withheld(self.resource, "plugin")
 
         def offers(device: str) -> bool:
-            return device not in kept and device not in excluded and self._doorkeeper.offers(self.resource, device)
+            return device not in kept and device not in excluded and self._allocation_gate.offers(self.resource, device)
 
         lines = entries(
             self.inventory.snapshot,
@@ -423,7 +423,7 @@ class Endpoint(DevicePluginServicer):
         try:
             await self._guard.verify(keys)
             with self._guard.reserve(keys):
-                await self._doorkeeper.grant(self.resource, names, devices)
+                await self._allocation_gate.grant(self.resource, names, devices)
                 self._granted(names)
         except ConflictError as error:
             raise Refusal(grpc.StatusCode.FAILED_PRECONDITION, "excluded", f"{self.resource}: {error}") from error
@@ -455,7 +455,7 @@ class Endpoint(DevicePluginServicer):
 
     async def _preferred(self, available: list[str], must_include: list[str], size: int) -> list[str]:
         try:
-            avoided = frozenset(self._doorkeeper.avoids(self.resource))
+            avoided = frozenset(self._allocation_gate.avoids(self.resource))
             available, must_include = preference.avoiding(avoided, self.ids, available, must_include, size)
             if "prefer" in self.source.hooks:
                 chosen = await self._wish(available, must_include, size)

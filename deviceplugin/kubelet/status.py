@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 
 from deviceplugin.inventory import Snapshot
 from deviceplugin.kubelet.podresources import ClaimUse, Holder
-from deviceplugin.kubelet.registration import Statistics as RegistrationStatistics
-from deviceplugin.kubelet.servicer import Statistics as EndpointStatistics
+from deviceplugin.kubelet.registration import RegistrationStatistics
+from deviceplugin.kubelet.servicer import ServicerStatistics as EndpointStatistics
 
 __all__ = ["ResourceStatus", "Status"]
 

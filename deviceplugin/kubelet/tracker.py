@@ -26,7 +26,14 @@ from deviceplugin.kubelet.cgroups import CgroupReader, PodProcesses, own_pod, re
 from deviceplugin.kubelet.checkpoint import Allocation, Checkpoint, CheckpointError, FileIdentity
 from deviceplugin.kubelet.granted import Granted, granted
 from deviceplugin.kubelet.holders import HolderSnapshot, Witnesses
-from deviceplugin.kubelet.podresources import ClaimUse, Holder, PodResources, PodResourcesError, Quiet, Report
+from deviceplugin.kubelet.podresources import (
+    AllocationsInFlight,
+    ClaimUse,
+    Holder,
+    PodResources,
+    PodResourcesError,
+    PodResourcesReport,
+)
 
 __all__ = ["POD_LOGS", "HolderTracker", "pod_names"]
 
@@ -76,7 +83,7 @@ class HolderTracker:
         kubelet_root: Path,
         cgroups: Path,
         pod_resources: PodResources,
-        in_flight: Quiet,
+        in_flight: AllocationsInFlight,
         request: Callable[[], bool],
         *,
         pod_logs: Path = POD_LOGS,
@@ -363,7 +370,7 @@ class HolderTracker:
         """
         await self._in_flight.wait()
         at = time.monotonic()
-        report: Report | None = None
+        report: PodResourcesReport | None = None
         if self._wants_claim_uses:
             report = await self._list()
         seen = await asyncio.to_thread(self._read)
@@ -449,7 +456,7 @@ class HolderTracker:
                 await watch.wait(rest)
         return None
 
-    async def _list(self) -> Report | None:
+    async def _list(self) -> PodResourcesReport | None:
         """Call `List`, which has the kubelet drop ended pods; nothing safe depends on its answer."""
         for _ in range(LIST_TRIES):
             try:
@@ -473,11 +480,11 @@ class HolderTracker:
             self._pod_names |= await asyncio.to_thread(pod_names, uids, self._pod_logs)
         self._pod_names = {uid: name for uid, name in self._pod_names.items() if uid in uids}
 
-    def _all_listed(self, report: Report) -> bool:
+    def _all_listed(self, report: PodResourcesReport) -> bool:
         running = self._cgroups.running()
         return running is not None and self._listed(report, running) == running
 
-    def _listed(self, report: Report, running: Collection[str]) -> frozenset[str]:
+    def _listed(self, report: PodResourcesReport, running: Collection[str]) -> frozenset[str]:
         names = pod_names(running, self._pod_logs)
         # Of two pods of one name that run, one was deleted by force: a list that has the name does not tell which.
         counts = Counter(names.values())

@@ -27,7 +27,7 @@ from prometheus_client.metrics_core import (
 
 from deviceplugin.metrics import web
 from deviceplugin.metrics.load import QUANTITIES
-from deviceplugin.metrics.report import HERE
+from deviceplugin.metrics.report import DEFAULT_LOCATION
 from deviceplugin.metrics.views import Observer, View
 
 if TYPE_CHECKING:
@@ -149,7 +149,7 @@ def _devices(view: View) -> Iterable[Metric]:
             replicas.add_metric((name, device.id), seen.replicas)
             for word in HEALTHS:
                 health.add_metric((name, device.id, word), int(word == device.health.value))
-            if place is not HERE:
+            if place is not DEFAULT_LOCATION:
                 for word in STATES:
                     state.add_metric((name, device.id, word), int(word == place.state))
                 since.add_metric((name, device.id), place.since)

@@ -65,7 +65,7 @@ def _status(view: View) -> dict[str, Any]:
 
 
 def _resource(one: ResourceView) -> dict[str, Any]:
-    known, door, desk = one.status, one.status.endpoint, one.status.registration
+    known, door, async_ledger = one.status, one.status.endpoint, one.status.registration
     return {
         "resource": one.name,
         "registered": known.registered,
@@ -73,8 +73,8 @@ def _resource(one: ResourceView) -> dict[str, Any]:
         "replicas": known.replicas,
         "sourceError": known.source_error,
         "measureError": one.measured.error if one.measured is not None else "",
-        "registrations": desk.registrations,
-        "kubeletRestarts": desk.kubelet_restarts,
+        "registrations": async_ledger.registrations,
+        "kubeletRestarts": async_ledger.kubelet_restarts,
         "allocations": door.allocations,
         "refusals": dict(door.refusals),
         "devices": [_device(seen) for seen in one.devices],

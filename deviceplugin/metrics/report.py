@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Final, Protocol
 if TYPE_CHECKING:
     from prometheus_client.metrics_core import Metric
 
-__all__ = ["HERE", "Event", "Place", "PreparedClaim", "Provider", "Report"]
+__all__ = ["DEFAULT_LOCATION", "DeviceLocation", "Event", "PreparedClaim", "Provider", "ProviderReport"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,7 +27,7 @@ class Event:
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class DeviceLocation:
     """Where a device is: its side (plugin or dra), the state of its handover, since when (Unix seconds)."""
 
     side: str = "plugin"
@@ -36,7 +36,7 @@ class Place:
     reason: str = ""
 
 
-HERE: Final = Place()
+DEFAULT_LOCATION: Final = DeviceLocation()
 """Where all devices are of which nobody says otherwise."""
 
 
@@ -51,7 +51,7 @@ class PreparedClaim:
 
 
 @dataclass(frozen=True)
-class Report:
+class ProviderReport:
     """What a provider tells, all of it of one moment.
 
     families: metric families of prometheus-client. status: for /status, made of
@@ -62,7 +62,7 @@ class Report:
     families: Sequence[Metric] = ()
     status: Mapping[str, object] = field(default_factory=dict)
     unready: Sequence[str] = ()
-    places: Mapping[tuple[str, str], Place] = field(default_factory=dict)
+    places: Mapping[tuple[str, str], DeviceLocation] = field(default_factory=dict)
     claims: Sequence[PreparedClaim] = ()
     events: Sequence[Event] = ()
     qualifiers: Mapping[str, str] = field(default_factory=dict)
@@ -75,5 +75,5 @@ class Provider(Protocol):
     def name(self) -> str:
         """What it is called in /status and in messages."""
 
-    def report(self) -> Report:
+    def report(self) -> ProviderReport:
         """Tell what is known now; called in a thread of its own whenever somebody looks."""

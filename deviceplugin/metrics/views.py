@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Final
 
 from deviceplugin.metrics import load
-from deviceplugin.metrics.report import HERE, Event, Place, Provider, Report
+from deviceplugin.metrics.report import DEFAULT_LOCATION, DeviceLocation, Event, Provider, ProviderReport
 from deviceplugin.sharing import device_of
 
 if TYPE_CHECKING:
@@ -74,7 +74,7 @@ class DeviceView:
 
     device: Device
     gone: bool
-    place: Place
+    place: DeviceLocation
     holds: tuple[Hold, ...]
     load: Mapping[str, load.Value]
     replicas: int = 1
@@ -107,7 +107,7 @@ class View:
     resources: tuple[ResourceView, ...]
     double_allocations: int
     holders_known: bool
-    providers: Mapping[str, Report]
+    providers: Mapping[str, ProviderReport]
     silent: Mapping[str, str]
     unready: tuple[str, ...]
     events: tuple[Event, ...]
@@ -183,11 +183,11 @@ class _Asked:
         self.error = ""
         self._busy: threading.Thread | None = None
 
-    def report(self, provider: Provider) -> Report | None:
+    def report(self, provider: Provider) -> ProviderReport | None:
         if self._busy is not None and self._busy.is_alive():
             self._failed(provider, "still hangs")
             return None
-        answers: list[Report] = []
+        answers: list[ProviderReport] = []
         errors: list[BaseException] = []
 
         def ask() -> None:
@@ -282,7 +282,7 @@ class Observer:
         """Put together what is known now."""
         status = self._agent.status()
         reports, silent = self._reports()
-        places: dict[tuple[str, str], Place] = {}
+        places: dict[tuple[str, str], DeviceLocation] = {}
         for report in reports.values():
             places.update(report.places)
         looked = status.looked_at
@@ -299,7 +299,7 @@ class Observer:
                         DeviceView(
                             device,
                             name in one.snapshot.gone,
-                            places.get((one.resource, name), HERE),
+                            places.get((one.resource, name), DEFAULT_LOCATION),
                             holds,
                             reading.values.get(name, {}) if reading is not None else {},
                             self._replicas(one, device),
@@ -325,7 +325,7 @@ class Observer:
             tuple(sorted(self._all_events(reports), key=lambda event: event.at)[-SHOWN_EVENTS:]),
         )
 
-    def _all_events(self, reports: Mapping[str, Report]) -> Iterable[Event]:
+    def _all_events(self, reports: Mapping[str, ProviderReport]) -> Iterable[Event]:
         yield from self._events
         for report in reports.values():
             yield from report.events
@@ -353,7 +353,9 @@ class Observer:
             claims = by_claim.get((status.resource, name), ())
             yield name, device, (*sorted(held, key=_order), *claims) if held else tuple(claims)
 
-    def _by_claim(self, status: Status, reports: Mapping[str, Report]) -> Mapping[tuple[str, str], Sequence[Hold]]:
+    def _by_claim(
+        self, status: Status, reports: Mapping[str, ProviderReport]
+    ) -> Mapping[tuple[str, str], Sequence[Hold]]:
         """Return who holds devices through claims: containers that use them, and claims that nobody uses yet."""
         found: dict[tuple[str, str], dict[Hold, None]] = {}
         used: set[tuple[str, str, str, str]] = set()
@@ -401,8 +403,8 @@ class Observer:
             ids.update({(driver, name): key for name, key in named.items()})
         return ids
 
-    def _reports(self) -> tuple[dict[str, Report], dict[str, str]]:
-        reports: dict[str, Report] = {}
+    def _reports(self) -> tuple[dict[str, ProviderReport], dict[str, str]]:
+        reports: dict[str, ProviderReport] = {}
         silent: dict[str, str] = {}
         with self._asking:
             for provider in tuple(self._agent.providers):

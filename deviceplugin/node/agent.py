@@ -16,10 +16,10 @@ from typing import TYPE_CHECKING, Any, Final, Protocol
 
 from deviceplugin.exclusion import Key
 from deviceplugin.identity import Tokens
-from deviceplugin.kubelet.allocation_gate import Doorkeeper
+from deviceplugin.kubelet.allocation_gate import AllocationGate
 from deviceplugin.kubelet.exclusion_guard import ExclusionGuard
 from deviceplugin.kubelet.holders import HolderSnapshot
-from deviceplugin.kubelet.podresources import PodResources, Quiet
+from deviceplugin.kubelet.podresources import AllocationsInFlight, PodResources
 from deviceplugin.kubelet.registration import Backoff, RegistrationError, Timing
 from deviceplugin.kubelet.tracker import HolderTracker
 from deviceplugin.source import DeviceSource
@@ -83,7 +83,7 @@ class Agent:
         *,
         period: float = 5.0,
         keep_books: bool = False,
-        doorkeeper: Doorkeeper | None = None,
+        allocation_gate: AllocationGate | None = None,
         observers: Sequence[HolderObserver] = (),
         timing: Timing | None = None,
         before_end: Callable[[], Awaitable[None]] | None = None,
@@ -99,7 +99,7 @@ class Agent:
         self.providers: list[Provider] = []
         self._period = period
         self._keep_books = keep_books
-        self._doorkeeper = doorkeeper
+        self._allocation_gate = allocation_gate
         self.observers = list(observers)
         self._timing = timing
         self._before_end = before_end
@@ -111,7 +111,7 @@ class Agent:
         self._branches: dict[str, asyncio.Task[None]] = {}
         self._stems: dict[str, str] = {}
         self._failed: asyncio.Future[None] | None = None
-        self.quiet = Quiet()
+        self.in_flight = AllocationsInFlight()
         self._turn = asyncio.Lock()
         self._wanted = asyncio.Event()
         self._scanning = asyncio.Lock()
@@ -125,7 +125,7 @@ class Agent:
             self.paths.kubelet_root,
             self.paths.cgroups,
             PodResources(self.paths.pod_resources),
-            self.quiet,
+            self.in_flight,
             self._resend,
             pod_logs=self.paths.pod_logs,
             claim_uses=keep_books,
@@ -133,7 +133,7 @@ class Agent:
         )
         self.guard = ExclusionGuard(
             lambda: self._services,
-            doorkeeper,
+            allocation_gate,
             self.tracker.allocated,
             reread=self.tracker.reread,
             orphaned=orphaned,
@@ -232,25 +232,25 @@ class Agent:
         name = source.resource
         if name in self._services:
             self._services[name].replace(source)
-            self._follow_branches(source)
+            self._follow_child_sources(source)
         else:
             self._services[name] = self._service(source)
             self._start(self._services[name], fatal=False)
 
-    def _follow_branches(self, source: DeviceSource) -> None:
+    def _follow_child_sources(self, source: DeviceSource) -> None:
         """Serve the further resources that a source brings along, in place of what the one before it brought."""
         if (before := self._branches.pop(source.resource, None)) is not None:
             before.cancel()
-        if type(source).branches is not DeviceSource.branches:
+        if type(source).child_sources is not DeviceSource.child_sources:
             self._branches[source.resource] = asyncio.create_task(
-                self._serve_branches(source), name=f"branches of {source.resource}"
+                self._serve_child_sources(source), name=f"branches of {source.resource}"
             )
 
-    async def _serve_branches(self, source: DeviceSource) -> None:
+    async def _serve_child_sources(self, source: DeviceSource) -> None:
         served: set[str] = set()
         try:
-            async for branches in source.branches():
-                for branch in branches:
+            async for child_sources in source.child_sources():
+                for branch in child_sources:
                     name = branch.resource
                     if name in served:
                         continue
@@ -267,11 +267,11 @@ class Agent:
         return Service(
             source,
             self.paths,
-            self.quiet,
+            self.in_flight,
             self._turn,
             self.tracker,
             self.guard,
-            doorkeeper=self._doorkeeper,
+            allocation_gate=self._allocation_gate,
             timing=self._timing,
             wake_scan=self._wanted.set,
         )
@@ -280,7 +280,7 @@ class Agent:
         self._running[service.resource] = asyncio.create_task(
             self._supervise(service, fatal=fatal), name=f"serve {service.resource}"
         )
-        self._follow_branches(service.source)
+        self._follow_child_sources(service.source)
         self._wanted.set()
 
     async def _supervise(self, service: Service, *, fatal: bool) -> None:
@@ -304,8 +304,8 @@ class Agent:
                 del self._services[name]
                 self._running.pop(name, None)
                 self._stems.pop(name, None)
-                if (branches := self._branches.pop(name, None)) is not None:
-                    branches.cancel()
+                if (child_sources := self._branches.pop(name, None)) is not None:
+                    child_sources.cancel()
 
     def fail(self, error: AgentError) -> None:
         """Have `run` end and raise this error."""

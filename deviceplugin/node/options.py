@@ -43,32 +43,32 @@ def add_run_options(parser: argparse.ArgumentParser) -> None:
     """Add the options that every agent has; dra-bridge has them too."""
     parser.add_argument(
         "--kubelet-root",
-        type=_place,
+        type=_reconcile_devices,
         default=Path("/var/lib/kubelet"),
         metavar="DIR",
         help="the kubelet's --root-dir (%(default)s)",
     )
     parser.add_argument(
         "--device-plugin-dir",
-        type=_place,
+        type=_reconcile_devices,
         metavar="DIR",
         help="where kubelet.sock is (device-plugins in the kubelet's root)",
     )
     parser.add_argument(
         "--pod-resources-socket",
-        type=_place,
+        type=_reconcile_devices,
         metavar="PATH",
         help="the kubelet's PodResources service (pod-resources/kubelet.sock in its root)",
     )
     parser.add_argument(
         "--cgroup-root",
-        type=_place,
+        type=_reconcile_devices,
         metavar="DIR",
         help="where the host's cgroup file system is mounted (/sys/fs/cgroup)",
     )
     parser.add_argument(
         "--pod-log-dir",
-        type=_place,
+        type=_reconcile_devices,
         metavar="DIR",
         help="the kubelet's podLogsDir, which tells pods' names by their UIDs (/var/log/pods)",
     )
@@ -110,7 +110,7 @@ def _set_up_logs(options: argparse.Namespace) -> None:
     logs.setup(options.log_format, options.log_level)
 
 
-def _place(text: str) -> Path:
+def _reconcile_devices(text: str) -> Path:
     if not text:
         raise argparse.ArgumentTypeError("an empty path")
     return Path(text).absolute()

@@ -14,12 +14,12 @@ import grpc
 from deviceplugin import hooks, identity
 from deviceplugin.device import Device
 from deviceplugin.inventory import Inventory
-from deviceplugin.kubelet.allocation_gate import Doorkeeper, Refusal
+from deviceplugin.kubelet.allocation_gate import AllocationGate, Refusal
 from deviceplugin.kubelet.checkpoint import Allocation
 from deviceplugin.kubelet.exclusion_guard import ConflictError, ExclusionGuard
 from deviceplugin.kubelet.holders import HolderSnapshot
-from deviceplugin.kubelet.in_flight import IdsInUse
-from deviceplugin.kubelet.podresources import Quiet
+from deviceplugin.kubelet.ids_in_use import IdsInUse
+from deviceplugin.kubelet.podresources import AllocationsInFlight
 from deviceplugin.kubelet.registration import Backoff, Registration, Timing
 from deviceplugin.kubelet.servicer import Endpoint
 from deviceplugin.kubelet.tracker import HolderTracker
@@ -47,27 +47,27 @@ class Service:
         self,
         source: DeviceSource,
         paths: Paths,
-        quiet: Quiet,
+        in_flight: AllocationsInFlight,
         turn: asyncio.Lock,
         tracker: HolderTracker,
         guard: ExclusionGuard,
         *,
-        doorkeeper: Doorkeeper | None,
+        allocation_gate: AllocationGate | None,
         timing: Timing | None,
         wake_scan: Callable[[], None],
     ) -> None:
         self.source = source
         self.inventory = Inventory(source.resource)
-        self._doorkeeper = doorkeeper
+        self._allocation_gate = allocation_gate
         self._tracker = tracker
         self._guard = guard
         self.endpoint = Endpoint(
             source,
             self.inventory,
-            quiet,
+            in_flight,
             granted=self._granted,
             release_former=self._release_former,
-            doorkeeper=doorkeeper,
+            allocation_gate=allocation_gate,
             holders=tracker,
             guard=guard,
         )
@@ -229,14 +229,14 @@ class Service:
 
     def observe(self, now: HolderSnapshot) -> None:
         """Draw the conclusions of a scan: what came free, and what may be forgotten."""
-        behind = self.endpoint.ids.device_id_of
+        device_id_of = self.endpoint.ids.device_id_of
         in_use = self._in_use.ids
         self._inherited &= in_use
         snapshot = self.inventory.snapshot
-        busy = set(map(behind, in_use))
-        if (gate := self._doorkeeper) is not None:
+        busy = set(map(device_id_of, in_use))
+        if (gate := self._allocation_gate) is not None:
             busy |= {device for device in snapshot.devices if gate.claimed(self.resource, device)}
-        freed = set(map(behind, self._in_use.freed)) - busy
+        freed = set(map(device_id_of, self._in_use.freed)) - busy
         if self._first_release_due and snapshot.listed and self._tracker.all_pods_listed:
             # What was given back while no agent ran is not known one by one.
             self._first_release_due = False
@@ -254,7 +254,7 @@ class Service:
             registered = now.registered.get(self.resource, frozenset())
             former = self.endpoint.ids.legacy.keys() & self._former_before
             self.endpoint.forget(former - in_use - registered)
-            self.inventory.forget((snapshot.gone & self._gone_before) - busy - set(map(behind, registered)))
+            self.inventory.forget((snapshot.gone & self._gone_before) - busy - set(map(device_id_of, registered)))
         self._gone_before, self._former_before = snapshot.gone, frozenset(self.endpoint.ids.legacy)
         self.endpoint.refresh()
 
@@ -286,7 +286,7 @@ class Service:
             ended, others = await self._tracker.ended(self.resource, [name for those in ids.values() for name in those])
             in_use = {one.device_id for one in others} | (self._in_use.pending.keys() - set(names))
             former = {one.device_id for one in ended - self._released}
-            gate = self._doorkeeper
+            gate = self._allocation_gate
             idle = keys - self._guard.in_use(keys) if former else keys
             devices = [
                 known[device]
@@ -324,8 +324,8 @@ class Service:
     def withheld(self) -> dict[str, str]:
         """Return the devices that are given to nobody for now though their source lists them healthy, and why."""
         reasons = dict(self._guard.last_withheld(self.resource))
-        if self._doorkeeper is not None:
-            reasons |= self._doorkeeper.withheld(self.resource)
+        if self._allocation_gate is not None:
+            reasons |= self._allocation_gate.withheld(self.resource)
         for device_id, reason in self._tracker.unnamed_reasons(self.resource).items():
             reasons.setdefault(self.endpoint.ids.device_id_of(device_id), reason)
         return reasons

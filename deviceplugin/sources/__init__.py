@@ -231,7 +231,7 @@ class ConfiguredSource(DeviceSource):
                 found.update(await measured if inspect.isawaitable(measured) else measured)
         return found
 
-    async def branches(self) -> AsyncIterator[Sequence[DeviceSource]]:
+    async def child_sources(self) -> AsyncIterator[Sequence[DeviceSource]]:
         """Yield the sources of further resources that its entries bring along: partitions by profile.
 
         They are for pods alone, without a driver: what a driver publishes is named after its resources, and

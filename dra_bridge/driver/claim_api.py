@@ -9,12 +9,12 @@ from typing import Any, Final, Protocol
 from dra_bridge import kube
 from dra_bridge.driver.claims import ClaimRef
 
-__all__ = ["Claims", "ClusterClaims"]
+__all__ = ["ClaimApi", "ClusterClaims"]
 
 _LOG: Final = logging.getLogger(__name__)
 
 
-class Claims(Protocol):
+class ClaimApi(Protocol):
     """What a driver needs of the API server."""
 
     async def get_claim(self, namespace: str, name: str) -> Mapping[str, Any] | None:

@@ -6,7 +6,7 @@ import logging
 from datetime import UTC, datetime
 from typing import Final
 
-from dra_bridge.driver.claim_api import Claims
+from dra_bridge.driver.claim_api import ClaimApi
 from dra_bridge.driver.claim_files import Prepared
 from dra_bridge.driver.claims import ClaimRef
 from dra_bridge.driver.tasks import Tasks
@@ -27,7 +27,7 @@ class ClaimEvents:
 
     """
 
-    def __init__(self, driver: str, pool: str, claims: Claims, tasks: Tasks) -> None:
+    def __init__(self, driver: str, pool: str, claims: ClaimApi, tasks: Tasks) -> None:
         self._driver = driver
         self._pool = pool
         self._claims = claims

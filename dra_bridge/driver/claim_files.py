@@ -72,11 +72,11 @@ class ClaimFiles:
 
     """
 
-    def __init__(self, driver: str, directory: str, desk: AsyncLedger, turns: Turns, boot: str) -> None:
+    def __init__(self, driver: str, directory: str, async_ledger: AsyncLedger, turns: Turns, boot: str) -> None:
         self.boot: Final = boot
         self._driver = driver
         self._store = cdi.Store(driver, directory)
-        self._desk = desk
+        self._ledger = async_ledger
         self._turns = turns
 
     def answer(self, uid: str, groups: Sequence[Group], edits: Mapping[str, Sequence[ContainerEdits]]) -> Prepared:
@@ -149,13 +149,13 @@ class ClaimFiles:
     async def _restore(self) -> str:
         """Write the files of prepared claims that are not there; return why one could not be written, or ""."""
         there = await in_thread(self._store.list)
-        claims = [claim for claim in self._desk.snapshot.claims.values() if claim.driver == self._driver]
+        claims = [claim for claim in self._ledger.snapshot.claims.values() if claim.driver == self._driver]
         errors = await asyncio.gather(*(self._restore_one(claim.uid) for claim in claims if claim.uid not in there))
         return next(filter(None, errors), "")
 
     async def _restore_one(self, uid: str) -> str:
         async with self._turns.of(uid):
-            known = self._desk.snapshot.claims.get((self._driver, uid))
+            known = self._ledger.snapshot.claims.get((self._driver, uid))
             prepared = prepared_of(known) if known is not None else None
             if prepared is None or prepared.boot != self.boot:
                 return ""

@@ -41,7 +41,7 @@ from deviceplugin.kubelet.exclusion_guard import ConflictError, ExclusionGuard
 from deviceplugin.kubelet.orphaned_claims import only_seen
 from deviceplugin.source import DeviceSource
 from dra_bridge import ledger
-from dra_bridge.driver.claim_api import Claims
+from dra_bridge.driver.claim_api import ClaimApi
 from dra_bridge.driver.claim_events import ClaimEvents
 from dra_bridge.driver.claim_files import ClaimFiles, Prepared, prepared_of
 from dra_bridge.driver.claims import (
@@ -55,12 +55,12 @@ from dra_bridge.driver.claims import (
     parse_allocation,
 )
 from dra_bridge.driver.reconciliation import ClaimReconciler, Reconciled
-from dra_bridge.driver.served import Group, Served, ServedDevices
+from dra_bridge.driver.served import Group, ServedDevices, ServedResource
 from dra_bridge.driver.tasks import Tasks
 from dra_bridge.driver.turns import Turns, ended, in_thread
 from dra_bridge.ledger import AsyncLedger, Claim, ClaimDevice, ClaimEvidence, LedgerError, Refused
 
-__all__ = ["Driver", "RunningPods", "Statistics"]
+__all__ = ["ClaimStatistics", "Driver", "RunningPods"]
 
 _LOG: Final = logging.getLogger(__name__)
 _T = TypeVar("_T")
@@ -90,7 +90,7 @@ async def _no_pods() -> RunningPods:
 
 
 @dataclass(frozen=True, slots=True)
-class Statistics:
+class ClaimStatistics:
     """What a driver has done so far; counters only grow. Seconds are sums over finished claims."""
 
     prepared: int = 0
@@ -133,9 +133,9 @@ class Driver:
         self,
         name: str,
         pool: str,
-        served: Sequence[Served],
-        desk: AsyncLedger,
-        claims: Claims,
+        served: Sequence[ServedResource],
+        async_ledger: AsyncLedger,
+        claims: ClaimApi,
         *,
         cdi_directory: str = cdi.DIRECTORY,
         deadline: float = DEADLINE,
@@ -155,7 +155,7 @@ class Driver:
         self._running_pods = running_pods
         self.pool: Final = pool
         self._served = ServedDevices(served, qualifiers)
-        self._desk = desk
+        self._ledger = async_ledger
         self._claims = claims
         self._deadline = deadline
         self._patience = patience
@@ -163,12 +163,12 @@ class Driver:
         self._report = report
         self._changed = changed or (lambda: None)
         self._turns = Turns()
-        self._files = ClaimFiles(name, cdi_directory, desk, self._turns, boot_id() if boot is None else boot)
+        self._files = ClaimFiles(name, cdi_directory, async_ledger, self._turns, boot_id() if boot is None else boot)
         self._preparing: dict[str, set[asyncio.Task[Prepared]]] = {}
         self._reconciler = ClaimReconciler(
             name,
             pool,
-            desk,
+            async_ledger,
             claims,
             self._files,
             self._turns,
@@ -178,27 +178,27 @@ class Driver:
         )
         self._tasks = Tasks()
         self._events = ClaimEvents(name, pool, claims, self._tasks)
-        self._statistics = Statistics()
+        self._statistics = ClaimStatistics()
 
     def __repr__(self) -> str:
         return f"<Driver {self.name} pool {self.pool}: {', '.join(s.source.resource for s in self.served)}>"
 
-    def serve(self, served: Sequence[Served]) -> None:
+    def serve(self, served: Sequence[ServedResource]) -> None:
         """Offer the devices of other resources from now on."""
         self._served.replace(served)
 
     @property
-    def served(self) -> tuple[Served, ...]:
+    def served(self) -> tuple[ServedResource, ...]:
         """The resources whose devices it offers."""
         return self._served.resources
 
     @property
-    def devices(self) -> Mapping[str, tuple[Served, Device]]:
+    def devices(self) -> Mapping[str, tuple[ServedResource, Device]]:
         """The devices by the name that slices and claims use."""
         return self._served.by_name
 
     @property
-    def statistics(self) -> Statistics:
+    def statistics(self) -> ClaimStatistics:
         """What was done so far."""
         return self._statistics
 
@@ -264,7 +264,7 @@ class Driver:
         groups = self._groups(ref, allocation)
         if known is not None and known.result is not None:
             # Prepared before a reboot: the devices have to be set up again.
-            await self._desk.do(ledger.reopen(self.name, ref.uid))
+            await self._ledger.do(ledger.reopen(self.name, ref.uid))
         record = Claim(
             self.name,
             ref.uid,
@@ -355,7 +355,7 @@ class Driver:
         if is_uid(uid):
             await self._files.remove(uid)
         if known is not None:
-            await self._desk.do(ledger.unprepare(self.name, uid))
+            await self._ledger.do(ledger.unprepare(self.name, uid))
             self._count(unprepared=1)
             self._changed()
             self._tell_released(known)
@@ -411,7 +411,7 @@ class Driver:
     # Steps.
 
     def _known(self, uid: str) -> Claim | None:
-        return self._desk.snapshot.claims.get((self.name, uid))
+        return self._ledger.snapshot.claims.get((self.name, uid))
 
     def _groups(self, ref: ClaimRef, allocation: Allocation) -> list[Group]:
         """Find the devices and decode the parameters of each request.
@@ -459,7 +459,7 @@ class Driver:
             await self._guard.reread()
             await self._guard.verify(keys)
             with self._guard.reserve(keys):
-                await self._desk.identify({key: self._guard.identity(*key) for key in keys})
+                await self._ledger.identify({key: self._guard.identity(*key) for key in keys})
                 await self._ask(ref, ledger.reserve(record, durable=durable, pull=self._pull))
         except ConflictError as error:
             self._events.refused(ref, str(error), str(error))
@@ -479,7 +479,7 @@ class Driver:
             raise ClaimError("refused", str(error)) from error
 
     async def _ask(self, ref: ClaimRef, operation: ledger.Operation[Claim | Refused]) -> Claim:
-        answer = await self._desk.do(operation)
+        answer = await self._ledger.do(operation)
         if isinstance(answer, Refused):
             if answer.moving:
                 self._changed()
@@ -497,7 +497,7 @@ class Driver:
             # Who shares a device with another claim must not have it reset under the other's feet.
             others = {
                 key
-                for claim in self._desk.snapshot.claims_on(source.resource, (device.id for device in devices))
+                for claim in self._ledger.snapshot.claims_on(source.resource, (device.id for device in devices))
                 if (claim.driver, claim.uid) != (self.name, ref.uid)
                 for key in claim.held
             }
@@ -522,7 +522,7 @@ class Driver:
             await self._files.remove(ref.uid)
             if traces:
                 await self._call_unprepare(record)
-            await self._desk.do(ledger.unprepare(self.name, ref.uid))
+            await self._ledger.do(ledger.unprepare(self.name, ref.uid))
         except (ClaimError, hooks.HookError, cdi.CdiError, LedgerError) as error:
             _LOG.warning("%s: the failed Prepare of claim %s is not wholly undone: %s", self.name, ref.title, error)
 
@@ -539,7 +539,7 @@ class Driver:
         """Have `released` called for the devices that nobody holds any more."""
         for served, devices in self._devices_of(claim, held=True):
             source = served.source
-            now = self._desk.snapshot
+            now = self._ledger.snapshot
             used = self._guard.in_use((source.resource, device.id) for device in devices)
             idle = [
                 device
@@ -557,7 +557,7 @@ class Driver:
         finally:
             self._count(hook_seconds=time.perf_counter() - began)
 
-    def _devices_of(self, claim: Claim, *, held: bool = False) -> Iterator[tuple[Served, list[Device]]]:
+    def _devices_of(self, claim: Claim, *, held: bool = False) -> Iterator[tuple[ServedResource, list[Device]]]:
         for served in self.served:
             resource, listed = served.source.resource, served.inventory.snapshot.devices
             ids = dict.fromkeys(d.device for d in claim.devices if d.resource == resource and not (held and d.admin))

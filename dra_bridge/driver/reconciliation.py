@@ -14,7 +14,7 @@ from deviceplugin import cdi
 from deviceplugin.kubelet import holders
 from deviceplugin.kubelet.cgroups import PodProcesses
 from dra_bridge import ledger
-from dra_bridge.driver.claim_api import Claims
+from dra_bridge.driver.claim_api import ClaimApi
 from dra_bridge.driver.claim_files import ClaimFiles, prepared_of
 from dra_bridge.driver.claims import ClaimError, ClaimRef, parse_allocation
 from dra_bridge.driver.turns import Turns
@@ -59,8 +59,8 @@ class ClaimReconciler:
         self,
         driver: str,
         pool: str,
-        desk: AsyncLedger,
-        claims: Claims,
+        async_ledger: AsyncLedger,
+        claims: ClaimApi,
         files: ClaimFiles,
         turns: Turns,
         *,
@@ -70,7 +70,7 @@ class ClaimReconciler:
     ) -> None:
         self._driver = driver
         self._pool = pool
-        self._desk = desk
+        self._ledger = async_ledger
         self._claims = claims
         self._files = files
         self._turns = turns
@@ -103,7 +103,7 @@ class ClaimReconciler:
             if said:
                 lists[said].append(claim.uid)
 
-        mine = [claim for claim in self._desk.snapshot.claims.values() if claim.driver == self._driver]
+        mine = [claim for claim in self._ledger.snapshot.claims.values() if claim.driver == self._driver]
         for batch in (mine[at : at + 16] for at in range(0, len(mine), 16)):
             await asyncio.gather(*(look(claim) for claim in batch))
         for uid in await self._files.claims() if sweep else ():
@@ -140,7 +140,7 @@ class ClaimReconciler:
             return ""
         try:
             if prepared.boot != self._files.boot:
-                await self._desk.do(ledger.reopen(self._driver, known.uid))
+                await self._ledger.do(ledger.reopen(self._driver, known.uid))
                 return "reopened"
             written = await self._files.write(known.uid, prepared)
         except (cdi.CdiError, LedgerError) as error:
@@ -164,4 +164,4 @@ class ClaimReconciler:
         return prepared is None or allocated == {(device.device, device.share) for device in prepared.devices}
 
     def _known(self, uid: str) -> Claim | None:
-        return self._desk.snapshot.claims.get((self._driver, uid))
+        return self._ledger.snapshot.claims.get((self._driver, uid))

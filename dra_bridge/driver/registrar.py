@@ -53,7 +53,7 @@ __all__ = [
     "HealthService",
     "Registrar",
     "RegistrarError",
-    "Statistics",
+    "RegistrarStatistics",
     "Timing",
     "health_list",
     "socket_path",
@@ -97,7 +97,7 @@ class Timing:
 
 
 @dataclass(frozen=True, slots=True)
-class Statistics:
+class RegistrarStatistics:
     """A registration so far; counters only grow. error: the kubelet's last refusal, "" if none since."""
 
     registered: bool = False
@@ -253,7 +253,7 @@ class Registrar:
         self._plugins = plugins or kubelet_root / "plugins"
         self._timing = timing or Timing()
         self._changed = changed or (lambda: None)
-        self._statistics = Statistics()
+        self._statistics = RegistrarStatistics()
         self._backoff = Backoff(first=0.5, most=60.0)
         self._health: HealthService | None = None
         self._service: _Socket | None = None
@@ -268,7 +268,7 @@ class Registrar:
         return f"<Registrar of {self.driver.name} in {self._registry}: {state}>"
 
     @property
-    def statistics(self) -> Statistics:
+    def statistics(self) -> RegistrarStatistics:
         """The registration so far."""
         return self._statistics
 

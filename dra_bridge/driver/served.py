@@ -12,10 +12,10 @@ from deviceplugin.inventory import Inventory
 from deviceplugin.source import DeviceSource
 from dra_bridge.driver.claims import Result
 
-__all__ = ["Group", "Served", "ServedDevices"]
+__all__ = ["Group", "ServedDevices", "ServedResource"]
 
 
-class Served(NamedTuple):
+class ServedResource(NamedTuple):
     """One resource that the driver serves: who makes its devices, and the live set of them."""
 
     source: DeviceSource
@@ -27,7 +27,7 @@ class Group:
     """The devices of one request that come from one source."""
 
     request: str
-    served: Served
+    served: ServedResource
     devices: tuple[Device, ...]
     results: tuple[Result, ...]
     config: Any
@@ -44,23 +44,25 @@ class ServedDevices:
 
     """
 
-    def __init__(self, served: Sequence[Served], qualifiers: Callable[[Sequence[str]], Mapping[str, str]]) -> None:
+    def __init__(
+        self, served: Sequence[ServedResource], qualifiers: Callable[[Sequence[str]], Mapping[str, str]]
+    ) -> None:
         self._qualifiers = qualifiers
         self._served = tuple(served)
-        self._names: tuple[object, dict[str, tuple[Served, Device]]] = (None, {})
+        self._names: tuple[object, dict[str, tuple[ServedResource, Device]]] = (None, {})
 
-    def replace(self, served: Sequence[Served]) -> None:
+    def replace(self, served: Sequence[ServedResource]) -> None:
         """Serve other resources from now on."""
         self._served = tuple(served)
         self._names = (None, {})
 
     @property
-    def resources(self) -> tuple[Served, ...]:
+    def resources(self) -> tuple[ServedResource, ...]:
         """The resources."""
         return self._served
 
     @property
-    def by_name(self) -> Mapping[str, tuple[Served, Device]]:
+    def by_name(self) -> Mapping[str, tuple[ServedResource, Device]]:
         """The devices by the name that slices and claims use."""
         snapshots = [served.inventory.snapshot for served in self._served]
         words = self._qualifiers([snapshot.resource for snapshot in snapshots])

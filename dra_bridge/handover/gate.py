@@ -23,17 +23,17 @@ from deviceplugin.kubelet.holders import HolderSnapshot
 from dra_bridge import ledger
 from dra_bridge.ledger import AsyncLedger, Held, KubeletSnapshot, LedgerError, Snapshot
 
-__all__ = ["Keeper", "allocations_of", "held_units", "kubelet_snapshot"]
+__all__ = ["LedgerGate", "allocations_of", "held_units", "kubelet_snapshot"]
 
 _LOG: Final = logging.getLogger(__name__)
 
 
-Behind = Callable[[str], str]
+DeviceIdResolver = Callable[[str], str]
 """What tells the device behind an id of the kubelet's (`Endpoint.behind`), also one from before sharing was changed."""
 
 
 def held_units(
-    now: HolderSnapshot, resource: str, behind: Behind, title: Callable[[str], str] = str
+    now: HolderSnapshot, resource: str, device_id_of: DeviceIdResolver, title: Callable[[str], str] = str
 ) -> dict[str, Held]:
     """Return who holds what of a resource as the ledger takes it: by the kubelet's id.
 
@@ -45,12 +45,14 @@ def held_units(
         # The one that is surest is shown; the checkpoint itself needs no further reason.
         one, holding = min(allocations.items(), key=lambda item: (not item[1].certain, item[0]))
         sure = any(each.certain for each in allocations.values())
-        units[unit] = Held(behind(unit), title(one.pod_uid), sure, holders, "" if holding.named else holding.reason)
+        units[unit] = Held(
+            device_id_of(unit), title(one.pod_uid), sure, holders, "" if holding.named else holding.reason
+        )
     return units
 
 
 def kubelet_snapshot(
-    sequence: int, now: HolderSnapshot, resource: str, behind: Behind, title: Callable[[str], str] = str
+    sequence: int, now: HolderSnapshot, resource: str, device_id_of: DeviceIdResolver, title: Callable[[str], str] = str
 ) -> KubeletSnapshot:
     """Return a scan's result of one resource as the ledger takes it. sequence: the ledger's before the scan."""
     registered = (now.registered or {}).get(resource, frozenset())
@@ -58,8 +60,8 @@ def kubelet_snapshot(
         sequence,
         now.at,
         now.awake,
-        held_units(now, resource, behind, title),
-        frozenset(map(behind, registered)),
+        held_units(now, resource, device_id_of, title),
+        frozenset(map(device_id_of, registered)),
         now.problem,
     )
 
@@ -73,7 +75,7 @@ def allocations_of(now: Snapshot) -> list[Allocation]:
     ]
 
 
-class Keeper:
+class LedgerGate:
     """Asks the ledger for the plugin door.
 
     Args:
@@ -96,8 +98,8 @@ class Keeper:
 
     def __init__(
         self,
-        desk: AsyncLedger,
-        behind: Mapping[str, Behind],
+        async_ledger: AsyncLedger,
+        device_id_of: Mapping[str, DeviceIdResolver],
         changed: Callable[[], None] = lambda: None,
         quarantined: Callable[[str, str], None] = lambda resource, device: None,
         title: Callable[[str], str] = str,
@@ -106,24 +108,24 @@ class Keeper:
     ) -> None:
         self._guard = guard or ExclusionGuard()
         self._allocated = allocated
-        self._desk = desk
+        self._ledger = async_ledger
         self._title = title
-        self.behind = behind
+        self.device_id_of = device_id_of
         self.changed = changed
         self.quarantined = quarantined
-        self.heard: set[tuple[str, str]] = set()
+        self.reconciled: set[tuple[str, str]] = set()
         self.reasons: dict[str, Mapping[str, str]] = {}
-        self.steer: Callable[[str], Collection[str]] = lambda resource: ()
+        self.draining: Callable[[str], Collection[str]] = lambda resource: ()
 
     # The doorkeeper.
 
     def offers(self, resource: str, device: str) -> bool:
         """Return whether the plugin side shows this device healthy (R3); not before its evidence was heard."""
-        if resource not in self.behind:
+        if resource not in self.device_id_of:
             return True
-        if (resource, device) not in self.heard:
+        if (resource, device) not in self.reconciled:
             return False
-        record = self._desk.snapshot.devices.get((resource, device))
+        record = self._ledger.snapshot.devices.get((resource, device))
         return record is not None and record.state.healthy
 
     async def grant(self, resource: str, names: Sequence[str], devices: Sequence[str]) -> None:
@@ -134,15 +136,15 @@ class Keeper:
                 cannot be written.
 
         """
-        if resource not in self.behind:
+        if resource not in self.device_id_of:
             return
-        if unheard := [device for device in devices if (resource, device) not in self.heard]:
-            details = f"{resource}: who holds {', '.join(unheard)} is not known yet; the agent has just started"
+        if unreconciled := [device for device in devices if (resource, device) not in self.reconciled]:
+            details = f"{resource}: who holds {', '.join(unreconciled)} is not known yet; the agent has just started"
             raise Refusal(grpc.StatusCode.UNAVAILABLE, "starting", details)
-        units = {name: self.behind[resource](name) for name in names}
+        units = {name: self.device_id_of[resource](name) for name in names}
         try:
-            await self._desk.identify({(resource, one): self._guard.identity(resource, one) for one in devices})
-            answer = await self._desk.do(ledger.grant(resource, units, time.time()))
+            await self._ledger.identify({(resource, one): self._guard.identity(resource, one) for one in devices})
+            answer = await self._ledger.do(ledger.grant(resource, units, time.time()))
         except LedgerError as error:
             raise Refusal(
                 grpc.StatusCode.UNAVAILABLE, "ledger", f"{resource}: the ledger cannot be written: {error}"
@@ -152,12 +154,12 @@ class Keeper:
 
     def avoids(self, resource: str) -> Collection[str]:
         """Return the devices that new pods had better not get."""
-        return self.steer(resource)
+        return self.draining(resource)
 
     def claimed(self, resource: str, device: str) -> bool:
         """Return whether a claim holds the device; of one about which nothing is known yet it may."""
-        known = (resource, device) in self.heard
-        return not known or bool(self._desk.snapshot.claims_on(resource, (device,)))
+        known = (resource, device) in self.reconciled
+        return not known or bool(self._ledger.snapshot.claims_on(resource, (device,)))
 
     def withheld(self, resource: str) -> Mapping[str, str]:
         """Return the devices about which nothing is known yet, and why."""
@@ -165,38 +167,38 @@ class Keeper:
 
     def held(self) -> Mapping[tuple[str, str], Tokens]:
         """Return the devices that pods and claims hold by the ledger, and what they were when they were granted."""
-        now, allocated = self._desk.snapshot, self._allocated()
+        now, allocated = self._ledger.snapshot, self._allocated()
         # Nobody observes the holds of a resource that is served no more: the tracker alone knows when they end.
         keys = {
             (hold.resource, hold.device)
             for hold in now.holds.values()
-            if hold.resource in self.behind or (hold.resource, hold.unit) in allocated
+            if hold.resource in self.device_id_of or (hold.resource, hold.unit) in allocated
         }
         keys.update(*(claim.held for claim in now.claims.values()))
         return {key: identity.tokens_of(now.device(*key).identity, self._guard.boot) for key in keys}
 
     def side(self, resource: str, device: str) -> Side:
         """Return on which side the ledger has the device."""
-        state = self._desk.snapshot.device(resource, device).state
+        state = self._ledger.snapshot.device(resource, device).state
         return "plugin" if state.allocates else "dra" if state.prepares else ""
 
     # The observer.
 
     def awaited(self) -> Collection[tuple[str, str]]:
         """Return the ids of grants whose container no checkpoint has named."""
-        return {key for key, hold in self._desk.snapshot.holds.items() if hold.pending}
+        return {key for key, hold in self._ledger.snapshot.holds.items() if hold.pending}
 
     def before_scan(self) -> object:
         """Remember where the ledger stood."""
-        return self._desk.snapshot.sequence
+        return self._ledger.snapshot.sequence
 
     async def after_scan(self, before: object, now: HolderSnapshot) -> None:
         """Release what is over, take in what is held and the ledger does not know."""
         news = False
-        for resource, behind in tuple(self.behind.items()):  # a reload may drop one meanwhile
-            seen = kubelet_snapshot(cast("int", before), now, resource, behind, self._title)
+        for resource, device_id_of in tuple(self.device_id_of.items()):  # a reload may drop one meanwhile
+            seen = kubelet_snapshot(cast("int", before), now, resource, device_id_of, self._title)
             try:
-                found = await self._desk.do(ledger.observe(resource, seen, time.time()))
+                found = await self._ledger.do(ledger.observe(resource, seen, time.time()))
             except LedgerError as error:
                 _LOG.warning("%s: the ledger cannot be written: %s", resource, error)
                 continue

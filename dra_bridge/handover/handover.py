@@ -24,7 +24,7 @@ from deviceplugin.kubelet.registration import Backoff
 from deviceplugin.kubelet.servicer import Endpoint
 from deviceplugin.topology import natural
 from dra_bridge import ledger
-from dra_bridge.handover.gate import Behind, kubelet_snapshot
+from dra_bridge.handover.gate import DeviceIdResolver, kubelet_snapshot
 from dra_bridge.ledger import (
     AsyncLedger,
     ClusterEvidence,
@@ -36,13 +36,13 @@ from dra_bridge.ledger import (
 )
 
 __all__ = [
-    "Claims",
+    "AllocatedClaims",
     "Handover",
+    "MoveStatistics",
     "Plan",
     "Share",
     "ShareError",
     "Slices",
-    "Statistics",
     "ToDra",
     "ToPlugin",
     "in_hands",
@@ -125,7 +125,7 @@ class Plan:
 
     to_dra: tuple[str, ...] = ()
     to_plugin: tuple[str, ...] = ()
-    steer: frozenset[str] = frozenset()
+    draining: frozenset[str] = frozenset()
 
     def __bool__(self) -> bool:
         return bool(self.to_dra or self.to_plugin)
@@ -159,7 +159,7 @@ def plan(
         if drain == "cordon":
             return Plan(to_dra=chosen)
         now = tuple(name for name in chosen if name not in held or states[name] is State.TO_PLUGIN)
-        return Plan(to_dra=now, steer=frozenset(chosen) - frozenset(now))
+        return Plan(to_dra=now, draining=frozenset(chosen) - frozenset(now))
     if len(bound) > want:
         rest = [name for name in devices if name not in set(bound)]
         free = [name for name in bound if states[name] is not State.TO_DRA or name not in expected]
@@ -294,12 +294,12 @@ class ToDra:
         devices = (name for name, record in now.of(resource).items() if record.state is State.TO_DRA)
         return cls(resource, tuple(sorted(devices)), now.sequence)
 
-    def showing(self, sent: tuple[float, frozenset[str]] | None, behind: Behind) -> ToDra:
+    def showing(self, sent: tuple[float, frozenset[str]] | None, device_id_of: DeviceIdResolver) -> ToDra:
         """Take in what ListAndWatch shows: when it was sent, and the healthy ids in it."""
         if sent is None:
             return replace(self, shown={})
         at, healthy = sent
-        shown = set(map(behind, healthy))
+        shown = set(map(device_id_of, healthy))
         names = (name for name in self.devices if name not in shown)
         return replace(self, shown=dict.fromkeys(names, at))
 
@@ -308,12 +308,12 @@ class ToDra:
         return replace(self, began=sequence)
 
     def scanned(
-        self, now: HolderSnapshot | None, behind: Behind, title: Callable[[str], str] = str
+        self, now: HolderSnapshot | None, device_id_of: DeviceIdResolver, title: Callable[[str], str] = str
     ) -> KubeletEvidence | None:
         """Return the evidence; None if an Allocate came in between."""
         if now is None:
             return None
-        snapshot = kubelet_snapshot(self.began, now, self.resource, behind, title)
+        snapshot = kubelet_snapshot(self.began, now, self.resource, device_id_of, title)
         return KubeletEvidence(self.sequence, self.shown, snapshot)
 
 
@@ -365,7 +365,7 @@ class Slices(Protocol):
         """Look again at what the slices should be."""
 
 
-class Claims(Protocol):
+class AllocatedClaims(Protocol):
     """What the API server says of claims."""
 
     async def allocated(self) -> Mapping[tuple[str, str], str]:
@@ -398,7 +398,7 @@ class _Asked:
 
 
 @dataclass(slots=True)
-class Statistics:
+class MoveStatistics:
     """What a handover has done so far; counters only grow. Seconds from begin to commit."""
 
     begun: dict[str, int] = field(default_factory=lambda: {"to-dra": 0, "to-plugin": 0})
@@ -436,10 +436,10 @@ class Handover:
         self,
         endpoint: Endpoint,
         inventory: Inventory,
-        desk: AsyncLedger,
+        async_ledger: AsyncLedger,
         scan: Callable[[Collection[tuple[str, str]]], Awaitable[HolderSnapshot | None]],
         slices: Slices,
-        claims: Claims,
+        claims: AllocatedClaims,
         *,
         share: Share,
         drain: Drain = "cordon",
@@ -451,12 +451,12 @@ class Handover:
         moved: Callable[[], None] = lambda: None,
     ) -> None:
         self.resource = endpoint.resource
-        self.statistics = Statistics()
+        self.statistics = MoveStatistics()
         self.waiting: Mapping[str, str] = {}
-        self.steer: frozenset[str] = frozenset()
+        self.draining: frozenset[str] = frozenset()
         self._endpoint = endpoint
         self._inventory = inventory
-        self._desk = desk
+        self._ledger = async_ledger
         self._scan = scan
         self._title = title
         self._slices = slices
@@ -493,7 +493,7 @@ class Handover:
 
     def offered(self, device: str) -> bool:
         """Return whether the slices have the device (R4)."""
-        return self._desk.snapshot.device(self.resource, device).state.offered
+        return self._ledger.snapshot.device(self.resource, device).state.offered
 
     # The loop.
 
@@ -535,13 +535,13 @@ class Handover:
 
         One on the DRA side, or on its way, moves to the plugin's side first, which shows that no claim names it (R6).
         """
-        now, devices = self._desk.snapshot, self._inventory.snapshot.devices
+        now, devices = self._ledger.snapshot, self._inventory.snapshot.devices
         if not self._inventory.snapshot.listed:
             return
         if holds := now.holds_on(self.resource, now.of(self.resource).keys() - devices.keys()):
             waiting.update({hold.device: "its pod" for hold in holds})
             await self._scan({(self.resource, hold.unit) for hold in holds})
-        now, devices = self._desk.snapshot, self._inventory.snapshot.devices
+        now, devices = self._ledger.snapshot, self._inventory.snapshot.devices
         held, _ = in_hands(now, self.resource)
         gone = {
             name: record.state
@@ -549,17 +549,19 @@ class Handover:
             if name not in devices and name not in held
         }
         if leaving := [name for name, state in gone.items() if state in (State.DRA, State.TO_DRA)]:
-            await self._desk.do(ledger.begin_move(self.resource, leaving, Side.PLUGIN, time.time(), "it is unplugged"))
+            await self._ledger.do(
+                ledger.begin_move(self.resource, leaving, Side.PLUGIN, time.time(), "it is unplugged")
+            )
             self._slices.publish()
         if over := [name for name, state in gone.items() if state in (State.PLUGIN, State.QUARANTINED)]:
-            forgotten = await self._desk.do(ledger.forget(self.resource, over))
+            forgotten = await self._ledger.do(ledger.forget(self.resource, over))
             if forgotten:
                 _LOG.info("%s: unplugged and forgotten: %s", self.resource, ", ".join(forgotten))
                 self._slices.publish()
 
     async def _begin(self) -> None:
         """Begin the moves that the share asks for."""
-        now = self._desk.snapshot
+        now = self._ledger.snapshot
         listed = self._inventory.snapshot
         states = {
             name: record.state
@@ -568,13 +570,13 @@ class Handover:
         }
         leaders, held, expected = led(now, self.resource, states, self._group)
         wish = plan(leaders, held, self._share, self._drain, self._groups(), expected)
-        self.steer = frozenset(
-            one for name in wish.steer for of, one in self._group(name) if of == self.resource and one in states
+        self.draining = frozenset(
+            one for name in wish.draining for of, one in self._group(name) if of == self.resource and one in states
         )
         for devices, side in ((wish.to_dra, Side.DRA), (wish.to_plugin, Side.PLUGIN)):
             if devices:
                 await self._send(devices, side, f"the share is {self._share}")
-        following = followers(self._desk.snapshot, self.resource, states, self._group)
+        following = followers(self._ledger.snapshot, self.resource, states, self._group)
         for name, side, reason in following:
             await self._send((name,), side, reason)
         if wish or following:
@@ -583,7 +585,7 @@ class Handover:
             self._moved()
 
     async def _send(self, devices: Sequence[str], side: Side, reason: str) -> None:
-        moves = await self._desk.do(ledger.begin_move(self.resource, devices, side, time.time(), reason))
+        moves = await self._ledger.do(ledger.begin_move(self.resource, devices, side, time.time(), reason))
         for state in moves.values():
             if state.value in self.statistics.begun:
                 self.statistics.begun[state.value] += 1
@@ -596,32 +598,32 @@ class Handover:
 
     async def _end_to_dra(self, waiting: dict[str, str]) -> bool:
         """Gather what R5 asks for, and hand it in; return whether anything arrived."""
-        behind = self._endpoint.ids.device_id_of
-        moving = ToDra.begun(self.resource, self._desk.snapshot)
+        device_id_of = self._endpoint.ids.device_id_of
+        moving = ToDra.begun(self.resource, self._ledger.snapshot)
         if not moving.devices:
             return False
         self._endpoint.refresh()
         shown = self._endpoint.shown()
-        moving = moving.showing(shown, behind)
+        moving = moving.showing(shown, device_id_of)
         if not moving.shown:
             what = "the kubelet to listen" if shown is None else "ListAndWatch to show it Unhealthy"
             waiting.update(dict.fromkeys(moving.devices, what))
             return False
-        moving = moving.looking(self._desk.snapshot.sequence)
+        moving = moving.looking(self._ledger.snapshot.sequence)
         ids = {(self.resource, one) for device in moving.shown for one in self._endpoint.ids.ids_of(device)}
-        evidence = moving.scanned(await self._scan(ids), behind, self._title)
+        evidence = moving.scanned(await self._scan(ids), device_id_of, self._title)
         if evidence is None:
             waiting.update(dict.fromkeys(moving.devices, "a moment without an Allocate in flight"))
             return False
-        before = self._desk.snapshot
-        done = await self._desk.do(ledger.commit_to_dra(self.resource, moving.devices, evidence, time.time()))
+        before = self._ledger.snapshot
+        done = await self._ledger.do(ledger.commit_to_dra(self.resource, moving.devices, evidence, time.time()))
         waiting.update(done.waiting)
         self._finished("to-dra", done.devices, before)
         return bool(done.devices)
 
     async def _end_to_plugin(self, waiting: dict[str, str]) -> bool:
         """Gather what R6 asks for, and hand it in; return whether anything arrived."""
-        before = self._desk.snapshot
+        before = self._ledger.snapshot
         moving = ToPlugin.begun(self.resource, before)
         waiting.update(dict.fromkeys(moving.held, "its claim"))
         moving = moving.withdrawing({n: self._slices.withdrawn(self.resource, n) for n in sorted(moving.free)})
@@ -640,7 +642,7 @@ class Handover:
         for name in moving.withdrawn:
             asked[name].claim = allocated.get(name, "")
         evidence = moving.listed(at, allocated)
-        done = await self._desk.do(
+        done = await self._ledger.do(
             ledger.commit_to_plugin(self.resource, sorted(moving.withdrawn), evidence, time.time())
         )
         waiting.update(done.waiting)

@@ -29,7 +29,7 @@ from dra_bridge.kube.kinds import (
     Kind,
     Object,
 )
-from dra_bridge.kube.traffic import Statistics
+from dra_bridge.kube.traffic import RequestStatistics
 from dra_bridge.kube.watch import SILENCE, Changed, Listed, Listing
 
 __all__ = [
@@ -57,7 +57,7 @@ __all__ = [
     "Listing",
     "NotFoundError",
     "Object",
-    "Statistics",
+    "RequestStatistics",
     "UnauthorizedError",
     "UnavailableError",
     "UnsupportedError",

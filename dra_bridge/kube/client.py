@@ -21,7 +21,7 @@ from dra_bridge.kube.connection import Connection
 from dra_bridge.kube.discovery import Discovery
 from dra_bridge.kube.errors import GoneError, UnavailableError, VersionChangedError
 from dra_bridge.kube.kinds import EVENTS, Kind, Object, path_of, selectors_of
-from dra_bridge.kube.traffic import Statistics, Traffic
+from dra_bridge.kube.traffic import RequestStatistics, Traffic
 from dra_bridge.kube.watch import SILENCE, Changed, Listed, Listing, Positions, Watches
 
 __all__ = ["Cluster"]
@@ -118,7 +118,7 @@ class Cluster:
         await self._connection.aclose()
 
     @property
-    def statistics(self) -> Statistics:
+    def statistics(self) -> RequestStatistics:
         """What went to the API server so far."""
         return self._connection.traffic.statistics(self._discovery.chosen)
 

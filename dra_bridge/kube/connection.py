@@ -14,7 +14,7 @@ import msgspec
 import dra_bridge.kube.auth as auth
 from dra_bridge.kube.auth import Access
 from dra_bridge.kube.errors import AccessError, ApiError, UnauthorizedError, UnavailableError, error_of
-from dra_bridge.kube.http import HttpError, Response, Server, proxy_of
+from dra_bridge.kube.http import HttpClient, HttpError, Response, proxy_of
 from dra_bridge.kube.kinds import Kind, Object
 from dra_bridge.kube.traffic import Traffic
 
@@ -56,10 +56,10 @@ class Connection:
         self._configuration = configuration
         self._deadline = deadline
         self._user_agent = user_agent
-        self._reached: tuple[Access, Server] | None = None
+        self._reached: tuple[Access, HttpClient] | None = None
         self._made_at = 0.0
         self._renew = False
-        self._former: list[Server] = []
+        self._former: list[HttpClient] = []
         self._connecting = asyncio.Lock()
 
     async def aclose(self) -> None:
@@ -93,7 +93,7 @@ class Connection:
         more = {"Content-Type": content_type} if content else {}
         target = f"{path}?{urllib.parse.urlencode(parameters)}" if parameters else path
 
-        async def once(connected: tuple[Server, dict[str, str]]) -> Response:
+        async def once(connected: tuple[HttpClient, dict[str, str]]) -> Response:
             server, headers = connected
             self.traffic.asked(method)
             async with asyncio.timeout(deadline or self._deadline):
@@ -166,7 +166,7 @@ class Connection:
         """
         try:
             made = await self._configuration()
-            server = Server(made.url, made.tls, made.proxy or proxy_of(made.url), made.server_name)
+            server = HttpClient(made.url, made.tls, made.proxy or proxy_of(made.url), made.server_name)
         except (auth.AccessError, OSError, ValueError) as error:
             if self._reached is None:
                 raise AccessError(f"cannot reach an API server: {error}") from error
@@ -178,7 +178,7 @@ class Connection:
             self._former = [one for one in former if await one.retire()]
         self._made_at, self._renew = time.monotonic(), False
 
-    async def _connected(self, *, refused: bool = False) -> tuple[Server, dict[str, str]]:
+    async def _connected(self, *, refused: bool = False) -> tuple[HttpClient, dict[str, str]]:
         """Return the server and the headers that tell it who asks; refused: it did not know the last ones.
 
         Not bound by a request's deadline: somebody may have to log in for a credential plugin.

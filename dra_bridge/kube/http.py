@@ -19,7 +19,7 @@ import aiohttp
 import yarl
 from aiohttp.http import HttpProcessingError
 
-__all__ = ["HttpError", "Response", "Server", "proxy_of"]
+__all__ = ["HttpClient", "HttpError", "Response", "proxy_of"]
 
 MOST: Final = 32
 """Connections at one time, those of watches included."""
@@ -84,7 +84,7 @@ class _Connector(aiohttp.TCPConnector):
         raise aiohttp.ServerDisconnectedError("the server answers before it is asked")
 
 
-class Server:
+class HttpClient:
     """One HTTP server. Belongs to one event loop.
 
     Raises of all methods: OSError and HttpError.

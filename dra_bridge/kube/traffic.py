@@ -9,13 +9,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Final
 
-__all__ = ["Statistics", "Traffic"]
+__all__ = ["RequestStatistics", "Traffic"]
 
 logger: Final = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
-class Statistics:
+class RequestStatistics:
     """What went to the API server so far; never changed, replaced.
 
     requests: answered or not, by HTTP method. failures: those not answered, or with a 429 or 5xx.
@@ -48,9 +48,9 @@ class Traffic:
         self._watches = 0
         self._back = asyncio.Event()
 
-    def statistics(self, version: str) -> Statistics:
+    def statistics(self, version: str) -> RequestStatistics:
         """Return the counts so far; version: of resource.k8s.io."""
-        return Statistics(dict(self._requests), self._failures, self._watches, self.lost_since, version)
+        return RequestStatistics(dict(self._requests), self._failures, self._watches, self.lost_since, version)
 
     def asked(self, method: str) -> None:
         """Count a request."""

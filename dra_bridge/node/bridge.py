@@ -13,7 +13,7 @@ from contextlib import aclosing
 from pathlib import Path
 from typing import Final
 
-from deviceplugin.kubelet.allocation_gate import Doorkeeper
+from deviceplugin.kubelet.allocation_gate import AllocationGate
 from deviceplugin.kubelet.orphaned_claims import OrphanedClaimGate, OrphanedClaims
 from deviceplugin.node.agent import Agent, AgentError
 from deviceplugin.node.paths import Paths
@@ -28,10 +28,10 @@ from dra_bridge.kube import (
     Listed,
 )
 from dra_bridge.ledger import AsyncLedger, LedgerError
-from dra_bridge.node.driver_runtime import FIRST, SHARE, DriverBridge, Node
-from dra_bridge.node.gates import CLOSED, Doors
+from dra_bridge.node.driver_runtime import FIRST, SHARE, DriverRuntime, Node
+from dra_bridge.node.gates import DENY_ALL, ResourceGates
 from dra_bridge.node.metrics import Told
-from dra_bridge.node.terms import Terms
+from dra_bridge.node.policies import HandoverPolicy
 from dra_bridge.rollout import progress
 from dra_bridge.slices import Publisher
 
@@ -60,7 +60,7 @@ class Bridge:
     def __init__(
         self,
         sources: Sequence[DeviceSource],
-        terms: Mapping[str, Terms],
+        policies: Mapping[str, HandoverPolicy],
         cluster: Cluster,
         node: str,
         paths: Paths | None = None,
@@ -77,18 +77,18 @@ class Bridge:
         self.claim_status = claim_status
         self.orphaned = OrphanedClaims(self.paths.kubelet_root, lambda: self.drivers.keys(), cdi_directory)
         gate = OrphanedClaimGate(self, lambda resource: None)
-        self.doors = Doors(gate, lambda: [bridge.keeper for bridge in self.drivers.values()])
+        self.gates = ResourceGates(gate, lambda: [bridge.ledger_gate for bridge in self.drivers.values()])
         self.claims = ClusterClaims(cluster, node)
         self.publisher = Publisher(cluster, node)
-        self.drivers: dict[str, DriverBridge] = {}
-        self._terms = dict(terms)
-        doorkeeper: Doorkeeper = self.doors
+        self.drivers: dict[str, DriverRuntime] = {}
+        self._policies = dict(policies)
+        allocation_gate: AllocationGate = self.gates
         self.agent = Agent(
             sources,
             self.paths,
             period=period,
             keep_books=keep_books,
-            doorkeeper=doorkeeper,
+            allocation_gate=allocation_gate,
             observers=[gate],
             before_end=self._end_claims,
             believe_checkpoint=False,
@@ -102,7 +102,7 @@ class Bridge:
             cluster,
             self.claims,
             self.publisher,
-            self.doors,
+            self.gates,
             cdi_directory,
             claim_status,
             self.elsewhere,
@@ -145,7 +145,7 @@ class Bridge:
             raise errors.exceptions[0] from None
         finally:
             for bridge in self.drivers.values():
-                await bridge.desk.close()
+                await bridge.async_ledger.close()
 
     async def _opened(self) -> bool:
         """Bridge what is to be served; return whether that is done, False if it is to stop before."""
@@ -174,7 +174,7 @@ class Bridge:
         """
         name = service.source.driver
         if not name:
-            if self.doors.keepers.pop(service.resource, None) is not None:
+            if self.gates.by_resource.pop(service.resource, None) is not None:
                 service.endpoint.refresh()
             return
         if name not in self.drivers:
@@ -186,23 +186,23 @@ class Bridge:
                     _LOG.warning(
                         "%s: another agent on this node has the ledger %s; standing by until it goes", name, path
                     )
-                desk = await opening
+                async_ledger = await opening
             except LedgerError as error:
                 raise AgentError(
                     f"{name}: {error}; the agent needs write access to {path.parent}, and free space there"
                 ) from error
             finally:
                 opening.cancel()
-            if desk.ledger.set_aside:
+            if async_ledger.ledger.set_aside:
                 _LOG.error(
                     "%s: the ledger could not be used and lies at %s; rebuilding it from what is held",
                     name,
-                    desk.ledger.set_aside,
+                    async_ledger.ledger.set_aside,
                 )
-            self.drivers[name] = DriverBridge(self._shared, name, desk)
-            self.agent.observers.append(self.drivers[name].keeper)
+            self.drivers[name] = DriverRuntime(self._shared, name, async_ledger)
+            self.agent.observers.append(self.drivers[name].ledger_gate)
         self._ask(self.drivers[name])
-        self.drivers[name].serve(service, self._terms.get(service.resource, Terms()))
+        self.drivers[name].serve(service, self._policies.get(service.resource, HandoverPolicy()))
 
     def elsewhere(self, resource: str, devices: Iterable[str], driver: str) -> dict[str, str]:
         """Return those of a resource's devices that claims of other drivers than this one hold, and the holders.
@@ -216,7 +216,7 @@ class Bridge:
         """Say which claim of another driver holds a device, or why that is not known; "" if none does."""
         for name, bridge in self.drivers.items():
             if name != driver:
-                for claim in bridge.desk.snapshot.claims_on(resource, (device,)):
+                for claim in bridge.async_ledger.snapshot.claims_on(resource, (device,)):
                     return f"claim {claim.title} through driver {name}"
         return self.orphaned.holder(resource, device, driver)
 
@@ -227,7 +227,7 @@ class Bridge:
     def _freed(self) -> None:
         """Let the plugin side offer what claims let go of resources that have no driver any more."""
         for resource, service in self.agent.services.items():
-            if resource not in self.doors.keepers:
+            if resource not in self.gates.by_resource:
                 service.endpoint.refresh()
 
     async def _end_claims(self) -> None:
@@ -235,11 +235,11 @@ class Bridge:
         await asyncio.gather(*(bridge.end_claims() for bridge in self.drivers.values()), return_exceptions=True)
 
     async def reconfigure(
-        self, sources: Mapping[str, DeviceSource], terms: Mapping[str, Terms], unchanged: Sequence[str]
+        self, sources: Mapping[str, DeviceSource], policies: Mapping[str, HandoverPolicy], unchanged: Sequence[str]
     ) -> None:
         """Serve these sources from now on, those of `unchanged` resources as they are, all on these terms."""
         await self.agent.begun()
-        self._terms = dict(terms)
+        self._policies = dict(policies)
         drivers = {name: service.source.driver for name, service in self.agent.services.items()}
         kept = {*sources, *unchanged}
         for name, driver in drivers.items():
@@ -247,10 +247,10 @@ class Bridge:
                 self.drivers[driver].drop(name)
         for name, source in sources.items():
             if source.driver:  # closed until its ledger is asked
-                self.doors.keepers.setdefault(name, CLOSED)
+                self.gates.by_resource.setdefault(name, DENY_ALL)
         await self.agent.reconfigure(sources, unchanged)
-        for name in self.doors.keepers.keys() - self.agent.services.keys():
-            del self.doors.keepers[name]
+        for name in self.gates.by_resource.keys() - self.agent.services.keys():
+            del self.gates.by_resource[name]
         errors: list[AgentError] = []
         for name in kept & self.agent.services.keys():
             there = set(self.drivers)
@@ -299,9 +299,9 @@ class Bridge:
                 _LOG.warning("node %s cannot be read yet; no device moves until its annotations are known", self.node)
                 await self._node_known.wait()
 
-    def _ask(self, bridge: DriverBridge) -> None:
+    def _ask(self, bridge: DriverRuntime) -> None:
         key = progress.share_annotation(bridge.name)
-        before = bridge.desk.snapshot.setting(SHARE, bridge.name)
+        before = bridge.async_ledger.snapshot.setting(SHARE, bridge.name)
         if not self._node_known.is_set():
             bridge.ask(parse_share(before) if before is not None else None, before or "")
             return

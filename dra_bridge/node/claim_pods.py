@@ -26,9 +26,9 @@ class ClaimPods:
 
     """
 
-    def __init__(self, driver: str, desk: AsyncLedger, tracker: HolderTracker, kubelet_root: Path) -> None:
+    def __init__(self, driver: str, async_ledger: AsyncLedger, tracker: HolderTracker, kubelet_root: Path) -> None:
         self._driver = driver
-        self._desk = desk
+        self._ledger = async_ledger
         self._tracker = tracker
         self._kubelet_root = kubelet_root
         self._recorded: frozenset[str] = frozenset()
@@ -51,7 +51,7 @@ class ClaimPods:
         running = await asyncio.to_thread(tracker.running_pods)
         prepared = await self.record()
         if running - self._recorded:
-            known = self._desk.snapshot.claims
+            known = self._ledger.snapshot.claims
             lost = {pod for claim in prepared if (self._driver, claim.uid) not in known for pod in claim.pod_uids}
             self._recorded |= await tracker.listed(running) - lost
         self._recorded &= running
@@ -65,9 +65,9 @@ class ClaimPods:
         prepared = await asyncio.to_thread(claim_state.read, self._kubelet_root)
         mine = [claim for claim in prepared if self._driver in claim.devices]
         for claim in mine:
-            known = self._desk.snapshot.claims.get((self._driver, claim.uid))
+            known = self._ledger.snapshot.claims.get((self._driver, claim.uid))
             if known is not None and not (known.name and claim.pod_uids <= known.pods):
-                await self._desk.do(
+                await self._ledger.do(
                     ledger.describe(self._driver, claim.uid, claim.namespace, claim.name, claim.pod_uids)
                 )
         return mine

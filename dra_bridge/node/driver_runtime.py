@@ -19,8 +19,8 @@ from deviceplugin.kubelet.registration import Backoff
 from deviceplugin.node.agent import Agent, AgentError
 from deviceplugin.node.service import Service
 from dra_bridge import ledger
-from dra_bridge.driver import ClaimRef, ClusterClaims, Driver, Registrar, Served
-from dra_bridge.handover.gate import Behind, Keeper, allocations_of
+from dra_bridge.driver import ClaimRef, ClusterClaims, Driver, Registrar, ServedResource
+from dra_bridge.handover.gate import DeviceIdResolver, LedgerGate, allocations_of
 from dra_bridge.handover.handover import Handover, Share
 from dra_bridge.kube import (
     RESOURCE_CLAIMS,
@@ -31,13 +31,13 @@ from dra_bridge.kube import (
 from dra_bridge.ledger import AsyncLedger, LedgerError, Side, State
 from dra_bridge.node.claim_pods import ClaimPods
 from dra_bridge.node.evidence import EvidenceReader
-from dra_bridge.node.gates import CLOSED, Doors
+from dra_bridge.node.gates import DENY_ALL, ResourceGates
 from dra_bridge.node.grouping import Order, groups
-from dra_bridge.node.terms import Terms
+from dra_bridge.node.policies import HandoverPolicy
 from dra_bridge.rollout import progress
 from dra_bridge.slices import Offer, Pool, Publisher
 
-__all__ = ["DriverBridge", "Node"]
+__all__ = ["DriverRuntime", "Node"]
 
 _LOG: Final = logging.getLogger(__name__)
 
@@ -70,7 +70,7 @@ class Node:
     cluster: Cluster
     claims: ClusterClaims
     publisher: Publisher
-    doors: Doors
+    gates: ResourceGates
     cdi_directory: str
     claim_status: bool
     elsewhere: Callable[[str, Iterable[str], str], Mapping[str, str]]
@@ -79,7 +79,7 @@ class Node:
     annotations_read: Callable[[], Awaitable[None]]
 
 
-class DriverBridge:
+class DriverRuntime:
     """One DRA driver on this node: its ledger, both its sides, and the moves between them.
 
     Args:
@@ -89,21 +89,21 @@ class DriverBridge:
 
     """
 
-    def __init__(self, node: Node, name: str, desk: AsyncLedger) -> None:
+    def __init__(self, node: Node, name: str, async_ledger: AsyncLedger) -> None:
         self.name = name
-        self.desk = desk
+        self.async_ledger = async_ledger
         self.handovers: dict[str, Handover] = {}
-        self.terms: dict[str, Terms] = {}
+        self.policies: dict[str, HandoverPolicy] = {}
         self._node = node
         self._services: dict[str, Service] = {}
         self._orders: dict[str, Order] = {}
-        self._behind: dict[str, Behind] = {}
-        node.agent.tracker.remember(allocations_of(desk.snapshot))
-        grants = {key: hold.since for key, hold in desk.snapshot.holds.items() if hold.pending}
+        self._behind: dict[str, DeviceIdResolver] = {}
+        node.agent.tracker.remember(allocations_of(async_ledger.snapshot))
+        grants = {key: hold.since for key, hold in async_ledger.snapshot.holds.items() if hold.pending}
         node.agent.tracker.remember_grants(grants)
         guard = node.agent.guard
-        self.keeper = Keeper(
-            desk,
+        self.ledger_gate = LedgerGate(
+            async_ledger,
             self._behind,
             self._changed,
             self._quarantined,
@@ -111,24 +111,24 @@ class DriverBridge:
             guard,
             node.agent.tracker.allocated,
         )
-        self.keeper.steer = self._steer
-        self._pods = ClaimPods(name, desk, node.agent.tracker, node.agent.paths.kubelet_root)
+        self.ledger_gate.draining = self._draining
+        self._pods = ClaimPods(name, async_ledger, node.agent.tracker, node.agent.paths.kubelet_root)
         self.driver = Driver(
             name,
             node.name,
             (),
-            desk,
+            async_ledger,
             node.claims,
             cdi_directory=node.cdi_directory,
             pull=True,
             report=node.claim_status,
             changed=self._changed,
-            ready=lambda resource, device: (resource, device) in self.keeper.heard,
+            ready=lambda resource, device: (resource, device) in self.ledger_gate.reconciled,
             running_pods=self._pods.running,
             qualifiers=lambda resources: self.qualifiers,
             guard=guard,
         )
-        self.evidence = EvidenceReader(self.driver, desk, node.agent, node.cluster)
+        self.evidence = EvidenceReader(self.driver, async_ledger, node.agent, node.cluster)
         self.registrar = Registrar(self.driver, node.agent.paths.kubelet_root, changed=self.publish)
         self._began: float | None = None
         self._node_share: Share | None = None
@@ -139,52 +139,54 @@ class DriverBridge:
         self._registering: asyncio.Task[None] | None = None
         self._movers: dict[str, asyncio.Task[None]] = {}
         self._unsubscribe: dict[str, Callable[[], None]] = {}
-        self._placing: set[str] = set()
+        self._reconciling: set[str] = set()
         self._without: dict[tuple[str, str], tuple[int, float | None]] = {}
         self._told: tuple[progress.Progress, str, float] | None = None
         self._publishing: asyncio.TimerHandle | None = None
         self._wants = asyncio.Event()
-        self._heard: dict[str, asyncio.Event] = {}
+        self._reconciled: dict[str, asyncio.Event] = {}
         self._alarms: set[asyncio.Task[None]] = set()
 
     # What it serves.
 
-    def serve(self, service: Service, terms: Terms) -> None:
+    def serve(self, service: Service, policies: HandoverPolicy) -> None:
         """Serve a resource, or go on serving it on other terms or with another source."""
         resource = service.resource
         new = resource not in self.handovers
-        self.terms[resource] = terms
+        self.policies[resource] = policies
         self._services[resource] = service
         self._behind[resource] = service.endpoint.ids.device_id_of
-        self.driver.serve([Served(one.source, one.inventory) for one in self._services.values()])
+        self.driver.serve([ServedResource(one.source, one.inventory) for one in self._services.values()])
         self.registrar.follow()
-        self._node.doors.keepers[resource] = self.keeper
+        self._node.gates.by_resource[resource] = self.ledger_gate
         if new:
-            holds = [one for one in self.desk.snapshot.holds.values() if one.resource == resource and one.pending]
+            holds = [
+                one for one in self.async_ledger.snapshot.holds.values() if one.resource == resource and one.pending
+            ]
             units = {one.unit for one in holds}
-            held = [one for one in allocations_of(self.desk.snapshot) if one.resource == resource]
+            held = [one for one in allocations_of(self.async_ledger.snapshot) if one.resource == resource]
             service.remember(units, [one for one in held if one.device_id in units])
             self.handovers[resource] = Handover(
                 service.endpoint,
                 service.inventory,
-                self.desk,
+                self.async_ledger,
                 self._node.agent.scan,
                 self,
                 self.evidence,
                 share=self._share(resource),
-                drain=terms.drain,
+                drain=policies.drain,
                 groups=functools.partial(groups, service),
                 errors=(ClusterError,),
                 title=self._node.agent.tracker.title,
                 group=functools.partial(self._node.agent.guard.group, resource),
                 moved=self._moved,
             )
-            self._heard[resource] = asyncio.Event()
+            self._reconciled[resource] = asyncio.Event()
             self._unsubscribe[resource] = service.inventory.subscribe(lambda _: self._listed(resource))
             self._move(resource)
             self._listed(resource)
         else:
-            self.handovers[resource].ask(self._share(resource), terms.drain)
+            self.handovers[resource].ask(self._share(resource), policies.drain)
         self.publish()
 
     def drop(self, resource: str) -> None:
@@ -192,13 +194,13 @@ class DriverBridge:
         self._services.pop(resource, None)
         self._behind.pop(resource, None)
         self._orders.pop(resource, None)
-        self.terms.pop(resource, None)
-        self.driver.serve([Served(one.source, one.inventory) for one in self._services.values()])
+        self.policies.pop(resource, None)
+        self.driver.serve([ServedResource(one.source, one.inventory) for one in self._services.values()])
         self.registrar.follow()
-        self._node.doors.keepers[resource] = CLOSED
+        self._node.gates.by_resource[resource] = DENY_ALL
         self._unsubscribe.pop(resource, lambda: None)()
         self.handovers.pop(resource, None)
-        self._heard.pop(resource, asyncio.Event()).set()
+        self._reconciled.pop(resource, asyncio.Event()).set()
         if (mover := self._movers.pop(resource, None)) is not None:
             mover.cancel()
         self.publish()
@@ -208,25 +210,25 @@ class DriverBridge:
         if share != self._node_share:
             self._node_share = share
             for resource, handover in self.handovers.items():
-                handover.ask(self._share(resource), self.terms[resource].drain)
+                handover.ask(self._share(resource), self.policies[resource].drain)
             self.publish()
         if text != self._asked:
             self._asked = text
             self.publish()
 
     def _share(self, resource: str) -> Share:
-        return self._node_share if self._node_share is not None else self.terms[resource].share
+        return self._node_share if self._node_share is not None else self.policies[resource].share
 
     def keep_share(self, text: str | None) -> None:
         """Remember the annotation's share durably: an agent that starts beside an invalid one keeps it."""
-        if self.desk.snapshot.setting(SHARE, self.name) != text:
+        if self.async_ledger.snapshot.setting(SHARE, self.name) != text:
             task = asyncio.create_task(self._keep_share(text))
             self._alarms.add(task)
             task.add_done_callback(self._alarms.discard)
 
     async def _keep_share(self, text: str | None) -> None:
         try:
-            await self.desk.do(ledger.set_setting(SHARE, self.name, text))
+            await self.async_ledger.do(ledger.set_setting(SHARE, self.name, text))
         except LedgerError as error:
             _LOG.warning("%s: the share %s cannot be remembered: %s", self.name, text, error)
 
@@ -235,7 +237,7 @@ class DriverBridge:
     @property
     def qualifiers(self) -> Mapping[str, str]:
         """What tells this driver's resources apart in the names of published devices, by resource."""
-        settings = self.desk.snapshot.settings
+        settings = self.async_ledger.snapshot.settings
         return {resource: kept.value for (section, resource), kept in settings.items() if section == QUALIFIER}
 
     async def _decide_names(self, resource: str) -> None:
@@ -258,10 +260,10 @@ class DriverBridge:
             async with asyncio.timeout(5.0):
                 slices = await self._node.cluster.list(RESOURCE_SLICES, field_selector=selector)
             before = progress.read(self.name, slices.items)
-            known = [name for name in served if self.desk.snapshot.of(name)]
+            known = [name for name in served if self.async_ledger.snapshot.of(name)]
             kept = before.words if before is not None else naming.qualifiers(known or served)
         for name, word in naming.kept_qualifiers(kept, served).items():
-            await self.desk.do(ledger.set_setting(QUALIFIER, name, word))
+            await self.async_ledger.do(ledger.set_setting(QUALIFIER, name, word))
         self.registrar.follow()  # the kubelet knows the health of devices by their names
 
     # Running.
@@ -307,7 +309,7 @@ class DriverBridge:
 
     async def _end_with_ledger(self) -> None:
         """End the agent when its ledger is lost; it begins again from evidence."""
-        await self.desk.lost.wait()
+        await self.async_ledger.lost.wait()
         self._node.agent.fail(AgentError(f"{self.name}: the ledger was lost while it was in use"))
 
     def _move(self, resource: str) -> None:
@@ -320,8 +322,8 @@ class DriverBridge:
         backoff = Backoff(first=1.0, most=30.0)
         while True:
             try:
-                await self._place(resource)
-                await self._heard[resource].wait()
+                await self._reconcile_devices(resource)
+                await self._reconciled[resource].wait()
                 await self._node.annotations_read()  # what is asked for may be other than the config's share
                 await handover.run()
             except Exception:
@@ -332,53 +334,59 @@ class DriverBridge:
         """Note that the source listed other devices than before."""
         listed = self._services[resource].inventory.snapshot.devices
         # One that was unplugged may come back held by somebody: its evidence is heard anew then.
-        self.keeper.heard -= {key for key in self.keeper.heard if key[0] == resource and key[1] not in listed}
-        self._place_soon(resource)
+        self.ledger_gate.reconciled -= {
+            key for key in self.ledger_gate.reconciled if key[0] == resource and key[1] not in listed
+        }
+        self._reconcile_devices_soon(resource)
         self.publish()
 
-    def _place_soon(self, resource: str) -> None:
-        waits = self._unheard(resource) or not self._heard[resource].is_set()
-        if waits and self._group is not None and resource not in self._placing:
-            self._placing.add(resource)
-            self._group.create_task(self._place(resource), name=f"place {resource}")
+    def _reconcile_devices_soon(self, resource: str) -> None:
+        waits = self._unreconciled(resource) or not self._reconciled[resource].is_set()
+        if waits and self._group is not None and resource not in self._reconciling:
+            self._reconciling.add(resource)
+            self._group.create_task(self._reconcile_devices(resource), name=f"place {resource}")
 
-    def _unheard(self, resource: str) -> list[str]:
+    def _unreconciled(self, resource: str) -> list[str]:
         """Return the devices about which no evidence was heard yet."""
         listed = self._services[resource].inventory.snapshot.devices
-        known = self.desk.snapshot.devices
-        return [name for name in listed if (resource, name) not in self.keeper.heard or (resource, name) not in known]
+        known = self.async_ledger.snapshot.devices
+        return [
+            name
+            for name in listed
+            if (resource, name) not in self.ledger_gate.reconciled or (resource, name) not in known
+        ]
 
-    async def _place(self, resource: str) -> None:
+    async def _reconcile_devices(self, resource: str) -> None:
         """Confront the ledger with what is held, before anything is offered (R8).
 
         At each start all devices, for the ledger may have lost what came last; later those that
         are new.
         """
         backoff, told, tries = Backoff(first=0.1, most=5.0), "", 0
-        self._placing.add(resource)
+        self._reconciling.add(resource)
         try:
             while resource in self._services:
                 tries += 1
                 listed = self._services[resource].inventory.snapshot.listed
-                if not (unheard := self._unheard(resource)) and (resource in self.qualifiers or not listed):
-                    if listed and not self._heard[resource].is_set():
-                        self._heard[resource].set()
+                if not (unreconciled := self._unreconciled(resource)) and (resource in self.qualifiers or not listed):
+                    if listed and not self._reconciled[resource].is_set():
+                        self._reconciled[resource].set()
                         self._services[resource].release_idle()
                     return
-                elsewhere = self._node.elsewhere(resource, unheard, self.name)
+                elsewhere = self._node.elsewhere(resource, unreconciled, self.name)
                 why = dict(elsewhere)
                 try:
                     await self._decide_names(resource)
-                    doubtful = await self._confront(resource, [name for name in unheard if name not in elsewhere])
+                    doubtful = await self._confront(resource, [name for name in unreconciled if name not in elsewhere])
                 except (LedgerError, CheckpointError, ClaimStateError, ClusterError, OSError, TimeoutError) as error:
-                    why |= dict.fromkeys(unheard, f"not known: {error or type(error).__name__}")
+                    why |= dict.fromkeys(unreconciled, f"not known: {error or type(error).__name__}")
                 else:
                     problem = self._node.agent.tracker.snapshot.problem
                     why |= dict.fromkeys(doubtful, f"not known: {problem}" if problem else "not known")
                     if not why:
                         backoff.reset()
                         continue
-                self.keeper.reasons[resource] = why
+                self.ledger_gate.reasons[resource] = why
                 text = "; ".join(f"{device}: {reason}" for device, reason in sorted(why.items()))
                 # At the start the kubelet has not listened yet; that is soon over.
                 if text != told and tries > 3:
@@ -386,8 +394,8 @@ class DriverBridge:
                     _LOG.warning("%s: devices are withheld: %s", resource, text)
                 await asyncio.sleep(backoff.next())
         finally:
-            self.keeper.reasons.pop(resource, None)
-            self._placing.discard(resource)
+            self.ledger_gate.reasons.pop(resource, None)
+            self._reconciling.discard(resource)
 
     async def _confront(self, resource: str, devices: Sequence[str]) -> tuple[str, ...]:
         """Have the ledger hear the evidence about these devices; return those that it leaves in doubt."""
@@ -399,21 +407,21 @@ class DriverBridge:
             return ()  # it was dropped meanwhile
         count = len(service.inventory.snapshot.devices)
         side = Side.DRA if self._share(resource).of(count) == count else Side.PLUGIN
-        done = await self.desk.do(ledger.reconcile_evidence(resource, evidence, devices, side, time.time()))
+        done = await self.async_ledger.do(ledger.reconcile_evidence(resource, evidence, devices, side, time.time()))
         guard = self._node.agent.guard
-        await self.desk.identify({(resource, name): guard.identity(resource, name) for name in devices})
-        self.keeper.heard |= {(resource, name) for name in devices if name not in done.doubtful}
+        await self.async_ledger.identify({(resource, name): guard.identity(resource, name) for name in devices})
+        self.ledger_gate.reconciled |= {(resource, name) for name in devices if name not in done.doubtful}
         for device, state in done.changed.items():
             if state is State.QUARANTINED:
                 self._quarantined(resource, device)
-            elif (resource, device) in self.keeper.heard:
+            elif (resource, device) in self.ledger_gate.reconciled:
                 _LOG.debug("%s: device %s is %s", resource, device, state.text)
         self._changed()
         return done.doubtful
 
     def _quarantined(self, resource: str, device: str) -> None:
         """Raise the alarm: in the log, and as an Event of the Node."""
-        reason = self.desk.snapshot.device(resource, device).reason
+        reason = self.async_ledger.snapshot.device(resource, device).reason
         message = f"device {device} of {resource} is quarantined: {reason}"
         _LOG.error("%s", message)
         alarm = asyncio.create_task(self._node.alarm("DeviceQuarantined", message))
@@ -426,12 +434,12 @@ class DriverBridge:
         while True:
             await asyncio.sleep(backoff.next())
             await self.resolve()
-            if not any(record.state is State.QUARANTINED for record in self.desk.snapshot.devices.values()):
+            if not any(record.state is State.QUARANTINED for record in self.async_ledger.snapshot.devices.values()):
                 backoff.reset()
 
     async def resolve(self) -> None:
         """Look whether the evidence about quarantined devices is of one mind by now; done every `RESOLVE` seconds."""
-        now = self.desk.snapshot
+        now = self.async_ledger.snapshot
         for resource, service in tuple(self._services.items()):
             listed = service.inventory.snapshot.devices
             names = [
@@ -447,14 +455,14 @@ class DriverBridge:
                 _LOG.info("%s: quarantined devices stay so for now: %s", resource, error)
             else:
                 for name in names:
-                    state = self.desk.snapshot.device(resource, name).state
+                    state = self.async_ledger.snapshot.device(resource, name).state
                     if state is not State.QUARANTINED:
                         _LOG.warning("%s: device %s leaves quarantine; it is %s", resource, name, state.text)
 
-    def _steer(self, resource: str) -> frozenset[str]:
+    def _draining(self, resource: str) -> frozenset[str]:
         """Return the devices that new pods had better not get, since they are to move."""
         handover = self.handovers.get(resource)
-        return frozenset() if handover is None else handover.steer
+        return frozenset() if handover is None else handover.draining
 
     async def _reconcile(self) -> None:
         """Compare what is prepared with what is wanted: at once, and from time to time."""
@@ -462,7 +470,7 @@ class DriverBridge:
         while True:
             try:
                 # CDI files are evidence; they must not be swept away before they were heard.
-                sweep = all(event.is_set() for event in self._heard.values())
+                sweep = all(event.is_set() for event in self._reconciled.values())
                 await self.reconcile(sweep=sweep)
             except (ClaimStateError, ClusterError, LedgerError, OSError) as error:
                 _LOG.info("%s: prepared claims cannot be compared now: %s", self.name, error)
@@ -470,7 +478,7 @@ class DriverBridge:
             else:
                 backoff.reset()
                 if not sweep:
-                    for event in tuple(self._heard.values()):
+                    for event in tuple(self._reconciled.values()):
                         await event.wait()
                     continue
                 await asyncio.sleep(RECONCILE * (0.8 + random.random() * 0.4))  # noqa: S311  # jitter
@@ -494,7 +502,7 @@ class DriverBridge:
         """Find out about claims that are known from their CDI files alone: whose they are, or that they are over."""
         nameless = [
             claim
-            for claim in self.desk.snapshot.claims.values()
+            for claim in self.async_ledger.snapshot.claims.values()
             if claim.driver == self.name and not claim.name and claim.uid not in named
         ]
         if not nameless:
@@ -505,7 +513,9 @@ class DriverBridge:
         }
         for claim in nameless:
             if metadata := known.get(claim.uid):
-                await self.desk.do(ledger.describe(self.name, claim.uid, metadata["namespace"], metadata["name"]))
+                await self.async_ledger.do(
+                    ledger.describe(self.name, claim.uid, metadata["namespace"], metadata["name"])
+                )
             elif not any(pods.may_run(uid) for uid in claim.pods):
                 _LOG.info("%s: claim %s, known from its CDI file, is no more", self.name, claim.uid)
                 await self.driver.unprepare([ClaimRef("", "", claim.uid)])
@@ -523,12 +533,14 @@ class DriverBridge:
     def _publish(self) -> None:
         self._publishing = None
         for resource in self._services:
-            self._place_soon(resource)  # a device may be listed again in the moment in which it is forgotten
+            self._reconcile_devices_soon(
+                resource
+            )  # a device may be listed again in the moment in which it is forgotten
         loop = asyncio.get_running_loop()
         self._began = self._began or loop.time()
         rest = self._began + FIRST - loop.time()
-        heard = all(event.is_set() for event in self._heard.values())
-        if not (self.registrar.statistics.registrations and heard) and rest > 0:
+        reconciled = all(event.is_set() for event in self._reconciled.values())
+        if not (self.registrar.statistics.registrations and reconciled) and rest > 0:
             # Pods that come before the driver is registered fail first and are tried again a minute later;
             # and what is in the slices from before stays until the evidence was heard.
             self._publishing = loop.call_later(rest, self._publish)
@@ -539,12 +551,14 @@ class DriverBridge:
         for resource, handover in self.handovers.items():
             service = self._services[resource]
             snapshot = service.inventory.snapshot
-            known = self.desk.snapshot.devices
-            unlisted = (name for name in self.desk.snapshot.of(resource) if name not in snapshot.devices)
+            known = self.async_ledger.snapshot.devices
+            unlisted = (name for name in self.async_ledger.snapshot.of(resource) if name not in snapshot.devices)
             offered = frozenset(
                 name
                 for name in snapshot.devices
-                if (resource, name) in self.keeper.heard and (resource, name) in known and handover.offered(name)
+                if (resource, name) in self.ledger_gate.reconciled
+                and (resource, name) in known
+                and handover.offered(name)
             )
             offered -= self._node.agent.guard.withheld(resource, "dra").keys()
             without += [(resource, name) for name in (*snapshot.devices, *unlisted) if name not in offered]
@@ -552,7 +566,7 @@ class DriverBridge:
             replicas = {name: source.replicas_of(device) for name, device in snapshot.devices.items()}
             order = self._orders.setdefault(resource, Order()).of(snapshot.devices.keys(), source.links)
             offers.append(Offer(snapshot, offered, replicas, tuple(order), words.get(resource, "")))
-        unhealthy = "NoExecute" if any(one.unhealthy == "NoExecute" for one in self.terms.values()) else "NoSchedule"
+        unhealthy = "NoExecute" if any(one.unhealthy == "NoExecute" for one in self.policies.values()) else "NoSchedule"
         ticket = self._node.publisher.want(
             Pool(self.name, self._node.name, tuple(offers), unhealthy, self._annotations())  # type: ignore[arg-type]
         )
@@ -565,7 +579,7 @@ class DriverBridge:
         if not self.qualifiers:
             return False
         return any(
-            (resource, name) in self.keeper.heard
+            (resource, name) in self.ledger_gate.reconciled
             for resource, service in self._services.items()
             for name in service.inventory.snapshot.devices
         ) or all(
@@ -583,12 +597,12 @@ class DriverBridge:
         }
         gone = {
             (resource, device)
-            for resource, device in self.desk.snapshot.devices
+            for resource, device in self.async_ledger.snapshot.devices
             if (service := self._services.get(resource)) is not None
             and (device not in service.inventory.snapshot.devices or device in service.inventory.snapshot.gone)
         }
         told = progress.progress(
-            self.desk.snapshot, shares, waits, asked=self._asked, gone=gone, qualifiers=self.qualifiers
+            self.async_ledger.snapshot, shares, waits, asked=self._asked, gone=gone, qualifiers=self.qualifiers
         )
         sides, now = progress.encoded(progress.without_holders(told)), time.monotonic()
         if self._told is not None and self._told[1] == sides and self._told[0] != told:

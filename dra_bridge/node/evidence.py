@@ -30,9 +30,9 @@ class EvidenceReader:
 
     """
 
-    def __init__(self, driver: Driver, desk: AsyncLedger, agent: Agent, cluster: Cluster) -> None:
+    def __init__(self, driver: Driver, async_ledger: AsyncLedger, agent: Agent, cluster: Cluster) -> None:
         self._driver = driver
-        self._desk = desk
+        self._ledger = async_ledger
         self._agent = agent
         self._cluster = cluster
 
@@ -45,7 +45,7 @@ class EvidenceReader:
             ClusterError: the API server cannot be asked.
 
         """
-        resource, behind = service.resource, service.endpoint.ids.device_id_of
+        resource, device_id_of = service.resource, service.endpoint.ids.device_id_of
         wanted = frozenset(devices)
         ids = {(resource, one) for device in devices for one in service.endpoint.ids.ids_of(device)}
         now = await self._agent.scan(ids)
@@ -53,7 +53,7 @@ class EvidenceReader:
             raise CheckpointError("an Allocate came in between")
         if now.registered is None:
             raise CheckpointError(now.problem)
-        held = held_units(now, resource, behind, self._agent.tracker.title)
+        held = held_units(now, resource, device_id_of, self._agent.tracker.title)
         prepared = await asyncio.to_thread(claim_state.read, self._agent.paths.kubelet_root)
         files = await asyncio.to_thread(self._driver.cdi_evidence)
         claims = [
@@ -61,13 +61,13 @@ class EvidenceReader:
             for claim in (*self._driver.claim_evidence(prepared, resource), *files.get(resource, ()))
             if claim.devices & wanted
         ]
-        known = self._desk.snapshot
+        known = self._ledger.snapshot
         claims = [
             claim for claim in claims if (self._driver.name, claim.uid) not in known.claims or self._incomplete(claim)
         ]
         if (
-            self._desk.ledger.fresh
-            or self._desk.ledger.set_aside
+            self._ledger.ledger.fresh
+            or self._ledger.ledger.set_aside
             or any(known.device(resource, name).state is State.QUARANTINED for name in devices)
         ):
             # What is allocated: a claim that the kubelet has not prepared yet keeps its device on the DRA side.
@@ -78,7 +78,7 @@ class EvidenceReader:
 
     def _incomplete(self, claim: ClaimEvidence) -> bool:
         """Return whether the ledger knows a claim from evidence alone, which is heard one resource at a time."""
-        known = self._desk.snapshot.claims.get((self._driver.name, claim.uid))
+        known = self._ledger.snapshot.claims.get((self._driver.name, claim.uid))
         return known is not None and known.result is None and known.durable
 
     async def _allocations(self, resource: str, devices: frozenset[str], but: set[str]) -> list[ClaimEvidence]:

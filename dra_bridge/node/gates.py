@@ -9,13 +9,13 @@ import grpc
 
 from deviceplugin.exclusion import Key
 from deviceplugin.identity import Tokens
-from deviceplugin.kubelet.allocation_gate import Doorkeeper, Refusal
+from deviceplugin.kubelet.allocation_gate import AllocationGate, Refusal
 from deviceplugin.kubelet.exclusion_guard import Side as ExclusionSide
 
-__all__ = ["CLOSED", "Closed", "Doors"]
+__all__ = ["DENY_ALL", "DenyAll", "ResourceGates"]
 
 
-class Closed:
+class DenyAll:
     """The doorkeeper of a resource whose ledger is not open yet, or not for it any more."""
 
     def offers(self, resource: str, device: str) -> bool:
@@ -47,23 +47,23 @@ class Closed:
         raise Refusal(grpc.StatusCode.UNAVAILABLE, "starting", f"{resource}: its ledger is not open now")
 
 
-CLOSED: Final = Closed()
+DENY_ALL: Final = DenyAll()
 
 
-class Doors:
+class ResourceGates:
     """The plugin door's doorkeeper for the whole node: each resource's own keeper decides.
 
     free: decides about resources that have no driver. ledgers: returns the keepers of all drivers, also of those that
     no resource names any more.
     """
 
-    def __init__(self, free: Doorkeeper, ledgers: Callable[[], Iterable[Doorkeeper]] = tuple) -> None:
-        self.keepers: dict[str, Doorkeeper] = {}
+    def __init__(self, free: AllocationGate, ledgers: Callable[[], Iterable[AllocationGate]] = tuple) -> None:
+        self.by_resource: dict[str, AllocationGate] = {}
         self._free = free
         self._ledgers = ledgers
 
-    def _of(self, resource: str) -> Doorkeeper:
-        return self.keepers.get(resource, self._free)
+    def _of(self, resource: str) -> AllocationGate:
+        return self.by_resource.get(resource, self._free)
 
     def offers(self, resource: str, device: str) -> bool:
         """Return whether the plugin side offers the device."""
@@ -84,8 +84,8 @@ class Doors:
     def held(self) -> Mapping[Key, Tokens]:
         """Return what any ledger counts as held, and what it was when it was granted."""
         found: dict[Key, Tokens] = {}
-        for keeper in self._ledgers():
-            for key, tokens in keeper.held().items():
+        for ledger_gate in self._ledgers():
+            for key, tokens in ledger_gate.held().items():
                 found[key] = found.get(key, frozenset()) | tokens
         return found
 

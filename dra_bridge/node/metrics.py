@@ -10,14 +10,14 @@ import time
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Final
 
-from deviceplugin.metrics.report import Place, PreparedClaim, Report
+from deviceplugin.metrics.report import DeviceLocation, PreparedClaim, ProviderReport
 from dra_bridge.ledger import Side, State
 
 if TYPE_CHECKING:
     from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric, SummaryMetricFamily
 
     from dra_bridge.node.bridge import Bridge
-    from dra_bridge.node.driver_runtime import DriverBridge
+    from dra_bridge.node.driver_runtime import DriverRuntime
 
 __all__ = ["Told"]
 
@@ -40,10 +40,10 @@ class Told:
     def __init__(self, bridge: Bridge) -> None:
         self._bridge = bridge
 
-    def report(self) -> Report:
+    def report(self) -> ProviderReport:
         """Tell what is known now."""
         drivers = list(self._bridge.drivers.values())
-        return Report(
+        return ProviderReport(
             families=[
                 *_drivers(drivers),
                 *_slices(self._bridge, drivers),
@@ -57,7 +57,7 @@ class Told:
             qualifiers={name: word for one in drivers for name, word in one.qualifiers.items()},
         )
 
-    def _unready(self, drivers: Iterable[DriverBridge]) -> Iterable[str]:
+    def _unready(self, drivers: Iterable[DriverRuntime]) -> Iterable[str]:
         waited_for = {
             service.source.driver for service in list(self._bridge.agent.services.values()) if service.source.driver
         }
@@ -73,7 +73,7 @@ class Told:
         for name in sorted(waited_for):
             yield f"driver {name} has not started: another agent may have its ledger"
 
-    def _status(self, one: DriverBridge) -> dict[str, object]:
+    def _status(self, one: DriverRuntime) -> dict[str, object]:
         state, made = self._bridge.publisher.state(one.name), one.driver.statistics
         return {
             "registered": one.registrar.statistics.registered,
@@ -82,7 +82,7 @@ class Told:
             "published": state.accepted >= state.wanted > 0,
             "problems": list(state.problems),
             "unsupported": sorted(map(str, state.unsupported)),
-            "preparedClaims": sum(claim.driver == one.name for claim in one.desk.snapshot.claims.values()),
+            "preparedClaims": sum(claim.driver == one.name for claim in one.async_ledger.snapshot.claims.values()),
             "prepareFailures": dict(made.prepare_failures),
             "shares": {resource: str(handover.share) for resource, handover in list(one.handovers.items())},
             "waiting": {
@@ -93,20 +93,20 @@ class Told:
         }
 
 
-def _places(one: DriverBridge) -> dict[tuple[str, str], Place]:
+def _places(one: DriverRuntime) -> dict[tuple[str, str], DeviceLocation]:
     waits = {
         (resource, device): f"waits for {what}"
         for resource, handover in list(one.handovers.items())
         for device, what in dict(handover.waiting).items()
     }
     return {
-        key: Place(_SIDES[record.state], record.state.value, record.since, waits.get(key) or record.reason)
-        for key, record in one.desk.snapshot.devices.items()
+        key: DeviceLocation(_SIDES[record.state], record.state.value, record.since, waits.get(key) or record.reason)
+        for key, record in one.async_ledger.snapshot.devices.items()
     }
 
 
-def _claims(one: DriverBridge) -> Iterable[PreparedClaim]:
-    for claim in one.desk.snapshot.claims.values():
+def _claims(one: DriverRuntime) -> Iterable[PreparedClaim]:
+    for claim in one.async_ledger.snapshot.claims.values():
         for resource, device in sorted(claim.held):
             yield PreparedClaim(resource, device, claim.namespace, claim.name)
 
@@ -129,7 +129,7 @@ def _summary(name: str, about: str, *labels: str) -> SummaryMetricFamily:
     return SummaryMetricFamily(f"deviceplugin_{name}", about, labels=labels)
 
 
-def _drivers(drivers: Iterable[DriverBridge]) -> Iterable[Metric]:
+def _drivers(drivers: Iterable[DriverRuntime]) -> Iterable[Metric]:
     registered = _gauge("dra_registered", "1 while the DRA driver is registered with the kubelet", "driver")
     registrations = _counter("dra_registrations", "Registrations of the driver that the kubelet accepted", "driver")
     refused = _counter(
@@ -151,7 +151,7 @@ def _drivers(drivers: Iterable[DriverBridge]) -> Iterable[Metric]:
     }
     for one in drivers:
         key, made, registration = (one.name,), one.driver.statistics, one.registrar.statistics
-        prepared = sum(c.driver == one.name and c.result is not None for c in one.desk.snapshot.claims.values())
+        prepared = sum(c.driver == one.name and c.result is not None for c in one.async_ledger.snapshot.claims.values())
         registered.add_metric(key, int(registration.registered))
         registrations.add_metric(key, registration.registrations)
         refused.add_metric(key, registration.failures)
@@ -170,7 +170,7 @@ def _drivers(drivers: Iterable[DriverBridge]) -> Iterable[Metric]:
     return [*families, *durations.values(), *failures.values()]
 
 
-def _slices(bridge: Bridge, drivers: Iterable[DriverBridge]) -> Iterable[Metric]:
+def _slices(bridge: Bridge, drivers: Iterable[DriverRuntime]) -> Iterable[Metric]:
     published = _gauge("slices_published", "1 while the slices at the API server are as wanted", "driver")
     slices = _gauge("slices", "ResourceSlices of this node (from the API server)", "driver")
     devices = _gauge("slice_devices", "Devices in the slices of this node", "driver")
@@ -188,7 +188,7 @@ def _slices(bridge: Bridge, drivers: Iterable[DriverBridge]) -> Iterable[Metric]
     return (published, slices, devices, writes, problems)
 
 
-def _handovers(drivers: Iterable[DriverBridge]) -> Iterable[Metric]:
+def _handovers(drivers: Iterable[DriverRuntime]) -> Iterable[Metric]:
     begun = _counter("handover_begun", "Moves of devices begun, by direction", "resource", "direction")
     duration = _summary(
         "handover_duration_seconds", "Time from the begin of a move to its commit", "resource", "direction"

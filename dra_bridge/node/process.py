@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from deviceplugin.node import process
 from dra_bridge.handover.handover import parse_share
 from dra_bridge.node.bridge import Bridge
-from dra_bridge.node.terms import Terms, terms_of
+from dra_bridge.node.policies import HandoverPolicy, policies_of
 
 if TYPE_CHECKING:
     from deviceplugin.config import Config
@@ -40,13 +40,13 @@ def run(
     """
     from dra_bridge.node.options import parse_run
 
-    terms = {source.resource: Terms(parse_share(share), drain) for source in sources}
+    policies = {source.resource: HandoverPolicy(parse_share(share), drain) for source in sources}
     options = parse_run(argv)
 
     def make() -> process.Served:
         bridge = Bridge(
             sources,
-            terms,
+            policies,
             options.cluster,
             options.node,
             options.paths,
@@ -89,7 +89,7 @@ def run_config(
         built = [sources.build(resource) for resource in first.resources]
         bridge = Bridge(
             built,
-            terms_of(first),
+            policies_of(first),
             cluster,
             node,
             paths,
@@ -99,7 +99,7 @@ def run_config(
         )
 
         async def take(now: Config, changed: Mapping[str, DeviceSource], unchanged: Sequence[str]) -> None:
-            await bridge.reconfigure(changed, terms_of(now), unchanged)
+            await bridge.reconfigure(changed, policies_of(now), unchanged)
 
         return process.Served(bridge.agent, bridge.run, take)
 

@@ -33,7 +33,7 @@ from dra_bridge.kube import (
 from dra_bridge.rollout import fleet
 from dra_bridge.rollout.fleet import Goal, Limits, NodeView, Phase
 
-__all__ = ["Fleet", "Reporter", "SteerError", "look", "migrate", "rollout"]
+__all__ = ["Fleet", "Reporter", "RolloutError", "look", "migrate", "rollout"]
 
 QUIET: Final = 5.0
 """Seconds without a change after which it is said what nodes wait for."""
@@ -43,7 +43,7 @@ AFTER: Final = 60.0
 """Seconds that a node's pods are still looked at after its move is done."""
 
 
-class SteerError(Exception):
+class RolloutError(Exception):
     """Raised when what is asked for cannot be done; nothing was written then."""
 
 
@@ -83,7 +83,7 @@ async def look(
     if driver and driver not in {one["spec"]["driver"] for one in slices}:
         everything = (await cluster.list(RESOURCE_SLICES)).items if names else slices
         if driver not in (there := {one["spec"]["driver"] for one in everything}):
-            raise SteerError(_no_driver(driver, there))
+            raise RolloutError(_no_driver(driver, there))
     claims = (await cluster.list(RESOURCE_CLAIMS)).items if with_claims else []
     found = [
         view
@@ -107,7 +107,7 @@ async def _of_nodes(cluster: Cluster, names: Sequence[str]) -> tuple[list[Object
             continue
         slices += (await cluster.list(RESOURCE_SLICES, field_selector=f"spec.nodeName={name}")).items
     if missing:
-        raise SteerError(f"there is no node {', '.join(missing)}")
+        raise RolloutError(f"there is no node {', '.join(missing)}")
     return nodes, slices
 
 
@@ -232,25 +232,25 @@ async def migrate(
     found = await look(cluster, driver, names, with_claims=False)
     problems = [f"node {view.node}: {fleet.obstacles(view)[0]}" for view in found if view.told is None]
     if problems:
-        raise SteerError("\n".join(problems))
+        raise RolloutError("\n".join(problems))
     patch = fleet.share_patch(driver, share)
     for name in names:
         try:
             await cluster.patch(NODES, name, patch)
         except ForbiddenError as error:
-            raise SteerError(f"node {name}: {error.message}; this takes the right to patch nodes") from error
+            raise RolloutError(f"node {name}: {error.message}; this takes the right to patch nodes") from error
         reporter.say(f"{name}: asked for {_asked(share)}")
     if not wait:
         return True
     began = time.monotonic()
     async with Fleet(cluster, driver, name=names[0] if len(names) == 1 else "") as watched:
         before: list[NodeView] = []
-        quiet = began
+        in_flight = began
         while True:
             nodes = [view for view in watched.views() if view.node in names]
             reporter.show(nodes)
             if nodes != before:
-                before, quiet = nodes, time.monotonic()
+                before, in_flight = nodes, time.monotonic()
             gone = set(names) - {view.node for view in nodes}
             others = [f"{view.node} is asked for {view.asked} by now" for view in nodes if view.asked != share]
             if gone or others:
@@ -269,8 +269,8 @@ async def migrate(
                 return False
             rest = timeout - (now - began) if timeout else QUIET
             await watched.wait(min(rest, 1.0))
-            if time.monotonic() - quiet >= QUIET:
-                quiet = time.monotonic()
+            if time.monotonic() - in_flight >= QUIET:
+                in_flight = time.monotonic()
                 await watched.ask_claims()
                 reporter.explain([view for view in watched.views() if view.node in {one.node for one in left}])
 
@@ -288,7 +288,7 @@ async def rollout(cluster: Cluster, driver: str, goal: Goal, selector: str, limi
     """
     nodes = (await cluster.list(NODES, label_selector=selector)).items
     if not nodes:
-        raise SteerError(f"no node has labels as {selector!r} asks for")
+        raise RolloutError(f"no node has labels as {selector!r} asks for")
     slices = (await cluster.list(RESOURCE_SLICES, field_selector=f"spec.driver={driver}")).items
     first = fleet.views(driver, nodes, slices)
     if goal.undo and not any(view.before for view in first):
@@ -296,7 +296,7 @@ async def rollout(cluster: Cluster, driver: str, goal: Goal, selector: str, limi
         return True
     if not goal.undo and not slices:
         everything = (await cluster.list(RESOURCE_SLICES)).items
-        raise SteerError(_no_driver(driver, {one["spec"]["driver"] for one in everything}))
+        raise RolloutError(_no_driver(driver, {one["spec"]["driver"] for one in everything}))
     async with Fleet(cluster, driver, label_selector=selector) as watched:
         return await _Rollout(watched, goal, limits, reporter).run()
 
@@ -323,11 +323,11 @@ class _Rollout:
     async def run(self) -> bool:
         """Go on until it is over or has to stop."""
         before: list[NodeView] = []
-        quiet = time.monotonic()
+        in_flight = time.monotonic()
         while True:
             nodes = self.fleet.views()
             if nodes != before:
-                before, quiet = nodes, time.monotonic()
+                before, in_flight = nodes, time.monotonic()
             try:
                 over = await self._step()
             except (UnavailableError, ConflictError, NotFoundError) as error:
@@ -337,8 +337,8 @@ class _Rollout:
             if over is not None:
                 return over
             await self.fleet.wait(LOOK)
-            if time.monotonic() - quiet >= QUIET:
-                quiet = time.monotonic()
+            if time.monotonic() - in_flight >= QUIET:
+                in_flight = time.monotonic()
                 await self.fleet.ask_claims()
                 self.reporter.explain([view for view in self.fleet.views() if self._phase(view) is Phase.MOVING])
 
@@ -400,7 +400,7 @@ class _Rollout:
         try:
             self.fleet.wrote(await self.cluster.patch(NODES, view.node, patch))
         except ForbiddenError as error:
-            raise SteerError(f"node {view.node}: {error.message}; this takes the right to patch nodes") from error
+            raise RolloutError(f"node {view.node}: {error.message}; this takes the right to patch nodes") from error
         self._own.add(view.node)
         self._since[view.node] = time.monotonic()
         self._done.pop(view.node, None)

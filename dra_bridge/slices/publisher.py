@@ -22,7 +22,7 @@ from dra_bridge.kube import (
     Listed,
     NotFoundError,
     Object,
-    Statistics,
+    RequestStatistics,
     UnavailableError,
     UnsupportedError,
     VersionChangedError,
@@ -141,7 +141,7 @@ class Publisher:
         return driver.state.wanted
 
     @property
-    def statistics(self) -> Statistics:
+    def statistics(self) -> RequestStatistics:
         """What went to the API server so far."""
         return self._cluster.statistics
 

@@ -400,10 +400,10 @@ async def test_nothing_that_released_works_on_after_its_timeout_is_granted() -> 
             await world.guard.verify([key(device)])
     assert world.guard.withheld(R, "dra").keys() == world.guard.withheld(R, "plugin").keys() == {"a", "b"}
     assert world.guard.in_use([key("a"), key("b"), key("c")]) == {key("a"), key("b")}
-    heard: list[None] = []
-    world.guard.subscribe(lambda: heard.append(None))
+    reconciled: list[None] = []
+    world.guard.subscribe(lambda: reconciled.append(None))
     work.set_result(None)
     await asyncio.sleep(0)  # the future's callback
-    assert heard
+    assert reconciled
     assert world.guard.withheld(R, "plugin").keys() == {"b"}
     await world.guard.verify([key("a")])

@@ -8,7 +8,14 @@ from pathlib import Path
 
 import pytest
 
-from deviceplugin.kubelet.podresources import Holder, PodResources, PodResourcesError, Quiet, Report, parse_list
+from deviceplugin.kubelet.podresources import (
+    AllocationsInFlight,
+    Holder,
+    PodResources,
+    PodResourcesError,
+    PodResourcesReport,
+    parse_list,
+)
 from deviceplugin.testing import FakeKubelet
 from deviceplugin.wire import podresources_pb2 as pb
 
@@ -39,21 +46,21 @@ def test_list_is_read_per_container() -> None:
 
 async def test_quiet_waits_for_allocations_to_land() -> None:
     """Nobody asks `List` while an own Allocate is in flight or was a moment ago."""
-    quiet = Quiet()
-    await quiet.wait()
+    in_flight = AllocationsInFlight()
+    await in_flight.wait()
     before = time.monotonic()
-    assert quiet.quiet_since(before)
-    with quiet.busy(0.02):
-        with quiet.busy(0.02):
-            waiting = asyncio.create_task(quiet.wait())
+    assert in_flight.quiet_since(before)
+    with in_flight.busy(0.02):
+        with in_flight.busy(0.02):
+            waiting = asyncio.create_task(in_flight.wait())
         done, _ = await asyncio.wait({waiting}, timeout=0.05)
         assert not done
-        assert not quiet.quiet_since(before)
+        assert not in_flight.quiet_since(before)
         landed = time.monotonic()
     await waiting
     assert time.monotonic() >= landed + 0.02
-    assert not quiet.quiet_since(before)
-    assert quiet.quiet_since(time.monotonic())
+    assert not in_flight.quiet_since(before)
+    assert in_flight.quiet_since(time.monotonic())
 
 
 # The service.
@@ -62,7 +69,7 @@ async def test_quiet_waits_for_allocations_to_land() -> None:
 async def test_asking_a_kubelet(fake_kubelet: FakeKubelet) -> None:
     """`List` of a kubelet without pods answers with nothing."""
     service = PodResources(fake_kubelet.pod_resources_socket)
-    assert await service.list() == Report({})
+    assert await service.list() == PodResourcesReport({})
 
 
 async def test_a_kubelet_that_others_ask_too_often(fake_kubelet: FakeKubelet) -> None:

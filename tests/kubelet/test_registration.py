@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 
 from deviceplugin.device import Device, Health
 from deviceplugin.inventory import Inventory
-from deviceplugin.kubelet.podresources import Quiet
+from deviceplugin.kubelet.podresources import AllocationsInFlight
 from deviceplugin.kubelet.registration import (
     MAX_SOCKET_PATH,
     Backoff,
@@ -544,7 +544,7 @@ def test_directory_that_may_not_be_written_is_an_error(kubelet_root: Path) -> No
         inventory.publish([Device("a")])
         file = kubelet_root / "file"
         file.mkdir()
-        registration = Registration(Endpoint(source(), inventory, Quiet()), file)
+        registration = Registration(Endpoint(source(), inventory, AllocationsInFlight()), file)
         (file / registration._lock.path.name).mkdir()
 
         async def run() -> None:
@@ -559,7 +559,9 @@ def test_lock_of_another_process_is_said_with_its_owner(kubelet_root: Path) -> N
     """Registration alone raises InstanceError when its time for a takeover is over."""
     inventory = Inventory(R)
     inventory.publish([Device("a")])
-    registration = Registration(Endpoint(source(), inventory, Quiet()), kubelet_root, timing=Timing(takeover=0.05))
+    registration = Registration(
+        Endpoint(source(), inventory, AllocationsInFlight()), kubelet_root, timing=Timing(takeover=0.05)
+    )
     other = InstanceLock(kubelet_root, R)
     assert other.acquire()
     with pytest.raises(InstanceError, match=r"stop it, or give this one another resource name"):

@@ -21,10 +21,10 @@ from hypothesis import strategies as st
 from deviceplugin.device import ContainerEdits, Device, DeviceNode, Health, Mount
 from deviceplugin.inventory import Inventory, Snapshot, merged
 from deviceplugin.kubelet import device_list
-from deviceplugin.kubelet.allocation_gate import OpenDoor, Refusal
+from deviceplugin.kubelet.allocation_gate import AllowAll, Refusal
 from deviceplugin.kubelet.device_list import entries
 from deviceplugin.kubelet.exclusion_guard import ExclusionGuard
-from deviceplugin.kubelet.podresources import Quiet
+from deviceplugin.kubelet.podresources import AllocationsInFlight
 from deviceplugin.kubelet.preference import as_names
 from deviceplugin.kubelet.servicer import Endpoint
 from deviceplugin.sharing import device_of, replicas_of
@@ -57,8 +57,8 @@ class Served:
     def __init__(self, source: DeviceSource, stub: Any, **options: Any) -> None:
         self.inventory = Inventory(R)
         self.granted: list[str] = []
-        self.quiet = Quiet()
-        self.endpoint = Endpoint(source, self.inventory, self.quiet, granted=self.granted.extend, **options)
+        self.in_flight = AllocationsInFlight()
+        self.endpoint = Endpoint(source, self.inventory, self.in_flight, granted=self.granted.extend, **options)
         self.stub = stub
 
     def publish(self, *devices: Device | str) -> None:
@@ -467,7 +467,7 @@ async def test_doorkeeper_decides(serve: Serve) -> None:
             if "b" in devices:
                 raise Refusal(grpc.StatusCode.FAILED_PRECONDITION, "side", "b is on the other side")
 
-    served = await serve(Source(), "a", "b", doorkeeper=Closed())
+    served = await serve(Source(), "a", "b", allocation_gate=Closed())
     async with served.listening() as lists:
         assert await lists.next() == {"a": "Healthy", "b": "Unhealthy"}
     with refused(grpc.StatusCode.FAILED_PRECONDITION, "b is on the other side"):
@@ -507,19 +507,19 @@ async def test_what_the_kubelet_would_give_away_while_it_is_held_is_shown_unheal
 async def test_an_id_whose_former_holders_processes_run_is_refused(serve: Serve) -> None:
     """The kubelet may count a holder as ended that is not; all or none is given, and the ledger is not asked."""
 
-    class Unasked(OpenDoor):
+    class Unasked(AllowAll):
         async def grant(self, resource: str, names: Sequence[str], devices: Sequence[str]) -> None:
             assert "a" not in names
 
     known = Known(runs={"a": "default/p"})
-    served = await serve(Source(), "a", "b", holders=known, doorkeeper=Unasked())
+    served = await serve(Source(), "a", "b", holders=known, allocation_gate=Unasked())
     with refused(grpc.StatusCode.FAILED_PRECONDITION, "device a is still held: processes of pod default/p run"):
         await served.allocate("b", "a")
     assert served.granted == []
     assert served.endpoint.statistics.refusals == {"held": 1}
     await served.allocate("b")
     known.runs.clear()
-    served.endpoint._doorkeeper = OpenDoor()
+    served.endpoint._allocation_gate = AllowAll()
     await served.allocate("a")
     assert served.granted == ["b", "a"]
 
@@ -528,13 +528,13 @@ async def test_an_id_whose_former_holders_processes_run_is_refused(serve: Serve)
 async def test_devices_to_be_avoided_are_taken_last(serve: Serve, replicas: int) -> None:
     """A device that is to move once it is idle goes to a new pod only if there is no other; what must be, is."""
 
-    class Steering(OpenDoor):
+    class Steering(AllowAll):
         def avoids(self, resource: str) -> Sequence[str]:
             return ("a", "b")
 
     source = Source()
     source.replicas = replicas
-    served = await serve(source, "a", "b", "c", "d", doorkeeper=Steering())
+    served = await serve(source, "a", "b", "c", "d", allocation_gate=Steering())
     ids = {name: " ".join(replicas_of(name, replicas)) for name in "abcd"}
     every = " ".join(ids.values())
     chosen = await served.prefer(every, "", 2 * replicas)
@@ -563,7 +563,7 @@ async def test_list_is_kept_away_while_allocating(serve: Serve) -> None:
     served = await serve(source, "a")
     call = asyncio.create_task(served.allocate("a"))
     await source.begun.wait()
-    waiting = asyncio.create_task(served.quiet.wait())
+    waiting = asyncio.create_task(served.in_flight.wait())
     await asyncio.sleep(0)
     assert not waiting.done()
     source.go.set()
@@ -585,7 +585,7 @@ def test_no_request_breaks_allocate(containers: list[list[str]], replicas: int) 
         source.replicas = replicas
         inventory, granted = Inventory(R), list[str]()
         inventory.publish([Device("a"), Device("b"), Device("sick", health=Health.UNHEALTHY)])
-        endpoint = Endpoint(source, inventory, Quiet(), granted=granted.extend)
+        endpoint = Endpoint(source, inventory, AllocationsInFlight(), granted=granted.extend)
         good = {name for device in "ab" for name in replicas_of(device, replicas)}
 
         class Context:
@@ -848,11 +848,11 @@ async def test_what_is_given_out_while_sharing_changes_is_asked_for_by_its_devic
             await going_on.wait()
             return ContainerEdits()
 
-    class Asked(OpenDoor):
+    class Asked(AllowAll):
         async def grant(self, resource: str, names: Sequence[str], devices: Sequence[str]) -> None:
             asked.append(devices)
 
-    served = await serve(Slow(4), "a", doorkeeper=Asked())
+    served = await serve(Slow(4), "a", allocation_gate=Asked())
     call = asyncio.ensure_future(served.allocate("a::0 a::1"))
     await begun.wait()
     served.endpoint.replace(Slow(1))
@@ -911,13 +911,13 @@ async def test_a_device_that_is_held_under_another_id_is_refused(serve: Serve) -
     guard = ExclusionGuard(lambda: here)
     started, go = asyncio.Event(), asyncio.Event()
 
-    class Slow(OpenDoor):
+    class Slow(AllowAll):
         async def grant(self, resource: str, names: Sequence[str], devices: Sequence[str]) -> None:
             started.set()
             await go.wait()
 
     source = Source()
-    served = await serve(source, guard=guard, doorkeeper=Slow())
+    served = await serve(source, guard=guard, allocation_gate=Slow())
     here[R] = SimpleNamespace(source=source, inventory=served.inventory, held_devices=frozenset())
     devices = [Device("a", identity="x"), Device("b", identity="x")]
     served.inventory.publish(devices, {one.id: frozenset({"x"}) for one in devices})

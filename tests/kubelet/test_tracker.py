@@ -15,7 +15,7 @@ from deviceplugin.kubelet import tracker as module
 from deviceplugin.kubelet.cgroups import CgroupReader
 from deviceplugin.kubelet.checkpoint import Allocation
 from deviceplugin.kubelet.holders import HolderSnapshot
-from deviceplugin.kubelet.podresources import Holder, PodResources, Quiet, Report
+from deviceplugin.kubelet.podresources import AllocationsInFlight, Holder, PodResources, PodResourcesReport
 from deviceplugin.kubelet.tracker import HolderTracker, pod_names
 from deviceplugin.testing import FakeKubelet, FakePod
 from deviceplugin.testing.kubelet import Damage
@@ -33,7 +33,7 @@ class World:
     def __init__(self, kubelet: FakeKubelet, plugin: BarePlugin) -> None:
         self.kubelet = kubelet
         self.plugin = plugin
-        self.quiet = Quiet()
+        self.in_flight = AllocationsInFlight()
         self.requests = 0
         self.listens = True
         self.tracker = self.made()
@@ -45,7 +45,7 @@ class World:
             paths.kubelet_root,
             paths.cgroups,
             PodResources(paths.pod_resources),
-            self.quiet,
+            self.in_flight,
             self.request,
             pod_logs=paths.pod_logs,
             believe_checkpoint=believe_checkpoint,
@@ -126,7 +126,7 @@ async def test_requests_about_the_same_holders_grow_rarer(world: World, monkeypa
     """What no write settles is asked about at growing distances, with jitter, and not at every scan."""
     clock = 1000.0
     monkeypatch.setattr("deviceplugin.kubelet.tracker.time", SimpleNamespace(monotonic=lambda: clock))
-    monkeypatch.setattr(world.quiet, "quiet_since", lambda moment: True)
+    monkeypatch.setattr(world.in_flight, "quiet_since", lambda moment: True)
     world.listens = False
     world.tracker.remember([Allocation("ended", "main", R, "a")])
     asked = []
@@ -177,7 +177,7 @@ async def test_others_use_up_the_limit_of_pod_resources(world: World, monkeypatc
     service, tries = world.tracker._pod_resources, []
     original = service.list
 
-    async def counted() -> Report:
+    async def counted() -> PodResourcesReport:
         tries.append(1)
         if len(tries) == 3:
             world.kubelet.pod_resources_refused = 0.0
@@ -291,7 +291,7 @@ async def test_an_allocate_in_between_makes_a_scan_worthless(world: World) -> No
     original = world.tracker._request
 
     def request() -> bool:
-        with world.quiet.busy():
+        with world.in_flight.busy():
             pass
         return original()
 

@@ -36,7 +36,7 @@ from deviceplugin.metrics import collectors as metrics
 from deviceplugin.metrics import load, web
 from deviceplugin.metrics.collectors import AgentCollector, Options
 from deviceplugin.metrics.load import Reading
-from deviceplugin.metrics.report import Place, PreparedClaim, Report
+from deviceplugin.metrics.report import DeviceLocation, PreparedClaim, ProviderReport
 from deviceplugin.metrics.views import Hold
 from deviceplugin.node.agent import Agent
 from deviceplugin.node.paths import Paths
@@ -322,16 +322,16 @@ class Bridge:
     name = "bridge"
     fails = False
 
-    def report(self) -> Report:
+    def report(self) -> ProviderReport:
         if self.fails:
             raise RuntimeError("no")
         registry = CollectorRegistry()
         Gauge("bridge_slices", "Slices", registry=registry).set(2)
         own = CounterMetricFamily("bridge_moves", "Moves", value=3)
-        return Report(
+        return ProviderReport(
             families=[*registry.collect(), own],
             unready=["slices are not published"],
-            places={(RESOURCE, "a"): Place("dra", "to-plugin", 12.0)},
+            places={(RESOURCE, "a"): DeviceLocation("dra", "to-plugin", 12.0)},
             claims=[PreparedClaim(RESOURCE, "a", "team", "mine")],
         )
 
@@ -448,7 +448,7 @@ class TestCollector:
         """Which names behind `deviceplugin_device_` are taken is known where measured names are checked."""
         view = Still(resource("a")).observer().view()
         (one,) = view.resources
-        placed = replace(one.devices[0], place=Place("dra", "dra", 1.0))
+        placed = replace(one.devices[0], place=DeviceLocation("dra", "dra", 1.0))
         view = replace(view, resources=(replace(one, devices=(placed,)),))
         names = {family.name for family in AgentCollector(lambda: view).collect()}
         assert {name.removeprefix("deviceplugin_device_") for name in names if "_device_" in name} == load.TAKEN

@@ -15,7 +15,7 @@ from deviceplugin.kubelet.podresources import Holder
 from deviceplugin.metrics import load
 from deviceplugin.metrics.collectors import AgentCollector
 from deviceplugin.metrics.load import Reading
-from deviceplugin.metrics.report import Place, PreparedClaim, Report
+from deviceplugin.metrics.report import DeviceLocation, PreparedClaim, ProviderReport
 from tests.metrics.views import RESOURCE, Source, Still, resource
 from tests.programs import promtool
 
@@ -41,9 +41,10 @@ def filled(text: str) -> str:
 class Bridge:
     name = "bridge"
 
-    def report(self) -> Report:
-        return Report(
-            places={(RESOURCE, "a"): Place("dra", "dra", 1.0)}, claims=[PreparedClaim(RESOURCE, "a", "ns", "c")]
+    def report(self) -> ProviderReport:
+        return ProviderReport(
+            places={(RESOURCE, "a"): DeviceLocation("dra", "dra", 1.0)},
+            claims=[PreparedClaim(RESOURCE, "a", "ns", "c")],
         )
 
 

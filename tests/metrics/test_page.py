@@ -16,7 +16,7 @@ from deviceplugin.device import Device, Health
 from deviceplugin.kubelet.podresources import Holder
 from deviceplugin.metrics import load, page
 from deviceplugin.metrics.load import Gauge, Reading
-from deviceplugin.metrics.report import Place, Report
+from deviceplugin.metrics.report import DeviceLocation, ProviderReport
 from deviceplugin.metrics.views import Observer
 from tests.metrics.views import RESOURCE, Source, Still, resource
 
@@ -60,10 +60,12 @@ class Table(HTMLParser):
 class Bridge:
     name = "bridge"
 
-    def report(self) -> Report:
-        return Report(
+    def report(self) -> ProviderReport:
+        return ProviderReport(
             status={"slices": 1},
-            places={(RESOURCE, "c"): Place("plugin", "to-dra", time.time(), "asked for by the node's annotation")},
+            places={
+                (RESOURCE, "c"): DeviceLocation("plugin", "to-dra", time.time(), "asked for by the node's annotation")
+            },
         )
 
 

@@ -15,7 +15,7 @@ from deviceplugin.inventory import merged
 from deviceplugin.kubelet.podresources import ClaimUse, Holder
 from deviceplugin.kubelet.status import ResourceStatus
 from deviceplugin.metrics import views as observe
-from deviceplugin.metrics.report import Event, Place, PreparedClaim, Report
+from deviceplugin.metrics.report import DeviceLocation, Event, PreparedClaim, ProviderReport
 from deviceplugin.metrics.views import BOOKS_STALE, Hold, View, happened
 from deviceplugin.naming import device_name
 from tests.metrics.views import RESOURCE, Source, Still, resource
@@ -32,7 +32,7 @@ class Telling:
 
     name = "bridge"
 
-    def __init__(self, report: Callable[[], Report]) -> None:
+    def __init__(self, report: Callable[[], ProviderReport]) -> None:
         self.report = report
 
 
@@ -103,7 +103,7 @@ class TestHolders:
         still.sources = dict(sources)
         word = kept.get("example.com/small", "small")
         still.claims = frozenset({ClaimUse("gpu.example.com", "n", device_name("a", word), "mine", MAIN)})
-        still.providers.append(Telling(lambda: Report(qualifiers=kept)))
+        still.providers.append(Telling(lambda: ProviderReport(qualifiers=kept)))
         view = still.observer().view()
         assert [len(one.devices[0].holds) for one in view.resources] == [0, 1]
 
@@ -115,7 +115,7 @@ class TestHolders:
         still.sources = {RESOURCE: source}
         still.claims = frozenset({ClaimUse("gpu.example.com", "node1", "a", "used", MAIN)})
         claims = [PreparedClaim(RESOURCE, "a", "team", "used"), PreparedClaim(RESOURCE, "b", "team", "waiting")]
-        still.providers.append(Telling(lambda: Report(claims=claims)))
+        still.providers.append(Telling(lambda: ProviderReport(claims=claims)))
         view = still.observer().view()
         assert holds(view, "a") == [Hold("dra", "team", "train", "main", "used")]
         assert holds(view, "b") == [Hold("dra", "team", "", "", "waiting")]
@@ -161,13 +161,13 @@ class TestProviders:
     def test_their_reports_are_part_of_the_view(self) -> None:
         """Places, reasons and events of theirs are shown with the rest."""
         event = Event(1.0, RESOURCE, "a moved")
-        place = Place("dra", "to-plugin", 5.0, "asked for")
+        place = DeviceLocation("dra", "to-plugin", 5.0, "asked for")
         still = Still(resource("a", "b"))
         still.providers.append(
-            Telling(lambda: Report(unready=["no slices"], places={(RESOURCE, "a"): place}, events=[event]))
+            Telling(lambda: ProviderReport(unready=["no slices"], places={(RESOURCE, "a"): place}, events=[event]))
         )
         view = still.observer().view()
-        assert [seen.place for seen in view.resources[0].devices] == [place, Place()]
+        assert [seen.place for seen in view.resources[0].devices] == [place, DeviceLocation()]
         assert view.unready == ("bridge: no slices",)
         assert view.events == (event,)
 
@@ -175,7 +175,7 @@ class TestProviders:
         """The rest of the view is there; it is logged once, and again when it is another error."""
         errors = iter(["one", "one", "two"])
 
-        def report() -> Report:
+        def report() -> ProviderReport:
             raise RuntimeError(next(errors))
 
         still = Still(resource("a"))
@@ -196,12 +196,12 @@ class TestProviders:
         """While it hangs it is not asked again; afterwards it is."""
         calls = 0
 
-        def report() -> Report:
+        def report() -> ProviderReport:
             nonlocal calls
             calls += 1
             if calls == 1:
                 released.wait()
-            return Report(status={"fine": True})
+            return ProviderReport(status={"fine": True})
 
         still = Still(resource("a"))
         still.providers.append(Telling(report))

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any, cast
 from deviceplugin.device import Device
 from deviceplugin.inventory import Snapshot, merged
 from deviceplugin.kubelet.podresources import ClaimUse, Holder
-from deviceplugin.kubelet.registration import Statistics as RegistrationStatistics
-from deviceplugin.kubelet.servicer import Statistics
+from deviceplugin.kubelet.registration import RegistrationStatistics
+from deviceplugin.kubelet.servicer import ServicerStatistics
 from deviceplugin.kubelet.status import ResourceStatus, Status
 from deviceplugin.metrics.report import Provider
 from deviceplugin.metrics.views import Observer
@@ -56,7 +56,7 @@ def resource(
         registered,
         registered,
         holders,
-        Statistics(**statistics),
+        ServicerStatistics(**statistics),
         RegistrationStatistics(registered=registered),
         source_error,
     )
@@ -83,7 +83,7 @@ class Still:
                 resource=one.resource,
                 source=self.sources.get(one.resource, Source()),
                 inventory=SimpleNamespace(snapshot=one.snapshot),
-                endpoint=SimpleNamespace(behind=partial(device_of, replicas=one.replicas)),
+                endpoint=SimpleNamespace(device_id_of=partial(device_of, replicas=one.replicas)),
             )
             for one in self.resources
         }

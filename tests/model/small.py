@@ -39,7 +39,7 @@ from deviceplugin.kubelet.cgroups import PodProcesses
 from deviceplugin.kubelet.checkpoint import Allocation, Checkpoint
 from deviceplugin.kubelet.holders import HolderSnapshot, Witnesses
 from dra_bridge import ledger
-from dra_bridge.handover import gate as keeper
+from dra_bridge.handover import gate as ledger_gate
 from dra_bridge.handover.handover import Share, ToDra, ToPlugin, in_hands, plan
 from dra_bridge.ledger import (
     Claim,
@@ -169,7 +169,7 @@ class World(NamedTuple):
     pods: tuple[Pod, ...]
     claims: tuple[Request, ...]
     sent: tuple[bool, bool] | tuple[()]
-    heard: tuple[bool, bool]
+    reconciled: tuple[bool, bool]
     want: tuple[bool, bool] | tuple[()]
     slice: tuple[bool, bool]
     stage: Stage
@@ -374,7 +374,7 @@ class Small:
         for number, pod in enumerate(world.pods):
             if pod.at == 0:
                 for device in TWO if more else ():
-                    if world.heard[device] and device not in taken:
+                    if world.reconciled[device] and device not in taken:
                         yield f"choose p{number} {device}", with_pod(world, number, Pod(CHOSEN, device))
             elif pod.at == ANSWERED:
                 yield f"insert p{number}", with_pod(world, number, pod._replace(at=ADMITTED, memory=True))
@@ -386,8 +386,8 @@ class Small:
                 yield f"delete p{number}", with_pod(world, number, pod._replace(memory=False))
             if pod.at == OVER and pod.memory:
                 yield f"forget p{number}", with_pod(world, number, kept(pod._replace(memory=False)))
-        if world.sent and world.heard != world.sent:
-            yield "hear", world._replace(heard=world.sent)
+        if world.sent and world.reconciled != world.sent:
+            yield "hear", world._replace(reconciled=world.sent)
         after = self.filed(world, *(pod.memory for pod in world.pods))
         if after != world:
             yield "write", after
@@ -532,7 +532,7 @@ class Small:
         elif stage.what == 1:
             pods = [pod._replace(seen=2 * pod.file) for pod in world.pods]
             read = world._replace(pods=(pods[0], pods[1]))
-            one, two = (heard and moved for heard, moved in zip(world.heard, stage.moving, strict=True))
+            one, two = (reconciled and moved for reconciled, moved in zip(world.reconciled, stage.moving, strict=True))
             stage = stage._replace(what=2, first=(one, two))
             if self.slow and stage.written and not holders.shows_present([ANY_FILE]):
                 stage = stage._replace(what=3, written=False)
@@ -542,7 +542,7 @@ class Small:
             yield "read another", settled(world._replace(pods=(pods[0], pods[1])), stage._replace(what=2))
         elif stage.what == 2:
             now = self.scanned(world)
-            seen = keeper.kubelet_snapshot(BEGUN, now, R, str)
+            seen = ledger_gate.kubelet_snapshot(BEGUN, now, R, str)
             asked = ("observe", now.at, now.awake, *now.held.items())
             _, after = self.do(world, asked, partial(ledger.observe, R, seen, 0.0))
             held = {one.pod_uid for one in now.held}
@@ -637,7 +637,7 @@ class Small:
         world = self.filed(world, *(pod.memory for pod in world.pods))
         checkpoint = Checkpoint(frozenset(allocations(world, "file")), {})
         now = holders.holders(recorded(world), Witnesses([checkpoint], True, self.processes(world)), RECENT)
-        held = keeper.held_units(now, R, str)
+        held = ledger_gate.held_units(now, R, str)
         fresh = all(device.state == UNKNOWN for device in world.devices)
         claims = [
             ClaimEvidence(D, uid, frozenset({NAMES[claim.device]}), prepared=claim.file)
@@ -659,7 +659,7 @@ class Small:
             return problem
         for device in range(len(self.names)):
             if not world.damaged:
-                if (world.heard[device] or (world.sent and world.sent[device])) and world.slice[device]:
+                if (world.reconciled[device] or (world.sent and world.sent[device])) and world.slice[device]:
                     return f"device {device} is offered on both sides"
                 if STATES[world.devices[device].state] is State.QUARANTINED:
                     return f"device {device} is quarantined without a reason"
@@ -731,7 +731,7 @@ class Small:
     def lost(self, world: World, share: Share) -> str:
         """Say what is lost for ever when all is calm; "" if nothing is."""
         for device in range(len(self.names)):
-            plugin, dra = world.heard[device], world.slice[device]
+            plugin, dra = world.reconciled[device], world.slice[device]
             if plugin == dra:
                 return f"device {device} is offered on {'both sides' if plugin else 'no side'}"
         if world.slice.count(True) != share.of(len(self.names)):
@@ -792,7 +792,7 @@ def died(world: World) -> World:
         pods=(one, two),
         claims=tuple(claims),
         sent=(),
-        heard=NOTHING,
+        reconciled=NOTHING,
         want=(),
         stage=IDLE,
         alive=False,
@@ -807,7 +807,7 @@ def restarted(world: World) -> World:
         if pod.at in {CHOSEN, ANSWERED} or (pod.at == ADMITTED and not pod.file):
             after = after._replace(at=OVER)
         pods.append(kept(after))
-    return world._replace(pods=(pods[0], pods[1]), sent=(), heard=NOTHING, writing=False)
+    return world._replace(pods=(pods[0], pods[1]), sent=(), reconciled=NOTHING, writing=False)
 
 
 def drafted(world: World, *names: bool) -> World:
@@ -879,7 +879,7 @@ def swapped(world: World) -> World:
         (pods[0], pods[1]),
         (claims[0], claims[1]),
         swap(world.sent) if world.sent else (),
-        swap(world.heard),
+        swap(world.reconciled),
         swap(world.want) if world.want else (),
         swap(world.slice),
         Stage(

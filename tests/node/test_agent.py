@@ -19,7 +19,7 @@ import pytest
 
 from deviceplugin.config import Config, load
 from deviceplugin.device import ContainerEdits, Device, Health
-from deviceplugin.kubelet import in_flight as grants
+from deviceplugin.kubelet import ids_in_use as grants
 from deviceplugin.kubelet.checkpoint import Allocation
 from deviceplugin.kubelet.holders import HolderSnapshot, Holding
 from deviceplugin.node import process as process_module

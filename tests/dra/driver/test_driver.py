@@ -35,7 +35,7 @@ from dra_bridge.driver import (
     Prepared,
     Reconciled,
     RunningPods,
-    Served,
+    ServedResource,
     claim_files,
     services,
 )
@@ -141,7 +141,7 @@ class World:
     """A driver with all around it."""
 
     driver: Driver
-    desk: AsyncLedger
+    async_ledger: AsyncLedger
     claims: FakeClaims
     inventory: Inventory
     cdi: Path
@@ -159,7 +159,7 @@ class World:
         answer = (await self.prepare(uid))[uid]
         assert isinstance(answer, ClaimError)
         assert not self.files, "an error leaves no file behind"
-        assert not self.desk.snapshot.claims, "an error leaves no record behind"
+        assert not self.async_ledger.snapshot.claims, "an error leaves no record behind"
         return str(answer)
 
     async def unprepare(self, uid: str) -> ClaimError | None:
@@ -180,7 +180,7 @@ class World:
     async def again(self, source: DeviceSource | None = None, **options: Any) -> World:
         """Return the world after a restart of the agent, as if it had been killed."""
         await self.driver.close()
-        await self.desk.close()
+        await self.async_ledger.close()
         return await world(self.cdi.parent, source or self.driver.served[0].source, claims=self.claims, **options)
 
 
@@ -199,19 +199,19 @@ async def world(
         devices or [Device(f"d{n}", nodes=["/dev/null"], edits=ContainerEdits({f"FPGA_{n}": "1"})) for n in range(4)]
     )
     path = str(directory / "ledger.db")
-    desk = await AsyncLedger.open(path)
-    await desk.do(ledger.adopt(source.resource, inventory.snapshot.devices, side, T0))
+    async_ledger = await AsyncLedger.open(path)
+    await async_ledger.do(ledger.adopt(source.resource, inventory.snapshot.devices, side, T0))
     api = claims or FakeClaims()
     made = Driver(
         D,
         NODE,
-        [Served(source, inventory)],
-        desk,
+        [ServedResource(source, inventory)],
+        async_ledger,
         api,
         cdi_directory=str(directory / "cdi"),
         **{"boot": "1", **options},
     )
-    return World(made, desk, api, inventory, directory / "cdi", path)
+    return World(made, async_ledger, api, inventory, directory / "cdi", path)
 
 
 @pytest.fixture
@@ -219,12 +219,12 @@ async def here(tmp_path: Path) -> AsyncIterator[World]:
     made = await world(tmp_path)
     yield made
     await made.driver.close()
-    await made.desk.close()
+    await made.async_ledger.close()
 
 
 async def end(made: World) -> None:
     await made.driver.close()
-    await made.desk.close()
+    await made.async_ledger.close()
 
 
 # What a claim gets.
@@ -242,7 +242,7 @@ async def test_a_claim_gets_its_device_and_is_recorded(here: World) -> None:
             "deviceNodes": [{"path": "/dev/null", "type": "c", "major": 1, "minor": 3, "permissions": "rw"}],
         }
     ]
-    assert here.desk.snapshot.claims[D, "1"].held == {(R, "d0")}
+    assert here.async_ledger.snapshot.claims[D, "1"].held == {(R, "d0")}
     assert here.driver.statistics.prepared == 1
 
 
@@ -273,17 +273,17 @@ async def test_subrequests_are_stripped_and_shares_named(here: World) -> None:
     (device,) = (await here.prepared("1")).devices
     assert (device.request, device.share) == ("fpga", share)
     await here.prepared("2")
-    assert len(here.desk.snapshot.claims_on(R, ["d0"])) == 2
+    assert len(here.async_ledger.snapshot.claims_on(R, ["d0"])) == 2
 
 
 async def test_administrative_access_holds_nothing(here: World) -> None:
     """Also on a device of the plugin's side."""
-    await here.desk.do(ledger.adopt(R, ["p"], Side.PLUGIN, T0))
+    await here.async_ledger.do(ledger.adopt(R, ["p"], Side.PLUGIN, T0))
     here.inventory.publish([*here.inventory.snapshot.devices.values(), Device("p", nodes=["/dev/zero"])])
     here.claims.add(claim("1", result("p", adminAccess=True)))
     (device,) = (await here.prepared("1")).devices
     assert here.edits(*device.cdi_ids)[0]["deviceNodes"]
-    assert here.desk.snapshot.claims[D, "1"].held == frozenset()
+    assert here.async_ledger.snapshot.claims[D, "1"].held == frozenset()
     assert here.driver.cdi_evidence() == {R: []}
 
 
@@ -369,7 +369,7 @@ async def test_hooks_run_in_order_with_the_requests_devices_and_parameters(tmp_p
     await here.driver._tasks.wait()
     assert source.calls == [("unprepare", ["d0", "d1"]), ("released", ["d0", "d1"])]
     assert here.files == []
-    assert not here.desk.snapshot.claims
+    assert not here.async_ledger.snapshot.claims
     await end(here)
 
 
@@ -414,7 +414,7 @@ async def test_a_hook_that_fails_costs_its_claim_only_and_is_undone(tmp_path: Pa
     failure = await here.unprepare("1")
     assert failure is not None
     assert "unprepare is out of order" in str(failure)
-    assert here.desk.snapshot.claims, "it is still ours"
+    assert here.async_ledger.snapshot.claims, "it is still ours"
     source.fails.clear()
     assert await here.unprepare("1") is None
     await end(here)
@@ -548,7 +548,7 @@ async def test_a_device_of_the_plugins_side_is_refused_and_pulled(tmp_path: Path
     here = await world(tmp_path, side=Side.PLUGIN, pull=True)
     here.claims.add(claim("1", result("d0")))
     assert "device 'd0' of example.com/fpga is moving" in await here.refused("1")
-    assert here.desk.snapshot.device(R, "d0").state is State.TO_DRA
+    assert here.async_ledger.snapshot.device(R, "d0").state is State.TO_DRA
     await here.refused("1")
     await here.driver._tasks.wait()
     assert len(here.claims.events) == 1, "said once"
@@ -635,14 +635,14 @@ async def test_an_unprepare_ends_a_prepare_under_way_and_nothing_is_left(tmp_pat
     here.claims.add(claim("1", result("d0")))
     late = asyncio.create_task(here.prepare("1"))
     await begun.wait()
-    assert here.desk.snapshot.claims[D, "1"].result is None
+    assert here.async_ledger.snapshot.claims[D, "1"].result is None
     assert await here.unprepare("1") is None
     answer = (await late)["1"]
     assert isinstance(answer, ClaimError)
     assert "overtaken" in str(answer)
     assert ("unprepare", ["d0"]) in source.calls
     assert here.files == []
-    assert not here.desk.snapshot.claims
+    assert not here.async_ledger.snapshot.claims
     await end(here)
 
 
@@ -672,7 +672,7 @@ async def test_an_unprepare_waits_for_a_file_that_is_being_written(
     assert await unpreparing is None
     assert "overtaken" in str((await preparing)["1"])
     assert here.files == []
-    assert not here.desk.snapshot.claims
+    assert not here.async_ledger.snapshot.claims
 
 
 async def test_a_prepare_waits_for_a_file_that_is_being_removed(here: World, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -722,17 +722,17 @@ async def test_unprepare_of_claims_never_seen_succeeds(here: World) -> None:
 async def test_a_full_disk_prepares_nothing(here: World, monkeypatch: pytest.MonkeyPatch) -> None:
     """What could not be recorded is not answered and leaves no file."""
     here.claims.add(claim("1", result("d0")))
-    do = here.desk.ledger.do_all
+    do = here.async_ledger.ledger.do_all
 
     def full(operations: Any) -> Any:
-        before = here.desk.snapshot
+        before = here.async_ledger.snapshot
         for operation in operations:
             decision = operation(before)
             if any(change.durable for change in decision.changes):
                 raise LedgerError("cannot write the ledger: database or disk is full")
         return do(operations)
 
-    monkeypatch.setattr(here.desk.ledger, "do_all", full)
+    monkeypatch.setattr(here.async_ledger.ledger, "do_all", full)
     assert "disk is full" in await here.refused("1")
     monkeypatch.undo()
     await here.prepared("1")
@@ -745,7 +745,7 @@ async def test_a_cdi_directory_that_cannot_be_written_is_the_claims_error(here: 
     answer = (await here.prepare("1"))["1"]
     assert isinstance(answer, ClaimError)
     assert "cannot write" in str(answer)
-    assert not here.desk.snapshot.claims
+    assert not here.async_ledger.snapshot.claims
     here.cdi.unlink()
     await here.prepared("1")
 
@@ -776,7 +776,7 @@ async def test_after_a_reboot_devices_are_set_up_again(tmp_path: Path) -> None:
     source.calls.clear()
     after = await here.again(source, boot="2")
     assert (await after.driver.reconcile((), ENDED)).reopened == ("1",)
-    assert after.desk.snapshot.claims_on(R, ["d0"])
+    assert after.async_ledger.snapshot.claims_on(R, ["d0"])
     assert (await after.prepared("1")).boot == "2"
     assert [name for name, *_ in source.calls] == ["reset", "edits", "prepare"]
     third = await after.again(source, boot="3")
@@ -847,7 +847,7 @@ async def test_claims_that_went_away_while_the_agent_was_down_are_unprepared(tmp
         assert await after.driver.reconcile(named, pods) == Reconciled()
     assert (await after.driver.reconcile((), ENDED)).unprepared == ("1",)
     assert ("unprepare", ["d0"]) in source.calls
-    assert list(after.desk.snapshot.claims) == [(D, "2")]
+    assert list(after.async_ledger.snapshot.claims) == [(D, "2")]
     await end(after)
 
 
@@ -858,7 +858,7 @@ async def test_a_prepare_that_a_crash_cut_short_can_be_undone_and_done_again(tmp
     for uid, device in (("1", "d0"), ("2", "d1")):
         here.claims.add(claim(uid, result(device)))
         started = ledger.Claim(D, uid, "default", f"claim-{uid}", (ledger.ClaimDevice(R, device),), None, T0)
-        await here.desk.do(ledger.reserve(started, durable=True))
+        await here.async_ledger.do(ledger.reserve(started, durable=True))
     after = await here.again(source)
     assert await after.driver.reconcile((), ENDED) == Reconciled()
     assert await after.unprepare("1") is None
@@ -872,12 +872,14 @@ async def test_cdi_files_are_evidence_for_a_lost_ledger(here: World) -> None:
     """They tell the devices; the claim holds them until it is unprepared or prepared again."""
     here.claims.add(claim("1", result("d0"), result("d2", "other")))
     first = await here.prepared("1")
-    await here.desk.close()
+    await here.async_ledger.close()
     os.remove(here.path)
     after = await here.again()
     evidence = ledger.Evidence({}, after.driver.cdi_evidence()[R])
-    await after.desk.do(ledger.reconcile_evidence(R, evidence, after.inventory.snapshot.devices, Side.PLUGIN, T0))
-    assert after.desk.snapshot.claims[D, "1"].held == {(R, "d0"), (R, "d2")}
+    await after.async_ledger.do(
+        ledger.reconcile_evidence(R, evidence, after.inventory.snapshot.devices, Side.PLUGIN, T0)
+    )
+    assert after.async_ledger.snapshot.claims[D, "1"].held == {(R, "d0"), (R, "d2")}
     assert (await after.driver.reconcile((), ENDED)) == Reconciled()
     assert await after.prepared("1") == first
     await end(after)
@@ -888,7 +890,7 @@ async def test_files_of_claims_that_the_kubelet_counts_as_prepared_are_not_swept
     here.claims.add(claim("1", result("d0")))
     await here.prepared("1")
     (kept,) = here.files
-    await here.desk.do(ledger.unprepare(D, "1"))
+    await here.async_ledger.do(ledger.unprepare(D, "1"))
     assert await here.driver.reconcile({"1"}, ENDED) == Reconciled()
     assert await here.driver.reconcile((), ENDED, sweep=False) == Reconciled()
     assert here.files == [kept]
@@ -924,18 +926,18 @@ async def test_a_claim_over_two_resources_is_unprepared_on_both_after_the_ledger
     here = await world(tmp_path, fpga)
     inventory = Inventory("example.com/nic")
     inventory.publish([Device("n0")])
-    here.driver.serve([*here.driver.served, Served(nic, inventory)])
+    here.driver.serve([*here.driver.served, ServedResource(nic, inventory)])
     names = {device.id: name for name, (_, device) in here.driver.devices.items()}
     state = in_claim_state((NODE, names["d0"], ""), (NODE, names["n0"], ""))
-    await here.desk.do(ledger.forget(R, ["d0"]))
+    await here.async_ledger.do(ledger.forget(R, ["d0"]))
     for resource, device in ((R, "d0"), ("example.com/nic", "n0")):
         evidence = ledger.Evidence(claims=tuple(here.driver.claim_evidence([state], resource)))
-        await here.desk.do(ledger.reconcile_evidence(resource, evidence, [device], Side.PLUGIN, T0))
-    assert here.desk.snapshot.claims[D, "1"].held == {(R, "d0"), ("example.com/nic", "n0")}
+        await here.async_ledger.do(ledger.reconcile_evidence(resource, evidence, [device], Side.PLUGIN, T0))
+    assert here.async_ledger.snapshot.claims[D, "1"].held == {(R, "d0"), ("example.com/nic", "n0")}
     assert await here.unprepare("1") is None
     assert ("unprepare", ["d0"]) in fpga.calls
     assert ("unprepare", ["n0"]) in nic.calls
-    assert not here.desk.snapshot.claims
+    assert not here.async_ledger.snapshot.claims
     await end(here)
 
 
@@ -948,12 +950,12 @@ async def test_two_resources_of_one_driver_and_two_drivers_share_a_ledger(tmp_pa
     here = await world(tmp_path)
     inventory = Inventory("example.com/nic")
     inventory.publish([Device("d0", nodes=["/dev/zero"])])
-    await here.desk.do(ledger.adopt("example.com/nic", ["d0"], Side.DRA, T0))
+    await here.async_ledger.do(ledger.adopt("example.com/nic", ["d0"], Side.DRA, T0))
     both = Driver(
         D,
         NODE,
-        [*here.driver.served, Served(Other(), inventory)],
-        here.desk,
+        [*here.driver.served, ServedResource(Other(), inventory)],
+        here.async_ledger,
         here.claims,
         cdi_directory=str(here.cdi),
         boot="1",
@@ -962,7 +964,7 @@ async def test_two_resources_of_one_driver_and_two_drivers_share_a_ledger(tmp_pa
     here.claims.add(claim("1", result(names[f"{R} d0"]), result(names["example.com/nic d0"])))
     answer = (await both.prepare([ref("1")]))["1"]
     assert isinstance(answer, Prepared)
-    assert here.desk.snapshot.claims[D, "1"].held == {(R, "d0"), ("example.com/nic", "d0")}
+    assert here.async_ledger.snapshot.claims[D, "1"].held == {(R, "d0"), ("example.com/nic", "d0")}
     assert {found.devices for entry in both.cdi_evidence().values() for found in entry} == {frozenset({"d0"})}
     await both.close()
     await end(here)
@@ -998,8 +1000,8 @@ async def test_both_versions_of_the_api_answer_alike(here: World, tmp_path: Path
     server.add_insecure_port(address)
     await server.start()
     async with grpc.aio.insecure_channel(address) as channel:
-        doors: list[tuple[Any, Any]] = [(DRAPluginStub(channel), dra_v1_pb2), (BetaStub(channel), dra_v1beta1_pb2)]
-        for stub, pb in doors:
+        gates: list[tuple[Any, Any]] = [(DRAPluginStub(channel), dra_v1_pb2), (BetaStub(channel), dra_v1beta1_pb2)]
+        for stub, pb in gates:
             asked = [pb.Claim(namespace="default", name=f"claim-{uid}", uid=uid) for uid in "12"]
             response = await stub.NodePrepareResources(pb.NodePrepareResourcesRequest(claims=asked))
             (device,) = response.claims["1"].devices
@@ -1098,7 +1100,7 @@ async def test_an_api_server_that_is_away_is_the_claims_error(tmp_path: Path, se
             D,
             NODE,
             here.driver.served,
-            here.desk,
+            here.async_ledger,
             ClusterClaims(api, NODE),
             cdi_directory=str(here.cdi),
         )
@@ -1189,16 +1191,16 @@ def test_any_claim_is_answered_and_an_error_leaves_nothing(
             assert str(answer)
             assert "internal error" not in str(answer)
             assert here.files == []
-            assert not here.desk.snapshot.claims
+            assert not here.async_ledger.snapshot.claims
         else:
             assert len(here.files) == 1
             named = [name for device in answer.devices for name in device.cdi_ids if name.startswith(D)]
             assert all(here.edits(*named))
-            assert list(here.desk.snapshot.claims) == [(D, "1")]
+            assert list(here.async_ledger.snapshot.claims) == [(D, "1")]
             assert len({device.request for device in answer.devices}) == len(named)
         assert await here.unprepare("1") is None
         assert here.files == []
-        assert not here.desk.snapshot.claims
+        assert not here.async_ledger.snapshot.claims
         await end(here)
 
     asyncio.run(run())
@@ -1248,10 +1250,10 @@ async def test_a_claim_whose_pods_processes_run_is_not_unprepared(tmp_path: Path
     assert error is not None
     assert "processes of pod pod-uid run" in str(error)
     assert here.files
-    assert (D, "1") in here.desk.snapshot.claims
+    assert (D, "1") in here.async_ledger.snapshot.claims
     pods.end()
     assert await here.unprepare("1") is None
-    assert not here.desk.snapshot.claims
+    assert not here.async_ledger.snapshot.claims
     await end(here)
 
 
@@ -1263,7 +1265,7 @@ async def test_pods_that_came_to_share_a_claim_count_before_it_is_unprepared(tmp
     await here.prepared("1")
 
     async def recorded() -> RunningPods:
-        await here.desk.do(ledger.describe(D, "1", "default", "claim-1", ["later"]))
+        await here.async_ledger.do(ledger.describe(D, "1", "default", "claim-1", ["later"]))
         return pods.now
 
     here.driver._running_pods = recorded
@@ -1287,10 +1289,10 @@ async def test_a_claim_stays_prepared_while_a_pod_runs_that_may_use_it(tmp_path:
     del here.claims.claims["claim-1"]
     running = PodProcesses(frozenset({"forgotten", "listed"}))
     assert await here.driver.reconcile((), running, pods.now.unlisted) == Reconciled()
-    assert (D, "1") in here.desk.snapshot.claims
+    assert (D, "1") in here.async_ledger.snapshot.claims
     pods.now = RunningPods(frozenset({"listed"}))
     assert await here.unprepare("1") is None
-    assert not here.desk.snapshot.claims
+    assert not here.async_ledger.snapshot.claims
     await end(here)
 
 
@@ -1301,12 +1303,12 @@ async def test_a_claim_stays_prepared_while_its_pods_cannot_be_known(tmp_path: P
     here = await world(tmp_path, running_pods=pods)
     here.claims.add(claim("1", result("d0")))
     await here.prepared("1")
-    assert here.desk.snapshot.claims[D, "1"].pods
+    assert here.async_ledger.snapshot.claims[D, "1"].pods
     pods.error = error
     refusal = await here.unprepare("1")
     assert refusal is not None
     assert "not known which pods use it" in str(refusal)
-    assert (D, "1") in here.desk.snapshot.claims
+    assert (D, "1") in here.async_ledger.snapshot.claims
     pods.error = None
     assert await here.unprepare("1") is None
     await end(here)
@@ -1317,12 +1319,12 @@ async def test_a_claim_of_an_older_ledger_is_not_ended_without_the_kubelet(tmp_p
     here = await world(tmp_path)
     here.claims.add(claim("1", result("d0")))
     await here.prepared("1")
-    record = dataclasses.replace(here.desk.snapshot.claims[D, "1"], pods=frozenset())
-    await here.desk.do(ledger.unprepare(D, "1"))
-    await here.desk.do(ledger.prepare(record))
+    record = dataclasses.replace(here.async_ledger.snapshot.claims[D, "1"], pods=frozenset())
+    await here.async_ledger.do(ledger.unprepare(D, "1"))
+    await here.async_ledger.do(ledger.prepare(record))
     del here.claims.claims["claim-1"]
     assert await here.driver.reconcile((), ENDED) == Reconciled()
-    assert (D, "1") in here.desk.snapshot.claims
+    assert (D, "1") in here.async_ledger.snapshot.claims
     assert await here.unprepare("1") is None
-    assert not here.desk.snapshot.claims
+    assert not here.async_ledger.snapshot.claims
     await end(here)

@@ -22,7 +22,7 @@ from deviceplugin.inventory import Inventory
 from deviceplugin.kubelet.registration import Backoff
 from deviceplugin.source import DeviceSource
 from dra_bridge import ledger
-from dra_bridge.driver import ClaimRef, Driver, Served
+from dra_bridge.driver import ClaimRef, Driver, ServedResource
 from dra_bridge.driver import registrar as registrar_module
 from dra_bridge.driver.registrar import Registrar, RegistrarError, Timing, health_list, socket_path
 from dra_bridge.ledger import AsyncLedger, Side
@@ -96,12 +96,12 @@ def kubelet(root: Path, server: Server) -> Iterator[FakeDraKubelet]:
 async def driver(root: Path, server: Server) -> AsyncIterator[Driver]:
     inventory = Inventory(R)
     inventory.publish([Device(f"d{n}", nodes=["/dev/null"], edits=ContainerEdits({f"N{n}": "1"})) for n in range(3)])
-    desk = await AsyncLedger.open(str(root / "ledger.db"))
-    await desk.do(ledger.adopt(R, inventory.snapshot.devices, Side.DRA, 1.0))
-    made = Driver(D, NODE, [Served(Source(), inventory)], desk, server, cdi_directory=str(root / "cdi"))
+    async_ledger = await AsyncLedger.open(str(root / "ledger.db"))
+    await async_ledger.do(ledger.adopt(R, inventory.snapshot.devices, Side.DRA, 1.0))
+    made = Driver(D, NODE, [ServedResource(Source(), inventory)], async_ledger, server, cdi_directory=str(root / "cdi"))
     yield made
     await made.close()
-    await desk.close()
+    await async_ledger.close()
 
 
 class Running:
@@ -179,7 +179,7 @@ async def test_a_restarted_kubelet_finds_the_driver_and_prepares_again(
         # Kubelet 1.36.3 adds the devices of a second answer to those that it read from its claim state.
         assert {name: set(ids) for name, ids in after.items()} == {name: set(ids) for name, ids in before.items()}
         await aside(kubelet.unprepare_pod, pod)
-        assert not driver._desk.snapshot.claims
+        assert not driver._ledger.snapshot.claims
 
 
 @pytest.mark.parametrize("what", ["plugins_registry", "plugins", "socket"])
@@ -393,7 +393,7 @@ async def test_health_needs_no_timer_to_be_told(driver: Driver, root: Path, kube
         other = type("Other", (Source,), {"resource": "example.com/more"})()
         more = Inventory(other.resource)
         more.publish([Device("m0")])
-        driver.serve([first, Served(other, more)])
+        driver.serve([first, ServedResource(other, more)])
         registrar.follow()
         (name,) = (name for name, (served, _) in driver.devices.items() if served.inventory is more)
         await aside(kubelet.wait_for, lambda: kubelet.health(D, NODE, name).health == "healthy")

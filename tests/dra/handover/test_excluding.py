@@ -16,7 +16,7 @@ from dra_bridge.handover.handover import parse_share
 from dra_bridge.kube import Cluster
 from dra_bridge.ledger import State
 from dra_bridge.node.bridge import Bridge
-from dra_bridge.node.terms import Terms
+from dra_bridge.node.policies import HandoverPolicy
 from dra_bridge.rollout.fleet import share_patch
 from dra_bridge.testing.apiserver import FakeApiServer
 from dra_bridge.testing.node import FakeNode
@@ -61,7 +61,7 @@ class World:
         return {
             name: record.state
             for bridge in self.bridge.drivers.values()
-            for (_, name), record in sorted(bridge.desk.snapshot.devices.items())
+            for (_, name), record in sorted(bridge.async_ledger.snapshot.devices.items())
         }
 
     @property
@@ -95,7 +95,7 @@ class World:
 async def world(node: FakeNode, tmp_path: Path, *sources: Listed) -> AsyncIterator[World]:
     bridge = Bridge(
         sources,
-        {source.resource: Terms(parse_share("none")) for source in sources},
+        {source.resource: HandoverPolicy(parse_share("none")) for source in sources},
         Cluster.from_server(node.server.url),
         NODE,
         node.paths,
@@ -221,10 +221,10 @@ async def test_an_agent_that_starts_after_a_link_was_replaced_knows_the_holder(n
     async with world(node, tmp_path, Listed(A, D, Device("old", identity="x"))) as here:
         await here.until(lambda: here.healthy == {"old"})
         pod = await asyncio.to_thread(node.run_pod, "p", {A: 1})
-        await here.until(lambda: bool(here.bridge.drivers[D].desk.snapshot.holds))
+        await here.until(lambda: bool(here.bridge.drivers[D].async_ledger.snapshot.holds))
     async with world(node, tmp_path, Listed(A, D, Device("new", identity="x"), Device("third", identity="y"))) as here:
         await here.until(lambda: here.healthy == {"third"})
-        assert (A, "new") in here.bridge.drivers[D].keeper.heard
+        assert (A, "new") in here.bridge.drivers[D].ledger_gate.reconciled
         await asyncio.to_thread(pod.delete, 60)
         await here.until(lambda: here.healthy == {"new", "third"})
 
@@ -248,7 +248,9 @@ async def test_a_resource_of_another_name_knows_who_holds_its_devices(node: Fake
     async with world(node, tmp_path, Listed(A, D, Device("a", identity="x"))) as here:
         await here.until(lambda: here.healthy == {"a"})
         pod = await asyncio.to_thread(node.run_pod, "p", {A: 1})
-        await here.until(lambda: any(hold.holders for hold in here.bridge.drivers[D].desk.snapshot.holds.values()))
+        await here.until(
+            lambda: any(hold.holders for hold in here.bridge.drivers[D].async_ledger.snapshot.holds.values())
+        )
     async with world(node, tmp_path, Listed(B, D, Device("a", identity="x"), Device("b", identity="y"))) as here:
         await here.until(lambda: here.healthy == {"b"})
         await asyncio.to_thread(pod.delete, 60)

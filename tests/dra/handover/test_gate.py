@@ -10,11 +10,11 @@ from deviceplugin.inventory import Inventory
 from deviceplugin.kubelet.cgroups import PodProcesses
 from deviceplugin.kubelet.checkpoint import Allocation, Checkpoint
 from deviceplugin.kubelet.holders import HolderSnapshot, Witnesses, holders
-from deviceplugin.kubelet.podresources import Quiet
+from deviceplugin.kubelet.podresources import AllocationsInFlight
 from deviceplugin.kubelet.servicer import Endpoint
 from deviceplugin.source import DeviceSource
 from dra_bridge import ledger
-from dra_bridge.handover.gate import Behind, Keeper, allocations_of, held_units, kubelet_snapshot
+from dra_bridge.handover.gate import DeviceIdResolver, LedgerGate, allocations_of, held_units, kubelet_snapshot
 from dra_bridge.ledger import AsyncLedger, Held, Ledger, Side
 
 R = "example.com/gpu"
@@ -37,7 +37,7 @@ async def test_replicas_from_before_sharing_ended_hold_their_device() -> None:
     """A pod that holds a replica of a device that is shared no more still holds that device."""
     inventory = Inventory(R)
     inventory.publish([Device("gpu0"), Device("gpu1")])
-    endpoint = Endpoint(Gpus(), inventory, Quiet())
+    endpoint = Endpoint(Gpus(), inventory, AllocationsInFlight())
     now = scanned(*(Allocation("u1", "main", R, name) for name in ("gpu0::3", "gpu1")))
     units = held_units(now, R, endpoint.ids.device_id_of)
     assert {unit: one.device for unit, one in units.items()} == {"gpu0::3": "gpu0", "gpu1": "gpu1"}
@@ -76,16 +76,16 @@ def test_a_scan_as_the_ledger_takes_it() -> None:
 
 async def test_a_resource_may_be_dropped_during_a_scan(tmp_path: Path) -> None:
     """The ledger takes its time for each of them, and a reload does not wait for it."""
-    desk = AsyncLedger(Ledger.open(str(tmp_path / "ledger.db")))
-    resources: dict[str, Behind] = {"example.com/a": str, "example.com/b": str}
-    keeper = Keeper(desk, resources)
+    async_ledger = AsyncLedger(Ledger.open(str(tmp_path / "ledger.db")))
+    resources: dict[str, DeviceIdResolver] = {"example.com/a": str, "example.com/b": str}
+    ledger_gate = LedgerGate(async_ledger, resources)
     now = scanned(*(Allocation("u1", "main", name, "d") for name in resources))
-    scan = asyncio.create_task(keeper.after_scan(desk.snapshot.sequence, now))
+    scan = asyncio.create_task(ledger_gate.after_scan(async_ledger.snapshot.sequence, now))
     await asyncio.sleep(0)  # the ledger is asked about the first
     del resources["example.com/a"]
     await scan
-    assert [hold.resource for hold in desk.snapshot.holds.values()] == ["example.com/a", "example.com/b"]
-    await desk.close()
+    assert [hold.resource for hold in async_ledger.snapshot.holds.values()] == ["example.com/a", "example.com/b"]
+    await async_ledger.close()
 
 
 async def test_holders_are_known_again_after_a_restart(tmp_path: Path) -> None:
@@ -94,14 +94,14 @@ async def test_holders_are_known_again_after_a_restart(tmp_path: Path) -> None:
     with Ledger.open(path) as book:
         book.do(ledger.adopt(R, ["a", "b"], Side.PLUGIN, 1.0))
         book.do(ledger.grant(R, {"a::1": "a", "b": "b"}, 1.0))
-    desk = AsyncLedger(Ledger.open(path))
+    async_ledger = AsyncLedger(Ledger.open(path))
     changes: list[str] = []
-    keeper = Keeper(desk, {R: lambda name: name.partition("::")[0]}, lambda: changes.append("changed"))
-    assert set(keeper.awaited()) == {(R, "a::1"), (R, "b")}
+    ledger_gate = LedgerGate(async_ledger, {R: lambda name: name.partition("::")[0]}, lambda: changes.append("changed"))
+    assert set(ledger_gate.awaited()) == {(R, "a::1"), (R, "b")}
     held = {Allocation("u1", "init", R, "a::1"), Allocation("u1", "main", R, "a::1")}
-    await keeper.after_scan(keeper.before_scan(), scanned(*held))
-    await desk.close()
+    await ledger_gate.after_scan(ledger_gate.before_scan(), scanned(*held))
+    await async_ledger.close()
     with Ledger.open(path) as book:
         assert set(allocations_of(book.snapshot)) == held
-    assert set(keeper.awaited()) == {(R, "b")}
+    assert set(ledger_gate.awaited()) == {(R, "b")}
     assert changes == []

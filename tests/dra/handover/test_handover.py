@@ -156,12 +156,12 @@ def test_evidence_is_gathered_in_the_order_of_the_rule(tmp_path: Path, replicas:
         book.do(ledger.adopt(R, DEVICES, Side.PLUGIN, 1.0))
         book.do(ledger.begin_move(R, DEVICES, Side.DRA, 1.0))
         moving = ToDra.begun(R, book.snapshot)
-        behind = partial(device_of, replicas=replicas)
+        device_id_of = partial(device_of, replicas=replicas)
         assert moving.devices == DEVICES
-        assert moving.showing(None, behind).shown == {}
+        assert moving.showing(None, device_id_of).shown == {}
         healthy = frozenset({"b" if replicas == 1 else "b::1"})
-        assert moving.showing((3.0, healthy), behind).shown == {"a": 3.0}
-        assert moving.looking(5).scanned(None, behind) is None
+        assert moving.showing((3.0, healthy), device_id_of).shown == {"a": 3.0}
+        assert moving.looking(5).scanned(None, device_id_of) is None
         assert ToPlugin.begun(R, book.snapshot).devices == ()
 
 

@@ -16,7 +16,7 @@ from dra_bridge.handover.handover import parse_share
 from dra_bridge.kube import Cluster, ClusterError
 from dra_bridge.ledger import State
 from dra_bridge.node.bridge import Bridge
-from dra_bridge.node.terms import Terms
+from dra_bridge.node.policies import HandoverPolicy
 from dra_bridge.rollout.fleet import share_patch
 from dra_bridge.rollout.progress import DeviceProgress, read
 from dra_bridge.testing.apiserver import FakeApiServer
@@ -66,11 +66,11 @@ class World:
     def states(self) -> dict[str, State]:
         if D not in self.bridge.drivers:
             return {}
-        return {name: record.state for name, record in self.bridge.drivers[D].desk.snapshot.of(R).items()}
+        return {name: record.state for name, record in self.bridge.drivers[D].async_ledger.snapshot.of(R).items()}
 
     @property
     def claims(self) -> set[str]:
-        return {claim.title for claim in self.bridge.drivers[D].desk.snapshot.claims.values()}
+        return {claim.title for claim in self.bridge.drivers[D].async_ledger.snapshot.claims.values()}
 
     @property
     def published(self) -> list[Mapping[str, Any]]:
@@ -108,7 +108,7 @@ async def world(node: FakeNode, tmp_path: Path, source: Source, *, offered: bool
     """Run an agent; `offered`: wait until pods can have a device."""
     bridge = Bridge(
         [source],
-        {R: Terms(parse_share("none"))},
+        {R: HandoverPolicy(parse_share("none"))},
         Cluster.from_server(node.server.url),
         NODE,
         node.paths,

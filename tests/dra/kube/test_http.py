@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from dra_bridge.kube import http
-from dra_bridge.kube.http import HttpError, Server, proxy_of
+from dra_bridge.kube.http import HttpClient, HttpError, proxy_of
 from tests.metrics.test_web import make_certificate, trusting
 
 Handler = Callable[[str], bytes | None]
@@ -50,7 +50,7 @@ class Answering:
             writer.close()
 
 
-def received(server: Server) -> bool:
+def received(server: HttpClient) -> bool:
     """Whether a kept connection has received anything since its last answer."""
     assert server._session is not None
     assert server._session.connector is not None
@@ -78,8 +78,8 @@ async def answering(handler: Handler | bytes) -> AsyncIterator[Answering]:
 
 
 @asynccontextmanager
-async def reaching(url: str, proxy: str = "") -> AsyncIterator[Server]:
-    server = Server(url, proxy=proxy)
+async def reaching(url: str, proxy: str = "") -> AsyncIterator[HttpClient]:
+    server = HttpClient(url, proxy=proxy)
     try:
         yield server
     finally:
@@ -277,7 +277,7 @@ def test_a_stream_that_is_left_is_closed_at_once(tmp_path: Path) -> None:
             over.wait(10)
 
     async def leave(url: str) -> None:
-        server = Server(url, trusting(certificate))
+        server = HttpClient(url, trusting(certificate))
         async with server.stream("GET", "/", {}) as (_, lines):
             assert await anext(lines) == b"one\n"
         await server.aclose()
@@ -375,4 +375,4 @@ def test_servers_without_a_proxy(environment: pytest.MonkeyPatch, rules: str, di
 def test_urls_that_cannot_be_used(url: str, proxy: str) -> None:
     """A URL of something else than HTTP is refused at once."""
     with pytest.raises(ValueError, match="is not the URL of"):
-        Server(url, proxy=proxy)
+        HttpClient(url, proxy=proxy)

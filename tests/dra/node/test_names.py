@@ -14,7 +14,7 @@ from deviceplugin.source import DeviceSource
 from dra_bridge.handover.handover import Share
 from dra_bridge.kube import Cluster
 from dra_bridge.node.bridge import Bridge
-from dra_bridge.node.terms import Terms
+from dra_bridge.node.policies import HandoverPolicy
 from dra_bridge.testing.apiserver import FakeApiServer
 from dra_bridge.testing.node import FakeNode
 from tests.dra.classes import device_class
@@ -22,7 +22,7 @@ from tests.dra.classes import device_class
 A, B = "example.com/a", "example.com/b"
 D = "d.example.com"
 NODE = "node"
-ALL = Terms(Share(part=1.0))
+ALL = HandoverPolicy(Share(part=1.0))
 
 
 class Source(DeviceSource):
@@ -108,7 +108,7 @@ async def test_published_names_stay_when_resources_come_and_go(node: FakeNode) -
     async with running(node, B, A) as bridge:
         await until(lambda: published(node) == resources(BOTH))
         await asyncio.to_thread(pod.delete, 60)
-        assert not bridge.drivers[D].desk.snapshot.claims
+        assert not bridge.drivers[D].async_ledger.snapshot.claims
         await bridge.reconfigure({}, {B: ALL}, [B])
         await until(lambda: published(node).keys() == BOTH.keys() - ALONE.keys())
     async with running(node, A, B):

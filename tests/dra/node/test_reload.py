@@ -20,7 +20,7 @@ from dra_bridge.handover.handover import Share
 from dra_bridge.kube import Cluster
 from dra_bridge.ledger import Ledger, Side
 from dra_bridge.node.bridge import Bridge
-from dra_bridge.node.terms import NONE, Terms
+from dra_bridge.node.policies import NONE, HandoverPolicy
 from dra_bridge.testing.apiserver import FakeApiServer
 from dra_bridge.testing.node import FakeNode
 from tests.dra.classes import device_class
@@ -50,7 +50,7 @@ def node() -> Iterator[FakeNode]:
 def bridge(node: FakeNode, tmp_path: Path, *sources: DeviceSource, share: Share = NONE) -> Bridge:
     return Bridge(
         sources,
-        {source.resource: Terms(share) for source in sources},
+        {source.resource: HandoverPolicy(share) for source in sources},
         Cluster.from_server(node.server.url),
         NODE,
         node.paths,
@@ -116,7 +116,7 @@ async def test_a_reload_that_adds_a_driver_serves_it_and_the_agent_still_ends(no
     agent = bridge(node, tmp_path, Source(A, D))
     async with running(agent):
         await until(lambda: len(healthy(node, A)) == 2)
-        await agent.reconfigure({B: Source(B, E)}, {B: Terms(Share(part=1.0))}, [A])
+        await agent.reconfigure({B: Source(B, E)}, {B: HandoverPolicy(Share(part=1.0))}, [A])
         await until(lambda: len(node.devices(B)) == 2 and E in agent.drivers)
         await until(lambda: any(one["spec"]["driver"] == E for one in node.server.objects("resourceslices")))
 
@@ -152,7 +152,7 @@ async def test_nothing_is_offered_before_its_ledger_is_open(
         await until(lambda: len(healthy(node, A)) == 2)
         with held_ledger(agent, E) as other:
             other.do(ledger.adopt(B, ["d0"], Side.DRA, 1.0))
-            reload = asyncio.create_task(agent.reconfigure({B: Source(B, E)}, {B: Terms(Share(1))}, [A]))
+            reload = asyncio.create_task(agent.reconfigure({B: Source(B, E)}, {B: HandoverPolicy(Share(1))}, [A]))
             await until(lambda: "standing by" in caplog.text and len(node.devices(B)) == 2)
             assert all(update.healthy == 0 for update in node.updates(B))
         async with asyncio.timeout(60):
@@ -167,11 +167,11 @@ async def test_a_dropped_resource_gives_nothing_out_on_its_way_out(node: FakeNod
     async with running(agent):
         await until(lambda: len(healthy(node, A)) == 2)
         agent.drivers[D].drop(A)
-        assert not agent.doors.offers(A, "d0")
+        assert not agent.gates.offers(A, "d0")
         await agent.reconfigure({A: Source(A)}, {}, [])
-        assert agent.doors.offers(A, "d0")
+        assert agent.gates.offers(A, "d0")
         await agent.reconfigure({}, {}, [])
-        assert not agent.doors.keepers
+        assert not agent.gates.by_resource
 
 
 async def test_a_driver_whose_ledger_cannot_be_opened_holds_up_no_other(node: FakeNode, tmp_path: Path) -> None:
@@ -247,7 +247,7 @@ async def test_claims_of_a_former_driver_keep_their_devices(
         await until(lambda: f"through driver {D}, which is not served here" in caplog.text)
         assert device not in healthy(node, A) | sliced(node, E)
         with pytest.raises(Refusal):
-            await agent.doors.grant(A, [device], [device])
+            await agent.gates.grant(A, [device], [device])
     with Ledger.open(str(agent.ledger_path(D))) as book:
         assert book.snapshot.claims_on(A, [device]), "the former ledger is as it was"
 
@@ -261,7 +261,7 @@ async def test_a_former_drivers_device_is_offered_when_its_claim_has_ended(
     async with running(agent):
         pod, device = await asyncio.to_thread(start_claimant, node)
         (other,) = {"d0", "d1"} - {device}
-        await agent.reconfigure({A: Source(A, driver)}, {A: Terms()}, [])
+        await agent.reconfigure({A: Source(A, driver)}, {A: HandoverPolicy()}, [])
         await until(lambda: healthy(node, A) == {other})
         assert node.devices(A)[device].health == "Unhealthy"
         await asyncio.to_thread(pod.delete, 30)

@@ -18,14 +18,14 @@ from deviceplugin.kubelet.allocation_gate import Refusal
 from deviceplugin.node.agent import AgentError
 from deviceplugin.source import DeviceSource
 from dra_bridge import ledger
-from dra_bridge.handover.gate import Keeper
+from dra_bridge.handover.gate import LedgerGate
 from dra_bridge.handover.handover import Share
 from dra_bridge.kube import Cluster
 from dra_bridge.ledger import AsyncLedger, Evidence, Ledger, Side, State
 from dra_bridge.node import driver_runtime
 from dra_bridge.node.bridge import Bridge
-from dra_bridge.node.driver_runtime import DriverBridge
-from dra_bridge.node.terms import Terms
+from dra_bridge.node.driver_runtime import DriverRuntime
+from dra_bridge.node.policies import HandoverPolicy
 from dra_bridge.testing.apiserver import FakeApiServer
 from dra_bridge.testing.node import FakeNode
 from tests.dra.classes import device_class
@@ -58,7 +58,7 @@ async def running(node: FakeNode, cdi: Path, share: Share, *, claim_status: bool
     """Run an agent until the end of the block."""
     bridge = Bridge(
         [Source()],
-        {R: Terms(share)},
+        {R: HandoverPolicy(share)},
         Cluster.from_server(node.server.url),
         NODE,
         node.paths,
@@ -83,11 +83,11 @@ async def until(what: Callable[[], bool], why: str) -> None:
 
 
 def states(bridge: Bridge) -> dict[str, State]:
-    return {name: record.state for name, record in bridge.drivers[D].desk.snapshot.of(R).items()}
+    return {name: record.state for name, record in bridge.drivers[D].async_ledger.snapshot.of(R).items()}
 
 
 def claims(bridge: Bridge) -> set[str]:
-    return {claim.title for claim in bridge.drivers[D].desk.snapshot.claims.values()}
+    return {claim.title for claim in bridge.drivers[D].async_ledger.snapshot.claims.values()}
 
 
 async def moved(bridge: Bridge, state: State) -> None:
@@ -186,7 +186,7 @@ async def test_a_ledger_that_lost_its_end_is_corrected_and_alarm_raised(
         assert f'"{device}"' not in body
         await bridge.drivers[D].resolve()
         assert states(bridge)[device] in {State.PLUGIN, State.TO_DRA}, "the pod holds it, and nobody else does"
-        assert bridge.drivers[D].desk.snapshot.holds_on(R, (device,)), "the pod is in the books"
+        assert bridge.drivers[D].async_ledger.snapshot.holds_on(R, (device,)), "the pod is in the books"
         await asyncio.to_thread(pod.delete, 20)
         await moved(bridge, State.DRA)
 
@@ -203,7 +203,9 @@ async def test_a_checkpoint_that_shows_an_ended_pod_alarms_nobody(node: FakeNode
         await moved(bridge, State.DRA)
     checkpoint.write_bytes(stale)
     async with running(node, tmp_path / "cdi", Share(part=1.0)) as bridge:
-        await until(lambda: D in bridge.drivers and len(bridge.drivers[D].keeper.heard) == 2, "all doubt to be gone")
+        await until(
+            lambda: D in bridge.drivers and len(bridge.drivers[D].ledger_gate.reconciled) == 2, "all doubt to be gone"
+        )
         assert set(states(bridge).values()) == {State.DRA}
 
 
@@ -211,23 +213,23 @@ async def test_no_slice_has_a_device_before_its_evidence_was_heard(
     node: FakeNode, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Who is in doubt holds up nobody else, and is published as soon as the doubt is gone."""
-    confront, doubt = DriverBridge._confront, True
+    confront, doubt = DriverRuntime._confront, True
 
-    async def doubting(self: DriverBridge, resource: str, devices: Sequence[str]) -> tuple[str, ...]:
+    async def doubting(self: DriverRuntime, resource: str, devices: Sequence[str]) -> tuple[str, ...]:
         left = {"d1"} if doubt else set()
         return (*await confront(self, resource, [one for one in devices if one not in left]), *left)
 
     def published() -> set[str]:
         return {device["name"] for one in node.server.objects() for device in one["spec"].get("devices") or ()}
 
-    monkeypatch.setattr(DriverBridge, "_confront", doubting)
+    monkeypatch.setattr(DriverRuntime, "_confront", doubting)
     monkeypatch.setattr(driver_runtime, "FIRST", 0.1)
     path = Path(node.root) / "plugins" / D / "ledger.db"
     with Ledger.open(str(path)) as book:
         book.do(ledger.adopt(R, ["d0", "d1"], Side.DRA, 1.0))
     async with running(node, tmp_path / "cdi", Share(part=1.0)) as bridge:
         await until(lambda: published() == {"d0"}, "the slice")
-        assert bridge.drivers[D].keeper.heard == {(R, "d0")}
+        assert bridge.drivers[D].ledger_gate.reconciled == {(R, "d0")}
         doubt = False
         await until(lambda: published() == {"d0", "d1"}, "the other device")
 
@@ -295,7 +297,7 @@ async def test_an_agent_whose_ledger_is_removed_ends_and_the_next_one_knows_the_
     """It grants nothing more; evidence tells the next one what pods hold."""
     bridge = Bridge(
         [Source()],
-        {R: Terms(Share(0))},
+        {R: HandoverPolicy(Share(0))},
         Cluster.from_server(node.server.url),
         NODE,
         node.paths,
@@ -322,16 +324,16 @@ async def test_an_agent_whose_ledger_is_removed_ends_and_the_next_one_knows_the_
 
 async def test_nothing_is_offered_or_given_before_its_evidence_was_heard(tmp_path: Path) -> None:
     """A ledger that says so may have lost what came last."""
-    desk = AsyncLedger(Ledger.open(str(tmp_path / "ledger.db")))
-    await desk.do(ledger.reconcile_evidence(R, Evidence(), ["a"], Side.PLUGIN, 1.0))
-    keeper = Keeper(desk, {R: str})
-    assert not keeper.offers(R, "a")
+    async_ledger = AsyncLedger(Ledger.open(str(tmp_path / "ledger.db")))
+    await async_ledger.do(ledger.reconcile_evidence(R, Evidence(), ["a"], Side.PLUGIN, 1.0))
+    ledger_gate = LedgerGate(async_ledger, {R: str})
+    assert not ledger_gate.offers(R, "a")
     with pytest.raises(Refusal) as refused:
-        await keeper.grant(R, ["a"], ["a"])
+        await ledger_gate.grant(R, ["a"], ["a"])
     assert refused.value.code is grpc.StatusCode.UNAVAILABLE
-    assert not desk.snapshot.holds
-    keeper.heard.add((R, "a"))
-    assert keeper.offers(R, "a")
-    await keeper.grant(R, ["a"], ["a"])
-    assert list(desk.snapshot.holds) == [(R, "a")]
-    await desk.close()
+    assert not async_ledger.snapshot.holds
+    ledger_gate.reconciled.add((R, "a"))
+    assert ledger_gate.offers(R, "a")
+    await ledger_gate.grant(R, ["a"], ["a"])
+    assert list(async_ledger.snapshot.holds) == [(R, "a")]
+    await async_ledger.close()

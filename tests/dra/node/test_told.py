@@ -12,11 +12,10 @@ from prometheus_client.openmetrics.exposition import generate_latest as generate
 from prometheus_client.openmetrics.parser import text_string_to_metric_families as read_open
 
 from deviceplugin.metrics.collectors import AgentCollector
-from deviceplugin.metrics.report import Place, PreparedClaim
-from dra_bridge.driver import Statistics as ClaimStatistics
-from dra_bridge.driver import registrar
+from deviceplugin.metrics.report import DeviceLocation, PreparedClaim
+from dra_bridge.driver import ClaimStatistics, registrar
 from dra_bridge.handover import handover
-from dra_bridge.kube import Statistics
+from dra_bridge.kube import RequestStatistics
 from dra_bridge.ledger import Claim, ClaimDevice, DeviceRecord, Snapshot, State
 from dra_bridge.node.metrics import Told
 from dra_bridge.slices import PoolState
@@ -39,20 +38,20 @@ def bridge(**changes: Any) -> Any:
         claim("mine", ClaimDevice(RESOURCE, "a"), ClaimDevice(RESOURCE, "c", admin=True)),
         claim("soon", ClaimDevice(RESOURCE, "c"), result=None),
     ]
-    moves = handover.Statistics()
+    moves = handover.MoveStatistics()
     moves.begun["to-dra"], moves.finished["to-dra"], moves.seconds["to-dra"] = 3, 2, 1.5
     source = Source()
     source.driver = DRIVER
     one = SimpleNamespace(
         name=DRIVER,
         qualifiers={},
-        desk=SimpleNamespace(snapshot=Snapshot(1, records, {}, {(DRIVER, one.uid): one for one in claims})),
+        async_ledger=SimpleNamespace(snapshot=Snapshot(1, records, {}, {(DRIVER, one.uid): one for one in claims})),
         driver=SimpleNamespace(
             statistics=ClaimStatistics(
                 prepared=4, prepared_again=1, prepare_failures={"side": 2}, prepare_seconds=0.7, in_flight=1
             )
         ),
-        registrar=SimpleNamespace(statistics=registrar.Statistics(registered=True, registrations=2)),
+        registrar=SimpleNamespace(statistics=registrar.RegistrarStatistics(registered=True, registrations=2)),
         handovers={RESOURCE: SimpleNamespace(statistics=moves, waiting={"b": "team/train"}, share=handover.Share(2))},
     )
     parts: dict[str, Any] = {
@@ -61,7 +60,7 @@ def bridge(**changes: Any) -> Any:
         "publisher": SimpleNamespace(
             state=lambda name: PoolState(name, 3, 3, 7, 1, frozenset({"a", "c"}), frozenset(), (), 9)
         ),
-        "cluster": SimpleNamespace(statistics=Statistics({"GET": 5, "PATCH": 2}, 1, 3, None, "v1")),
+        "cluster": SimpleNamespace(statistics=RequestStatistics({"GET": 5, "PATCH": 2}, 1, 3, None, "v1")),
         **changes,
     }
     return SimpleNamespace(**parts)
@@ -78,10 +77,10 @@ def values(told: Told) -> dict[str, float]:
 def test_places_are_those_of_the_ledger() -> None:
     """Side, state and since when; what a move waits for is its reason."""
     places = Told(bridge()).report().places
-    assert places[RESOURCE, "a"] == Place("dra", "dra", 5.0, "the share is 2")
-    assert places[RESOURCE, "b"] == Place("plugin", "to-dra", 5.0, "waits for team/train")
+    assert places[RESOURCE, "a"] == DeviceLocation("dra", "dra", 5.0, "the share is 2")
+    assert places[RESOURCE, "b"] == DeviceLocation("plugin", "to-dra", 5.0, "waits for team/train")
     assert places[RESOURCE, "c"].side == "dra"
-    assert places[RESOURCE, "d"] == Place("none", "quarantined", 5.0, "the share is 2")
+    assert places[RESOURCE, "d"] == DeviceLocation("none", "quarantined", 5.0, "the share is 2")
 
 
 def test_claims_hold_devices_but_administrators_do_not() -> None:
@@ -139,7 +138,7 @@ def test_what_is_missing_is_said(changes: dict[str, Any], why: str) -> None:
 def test_a_driver_that_the_kubelet_refused_is_said() -> None:
     """With the kubelet's own words."""
     made = bridge()
-    made.drivers[DRIVER].registrar.statistics = registrar.Statistics(error="unsupported version")
+    made.drivers[DRIVER].registrar.statistics = registrar.RegistrarStatistics(error="unsupported version")
     assert Told(made).report().unready == [f"driver {DRIVER} is not registered with the kubelet: unsupported version"]
 
 

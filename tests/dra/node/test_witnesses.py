@@ -220,7 +220,7 @@ async def test_a_claims_second_pod_that_the_kubelet_has_forgotten(
             here = await agents.enter_async_context(plain_world(node, tmp_path, source, offered=False))
             await here.until(lambda: bool(here.bridge.drivers[D].registrar.statistics.registrations))
         bridge = here.bridge.drivers[D]
-        assert second.uid not in next(iter(bridge.desk.snapshot.claims.values())).pods
+        assert second.uid not in next(iter(bridge.async_ledger.snapshot.claims.values())).pods
         ending = asyncio.create_task(asyncio.to_thread(first.delete, 60))
         await here.until(lambda: "unknown" in bridge.driver.statistics.unprepare_failures)
         await bridge.reconcile(sweep=True)
@@ -370,8 +370,8 @@ async def test_agent_and_checkpoint_are_lost_soon_after_a_grant(node: FakeNode, 
         await here.scans(1)
         node.lose_network()
         pod = node.start_pod("p", ONE)
-        desk = here.bridge.drivers[D].desk
-        await here.until(lambda: any(pod.uid in dict(hold.holders) for hold in desk.snapshot.holds.values()))
+        async_ledger = here.bridge.drivers[D].async_ledger
+        await here.until(lambda: any(pod.uid in dict(hold.holders) for hold in async_ledger.snapshot.holds.values()))
     node.restore_network()
     await asyncio.to_thread(pod.wait_running, 60)
     await asyncio.to_thread(node.stop)
@@ -477,7 +477,7 @@ async def test_the_agent_dies_before_it_learns_the_pod_and_the_checkpoint_is_los
         await here.bridge.agent._scanning.acquire()  # no scan learns the pod
         pod = await run(node)
         (held,) = pod.device_ids
-        assert [hold.pending for hold in here.bridge.drivers[D].desk.snapshot.holds.values()] == [True]
+        assert [hold.pending for hold in here.bridge.drivers[D].async_ledger.snapshot.holds.values()] == [True]
     await asyncio.to_thread(node.stop)
     node.damage_checkpoint("deleted")
     await asyncio.to_thread(node.start)
@@ -486,8 +486,8 @@ async def test_the_agent_dies_before_it_learns_the_pod_and_the_checkpoint_is_los
         (idle,) = {"d0", "d1"} - {held}
         await here.until(lambda: here.states[idle] is State.DRA)
         await here.until(lambda: idle in here.source.wiped)
-        desk = here.bridge.drivers[D].desk
-        await here.until(lambda: [hold.holders for hold in desk.snapshot.holds.values()] == [{(pod.uid, "")}])
+        async_ledger = here.bridge.drivers[D].async_ledger
+        await here.until(lambda: [hold.holders for hold in async_ledger.snapshot.holds.values()] == [{(pod.uid, "")}])
         assert here.states[held] is State.TO_DRA
         await asyncio.to_thread(pod.delete, 60)
         await here.until(lambda: held in here.source.wiped)

@@ -8,13 +8,13 @@ from typing import Final
 from deviceplugin.config import Config, ResourceConfig
 from dra_bridge.handover.handover import Drain, Share, parse_share
 
-__all__ = ["NONE", "Terms", "terms_of"]
+__all__ = ["NONE", "HandoverPolicy", "policies_of"]
 
 NONE: Final = Share(0)
 
 
 @dataclass(frozen=True, slots=True)
-class Terms:
+class HandoverPolicy:
     """How a resource's devices are divided. unhealthy: the effect of the taint on broken devices."""
 
     share: Share = NONE
@@ -22,11 +22,11 @@ class Terms:
     unhealthy: str = "NoSchedule"
 
     @classmethod
-    def of(cls, resource: ResourceConfig) -> Terms:
+    def of(cls, resource: ResourceConfig) -> HandoverPolicy:
         """Return the terms that a config file gives a resource."""
         return cls(parse_share(resource.dra.share), resource.dra.drain, resource.dra.unhealthy)
 
 
-def terms_of(config: Config) -> dict[str, Terms]:
+def policies_of(config: Config) -> dict[str, HandoverPolicy]:
     """Return the terms of a config file's resources."""
-    return {resource.name: Terms.of(resource) for resource in config.resources}
+    return {resource.name: HandoverPolicy.of(resource) for resource in config.resources}
