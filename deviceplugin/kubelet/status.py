@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from deviceplugin.inventory import Snapshot
 from deviceplugin.kubelet.podresources import ClaimUse, Holder
 from deviceplugin.kubelet.registration import RegistrationStatistics
-from deviceplugin.kubelet.servicer import ServicerStatistics as EndpointStatistics
+from deviceplugin.kubelet.servicer import ServicerStatistics
 
 __all__ = ["ResourceStatus", "Status"]
 
@@ -27,7 +27,7 @@ class ResourceStatus:
     registered: bool
     live: bool
     holders: Mapping[str, frozenset[Holder]]
-    endpoint: EndpointStatistics
+    endpoint: ServicerStatistics
     registration: RegistrationStatistics
     source_error: str
     withheld: Mapping[str, str] = field(default_factory=dict)
