@@ -128,7 +128,7 @@ def _add_share(parser: argparse._MutuallyExclusiveGroup) -> None:
 
 
 def _share(text: str) -> str:
-    from dra_bridge.handover.handover import ShareError, parse_share
+    from dra_bridge.handover import ShareError, parse_share
 
     if text == "default":
         return text

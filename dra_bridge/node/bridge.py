@@ -20,7 +20,7 @@ from deviceplugin.node.paths import Paths
 from deviceplugin.node.service import Service
 from deviceplugin.source import DeviceSource
 from dra_bridge.driver import ClusterClaims
-from dra_bridge.handover.handover import ShareError, parse_share
+from dra_bridge.handover import ShareError, parse_share
 from dra_bridge.kube import (
     NODES,
     Cluster,

@@ -20,8 +20,7 @@ from deviceplugin.node.agent import Agent, AgentError
 from deviceplugin.node.service import Service
 from dra_bridge import ledger
 from dra_bridge.driver import ClaimRef, ClusterClaims, Driver, Registrar, ServedResource
-from dra_bridge.handover.gate import DeviceIdResolver, LedgerGate, allocations_of
-from dra_bridge.handover.handover import Handover, Share
+from dra_bridge.handover import DeviceIdResolver, Handover, LedgerGate, Share, allocations_of
 from dra_bridge.kube import (
     RESOURCE_CLAIMS,
     RESOURCE_SLICES,

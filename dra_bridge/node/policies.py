@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from deviceplugin.config import Config, ResourceConfig
-from dra_bridge.handover.handover import Drain, Share, parse_share
+from dra_bridge.handover import Drain, Share, parse_share
 
 __all__ = ["NONE", "HandoverPolicy", "policies_of"]
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from deviceplugin.node import process
-from dra_bridge.handover.handover import parse_share
+from dra_bridge.handover import parse_share
 from dra_bridge.node.bridge import Bridge
 from dra_bridge.node.policies import HandoverPolicy, policies_of
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from deviceplugin.config import Config
     from deviceplugin.node.paths import Paths
     from deviceplugin.source import DeviceSource
-    from dra_bridge.handover.handover import Drain
+    from dra_bridge.handover import Drain
     from dra_bridge.kube import Cluster
 
 __all__ = ["run", "run_config"]

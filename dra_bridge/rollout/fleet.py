@@ -19,7 +19,7 @@ import msgspec
 
 from deviceplugin.naming import published_names
 from deviceplugin.topology import natural
-from dra_bridge.handover.handover import Share, ShareError, parse_share
+from dra_bridge.handover import Share, ShareError, parse_share
 from dra_bridge.ledger import State
 from dra_bridge.rollout import progress
 

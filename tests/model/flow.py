@@ -27,8 +27,7 @@ from deviceplugin.kubelet.registration import Backoff
 from deviceplugin.source import DeviceSource
 from dra_bridge import ledger
 from dra_bridge.driver import ClaimError, ClaimRef, Driver, Prepared, ServedResource
-from dra_bridge.handover.gate import LedgerGate, allocations_of, held_units
-from dra_bridge.handover.handover import Handover, Share
+from dra_bridge.handover import Handover, LedgerGate, Share, allocations_of, held_units
 from dra_bridge.ledger import AsyncLedger, Evidence, Ledger, LedgerError, Side, State
 
 R: Final = "example.com/fpga"
@@ -145,8 +144,8 @@ class Flow:
             boot="1",
             ready=lambda resource, device: (resource, device) in self.ledger_gate.reconciled,
         )
-        endpoint = SimpleNamespace(resource=R, source=source, device_id_of=str, refresh=lambda: None, shown=self._shown)
-        endpoint.ids.ids_of = lambda device: (device,)
+        ids = SimpleNamespace(device_id_of=str, ids_of=lambda device: (device,))
+        endpoint = SimpleNamespace(resource=R, source=source, ids=ids, refresh=lambda: None, shown=self._shown)
         self.handover = Handover(
             cast("Any", endpoint),
             self.inventory,

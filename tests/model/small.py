@@ -39,8 +39,10 @@ from deviceplugin.kubelet.cgroups import PodProcesses
 from deviceplugin.kubelet.checkpoint import Allocation, Checkpoint
 from deviceplugin.kubelet.holders import HolderSnapshot, Witnesses
 from dra_bridge import ledger
+from dra_bridge.handover import Share
 from dra_bridge.handover import gate as ledger_gate
-from dra_bridge.handover.handover import Share, ToDra, ToPlugin, in_hands, plan
+from dra_bridge.handover.evidence import ToDra, ToPlugin
+from dra_bridge.handover.planner import in_hands, plan
 from dra_bridge.ledger import (
     Claim,
     ClaimDevice,

@@ -32,8 +32,7 @@ from deviceplugin.kubelet.checkpoint import Allocation, Checkpoint
 from deviceplugin.kubelet.holders import HolderSnapshot, Witnesses
 from deviceplugin.kubelet.registration import Backoff
 from dra_bridge import ledger
-from dra_bridge.handover.gate import LedgerGate, allocations_of, held_units
-from dra_bridge.handover.handover import Drain, Handover, Share
+from dra_bridge.handover import Drain, Handover, LedgerGate, Share, allocations_of, held_units
 from dra_bridge.ledger import (
     AsyncLedger,
     Claim,
@@ -172,8 +171,8 @@ class Node(RuleBasedStateMachine):
         inventory = Inventory(R)
         inventory.publish([Device(name) for name in DEVICES])
         self.ledger_gate = LedgerGate(cast("Any", self.async_ledger), {R: str})
-        endpoint = SimpleNamespace(resource=R, device_id_of=str, refresh=lambda: None, shown=lambda: self.sent)
-        endpoint.ids.ids_of = lambda device: (device,)
+        ids = SimpleNamespace(device_id_of=str, ids_of=lambda device: (device,))
+        endpoint = SimpleNamespace(resource=R, ids=ids, refresh=lambda: None, shown=lambda: self.sent)
         self.handover = Handover(
             cast("Any", endpoint),
             inventory,

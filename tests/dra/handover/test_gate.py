@@ -14,7 +14,7 @@ from deviceplugin.kubelet.podresources import AllocationsInFlight
 from deviceplugin.kubelet.servicer import Endpoint
 from deviceplugin.source import DeviceSource
 from dra_bridge import ledger
-from dra_bridge.handover.gate import DeviceIdResolver, LedgerGate, allocations_of, held_units, kubelet_snapshot
+from dra_bridge.handover import DeviceIdResolver, LedgerGate, allocations_of, held_units, kubelet_snapshot
 from dra_bridge.ledger import AsyncLedger, Held, Ledger, Side
 
 R = "example.com/gpu"

@@ -12,7 +12,9 @@ import pytest
 from deviceplugin.kubelet.registration import Backoff
 from deviceplugin.sharing import device_of
 from dra_bridge import ledger
-from dra_bridge.handover.handover import Share, ToDra, ToPlugin, followers, in_hands, led, plan
+from dra_bridge.handover import Share
+from dra_bridge.handover.evidence import ToDra, ToPlugin
+from dra_bridge.handover.planner import followers, in_hands, led, plan
 from dra_bridge.ledger import Ledger, Side, State
 from tests.model.flow import DEVICES, Flow, Outside, R, Source
 
@@ -57,7 +59,7 @@ async def test_a_claim_that_keeps_a_device_is_read_seldom_and_claims_are_not_lis
     await flow.move(1)
     (device,) = (name for name in DEVICES if flow.state(name) is State.DRA)
     outside.say("allocated", f"1={device}")
-    monkeypatch.setattr("dra_bridge.handover.handover.time", clock)
+    monkeypatch.setattr("dra_bridge.handover.moves.time", clock)
     monkeypatch.setattr(flow.handover, "_waits", lambda: Backoff(first=0.5, most=300.0))
     lists: list[float] = []
     reads: list[tuple[str, str, str]] = []
@@ -94,7 +96,7 @@ async def test_a_list_that_fails_is_not_tried_at_every_step(tmp_path: Path, monk
     outside, clock = Outside(), Clock()
     flow = await Flow.begin(tmp_path, outside, Source())
     await flow.move(2)
-    monkeypatch.setattr("dra_bridge.handover.handover.time", clock)
+    monkeypatch.setattr("dra_bridge.handover.moves.time", clock)
     monkeypatch.setattr(flow.handover, "_waits", lambda: Backoff(first=0.5, most=300.0))
     tries = []
 

@@ -16,7 +16,7 @@ from deviceplugin.source import DeviceSource
 from deviceplugin.testing import FakePod
 from dra_bridge import ledger
 from dra_bridge.driver.registrar import Timing
-from dra_bridge.handover.handover import Share
+from dra_bridge.handover import Share
 from dra_bridge.kube import Cluster
 from dra_bridge.ledger import Ledger, Side
 from dra_bridge.node.bridge import Bridge

@@ -18,8 +18,7 @@ from deviceplugin.kubelet.allocation_gate import Refusal
 from deviceplugin.node.agent import AgentError
 from deviceplugin.source import DeviceSource
 from dra_bridge import ledger
-from dra_bridge.handover.gate import LedgerGate
-from dra_bridge.handover.handover import Share
+from dra_bridge.handover import LedgerGate, Share
 from dra_bridge.kube import Cluster
 from dra_bridge.ledger import AsyncLedger, Evidence, Ledger, Side, State
 from dra_bridge.node import driver_runtime

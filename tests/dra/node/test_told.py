@@ -13,8 +13,8 @@ from prometheus_client.openmetrics.parser import text_string_to_metric_families 
 
 from deviceplugin.metrics.collectors import AgentCollector
 from deviceplugin.metrics.report import DeviceLocation, PreparedClaim
+from dra_bridge import handover
 from dra_bridge.driver import ClaimStatistics, registrar
-from dra_bridge.handover import handover
 from dra_bridge.kube import RequestStatistics
 from dra_bridge.ledger import Claim, ClaimDevice, DeviceRecord, Snapshot, State
 from dra_bridge.node.metrics import Told
