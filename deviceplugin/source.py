@@ -98,7 +98,7 @@ class DeviceSource:
     ) -> ContainerEdits | Awaitable[ContainerEdits | None] | None:
         """Set devices up as a claim's request wants them; return what its containers get beyond `edits`.
 
-        Called through the DRA door only, once for each request of a claim, after `reset`. `config`
+        Called on the DRA side only, once for each request of a claim, after `reset`. `config`
         is a `config_type` made from the parameters of class and claim (the claim's win), None
         without a `config_type`. It may be called again for the same devices, if it failed or the
         agent ended; an error is the claim's, its pods wait and the kubelet tries again.

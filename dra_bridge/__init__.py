@@ -1,6 +1,6 @@
-"""A bridge from device plugins to Dynamic Resource Allocation: the second door to the same devices.
+"""A bridge from device plugins to Dynamic Resource Allocation: the second way to the same devices.
 
-An author serves both doors by `dra_bridge.run(Source())` where a plugin alone is
+An author serves both sides by `dra_bridge.run(Source())` where a plugin alone is
 `deviceplugin.run(Source())`; a user with a file by `dra-bridge run --config FILE`.
 """
 

@@ -1,4 +1,4 @@
-"""The command line of the bridge: the agent with both doors, and what steers a fleet of them.
+"""The command line of the bridge: the agent with both sides, and moves over a fleet of them.
 
 `run` is the node agent. `status`, `migrate` and `rollout` talk to the API server alone, with the
 rights of whoever calls them.
@@ -60,7 +60,7 @@ def _parser() -> argparse.ArgumentParser:
         one.set_defaults(command=command)
         return one
 
-    run = add("run", _run, "Serve the devices of a config file to this node's kubelet, through both doors.")
+    run = add("run", _run, "Serve the devices of a config file to this node's kubelet, on both sides.")
     run.add_argument("--config", type=Path, required=True, metavar="FILE", help="the config file (YAML)")
     add_run_options(run)
     uninstall = add("uninstall", _uninstall, "Remove the slices that a config's drivers published.")
@@ -356,7 +356,7 @@ def _status(options: argparse.Namespace) -> int:
 
 
 def _fleet() -> Any:
-    """Return the room of the pure functions; imported when it is needed."""
+    """Return the module of the pure functions; imported when it is needed."""
     from dra_bridge.rollout import fleet
 
     return fleet

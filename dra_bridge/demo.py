@@ -44,7 +44,7 @@ PATIENCE: Final = 15.0
 SHARES: Final = ("none", "3", "50%", "all", "1", "none")
 """What the node is asked for while pods churn."""
 LIVES: Final = (0.3, 0.7)
-"""Seconds that a pod runs: longer than the agent takes to look at the kubelet's books, or a hold is kept 10 s (R7)."""
+"""Seconds that a pod runs: longer than the agent takes to read the checkpoint, or a hold is kept 10 s (R7)."""
 DWELL: Final = 0.7
 """Seconds of churn after each move; the demo's own pace, nothing waits for it."""
 WIDTH: Final = 72
@@ -205,10 +205,10 @@ class Scene:
         if not so:
             raise DemoError(f"this should be so and is not: {what}")
 
-    def device(self, pod: FakePod, door: str) -> str:
-        """Return the single device of a running pod, having made sure of its door and of what its container sees."""
+    def device(self, pod: FakePod, side: str) -> str:
+        """Return the single device of a running pod, having made sure of its side and of what its container sees."""
         devices = self.node.devices_of(pod)
-        self.check(list(devices.values()) == [door], f"{pod.name} runs with one device through the {door}: {devices}")
+        self.check(list(devices.values()) == [side], f"{pod.name} runs with one device on the side {side}: {devices}")
         (name,) = devices
         self.check(self.visible(pod) == name, f"{pod.name} sees {name}, not {self.visible(pod)!r}")
         return name
@@ -274,7 +274,7 @@ def naive(scene: Scene) -> None:
         scene.teller.table(
             ("DEVICE", "HOLDER", "THROUGH", "ITS CONTAINER SEES"),
             [
-                (one.device, one.pod, one.door, f"GPU_VISIBLE_DEVICES={scene.visible(node.pods[f'default/{one.pod}'])}")
+                (one.device, one.pod, one.side, f"GPU_VISIBLE_DEVICES={scene.visible(node.pods[f'default/{one.pod}'])}")
                 for one in sorted(node.holdings(), key=lambda one: (one.device, one.begin))
             ],
         )
@@ -356,7 +356,7 @@ class Bridged:
         self.node.dra.wait_registered(DRIVER, timeout=PATIENCE)
         self.scene.wait(self.settled, "the first slice")
         names = ", ".join(sorted(self.node.devices(GPU)))
-        self.tell("bridge", f"serves {names} through both doors; all are on the plugin's side")
+        self.tell("bridge", f"serves {names} on both sides; all are on the plugin's side")
         train = self.node.start_pod("train", {GPU: 1}).wait_running(PATIENCE)
         held = self.scene.device(train, "plugin")
         self.tell("pod", f"train runs with {held}")
@@ -457,9 +457,9 @@ def timeline(holdings: Sequence[Holding], began: float, ended: float) -> list[tu
             first = max(0, int((one.begin - began) / step))
             last = WIDTH - 1 if one.end is None else min(WIDTH - 1, int((one.end - began) / step))
             for place in range(first, last + 1):
-                line[place] = "p" if one.door == "plugin" else "c"
-        gates = Counter(one.door for one in mine)
-        rows.append((device, "".join(line), str(gates["plugin"]), str(gates["claim"])))
+                line[place] = "p" if one.side == "plugin" else "c"
+        sides = Counter(one.side for one in mine)
+        rows.append((device, "".join(line), str(sides["plugin"]), str(sides["claim"])))
     return rows
 
 
@@ -474,8 +474,8 @@ def bridged(scene: Scene) -> None:
     scene.teller.title("\nWho held what when (p: a pod through the plugin, c: a claim, .: nobody)")
     scene.teller.table(("DEVICE", f"{ended - began:.1f} s", "BY PLUGIN", "BY CLAIM"), timeline(holdings, began, ended))
     twice = overlaps(holdings)
-    gates = Counter(one.door for one in holdings)
-    scene.check(min(gates["plugin"], gates["claim"]) > 10, "devices were held through both doors")
+    sides = Counter(one.side for one in holdings)
+    scene.check(min(sides["plugin"], sides["claim"]) > 10, "devices were held on both sides")
     scene.check(not twice, f"no device had two holders: {twice[:3]}")
     scene.check(not scene.node.crashes, f"the kubelet did not crash: {scene.node.crashes}")
     scene.teller.title(f"\n{len(holdings)} times a device was held; never by two at once.")

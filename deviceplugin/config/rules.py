@@ -139,7 +139,7 @@ class Rules:
             self._problems.report(nodes["attributes"], f"{path}.attributes", problem)
         for problem in naming.capacity_problems(device):
             self._problems.report(nodes["capacity"], f"{path}.capacity", problem)
-        most = naming.MAX_ENTRIES - 2  # as naming.check_device: two are the DRA door's own
+        most = naming.MAX_ENTRIES - 2  # as naming.check_device: two are the DRA side's own
         if len(attributes) + len(capacity) > most:
             self._problems.report(
                 nodes["attributes" if attributes else "capacity"],

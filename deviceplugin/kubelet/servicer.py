@@ -415,7 +415,7 @@ class Endpoint(DevicePluginServicer):
         """Have a grant recorded.
 
         Raises:
-            Refusal: a device excludes, or is, one that somebody else holds; or the doorkeeper refuses.
+            Refusal: a device excludes, or is, one that somebody else holds; or the allocation gate refuses.
 
         """
         devices = list(dict.fromkeys(map(self.ids.device_id_of, names)))

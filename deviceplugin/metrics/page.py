@@ -65,7 +65,7 @@ def _status(view: View) -> dict[str, Any]:
 
 
 def _resource(one: ResourceView) -> dict[str, Any]:
-    known, door, async_ledger = one.status, one.status.endpoint, one.status.registration
+    known, servicer, registration = one.status, one.status.endpoint, one.status.registration
     return {
         "resource": one.name,
         "registered": known.registered,
@@ -73,10 +73,10 @@ def _resource(one: ResourceView) -> dict[str, Any]:
         "replicas": known.replicas,
         "sourceError": known.source_error,
         "measureError": one.measured.error if one.measured is not None else "",
-        "registrations": async_ledger.registrations,
-        "kubeletRestarts": async_ledger.kubelet_restarts,
-        "allocations": door.allocations,
-        "refusals": dict(door.refusals),
+        "registrations": registration.registrations,
+        "kubeletRestarts": registration.kubelet_restarts,
+        "allocations": servicer.allocations,
+        "refusals": dict(servicer.refusals),
         "devices": [_device(seen) for seen in one.devices],
     }
 
@@ -152,7 +152,7 @@ def html(view: View) -> bytes:
 def _wrong(view: View) -> Iterable[str]:
     reasons = list(view.unready)
     if not view.holders_known:
-        reasons.append("who holds what is not known: the kubelet's books cannot be read, or were not yet")
+        reasons.append("who holds what is not known: the kubelet's checkpoint cannot be read, or were not yet")
     if view.double_allocations:
         reasons.append(f"the kubelet gave devices to several pods at once, {view.double_allocations} times")
     for one in view.resources:

@@ -36,7 +36,7 @@ __all__ = [
 
 _LOG: Final = logging.getLogger(__name__)
 BOOKS_STALE: Final = 60.0
-"""Seconds after the last look at the kubelet's books from which on nobody knows who holds what."""
+"""Seconds after the last look at the kubelet's checkpoint from which on nobody knows who holds what."""
 SHOWN_EVENTS: Final = 100
 PATIENCE: Final = 1.0
 """Seconds that a provider may take for its report."""

@@ -1,6 +1,6 @@
 """The options that every agent has, on whichever command line: where the kubelet is, metrics, logs.
 
-A room of its own, since an author's own plugin reads them as well as `deviceplugin run` does.
+A module of its own, since an author's own plugin reads them as well as `deviceplugin run` does.
 """
 
 from __future__ import annotations

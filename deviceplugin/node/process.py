@@ -46,7 +46,7 @@ class Served:
 
     @classmethod
     def plainly(cls, agent: Agent) -> Served:
-        """Return an agent with the plugin door alone."""
+        """Return an agent with the plugin side alone."""
 
         async def take(config: Config, changed: Mapping[str, DeviceSource], unchanged: Sequence[str]) -> None:
             await agent.reconfigure(changed, unchanged)

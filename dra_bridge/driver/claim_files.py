@@ -66,7 +66,7 @@ class ClaimFiles:
     Args:
         driver: its name.
         directory: where the runtime looks for CDI files.
-        desk: the ledger, which knows what is in them.
+        async_ledger: the ledger, which knows what is in them.
         turns: of the claims.
         boot: what tells one boot of the node from another: devices are set up again after a reboot.
 

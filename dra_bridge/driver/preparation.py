@@ -112,7 +112,7 @@ class Driver:
         name: the driver's name.
         pool: the pool's name, which is the node's.
         served: the resources whose devices it offers.
-        desk: the ledger, shared by all drivers of the process.
+        async_ledger: the ledger, shared by all drivers of the process.
         claims: the API server.
         cdi_directory: where the runtime looks for CDI files.
         deadline: seconds for one claim.
@@ -490,7 +490,7 @@ class Driver:
     async def _edits(self, ref: ClaimRef, group: Group) -> ContainerEdits:
         """Set up the devices of a group and return what its containers get.
 
-        The same as through the plugin's door: the devices' own edits, then those of the hooks.
+        The same as on the plugin side: the devices' own edits, then those of the hooks.
         """
         source, devices = group.served.source, tuple(dict.fromkeys(group.devices))
         if "reset" in source.hooks and not group.admin:

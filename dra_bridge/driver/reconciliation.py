@@ -45,7 +45,7 @@ class ClaimReconciler:
     Args:
         driver: its name.
         pool: its pool's name, which is the node's.
-        desk: the ledger.
+        async_ledger: the ledger.
         claims: the API server.
         files: the claims' CDI files.
         turns: of the claims.

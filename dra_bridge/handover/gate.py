@@ -1,7 +1,7 @@
-"""The ledger between the plugin door and the kubelet's books.
+"""The ledger as the allocation gate of the plugin side.
 
 As the endpoint's doorkeeper it says what the plugin side offers (R3) and records what it gives
-out before the answer leaves (R1); as an observer of the kubelet's books it releases what is over
+out before the answer leaves (R1); as an observer of the kubelet's checkpoint it releases what is over
 (R7) and notices what contradicts the ledger.
 """
 
@@ -29,7 +29,7 @@ _LOG: Final = logging.getLogger(__name__)
 
 
 DeviceIdResolver = Callable[[str], str]
-"""What tells the device behind an id of the kubelet's (`Endpoint.behind`), also one from before sharing was changed."""
+"""Returns the device of one of the kubelet's ids, also of one from before sharing changed (`DeviceIds`)."""
 
 
 def held_units(
@@ -76,11 +76,11 @@ def allocations_of(now: Snapshot) -> list[Allocation]:
 
 
 class LedgerGate:
-    """Asks the ledger for the plugin door.
+    """Asks the ledger for the plugin side.
 
     Args:
-        desk: the ledger's face.
-        behind: what tells the device behind an id of the kubelet's, by resource; the resources that
+        async_ledger: the ledger.
+        device_id_of: returns the device of an id of the kubelet's, by resource; the resources that
             the ledger decides about. Others are offered and granted freely.
         changed: called after something was released, found or quarantined.
         quarantined: called with (resource, device) after a device was quarantined.
@@ -92,7 +92,7 @@ class LedgerGate:
         heard: (resource, device) of those about which this process has heard the evidence (R8).
             No other is offered or given out: the ledger may have lost what came last.
         reasons: by resource and device, why it is not known yet who holds it.
-        steer: which devices of a resource new pods had better not get (drain: wait).
+        draining: which devices of a resource new pods had better not get (drain: wait).
 
     """
 

@@ -86,11 +86,11 @@ class MoveStatistics:
 
 
 class Handover:
-    """Moves one resource's devices between the doors until their sides are as the share says.
+    """Moves one resource's devices between the sides until their sides are as the share says.
 
     Args:
         endpoint, inventory: of the resource.
-        desk: the ledger's face.
+        async_ledger: the ledger.
         scan: asks the witnesses who holds what (`Agent.scan`).
         title: a pod's name by its UID, for people.
         slices, claims: the API server's side of it.

@@ -33,7 +33,7 @@ def in_hands(now: Snapshot, resource: str) -> tuple[frozenset[str], frozenset[st
 class Plan:
     """What is to begin now; to turn round under way is to begin the other way.
 
-    to_dra, to_plugin: devices whose move begins. steer: devices on the plugin's side that are to
+    to_dra, to_plugin: devices whose move begins. draining: devices on the plugin's side that are to
     move once they are idle (drain: wait); new pods had better get others.
     """
 

@@ -56,7 +56,7 @@ class LedgerLostError(LedgerError):
 
 
 class Side(enum.Enum):
-    """The two doors."""
+    """The two sides."""
 
     PLUGIN = "plugin"
     DRA = "dra"

@@ -44,7 +44,7 @@ STANDBY: Final = 2.0
 
 
 class Bridge:
-    """The agent with both doors.
+    """The agent with both sides.
 
     Args:
         sources: one for each resource; those with a driver are bridged.
@@ -53,7 +53,7 @@ class Bridge:
         node: this node's name, which is the pool's.
         cdi_directory: where the runtime looks for CDI files.
         claim_status: whether to write `status.devices` of prepared claims.
-        period: seconds between looks at the kubelet's books while they matter.
+        period: seconds between looks at the kubelet's checkpoint while they matter.
 
     """
 
@@ -120,7 +120,7 @@ class Bridge:
         return self.paths.kubelet_root / "plugins" / driver / "ledger.db"
 
     async def run(self) -> None:
-        """Serve both doors until `agent.stop`, then drain and clean up; slices stay.
+        """Serve both sides until `agent.stop`, then drain and clean up; slices stay.
 
         Raises:
             AgentError: a resource cannot be served on this node at all.

@@ -20,7 +20,7 @@ class ClaimPods:
 
     Args:
         driver: its name.
-        desk: the driver's ledger.
+        async_ledger: the driver's ledger.
         tracker: sees the pods' processes, and asks the kubelet for its active pods.
         kubelet_root: where the kubelet's claim state lies.
 

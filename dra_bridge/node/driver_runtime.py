@@ -84,7 +84,7 @@ class DriverRuntime:
     Args:
         node: what all drivers of the node share.
         name: the driver's name.
-        desk: its ledger.
+        async_ledger: its ledger.
 
     """
 
@@ -189,7 +189,7 @@ class DriverRuntime:
         self.publish()
 
     def drop(self, resource: str) -> None:
-        """Serve a resource no more; its prepared claims can still be unprepared, its plugin door is closed."""
+        """Serve a resource no more; its prepared claims can still be unprepared, nothing of it is given to pods."""
         self._services.pop(resource, None)
         self._behind.pop(resource, None)
         self._orders.pop(resource, None)

@@ -24,7 +24,7 @@ class EvidenceReader:
 
     Args:
         driver: knows its devices by their published names, and its CDI files.
-        desk: the driver's ledger.
+        async_ledger: the driver's ledger.
         agent: sees the kubelet's checkpoint and the pods.
         cluster: the API server.
 

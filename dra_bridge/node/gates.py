@@ -16,7 +16,7 @@ __all__ = ["DENY_ALL", "DenyAll", "ResourceGates"]
 
 
 class DenyAll:
-    """The doorkeeper of a resource whose ledger is not open yet, or not for it any more."""
+    """The allocation gate of a resource whose ledger is not open yet, or not for it any more."""
 
     def offers(self, resource: str, device: str) -> bool:
         """Offer nothing."""
@@ -51,7 +51,7 @@ DENY_ALL: Final = DenyAll()
 
 
 class ResourceGates:
-    """The plugin door's doorkeeper for the whole node: each resource's own keeper decides.
+    """The allocation gate for the whole node: each resource's own gate decides.
 
     free: decides about resources that have no driver. ledgers: returns the keepers of all drivers, also of those that
     no resource names any more.

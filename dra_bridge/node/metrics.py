@@ -1,6 +1,6 @@
 """What the bridge tells those who look at the agent: places of devices, claims, moves, slices.
 
-Nothing is counted here, and nothing asked: one report puts together what the rooms count. The
+Nothing is counted here, and nothing asked: one report puts together what the parts count. The
 client library is loaded with the first report, so an agent without metrics does not pay for it.
 """
 

@@ -1,6 +1,6 @@
-"""The options of an agent with both doors, on whichever command line: the API server, and what every agent has.
+"""The options of an agent with both sides, on whichever command line: the API server, and what every agent has.
 
-A room of its own, since an author's own agent reads them as well as `dra-bridge run` does.
+A module of its own, since an author's own agent reads them as well as `dra-bridge run` does.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ __all__ = ["RunOptions", "add_kubeconfig", "add_run_options", "parse_run", "run_
 
 
 def add_run_options(parser: argparse.ArgumentParser) -> None:
-    """Add the options of an agent with both doors."""
+    """Add the options of an agent with both sides."""
     parser.add_argument(
         "--node-name",
         default=os.environ.get("NODE_NAME") or socket.gethostname(),
@@ -46,7 +46,7 @@ def add_run_options(parser: argparse.ArgumentParser) -> None:
 
 @dataclass(frozen=True, slots=True)
 class RunOptions:
-    """What the options of an agent with both doors say."""
+    """What the options of an agent with both sides say."""
 
     paths: Paths
     metrics_address: str | None

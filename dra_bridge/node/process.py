@@ -1,4 +1,4 @@
-"""An agent with both doors as a process: for an author's own source, and for a config file.
+"""An agent with both sides as a process: for an author's own source, and for a config file.
 
 Its life, signals and reloads are those of `deviceplugin.node.process`.
 """
@@ -28,7 +28,7 @@ __all__ = ["run", "run_config"]
 def run(
     *sources: DeviceSource, share: str | int = "none", drain: Drain = "cordon", argv: Sequence[str] | None = None
 ) -> None:
-    """Serve these sources through both doors until SIGTERM or SIGINT; for an author's own agent.
+    """Serve these sources on both sides until SIGTERM or SIGINT; for an author's own agent.
 
     share: what claims get of each source's devices to begin with, as in a config file; the Node's
     annotation `<driver>/dra-share` overrides it. The command line (or `argv`) says the rest,
@@ -71,7 +71,7 @@ def run_config(
     cdi_directory: str = "/var/run/cdi",
     claim_status: bool = False,
 ) -> int:
-    """Serve both doors of what a config file says until SIGTERM, and what it says later when it changes.
+    """Serve both sides of what a config file says until SIGTERM, and what it says later when it changes.
 
     Returns:
         The process's exit status.

@@ -88,7 +88,7 @@ class DeviceView:
 
     @property
     def side(self) -> str:
-        """The door that it is at now: plugin, dra, or none."""
+        """The side that it is on now: plugin, dra, or none."""
         if self.state in (State.PLUGIN, State.TO_DRA):
             return "plugin"
         return "none" if self.state is State.QUARANTINED else "dra"

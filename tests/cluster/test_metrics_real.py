@@ -216,7 +216,7 @@ def said(pod: Pod, kind: str, side: str, container: str = "main") -> set[tuple[s
 
 
 def start_all(bridge: Bridge) -> dict[str, Pod]:
-    """Start a pod of each kind, through each door."""
+    """Start a pod of each kind, on each side."""
     cluster = bridge.cluster
     pods = {
         "plugin": cluster.start_pod("plugin", {"example.com/gpu": 2}),
@@ -232,7 +232,7 @@ def start_all(bridge: Bridge) -> dict[str, Pod]:
 
 
 def test_holders_are_what_the_pods_say(bridge: Bridge, prometheus: Prometheus) -> None:
-    """Through every door, for shared devices and init containers: each holder is a series while it holds."""
+    """On every side, for shared devices and init containers: each holder is a series while it holds."""
     cluster = bridge.cluster
     pods = start_all(bridge)
     wanted = (

@@ -454,7 +454,7 @@ async def test_failing_edits_cost_their_own_call(serve: Serve) -> None:
 
 
 async def test_doorkeeper_decides(serve: Serve) -> None:
-    """What the doorkeeper does not offer is shown unhealthy; what it refuses is not given out, with its words."""
+    """What the allocation gate does not offer is shown unhealthy; what it refuses is not given out, with its words."""
 
     class Closed:
         def offers(self, resource: str, device: str) -> bool:

@@ -1,4 +1,4 @@
-"""Metrics of a running agent, from the kubelet's books to the text that Prometheus reads."""
+"""Metrics of a running agent, from the kubelet's checkpoint to the text that Prometheus reads."""
 
 from __future__ import annotations
 
@@ -470,7 +470,7 @@ class TestCollector:
         assert len(rows) == 1
 
     def test_holders_are_absent_when_nobody_knows(self, loop: Loop) -> None:
-        """Without the kubelet's books there is no count of 0 that would look like a free device."""
+        """Without the kubelet's checkpoint there is no count of 0 that would look like a free device."""
         still = Still(resource("a", held={"a": [Holder("n", "p", "c")]}))
         still.looked_at = None
         seen = loop.serving(still.agent)

@@ -40,7 +40,7 @@ class TestHolders:
     """Who holds what."""
 
     def test_containers_hold_devices(self) -> None:
-        """What the kubelet's books say is in the view, free devices have nobody."""
+        """What the kubelet's checkpoint say is in the view, free devices have nobody."""
         view = Still(resource("a", "b", held={"a": [MAIN]})).observer().view()
         assert holds(view) == [Hold("plugin", "team", "train", "main")]
         assert holds(view, "b") == []

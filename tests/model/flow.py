@@ -288,7 +288,7 @@ class Flow:
 
 
 async def story(flow: Flow, say: Callable[[str, str], None]) -> None:
-    """Grant, begin, commit, prepare, unprepare, commit back, grant: each door once, each move both ways."""
+    """Grant, begin, commit, prepare, unprepare, commit back, grant: each side once, each move both ways."""
     await flow.allocate("a")
     say("granted", "a")
     await flow.move(1)

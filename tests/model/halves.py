@@ -159,7 +159,7 @@ FACTS: Final[dict[str, tuple[Steps, Callable[[Half], Hashable]]]] = {
     "draft": (Small.kubelet, nothing),
     "write late": (Small.kubelet, nothing),
     "lose checkpoint": (Small.kubelet, lambda half: any(pod.unrecorded for pod in half.pods)),
-    "send": (Small.door, nothing),
+    "send": (Small.side, nothing),
     "want": (Small.offering, nothing),
     "accept": (Small.offering, nothing),
     "request": (Small.gathering, lambda half: (half.device.state == TO_DRA, half.sent)),

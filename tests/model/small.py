@@ -361,7 +361,7 @@ class Small:
         yield from self.kubelet(world)
         yield from self.scheduler(world)
         if world.alive:
-            yield from self.door(world)
+            yield from self.side(world)
             yield from self.driver(world)
             yield from self.offering(world)
             yield from self.gathering(world)
@@ -437,7 +437,7 @@ class Small:
                 # In whatever state it is here: a pod may be deleted by force.
                 yield f"deallocate c{number}", with_claim(world, number, gone(claim._replace(api=0)))
 
-    def door(self, world: World) -> Iterator[tuple[str, World]]:
+    def side(self, world: World) -> Iterator[tuple[str, World]]:
         """Answer Allocate, unless a known holder runs; send the list."""
         for number, pod in enumerate(world.pods):
             if pod.at == 1:
@@ -693,7 +693,7 @@ class Small:
             yield self.started(world._replace(pods=(one, two)))
             return
         stays = {f"c{number}" for number, claim in enumerate(world.claims) if serve and claim.api == 2}
-        steps = [*self.kubelet(world), *self.scheduler(world), *self.door(world), *self.offering(world)]
+        steps = [*self.kubelet(world), *self.scheduler(world), *self.side(world), *self.offering(world)]
         steps += self.driver(world)
         for what, after in steps:
             word, who, *_ = *what.split(), ""

@@ -1,4 +1,4 @@
-"""The claims' door: what a claim gets, what it is told, and that nothing is left behind."""
+"""The claims' side: what a claim gets, what it is told, and that nothing is left behind."""
 
 from __future__ import annotations
 
@@ -231,7 +231,7 @@ async def end(made: World) -> None:
 
 
 async def test_a_claim_gets_its_device_and_is_recorded(here: World) -> None:
-    """The answer names request, pool, device and a CDI device with the edits of the plugin door."""
+    """The answer names request, pool, device and a CDI device with the edits of the plugin side."""
     here.claims.add(claim("1", result("d0")))
     answer = await here.prepared("1")
     (device,) = answer.devices

@@ -1,4 +1,4 @@
-"""An agent with both doors whose config changes, who waits for its ledger, or who cannot have it."""
+"""An agent with both sides whose config changes, who waits for its ledger, or who cannot have it."""
 
 from __future__ import annotations
 

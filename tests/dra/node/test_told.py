@@ -130,7 +130,7 @@ def test_ready_when_registered_and_published() -> None:
     ],
 )
 def test_what_is_missing_is_said(changes: dict[str, Any], why: str) -> None:
-    """What keeps the other door closed is a reason not to be ready."""
+    """What keeps the other side unready is a reason not to be ready."""
     (reason,) = Told(bridge(**changes)).report().unready
     assert re.search(why, reason)
 
