@@ -83,7 +83,7 @@ class Still:
                 resource=one.resource,
                 source=self.sources.get(one.resource, Source()),
                 inventory=SimpleNamespace(snapshot=one.snapshot),
-                endpoint=SimpleNamespace(device_id_of=partial(device_of, replicas=one.replicas)),
+                endpoint=SimpleNamespace(ids=SimpleNamespace(device_id_of=partial(device_of, replicas=one.replicas))),
             )
             for one in self.resources
         }

@@ -44,7 +44,7 @@ def found(tree: Tree, ids: tuple[str, ...] = (), **wanted: Any) -> dict[str, Dev
 def test_device_is_described_by_its_ids_place_and_names(tree: Tree, tmp_path: Path) -> None:
     """Vendor, device, class, driver, address, root, NUMA node, group, and names out of pci.ids."""
     (tmp_path / "pci.ids").write_text(IDS)
-    tree.pci("0000:3b:00.0", device_id_of="0000:3a:00.0", numa=1, driver="i40e", group=7)
+    tree.pci("0000:3b:00.0", behind="0000:3a:00.0", numa=1, driver="i40e", group=7)
     device = found(tree, (str(tmp_path / "none"), str(tmp_path / "pci.ids")), vendor="8086")["0000:3b:00.0"]
     assert device.numa == 1
     assert dict(device.attributes) == {
@@ -141,7 +141,7 @@ def test_other_drivers_nodes_are_found_below_the_device(tree: Tree) -> None:
     tree.node(gpu, "drm/card0", "dri/card0")
     tree.node(gpu, "drm/renderD128", "dri/renderD128")
     bridge = tree.pci("0000:02:00.0", "8086", "ffff", "060400")
-    disk = tree.pci("0000:02:01.0", "144d", "a808", "010802", device_id_of="0000:02:00.0")
+    disk = tree.pci("0000:02:01.0", "144d", "a808", "010802", behind="0000:02:00.0")
     tree.node(disk, "nvme/nvme0/nvme0n1", "nvme0n1")
     devices = found(tree, address="*")
     nodes = {name: [node.host for node in device.container_edits.device_nodes] for name, device in devices.items()}

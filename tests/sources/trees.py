@@ -33,7 +33,7 @@ class Tree:
         device: str = "1572",
         class_: str = "020000",
         *,
-        device_id_of: str = "",
+        behind: str = "",
         numa: int = 0,
         driver: str = "",
         group: int | None = None,
@@ -41,7 +41,7 @@ class Tree:
     ) -> Path:
         """Add a PCI device; behind: the bridge's address, parent: the physical function's."""
         root = self.sys / "devices" / f"pci{address[:7]}"
-        directory = (root / device_id_of if device_id_of else root) / address
+        directory = (root / behind if behind else root) / address
         directory.mkdir(parents=True)
         values = {"vendor": f"0x{vendor}", "device": f"0x{device}", "class": f"0x{class_}", "numa_node": str(numa)}
         for name, value in values.items():
