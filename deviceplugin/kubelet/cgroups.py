@@ -67,14 +67,22 @@ class CgroupReader:
 
         Blocks: reads some directories, and a few small files for each pod.
         """
+        found = self.pods()
+        return None if found is None else frozenset(uid for uid, populated in found.items() if populated)
+
+    def pods(self) -> dict[str, bool] | None:
+        """Return whether there is a process in the cgroup of each pod that has one, by UID; as `running`."""
+        found: dict[str, bool] = {}
         try:
             trees = self._trees()
             if not trees:
                 return None
-            found = frozenset(uid for tree in trees for uid, path in _pods(tree) if _populated(path))
+            for tree in trees:
+                for uid, path in _pods(tree):
+                    found[uid] = found.get(uid, False) or _populated(path)
         except OSError:  # a part of the tree cannot be read
             return None
-        return None if self._own and self._own not in found else found
+        return None if self._own and not found.get(self._own) else found
 
     def _trees(self) -> list[str]:
         """Return the directories `kubepods`; of cgroup v1 those of the hierarchy `pids`, or the first that has any."""

@@ -46,8 +46,8 @@ class Holders(Protocol):
     def unnamed(self, resource: str) -> Collection[str]:
         """Return ids that are held though the kubelet may give them away; they are shown unhealthy."""
 
-    async def running(self, resource: str, device_ids: Collection[str]) -> Mapping[str, str]:
-        """Return the ids whose former holder's processes run now, and that pod."""
+    async def still_held(self, resource: str, device_ids: Collection[str]) -> Mapping[str, str]:
+        """Return the ids that another pod still holds, and why."""
 
 
 class NoHolders:
@@ -57,7 +57,7 @@ class NoHolders:
         """Withhold nothing."""
         return ()
 
-    async def running(self, resource: str, device_ids: Collection[str]) -> Mapping[str, str]:
+    async def still_held(self, resource: str, device_ids: Collection[str]) -> Mapping[str, str]:
         """Know of nobody."""
         return {}
 
@@ -290,7 +290,7 @@ class Endpoint(DevicePluginServicer):
                 if self._release_former is not None:
                     await self._release_former(names)
                 responses = [self._response(await self._edits(ids)) for ids in wanted]
-                await self._refuse_running(names)
+                await self._refuse_held(names)
                 await self._grant(names)
                 for response, ids in zip(responses, wanted, strict=True):
                     now = {name: self._guard.granted(self.resource, self.ids.device_id_of(name)) for name in ids}
@@ -400,15 +400,15 @@ class Endpoint(DevicePluginServicer):
             devices[device.id] = device
         return list(devices.values())
 
-    async def _refuse_running(self, names: Sequence[str]) -> None:
-        """Refuse ids that the kubelet counts as free while processes of their holder run.
+    async def _refuse_held(self, names: Sequence[str]) -> None:
+        """Refuse ids that the kubelet counts as free while another pod still holds them.
 
         Raises:
             Refusal: there is such an id.
 
         """
-        for name, pod in (await self._holders.running(self.resource, names)).items():
-            details = f"{self.resource}: device {name} is still held: processes of pod {pod} run"
+        for name, why in (await self._holders.still_held(self.resource, names)).items():
+            details = f"{self.resource}: device {name} is still held: {why}"
             raise Refusal(grpc.StatusCode.FAILED_PRECONDITION, "held", details)
 
     async def _grant(self, names: Sequence[str]) -> None:

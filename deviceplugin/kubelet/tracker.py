@@ -41,6 +41,8 @@ _LOG: Final = logging.getLogger(__name__)
 
 POD_LOGS: Final = Path("/var/log/pods")
 """Where the kubelet keeps a directory for each pod, named namespace_name_uid."""
+STARTING: Final = 5.0
+"""Seconds that an Allocate waits for a pod that has the device to start a process, or to be gone."""
 CLOCK_STEP: Final = 1.0
 """Seconds by which a file's time may lag behind the clock."""
 REWRITE: Final = 1.0
@@ -172,30 +174,45 @@ class HolderTracker:
                     )
                     yield Allocation(pod_uid, "", resource, device_id)
 
-    async def running(self, resource: str, device_ids: Collection[str]) -> Mapping[str, str]:
-        """Return those ids that a pod holds whose processes run now, and that pod; asked before a new Allocate.
+    async def still_held(self, resource: str, device_ids: Collection[str]) -> Mapping[str, str]:
+        """Return those ids that another pod still holds, and why; asked before a new Allocate.
 
-        The kubelet gives an id away again only when it counts its holder as ended; of a pod that was deleted by
-        force, or that it does not know after a lost checkpoint, it may be wrong. Pods that have no cgroup yet are
-        the new holder itself: its init container had the device before.
+        The kubelet gives an id away again only when it counts its holder as ended. It may be wrong: of a pod that was
+        deleted by force, of one that it does not know after a lost checkpoint, and of one that it has just admitted,
+        if somebody called PodResources List during that pod's Allocate (kubernetes#137534). Of a pod that has a cgroup
+        without a process and whose containers were never started it is not known whether it begins or ends; that is
+        waited for. Pods that have no cgroup yet are the new holder itself: its init container had the device before.
         """
         wanted = frozenset(device_ids)
         if not self._may_know(resource, wanted):
             return {}
-        known, found = await asyncio.to_thread(self._running_holders, resource, wanted)
-        self.remember(one for one in known if one.pod_uid in found.values())
-        return {device_id: self.title(pod_uid) for device_id, pod_uid in found.items()}
+        deadline = time.monotonic() + STARTING
+        while True:
+            known, running, starting = await asyncio.to_thread(self._holders_now, resource, wanted)
+            if running or not starting or time.monotonic() >= deadline:
+                break
+            await asyncio.sleep(STARTING / 100)
+        self.remember(one for one in known if one.pod_uid in {*running.values(), *starting.values()})
+        found = {name: f"pod {self.title(pod_uid)} may be about to start" for name, pod_uid in starting.items()}
+        return found | {name: f"processes of pod {self.title(pod_uid)} run" for name, pod_uid in running.items()}
 
-    def _running_holders(
+    def _holders_now(
         self, resource: str, device_ids: frozenset[str]
-    ) -> tuple[Sequence[Allocation], Mapping[str, str]]:
-        """Return the allocations of these ids that are known or named, and by id the pod whose processes run."""
+    ) -> tuple[Sequence[Allocation], Mapping[str, str], Mapping[str, str]]:
+        """Return the known or named allocations of these ids, and by id: pods whose processes run, pods that start."""
         known = self._known_or_named(resource, device_ids)
         if not known:
-            return known, {}
-        pods = self.pods()
-        may_run = {one.pod_uid for one in known if pods.may_run(one.pod_uid)}
-        return known, holders.running(known, resource, device_ids, may_run)
+            return known, {}, {}
+        pods, cgroups = self.pods(), self._cgroups.pods() or {}
+        uids = {one.pod_uid for one in known}
+        may_run = {uid for uid in uids if pods.may_run(uid)}
+        cgroups = {uid: populated for uid, populated in cgroups.items() if uid in uids - may_run}
+        starting = holders.starting(cgroups, started_pods(cgroups, self._pod_logs))
+        return (
+            known,
+            holders.running(known, resource, device_ids, may_run),
+            holders.running(known, resource, device_ids, starting),
+        )
 
     async def ended(
         self, resource: str, device_ids: Collection[str]
@@ -504,6 +521,22 @@ def pod_names(uids: Iterable[str], directory: Path) -> dict[str, tuple[str, str]
         if len(parts) == 3 and parts[2] in wanted:
             found[parts[2]] = (parts[0], parts[1])
     return found
+
+
+def started_pods(uids: Collection[str], directory: Path) -> frozenset[str]:
+    """Return those of these pods that have the log directory of a container."""
+    if not uids:
+        return frozenset()
+    with contextlib.suppress(OSError), os.scandir(directory) as entries:
+        mine = [(entry.name.rpartition("_")[2], entry.path) for entry in entries]
+        return frozenset(uid for uid, path in mine if uid in uids and _has_directory(path))
+    return frozenset()
+
+
+def _has_directory(path: str) -> bool:
+    with contextlib.suppress(OSError), os.scandir(path) as entries:
+        return any(entry.is_dir() for entry in entries)
+    return False
 
 
 def log_directory_times(directory: Path) -> dict[str, float]:

@@ -415,10 +415,12 @@ class Hanging(Source):
     hook_timeout = 0.05
 
     def __init__(self) -> None:
+        self.hangs = threading.Event()
         self.over = threading.Event()
 
     def edits(self, devices: Sequence[Device]) -> ContainerEdits:
         if devices[0].id == "hangs":
+            self.hangs.set()
             self.over.wait()
         if devices[0].id == "raises":
             raise OSError("no such hardware")
@@ -485,7 +487,7 @@ class Known:
     def unnamed(self, resource: str) -> Sequence[str]:
         return self.withheld
 
-    async def running(self, resource: str, device_ids: Collection[str]) -> Mapping[str, str]:
+    async def still_held(self, resource: str, device_ids: Collection[str]) -> Mapping[str, str]:
         return {name: pod for name, pod in self.runs.items() if name in device_ids}
 
 
@@ -511,7 +513,7 @@ async def test_an_id_whose_former_holders_processes_run_is_refused(serve: Serve)
         async def grant(self, resource: str, names: Sequence[str], devices: Sequence[str]) -> None:
             assert "a" not in names
 
-    known = Known(runs={"a": "default/p"})
+    known = Known(runs={"a": "processes of pod default/p run"})
     served = await serve(Source(), "a", "b", holders=known, allocation_gate=Unasked())
     with refused(grpc.StatusCode.FAILED_PRECONDITION, "device a is still held: processes of pod default/p run"):
         await served.allocate("b", "a")
@@ -755,10 +757,10 @@ async def test_settled_when_no_call_is_in_flight(serve: Serve) -> None:
     """Whoever is about to end the stream can wait for the calls in flight: the kubelet ends them with it."""
     source = Hanging()
     source.hook_timeout = 10
-    served = await serve(source, "hangs", "good")
+    served = await serve(source, "hangs")
     assert await served.endpoint.settled(0)
     hanging = asyncio.create_task(served.allocate("hangs"))
-    await served.allocate("good")  # the server takes them in their order
+    assert await asyncio.to_thread(source.hangs.wait, 10)
     assert not await served.endpoint.settled(0.01)
     source.over.set()
     assert await served.endpoint.settled(10)

@@ -18,6 +18,7 @@ from deviceplugin.kubelet.holders import HolderSnapshot
 from deviceplugin.kubelet.podresources import AllocationsInFlight, Holder, PodResources, PodResourcesReport
 from deviceplugin.kubelet.tracker import HolderTracker, pod_names
 from deviceplugin.testing import FakeKubelet, FakePod
+from deviceplugin.testing.devicemanager import PluginCallError
 from deviceplugin.testing.kubelet import Damage
 from tests.testing.bare import RESOURCE as R
 from tests.testing.bare import BarePlugin
@@ -248,10 +249,10 @@ async def test_a_lost_checkpoint_of_a_restarted_kubelet(world: World) -> None:
     assert set(now.held) == {allocation(pod)}
     assert "processes of its pod run" in now.held[allocation(pod)].reason
     assert world.tracker.unnamed(R) == set(pod.device_ids)
-    assert await world.tracker.running(R, ["a", "b"]) == {pod.device_ids[0]: "default/p"}
-    assert await world.tracker.running("example.com/other", ["a", "b"]) == {}
+    assert await world.tracker.still_held(R, ["a", "b"]) == {pod.device_ids[0]: "processes of pod default/p run"}
+    assert await world.tracker.still_held("example.com/other", ["a", "b"]) == {}
     await asyncio.to_thread(pod.delete)
-    assert await world.tracker.running(R, ["a", "b"]) == {}
+    assert await world.tracker.still_held(R, ["a", "b"]) == {}
     assert dict((await world.scan(*pod.device_ids)).held) == {}
 
 
@@ -260,9 +261,39 @@ async def test_a_holder_is_known_at_the_next_grant_before_any_scan(world: World)
     pod = await world.run_pod()
     assert not world.tracker.snapshot.held
     await asyncio.to_thread(pod.force_delete, hang=True)
-    assert set(await world.tracker.running(R, pod.device_ids)) == set(pod.device_ids)
+    assert set(await world.tracker.still_held(R, pod.device_ids)) == set(pod.device_ids)
     now = await world.scan()
     assert {one.device_id for one in now.held} == set(pod.device_ids), "it is remembered from then on"
+
+
+async def test_a_pod_that_is_about_to_start_holds_its_device(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kubelet may give its device away (kubernetes#137534): until it is known whether it starts, it has it."""
+    monkeypatch.setattr(module, "STARTING", 0.3)
+    with monkeypatch.context() as no_network:
+        no_network.setattr(world.kubelet, "start_sandbox", fails)
+        pod = await asyncio.to_thread(world.kubelet.start_pod, "p", ONE)
+        await asyncio.to_thread(world.kubelet.wait_until, lambda: pod.containers["main"].message == "no network", 10)
+        (mine,) = world.kubelet.allocated(R)
+        assert await world.tracker.still_held(R, ["a", "b"]) == {mine: f"pod {pod.uid} may be about to start"}
+    await asyncio.to_thread(pod.wait_running)
+    assert await world.tracker.still_held(R, ["a", "b"]) == {mine: f"processes of pod {pod.uid} run"}
+    await asyncio.to_thread(pod.complete)
+    assert await world.tracker.still_held(R, ["a", "b"]) == {}
+
+
+async def test_a_pod_that_never_started_is_waited_for(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is deleted while its device is asked for again: it comes free, and nobody is refused."""
+    monkeypatch.setattr(world.kubelet, "start_sandbox", fails)
+    pod = await asyncio.to_thread(world.kubelet.start_pod, "p", ONE)
+    await asyncio.to_thread(world.kubelet.wait_until, lambda: pod.containers["main"].message == "no network", 10)
+    asked = asyncio.create_task(world.tracker.still_held(R, ["a", "b"]))
+    await asyncio.to_thread(pod.delete)
+    assert await asked == {}
+
+
+def fails(pod: FakePod) -> None:
+    """Make no sandbox."""
+    raise PluginCallError("no network")
 
 
 async def test_an_empty_list_lets_nobody_go(world: World) -> None:
@@ -366,8 +397,8 @@ async def test_cgroups_that_cannot_be_read_any_more_prove_nothing(
     """A read that fails, for want of descriptors say, is not a pod that has ended."""
     pod = await world.run_pod()
     await world.scan()
-    monkeypatch.setattr(CgroupReader, "running", lambda self: None)
-    assert set(await world.tracker.running(R, pod.device_ids)) == set(pod.device_ids)
+    monkeypatch.setattr(CgroupReader, "pods", lambda self: None)
+    assert set(await world.tracker.still_held(R, pod.device_ids)) == set(pod.device_ids)
     with pytest.raises(OSError, match="cannot be read now"):
         world.tracker.running_pods()
 

@@ -15,6 +15,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import grpc
 import pytest
 
 from deviceplugin.config import Config, load
@@ -30,6 +31,8 @@ from deviceplugin.source import DeviceSource
 from deviceplugin.sources.simulated import SimulatedSource
 from deviceplugin.testing import FakeKubelet, FakePod, Served, serve
 from deviceplugin.testing import checkpoint as written
+from deviceplugin.testing.devicemanager import PluginCallError
+from deviceplugin.wire import podresources_pb2, podresources_pb2_grpc
 from tests.config.files import bombs as config_bombs
 
 R = "example.com/r"
@@ -977,3 +980,44 @@ def test_status_is_safe_from_any_thread(fake_kubelet: FakeKubelet, served: Serve
             devices.set_health("sim-0", Health.HEALTHY if turn % 2 else Health.UNHEALTHY)
             fake_kubelet.wait_allocatable(R, 4 if turn % 2 else 3)
     assert not errors
+
+
+def test_a_device_that_the_kubelet_forgot_during_its_allocation_is_not_granted_twice(
+    fake_kubelet: FakeKubelet, served: Serve, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A List of anybody's, after another pod's end, makes the kubelet forget it (kubernetes#137534)."""
+    monkeypatch.setattr("deviceplugin.kubelet.tracker.STARTING", 0.3)
+    asked, answer = threading.Event(), threading.Event()
+    answer.set()
+
+    class Slow(SimulatedSource):
+        resource = "example.com/simulated"
+
+        def edits(self, devices: Sequence[Device]) -> ContainerEdits:
+            asked.set()
+            assert answer.wait(10)
+            return ContainerEdits()
+
+        def prefer(self, available: Sequence[Device], must_include: Sequence[Device], size: int) -> Sequence[Device]:
+            return [device for device in available if device.id not in other.device_ids][:size]
+
+    def no_network(pod: FakePod) -> None:
+        raise PluginCallError("no network")
+
+    served(Slow(count=2))
+    other = fake_kubelet.start_pod("other", {"example.com/simulated": 1})
+    other.wait_running()
+    monkeypatch.setattr(fake_kubelet, "start_sandbox", no_network)
+    asked.clear()
+    answer.clear()
+    pod = fake_kubelet.start_pod("p", {"example.com/simulated": 1})
+    assert asked.wait(10)
+    other.complete()
+    with grpc.insecure_channel(f"unix:{fake_kubelet.pod_resources_socket}") as channel:
+        podresources_pb2_grpc.PodResourcesListerStub(channel).List(podresources_pb2.ListPodResourcesRequest())
+    answer.set()
+    fake_kubelet.wait_until(lambda: pod.container().message == "no network", 10)
+    assert not fake_kubelet.allocated("example.com/simulated")
+    twin = fake_kubelet.start_pod("twin", {"example.com/simulated": 1})
+    fake_kubelet.wait_until(lambda: twin.phase == "Failed", 10)
+    assert "may be about to start" in twin.message
