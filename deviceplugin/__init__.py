@@ -12,7 +12,7 @@ from deviceplugin.device import ContainerEdits, Device, DeviceNode, Health, Moun
 from deviceplugin.source import DeviceSource
 
 if TYPE_CHECKING:
-    from deviceplugin.process import run
+    from deviceplugin.node.process import run
 
 __all__ = ["ContainerEdits", "Device", "DeviceNode", "DeviceSource", "Health", "Mount", "Version", "run"]
 
@@ -20,7 +20,7 @@ __all__ = ["ContainerEdits", "Device", "DeviceNode", "DeviceSource", "Health", "
 def __getattr__(name: str) -> object:
     # `run` brings gRPC along; a tool that only describes devices does not pay for it.
     if name == "run":
-        from deviceplugin.process import run
+        from deviceplugin.node.process import run
 
         return run
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

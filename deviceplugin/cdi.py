@@ -71,7 +71,7 @@ def build(driver: str, devices: Mapping[str, ContainerEdits]) -> dict[str, Any]:
     directory stands for the device nodes in it. Device numbers are those of now: with them a
     runtime does not look at the host path (container-device-interface 1.0,
     container-edits_unix.go: fillMissingInfo), so a container that starts again gets the same
-    device, whatever has that path then. Annotations are the plugin door's.
+    device, whatever has that path then. Annotations are the plugin side's.
 
     Args:
         driver: the DRA driver's name.
@@ -137,7 +137,7 @@ def _edits(edits: ContainerEdits) -> dict[str, Any]:
             {
                 "hostPath": _text(mount.host, "a mount"),
                 "containerPath": _text(mount.container, "a mount"),
-                # As the runtime mounts what the plugin door asks for (CRI mounts of containerd).
+                # As the runtime mounts what the plugin side asks for (CRI mounts of containerd).
                 "options": ["rbind", "rprivate", "ro" if mount.readonly else "rw"],
             }
             for mount in edits.mounts

@@ -16,7 +16,7 @@ from collections.abc import AsyncGenerator, Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, cast
 
-from deviceplugin.options import EXITS, add_run_options, run_options
+from deviceplugin.node.options import EXITS, add_run_options, run_options
 
 if TYPE_CHECKING:
     from deviceplugin.config import Config, ConfigError
@@ -87,7 +87,7 @@ class _Version(argparse.Action):
 
 def _run(options: argparse.Namespace) -> int:
     from deviceplugin.config import ConfigError
-    from deviceplugin.process import run_config
+    from deviceplugin.node.process import run_config
 
     run = run_options(options)
 
@@ -128,7 +128,8 @@ def _validate(options: argparse.Namespace) -> int:
 def _devices(options: argparse.Namespace) -> int:
     import asyncio
 
-    from deviceplugin import config, logs
+    from deviceplugin import config
+    from deviceplugin.node import logs
 
     logs.setup("text", "error")
     try:

@@ -201,7 +201,7 @@ class Demo:
         self.check(pod.device_ids == (free,), f"nightly got {free}")
 
     def books(self) -> None:
-        """The plugin reads in the kubelet's books who holds what; Allocate does not say it."""
+        """The plugin reads in the kubelet's checkpoint who holds what; Allocate does not say it."""
         wanted = {name: pod.name for pod in self.pods if pod.running for name in pod.device_ids}
 
         def known() -> dict[str, str]:

@@ -1,7 +1,7 @@
 """Values that describe devices and what a container gets with them.
 
-The first room of the house: frozen values, no I/O, no clock. Sources make them, the inventory
-keeps them, both doors read them.
+Frozen values, no I/O, no clock. Sources make them, the inventory
+keeps them, both sides read them.
 """
 
 from __future__ import annotations
@@ -108,10 +108,10 @@ class Mount:
 
 @dataclass(frozen=True, slots=True)
 class ContainerEdits:
-    """What a container gets together with its devices, through either door.
+    """What a container gets together with its devices, on either side.
 
     env: variables by name. nodes: device nodes; a plain string is that node at the same path,
-    read and write. mounts: bind mounts. annotations: for the container runtime (the plugin door
+    read and write. mounts: bind mounts. annotations: for the container runtime (the plugin side
     only, they are not the pod's). cdi: fully qualified CDI device names, vendor.com/class=name.
     """
 
@@ -194,7 +194,7 @@ NO_EDITS: Final = ContainerEdits()
 
 @dataclass(frozen=True, slots=True)
 class Device:
-    """One device of a node, the same through both doors.
+    """One device of a node, the same on both sides.
 
     id: its name on this node, 1 to 63 characters, the same after a restart (the kubelet's
         checkpoint remembers it). numa: the NUMA node or nodes it is close to, None if unknown.

@@ -1,4 +1,4 @@
-"""The live set of one resource's devices; both doors subscribe to it.
+"""The live set of one resource's devices; both sides subscribe to it.
 
 A source lists, the inventory remembers. A device that vanishes from the list may still be held
 by a pod, or be on its way into one: the kubelet crashes when a device disappears while its

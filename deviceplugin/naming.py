@@ -1,7 +1,7 @@
 """Names and quantities as the Kubernetes API takes them: what it would refuse is refused here first.
 
 Pure functions, no I/O. The configuration calls them so that a mistake is reported with its place
-and before anything is published; the DRA door calls them again for what a source says at runtime.
+and before anything is published; the DRA side calls them again for what a source says at runtime.
 The rules are those of kube-apiserver 1.36 (pkg/apis/resource/validation, pkg/apis/core/validation).
 """
 
@@ -53,7 +53,7 @@ PCI_BUS_ID: Final = "resource.kubernetes.io/pciBusID"
 """Standard attribute: the address as `<domain>:<bus>:<device>.<function>` (dynamic-resource-allocation 0.36)."""
 
 EXTENDED_RESOURCE: Final = "extendedResource"
-"""Attribute that the DRA door adds to each device: which resource of its driver it belongs to."""
+"""Attribute that the DRA side adds to each device: which resource of its driver it belongs to."""
 
 MAX_DRIVER: Final = 63
 MAX_LABEL: Final = 63
@@ -228,7 +228,7 @@ def check_counters(set_name: str, counters: Mapping[str, int | str]) -> None:
 
 
 def check_device(device: Device, driver: str) -> None:
-    """Take all of a device that the DRA door would publish under this driver.
+    """Take all of a device that the DRA side would publish under this driver.
 
     Raises:
         NamingError: the API would refuse a part of it.
@@ -279,7 +279,7 @@ def canonical_resource(resource: str) -> str:
 
 
 def device_name(device: str, qualifier: str = "") -> str:
-    """Return the name under which the DRA door publishes the device with this id: a DNS label, unique.
+    """Return the name under which the DRA side publishes the device with this id: a DNS label, unique.
 
     An id that is a DNS label is its own name. Any other (and a label that ends like a hashed name)
     becomes what can be kept of it, `--` and ten digits of its SHA-256, so that two ids never share

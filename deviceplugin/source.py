@@ -98,7 +98,7 @@ class DeviceSource:
     ) -> ContainerEdits | Awaitable[ContainerEdits | None] | None:
         """Set devices up as a claim's request wants them; return what its containers get beyond `edits`.
 
-        Called through the DRA door only, once for each request of a claim, after `reset`. `config`
+        Called on the DRA side only, once for each request of a claim, after `reset`. `config`
         is a `config_type` made from the parameters of class and claim (the claim's win), None
         without a `config_type`. It may be called again for the same devices, if it failed or the
         agent ended; an error is the claim's, its pods wait and the kubelet tries again.
@@ -115,7 +115,7 @@ class DeviceSource:
     def measure(self, devices: Sequence[Device]) -> Measured | Awaitable[Measured]:
         """Return how busy the devices are, by id and quantity; called at a period if there are metrics.
 
-        `deviceplugin.load` knows the common quantities (`utilization_ratio`, `memory_used_bytes`);
+        `deviceplugin.metrics.load` knows the common quantities (`utilization_ratio`, `memory_used_bytes`);
         others become metrics of their own, in base units, with `_total` at the end if they only
         grow. What a device cannot tell is left out or None, never 0. An error or a call that takes
         too long leaves nothing to be shown; the next call follows when this one has ended.
@@ -136,15 +136,15 @@ class DeviceSource:
         """
         return {}
 
-    async def branches(self) -> AsyncIterator[Sequence[DeviceSource]]:
+    async def child_sources(self) -> AsyncIterator[Sequence[DeviceSource]]:
         """Yield the sources of further resources that come with this one, all of them, when one more is known.
 
         They are served like this one, until this one ends. Partitions are such: which kinds there
         are, and so which resources, shows only when the hardware is looked at.
         """
         none: Sequence[Sequence[DeviceSource]] = ()
-        for branches in none:
-            yield branches
+        for child_sources in none:
+            yield child_sources
 
     @property
     def hooks(self) -> frozenset[str]:

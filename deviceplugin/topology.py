@@ -1,6 +1,6 @@
 """Which devices go best together: pure functions over sets of ids, NUMA nodes and link scores.
 
-The endpoint asks this room what to prefer, the DRA side in which order to publish. Nothing here
+The servicer asks this module what to prefer, the DRA side in which order to publish. Nothing here
 does I/O or knows a Device; what is not known about an id costs that id its place, never an error.
 Ids are compared naturally: "sim-2" comes before "sim-10".
 

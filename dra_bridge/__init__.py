@@ -1,6 +1,6 @@
-"""A bridge from device plugins to Dynamic Resource Allocation: the second door to the same devices.
+"""A bridge from device plugins to Dynamic Resource Allocation: the second way to the same devices.
 
-An author serves both doors by `dra_bridge.run(Source())` where a plugin alone is
+An author serves both sides by `dra_bridge.run(Source())` where a plugin alone is
 `deviceplugin.run(Source())`; a user with a file by `dra-bridge run --config FILE`.
 """
 
@@ -9,14 +9,14 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from dra_bridge.process import run
+    from dra_bridge.node.process import run
 
 __all__ = ["run"]
 
 
 def __getattr__(name: str) -> object:
     if name == "run":
-        from dra_bridge.process import run
+        from dra_bridge.node.process import run
 
         return run
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,4 +1,4 @@
-"""The command line of the bridge: the agent with both doors, and what steers a fleet of them.
+"""The command line of the bridge: the agent with both sides, and moves over a fleet of them.
 
 `run` is the node agent. `status`, `migrate` and `rollout` talk to the API server alone, with the
 rights of whoever calls them.
@@ -20,12 +20,12 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
-from deviceplugin.options import EXITS
-from dra_bridge.options import add_kubeconfig, add_run_options, run_options
+from deviceplugin.node.options import EXITS
+from dra_bridge.node.options import add_kubeconfig, add_run_options, run_options
 
 if TYPE_CHECKING:
-    from dra_bridge.cluster import Cluster
-    from dra_bridge.fleet import NodeView
+    from dra_bridge.kube import Cluster
+    from dra_bridge.rollout.fleet import NodeView
 
 __all__ = ["main"]
 
@@ -60,7 +60,7 @@ def _parser() -> argparse.ArgumentParser:
         one.set_defaults(command=command)
         return one
 
-    run = add("run", _run, "Serve the devices of a config file to this node's kubelet, through both doors.")
+    run = add("run", _run, "Serve the devices of a config file to this node's kubelet, on both sides.")
     run.add_argument("--config", type=Path, required=True, metavar="FILE", help="the config file (YAML)")
     add_run_options(run)
     uninstall = add("uninstall", _uninstall, "Remove the slices that a config's drivers published.")
@@ -239,8 +239,8 @@ def _label(text: str) -> tuple[str, str]:
 
 def _run(options: argparse.Namespace) -> int:
     from deviceplugin.config import ConfigError
-    from dra_bridge.cluster import AccessError
-    from dra_bridge.process import run_config
+    from dra_bridge.kube import AccessError
+    from dra_bridge.node.process import run_config
 
     try:
         run = run_options(options)
@@ -321,7 +321,7 @@ def _demo(options: argparse.Namespace) -> int:
 
 
 def _status(options: argparse.Namespace) -> int:
-    from dra_bridge.steer import look
+    from dra_bridge.rollout.rollout import look
 
     nodes = _ask(options, lambda cluster: look(cluster, options.driver, options.node))
     if isinstance(nodes, int):
@@ -356,8 +356,8 @@ def _status(options: argparse.Namespace) -> int:
 
 
 def _fleet() -> Any:
-    """Return the room of the pure functions; imported when it is needed."""
-    from dra_bridge import fleet
+    """Return the module of the pure functions; imported when it is needed."""
+    from dra_bridge.rollout import fleet
 
     return fleet
 
@@ -408,8 +408,8 @@ def _age(seconds: float) -> str:
 
 def _ask(options: argparse.Namespace, question: Callable[[Cluster], Awaitable[_T]]) -> _T | int:
     """Ask the API server; return the answer, or the exit status after what went wrong was said."""
-    from dra_bridge.cluster import AccessError, Cluster, ClusterError
-    from dra_bridge.steer import SteerError
+    from dra_bridge.kube import AccessError, Cluster, ClusterError
+    from dra_bridge.rollout.rollout import RolloutError
 
     async def ask() -> _T:
         async with Cluster.from_environment(options.kubeconfig) as cluster:
@@ -417,7 +417,7 @@ def _ask(options: argparse.Namespace, question: Callable[[Cluster], Awaitable[_T
 
     try:
         return asyncio.run(ask())
-    except (SteerError, AccessError) as error:
+    except (RolloutError, AccessError) as error:
         print(error, file=sys.stderr)
         return 2
     except ClusterError as error:
@@ -454,7 +454,7 @@ def _rich() -> Any:
 
 
 def _migrate(options: argparse.Namespace) -> int:
-    from dra_bridge.steer import migrate
+    from dra_bridge.rollout.rollout import migrate
 
     nodes = list(dict.fromkeys(options.nodes))
     share = None if options.share == "default" else options.share
@@ -476,8 +476,8 @@ def _migrate(options: argparse.Namespace) -> int:
 
 
 def _rollout(options: argparse.Namespace) -> int:
-    from dra_bridge.fleet import Goal, Limits
-    from dra_bridge.steer import rollout
+    from dra_bridge.rollout.fleet import Goal, Limits
+    from dra_bridge.rollout.rollout import rollout
 
     goal = Goal(None if options.share == "default" else options.share, options.undo)
     limits = Limits(options.max_unavailable, options.timeout_per_node, options.pause)

@@ -44,7 +44,7 @@ PATIENCE: Final = 15.0
 SHARES: Final = ("none", "3", "50%", "all", "1", "none")
 """What the node is asked for while pods churn."""
 LIVES: Final = (0.3, 0.7)
-"""Seconds that a pod runs: longer than the agent takes to look at the kubelet's books, or a hold is kept 10 s (R7)."""
+"""Seconds that a pod runs: longer than the agent takes to read the checkpoint, or a hold is kept 10 s (R7)."""
 DWELL: Final = 0.7
 """Seconds of churn after each move; the demo's own pace, nothing waits for it."""
 WIDTH: Final = 72
@@ -116,26 +116,26 @@ class Background:
 
 async def plain_driver(server: FakeApiServer, node: FakeNode, gpus: Gpus, directory: Path) -> None:
     """Be a DRA driver as others are: it offers every device and knows of no plugin."""
-    from deviceplugin import ledger
     from deviceplugin.inventory import Inventory
-    from deviceplugin.ledger import Desk, Side
-    from dra_bridge.cluster import Cluster
-    from dra_bridge.driver import ClusterClaims, Driver, Served
-    from dra_bridge.registrar import Registrar
+    from dra_bridge import ledger
+    from dra_bridge.driver import ClusterClaims, Driver, ServedResource
+    from dra_bridge.driver.registrar import Registrar
+    from dra_bridge.kube import Cluster
+    from dra_bridge.ledger import AsyncLedger, Side
     from dra_bridge.slices import Offer, Pool, Publisher
 
     inventory = Inventory(GPU)
     inventory.publish(gpus.devices)
-    desk = await Desk.open(str(directory / "plain-driver.db"))
-    await desk.do(ledger.adopt(GPU, inventory.snapshot.devices, Side.DRA, time.time()))
+    async_ledger = await AsyncLedger.open(str(directory / "plain-driver.db"))
+    await async_ledger.do(ledger.adopt(GPU, inventory.snapshot.devices, Side.DRA, time.time()))
     async with Cluster.from_server(server.url) as cluster:
         publisher = Publisher(cluster, node.name)
         publisher.want(Pool(DRIVER, node.name, (Offer(inventory.snapshot),)))
         driver = Driver(
             DRIVER,
             node.name,
-            [Served(gpus, inventory)],
-            desk,
+            [ServedResource(gpus, inventory)],
+            async_ledger,
             ClusterClaims(cluster, node.name),
             cdi_directory=str(directory / "cdi"),
         )
@@ -145,13 +145,13 @@ async def plain_driver(server: FakeApiServer, node: FakeNode, gpus: Gpus, direct
                 group.create_task(publisher.run())
         finally:
             await driver.close()
-            await desk.close()
+            await async_ledger.close()
 
 
 async def bridge(server: FakeApiServer, node: FakeNode, gpus: Gpus, directory: Path) -> None:
     """Be the bridge's agent, as `dra-bridge run` is."""
-    from dra_bridge.agent import Bridge
-    from dra_bridge.cluster import Cluster
+    from dra_bridge.kube import Cluster
+    from dra_bridge.node.bridge import Bridge
 
     await Bridge(
         [gpus],
@@ -205,10 +205,10 @@ class Scene:
         if not so:
             raise DemoError(f"this should be so and is not: {what}")
 
-    def device(self, pod: FakePod, door: str) -> str:
-        """Return the single device of a running pod, having made sure of its door and of what its container sees."""
+    def device(self, pod: FakePod, side: str) -> str:
+        """Return the single device of a running pod, having made sure of its side and of what its container sees."""
         devices = self.node.devices_of(pod)
-        self.check(list(devices.values()) == [door], f"{pod.name} runs with one device through the {door}: {devices}")
+        self.check(list(devices.values()) == [side], f"{pod.name} runs with one device on the side {side}: {devices}")
         (name,) = devices
         self.check(self.visible(pod) == name, f"{pod.name} sees {name}, not {self.visible(pod)!r}")
         return name
@@ -274,7 +274,7 @@ def naive(scene: Scene) -> None:
         scene.teller.table(
             ("DEVICE", "HOLDER", "THROUGH", "ITS CONTAINER SEES"),
             [
-                (one.device, one.pod, one.door, f"GPU_VISIBLE_DEVICES={scene.visible(node.pods[f'default/{one.pod}'])}")
+                (one.device, one.pod, one.side, f"GPU_VISIBLE_DEVICES={scene.visible(node.pods[f'default/{one.pod}'])}")
                 for one in sorted(node.holdings(), key=lambda one: (one.device, one.begin))
             ],
         )
@@ -356,7 +356,7 @@ class Bridged:
         self.node.dra.wait_registered(DRIVER, timeout=PATIENCE)
         self.scene.wait(self.settled, "the first slice")
         names = ", ".join(sorted(self.node.devices(GPU)))
-        self.tell("bridge", f"serves {names} through both doors; all are on the plugin's side")
+        self.tell("bridge", f"serves {names} on both sides; all are on the plugin's side")
         train = self.node.start_pod("train", {GPU: 1}).wait_running(PATIENCE)
         held = self.scene.device(train, "plugin")
         self.tell("pod", f"train runs with {held}")
@@ -408,7 +408,7 @@ class Bridged:
 
     def ask(self, share: str) -> float:
         """Ask for a share, as `dra-bridge migrate` does; return when."""
-        from dra_bridge.fleet import share_patch
+        from dra_bridge.rollout.fleet import share_patch
 
         node = self.server.get("nodes", NODE)
         node["metadata"].setdefault("annotations", {}).update(share_patch(DRIVER, share)["metadata"]["annotations"])
@@ -417,20 +417,20 @@ class Bridged:
 
     def view(self) -> Any:
         """Return what `dra-bridge status` would show."""
-        from dra_bridge import fleet
+        from dra_bridge.rollout import fleet
 
         (view,) = fleet.views(DRIVER, self.server.objects("nodes"), self.server.objects())
         return view
 
     def settled(self) -> bool:
         """Whether all devices are where they should be."""
-        from dra_bridge import fleet
+        from dra_bridge.rollout import fleet
 
         return fleet.settled(self.view())
 
     def obstacles(self) -> str:
         """Return what the move waits for."""
-        from dra_bridge import fleet
+        from dra_bridge.rollout import fleet
 
         return "; ".join(fleet.obstacles(self.view()))
 
@@ -457,9 +457,9 @@ def timeline(holdings: Sequence[Holding], began: float, ended: float) -> list[tu
             first = max(0, int((one.begin - began) / step))
             last = WIDTH - 1 if one.end is None else min(WIDTH - 1, int((one.end - began) / step))
             for place in range(first, last + 1):
-                line[place] = "p" if one.door == "plugin" else "c"
-        doors = Counter(one.door for one in mine)
-        rows.append((device, "".join(line), str(doors["plugin"]), str(doors["claim"])))
+                line[place] = "p" if one.side == "plugin" else "c"
+        sides = Counter(one.side for one in mine)
+        rows.append((device, "".join(line), str(sides["plugin"]), str(sides["claim"])))
     return rows
 
 
@@ -474,8 +474,8 @@ def bridged(scene: Scene) -> None:
     scene.teller.title("\nWho held what when (p: a pod through the plugin, c: a claim, .: nobody)")
     scene.teller.table(("DEVICE", f"{ended - began:.1f} s", "BY PLUGIN", "BY CLAIM"), timeline(holdings, began, ended))
     twice = overlaps(holdings)
-    doors = Counter(one.door for one in holdings)
-    scene.check(min(doors["plugin"], doors["claim"]) > 10, "devices were held through both doors")
+    sides = Counter(one.side for one in holdings)
+    scene.check(min(sides["plugin"], sides["claim"]) > 10, "devices were held on both sides")
     scene.check(not twice, f"no device had two holders: {twice[:3]}")
     scene.check(not scene.node.crashes, f"the kubelet did not crash: {scene.node.crashes}")
     scene.teller.title(f"\n{len(holdings)} times a device was held; never by two at once.")
@@ -493,7 +493,7 @@ class _Remember(logging.Handler):
 
 
 @contextlib.contextmanager
-def _quiet() -> Iterator[_Remember]:
+def _allocations() -> Iterator[_Remember]:
     """Keep what is logged to oneself."""
     remembered = _Remember()
     before = {name: logging.getLogger(name).propagate for name in ("deviceplugin", "dra_bridge")}
@@ -514,7 +514,7 @@ def main(hold: bool = False, stream: TextIO | None = None) -> int:
     hold: go on serving after that, until SIGINT or SIGTERM. stream: where to, stdout if None.
     """
     teller = Teller(stream or sys.stdout)
-    with _quiet() as remembered:
+    with _allocations() as remembered:
         try:
             teller.title("A node in one process: kubelet, scheduler and API server are those of the tests,")
             teller.title("plugin, driver and bridge are real.\n")

@@ -1,4 +1,4 @@
-"""Both doors for a device of one's own, with parameters that users give in their claims."""
+"""Both sides for a device of one's own, with parameters that users give in their claims."""
 
 import msgspec
 
@@ -22,7 +22,7 @@ class Fpga(DeviceSource):
         firmware = Version("2.1.0")
         yield [Device(f"fpga{n}", numa=n // 2, attributes={"family": "Arc", "firmware": firmware}) for n in range(4)]
 
-    def edits(self, devices):  # through either door
+    def edits(self, devices):  # on either side
         return ContainerEdits(env={"FPGAS": ",".join(device.id for device in devices)})
 
     def prepare(self, devices, config):  # through claims only, before edits' container exists

@@ -21,7 +21,7 @@ UID = "0f9c1e2a-7c1d-4a55-9d7e-0a1b2c3d4e5f"
 
 
 def test_a_spec_has_what_the_plugin_door_would_give() -> None:
-    """Variables, nodes with their permissions, mounts as the runtime mounts those of the plugin door."""
+    """Variables, nodes with their permissions, mounts as the runtime mounts those of the plugin side."""
     edits = ContainerEdits(
         env={"FPGA": "0"}, nodes=["/dev/null"], mounts=[Mount("/opt", "/opt/fpga", readonly=False), Mount("/a", "/b")]
     )
@@ -89,7 +89,7 @@ def test_a_node_has_the_numbers_of_when_it_was_prepared(
 
 
 def test_a_directory_stands_for_the_nodes_in_it(tmp_path: Path) -> None:
-    """As it does through the plugin door."""
+    """As it does on the plugin side."""
     (tmp_path / "sub").mkdir()
     os.mkfifo(tmp_path / "sub" / "pipe")
     (tmp_path / "file").write_text("")

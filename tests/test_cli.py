@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from deviceplugin import cli
-from deviceplugin.options import parse_run as options_of
+from deviceplugin.node.options import parse_run as options_of
 from deviceplugin.testing.kubelet import FakeKubelet
 from tests.programs import running
 

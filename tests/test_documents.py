@@ -111,7 +111,44 @@ def test_ci_runs_the_readmes_test_command() -> None:
     assert tests in (ROOT / "CONTRIBUTING.md").read_text()
 
 
-@pytest.mark.parametrize("name", ["README.md", "CONTRIBUTING.md", "CHANGELOG.md", "examples/README.md"])
+def test_ruff_has_one_version() -> None:
+    """What runs before a commit is the ruff of `tox -e lint`."""
+    (tox,) = re.findall(r"^deps = ruff==(.+)$", (ROOT / "tox.ini").read_text(), re.MULTILINE)
+    hooks = yaml.safe_load((ROOT / ".pre-commit-config.yaml").read_text())["repos"]
+    (ruff,) = (repository for repository in hooks if repository["repo"].endswith("/ruff-pre-commit"))
+    assert ruff["rev"] == f"v{tox}"
+
+
+def test_workflow_runs_tox_on_each_python() -> None:
+    """The workflow's versions of Python are those that the package names."""
+    named = re.findall(r"Programming Language :: Python :: (3\.\d+)$", (ROOT / "setup.cfg").read_text(), re.MULTILINE)
+    job = yaml.safe_load((ROOT / ".github" / "workflows" / "test.yml").read_text())["jobs"]["tox"]
+    assert job["strategy"]["matrix"]["python"] == named
+    assert [step["run"] for step in job["steps"] if "run" in step][-1] == "tox"
+
+
+@pytest.mark.parametrize(
+    "path", sorted((ROOT / ".github" / "ISSUE_TEMPLATE").glob("*.yml")), ids=lambda path: path.name
+)
+def test_issue_forms_are_yaml(path: Path) -> None:
+    """Each field of an issue form has a label and an id of its own."""
+    form = yaml.safe_load(path.read_text())
+    fields = [field for field in form.get("body", ()) if field["type"] != "markdown"]
+    assert all(field["attributes"]["label"] for field in fields)
+    assert len({field["id"] for field in fields}) == len(fields)
+
+
+DOCUMENTS = [
+    "README.md",
+    "CONTRIBUTING.md",
+    "CHANGELOG.md",
+    "SECURITY.md",
+    "docs/architecture.md",
+    "examples/README.md",
+]
+
+
+@pytest.mark.parametrize("name", DOCUMENTS)
 def test_links_lead_somewhere(name: str) -> None:
     """Every relative link in a document leads to a file of this repository."""
     document = ROOT / name

@@ -35,7 +35,7 @@ async def watching() -> AsyncIterator[Watching]:
     watcher.close()
 
 
-async def quiet(watch: Watch) -> None:
+async def in_flight(watch: Watch) -> None:
     """Take all hints that are on their way."""
     while await watch.wait(0.05):
         pass
@@ -44,7 +44,7 @@ async def quiet(watch: Watch) -> None:
 async def test_hint_for_each_name_that_comes_or_goes(watching: Watching, tmp_path: Path) -> None:
     """Creating, renaming and removing a name in the directory are hints."""
     watch = watching(tmp_path)
-    await quiet(watch)
+    await in_flight(watch)
     for change in (
         lambda: (tmp_path / "a").touch(),
         lambda: (tmp_path / "a").rename(tmp_path / "b"),
@@ -54,13 +54,13 @@ async def test_hint_for_each_name_that_comes_or_goes(watching: Watching, tmp_pat
     ):
         change()
         assert await watch.wait(LONG)
-        await quiet(watch)
+        await in_flight(watch)
 
 
 async def test_time_passes_without_a_hint(watching: Watching, tmp_path: Path) -> None:
     """Without a hint the wait ends with its time, and says so."""
     watch = watching(tmp_path)
-    await quiet(watch)
+    await in_flight(watch)
     assert not await watch.wait(0.01)
 
 
@@ -69,8 +69,8 @@ async def test_writes_are_hints_only_if_wanted(watching: Watching, tmp_path: Pat
     file = tmp_path / "f"
     file.write_text("1")
     names, writes = watching(tmp_path), watching(tmp_path, writes=True)
-    await quiet(names)
-    await quiet(writes)
+    await in_flight(names)
+    await in_flight(writes)
     file.write_text("2")
     assert await writes.wait(LONG)
     assert not await names.wait(0.05)
@@ -87,19 +87,19 @@ async def test_who_wants_writes_hears_of_them_whoever_else_watches_the_directory
     made = {writes: watching(tmp_path, writes=writes) for writes in (first, not first)}
     beside = watching(tmp_path / "d")
     for watch in (*made.values(), beside):
-        await quiet(watch)
+        await in_flight(watch)
     file.write_text("1")
     assert await made[True].wait(LONG)
     assert not await made[False].wait(0.2)
-    await quiet(made[True])
+    await in_flight(made[True])
     beside.close()
     made[False].close()
-    await quiet(made[True])
+    await in_flight(made[True])
     file.write_text("2")
     assert await made[True].wait(LONG)
     again = watching(tmp_path)
     made[True].close()
-    await quiet(again)
+    await in_flight(again)
     file.write_text("3")
     assert not await again.wait(0.2)
     (tmp_path / "b").touch()
@@ -109,11 +109,11 @@ async def test_who_wants_writes_hears_of_them_whoever_else_watches_the_directory
 async def test_hints_are_coalesced(watching: Watching, tmp_path: Path) -> None:
     """Any number of changes before a wait are one hint."""
     watch = watching(tmp_path)
-    await quiet(watch)
+    await in_flight(watch)
     for number in range(50):
         (tmp_path / str(number)).touch()
     assert await watch.wait(LONG)
-    await quiet(watch)
+    await in_flight(watch)
     assert not await watch.wait(0.01)
 
 
@@ -122,15 +122,15 @@ async def test_directory_that_is_made_again(watching: Watching, tmp_path: Path) 
     directory = tmp_path / "d"
     directory.mkdir()
     watch = watching(directory)
-    await quiet(watch)
+    await in_flight(watch)
     for _ in range(3):
         shutil.rmtree(directory)
         assert await watch.wait(LONG)
         directory.mkdir()
-        await quiet(watch)
+        await in_flight(watch)
         (directory / "f").touch()
         assert await watch.wait(LONG)
-        await quiet(watch)
+        await in_flight(watch)
 
 
 async def test_directory_that_is_replaced_between_looks(watching: Watching, tmp_path: Path) -> None:
@@ -138,10 +138,10 @@ async def test_directory_that_is_replaced_between_looks(watching: Watching, tmp_
     directory = tmp_path / "d"
     directory.mkdir()
     watch = watching(directory)
-    await quiet(watch)
+    await in_flight(watch)
     directory.rename(tmp_path / "old")
     directory.mkdir()
-    await quiet(watch)
+    await in_flight(watch)
     (directory / "f").touch()
     assert await watch.wait(LONG)
 
@@ -150,10 +150,10 @@ async def test_directory_that_is_not_there_yet(watching: Watching, tmp_path: Pat
     """Nothing of the path need exist: each part that appears is a hint, and in the end the directory is watched."""
     directory = tmp_path / "a" / "b" / "c"
     watch = watching(directory)
-    await quiet(watch)
+    await in_flight(watch)
     directory.mkdir(parents=True)
     assert await watch.wait(LONG)
-    await quiet(watch)
+    await in_flight(watch)
     (directory / "f").touch()
     assert await watch.wait(LONG)
 
@@ -163,7 +163,7 @@ async def test_what_lies_beside_is_no_hint(watching: Watching, tmp_path: Path) -
     directory = tmp_path / "d"
     directory.mkdir()
     watch = watching(directory)
-    await quiet(watch)
+    await in_flight(watch)
     (tmp_path / "other").touch()
     (tmp_path / "dd").mkdir()
     assert not await watch.wait(0.1)
@@ -176,7 +176,7 @@ async def test_set_changes_what_is_watched(watching: Watching, tmp_path: Path) -
     two.mkdir()
     watch = watching(one)
     watch.set([str(two)])
-    await quiet(watch)
+    await in_flight(watch)
     (one / "f").touch()
     assert not await watch.wait(0.05)
     (two / "f").touch()
@@ -186,7 +186,7 @@ async def test_set_changes_what_is_watched(watching: Watching, tmp_path: Path) -
 async def test_wake_from_another_thread(watching: Watching, tmp_path: Path) -> None:
     """A hint can be given by hand, from any thread, before or during a wait."""
     watch = watching(tmp_path)
-    await quiet(watch)
+    await in_flight(watch)
     await asyncio.to_thread(watch.wake)
     assert await watch.wait(LONG)
     waiting = asyncio.create_task(watch.wait(LONG))
@@ -197,7 +197,7 @@ async def test_wake_from_another_thread(watching: Watching, tmp_path: Path) -> N
 async def test_hint_is_not_lost_when_a_wait_is_cancelled(watching: Watching, tmp_path: Path) -> None:
     """A cancelled wait takes no hint along."""
     watch = watching(tmp_path)
-    await quiet(watch)
+    await in_flight(watch)
     waiting = asyncio.create_task(watch.wait(LONG))
     await asyncio.sleep(0)
     waiting.cancel()
@@ -216,7 +216,7 @@ async def test_relative_path_is_watched(
     if there:
         (tmp_path / "d").mkdir()
     watch = watching(Path("d"))
-    await quiet(watch)
+    await in_flight(watch)
     (tmp_path / "d" / "a").touch() if there else (tmp_path / "d").mkdir()
     assert await watch.wait(LONG)
 
@@ -226,7 +226,7 @@ async def test_closed_watch_hears_nothing(watching: Watching, tmp_path: Path) ->
     one, two = watching(tmp_path), watching(tmp_path)
     one.close()
     one.close()
-    await quiet(two)
+    await in_flight(two)
     (tmp_path / "f").touch()
     assert await two.wait(LONG)
     assert not one._hinted.is_set()
@@ -273,7 +273,7 @@ async def test_watcher_begins_again_after_close(tmp_path: Path) -> None:
     watcher = Watcher()
     for name in ("a", "b"):
         with watcher.watch([str(tmp_path)]) as watch:
-            await quiet(watch)
+            await in_flight(watch)
             (tmp_path / name).touch()
             assert await watch.wait(LONG)
         watcher.close()

@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 from deviceplugin import config, sources
 from deviceplugin.device import Device, DeviceNode, Health
 from deviceplugin.health import Course, Prober, Rules, Verdict, command_probe, open_probe, worst
-from deviceplugin.sources.nvml import Gpu, Look, NvidiaSource, Trouble, Xid
+from deviceplugin.sources.nvidia import Gpu, NvidiaSource, NvmlError, NvmlScan, Xid
 
 GOOD, BAD, UNREADABLE = Verdict.GOOD, Verdict.BAD, Verdict.UNREADABLE
 
@@ -47,10 +47,10 @@ EVENTS = st.lists(st.tuples(st.sampled_from("FGGGBBU"), st.floats(0, 30, allow_n
 @given(EVENTS, st.integers(1, 4), st.integers(1, 4), st.sampled_from([0.0, 20.0, None]))
 @settings(deadline=None)
 def test_health_follows_its_rules_whatever_is_seen(
-    events: list[tuple[str, float]], failures: int, successes: int, quiet: float | None
+    events: list[tuple[str, float]], failures: int, successes: int, in_flight: float | None
 ) -> None:
     """Any row of looks and faults leads where a model of the rules, searching the history, says."""
-    rules = Rules(failures, successes, quiet)
+    rules = Rules(failures, successes, in_flight)
     course, history, now, fault = Course(), "", 0.0, None
     for kind, wait in events:
         now += wait
@@ -58,7 +58,7 @@ def test_health_follows_its_rules_whatever_is_seen(
             course, fault = course.faulted("fault", now), now
         else:
             course = course.looked({"G": GOOD, "B": BAD, "U": UNREADABLE}[kind], kind, now, rules)
-            if kind == "G" and fault is not None and (quiet is None or now - fault < quiet):
+            if kind == "G" and fault is not None and (in_flight is None or now - fault < in_flight):
                 kind = "g"
         history += kind
         assert course.health is model(history, rules), history
@@ -119,13 +119,13 @@ happenings = st.lists(
 @given(happenings, st.integers(1, 4), st.integers(1, 4), st.sampled_from([300.0, 3600.0, None]))
 @settings(deadline=None, max_examples=25)
 def test_health_of_gpus_follows_the_rules_through_a_day(
-    happened: list[tuple[int, int, Any]], failures: int, successes: int, quiet: float | None
+    happened: list[tuple[int, int, Any]], failures: int, successes: int, in_flight: float | None
 ) -> None:
     """24 hours of XIDs, pulled and plugged GPUs, lost ones, reloads and hangs: each GPU's reported health is
     at every look what the model says of that GPU's own history since it was plugged in, and no other's.
     """
     now = 0.0
-    rules = Rules(failures, successes, quiet)
+    rules = Rules(failures, successes, in_flight)
     source = NvidiaSource(rules=rules, clock=lambda: now)
     gpus = [Gpu(f"GPU-{number}", number) for number in range(GPUS)]
     histories: dict[str, str] = {}
@@ -143,7 +143,7 @@ def test_health_of_gpus_follows_the_rules_through_a_day(
         return any(begin <= at < end and number in (None, one) for begin, end, one in spans.get(kind, ()))
 
     def judge(name: str, verdict: Verdict) -> None:
-        soon = name in faults and (quiet is None or now - faults[name] < quiet)
+        soon = name in faults and (in_flight is None or now - faults[name] < in_flight)
         histories[name] += {GOOD: "g" if soon else "G", BAD: "B", UNREADABLE: "U"}[verdict]
 
     for at in times:
@@ -158,7 +158,7 @@ def test_health_of_gpus_follows_the_rules_through_a_day(
             continue
         if holds("driver", at) or holds("hang", at):
             verdict = BAD if holds("driver", at) else UNREADABLE
-            source.take(Trouble("no driver" if verdict is BAD else "hangs", verdict))
+            source.take(NvmlError("no driver" if verdict is BAD else "hangs", verdict))
             for name in histories:
                 judge(name, verdict)
         else:
@@ -171,7 +171,7 @@ def test_health_of_gpus_follows_the_rules_through_a_day(
                 else (GOOD, "")
                 for gpu in there
             }
-            source.take(Look(tuple(there), findings))
+            source.take(NvmlScan(tuple(there), findings))
             for name in histories.keys() - findings.keys():
                 del histories[name]
                 faults.pop(name, None)

@@ -70,8 +70,8 @@ def test_duplicate_id_changes_nothing() -> None:
 
 def test_subscribers_hear_of_each_change_until_they_leave() -> None:
     """Each newer snapshot is told once to everybody who subscribes, nothing when nothing changed."""
-    inventory, heard = Inventory(R), list[int]()
-    leave = inventory.subscribe(lambda snapshot: heard.append(snapshot.version))
+    inventory, reconciled = Inventory(R), list[int]()
+    leave = inventory.subscribe(lambda snapshot: reconciled.append(snapshot.version))
     assert inventory.publish([Device("a")])
     assert not inventory.publish([Device("a")])
     assert inventory.publish([])
@@ -79,23 +79,23 @@ def test_subscribers_hear_of_each_change_until_they_leave() -> None:
     leave()
     leave()
     inventory.publish([Device("b")])
-    assert heard == [1, 2, 3]
+    assert reconciled == [1, 2, 3]
     assert "version 4: 1 devices, 0 gone" in repr(inventory)
 
 
 def test_subscriber_may_leave_while_told() -> None:
     """A subscriber that ends its subscription in the callback does not disturb the others."""
-    inventory, heard = Inventory(R), list[str]()
+    inventory, reconciled = Inventory(R), list[str]()
 
     def once(snapshot: Snapshot) -> None:
-        heard.append("one")
+        reconciled.append("one")
         leave()
 
     leave = inventory.subscribe(once)
-    inventory.subscribe(lambda snapshot: heard.append("two"))
+    inventory.subscribe(lambda snapshot: reconciled.append("two"))
     inventory.publish([Device("a")])
     inventory.publish([])
-    assert heard == ["one", "two", "two"]
+    assert reconciled == ["one", "two", "two"]
 
 
 async def test_newer_waits_for_the_next_version_and_gives_the_newest() -> None:

@@ -1,1 +1,1 @@
-"""What the kubelet of this node knows, and the evidence of which pods still hold which devices."""
+"""Everything between this node's kubelet and the agent: registration, servicer, and the evidence of who holds what."""

@@ -22,11 +22,18 @@ from typing import Final
 from deviceplugin import filewatch
 from deviceplugin.identity import boot_id
 from deviceplugin.kubelet import checkpoint, holders
+from deviceplugin.kubelet.cgroups import CgroupReader, PodProcesses, own_pod, read_directories
 from deviceplugin.kubelet.checkpoint import Allocation, Checkpoint, CheckpointError, FileIdentity
 from deviceplugin.kubelet.granted import Granted, granted
 from deviceplugin.kubelet.holders import HolderSnapshot, Witnesses
-from deviceplugin.kubelet.pods import CgroupReader, PodProcesses, own_pod, read_directories
-from deviceplugin.podresources import ClaimUse, Holder, PodResources, PodResourcesError, Quiet, Report
+from deviceplugin.kubelet.podresources import (
+    AllocationsInFlight,
+    ClaimUse,
+    Holder,
+    PodResources,
+    PodResourcesError,
+    PodResourcesReport,
+)
 
 __all__ = ["POD_LOGS", "HolderTracker", "pod_names"]
 
@@ -34,6 +41,8 @@ _LOG: Final = logging.getLogger(__name__)
 
 POD_LOGS: Final = Path("/var/log/pods")
 """Where the kubelet keeps a directory for each pod, named namespace_name_uid."""
+STARTING: Final = 5.0
+"""Seconds that an Allocate waits for a pod that has the device to start a process, or to be gone."""
 CLOCK_STEP: Final = 1.0
 """Seconds by which a file's time may lag behind the clock."""
 REWRITE: Final = 1.0
@@ -76,7 +85,7 @@ class HolderTracker:
         kubelet_root: Path,
         cgroups: Path,
         pod_resources: PodResources,
-        in_flight: Quiet,
+        in_flight: AllocationsInFlight,
         request: Callable[[], bool],
         *,
         pod_logs: Path = POD_LOGS,
@@ -165,30 +174,45 @@ class HolderTracker:
                     )
                     yield Allocation(pod_uid, "", resource, device_id)
 
-    async def running(self, resource: str, device_ids: Collection[str]) -> Mapping[str, str]:
-        """Return those ids that a pod holds whose processes run now, and that pod; asked before a new Allocate.
+    async def still_held(self, resource: str, device_ids: Collection[str]) -> Mapping[str, str]:
+        """Return those ids that another pod still holds, and why; asked before a new Allocate.
 
-        The kubelet gives an id away again only when it counts its holder as ended; of a pod that was deleted by
-        force, or that it does not know after a lost checkpoint, it may be wrong. Pods that have no cgroup yet are
-        the new holder itself: its init container had the device before.
+        The kubelet gives an id away again only when it counts its holder as ended. It may be wrong: of a pod that was
+        deleted by force, of one that it does not know after a lost checkpoint, and of one that it has just admitted,
+        if somebody called PodResources List during that pod's Allocate (kubernetes#137534). Of a pod that has a cgroup
+        without a process and whose containers were never started it is not known whether it begins or ends; that is
+        waited for. Pods that have no cgroup yet are the new holder itself: its init container had the device before.
         """
         wanted = frozenset(device_ids)
         if not self._may_know(resource, wanted):
             return {}
-        known, found = await asyncio.to_thread(self._running_holders, resource, wanted)
-        self.remember(one for one in known if one.pod_uid in found.values())
-        return {device_id: self.title(pod_uid) for device_id, pod_uid in found.items()}
+        deadline = time.monotonic() + STARTING
+        while True:
+            known, running, starting = await asyncio.to_thread(self._holders_now, resource, wanted)
+            if running or not starting or time.monotonic() >= deadline:
+                break
+            await asyncio.sleep(STARTING / 100)
+        self.remember(one for one in known if one.pod_uid in {*running.values(), *starting.values()})
+        found = {name: f"pod {self.title(pod_uid)} may be about to start" for name, pod_uid in starting.items()}
+        return found | {name: f"processes of pod {self.title(pod_uid)} run" for name, pod_uid in running.items()}
 
-    def _running_holders(
+    def _holders_now(
         self, resource: str, device_ids: frozenset[str]
-    ) -> tuple[Sequence[Allocation], Mapping[str, str]]:
-        """Return the allocations of these ids that are known or named, and by id the pod whose processes run."""
+    ) -> tuple[Sequence[Allocation], Mapping[str, str], Mapping[str, str]]:
+        """Return the known or named allocations of these ids, and by id: pods whose processes run, pods that start."""
         known = self._known_or_named(resource, device_ids)
         if not known:
-            return known, {}
-        pods = self.pods()
-        may_run = {one.pod_uid for one in known if pods.may_run(one.pod_uid)}
-        return known, holders.running(known, resource, device_ids, may_run)
+            return known, {}, {}
+        pods, cgroups = self.pods(), self._cgroups.pods() or {}
+        uids = {one.pod_uid for one in known}
+        may_run = {uid for uid in uids if pods.may_run(uid)}
+        cgroups = {uid: populated for uid, populated in cgroups.items() if uid in uids - may_run}
+        starting = holders.starting(cgroups, started_pods(cgroups, self._pod_logs))
+        return (
+            known,
+            holders.running(known, resource, device_ids, may_run),
+            holders.running(known, resource, device_ids, starting),
+        )
 
     async def ended(
         self, resource: str, device_ids: Collection[str]
@@ -363,7 +387,7 @@ class HolderTracker:
         """
         await self._in_flight.wait()
         at = time.monotonic()
-        report: Report | None = None
+        report: PodResourcesReport | None = None
         if self._wants_claim_uses:
             report = await self._list()
         seen = await asyncio.to_thread(self._read)
@@ -449,7 +473,7 @@ class HolderTracker:
                 await watch.wait(rest)
         return None
 
-    async def _list(self) -> Report | None:
+    async def _list(self) -> PodResourcesReport | None:
         """Call `List`, which has the kubelet drop ended pods; nothing safe depends on its answer."""
         for _ in range(LIST_TRIES):
             try:
@@ -473,11 +497,11 @@ class HolderTracker:
             self._pod_names |= await asyncio.to_thread(pod_names, uids, self._pod_logs)
         self._pod_names = {uid: name for uid, name in self._pod_names.items() if uid in uids}
 
-    def _all_listed(self, report: Report) -> bool:
+    def _all_listed(self, report: PodResourcesReport) -> bool:
         running = self._cgroups.running()
         return running is not None and self._listed(report, running) == running
 
-    def _listed(self, report: Report, running: Collection[str]) -> frozenset[str]:
+    def _listed(self, report: PodResourcesReport, running: Collection[str]) -> frozenset[str]:
         names = pod_names(running, self._pod_logs)
         # Of two pods of one name that run, one was deleted by force: a list that has the name does not tell which.
         counts = Counter(names.values())
@@ -497,6 +521,22 @@ def pod_names(uids: Iterable[str], directory: Path) -> dict[str, tuple[str, str]
         if len(parts) == 3 and parts[2] in wanted:
             found[parts[2]] = (parts[0], parts[1])
     return found
+
+
+def started_pods(uids: Collection[str], directory: Path) -> frozenset[str]:
+    """Return those of these pods that have the log directory of a container."""
+    if not uids:
+        return frozenset()
+    with contextlib.suppress(OSError), os.scandir(directory) as entries:
+        mine = [(entry.name.rpartition("_")[2], entry.path) for entry in entries]
+        return frozenset(uid for uid, path in mine if uid in uids and _has_directory(path))
+    return frozenset()
+
+
+def _has_directory(path: str) -> bool:
+    with contextlib.suppress(OSError), os.scandir(path) as entries:
+        return any(entry.is_dir() for entry in entries)
+    return False
 
 
 def log_directory_times(directory: Path) -> dict[str, float]:

@@ -109,7 +109,7 @@ def _simulated(simulated: SimulatedConfig, resource: ResourceConfig, number: int
 
 
 def _nvidia(nvidia: NvidiaConfig, resource: ResourceConfig, number: int) -> DeviceSource:
-    from deviceplugin.sources.nvml import NvidiaSource  # the others do without NVML
+    from deviceplugin.sources.nvidia import NvidiaSource  # the others do without NVML
 
     return NvidiaSource(
         mig=nvidia.mig,
@@ -231,7 +231,7 @@ class ConfiguredSource(DeviceSource):
                 found.update(await measured if inspect.isawaitable(measured) else measured)
         return found
 
-    async def branches(self) -> AsyncIterator[Sequence[DeviceSource]]:
+    async def child_sources(self) -> AsyncIterator[Sequence[DeviceSource]]:
         """Yield the sources of further resources that its entries bring along: partitions by profile.
 
         They are for pods alone, without a driver: what a driver publishes is named after its resources, and
@@ -242,7 +242,7 @@ class ConfiguredSource(DeviceSource):
         for entry, source in zip(self.config.devices, self.entries, strict=True):
             if entry.nvidia is None or entry.nvidia.mig != "mixed" or entry.nvidia.profile is not None:
                 continue
-            from deviceplugin.sources.nvml import NvidiaSource, resource_of
+            from deviceplugin.sources.nvidia import NvidiaSource, resource_of
 
             assert isinstance(source, NvidiaSource)
             async with contextlib.aclosing(source.profiles()) as seen:

@@ -33,7 +33,7 @@ from deviceplugin.testing.run import Registration, Rpc, Run, Update, describe
 from deviceplugin.wire import podresources_pb2 as pr
 
 if TYPE_CHECKING:
-    from deviceplugin.agent import Paths
+    from deviceplugin.node.paths import Paths
 
 __all__ = ["Damage", "FakeKubelet", "Registration", "Rpc", "Update"]
 
@@ -150,7 +150,7 @@ class FakeKubelet:
     @property
     def paths(self) -> Paths:
         """The paths of the node, for an agent."""
-        from deviceplugin.agent import Paths
+        from deviceplugin.node.paths import Paths
 
         return Paths(kubelet_root=self.root, cgroup_root=self.cgroup_root, pod_log_dir=self.pod_logs)
 
@@ -657,9 +657,10 @@ class FakeKubelet:
             self.cgroups.add_container(pod.uid, pod.sandbox)
 
     def start_container(self, pod: FakePod, container: FakeContainer) -> None:
-        """Start a container's process; that of an init container ends at once."""
+        """Make a container's log directory and start its process; that of an init container ends at once."""
         with self.changed:
             container.id = _container_id()
+            (self._log_directory(pod) / container.name).mkdir(parents=True, exist_ok=True)
             self.cgroups.add_container(pod.uid, container.id)
             if container.state != "running":
                 self.cgroups.remove_container(pod.uid, container.id)

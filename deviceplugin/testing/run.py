@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import grpc
 
-from deviceplugin.podresources import unix_address
+from deviceplugin.kubelet.podresources import unix_address
 from deviceplugin.testing.devicemanager import (
     AdmissionError,
     DeviceManager,

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from deviceplugin.agent import Agent
+    from deviceplugin.node.agent import Agent
     from deviceplugin.source import DeviceSource
     from deviceplugin.testing.kubelet import FakeKubelet
 
@@ -91,7 +91,7 @@ class Served:
             self._kubelet.notify()
 
     async def _run(self) -> None:
-        from deviceplugin.agent import Agent
+        from deviceplugin.node.agent import Agent
 
         self._agent = Agent(self._sources, self._kubelet.paths, **self._options)
         self._made.set()

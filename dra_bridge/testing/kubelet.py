@@ -23,7 +23,7 @@ from typing import Any, Final, Self
 
 import grpc
 
-from deviceplugin.podresources import unix_address
+from deviceplugin.kubelet.podresources import unix_address
 from deviceplugin.testing import claim_state
 from deviceplugin.testing.claim_state import DevicesOfClaim, PreparedDevice
 from dra_bridge.wire import dra_health_v1_pb2 as health_pb

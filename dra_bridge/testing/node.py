@@ -40,12 +40,12 @@ _EXTENDED: Final = "extended-resources"
 class Holding:
     """That a container had a device, from when to when (monotonic seconds); end None: it still has.
 
-    door: plugin or claim. uid: the pod's; pods of one name can run at once when one was deleted by force.
+    side: plugin or claim. uid: the pod's; pods of one name can run at once when one was deleted by force.
     """
 
     device: str
     pod: str
-    door: str
+    side: str
     begin: float
     end: float | None = None
     uid: str = ""
@@ -81,7 +81,7 @@ class _Wants:
 
 
 class FakeNode(FakeKubelet):
-    """A node with both doors; entering starts it and, if there is none, makes its Node.
+    """A node with both sides; entering starts it and, if there is none, makes its Node.
 
     Args:
         server: the API server.
@@ -160,7 +160,7 @@ class FakeNode(FakeKubelet):
         return (*wants.claims, *wants.made)
 
     def devices_of(self, pod: FakePod) -> dict[str, str]:
-        """Return a running pod's devices, each with the door through which it came: plugin or claim."""
+        """Return a running pod's devices, each with the side from which it came: plugin or claim."""
         found = {device: "plugin" for container in _lasting(pod) for device in container.device_ids}
         return {**found, **dict.fromkeys(self._wants_of(pod).given, "claim")}
 
@@ -178,7 +178,7 @@ class FakeNode(FakeKubelet):
         starts = [container.starts[0] for container in _lasting(pod) if container.starts]
         if not starts:
             return []
-        return [Holding(name, pod.name, door, min(starts), end, pod.uid) for name, door in self.devices_of(pod).items()]
+        return [Holding(name, pod.name, side, min(starts), end, pod.uid) for name, side in self.devices_of(pod).items()]
 
     # What the kubelet does with claims.
 

@@ -25,7 +25,7 @@ from deviceplugin.wire import deviceplugin_pb2 as pb
 from deviceplugin.wire import deviceplugin_pb2_grpc as pb_grpc
 from tests.bench import bench_client, bench_metrics
 from tests.bench.kubelet import OPTIONS, Kubelet
-from tests.test_config import bombs
+from tests.config.files import bombs
 
 MB = 1e6
 RESULTS: list[tuple[str, str, str, float | None]] = []

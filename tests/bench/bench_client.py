@@ -26,8 +26,8 @@ class Measured(NamedTuple):
 
 def client(url: str) -> None:
     """Be the client: print what was measured."""
-    import dra_bridge.agent  # noqa: F401
-    from dra_bridge.cluster import NODES, Cluster
+    import dra_bridge.node.bridge  # noqa: F401
+    from dra_bridge.kube import NODES, Cluster
 
     async def gets() -> list[float]:
         async with Cluster.from_server(url) as cluster:

@@ -32,12 +32,13 @@ def agent() -> None:
     """Be the agent: say the memory without metrics, then serve them until stdin ends."""
     import asyncio
 
-    import deviceplugin.process
+    import deviceplugin.node.process
     import deviceplugin.sources  # noqa: F401
     from deviceplugin import Device, DeviceSource
-    from deviceplugin.agent import Agent, Paths
     from deviceplugin.kubelet.checkpoint import Allocation
     from deviceplugin.kubelet.holders import HolderSnapshot, Holding
+    from deviceplugin.node.agent import Agent
+    from deviceplugin.node.paths import Paths
     from deviceplugin.source import Measured
 
     class Gpus(DeviceSource):
@@ -84,10 +85,11 @@ def agent() -> None:
         running.tracker._pod_names = {
             one.pod_uid: ("team-a", f"train-{n}-7c9f8b6d5-x2x4z") for n, one in enumerate(held)
         }
-        assert "deviceplugin.metrics" not in sys.modules
+        assert "deviceplugin.metrics.collectors" not in sys.modules
         print(json.dumps({"rss": rss("self")}), flush=True)
         await asyncio.to_thread(sys.stdin.readline)
-        from deviceplugin import metrics, web
+        from deviceplugin.metrics import collectors as metrics
+        from deviceplugin.metrics import web
 
         web.SHARED, web.REST = 0.0, 0  # type: ignore[misc]  # each scrape renders
         with metrics.serving("127.0.0.1:0", running) as server:

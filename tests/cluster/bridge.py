@@ -1,4 +1,4 @@
-"""The agent with both doors on the real node, under exactly the rights that its manifests give it.
+"""The agent with both sides on the real node, under exactly the rights that its manifests give it.
 
 It reaches the API server as in its DaemonSet: by the files of a pod's service account and the
 address of the cluster's service.

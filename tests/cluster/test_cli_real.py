@@ -217,7 +217,7 @@ def test_status_says_what_is_true(bridge: Bridge, ran: Callable[..., tuple[int, 
         (resource,) = found["resources"]
         return {one["name"]: one["holder"] for one in resource["devices"] if one["holder"]}
 
-    # A pod's name comes with the kubelet's books, at most ten seconds late.
+    # A pod's name comes with the kubelet's checkpoint, at most ten seconds late.
     cluster.wait_for(lambda: holders(shown()) == held, 30, f"the holders are {held}")
     found = shown()
     (resource,) = found["resources"]

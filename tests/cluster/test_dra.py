@@ -1,4 +1,4 @@
-"""Claims on the real node: what a user of ResourceClaims gets through the DRA door.
+"""Claims on the real node: what a user of ResourceClaims gets on the DRA side.
 
 The agent runs under exactly the rights that `dra-bridge manifests` gives it. OUTAGE is for how
 many seconds the API server is away (5; 60 for the long run), QUIET how long nothing may be written.
@@ -759,7 +759,7 @@ def test_steady_state(bridge: Bridge) -> None:
 
 
 def test_plugin_only(cluster: Cluster) -> None:
-    """`deviceplugin run` with the same file serves the plugin's door alone, and loads no client.
+    """`deviceplugin run` with the same file serves the plugin side alone, and loads no client.
 
     What the claim of a running container holds it gives to nobody, although no bridge is there to say so.
     """

@@ -1,4 +1,4 @@
-"""The examples of claims, applied as they lie there to a node that serves `10-both-doors.yaml`."""
+"""The examples of claims, applied as they lie there to a node that serves `10-both-sides.yaml`."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ CLAIMS = sorted((EXAMPLES / "claims").glob("*.yaml"))
 
 
 def resources(share: str | int) -> dict[str, Any]:
-    (resource,) = yaml.safe_load((EXAMPLES / "10-both-doors.yaml").read_text())["resources"]
+    (resource,) = yaml.safe_load((EXAMPLES / "10-both-sides.yaml").read_text())["resources"]
     return {**resource, "dra": {"share": share}}
 
 
@@ -37,7 +37,7 @@ def test_example_runs(cluster: Cluster, example: Path) -> None:
 
 
 def test_half_of_the_devices_each(cluster: Cluster) -> None:
-    """The example's share of 50% gives four devices to each door."""
+    """The example's share of 50% gives four devices to each side."""
     with Bridge.running(cluster, resources("50%")) as bridge:
         bridge.wait_offered(4)
         cluster.wait_allocatable("example.com/fpga", 4)

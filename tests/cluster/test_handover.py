@@ -1,4 +1,4 @@
-"""Handover on the real node: devices move between the doors while pods of both kinds come and go.
+"""Handover on the real node: devices move between the sides while pods of both kinds come and go.
 
 Every container writes down which device it holds, from when to when, on the clock that all
 containers share (/proc/uptime). A checker then proves that no two ever held one device at once.

@@ -22,8 +22,8 @@ import yaml
 from tests.cluster import isolate
 from tests.cluster.bridge import Bridge, env_of
 from tests.cluster.node import Cluster, Pod
-from tests.test_monitoring import EXAMPLES, queries, rules
-from tests.test_page import Table
+from tests.metrics.test_monitoring import EXAMPLES, queries, rules
+from tests.metrics.test_page import Table
 
 AGENT = "127.0.0.1:9410"
 SCRIPT = """
@@ -216,7 +216,7 @@ def said(pod: Pod, kind: str, side: str, container: str = "main") -> set[tuple[s
 
 
 def start_all(bridge: Bridge) -> dict[str, Pod]:
-    """Start a pod of each kind, through each door."""
+    """Start a pod of each kind, on each side."""
     cluster = bridge.cluster
     pods = {
         "plugin": cluster.start_pod("plugin", {"example.com/gpu": 2}),
@@ -232,7 +232,7 @@ def start_all(bridge: Bridge) -> dict[str, Pod]:
 
 
 def test_holders_are_what_the_pods_say(bridge: Bridge, prometheus: Prometheus) -> None:
-    """Through every door, for shared devices and init containers: each holder is a series while it holds."""
+    """On every side, for shared devices and init containers: each holder is a series while it holds."""
     cluster = bridge.cluster
     pods = start_all(bridge)
     wanted = (
@@ -342,8 +342,8 @@ def test_alerts_fire_for_what_happened(bridge: Bridge, prometheus: Prometheus) -
         "all rules were evaluated",
     )
     assert {rule["name"] for rule in group["rules"]} == {rule["alert"] for rule in rules()}
-    quiet = {("DeviceDriverError", "gpu-3"), ("DeviceDriverError", "card-3")}  # the script's XID, until it is old
-    cluster.wait_for(lambda: prometheus.firing() <= quiet, 30, "all is well")
+    in_flight = {("DeviceDriverError", "gpu-3"), ("DeviceDriverError", "card-3")}  # the script's XID, until it is old
+    cluster.wait_for(lambda: prometheus.firing() <= in_flight, 30, "all is well")
 
     assert bridge.script is not None
     ill = bridge.script.with_name("ill")
@@ -369,12 +369,12 @@ def test_alerts_fire_for_what_happened(bridge: Bridge, prometheus: Prometheus) -
         "the lost kubelet is told",
     )
     cluster.start_kubelet()
-    cluster.wait_for(lambda: prometheus.firing() <= quiet, 90, "all is well again")
+    cluster.wait_for(lambda: prometheus.firing() <= in_flight, 90, "all is well again")
 
     bridge.kill()
     cluster.wait_for(lambda: ("DevicePluginAgentDown", "") in prometheus.firing(), 30, "the dead agent is told")
     bridge.start()
-    cluster.wait_for(lambda: prometheus.firing() <= quiet, 60, "all is well with the new agent")
+    cluster.wait_for(lambda: prometheus.firing() <= in_flight, 60, "all is well with the new agent")
     assert "DeviceHeldTwice" not in {name for name, _ in prometheus.firing()}
 
 

@@ -14,7 +14,7 @@ import pytest
 from deviceplugin.config import parse
 from deviceplugin.device import Device, Health, Version
 from deviceplugin.inventory import Snapshot, merged
-from dra_bridge import cluster as client
+from dra_bridge import kube
 from dra_bridge.manifests import Deployment, manifests, to_yaml
 from dra_bridge.slices import Offer, Pool, Publisher, remove_slices, slice_name
 from tests.cluster import build
@@ -56,8 +56,8 @@ def many(count: int, **options: Any) -> list[Device]:
 @contextlib.asynccontextmanager
 async def publishing(cluster: Cluster, *pools: Pool, kubeconfig: Path | None = None) -> AsyncIterator[Publisher]:
     """A publisher of these pools, once the API server has them."""
-    backoff = client.Backoff(0.1, 2.0)
-    async with client.Cluster.from_environment(kubeconfig or cluster.kubeconfig, backoff=backoff) as connection:
+    backoff = kube.Backoff(0.1, 2.0)
+    async with kube.Cluster.from_environment(kubeconfig or cluster.kubeconfig, backoff=backoff) as connection:
         publisher = Publisher(connection, cluster.node_name)
         for one in pools:
             publisher.want(one)
@@ -277,9 +277,9 @@ async def test_kubelet_restart(cluster: Cluster) -> None:
         events: asyncio.Queue[tuple[float, str]] = asyncio.Queue()
 
         async def look() -> None:
-            async with client.Cluster.from_environment(cluster.kubeconfig) as connection:
-                async for event in connection.follow(client.RESOURCE_SLICES, field_selector=f"spec.driver={DRIVER}"):
-                    if isinstance(event, client.Changed):
+            async with kube.Cluster.from_environment(cluster.kubeconfig) as connection:
+                async for event in connection.follow(kube.RESOURCE_SLICES, field_selector=f"spec.driver={DRIVER}"):
+                    if isinstance(event, kube.Changed):
                         events.put_nowait((time.monotonic(), event.type))
                     else:
                         events.put_nowait((time.monotonic(), "LISTED"))
@@ -316,7 +316,7 @@ async def test_apiserver_restart(cluster: Cluster) -> None:
 
 def remove_all(cluster: Cluster) -> int:
     async def go() -> int:
-        async with client.Cluster.from_environment(cluster.kubeconfig) as connection:
+        async with kube.Cluster.from_environment(cluster.kubeconfig) as connection:
             return await remove_slices(connection, [DRIVER], cluster.node_name)
 
     return asyncio.run(go())
@@ -452,9 +452,9 @@ async def test_rights(cluster: Cluster) -> None:
             assert len(devices_of(cluster)) == 4
             cluster.api.create(claim(cluster, "c"))
             (result,) = await asyncio.to_thread(allocated, cluster, "c")
-            async with client.Cluster.from_environment(bound) as connection:
-                found = await connection.get(client.RESOURCE_CLAIMS, "c", "default")
-                assert (await connection.list(client.RESOURCE_CLAIMS)).items
+            async with kube.Cluster.from_environment(bound) as connection:
+                found = await connection.get(kube.RESOURCE_CLAIMS, "c", "default")
+                assert (await connection.list(kube.RESOURCE_CLAIMS)).items
                 await connection.event(found, "Test", "an event", node=node)
                 device = {key: result[key] for key in ("driver", "pool", "device")}
                 condition = {
@@ -465,14 +465,14 @@ async def test_rights(cluster: Cluster) -> None:
                     "lastTransitionTime": "2026-01-01T00:00:00Z",
                 }
                 patch = {"status": {"devices": [{**device, "conditions": [condition]}]}}
-                done = await connection.patch_status(client.RESOURCE_CLAIMS, "c", patch, "default")
+                done = await connection.patch_status(kube.RESOURCE_CLAIMS, "c", patch, "default")
                 assert done["status"]["devices"][0]["conditions"][0]["type"] == "Ready"
                 theirs = {"status": {"devices": [{**device, "driver": "other.example.com"}]}}
                 nothing = {"status": {"allocation": None, "reservedFor": None}}
                 wrongs: tuple[Any, ...] = ({"status": {"reservedFor": []}}, nothing, theirs)
                 for wrong in wrongs:
-                    with pytest.raises((client.ForbiddenError, client.InvalidError)):
-                        await connection.patch_status(client.RESOURCE_CLAIMS, "c", wrong, "default")
+                    with pytest.raises((kube.ForbiddenError, kube.InvalidError)):
+                        await connection.patch_status(kube.RESOURCE_CLAIMS, "c", wrong, "default")
                 await remove_slices(connection, [DRIVER], node)
     finally:
         remove(cluster, applied)

@@ -18,12 +18,12 @@ from pathlib import Path
 
 import pytest
 
-from deviceplugin.agent import Agent
 from deviceplugin.config import parse
 from deviceplugin.device import Device
+from deviceplugin.node.agent import Agent
 from deviceplugin.source import DeviceSource
 from deviceplugin.sources import build
-from deviceplugin.sources.nvml import NvidiaSource
+from deviceplugin.sources.nvidia import NvidiaSource
 from deviceplugin.sources.path import PathSource
 from deviceplugin.sources.pci import PciFilter, PciSource
 from tests.cluster import isolate

@@ -36,7 +36,7 @@ def test_story_is_true(told: tuple[int, str]) -> None:
 
 
 def test_naive_switch_gives_a_device_twice(told: tuple[int, str]) -> None:
-    """The first part shows one device in two containers, each of which sees it, through one door each."""
+    """The first part shows one device in two containers, each of which sees it, on one side each."""
     first = told[1].split("2. The same with the bridge")[0]
     rows = re.findall(r"^(gpu-\d)\s+(\S+)\s+(plugin|claim)\s+GPU_VISIBLE_DEVICES=(gpu-\d)$", first, re.MULTILINE)
     twice = [row for row in rows if row[1] == "batch"] + [row for row in rows if row[1] == "train-1"]

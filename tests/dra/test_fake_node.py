@@ -271,7 +271,7 @@ def test_forced_deletion_with_a_hung_runtime(node: FakeNode) -> None:
     node.reconcile_claims()
     assert not any(pod.uid in one.pods for one in claim_state.from_json(node.claim_state.read_bytes()))
     twin.wait_running()
-    assert {(one.device, one.end) for one in node.holdings() if one.door == "claim"} == {
+    assert {(one.device, one.end) for one in node.holdings() if one.side == "claim"} == {
         ("gpu-0", None),
         ("gpu-1", None),
     }

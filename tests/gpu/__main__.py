@@ -24,8 +24,8 @@ from typing import Any, cast
 
 from deviceplugin import naming, topology
 from deviceplugin.device import Device, Health
-from deviceplugin.load import QUANTITIES, checked
-from deviceplugin.sources.nvml import CDI_KIND, NvidiaSource, Places, Session, Trouble
+from deviceplugin.metrics.load import QUANTITIES, checked
+from deviceplugin.sources.nvidia import CDI_KIND, NvidiaSource, NvmlError, Places, Session
 from deviceplugin.testing.kubelet import FakeKubelet
 from deviceplugin.testing.plugin import serve
 
@@ -69,7 +69,7 @@ class Checks:
         try:
             check()
             self.results[name] = "ok"
-        except (Failed, Trouble) as error:
+        except (Failed, NvmlError) as error:
             self.results[name] = f"failed: {error}"
         except Exception:
             self.results[name] = f"failed: {traceback.format_exc()}"
@@ -85,7 +85,7 @@ class Checks:
             times, looks = [], []
             for _ in range(3):
                 began = time.perf_counter()
-                looks.append(session.look())
+                looks.append(session.scan())
                 times.append(time.perf_counter() - began)
         finally:
             session.close()
@@ -190,7 +190,7 @@ class Checks:
         """Waiting for XIDs ends when its time is over."""
         session = self._session()
         try:
-            session.look()
+            session.scan()
             began = time.perf_counter()
             xids, _ = session.wait(0.5)
             took = time.perf_counter() - began
@@ -205,7 +205,7 @@ class Checks:
         """Load is measured in base units and is plausible."""
         session = self._session()
         try:
-            session.look()
+            session.scan()
             began = time.perf_counter()
             raw = session.measure([device.id for device in self.devices])
             took = time.perf_counter() - began
@@ -273,7 +273,7 @@ class Checks:
     def _looked(self) -> Any:
         session = self._session()
         try:
-            return session.look()
+            return session.scan()
         finally:
             session.close()
 

@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from deviceplugin.kubelet.cgroups import PodProcesses
 from deviceplugin.kubelet.checkpoint import Allocation, Checkpoint
 from deviceplugin.kubelet.holders import HolderSnapshot, Holding, Witnesses, holders, needs_request, shows_present
-from deviceplugin.kubelet.pods import PodProcesses
 
 R = "example.com/r"
 A = Allocation("u1", "main", R, "a")

@@ -12,12 +12,13 @@ from types import SimpleNamespace
 import pytest
 
 from deviceplugin.kubelet import tracker as module
+from deviceplugin.kubelet.cgroups import CgroupReader
 from deviceplugin.kubelet.checkpoint import Allocation
 from deviceplugin.kubelet.holders import HolderSnapshot
-from deviceplugin.kubelet.pods import CgroupReader
+from deviceplugin.kubelet.podresources import AllocationsInFlight, Holder, PodResources, PodResourcesReport
 from deviceplugin.kubelet.tracker import HolderTracker, pod_names
-from deviceplugin.podresources import Holder, PodResources, Quiet, Report
 from deviceplugin.testing import FakeKubelet, FakePod
+from deviceplugin.testing.devicemanager import PluginCallError
 from deviceplugin.testing.kubelet import Damage
 from tests.testing.bare import RESOURCE as R
 from tests.testing.bare import BarePlugin
@@ -33,7 +34,7 @@ class World:
     def __init__(self, kubelet: FakeKubelet, plugin: BarePlugin) -> None:
         self.kubelet = kubelet
         self.plugin = plugin
-        self.quiet = Quiet()
+        self.in_flight = AllocationsInFlight()
         self.requests = 0
         self.listens = True
         self.tracker = self.made()
@@ -45,7 +46,7 @@ class World:
             paths.kubelet_root,
             paths.cgroups,
             PodResources(paths.pod_resources),
-            self.quiet,
+            self.in_flight,
             self.request,
             pod_logs=paths.pod_logs,
             believe_checkpoint=believe_checkpoint,
@@ -126,7 +127,7 @@ async def test_requests_about_the_same_holders_grow_rarer(world: World, monkeypa
     """What no write settles is asked about at growing distances, with jitter, and not at every scan."""
     clock = 1000.0
     monkeypatch.setattr("deviceplugin.kubelet.tracker.time", SimpleNamespace(monotonic=lambda: clock))
-    monkeypatch.setattr(world.quiet, "quiet_since", lambda moment: True)
+    monkeypatch.setattr(world.in_flight, "quiet_since", lambda moment: True)
     world.listens = False
     world.tracker.remember([Allocation("ended", "main", R, "a")])
     asked = []
@@ -177,7 +178,7 @@ async def test_others_use_up_the_limit_of_pod_resources(world: World, monkeypatc
     service, tries = world.tracker._pod_resources, []
     original = service.list
 
-    async def counted() -> Report:
+    async def counted() -> PodResourcesReport:
         tries.append(1)
         if len(tries) == 3:
             world.kubelet.pod_resources_refused = 0.0
@@ -248,10 +249,10 @@ async def test_a_lost_checkpoint_of_a_restarted_kubelet(world: World) -> None:
     assert set(now.held) == {allocation(pod)}
     assert "processes of its pod run" in now.held[allocation(pod)].reason
     assert world.tracker.unnamed(R) == set(pod.device_ids)
-    assert await world.tracker.running(R, ["a", "b"]) == {pod.device_ids[0]: "default/p"}
-    assert await world.tracker.running("example.com/other", ["a", "b"]) == {}
+    assert await world.tracker.still_held(R, ["a", "b"]) == {pod.device_ids[0]: "processes of pod default/p run"}
+    assert await world.tracker.still_held("example.com/other", ["a", "b"]) == {}
     await asyncio.to_thread(pod.delete)
-    assert await world.tracker.running(R, ["a", "b"]) == {}
+    assert await world.tracker.still_held(R, ["a", "b"]) == {}
     assert dict((await world.scan(*pod.device_ids)).held) == {}
 
 
@@ -260,9 +261,39 @@ async def test_a_holder_is_known_at_the_next_grant_before_any_scan(world: World)
     pod = await world.run_pod()
     assert not world.tracker.snapshot.held
     await asyncio.to_thread(pod.force_delete, hang=True)
-    assert set(await world.tracker.running(R, pod.device_ids)) == set(pod.device_ids)
+    assert set(await world.tracker.still_held(R, pod.device_ids)) == set(pod.device_ids)
     now = await world.scan()
     assert {one.device_id for one in now.held} == set(pod.device_ids), "it is remembered from then on"
+
+
+async def test_a_pod_that_is_about_to_start_holds_its_device(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kubelet may give its device away (kubernetes#137534): until it is known whether it starts, it has it."""
+    monkeypatch.setattr(module, "STARTING", 0.3)
+    with monkeypatch.context() as no_network:
+        no_network.setattr(world.kubelet, "start_sandbox", fails)
+        pod = await asyncio.to_thread(world.kubelet.start_pod, "p", ONE)
+        await asyncio.to_thread(world.kubelet.wait_until, lambda: pod.containers["main"].message == "no network", 10)
+        (mine,) = world.kubelet.allocated(R)
+        assert await world.tracker.still_held(R, ["a", "b"]) == {mine: f"pod {pod.uid} may be about to start"}
+    await asyncio.to_thread(pod.wait_running)
+    assert await world.tracker.still_held(R, ["a", "b"]) == {mine: f"processes of pod {pod.uid} run"}
+    await asyncio.to_thread(pod.complete)
+    assert await world.tracker.still_held(R, ["a", "b"]) == {}
+
+
+async def test_a_pod_that_never_started_is_waited_for(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is deleted while its device is asked for again: it comes free, and nobody is refused."""
+    monkeypatch.setattr(world.kubelet, "start_sandbox", fails)
+    pod = await asyncio.to_thread(world.kubelet.start_pod, "p", ONE)
+    await asyncio.to_thread(world.kubelet.wait_until, lambda: pod.containers["main"].message == "no network", 10)
+    asked = asyncio.create_task(world.tracker.still_held(R, ["a", "b"]))
+    await asyncio.to_thread(pod.delete)
+    assert await asked == {}
+
+
+def fails(pod: FakePod) -> None:
+    """Make no sandbox."""
+    raise PluginCallError("no network")
 
 
 async def test_an_empty_list_lets_nobody_go(world: World) -> None:
@@ -291,7 +322,7 @@ async def test_an_allocate_in_between_makes_a_scan_worthless(world: World) -> No
     original = world.tracker._request
 
     def request() -> bool:
-        with world.quiet.busy():
+        with world.in_flight.busy():
             pass
         return original()
 
@@ -366,8 +397,8 @@ async def test_cgroups_that_cannot_be_read_any_more_prove_nothing(
     """A read that fails, for want of descriptors say, is not a pod that has ended."""
     pod = await world.run_pod()
     await world.scan()
-    monkeypatch.setattr(CgroupReader, "running", lambda self: None)
-    assert set(await world.tracker.running(R, pod.device_ids)) == set(pod.device_ids)
+    monkeypatch.setattr(CgroupReader, "pods", lambda self: None)
+    assert set(await world.tracker.still_held(R, pod.device_ids)) == set(pod.device_ids)
     with pytest.raises(OSError, match="cannot be read now"):
         world.tracker.running_pods()
 

@@ -16,20 +16,19 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Final, Self, cast
 
-from deviceplugin import ledger
 from deviceplugin.device import ContainerEdits, Device
-from deviceplugin.endpoint import Refusal
 from deviceplugin.inventory import Inventory
 from deviceplugin.kubelet import holders
+from deviceplugin.kubelet.allocation_gate import Refusal
+from deviceplugin.kubelet.cgroups import PodProcesses
 from deviceplugin.kubelet.checkpoint import Allocation, Checkpoint
 from deviceplugin.kubelet.holders import HolderSnapshot, Witnesses
-from deviceplugin.kubelet.pods import PodProcesses
-from deviceplugin.ledger import Desk, Evidence, Ledger, LedgerError, Side, State
-from deviceplugin.registration import Backoff
+from deviceplugin.kubelet.registration import Backoff
 from deviceplugin.source import DeviceSource
-from dra_bridge.driver import ClaimError, ClaimRef, Driver, Prepared, Served
-from dra_bridge.handover import Handover, Share
-from dra_bridge.keeper import Keeper, allocations_of, held_units
+from dra_bridge import ledger
+from dra_bridge.driver import ClaimError, ClaimRef, Driver, Prepared, ServedResource
+from dra_bridge.handover import Handover, LedgerGate, Share, allocations_of, held_units
+from dra_bridge.ledger import AsyncLedger, Evidence, Ledger, LedgerError, Side, State
 
 R: Final = "example.com/fpga"
 D: Final = "fpga.example.com"
@@ -123,32 +122,34 @@ class Outside:
 class Flow:
     """One life of the agent."""
 
-    def __init__(self, directory: Path, desk: Desk, outside: Outside, source: DeviceSource, step: Step) -> None:
+    def __init__(
+        self, directory: Path, async_ledger: AsyncLedger, outside: Outside, source: DeviceSource, step: Step
+    ) -> None:
         self.directory = directory
-        self.desk = desk
+        self.async_ledger = async_ledger
         self.outside = outside
         self.step = step
         self.inventory = Inventory(R)
         self.inventory.publish([Device(name, nodes=["/dev/null"]) for name in DEVICES])
-        self.keeper = Keeper(desk, {R: str})
+        self.ledger_gate = LedgerGate(async_ledger, {R: str})
         self.driver = Driver(
             D,
             NODE,
-            [Served(source, self.inventory)],
-            desk,
+            [ServedResource(source, self.inventory)],
+            async_ledger,
             outside,
             cdi_directory=str(directory / "cdi"),
             pull=True,
             report=False,
             boot="1",
-            ready=lambda resource, device: (resource, device) in self.keeper.heard,
+            ready=lambda resource, device: (resource, device) in self.ledger_gate.reconciled,
         )
-        endpoint = SimpleNamespace(resource=R, source=source, behind=str, refresh=lambda: None, shown=self._shown)
-        endpoint.ids_of = lambda device: (device,)
+        ids = SimpleNamespace(device_id_of=str, ids_of=lambda device: (device,))
+        endpoint = SimpleNamespace(resource=R, source=source, ids=ids, refresh=lambda: None, shown=self._shown)
         self.handover = Handover(
             cast("Any", endpoint),
             self.inventory,
-            desk,
+            async_ledger,
             self._scan,
             self,
             self,
@@ -168,8 +169,8 @@ class Flow:
         connect: Callable[[str], Any] | None = None,
     ) -> Self:
         """Open the ledger, hear the evidence, begin to offer."""
-        desk = Desk(Ledger.open(str(directory / "ledger.db"), step=step, connect=connect))
-        flow = cls(directory, desk, outside, source, step)
+        async_ledger = AsyncLedger(Ledger.open(str(directory / "ledger.db"), step=step, connect=connect))
+        flow = cls(directory, async_ledger, outside, source, step)
         await flow.patiently(flow.place)
         flow.publish()
         return flow
@@ -177,26 +178,28 @@ class Flow:
     async def end(self) -> None:
         """End in good order."""
         await self.driver.close()
-        await self.desk.close()
+        await self.async_ledger.close()
 
     async def place(self) -> None:
-        """Confront the ledger with what is held (R8)."""
+        """Compare the ledger with what is held (R8)."""
         held = held_units(holders.holders((), self.outside.witnesses()), R, str)
-        claims = [claim for claim in self.driver.cdi_evidence()[R] if (D, claim.uid) not in self.desk.snapshot.claims]
+        claims = [
+            claim for claim in self.driver.cdi_evidence()[R] if (D, claim.uid) not in self.async_ledger.snapshot.claims
+        ]
         evidence = Evidence(held, claims)
-        await self.desk.do(ledger.confront(R, evidence, DEVICES, Side.PLUGIN, time.time()))
-        self.keeper.heard |= {(R, name) for name in DEVICES}
+        await self.async_ledger.do(ledger.reconcile_evidence(R, evidence, DEVICES, Side.PLUGIN, time.time()))
+        self.ledger_gate.reconciled |= {(R, name) for name in DEVICES}
 
     # What the handover asks.
 
     def _shown(self) -> tuple[float, frozenset[str]]:
-        return 0.0, frozenset(name for name in DEVICES if self.keeper.offers(R, name))
+        return 0.0, frozenset(name for name in DEVICES if self.ledger_gate.offers(R, name))
 
     async def _scan(self, wanted: Collection[tuple[str, str]]) -> HolderSnapshot:
-        before = self.keeper.before_scan()
-        known = allocations_of(self.desk.snapshot)
+        before = self.ledger_gate.before_scan()
+        known = allocations_of(self.async_ledger.snapshot)
         now = holders.holders(known, self.outside.witnesses(), float(next(self._clock)))
-        await self.keeper.after_scan(before, now)
+        await self.ledger_gate.after_scan(before, now)
         return now
 
     async def allocated(self) -> Mapping[tuple[str, str], str]:
@@ -241,7 +244,7 @@ class Flow:
 
     async def allocate(self, device: str) -> None:
         """Start a pod with a device of the plugin's."""
-        await self.patiently(lambda: self.keeper.grant(R, [device], [device]))
+        await self.patiently(lambda: self.ledger_gate.grant(R, [device], [device]))
 
     async def prepare(self, uid: str) -> Prepared:
         """Have the kubelet prepare a claim."""
@@ -277,15 +280,15 @@ class Flow:
             if until() if until is not None else resting:
                 self.publish()
                 return
-        raise AssertionError(f"the move to {share} never ends: {self.desk.snapshot}, {self.handover.waiting}")
+        raise AssertionError(f"the move to {share} never ends: {self.async_ledger.snapshot}, {self.handover.waiting}")
 
     def state(self, device: str) -> State:
         """Return where a device is."""
-        return self.desk.snapshot.device(R, device).state
+        return self.async_ledger.snapshot.device(R, device).state
 
 
 async def story(flow: Flow, say: Callable[[str, str], None]) -> None:
-    """Grant, begin, commit, prepare, unprepare, commit back, grant: each door once, each move both ways."""
+    """Grant, begin, commit, prepare, unprepare, commit back, grant: each side once, each move both ways."""
     await flow.allocate("a")
     say("granted", "a")
     await flow.move(1)
@@ -310,8 +313,8 @@ async def aftermath(directory: Path, outside: Outside, source: DeviceSource) -> 
     flow = await Flow.begin(directory, outside, source)
     try:
         for device in DEVICES:
-            assert flow.state(device) is not State.QUARANTINED, flow.desk.snapshot
-            assert not (flow.keeper.offers(R, device) and device in flow.slice())
+            assert flow.state(device) is not State.QUARANTINED, flow.async_ledger.snapshot
+            assert not (flow.ledger_gate.offers(R, device) and device in flow.slice())
         for device in sorted(outside.pods):
             outside.say("allocated", f"late-{device}={device}")
             late = ClaimRef("default", f"late-{device}", f"late-{device}")
@@ -319,7 +322,7 @@ async def aftermath(directory: Path, outside: Outside, source: DeviceSource) -> 
             outside.say("deallocated", f"late-{device}")
         for uid, device in sorted(outside.running.items()):
             try:
-                await flow.keeper.grant(R, [device], [device])
+                await flow.ledger_gate.grant(R, [device], [device])
             except Refusal:
                 pass
             else:
@@ -338,7 +341,7 @@ async def aftermath(directory: Path, outside: Outside, source: DeviceSource) -> 
         assert flow.slice() == list(DEVICES)
         await flow.move(0)
         assert flow.slice() == []
-        assert not flow.desk.snapshot.claims
+        assert not flow.async_ledger.snapshot.claims
         assert not flow.driver.cdi_evidence()[R]
     finally:
         await flow.end()
@@ -385,7 +388,7 @@ def watched(step: Step, directory: str) -> Iterator[None]:
 watching = contextlib.contextmanager(watched)
 
 
-def heard(lines: Iterable[str]) -> Outside:
+def reconciled(lines: Iterable[str]) -> Outside:
     """Return what is outside after all this was said."""
     outside = Outside()
     for line in lines:

@@ -29,7 +29,7 @@ from dataclasses import dataclass
 from graphlib import CycleError, TopologicalSorter
 from typing import Final, NamedTuple
 
-from deviceplugin.ledger import State
+from dra_bridge.ledger import State
 from tests.model.small import STATES, UNKNOWN, Device, Pod, Request, Small, Stage, World
 
 TO_DRA: Final = STATES.index(State.TO_DRA)
@@ -56,7 +56,7 @@ class Half(NamedTuple):
     pods: tuple[Pod, ...] = ()
     claims: tuple[Request, ...] = ()
     sent: bool = False
-    heard: bool = False
+    reconciled: bool = False
     want: bool = False
     slice: bool = False
     moving: bool = False
@@ -67,7 +67,7 @@ class Half(NamedTuple):
 Parts = tuple[Shared, Half, Half]
 
 QUIET: Final = Half(Device(STATES.index(State.PLUGIN)))
-SETTLED: Final = QUIET._replace(sent=True, heard=True)
+SETTLED: Final = QUIET._replace(sent=True, reconciled=True)
 
 
 def parted(world: World) -> Parts:
@@ -82,7 +82,7 @@ def parted(world: World) -> Parts:
             tuple(pods),
             tuple(claims),
             bool(world.sent) and world.sent[number],
-            world.heard[number],
+            world.reconciled[number],
             bool(world.want) and world.want[number],
             world.slice[number],
             stage.moving[number],
@@ -115,7 +115,7 @@ def joined(shared: Shared, one: Half, two: Half) -> World:
         (pods[0], pods[1]),
         (claims[0], claims[1]),
         (one.sent, two.sent) if shared.sent else (),
-        (one.heard, two.heard),
+        (one.reconciled, two.reconciled),
         (one.want, two.want) if shared.want else (),
         (one.slice, two.slice),
         Stage(
@@ -159,7 +159,7 @@ FACTS: Final[dict[str, tuple[Steps, Callable[[Half], Hashable]]]] = {
     "draft": (Small.kubelet, nothing),
     "write late": (Small.kubelet, nothing),
     "lose checkpoint": (Small.kubelet, lambda half: any(pod.unrecorded for pod in half.pods)),
-    "send": (Small.door, nothing),
+    "send": (Small.side, nothing),
     "want": (Small.offering, nothing),
     "accept": (Small.offering, nothing),
     "request": (Small.gathering, lambda half: (half.device.state == TO_DRA, half.sent)),

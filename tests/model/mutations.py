@@ -8,15 +8,23 @@ from dataclasses import replace
 from typing import Any, Final
 from unittest.mock import patch
 
-from deviceplugin import ledger
 from deviceplugin.kubelet import holders
+from deviceplugin.kubelet.cgroups import PodProcesses
 from deviceplugin.kubelet.checkpoint import Allocation
-from deviceplugin.kubelet.pods import PodProcesses
-from deviceplugin.ledger import ClusterEvidence, DeviceRecord, KubeletEvidence, KubeletSnapshot, Refused, Snapshot
+from dra_bridge.ledger import (
+    ClusterEvidence,
+    DeviceRecord,
+    KubeletEvidence,
+    KubeletSnapshot,
+    Refused,
+    Snapshot,
+    operations,
+    rules,
+)
 
 Replacement = Callable[..., Any]
 
-_R1, _R2, _R5, _R6 = ledger.r1_refusal, ledger.r2_refusal, ledger.r5_waits_for, ledger.r6_waits_for
+_R1, _R2, _R5, _R6 = rules.r1_refusal, rules.r2_refusal, rules.r5_waits_for, rules.r6_waits_for
 _HOLDERS: Final = holders.holders
 _CLAIM_IS_OVER: Final = holders.claim_is_over
 
@@ -37,7 +45,7 @@ def _r2_by_state(now: Snapshot, resource: str, device: str) -> Refused | None:
     return _R2(replace(now, holds={}), resource, device)
 
 
-BY_STATE: Final = ((ledger, "r1_refusal", _r1_by_state), (ledger, "r2_refusal", _r2_by_state))
+BY_STATE: Final = ((operations, "r1_refusal", _r1_by_state), (operations, "r2_refusal", _r2_by_state))
 """R1 and R2 by the device's state alone, without the other side's holders: they would hide that a move ended early."""
 
 
@@ -86,14 +94,14 @@ def _over_unless_running(uid: str, pods: Any, _named: object, processes: PodProc
 
 
 MUTATIONS: Final[dict[str, tuple[tuple[object, str, Replacement], ...]]] = {
-    "R1": ((ledger, "r1_refusal", _nobody),),
-    "R2": ((ledger, "r2_refusal", _nobody),),
-    "R2 between claims": ((ledger, "_taken", _nobody),),
-    "R5": ((ledger, "r5_waits_for", _nothing), *BY_STATE),
-    "R6": ((ledger, "r6_waits_for", _nothing), *BY_STATE),
-    "R7": ((ledger, "r7_releases", _released_at_once), *BY_STATE),
-    "R5: evidence from after the move began": ((ledger, "r5_waits_for", _old_r5), *BY_STATE),
-    "R6: evidence from after the move began": ((ledger, "r6_waits_for", _old_r6), *BY_STATE),
+    "R1": ((operations, "r1_refusal", _nobody),),
+    "R2": ((operations, "r2_refusal", _nobody),),
+    "R2 between claims": ((operations, "r2_taken", _nobody),),
+    "R5": ((operations, "r5_waits_for", _nothing), *BY_STATE),
+    "R6": ((operations, "r6_waits_for", _nothing), *BY_STATE),
+    "R7": ((operations, "r7_releases", _released_at_once), *BY_STATE),
+    "R5: evidence from after the move began": ((operations, "r5_waits_for", _old_r5), *BY_STATE),
+    "R6: evidence from after the move began": ((operations, "r6_waits_for", _old_r6), *BY_STATE),
     "the checkpoint must be awake": ((holders, "holders", _witnesses(lambda seen: replace(seen, awake=True))),),
     "more checkpoints than writers": ((holders, "shows_present", bool),),
     "the checkpoint's names": ((holders, "holders", _witnesses(_unnamed)),),

@@ -34,12 +34,16 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Final, NamedTuple
 
-from deviceplugin import ledger
 from deviceplugin.kubelet import holders
+from deviceplugin.kubelet.cgroups import PodProcesses
 from deviceplugin.kubelet.checkpoint import Allocation, Checkpoint
 from deviceplugin.kubelet.holders import HolderSnapshot, Witnesses
-from deviceplugin.kubelet.pods import PodProcesses
-from deviceplugin.ledger import (
+from dra_bridge import ledger
+from dra_bridge.handover import Share
+from dra_bridge.handover import gate as ledger_gate
+from dra_bridge.handover.evidence import ToDra, ToPlugin
+from dra_bridge.handover.planner import in_hands, plan
+from dra_bridge.ledger import (
     Claim,
     ClaimDevice,
     ClaimEvidence,
@@ -52,8 +56,6 @@ from deviceplugin.ledger import (
     Snapshot,
     State,
 )
-from dra_bridge import keeper
-from dra_bridge.handover import Share, ToDra, ToPlugin, in_hands, plan
 
 R: Final = "example.com/fpga"
 D: Final = "fpga.example.com"
@@ -169,7 +171,7 @@ class World(NamedTuple):
     pods: tuple[Pod, ...]
     claims: tuple[Request, ...]
     sent: tuple[bool, bool] | tuple[()]
-    heard: tuple[bool, bool]
+    reconciled: tuple[bool, bool]
     want: tuple[bool, bool] | tuple[()]
     slice: tuple[bool, bool]
     stage: Stage
@@ -359,7 +361,7 @@ class Small:
         yield from self.kubelet(world)
         yield from self.scheduler(world)
         if world.alive:
-            yield from self.door(world)
+            yield from self.side(world)
             yield from self.driver(world)
             yield from self.offering(world)
             yield from self.gathering(world)
@@ -374,7 +376,7 @@ class Small:
         for number, pod in enumerate(world.pods):
             if pod.at == 0:
                 for device in TWO if more else ():
-                    if world.heard[device] and device not in taken:
+                    if world.reconciled[device] and device not in taken:
                         yield f"choose p{number} {device}", with_pod(world, number, Pod(CHOSEN, device))
             elif pod.at == ANSWERED:
                 yield f"insert p{number}", with_pod(world, number, pod._replace(at=ADMITTED, memory=True))
@@ -386,8 +388,8 @@ class Small:
                 yield f"delete p{number}", with_pod(world, number, pod._replace(memory=False))
             if pod.at == OVER and pod.memory:
                 yield f"forget p{number}", with_pod(world, number, kept(pod._replace(memory=False)))
-        if world.sent and world.heard != world.sent:
-            yield "hear", world._replace(heard=world.sent)
+        if world.sent and world.reconciled != world.sent:
+            yield "hear", world._replace(reconciled=world.sent)
         after = self.filed(world, *(pod.memory for pod in world.pods))
         if after != world:
             yield "write", after
@@ -435,7 +437,7 @@ class Small:
                 # In whatever state it is here: a pod may be deleted by force.
                 yield f"deallocate c{number}", with_claim(world, number, gone(claim._replace(api=0)))
 
-    def door(self, world: World) -> Iterator[tuple[str, World]]:
+    def side(self, world: World) -> Iterator[tuple[str, World]]:
         """Answer Allocate, unless a known holder runs; send the list."""
         for number, pod in enumerate(world.pods):
             if pod.at == 1:
@@ -532,7 +534,7 @@ class Small:
         elif stage.what == 1:
             pods = [pod._replace(seen=2 * pod.file) for pod in world.pods]
             read = world._replace(pods=(pods[0], pods[1]))
-            one, two = (heard and moved for heard, moved in zip(world.heard, stage.moving, strict=True))
+            one, two = (reconciled and moved for reconciled, moved in zip(world.reconciled, stage.moving, strict=True))
             stage = stage._replace(what=2, first=(one, two))
             if self.slow and stage.written and not holders.shows_present([ANY_FILE]):
                 stage = stage._replace(what=3, written=False)
@@ -542,7 +544,7 @@ class Small:
             yield "read another", settled(world._replace(pods=(pods[0], pods[1])), stage._replace(what=2))
         elif stage.what == 2:
             now = self.scanned(world)
-            seen = keeper.kubelet_snapshot(BEGUN, now, R, str)
+            seen = ledger_gate.kubelet_snapshot(BEGUN, now, R, str)
             asked = ("observe", now.at, now.awake, *now.held.items())
             _, after = self.do(world, asked, partial(ledger.observe, R, seen, 0.0))
             held = {one.pod_uid for one in now.held}
@@ -633,11 +635,11 @@ class Small:
             yield "agent starts", self.started(world)
 
     def started(self, world: World) -> World:
-        """Confront the ledger with what is held, by a checkpoint written at the agent's request."""
+        """Compare the ledger with what is held, by a checkpoint written at the agent's request."""
         world = self.filed(world, *(pod.memory for pod in world.pods))
         checkpoint = Checkpoint(frozenset(allocations(world, "file")), {})
         now = holders.holders(recorded(world), Witnesses([checkpoint], True, self.processes(world)), RECENT)
-        held = keeper.held_units(now, R, str)
+        held = ledger_gate.held_units(now, R, str)
         fresh = all(device.state == UNKNOWN for device in world.devices)
         claims = [
             ClaimEvidence(D, uid, frozenset({NAMES[claim.device]}), prepared=claim.file)
@@ -646,8 +648,8 @@ class Small:
         ]
         _, after = self.do(
             world,
-            ("confront", *now.held.items(), *((claim.uid, claim.prepared) for claim in claims)),
-            partial(ledger.confront, R, Evidence(held, claims, now.awake), self.names, Side.PLUGIN, 0.0),
+            ("reconcile", *now.held.items(), *((claim.uid, claim.prepared) for claim in claims)),
+            partial(ledger.reconcile_evidence, R, Evidence(held, claims, now.awake), self.names, Side.PLUGIN, 0.0),
         )
         return after._replace(alive=True)
 
@@ -659,7 +661,7 @@ class Small:
             return problem
         for device in range(len(self.names)):
             if not world.damaged:
-                if (world.heard[device] or (world.sent and world.sent[device])) and world.slice[device]:
+                if (world.reconciled[device] or (world.sent and world.sent[device])) and world.slice[device]:
                     return f"device {device} is offered on both sides"
                 if STATES[world.devices[device].state] is State.QUARANTINED:
                     return f"device {device} is quarantined without a reason"
@@ -691,7 +693,7 @@ class Small:
             yield self.started(world._replace(pods=(one, two)))
             return
         stays = {f"c{number}" for number, claim in enumerate(world.claims) if serve and claim.api == 2}
-        steps = [*self.kubelet(world), *self.scheduler(world), *self.door(world), *self.offering(world)]
+        steps = [*self.kubelet(world), *self.scheduler(world), *self.side(world), *self.offering(world)]
         steps += self.driver(world)
         for what, after in steps:
             word, who, *_ = *what.split(), ""
@@ -731,7 +733,7 @@ class Small:
     def lost(self, world: World, share: Share) -> str:
         """Say what is lost for ever when all is calm; "" if nothing is."""
         for device in range(len(self.names)):
-            plugin, dra = world.heard[device], world.slice[device]
+            plugin, dra = world.reconciled[device], world.slice[device]
             if plugin == dra:
                 return f"device {device} is offered on {'both sides' if plugin else 'no side'}"
         if world.slice.count(True) != share.of(len(self.names)):
@@ -792,7 +794,7 @@ def died(world: World) -> World:
         pods=(one, two),
         claims=tuple(claims),
         sent=(),
-        heard=NOTHING,
+        reconciled=NOTHING,
         want=(),
         stage=IDLE,
         alive=False,
@@ -807,7 +809,7 @@ def restarted(world: World) -> World:
         if pod.at in {CHOSEN, ANSWERED} or (pod.at == ADMITTED and not pod.file):
             after = after._replace(at=OVER)
         pods.append(kept(after))
-    return world._replace(pods=(pods[0], pods[1]), sent=(), heard=NOTHING, writing=False)
+    return world._replace(pods=(pods[0], pods[1]), sent=(), reconciled=NOTHING, writing=False)
 
 
 def drafted(world: World, *names: bool) -> World:
@@ -879,7 +881,7 @@ def swapped(world: World) -> World:
         (pods[0], pods[1]),
         (claims[0], claims[1]),
         swap(world.sent) if world.sent else (),
-        swap(world.heard),
+        swap(world.reconciled),
         swap(world.want) if world.want else (),
         swap(world.slice),
         Stage(

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 from deviceplugin.source import DeviceSource
-from tests.model.flow import Flow, Outside, Plain, Source, aftermath, heard, story, watching
+from tests.model.flow import Flow, Outside, Plain, Source, aftermath, reconciled, story, watching
 
 EVERY = 1 if os.environ.get("DEVICEPLUGIN_MODEL") == "long" else 3
 """One of how many places is tried."""
@@ -85,7 +85,7 @@ def test_a_kill_at_any_step_gives_nothing_twice_and_loses_nothing(memory: Path, 
     print(f"{kind}: {len(lines) - 1} places to die")
     for die_at, _ in lines:
         home = memory / str(die_at)
-        outside = heard((home / "told").read_text().splitlines())
+        outside = reconciled((home / "told").read_text().splitlines())
         try:
             asyncio.run(aftermath(home, outside, SOURCES[kind]()))
         except Exception as error:

@@ -23,19 +23,21 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from deviceplugin import ledger
 from deviceplugin.device import Device
-from deviceplugin.endpoint import Refusal
 from deviceplugin.inventory import Inventory
 from deviceplugin.kubelet import holders
+from deviceplugin.kubelet.allocation_gate import Refusal
+from deviceplugin.kubelet.cgroups import PodProcesses
 from deviceplugin.kubelet.checkpoint import Allocation, Checkpoint
 from deviceplugin.kubelet.holders import HolderSnapshot, Witnesses
-from deviceplugin.kubelet.pods import PodProcesses
-from deviceplugin.ledger import (
+from deviceplugin.kubelet.registration import Backoff
+from dra_bridge import ledger
+from dra_bridge.handover import Drain, Handover, LedgerGate, Share, allocations_of, held_units
+from dra_bridge.ledger import (
+    AsyncLedger,
     Claim,
     ClaimDevice,
     ClaimEvidence,
-    Desk,
     Evidence,
     Ledger,
     LedgerError,
@@ -44,9 +46,6 @@ from deviceplugin.ledger import (
     Side,
     State,
 )
-from deviceplugin.registration import Backoff
-from dra_bridge.handover import Drain, Handover, Share
-from dra_bridge.keeper import Keeper, allocations_of, held_units
 
 R: Final = "example.com/fpga"
 D: Final = "fpga.example.com"
@@ -67,10 +66,10 @@ class Pause:
         yield
 
 
-class SlowDesk:
+class SlowLedger:
     """The ledger's face without a loop: before and after each operation something else may come."""
 
-    identify = Desk.identify
+    identify = AsyncLedger.identify
 
     def __init__(self, book: Ledger) -> None:
         self.ledger = book
@@ -127,7 +126,7 @@ class Node(RuleBasedStateMachine):
         self.numbers = 0
         self.pods: list[Pod] = []
         self.claims: dict[str, Request] = {}
-        self.heard: frozenset[str] = frozenset()
+        self.reconciled: frozenset[str] = frozenset()
         self.checkpoint: Checkpoint | None = Checkpoint(frozenset(), {})
         self.written = False
         self.drafts: list[Checkpoint] = []
@@ -160,7 +159,7 @@ class Node(RuleBasedStateMachine):
     def start_agent(self) -> None:
         """Start it: the ledger as it is on disk, the evidence heard before anything is offered."""
         self.book = Ledger.open(str(self.home / "ledger.db"), connect=self.connect)
-        self.desk = SlowDesk(self.book)
+        self.async_ledger = SlowLedger(self.book)
         self.work: list[tuple[str, Coroutine[Any, Any, None]]] = []
         self.sent: tuple[float, frozenset[str]] | None = None
         self.want: frozenset[str] | None = None
@@ -171,13 +170,13 @@ class Node(RuleBasedStateMachine):
         self.flying, self.disturbed, self.scanning = 0, False, False
         inventory = Inventory(R)
         inventory.publish([Device(name) for name in DEVICES])
-        self.keeper = Keeper(cast("Any", self.desk), {R: str})
-        endpoint = SimpleNamespace(resource=R, behind=str, refresh=lambda: None, shown=lambda: self.sent)
-        endpoint.ids_of = lambda device: (device,)
+        self.ledger_gate = LedgerGate(cast("Any", self.async_ledger), {R: str})
+        ids = SimpleNamespace(device_id_of=str, ids_of=lambda device: (device,))
+        endpoint = SimpleNamespace(resource=R, ids=ids, refresh=lambda: None, shown=lambda: self.sent)
         self.handover = Handover(
             cast("Any", endpoint),
             inventory,
-            cast("Any", self.desk),
+            cast("Any", self.async_ledger),
             self.scan,
             cast("Any", SimpleNamespace(withdrawn=self.withdrawn, publish=lambda: None)),
             cast("Any", SimpleNamespace(allocated=self.list_claims, allocates=self.read_claim)),
@@ -187,7 +186,7 @@ class Node(RuleBasedStateMachine):
             waits=lambda: Backoff(first=0.0, most=0.0),
         )
         self.alive = True
-        self.confront()
+        self.reconcile()
 
     def connect(self, path: str) -> Any:
         inner = sqlite3.connect(path, isolation_level=None, check_same_thread=False)
@@ -207,7 +206,7 @@ class Node(RuleBasedStateMachine):
 
         return Connection()
 
-    def confront(self, *, awake: bool = False) -> None:
+    def reconcile(self, *, awake: bool = False) -> None:
         """Hear the evidence (R8): what the witnesses say, and the CDI files that the ledger does not know."""
         if self.checkpoint is None:
             return
@@ -225,11 +224,11 @@ class Node(RuleBasedStateMachine):
             ]
         try:
             done = self.book.do(
-                ledger.confront(R, Evidence(held, evidence, now.awake), DEVICES, Side.PLUGIN, time.time())
+                ledger.reconcile_evidence(R, Evidence(held, evidence, now.awake), DEVICES, Side.PLUGIN, time.time())
             )
         except LedgerError:
             return
-        self.keeper.heard |= {(R, name) for name in DEVICES if name not in done.doubtful}
+        self.ledger_gate.reconciled |= {(R, name) for name in DEVICES if name not in done.doubtful}
 
     def processes(self) -> PodProcesses:
         running = {pod.uid for pod in self.pods if pod.at == "runs"}
@@ -242,7 +241,7 @@ class Node(RuleBasedStateMachine):
             await Pause()
         self.scanning = True
         try:
-            before, at = self.keeper.before_scan(), self.clock()
+            before, at = self.ledger_gate.before_scan(), self.clock()
             self.disturbed = False
             files: list[Checkpoint] = []
             while not holders.shows_present(files) and await self.is_written() and self.checkpoint is not None:
@@ -255,7 +254,7 @@ class Node(RuleBasedStateMachine):
             if self.disturbed or self.flying:
                 return None
             self.known = frozenset(now.held)
-            await self.keeper.after_scan(before, now)
+            await self.ledger_gate.after_scan(before, now)
             return now
         finally:
             self.scanning = False
@@ -304,7 +303,7 @@ class Node(RuleBasedStateMachine):
             if holders.running(self.known, R, [pod.device], self.processes().running or ()):
                 raise Refusal(grpc.StatusCode.FAILED_PRECONDITION, "held", "")
             await Pause()
-            await self.keeper.grant(R, [pod.device], [pod.device])
+            await self.ledger_gate.grant(R, [pod.device], [pod.device])
         except Refusal:
             if pod in self.pods:
                 self.pods.remove(pod)
@@ -320,18 +319,18 @@ class Node(RuleBasedStateMachine):
         claim.node, claim.named = "busy", True
         answered = False
         try:
-            if (R, claim.device) not in self.keeper.heard:
+            if (R, claim.device) not in self.ledger_gate.reconciled:
                 return
-            answer = await self.desk.do(ledger.reserve(record, durable=durable, pull=True))
+            answer = await self.async_ledger.do(ledger.reserve(record, durable=durable, pull=True))
             if isinstance(answer, Refused):
                 return
             claim.file = True
             await Pause()
-            if not isinstance(await self.desk.do(ledger.prepare(record, pull=True)), Refused):
+            if not isinstance(await self.async_ledger.do(ledger.prepare(record, pull=True)), Refused):
                 claim.node, answered = "prepared", True
                 return
             claim.file = False
-            await self.desk.do(ledger.unprepare(D, claim.uid))
+            await self.async_ledger.do(ledger.unprepare(D, claim.uid))
         except LedgerError:
             pass
         finally:
@@ -343,7 +342,7 @@ class Node(RuleBasedStateMachine):
         try:
             claim.file = False
             await Pause()
-            await self.desk.do(ledger.unprepare(D, claim.uid))
+            await self.async_ledger.do(ledger.unprepare(D, claim.uid))
             before = "none"
         except LedgerError:
             pass
@@ -447,18 +446,18 @@ class Node(RuleBasedStateMachine):
     @precondition(lambda self: self.alive)
     @rule()
     def list_is_sent(self) -> None:
-        self.sent = self.clock(), frozenset(name for name in DEVICES if self.keeper.offers(R, name))
+        self.sent = self.clock(), frozenset(name for name in DEVICES if self.ledger_gate.offers(R, name))
 
     @rule()
     def kubelet_hears(self) -> None:
         if self.sent is not None:
-            self.heard = self.sent[1]
+            self.reconciled = self.sent[1]
 
     @precondition(lambda self: self.alive)
     @rule()
     def slice_is_written(self) -> None:
         self.want = frozenset(
-            name for name in DEVICES if (R, name) in self.keeper.heard and self.handover.offered(name)
+            name for name in DEVICES if (R, name) in self.ledger_gate.reconciled and self.handover.offered(name)
         )
         for name in self.want:
             self.accepted.pop(name, None)
@@ -475,7 +474,7 @@ class Node(RuleBasedStateMachine):
     @rule(device=st.sampled_from(DEVICES))
     def kubelet_chooses(self, device: str) -> None:
         taken = {pod.device for pod in self.pods if pod.at in {"chosen", "answered"} or pod.memory}
-        if device in self.heard and device not in taken:
+        if device in self.reconciled and device not in taken:
             self.pods.append(Pod(device, self.number()))
 
     @precondition(lambda self: self.alive)
@@ -499,7 +498,7 @@ class Node(RuleBasedStateMachine):
         self.forget_pods()
 
     def made_up(self) -> Checkpoint:
-        return Checkpoint(frozenset(pod.allocation for pod in self.pods if pod.memory), {R: self.heard})
+        return Checkpoint(frozenset(pod.allocation for pod in self.pods if pod.memory), {R: self.reconciled})
 
     @precondition(lambda self: len(self.drafts) < 2)
     @rule()
@@ -665,7 +664,7 @@ class Node(RuleBasedStateMachine):
             if pod.at in {"chosen", "answered"} or (pod.at == "admitted" and not pod.memory):
                 pod.at = "over"
         self.forget_pods()
-        self.sent, self.heard, self.drafts = None, frozenset(), []
+        self.sent, self.reconciled, self.drafts = None, frozenset(), []
 
     @rule(up=st.booleans())
     def api_server(self, up: bool) -> None:
@@ -686,7 +685,7 @@ class Node(RuleBasedStateMachine):
             if claim.node == "busy":
                 claim.node = "none"
         self.book.close()
-        self.sent, self.heard, self.want = None, frozenset(), None
+        self.sent, self.reconciled, self.want = None, frozenset(), None
 
     @precondition(lambda self: not self.alive and not self.unlisted())
     @rule(damage=st.sampled_from(["", "", "", "lost"]))
@@ -704,9 +703,9 @@ class Node(RuleBasedStateMachine):
     def doubt_is_resolved(self) -> None:
         """Look again at devices in doubt or in quarantine."""
         quarantined = any(record.state is State.QUARANTINED for record in self.book.snapshot.devices.values())
-        if quarantined or len(self.keeper.heard) < len(DEVICES):
+        if quarantined or len(self.ledger_gate.reconciled) < len(DEVICES):
             self.checkpoint_is_written()
-            self.confront(awake=True)
+            self.reconcile(awake=True)
 
     # What must be.
 
@@ -720,7 +719,7 @@ class Node(RuleBasedStateMachine):
     @invariant()
     def no_device_is_offered_on_both_sides(self) -> None:
         if not self.damaged:
-            shown = self.heard | (self.sent[1] if self.sent is not None else frozenset())
+            shown = self.reconciled | (self.sent[1] if self.sent is not None else frozenset())
             assert not shown & self.slice
 
     @invariant()
@@ -739,7 +738,7 @@ class Node(RuleBasedStateMachine):
         self.checkpoint_is_written()
         if not self.alive:
             self.start_agent()
-        quiet: list[Callable[[], Any]] = [
+        in_flight: list[Callable[[], Any]] = [
             lambda: self.pods.clear(),
             self.agent_scans,
             self.doubt_is_resolved,
@@ -758,7 +757,7 @@ class Node(RuleBasedStateMachine):
                     claim.node = "stopped" if claim.named else "none"
                 if claim.node == "stopped":
                     self.begin(f"unprepare {claim.uid}", self.unprepare(claim))
-            for what in quiet:
+            for what in in_flight:
                 what()
                 for number in range(400):
                     if self.work:
@@ -767,14 +766,14 @@ class Node(RuleBasedStateMachine):
             if self.at_rest():
                 return
         raise AssertionError(
-            f"not at rest: {self.book.snapshot}, heard {self.heard}, slice {self.slice}, {self.claims}, "
+            f"not at rest: {self.book.snapshot}, heard {self.reconciled}, slice {self.slice}, {self.claims}, "
             f"share {self.share}, waiting {self.handover.waiting}"
         )
 
     def at_rest(self) -> bool:
         return (
             len(self.slice) == self.share.of(len(DEVICES))
-            and self.heard == frozenset(DEVICES) - self.slice
+            and self.reconciled == frozenset(DEVICES) - self.slice
             and not self.book.snapshot.claims
             and not self.book.snapshot.holds
         )

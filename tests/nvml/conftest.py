@@ -35,10 +35,10 @@ def unload() -> None:
     """Have the library loaded anew, with none of its state."""
     import pynvml  # type: ignore[import-untyped]
 
-    from deviceplugin.sources import nvml
+    from deviceplugin.sources.nvidia.library import unload as unload_library
 
     if pynvml.nvmlLib is not None:
-        nvml._unload(pynvml)
+        unload_library(pynvml)
 
 
 Until = Callable[[AsyncIterator[Sequence[Device]], Callable[[dict[str, Device]], object]], Awaitable[dict[str, Device]]]

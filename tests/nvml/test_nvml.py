@@ -17,13 +17,13 @@ from deviceplugin import config, naming, sources
 from deviceplugin.device import ContainerEdits, Device, Health, Version
 from deviceplugin.health import Rules, Verdict
 from deviceplugin.naming import PCI_BUS_ID, PCIE_ROOT
-from deviceplugin.sources import nvml
-from deviceplugin.sources.nvml import NvidiaSource, Session, Trouble
+from deviceplugin.sources import nvidia
+from deviceplugin.sources.nvidia import NvidiaSource, NvmlError, Session, driver
 from tests.nvml import world as worlds
 from tests.nvml.conftest import Until, unload
 from tests.nvml.world import DGX1V, World, build
 
-QUICK = Rules(failures=1, successes=1, quiet=0.0)
+QUICK = Rules(failures=1, successes=1, in_flight=0.0)
 
 
 def source(world: World, **options: Any) -> NvidiaSource:
@@ -35,7 +35,7 @@ def looked(world: World, **options: Any) -> dict[str, Device]:
     session, made = Session(world.places.library, sysfs_root=world.places.sysfs, proc=world.places.proc), None
     try:
         made = source(world, **options)
-        made.take(session.look())
+        made.take(session.scan())
         return {device.id: device for device in made.devices()}
     finally:
         session.close()
@@ -222,7 +222,7 @@ def test_partition_is_described_with_parent_and_placement(world: World) -> None:
 )
 def test_profile_is_named_as_users_know_it(compute: int, slices: int, memory: int, whole: int, profile: str) -> None:
     """Where the driver's name for a partition has no profile, slices and memory give it."""
-    assert nvml.profile_of(compute, slices, memory, whole) == profile
+    assert nvidia.profile_of(compute, slices, memory, whole) == profile
 
 
 def test_older_drivers_partitions_get_their_profile_from_their_size(world: World) -> None:
@@ -239,7 +239,7 @@ def test_without_mig_a_partitioned_gpu_is_given_out_whole_and_that_is_told(world
     world.partition(0, 0, "1g.5gb")
     made = source(world)
     session = Session(world.places.library, sysfs_root=world.places.sysfs, proc=world.places.proc)
-    made.take(session.look())
+    made.take(session.scan())
     assert [device.id for device in made.devices()] == [uuid]
     assert made.notes == ("GPU 0 is in MIG mode and given out whole; see mig: single and mixed",)
     session.close()
@@ -287,14 +287,14 @@ async def test_mixed_brings_a_resource_for_each_profile_along(world: World) -> N
     entry._places = world.places
     async with asyncio.timeout(20), aclosing(cast("Any", built.watch())) as lists:
         await anext(lists)
-        branches: Any = built.branches()
-        assert [branch.resource for branch in await anext(branches)] == ["nvidia.com/mig-1g.5gb"]
+        child_sources: Any = built.child_sources()
+        assert [branch.resource for branch in await anext(child_sources)] == ["nvidia.com/mig-1g.5gb"]
         world.partition(0, 1, "1g.5gb+me")
         world.xid(0, -1)
-        found = await anext(branches)
+        found = await anext(child_sources)
         assert [branch.resource for branch in found] == ["nvidia.com/mig-1g.5gb", "nvidia.com/mig-1g.5gb.me"]
         assert found[1].entries[0].profile == "1g.5gb+me"
-        await branches.aclose()
+        await child_sources.aclose()
 
 
 async def test_partitions_come_and_go_with_an_event(world: World, until: Until) -> None:
@@ -322,7 +322,7 @@ def score(one: int, other: int, uuids: list[str], links: dict[frozenset[str], fl
 def links_of(world: World, **options: Any) -> dict[frozenset[str], float]:
     session = Session(world.places.library, sysfs_root=world.places.sysfs, proc=world.places.proc)
     made = source(world, **options)
-    made.take(session.look())
+    made.take(session.scan())
     made.devices()
     session.close()
     return dict(made.links)
@@ -403,7 +403,7 @@ async def test_xid_makes_its_gpu_unhealthy_at_once_and_quiet_makes_it_healthy_ag
     """A critical XID is seen by its event, the other GPU stays, and the GPU recovers after a quiet time."""
     first, second = world.gpu(0), world.gpu(1)
     now = 0.0
-    made = source(world, rules=Rules(failures=3, successes=2, quiet=300), clock=lambda: now)
+    made = source(world, rules=Rules(failures=3, successes=2, in_flight=300), clock=lambda: now)
     async with closing(made) as lists:
         await until(lists, lambda found: healths(found) == [Health.HEALTHY] * 2)
         world.xid(0, 79)
@@ -422,7 +422,7 @@ async def test_xid_makes_its_gpu_unhealthy_at_once_and_quiet_makes_it_healthy_ag
 async def test_application_xids_are_counted_but_not_held_against_the_gpu(world: World, until: Until) -> None:
     """Ignored XIDs leave the health as it is; which ones are ignored can be said."""
     first = world.gpu(0)
-    made = source(world, ignore_xids=(13, 79), rules=Rules(quiet=None))
+    made = source(world, ignore_xids=(13, 79), rules=Rules(in_flight=None))
     async with closing(made) as lists:
         devices = await until(lists, len)
         for code in (13, 79, 13, 31):  # 31 is not ignored here
@@ -436,11 +436,11 @@ async def test_application_xids_are_counted_but_not_held_against_the_gpu(world: 
 def test_storm_of_xids_does_not_fill_the_log(caplog: pytest.LogCaptureFixture) -> None:
     """A thousand XIDs of a program in a loop are counted, and make ten lines."""
     made = NvidiaSource()
-    made.take(nvml.Look((nvml.Gpu("GPU-0", 0),), {"GPU-0": (Verdict.GOOD, "")}))
+    made.take(nvidia.NvmlScan((nvidia.Gpu("GPU-0", 0),), {"GPU-0": (Verdict.GOOD, "")}))
     with caplog.at_level("INFO"):
         for _ in range(1000):
-            made.take(nvml.Xid("GPU-0", 13))
-    assert made._counts == {"GPU-0": {"13": 1000}}
+            made.take(nvidia.Xid("GPU-0", 13))
+    assert made._health._counts == {"GPU-0": {"13": 1000}}
     assert len([record for record in caplog.records if "XID 13" in record.getMessage()]) == 10
 
 
@@ -448,15 +448,15 @@ def test_storm_of_xids_does_not_fill_the_log(caplog: pytest.LogCaptureFixture) -
 @pytest.mark.parametrize("configured", [False, True])
 def test_xids_of_applications_are_ignored_by_default(code: int, configured: bool) -> None:
     """13, 31, 43, 45, 68 and 109 are what programs cause."""
-    gpu = nvml.Gpu("GPU-0", 0)
+    gpu = nvidia.Gpu("GPU-0", 0)
     made: Any = NvidiaSource()
     if configured:
         text = "resources: [{name: nvidia.com/gpu, devices: [{nvidia: {}}]}]"
         (made,) = sources.build(config.parse(text).resources[0]).entries
-    made.take(nvml.Look((gpu,), {"GPU-0": (Verdict.GOOD, "")}))
-    made.take(nvml.Xid("GPU-0", code))
+    made.take(nvidia.NvmlScan((gpu,), {"GPU-0": (Verdict.GOOD, "")}))
+    made.take(nvidia.Xid("GPU-0", code))
     assert [device.health for device in made.devices()] == [Health.HEALTHY]
-    made.take(nvml.Xid("GPU-0", 48))
+    made.take(nvidia.Xid("GPU-0", 48))
     assert [device.health for device in made.devices()] == [Health.UNHEALTHY]
 
 
@@ -464,7 +464,7 @@ async def test_xid_of_a_partition_is_that_partitions_alone(world: World, until: 
     """An XID with instance ids hits those partitions, one without hits all of the GPU."""
     world.gpu(0)
     parts = [world.partition(0, index, "1g.5gb", instance=index + 1) for index in range(3)]
-    async with closing(source(world, mig="single", rules=Rules(quiet=None))) as lists:
+    async with closing(source(world, mig="single", rules=Rules(in_flight=None))) as lists:
         await until(lists, len)
         world.xid(0, 94, 2, 0)
         found = await until(lists, lambda found: Health.UNHEALTHY in healths(found))
@@ -478,7 +478,7 @@ async def test_xid_of_no_known_gpu_is_everybodys(world: World, until: Until) -> 
     """An event without a device makes all GPUs unhealthy: one of them is, and which cannot be told."""
     for index in range(2):
         world.gpu(index)
-    async with closing(source(world, rules=Rules(quiet=None))) as lists:
+    async with closing(source(world, rules=Rules(in_flight=None))) as lists:
         await until(lists, len)
         world.xid(-1, 79)
         await until(lists, lambda found: healths(found) == [Health.UNHEALTHY] * 2)
@@ -520,7 +520,7 @@ async def test_xids_of_the_others_are_heard_while_a_gpu_is_lost(world: World, un
     one's own again once it is back.
     """
     first, second = world.gpu(0), world.gpu(1)
-    async with closing(source(world, rules=Rules(failures=1, successes=1, quiet=None))) as lists:
+    async with closing(source(world, rules=Rules(failures=1, successes=1, in_flight=None))) as lists:
         await until(lists, len)
         world.set("return.nvmlEventSetWait_v2", 15)
         world.write(gpu0__lost=1)
@@ -575,8 +575,8 @@ def test_missing_python_package_is_said(world: World, monkeypatch: pytest.Monkey
 
     with monkeypatch.context() as patch:
         patch.setitem(sys.modules, "pynvml", None)
-        with pytest.raises(Trouble, match=r"pip install 'deviceplugin\[nvidia\]'"):
-            Session(world.places.library).look()
+        with pytest.raises(NvmlError, match=r"pip install 'deviceplugin\[nvidia\]'"):
+            Session(world.places.library).scan()
 
 
 @pytest.mark.parametrize("function", ["nvmlDeviceGetCount_v2", "nvmlInitWithFlags"])
@@ -612,7 +612,7 @@ def test_gpu_that_was_lost_from_the_start_is_noted(world: World) -> None:
     world.gpu(0, lost=1)
     second = world.gpu(1)
     session = Session(world.places.library, sysfs_root=world.places.sysfs, proc=world.places.proc)
-    look = session.look()
+    look = session.scan()
     session.close()
     assert [gpu.uuid for gpu in look.gpus] == [second]
     assert look.notes[0].startswith("GPU 0 cannot be read")
@@ -692,7 +692,7 @@ async def test_library_that_is_not_there_yet_is_waited_for(
     path = tmp_path / "later" / "libnvidia-ml.so.1"
     path.parent.mkdir()
     uuid = world.gpu(0)
-    places = nvml.Places(str(path), world.places.sysfs, world.places.proc, world.places.dev, world.places.cdi)
+    places = nvidia.Places(str(path), world.places.sysfs, world.places.proc, world.places.dev, world.places.cdi)
     made = source(world, places=places)
     async with closing(made) as lists:
         assert await until(lists, lambda found: True) == {}
@@ -723,7 +723,7 @@ async def test_replaced_driver_is_followed_with_its_new_library(tmp_path: Path, 
     unload()
     library = build(tmp_path)
     uuid = world.gpu(0)
-    places = nvml.Places(str(library), world.places.sysfs, world.places.proc, world.places.dev, world.places.cdi)
+    places = nvidia.Places(str(library), world.places.sysfs, world.places.proc, world.places.dev, world.places.cdi)
     async with closing(source(world, places=places)) as lists:
         found = await until(lists, len)
         assert found[uuid].attributes["driverVersion"] == "535.104.5"
@@ -742,7 +742,7 @@ async def test_hanging_library_blocks_nobody_and_is_given_up_after_its_time(
     world: World, until: Until, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """While a call hangs the loop runs on, health is unknown, no second call is begun, and all is well after."""
-    monkeypatch.setattr(nvml, "LOOK_TIMEOUT", 0.2)
+    monkeypatch.setattr(driver, "SCAN_TIMEOUT", 0.2)
     world.gpu(0)
     made = source(world)
     async with closing(made) as lists:
@@ -751,7 +751,7 @@ async def test_hanging_library_blocks_nobody_and_is_given_up_after_its_time(
         found = await until(lists, lambda found: healths(found) == [Health.UNKNOWN])
         assert "did not answer" in next(iter(found.values())).message
         await until(lists, lambda found: "hangs" in next(iter(found.values())).message)
-        with pytest.raises(Trouble, match="hangs"):
+        with pytest.raises(NvmlError, match="hangs"):
             await made.measure(list(devices.values()))
         world.write(hang__nvmlDeviceGetMemoryInfo=None)
         await until(lists, lambda found: healths(found) == [Health.HEALTHY])
@@ -790,7 +790,7 @@ async def test_measure_tells_what_the_gpu_tells_in_base_units(world: World, unti
     async with closing(made) as lists:
         devices = await until(lists, len)
         measured = await made.measure(list(devices.values()))
-    from deviceplugin.load import QUANTITIES, checked
+    from deviceplugin.metrics.load import QUANTITIES, checked
 
     values = dict(checked(measured, list(devices.values())))[next(iter(devices))]
     assert set(values) <= set(QUANTITIES)
@@ -824,7 +824,7 @@ async def test_measure_tells_what_the_gpu_tells_in_base_units(world: World, unti
 
 async def test_what_cannot_be_measured_is_absent(world: World, until: Until) -> None:
     """A GPU that supports little, a partition and a lost GPU give what they have, and no zeros."""
-    from deviceplugin.load import checked
+    from deviceplugin.metrics.load import checked
 
     little = world.gpu(0)
     lost = world.gpu(1)
@@ -854,7 +854,7 @@ def test_library_is_found_by_its_name_where_it_is_loaded(world: World, library: 
     uuid = world.gpu(0)
     session = Session(sysfs_root=world.places.sysfs, proc=world.places.proc)
     try:
-        assert [gpu.uuid for gpu in session.look().gpus] == [uuid]
+        assert [gpu.uuid for gpu in session.scan().gpus] == [uuid]
     finally:
         session.close()
     assert loaded.fake_calls(b"nvmlInitWithFlags") > 0

@@ -6,7 +6,7 @@ import os
 import subprocess
 from pathlib import Path
 
-from deviceplugin.sources.nvml import Places
+from deviceplugin.sources.nvidia import Places
 
 SOURCE = Path(__file__).with_name("fake.c")
 DRIVER = "535.104.05"

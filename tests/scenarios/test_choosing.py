@@ -107,7 +107,7 @@ class Stem(Leaf):
         self.names = list(names)
         self.more = asyncio.Event()
 
-    async def branches(self) -> AsyncIterator[Sequence[DeviceSource]]:
+    async def child_sources(self) -> AsyncIterator[Sequence[DeviceSource]]:
         yield [Leaf(name, "one") for name in self.names[:1]]
         await self.more.wait()
         yield [Leaf(name, "one") for name in self.names]

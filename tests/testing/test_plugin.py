@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from deviceplugin import Device, DeviceSource
-from deviceplugin.registration import Timing
+from deviceplugin.kubelet.registration import Timing
 from deviceplugin.testing import FakeKubelet, Served, serve
 
 PYTEST = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"]

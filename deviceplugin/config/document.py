@@ -1,0 +1,128 @@
+"""The YAML document of a config file: text or bytes to nodes, within limits of size and depth.
+
+YAML as of version 1.2's core schema: `on`, `no`, `12:30` and `0644` are text, `true` and `false` are
+the only booleans, so that no value means something other than it says. Anchors and merge keys work.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any, Final
+
+import yaml
+
+from deviceplugin.config.errors import ConfigError, file_error
+from deviceplugin.config.texts import MAX_TEXT
+
+try:
+    from yaml import CSafeLoader as _BaseLoader
+except ImportError:  # PyYAML without libyaml: slower, the same
+    from yaml import SafeLoader as _BaseLoader  # type: ignore[assignment]
+
+MAX_BYTES: Final = 4 << 20
+"""Size of a file (a ConfigMap holds 1 MiB)."""
+MAX_VALUES: Final = 50_000
+"""Values of a file, before and after its aliases are followed. A value takes up to 500 bytes of memory."""
+MAX_DIRECTIVES: Final = 32
+"""%TAG directives. libyaml compares each with all before it: 200,000 of them take minutes."""
+MAX_DEPTH: Final = 32
+"""Nesting of lists and mappings in a file; libyaml's composer overflows the stack beyond some 10,000."""
+
+
+class Loader(_BaseLoader):
+    """Composes nodes; scalars are resolved as YAML 1.2's core schema does."""
+
+    yaml_implicit_resolvers: dict[str, Any] = {}  # noqa: RUF012  # PyYAML's way: not to inherit those of YAML 1.1
+
+
+TAG: Final = "tag:yaml.org,2002:"
+for _name, _pattern, _first in (
+    ("null", r"~|null|Null|NULL|", ["~", "n", "N", ""]),
+    ("bool", r"true|True|TRUE|false|False|FALSE", list("tTfF")),
+    ("int", r"[-+]?(?:0|[1-9][0-9]*)", list("-+0123456789")),
+    ("float", r"[-+]?(?:\.[0-9]+|(?:0|[1-9][0-9]*)(?:\.[0-9]*)?)(?:[eE][-+]?[0-9]+)?", list("-+.0123456789")),
+    ("float", r"[-+]?\.(?:inf|Inf|INF)|\.(?:nan|NaN|NAN)", list("-+.")),
+    ("merge", r"<<", ["<"]),
+):
+    Loader.add_implicit_resolver(TAG + _name, re.compile(rf"^(?:{_pattern})\Z"), _first)
+
+
+def compose(text: str | bytes, file: str) -> yaml.Node:
+    """Return the node of a file's one document.
+
+    Raises:
+        ConfigError: it is no YAML, empty, or beyond the limits.
+
+    """
+    try:
+        data = text.encode() if isinstance(text, str) else text
+        if len(data) > MAX_BYTES:
+            raise file_error(file, f"is larger than {MAX_BYTES >> 20} MiB; this is not a config file")
+        text = data.decode("utf-8-sig")
+        if data.count(b"%TAG") > MAX_DIRECTIVES:
+            raise file_error(file, f"has more than {MAX_DIRECTIVES} %TAG directives")
+    except UnicodeDecodeError as error:
+        line = error.object.count(b"\n", 0, error.start) + 1
+        raise file_error(file, "is not UTF-8 text; save it as UTF-8", line) from None
+    except UnicodeEncodeError as error:
+        raise file_error(file, f"is not text: {error.reason}", text[: error.start].count("\n") + 1) from None  # type: ignore[arg-type]
+    try:
+        _bound(text, file)
+        node: yaml.Node | None = yaml.compose(text, Loader=Loader)
+    except yaml.reader.ReaderError as error:
+        line = text.count("\n", 0, error.position) + 1
+        code = error.character if isinstance(error.character, int) else ord(error.character)  # libyaml or not
+        raise file_error(file, f"is not YAML: the character #x{code:04x} is not allowed", line) from None
+    except yaml.MarkedYAMLError as error:
+        raise _syntax(text, file, error) from None
+    if node is None or node.tag == TAG + "null":
+        raise file_error(file, "is empty; it needs `resources:`, a list of resources with `name:` and `devices:`", 1)
+    return node
+
+
+def _bound(text: str, file: str) -> None:
+    """Reject what would take too much time or memory to compose.
+
+    Raises:
+        ConfigError: the file has too many values or levels, or a text that is too long.
+
+    """
+    depth = values = 0
+    for event in yaml.parse(text, Loader=Loader):
+        line = event.start_mark.line + 1 if event.start_mark is not None else 0
+        if isinstance(event, yaml.CollectionEndEvent):
+            depth -= 1
+        elif isinstance(event, yaml.NodeEvent):
+            values += 1
+            depth += isinstance(event, yaml.CollectionStartEvent)
+            if depth > MAX_DEPTH:
+                raise file_error(file, f"is nested deeper than {MAX_DEPTH} levels", line)
+            if values > MAX_VALUES:
+                raise file_error(file, f"has more than {MAX_VALUES} values", line)
+            if isinstance(event, yaml.ScalarEvent) and len(event.value) > MAX_TEXT:
+                raise file_error(
+                    file, f"has a text of {len(event.value)} characters; at most {MAX_TEXT} are allowed", line
+                )
+
+
+def _syntax(text: str, file: str, error: yaml.MarkedYAMLError) -> ConfigError:
+    mark = error.problem_mark or error.context_mark
+    line = mark.line + 1 if mark is not None else 0
+    said = ": ".join(part for part in (error.context, error.problem) if part)
+    if mark is not None and "\t" in text[text.rfind("\n", 0, mark.index) + 1 :].partition("\n")[0]:
+        said += "; the line contains a tab, YAML indents with spaces only"
+    if "another document" in said:
+        said = "a second document begins here; one file holds one document"
+    elif "undefined alias" in said:
+        said += "; an anchor (&name) must come before its alias (*name)"
+    return file_error(file, f"is not valid YAML: {said}", line)
+
+
+def is_plain(node: yaml.CollectionNode) -> bool:
+    """Return whether a collection is a mapping or a list, without a tag of its own."""
+    return node.tag in {TAG + "map", TAG + "seq"}
+
+
+def scalar_text(node: yaml.Node) -> str:
+    """Return a scalar's text, and "" for a collection, whose nodes may be nested without end."""
+    return str(node.value) if isinstance(node, yaml.ScalarNode) else ""

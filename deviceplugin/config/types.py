@@ -1,0 +1,386 @@
+"""The types of the config file: what is annotated here is checked, and becomes the JSON schema under api/.
+
+A new kind of device is one more field of `DeviceEntry` (and a builder in `deviceplugin.sources`). Values only;
+nothing here looks at devices.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Literal
+
+import msgspec
+from msgspec import Meta, Struct
+
+from deviceplugin.config.texts import (
+    AbsolutePath,
+    AnnotationName,
+    AttributeName,
+    AttributeText,
+    CdiName,
+    DriverName,
+    EnvName,
+    EnvValue,
+    Glob,
+    HexId,
+    Integer,
+    Pattern,
+    PciClass,
+    Permissions,
+    Quantity,
+    ResourceName,
+    SemVer,
+    Word,
+    share_advice,
+    text_meta,
+)
+from deviceplugin.device import AttributeValue, Version
+
+
+class _Strict(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A mapping of the file: every key known, every value typed."""
+
+
+class SimulatedConfig(_Strict, frozen=True, kw_only=True):
+    """Devices that exist in name only, for trying things out and for tests; ids sim-0, sim-1, ..."""
+
+    count: Annotated[int, Meta(ge=1, le=65536, description="How many.")]
+    numa: (
+        Annotated[int, Meta(ge=1, le=1024, description="Over how many NUMA nodes they are spread, in blocks.")] | None
+    ) = None
+    unhealthy_file: (
+        Annotated[
+            AbsolutePath,
+            Meta(
+                description="A file, watched, that names the unhealthy ones: on each line an id and, after a space, "
+                "why. Missing or empty means that all are healthy."
+            ),
+        ]
+        | None
+    ) = None
+
+
+class NvidiaConfig(_Strict, frozen=True, kw_only=True):
+    """NVIDIA GPUs, or their MIG partitions; needs the extra `nvidia`."""
+
+    mig: Annotated[
+        Literal["none", "single", "mixed"],
+        Meta(
+            description="none: whole GPUs. single: the partitions, which must all be of one profile, under this "
+            "resource's name. mixed: GPUs that are not partitioned under this name, partitions as "
+            "mig-<profile> in its domain, such as nvidia.com/mig-1g.10gb; those are for pods, for claims give each "
+            "profile a resource with `profile` and `driver`."
+        ),
+    ] = "none"
+    profile: (
+        Annotated[
+            str,
+            text_meta(
+                r"(?:[0-9]c\.)?[0-9]g\.[0-9]{1,4}gb(?:[+.-][a-z0-9.+]+)?",
+                lambda text: f"{text!r} is not a MIG profile; write it as nvidia-smi does, such as 1g.10gb",
+                "Partitions of this profile only, whatever `mig` says.",
+                examples=["1g.10gb", "3g.40gb"],
+            ),
+        ]
+        | None
+    ) = None
+    injection: Annotated[
+        Literal["env", "cdi", "nodes"],
+        Meta(
+            description="How a container gets them. env: NVIDIA_VISIBLE_DEVICES, for the NVIDIA container runtime. "
+            "cdi: the names of the node's CDI spec for nvidia.com/gpu. nodes: device nodes and nothing else."
+        ),
+    ] = "env"
+    ignore_xids: Annotated[
+        tuple[Annotated[int, Meta(ge=0, le=65535)], ...],
+        Meta(description="XIDs that say nothing about the GPU; by default those that applications cause."),
+    ] = (13, 31, 43, 45, 68, 109)
+    recovery: Annotated[
+        Annotated[int, Meta(ge=0, le=31_536_000)] | Literal["never"],
+        Meta(
+            description="Seconds without another fault after which good looks make a GPU healthy again after an XID; "
+            "never leaves it unhealthy until the agent is started again."
+        ),
+    ] = 300
+    library: (
+        Annotated[AbsolutePath, Meta(description="Where libnvidia-ml.so.1 is, if not where programs look.")] | None
+    ) = None
+
+
+class PciConfig(_Strict, frozen=True, kw_only=True):
+    """PCI devices that have all of this."""
+
+    vendor: HexId | None = None
+    device: HexId | None = None
+    class_: PciClass | None = msgspec.field(default=None, name="class")
+    driver: (
+        Annotated[Pattern, Meta(description="The kernel driver bound to it, such as vfio-pci; a pattern.")] | None
+    ) = None
+    address: (
+        Annotated[Pattern, Meta(description="Its address, such as 0000:3b:00.0; a pattern.", examples=["0000:3b:*"])]
+        | None
+    ) = None
+    functions: Annotated[
+        Literal["all", "physical", "virtual"],
+        Meta(description="physical leaves out SR-IOV's virtual functions, virtual leaves out all others."),
+    ] = "all"
+
+
+class UsbConfig(_Strict, frozen=True, kw_only=True):
+    """USB devices that have all of this. Hubs are none."""
+
+    vendor: HexId | None = None
+    product: HexId | None = None
+    serial: Annotated[Pattern, Meta(description="The serial number; a pattern.")] | None = None
+
+
+class DeviceEntry(_Strict, frozen=True, kw_only=True):
+    """Where devices come from; exactly one of these."""
+
+    path: (
+        Annotated[
+            Glob,
+            Meta(
+                description="Each path that the glob matches is a device. A symlink is resolved on the host and "
+                "kept as the name inside the container; a plain file or socket is mounted."
+            ),
+        ]
+        | None
+    ) = None
+    simulated: SimulatedConfig | None = None
+    group: (
+        Annotated[
+            tuple[Glob, ...],
+            Meta(
+                min_length=2,
+                description="The n-th matches of each glob together make one device.",
+                extra_json_schema={"uniqueItems": True},
+            ),
+        ]
+        | None
+    ) = None
+
+    nvidia: NvidiaConfig | None = None
+    pci: PciConfig | None = None
+    usb: UsbConfig | None = None
+
+    @property
+    def kind(self) -> str:
+        """The one key that is given: path, simulated, group, nvidia, pci, usb."""
+        return next(name for name in self.__struct_fields__ if getattr(self, name) is not None)
+
+
+class MountConfig(_Strict, frozen=True, kw_only=True):
+    """A file or directory of the host that containers with a device see."""
+
+    host: Annotated[AbsolutePath, Meta(description="Where it is on the host.")]
+    container: Annotated[AbsolutePath, Meta(description="Where the container finds it.")]
+    readonly: Annotated[bool, Meta(description="Whether the container may only read it.")] = True
+
+
+class SharingConfig(_Strict, frozen=True, kw_only=True):
+    """How many containers may have one device at the same time."""
+
+    replicas: Annotated[
+        Annotated[int, Meta(ge=1, le=10_000)]
+        | Annotated[
+            Mapping[Pattern, Annotated[int, Meta(ge=1, le=10_000)]],
+            Meta(
+                description="By name: a pattern that an id, a path, an address or a word of the product's name fits, "
+                "upper or lower case. The first that fits counts; what none fits is offered once."
+            ),
+        ],
+        Meta(description="How often each device is offered.", examples=[4, {"a100": 4, "t4": 2}]),
+    ] = 1
+
+    @property
+    def most(self) -> int:
+        """The most that any device is offered."""
+        return self.replicas if isinstance(self.replicas, int) else max(self.replicas.values(), default=1)
+
+
+class CommandProbeConfig(_Strict, frozen=True, kw_only=True):
+    """A command that looks at one device: status 0 is good, 75 tells nothing, any other is bad."""
+
+    command: Annotated[
+        tuple[Word, ...],
+        Meta(
+            min_length=1,
+            description="Program and arguments, no shell; {id} and {node} stand for the device's id and first node, "
+            "which are also in DEVICE_ID and DEVICE_NODES.",
+        ),
+    ]
+    timeout: Annotated[int, Meta(ge=1, le=600, description="Seconds after which it is killed; a bad look.")] = 10
+
+
+class HealthConfig(_Strict, frozen=True, kw_only=True):
+    """How the devices' health is looked at, and when looks change it."""
+
+    probe: Annotated[
+        Literal["none", "open"] | CommandProbeConfig,
+        Meta(
+            description="open: open the device's nodes (which resets some serial devices). command: run something. "
+            "With none there is only what the kind of device tells by itself."
+        ),
+    ] = "none"
+    period: Annotated[int, Meta(ge=1, le=86_400, description="Seconds between looks.")] = 10
+    failures: Annotated[int, Meta(ge=1, le=1000, description="Bad looks in a row that make it unhealthy.")] = 3
+    successes: Annotated[int, Meta(ge=1, le=1000, description="Good looks in a row that make it healthy again.")] = 2
+
+
+class DraConfig(_Strict, frozen=True, kw_only=True):
+    """How the devices are divided between pods (extended resource) and claims (DRA); for dra-bridge."""
+
+    share: Annotated[
+        Annotated[int, Meta(ge=0, le=1_000_000)]
+        | Annotated[
+            str,
+            Meta(pattern=r"^(?:none|all|(?:100|[1-9]?[0-9])%)$", extra={"advice": share_advice}),
+        ],
+        Meta(
+            description="Devices that claims get: none, all, a number, or a percentage.",
+            examples=["none", "all", 4, "50%"],
+        ),
+    ] = "none"
+    drain: Annotated[
+        Literal["cordon", "wait"],
+        Meta(
+            description="What becomes of a device that is to move while a pod holds it: cordon withdraws it at once, "
+            "wait leaves it alone until it is idle."
+        ),
+    ] = "cordon"
+    unhealthy: Annotated[
+        Literal["NoSchedule", "NoExecute"],
+        Meta(
+            description="What the taint on an unhealthy device does: NoSchedule keeps new claims away, NoExecute "
+            "ends the pods that use it as well. One resource with NoExecute means it for its whole driver."
+        ),
+    ] = "NoSchedule"
+
+
+class VersionAttribute(_Strict, frozen=True, kw_only=True):
+    """An attribute that selectors compare as a version."""
+
+    version: SemVer
+
+
+class ResourceConfig(_Strict, frozen=True, kw_only=True, eq=False):
+    """A resource and its devices. Two that are equal are served alike: a reload leaves it alone."""
+
+    name: ResourceName
+    driver: DriverName | None = None
+    devices: Annotated[
+        tuple[DeviceEntry, ...], Meta(min_length=1, description="Where its devices come from; all entries together.")
+    ]
+    permissions: Permissions = "rw"
+    env: Annotated[Mapping[EnvName, EnvValue], Meta(description="Variables of containers that hold a device.")] = (
+        msgspec.field(default_factory=dict)
+    )
+    nodes: Annotated[
+        tuple[AbsolutePath, ...],
+        Meta(
+            description="Device nodes that such containers get besides, with the same permissions: control nodes, "
+            "which devices of this resource and of others share.",
+            examples=[["/dev/mapper/control"]],
+        ),
+    ] = ()
+    mounts: Annotated[tuple[MountConfig, ...], Meta(description="What such containers see of the host.")] = ()
+    annotations: Annotated[
+        Mapping[AnnotationName, str],
+        Meta(description="Annotations of such containers, for the container runtime (they are not the pod's)."),
+    ] = msgspec.field(default_factory=dict)
+    cdi: Annotated[tuple[CdiName, ...], Meta(description="CDI devices that such containers get as well.")] = ()
+    include: Annotated[
+        tuple[Pattern, ...],
+        Meta(description="Only devices that one of these fits: their id, path, PCI address, or a symlink's target."),
+    ] = ()
+    exclude: Annotated[tuple[Pattern, ...], Meta(description="No devices that one of these fits.")] = ()
+    health: HealthConfig = HealthConfig()
+    sharing: SharingConfig = SharingConfig()
+    topology: Annotated[
+        bool, Meta(description="Whether the kubelet is told the devices' NUMA nodes; false leaves them out.")
+    ] = True
+    prefer: Annotated[
+        Literal["links", "packed", "distributed", "none"],
+        Meta(
+            description="Which devices a pod gets that wants several. links: closely linked ones, replicas of "
+            "different devices. packed: replicas of few devices. distributed: replicas of the devices that are used "
+            "least. none: the first."
+        ),
+    ] = "links"
+    attributes: Annotated[
+        Mapping[AttributeName, bool | Integer | AttributeText | VersionAttribute],
+        Meta(description="What claims can select on; names without a domain fall under the driver's."),
+    ] = msgspec.field(default_factory=dict)
+    capacity: Annotated[
+        Mapping[AttributeName, Annotated[int, Meta(ge=0, le=2**63 - 1)] | Quantity],
+        Meta(description="Amounts that claims can select on."),
+    ] = msgspec.field(default_factory=dict)
+    dra: DraConfig = DraConfig()
+
+    @property
+    def device_attributes(self) -> Mapping[str, AttributeValue]:
+        """The attributes as a Device has them."""
+        return typed_attributes(self.attributes)
+
+    def __eq__(self, other: object) -> bool:
+        # Not field by field: an attribute that was 1 and is now true has changed, and 1 == True.
+        return isinstance(other, ResourceConfig) and self._bytes() == other._bytes()
+
+    def __ne__(self, other: object) -> bool:
+        return not self == other  # Struct brings one of its own, which would compare identities
+
+    def __hash__(self) -> int:
+        return hash(self._bytes())
+
+    def _bytes(self) -> bytes:
+        # The order of names does not matter, but that of patterns of which the first counts.
+        return msgspec.json.encode(self, order="deterministic") + msgspec.json.encode(self.sharing)
+
+
+def typed_attributes(
+    attributes: Mapping[str, bool | int | str | VersionAttribute],
+) -> dict[str, AttributeValue]:
+    """Return a file's attributes as a Device has them."""
+    return {
+        name: Version(value.version) if isinstance(value, VersionAttribute) else value
+        for name, value in attributes.items()
+    }
+
+
+class MetricsConfig(_Strict, frozen=True, kw_only=True):
+    """How metrics are served where --metrics-address says; read at the agent's start."""
+
+    certificate: (
+        Annotated[AbsolutePath, Meta(description="A certificate (PEM) for TLS, read again when it is renewed.")] | None
+    ) = None
+    key: Annotated[AbsolutePath, Meta(description="Its key; if not given, the same file.")] | None = None
+    client_ca: (
+        Annotated[
+            AbsolutePath,
+            Meta(
+                description="Authorities (PEM) of client certificates; everybody but the kubelet's probes must then "
+                "have one. Needs `certificate`."
+            ),
+        ]
+        | None
+    ) = None
+    min_version: Annotated[Literal["1.2", "1.3"], Meta(description="The least version of TLS.")] = "1.2"
+    token: (
+        Annotated[
+            AbsolutePath,
+            Meta(description="A file with the bearer token that everybody but the kubelet's probes must bring."),
+        ]
+        | None
+    ) = None
+    period: Annotated[int, Meta(ge=1, le=3600, description="Seconds between measurements of the devices' load.")] = 10
+    dcgm: Annotated[
+        bool, Meta(description="Whether the names of NVIDIA's DCGM exporter are given beside the own ones.")
+    ] = False
+
+
+class Config(_Strict, frozen=True, kw_only=True):
+    """What a node agent serves."""
+
+    resources: Annotated[tuple[ResourceConfig, ...], Meta(min_length=1, description="The resources, each once.")]
+    metrics: MetricsConfig = MetricsConfig()

@@ -1,0 +1,176 @@
+"""Whether a process of a pod can still run: pod cgroups, and pod directories where cgroups cannot be seen.
+
+The kubelet makes a pod's cgroup before the pod's sandbox and removes it after the pod has terminated (kubelet
+1.36, cm/pod_container_manager_linux.go). The cgroup lies below a directory `kubepods` (cgroupfs driver:
+`kubepods/burstable/pod<uid>`; systemd driver: `kubepods.slice/kubepods-burstable.slice/
+kubepods-burstable-pod<uid, - as _>.slice`), which may itself lie below the kubelet's cgroup root.
+
+A tree may also be another kubelet's, or one that this kubelet does not use any more (cgroupsPerQOS or cgroupRoot were
+changed). An agent that runs in a pod of its kubelet finds out: the tree must show that pod.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+__all__ = ["CgroupReader", "PodProcesses", "own_pod", "read_directories"]
+
+_SYSTEMD: Final = re.compile(r"(?:.*-)?pod(.+)\.slice")
+_KUBEPODS: Final = re.compile(r"(?:.*-)?kubepods(?:\.slice)?")
+_ETC_HOSTS: Final = re.compile(r".*/pods/([^/]+)/etc-hosts")
+_DEPTH: Final = 6
+"""Levels below the cgroup file system in which `kubepods` is looked for."""
+
+
+@dataclass(frozen=True, slots=True)
+class PodProcesses:
+    """What was seen of pods at one moment.
+
+    running: UIDs of pods in whose cgroup there is a process; None if no cgroup tree of this kubelet is visible.
+    directories: UIDs of pods that have a directory; None if that is not visible either.
+    """
+
+    running: frozenset[str] | None = None
+    directories: frozenset[str] | None = None
+
+    def may_run(self, pod_uid: str) -> str:
+        """Say why a process of this pod may still run; "" if none can.
+
+        Without cgroups a pod counts as running for as long as its directory exists: of a pod that has completed
+        and is not deleted, and of one that was deleted by force and runs on, the directory is the same.
+        """
+        if self.running is not None:
+            return "processes of its pod run" if pod_uid in self.running else ""
+        if self.directories is not None:
+            return "cgroups are not visible, and its pod's directory exists" if pod_uid in self.directories else ""
+        return "neither cgroups nor pod directories are visible"
+
+
+class CgroupReader:
+    """Reads pod cgroups below a cgroup file system; v1 and v2, cgroupfs and systemd drivers.
+
+    root: where the cgroup file system is mounted, `/sys/fs/cgroup` of the host.
+    own: the UID of the pod that this process runs in; "" if it runs in none.
+    """
+
+    def __init__(self, root: Path, own: str = "") -> None:
+        self.root: Final = root
+        self._own = own
+
+    def running(self) -> frozenset[str] | None:
+        """Return the UIDs of pods in whose cgroup there is a process; None if this kubelet's are not to be seen.
+
+        Blocks: reads some directories, and a few small files for each pod.
+        """
+        found = self.pods()
+        return None if found is None else frozenset(uid for uid, populated in found.items() if populated)
+
+    def pods(self) -> dict[str, bool] | None:
+        """Return whether there is a process in the cgroup of each pod that has one, by UID; as `running`."""
+        found: dict[str, bool] = {}
+        try:
+            trees = self._trees()
+            if not trees:
+                return None
+            for tree in trees:
+                for uid, path in _pods(tree):
+                    found[uid] = found.get(uid, False) or _populated(path)
+        except OSError:  # a part of the tree cannot be read
+            return None
+        return None if self._own and not found.get(self._own) else found
+
+    def _trees(self) -> list[str]:
+        """Return the directories `kubepods`; of cgroup v1 those of the hierarchy `pids`, or the first that has any."""
+        root = str(self.root)
+        if os.path.exists(os.path.join(root, "cgroup.controllers")):
+            return _kubepods(root)
+        hierarchies = sorted(_subdirectories(root), key=lambda one: (one[0] != "pids", one))
+        return next((found for _, path in hierarchies if (found := _kubepods(path))), [])
+
+
+def _kubepods(root: str) -> list[str]:
+    found: list[str] = []
+    level = [root]
+    for _ in range(_DEPTH):
+        below: list[str] = []
+        for directory in level:
+            for name, path in _subdirectories(directory):
+                (found if _KUBEPODS.fullmatch(name) else below).append(path)
+        level = below
+    return found
+
+
+def _pods(directory: str) -> Iterator[tuple[str, str]]:
+    """Yield UID and path of the pod cgroups in a `kubepods` tree: on its first level, or in a QoS class."""
+    for name, path in _subdirectories(directory):
+        if (found := _SYSTEMD.fullmatch(name)) is not None:
+            yield found[1].replace("_", "-"), path
+        elif name.startswith("pod"):
+            yield name.removeprefix("pod"), path
+        elif "burstable" in name or "besteffort" in name:
+            yield from _pods(path)
+
+
+def _populated(path: str) -> bool:
+    """Return whether there is a process in a pod's cgroup or below it; yes if that cannot be read.
+
+    Version 2 has cgroup.events. In version 1 the controller `pids` counts the processes of the whole subtree; another
+    controller has only cgroup.procs, which leaves out processes of other PID namespaces (cgroup-v1.c:
+    pidlist_array_load), so an agent in a container sees none of other pods there. The cgroup of a container counts
+    then, although it may outlast its processes: the runtime sometimes fails to remove it.
+    """
+    try:
+        if (events := _text(path, "cgroup.events")) is not None:
+            return "populated 0" not in events
+        if (count := _text(path, "pids.current")) is not None:
+            return count.strip() != "0"
+        if _text(path, "cgroup.procs"):
+            return True
+    except OSError:
+        return os.path.isdir(path)
+    return bool(_subdirectories(path))
+
+
+def _text(directory: str, name: str) -> str | None:
+    """Return the contents of a file; None if there is none: the cgroup is gone, or has no such file."""
+    try:
+        with open(os.path.join(directory, name), encoding="ascii") as file:
+            return file.read()
+    except FileNotFoundError:
+        return None
+
+
+def _subdirectories(directory: str) -> list[tuple[str, str]]:
+    try:
+        with os.scandir(directory) as entries:
+            return [(entry.name, entry.path) for entry in entries if entry.is_dir(follow_symlinks=False)]
+    except FileNotFoundError:  # it has just been removed
+        return []
+
+
+def read_directories(kubelet_root: Path) -> frozenset[str] | None:
+    """Return the UIDs of pods that have a directory under the kubelet's root; None if that is not visible."""
+    try:
+        return frozenset(os.listdir(kubelet_root / "pods"))
+    except OSError:
+        return None
+
+
+def own_pod(kubelet_root: Path, mounts: str = "/proc/self/mountinfo") -> str:
+    """Return the UID of the pod that this process runs in; "" if it is in none of this kubelet's.
+
+    The kubelet mounts `<root>/pods/<uid>/etc-hosts` into each container (kubelet 1.36, kubelet_pods.go: makeMounts).
+    """
+    try:
+        with open(mounts, encoding="utf-8", errors="surrogateescape") as file:
+            lines = [line.split(" ") for line in file]
+    except OSError:
+        return ""
+    found = [_ETC_HOSTS.fullmatch(fields[3]) for fields in lines if len(fields) > 4 and fields[4] == "/etc/hosts"]
+    uids = [one[1] for one in found if one is not None]
+    return next((uid for uid in uids if os.path.isdir(kubelet_root / "pods" / uid)), "")

@@ -1,0 +1,250 @@
+"""Devices that claims hold through drivers which this process does not serve; they are withheld from pods.
+
+There are some after `dra-bridge run` was replaced by `deviceplugin run`, and after a resource's driver was renamed or
+taken out of the configuration: the claims' containers run on. The kubelet's own claim state names them, whatever
+became of the bridge's ledger. It names devices as their driver published them, and such names are made of device
+ids; so a device is withheld if a claim of a driver that is not served holds one of that name. It also names CDI
+devices; their files tell the device nodes, so that a device under another name is withheld, too.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Final, Protocol
+
+import grpc
+
+from deviceplugin import cdi, naming
+from deviceplugin.exclusion import Key
+from deviceplugin.identity import Kind, Tokens, node_token, numbers_of
+from deviceplugin.kubelet import claim_state
+from deviceplugin.kubelet.allocation_gate import Refusal
+from deviceplugin.kubelet.checkpoint import FileIdentity
+from deviceplugin.kubelet.claim_state import ClaimStateError, ClaimStateMissingError, PreparedClaim
+from deviceplugin.kubelet.exclusion_guard import Side
+from deviceplugin.kubelet.holders import HolderSnapshot
+
+__all__ = ["OrphanedClaimGate", "OrphanedClaims", "only_seen", "orphaned"]
+
+_LOG: Final = logging.getLogger(__name__)
+
+_KINDS: Final[Mapping[str, Kind]] = {"c": "char", "u": "char", "b": "block"}
+"""Device nodes by their types in CDI files."""
+
+
+def orphaned(claims: Iterable[PreparedClaim], served: Collection[str] = ()) -> dict[str, str]:
+    """Return what claims of drivers other than `served` hold: the holder in words by published device name."""
+    return {
+        name: f"claim {claim.title} through driver {driver}, which is not served here"
+        for claim in claims
+        for driver, devices in sorted(claim.devices.items())
+        if driver not in served
+        for name in sorted({name for _, name, _ in devices} - only_seen(claim, driver))
+    }
+
+
+def only_seen(claim: PreparedClaim, driver: str) -> frozenset[str]:
+    """Return the names of a driver's devices that a claim has administrative access to and does not hold.
+
+    The bridge's CDI ids tell: `<driver>/claim=admin_<claim UID>_<request>_<device>...` (dra_bridge/driver.py). A device
+    of the same name of another driver, or in another request of the claim, is held.
+    """
+    prefix = cdi.qualified(driver, f"admin_{claim.uid}_")
+    ids = (name.removeprefix(prefix).split("_") for name in claim.cdi_ids if name.startswith(prefix))
+    seen = {(request, device) for request, *devices in ids for device in devices}
+    held = {device for of, request, device in claim.requests if of == driver and (request, device) not in seen}
+    return frozenset(device for _, device in seen if device not in held)
+
+
+def nodes_of(claim: PreparedClaim, served: Collection[str], directory: str = cdi.DIRECTORY) -> Tokens:
+    """Return which device nodes a claim's containers got through drivers other than `served`. Reads CDI files.
+
+    A CDI file of a claim is named after its kind and the claim's UID (the convention of the CDI library). The numbers
+    in it are those that the containers got; where there are none, the node is as good as its number now.
+    """
+    mine = tuple(cdi.qualified(driver, "") for driver in served)
+    seen = tuple(cdi.qualified(driver, f"admin_{claim.uid}_") for driver in claim.devices)
+    found: set[str] = set()
+    for kind, _, name in (one.partition("=") for one in claim.cdi_ids if not one.startswith((*mine, *seen))):
+        try:
+            with open(os.path.join(directory, f"{kind.replace('/', '-')}_{claim.uid}.json"), "rb") as file:
+                listed = json.load(file)["devices"]
+            for device in listed:
+                if device["name"] == name:
+                    for node in device["containerEdits"].get("deviceNodes") or ():
+                        found |= _numbers(node)
+        except (OSError, ValueError, KeyError, TypeError, AttributeError):
+            continue  # what it holds is known by its published names alone
+    return frozenset(found)
+
+
+def _numbers(node: Mapping[str, Any]) -> Tokens:
+    kind = _KINDS.get(node.get("type", ""))
+    if kind is not None and node.get("major"):
+        return frozenset({node_token(kind, int(node["major"]), int(node.get("minor", 0)))} - {""})
+    return numbers_of([node.get("hostPath") or node["path"]])
+
+
+class OrphanedClaims:
+    """The claims of drivers that are not served, as the kubelet's claim state has them now.
+
+    Args:
+        kubelet_root: the kubelet's root directory.
+        served: returns the drivers that this process serves; it knows their claims itself.
+        cdi_directory: where the drivers write CDI files.
+
+    """
+
+    def __init__(
+        self,
+        kubelet_root: Path,
+        served: Callable[[], Collection[str]] = tuple,
+        cdi_directory: str = cdi.DIRECTORY,
+    ) -> None:
+        self._root = kubelet_root
+        self._served = served
+        self._cdi_directory = cdi_directory
+        self._nodes: tuple[object, frozenset[str], dict[Key, Tokens]] = (None, frozenset(), {})
+        self._read: tuple[FileIdentity | None, tuple[PreparedClaim, ...] | ClaimStateError] | None = None
+        self._held: tuple[object, frozenset[str], dict[str, str]] = (None, frozenset(), {})
+
+    def holder(self, resource: str, device: str, driver: str | None) -> str:
+        """Say who holds a device through a driver that is not served, or why that is not known; "" if nobody does.
+
+        Reads the claim state if it has changed.
+
+        Args:
+            resource: the device's resource.
+            device: its id.
+            driver: the driver that the resource's configuration names.
+
+        """
+        claims = self._claims()
+        if isinstance(claims, ClaimStateMissingError):
+            # A kubelet without Dynamic Resource Allocation has none; then no driver ever had a directory there.
+            served_before = driver is not None and (
+                not os.path.isdir(self._root / "plugins") or os.path.isdir(self._root / "plugins" / driver)
+            )
+            return f"it is not known whether a claim holds it: {claims}" if served_before else ""
+        if isinstance(claims, ClaimStateError):
+            return f"it is not known whether a claim holds it: {claims}"
+        served = frozenset(self._served())
+        if self._held[0] is not claims or self._held[1] != served:
+            self._held = claims, served, orphaned(claims, served)
+        held = self._held[2]
+        if not held:
+            return ""
+        return next((held[name] for name in naming.possible_names(resource, device) if name in held), "")
+
+    def held(self) -> Mapping[Key, Tokens]:
+        """Return which device nodes such claims hold, by the driver and the claim in words; the same until it changes.
+
+        While the claim state cannot be read it is what it was.
+        """
+        claims, served = self._claims(), frozenset(self._served())
+        if not isinstance(claims, ClaimStateError) and (self._nodes[0] is not claims or self._nodes[1] != served):
+            held = {
+                (", ".join(sorted(claim.devices.keys() - served)), f"claim {claim.title}"): nodes
+                for claim in claims
+                if claim.devices.keys() - served
+                if (nodes := nodes_of(claim, served, self._cdi_directory))
+            }
+            self._nodes = claims, served, held if held != self._nodes[2] else self._nodes[2]
+        return self._nodes[2]
+
+    def _claims(self) -> tuple[PreparedClaim, ...] | ClaimStateError:
+        try:
+            status = os.stat(self._root / claim_state.FILE_NAME)
+            file = FileIdentity(status.st_dev, status.st_ino, status.st_mtime_ns)
+        except OSError:
+            file = None
+        if self._read is None or file is None or self._read[0] != file:
+            claims: tuple[PreparedClaim, ...] | ClaimStateError
+            try:
+                claims = claim_state.read(self._root)
+            except ClaimStateError as error:
+                claims = error
+            self._read = file, claims
+        return self._read[1]
+
+
+class ClaimHolders(Protocol):
+    """What knows of claims that hold devices; `OrphanedClaims` does."""
+
+    def holder(self, resource: str, device: str, driver: str | None) -> str:
+        """Say who holds a device, or why that is not known; "" if nobody does."""
+
+
+class OrphanedClaimGate:
+    """An allocation gate for resources that this process serves to pods only.
+
+    Args:
+        claims: tells the holders of devices by claims that are not this process's own.
+        driver_of: returns the driver that a resource's configuration names, None if it names none.
+
+    """
+
+    def __init__(self, claims: ClaimHolders, driver_of: Callable[[str], str | None]) -> None:
+        self._withheld: dict[tuple[str, str], str] = {}
+        self._claims = claims
+        self._driver_of = driver_of
+
+    def _holder(self, resource: str, device: str) -> str:
+        holder = self._claims.holder(resource, device, self._driver_of(resource))
+        before = self._withheld.get((resource, device), "")
+        if holder != before:
+            if holder:
+                self._withheld[resource, device] = holder
+                _LOG.warning("%s: device %s is withheld from pods: %s", resource, device, holder)
+            else:
+                del self._withheld[resource, device]
+                _LOG.info("%s: device %s is offered to pods again", resource, device)
+        return holder
+
+    def offers(self, resource: str, device: str) -> bool:
+        """Offer what no such claim holds."""
+        return not self._holder(resource, device)
+
+    def avoids(self, resource: str) -> Collection[str]:
+        """Avoid nothing."""
+        return ()
+
+    def claimed(self, resource: str, device: str) -> bool:
+        """Return whether such a claim holds the device."""
+        return bool(self._holder(resource, device))
+
+    def withheld(self, resource: str) -> Mapping[str, str]:
+        """Return what such claims hold."""
+        return {device: why for (of, device), why in list(self._withheld.items()) if of == resource}
+
+    def held(self) -> Mapping[tuple[str, str], frozenset[str]]:
+        """Leave that to `claimed`: a claim state does not tell what devices were."""
+        return {}
+
+    def side(self, resource: str, device: str) -> Side:
+        """Return the side that this process serves."""
+        return "plugin"
+
+    async def grant(self, resource: str, names: Sequence[str], devices: Sequence[str]) -> None:
+        """Refuse what such a claim holds."""
+        for device in devices:
+            if holder := self._holder(resource, device):
+                details = f"{resource}: device {device} is withheld: {holder}"
+                raise Refusal(grpc.StatusCode.FAILED_PRECONDITION, "claim", details)
+
+    # As an observer of scans: it has every list of devices made again while something is withheld.
+
+    def awaited(self) -> Collection[tuple[str, str]]:
+        """Have the scans go on while something is withheld."""
+        return self._withheld.keys()
+
+    def before_scan(self) -> object:
+        """Remember nothing."""
+        return None
+
+    async def after_scan(self, before: object, now: HolderSnapshot) -> None:
+        """Do nothing; the scan itself has the lists made again."""

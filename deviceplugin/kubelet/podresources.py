@@ -1,0 +1,197 @@
+"""The kubelet's PodResources service: names of pods for people, and a way to have ended pods dropped.
+
+`List` proves nothing about who holds a device: it is empty after the kubelet's start, and leaves out pods that were
+deleted by force and init containers that are not sidecars (kubelet 1.36, apis/podresources/server_v1.go).
+`deviceplugin.kubelet.holders` decides that from other witnesses.
+
+`List` makes the device manager compute its allocated devices anew, and the choice of an Allocate in flight is not
+among them yet (kubernetes#137534). So it is called only while no own call is in flight (`Quiet`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+from urllib.parse import quote
+
+import grpc
+import grpc.aio
+
+from deviceplugin.wire import podresources_pb2 as pb
+from deviceplugin.wire.podresources_pb2_grpc import PodResourcesListerStub
+
+if TYPE_CHECKING:
+    from deviceplugin.wire.podresources_pb2_grpc import PodResourcesListerAsyncStub
+
+__all__ = [
+    "AllocationsInFlight",
+    "ClaimUse",
+    "Holder",
+    "PodResources",
+    "PodResourcesError",
+    "PodResourcesReport",
+    "unix_address",
+]
+
+CHANNEL_OPTIONS: Final = (
+    # A socket's path otherwise becomes a percent-encoded authority, which Go servers refuse.
+    ("grpc.default_authority", "localhost"),
+    ("grpc.max_receive_message_length", 64 * 1024 * 1024),
+    ("grpc.use_local_subchannel_pool", 1),
+)
+
+
+def unix_address(path: str | Path) -> str:
+    """Return gRPC's name of a socket; in it a percent sign begins a character's code (RFC 3986)."""
+    return f"unix:{quote(str(path))}"
+
+
+class PodResourcesError(Exception):
+    """Raised when the kubelet's PodResources service cannot be asked.
+
+    exhausted: all clients together ask more often than the kubelet allows (100 times a second); try again.
+    """
+
+    def __init__(self, message: str, *, exhausted: bool = False) -> None:
+        super().__init__(message)
+        self.exhausted = exhausted
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Holder:
+    """A container that holds devices. The checkpoint knows pods by UID only."""
+
+    namespace: str = ""
+    pod: str = ""
+    container: str = ""
+    uid: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class ClaimUse:
+    """A container's use of a device through a claim; device: its name in its driver's slice."""
+
+    driver: str
+    pool: str
+    device: str
+    claim: str
+    holder: Holder
+
+
+@dataclass(frozen=True, slots=True)
+class PodResourcesReport:
+    """One answer of `List`: resource -> device id -> the containers that hold it.
+
+    pods: (namespace, name) of every pod in it.
+    claims: what containers use through claims, those that the scheduler makes for extended
+    resources among them (kubelet feature KubeletPodResourcesDynamicResources, on since 1.34).
+    """
+
+    held: Mapping[str, Mapping[str, frozenset[Holder]]]
+    claims: frozenset[ClaimUse] = frozenset()
+    pods: frozenset[tuple[str, str]] = frozenset()
+
+
+def parse_list(response: pb.ListPodResourcesResponse) -> PodResourcesReport:
+    """Turn an answer of `List` into a report."""
+    held: dict[str, dict[str, frozenset[Holder]]] = {}
+    claims: set[ClaimUse] = set()
+    for pod in response.pod_resources:
+        for container in pod.containers:
+            holder = Holder(pod.namespace, pod.name, container.name)
+            for entry in container.devices:
+                devices = held.setdefault(entry.resource_name, {})
+                for name in entry.device_ids:
+                    devices[name] = devices.get(name, frozenset()) | {holder}
+            for used in container.dynamic_resources:
+                claims.update(
+                    ClaimUse(one.driver_name, one.pool_name, one.device_name, used.claim_name, holder)
+                    for one in used.claim_resources
+                )
+    return PodResourcesReport(
+        held, frozenset(claims), frozenset((pod.namespace, pod.name) for pod in response.pod_resources)
+    )
+
+
+class AllocationsInFlight:
+    """Keeps `List` away from allocations in flight; one for the whole process."""
+
+    # The kubelet asks for a preference, chooses, and calls Allocate: one conversation of some ms.
+    AFTER_PREFERENCE: Final = 0.5
+    # After Allocate it writes down what it gave: again some ms.
+    AFTER_ALLOCATE: Final = 0.05
+
+    def __init__(self) -> None:
+        self._flying = 0
+        self._last = -float("inf")
+        self._until = -float("inf")
+        self._landed = asyncio.Event()
+        self._landed.set()
+
+    @contextmanager
+    def busy(self, pause: float = AFTER_ALLOCATE) -> Iterator[None]:
+        """Mark an own Allocate or GetPreferredAllocation as in flight, and `pause` seconds after it."""
+        self._flying += 1
+        self._landed.clear()
+        try:
+            yield
+        finally:
+            self._flying -= 1
+            self._last = time.monotonic()
+            self._until = self._last + pause
+            if not self._flying:
+                self._landed.set()
+
+    def quiet_since(self, moment: float) -> bool:
+        """Return whether nothing was in flight from `moment` (monotonic seconds) until now."""
+        return not self._flying and self._last < moment
+
+    async def wait(self) -> None:
+        """Wait until nothing is in flight and nothing was for a moment."""
+        while True:
+            await self._landed.wait()
+            rest = self._until - time.monotonic()
+            if rest <= 0:
+                return
+            await asyncio.sleep(rest)
+
+
+class PodResources:
+    """The kubelet's PodResources service on its socket; a fresh channel for each call.
+
+    Calls are seconds apart at the least, and a channel that failed for long is slow to recover.
+    """
+
+    def __init__(self, socket: Path, timeout: float = 10.0) -> None:
+        self.socket = socket
+        self._timeout = timeout
+
+    async def list(self) -> PodResourcesReport:
+        """Ask who holds what now.
+
+        Raises:
+            PodResourcesError: the kubelet cannot be asked.
+
+        """
+        async with self._channel() as channel:
+            return parse_list(await self._ask(_stub(channel).List(pb.ListPodResourcesRequest(), timeout=self._timeout)))
+
+    def _channel(self) -> grpc.aio.Channel:
+        return grpc.aio.insecure_channel(unix_address(self.socket), options=CHANNEL_OPTIONS)
+
+    async def _ask(self, call: Any) -> Any:
+        try:
+            return await call
+        except grpc.aio.AioRpcError as error:
+            exhausted = error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+            text = f"{self.socket}: {error.code().name}: {error.details()}"
+            raise PodResourcesError(text, exhausted=exhausted) from error
+
+
+def _stub(channel: grpc.aio.Channel) -> PodResourcesListerAsyncStub:
+    return PodResourcesListerStub(channel)  # type: ignore[return-value]

@@ -1,0 +1,78 @@
+"""Which of the available devices a container had best get (GetPreferredAllocation)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable
+from typing import Final
+
+from deviceplugin import topology
+from deviceplugin.inventory import Snapshot
+from deviceplugin.kubelet.device_ids import DeviceIds
+from deviceplugin.source import DeviceSource
+
+__all__ = ["as_names", "avoiding", "choice"]
+
+MANY: Final = 64
+"""Devices without links above which NUMA nodes are compared as groups, not pair by pair."""
+
+
+def avoiding(
+    avoided: Collection[str], ids: DeviceIds, available: list[str], must_include: list[str], size: int
+) -> tuple[list[str], list[str]]:
+    """Return what is available and what must be taken, so that devices to be avoided come last."""
+    if not avoided:
+        return available, must_include
+    first = [name for name in available if name in must_include or ids.offered_as(name) not in avoided]
+    if len({*first, *must_include}) >= size:
+        return first, must_include
+    return available, list(dict.fromkeys((*must_include, *first)))
+
+
+def choice(
+    source: DeviceSource, snapshot: Snapshot, ids: DeviceIds, available: list[str], must_include: list[str], size: int
+) -> list[str]:
+    """Return what the source's policy chooses."""
+    known = snapshot.devices
+    physical = {name: ids.offered_as(name) for name in (*available, *must_include)}
+    numa = {name: known[name].numa_nodes for name in set(physical.values()) if name in known and source.topology}
+    score = source.links if source.policy == topology.Policy.LINKS else {}
+    if source.policy == topology.Policy.LINKS and not score:
+        if source.replicas == 1 or len(numa) > MANY:
+            nodes = {name: numa.get(device, ()) for name, device in physical.items()}
+            return topology.numa_compact(nodes, available, must_include, size)
+        score = topology.numa_scores(numa)
+    if source.policy == topology.Policy.DISTRIBUTED:  # what is in use counts too
+        physical = {name: device.id for device in known.values() for name in ids.names_of(device)}
+    return topology.choose(source.policy, available, must_include, size, score=score, physical=physical)
+
+
+def as_names(
+    ids: Iterable[str], available: Iterable[str], must_include: Iterable[str], device_of: Callable[[str], str]
+) -> list[str] | None:
+    """Turn device ids that a hook prefers into ids of the kubelet's; None if one is not to be had.
+
+    device_of: says which device is behind an id of the kubelet's.
+    """
+    chosen = list(dict.fromkeys(must_include))
+    free: dict[str, list[str]] = {}
+    for name in available:
+        if name not in chosen:
+            device = device_of(name)
+            free.setdefault(device, []).append(name)
+            if device != name:
+                free.setdefault(name, []).append(name)
+    included: dict[str, int] = {}
+    for name in chosen:
+        device = device_of(name)
+        included[device] = included.get(device, 0) + 1
+    for one in ids:
+        if one in chosen:
+            continue
+        if included.get(one, 0) > 0:  # it stands for one that must be included anyway
+            included[one] -= 1
+            continue
+        names = [name for name in free.get(one, ()) if name not in chosen]
+        if not names:
+            return None
+        chosen.append(names[0])
+    return chosen

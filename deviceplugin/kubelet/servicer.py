@@ -1,0 +1,509 @@
+"""The servicer of one resource: the five calls of device plugin API v1beta1.
+
+It reads the inventory, calls the source's hooks and records what it gave out.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections import Counter
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Final, Protocol, TypeVar
+
+import grpc
+import grpc.aio
+
+from deviceplugin import hooks
+from deviceplugin.device import MAX_ID, NO_EDITS, ContainerEdits, Device, EditConflictError, printable
+from deviceplugin.inventory import Inventory
+from deviceplugin.kubelet import preference
+from deviceplugin.kubelet.allocation_gate import AllocationGate, AllowAll, Refusal
+from deviceplugin.kubelet.device_ids import DeviceIds
+from deviceplugin.kubelet.device_list import MAX_LIST_BYTES, Entry, entries, rendered, too_large
+from deviceplugin.kubelet.exclusion_guard import ConflictError, ExclusionGuard
+from deviceplugin.kubelet.granted import annotate
+from deviceplugin.kubelet.podresources import AllocationsInFlight
+from deviceplugin.source import DeviceSource
+from deviceplugin.wire import deviceplugin_pb2 as pb
+from deviceplugin.wire.deviceplugin_pb2_grpc import DevicePluginServicer
+
+__all__ = ["Endpoint", "ServicerStatistics"]
+
+_LOG: Final = logging.getLogger(__name__)
+_T = TypeVar("_T")
+
+SHOWN_IDS: Final = 8
+"""Ids that an error names."""
+
+
+class Holders(Protocol):
+    """What the endpoint asks about who holds a resource's ids; `HolderTracker` answers it."""
+
+    def unnamed(self, resource: str) -> Collection[str]:
+        """Return ids that are held though the kubelet may give them away; they are shown unhealthy."""
+
+    async def still_held(self, resource: str, device_ids: Collection[str]) -> Mapping[str, str]:
+        """Return the ids that another pod still holds, and why."""
+
+
+class NoHolders:
+    """Where nobody tracks who holds what."""
+
+    def unnamed(self, resource: str) -> Collection[str]:
+        """Withhold nothing."""
+        return ()
+
+    async def still_held(self, resource: str, device_ids: Collection[str]) -> Mapping[str, str]:
+        """Know of nobody."""
+        return {}
+
+
+@dataclass(slots=True)
+class ServicerStatistics:
+    """What an endpoint has done so far; counters only grow. Durations in seconds."""
+
+    allocations: int = 0
+    devices_allocated: int = 0
+    refusals: dict[str, int] = field(default_factory=dict)
+    lists_sent: int = 0
+    preferences: int = 0
+    preference_seconds: float = 0.0
+    hook_calls: dict[str, int] = field(default_factory=dict)
+    hook_failures: dict[str, int] = field(default_factory=dict)
+    hook_seconds: dict[str, float] = field(default_factory=dict)
+
+    def count(self, counter: dict[str, int], key: str) -> None:
+        """Add one to a counter by key."""
+        counter[key] = counter.get(key, 0) + 1
+
+
+def container_response(edits: ContainerEdits) -> pb.ContainerAllocateResponse:
+    """Return the message that carries edits into a container."""
+    return pb.ContainerAllocateResponse(
+        envs=edits.env,
+        mounts=[pb.Mount(container_path=m.container, host_path=m.host, read_only=m.readonly) for m in edits.mounts],
+        devices=[
+            pb.DeviceSpec(container_path=node.path, host_path=node.host, permissions=node.permissions)
+            for node in edits.device_nodes
+        ],
+        annotations=edits.annotations,
+        cdi_devices=[pb.CDIDevice(name=name) for name in edits.cdi],
+    )
+
+
+class Endpoint(DevicePluginServicer):
+    """The servicer of one resource; survives servers, registrations and changes of its source.
+
+    release_former: has `released` called of devices whose former holders have ended, before these ids are granted.
+    on_stream_end: called when a ListAndWatch ends and no other one is live. serving: False ends
+    every ListAndWatch at its next look, and those that only begin.
+    """
+
+    def __init__(
+        self,
+        source: DeviceSource,
+        inventory: Inventory,
+        in_flight: AllocationsInFlight,
+        *,
+        granted: Callable[[Sequence[str]], None] | None = None,
+        release_former: Callable[[Sequence[str]], Awaitable[None]] | None = None,
+        allocation_gate: AllocationGate | None = None,
+        holders: Holders | None = None,
+        guard: ExclusionGuard | None = None,
+    ) -> None:
+        self.resource = source.resource
+        self.source = source
+        self.inventory = inventory
+        self.statistics = ServicerStatistics()
+        self.on_stream_end: Callable[[], None] = lambda: None
+        self.serving = True
+        self.streams_begun = 0
+        self.ids = DeviceIds(source, inventory)
+        self._allocations = in_flight
+        self._granted = granted or (lambda names: None)
+        self._release_former = release_former
+        self._allocation_gate: AllocationGate = allocation_gate or AllowAll()
+        self._holders: Holders = holders or NoHolders()
+        self._guard = guard or ExclusionGuard()
+        self._streams: dict[object, asyncio.Event] = {}
+        self._shown: dict[object, tuple[float, frozenset[str]]] = {}
+        self._streams_gone = asyncio.Event()
+        self._streams_gone.set()
+        self._refresh = asyncio.Event()
+        self._again = 0
+        self._calls = 0
+        self._settled = asyncio.Event()
+        self._settled.set()
+        inventory.subscribe(lambda snapshot: self.refresh())
+
+    # What the registration needs to know.
+
+    @property
+    def options(self) -> pb.DevicePluginOptions:
+        """What this resource announces: only hooks that are really there."""
+        return pb.DevicePluginOptions(
+            pre_start_required="reset" in self.source.hooks,
+            get_preferred_allocation_available=True,
+        )
+
+    @property
+    def live(self) -> bool:
+        """Whether the kubelet is listening."""
+        return bool(self._streams)
+
+    def shown(self) -> tuple[float, frozenset[str]] | None:
+        """Return when the kubelet was last sent the list (monotonic seconds) and the healthy ids in it.
+
+        None while nobody listens, or a list is still on its way. With several streams (an old one
+        that ends) the ids of all of them count.
+        """
+        if not self._streams or self._streams.keys() != self._shown.keys():
+            return None
+        return max(at for at, _ in self._shown.values()), frozenset().union(*(ids for _, ids in self._shown.values()))
+
+    async def end_streams(self, timeout: float) -> bool:
+        """End every ListAndWatch; return whether all were gone within `timeout` seconds."""
+        for ending in self._streams.values():
+            ending.set()
+        self.refresh()
+        return await _comes(self._streams_gone, timeout)
+
+    async def settled(self, timeout: float) -> bool:
+        """Wait until no Allocate or PreStartContainer is in flight; return whether that was within `timeout` seconds.
+
+        When the stream ends the kubelet closes the connection on which they are (kubelet 1.36.3, devicemanager).
+        """
+        return await _comes(self._settled, timeout)
+
+    @contextlib.contextmanager
+    def _in_flight(self) -> Iterator[None]:
+        """Count a call that the kubelet should not be cut off from."""
+        self._calls += 1
+        self._settled.clear()
+        try:
+            yield
+        finally:
+            self._calls -= 1
+            if not self._calls:
+                self._settled.set()
+
+    def replace(self, source: DeviceSource) -> None:
+        """Ask another source from now on.
+
+        Ids that it would not offer (another number of replicas) go on being shown, unhealthy, until they
+        are forgotten: a pod may have them, or be on its way to.
+        """
+        self.source = source
+        self.ids.replace(source)
+        self.refresh()
+
+    def forget(self, names: Iterable[str]) -> None:
+        """Show these legacy ids no more."""
+        if self.ids.forget(names):
+            self.refresh()
+
+    def adopt_existing(self, names: Iterable[str]) -> frozenset[str]:
+        """Show these ids, which pods have from before this agent began, until they are forgotten.
+
+        Returns:
+            Those of devices that are not listed, and not shown: they may be plugged in again.
+
+        """
+        adopted, unlisted = self.ids.adopt_existing(names)
+        if adopted:
+            self.refresh()
+        return unlisted
+
+    def refresh(self) -> None:
+        """Have every stream look at the inventory again."""
+        self._refresh.set()
+        self._refresh = asyncio.Event()
+
+    def resend(self) -> bool:
+        """Send the list once more though nothing changed; return whether anybody listens.
+
+        With each list the kubelet writes its checkpoint anew (kubelet 1.36.3, devicemanager).
+        """
+        self._again += 1
+        self.refresh()
+        return bool(self._shown)
+
+    # The five calls.
+
+    async def GetDevicePluginOptions(  # noqa: N802  # the API's name, as below
+        self, request: pb.Empty, context: object
+    ) -> pb.DevicePluginOptions:
+        """Say which of the optional calls this plugin wants."""
+        return self.options
+
+    async def ListAndWatch(  # noqa: N802
+        self, request: pb.Empty, context: object
+    ) -> AsyncIterator[pb.ListAndWatchResponse]:
+        """Send the list now and after each change, until the kubelet goes or the stream is ended."""
+        stream, ending = object(), asyncio.Event()
+        self._streams[stream] = ending
+        self._streams_gone.clear()
+        self.streams_begun += 1
+        _LOG.debug("%s: the kubelet listens", self.resource)
+        try:
+            sent: tuple[Entry, ...] | None = None
+            refused: tuple[Entry, ...] | None = None
+            again = self._again
+            while self.serving and not ending.is_set():
+                refresh = self._refresh
+                lines = self.lines()
+                if again != self._again:
+                    again, sent = self._again, None
+                if lines not in (sent, refused) and self.inventory.snapshot.listed:
+                    message = rendered(lines)
+                    if (size := message.ByteSize()) <= MAX_LIST_BYTES:
+                        self.statistics.lists_sent += 1
+                        yield message
+                        sent = lines
+                        self._shown[stream] = (time.monotonic(), frozenset(line.name for line in lines if line.healthy))
+                    else:
+                        refused = lines
+                        _LOG.error("%s", too_large(self.resource, len(lines), size))
+                    del message
+                    continue  # whatever changed meanwhile goes out in one
+                await refresh.wait()
+        finally:
+            self._streams.pop(stream, None)
+            self._shown.pop(stream, None)
+            if not self._streams:
+                self._streams_gone.set()
+                _LOG.debug("%s: the kubelet listens no more", self.resource)
+                self.on_stream_end()
+
+    async def Allocate(  # noqa: N802
+        self, request: pb.AllocateRequest, context: grpc.aio.ServicerContext[pb.AllocateRequest, pb.AllocateResponse]
+    ) -> pb.AllocateResponse:
+        """Give devices to containers: all of the request or nothing."""
+        with self._in_flight(), self._allocations.busy():
+            try:
+                wanted = [tuple(container.devices_ids) for container in request.container_requests]
+                names = [name for container in wanted for name in container]
+                if self._release_former is not None:
+                    await self._release_former(names)
+                responses = [self._response(await self._edits(ids)) for ids in wanted]
+                await self._refuse_held(names)
+                await self._grant(names)
+                for response, ids in zip(responses, wanted, strict=True):
+                    now = {name: self._guard.granted(self.resource, self.ids.device_id_of(name)) for name in ids}
+                    annotate(response, self.resource, now, self._guard.boot)
+            except Refusal as refusal:
+                self.statistics.count(self.statistics.refusals, refusal.reason)
+                _LOG.warning("%s: Allocate refused: %s", self.resource, refusal.details)
+                await context.abort(refusal.code, refusal.details)
+            self.statistics.allocations += 1
+            self.statistics.devices_allocated += len(names)
+            return pb.AllocateResponse(container_responses=responses)
+
+    async def GetPreferredAllocation(  # noqa: N802
+        self, request: pb.PreferredAllocationRequest, context: object
+    ) -> pb.PreferredAllocationResponse:
+        """Say which devices go well together; never fails (an error here fails every pod of the node)."""
+        began = time.perf_counter()
+        response = pb.PreferredAllocationResponse()
+        with self._allocations.busy(AllocationsInFlight.AFTER_PREFERENCE):
+            for container in request.container_requests:
+                response.container_responses.add(
+                    deviceIDs=await self._preferred(
+                        list(container.available_deviceIDs),
+                        list(container.must_include_deviceIDs),
+                        container.allocation_size,
+                    )
+                )
+        self.statistics.preferences += 1
+        self.statistics.preference_seconds += time.perf_counter() - began
+        return response
+
+    async def PreStartContainer(  # noqa: N802
+        self,
+        request: pb.PreStartContainerRequest,
+        context: grpc.aio.ServicerContext[pb.PreStartContainerRequest, pb.PreStartContainerResponse],
+    ) -> pb.PreStartContainerResponse:
+        """Reset the devices of a container that is about to start, unless one is another thing than was granted."""
+        known = self.inventory.snapshot.devices
+        names = dict.fromkeys(map(self.ids.device_id_of, request.devices_ids))
+        devices = [known[name] for name in names if name in known]
+        try:
+            if devices:
+                with self._in_flight():
+                    await self._guard.verify_granted((self.resource, device.id) for device in devices)
+                    await self._hook("reset", self.source.reset, devices)
+        except ConflictError as error:
+            _LOG.warning("%s", error)
+            await context.abort(grpc.StatusCode.FAILED_PRECONDITION, str(error))
+        except hooks.HookError as error:
+            _LOG.warning("%s", error)
+            await context.abort(grpc.StatusCode.INTERNAL, str(error))
+        return pb.PreStartContainerResponse()
+
+    # Decisions.
+
+    def lines(self) -> tuple[Entry, ...]:
+        """Return the list as the kubelet is to see it now."""
+        kept = self.ids.kept()
+        excluded = self._guard.withheld(self.resource, "plugin")
+
+        def offers(device: str) -> bool:
+            return device not in kept and device not in excluded and self._allocation_gate.offers(self.resource, device)
+
+        lines = entries(
+            self.inventory.snapshot,
+            names_of=self.ids.names_of,
+            with_topology=self.source.topology,
+            offers=offers,
+        )
+        if withheld := frozenset(self._holders.unnamed(self.resource)):
+            lines = tuple(replace(line, healthy=line.healthy and line.name not in withheld) for line in lines)
+        known, wanted = self.inventory.snapshot.devices, self.source.topology
+        return lines + tuple(
+            Entry(name, healthy=False, numa=known[device].numa_nodes if wanted and device in known else ())
+            for name, device in self.ids.legacy.items()
+        )
+
+    def _check(self, names: Sequence[str]) -> list[Device]:
+        """Return the devices behind the ids of one container.
+
+        Raises:
+            Refusal: an id is named twice, unknown, or of a device that may not be given out.
+
+        """
+        resource = self.resource
+        if len(set(names)) != len(names):
+            twice = sorted(name for name, count in Counter(names).items() if count > 1)
+            shown = ", ".join(printable(name[:MAX_ID]) for name in twice[:SHOWN_IDS])
+            details = f"{resource}: device {shown}{', ...' if len(twice) > SHOWN_IDS else ''} is asked for twice"
+            raise Refusal(grpc.StatusCode.INVALID_ARGUMENT, "duplicate", details)
+        known, kept = self.inventory.snapshot.devices, self.ids.kept()
+        devices: dict[str, Device] = {}
+        for name in names:
+            device = known.get(self.ids.offered_as(name))
+            if device is None or name not in self.ids.names_of(device):
+                details = f"{resource}: there is no device {printable(name[:MAX_ID])}"
+                raise Refusal(grpc.StatusCode.INVALID_ARGUMENT, "unknown", details)
+            if not device.health.usable:
+                details = f"{resource}: device {name} is unhealthy" + (f": {device.message}" if device.message else "")
+                raise Refusal(grpc.StatusCode.FAILED_PRECONDITION, "unhealthy", details)
+            if device.id in kept:
+                details = (
+                    f"{resource}: device {name} is given out only when no pod has {kept[device.id]} any more, "
+                    "which is from before its sharing changed"
+                )
+                raise Refusal(grpc.StatusCode.FAILED_PRECONDITION, "sharing", details)
+            devices[device.id] = device
+        return list(devices.values())
+
+    async def _refuse_held(self, names: Sequence[str]) -> None:
+        """Refuse ids that the kubelet counts as free while another pod still holds them.
+
+        Raises:
+            Refusal: there is such an id.
+
+        """
+        for name, why in (await self._holders.still_held(self.resource, names)).items():
+            details = f"{self.resource}: device {name} is still held: {why}"
+            raise Refusal(grpc.StatusCode.FAILED_PRECONDITION, "held", details)
+
+    async def _grant(self, names: Sequence[str]) -> None:
+        """Have a grant recorded.
+
+        Raises:
+            Refusal: a device excludes, or is, one that somebody else holds; or the allocation gate refuses.
+
+        """
+        devices = list(dict.fromkeys(map(self.ids.device_id_of, names)))
+        keys = [(self.resource, device) for device in devices]
+        try:
+            await self._guard.verify(keys)
+            with self._guard.reserve(keys):
+                await self._allocation_gate.grant(self.resource, names, devices)
+                self._granted(names)
+        except ConflictError as error:
+            raise Refusal(grpc.StatusCode.FAILED_PRECONDITION, "excluded", f"{self.resource}: {error}") from error
+
+    def _response(self, edits: ContainerEdits) -> pb.ContainerAllocateResponse:
+        try:
+            return container_response(edits)
+        except (TypeError, ValueError, AttributeError) as error:  # a number for a variable, say
+            details = f"{self.resource}: the edits cannot be told to the kubelet: {error}"
+            raise Refusal(grpc.StatusCode.INTERNAL, "edits", details) from error
+
+    async def _edits(self, names: Sequence[str]) -> ContainerEdits:
+        devices = self._check(names)
+        try:
+            extra: object = (
+                await self._hook("edits", self.source.edits, devices) if "edits" in self.source.hooks else NO_EDITS
+            )
+            if not isinstance(extra, ContainerEdits):
+                details = f"edits of {self.resource} returned {type(extra).__name__}, not ContainerEdits"
+                raise Refusal(grpc.StatusCode.INTERNAL, "edits", details)
+            return ContainerEdits.merge((device.container_edits for device in devices), winner=extra)
+        except EditConflictError as error:
+            details = f"{self.resource}: the edits of {', '.join(names)} contradict each other: {error}"
+            raise Refusal(grpc.StatusCode.FAILED_PRECONDITION, "conflict", details) from error
+        except hooks.HookTimeoutError as error:
+            raise Refusal(grpc.StatusCode.DEADLINE_EXCEEDED, "timeout", str(error)) from error
+        except hooks.HookError as error:
+            raise Refusal(grpc.StatusCode.INTERNAL, "edits", str(error)) from error
+
+    async def _preferred(self, available: list[str], must_include: list[str], size: int) -> list[str]:
+        try:
+            avoided = frozenset(self._allocation_gate.avoids(self.resource))
+            available, must_include = preference.avoiding(avoided, self.ids, available, must_include, size)
+            if "prefer" in self.source.hooks:
+                chosen = await self._wish(available, must_include, size)
+                if chosen is not None:
+                    return chosen
+            return preference.choice(self.source, self.inventory.snapshot, self.ids, available, must_include, size)
+        except Exception:  # whatever it is, it must not fail the pods
+            _LOG.exception("%s: no preference could be found", self.resource)
+            return [*must_include, *(name for name in available if name not in must_include)][:size]
+
+    async def _wish(self, available: list[str], must_include: list[str], size: int) -> list[str] | None:
+        known = self.inventory.snapshot.devices
+
+        def devices(names: Iterable[str]) -> list[Device]:
+            return [known[name] for name in dict.fromkeys(map(self.ids.offered_as, names)) if name in known]
+
+        try:
+            wish = await self._hook("prefer", self.source.prefer, devices(available), devices(must_include), size)
+            ids = [one.id if isinstance(one, Device) else str(one) for one in wish]
+        except (hooks.HookError, TypeError) as error:
+            _LOG.warning("%s; choosing without it", error)
+            return None
+        chosen = preference.as_names(ids, available, must_include, self.ids.offered_as)
+        if chosen is None or len(chosen) != size:
+            _LOG.warning(
+                "prefer of %s answered %s for %d of %s; choosing without it", self.resource, ids, size, available
+            )
+            return None
+        return chosen
+
+    async def _hook(self, name: str, hook: Callable[..., _T | Awaitable[_T]], *args: object) -> _T:
+        statistics, began = self.statistics, time.perf_counter()
+        statistics.count(statistics.hook_calls, name)
+        try:
+            return await hooks.call(f"{name} of {self.resource}", hook, *args, timeout=self.source.hook_timeout)
+        except hooks.HookError:
+            statistics.count(statistics.hook_failures, name)
+            raise
+        finally:
+            seconds = statistics.hook_seconds
+            seconds[name] = seconds.get(name, 0.0) + time.perf_counter() - began
+
+
+async def _comes(event: asyncio.Event, timeout: float) -> bool:
+    """Wait for an event; return whether it came within `timeout` seconds."""
+    try:
+        async with asyncio.timeout(timeout):
+            await event.wait()
+    except TimeoutError:
+        return False
+    return True

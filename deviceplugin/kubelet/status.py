@@ -1,0 +1,47 @@
+"""What is known of the resources that the kubelet is served, at one moment."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from deviceplugin.inventory import Snapshot
+from deviceplugin.kubelet.podresources import ClaimUse, Holder
+from deviceplugin.kubelet.registration import RegistrationStatistics
+from deviceplugin.kubelet.servicer import ServicerStatistics
+
+__all__ = ["ResourceStatus", "Status"]
+
+
+@dataclass(frozen=True, slots=True)
+class ResourceStatus:
+    """One resource as of now. holders: by the kubelet's device ids, as of the last scan.
+
+    withheld: devices that are given to nobody because they are held, or may be, by something that the kubelet does not
+    count as a holder; and why.
+    """
+
+    resource: str
+    snapshot: Snapshot
+    replicas: int
+    registered: bool
+    live: bool
+    holders: Mapping[str, frozenset[Holder]]
+    endpoint: ServicerStatistics
+    registration: RegistrationStatistics
+    source_error: str
+    withheld: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Status:
+    """The agent as of now.
+
+    claims: what containers use through claims. looked_at: when the kubelet was last asked who
+    holds what, on the monotonic clock; None before the first time.
+    """
+
+    resources: tuple[ResourceStatus, ...]
+    double_allocations: int
+    claims: frozenset[ClaimUse] = frozenset()
+    looked_at: float | None = None

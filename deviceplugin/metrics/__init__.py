@@ -1,0 +1,1 @@
+"""What the agent measures and shows: views, Prometheus collectors, the load of devices, the web server and its page."""

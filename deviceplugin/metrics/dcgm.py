@@ -1,0 +1,142 @@
+"""The names that NVIDIA's DCGM exporter gives, beside ours, so that dashboards made for it go on working.
+
+Only what a source really measures appears. Labels: gpu, UUID, device, modelName and Hostname, for
+MIG partitions GPU_I_PROFILE and GPU_I_ID with the UUID of their GPU, and
+namespace, pod and container where exactly one container holds the device. A shared device has
+many holders and its series would count its load many times: join `deviceplugin_allocation_info`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final
+
+from prometheus_client.metrics_core import GaugeMetricFamily, Metric, UnknownMetricFamily
+
+from deviceplugin.metrics.page import node_name
+
+if TYPE_CHECKING:
+    from deviceplugin.metrics.load import Value
+    from deviceplugin.metrics.views import DeviceView, View
+
+__all__ = ["NAMES", "families"]
+
+MIB: Final = 1024 * 1024
+
+
+@dataclass(frozen=True, slots=True)
+class Name:
+    """One name: which quantity it shows (and which part of it), and what one of its units is in ours.
+
+    Counters are of unknown kind, since OpenMetrics wants their names to end with _total.
+    """
+
+    name: str
+    about: str
+    quantity: str
+    unit: float = 1.0
+    part: str = ""
+    kind: str = "gauge"
+
+
+NAMES: Final = (
+    Name("DCGM_FI_DEV_GPU_UTIL", "GPU utilization (in %).", "utilization_ratio", 0.01),
+    Name("DCGM_FI_DEV_MEM_COPY_UTIL", "Memory utilization (in %).", "memory_utilization_ratio", 0.01),
+    Name("DCGM_FI_DEV_ENC_UTIL", "Encoder utilization (in %).", "encoder_utilization_ratio", 0.01),
+    Name("DCGM_FI_DEV_DEC_UTIL", "Decoder utilization (in %).", "decoder_utilization_ratio", 0.01),
+    Name("DCGM_FI_DEV_FB_USED", "Memory in use (in MiB).", "memory_used_bytes", MIB),
+    Name("DCGM_FI_DEV_GPU_TEMP", "GPU temperature (in C).", "temperature_celsius", part="gpu"),
+    Name("DCGM_FI_DEV_MEMORY_TEMP", "Memory temperature (in C).", "temperature_celsius", part="memory"),
+    Name("DCGM_FI_DEV_POWER_USAGE", "Power draw (in W).", "power_watts"),
+    Name(
+        "DCGM_FI_DEV_TOTAL_ENERGY_CONSUMPTION",
+        "Energy since the driver was loaded (in mJ).",
+        "energy_joules_total",
+        0.001,
+        kind="unknown",
+    ),
+    Name("DCGM_FI_DEV_SM_CLOCK", "SM clock frequency (in MHz).", "clock_hertz", 1e6, "sm"),
+    Name("DCGM_FI_DEV_MEM_CLOCK", "Memory clock frequency (in MHz).", "clock_hertz", 1e6, "memory"),
+    Name(
+        "DCGM_FI_DEV_ECC_SBE_VOL_TOTAL",
+        "Corrected memory errors.",
+        "ecc_errors_total",
+        part="corrected",
+        kind="unknown",
+    ),
+    Name(
+        "DCGM_FI_DEV_ECC_DBE_VOL_TOTAL",
+        "Uncorrected memory errors.",
+        "ecc_errors_total",
+        part="uncorrected",
+        kind="unknown",
+    ),
+    Name("DCGM_FI_DEV_PCIE_REPLAY_COUNTER", "PCIe retries.", "pcie_replays_total", kind="unknown"),
+)
+
+
+def families(view: View) -> Iterable[Metric]:
+    """Yield the families of all devices that measure something of it."""
+    host = node_name()
+    made: dict[str, GaugeMetricFamily | UnknownMetricFamily] = {}
+
+    def add(name: str, about: str, kind: str, labels: Mapping[str, str], value: float) -> None:
+        family = made.get(name)
+        if family is None:
+            make = GaugeMetricFamily if kind == "gauge" else UnknownMetricFamily
+            family = made[name] = make(name, about, labels=tuple(labels))
+        family.add_metric(tuple(labels.values()), value)
+
+    for resource in view.resources:
+        for number, seen in enumerate(resource.devices):
+            if not seen.load:
+                continue
+            labels = _labels(seen, number, host)
+            for one in NAMES:
+                if (value := _part(seen.load.get(one.quantity), one.part)) is not None:
+                    add(one.name, one.about, one.kind, labels, value / one.unit)
+            used, total = _part(seen.load.get("memory_used_bytes")), _part(seen.load.get("memory_total_bytes"))
+            if used is not None and total is not None:
+                add("DCGM_FI_DEV_FB_FREE", "Free memory (in MiB).", "gauge", labels, (total - used) / MIB)
+            codes = seen.load.get("xid_errors_total")
+            if isinstance(codes, dict):
+                for code, count in codes.items():
+                    # Not DCGM_FI_DEV_XID_ERRORS, the last code ever seen: a gauge that never goes back.
+                    about = "XID errors since the agent's start, by code."
+                    add("DCGM_EXP_XID_ERRORS_COUNT", about, "gauge", {**labels, "xid": code}, count)
+    return made.values()
+
+
+def _labels(seen: DeviceView, number: int, host: str) -> dict[str, str]:
+    attributes = seen.device.attributes
+
+    def attribute(*names: str) -> str:
+        return next((str(attributes[name]) for name in names if name in attributes), "")
+
+    part = "parentUUID" in attributes
+    index = attribute("parentIndex") if part else attribute("index") or str(number)
+    minor = attribute("parentMinor") if part else attribute("minor") or index
+    instance = attribute("gpuInstance") or seen.device.id
+    if attribute("computeInstance") not in ("", "0"):
+        instance += f"/{attribute('computeInstance')}"  # several of them in one instance of the GPU
+    holder = seen.holds[0] if len(seen.holds) == 1 else None
+    return {
+        "gpu": index,
+        "UUID": attribute("parentUUID", "uuid") or seen.device.id,
+        "device": f"nvidia{minor}" if minor else "",
+        "modelName": attribute("productName", "model"),
+        "Hostname": host,
+        # An empty label is an absent one to Prometheus.
+        "GPU_I_PROFILE": attribute("profile") if part else "",
+        "GPU_I_ID": instance if part else "",
+        "namespace": holder.namespace if holder is not None else "",
+        "pod": holder.pod if holder is not None else "",
+        "container": holder.container if holder is not None else "",
+    }
+
+
+def _part(value: Value | None, part: str = "") -> float | None:
+    if isinstance(value, dict):
+        return value.get(part) if part else None
+    return value if part in ("", "gpu") else None

@@ -1,0 +1,257 @@
+"""Running as a process: signals, the config file and its changes, the metrics address, the exit status.
+
+The agent itself knows nothing of these; the bridge's process is made of the same parts.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import gc
+import logging
+import signal
+import sys
+import time
+from collections.abc import Awaitable, Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+
+from deviceplugin import filewatch
+from deviceplugin.kubelet.orphaned_claims import OrphanedClaimGate, OrphanedClaims
+from deviceplugin.node.agent import Agent, AgentError
+from deviceplugin.node.paths import Paths
+from deviceplugin.source import DeviceSource
+
+if TYPE_CHECKING:
+    from deviceplugin.config import Config
+
+__all__ = ["Served", "read", "run", "run_config", "serve"]
+
+_LOG: Final = logging.getLogger(__name__)
+
+Take = Callable[["Config", Mapping[str, DeviceSource], Sequence[str]], Awaitable[None]]
+"""Serve what a config says now: the new and changed sources by resource, and the names of unchanged ones."""
+File = tuple[Path, bytes | None, "Config"]
+"""A config file: what was in it (None: it could not be read), and what that says."""
+
+
+@dataclass(frozen=True, slots=True)
+class Served:
+    """What a process runs: an agent, how it is run, and what takes a changed config."""
+
+    agent: Agent
+    run: Callable[[], Awaitable[None]]
+    take: Take
+
+    @classmethod
+    def plainly(cls, agent: Agent) -> Served:
+        """Return an agent with the plugin side alone."""
+
+        async def take(config: Config, changed: Mapping[str, DeviceSource], unchanged: Sequence[str]) -> None:
+            await agent.reconfigure(changed, unchanged)
+
+        return cls(agent, agent.run, take)
+
+
+def run(*sources: DeviceSource, argv: Sequence[str] | None = None) -> None:
+    """Serve these sources until SIGTERM or SIGINT; what the last line of an author's file calls.
+
+    The command line (or `argv`) may name the kubelet's directories and the log's form; `--help`
+    says how. Ends the process with status 1 if the node cannot be served.
+    """
+    from deviceplugin.node.options import parse_run
+
+    options = parse_run(argv)
+
+    def make() -> Served:
+        return Served.plainly(plugin_agent(sources, options.paths, names=options.metrics_address is not None))
+
+    status = serve(make, metrics_address=options.metrics_address)
+    if status:
+        sys.exit(status)
+
+
+def run_config(path: Path, paths: Paths, metrics_address: str | None = None) -> int:
+    """Serve what a config file says until SIGTERM or SIGINT, and what it says later when it changes.
+
+    Returns:
+        The process's exit status.
+
+    Raises:
+        ConfigError: the file cannot be used at the start; later that is only said.
+
+    """
+    from deviceplugin import sources
+
+    file = read(path)
+    first = file[-1]
+
+    def make() -> Served:
+        built = [sources.build(resource) for resource in first.resources]
+        return Served.plainly(plugin_agent(built, paths, names=metrics_address is not None))
+
+    return serve(make, metrics_address=metrics_address, config=file)
+
+
+def plugin_agent(sources: Sequence[DeviceSource], paths: Paths, *, names: bool) -> Agent:
+    """Return an agent that serves pods only, and withholds what claims of a bridge that was here before hold.
+
+    names: whether metrics show the names of pods.
+    """
+    agent: Agent
+
+    def driver_of(resource: str) -> str | None:
+        service = agent.services.get(resource)
+        return service.source.driver if service is not None else None
+
+    claims = OrphanedClaims(paths.kubelet_root)
+    gate = OrphanedClaimGate(claims, driver_of)
+    agent = Agent(sources, paths, keep_books=names, allocation_gate=gate, observers=[gate], orphaned=claims.held)
+    return agent
+
+
+def read(path: Path) -> File:
+    """Read a config file that is to be followed.
+
+    Raises:
+        ConfigError: it cannot be used.
+
+    """
+    from deviceplugin import config
+
+    content = _content(path)  # first: what changes from here on is noticed
+    return path, content, config.load(path)
+
+
+def serve(make: Callable[[], Served], *, metrics_address: str | None = None, config: File | None = None) -> int:
+    """Run what `make` makes in a loop of its own with the process's signals; return the exit status.
+
+    config: the file to follow.
+    """
+    try:
+        asyncio.run(_serve(make, metrics_address, config))
+    except AgentError as error:
+        _LOG.error("%s", error)  # what a user must mend, no traceback
+        return 1
+    return 0
+
+
+async def _serve(make: Callable[[], Served], metrics_address: str | None, config: File | None) -> None:
+    served = make()
+    loop = asyncio.get_running_loop()
+    reload = asyncio.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, served.agent.stop)
+    loop.add_signal_handler(signal.SIGHUP, reload.set)
+    with contextlib.ExitStack() as stack:
+        if metrics_address is not None:
+            from deviceplugin.metrics import collectors as metrics
+
+            try:
+                how = metrics.Options.of(config[-1].metrics) if config else None
+                stack.enter_context(metrics.serving(metrics_address, served.agent, how))
+            except OSError as error:
+                raise AgentError(f"cannot serve metrics at {metrics_address}: {error.strerror or error}") from error
+            # A page is rendered in another thread; the default, 5 ms, is what each step of the others may wait for it.
+            sys.setswitchinterval(0.0005)
+        gc.freeze()  # what is loaded stays: a collection takes 5 ms instead of 35
+        follower = asyncio.create_task(_follow_config(served.take, *config, reload) if config else _no_config(reload))
+        try:
+            await served.run()
+        finally:
+            follower.cancel()
+            await asyncio.gather(follower, return_exceptions=True)
+
+
+async def _no_config(reload: asyncio.Event) -> None:
+    while True:
+        await reload.wait()
+        reload.clear()
+        _LOG.info("SIGHUP: there is no config file to read again")
+
+
+SETTLE: Final = 0.05
+"""Seconds without another change after which a file counts as written."""
+
+
+async def _follow_config(take: Take, path: Path, content: bytes | None, current: Config, reload: asyncio.Event) -> None:
+    """Read the file again at SIGHUP and whenever it changes, a ConfigMap's `..data` swap included.
+
+    content: what stood in it before it was read as `current`.
+    """
+    with filewatch.shared().watch([str(path.absolute().parent)], writes=True) as watch:
+        asked = asyncio.create_task(_wake_on(reload, watch))
+        try:
+            while True:
+                now = await asyncio.to_thread(_content, path)
+                if now != content or reload.is_set():
+                    reload.clear()
+                    content = now
+                    current = await _reload(take, path, current)
+                hinted = await watch.wait(30.0)
+                if hinted and not reload.is_set():
+                    deadline = time.monotonic() + 2.0
+                    while await watch.wait(SETTLE) and time.monotonic() < deadline:
+                        pass
+        finally:
+            asked.cancel()
+
+
+async def _wake_on(event: asyncio.Event, watch: filewatch.Watch) -> None:
+    while True:
+        await event.wait()
+        watch.wake()
+        await asyncio.sleep(SETTLE)
+
+
+def _content(path: Path) -> bytes | None:
+    from deviceplugin.config import MAX_BYTES
+
+    try:
+        with path.open("rb") as file:
+            return file.read(MAX_BYTES + 1)
+    except OSError:
+        return None
+
+
+async def _reload(take: Take, path: Path, current: Config) -> Config:
+    """Serve what the file says now; a file that cannot be used changes nothing."""
+    from deviceplugin import config, sources
+
+    try:
+        wanted = await asyncio.to_thread(config.load, path)
+        before: Mapping[str, Hashable] = {resource.name: resource for resource in current.resources}
+        after = {resource.name: resource for resource in wanted.resources}
+        changed = {name: sources.build(one) for name, one in after.items() if before.get(name) != one}
+    except Exception as error:  # whatever is wrong with it, what runs goes on
+        _LOG.error("the config file was not taken, everything goes on as it was:\n%s", error)
+        return current
+    gone = before.keys() - after.keys()
+    if wanted.metrics != current.metrics:
+        _LOG.warning("%s: `metrics` is read at the start; the change is taken when the agent is started again", path)
+    if not changed and not gone:
+        _LOG.info("%s was read again: nothing changed", path)
+        return wanted
+    try:
+        await take(wanted, changed, [name for name in after if name not in changed])
+    except AgentError as error:  # what a user must mend, no traceback
+        _LOG.error("%s was read again, but not all of it is served: %s", path, error)
+        return wanted
+    except Exception:  # the file is followed all the same
+        _LOG.exception("%s was read again, but not all of it is served", path)
+        return wanted
+    _LOG.info(
+        "%s was read again: %s",
+        path,
+        "; ".join(
+            f"{what} {', '.join(sorted(names))}"
+            for what, names in (
+                ("new", after.keys() - before.keys()),
+                ("changed", changed.keys() & before.keys()),
+                ("gone", gone),
+            )
+            if names
+        ),
+    )
+    return wanted

@@ -1,0 +1,167 @@
+"""The CDI files of prepared claims, and the answers to the kubelet that name what is in them."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Final
+
+import msgspec
+
+from deviceplugin import cdi, filewatch
+from deviceplugin.device import ContainerEdits, EditConflictError
+from deviceplugin.kubelet.registration import Backoff
+from dra_bridge.driver.claims import ClaimError
+from dra_bridge.driver.served import Group
+from dra_bridge.driver.turns import Turns, in_thread
+from dra_bridge.ledger import AsyncLedger, Claim
+
+__all__ = ["ClaimFiles", "Prepared", "PreparedDevice", "prepared_of"]
+
+_LOG: Final = logging.getLogger(__name__)
+
+LOOK: Final = 30.0
+"""Seconds between two looks for missing CDI files, should every hint be lost."""
+
+SETTLE: Final = 0.5
+"""Seconds from a hint that CDI files changed to the look for missing ones; many hints make one look."""
+
+_HOLDING: Final = "claim"
+_SEEING: Final = "admin"
+
+
+class PreparedDevice(msgspec.Struct, frozen=True, omit_defaults=True):
+    """One device of an answer to the kubelet. request: without the subrequest."""
+
+    request: str
+    pool: str
+    device: str
+    cdi_ids: tuple[str, ...] = ()
+    share: str = ""
+
+
+class Prepared(msgspec.Struct, frozen=True, omit_defaults=True):
+    """A claim's answer as the ledger keeps it. spec: the CDI file's text, "" if there is none to write."""
+
+    devices: tuple[PreparedDevice, ...]
+    spec: str = ""
+    boot: str = ""
+
+
+def prepared_of(claim: Claim) -> Prepared | None:
+    """Return the answer that a ledger keeps of a claim; None if there is none, or an older agent's."""
+    if claim.result is None:
+        return None
+    try:
+        return msgspec.json.decode(claim.result, type=Prepared)
+    except msgspec.DecodeError:
+        return None
+
+
+class ClaimFiles:
+    """The CDI files of one driver's claims.
+
+    Args:
+        driver: its name.
+        directory: where the runtime looks for CDI files.
+        async_ledger: the ledger, which knows what is in them.
+        turns: of the claims.
+        boot: what tells one boot of the node from another: devices are set up again after a reboot.
+
+    """
+
+    def __init__(self, driver: str, directory: str, async_ledger: AsyncLedger, turns: Turns, boot: str) -> None:
+        self.boot: Final = boot
+        self._driver = driver
+        self._store = cdi.Store(driver, directory)
+        self._ledger = async_ledger
+        self._turns = turns
+
+    def answer(self, uid: str, groups: Sequence[Group], edits: Mapping[str, Sequence[ContainerEdits]]) -> Prepared:
+        """Make a claim's answer and its CDI file; blocks, also for looking at device nodes.
+
+        One CDI device a request, so that a container gets the edits of its own requests and each
+        once; the request's first device carries it. Its name tells the devices, as evidence (R8).
+        """
+        listed: dict[str, ContainerEdits] = {}
+        devices: list[PreparedDevice] = []
+        for request, of_request in edits.items():
+            try:
+                merged = ContainerEdits.merge(of_request)
+            except EditConflictError as error:
+                raise ClaimError("conflict", f"request {request!r}: {error}") from error
+            members = [(group, result) for group in groups if group.request == request for result in group.results]
+            ids = list(merged.cdi)
+            if merged.env or merged.nodes or merged.mounts:
+                kind = _SEEING if all(group.admin for group, _ in members) else _HOLDING
+                held = dict.fromkeys(result.device for group, result in members if not group.admin or kind == _SEEING)
+                name = "_".join((kind, uid, request, *held))
+                listed[name] = merged
+                ids.insert(0, cdi.qualified(self._driver, name))
+            for _, result in members:
+                devices.append(PreparedDevice(request, result.pool, result.device, tuple(ids), result.share_id or ""))
+                ids = []
+        if not listed:
+            self._store.remove(uid)
+            return Prepared(tuple(devices), "", self.boot)
+        data = cdi.encode(cdi.build(self._driver, listed))
+        self._store.write(uid, data)
+        return Prepared(tuple(devices), data.decode(), self.boot)
+
+    async def write(self, uid: str, prepared: Prepared) -> bool:
+        """Write a prepared claim's CDI file, in its turn; return False if it was there already or needs none."""
+        return bool(prepared.spec) and await in_thread(self._store.write, uid, prepared.spec.encode())
+
+    async def remove(self, uid: str) -> None:
+        """Remove a claim's file, in its turn, if it is there."""
+        await in_thread(self._store.remove, uid)
+
+    async def claims(self) -> frozenset[str]:
+        """Return the UIDs of the claims that have a file."""
+        return frozenset(await in_thread(self._store.list))
+
+    def holding(self) -> Iterator[tuple[str, list[str]]]:
+        """Yield the claims that have a file, by UID, and the published names of the devices that they hold; blocks."""
+        for uid in self._store.list():
+            kinds = (name.split("_") for name in self._store.device_names(uid))
+            yield uid, [name for kind, *names in kinds if kind == _HOLDING for name in names[2:]]
+
+    async def keep(self) -> None:
+        """Write CDI files again soon after they were removed, until cancelled.
+
+        Without its file a container cannot be restarted, and the kubelet prepares a claim only once.
+        Returns when the directory was deleted on the host while a container has it mounted: the host
+        may have another one in its place, but this mount shows the deleted one until it is made anew.
+        """
+        backoff = Backoff(first=1.0, most=60.0)
+        with filewatch.shared().watch([os.path.realpath(self._store.directory)]) as watch:
+            while not await in_thread(self._store.deleted):
+                if error := await self._restore():
+                    _LOG.warning("%s: CDI files are missing: %s", self._driver, error)
+                    await asyncio.sleep(backoff.next())
+                    continue
+                backoff.reset()
+                if await watch.wait(LOOK):
+                    await asyncio.sleep(SETTLE)
+
+    async def _restore(self) -> str:
+        """Write the files of prepared claims that are not there; return why one could not be written, or ""."""
+        there = await in_thread(self._store.list)
+        claims = [claim for claim in self._ledger.snapshot.claims.values() if claim.driver == self._driver]
+        errors = await asyncio.gather(*(self._restore_one(claim.uid) for claim in claims if claim.uid not in there))
+        return next(filter(None, errors), "")
+
+    async def _restore_one(self, uid: str) -> str:
+        async with self._turns.of(uid):
+            known = self._ledger.snapshot.claims.get((self._driver, uid))
+            prepared = prepared_of(known) if known is not None else None
+            if prepared is None or prepared.boot != self.boot:
+                return ""
+            try:
+                if await self.write(uid, prepared):
+                    _LOG.warning("%s: the CDI file of claim %s was removed; it is written again", self._driver, uid)
+            except cdi.CdiError as error:
+                return str(error)
+            return ""

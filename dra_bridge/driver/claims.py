@@ -1,0 +1,279 @@
+"""What the kubelet and the API server say of a claim, and the parameters of its requests. Pure."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any, Final, NamedTuple, TypeVar
+
+import msgspec
+
+__all__ = [
+    "Allocation",
+    "ClaimError",
+    "ClaimRef",
+    "Config",
+    "Opaque",
+    "Result",
+    "check_ref",
+    "decoded_config",
+    "is_uid",
+    "parse_allocation",
+]
+
+_T = TypeVar("_T")
+
+_UID: Final = re.compile(r"[A-Za-z0-9]([A-Za-z0-9-]{0,62}[A-Za-z0-9])?")
+_SUBDOMAIN: Final = re.compile(r"[a-z0-9]([-a-z0-9.]{0,251}[a-z0-9])?")
+_PLACE: Final = re.compile(r"`\$\.([^`.\[]+)")
+"""How msgspec names a field: at `$.field`."""
+
+
+class ClaimError(Exception):
+    """Raised when a claim cannot be prepared or unprepared; the text is for `kubectl describe pod`.
+
+    reason: one word, for counting.
+    """
+
+    def __init__(self, reason: str, message: str) -> None:
+        super().__init__(message)
+        self.reason = reason
+
+
+class ClaimRef(NamedTuple):
+    """What the kubelet says of a claim."""
+
+    namespace: str
+    name: str
+    uid: str
+
+    @property
+    def title(self) -> str:
+        """Namespace and name, for messages."""
+        return f"{self.namespace}/{self.name}"
+
+
+def is_uid(text: str) -> bool:
+    """Whether this can be the UID of a claim, and so a part of a file's name."""
+    return _UID.fullmatch(text) is not None
+
+
+def check_ref(ref: ClaimRef) -> None:
+    """Raise ClaimError if this cannot be a claim."""
+    if not is_uid(ref.uid):
+        raise ClaimError("malformed", f"{ref.uid!r} is not the UID of a claim")
+    if not _SUBDOMAIN.fullmatch(ref.namespace) or not _SUBDOMAIN.fullmatch(ref.name):
+        raise ClaimError("malformed", f"{ref.title!r} is not the name of a claim")
+
+
+class _Meta(msgspec.Struct):
+    uid: str = ""
+    name: str = ""
+
+
+class Result(msgspec.Struct, frozen=True, rename="camel"):
+    """One allocated device (resource.k8s.io, DeviceRequestAllocationResult; the same in v1beta1 to v1)."""
+
+    request: str
+    driver: str
+    pool: str
+    device: str
+    admin_access: bool | None = None
+    share_id: str | None = msgspec.field(default=None, name="shareID")
+    tolerations: list[dict[str, Any]] | None = None
+
+
+class Opaque(msgspec.Struct, frozen=True):
+    """Parameters for one driver (resource.k8s.io, OpaqueDeviceConfiguration)."""
+
+    driver: str
+    parameters: Any = None
+
+
+class Config(msgspec.Struct, frozen=True):
+    """One piece of configuration (resource.k8s.io, DeviceAllocationConfiguration)."""
+
+    source: str = ""
+    requests: list[str] | None = None
+    opaque: Opaque | None = None
+
+
+class _Devices(msgspec.Struct):
+    results: list[Result] | None = None
+    config: list[Config] | None = None
+
+
+class _Allocation(msgspec.Struct):
+    devices: _Devices | None = None
+
+
+class _User(msgspec.Struct, rename="camel"):
+    resource: str = ""
+    uid: str = ""
+    api_group: str = ""
+
+
+class _Status(msgspec.Struct, rename="camel"):
+    allocation: _Allocation | None = None
+    reserved_for: list[_User] | None = None
+
+
+class _Claim(msgspec.Struct):
+    metadata: _Meta
+    status: _Status | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Allocation:
+    """What a claim has of one driver on one node.
+
+    config: this driver's only, class before claim. reserved: for a pod or something else. pods: UIDs of these pods.
+    """
+
+    results: tuple[Result, ...]
+    config: tuple[Config, ...]
+    reserved: bool
+    pods: frozenset[str] = frozenset()
+
+
+def parse_allocation(claim: Mapping[str, Any] | None, ref: ClaimRef, driver: str, pool: str) -> Allocation:
+    """Return what the claim has of this driver on this node.
+
+    Raises:
+        ClaimError: it is gone, another one, not allocated, or allocated elsewhere.
+
+    """
+    if claim is None:
+        raise ClaimError("gone", f"claim {ref.title} does not exist any more")
+    try:
+        parsed = msgspec.convert(claim, _Claim)
+    except msgspec.ValidationError as error:
+        raise ClaimError("malformed", f"claim {ref.title} is not understood: {error}") from error
+    if parsed.metadata.uid != ref.uid:
+        raise ClaimError(
+            "replaced", f"claim {ref.title} is another one by now: its UID is {parsed.metadata.uid}, not {ref.uid}"
+        )
+    allocation = parsed.status.allocation if parsed.status else None
+    if allocation is None or parsed.status is None:
+        raise ClaimError("unallocated", f"claim {ref.title} is not allocated")
+    devices = allocation.devices or _Devices()
+    results = tuple(result for result in devices.results or () if result.driver == driver)
+    if not results:
+        raise ClaimError("foreign", f"the allocation of claim {ref.title} names no device of driver {driver}")
+    for result in results:
+        if result.pool != pool:
+            raise ClaimError(
+                "foreign",
+                f"device {result.device!r} of request {result.request!r} is in pool {result.pool!r}, "
+                f"this node's is {pool!r}",
+            )
+    ours = [config for config in devices.config or () if config.opaque is not None and config.opaque.driver == driver]
+    # Within each of the two the API server keeps the author's order.
+    ordered = sorted(ours, key=lambda config: config.source != "FromClass")
+    users = parsed.status.reserved_for or ()
+    pods = frozenset(user.uid for user in users if user.resource == "pods" and not user.api_group and user.uid)
+    return Allocation(results, tuple(ordered), bool(users), pods)
+
+
+def decoded_config(config_type: type[_T] | None, config: Sequence[Config], request: str) -> _T | None:
+    """Return the parameters of one request, decoded strictly.
+
+    Objects are laid over each other, fields of the claim over fields of the class. `apiVersion`
+    and `kind` may be there or not; any other field that the type does not know is an error.
+
+    Args:
+        config_type: the author's type, None if the driver takes no parameters.
+        config: this driver's, class before claim.
+        request: the request as the allocation names it, with its subrequest ("gpu/big").
+
+    Raises:
+        ClaimError: an unknown field, a wrong type, a value that is refused, or no parameters at
+            all where some are needed. The message names the field.
+
+    """
+    main = request.partition("/")[0]
+    merged: dict[str, Any] = {}
+    origin = "no parameters"
+    origins: dict[str, str] = {}
+    for piece in config:
+        if piece.requests and request not in piece.requests and main not in piece.requests:
+            continue
+        origin = "parameters of the class" if piece.source == "FromClass" else "parameters of the claim"
+        parameters = piece.opaque.parameters if piece.opaque else None
+        if config_type is None:
+            raise ClaimError("config", f"request {request!r}: {origin}: this driver takes none")
+        if not isinstance(parameters, Mapping):
+            raise ClaimError("config", f"request {request!r}: {origin} must be an object, not {parameters!r:.60}")
+        merged.update(parameters)
+        origins.update(dict.fromkeys(parameters, origin))
+        _convert(config_type, parameters, request, origin, partly=True)
+    if config_type is None:
+        return None
+    converted: _T = _convert(config_type, merged, request, origin, origins)
+    return converted
+
+
+def _convert(
+    config_type: Any,
+    value: Mapping[str, Any],
+    request: str,
+    origin: str,
+    origins: Mapping[str, str] = MappingProxyType({}),
+    *,
+    partly: bool = False,
+) -> Any:
+    """Convert parameters, or only see whether all fields are known (partly).
+
+    origin: what they are, for people. origins: where each field is from, if not all are from there.
+    """
+    try:
+        info = msgspec.inspect.type_info(config_type)
+        known = {name for name, _ in _fields(info)}
+        value = {key: item for key, item in value.items() if key in known or key not in {"apiVersion", "kind"}}
+        unknown = next(_unknown(value, info, ""), None)
+        if unknown is not None:
+            raise ClaimError("config", f"request {request!r}: {origin}: unknown field {unknown}")
+        return None if partly else msgspec.convert(value, config_type)
+    except (msgspec.ValidationError, ValueError, TypeError, RecursionError) as error:
+        named = _PLACE.search(str(error))
+        origin = origins.get(named[1], origin) if named else origin
+        raise ClaimError("config", f"request {request!r}: {origin}: {error}") from error
+
+
+def _fields(info: msgspec.inspect.Type) -> list[tuple[str, msgspec.inspect.Type]]:
+    if isinstance(info, msgspec.inspect.StructType | msgspec.inspect.DataclassType | msgspec.inspect.TypedDictType):
+        fields = [(item.encode_name, item.type) for item in info.fields]
+        if isinstance(info, msgspec.inspect.StructType) and info.tag_field:
+            fields.append((info.tag_field, msgspec.inspect.AnyType()))
+        return fields
+    return []
+
+
+def _unknown(value: Any, info: msgspec.inspect.Type, path: str) -> Iterator[str]:
+    """Yield the fields that the type does not know; msgspec's own strictness is the author's to switch on."""
+    if isinstance(info, msgspec.inspect.UnionType):
+        # Of several kinds of objects, the one that it fits best is meant.
+        problems = [list(_unknown(value, kind, path)) for kind in info.types if _may_be(value, kind)]
+        yield from min(problems, key=len, default=[])
+    elif isinstance(value, Mapping):
+        fields = dict(_fields(info))
+        if fields or isinstance(info, msgspec.inspect.StructType | msgspec.inspect.DataclassType):
+            for key, item in value.items():
+                if key in fields:
+                    yield from _unknown(item, fields[key], f"{path}{key}.")
+                else:
+                    yield f"{f'{path}{key}' or repr(key)}; there are {', '.join(fields) or 'none'}"
+        elif isinstance(info, msgspec.inspect.DictType):
+            for key, item in value.items():
+                yield from _unknown(item, info.value_type, f"{path}{key}.")
+    elif isinstance(value, list) and isinstance(info, msgspec.inspect.CollectionType):
+        for index, item in enumerate(value):
+            yield from _unknown(item, info.item_type, f"{path.rstrip('.')}[{index}].")
+
+
+def _may_be(value: Any, info: msgspec.inspect.Type) -> bool:
+    if isinstance(value, Mapping):
+        return isinstance(info, msgspec.inspect.DictType | msgspec.inspect.AnyType) or bool(_fields(info))
+    return not _fields(info)

@@ -1,0 +1,55 @@
+"""How many devices of a resource claims are to have."""
+
+from __future__ import annotations
+
+import math
+import re
+from dataclasses import dataclass
+from typing import Literal
+
+__all__ = ["Drain", "Share", "ShareError", "parse_share"]
+
+Drain = Literal["cordon", "wait"]
+"""What pods that hold a device on its way get: the device stays out of new pods, or is only avoided."""
+
+
+class ShareError(ValueError):
+    """Raised when a share is not one."""
+
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """How many of a node's devices claims are to have: a count, or a part of all (0 to 1)."""
+
+    count: int | None = None
+    part: float = 0.0
+
+    def of(self, total: int) -> int:
+        """Return how many of `total` devices that is; parts are rounded to the nearest, halves up."""
+        if self.count is not None:
+            return min(self.count, total)
+        return min(total, math.floor(self.part * total + 0.5))
+
+    def __str__(self) -> str:
+        if self.count is not None:
+            return str(self.count) if self.count else "none"
+        return "all" if self.part == 1 else f"{self.part:.0%}"
+
+
+def parse_share(text: str | int) -> Share:
+    """Read a share: none, all, a count, or a percentage.
+
+    Raises:
+        ShareError: it is none of them.
+
+    """
+    word = str(text).strip()
+    if word == "none":
+        return Share(0)
+    if word == "all":
+        return Share(part=1.0)
+    if re.fullmatch(r"[0-9]{1,7}", word):
+        return Share(int(word))
+    if re.fullmatch(r"100%|[1-9]?[0-9]%", word):
+        return Share(part=int(word[:-1]) / 100)
+    raise ShareError(f"{word!r} is not a share; write none, all, a number of devices, or a percentage such as 50%")

@@ -1,0 +1,261 @@
+"""HTTP to one API server, by aiohttp: bounds, the proxy, and errors of our own.
+
+Deadlines are the caller's (`asyncio.timeout`). Nothing here follows a redirect, keeps a cookie or
+takes a compressed answer.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ipaddress
+import os
+import socket
+import ssl
+import urllib.parse
+from collections.abc import AsyncIterator, Iterator, Mapping
+from typing import Any, Final, NamedTuple
+
+import aiohttp
+import yarl
+from aiohttp.http import HttpProcessingError
+
+__all__ = ["HttpClient", "HttpError", "Response", "proxy_of"]
+
+MOST: Final = 32
+"""Connections at one time, those of watches included."""
+IDLE: Final = 60.0
+"""Seconds after which a kept connection is not used any more."""
+MAX_BODY: Final = 64 * 2**20
+"""Bytes of one answer: 500 objects (a page of a list) of 128 KiB each."""
+MAX_LINE: Final = 8 * 2**20
+"""Bytes of one watch event: kube-apiserver takes objects of up to 3 MiB, etcd of 1.5 MiB."""
+
+_KEEPALIVE: Final = (
+    (socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1),
+    (socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 15),
+    (socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 5),
+    (socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 3),
+    (socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 30_000),
+)
+"""A peer that is gone without a FIN (node or load balancer lost) is noticed after 30 s, also by a silent watch."""
+
+
+class HttpError(Exception):
+    """Raised when there is no answer, or one that is no HTTP or too large."""
+
+
+class Response(NamedTuple):
+    """An answer. body: empty if it is streamed."""
+
+    status: int
+    headers: Mapping[str, str]
+    body: bytes = b""
+
+
+@contextlib.contextmanager
+def _own_errors() -> Iterator[None]:
+    try:
+        yield
+    except (aiohttp.ClientError, HttpProcessingError) as error:
+        raise HttpError(str(error) or type(error).__name__) from error
+
+
+def _socket(address: aiohttp.AddrInfoType) -> socket.socket:
+    made = socket.socket(*address[:3])
+    for option in _KEEPALIVE:
+        with contextlib.suppress(OSError):
+            made.setsockopt(*option)
+    return made
+
+
+class _Connector(aiohttp.TCPConnector):
+    """Gives out no connection on which something came before the request.
+
+    aiohttp keeps a response that comes on an idle connection and takes it as the answer to the next
+    request (aio-libs/aiohttp#13656, seen with 3.14.5).
+    """
+
+    async def connect(self, *args: Any, **kwargs: Any) -> aiohttp.connector.Connection:
+        for _ in range(MOST + 1):
+            connection = await super().connect(*args, **kwargs)
+            if connection.protocol is None or not connection.protocol.should_close:
+                return connection
+            connection.close()
+        raise aiohttp.ServerDisconnectedError("the server answers before it is asked")
+
+
+class HttpClient:
+    """One HTTP server. Belongs to one event loop.
+
+    Raises of all methods: OSError and HttpError.
+
+    Args:
+        url: scheme, host, port and perhaps the beginning of all paths.
+        tls: for https.
+        proxy: the URL of an HTTP proxy on the way, "" for none.
+        server_name: the name in the server's certificate if it is not the host, "" if it is.
+
+    """
+
+    def __init__(self, url: str, tls: ssl.SSLContext | None = None, proxy: str = "", server_name: str = "") -> None:
+        parts, via = urllib.parse.urlsplit(url), urllib.parse.urlsplit(proxy)
+        if parts.scheme not in ("http", "https") or not parts.hostname:
+            raise ValueError(f"{url!r} is not the URL of an HTTP server")
+        if proxy and (via.scheme not in ("http", "https") or not via.hostname):
+            raise ValueError(f"{via.hostname or proxy!r} is not the URL of an HTTP proxy")
+        self.url = url
+        self._base = url.rstrip("/")
+        self._options: dict[str, Any] = {"allow_redirects": False}
+        if proxy:
+            host = via.netloc.rpartition("@")[2]
+            self._options["proxy"] = via._replace(netloc=host).geturl()
+            if via.username is not None:
+                user, password = map(urllib.parse.unquote, (via.username, via.password or ""))
+                self._options["proxy_headers"] = {"Proxy-Authorization": aiohttp.encode_basic_auth(user, password)}
+        if server_name:
+            self._options["server_hostname"] = server_name
+        self._tls = tls
+        self._session: aiohttp.ClientSession | None = None
+        self._busy = 0
+        self._retired = False
+
+    def __repr__(self) -> str:
+        return f"<Server {self.url}: {self._busy} requests under way>"
+
+    async def aclose(self) -> None:
+        """Close all connections; requests under way fail."""
+        session, self._session = self._session, None
+        if session is not None:
+            await session.close()
+
+    async def retire(self) -> bool:
+        """Take no more requests; return whether any is under way, which goes on. The last one closes."""
+        self._retired = True
+        if not self._busy:
+            await self.aclose()
+        return bool(self._busy)
+
+    async def request(self, method: str, target: str, headers: Mapping[str, str], content: bytes = b"") -> Response:
+        """Send a request and read the whole answer. target: path and query."""
+        async with self._exchange(method, target, headers, content) as response:
+            return Response(response.status, response.headers, await self._body(response))
+
+    @contextlib.asynccontextmanager
+    async def stream(
+        self, method: str, target: str, headers: Mapping[str, str]
+    ) -> AsyncIterator[tuple[Response, AsyncIterator[bytes]]]:
+        """Send a request; the lines of a 200's body come one by one, and may be left unread."""
+        async with self._exchange(method, target, headers, b"") as response:
+            body = b"" if response.status == 200 else await self._body(response)
+            yield Response(response.status, response.headers, body), self._lines(response)
+
+    @contextlib.asynccontextmanager
+    async def _exchange(
+        self, method: str, target: str, headers: Mapping[str, str], content: bytes
+    ) -> AsyncIterator[aiohttp.ClientResponse]:
+        self._busy += 1
+        try:
+            with _own_errors():
+                url = yarl.URL(f"{self._base}{target}", encoded=True)
+                asked = self._opened().request(method, url, headers=headers, data=content or None, **self._options)
+                async with asked as response:
+                    try:
+                        yield response
+                    finally:
+                        # What is left unread is not closed politely: TLS would wait for the server's answer, and
+                        # nobody would wait for TLS.
+                        connection = response.connection
+                        if connection is not None and connection.transport is not None:
+                            connection.transport.abort()
+        finally:
+            self._busy -= 1
+            if self._retired and not self._busy:
+                await self.aclose()
+
+    def _opened(self) -> aiohttp.ClientSession:
+        if self._session is None:
+            connector = _Connector(limit=MOST, keepalive_timeout=IDLE, ssl=self._tls or True, socket_factory=_socket)
+            self._session = aiohttp.ClientSession(
+                connector=connector,
+                timeout=aiohttp.ClientTimeout(total=None),
+                cookie_jar=aiohttp.DummyCookieJar(),
+                auto_decompress=False,
+                headers={"Accept-Encoding": "identity"},
+            )
+        return self._session
+
+    @staticmethod
+    async def _body(response: aiohttp.ClientResponse) -> bytes:
+        body = bytearray()
+        async for piece in response.content.iter_any():
+            body += piece
+            if len(body) > MAX_BODY:
+                raise HttpError(f"the answer is larger than {MAX_BODY >> 20} MiB")
+        return bytes(body)
+
+    @staticmethod
+    async def _lines(response: aiohttp.ClientResponse) -> AsyncIterator[bytes]:
+        with _own_errors():
+            while line := await response.content.readline(max_line_length=MAX_LINE):
+                yield line
+
+
+def proxy_of(url: str) -> str:
+    """Return the proxy that the environment names for a server, "" for none, as client-go reads it.
+
+    The rules of golang.org/x/net/http/httpproxy: HTTPS_PROXY or HTTP_PROXY by the server's scheme;
+    NO_PROXY with names, addresses and CIDR ranges; localhost and loopback addresses never by a proxy.
+    """
+    parts = urllib.parse.urlsplit(url)
+    proxy = _variable(f"{parts.scheme}_proxy")
+    host = (parts.hostname or "").lower()
+    if not proxy or _is_direct(host, parts.port or (443 if parts.scheme == "https" else 80), _variable("no_proxy")):
+        return ""
+    return proxy if "://" in proxy else f"http://{proxy}"
+
+
+def _variable(name: str) -> str:
+    return os.environ.get(name.upper()) or os.environ.get(name) or ""
+
+
+def _is_direct(host: str, port: int, rules: str) -> bool:
+    address = _address(host)
+    if host == "localhost" or (address is not None and address.is_loopback):
+        return True
+    for rule in filter(None, (one.strip().lower() for one in rules.split(","))):
+        if rule == "*":
+            return True
+        if "/" in rule:
+            with contextlib.suppress(ValueError):
+                if address is not None and address in ipaddress.ip_network(rule, strict=False):
+                    return True
+            continue
+        name, wanted = _split_port(rule)
+        if not name or wanted not in ("", str(port)):
+            continue
+        listed = _address(name)
+        if listed is not None or address is not None:
+            direct = listed == address
+        elif name.startswith((".", "*.")):
+            direct = host.endswith(name.removeprefix("*"))
+        else:
+            direct = f".{host}".endswith(f".{name}")
+        if direct:
+            return True
+    return False
+
+
+def _address(text: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
+    try:
+        address = ipaddress.ip_address(text)
+    except ValueError:
+        return None
+    return getattr(address, "ipv4_mapped", None) or address
+
+
+def _split_port(rule: str) -> tuple[str, str]:
+    """Return host and port of `host`, `host:port`, `[address]:port` or an address."""
+    if rule.startswith("[") or rule.count(":") == 1:
+        host, _, port = rule.rpartition(":")
+        return host.strip("[]"), port
+    return rule, ""

@@ -1,0 +1,240 @@
+"""The rules R1, R2, R5, R6 and R7 as predicates over a snapshot, and the evidence that they are given."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+
+from dra_bridge.ledger.records import NONE, Claim, ClaimDevice, DeviceRecord, Hold, Holder, Snapshot, State
+
+__all__ = [
+    "ClaimEvidence",
+    "ClusterEvidence",
+    "Evidence",
+    "Held",
+    "KubeletEvidence",
+    "KubeletSnapshot",
+    "Refused",
+    "r1_refusal",
+    "r2_refusal",
+    "r2_taken",
+    "r5_waits_for",
+    "r6_waits_for",
+    "r7_releases",
+]
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """A kubelet device id in some container's hands, as the witnesses say.
+
+    holders: (pod UID, container) of each. pod: one of them for people. sure: not only an old checkpoint says so;
+    what is not sure counts as held, and proves nobody wrong. reason: why it counts as held, for people.
+    """
+
+    device: str
+    pod: str
+    sure: bool = True
+    holders: frozenset[Holder] = frozenset()
+    reason: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class KubeletSnapshot:
+    """Who holds what of one resource, by the witnesses (`deviceplugin.kubelet.holders`).
+
+    sequence: the ledger's before they were asked. at: when they began to be asked (monotonic seconds). awake: the
+    checkpoint was written after that; no own Allocate was in flight meanwhile. held: by the kubelet's id.
+    registered: devices that the kubelet counts as healthy. problem: why it is not awake.
+    """
+
+    sequence: int
+    at: float
+    awake: bool
+    held: Mapping[str, Held] = field(default_factory=lambda: NONE)
+    registered: frozenset[str] = frozenset()
+    problem: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class KubeletEvidence:
+    """What R5 asks for; times are monotonic seconds of one process.
+
+    sequence: the ledger's before any of it. shown: when the update with the device Unhealthy was sent, by device.
+    snapshot: begun after that.
+    """
+
+    sequence: int
+    shown: Mapping[str, float]
+    snapshot: KubeletSnapshot
+
+
+@dataclass(frozen=True, slots=True)
+class ClusterEvidence:
+    """What R6 asks for; times are monotonic seconds of one process.
+
+    sequence: the ledger's before any of it. withdrawn: when the API server accepted the slice
+    without the device, by device. listed_at: when a consistent LIST of all claims began.
+    allocated: namespace/name of a claim by the device that its allocation names, prepared or not.
+    """
+
+    sequence: int
+    withdrawn: Mapping[str, float]
+    listed_at: float
+    allocated: Mapping[str, str] = field(default_factory=lambda: NONE)
+
+
+@dataclass(frozen=True, slots=True)
+class ClaimEvidence:
+    """A claim whose allocation names devices of this node, or whose CDI file lies here.
+
+    prepared: there is a CDI file, or the kubelet counts it as prepared. Namespace and name may be unknown ("") then.
+    pods: UIDs of its pods, as far as they are known. shares: by device, the part of it that the claim has, or "";
+    what is not in it is not known.
+    """
+
+    driver: str
+    uid: str
+    devices: frozenset[str]
+    prepared: bool
+    namespace: str = ""
+    name: str = ""
+    pods: frozenset[str] = frozenset()
+    shares: Mapping[str, str] = field(default_factory=lambda: NONE)
+
+
+@dataclass(frozen=True, slots=True)
+class Evidence:
+    """What is known of one resource's holders without the ledger (R8).
+
+    held: by unit, from the kubelet's checkpoint. claims: from the API server, the kubelet's claim state and the CDI
+    files. awake: the checkpoint was written at our own request; if not, it proves nothing by what it does not name.
+    """
+
+    held: Mapping[str, Held] = field(default_factory=lambda: NONE)
+    claims: Sequence[ClaimEvidence] = ()
+    awake: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class Refused:
+    """Why somebody does not get a device. `since`: Unix seconds, 0 if it was always so.
+
+    moving: a move to the side that was asked for has begun or goes on; another try makes sense.
+    """
+
+    resource: str
+    device: str
+    state: State
+    since: float
+    holder: str = ""
+    moving: bool = False
+
+    @property
+    def message(self) -> str:
+        """The refusal for people: device, side, since when, held by whom."""
+        text = f"device {self.device!r} of {self.resource} is {self.state.text}"
+        if self.since:
+            text += f" since {_utc(self.since)}"
+        if self.holder:
+            text += f", held by {self.holder}"
+        if self.moving:
+            text += "; it is being moved, another try will find it"
+        return text
+
+
+def r1_refusal(now: Snapshot, resource: str, device: str) -> Refused | None:
+    """R1: Allocate is granted in PLUGIN and TO_DRA; return the refusal elsewhere."""
+    record = now.device(resource, device)
+    if not record.state.allocates:
+        return Refused(resource, device, record.state, record.since, moving=record.state is State.TO_PLUGIN)
+    for claim in now.claims_on(resource, (device,)):
+        return Refused(resource, device, record.state, record.since, f"claim {claim.title}")
+    return None
+
+
+def r2_refusal(now: Snapshot, resource: str, device: str) -> Refused | None:
+    """R2: claims are prepared in DRA and TO_PLUGIN; return the refusal elsewhere."""
+    record = now.device(resource, device)
+    holder = next((hold.pod or "a pod" for hold in now.holds_on(resource, (device,))), "")
+    if not record.state.prepares:
+        return Refused(resource, device, record.state, record.since, holder, record.state is State.TO_DRA)
+    if holder:
+        return Refused(resource, device, record.state, record.since, holder)
+    return None
+
+
+def r2_taken(state: Snapshot, claim: Claim, wanted: ClaimDevice) -> Refused | None:
+    """R2 between claims: a device that is not shared has one claim, however the second came by it.
+
+    The scheduler sees to it, too, but of a pod that is deleted by force the API server forgets
+    the claim while its container still runs.
+    """
+    for other in state.claims_on(wanted.resource, (wanted.device,)):
+        if (other.driver, other.uid) == (claim.driver, claim.uid):
+            continue
+        # Of a claim that is known from its CDI file alone nobody knows whether it shares.
+        known = bool(other.name) or not wanted.share
+        if known and any(
+            not (wanted.share and one.share)
+            for one in other.devices
+            if (one.resource, one.device, one.admin) == (wanted.resource, wanted.device, False)
+        ):
+            record = state.device(wanted.resource, wanted.device)
+            return Refused(wanted.resource, wanted.device, record.state, record.since, f"claim {other.title}")
+    return None
+
+
+def r5_waits_for(now: Snapshot, record: DeviceRecord, evidence: KubeletEvidence) -> str:
+    """R5: say what the commit of TO_DRA still waits for; "" if it may be."""
+    shown = evidence.shown.get(record.device)
+    seen = evidence.snapshot
+    if evidence.sequence < record.sequence:
+        return "evidence from after the move began"
+    if shown is None:
+        return "ListAndWatch to show it Unhealthy"
+    for held in seen.held.values():
+        if held.device == record.device:
+            return f"pod {held.pod} ({held.reason})" if held.reason else f"pod {held.pod}"
+    if not seen.awake:
+        return f"a checkpoint that the kubelet has written since ({seen.problem or 'not asked for yet'})"
+    if seen.at < shown or record.device in seen.registered:
+        return "the kubelet to acknowledge that it is Unhealthy"
+    if seen.sequence < evidence.sequence:
+        return "a snapshot of the kubelet's holders"
+    for hold in now.holds_on(record.resource, (record.device,)):
+        return f"pod {hold.pod}" if hold.pod else f"the pod it was allocated to at {_utc(hold.since)}"
+    return ""
+
+
+def r6_waits_for(now: Snapshot, record: DeviceRecord, evidence: ClusterEvidence) -> str:
+    """R6: say what the commit of TO_PLUGIN still waits for; "" if it may be."""
+    accepted = evidence.withdrawn.get(record.device)
+    if evidence.sequence < record.sequence:
+        return "evidence from after the move began"
+    if accepted is None:
+        return "the API server to accept the slice without it"
+    if evidence.listed_at < accepted:
+        return "a list of claims"
+    if record.device in evidence.allocated:
+        return f"claim {evidence.allocated[record.device]}"
+    for claim in now.claims_on(record.resource, (record.device,)):
+        return f"claim {claim.title}"
+    return ""
+
+
+def r7_releases(hold: Hold, snapshot: KubeletSnapshot, apart: float) -> bool:
+    """R7: whether a grant whose pod no checkpoint has ever named is over.
+
+    Its pod may still be on its way from Allocate to the kubelet's checkpoint, so it takes two checkpoints without
+    it, each written at our request, well apart. What counts is when they were asked for, not when they are judged.
+    """
+    return snapshot.awake and hold.absent_since is not None and snapshot.at - hold.absent_since >= apart
+
+
+def _utc(seconds: float) -> str:
+    try:
+        return datetime.fromtimestamp(seconds, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+    except (ValueError, OverflowError, OSError):
+        return f"{seconds:g}"

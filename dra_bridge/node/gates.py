@@ -1,0 +1,98 @@
+"""Which gate decides what pods get of a resource: that of its driver's ledger, or one for all that have no driver."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from typing import Final
+
+import grpc
+
+from deviceplugin.exclusion import Key
+from deviceplugin.identity import Tokens
+from deviceplugin.kubelet.allocation_gate import AllocationGate, Refusal
+from deviceplugin.kubelet.exclusion_guard import Side as ExclusionSide
+
+__all__ = ["DENY_ALL", "DenyAll", "ResourceGates"]
+
+
+class DenyAll:
+    """The allocation gate of a resource whose ledger is not open yet, or not for it any more."""
+
+    def offers(self, resource: str, device: str) -> bool:
+        """Offer nothing."""
+        return False
+
+    def avoids(self, resource: str) -> Collection[str]:
+        """Avoid nothing."""
+        return ()
+
+    def claimed(self, resource: str, device: str) -> bool:
+        """Count everything as held: nothing is known."""
+        return True
+
+    def withheld(self, resource: str) -> Mapping[str, str]:
+        """Name no device of its own."""
+        return {}
+
+    def held(self) -> Mapping[Key, Tokens]:
+        """Leave that to `claimed`."""
+        return {}
+
+    def side(self, resource: str, device: str) -> ExclusionSide:
+        """Return no side."""
+        return ""
+
+    async def grant(self, resource: str, names: Sequence[str], devices: Sequence[str]) -> None:
+        """Refuse."""
+        raise Refusal(grpc.StatusCode.UNAVAILABLE, "starting", f"{resource}: its ledger is not open now")
+
+
+DENY_ALL: Final = DenyAll()
+
+
+class ResourceGates:
+    """The allocation gate for the whole node: each resource's own gate decides.
+
+    free: decides about resources that have no driver. ledgers: returns the keepers of all drivers, also of those that
+    no resource names any more.
+    """
+
+    def __init__(self, free: AllocationGate, ledgers: Callable[[], Iterable[AllocationGate]] = tuple) -> None:
+        self.by_resource: dict[str, AllocationGate] = {}
+        self._free = free
+        self._ledgers = ledgers
+
+    def _of(self, resource: str) -> AllocationGate:
+        return self.by_resource.get(resource, self._free)
+
+    def offers(self, resource: str, device: str) -> bool:
+        """Return whether the plugin side offers the device."""
+        return self._of(resource).offers(resource, device)
+
+    def avoids(self, resource: str) -> Collection[str]:
+        """Return the devices that new pods had better not get."""
+        return self._of(resource).avoids(resource)
+
+    def claimed(self, resource: str, device: str) -> bool:
+        """Return whether a claim holds the device, or may."""
+        return self._of(resource).claimed(resource, device)
+
+    def withheld(self, resource: str) -> Mapping[str, str]:
+        """Return the devices that are offered to nobody for now, and why."""
+        return self._of(resource).withheld(resource)
+
+    def held(self) -> Mapping[Key, Tokens]:
+        """Return what any ledger counts as held, and what it was when it was granted."""
+        found: dict[Key, Tokens] = {}
+        for ledger_gate in self._ledgers():
+            for key, tokens in ledger_gate.held().items():
+                found[key] = found.get(key, frozenset()) | tokens
+        return found
+
+    def side(self, resource: str, device: str) -> ExclusionSide:
+        """Return on which side the device is."""
+        return self._of(resource).side(resource, device)
+
+    async def grant(self, resource: str, names: Sequence[str], devices: Sequence[str]) -> None:
+        """Record that the ids are given out, or raise Refusal."""
+        await self._of(resource).grant(resource, names, devices)

@@ -1,0 +1,94 @@
+"""The options of an agent with both sides, on whichever command line: the API server, and what every agent has.
+
+A module of its own, since an author's own agent reads them as well as `dra-bridge run` does.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import socket
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from deviceplugin.node import options as common
+
+if TYPE_CHECKING:
+    from deviceplugin.node.paths import Paths
+    from dra_bridge.kube import Cluster
+
+__all__ = ["RunOptions", "add_kubeconfig", "add_run_options", "parse_run", "run_options"]
+
+
+def add_run_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options of an agent with both sides."""
+    parser.add_argument(
+        "--node-name",
+        default=os.environ.get("NODE_NAME") or socket.gethostname(),
+        metavar="NAME",
+        help="this node's name in the cluster ($NODE_NAME, else the host's name: %(default)s)",
+    )
+    add_kubeconfig(parser)
+    parser.add_argument(
+        "--cdi-dir",
+        default="/var/run/cdi",
+        metavar="DIR",
+        help="where the container runtime finds CDI specs (%(default)s)",
+    )
+    parser.add_argument(
+        "--claim-status",
+        action="store_true",
+        help="write status.devices of prepared claims: a GET and a PATCH for each claim, and the right to patch",
+    )
+    common.add_run_options(parser)
+
+
+@dataclass(frozen=True, slots=True)
+class RunOptions:
+    """What the options of an agent with both sides say."""
+
+    paths: Paths
+    metrics_address: str | None
+    cluster: Cluster
+    node: str
+    cdi_directory: str
+    claim_status: bool
+
+
+def parse_run(argv: Sequence[str] | None = None) -> RunOptions:
+    """Read the options of an author's own agent (`dra_bridge.run(Source())`) and set up its logs."""
+    parser = argparse.ArgumentParser(
+        description="Serve devices to this node's pods and claims.", epilog=common.EXITS, allow_abbrev=False
+    )
+    add_run_options(parser)
+    from dra_bridge.kube import AccessError
+
+    try:
+        return run_options(parser.parse_args(argv))
+    except AccessError as error:
+        parser.exit(2, f"{error}\n")
+
+
+def run_options(options: argparse.Namespace) -> RunOptions:
+    """Take the options added by `add_run_options` and set up the logs as they say.
+
+    Raises:
+        AccessError: how to reach the API server is not to be found, or not to be read.
+
+    """
+    run = common.run_options(options)
+    from dra_bridge.kube import Cluster
+
+    cluster = Cluster.from_environment(options.kubeconfig)
+    cluster.configure()  # before there is a loop, a socket or a ledger
+    return RunOptions(run.paths, run.metrics_address, cluster, options.node_name, options.cdi_dir, options.claim_status)
+
+
+def add_kubeconfig(parser: argparse.ArgumentParser) -> None:
+    """Add the option that says how to reach the API server."""
+    parser.add_argument(
+        "--kubeconfig",
+        metavar="FILE",
+        help="how to reach the API server (the pod's service account, else $KUBECONFIG, else ~/.kube/config)",
+    )

@@ -1,0 +1,106 @@
+"""An agent with both sides as a process: for an author's own source, and for a config file.
+
+Its life, signals and reloads are those of `deviceplugin.node.process`.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from deviceplugin.node import process
+from dra_bridge.handover import parse_share
+from dra_bridge.node.bridge import Bridge
+from dra_bridge.node.policies import HandoverPolicy, policies_of
+
+if TYPE_CHECKING:
+    from deviceplugin.config import Config
+    from deviceplugin.node.paths import Paths
+    from deviceplugin.source import DeviceSource
+    from dra_bridge.handover import Drain
+    from dra_bridge.kube import Cluster
+
+__all__ = ["run", "run_config"]
+
+
+def run(
+    *sources: DeviceSource, share: str | int = "none", drain: Drain = "cordon", argv: Sequence[str] | None = None
+) -> None:
+    """Serve these sources on both sides until SIGTERM or SIGINT; for an author's own agent.
+
+    share: what claims get of each source's devices to begin with, as in a config file; the Node's
+    annotation `<driver>/dra-share` overrides it. The command line (or `argv`) says the rest,
+    `--help` how. Ends the process with status 1 if the node cannot be served.
+
+    Raises:
+        ShareError: the share is not one.
+
+    """
+    from dra_bridge.node.options import parse_run
+
+    policies = {source.resource: HandoverPolicy(parse_share(share), drain) for source in sources}
+    options = parse_run(argv)
+
+    def make() -> process.Served:
+        bridge = Bridge(
+            sources,
+            policies,
+            options.cluster,
+            options.node,
+            options.paths,
+            cdi_directory=options.cdi_directory,
+            claim_status=options.claim_status,
+            keep_books=options.metrics_address is not None,
+        )
+        return process.Served(bridge.agent, bridge.run, process.Served.plainly(bridge.agent).take)
+
+    status = process.serve(make, metrics_address=options.metrics_address)
+    if status:
+        sys.exit(status)
+
+
+def run_config(
+    path: Path,
+    paths: Paths,
+    cluster: Cluster,
+    node: str,
+    *,
+    metrics_address: str | None = None,
+    cdi_directory: str = "/var/run/cdi",
+    claim_status: bool = False,
+) -> int:
+    """Serve both sides of what a config file says until SIGTERM, and what it says later when it changes.
+
+    Returns:
+        The process's exit status.
+
+    Raises:
+        ConfigError: the file cannot be used at the start; later that is only said.
+
+    """
+    from deviceplugin import sources
+
+    file = process.read(path)
+    first = file[-1]
+
+    def make() -> process.Served:
+        built = [sources.build(resource) for resource in first.resources]
+        bridge = Bridge(
+            built,
+            policies_of(first),
+            cluster,
+            node,
+            paths,
+            cdi_directory=cdi_directory,
+            claim_status=claim_status,
+            keep_books=metrics_address is not None,
+        )
+
+        async def take(now: Config, changed: Mapping[str, DeviceSource], unchanged: Sequence[str]) -> None:
+            await bridge.reconfigure(changed, policies_of(now), unchanged)
+
+        return process.Served(bridge.agent, bridge.run, take)
+
+    return process.serve(make, metrics_address=metrics_address, config=file)

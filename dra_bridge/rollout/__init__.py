@@ -1,0 +1,1 @@
+"""Moves over many nodes: what the fleet shows, and the rollout of a share."""

@@ -1,0 +1,55 @@
+"""Config files on disk."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from deviceplugin import config
+from deviceplugin.config import ConfigError, parse
+from tests.config.files import WHOLE
+
+ROOT = Path(__file__).parent.parent.parent
+
+
+def test_file_is_read(tmp_path: Path) -> None:
+    """A file's content is what is parsed."""
+    file = tmp_path / "config.yaml"
+    file.write_text(WHOLE)
+    assert config.load(file) == config.load(str(file)) == parse(WHOLE)
+
+
+def test_error_names_the_file(tmp_path: Path) -> None:
+    """An error about a file's content names the file as it was given."""
+    file = tmp_path / "config.yaml"
+    file.write_text("resources: 1")
+    with pytest.raises(ConfigError) as caught:
+        config.load(file)
+    assert str(caught.value).startswith(f"{file}:1: $.resources: expected a list")
+
+
+@pytest.mark.parametrize(
+    ("name", "advice"),
+    [
+        ("missing.yaml", "cannot be read: No such file or directory"),
+        (".", "is a directory; name the file in it"),
+        ("a\0b", "cannot be read: embedded null byte"),
+        ("/dev/zero", "is larger than 4 MiB"),
+        ("x" * 300, "cannot be read: File name too long"),
+        ("/proc/self/mem", "cannot be read"),
+    ],
+)
+def test_file_that_cannot_be_read_is_said(tmp_path: Path, name: str, advice: str) -> None:
+    """A file that is not there, or no file, is an error of the same kind as one about its content."""
+    with pytest.raises(ConfigError, match=re.escape(advice)) as caught:
+        config.load(tmp_path / name if name != "." else tmp_path)
+    assert (caught.value.line, caught.value.path) == (0, "$")
+
+
+@pytest.mark.parametrize("file", sorted((ROOT / "examples").glob("*.yaml")), ids=lambda file: file.name)
+def test_examples_can_be_used(file: Path) -> None:
+    """Every example with resources in it is a config file without a problem."""
+    if "\nresources:" in file.read_text():
+        assert config.load(file).resources

@@ -1,0 +1,1330 @@
+"""The claims' side: what a claim gets, what it is told, and that nothing is left behind."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import json
+import os
+import re
+import shutil
+import threading
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import grpc.aio
+import msgspec
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from deviceplugin import cdi
+from deviceplugin.device import ContainerEdits, Device, Health
+from deviceplugin.inventory import Inventory
+from deviceplugin.kubelet.cgroups import PodProcesses
+from deviceplugin.kubelet.claim_state import ClaimStateError, PreparedClaim
+from deviceplugin.source import DeviceSource
+from dra_bridge import ledger
+from dra_bridge.driver import (
+    ClaimError,
+    ClaimRef,
+    ClusterClaims,
+    Driver,
+    Prepared,
+    Reconciled,
+    RunningPods,
+    ServedResource,
+    claim_files,
+    services,
+)
+from dra_bridge.driver.claims import Config, Opaque, decoded_config
+from dra_bridge.kube import Cluster
+from dra_bridge.ledger import AsyncLedger, LedgerError, Side, State
+from dra_bridge.testing.apiserver import FakeApiServer, Fault
+from dra_bridge.wire import dra_v1_pb2, dra_v1beta1_pb2
+from dra_bridge.wire.dra_v1_pb2_grpc import DRAPluginStub
+from dra_bridge.wire.dra_v1beta1_pb2_grpc import DRAPluginStub as BetaStub
+
+R = "example.com/fpga"
+D = "fpga.example.com"
+NODE = "node-1"
+T0 = 1_700_000_000.0
+ENDED = PodProcesses(frozenset())
+"""No process of any pod runs."""
+Hook = Callable[..., Any]
+
+
+class Inner(msgspec.Struct):
+    level: int = 0
+
+
+class Params(msgspec.Struct):
+    mode: str = "plain"
+    threads: int = 1
+    inner: Inner = msgspec.field(default_factory=Inner)
+
+
+def result(device: str, request: str = "fpga", **more: Any) -> dict[str, Any]:
+    return {"request": request, "driver": D, "pool": NODE, "device": device, **more}
+
+
+def opaque(parameters: Any, *requests: str, source: str = "FromClaim", driver: str = D) -> dict[str, Any]:
+    return {"source": source, "requests": list(requests), "opaque": {"driver": driver, "parameters": parameters}}
+
+
+def claim(
+    uid: str, *results: Mapping[str, Any], config: Sequence[Mapping[str, Any]] = (), name: str = ""
+) -> dict[str, Any]:
+    return {
+        "apiVersion": "resource.k8s.io/v1",
+        "kind": "ResourceClaim",
+        "metadata": {"namespace": "default", "name": name or f"claim-{uid}", "uid": uid},
+        "status": {
+            "reservedFor": [{"resource": "pods", "name": "p", "uid": "pod-uid"}],
+            "allocation": {"devices": {"results": list(results), "config": list(config)}},
+        },
+    }
+
+
+def ref(uid: str, name: str = "") -> ClaimRef:
+    return ClaimRef("default", name or f"claim-{uid}", uid)
+
+
+@dataclass
+class FakeClaims:
+    """The API server as far as a driver sees it."""
+
+    claims: dict[str, dict[str, Any]] = field(default_factory=dict)
+    statuses: list[Any] = field(default_factory=list)
+    events: list[str] = field(default_factory=list)
+    gets: int = 0
+    broken: Exception | None = None
+    gate: asyncio.Event | None = None
+    word: asyncio.Condition = field(default_factory=asyncio.Condition)
+
+    def add(self, *claims: dict[str, Any]) -> None:
+        for made in claims:
+            self.claims[made["metadata"]["name"]] = made
+
+    async def asked(self, times: int) -> None:
+        async with self.word:
+            await self.word.wait_for(lambda: self.gets >= times)
+
+    async def get_claim(self, namespace: str, name: str) -> Mapping[str, Any] | None:
+        async with self.word:
+            self.gets += 1
+            self.word.notify_all()
+        if self.gate is not None:
+            await self.gate.wait()
+        if self.broken is not None:
+            raise self.broken
+        return self.claims.get(name)
+
+    async def set_devices(self, claim: ClaimRef, driver: str, devices: Sequence[Mapping[str, Any]]) -> None:
+        self.statuses.append((claim.uid, driver, devices))
+
+    async def claim_event(self, claim: ClaimRef, reason: str, message: str) -> None:
+        self.events.append(f"{claim.name} {reason}: {message}")
+
+
+class Plain(DeviceSource):
+    """A source without hooks."""
+
+    resource = R
+    driver = D
+
+
+@dataclass
+class World:
+    """A driver with all around it."""
+
+    driver: Driver
+    async_ledger: AsyncLedger
+    claims: FakeClaims
+    inventory: Inventory
+    cdi: Path
+    path: str
+
+    async def prepare(self, *uids: str) -> dict[str, Prepared | ClaimError]:
+        return await self.driver.prepare([ref(uid) for uid in uids])
+
+    async def prepared(self, uid: str) -> Prepared:
+        answer = (await self.prepare(uid))[uid]
+        assert isinstance(answer, Prepared), answer
+        return answer
+
+    async def refused(self, uid: str) -> str:
+        answer = (await self.prepare(uid))[uid]
+        assert isinstance(answer, ClaimError)
+        assert not self.files, "an error leaves no file behind"
+        assert not self.async_ledger.snapshot.claims, "an error leaves no record behind"
+        return str(answer)
+
+    async def unprepare(self, uid: str) -> ClaimError | None:
+        return (await self.driver.unprepare([ref(uid)]))[uid]
+
+    @property
+    def files(self) -> list[str]:
+        return sorted(os.listdir(self.cdi)) if self.cdi.is_dir() else []
+
+    def edits(self, *ids: str) -> list[dict[str, Any]]:
+        """Return what containers with these CDI ids get."""
+        known: dict[str, dict[str, Any]] = {}
+        for name in self.files:
+            spec = json.loads((self.cdi / name).read_bytes())
+            known |= {f"{spec['kind']}={device['name']}": device["containerEdits"] for device in spec["devices"]}
+        return [known[name] for name in ids]
+
+    async def again(self, source: DeviceSource | None = None, **options: Any) -> World:
+        """Return the world after a restart of the agent, as if it had been killed."""
+        await self.driver.close()
+        await self.async_ledger.close()
+        return await world(self.cdi.parent, source or self.driver.served[0].source, claims=self.claims, **options)
+
+
+async def world(
+    directory: Path,
+    source: DeviceSource | None = None,
+    *,
+    claims: FakeClaims | None = None,
+    side: Side = Side.DRA,
+    devices: Sequence[Device] = (),
+    **options: Any,
+) -> World:
+    source = source or Plain()
+    inventory = Inventory(source.resource)
+    inventory.publish(
+        devices or [Device(f"d{n}", nodes=["/dev/null"], edits=ContainerEdits({f"FPGA_{n}": "1"})) for n in range(4)]
+    )
+    path = str(directory / "ledger.db")
+    async_ledger = await AsyncLedger.open(path)
+    await async_ledger.do(ledger.adopt(source.resource, inventory.snapshot.devices, side, T0))
+    api = claims or FakeClaims()
+    made = Driver(
+        D,
+        NODE,
+        [ServedResource(source, inventory)],
+        async_ledger,
+        api,
+        cdi_directory=str(directory / "cdi"),
+        **{"boot": "1", **options},
+    )
+    return World(made, async_ledger, api, inventory, directory / "cdi", path)
+
+
+@pytest.fixture
+async def here(tmp_path: Path) -> AsyncIterator[World]:
+    made = await world(tmp_path)
+    yield made
+    await made.driver.close()
+    await made.async_ledger.close()
+
+
+async def end(made: World) -> None:
+    await made.driver.close()
+    await made.async_ledger.close()
+
+
+# What a claim gets.
+
+
+async def test_a_claim_gets_its_device_and_is_recorded(here: World) -> None:
+    """The answer names request, pool, device and a CDI device with the edits of the plugin side."""
+    here.claims.add(claim("1", result("d0")))
+    answer = await here.prepared("1")
+    (device,) = answer.devices
+    assert (device.request, device.pool, device.device) == ("fpga", NODE, "d0")
+    assert here.edits(*device.cdi_ids) == [
+        {
+            "env": ["FPGA_0=1"],
+            "deviceNodes": [{"path": "/dev/null", "type": "c", "major": 1, "minor": 3, "permissions": "rw"}],
+        }
+    ]
+    assert here.async_ledger.snapshot.claims[D, "1"].held == {(R, "d0")}
+    assert here.driver.statistics.prepared == 1
+
+
+async def test_prepare_again_answers_the_same_without_asking_anybody(here: World) -> None:
+    """The kubelet asks again after each of its restarts."""
+    here.claims.add(claim("1", result("d0")))
+    first = await here.prepared("1")
+    os.remove(here.cdi / here.files[0])
+    here.claims.broken = RuntimeError("must not be asked")
+    assert await here.prepared("1") == first
+    assert len(here.files) == 1, "a missing file is written again"
+
+
+async def test_each_request_has_a_cdi_device_of_its_own(here: World) -> None:
+    """A container gets the devices of its own requests only; several devices of one share one."""
+    here.claims.add(claim("1", result("d0", "left"), result("d1", "left"), result("d2", "right")))
+    answer = await here.prepared("1")
+    left, second, right = answer.devices
+    assert (len(left.cdi_ids), len(second.cdi_ids), len(right.cdi_ids)) == (1, 0, 1)
+    assert here.edits(*left.cdi_ids)[0]["env"] == ["FPGA_0=1", "FPGA_1=1"]
+    assert here.edits(*right.cdi_ids)[0]["env"] == ["FPGA_2=1"]
+
+
+async def test_subrequests_are_stripped_and_shares_named(here: World) -> None:
+    """firstAvailable and consumable capacity."""
+    share = "a671734a-e8e5-11e4-8fde-42010af09327"
+    here.claims.add(claim("1", result("d0", "fpga/big", shareID=share)), claim("2", result("d0", shareID="other")))
+    (device,) = (await here.prepared("1")).devices
+    assert (device.request, device.share) == ("fpga", share)
+    await here.prepared("2")
+    assert len(here.async_ledger.snapshot.claims_on(R, ["d0"])) == 2
+
+
+async def test_administrative_access_holds_nothing(here: World) -> None:
+    """Also on a device of the plugin's side."""
+    await here.async_ledger.do(ledger.adopt(R, ["p"], Side.PLUGIN, T0))
+    here.inventory.publish([*here.inventory.snapshot.devices.values(), Device("p", nodes=["/dev/zero"])])
+    here.claims.add(claim("1", result("p", adminAccess=True)))
+    (device,) = (await here.prepared("1")).devices
+    assert here.edits(*device.cdi_ids)[0]["deviceNodes"]
+    assert here.async_ledger.snapshot.claims[D, "1"].held == frozenset()
+    assert here.driver.cdi_evidence() == {R: []}
+
+
+async def test_administrative_access_disturbs_nobody(tmp_path: Path) -> None:
+    """It resets nothing under a holder's feet, and reaches broken devices: to look at them is what it is for."""
+    source = Hooked()
+    here = await world(tmp_path, source)
+    devices = list(here.inventory.snapshot.devices.values())
+    here.inventory.publish([devices[0].with_health(Health.UNHEALTHY, "sick"), *devices[1:]])
+    here.claims.add(claim("1", result("d0", adminAccess=True), result("d1", adminAccess=True)))
+    await here.prepared("1")
+    assert [call[0] for call in source.calls] == ["edits", "prepare"]
+    await end(here)
+
+
+async def test_devices_without_edits_need_no_file(tmp_path: Path) -> None:
+    """CDI refuses empty devices."""
+    here = await world(tmp_path, devices=[Device("d0")])
+    here.claims.add(claim("1", result("d0")))
+    assert (await here.prepared("1")).devices[0].cdi_ids == ()
+    assert here.files == []
+    await end(here)
+
+
+class Hooked(Plain):
+    """A source with every hook; notes the calls."""
+
+    config_type = Params
+
+    def __init__(self) -> None:
+        self.calls: list[Any] = []
+        self.fails: set[str] = set()
+
+    def _note(self, name: str, *what: Any) -> None:
+        self.calls.append((name, *what))
+        if name in self.fails:
+            raise RuntimeError(f"{name} is out of order")
+
+    def edits(self, devices: Sequence[Device]) -> ContainerEdits:
+        self._note("edits", [device.id for device in devices])
+        return ContainerEdits({"ALL": ",".join(device.id for device in devices), "FPGA_0": "mine"}, cdi=["v.com/c=n"])
+
+    def reset(self, devices: Sequence[Device]) -> None:
+        self._note("reset", [device.id for device in devices])
+
+    async def prepare(self, devices: Sequence[Device], config: Params) -> ContainerEdits:
+        self._note("prepare", [device.id for device in devices], config)
+        return ContainerEdits({"MODE": config.mode})
+
+    def unprepare(self, devices: Sequence[Device]) -> None:
+        self._note("unprepare", [device.id for device in devices])
+
+    def released(self, devices: Sequence[Device]) -> None:
+        self._note("released", [device.id for device in devices])
+
+
+async def test_hooks_run_in_order_with_the_requests_devices_and_parameters(tmp_path: Path) -> None:
+    """reset, edits, prepare; at the end unprepare and released."""
+    source = Hooked()
+    here = await world(tmp_path, source)
+    config = [
+        opaque({"mode": "fast"}, "other"),
+        opaque({"threads": 8}, "fpga"),
+        opaque({"mode": "class", "threads": 2}, source="FromClass"),
+        opaque({"bad": 1}, driver="other.example.com"),
+    ]
+    here.claims.add(claim("1", result("d0"), result("d1"), config=config))
+    answer = await here.prepared("1")
+    assert source.calls == [
+        ("reset", ["d0", "d1"]),
+        ("edits", ["d0", "d1"]),
+        ("prepare", ["d0", "d1"], Params("class", 8)),
+    ]
+    assert answer.devices[0].cdi_ids[1] == "v.com/c=n"
+    assert sorted(here.edits(answer.devices[0].cdi_ids[0])[0]["env"]) == [
+        "ALL=d0,d1",
+        "FPGA_0=mine",
+        "FPGA_1=1",
+        "MODE=class",
+    ]
+    source.calls.clear()
+    assert await here.unprepare("1") is None
+    await here.driver._tasks.wait()
+    assert source.calls == [("unprepare", ["d0", "d1"]), ("released", ["d0", "d1"])]
+    assert here.files == []
+    assert not here.async_ledger.snapshot.claims
+    await end(here)
+
+
+async def test_a_device_that_a_request_has_twice_is_one_device(tmp_path: Path) -> None:
+    """Two shares of one device: hooks see it once, the answer names both shares."""
+    source = Hooked()
+    here = await world(tmp_path, source)
+    here.claims.add(claim("1", result("d0", shareID="x"), result("d0", shareID="y")))
+    prepared = await here.prepared("1")
+    assert [device.share for device in prepared.devices] == ["x", "y"]
+    assert [call[:2] for call in source.calls] == [(name, ["d0"]) for name in ("reset", "edits", "prepare")]
+    await end(here)
+
+
+async def test_a_device_that_another_claim_shares_is_not_reset(tmp_path: Path) -> None:
+    """Nor released with the first of the two."""
+    source = Hooked()
+    here = await world(tmp_path, source)
+    here.claims.add(claim("1", result("d0", shareID="x")), claim("2", result("d0", shareID="y")))
+    await here.prepared("1")
+    await here.prepared("2")
+    assert [call for call in source.calls if call[0] == "reset"] == [("reset", ["d0"])]
+    await here.unprepare("1")
+    await here.unprepare("2")
+    await here.driver._tasks.wait()
+    assert [call for call in source.calls if call[0] == "released"] == [("released", ["d0"])]
+    await end(here)
+
+
+@pytest.mark.parametrize("hook", ["edits", "reset", "prepare"])
+async def test_a_hook_that_fails_costs_its_claim_only_and_is_undone(tmp_path: Path, hook: str) -> None:
+    """The message is the author's; the next try starts clean."""
+    source = Hooked()
+    here = await world(tmp_path, source)
+    here.claims.add(claim("1", result("d0")))
+    source.fails.add(hook)
+    assert f"{hook} is out of order" in await here.refused("1")
+    assert ("unprepare", ["d0"]) in source.calls
+    source.fails.clear()
+    await here.prepared("1")
+    source.fails.add("unprepare")
+    failure = await here.unprepare("1")
+    assert failure is not None
+    assert "unprepare is out of order" in str(failure)
+    assert here.async_ledger.snapshot.claims, "it is still ours"
+    source.fails.clear()
+    assert await here.unprepare("1") is None
+    await end(here)
+
+
+# What a claim is told.
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"metadata": {"uid": "2", "name": "claim-1"}}, "another one by now"),
+        ({"status": {}}, "not allocated"),
+        ({"status": None}, "not allocated"),
+        ({"status": {"allocation": {}}}, "names no device of driver"),
+        ({"metadata": 7}, "not understood"),
+    ],
+)
+async def test_a_claim_that_is_not_the_one_meant_is_refused(here: World, change: Any, message: str) -> None:
+    """Each with the reason that a user reads in the pod's events."""
+    here.claims.add({**claim("1", result("d0")), **change} if "metadata" not in change else claim("1"))
+    here.claims.claims["claim-1"].update(change)
+    assert message in await here.refused("1")
+
+
+@pytest.mark.parametrize(
+    ("what", "message"),
+    [
+        (result("d9"), "no device 'd9'"),
+        (result("d0", driver="other.example.com"), "names no device of driver"),
+        (result("d0", pool="node-2"), "pool 'node-2'"),
+        (result("sick"), "unhealthy: it smokes"),
+    ],
+)
+async def test_a_device_that_cannot_be_had_is_named(here: World, what: dict[str, Any], message: str) -> None:
+    """Missing, foreign, elsewhere or broken."""
+    sick = Device("sick", health=Health.UNHEALTHY, message="it smokes")
+    here.inventory.publish([*here.inventory.snapshot.devices.values(), sick])
+    here.claims.add(claim("1", what))
+    assert message in await here.refused("1")
+
+
+async def test_an_unhealthy_device_is_given_to_who_tolerates_it(here: World) -> None:
+    """As the scheduler has it; a device that is gone is given to nobody."""
+    devices = list(here.inventory.snapshot.devices.values())
+    here.inventory.publish([*devices[1:], devices[0].with_health(Health.UNHEALTHY, "sick")])
+    tolerated = result("d0", tolerations=[{"key": f"{D}/unhealthy", "operator": "Exists"}])
+    here.claims.add(claim("1", tolerated), claim("2", tolerated))
+    await here.prepared("1")
+    await here.unprepare("1")
+    here.inventory.publish(devices[1:])
+    assert "gone" in await here.refused("2")
+
+
+async def test_missing_unreserved_and_unreachable_claims_are_told_apart(here: World) -> None:
+    """A late Prepare for a claim that nobody uses any more is refused (nvidia k8s-dra-driver-gpu#1162)."""
+    assert "does not exist" in await here.refused("1")
+    here.claims.add(claim("1", result("d0")))
+    here.claims.claims["claim-1"]["status"]["reservedFor"] = []
+    assert "not reserved" in await here.refused("1")
+    here.claims.broken = ConnectionError("the API server is away")
+    assert "the API server is away" in await here.refused("1")
+
+
+@pytest.mark.parametrize(
+    ("parameters", "message"),
+    [
+        ({"mode": 3}, "Expected `str`, got `int` - at `$.mode`"),
+        ({"thread": 3}, "unknown field thread; there are mode, threads, inner"),
+        ({"inner": {"level": 1, "depth": 2}}, "unknown field inner.depth; there are level"),
+        ({"": 1}, "unknown field ''; there are mode"),
+        ([1], "must be an object"),
+        (None, "must be an object"),
+    ],
+)
+async def test_wrong_parameters_name_the_field_and_the_request(tmp_path: Path, parameters: Any, message: str) -> None:
+    """In the pod's event a user reads which field of which request is wrong."""
+    here = await world(tmp_path, Hooked())
+    here.claims.add(claim("1", result("d0", "fpga/big"), config=[opaque(parameters, "fpga")]))
+    text = await here.refused("1")
+    assert message in text
+    assert "'fpga/big'" in text
+    assert "parameters of the claim" in text
+    await end(here)
+
+
+@pytest.mark.parametrize(
+    ("of_class", "of_claim", "said"),
+    [
+        ({"mode": 3}, {"threads": 2}, "parameters of the class: Expected `str`, got `int` - at `$.mode`"),
+        ({"threads": 2}, {"mode": 3}, "parameters of the claim: Expected `str`, got `int` - at `$.mode`"),
+        ({"inner": {"level": "x"}}, {}, "parameters of the class: Expected `int`, got `str` - at `$.inner.level`"),
+        ({"thread": 2}, {"threads": 2}, "parameters of the class: unknown field thread"),
+        ({"inner": {"depth": 2}}, {"inner": {"level": 2}}, "parameters of the class: unknown field inner.depth"),
+    ],
+)
+def test_wrong_parameters_are_told_to_who_wrote_them(of_class: Any, of_claim: Any, said: str) -> None:
+    """Those of the class are an administrator's to mend, whatever the claim adds."""
+    pieces = [
+        Config(source, [], Opaque(D, parameters))
+        for source, parameters in (("FromClass", of_class), ("FromClaim", of_claim))
+    ]
+    with pytest.raises(ClaimError, match=re.escape(said)):
+        decoded_config(Params, pieces, "fpga")
+
+
+def test_parameters_of_a_subrequest_are_for_it_alone() -> None:
+    """Those of the whole request are for each of its alternatives."""
+    pieces = [
+        Config("FromClaim", [request], Opaque(D, parameters))
+        for request, parameters in (("fpga/big", {"threads": 8}), ("fpga", {"mode": "fast"}), ("other", {"mode": 1}))
+    ]
+    assert decoded_config(Params, pieces, "fpga/big") == Params("fast", 8)
+    assert decoded_config(Params, pieces, "fpga/small") == Params("fast", 1)
+
+
+async def test_a_driver_without_parameters_refuses_them(here: World) -> None:
+    """Silence would let a user believe that they count."""
+    here.claims.add(claim("1", result("d0"), config=[opaque({"mode": "fast"})]))
+    assert "takes none" in await here.refused("1")
+
+
+def test_parameters_may_carry_a_kind_and_a_version() -> None:
+    """As those of Kubernetes' own objects do."""
+    pieces = [Config("FromClaim", [], Opaque(D, {"apiVersion": "a", "kind": "b", "threads": 2}))]
+    assert decoded_config(Params, pieces, "fpga") == Params(threads=2)
+
+
+async def test_a_device_of_the_plugins_side_is_refused_and_pulled(tmp_path: Path) -> None:
+    """R2: an error for this claim, an event, and the move begins so that another try succeeds."""
+    here = await world(tmp_path, side=Side.PLUGIN, pull=True)
+    here.claims.add(claim("1", result("d0")))
+    assert "device 'd0' of example.com/fpga is moving" in await here.refused("1")
+    assert here.async_ledger.snapshot.device(R, "d0").state is State.TO_DRA
+    await here.refused("1")
+    await here.driver._tasks.wait()
+    assert len(here.claims.events) == 1, "said once"
+    await end(here)
+
+
+async def test_every_claim_of_a_call_is_answered_on_its_own(here: World) -> None:
+    """A wrong one beside good ones, in parallel."""
+    here.claims.add(*(claim(str(n), result(f"d{n}")) for n in range(3)), claim("bad", result("nope")))
+    answers = await here.prepare("0", "1", "2", "bad", "../etc/passwd", "")
+    assert {uid: isinstance(answer, Prepared) for uid, answer in answers.items()} == {
+        "0": True,
+        "1": True,
+        "2": True,
+        "bad": False,
+        "../etc/passwd": False,
+        "": False,
+    }
+    assert len(here.files) == 3
+
+
+# Time and order.
+
+
+async def test_a_claim_is_given_up_well_before_the_kubelet_does(tmp_path: Path) -> None:
+    """The API server hangs: an error, and nothing left."""
+    here = await world(tmp_path, deadline=0.05)
+    here.claims.add(claim("1", result("d0")))
+    here.claims.gate = asyncio.Event()
+    assert "not done within 0.05 s" in await here.refused("1")
+    await end(here)
+
+
+async def test_a_call_is_answered_in_time_though_the_undoing_of_a_claim_hangs(tmp_path: Path) -> None:
+    """The claim is told so; the others of the call are not held up, and a try after it succeeds."""
+    go = asyncio.Event()
+
+    class Stuck(Hooked):
+        hook_timeout = 60.0
+
+        async def unprepare(self, devices: Sequence[Device]) -> None:  # type: ignore[override]
+            await go.wait()
+
+    source = Stuck()
+    source.fails.add("prepare")
+    here = await world(tmp_path, source, deadline=0.1, patience=0.3)
+    here.claims.add(claim("1", result("d0")))
+    answers = await here.prepare("1", "none")
+    assert str(answers["1"]) == "claim default/claim-1: not done within 0.3 s; it goes on"
+    assert "does not exist" in str(answers["none"])
+    go.set()
+    source.fails.clear()
+    async with asyncio.timeout(20):
+        while not isinstance((await here.prepare("1"))["1"], Prepared):
+            pass
+    await end(here)
+
+
+async def test_prepares_of_one_claim_wait_for_each_other_and_of_two_do_not(here: World) -> None:
+    """A retry while the first try is still under way finds it done."""
+    here.claims.add(claim("1", result("d0")), claim("2", result("d1")))
+    here.claims.gate = asyncio.Event()
+    first, retry = (asyncio.create_task(here.prepare("1")) for _ in range(2))
+    other = asyncio.create_task(here.prepare("2"))
+    await here.claims.asked(2)
+    here.claims.gate.set()
+    assert (await first) == (await retry)
+    await other
+    assert here.claims.gets == 2
+
+
+async def test_an_unprepare_ends_a_prepare_under_way_and_nothing_is_left(tmp_path: Path) -> None:
+    """nvidia k8s-dra-driver-gpu#1162: the device would never come free."""
+    begun, go = asyncio.Event(), asyncio.Event()
+
+    class Slow(Hooked):
+        async def prepare(self, devices: Sequence[Device], config: Params) -> ContainerEdits:
+            begun.set()
+            await go.wait()
+            return ContainerEdits()
+
+    source = Slow()
+    here = await world(tmp_path, source)
+    here.claims.add(claim("1", result("d0")))
+    late = asyncio.create_task(here.prepare("1"))
+    await begun.wait()
+    assert here.async_ledger.snapshot.claims[D, "1"].result is None
+    assert await here.unprepare("1") is None
+    answer = (await late)["1"]
+    assert isinstance(answer, ClaimError)
+    assert "overtaken" in str(answer)
+    assert ("unprepare", ["d0"]) in source.calls
+    assert here.files == []
+    assert not here.async_ledger.snapshot.claims
+    await end(here)
+
+
+@pytest.mark.parametrize("known", [False, True])
+async def test_an_unprepare_waits_for_a_file_that_is_being_written(
+    here: World, monkeypatch: pytest.MonkeyPatch, known: bool
+) -> None:
+    """A file whose write has begun in a thread is removed after that write, at a first and at a repeated Prepare."""
+    writing, go, write = threading.Event(), threading.Event(), cdi.Store.write
+
+    def slow(store: cdi.Store, uid: str, data: bytes) -> bool:
+        writing.set()
+        assert go.wait(20)
+        return write(store, uid, data)
+
+    here.claims.add(claim("1", result("d0")))
+    if known:
+        await here.prepared("1")
+        (here.cdi / here.files[0]).unlink()
+    monkeypatch.setattr(cdi.Store, "write", slow)
+    preparing = asyncio.create_task(here.prepare("1"))
+    await asyncio.to_thread(writing.wait)
+    unpreparing = asyncio.create_task(here.unprepare("1"))
+    done, _ = await asyncio.wait({unpreparing}, timeout=0.3)
+    assert not done, "the claim is unprepared while its file is being written"
+    go.set()
+    assert await unpreparing is None
+    assert "overtaken" in str((await preparing)["1"])
+    assert here.files == []
+    assert not here.async_ledger.snapshot.claims
+
+
+async def test_a_prepare_waits_for_a_file_that_is_being_removed(here: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An Unprepare that took too long removes nothing of the Prepare that follows."""
+    removing, go, remove = threading.Event(), threading.Event(), cdi.Store.remove
+
+    def slow(store: cdi.Store, uid: str) -> bool:
+        removing.set()
+        assert go.wait(20)
+        return remove(store, uid)
+
+    here.claims.add(claim("1", result("d0")))
+    await here.prepared("1")
+    here.driver._deadline = 0.1
+    monkeypatch.setattr(cdi.Store, "remove", slow)
+    unpreparing = asyncio.create_task(here.unprepare("1"))
+    await asyncio.to_thread(removing.wait)
+    done, _ = await asyncio.wait({unpreparing}, timeout=0.4)
+    assert not done, "the claim's turn ended while its file was being removed"
+    go.set()
+    assert "not done within" in str(await unpreparing)
+    monkeypatch.undo()
+    await here.prepared("1")
+    assert len(here.files) == 1
+
+
+async def test_a_caller_that_goes_away_does_not_stop_the_work(here: World) -> None:
+    """The kubelet's next try finds it done."""
+    here.claims.add(claim("1", result("d0")))
+    here.claims.gate = asyncio.Event()
+    call = asyncio.create_task(here.prepare("1"))
+    await here.claims.asked(1)
+    call.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await call
+    here.claims.gate.set()
+    await here.prepared("1")
+    assert here.claims.gets == 1
+
+
+async def test_unprepare_of_claims_never_seen_succeeds(here: World) -> None:
+    """With any name at all: the kubelet would ask for ever."""
+    answers = await here.driver.unprepare([ClaimRef("", "", ""), ClaimRef("n", "x", "../.."), ref("never")])
+    assert set(answers.values()) == {None}
+
+
+async def test_a_full_disk_prepares_nothing(here: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What could not be recorded is not answered and leaves no file."""
+    here.claims.add(claim("1", result("d0")))
+    do = here.async_ledger.ledger.do_all
+
+    def full(operations: Any) -> Any:
+        before = here.async_ledger.snapshot
+        for operation in operations:
+            decision = operation(before)
+            if any(change.durable for change in decision.changes):
+                raise LedgerError("cannot write the ledger: database or disk is full")
+        return do(operations)
+
+    monkeypatch.setattr(here.async_ledger.ledger, "do_all", full)
+    assert "disk is full" in await here.refused("1")
+    monkeypatch.undo()
+    await here.prepared("1")
+
+
+async def test_a_cdi_directory_that_cannot_be_written_is_the_claims_error(here: World) -> None:
+    """And heals by itself."""
+    here.cdi.write_text("in the way")
+    here.claims.add(claim("1", result("d0")))
+    answer = (await here.prepare("1"))["1"]
+    assert isinstance(answer, ClaimError)
+    assert "cannot write" in str(answer)
+    assert not here.async_ledger.snapshot.claims
+    here.cdi.unlink()
+    await here.prepared("1")
+
+
+# Restarts.
+
+
+async def test_a_restart_answers_the_same_and_writes_lost_files_again(here: World) -> None:
+    """Killed between prepare and unprepare; /var/run emptied; leftovers of a crash removed."""
+    here.claims.add(claim("1", result("d0")))
+    first = await here.prepared("1")
+    (kept,) = here.files
+    (here.cdi / kept).rename(here.cdi / f"{D}-claim_leftover.json")
+    after = await here.again()
+    assert await after.driver.reconcile((), ENDED) == Reconciled(rewritten=("1",), removed=("leftover",))
+    assert after.files == [kept]
+    assert await after.prepared("1") == first
+    assert await after.driver.reconcile((), ENDED) == Reconciled()
+    await end(after)
+
+
+async def test_after_a_reboot_devices_are_set_up_again(tmp_path: Path) -> None:
+    """The record is not believed (nvidia k8s-dra-driver-gpu#951), but the device stays held."""
+    source = Hooked()
+    here = await world(tmp_path, source)
+    here.claims.add(claim("1", result("d0")))
+    await here.prepared("1")
+    source.calls.clear()
+    after = await here.again(source, boot="2")
+    assert (await after.driver.reconcile((), ENDED)).reopened == ("1",)
+    assert after.async_ledger.snapshot.claims_on(R, ["d0"])
+    assert (await after.prepared("1")).boot == "2"
+    assert [name for name, *_ in source.calls] == ["reset", "edits", "prepare"]
+    third = await after.again(source, boot="3")
+    assert (await third.prepared("1")).boot == "3", "also without a reconcile before"
+    await end(third)
+
+
+async def test_files_that_vanish_are_written_again_at_once(
+    here: World, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Those of prepared claims alone, also after the whole directory was removed or could not be written."""
+    monkeypatch.setattr(claim_files, "SETTLE", 0.01)
+
+    async def until(*uids: str) -> None:
+        async with asyncio.timeout(20):
+            while here.files != [f"{D}-claim_{uid}.json" for uid in uids]:  # noqa: ASYNC110  # files tell nobody
+                await asyncio.sleep(0.01)
+
+    here.claims.add(*(claim(str(n), result(f"d{n}")) for n in range(3)))
+    for uid in ("0", "1", "2"):
+        await here.prepared(uid)
+    (here.cdi / here.files[0]).unlink()
+    keeping = asyncio.create_task(here.driver.keep_files())
+    await until("0", "1", "2")
+    (here.cdi / here.files[1]).unlink()
+    await until("0", "1", "2")
+    await here.unprepare("1")
+    shutil.rmtree(here.cdi)
+    await until("0", "2")
+    here.cdi.rename(here.cdi.with_name("elsewhere"))
+    here.cdi.write_text("in the way")
+    async with asyncio.timeout(20):
+        while "cannot write" not in caplog.text:  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+    here.cdi.unlink()
+    await until("0", "2")
+    keeping.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await keeping
+
+
+@pytest.mark.parametrize("how", ["gone", "recreated", "deallocated", "reallocated"])
+async def test_claims_that_went_away_while_the_agent_was_down_are_unprepared(tmp_path: Path, how: str) -> None:
+    """One recreated under the same name is another claim."""
+    source = Hooked()
+    here = await world(tmp_path, source)
+    here.claims.add(claim("1", result("d0")), claim("2", result("d1")))
+    await here.prepared("1")
+    await here.prepared("2")
+    after = await here.again(source)
+    if how == "gone":
+        del here.claims.claims["claim-1"]
+    elif how == "recreated":
+        here.claims.add(claim("9", result("d0"), name="claim-1"))
+    elif how == "deallocated":
+        here.claims.claims["claim-1"]["status"] = {}
+    else:
+        here.claims.add(claim("1", result("d3")))
+    here.claims.broken = ConnectionError("away")
+    assert (await after.driver.reconcile((), ENDED)).unknown == ("1", "2")
+    here.claims.broken = None
+    for named, pods in (
+        ({"1"}, ENDED),  # the kubelet counts it as prepared, and will unprepare it
+        (set[str](), PodProcesses(frozenset({"pod-uid"}))),  # its finalizer was removed while its pod runs
+        (set[str](), PodProcesses(None, frozenset({"pod-uid"}))),
+        (set[str](), PodProcesses()),  # nobody can say whether its pod runs
+    ):
+        assert await after.driver.reconcile(named, pods) == Reconciled()
+    assert (await after.driver.reconcile((), ENDED)).unprepared == ("1",)
+    assert ("unprepare", ["d0"]) in source.calls
+    assert list(after.async_ledger.snapshot.claims) == [(D, "2")]
+    await end(after)
+
+
+async def test_a_prepare_that_a_crash_cut_short_can_be_undone_and_done_again(tmp_path: Path) -> None:
+    """What the hook did is on record before it runs: its traces do not leak (nvidia k8s-dra-driver-gpu#840)."""
+    source = Hooked()
+    here = await world(tmp_path, source)
+    for uid, device in (("1", "d0"), ("2", "d1")):
+        here.claims.add(claim(uid, result(device)))
+        started = ledger.Claim(D, uid, "default", f"claim-{uid}", (ledger.ClaimDevice(R, device),), None, T0)
+        await here.async_ledger.do(ledger.reserve(started, durable=True))
+    after = await here.again(source)
+    assert await after.driver.reconcile((), ENDED) == Reconciled()
+    assert await after.unprepare("1") is None
+    assert ("unprepare", ["d0"]) in source.calls
+    await after.prepared("2")
+    assert ("prepare", ["d1"], Params()) in source.calls
+    await end(after)
+
+
+async def test_cdi_files_are_evidence_for_a_lost_ledger(here: World) -> None:
+    """They tell the devices; the claim holds them until it is unprepared or prepared again."""
+    here.claims.add(claim("1", result("d0"), result("d2", "other")))
+    first = await here.prepared("1")
+    await here.async_ledger.close()
+    os.remove(here.path)
+    after = await here.again()
+    evidence = ledger.Evidence({}, after.driver.cdi_evidence()[R])
+    await after.async_ledger.do(
+        ledger.reconcile_evidence(R, evidence, after.inventory.snapshot.devices, Side.PLUGIN, T0)
+    )
+    assert after.async_ledger.snapshot.claims[D, "1"].held == {(R, "d0"), (R, "d2")}
+    assert (await after.driver.reconcile((), ENDED)) == Reconciled()
+    assert await after.prepared("1") == first
+    await end(after)
+
+
+async def test_files_of_claims_that_the_kubelet_counts_as_prepared_are_not_swept(here: World) -> None:
+    """The ledger may be the one that is wrong."""
+    here.claims.add(claim("1", result("d0")))
+    await here.prepared("1")
+    (kept,) = here.files
+    await here.async_ledger.do(ledger.unprepare(D, "1"))
+    assert await here.driver.reconcile({"1"}, ENDED) == Reconciled()
+    assert await here.driver.reconcile((), ENDED, sweep=False) == Reconciled()
+    assert here.files == [kept]
+    assert (await here.driver.reconcile((), ENDED)).removed == ("1",)
+
+
+def in_claim_state(*devices: tuple[str, str, str], cdi_ids: tuple[str, ...] = ()) -> PreparedClaim:
+    """What the kubelet's claim state has of a claim with these (pool, device, share)."""
+    pods = frozenset({"pod-uid"})
+    return PreparedClaim("1", "default", "claim-1", pods, {D: frozenset(devices)}, frozenset(cdi_ids))
+
+
+async def test_the_kubelets_claim_state_is_evidence(here: World) -> None:
+    """Of this driver's devices in this pool that the claim holds, with shares, pods and the claim's name."""
+    admin = f"{D}/claim=admin_1_fpga_d2"
+    state = in_claim_state((NODE, "d0", ""), (NODE, "d1", "s"), (NODE, "d2", ""), (NODE, "x", ""), cdi_ids=(admin,))
+    elsewhere = in_claim_state(("other-pool", "d3", ""))
+    other = PreparedClaim("2", "default", "c", frozenset(), {"other.example.com": frozenset({(NODE, "d0", "")})})
+    (found,) = here.driver.claim_evidence([state, elsewhere, other], R)
+    assert found == ledger.ClaimEvidence(
+        D, "1", frozenset({"d0", "d1"}), True, "default", "claim-1", frozenset({"pod-uid"}), {"d0": "", "d1": "s"}
+    )
+    assert list(here.driver.claim_evidence([state], "example.com/other")) == []
+
+
+async def test_a_claim_over_two_resources_is_unprepared_on_both_after_the_ledger_was_lost(tmp_path: Path) -> None:
+    """Each resource's evidence is heard by itself; `unprepare` and `released` are called for either."""
+
+    class Nic(Hooked):
+        resource = "example.com/nic"
+
+    fpga, nic = Hooked(), Nic()
+    here = await world(tmp_path, fpga)
+    inventory = Inventory("example.com/nic")
+    inventory.publish([Device("n0")])
+    here.driver.serve([*here.driver.served, ServedResource(nic, inventory)])
+    names = {device.id: name for name, (_, device) in here.driver.devices.items()}
+    state = in_claim_state((NODE, names["d0"], ""), (NODE, names["n0"], ""))
+    await here.async_ledger.do(ledger.forget(R, ["d0"]))
+    for resource, device in ((R, "d0"), ("example.com/nic", "n0")):
+        evidence = ledger.Evidence(claims=tuple(here.driver.claim_evidence([state], resource)))
+        await here.async_ledger.do(ledger.reconcile_evidence(resource, evidence, [device], Side.PLUGIN, T0))
+    assert here.async_ledger.snapshot.claims[D, "1"].held == {(R, "d0"), ("example.com/nic", "n0")}
+    assert await here.unprepare("1") is None
+    assert ("unprepare", ["d0"]) in fpga.calls
+    assert ("unprepare", ["n0"]) in nic.calls
+    assert not here.async_ledger.snapshot.claims
+    await end(here)
+
+
+async def test_two_resources_of_one_driver_and_two_drivers_share_a_ledger(tmp_path: Path) -> None:
+    """Names are qualified where one driver serves several resources."""
+
+    class Other(Plain):
+        resource = "example.com/nic"
+
+    here = await world(tmp_path)
+    inventory = Inventory("example.com/nic")
+    inventory.publish([Device("d0", nodes=["/dev/zero"])])
+    await here.async_ledger.do(ledger.adopt("example.com/nic", ["d0"], Side.DRA, T0))
+    both = Driver(
+        D,
+        NODE,
+        [*here.driver.served, ServedResource(Other(), inventory)],
+        here.async_ledger,
+        here.claims,
+        cdi_directory=str(here.cdi),
+        boot="1",
+    )
+    names = {f"{served.source.resource} {device.id}": name for name, (served, device) in both.devices.items()}
+    here.claims.add(claim("1", result(names[f"{R} d0"]), result(names["example.com/nic d0"])))
+    answer = (await both.prepare([ref("1")]))["1"]
+    assert isinstance(answer, Prepared)
+    assert here.async_ledger.snapshot.claims[D, "1"].held == {(R, "d0"), ("example.com/nic", "d0")}
+    assert {found.devices for entry in both.cdi_evidence().values() for found in entry} == {frozenset({"d0"})}
+    await both.close()
+    await end(here)
+
+
+async def test_the_claims_status_is_written_in_the_background_if_wanted(tmp_path: Path) -> None:
+    """By default no request goes to the API server after a Prepare; with `report` one does, and delays nothing."""
+    here = await world(tmp_path)
+    here.claims.add(claim("1", result("d0", shareID="s")))
+    await here.prepared("1")
+    assert not here.driver._tasks
+    assert here.claims.statuses == []
+    await here.unprepare("1")
+    here = await here.again(report=True)
+    await here.prepared("1")
+    await here.driver._tasks.wait()
+    ((uid, driver, (entry,)),) = here.claims.statuses
+    assert (uid, driver) == ("1", D)
+    assert (entry["device"], entry["shareID"]) == ("d0", "s")
+    assert entry["conditions"][0]["type"] == "Ready"
+    await end(here)
+
+
+# gRPC.
+
+
+async def test_both_versions_of_the_api_answer_alike(here: World, tmp_path: Path) -> None:
+    """v1 has shares, v1beta1 does not; errors are inside the map."""
+    here.claims.add(claim("1", result("d0", "fpga/big", shareID="s")), claim("2", result("d9")))
+    server = grpc.aio.server()
+    services.add_to_server(here.driver, server)
+    address = f"unix:{tmp_path}/s"
+    server.add_insecure_port(address)
+    await server.start()
+    async with grpc.aio.insecure_channel(address) as channel:
+        gates: list[tuple[Any, Any]] = [(DRAPluginStub(channel), dra_v1_pb2), (BetaStub(channel), dra_v1beta1_pb2)]
+        for stub, pb in gates:
+            asked = [pb.Claim(namespace="default", name=f"claim-{uid}", uid=uid) for uid in "12"]
+            response = await stub.NodePrepareResources(pb.NodePrepareResourcesRequest(claims=asked))
+            (device,) = response.claims["1"].devices
+            assert list(device.request_names) == ["fpga"]
+            assert device.cdi_device_ids[0].startswith(f"{D}/claim=")
+            if pb is dra_v1_pb2:
+                assert device.share_id == "s"
+            assert "d9" in response.claims["2"].error
+            ended = await stub.NodeUnprepareResources(pb.NodeUnprepareResourcesRequest(claims=asked))
+            assert {uid: entry.error for uid, entry in ended.claims.items()} == {"1": "", "2": ""}
+            assert here.files == []
+    await server.stop(None)
+
+
+# The API server.
+
+
+@pytest.fixture
+def server() -> Iterator[FakeApiServer]:
+    with FakeApiServer() as running:
+        yield running
+
+
+async def test_claims_are_read_and_their_status_written_beside_that_of_others(server: FakeApiServer) -> None:
+    """Entries of other drivers stay; a claim that is another one by now is not touched."""
+    made = server.create({**claim("1", result("d0")), "metadata": {"namespace": "default", "name": "claim-1"}})
+    uid = made["metadata"]["uid"]
+    foreign = {"driver": "other.example.com", "pool": "p", "device": "x", "conditions": []}
+    server.replace({**server.get("resourceclaims", "claim-1", "default"), "status": {"devices": [foreign]}})
+    async with Cluster.from_server(server.url, deadline=5.0) as api:
+        claims = ClusterClaims(api, NODE)
+        found = await claims.get_claim("default", "claim-1")
+        assert found is not None
+        assert found["metadata"]["uid"] == uid
+        assert await claims.get_claim("default", "nobody") is None
+        mine = {"driver": D, "pool": NODE, "device": "d0", "conditions": [{"type": "Ready", "status": "True"}]}
+        await claims.set_devices(ref("another", "claim-1"), D, [mine])
+        await claims.set_devices(ref("1", "nobody"), D, [mine])
+        for _ in range(2):
+            await claims.set_devices(ref(uid, "claim-1"), D, [mine])
+        assert server.get("resourceclaims", "claim-1", "default")["status"]["devices"] == [foreign, mine]
+        await claims.claim_event(ref(uid, "claim-1"), "DeviceNotAvailable", "why")
+        (event,) = server.objects("events")
+        assert (event["reason"], event["involvedObject"]["uid"]) == ("DeviceNotAvailable", uid)
+
+
+async def test_what_another_driver_writes_meanwhile_is_not_lost(
+    server: FakeApiServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Between the reading of a claim's status and its writing another driver may have written."""
+    made = server.create({**claim("1", result("d0")), "metadata": {"namespace": "default", "name": "claim-1"}})
+    foreign = {"driver": "other.example.com", "pool": "p", "device": "x", "conditions": []}
+    mine = {"driver": D, "pool": NODE, "device": "d0", "conditions": []}
+    async with Cluster.from_server(server.url, deadline=5.0) as api:
+        claims = ClusterClaims(api, NODE)
+        get, times = claims.get_claim, 0
+
+        async def overtaken(namespace: str, name: str) -> Mapping[str, Any] | None:
+            nonlocal times
+            times += 1
+            found = await get(namespace, name)
+            if times == 1:
+                server.replace({**server.get("resourceclaims", name, namespace), "status": {"devices": [foreign]}})
+            return found
+
+        monkeypatch.setattr(claims, "get_claim", overtaken)
+        await claims.set_devices(ref(made["metadata"]["uid"], "claim-1"), D, [mine])
+    assert server.get("resourceclaims", "claim-1", "default")["status"]["devices"] == [foreign, mine]
+    assert times == 2
+
+
+async def test_a_conflict_is_tried_again_and_a_refusal_is_not(server: FakeApiServer) -> None:
+    """A server that does not let us is asked once, not for every claim."""
+    made = server.create({**claim("1", result("d0")), "metadata": {"namespace": "default", "name": "claim-1"}})
+    one = ref(made["metadata"]["uid"], "claim-1")
+    mine = {"driver": D, "pool": NODE, "device": "d0", "conditions": []}
+    async with Cluster.from_server(server.url, deadline=5.0) as api:
+        claims = ClusterClaims(api, NODE)
+        server.fail(lambda request: request.method == "PATCH", Fault(code=409))
+        await claims.set_devices(one, D, [mine])
+        assert server.get("resourceclaims", "claim-1", "default")["status"]["devices"] == [mine]
+        server.fail(lambda request: request.method == "PATCH", Fault(code=403))
+        await claims.set_devices(one, D, [])
+        count = len(server.requests())
+        await claims.set_devices(one, D, [mine])
+        assert len(server.requests()) == count
+
+
+async def test_an_api_server_that_is_away_is_the_claims_error(tmp_path: Path, server: FakeApiServer) -> None:
+    """In words, and over as soon as it is back."""
+    made = server.create({**claim("1", result("d0")), "metadata": {"namespace": "default", "name": "claim-1"}})
+    one = ref(made["metadata"]["uid"], "claim-1")
+    here = await world(tmp_path)
+    async with Cluster.from_server(server.url, deadline=1.0) as api:
+        driver = Driver(
+            D,
+            NODE,
+            here.driver.served,
+            here.async_ledger,
+            ClusterClaims(api, NODE),
+            cdi_directory=str(here.cdi),
+        )
+        with server.outage():
+            answer = (await driver.prepare([one]))[one.uid]
+            assert isinstance(answer, ClaimError)
+            assert "claim default/claim-1" in str(answer)
+        assert isinstance((await driver.prepare([one]))[one.uid], Prepared)
+        await driver.close()
+    await end(here)
+
+
+# Anything at all.
+
+scalars = st.none() | st.booleans() | st.integers() | st.text(max_size=6)
+anything = st.recursive(
+    scalars,
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=6), inner, max_size=3),
+    max_leaves=8,
+)
+
+
+def mostly(good: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
+    return st.integers(0, 40).flatmap(lambda number: anything if number == 40 else good)
+
+
+results = st.fixed_dictionaries(
+    {
+        "request": mostly(st.sampled_from(["fpga", "fpga/a", "b"])),
+        "driver": mostly(st.just(D)),
+        "pool": mostly(st.just(NODE)),
+        "device": mostly(st.sampled_from(["d0", "d1", "d2"])),
+    },
+    optional={"adminAccess": mostly(st.booleans()), "shareID": mostly(st.just("s")), "tolerations": anything},
+)
+parameters = st.sampled_from([{"mode": "x"}, {"threads": 2}, {"inner": {"level": 3}}, {}])
+configs = st.fixed_dictionaries(
+    {"source": mostly(st.just("FromClass")), "requests": mostly(st.lists(st.just("fpga"), max_size=1))},
+    optional={
+        "opaque": mostly(st.fixed_dictionaries({"driver": st.just(D), "parameters": st.one_of(parameters, anything)}))
+    },
+)
+claims_of_any_kind = mostly(
+    st.fixed_dictionaries(
+        {
+            "metadata": mostly(st.just({"uid": "1", "name": "claim-1"})),
+            "status": mostly(
+                st.fixed_dictionaries(
+                    {
+                        "reservedFor": mostly(st.just([{"uid": "p"}])),
+                        "allocation": mostly(
+                            st.fixed_dictionaries(
+                                {
+                                    "devices": mostly(
+                                        st.fixed_dictionaries(
+                                            {
+                                                "results": mostly(st.lists(results, min_size=1, max_size=3)),
+                                                "config": mostly(st.lists(configs, max_size=2)),
+                                            }
+                                        )
+                                    )
+                                }
+                            )
+                        ),
+                    }
+                )
+            ),
+        }
+    )
+)
+
+
+@settings(max_examples=100, deadline=None)
+@given(found=claims_of_any_kind, hooked=st.booleans(), fails=st.sampled_from(["", "", "", "edits", "reset", "prepare"]))
+def test_any_claim_is_answered_and_an_error_leaves_nothing(
+    tmp_path_factory: pytest.TempPathFactory, found: Any, hooked: bool, fails: str
+) -> None:
+    """Whatever the API server says: an answer, and files, records and answers that agree."""
+
+    async def run() -> None:
+        source = Hooked() if hooked else Plain()
+        if isinstance(source, Hooked):
+            source.fails.add(fails)
+        here = await world(tmp_path_factory.mktemp("any"), source)
+        here.claims.claims["claim-1"] = found
+        answer = (await here.prepare("1"))["1"]
+        if isinstance(answer, ClaimError):
+            assert str(answer)
+            assert "internal error" not in str(answer)
+            assert here.files == []
+            assert not here.async_ledger.snapshot.claims
+        else:
+            assert len(here.files) == 1
+            named = [name for device in answer.devices for name in device.cdi_ids if name.startswith(D)]
+            assert all(here.edits(*named))
+            assert list(here.async_ledger.snapshot.claims) == [(D, "1")]
+            assert len({device.request for device in answer.devices}) == len(named)
+        assert await here.unprepare("1") is None
+        assert here.files == []
+        assert not here.async_ledger.snapshot.claims
+        await end(here)
+
+    asyncio.run(run())
+
+
+@settings(max_examples=30, deadline=None)
+@given(refs=st.lists(st.builds(ClaimRef, st.text(max_size=8), st.text(max_size=8), st.text(max_size=8)), max_size=4))
+def test_any_request_is_answered_in_full(tmp_path_factory: pytest.TempPathFactory, refs: list[ClaimRef]) -> None:
+    """An answer for each UID, whatever it is."""
+
+    async def run() -> None:
+        here = await world(tmp_path_factory.mktemp("any"))
+        uids = {one.uid for one in refs}
+        answers = await here.driver.prepare(refs)
+        assert set(answers) == uids
+        assert all(isinstance(answer, ClaimError) for answer in answers.values())
+        assert await here.driver.unprepare(refs) == dict.fromkeys(uids)
+        assert here.files == []
+        await end(here)
+
+    asyncio.run(run())
+
+
+class Pods:
+    """What a driver is told of running pods; error: raised in place of an answer."""
+
+    def __init__(self, *running: str, unlisted: Sequence[str] = ()) -> None:
+        self.now = RunningPods(frozenset(running), frozenset(unlisted))
+        self.error: Exception | None = None
+
+    async def __call__(self) -> RunningPods:
+        if self.error is not None:
+            raise self.error
+        return self.now
+
+    def end(self) -> None:
+        self.now = RunningPods()
+
+
+async def test_a_claim_whose_pods_processes_run_is_not_unprepared(tmp_path: Path) -> None:
+    """The kubelet unprepares claims of pods deleted by force while their containers hang; it is told to try again."""
+    pods = Pods("pod-uid")
+    here = await world(tmp_path, running_pods=pods)
+    here.claims.add(claim("1", result("d0")))
+    await here.prepared("1")
+    error = await here.unprepare("1")
+    assert error is not None
+    assert "processes of pod pod-uid run" in str(error)
+    assert here.files
+    assert (D, "1") in here.async_ledger.snapshot.claims
+    pods.end()
+    assert await here.unprepare("1") is None
+    assert not here.async_ledger.snapshot.claims
+    await end(here)
+
+
+async def test_pods_that_came_to_share_a_claim_count_before_it_is_unprepared(tmp_path: Path) -> None:
+    """The kubelet prepares a claim once; pods that came later are recorded before the ledger is asked."""
+    pods = Pods("later")
+    here = await world(tmp_path)
+    here.claims.add(claim("1", result("d0")))
+    await here.prepared("1")
+
+    async def recorded() -> RunningPods:
+        await here.async_ledger.do(ledger.describe(D, "1", "default", "claim-1", ["later"]))
+        return pods.now
+
+    here.driver._running_pods = recorded
+    error = await here.unprepare("1")
+    assert error is not None
+    assert "processes of pod later run" in str(error)
+    pods.end()
+    assert await here.unprepare("1") is None
+    await end(here)
+
+
+async def test_a_claim_stays_prepared_while_a_pod_runs_that_may_use_it(tmp_path: Path) -> None:
+    """A pod that the kubelet does not list may be one that it has dropped from any claim."""
+    pods = Pods("forgotten", "listed", unlisted=["forgotten"])
+    here = await world(tmp_path, running_pods=pods)
+    here.claims.add(claim("1", result("d0")))
+    await here.prepared("1")
+    error = await here.unprepare("1")
+    assert error is not None
+    assert "processes of pod forgotten run" in str(error)
+    del here.claims.claims["claim-1"]
+    running = PodProcesses(frozenset({"forgotten", "listed"}))
+    assert await here.driver.reconcile((), running, pods.now.unlisted) == Reconciled()
+    assert (D, "1") in here.async_ledger.snapshot.claims
+    pods.now = RunningPods(frozenset({"listed"}))
+    assert await here.unprepare("1") is None
+    assert not here.async_ledger.snapshot.claims
+    await end(here)
+
+
+@pytest.mark.parametrize("error", [ClaimStateError("torn"), OSError("cgroups"), ledger.LedgerError("full")])
+async def test_a_claim_stays_prepared_while_its_pods_cannot_be_known(tmp_path: Path, error: Exception) -> None:
+    """Also a claim of which some pods are known: others may have come to share it."""
+    pods = Pods()
+    here = await world(tmp_path, running_pods=pods)
+    here.claims.add(claim("1", result("d0")))
+    await here.prepared("1")
+    assert here.async_ledger.snapshot.claims[D, "1"].pods
+    pods.error = error
+    refusal = await here.unprepare("1")
+    assert refusal is not None
+    assert "not known which pods use it" in str(refusal)
+    assert (D, "1") in here.async_ledger.snapshot.claims
+    pods.error = None
+    assert await here.unprepare("1") is None
+    await end(here)
+
+
+async def test_a_claim_of_an_older_ledger_is_not_ended_without_the_kubelet(tmp_path: Path) -> None:
+    """A ledger of schema 1 has no pods: whether containers of this boot use the claim is not known."""
+    here = await world(tmp_path)
+    here.claims.add(claim("1", result("d0")))
+    await here.prepared("1")
+    record = dataclasses.replace(here.async_ledger.snapshot.claims[D, "1"], pods=frozenset())
+    await here.async_ledger.do(ledger.unprepare(D, "1"))
+    await here.async_ledger.do(ledger.prepare(record))
+    del here.claims.claims["claim-1"]
+    assert await here.driver.reconcile((), ENDED) == Reconciled()
+    assert (D, "1") in here.async_ledger.snapshot.claims
+    assert await here.unprepare("1") is None
+    assert not here.async_ledger.snapshot.claims
+    await end(here)

@@ -1,0 +1,438 @@
+"""Registration of a DRA driver with a kubelet that behaves as the real one does."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import shutil
+import socket
+import tempfile
+import time
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, TypeVar
+
+import pytest
+
+from deviceplugin import filewatch
+from deviceplugin.device import ContainerEdits, Device, Health
+from deviceplugin.inventory import Inventory
+from deviceplugin.kubelet.registration import Backoff
+from deviceplugin.source import DeviceSource
+from dra_bridge import ledger
+from dra_bridge.driver import ClaimRef, Driver, ServedResource
+from dra_bridge.driver import registrar as registrar_module
+from dra_bridge.driver.registrar import Registrar, RegistrarError, Timing, health_list, socket_path
+from dra_bridge.ledger import AsyncLedger, Side
+from dra_bridge.testing.kubelet import HEALTH_SERVICES, FakeDraKubelet, FakeDraPod, PodError
+
+D = "fpga.example.com"
+R = "example.com/fpga"
+NODE = "node-1"
+QUICK = Timing(look=0.2, patience=30.0, drain=0.5, keep_alive=10.0)
+_T = TypeVar("_T")
+
+
+class Source(DeviceSource):
+    resource = R
+    driver = D
+
+
+def claim(name: str, uid: str, *results: tuple[str, str]) -> dict[str, Any]:
+    listed = [{"request": request, "driver": D, "pool": NODE, "device": device} for request, device in results]
+    return {
+        "metadata": {"namespace": "default", "name": name, "uid": uid},
+        "status": {
+            "reservedFor": [{"resource": "pods", "name": n, "uid": n} for n in ("p1", "p2")],
+            "allocation": {"devices": {"results": listed, "config": []}},
+        },
+    }
+
+
+class Server:
+    """The API server of both sides."""
+
+    def __init__(self) -> None:
+        self.claims: dict[tuple[str, str], dict[str, Any]] = {}
+
+    def add(self, made: dict[str, Any]) -> None:
+        self.claims["default", made["metadata"]["name"]] = made
+
+    def read(self, namespace: str, name: str) -> dict[str, Any] | None:
+        return self.claims.get((namespace, name))
+
+    async def get_claim(self, namespace: str, name: str) -> dict[str, Any] | None:
+        return self.read(namespace, name)
+
+    async def set_devices(self, claim: ClaimRef, driver: str, devices: object) -> None:
+        pass
+
+    async def claim_event(self, claim: ClaimRef, reason: str, message: str) -> None:
+        pass
+
+
+@pytest.fixture
+def root() -> Iterator[Path]:
+    # Short: a socket's path has 107 bytes.
+    path = Path(tempfile.mkdtemp(prefix="k"))
+    yield path
+    shutil.rmtree(path, ignore_errors=True)
+
+
+@pytest.fixture
+def server() -> Server:
+    return Server()
+
+
+@pytest.fixture
+def kubelet(root: Path, server: Server) -> Iterator[FakeDraKubelet]:
+    with FakeDraKubelet(root, server.read) as running:
+        yield running
+
+
+@pytest.fixture
+async def driver(root: Path, server: Server) -> AsyncIterator[Driver]:
+    inventory = Inventory(R)
+    inventory.publish([Device(f"d{n}", nodes=["/dev/null"], edits=ContainerEdits({f"N{n}": "1"})) for n in range(3)])
+    async_ledger = await AsyncLedger.open(str(root / "ledger.db"))
+    await async_ledger.do(ledger.adopt(R, inventory.snapshot.devices, Side.DRA, 1.0))
+    made = Driver(D, NODE, [ServedResource(Source(), inventory)], async_ledger, server, cdi_directory=str(root / "cdi"))
+    yield made
+    await made.close()
+    await async_ledger.close()
+
+
+class Running:
+    """A registrar at work until the block ends."""
+
+    def __init__(self, driver: Driver, root: Path, timing: Timing = QUICK) -> None:
+        self.word = asyncio.Condition()
+        self.registrar = Registrar(driver, root, timing=timing)
+        self.task: asyncio.Task[None] | None = None
+
+    async def __aenter__(self) -> Registrar:
+        self.task = asyncio.create_task(self.registrar.run())
+        return self.registrar
+
+    async def __aexit__(self, *_: object) -> None:
+        assert self.task is not None
+        self.task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await self.task
+
+
+async def aside(work: Callable[..., _T], *args: Any) -> _T:
+    """Call the kubelet in a thread, so that the driver can answer."""
+    return await asyncio.to_thread(work, *args)
+
+
+async def test_a_driver_registers_prepares_and_goes(
+    driver: Driver, root: Path, kubelet: FakeDraKubelet, server: Server
+) -> None:
+    """The whole way of a pod with a claim, each container with its own requests only."""
+    server.add(claim("c", "uid-1", ("left", "d0"), ("right", "d1")))
+    async with Running(driver, root) as registrar:
+        (plugin,) = await aside(kubelet.wait_registered, D)
+        assert plugin.service == "v1.DRAPlugin"
+        assert registrar.statistics.registered
+        pod = FakeDraPod("p1", "p1", ["c"], {"a": [("c", "left")], "b": [("c", "right")], "all": [("c", "")]})
+        ids = await aside(kubelet.prepare_pod, pod)
+        assert (len(ids["a"]), len(ids["b"]), len(ids["all"])) == (1, 1, 2)
+        assert set(ids["a"]).isdisjoint(ids["b"])
+        assert set(ids["all"]) == {*ids["a"], *ids["b"]}
+        other = replace(pod, name="p2", uid="p2")
+        assert await aside(kubelet.prepare_pod, other) == ids
+        await aside(kubelet.unprepare_pod, pod)
+        assert len(os.listdir(root / "cdi")) == 1, "another pod still uses it"
+        await aside(kubelet.unprepare_pod, other)
+        assert os.listdir(root / "cdi") == []
+    await aside(kubelet.wait_for, lambda: kubelet._store == {})
+    assert os.listdir(root / "plugins_registry") == []
+    assert os.listdir(root / "plugins" / D) == []
+
+
+async def test_an_older_kubelet_gets_v1beta1(driver: Driver, root: Path, server: Server) -> None:
+    """1.32 and 1.33 know no v1."""
+    server.add(claim("c", "uid-1", ("r", "d0")))
+    with FakeDraKubelet(root, server.read, services=["v1beta1.DRAPlugin"]) as kubelet:
+        async with Running(driver, root):
+            (plugin,) = await aside(kubelet.wait_registered, D)
+            assert plugin.service == "v1beta1.DRAPlugin"
+            pod = FakeDraPod("p1", "p1", ["c"], {"a": [("c", "r")]})
+            assert len((await aside(kubelet.prepare_pod, pod))["a"]) == 1
+
+
+async def test_a_restarted_kubelet_finds_the_driver_and_prepares_again(
+    driver: Driver, root: Path, kubelet: FakeDraKubelet, server: Server
+) -> None:
+    """Claims are answered as before; a pod that ended meanwhile is cleaned up."""
+    server.add(claim("c", "uid-1", ("r", "d0")))
+    pod = FakeDraPod("p1", "p1", ["c"], {"a": [("c", "r")]})
+    async with Running(driver, root):
+        await aside(kubelet.wait_registered, D)
+        before = await aside(kubelet.prepare_pod, pod)
+        await aside(kubelet.restart)
+        await aside(kubelet.wait_registered, D)
+        after = await aside(kubelet.prepare_pod, pod)
+        # Kubelet 1.36.3 adds the devices of a second answer to those that it read from its claim state.
+        assert {name: set(ids) for name, ids in after.items()} == {name: set(ids) for name, ids in before.items()}
+        await aside(kubelet.unprepare_pod, pod)
+        assert not driver._ledger.snapshot.claims
+
+
+@pytest.mark.parametrize("what", ["plugins_registry", "plugins", "socket"])
+async def test_sockets_that_vanish_come_back(driver: Driver, root: Path, kubelet: FakeDraKubelet, what: str) -> None:
+    """A directory wiped under a running driver, or one socket of the two."""
+    async with Running(driver, root) as registrar:
+        (first,) = await aside(kubelet.wait_registered, D)
+        if what == "socket":
+            os.remove(first.endpoint)
+        else:
+            await aside(kubelet.stop)
+            shutil.rmtree(root / what)
+            await aside(kubelet.start)
+        await aside(
+            kubelet.wait_for,
+            lambda: [p.connected and p.told and p.endpoint != first.endpoint for p in kubelet.plugins(D)] == [True],
+        )
+        assert registrar.statistics.registrations >= 2
+
+
+async def test_a_refusal_is_said_and_tried_again(
+    driver: Driver, root: Path, kubelet: FakeDraKubelet, caplog: pytest.LogCaptureFixture
+) -> None:
+    """With new sockets: the kubelet's own next try is later each time."""
+    kubelet.refuse = "the moon is in the wrong phase"
+    async with Running(driver, root) as registrar:
+        await aside(kubelet.wait_for, lambda: len(kubelet.failures) >= 1)
+        kubelet.refuse = ""
+        await aside(kubelet.wait_registered, D)
+        assert registrar.statistics.failures >= 1
+        assert registrar.statistics.error == ""
+    assert "the moon is in the wrong phase" in caplog.text
+
+
+async def test_two_instances_may_be_registered_at_once(driver: Driver, root: Path, kubelet: FakeDraKubelet) -> None:
+    """A rolling update: the newest is called, and neither removes the other's sockets."""
+    async with Running(driver, root):
+        (old,) = await aside(kubelet.wait_registered, D)
+        async with Running(driver, root):
+            both = await aside(kubelet.wait_registered, D, 2)
+            assert [plugin.endpoint == old.endpoint for plugin in both] == [True, False]
+            assert kubelet._plugin(D).endpoint != old.endpoint
+        (left,) = await aside(kubelet.wait_registered, D)
+        assert left.endpoint == old.endpoint
+        assert os.path.exists(old.endpoint)
+
+
+async def test_sockets_of_a_killed_instance_are_swept_and_a_foreign_file_is_not(
+    driver: Driver, root: Path, kubelet: FakeDraKubelet
+) -> None:
+    """Nobody answers there; the kubelet would try for ever."""
+    dead = [root / "plugins_registry" / f"{D}-0123abcd-reg.sock", root / "plugins" / D / "dra-0123abcd.sock"]
+    other = root / "plugins_registry" / "other.example.com-0123abcd-reg.sock"
+    for path in (*dead, other):
+        path.parent.mkdir(exist_ok=True)
+        with socket.socket(socket.AF_UNIX) as bound:
+            bound.bind(str(path))
+    async with Running(driver, root):
+        await aside(kubelet.wait_registered, D)
+        assert [path.exists() for path in (*dead, other)] == [False, False, True]
+
+
+async def test_silence_is_broken_by_new_sockets(driver: Driver, root: Path) -> None:
+    """The watcher of a kubelet may lose the word of a socket."""
+    registry = root / "plugins_registry"
+    registry.mkdir()
+    names: set[str] = set()
+    with filewatch.shared().watch([str(registry)]) as watch:
+        async with Running(driver, root, replace(QUICK, patience=0.1)) as registrar, asyncio.timeout(10):
+            while len(names) < 3:
+                await watch.wait(1.0)
+                names.update(os.listdir(registry))
+            with FakeDraKubelet(root, lambda namespace, name: None) as kubelet:
+                await aside(kubelet.wait_registered, D)
+            assert registrar.statistics.registered
+
+
+@dataclass
+class Waits(Backoff):
+    """Waits that are all the same."""
+
+    def next(self) -> float:
+        self.tries += 1
+        return self.first
+
+
+async def test_the_kubelets_own_next_try_may_be_the_sooner(root: Path, driver: Driver, server: Server) -> None:
+    """Then there is nothing to make anew."""
+    running = Running(driver, root)
+    registrar = running.registrar
+    registrar._backoff = Waits(3.0)
+    ended, real = asyncio.Event(), registrar._step
+
+    async def step() -> float:
+        refused = registrar._refused
+        wait = await real()
+        if refused:
+            ended.set()
+        return wait
+
+    registrar._step = step  # type: ignore[method-assign]
+    with FakeDraKubelet(root, server.read) as kubelet:
+        kubelet.refuse = "not now"
+        async with running, asyncio.timeout(60):
+            await aside(kubelet.wait_for, lambda: bool(kubelet.failures))
+            kubelet.refuse = ""
+            (plugin,) = await aside(kubelet.wait_registered, D)
+            await ended.wait()
+            assert registrar.statistics.registrations == 1
+            assert [one.endpoint for one in await aside(kubelet.wait_registered, D)] == [plugin.endpoint]
+
+
+async def test_a_kubelet_that_goes_on_refusing_is_asked_ever_more_rarely(
+    driver: Driver, root: Path, kubelet: FakeDraKubelet
+) -> None:
+    """New sockets come after a wait for each refusal, which grows until it is taken."""
+    kubelet.refuse = "never"
+    running = Running(driver, root)
+    waits = running.registrar._backoff = Waits(0.2)
+    made: list[float] = []
+    serve = running.registrar._serve
+
+    async def note() -> None:
+        made.append(time.monotonic())
+        await serve()
+
+    running.registrar._serve = note  # type: ignore[method-assign]
+    async with running, asyncio.timeout(60):
+        while len(made) < 3:  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+    assert waits.tries >= 2
+    assert all(later - before >= 0.2 for before, later in pairwise(made))
+
+
+async def test_a_registry_that_cannot_be_written_is_said_and_waited_for(
+    driver: Driver, root: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As soon as it can, all is well."""
+    (root / "plugins_registry").write_text("in the way")
+    async with Running(driver, root) as registrar:
+        async with asyncio.timeout(10):
+            while not registrar.statistics.failures:  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+        (root / "plugins_registry").unlink()
+        with FakeDraKubelet(root, lambda namespace, name: None) as kubelet:
+            await aside(kubelet.wait_registered, D)
+    assert "cannot serve" in caplog.text
+
+
+async def test_health_is_told_at_once_and_kept_alive(driver: Driver, root: Path, kubelet: FakeDraKubelet) -> None:
+    """Three states, complete lists, a message; after 30 s of silence the kubelet knows nothing."""
+    inventory = driver.served[0].inventory
+    async with Running(driver, root, replace(QUICK, keep_alive=0.05)) as registrar:
+        await aside(kubelet.wait_registered, D)
+        await aside(kubelet.wait_for, lambda: kubelet.health(D, NODE, "d0").health == "healthy")
+        devices = list(inventory.snapshot.devices.values())
+        inventory.publish(
+            [devices[0].with_health(Health.UNHEALTHY, "it smokes"), devices[1].with_health(Health.UNKNOWN), devices[2]]
+        )
+        await aside(kubelet.wait_for, lambda: kubelet.health(D, NODE, "d0").health == "unhealthy")
+        assert kubelet.health(D, NODE, "d0").message == "it smokes"
+        assert [kubelet.health(D, NODE, f"d{n}").health for n in (1, 2)] == ["unknown", "healthy"]
+        count = len(kubelet.updates)
+        await aside(kubelet.wait_for, lambda: len(kubelet.updates) >= count + 3)
+        assert {size for _, size in kubelet.updates} == {3}
+        assert kubelet.health(D, NODE, "d2", later=31.0).health == "unknown"
+        assert registrar.statistics.health_lists >= 4
+
+
+@pytest.mark.parametrize(
+    ("known", "chosen"),
+    [
+        (None, "v1alpha1.DRAResourceHealth"),
+        (HEALTH_SERVICES, "v1.DRAResourceHealth"),
+        (HEALTH_SERVICES[1:], "v1alpha1.DRAResourceHealth"),
+    ],
+    ids=["until 1.36", "since 1.37", "without v1"],
+)
+async def test_health_reaches_every_kubelet(
+    driver: Driver, root: Path, server: Server, known: Sequence[str] | None, chosen: str
+) -> None:
+    """Both versions are listed and served, and what is listed for health leaves the choice for claims as it was."""
+    with FakeDraKubelet(root, server.read, health_services=known) as kubelet:
+        async with Running(driver, root):
+            (plugin,) = await aside(kubelet.wait_registered, D)
+            assert (plugin.service, plugin.health_service) == ("v1.DRAPlugin", chosen)
+            await aside(kubelet.wait_for, lambda: kubelet.health(D, NODE, "d0").health == "healthy")
+
+
+async def test_a_kubelet_since_1_37_opens_no_health_stream_that_is_not_listed(
+    driver: Driver, root: Path, server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Kubernetes#139477; until 1.36 it opened one to any driver."""
+    monkeypatch.setattr(registrar_module, "SERVICES", ("v1.DRAPlugin",))
+    with FakeDraKubelet(root, server.read, health_services=HEALTH_SERVICES) as kubelet:
+        async with Running(driver, root) as registrar:
+            (plugin,) = await aside(kubelet.wait_registered, D)
+            assert (plugin.health_service, registrar.statistics.health_streams) == ("", 0)
+            assert kubelet.health(D, NODE, "d0").health == "unknown"
+
+
+async def test_health_needs_no_timer_to_be_told(driver: Driver, root: Path, kubelet: FakeDraKubelet) -> None:
+    """A change goes out by itself, also one of a resource that is served since a reload, and so does its first list."""
+    async with Running(driver, root, replace(QUICK, keep_alive=3600)) as registrar:
+        await aside(kubelet.wait_registered, D)
+        await aside(kubelet.wait_for, lambda: kubelet.health(D, NODE, "d0").health == "healthy")
+        (first,) = driver.served
+        devices = list(first.inventory.snapshot.devices.values())
+        first.inventory.publish([devices[0].with_health(Health.UNHEALTHY, "it smokes"), *devices[1:]])
+        await aside(kubelet.wait_for, lambda: kubelet.health(D, NODE, "d0").health == "unhealthy")
+        other = type("Other", (Source,), {"resource": "example.com/more"})()
+        more = Inventory(other.resource)
+        more.publish([Device("m0")])
+        driver.serve([first, ServedResource(other, more)])
+        registrar.follow()
+        (name,) = (name for name, (served, _) in driver.devices.items() if served.inventory is more)
+        await aside(kubelet.wait_for, lambda: kubelet.health(D, NODE, name).health == "healthy")
+        more.publish([Device("m0", health=Health.UNHEALTHY)])
+        await aside(kubelet.wait_for, lambda: kubelet.health(D, NODE, name).health == "unhealthy")
+
+
+async def test_the_keep_alive_is_well_inside_the_kubelets_patience() -> None:
+    """30 s by default (kubelet 1.36, cm/dra)."""
+    assert Timing().keep_alive * 2 < 30
+
+
+async def test_messages_are_cut(driver: Driver) -> None:
+    """The kubelet cuts at 1024 bytes."""
+    inventory = driver.served[0].inventory
+    inventory.publish([Device("x", health=Health.UNHEALTHY, message="m\u20ac" * 5000)])
+    listed = health_list(driver, 12.7)
+    assert {len(entry.message.encode()) for entry in listed.devices} <= {1000, len("the device is gone")}
+    assert {entry.last_updated_time for entry in listed.devices} == {12}
+
+
+async def test_a_pod_gets_the_drivers_words(
+    driver: Driver, root: Path, kubelet: FakeDraKubelet, server: Server
+) -> None:
+    """What `kubectl describe pod` shows names claim and device."""
+    server.add(claim("c", "uid-1", ("r", "d9")))
+    async with Running(driver, root):
+        await aside(kubelet.wait_registered, D)
+        with pytest.raises(PodError, match=r"failed for ResourceClaim c: request 'r': driver .* has no device 'd9'"):
+            await aside(kubelet.prepare_pod, FakeDraPod("p1", "p1", ["c"], {}))
+        await aside(kubelet.unprepare_pod, FakeDraPod("p1", "p1", ["c"], {}))
+
+
+@pytest.mark.parametrize("length", [5, 40, 63])
+def test_paths_fit_and_stay_apart(length: int) -> None:
+    """107 bytes; a shortened name keeps a hash of the whole."""
+    directory = Path("/var/lib/kubelet/plugins_registry")
+    paths = {socket_path(directory, letter * length, "-12345678-reg.sock") for letter in "ab"}
+    assert len(paths) == 2
+    assert all(len(str(path)) <= 107 for path in paths)
+    with pytest.raises(RegistrarError):
+        socket_path(Path("/" + "x" * 90), "a" * length, "-12345678-reg.sock")

@@ -1,0 +1,74 @@
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from itertools import combinations
+
+import pytest
+
+from deviceplugin import topology
+from deviceplugin.device import Device
+from deviceplugin.inventory import Snapshot
+from dra_bridge.node.grouping import Order, link_groups
+from dra_bridge.slices import Offer, Pool, desired
+
+GPUS = [f"gpu{number}" for number in range(4)]
+
+
+def links(pairs: dict[tuple[int, int], float], rest: float) -> dict[frozenset[str], float]:
+    return {
+        frozenset({GPUS[one], GPUS[other]}): pairs.get((one, other), rest) for one, other in combinations(range(4), 2)
+    }
+
+
+def test_pairs_are_groups() -> None:
+    """Devices that are tied in pairs move in pairs."""
+    tied = links({(0, 2): 200.0, (1, 3): 200.0}, 10.0)
+    assert link_groups(GPUS, tied) == (frozenset({"gpu0", "gpu2"}), frozenset({"gpu1", "gpu3"}))
+
+
+def test_a_full_mesh_is_no_group() -> None:
+    """Where every device is linked to every other alike, none belongs to another more than to the rest."""
+    assert link_groups(GPUS, links({}, 1200.0)) == ()
+    assert link_groups(GPUS, {}) == ()
+
+
+def test_a_slice_offers_linked_devices_side_by_side() -> None:
+    """The scheduler takes devices from the front of a slice; linked ones stand together there."""
+    snapshot = Snapshot("example.com/gpu", 1, {name: Device(name) for name in GPUS})
+    order = ("gpu0", "gpu2", "gpu1", "gpu3")
+    wanted = desired(Pool("gpu.example.com", "node", (Offer(snapshot, order=order),)))
+    assert wanted is not None
+    assert tuple(device["name"] for device in wanted.slices[0]["spec"]["devices"]) == order
+
+
+def test_devices_shared_differently() -> None:
+    """Each device of a slice takes as many claims as it has replicas."""
+    snapshot = Snapshot("example.com/gpu", 1, {name: Device(name) for name in GPUS[:2]})
+    wanted = desired(Pool("gpu.example.com", "node", (Offer(snapshot, replicas={"gpu0": 3}),)))
+    assert wanted is not None
+    first, second = wanted.slices[0]["spec"]["devices"]
+    assert first["allowMultipleAllocations"]
+    assert first["capacity"]["shares"]["value"] == "3"
+    assert "allowMultipleAllocations" not in second
+
+
+def test_order_is_found_again_only_when_devices_or_links_change(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Looking at the slices again, as each Prepare does, costs next to nothing."""
+    tied = links({(0, 2): 200.0, (1, 3): 200.0}, 10.0)
+    found = topology.arranged(GPUS, tied)
+    asked: list[set[str]] = []
+
+    def note(devices: Collection[str], score: Mapping[frozenset[str], float]) -> list[str]:
+        if len(devices) > 2:  # it asks itself for the halves
+            asked.append(set(devices))
+        return arranged(devices, score)
+
+    arranged = topology.arranged
+    monkeypatch.setattr(topology, "arranged", note)
+    order = Order()
+    assert order.of(GPUS, {}) == ()
+    for _ in range(3):
+        assert order.of(GPUS, dict(tied)) == tuple(found)
+    assert order.of(GPUS, links({(0, 1): 200.0, (2, 3): 200.0}, 10.0)) == ("gpu0", "gpu1", "gpu2", "gpu3")
+    assert set(order.of(GPUS[1:], tied)) == set(GPUS[1:])
+    assert [len(devices) for devices in asked] == [4, 4, 3]

@@ -1,0 +1,274 @@
+"""Moves of a whole agent's devices on the embedded node: shared devices, and moves that are cancelled on their way."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from deviceplugin.device import ContainerEdits, Device
+from deviceplugin.source import DeviceSource
+from dra_bridge.handover import parse_share
+from dra_bridge.kube import Cluster, ClusterError
+from dra_bridge.ledger import State
+from dra_bridge.node.bridge import Bridge
+from dra_bridge.node.policies import HandoverPolicy
+from dra_bridge.rollout.fleet import share_patch
+from dra_bridge.rollout.progress import DeviceProgress, read
+from dra_bridge.testing.apiserver import FakeApiServer
+from dra_bridge.testing.node import FakeNode
+from tests.dra.classes import device_class
+
+R = "example.com/fpga"
+D = "fpga.example.com"
+NODE = "node"
+
+
+class Source(DeviceSource):
+    """Devices that say so in their container."""
+
+    resource = R
+    driver = D
+
+    def __init__(self, count: int, replicas: int = 1) -> None:
+        self.replicas = replicas
+        self._names: asyncio.Queue[tuple[str, ...]] = asyncio.Queue()
+        self.list(*(f"d{number}" for number in range(count)))
+
+    def list(self, *names: str) -> None:
+        """Have these devices and no others."""
+        self._names.put_nowait(names)
+
+    async def watch(self) -> AsyncIterator[Sequence[Device]]:
+        while True:
+            names = await self._names.get()
+            yield [Device(name, edits=ContainerEdits({f"FPGA_{name}": "1"})) for name in names]
+
+
+class World:
+    """An agent on a node."""
+
+    def __init__(self, node: FakeNode, bridge: Bridge) -> None:
+        self.node = node
+        self.bridge = bridge
+
+    def ask(self, share: str) -> None:
+        """Annotate the Node."""
+        node = self.node.server.get("nodes", NODE)
+        node["metadata"].setdefault("annotations", {}).update(share_patch(D, share)["metadata"]["annotations"])
+        self.node.server.replace(node)
+
+    @property
+    def states(self) -> dict[str, State]:
+        if D not in self.bridge.drivers:
+            return {}
+        return {name: record.state for name, record in self.bridge.drivers[D].async_ledger.snapshot.of(R).items()}
+
+    @property
+    def claims(self) -> set[str]:
+        return {claim.title for claim in self.bridge.drivers[D].async_ledger.snapshot.claims.values()}
+
+    @property
+    def published(self) -> list[Mapping[str, Any]]:
+        return [device for one in self.node.server.objects() for device in one["spec"].get("devices") or ()]
+
+    @property
+    def told(self) -> Mapping[str, DeviceProgress]:
+        """What the slice's annotation says of the devices."""
+        found = read(D, self.node.server.objects())
+        return found.resources[R].devices if found is not None else {}
+
+    @property
+    def waiting(self) -> dict[str, str]:
+        return dict(self.bridge.drivers[D].handovers[R].waiting)
+
+    @property
+    def healthy(self) -> set[str]:
+        return {name for name, one in self.node.devices(R).items() if one.health == "Healthy"}
+
+    async def until(self, what: Callable[[], bool]) -> None:
+        """Wait until something is so."""
+        try:
+            async with asyncio.timeout(60):
+                while not what():  # noqa: ASYNC110  # what is waited for tells nobody
+                    await asyncio.sleep(0.01)
+        except TimeoutError:
+            pytest.fail(f"it does not come: {self.states}, waiting {self.waiting}, healthy {self.healthy}")
+
+    async def settle(self, *states: State) -> None:
+        await self.until(lambda: tuple(self.states.values()) == states)
+
+
+@contextlib.asynccontextmanager
+async def world(node: FakeNode, tmp_path: Path, source: Source, *, offered: bool = True) -> AsyncIterator[World]:
+    """Run an agent; `offered`: wait until pods can have a device."""
+    bridge = Bridge(
+        [source],
+        {R: HandoverPolicy(parse_share("none"))},
+        Cluster.from_server(node.server.url),
+        NODE,
+        node.paths,
+        cdi_directory=str(tmp_path / "cdi"),
+        period=0.05,
+    )
+    task = asyncio.create_task(bridge.run())
+    try:
+        here = World(node, bridge)
+        await here.until(lambda: len(here.healthy) > 0 if offered else D in bridge.drivers)
+        yield here
+    finally:
+        bridge.agent.stop()
+        async with asyncio.timeout(60):
+            await task
+
+
+@pytest.fixture
+def node() -> Iterator[FakeNode]:
+    with FakeApiServer() as server:
+        server.create(device_class(D, R))
+        with FakeNode(server, NODE) as made:
+            yield made
+
+
+async def test_a_shared_device_moves_as_a_whole(node: FakeNode, tmp_path: Path) -> None:
+    """It waits for all of its pods, goes to as many claims, waits for all of these, and comes back whole."""
+    async with world(node, tmp_path, Source(1, replicas=2)) as here:
+        await here.until(lambda: here.healthy == {"d0::0", "d0::1"})
+        plain = [await asyncio.to_thread(node.run_pod, name, {R: 1}) for name in ("p0", "p1")]
+        here.ask("all")
+        await here.settle(State.TO_DRA)
+        await here.until(lambda: not here.healthy)
+        await asyncio.to_thread(plain[0].delete, 60)
+        await here.until(lambda: here.waiting.get("d0") == "pod default/p1")
+        assert here.states == {"d0": State.TO_DRA}
+        await asyncio.to_thread(plain[1].delete, 60)
+        await here.settle(State.DRA)
+        claimed = [node.start_pod(name, template={D: 1}) for name in ("c0", "c1")]
+        for pod in claimed:
+            await asyncio.to_thread(pod.wait_running, 60)
+        assert [node.devices_of(pod) for pod in claimed] == [{"d0": "claim"}] * 2
+        here.ask("none")
+        await here.settle(State.TO_PLUGIN)
+        await asyncio.to_thread(claimed[0].delete, 60)
+        await here.until(lambda: len(here.claims) == 1 and here.waiting.get("d0") == "its claim")
+        assert here.states == {"d0": State.TO_PLUGIN}
+        assert not here.healthy
+        await asyncio.to_thread(claimed[1].delete, 60)
+        await here.settle(State.PLUGIN)
+        await here.until(lambda: here.healthy == {"d0::0", "d0::1"})
+
+
+async def test_a_move_to_dra_is_cancelled_while_a_pod_holds_the_device(node: FakeNode, tmp_path: Path) -> None:
+    """It is offered to pods as before; the pod goes on, and claims never see the device."""
+    async with world(node, tmp_path, Source(1)) as here:
+        pod = await asyncio.to_thread(node.run_pod, "p", {R: 1})
+        here.ask("all")
+        await here.until(lambda: here.waiting.get("d0") == "pod default/p" and not here.healthy)
+        here.ask("none")
+        await here.settle(State.PLUGIN)
+        await here.until(lambda: here.healthy == {"d0"})
+        assert pod.running
+        await asyncio.to_thread(pod.delete, 60)
+        await asyncio.to_thread(node.run_pod, "q", {R: 1})
+
+
+async def test_a_move_to_the_plugin_is_cancelled_while_a_claim_holds_the_device(node: FakeNode, tmp_path: Path) -> None:
+    """It is offered to claims again without its taint; the next claim gets it."""
+    async with world(node, tmp_path, Source(1)) as here:
+        here.ask("all")
+        await here.settle(State.DRA)
+        pod = node.start_pod("c", template={D: 1})
+        await asyncio.to_thread(pod.wait_running, 60)
+        here.ask("none")
+        await here.settle(State.TO_PLUGIN)
+        await here.until(lambda: bool(here.waiting))
+        here.ask("all")
+        await here.settle(State.DRA)
+        await asyncio.to_thread(pod.delete, 60)
+        again = node.start_pod("d", template={D: 1})
+        await asyncio.to_thread(again.wait_running, 60)
+        assert not here.healthy
+
+
+async def test_a_move_to_the_plugin_is_cancelled_after_the_slice_has_lost_the_device(
+    node: FakeNode, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What was withdrawn is published again; evidence of the cancelled move counts for no later one."""
+    async with world(node, tmp_path, Source(1)) as here:
+        here.ask("all")
+        await here.settle(State.DRA)
+        driver, evidence = here.bridge.drivers[D], here.bridge.drivers[D].evidence
+        allocated, asked = evidence.allocated, asyncio.Event()
+
+        async def away() -> object:
+            # The first list lets the device leave the slices, the second one would end the move.
+            if driver.withdrawn(R, "d0") is not None:
+                asked.set()
+                raise ClusterError("the API server is away")
+            return await allocated()
+
+        with monkeypatch.context() as outage:
+            outage.setattr(evidence, "allocated", away)
+            here.ask("none")
+            async with asyncio.timeout(60):
+                await asked.wait()
+            assert not here.published
+            assert here.states == {"d0": State.TO_PLUGIN}
+            here.ask("all")
+            await here.settle(State.DRA)
+        pod = node.start_pod("c", template={D: 1})
+        await asyncio.to_thread(pod.wait_running, 60)
+        assert node.devices_of(pod) == {"d0": "claim"}
+        assert not here.healthy
+        here.ask("none")
+        await here.settle(State.TO_PLUGIN)
+        await here.until(lambda: here.waiting.get("d0") == "its claim" and not here.published)
+
+
+@pytest.mark.parametrize("held", [False, True])
+@pytest.mark.parametrize("share", ["none", "all"])
+async def test_an_unplugged_device_is_forgotten_once_nobody_holds_it(
+    node: FakeNode, tmp_path: Path, share: str, held: bool
+) -> None:
+    """On either side it leaves slices, annotation and ledger; one that comes back is offered again."""
+    source = Source(2)
+    async with world(node, tmp_path, source) as here:
+        here.ask(share)
+        await here.settle(*[State.DRA if share == "all" else State.PLUGIN] * 2)
+        pod = None
+        if held:
+            asked: dict[str, Any] = {"limits": {R: 2}} if share == "none" else {"template": {D: 2}}
+            pod = node.start_pod("p", **asked)
+            await asyncio.to_thread(pod.wait_running, 60)
+        source.list("d0")
+        if pod is not None:
+            await here.until(lambda: here.told["d1"].gone)
+            await asyncio.to_thread(pod.delete, 60)
+        await here.until(lambda: set(here.told) == {"d0"} == set(here.states))
+        source.list("d0", "d1")
+        await here.until(
+            lambda: {"d0", "d1"} == ({one["name"] for one in here.published} if share == "all" else here.healthy)
+        )
+        await here.until(lambda: set(here.told) == {"d0", "d1"})
+
+
+async def test_a_device_that_is_unplugged_on_its_way_to_the_plugin_does_not_wait_for_ever(
+    node: FakeNode, tmp_path: Path
+) -> None:
+    """It waits for its claim, and is forgotten when the claim has ended."""
+    source = Source(2)
+    async with world(node, tmp_path, source) as here:
+        here.ask("all")
+        await here.settle(State.DRA, State.DRA)
+        pod = node.start_pod("c", template={D: 2})
+        await asyncio.to_thread(pod.wait_running, 60)
+        here.ask("none")
+        await here.settle(State.TO_PLUGIN, State.TO_PLUGIN)
+        source.list("d0")
+        await here.until(lambda: here.told["d1"].gone)
+        await asyncio.to_thread(pod.delete, 60)
+        await here.until(lambda: here.states == {"d0": State.PLUGIN} and set(here.told) == {"d0"})

@@ -1,0 +1,370 @@
+"""How the API server is reached."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import contextlib
+import json
+import os
+import shutil
+import ssl
+import subprocess
+import sys
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dra_bridge.kube import NODES, Cluster, UnavailableError
+from dra_bridge.kube import auth as access
+from dra_bridge.kube.auth import AccessError, from_environment
+from dra_bridge.testing.apiserver import FakeApiServer
+
+
+@pytest.fixture
+def account(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A pod's service account."""
+    directory = tmp_path / "serviceaccount"
+    directory.mkdir()
+    (directory / "token").write_text("first\n")
+    bundle = next(
+        path for path in ("/etc/ssl/certs/ca-certificates.crt", "/etc/pki/tls/cert.pem") if Path(path).exists()
+    )
+    shutil.copy(bundle, directory / "ca.crt")
+    monkeypatch.setattr(access, "SERVICE_ACCOUNT", directory)
+    monkeypatch.setenv("KUBERNETES_SERVICE_HOST", "fd00::1")
+    monkeypatch.setenv("KUBERNETES_SERVICE_PORT", "6443")
+    return directory
+
+
+async def test_in_a_pod(account: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A pod reaches its cluster by its service account, whose token is read again when it is old or refused."""
+    found = await from_environment()
+    assert found.url == "https://[fd00::1]:6443"
+    assert found.tls is not None
+    assert found.tls.get_ca_certs()
+    assert await found.authorize(False) == "Bearer first"
+    (account / "token").write_text("second")
+    assert await found.authorize(False) == "Bearer first"
+    assert await found.authorize(True) == "Bearer second"
+    monkeypatch.setattr(access, "TOKEN_AGE", 0.0)
+    (account / "token").write_text("third")
+    assert await found.authorize(False) == "Bearer third"
+
+
+def kubeconfig(path: Path, user: dict[str, Any], **cluster: Any) -> Path:
+    body = {
+        "current-context": "c",
+        "contexts": [{"name": "c", "context": {"cluster": "k", "user": "u"}}],
+        "clusters": [{"name": "k", "cluster": {"server": "http://server.example", **cluster}}],
+        "users": [{"name": "u", "user": user}],
+    }
+    path.write_text(json.dumps(body))
+    return path
+
+
+async def test_a_named_file_comes_first(account: Path, tmp_path: Path) -> None:
+    """A kubeconfig that is named is used in a pod, too."""
+    assert (await from_environment(kubeconfig(tmp_path / "config", {}))).url == "http://server.example"
+
+
+@pytest.mark.parametrize(
+    ("user", "header"),
+    [
+        ({"token": "t"}, "Bearer t"),
+        ({"username": "u", "password": "p"}, "Basic dTpw"),
+        ({}, ""),
+    ],
+    ids=["token", "password", "nobody"],
+)
+async def test_users(tmp_path: Path, user: dict[str, Any], header: str) -> None:
+    """A kubeconfig's token or password becomes the header, and stays when it is refused."""
+    found = await from_environment(kubeconfig(tmp_path / "config", user))
+    assert await found.authorize(False) == header
+    assert await found.authorize(True) == header
+
+
+async def test_a_token_file_beside_the_config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A token file is named relative to the kubeconfig, and read again when it is old or refused."""
+    (tmp_path / "token").write_text("first")
+    found = await from_environment(kubeconfig(tmp_path / "config", {"tokenFile": "token"}))
+    (tmp_path / "token").write_text("second")
+    assert await found.authorize(False) == "Bearer first"
+    assert await found.authorize(True) == "Bearer second"
+    monkeypatch.setattr(access, "TOKEN_AGE", 0.0)
+    (tmp_path / "token").write_text("third")
+    assert await found.authorize(False) == "Bearer third"
+
+
+async def test_what_a_cluster_says(tmp_path: Path) -> None:
+    """A kubeconfig's proxy, and the name in the server's certificate, are used."""
+    more = {"proxy-url": "http://proxy.example:3128", "tls-server-name": "other.example"}
+    found = await from_environment(kubeconfig(tmp_path / "config", {}, **more))
+    assert (found.proxy, found.server_name) == ("http://proxy.example:3128", "other.example")
+
+
+async def test_several_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The files of KUBECONFIG are one configuration; those that are not there are left out."""
+    kubeconfig(tmp_path / "a", {"token": "t"})
+    (tmp_path / "b").write_text(json.dumps({"current-context": "c"}))
+    monkeypatch.delenv("KUBERNETES_SERVICE_HOST", raising=False)
+    monkeypatch.setenv("KUBECONFIG", f"{tmp_path / 'missing'}:{tmp_path / 'b'}:{tmp_path / 'a'}")
+    assert await (await from_environment()).authorize(False) == "Bearer t"
+
+
+def plugin_file(tmp_path: Path, script: str, version: str = "v1", **more: Any) -> Path:
+    """Return a kubeconfig with a credential plugin that prints what this script does; $n is how often it was run."""
+    plugin, runs = tmp_path / "plugin", tmp_path / "runs"
+    plugin.write_text(f"#!/bin/sh\necho x >> {runs}\nn=$(grep -c x {runs})\n{script}\n")
+    plugin.chmod(0o755)
+    user = {"exec": {"apiVersion": f"client.authentication.k8s.io/{version}", "command": "./plugin", **more}}
+    return kubeconfig(tmp_path / "config", user)
+
+
+def printed(status: str, version: str = "v1") -> str:
+    """Return shell that prints an ExecCredential; `status` is JSON without braces, in double quotes for the shell."""
+    return (
+        f"""printf '{{"apiVersion": "client.authentication.k8s.io/{version}", "kind": "ExecCredential","""
+        f""" "status": {{%s}}}}' "{status}" """
+    )
+
+
+@pytest.mark.parametrize("version", ["v1", "v1beta1"])
+async def test_an_exec_plugin(tmp_path: Path, version: str) -> None:
+    """An exec plugin is run once however many ask, and again when its token is refused."""
+    found = await from_environment(plugin_file(tmp_path, printed(r"\"token\": \"t$n\"", version), version))
+    assert set(await asyncio.gather(*(found.authorize(False) for _ in range(5)))) == {"Bearer t1"}
+    assert [await found.authorize(again) for again in (False, True, False)] == ["Bearer t1", "Bearer t2", "Bearer t2"]
+    assert set(await asyncio.gather(*(found.authorize(True) for _ in range(5)))) == {"Bearer t3"}
+
+
+async def test_an_exec_plugin_knows_what_it_is_asked_for(tmp_path: Path) -> None:
+    """It has its arguments and variables, and the version in which it is to answer."""
+    script = printed(r"""\"token\": \"$1-$REGION-$(echo $KUBERNETES_EXEC_INFO | tr -d '\" {},:')\" """)
+    file = plugin_file(tmp_path, script, args=["get-token"], env=[{"name": "REGION", "value": "north"}])
+    token = await (await from_environment(file)).authorize(False)
+    assert token.startswith("Bearer get-token-north-apiVersionclient.authentication.k8s.io/v1kindExecCredential")
+
+
+@pytest.mark.filterwarnings("ignore:datetime.datetime.utcnow:DeprecationWarning")
+@pytest.mark.parametrize(("ends", "again"), [("2020-01-01T00:00:00Z", "t2"), ("2999-01-01T00:00:00Z", "t1")])
+async def test_a_token_that_has_ended_is_asked_for_again(tmp_path: Path, ends: str, again: str) -> None:
+    """The plugin says until when its token is good."""
+    script = printed(rf"\"expirationTimestamp\": \"{ends}\", \"token\": \"t$n\"")
+    found = await from_environment(plugin_file(tmp_path, script))
+    assert await found.authorize(False) == f"Bearer {again}"
+
+
+@pytest.mark.parametrize(
+    ("script", "said"),
+    [
+        ("echo why >&2; exit 3", "returned 3. why"),
+        ("echo nothing", "failed to decode"),
+        ("echo '[]'", "malformed response"),
+        (printed(""), "printed neither a token nor a certificate"),
+    ],
+)
+async def test_what_exec_plugins_do_wrong(tmp_path: Path, script: str, said: str) -> None:
+    """Credentials that cannot be had are an error that names the plugin."""
+    with pytest.raises(AccessError, match=f"no credentials: credential plugin .*/plugin:? .*{said}"):
+        await from_environment(plugin_file(tmp_path, script))
+
+
+async def test_a_plugin_that_waits_for_somebody(tmp_path: Path) -> None:
+    """A plugin may take longer than a request's deadline: somebody may have to log in."""
+    os.mkfifo(tmp_path / "login")
+    with FakeApiServer() as server:
+        server.create({"apiVersion": "v1", "kind": "Node", "metadata": {"name": "a"}})
+        file = plugin_file(tmp_path, f"cat {tmp_path / 'login'}\n" + printed(r"\"token\": \"t\""))
+        file.write_text(file.read_text().replace("http://server.example", server.url))
+        async with Cluster.from_environment(file, deadline=0.5) as cluster, asyncio.timeout(60):
+            asked = asyncio.create_task(cluster.get(NODES, "a"))
+            done, _ = await asyncio.wait([asked], timeout=1.0)
+            assert not done
+            await asyncio.to_thread((tmp_path / "login").write_text, "")
+            assert (await asked)["metadata"]["name"] == "a"
+
+
+async def test_an_exec_plugin_that_is_not_there(tmp_path: Path) -> None:
+    """What the file says of how to get it is passed on."""
+    user = {
+        "exec": {
+            "apiVersion": "client.authentication.k8s.io/v1",
+            "command": "no-such-plugin",
+            "installHint": "install it from example.com",
+        }
+    }
+    with pytest.raises(AccessError, match=r"no-such-plugin: .*; install it from example.com"):
+        await from_environment(kubeconfig(tmp_path / "config", user))
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{}", "current-context: none\nclusters: []\ncontexts: []\n", "a: ["])
+async def test_files_that_make_no_sense(tmp_path: Path, text: str) -> None:
+    """A file that is no kubeconfig is an error that names it."""
+    file = tmp_path / "config"
+    file.write_text(text)
+    with pytest.raises(AccessError, match="config"):
+        await from_environment(file)
+
+
+async def test_without_the_reader_of_kubeconfigs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where kubernetes_asyncio is not installed, the error says which extra brings it."""
+    monkeypatch.setitem(sys.modules, "kubernetes_asyncio.client", None)
+    with pytest.raises(AccessError, match="the extra `cli`"):
+        await from_environment(kubeconfig(tmp_path / "config", {}))
+
+
+# --- TLS ------------------------------------------------------------------------------------------
+
+
+class Authority:
+    """A CA without key identifiers, as that of EKS and microk8s, and what it signs."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        self.certificate = directory / "ca.crt"
+        self._key = directory / "ca.key"
+        (directory / "cnf").write_text(
+            "[req]\ndistinguished_name = dn\n[dn]\n"
+            "[ca]\nsubjectKeyIdentifier = none\nauthorityKeyIdentifier = none\nbasicConstraints = CA:TRUE\n"
+            "[leaf]\nsubjectKeyIdentifier = none\nauthorityKeyIdentifier = none\n"
+            "subjectAltName = IP:127.0.0.1, DNS:server.example\n"
+        )
+        self._request("ca", self.certificate, self._key)
+
+    def sign(self, name: str) -> tuple[Path, Path]:
+        """Return a certificate and its key."""
+        certificate, key = self.directory / f"{name}.crt", self.directory / f"{name}.key"
+        self._request("leaf", certificate, key, "-CA", self.certificate, "-CAkey", self._key)
+        return certificate, key
+
+    def _request(self, kind: str, certificate: Path, key: Path, *more: str | Path) -> None:
+        command: list[str | Path] = [
+            "openssl",
+            "req",
+            "-x509",
+            "-newkey",
+            "ec",
+            "-pkeyopt",
+            "ec_paramgen_curve:P-256",
+            "-nodes",
+        ]
+        command += ["-days", "2", "-config", self.directory / "cnf", "-extensions", kind, "-subj", f"/CN={kind}"]
+        subprocess.run([*command, "-out", certificate, "-keyout", key, *more], check=True, capture_output=True)
+
+
+@pytest.fixture(scope="module")
+def authority(tmp_path_factory: pytest.TempPathFactory) -> Authority:
+    return Authority(tmp_path_factory.mktemp("pki"))
+
+
+@asynccontextmanager
+async def secured(authority: Authority) -> AsyncIterator[tuple[str, list[Any]]]:
+    """A server that takes clients with a certificate of the authority only; the names that they asked for."""
+    tls = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH, cafile=authority.certificate)
+    tls.verify_flags &= ~ssl.VERIFY_X509_STRICT
+    tls.verify_mode = ssl.CERT_REQUIRED
+    tls.load_cert_chain(*authority.sign("server"))
+    names: list[Any] = []
+    tls.sni_callback = lambda _socket, name, _context: names.append(name)
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        try:
+            await reader.readuntil(b"\r\n\r\n")
+            body = b'{"kind": "Node", "metadata": {"name": "a"}}'
+            writer.write(b"HTTP/1.1 200 OK\r\nConnection: close\r\nContent-Length: %d\r\n\r\n" % len(body) + body)
+            await writer.drain()
+        except (OSError, asyncio.IncompleteReadError):
+            pass
+        finally:
+            writer.close()
+
+    async with await asyncio.start_server(serve, "127.0.0.1", 0, ssl=tls) as listening:
+        yield f"https://127.0.0.1:{listening.sockets[0].getsockname()[1]}", names
+
+
+def encoded(path: Path) -> str:
+    return base64.b64encode(path.read_bytes()).decode()
+
+
+@pytest.fixture
+def strict(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Contexts as Python 3.13 makes them, whatever this one is."""
+    make = ssl.create_default_context
+
+    def made(*arguments: Any, **options: Any) -> ssl.SSLContext:
+        context = make(*arguments, **options)
+        context.verify_flags |= ssl.VERIFY_X509_STRICT
+        return context
+
+    monkeypatch.setattr(ssl, "create_default_context", made)
+
+
+@pytest.mark.usefixtures("strict")
+@pytest.mark.parametrize("source", ["files", "data", "plugin"])
+async def test_a_cluster_whose_ca_has_no_key_identifiers(tmp_path: Path, authority: Authority, source: str) -> None:
+    """A pinned CA is trusted without key identifiers; the client's certificate is shown, wherever it comes from."""
+    certificate, key = authority.sign("client")
+    pinned = {"certificate-authority-data": encoded(authority.certificate), "tls-server-name": "server.example"}
+    user = {
+        "files": {"client-certificate": str(certificate), "client-key": str(key)},
+        "data": {"client-certificate-data": encoded(certificate), "client-key-data": encoded(key)},
+        "plugin": {},
+    }[source]
+    async with secured(authority) as (url, names), asyncio.timeout(60):
+        file = kubeconfig(tmp_path / "config", user, **pinned)
+        if source == "plugin":
+            texts = {"clientCertificateData": certificate.read_text(), "clientKeyData": key.read_text()}
+            version = "client.authentication.k8s.io/v1"
+            (tmp_path / "credential").write_text(
+                json.dumps({"apiVersion": version, "kind": "ExecCredential", "status": texts})
+            )
+            command = {"apiVersion": version, "command": "cat", "args": [str(tmp_path / "credential")]}
+            kubeconfig(file, {"exec": command}, **pinned)
+        file.write_text(file.read_text().replace("http://server.example", url))
+        async with Cluster.from_environment(file) as cluster:
+            assert (await cluster.get(NODES, "a"))["metadata"]["name"] == "a"
+    assert names == ["server.example"]
+
+
+async def test_a_server_that_another_ca_signed(tmp_path: Path, authority: Authority) -> None:
+    """A server that the pinned CA has not signed is not spoken to, unless the file says that nothing is verified."""
+    (tmp_path / "other").mkdir()
+    certificate, key = authority.sign("client")
+    user = {"client-certificate": str(certificate), "client-key": str(key)}
+    other = {"certificate-authority": str(Authority(tmp_path / "other").certificate)}
+    async with secured(authority) as (url, _), asyncio.timeout(60):
+        for cluster_says, fits in ((other, False), ({}, False), ({"insecure-skip-tls-verify": True}, True)):
+            file = kubeconfig(tmp_path / "config", user, **cluster_says)
+            file.write_text(file.read_text().replace("http://server.example", url))
+            async with Cluster.from_environment(file) as cluster:
+                with contextlib.nullcontext() if fits else pytest.raises(UnavailableError, match="certificate verify"):
+                    await cluster.get(NODES, "a")
+
+
+# --- what is loaded -------------------------------------------------------------------------------
+
+
+def loaded(code: str) -> set[str]:
+    """Run Python in a process of its own; return the roots of the modules that are loaded then."""
+    code += "import sys\nprint(*{name.split('.')[0] for name in sys.modules})"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
+    found = set(done.stdout.split())
+    assert "deviceplugin" in found
+    return found
+
+
+def test_a_pod_loads_no_kubernetes_client() -> None:
+    """Reaching the cluster from a pod takes no reader of kubeconfigs."""
+    code = "import dra_bridge.node.bridge, dra_bridge.kube.auth as access\naccess.from_server('https://127.0.0.1')\n"
+    assert "aiohttp" in (roots := loaded(code))
+    assert roots.isdisjoint({"kubernetes_asyncio", "urllib3", "dateutil", "six"})
+
+
+def test_a_plugin_loads_no_kubernetes_client() -> None:
+    """What `deviceplugin run` loads has nothing to do with an API server."""
+    code = "import deviceplugin.cli, deviceplugin.config, deviceplugin.node.process, deviceplugin.sources\n"
+    assert loaded(code).isdisjoint({"kubernetes_asyncio", "aiohttp", "dra_bridge", "prometheus_client"})

@@ -1,0 +1,753 @@
+"""The client of the API server: requests, errors, list-and-watch."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Iterator
+from contextlib import aclosing, asynccontextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dra_bridge.kube import (
+    EVENTS,
+    NODES,
+    RESOURCE_CLAIMS,
+    RESOURCE_SLICES,
+    AccessError,
+    AlreadyExistsError,
+    ApiError,
+    Backoff,
+    Changed,
+    Cluster,
+    ConflictError,
+    ForbiddenError,
+    GoneError,
+    InvalidError,
+    Listed,
+    NotFoundError,
+    UnavailableError,
+    UnsupportedError,
+    VersionChangedError,
+    connection,
+    error_of,
+)
+from dra_bridge.testing.apiserver import FakeApiServer, Fault
+
+
+@pytest.fixture
+def server() -> Iterator[FakeApiServer]:
+    with FakeApiServer() as running:
+        yield running
+
+
+@asynccontextmanager
+async def connected(server: FakeApiServer, **options: Any) -> AsyncIterator[Cluster]:
+    async with Cluster.from_server(server.url, **{"backoff": Backoff(0.01, 0.05), "deadline": 2.0, **options}) as one:
+        async with asyncio.timeout(20):
+            yield one
+
+
+def node(name: str) -> dict[str, Any]:
+    return {"apiVersion": "v1", "kind": "Node", "metadata": {"name": name}}
+
+
+# --- requests -------------------------------------------------------------------------------------
+
+
+async def test_verbs(server: FakeApiServer) -> None:
+    """Objects are created, read, listed, patched, replaced and deleted."""
+    async with connected(server) as cluster:
+        made = await cluster.create(NODES, {"metadata": {"name": "a", "labels": {"x": "1"}}})
+        assert made["metadata"]["uid"]
+        assert await cluster.get(NODES, "a") == made
+        patched = await cluster.patch(NODES, "a", {"metadata": {"labels": {"x": None, "y": "2"}}})
+        assert patched["metadata"]["labels"] == {"y": "2"}
+        patched["metadata"]["labels"] = {"z": "3"}
+        replaced = await cluster.replace(NODES, patched)
+        listing = await cluster.list(NODES, field_selector="metadata.name=a")
+        assert [one["metadata"]["labels"] for one in listing.items] == [{"z": "3"}]
+        assert listing.resource_version == replaced["metadata"]["resourceVersion"]
+        await cluster.delete(NODES, "a", uid=made["metadata"]["uid"])
+        with pytest.raises(NotFoundError):
+            await cluster.get(NODES, "a")
+
+
+async def test_status_is_patched_alone(server: FakeApiServer) -> None:
+    """A patch of the status leaves the rest of a claim as it is."""
+    claim = {
+        "apiVersion": "v1",
+        "kind": "ResourceClaim",
+        "metadata": {"name": "c", "namespace": "ns"},
+        "spec": {"a": 1},
+    }
+    server.create(claim)
+    async with connected(server) as cluster:
+        patch = {"spec": {"a": 2}, "status": {"devices": [{"driver": "d"}]}}
+        done = await cluster.patch_status(RESOURCE_CLAIMS, "c", patch, "ns")
+        assert done["spec"] == {"a": 1}
+        assert (await cluster.get(RESOURCE_CLAIMS, "c", "ns"))["status"] == {"devices": [{"driver": "d"}]}
+
+
+async def test_conflicts(server: FakeApiServer) -> None:
+    """An object that exists, one that changed and one with another UID are conflicts of their own kinds."""
+    made = server.create(node("a"))
+    async with connected(server) as cluster:
+        with pytest.raises(AlreadyExistsError):
+            await cluster.create(NODES, node("a"))
+        await cluster.patch(NODES, "a", {"metadata": {"labels": {"x": "1"}}})
+        with pytest.raises(ConflictError):
+            await cluster.replace(NODES, made)
+        with pytest.raises(ConflictError):
+            await cluster.delete(NODES, "a", uid="another")
+
+
+async def test_invalid_names_the_field(server: FakeApiServer) -> None:
+    """A refusal carries the fields and messages of the server."""
+    body = {
+        "metadata": {"name": "s"},
+        "spec": {"driver": "d", "nodeName": "n", "pool": {"name": "n", "generation": 1, "resourceSliceCount": 0}},
+    }
+    async with connected(server) as cluster:
+        with pytest.raises(InvalidError) as caught:
+            await cluster.create(RESOURCE_SLICES, body)
+    assert [cause.field for cause in caught.value.causes] == ["spec.pool.resourceSliceCount"]
+
+
+@pytest.mark.parametrize(
+    ("code", "kind"),
+    [
+        (400, InvalidError),
+        (403, ForbiddenError),
+        (404, UnavailableError),
+        (409, ConflictError),
+        (410, GoneError),
+        (422, InvalidError),
+        (429, UnavailableError),
+        (500, UnavailableError),
+        (503, UnavailableError),
+        (418, ApiError),
+    ],
+)
+def test_errors(code: int, kind: type[ApiError]) -> None:
+    """Each status has its error, with the server's words, also if these are no Status object."""
+    status = {"kind": "Status", "code": code, "reason": "R", "message": "said", "details": {"retryAfterSeconds": 3}}
+    error = error_of(code, json.dumps(status).encode())
+    assert type(error) is kind
+    assert (error.code, error.reason, error.message, error.retry_after) == (code, "R", "said", 3.0)
+    assert type(error_of(code, b"<html>proxy</html>", "7")) is kind
+    assert error_of(code, b"<html>proxy</html>", "7").retry_after == 7.0
+
+
+NAMED = {"name": "c", "kind": "resourceclaims", "group": "resource.k8s.io"}
+
+
+@pytest.mark.parametrize("details", [NAMED, {"name": "c"}, {**NAMED, "kind": "ResourceClaim"}])
+def test_a_missing_object_is_named(details: dict[str, str]) -> None:
+    """A 404 that names the object which was asked for says that it does not exist."""
+    status = {"kind": "Status", "reason": "NotFound", "details": details}
+    error = error_of(404, json.dumps(status).encode(), kind=RESOURCE_CLAIMS, name="c")
+    assert type(error) is NotFoundError
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        "<html>no such host</html>",
+        "404 page not found\n",
+        "[]",
+        json.dumps({"kind": "Error", "reason": "NotFound", "details": NAMED}),
+        "[" * 100_000,
+        json.dumps({"kind": "Status", "reason": "NotFound"}),
+        json.dumps({"kind": "Status", "reason": "NotFound", "details": [NAMED]}),
+        json.dumps({"kind": "Status", "reason": "", "details": NAMED}),
+        json.dumps({"kind": "Status", "reason": "NotFound", "details": {**NAMED, "name": "d"}}),
+        json.dumps({"kind": "Status", "reason": "NotFound", "details": {**NAMED, "kind": "namespaces"}}),
+        json.dumps({"kind": "Status", "reason": "NotFound", "details": {**NAMED, "group": "example.com"}}),
+    ],
+)
+async def test_a_404_that_does_not_name_the_object_is_no_answer(server: FakeApiServer, body: str) -> None:
+    """A 404 of a proxy, or about anything but the object that was asked for, does not mean that this one is gone."""
+    server.create({"apiVersion": "v1", "kind": "ResourceClaim", "metadata": {"name": "c", "namespace": "ns"}})
+    async with connected(server) as cluster:
+        await cluster.version()
+        for call in (
+            lambda: cluster.get(RESOURCE_CLAIMS, "c", "ns"),
+            lambda: cluster.delete(RESOURCE_CLAIMS, "c", "ns"),
+            lambda: cluster.patch_status(RESOURCE_CLAIMS, "c", {}, "ns"),
+            lambda: cluster.list(RESOURCE_CLAIMS),
+        ):
+            server.fail(lambda request: "resourceclaims" in request.path, Fault(code=404, body=body), times=2)
+            with pytest.raises(UnavailableError) as caught:
+                await call()
+            assert caught.value.code == 404
+            server.heal()
+        await cluster.get(RESOURCE_CLAIMS, "c", "ns")
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        "{}",
+        "[]",
+        "null",
+        "[" * 100_000,
+        '{"kind": "NodeList", "items": []}',
+        '{"kind": "Node", "metadata": {"name": "b"}}',
+    ],
+)
+async def test_an_answer_to_another_question_is_no_answer(server: FakeApiServer, body: str) -> None:
+    """A 200 with something else than what was asked for is neither an object, an empty list nor an accepted write."""
+    server.create(node("a"))
+    async with connected(server) as cluster:
+        for call in (
+            lambda: cluster.get(NODES, "a"),
+            lambda: cluster.list(NODES),
+            lambda: cluster.replace(NODES, node("a")),
+            lambda: cluster.delete(NODES, "a"),
+        ):
+            server.fail(lambda request: True, Fault(code=200, body=body))
+            with pytest.raises(UnavailableError):
+                await call()
+            server.heal()
+
+
+async def test_a_proxy_that_does_not_know_the_group_is_no_server_without_dra(server: FakeApiServer) -> None:
+    """That DRA is off is believed of a list of groups alone, not of a 404."""
+    async with connected(server) as cluster:
+        server.fail(lambda request: request.path.startswith("/apis"), Fault(code=404, body="404 page not found"), 2)
+        with pytest.raises(UnavailableError):
+            await cluster.version()
+        server.heal()
+        assert await cluster.version() == "v1"
+
+
+async def test_deadline(server: FakeApiServer) -> None:
+    """A server that takes a request and does not answer is unavailable once the deadline is over."""
+    server.create(node("a"))
+    async with connected(server) as cluster:
+        server.fail(lambda request: True, Fault(delay=30.0), times=9)
+        with pytest.raises(UnavailableError, match="no answer in time"):
+            await cluster.get(NODES, "a", deadline=0.1)
+        server.heal()
+        assert cluster.statistics.lost_since is not None
+        await cluster.get(NODES, "a")
+        assert cluster.statistics.lost_since is None
+
+
+async def test_a_closed_connection_is_no_outage(server: FakeApiServer) -> None:
+    """A read on a kept connection that the server closed is done again on a new one."""
+    server.create(node("a"))
+    async with connected(server) as cluster:
+        server.fail(lambda request: True, Fault())
+        await cluster.get(NODES, "a")
+        assert cluster.statistics.failures == 0
+
+
+async def test_pages_are_one_list(server: FakeApiServer) -> None:
+    """A list is asked for in pages and returned whole."""
+    for number in range(5):
+        server.create(node(f"n{number}"))
+    async with connected(server) as cluster:
+        listing = await cluster.list(NODES, page=2)
+        assert [one["metadata"]["name"] for one in listing.items] == [f"n{number}" for number in range(5)]
+        assert len(server.requests("GET", "/nodes")) == 3
+
+
+async def test_pages_whose_moment_is_gone_are_asked_for_all_at_once(
+    server: FakeApiServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What came with the first pages is not told twice."""
+    for number in range(5):
+        server.create(node(f"n{number}"))
+    async with connected(server) as cluster:
+        real, pages = cluster._request, 0
+
+        async def compacted(*arguments: Any, **options: Any) -> Any:
+            nonlocal pages
+            if (pages := pages + 1) == 3:
+                server.compact()
+            return await real(*arguments, **options)
+
+        monkeypatch.setattr(cluster, "_request", compacted)
+        listing = await cluster.list(NODES, page=2)
+        assert sorted(one["metadata"]["name"] for one in listing.items) == [f"n{number}" for number in range(5)]
+        limits = [request.query.get("limit") for request in server.requests("GET", "/nodes")]
+        assert limits == ["2", "2", "2", None]
+
+
+async def test_events(server: FakeApiServer) -> None:
+    """An event is about its object, in the object's namespace, and cut to what the API takes."""
+    async with connected(server) as cluster:
+        claim = {
+            "apiVersion": "resource.k8s.io/v1",
+            "kind": "ResourceClaim",
+            "metadata": {"name": "c", "namespace": "ns"},
+        }
+        await cluster.event(claim, "Refused", "é" * 2000, node="n1")
+        (event,) = (await cluster.list(EVENTS, "ns")).items
+        assert event["involvedObject"]["name"] == "c"
+        assert len(event["message"].encode()) == 1024
+        assert (event["type"], event["source"]["host"]) == ("Warning", "n1")
+
+
+# --- versions -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("served", "chosen"),
+    [(("v1", "v1beta2", "v1beta1"), "v1"), (("v1beta1", "v1beta2"), "v1beta2"), (("v1alpha3", "v1beta1"), "v1beta1")],
+)
+async def test_version(served: tuple[str, ...], chosen: str) -> None:
+    """The best version that is served and known is chosen, once."""
+    with FakeApiServer(versions=served) as server:
+        async with connected(server) as cluster:
+            assert await cluster.version() == chosen
+            requests = len(server.log)
+            assert await cluster.version() == chosen
+            assert len(server.log) == requests
+            assert await cluster.api_version(RESOURCE_SLICES) == f"resource.k8s.io/{chosen}"
+
+
+async def test_no_dra() -> None:
+    """A server without resource.k8s.io is an error of its own, and is asked again later."""
+    with FakeApiServer(versions=()) as server:
+        async with connected(server) as cluster:
+            with pytest.raises(UnsupportedError, match="is off"):
+                await cluster.list(RESOURCE_SLICES)
+            server.versions = ("v1",)
+            assert (await cluster.list(RESOURCE_SLICES)).items == []
+
+
+async def test_a_version_that_went_away() -> None:
+    """When the chosen version is not served any more, reads go on in the next; a body made for it is refused."""
+    with FakeApiServer(versions=("v1beta1",)) as server:
+        async with connected(server) as cluster:
+            await cluster.list(RESOURCE_SLICES)
+            server.versions = ("v1",)
+            assert (await cluster.list(RESOURCE_SLICES)).items == []
+            with pytest.raises(VersionChangedError):
+                await cluster.create(RESOURCE_SLICES, {"apiVersion": "resource.k8s.io/v1beta1", "metadata": {}})
+
+
+async def test_a_missing_object_is_no_missing_version(server: FakeApiServer) -> None:
+    """A claim that is not there costs one request, not a new choice of the version."""
+    async with connected(server) as cluster:
+        await cluster.version()
+        server.forget_log()
+        with pytest.raises(NotFoundError):
+            await cluster.get(RESOURCE_CLAIMS, "c", "ns")
+        assert len(server.log) == 1
+
+
+# --- list-and-watch -------------------------------------------------------------------------------
+
+
+def name_of(event: object) -> tuple[str, str]:
+    assert isinstance(event, Changed), event
+    return event.type, event.object["metadata"]["name"]
+
+
+async def test_follow(server: FakeApiServer) -> None:
+    """First all there is, then each change, by the selector."""
+    server.create(node("a"))
+    follow = {"field_selector": "metadata.name=a"}
+    async with connected(server) as cluster, aclosing(cluster.follow(NODES, **follow)) as events:
+        first = await anext(events)
+        assert isinstance(first, Listed)
+        assert [one["metadata"]["name"] for one in first.items] == ["a"]
+        server.create(node("b"))
+        server.replace({**node("a"), "x": 1})
+        assert name_of(await anext(events)) == ("MODIFIED", "a")
+        server.delete("nodes", "a")
+        assert name_of(await anext(events)) == ("DELETED", "a")
+
+
+async def watched(server: FakeApiServer, count: int = 1) -> None:
+    """Wait until so many watches have been opened."""
+    await asyncio.to_thread(server.wait_for, lambda it: sum(entry.watch for entry in it.log) >= count)
+
+
+def lists(server: FakeApiServer, path: str = "/nodes") -> int:
+    return sum(not entry.watch for entry in server.requests("GET", path))
+
+
+def names(event: object) -> list[str]:
+    assert isinstance(event, Listed), event
+    return [one["metadata"]["name"] for one in event.items]
+
+
+async def test_a_lost_connection_is_listed_again(server: FakeApiServer) -> None:
+    """After an outage everything is listed, and nothing that happened meanwhile is missed."""
+    async with connected(server) as cluster, aclosing(cluster.follow(NODES)) as events:
+        assert names(await anext(events)) == []
+        server.create(node("a"))
+        assert name_of(await anext(events)) == ("ADDED", "a")
+        with server.outage():
+            server.create(node("b"))
+            server.delete("nodes", "a")
+        assert names(await anext(events)) == ["b"]
+
+
+async def test_a_watch_that_ends_as_asked_is_resumed(server: FakeApiServer) -> None:
+    """When the server ends a watch after the time it was asked for, nothing is listed again and nothing missed."""
+    async with (
+        connected(server, watch_seconds=(1.0, 1.0)) as cluster,
+        aclosing(cluster.follow(NODES)) as events,
+    ):
+        assert names(await anext(events)) == []
+        coming = asyncio.ensure_future(anext(events))
+        await watched(server, 2)
+        server.create(node("a"))
+        assert name_of(await coming) == ("ADDED", "a")
+        assert lists(server) == 1
+
+
+async def test_restored_storage_is_listed_again(server: FakeApiServer) -> None:
+    """After the server went back to an older snapshot, what is known is what it has, at once."""
+    server.create(node("a"))
+    snapshot = server.snapshot()
+    async with connected(server) as cluster, aclosing(cluster.follow(NODES)) as events:
+        assert names(await anext(events)) == ["a"]
+        server.delete("nodes", "a")
+        assert name_of(await anext(events)) == ("DELETED", "a")
+        server.restore(snapshot)
+        assert names(await anext(events)) == ["a"]
+        server.create(node("b"))
+        assert name_of(await anext(events)) == ("ADDED", "b")
+
+
+async def test_a_list_that_is_older_than_what_was_seen_ends_the_watches(
+    server: FakeApiServer, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Any list that shows that the server went back has open watches list again, which would be silent."""
+    snapshot = server.snapshot()
+    async with connected(server) as cluster, aclosing(cluster.follow(NODES)) as events:
+        assert names(await anext(events)) == []
+        server.create(node("a"))
+        assert name_of(await anext(events)) == ("ADDED", "a")
+        coming = asyncio.ensure_future(anext(events))
+        await watched(server)
+        server.restore(snapshot, end_streams=False)
+        assert (await cluster.list(NODES)).items == []
+        assert names(await coming) == []
+        assert sum("went back" in record.getMessage() for record in caplog.records) == 1
+
+
+async def test_a_list_that_is_older_meets_a_watch_whose_silence_has_just_ended(server: FakeApiServer) -> None:
+    """That both end a watch at the same moment is no error."""
+    async with connected(server) as cluster:
+        found: list[bool] = []
+        limit = asyncio.timeout(0.0)
+
+        def went_back() -> None:
+            found.append(limit.expired())
+            cluster._positions.moved(NODES, "1", before=2)
+            found.append(limit.expired())
+
+        with suppress(TimeoutError):
+            async with limit:
+                cluster._positions._reads.add(limit)
+                asyncio.get_running_loop().call_soon(went_back)
+                await asyncio.Event().wait()
+        assert found == [True, True]
+
+
+async def test_a_silent_watch_is_listed_again(server: FakeApiServer) -> None:
+    """A watch on which neither an event nor a bookmark comes for long is not believed; that is no failure."""
+    snapshot = server.snapshot()
+    server.create(node("a"))
+    async with (
+        connected(server, silence=(0.2, 0.3)) as cluster,
+        aclosing(cluster.follow(NODES)) as events,
+    ):
+        assert names(await anext(events)) == ["a"]
+        coming = asyncio.ensure_future(anext(events))
+        await watched(server)
+        server.restore(snapshot, end_streams=False)
+        server.create(node("b"))  # at the resourceVersion that the node before had: no watch tells of it
+        found = names(await coming)
+        while found != ["b"]:
+            found = names(await anext(events))
+        assert cluster.statistics.failures == 0
+
+
+async def test_what_went_wrong_once_cuts_no_watch(server: FakeApiServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """After an outage, and after a request that got no answer, a watch lives on whatever else is asked for."""
+    monkeypatch.setattr(connection, "_RENEW", 0.0)
+
+    def change(number: int) -> None:
+        found = server.get("nodes", "a")
+        found["metadata"]["labels"] = {"number": str(number)}
+        server.replace(found)
+
+    async with connected(server) as cluster, aclosing(cluster.follow(NODES)) as events:
+        assert isinstance(await anext(events), Listed)
+        server.create(node("a"))
+        await anext(events)
+        with server.outage():
+            pass
+        assert isinstance(await anext(events), Listed)
+        change(-1)
+        assert name_of(await anext(events)) == ("MODIFIED", "a")
+        before = cluster.statistics
+        for number in range(5):
+            await cluster.get(NODES, "a")
+            change(number)
+            assert name_of(await anext(events)) == ("MODIFIED", "a")
+        assert cluster.statistics.watches == before.watches
+        assert cluster.statistics.failures == before.failures
+
+        server.fail(lambda request: request.method == "PATCH", Fault())
+        with pytest.raises(UnavailableError):
+            await cluster.patch(NODES, "b", {})
+        assert cluster.statistics.failures == before.failures + 1
+        for number in range(5):  # the configuration is read anew with the first of them
+            await cluster.get(NODES, "a")
+            change(number + 5)
+            assert name_of(await anext(events)) == ("MODIFIED", "a")
+        assert cluster.statistics.watches == before.watches
+        assert cluster.statistics.failures == before.failures + 1
+
+
+async def test_bookmarks_move_the_position(server: FakeApiServer) -> None:
+    """A watch that only saw bookmarks goes on from them, although the history before is gone."""
+    follow = {"field_selector": "metadata.name=a"}
+    async with (
+        connected(server, watch_seconds=(1.0, 1.0)) as cluster,
+        aclosing(cluster.follow(NODES, **follow)) as events,
+    ):
+        assert names(await anext(events)) == []
+        coming = asyncio.ensure_future(anext(events))
+        await watched(server)
+        server.create(node("b"))
+        server.bookmark()
+        server.compact()
+        await watched(server, 2)
+        server.create(node("a"))
+        assert name_of(await coming) == ("ADDED", "a")
+        assert lists(server) == 1
+
+
+async def test_a_server_that_asks_for_time_gets_it(server: FakeApiServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Retry-After is waited for, and no longer than the longest wait."""
+    waits: list[float] = []
+
+    async def note(seconds: float) -> None:
+        waits.append(seconds)
+
+    async with connected(server, backoff=Backoff(0.01, 20.0)) as cluster:
+        monkeypatch.setattr(cluster._connection.traffic, "pause", note)
+        server.fail(lambda request: True, Fault(code=429, retry_after=7))
+        server.fail(lambda request: True, Fault(code=503, retry_after=600))
+        async with aclosing(cluster.follow(NODES)) as events:
+            assert isinstance(await anext(events), Listed)
+    assert waits == [7.0, 20.0]
+
+
+async def test_gone_is_listed_again(server: FakeApiServer) -> None:
+    """When the history since is gone, everything is listed anew."""
+    async with (
+        connected(server, watch_seconds=(1.0, 1.0)) as cluster,
+        aclosing(cluster.follow(NODES)) as events,
+    ):
+        assert isinstance(await anext(events), Listed)
+        coming = asyncio.ensure_future(anext(events))
+        await watched(server)
+        server.fail(lambda request: request.watch, Fault(code=410))
+        server.create(node("a"))
+        assert name_of(await coming) == ("ADDED", "a")
+        coming = asyncio.ensure_future(anext(events))
+        await watched(server, 2)
+        assert names(await coming) == ["a"]
+
+
+async def test_another_version_is_listed_again() -> None:
+    """When the server is upgraded, objects come again, in the new version."""
+    with FakeApiServer(versions=("v1beta1",)) as server:
+        async with connected(server) as cluster, aclosing(cluster.follow(RESOURCE_SLICES)) as events:
+            first = await anext(events)
+            assert isinstance(first, Listed)
+            assert first.version == "v1beta1"
+            coming = asyncio.ensure_future(anext(events))
+            await asyncio.to_thread(server.wait_for, lambda it: any(entry.watch for entry in it.log))
+            with server.outage():
+                server.versions = ("v1", "v1beta1")
+            event = await coming
+            assert isinstance(event, Listed)
+            assert event.version == "v1"
+
+
+@pytest.mark.parametrize(
+    "line", ["[" * 100_000, "[]", '{"type": 1}', '{"type": "ADDED"}', '{"type": "ERROR", "object": {"kind": "Pod"}}']
+)
+async def test_a_watch_that_makes_no_sense_is_listed_again(server: FakeApiServer, line: str) -> None:
+    """A line of a watch that is no event is a failure like others."""
+    async with connected(server) as cluster, aclosing(cluster.follow(NODES)) as events:
+        assert names(await anext(events)) == []
+        server.fail(lambda request: request.watch, Fault(code=200, body=line + "\n"))
+        assert names(await anext(events)) == []
+        assert cluster.statistics.failures == 1
+
+
+async def test_failures_are_waited_out(server: FakeApiServer, caplog: pytest.LogCaptureFixture) -> None:
+    """Refusals and errors of the server are said once and tried again."""
+    async with connected(server) as cluster:
+        server.fail(lambda request: True, Fault(code=403, message="no"), times=5)
+        server.fail(lambda request: True, Fault(code=503), times=5)
+        server.fail(lambda request: True, Fault(), times=5)
+        async with aclosing(cluster.follow(NODES)) as events:
+            assert isinstance(await anext(events), Listed)
+        assert sum("no; trying again" in record.getMessage() for record in caplog.records) == 1
+
+
+async def test_a_watch_that_ends_at_once_is_not_reopened_at_once(server: FakeApiServer) -> None:
+    """A server that ends each watch immediately is asked with growing waits."""
+    draws: list[float] = []
+
+    def draw(low: float, high: float) -> float:
+        draws.append(high)
+        return low / 100
+
+    async with connected(server, backoff=Backoff(0.1, 1.0, draw=draw)) as cluster:
+        server.create(node("a"))
+
+        async def follow() -> None:
+            async with aclosing(cluster.follow(NODES)) as events:
+                async for _ in events:
+                    pass
+
+        task = asyncio.create_task(follow())
+        for count in range(1, 7):
+            await asyncio.to_thread(
+                server.wait_for,
+                lambda it, count=count: sum(entry.watch for entry in it.log) >= count,  # type: ignore[misc]
+            )
+            server.break_watches()
+        task.cancel()
+        await asyncio.wait([task])
+    assert draws[:5] == pytest.approx([0.1, 0.2, 0.4, 0.8, 1.0])
+
+
+def test_backoff() -> None:
+    """Waits double up to the cap, are shortened at random to a half at most, and begin anew after a success."""
+    high = Backoff(0.25, 30.0, draw=lambda _, high: high)
+    assert [high.next() for _ in range(9)] == [0.25, 0.5, 1, 2, 4, 8, 16, 30, 30]
+    high.reset()
+    assert high.next() == 0.25
+    assert high.longest() == 30
+    usual = Backoff()
+    assert all(usual.next() <= 30 for _ in range(2000))
+    waits = {usual.longest() for _ in range(100)}
+    assert len(waits) > 1
+    assert all(15 <= wait <= 30 for wait in waits)
+
+
+async def test_a_long_outage_is_not_hammered() -> None:
+    """During an outage requests become rare; once the server is back everything goes on at once."""
+    with FakeApiServer() as server:
+        backoff = Backoff(0.01, 20.0, draw=lambda _, high: high)
+        async with connected(server, backoff=backoff) as cluster, aclosing(cluster.follow(NODES)) as events:
+            assert isinstance(await anext(events), Listed)
+            server.stop()
+            coming = asyncio.ensure_future(anext(events))
+            done, _ = await asyncio.wait([coming], timeout=1.5)
+            assert not done
+            # 0.01 + 0.02 + ... + 0.64 s: seven tries within the 1.5 s, each of a watch and a version
+            assert cluster.statistics.failures <= 9
+            server.start()
+            server.create(node("a"))
+            await cluster.get(NODES, "a")  # somebody else finds the server back: nobody waits on
+            assert names(await coming) == ["a"]
+
+
+# --- access ---------------------------------------------------------------------------------------
+
+
+def kubeconfig(path: Path, url: str, user: dict[str, Any]) -> Path:
+    path.write_text(
+        json.dumps(
+            {
+                "current-context": "c",
+                "contexts": [{"name": "c", "context": {"cluster": "k", "user": "u"}}],
+                "clusters": [{"name": "k", "cluster": {"server": url}}],
+                "users": [{"name": "u", "user": user}],
+            }
+        )
+    )
+    return path
+
+
+async def test_kubeconfig(server: FakeApiServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A kubeconfig file is used when it is named, or found by KUBECONFIG."""
+    file = kubeconfig(tmp_path / "config", server.url, {"token": "t"})
+    server.create(node("a"))
+    async with Cluster.from_environment(file) as cluster:
+        await cluster.get(NODES, "a")
+    monkeypatch.setenv("KUBECONFIG", f"{tmp_path / 'missing'}:{file}")
+    monkeypatch.delenv("KUBERNETES_SERVICE_HOST", raising=False)
+    async with Cluster.from_environment() as cluster:
+        await cluster.get(NODES, "a")
+
+
+async def test_no_configuration(tmp_path: Path) -> None:
+    """Without a usable configuration there is an error that says so."""
+    async with Cluster.from_environment(tmp_path / "missing") as cluster:
+        with pytest.raises(AccessError, match="missing"):
+            await cluster.get(NODES, "a")
+
+
+async def test_a_token_is_read_again(server: FakeApiServer, tmp_path: Path) -> None:
+    """When a token is not accepted any more its file is read again."""
+    token = tmp_path / "token"
+    token.write_text("old")
+    file = kubeconfig(tmp_path / "config", server.url, {"tokenFile": str(token)})
+    server.create(node("a"))
+    async with Cluster.from_environment(file) as cluster:
+        await cluster.get(NODES, "a")
+        server.fail(lambda request: True, Fault(code=401))
+        token.write_text("new")
+        await cluster.get(NODES, "a")
+
+
+async def test_another_kubeconfig_is_read_after_an_outage(
+    server: FakeApiServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A server that cannot be reached is looked up again: its address, CA or credentials may have changed."""
+    monkeypatch.setattr(connection, "_RENEW", 0.0)
+    file = kubeconfig(tmp_path / "config", "http://127.0.0.1:1", {"token": "t"})
+    server.create(node("a"))
+    async with Cluster.from_environment(file) as cluster:
+        with pytest.raises(UnavailableError):
+            await cluster.get(NODES, "a")
+        kubeconfig(file, server.url, {"token": "t"})
+        await cluster.get(NODES, "a")
+
+
+MEMORY = """
+import asyncio, sys
+def rss():
+    return next(int(line.split()[1]) for line in open("/proc/self/status") if line.startswith("VmRSS")) / 1024
+import grpc.aio, watchdog.observers, prometheus_client, msgspec, yaml, sqlite3
+before = rss()
+from dra_bridge.kube import Cluster, NODES
+import dra_bridge.slices
+async def main():
+    async with Cluster.from_server(sys.argv[1]) as cluster:
+        for _ in range(20):
+            await cluster.list(NODES)
+asyncio.run(main())
+print(rss() - before)
+"""
+
+
+def test_memory(server: FakeApiServer) -> None:
+    """Client and publisher cost a process at most 14 MB beyond gRPC and what else an agent has."""
+    done = subprocess.run(
+        [sys.executable, "-c", MEMORY, server.url], capture_output=True, text=True, check=True, timeout=60
+    )
+    assert float(done.stdout) <= 14.0

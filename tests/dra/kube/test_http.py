@@ -1,0 +1,378 @@
+"""HTTP/1.1 on kept connections, against servers that answer byte by byte as a test says."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import gc
+import socket
+import ssl
+import threading
+import warnings
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pytest
+
+from dra_bridge.kube import http
+from dra_bridge.kube.http import HttpClient, HttpError, proxy_of
+from tests.metrics.test_web import make_certificate, trusting
+
+Handler = Callable[[str], bytes | None]
+
+
+class Answering:
+    """A server that answers each request's head with bytes; None closes the connection."""
+
+    def __init__(self, handler: Handler) -> None:
+        self.handler = handler
+        self.heads: list[str] = []
+        self.connections = 0
+        self.writers: list[asyncio.StreamWriter] = []
+        self.url = ""
+
+    async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self.connections += 1
+        self.writers.append(writer)
+        try:
+            while True:
+                head = (await reader.readuntil(b"\r\n\r\n")).decode()
+                self.heads.append(head)
+                answer = self.handler(head)
+                if answer is None:
+                    break
+                writer.write(answer)
+                await writer.drain()
+        except (asyncio.IncompleteReadError, ConnectionError):
+            pass
+        finally:
+            writer.close()
+
+
+def received(server: HttpClient) -> bool:
+    """Whether a kept connection has received anything since its last answer."""
+    assert server._session is not None
+    assert server._session.connector is not None
+    kept = server._session.connector._conns.values()
+    return any(protocol.should_close for connections in kept for protocol, _ in connections)
+
+
+def url_of(server: asyncio.Server) -> str:
+    return f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+
+
+@asynccontextmanager
+async def answering(handler: Handler | bytes) -> AsyncIterator[Answering]:
+    one = Answering(handler if callable(handler) else lambda _: handler)
+    server = await asyncio.start_server(one.serve, "127.0.0.1", 0)
+    one.url = url_of(server)
+    try:
+        async with asyncio.timeout(10):
+            yield one
+    finally:
+        server.close()
+        for writer in one.writers:
+            writer.close()
+        await server.wait_closed()
+
+
+@asynccontextmanager
+async def reaching(url: str, proxy: str = "") -> AsyncIterator[HttpClient]:
+    server = HttpClient(url, proxy=proxy)
+    try:
+        yield server
+    finally:
+        await server.aclose()
+
+
+CHUNKED = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n"
+OK = b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\n{}"
+
+
+async def test_connections_are_kept() -> None:
+    """Requests one after another share a connection, requests at a time do not."""
+    async with answering(OK) as other, reaching(other.url) as server:
+        for _ in range(3):
+            assert (await server.request("GET", "/a", {})).body == b"{}"
+        assert other.connections == 1
+        await asyncio.gather(*(server.request("GET", "/a", {}) for _ in range(3)))
+        assert other.connections == 3
+
+
+async def test_the_request() -> None:
+    """What is sent is the target below the server's own path, its authority, the headers and the body's length."""
+    async with answering(OK) as other, reaching(f"{other.url}/prefix/") as server:
+        await server.request("POST", "/a?b=c", {"X-One": "1"}, b"body")
+        (head,) = other.heads
+        line, *headers = head.rstrip().split("\r\n")
+        assert line == "POST /prefix/a?b=c HTTP/1.1"
+        assert {f"Host: {other.url.partition('//')[2]}", "X-One: 1", "Content-Length: 4"} <= set(headers)
+
+
+@pytest.mark.parametrize(
+    ("answer", "status", "body", "again"),
+    [
+        (CHUNKED + b"3;x=y\r\nabc\r\nA\r\n0123456789\r\n0\r\nT: 1\r\n\r\n", 200, b"abc0123456789", 1),
+        (b"HTTP/1.1 100 Continue\r\n\r\nHTTP/1.1 404 Not Found\r\ncontent-length: 1\r\n\r\nx", 404, b"x", 1),
+        (b"HTTP/1.1 204 No Content\r\n\r\n", 204, b"", 1),
+        (b"HTTP/1.1 200 OK\r\nConnection: close\r\nContent-Length: 1\r\n\r\nx", 200, b"x", 2),
+        (b"HTTP/1.0 200 OK\r\nContent-Length: 1\r\n\r\nx", 200, b"x", 2),
+        (b"HTTP/1.1 200 OK\r\nContent-Encoding: gzip\r\nContent-Length: 1\r\n\r\nx", 200, b"x", 1),
+        (b"HTTP/1.1 302 Found\r\nLocation: /b\r\nContent-Length: 1\r\n\r\nx", 302, b"x", 1),
+    ],
+    ids=["chunked", "continue", "no-content", "close", "1.0", "compressed", "redirect"],
+)
+async def test_answers(answer: bytes, status: int, body: bytes, again: int) -> None:
+    """Bodies are read in every form, none is followed or unpacked, and only what the server keeps is used again."""
+    async with answering(answer) as other, reaching(other.url) as server:
+        for _ in range(2):
+            response = await server.request("GET", "/", {})
+            assert (response.status, response.body) == (status, body)
+        assert other.connections == again
+
+
+async def test_a_body_up_to_the_end() -> None:
+    """A body without a length ends with the connection."""
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(b"HTTP/1.1 200 OK\r\n\r\nall of it")
+        await writer.drain()
+        writer.close()
+
+    listening = await asyncio.start_server(serve, "127.0.0.1", 0)
+    async with listening, reaching(url_of(listening)) as server:
+        assert (await server.request("GET", "/", {})).body == b"all of it"
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        None,
+        b"SSH-2.0-OpenSSH\r\n\r\n",
+        b"HTTP/1.1 abc\r\n\r\n",
+        b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\nzz\r\n",
+        b"HTTP/1.1 200 OK\r\nContent-Length: -1\r\n\r\n",
+        b"HTTP/1.1 200 OK\r\nX: " + b"x" * 100_000,
+        b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n" + b"1" * 100_000,
+        b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\nContent-Length: 4\r\n\r\n{}{}",
+        b"HTTP/1.1 200 OK\r\nContent-Length: 2, 4\r\n\r\n{}{}",
+        b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\nTransfer-Encoding: chunked\r\n\r\n2\r\n{}\r\n0\r\n\r\n",
+    ],
+    ids=["closed", "ssh", "status", "chunk", "length", "headers", "size", "two lengths", "a list", "both"],
+)
+async def test_nonsense(answer: bytes | None) -> None:
+    """What is no HTTP is an error, and its connection is not used again."""
+    async with answering(lambda _: answer) as other, reaching(other.url) as server:
+        for asked in (1, 2):
+            before = other.connections
+            with pytest.raises(HttpError):
+                await server.request("POST", "/", {})
+            assert (other.connections - before, len(other.heads)) == (1, asked)
+
+
+@pytest.mark.parametrize("late", [False, True])
+async def test_an_answer_that_nobody_asked_for(late: bool) -> None:
+    """What comes on a kept connection before the next request is not taken as the answer to it."""
+    evil = b"HTTP/1.1 200 OK\r\nContent-Length: 5\r\n\r\nevil!"
+    async with answering(OK if late else OK + evil) as other, reaching(other.url) as server:
+        assert (await server.request("GET", "/", {})).body == b"{}"
+        if late:
+            other.writers[0].write(evil)
+            await other.writers[0].drain()
+            while not received(server):  # noqa: ASYNC110  # what is waited for is inside of aiohttp
+                await asyncio.sleep(0)
+        assert (await server.request("GET", "/", {})).body == b"{}"
+        assert other.connections == 2
+
+
+async def test_a_body_without_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An answer is read up to a bound, also the body of a watch that was refused."""
+    monkeypatch.setattr(http, "MAX_BODY", 1000)
+    for status, fits in ((200, 1000), (403, 1000), (200, 1001), (403, 1001)):
+        answer = b"HTTP/1.1 %d X\r\nContent-Length: %d\r\n\r\n" % (status, fits) + b"x" * fits
+        async with answering(answer) as other, reaching(other.url) as server:
+            raised = contextlib.nullcontext() if fits == 1000 else pytest.raises(HttpError, match="larger than")
+            with raised:
+                assert len((await server.request("GET", "/", {})).body) == fits
+            if status == 403:
+                with raised:
+                    async with server.stream("GET", "/", {}) as (response, _):
+                        assert len(response.body) == fits
+
+
+async def test_a_line_without_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A line of a stream is read up to a bound."""
+    monkeypatch.setattr(http, "MAX_LINE", 1000)
+    answer = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n" + (b"200\r\n" + b"x" * 512 + b"\r\n") * 3
+    async with (
+        answering(answer) as other,
+        reaching(other.url) as server,
+        server.stream("GET", "/", {}) as (_, lines),
+    ):
+        with pytest.raises(HttpError, match="1000"):
+            await anext(lines)
+
+
+@pytest.mark.parametrize("part", [b"Content-Length: 5", b"Transfer-Encoding: chunked"])
+async def test_a_body_that_breaks_off(part: bytes) -> None:
+    """A connection that ends in the middle of a body is an error, not a shorter body."""
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(b"HTTP/1.1 200 OK\r\n" + part + b"\r\n\r\n5\r\na")
+        await writer.drain()
+        writer.close()
+
+    listening = await asyncio.start_server(serve, "127.0.0.1", 0)
+    async with listening, reaching(url_of(listening)) as server:
+        with pytest.raises(HttpError, match="not completed"):
+            await server.request("GET", "/", {})
+
+
+async def test_a_connection_that_the_server_closed_is_not_used() -> None:
+    """A kept connection that the server has closed meanwhile is noticed, and another one made."""
+    async with answering(OK) as other, reaching(other.url) as server:
+        await server.request("GET", "/", {})
+        other.writers[0].close()
+        await other.writers[0].wait_closed()
+        await asyncio.sleep(0)
+        await server.request("GET", "/", {})
+        assert other.connections == 2
+
+
+async def test_old_connections_are_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A connection that lay idle for long is not trusted."""
+    monkeypatch.setattr(http, "IDLE", 0.0)
+    async with answering(OK) as other, reaching(other.url) as server:
+        for _ in range(2):
+            await server.request("GET", "/", {})
+        assert other.connections == 2
+
+
+async def test_a_stream() -> None:
+    """A stream's lines come as the server sends them, in whatever pieces, and need not be read to their end."""
+    head = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n7\r\none\ntwo\r\n"
+    async with answering(head) as other, reaching(other.url) as server:
+        async with server.stream("GET", "/", {}) as (response, lines):
+            assert response.status == 200
+            assert await anext(lines) == b"one\n"
+            other.writers[0].write(b"5\r\n\ntri\n\r\n")
+            assert [await anext(lines), await anext(lines)] == [b"two\n", b"tri\n"]
+        assert "0 requests" in repr(server)
+
+
+def test_a_stream_that_is_left_is_closed_at_once(tmp_path: Path) -> None:
+    """A TLS server that says nothing more leaves nothing open behind the client's end."""
+    certificate, key = make_certificate(tmp_path, "a")
+    tls = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+    tls.load_cert_chain(certificate, key)
+    over = threading.Event()
+
+    def serve(listening: socket.socket) -> None:
+        with tls.wrap_socket(listening.accept()[0], server_side=True) as connection:
+            connection.recv(1000)
+            connection.sendall(b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n4\r\none\n\r\n")
+            over.wait(10)
+
+    async def leave(url: str) -> None:
+        server = HttpClient(url, trusting(certificate))
+        async with server.stream("GET", "/", {}) as (_, lines):
+            assert await anext(lines) == b"one\n"
+        await server.aclose()
+
+    with socket.create_server(("127.0.0.1", 0)) as listening, warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always", ResourceWarning)
+        thread = threading.Thread(target=serve, args=(listening,))
+        thread.start()
+        try:
+            asyncio.run(leave(f"https://127.0.0.1:{listening.getsockname()[1]}"))
+            gc.collect()
+        finally:
+            over.set()
+            thread.join()
+    assert [str(one.message) for one in caught] == []
+
+
+async def test_cancelled() -> None:
+    """A request that is cancelled loses its connection, and the next one gets its own answer."""
+    async with answering(lambda head: b"" if "slow" in head else OK) as other, reaching(other.url) as server:
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(0.05):
+                await server.request("GET", "/slow", {})
+        assert (await server.request("GET", "/", {})).body == b"{}"
+        assert other.connections == 2
+
+
+async def test_a_retired_server() -> None:
+    """What is under way on a server that is not to be used any more goes on, and its end closes all."""
+    head = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n"
+    async with answering(head) as other, reaching(other.url) as server:
+        async with server.stream("GET", "/", {}) as (_, lines):
+            assert await server.retire()
+            other.writers[0].write(b"4\r\none\n\r\n")
+            assert await anext(lines) == b"one\n"
+        assert not await server.retire()
+
+
+async def test_a_proxy() -> None:
+    """Through a proxy the whole URL is asked for, and for https a tunnel, with the proxy's own credentials."""
+    async with answering(OK) as proxy, reaching("http://server.example", proxy.url) as server:
+        await server.request("GET", "/a", {})
+        assert proxy.heads[0].startswith("GET http://server.example/a HTTP/1.1\r\n")
+    refusing = answering(b"HTTP/1.1 407 Who\r\nContent-Length: 0\r\n\r\n")
+    async with refusing as proxy, reaching("https://[::1]:6443", proxy.url.replace("//", "//me:s%20x@")) as server:
+        with pytest.raises(HttpError, match="407"):
+            await server.request("GET", "/a", {})
+        assert proxy.heads[0].startswith("CONNECT [::1]:6443 HTTP/1.1\r\nHost: [::1]:6443\r\n")
+        assert "Proxy-Authorization: Basic bWU6cyB4\r\n" in proxy.heads[0]
+
+
+@pytest.fixture
+def environment(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
+    """An environment that names no proxy."""
+    for name in ("HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY", "NO_PROXY"):
+        monkeypatch.delenv(name, raising=False)
+        monkeypatch.delenv(name.lower(), raising=False)
+    return monkeypatch
+
+
+def test_which_proxy(environment: pytest.MonkeyPatch) -> None:
+    """The environment names the proxy by the server's scheme."""
+    assert proxy_of("https://server.example") == ""
+    environment.setenv("HTTPS_PROXY", "proxy.example:3128")
+    assert proxy_of("https://server.example") == "http://proxy.example:3128"
+    assert proxy_of("http://server.example") == ""
+    environment.delenv("HTTPS_PROXY")
+    environment.setenv("https_proxy", "https://proxy.example")
+    assert proxy_of("https://server.example") == "https://proxy.example"
+
+
+@pytest.mark.parametrize(
+    ("rules", "direct", "proxied"),
+    [
+        ("", "localhost 127.0.0.1 127.9.9.9 [::1]", "server.example 10.0.0.1"),
+        ("*", "server.example 10.0.0.1", ""),
+        ("10.96.0.0/12, fd00::/8", "10.96.0.1 10.111.255.255 [fd00::1]", "10.112.0.1 [fe80::1] 10.96.0.1.example"),
+        ("10.96.0.1,[fd00::1]:6443", "10.96.0.1 10.96.0.1:6443 [fd00::1]:6443", "10.96.0.2 [fd00::1]"),
+        ("10.96.0.1:443", "10.96.0.1", "10.96.0.1:6443"),
+        ("server.example", "server.example a.server.example Server.Example", "aserver.example example"),
+        (".example,*.test", "a.example a.b.test", "example test"),
+        (" SERVER.example:6443 ", "server.example:6443 a.server.example:6443", "server.example"),
+        ("300.1.1.0/99,:443,,/", "", "server.example 10.0.0.1"),
+    ],
+)
+def test_servers_without_a_proxy(environment: pytest.MonkeyPatch, rules: str, direct: str, proxied: str) -> None:
+    """NO_PROXY is read as client-go does: names, domains, addresses, CIDR ranges, each perhaps with a port."""
+    environment.setenv("HTTPS_PROXY", "proxy.example")
+    environment.setenv("NO_PROXY", rules)
+    assert [host for host in direct.split() if proxy_of(f"https://{host}")] == []
+    assert [host for host in proxied.split() if not proxy_of(f"https://{host}")] == []
+
+
+@pytest.mark.parametrize(("url", "proxy"), [("server", ""), ("ftp://server", ""), ("http://server", "socks5://proxy")])
+def test_urls_that_cannot_be_used(url: str, proxy: str) -> None:
+    """A URL of something else than HTTP is refused at once."""
+    with pytest.raises(ValueError, match="is not the URL of"):
+        HttpClient(url, proxy=proxy)

@@ -1,0 +1,24 @@
+"""Fixtures of the ledger's tests: a path, and an open ledger with two devices."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from dra_bridge import ledger
+from dra_bridge.ledger import Ledger, Side
+from tests.dra.ledger.samples import T0, R
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> str:
+    return str(tmp_path / "plugins" / "ledger.db")
+
+
+@pytest.fixture
+def book(path: str) -> Iterator[Ledger]:
+    with Ledger.open(path) as opened:
+        opened.do(ledger.adopt(R, ["a", "b"], Side.PLUGIN, T0))
+        yield opened

@@ -1,0 +1,568 @@
+"""The ledger's file, and what becomes of it when things break."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hashlib
+import os
+import shutil
+import signal
+import sqlite3
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from dra_bridge import ledger
+from dra_bridge.ledger import (
+    AsyncLedger,
+    Claim,
+    ClaimEvidence,
+    ClusterEvidence,
+    Evidence,
+    Granted,
+    KubeletEvidence,
+    KubeletSnapshot,
+    Ledger,
+    LedgerBusyError,
+    LedgerError,
+    LedgerLostError,
+    Side,
+    State,
+)
+from tests.dra.ledger.samples import T0, D, Flaky, R, claim, held_by, seen, state
+
+
+def test_a_file_that_can_only_be_read_is_put_aside(path: str) -> None:
+    """Its header says that a newer SQLite wrote it: every write would fail, for ever."""
+    filled(path)
+    with open(path, "r+b") as file:
+        file.seek(18)
+        file.write(b"\3")
+    with Ledger.open(path) as again:
+        assert again.set_aside is not None
+        again.do(ledger.adopt(R, ["a"], Side.PLUGIN, T0))
+
+
+def test_a_second_agent_stands_by_until_the_first_ends(path: str) -> None:
+    """A rolling update: the next agent has the ledger the moment the old one lets go."""
+    first = Ledger.open(path)
+    with pytest.raises(LedgerBusyError):
+        Ledger.open(path)
+
+    async def second() -> int:
+        opening = asyncio.create_task(AsyncLedger.open(path))
+        await asyncio.sleep(0)
+        first.do(ledger.adopt(R, ["a"], Side.PLUGIN, T0))
+        first.close()
+        async_ledger = await opening
+        count = len(async_ledger.snapshot.devices)
+        await async_ledger.close()
+        return count
+
+    assert asyncio.run(second()) == 1
+
+
+@pytest.mark.parametrize("removed", ["ledger.db", "ledger.db-wal", "ledger.db.lock", "."])
+def test_a_ledger_removed_under_an_agent_grants_nothing_any_more(path: str, removed: str) -> None:
+    """Not even when the files are back: another agent may have had the ledger meanwhile."""
+    with Ledger.open(path) as book:
+        book.do(ledger.adopt(R, ["a", "b"], Side.PLUGIN, T0))
+        book.do(ledger.grant(R, {"a": "a"}, T0))
+        gone = Path(path).parent / removed
+        kept = gone.rename(gone.parent.parent / "kept")
+        for _ in range(2):
+            with pytest.raises(LedgerLostError, match="has to be restarted"):
+                book.do(ledger.grant(R, {"b": "b"}, T0))
+            if kept.exists():
+                kept.rename(gone)
+        assert not book.snapshot.holds_on(R, ["b"])
+
+
+def test_a_ledger_that_another_agent_made_anew_grants_nothing_to_the_first(path: str) -> None:
+    """With its directory the first one lost its lock."""
+    with Ledger.open(path) as book:
+        book.do(ledger.adopt(R, ["a"], Side.PLUGIN, T0))
+        shutil.rmtree(Path(path).parent)
+        with Ledger.open(path) as other:
+            other.do(ledger.adopt(R, ["a"], Side.DRA, T0))
+            with pytest.raises(LedgerLostError):
+                book.do(ledger.grant(R, {"a": "a"}, T0))
+            assert not book.snapshot.holds
+
+
+def test_a_disk_that_loses_what_was_written_ends_the_ledger(path: str) -> None:
+    """After a failed write the file is read again; if it is older than what was answered, nothing is granted."""
+    failing: list[str] = []
+
+    def step(name: str) -> None:
+        if name in failing:
+            raise OSError(28, "No space left on device")
+
+    with Ledger.open(path, step=step) as book:
+        book.do(ledger.adopt(R, ["a", "b"], Side.PLUGIN, T0))
+        old = {suffix: Path(path + suffix).read_bytes() for suffix in ("", "-wal")}
+        book.do(ledger.grant(R, {"a": "a"}, T0))
+        failing.append("commit")
+        with pytest.raises(LedgerError):
+            book.do(ledger.grant(R, {"b": "b"}, T0))
+        failing.clear()
+        for suffix, content in old.items():
+            Path(path + suffix).write_bytes(content)
+        with pytest.raises(LedgerLostError, match="has lost what was written"):
+            book.do(ledger.grant(R, {"b": "b"}, T0))
+
+
+SYNCS = r"""
+#define _GNU_SOURCE
+#include <dlfcn.h>
+#include <fcntl.h>
+#include <stdlib.h>
+#include <unistd.h>
+static void note(void) {
+    int fd = open(getenv("SYNCS"), O_WRONLY | O_APPEND);
+    if (fd >= 0) { write(fd, "s", 1); close(fd); }
+}
+int fdatasync(int fd) { note(); return ((int (*)(int)) dlsym(RTLD_NEXT, "fdatasync"))(fd); }
+int fsync(int fd) { note(); return ((int (*)(int)) dlsym(RTLD_NEXT, "fsync"))(fd); }
+"""
+"""Notes each sync of the process that it is loaded into."""
+
+
+def test_an_answer_comes_after_the_disk_was_told_to_keep_it(tmp_path: Path) -> None:
+    """A grant must survive a power failure: the process syncs its log between the call and the answer."""
+    source, library, notes = tmp_path / "syncs.c", tmp_path / "syncs.so", tmp_path / "notes"
+    source.write_text(SYNCS)
+    compiler = os.environ.get("CC", "gcc")
+    subprocess.run(
+        [compiler, "-shared", "-fPIC", "-w", "-o", str(library), str(source), "-ldl"], check=True, timeout=60
+    )
+    notes.touch()
+    script = f"""
+from pathlib import Path
+from dra_bridge import ledger
+from tests.dra.ledger.samples import R, T0
+notes = Path({str(notes)!r})
+book = ledger.Ledger.open({str(tmp_path / "l.db")!r})
+book.do(ledger.adopt(R, ["a"], ledger.Side.PLUGIN, T0))
+for operation in (ledger.grant(R, {{"a": "a"}}, T0), ledger.begin_move(R, ["a"], ledger.Side.DRA, T0)):
+    before = len(notes.read_text())
+    book.do(operation)
+    print(len(notes.read_text()) > before)
+"""
+    environment = {**os.environ, "LD_PRELOAD": str(library), "SYNCS": str(notes)}
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, check=True, timeout=60, env=environment
+    )
+    assert done.stdout.split() == ["True", "True"]
+
+
+def blocked_at(inode: int) -> None:
+    """Wait until somebody waits for the lock of this file."""
+    until = time.monotonic() + 60
+    while not any("->" in line and f":{inode} " in line for line in Path("/proc/locks").read_text().splitlines()):
+        assert time.monotonic() < until
+        time.sleep(0.01)
+
+
+def test_what_is_closed_answers_with_an_error(path: str) -> None:
+    """Nobody gets a grant from a ledger that another agent may have by now."""
+    book = Ledger.open(path)
+    book.close()
+    with pytest.raises(LedgerError):
+        book.do(ledger.grant(R, {"a": "a"}, T0))
+
+
+@pytest.mark.parametrize("version", [0, 3, 99])
+def test_a_file_of_another_schema_is_put_aside(book: Ledger, path: str, version: int) -> None:
+    """Older or newer: never a reason to stay down, never lost."""
+    book.close()
+    with contextlib.closing(sqlite3.connect(path)) as raw:
+        raw.execute(f"PRAGMA user_version = {version}")
+    with Ledger.open(path) as again:
+        assert again.fresh
+        assert again.set_aside is not None
+        assert os.path.exists(again.set_aside)
+        again.do(ledger.adopt(R, ["a"], Side.PLUGIN, T0))
+
+
+FORMER = """
+CREATE TABLE devices (resource, device, state, since, sequence, reason, PRIMARY KEY (resource, device)) WITHOUT ROWID;
+CREATE TABLE holds (resource, unit, device, since, sequence, PRIMARY KEY (resource, unit)) WITHOUT ROWID;
+CREATE TABLE claims (driver, uid, namespace, name, devices, result, since, sequence, PRIMARY KEY (driver, uid))
+    WITHOUT ROWID;
+CREATE TABLE seal (id INTEGER PRIMARY KEY, sequence INTEGER NOT NULL, seal INTEGER NOT NULL);
+PRAGMA application_id = 1685089383;
+PRAGMA user_version = 1;
+"""
+FORMER_ROWS: dict[str, list[tuple[object, ...]]] = {
+    "devices": [(R, "a", "plugin", T0, 1, ""), (R, "b", "dra", T0, 2, "the share is 1")],
+    "holds": [(R, "a", "a", T0, 3)],
+    "claims": [(D, "1", "ml", "train", f'[["{R}","b","",false]]', "ready", T0, 4)],
+}
+
+
+def former_ledger(path: str, *, seal: int = 0) -> None:
+    """Write a ledger as an agent of schema 1 left it; `seal` other than 0 damages it."""
+    os.makedirs(os.path.dirname(path))
+    with contextlib.closing(sqlite3.connect(path)) as raw:
+        raw.executescript(FORMER)
+        for table, rows in FORMER_ROWS.items():
+            for row in rows:
+                raw.execute(f"INSERT INTO {table} VALUES ({', '.join('?' * len(row))})", row)
+                digest = hashlib.blake2b(msgspec.msgpack.encode((table, *row)), digest_size=8).digest()
+                seal ^= int.from_bytes(digest, "big", signed=True)
+        raw.execute("INSERT INTO seal VALUES (1, 4, ?)", (seal,))
+        raw.commit()
+
+
+def test_a_ledger_of_schema_1_is_upgraded(path: str) -> None:
+    """Nothing is lost; grants of then wait for their container to be named, and claims' pods are not known."""
+    former_ledger(path)
+    for _ in range(2):  # upgraded, and then as it is
+        with Ledger.open(path) as book:
+            assert (book.set_aside, book.fresh, book.snapshot.sequence) == (None, False, 4)
+            assert (state(book, "a"), state(book, "b")) == (State.PLUGIN, State.DRA)
+            hold = book.snapshot.holds[R, "a"]
+            assert (hold.device, hold.holders, hold.pending) == ("a", frozenset(), True)
+            record = book.snapshot.claims[D, "1"]
+            assert (record.title, record.held, record.pods) == ("ml/train", frozenset({(R, "b")}), frozenset())
+    with Ledger.open(path) as book:
+        book.do(ledger.observe(R, seen(book, a="u1/main"), T0))
+        book.do(ledger.set_setting("share", R, "1"))
+    with Ledger.open(path) as book:
+        assert book.set_aside is None
+        assert book.snapshot.holds[R, "a"].holders == {("u1", "main")}
+
+
+def test_a_damaged_ledger_of_schema_1_is_put_aside(path: str) -> None:
+    """Its seal is checked before anything of it is taken over."""
+    former_ledger(path, seal=1)
+    with Ledger.open(path) as book:
+        assert book.set_aside is not None
+        assert book.fresh
+        assert not book.snapshot.devices
+
+
+def test_only_the_latest_damaged_files_are_kept(path: str) -> None:
+    """A disk that eats ledgers does not fill up with them."""
+    os.makedirs(os.path.dirname(path))
+    for _ in range(8):
+        Path(path).write_bytes(b"not a database at all, by any measure" * 100)
+        with Ledger.open(path) as opened:
+            assert opened.set_aside is not None
+    assert sum(".aside-" in name for name in os.listdir(os.path.dirname(path))) == 5
+
+
+def filled(path: str) -> bytes:
+    with Ledger.open(path) as opened:
+        opened.do(ledger.adopt(R, [f"device-{n}" for n in range(8)], Side.DRA, T0))
+        for number in range(6):
+            opened.do(ledger.prepare(claim(str(number), f"device-{number}")))
+        opened.do(ledger.adopt(R, ["p"], Side.PLUGIN, T0))
+        opened.do(ledger.grant(R, {"p": "p"}, T0))
+    return Path(path).read_bytes()
+
+
+@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(data=st.data())
+def test_any_damage_is_noticed_or_harmless(tmp_path_factory: pytest.TempPathFactory, data: st.DataObject) -> None:
+    """Truncated or with changed bytes: the ledger opens, and is either as it was or put aside and empty."""
+    directory = tmp_path_factory.mktemp("damage")
+    path = str(directory / "ledger.db")
+    whole = filled(path)
+    with Ledger.open(path) as opened:
+        before = opened.snapshot
+    damaged = bytearray(whole)
+    if data.draw(st.booleans(), "truncate"):
+        del damaged[data.draw(st.integers(0, len(whole) - 1), "at") :]
+    else:
+        for _ in range(data.draw(st.integers(1, 4), "changes")):
+            damaged[data.draw(st.integers(0, len(whole) - 1), "at")] = data.draw(st.integers(0, 255), "to")
+    Path(path).write_bytes(damaged)
+    with Ledger.open(path) as opened:
+        assert opened.snapshot == before or opened.fresh
+        assert opened.fresh or opened.set_aside is None
+        opened.do(ledger.adopt(R, ["new"], Side.PLUGIN, T0))
+    with Ledger.open(path) as opened:
+        assert (R, "new") in opened.snapshot.devices
+
+
+def test_a_damaged_write_ahead_log_ends_where_it_is_damaged(tmp_path: Path) -> None:
+    """SQLite's own checksums: what follows the damage never happened, what precedes it did."""
+    path = str(tmp_path / "ledger.db")
+    opened = Ledger.open(path)
+    opened.do(ledger.adopt(R, ["a"], Side.PLUGIN, T0))
+    first = opened.snapshot
+    size = os.path.getsize(path + "-wal")
+    opened.do(ledger.grant(R, {"a": "a"}, T0))
+    copies = {suffix: Path(path + suffix).read_bytes() for suffix in ("", "-wal")}
+    both = opened.snapshot
+    opened.close()
+    wal = copies["-wal"]
+    for at in range(0, len(wal), 97):
+        Path(path).write_bytes(copies[""])
+        Path(path + "-wal").write_bytes(wal[:at] + bytes([wal[at] ^ 0x55]) + wal[at + 1 :])
+        with Ledger.open(path) as again:
+            assert again.snapshot in (first, both) or again.fresh or again.snapshot.sequence < first.sequence
+            if at >= size:
+                assert again.snapshot in (first, both)
+
+
+# Crashes and full disks.
+
+
+def operations() -> Sequence[Any]:
+    """A life of a device in durable steps."""
+    sequence = 1 << 40
+    evidence = KubeletEvidence(sequence, {"a": 1.0}, KubeletSnapshot(sequence, 3.0, True))
+    return (
+        ledger.adopt(R, ["a", "b"], Side.PLUGIN, T0),
+        ledger.grant(R, {"b": "b"}, T0),
+        ledger.begin_move(R, ["a"], Side.DRA, T0),
+        ledger.commit_to_dra(R, ["a"], evidence, T0),
+        ledger.reserve(claim("1", "a"), durable=True),
+        ledger.prepare(claim("1", "a")),
+        ledger.begin_move(R, ["a"], Side.PLUGIN, T0),
+        ledger.unprepare(D, "1"),
+        ledger.commit_to_plugin(R, ["a"], ClusterEvidence(sequence, {"a": 1.0}, 2.0), T0),
+        ledger.grant(R, {"a": "a"}, T0),
+        ledger.forget(R, ["b"]),
+    )
+
+
+def scenario(path: str, die_at: int) -> None:
+    """Run the operations; die at the given step. Each answer is told as soon as it is given."""
+    count = 0
+
+    def step(_name: str) -> None:
+        nonlocal count
+        count += 1
+        if count == die_at:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    with Ledger.open(path, step=step) as opened:
+        for number, operation in enumerate(operations()):
+            opened.do(operation)
+            os.write(1, b"%d\n" % number)
+
+
+def states(path: str) -> list[ledger.Snapshot]:
+    with Ledger.open(path) as opened:
+        found = [opened.snapshot]
+        for operation in operations():
+            opened.do(operation)
+            found.append(opened.snapshot)
+    return found
+
+
+def kill_everywhere(directory: str) -> None:
+    """Fork a child for each step and let it die there; runs in a process without threads."""
+    for die_at in range(1, 1000):
+        path = os.path.join(directory, f"{die_at}.db")
+        reader, writer = os.pipe()
+        child = os.fork()
+        if not child:
+            os.dup2(writer, 1)
+            scenario(path, die_at)
+            os._exit(0)
+        os.close(writer)
+        with os.fdopen(reader) as told:
+            answered = len(told.read().split())
+        status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+        print(die_at, answered, status)
+        if status == 0:
+            return
+
+
+def test_a_kill_at_any_step_loses_nothing_that_was_answered(tmp_path: Path) -> None:
+    """Every durable step and every gap between two, enumerated: the file holds what was answered, or one more."""
+    expected = states(str(tmp_path / "expected.db"))
+    script = f"from tests.dra.ledger.test_store import kill_everywhere; kill_everywhere({str(tmp_path)!r})"
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True, timeout=120)
+    lines = [[int(word) for word in line.split()] for line in done.stdout.splitlines()]
+    assert len(lines) > 50
+    for die_at, answered, status in lines:
+        assert status == (0 if die_at == len(lines) else -signal.SIGKILL)
+        with Ledger.open(str(tmp_path / f"{die_at}.db")) as again:
+            assert again.set_aside is None
+            assert again.snapshot in expected[answered : answered + 2], die_at
+
+
+def test_a_full_disk_grants_nothing_and_heals(tmp_path: Path) -> None:
+    """RLIMIT_FSIZE in a process of its own: an error each time, the record as before, and all well afterwards."""
+    script = f"""
+import resource, signal, sys
+from dra_bridge import ledger
+from tests.dra.ledger.samples import R, T0
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+book = ledger.Ledger.open({str(tmp_path / "l.db")!r})
+book.do(ledger.adopt(R, ["a", "b"], ledger.Side.PLUGIN, T0))
+before = book.snapshot
+soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+resource.setrlimit(resource.RLIMIT_FSIZE, (4096, hard))
+for _ in range(3):
+    try:
+        book.do(ledger.grant(R, {{"a": "a"}}, T0))
+    except ledger.LedgerError as error:
+        print("refused", error)
+    assert book.snapshot == before, book.snapshot
+resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+assert isinstance(book.do(ledger.grant(R, {{"a": "a"}}, T0)), ledger.Granted)
+after = book.snapshot
+book.close()
+again = ledger.Ledger.open({str(tmp_path / "l.db")!r})
+assert again.set_aside is None and again.snapshot == after
+print("healed")
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False, timeout=60)
+    assert done.stdout.count("refused") == 3, done.stdout + done.stderr
+    assert "healed" in done.stdout
+
+
+def test_a_full_disk_at_the_first_start_is_an_error_that_names_the_file(tmp_path: Path) -> None:
+    """RLIMIT_FSIZE again: the ledger cannot be made; nothing is put aside, and with room it is made."""
+    path = tmp_path / "l.db"
+    script = f"""
+import resource, signal
+from dra_bridge import ledger
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+resource.setrlimit(resource.RLIMIT_FSIZE, (0, hard))
+try:
+    ledger.Ledger.open({str(path)!r})
+except ledger.LedgerError as error:
+    print(error)
+resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+with ledger.Ledger.open({str(path)!r}) as book:
+    assert book.set_aside is None and book.fresh
+print("made")
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False, timeout=60)
+    said, made = done.stdout.splitlines()
+    assert said.startswith(f"cannot open the ledger {path}: ")
+    assert made == "made"
+    assert not [*tmp_path.glob("*aside*")]
+
+
+@pytest.mark.parametrize("word", ["BEGIN", "INSERT", "UPDATE", "COMMIT"])
+def test_a_write_that_fails_refuses_and_the_next_one_looks_at_the_disk(tmp_path: Path, word: str) -> None:
+    """An fsync that fails says nothing about what is on disk: it is read again before anything is granted."""
+    fails: set[str] = set()
+    path = str(tmp_path / "l.db")
+    with Ledger.open(path, connect=lambda where: Flaky(where, fails)) as book:  # type: ignore[arg-type,return-value]
+        book.do(ledger.adopt(R, ["a", "b"], Side.DRA, T0))
+        book.do(ledger.reserve(claim("0", "b"), durable=False))
+        fails.add(word)
+        for _ in range(2):
+            with pytest.raises(LedgerError):
+                book.do(ledger.prepare(claim("1", "a")))
+        fails.add("PRAGMA")
+        with pytest.raises(LedgerError):
+            book.do(ledger.prepare(claim("1", "a")))
+        fails.clear()
+        assert set(book.snapshot.claims) == {(D, "0")}
+        assert isinstance(book.do(ledger.prepare(claim("1", "a"))), Claim)
+        assert set(book.snapshot.claims) == {(D, "0"), (D, "1")}
+        kept = book.snapshot.devices
+    with Ledger.open(path) as again:
+        assert again.snapshot.devices == kept
+
+
+def test_a_file_that_goes_bad_while_it_is_in_use_ends_the_ledger(tmp_path: Path) -> None:
+    """It is put aside; nothing is granted until a new process has found out from evidence what is held."""
+    fails: set[str] = set()
+    path = str(tmp_path / "l.db")
+    with Ledger.open(path, connect=lambda where: Flaky(where, fails)) as book:  # type: ignore[arg-type,return-value]
+        book.do(ledger.adopt(R, ["a", "b"], Side.PLUGIN, T0))
+        fails.add("COMMIT")
+        with pytest.raises(LedgerError):
+            book.do(ledger.grant(R, {"b": "b"}, T0))
+        fails.clear()
+        Path(path).write_bytes(b"\xff" * 8192)
+        for _ in range(2):
+            with pytest.raises(LedgerLostError):
+                book.do(ledger.grant(R, {"b": "b"}, T0))
+        assert book.set_aside is not None
+
+
+def test_a_directory_that_cannot_be_written_is_an_error_that_says_so(tmp_path: Path) -> None:
+    """Not damage: nothing is put aside."""
+    (tmp_path / "file").write_text("")
+    with pytest.raises(LedgerError, match="cannot open the ledger"):
+        Ledger.open(str(tmp_path / "file" / "ledger.db"))
+
+
+def test_an_operation_that_fails_costs_its_own_caller_only(book: Ledger) -> None:
+    """One mistake of ours in a batch does not refuse the pods beside it."""
+
+    def mistaken(_now: ledger.Snapshot) -> ledger.Decision[None]:
+        raise ZeroDivisionError
+
+    answers = book.do_all([mistaken, ledger.grant(R, {"a": "a"}, T0)])
+    assert isinstance(answers[0], ZeroDivisionError)
+    assert isinstance(answers[1], Granted)
+    with pytest.raises(ZeroDivisionError):
+        book.do(mistaken)
+
+
+@settings(max_examples=60, deadline=None)
+@given(data=st.data())
+def test_memory_and_file_never_differ(tmp_path_factory: pytest.TempPathFactory, data: st.DataObject) -> None:
+    """Whatever is asked in whatever order, a ledger opened again knows the same."""
+    path = str(tmp_path_factory.mktemp("same") / "l.db")
+    device, uid = st.sampled_from("abc"), st.sampled_from("123")
+    operation = st.one_of(
+        st.builds(lambda d, s: ledger.adopt(R, [d], s, T0), device, st.sampled_from(Side)),
+        st.builds(lambda d: ledger.grant(R, {d: d}, T0), device),
+        st.builds(lambda d, s: ledger.begin_move(R, [d], s, T0), device, st.sampled_from(Side)),
+        st.builds(lambda u, d: ledger.prepare(claim(u, d), pull=True), uid, device),
+        st.builds(lambda u, d, k: ledger.reserve(claim(u, d), durable=k), uid, device, st.booleans()),
+        st.builds(lambda u: ledger.unprepare(D, u), uid),
+        st.builds(lambda u: ledger.reopen(D, u), uid),
+        st.builds(lambda d: ledger.forget(R, [d]), device),
+        st.builds(
+            lambda d, held: ledger.observe(
+                R, KubeletSnapshot(1 << 40, 0.0, True, {d: held_by(d, held)} if held else {}), T0, apart=0.0
+            ),
+            device,
+            st.sampled_from(["", "u1/main", "u1/init", "u2/main"]),
+        ),
+        st.builds(lambda u, d: ledger.describe(D, u, "n", "c", [d]), uid, device),
+        st.builds(lambda d, v: ledger.set_setting("s", d, v), device, st.sampled_from([None, "1", "2"])),
+        st.builds(
+            lambda d, held: ledger.reconcile_evidence(
+                R,
+                Evidence(
+                    {d: held_by(d, "u3/main")} if held else {}, [ClaimEvidence(D, "9", frozenset({d}), prepared=held)]
+                ),
+                [d],
+                Side.DRA,
+                T0,
+            ),
+            device,
+            st.booleans(),
+        ),
+    )
+    with Ledger.open(path) as opened:
+        for batch in data.draw(st.lists(st.lists(operation, min_size=1, max_size=3), max_size=10)):
+            opened.do_all(batch)
+        known = opened.snapshot
+    with Ledger.open(path) as again:
+        assert again.set_aside is None
+        assert again.snapshot.sequence == known.sequence
+        assert again.snapshot.devices == known.devices
+        assert again.snapshot.claims == {key: value for key, value in known.claims.items() if value.durable}
+        assert again.snapshot.holds == {
+            key: replace(hold, pod="", absent_since=None) for key, hold in known.holds.items()
+        }
+        assert again.snapshot.settings == known.settings

@@ -1,0 +1,86 @@
+"""The ledger for an event loop: what is asked together, and what its callers are told."""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+import threading
+from pathlib import Path
+
+import pytest
+
+from dra_bridge import ledger
+from dra_bridge.ledger import AsyncLedger, Granted, Ledger, LedgerError, LedgerLostError, Side
+from tests.dra.ledger.samples import T0, Flaky, R
+
+
+async def test_a_lost_ledger_is_reported_to_its_owner(path: str) -> None:
+    """The event of the async ledger is set with the first answer that fails so."""
+    async_ledger = await AsyncLedger.open(path)
+    await async_ledger.do(ledger.adopt(R, ["a"], Side.PLUGIN, T0))
+    assert not async_ledger.lost.is_set()
+    shutil.rmtree(Path(path).parent)
+    with pytest.raises(LedgerLostError):
+        await async_ledger.do(ledger.grant(R, {"a": "a"}, T0))
+    async with asyncio.timeout(60):
+        await async_ledger.lost.wait()
+    await async_ledger.close()
+
+
+async def test_what_is_asked_together_is_committed_together(path: str) -> None:
+    """Eight Allocates at once do not wait for eight disks."""
+    commits: list[str] = []
+    begun, held = threading.Event(), threading.Event()
+
+    def step(name: str) -> None:
+        if name == "commit":
+            commits.append(name)
+            begun.set()
+            held.wait(10)
+
+    book = Ledger.open(path, step=step)
+    held.set()
+    async_ledger = AsyncLedger(book)
+    await async_ledger.do(ledger.adopt(R, [str(n) for n in range(9)], Side.PLUGIN, T0))
+    held.clear()
+    begun.clear()
+    commits.clear()
+    first = asyncio.create_task(async_ledger.do(ledger.grant(R, {"8": "8"}, T0)))
+    await asyncio.to_thread(begun.wait, 10)
+    others = [asyncio.create_task(async_ledger.do(ledger.grant(R, {str(n): str(n)}, T0))) for n in range(8)]
+    await asyncio.sleep(0)
+    held.set()
+    assert all(isinstance(answer, Granted) for answer in await asyncio.gather(first, *others))
+    assert len(commits) == 2
+    with pytest.raises(ZeroDivisionError):
+        await async_ledger.do(lambda now: 1 // 0)  # type: ignore[arg-type, return-value]
+    await async_ledger.close()
+    with pytest.raises(LedgerError):
+        await async_ledger.do(ledger.grant(R, {"1": "1"}, T0))
+
+
+async def test_the_async_ledger_passes_on_that_a_write_failed(path: str) -> None:
+    """Each caller of the batch gets the error."""
+    fails: set[str] = set()
+    book = Ledger.open(path, connect=lambda where: Flaky(where, fails))  # type: ignore[arg-type,return-value]
+    async_ledger = AsyncLedger(book)
+    fails.add("COMMIT")
+    answers = await asyncio.gather(
+        *(async_ledger.do(ledger.grant(R, {unit: unit}, T0)) for unit in "ab"), return_exceptions=True
+    )
+    assert all(isinstance(answer, LedgerError) for answer in answers)
+    fails.clear()
+    await async_ledger.close()
+
+
+async def test_an_async_ledger_that_nobody_waits_for_gives_the_lock_back(path: str) -> None:
+    """Standing by is cancelled when the process is told to stop."""
+    first = Ledger.open(path)
+    opening = asyncio.create_task(AsyncLedger.open(path))
+    await asyncio.sleep(0)
+    opening.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await opening
+    first.close()
+    second = await AsyncLedger.open(path)
+    await second.close()

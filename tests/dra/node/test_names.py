@@ -1,0 +1,138 @@
+"""Names of published devices while a driver's resources come and go."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+
+import pytest
+
+from deviceplugin.device import Device
+from deviceplugin.naming import device_name
+from deviceplugin.source import DeviceSource
+from dra_bridge.handover import Share
+from dra_bridge.kube import Cluster
+from dra_bridge.node.bridge import Bridge
+from dra_bridge.node.policies import HandoverPolicy
+from dra_bridge.testing.apiserver import FakeApiServer
+from dra_bridge.testing.node import FakeNode
+from tests.dra.classes import device_class
+
+A, B = "example.com/a", "example.com/b"
+D = "d.example.com"
+NODE = "node"
+ALL = HandoverPolicy(Share(part=1.0))
+
+
+class Source(DeviceSource):
+    """Two devices."""
+
+    driver = D
+
+    def __init__(self, resource: str) -> None:
+        self.resource = resource
+
+    async def watch(self) -> AsyncIterator[Sequence[Device]]:
+        yield [Device(name, nodes=["/dev/null"]) for name in ("0", "1")]
+
+
+ALONE = {"0": (A, "0"), "1": (A, "1")}
+BOTH = ALONE | {device_name(one, "b--"): (B, one) for one in ("0", "1")}
+
+
+@pytest.fixture
+def node() -> Iterator[FakeNode]:
+    with FakeApiServer() as server:
+        server.create(device_class(D))
+        with FakeNode(server, NODE) as made:
+            yield made
+
+
+@contextlib.asynccontextmanager
+async def running(node: FakeNode, *resources: str) -> AsyncIterator[Bridge]:
+    bridge = Bridge(
+        [Source(name) for name in resources],
+        dict.fromkeys(resources, ALL),
+        Cluster.from_server(node.server.url),
+        NODE,
+        node.paths,
+        cdi_directory=str(node.root / "cdi"),
+        period=0.05,
+    )
+    task = asyncio.create_task(bridge.run())
+    try:
+        yield bridge
+    finally:
+        bridge.agent.stop()
+        async with asyncio.timeout(60):
+            await task
+
+
+async def until(what: Callable[[], object]) -> None:
+    async with asyncio.timeout(60):
+        while not what():  # noqa: ASYNC110  # what is waited for tells nobody
+            await asyncio.sleep(0.01)
+
+
+def published(node: FakeNode) -> dict[str, str]:
+    """Return the resource of each published device."""
+    devices = [one for body in node.server.objects() for one in body["spec"].get("devices") or ()]
+    return {one["name"]: one["attributes"]["extendedResource"]["string"] for one in devices}
+
+
+def resources(names: Mapping[str, tuple[str, str]]) -> dict[str, str]:
+    return {name: resource for name, (resource, _) in names.items()}
+
+
+def known(bridge: Bridge) -> dict[str, tuple[str, str]]:
+    """Return the devices that the driver finds by the names in claims."""
+    if D not in bridge.drivers:
+        return {}
+    devices = bridge.drivers[D].driver.devices
+    return {name: (served.source.resource, device.id) for name, (served, device) in devices.items()}
+
+
+async def test_published_names_stay_when_resources_come_and_go(node: FakeNode) -> None:
+    """A second resource, a restart without API server and a removed first resource leave names as they are."""
+    async with running(node, A) as bridge:
+        await until(lambda: published(node) == resources(ALONE))
+        pod = node.start_pod("p", template={D: 1})
+        await asyncio.to_thread(pod.wait_running, 60)
+        await bridge.reconfigure({B: Source(B)}, dict.fromkeys((A, B), ALL), [A])
+        await until(lambda: published(node) == resources(BOTH))
+        assert known(bridge) == BOTH
+    with node.server.outage():
+        async with running(node, B, A) as bridge:
+            await until(lambda: known(bridge) == BOTH)
+    async with running(node, B, A) as bridge:
+        await until(lambda: published(node) == resources(BOTH))
+        await asyncio.to_thread(pod.delete, 60)
+        assert not bridge.drivers[D].async_ledger.snapshot.claims
+        await bridge.reconfigure({}, {B: ALL}, [B])
+        await until(lambda: published(node).keys() == BOTH.keys() - ALONE.keys())
+    async with running(node, A, B):
+        await until(lambda: published(node) == resources(BOTH))
+
+
+async def test_published_names_survive_the_loss_of_the_ledger(node: FakeNode) -> None:
+    """A new ledger takes the names from the slices that the API server has, and waits for them."""
+    async with running(node, A) as bridge:
+        await until(lambda: published(node) == resources(ALONE))
+        await bridge.reconfigure({B: Source(B)}, dict.fromkeys((A, B), ALL), [A])
+        await until(lambda: published(node) == resources(BOTH))
+        path = bridge.ledger_path(D)
+    for file in path.parent.glob("ledger.db*"):
+        file.unlink()
+    async with running(node, A, B) as bridge:
+        await until(lambda: known(bridge) == BOTH)
+        assert published(node) == resources(BOTH)
+
+
+async def test_resources_that_begin_together_all_carry_their_names(node: FakeNode) -> None:
+    """Where nothing was published before, none of several resources is the first."""
+    async with running(node, A, B):
+        await until(lambda: published(node).keys() == {"a--0", "a--1", "b--0", "b--1"})
+    async with running(node, A) as bridge:
+        await until(lambda: published(node).keys() == {"a--0", "a--1"})
+        assert known(bridge).keys() == {"a--0", "a--1"}

@@ -1,0 +1,268 @@
+"""An agent with both sides whose config changes, who waits for its ledger, or who cannot have it."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from pathlib import Path
+
+import pytest
+
+from deviceplugin.device import Device
+from deviceplugin.kubelet.allocation_gate import Refusal
+from deviceplugin.node.agent import AgentError
+from deviceplugin.source import DeviceSource
+from deviceplugin.testing import FakePod
+from dra_bridge import ledger
+from dra_bridge.driver.registrar import Timing
+from dra_bridge.handover import Share
+from dra_bridge.kube import Cluster
+from dra_bridge.ledger import Ledger, Side
+from dra_bridge.node.bridge import Bridge
+from dra_bridge.node.policies import NONE, HandoverPolicy
+from dra_bridge.testing.apiserver import FakeApiServer
+from dra_bridge.testing.node import FakeNode
+from tests.dra.classes import device_class
+
+A, B = "example.com/a", "example.com/b"
+D, E = "d.example.com", "e.example.com"
+NODE = "node"
+
+
+class Source(DeviceSource):
+    """Two devices."""
+
+    def __init__(self, resource: str, driver: str = "") -> None:
+        self.resource = resource
+        self.driver = driver
+
+    async def watch(self) -> AsyncIterator[Sequence[Device]]:
+        yield [Device(name, nodes=["/dev/null"]) for name in ("d0", "d1")]
+
+
+@pytest.fixture
+def node() -> Iterator[FakeNode]:
+    with FakeApiServer() as server, FakeNode(server, NODE) as made:
+        yield made
+
+
+def bridge(node: FakeNode, tmp_path: Path, *sources: DeviceSource, share: Share = NONE) -> Bridge:
+    return Bridge(
+        sources,
+        {source.resource: HandoverPolicy(share) for source in sources},
+        Cluster.from_server(node.server.url),
+        NODE,
+        node.paths,
+        cdi_directory=str(tmp_path / "cdi"),
+        period=0.05,
+    )
+
+
+@contextlib.asynccontextmanager
+async def running(bridge: Bridge) -> AsyncIterator[None]:
+    """Run an agent; it has to end by itself when it is told to."""
+    task = asyncio.create_task(bridge.run())
+    try:
+        yield
+    finally:
+        bridge.agent.stop()
+        async with asyncio.timeout(60):
+            await task
+
+
+async def until(what: Callable[[], bool]) -> None:
+    """Wait until something is so."""
+    async with asyncio.timeout(60):
+        while not what():  # noqa: ASYNC110  # what is waited for tells nobody
+            await asyncio.sleep(0.01)
+
+
+def healthy(node: FakeNode, resource: str) -> set[str]:
+    """Return the devices that the kubelet would give out."""
+    return {name for name, one in node.devices(resource).items() if one.health == "Healthy"}
+
+
+def held_ledger(bridge: Bridge, driver: str) -> Ledger:
+    return Ledger.open(str(bridge.ledger_path(driver)))
+
+
+async def test_an_agent_that_stands_by_ends_when_it_is_told_to(
+    node: FakeNode, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In a rolling update the next pod may be deleted while it still waits for the ledger."""
+    monkeypatch.setattr("dra_bridge.node.bridge.STANDBY", 0.01)
+    agent = bridge(node, tmp_path, Source(A, D))
+    with held_ledger(agent, D):
+        async with running(agent):
+            await until(lambda: "standing by" in caplog.text)
+    assert not node.registrations
+    await asyncio.to_thread(lambda: Ledger.open(str(agent.ledger_path(D)), wait=True).close())  # nobody has it
+
+
+async def test_a_ledger_that_cannot_be_opened_is_an_error_that_names_it(node: FakeNode, tmp_path: Path) -> None:
+    """A line for whoever has to mend it."""
+    agent = bridge(node, tmp_path, Source(A, D))
+    path = agent.ledger_path(D)
+    path.parent.parent.mkdir(parents=True, exist_ok=True)
+    path.parent.write_text("a file where the directory should be")
+    with pytest.raises(AgentError, match=rf"{path}: .*needs write access to {path.parent}, and free space there"):
+        async with asyncio.timeout(60):
+            await agent.run()
+
+
+async def test_a_reload_that_adds_a_driver_serves_it_and_the_agent_still_ends(node: FakeNode, tmp_path: Path) -> None:
+    """What a reload began ends with all else."""
+    agent = bridge(node, tmp_path, Source(A, D))
+    async with running(agent):
+        await until(lambda: len(healthy(node, A)) == 2)
+        await agent.reconfigure({B: Source(B, E)}, {B: HandoverPolicy(Share(part=1.0))}, [A])
+        await until(lambda: len(node.devices(B)) == 2 and E in agent.drivers)
+        await until(lambda: any(one["spec"]["driver"] == E for one in node.server.objects("resourceslices")))
+
+
+async def test_a_reload_while_an_agent_stands_by_is_taken_after_that(
+    node: FakeNode, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing is served twice, and the ledger is opened once."""
+    monkeypatch.setattr("dra_bridge.node.bridge.STANDBY", 0.01)
+    agent = bridge(node, tmp_path, Source(A, D))
+    with held_ledger(agent, D):
+        task = asyncio.create_task(agent.run())
+        await until(lambda: "standing by" in caplog.text)
+        reload = asyncio.create_task(agent.reconfigure({A: Source(A, D), B: Source(B)}, {}, []))
+        await asyncio.sleep(0)
+        assert not node.registrations
+    async with asyncio.timeout(60):
+        await reload
+    await until(lambda: all(len(healthy(node, name)) == 2 for name in (A, B)))
+    assert sorted(one.resource for one in node.registrations) == [A, B]
+    agent.agent.stop()
+    async with asyncio.timeout(60):
+        await task
+
+
+async def test_nothing_is_offered_before_its_ledger_is_open(
+    node: FakeNode, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A resource that a reload adds may have devices on the DRA side, which only its ledger knows."""
+    monkeypatch.setattr("dra_bridge.node.bridge.STANDBY", 0.01)
+    agent = bridge(node, tmp_path, Source(A, D))
+    async with running(agent):
+        await until(lambda: len(healthy(node, A)) == 2)
+        with held_ledger(agent, E) as other:
+            other.do(ledger.adopt(B, ["d0"], Side.DRA, 1.0))
+            reload = asyncio.create_task(agent.reconfigure({B: Source(B, E)}, {B: HandoverPolicy(Share(1))}, [A]))
+            await until(lambda: "standing by" in caplog.text and len(node.devices(B)) == 2)
+            assert all(update.healthy == 0 for update in node.updates(B))
+        async with asyncio.timeout(60):
+            await reload
+        await until(lambda: healthy(node, B) == {"d1"})
+        assert all(update.healthy < 2 for update in node.updates(B))
+
+
+async def test_a_dropped_resource_gives_nothing_out_on_its_way_out(node: FakeNode, tmp_path: Path) -> None:
+    """Its endpoint outlives its keeper by a moment; without a driver it is free again."""
+    agent = bridge(node, tmp_path, Source(A, D))
+    async with running(agent):
+        await until(lambda: len(healthy(node, A)) == 2)
+        agent.drivers[D].drop(A)
+        assert not agent.gates.offers(A, "d0")
+        await agent.reconfigure({A: Source(A)}, {}, [])
+        assert agent.gates.offers(A, "d0")
+        await agent.reconfigure({}, {}, [])
+        assert not agent.gates.by_resource
+
+
+async def test_a_driver_whose_ledger_cannot_be_opened_holds_up_no_other(node: FakeNode, tmp_path: Path) -> None:
+    """A reload serves what can be served, and says what cannot."""
+    agent = bridge(node, tmp_path, Source("example.com/c"))
+    agent.ledger_path(D).parent.parent.mkdir(parents=True, exist_ok=True)
+    agent.ledger_path(D).parent.write_text("a file where the directory should be")
+    async with running(agent):
+        with pytest.raises(AgentError, match=D):
+            await agent.reconfigure({A: Source(A, D), B: Source(B, E)}, {}, ["example.com/c"])
+        await until(lambda: len(healthy(node, B)) == 2)
+        assert not healthy(node, A)
+
+
+async def test_health_of_a_resource_that_a_reload_adds_is_told_at_once(
+    node: FakeNode, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The kubelet need not wait for the next timer."""
+    monkeypatch.setattr("dra_bridge.driver.registrar.Timing", lambda: Timing(keep_alive=3600))
+    agent = bridge(node, tmp_path, Source(A, D))
+
+    def told() -> list[str]:
+        return [node.dra.health(D, NODE, name).health for name in agent.drivers[D].driver.devices]
+
+    async with running(agent):
+        await until(lambda: D in agent.drivers and told() == ["healthy"] * 2)
+        await agent.reconfigure({B: Source(B, D)}, {}, [A])
+        await until(lambda: told() == ["healthy"] * 4)
+
+
+async def test_a_device_that_comes_while_all_ends_begins_nothing(node: FakeNode, tmp_path: Path) -> None:
+    """The source's next list finds a bridge that is ending, and costs nobody anything."""
+    agent = bridge(node, tmp_path, Source(A, D))
+    async with running(agent):
+        await until(lambda: len(healthy(node, A)) == 2)
+        for task in agent._tasks:
+            task.cancel()
+        await asyncio.sleep(0)
+        assert agent.agent.services[A].inventory.publish([Device(name, nodes=["/dev/null"]) for name in ("d0", "d2")])
+
+
+# A resource whose driver is another one than before, or none.
+
+
+def start_claimant(node: FakeNode) -> tuple[FakePod, str]:
+    """Start a pod with a claim for a device of driver D; return it and its device."""
+    node.server.create(device_class(D))
+    pod = node.start_pod("train", template={D: 1}).wait_running(30)
+    (device,) = node.devices_of(pod)
+    return pod, device
+
+
+def sliced(node: FakeNode, driver: str) -> set[str]:
+    """Return the devices in a driver's slices."""
+    slices = [one["spec"] for one in node.server.objects("resourceslices") if one["spec"]["driver"] == driver]
+    return {device["name"] for one in slices for device in one.get("devices") or ()}
+
+
+@pytest.mark.parametrize(("driver", "share"), [("", NONE), (E, NONE), (E, Share(part=1.0))])
+async def test_claims_of_a_former_driver_keep_their_devices(
+    node: FakeNode, tmp_path: Path, caplog: pytest.LogCaptureFixture, driver: str, share: Share
+) -> None:
+    """An agent whose file names another driver, or none, gives nobody what claims of the former one hold."""
+    async with running(bridge(node, tmp_path, Source(A, D), share=Share(part=1.0))):
+        _, device = await asyncio.to_thread(start_claimant, node)
+    (other,) = {"d0", "d1"} - {device}
+    agent = bridge(node, tmp_path, Source(A, driver), share=share)
+    async with running(agent):
+        if share == NONE:
+            await until(lambda: healthy(node, A) == {other})
+        else:
+            await until(lambda: sliced(node, E) == {other})
+        await until(lambda: f"through driver {D}, which is not served here" in caplog.text)
+        assert device not in healthy(node, A) | sliced(node, E)
+        with pytest.raises(Refusal):
+            await agent.gates.grant(A, [device], [device])
+    with Ledger.open(str(agent.ledger_path(D))) as book:
+        assert book.snapshot.claims_on(A, [device]), "the former ledger is as it was"
+
+
+@pytest.mark.parametrize("driver", ["", E])
+async def test_a_former_drivers_device_is_offered_when_its_claim_has_ended(
+    node: FakeNode, tmp_path: Path, driver: str
+) -> None:
+    """After a reload the former driver still unprepares its claims; what they held is free then."""
+    agent = bridge(node, tmp_path, Source(A, D), share=Share(part=1.0))
+    async with running(agent):
+        pod, device = await asyncio.to_thread(start_claimant, node)
+        (other,) = {"d0", "d1"} - {device}
+        await agent.reconfigure({A: Source(A, driver)}, {A: HandoverPolicy()}, [])
+        await until(lambda: healthy(node, A) == {other})
+        assert node.devices(A)[device].health == "Unhealthy"
+        await asyncio.to_thread(pod.delete, 30)
+        await until(lambda: healthy(node, A) == {"d0", "d1"})

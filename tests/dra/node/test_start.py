@@ -1,0 +1,338 @@
+"""What an agent with both sides does at its start, before it offers anything (R8)."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import shutil
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from pathlib import Path
+
+import grpc
+import pytest
+
+from deviceplugin.device import ContainerEdits, Device
+from deviceplugin.kubelet.allocation_gate import Refusal
+from deviceplugin.node.agent import AgentError
+from deviceplugin.source import DeviceSource
+from dra_bridge import ledger
+from dra_bridge.handover import LedgerGate, Share
+from dra_bridge.kube import Cluster
+from dra_bridge.ledger import AsyncLedger, Evidence, Ledger, Side, State
+from dra_bridge.node import driver_runtime
+from dra_bridge.node.bridge import Bridge
+from dra_bridge.node.driver_runtime import DriverRuntime
+from dra_bridge.node.policies import HandoverPolicy
+from dra_bridge.testing.apiserver import FakeApiServer
+from dra_bridge.testing.node import FakeNode
+from tests.dra.classes import device_class
+
+R = "example.com/fpga"
+D = "fpga.example.com"
+NODE = "node"
+
+
+class Source(DeviceSource):
+    """Two devices."""
+
+    resource = R
+    driver = D
+
+    async def watch(self) -> AsyncIterator[Sequence[Device]]:
+        yield [Device(name, nodes=["/dev/null"], edits=ContainerEdits({"FPGA": name})) for name in ("d0", "d1")]
+
+
+@pytest.fixture
+def node(tmp_path: Path) -> Iterator[FakeNode]:
+    with FakeApiServer() as server:
+        server.create(device_class(D, R))
+        with FakeNode(server, NODE) as made:
+            yield made
+
+
+@contextlib.asynccontextmanager
+async def running(node: FakeNode, cdi: Path, share: Share, *, claim_status: bool = False) -> AsyncIterator[Bridge]:
+    """Run an agent until the end of the block."""
+    bridge = Bridge(
+        [Source()],
+        {R: HandoverPolicy(share)},
+        Cluster.from_server(node.server.url),
+        NODE,
+        node.paths,
+        cdi_directory=str(cdi),
+        claim_status=claim_status,
+        period=0.05,
+    )
+    task = asyncio.create_task(bridge.run())
+    try:
+        yield bridge
+    finally:
+        bridge.agent.stop()
+        await task
+
+
+async def until(what: Callable[[], bool], why: str) -> None:
+    """Wait until something is so."""
+    async with asyncio.timeout(20):
+        while not what():  # noqa: ASYNC110  # what is waited for tells nobody
+            await asyncio.sleep(0.01)
+    assert what(), why
+
+
+def states(bridge: Bridge) -> dict[str, State]:
+    return {name: record.state for name, record in bridge.drivers[D].async_ledger.snapshot.of(R).items()}
+
+
+def claims(bridge: Bridge) -> set[str]:
+    return {claim.title for claim in bridge.drivers[D].async_ledger.snapshot.claims.values()}
+
+
+async def moved(bridge: Bridge, state: State) -> None:
+    await until(lambda: D in bridge.drivers and set(states(bridge).values()) == {state}, "all to move")
+
+
+async def test_a_lost_ledger_is_rebuilt_before_files_are_swept(node: FakeNode, tmp_path: Path) -> None:
+    """A claim whose container runs keeps its device and its CDI file, and gets its name back."""
+    cdi = tmp_path / "cdi"
+    async with running(node, cdi, Share(part=1.0)) as bridge:
+        await moved(bridge, State.DRA)
+        pod = await asyncio.to_thread(lambda: node.start_pod("train", template={D: 1}).wait_running(20))
+        (device,) = node.devices_of(pod)
+        title = f"default/{node.claims_of(pod)[0]}"
+        assert claims(bridge) == {title}
+        path = bridge.ledger_path(D)
+    for suffix in ("", "-wal"):
+        Path(f"{path}{suffix}").unlink(missing_ok=True)
+    files = sorted(cdi.iterdir())
+    async with running(node, cdi, Share(0)) as bridge:
+        await until(lambda: D in bridge.drivers and len(states(bridge)) == 2, "the evidence to be heard")
+        assert states(bridge)[device] in {State.DRA, State.TO_PLUGIN}
+        await until(lambda: claims(bridge) == {title}, "the claim to be known by name")
+        assert sorted(cdi.iterdir()) == files
+        await asyncio.to_thread(pod.delete, 20)
+        await moved(bridge, State.PLUGIN)
+        assert list(cdi.iterdir()) == []
+
+
+async def test_a_wiped_cdi_directory_is_filled_again(node: FakeNode, tmp_path: Path) -> None:
+    """The containers of prepared claims can restart: the file is there again without waiting for a timer."""
+    cdi = tmp_path / "cdi"
+    async with running(node, cdi, Share(part=1.0)) as bridge:
+        await moved(bridge, State.DRA)
+        await asyncio.to_thread(lambda: node.start_pod("train", template={D: 1}).wait_running(20))
+        files = {path.name: path.read_bytes() for path in cdi.iterdir()}
+        assert len(files) == 1
+        shutil.rmtree(cdi)
+        await until(lambda: cdi.exists() and {path.name for path in cdi.iterdir()} == files.keys(), "the file")
+        assert {path.name: path.read_bytes() for path in cdi.iterdir()} == files
+
+
+async def test_an_agent_ends_when_its_mount_shows_a_deleted_cdi_directory(
+    node: FakeNode, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A bind mount goes on showing a directory that was deleted on the host, as an open descriptor does."""
+    cdi = tmp_path / "cdi"
+    cdi.mkdir()
+    mounted = os.open(cdi, os.O_RDONLY)
+    try:
+        async with running(node, Path(f"/proc/self/fd/{mounted}"), Share(part=1.0)) as bridge:
+            await moved(bridge, State.DRA)
+            await asyncio.to_thread(lambda: node.start_pod("train", template={D: 1}).wait_running(20))
+            assert len(list(cdi.iterdir())) == 1
+            shutil.rmtree(cdi)
+            async with asyncio.timeout(20):
+                await bridge.agent.stopping()
+        assert "was deleted on the host while it is mounted here" in caplog.text
+    finally:
+        os.close(mounted)
+
+
+async def test_a_claims_status_is_written_if_wanted(node: FakeNode, tmp_path: Path) -> None:
+    """With `claim_status` the claim's `status.devices` says that its device is prepared."""
+    async with running(node, tmp_path / "cdi", Share(part=1.0), claim_status=True) as bridge:
+        await moved(bridge, State.DRA)
+        pod = await asyncio.to_thread(lambda: node.start_pod("train", template={D: 1}).wait_running(20))
+        (name,) = node.claims_of(pod)
+
+        def written() -> list[str]:
+            status = node.server.get("resourceclaims", name, "default")["status"]
+            return [entry["device"] for entry in status.get("devices") or ()]
+
+        await until(lambda: written() == list(node.devices_of(pod)), "the status")
+
+
+async def test_a_ledger_that_lost_its_end_is_corrected_and_alarm_raised(
+    node: FakeNode, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A pod holds what the ledger says is on the DRA side: quarantined with an Event, until the next look."""
+    monkeypatch.setattr(driver_runtime, "RESOLVE", 3600.0)  # the test looks itself
+    async with running(node, tmp_path / "cdi", Share(0)) as bridge:
+        await moved(bridge, State.PLUGIN)
+        pod = await asyncio.to_thread(lambda: node.start_pod("train", {R: 1}).wait_running(20))
+        (device,) = node.devices_of(pod)
+        path = bridge.ledger_path(D)
+    Path(path).unlink()
+    with Ledger.open(str(path)) as book:  # as if all of it since had been lost
+        book.do(ledger.adopt(R, ["d0", "d1"], Side.DRA, 1.0))
+    async with running(node, tmp_path / "cdi", Share(part=1.0)) as bridge:
+        # Whether books or evidence find it first is open; the evidence after the books ends it at once.
+        await until(
+            lambda: "DeviceQuarantined" in {event["reason"] for event in node.server.objects("events")}, "the Event"
+        )
+        body = json.dumps([one["spec"].get("devices", []) for one in node.server.objects()])
+        assert f'"{device}"' not in body
+        await bridge.drivers[D].resolve()
+        assert states(bridge)[device] in {State.PLUGIN, State.TO_DRA}, "the pod holds it, and nobody else does"
+        assert bridge.drivers[D].async_ledger.snapshot.holds_on(R, (device,)), "the pod is in the books"
+        await asyncio.to_thread(pod.delete, 20)
+        await moved(bridge, State.DRA)
+
+
+async def test_a_checkpoint_that_shows_an_ended_pod_alarms_nobody(node: FakeNode, tmp_path: Path) -> None:
+    """The device went to DRA after its pod ended; the kubelet's file still shows the pod at the next start."""
+    async with running(node, tmp_path / "cdi", Share(0)) as bridge:
+        await moved(bridge, State.PLUGIN)
+        pod = await asyncio.to_thread(lambda: node.start_pod("train", {R: 1}).wait_running(20))
+        checkpoint = node.device_plugin_dir / "kubelet_internal_checkpoint"
+        stale = checkpoint.read_bytes()
+        await asyncio.to_thread(pod.delete, 20)
+        bridge.drivers[D].ask(Share(part=1.0))
+        await moved(bridge, State.DRA)
+    checkpoint.write_bytes(stale)
+    async with running(node, tmp_path / "cdi", Share(part=1.0)) as bridge:
+        await until(
+            lambda: D in bridge.drivers and len(bridge.drivers[D].ledger_gate.reconciled) == 2, "all doubt to be gone"
+        )
+        assert set(states(bridge).values()) == {State.DRA}
+
+
+async def test_no_slice_has_a_device_before_its_evidence_was_heard(
+    node: FakeNode, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Who is in doubt holds up nobody else, and is published as soon as the doubt is gone."""
+    confront, doubt = DriverRuntime._confront, True
+
+    async def doubting(self: DriverRuntime, resource: str, devices: Sequence[str]) -> tuple[str, ...]:
+        left = {"d1"} if doubt else set()
+        return (*await confront(self, resource, [one for one in devices if one not in left]), *left)
+
+    def published() -> set[str]:
+        return {device["name"] for one in node.server.objects() for device in one["spec"].get("devices") or ()}
+
+    monkeypatch.setattr(DriverRuntime, "_confront", doubting)
+    monkeypatch.setattr(driver_runtime, "FIRST", 0.1)
+    path = Path(node.root) / "plugins" / D / "ledger.db"
+    with Ledger.open(str(path)) as book:
+        book.do(ledger.adopt(R, ["d0", "d1"], Side.DRA, 1.0))
+    async with running(node, tmp_path / "cdi", Share(part=1.0)) as bridge:
+        await until(lambda: published() == {"d0"}, "the slice")
+        assert bridge.drivers[D].ledger_gate.reconciled == {(R, "d0")}
+        doubt = False
+        await until(lambda: published() == {"d0", "d1"}, "the other device")
+
+
+async def test_nothing_moves_before_the_node_was_read(
+    node: FakeNode, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """An agent that starts in an outage of the API server does not take the config's share for what is asked for."""
+    follow, back = Bridge._follow_node, asyncio.Event()
+
+    async def later(self: Bridge) -> None:
+        await back.wait()
+        await follow(self)
+
+    monkeypatch.setattr(Bridge, "_follow_node", later)
+    monkeypatch.setattr(driver_runtime, "FIRST", 0.1)
+    body = node.server.get("nodes", NODE)
+    body["metadata"].setdefault("annotations", {})[f"{D}/dra-share"] = "none"
+    node.server.replace(body)
+    path = Path(node.root) / "plugins" / D / "ledger.db"
+    with Ledger.open(str(path)) as book:
+        book.do(ledger.adopt(R, ["d0", "d1"], Side.PLUGIN, 1.0))
+    async with running(node, tmp_path / "cdi", Share(part=1.0)) as bridge:
+        await until(lambda: "no device moves until its annotations are known" in caplog.text, "the warning")
+        await asyncio.to_thread(node.run_pod, "p", {R: 2})
+        back.set()
+        await until(lambda: bridge.drivers[D].handovers[R].share == Share(0), "what the Node asks for")
+        await moved(bridge, State.PLUGIN)
+        assert bridge.drivers[D].handovers[R].statistics.begun == {"to-dra": 0, "to-plugin": 0}
+
+
+def annotate(node: FakeNode, share: str) -> None:
+    """Ask for a share by the Node's annotation."""
+    body = node.server.get("nodes", NODE)
+    body["metadata"].setdefault("annotations", {})[f"{D}/dra-share"] = share
+    node.server.replace(body)
+
+
+async def test_an_invalid_share_keeps_the_last_valid_one_over_a_restart(
+    node: FakeNode, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It is logged once, whatever else of the Node changes, and devices stay on the side that was asked for."""
+    annotate(node, "all")
+    async with running(node, tmp_path / "cdi", Share(0)) as bridge:
+        await moved(bridge, State.DRA)
+        annotate(node, "most")
+        await until(lambda: "'most' is not a share" in caplog.text, "the error")
+        body = node.server.get("nodes", NODE)
+        body["metadata"]["annotations"]["other"] = "changed"
+        node.server.replace(body)
+        await until(lambda: "other" in bridge._node_annotations, "the change to be seen")
+        assert caplog.text.count("'most' is not a share") == 1
+        assert bridge.drivers[D].handovers[R].share == Share(part=1.0)
+    async with running(node, tmp_path / "cdi", Share(0)) as bridge:
+        await until(lambda: caplog.text.count("'most' is not a share; ") == 2, "the error of the new agent")
+        assert "the share all from before stays" in caplog.text
+        await until(lambda: D in bridge.drivers and R in bridge.drivers[D].handovers, "the resource to be served")
+        assert bridge.drivers[D].handovers[R].share == Share(part=1.0)
+        assert set(states(bridge).values()) == {State.DRA}
+
+
+async def test_an_agent_whose_ledger_is_removed_ends_and_the_next_one_knows_the_holders(
+    node: FakeNode, tmp_path: Path
+) -> None:
+    """It grants nothing more; evidence tells the next one what pods hold."""
+    bridge = Bridge(
+        [Source()],
+        {R: HandoverPolicy(Share(0))},
+        Cluster.from_server(node.server.url),
+        NODE,
+        node.paths,
+        cdi_directory=str(tmp_path / "cdi"),
+        period=0.05,
+    )
+    task = asyncio.create_task(bridge.run())
+    await moved(bridge, State.PLUGIN)
+    pod = await asyncio.to_thread(lambda: node.start_pod("train", {R: 1}).wait_running(20))
+    (device,) = node.devices_of(pod)
+    for suffix in ("", "-wal"):
+        Path(f"{bridge.ledger_path(D)}{suffix}").unlink()
+    annotate(node, "all")
+    with pytest.raises(AgentError, match="the ledger was lost"):
+        await asyncio.wait_for(task, 30)
+    async with running(node, tmp_path / "cdi", Share(0)) as after:
+        await until(lambda: D in after.drivers and states(after).get(device) is State.TO_DRA, "the held one to wait")
+        await until(lambda: State.DRA in states(after).values(), "the idle one to move")
+        assert states(after)[device] is State.TO_DRA
+
+
+# The keeper.
+
+
+async def test_nothing_is_offered_or_given_before_its_evidence_was_heard(tmp_path: Path) -> None:
+    """A ledger that says so may have lost what came last."""
+    async_ledger = AsyncLedger(Ledger.open(str(tmp_path / "ledger.db")))
+    await async_ledger.do(ledger.reconcile_evidence(R, Evidence(), ["a"], Side.PLUGIN, 1.0))
+    ledger_gate = LedgerGate(async_ledger, {R: str})
+    assert not ledger_gate.offers(R, "a")
+    with pytest.raises(Refusal) as refused:
+        await ledger_gate.grant(R, ["a"], ["a"])
+    assert refused.value.code is grpc.StatusCode.UNAVAILABLE
+    assert not async_ledger.snapshot.holds
+    ledger_gate.reconciled.add((R, "a"))
+    assert ledger_gate.offers(R, "a")
+    await ledger_gate.grant(R, ["a"], ["a"])
+    assert list(async_ledger.snapshot.holds) == [(R, "a")]
+    await async_ledger.close()

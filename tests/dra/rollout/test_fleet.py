@@ -1,0 +1,366 @@
+"""What is so and what to do next: views, distances, obstacles, and the decisions of rollouts."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from deviceplugin.naming import device_name
+from dra_bridge.handover import parse_share
+from dra_bridge.ledger import DeviceRecord, Hold, Snapshot, State
+from dra_bridge.rollout import fleet, progress
+from dra_bridge.rollout.fleet import Before, Goal, Limits, NodeView, Phase
+from dra_bridge.rollout.progress import DeviceProgress, Progress, ResourceProgress
+
+D = "gpu.example.com"
+R = "example.com/gpu"
+SHARE = progress.share_annotation(D)
+BEFORE = fleet.before_annotation(D)
+
+
+def told(counts: Mapping[str, int], asked: str = "", share: str = "none", **devices: DeviceProgress) -> Progress:
+    return Progress({R: ResourceProgress(share, dict(counts), devices)}, asked)
+
+
+def view(node: str = "n1", asked: str | None = None, counts: Mapping[str, int] | None = None, **more: Any) -> NodeView:
+    known = told(counts or {"plugin": 4}, asked or "", asked or "none")
+    return NodeView(node, D, asked, told=known, **more)
+
+
+@pytest.mark.parametrize(
+    ("asked", "counts", "left"),
+    [
+        ("all", {"plugin": 4}, 4),
+        ("all", {"dra": 3, "to-dra": 1}, 1),
+        ("all", {"dra": 3, "quarantined": 1}, 0),
+        ("50%", {"dra": 2, "plugin": 2}, 0),
+        ("9", {"dra": 4}, 0),
+        ("none", {"dra": 1, "to-plugin": 2, "plugin": 1}, 3),
+        ("1", {"dra": 1, "to-dra": 1, "to-plugin": 1, "plugin": 1}, 2),
+        (None, {"plugin": 4}, 0),
+        ("nonsense", {"plugin": 4}, 0),
+    ],
+)
+def test_distance(asked: str | None, counts: Mapping[str, int], left: int) -> None:
+    """The distance is how many devices have still to move; devices on no side do not count."""
+    assert fleet.distance(view(asked=asked, counts=counts)) == left
+
+
+def test_settled_only_once_the_agent_knows() -> None:
+    """A node is not settled before its agent has taken in what is asked for, whatever the counts."""
+    at_rest = view(asked="all", counts={"dra": 4})
+    assert fleet.settled(at_rest)
+    assert at_rest.told is not None
+    assert not fleet.settled(replace(at_rest, told=msgspec.structs.replace(at_rest.told, asked="none")))
+    assert not fleet.settled(replace(at_rest, asked=None))
+    assert not fleet.settled(NodeView("n1", D, "all"))
+
+
+def test_gone_devices_do_not_count() -> None:
+    """A device that the source lists no more is shown, and no share waits for it."""
+    device = DeviceProgress(State.PLUGIN, 1, gone=True)
+    slices = [slice_of("n1", told({"dra": 1}, "all", "all", a=DeviceProgress(State.DRA, 1), b=device))]
+    (found,) = fleet.views(D, [node("n1", {SHARE: "all"})], slices)
+    assert fleet.settled(found)
+    assert [(one.name, one.gone) for one in found.devices] == [("a", False), ("b", True)]
+
+
+def node(name: str, annotations: Mapping[str, str] | None = None, ready: str = "True") -> dict[str, Any]:
+    return {
+        "metadata": {"name": name, "annotations": dict(annotations or {}), "resourceVersion": "7"},
+        "status": {"conditions": [{"type": "Ready", "status": ready}]},
+    }
+
+
+def slice_of(name: str, said: Progress | None) -> dict[str, Any]:
+    annotations = {progress.annotation(D): progress.encoded(said)} if said is not None else {}
+    return {"metadata": {"name": f"{name}-s", "annotations": annotations}, "spec": {"driver": D, "nodeName": name}}
+
+
+def test_holders_are_found_by_the_names_that_the_agent_kept() -> None:
+    """Claims of a driver with two resources, of which one was published by ids alone before the other came."""
+    other = "example.com/fpga"
+    resources = {name: ResourceProgress("all", {"dra": 1}, {"0": DeviceProgress(State.DRA, 1)}) for name in (R, other)}
+    results = {
+        name: [{"driver": D, "pool": "n1", "device": device_name("0", word)}]
+        for name, word in (("first", ""), ("second", "fpga--"))
+    }
+    claims = [
+        {
+            "metadata": {"namespace": "team", "name": name},
+            "status": {"allocation": {"devices": {"results": one}}},
+        }
+        for name, one in results.items()
+    ]
+    said = Progress(resources, qualifiers={R: "", other: "fpga--"})
+    (found,) = fleet.views(D, [node("n1")], [slice_of("n1", said)], claims)
+    assert {one.resource: one.holder for one in found.devices} == {R: "claim team/first", other: "claim team/second"}
+
+
+def test_views_read_what_the_server_has() -> None:
+    """A view has the annotations, readiness and what the agent tells; garbage in any of them tells nothing."""
+    nodes = [node("n10", {SHARE: "1", BEFORE: '{"share":null}'}), node("n9", {BEFORE: "garbage"}, "False"), node("n8")]
+    broken = slice_of("n9", None)
+    broken["metadata"]["annotations"] = {progress.annotation(D): "garbage"}
+    found = fleet.views(D, nodes, [slice_of("n10", told({"plugin": 1})), broken])
+    assert [(one.node, one.asked, one.before, one.ready, one.serves, one.told is None) for one in found] == [
+        ("n8", None, None, True, False, True),
+        ("n9", None, None, False, True, True),
+        ("n10", "1", Before(None), True, True, False),
+    ]
+    assert fleet.drivers_of([slice_of("n1", told({})), slice_of("n2", None)]) == [D]
+
+
+def test_claims_tell_holders_of_a_shared_device() -> None:
+    """A device that several claims have names all of them and their pods; admin access holds nothing."""
+
+    def claim(name: str, **result: Any) -> dict[str, Any]:
+        results = [{"driver": D, "pool": "n1", "device": "a", **result}]
+        users = [{"resource": "pods", "name": f"pod-{name}"}, {"resource": "jobs", "name": "j"}]
+        status = {"allocation": {"devices": {"results": results}}, "reservedFor": users}
+        return {"metadata": {"namespace": "ns", "name": name}, "status": status}
+
+    claims = [claim("x"), claim("y"), claim("z", adminAccess=True), claim("w", pool="n2"), claim("v", driver="other")]
+    said = told({"dra": 1}, a=DeviceProgress(State.DRA, 1, "claim ns/earlier"))
+    (found,) = fleet.views(D, [node("n1")], [slice_of("n1", said)], claims)
+    assert found.devices[0].holder == "claim ns/x, claim ns/y"
+    assert found.devices[0].pods == ("pod-x", "pod-y")
+
+
+@pytest.mark.parametrize(
+    ("found", "said"),
+    [
+        (NodeView("n1", D), "its agent tells nothing of moves"),
+        (NodeView("n1", D, serves=False), f"there are no slices of {D}"),
+        (view(asked="half"), f"its annotation {SHARE}: 'half' is not a share"),
+        (replace(view(), asked="all"), "its agent has not taken it in yet; is it running?"),
+        (replace(view(), asked="all", ready=False), "(the node is not Ready)"),
+        (view(asked="all", counts={"plugin": 1}), "its agent"),
+    ],
+)
+def test_obstacles_of_a_node(found: NodeView, said: str) -> None:
+    """What stands in the way of a node as a whole is said."""
+    (line,) = fleet.obstacles(found)
+    assert said in line
+
+
+def test_obstacles_of_devices() -> None:
+    """Each moving device is told with what it waits for and its holder, idle-only moves with all holders."""
+    moving = told({"to-dra": 1, "plugin": 1}, "all", "all", a=DeviceProgress(State.TO_DRA, 1, "pod d/p", "its holder"))
+    (found,) = fleet.views(D, [node("n1", {SHARE: "all"})], [slice_of("n1", moving)])
+    assert fleet.obstacles(found) == ["a (to-dra) waits for its holder, held by pod d/p"]
+    waiting = told({"plugin": 1}, "all", "all", a=DeviceProgress(State.PLUGIN, 1, "pod d/p"))
+    (found,) = fleet.views(D, [node("n1", {SHARE: "all"})], [slice_of("n1", waiting)])
+    assert fleet.obstacles(found) == ["devices move when they are idle: a held by pod d/p"]
+    assert fleet.obstacles(view(asked="all", counts={"dra": 4})) == []
+
+
+def pod(name: str, phase: str = "Failed", limits: Mapping[str, str] | None = None, **spec: Any) -> dict[str, Any]:
+    return {
+        "metadata": {"namespace": "d", "name": name, "uid": f"{name}-uid-and-more"},
+        "spec": {"containers": [{"resources": {"limits": dict(limits or {})}}], **spec},
+        "status": {"phase": phase, "reason": "UnexpectedAdmissionError" if phase == "Failed" else ""},
+    }
+
+
+def test_troubles_are_those_of_devices() -> None:
+    """Only pods that ask for the devices count: Failed ones, and Pending ones that cannot be prepared."""
+    pods = [
+        pod("a", limits={R: "1"}),
+        pod("b", limits={"cpu": "1"}),
+        pod("c", "Pending", resourceClaims=[{"name": "x"}]),
+        pod("e", "Running", resourceClaims=[{"name": "x"}]),
+        pod("f", "Pending", limits={R: "1"}),
+        {**pod("g"), "spec": {"initContainers": [{"resources": {"requests": {R: "1"}}}]}},
+    ]
+    events = [
+        {"reason": "FailedPrepareDynamicResources", "involvedObject": {"uid": f"{name}-uid-and-more"}, "message": "no"}
+        for name in ("c", "e")
+    ] + [{"reason": "Pulled", "involvedObject": {"uid": "f-uid-and-more"}}]
+    assert fleet.troubles(pods, events, [R]) == {
+        "a-uid-an": "pod d/a has failed (UnexpectedAdmissionError)",
+        "c-uid-an": "pod d/c cannot start (no)",
+        "g-uid-an": "pod d/g has failed (UnexpectedAdmissionError)",
+    }
+
+
+# Decisions.
+
+
+def test_phases() -> None:
+    """A node waits, moves or is done by what it is asked for and how far it is."""
+    goal, undo = Goal("all"), Goal(undo=True)
+    assert fleet.phase(goal, view()) is Phase.WAITING
+    assert fleet.phase(goal, view(asked="all", counts={"dra": 1, "to-dra": 3})) is Phase.MOVING
+    assert fleet.phase(goal, view(asked="all", counts={"dra": 4})) is Phase.DONE
+    assert fleet.phase(goal, NodeView("n1", D)) is Phase.AWAY
+    assert fleet.phase(undo, view(asked="all")) is Phase.OUT
+    assert fleet.phase(undo, view(asked="all", counts={"dra": 4}, before=Before("1"))) is Phase.WAITING
+    assert fleet.phase(undo, NodeView("n1", D, "1", Before("1"))) is Phase.DONE
+
+
+def test_nodes_that_are_not_ready_are_not_begun() -> None:
+    """A node that is not Ready waits; if none other is left, the rollout stops and names it."""
+    nodes = [view("n1", ready=False), view("n2")]
+    assert fleet.decide(Goal("all"), nodes, Limits()).begin == ("n2",)
+    assert fleet.decide(Goal("all"), nodes[:1], Limits()).stop == ("n1: the node is not Ready",)
+
+
+def test_a_node_under_way_elsewhere_counts() -> None:
+    """A node that moves already, to another share, is in the move: it is asked first, and no other is begun."""
+    nodes = [view("n1"), view("n2", asked="2", counts={"to-dra": 2, "plugin": 2})]
+    assert fleet.decide(Goal("all"), nodes, Limits(1)).begin == ("n2",)
+    assert fleet.decide(Goal("all"), nodes, Limits(2)).begin == ("n2", "n1")
+
+
+def test_a_stalled_node_stops_it() -> None:
+    """A node that takes longer than it may stops the rollout, with what it waits for; nothing more is begun."""
+    nodes = [view("n1", asked="all", counts={"to-dra": 4}), view("n2")]
+    patient = fleet.decide(Goal("all"), nodes, Limits(2, 10.0), now=100.0, since={"n1": 91.0})
+    assert patient.begin == ("n2",)
+    stalled = fleet.decide(Goal("all"), nodes, Limits(2, 10.0), now=100.0, since={"n1": 80.0})
+    assert stalled.begin == ()
+    assert stalled.stop[0].startswith("n1: not done after 10 s")
+
+
+def test_begin_keeps_the_first_record() -> None:
+    """What was before the first of several rollouts is kept; the pods in trouble are those of now."""
+    first = fleet.begin_patch(Goal("all"), D, node("n1", {SHARE: "2"}), ["b", "a"])
+    assert first is not None
+    kept = first["metadata"]["annotations"]
+    assert msgspec.json.decode(kept[BEFORE], type=Before) == Before("2", ("a", "b"))
+    second = fleet.begin_patch(Goal("none"), D, node("n1", kept), [])
+    assert second is not None
+    assert second["metadata"]["resourceVersion"] == "7"
+    assert msgspec.json.decode(second["metadata"]["annotations"][BEFORE], type=Before) == Before("2")
+    assert fleet.begin_patch(Goal("all"), D, node("n1", {SHARE: "all"}), []) is None
+    assert fleet.begin_patch(Goal(undo=True), D, node("n1", {SHARE: "all"}), []) is None
+
+
+@dataclass
+class World:
+    """Nodes as a server has them, and agents that do what they are asked for when they are let."""
+
+    annotations: dict[str, dict[str, str]]
+    asked: dict[str, str] = field(default_factory=dict)
+    at: dict[str, str] = field(default_factory=dict)
+    """What each agent knows to be asked for, and what its devices are at."""
+
+    def __post_init__(self) -> None:
+        for name, found in self.annotations.items():
+            self.asked[name] = self.at[name] = found.get(SHARE, "")
+
+    def views(self) -> list[NodeView]:
+        nodes = [node(name, found) for name, found in self.annotations.items()]
+        slices = []
+        for name in self.annotations:
+            dra = parse_share(self.at[name] or "none").of(4)
+            under_way = self.asked[name] != self.at[name]
+            counts = {"dra": dra, "plugin": 4 - dra} if not under_way else {"to-dra": 4}
+            slices.append(slice_of(name, told(counts, self.asked[name], self.asked[name] or "none")))
+        return fleet.views(D, nodes, slices)
+
+    def patch(self, name: str, patch: Mapping[str, Any] | None) -> None:
+        for key, text in (patch or {"metadata": {"annotations": {}}})["metadata"]["annotations"].items():
+            if text is None:
+                self.annotations[name].pop(key, None)
+            else:
+                self.annotations[name][key] = text
+
+    def agent(self, name: str) -> None:
+        """Let an agent do its next step: take in what is asked for, then finish."""
+        wanted = self.annotations[name].get(SHARE, "")
+        if self.asked[name] != wanted:
+            self.asked[name] = wanted
+        else:
+            self.at[name] = wanted
+
+    def moving(self) -> int:
+        return sum(
+            self.at[name] != found.get(SHARE, "") or self.asked[name] != self.at[name]
+            for name, found in self.annotations.items()
+        )
+
+    def roll(self, goal: Goal, limits: Limits, choices: Sequence[int], crash: int) -> None:
+        """Roll out; after `crash` steps the process dies and another one goes on."""
+        own: set[str] = set()
+        names = list(self.annotations)
+        for step in range(40 * len(names)):
+            if step == crash:
+                own.clear()
+            now = self.views()
+            decision = fleet.decide(goal, now, limits, own=own)
+            assert not decision.stop
+            if decision.over:
+                return
+            for name in decision.forget:
+                self.patch(name, fleet.forget_patch(D, node(name, self.annotations[name])))
+            for name in decision.begin:
+                self.patch(name, fleet.begin_patch(goal, D, node(name, self.annotations[name]), []))
+                own.add(name)
+            assert self.moving() <= limits.max_unavailable
+            self.agent(names[choices[step % len(choices)] % len(names)])
+            self.agent(names[step % len(names)])
+        raise AssertionError("it does not end")
+
+
+@given(
+    before=st.lists(st.sampled_from(["", "none", "1", "50%", "all"]), min_size=1, max_size=6),
+    shares=st.lists(st.sampled_from([None, "none", "2", "all"]), min_size=1, max_size=3),
+    most=st.integers(1, 3),
+    choices=st.lists(st.integers(0, 5), min_size=1, max_size=12),
+    crash=st.integers(0, 30),
+)
+def test_rollouts_end_and_undo_restores(
+    before: list[str], shares: list[str | None], most: int, choices: list[int], crash: int
+) -> None:
+    """Whatever was before, whoever is slow, whenever the command dies and is run again: never more than N nodes are in
+    the move, all nodes end as asked for, and undo leaves every annotation exactly as it was."""
+    at_first = {f"n{number}": {SHARE: text} if text else {} for number, text in enumerate(before)}
+    world = World({name: dict(found) for name, found in at_first.items()})
+    for share in shares:
+        world.roll(Goal(share), Limits(most), choices, crash)
+        assert all(found.get(SHARE) == share for found in world.annotations.values())
+        assert not world.moving()
+    world.roll(Goal(undo=True), Limits(most), choices, crash)
+    assert world.annotations == at_first
+    assert not world.moving()
+
+
+def test_pause_ends_after_the_first_nodes() -> None:
+    """With pause nothing more is begun once this run has begun some; it is over when they are done."""
+    moving = [view("n1", asked="all", counts={"to-dra": 4}), view("n2")]
+    limits = Limits(1, pause=True)
+    assert fleet.decide(Goal("all"), moving, limits, own={"n1"}) == fleet.Decision()
+    done = [view("n1", asked="all", counts={"dra": 4}), view("n2")]
+    assert fleet.decide(Goal("all"), done, limits, own={"n1"}).over
+    assert fleet.decide(Goal("all"), done, limits).begin == ("n2",)
+
+
+def test_what_is_told_of_many_devices_fits_into_an_annotation() -> None:
+    """Where all of it would not, the resource with the most devices is told by numbers alone; no slice is refused."""
+    resources = {"example.com/many": 1000, "example.com/more": 1020, "example.com/few": 3}
+    devices = {
+        (resource, name): DeviceRecord(resource, name, State.PLUGIN, 1.7e9)
+        for resource, count in resources.items()
+        for name in (f"GPU-{number:036}" for number in range(count))
+    }
+    holds = {
+        key: Hold(*key, key[1], 1.7e9, 1, pod=f"a-namespace/a-training-job-with-a-long-name-{key[1]}")
+        for key in devices
+    }
+    now = Snapshot(1, devices, holds)
+    told = progress.progress(now, dict.fromkeys(resources, "none"))
+    assert len(progress.encoded(told).encode()) <= 192 * 1024
+    assert {name: len(one.devices) for name, one in told.resources.items()} == {
+        "example.com/many": 1000,
+        "example.com/more": 0,
+        "example.com/few": 3,
+    }
+    assert [one.counts for one in told.resources.values()] == [{"plugin": count} for count in resources.values()]

@@ -1,0 +1,933 @@
+"""Slices: what is wanted, what is written, and that it ends."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import threading
+from collections.abc import AsyncIterator, Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from deviceplugin.device import Device, Health, Version
+from deviceplugin.inventory import Snapshot, merged
+from dra_bridge.kube import RESOURCE_SLICES, SILENCE, Backoff, Cluster, ConflictError, UnavailableError
+from dra_bridge.slices import (
+    Capabilities,
+    Offer,
+    Pool,
+    Publisher,
+    desired,
+    fingerprint,
+    in_version,
+    neutral,
+    plan,
+    remove_slices,
+    slice_name,
+)
+from dra_bridge.testing.apiserver import FEATURES, FakeApiServer, Fault
+
+DRIVER = "gpu.example.com"
+NODE = "node1"
+
+
+def snapshot(*devices: Device, resource: str = "example.com/gpu") -> Snapshot:
+    return merged(Snapshot(resource), devices)
+
+
+def pool(*devices: Device, **options: Any) -> Pool:
+    return Pool(DRIVER, NODE, (Offer(snapshot(*devices), **options),))
+
+
+def many(count: int, **options: Any) -> list[Device]:
+    return [Device(f"gpu{number}", **options) for number in range(count)]
+
+
+def slices(wanted: Pool, **options: Any) -> list[dict[str, Any]]:
+    found = desired(wanted, **options)
+    assert found is not None
+    return list(found.slices)
+
+
+def entry(wanted: Pool, **options: Any) -> dict[str, Any]:
+    return dict(slices(wanted, **options)[0]["spec"]["devices"][0])
+
+
+# --- desired --------------------------------------------------------------------------------------
+
+
+def test_attributes_of_all_kinds() -> None:
+    """Strings, integers, booleans and versions become the four kinds of attributes, NUMA one of the driver's."""
+    device = Device(
+        "gpu0",
+        numa=1,
+        attributes={
+            "model": "u280",
+            "lanes": 16,
+            "ecc": True,
+            "firmware": Version("1.2.3"),
+            "resource.kubernetes.io/pciBusID": "0000:01:00.0",
+        },
+        capacity={"memory": "16Gi", "engines": 4},
+    )
+    assert entry(pool(device)) == {
+        "name": "gpu0",
+        "attributes": {
+            "extendedResource": {"string": "example.com/gpu"},
+            "model": {"string": "u280"},
+            "lanes": {"int": 16},
+            "ecc": {"bool": True},
+            "firmware": {"version": "1.2.3"},
+            "resource.kubernetes.io/pciBusID": {"string": "0000:01:00.0"},
+            "numa": {"int": 1},
+        },
+        "capacity": {"memory": {"value": "16Gi"}, "engines": {"value": "4"}},
+    }
+
+
+def test_pool_is_the_node_and_slices_count_themselves() -> None:
+    """A pool is named like the node, and each slice says how many there are."""
+    bodies = slices(pool(*many(300)))
+    assert [len(body["spec"]["devices"]) for body in bodies] == [64, 64, 64, 64, 44]
+    assert {body["spec"]["pool"]["resourceSliceCount"] for body in bodies} == {5}
+    assert {body["spec"]["pool"]["name"] for body in bodies} == {NODE}
+    assert len({body["metadata"]["name"] for body in bodies}) == 5
+
+
+@pytest.mark.parametrize("consumes", [False, True])
+@pytest.mark.parametrize("changed", ["health", "side", "sides"])
+def test_a_change_of_one_device_changes_its_slice_alone(changed: str, consumes: bool) -> None:
+    """A taint, or another side, of devices with places in one slice changes neither another slice nor their number."""
+    sets: dict[str, dict[str, int | str]] = {f"card{number}": {"memory": 1} for number in range(10)}
+    options = [{"consumes": {f"card{number % 10}": {"memory": 1}}, "counters": sets} if consumes else {}
+               for number in range(200)]  # fmt: skip
+    devices = [Device(f"gpu{number}", **options[number]) for number in range(200)]  # type: ignore[arg-type]
+    everything = frozenset(device.id for device in devices)
+    before = applied([], plan(slices(pool(*devices, offered=everything)), []))
+    if changed == "health":
+        devices[70] = devices[70].with_health(Health.UNHEALTHY, "fan")
+    leaving = {"health": (), "side": ("gpu70",), "sides": tuple(f"gpu{number}" for number in range(64, 128))}[changed]
+    wanted = slices(pool(*devices, offered=everything.difference(leaving)))
+    (write,) = plan(wanted, before)
+    assert write.body["metadata"]["name"] == slice_name(NODE, DRIVER, 3 if consumes else 1)
+    assert len(set(generations(applied(before, [write])))) == 1
+    back = slices(pool(*[Device(f"gpu{number}", **options[number]) for number in range(200)]))  # type: ignore[arg-type]
+    assert len(plan(back, applied(before, [write]))) == 1
+
+
+def test_unhealthy_devices_are_tainted() -> None:
+    """An unhealthy device is offered with a taint; one of unknown health without."""
+    devices = [Device("a", health=Health.UNHEALTHY), Device("b"), Device("c", health=Health.UNKNOWN)]
+    wanted = pool(*devices)
+    found = {one["name"]: one.get("taints") for one in slices(wanted)[0]["spec"]["devices"]}
+    assert found == {"a": [{"key": f"{DRIVER}/unhealthy", "effect": "NoSchedule"}], "b": None, "c": None}
+    evicting = replace(wanted, unhealthy="NoExecute")
+    assert slices(evicting)[0]["spec"]["devices"][0]["taints"][0]["effect"] == "NoExecute"
+
+
+def test_without_taints_such_devices_are_withheld() -> None:
+    """Where the server drops taints, unhealthy devices are not in the slices."""
+    wanted = pool(Device("a", health=Health.UNHEALTHY), Device("b"))
+    found = desired(wanted, capabilities=Capabilities(taints=False))
+    assert found is not None
+    assert [one["name"] for one in found.slices[0]["spec"]["devices"]] == ["b"]
+    assert found.withheld == {"a"}
+
+
+def test_only_devices_of_the_dra_side() -> None:
+    """Only offered devices are in the slices; with none there is no slice, or an empty one for annotations."""
+    wanted = pool(*many(3), offered={"gpu1"})
+    assert [one["name"] for one in slices(wanted)[0]["spec"]["devices"]] == ["gpu1"]
+    nothing = pool(*many(3), offered=frozenset())
+    assert slices(nothing) == []
+    noted = replace(nothing, annotations={f"{DRIVER}/progress": "1/3"})
+    (body,) = slices(noted)
+    assert "devices" not in body["spec"]
+    assert body["metadata"]["annotations"] == {f"{DRIVER}/progress": "1/3"}
+
+
+def test_before_the_first_list_nothing_is_known() -> None:
+    """While a source has not listed its devices there is no desired state, rather than an empty one."""
+    assert desired(Pool(DRIVER, NODE, (Offer(snapshot(Device("a"))), Offer(Snapshot("example.com/fpga"))))) is None
+
+
+def test_order_does_not_follow_health() -> None:
+    """Devices keep their places whatever happens to them, in the natural order of their ids."""
+    before = snapshot(*many(12))
+    after = merged(before, many(12)[3:])
+    names = [one["name"] for one in slices(Pool(DRIVER, NODE, (Offer(before),)))[0]["spec"]["devices"]]
+    assert names == [f"gpu{number}" for number in range(12)]
+    gone = slices(Pool(DRIVER, NODE, (Offer(after),)))[0]["spec"]["devices"]
+    assert [one["name"] for one in gone] == names
+    assert [one["name"] for one in gone if "taints" in one] == names[:3]
+
+
+def test_shared_devices() -> None:
+    """A shared device takes several claims: one share each, and a fair part of its capacity unless it says how much."""
+    found = entry(pool(Device("a", capacity={"memory": "16Gi", "odd": 3, "half": "500m"}), replicas=4))
+    assert found["allowMultipleAllocations"] is True
+    assert found["capacity"] == {
+        "shares": {"value": "4", "requestPolicy": {"default": "1", "validRange": {"min": "1", "step": "1"}}},
+        "memory": {"value": "16Gi", "requestPolicy": {"default": "4Gi"}},
+        "odd": {"value": "3", "requestPolicy": {"default": "0"}},
+        "half": {"value": "500m", "requestPolicy": {"default": "0"}},
+    }
+    exclusive = entry(
+        pool(Device("a", capacity={"memory": "16Gi"}), replicas=4), capabilities=Capabilities(sharing=False)
+    )
+    assert "allowMultipleAllocations" not in exclusive
+    assert exclusive["capacity"] == {"memory": {"value": "16Gi"}}
+
+
+def partitions() -> list[Device]:
+    sets: dict[str, dict[str, int | str]] = {"card0": {"memory": "80Gi", "slices": 7}}
+    return [
+        Device("whole", counters=sets, consumes={"card0": {"memory": "80Gi", "slices": 7}}),
+        Device("part0", counters=sets, consumes={"card0": {"memory": "10Gi", "slices": 1}}),
+        Device("free"),
+    ]
+
+
+def test_shared_counters() -> None:
+    """Counter sets lie in slices of their own, and devices refer to them."""
+    bodies = slices(pool(*partitions()))
+    assert bodies[0]["spec"]["sharedCounters"] == [
+        {"name": "card0", "counters": {"memory": {"value": "80Gi"}, "slices": {"value": "7"}}}
+    ]
+    assert "devices" not in bodies[0]["spec"]
+    devices = {one["name"]: one.get("consumesCounters") for one in bodies[1]["spec"]["devices"]}
+    assert devices["free"] is None
+    assert devices["part0"] == [
+        {"counterSet": "card0", "counters": {"memory": {"value": "10Gi"}, "slices": {"value": "1"}}}
+    ]
+    assert {body["spec"]["pool"]["resourceSliceCount"] for body in bodies} == {2}
+
+
+def test_without_counters_partitions_are_withheld() -> None:
+    """Where the server has no counters, devices that exclude each other are not offered at all."""
+    found = desired(pool(*partitions()), capabilities=Capabilities(counters=False))
+    assert found is not None
+    assert found.withheld == {"whole", "part0"}
+    assert len(found.slices) == 1
+
+
+@pytest.mark.parametrize(
+    ("device", "word"),
+    [
+        (Device("a", attributes={"no-dash": 1}), "no-dash"),
+        (Device("a", attributes={"big": 2**63}), "64 bits"),
+        (Device("a", attributes={"long": "x" * 65}), "64 bytes"),
+        (Device("a", attributes={"v": Version("1.2")}), "semantic version"),
+        (Device("a", attributes={"model": 1, f"{DRIVER}/model": 2}), "given twice"),
+        (Device("a", attributes={f"a{number}": number for number in range(32)}), "one more"),
+        (Device("a", capacity={"memory": "16GiB"}), "quantity"),
+        (Device("a", capacity={"memory": "-1"}), "at least 0"),
+    ],
+)
+def test_what_the_api_would_refuse_is_left_out(device: Device, word: str) -> None:
+    """A bad attribute or capacity is left out and told; the device and the others are published."""
+    found = desired(pool(device, Device("b")))
+    assert found is not None
+    assert [one["name"] for one in found.slices[0]["spec"]["devices"]] == ["a", "b"]
+    assert any(word in problem for problem in found.problems)
+    assert len(found.slices[0]["spec"]["devices"][0]["attributes"]) <= 32
+
+
+def test_bad_counters_withhold_the_device() -> None:
+    """A device that consumes what no set has cannot be offered; the others can."""
+    found = desired(pool(Device("a", consumes={"x": {"m": 1}}), Device("b")))
+    assert found is not None
+    assert found.withheld == {"a"}
+    assert "no device brings along" in found.problems[0]
+
+
+def test_resources_of_one_driver_do_not_share_names() -> None:
+    """Two resources of one driver with equal ids publish names with their qualifiers."""
+    gpu, fpga = snapshot(Device("0")), snapshot(Device("0"), resource="example.com/fpga")
+    offers = Offer(gpu, qualifier="gpu"), Offer(fpga, qualifier="fpga")
+    names = [one["name"] for one in slices(Pool(DRIVER, NODE, offers))[0]["spec"]["devices"]]
+    assert names == ["gpu--0", "fpga--0"]
+
+
+def test_v1beta1_wraps_devices() -> None:
+    """In v1beta1 all of a device but its name lies under `basic`, and comes back the same."""
+    (body,) = slices(pool(Device("a", attributes={"model": "x"})))
+    old = in_version(body, "v1beta1")
+    assert old["apiVersion"] == "resource.k8s.io/v1beta1"
+    assert old["spec"]["devices"][0]["basic"]["attributes"]["model"] == {"string": "x"}
+    assert slices(pool(Device("a", attributes={"model": "x"})), version="v1beta1") == [old]
+    assert neutral(old)["spec"] == body["spec"]
+
+
+def test_fingerprint_is_about_content() -> None:
+    """Spelling of quantities, empty fields, taint times and generations do not make two slices differ."""
+    (one,) = slices(pool(Device("a", capacity={"m": "1024Mi"}, health=Health.UNHEALTHY)))
+    (other,) = slices(pool(Device("a", capacity={"m": "1Gi"}, health=Health.UNHEALTHY)))
+    other["spec"]["pool"]["generation"] = 7
+    other["spec"]["devices"][0]["taints"][0]["timeAdded"] = "2026-01-01T00:00:00Z"
+    other["spec"]["devices"][0]["consumesCounters"] = []
+    assert fingerprint(one) == fingerprint(other)
+    other["spec"]["devices"][0]["taints"][0]["effect"] = "NoExecute"
+    assert fingerprint(one) != fingerprint(other)
+
+
+# --- plan -----------------------------------------------------------------------------------------
+
+
+def applied(existing: list[dict[str, Any]], writes: list[Any]) -> list[dict[str, Any]]:
+    state = {body["metadata"]["name"]: body for body in existing}
+    for verb, body in writes:
+        if verb == "delete":
+            del state[body["metadata"]["name"]]
+        else:
+            state[body["metadata"]["name"]] = body
+    return list(state.values())
+
+
+def generations(bodies: list[dict[str, Any]]) -> list[int]:
+    return [body["spec"]["pool"]["generation"] for body in bodies]
+
+
+def test_one_slice_is_changed_by_one_write() -> None:
+    """A change of a pool of one slice is one replace, in a new generation."""
+    before = applied([], plan(slices(pool(*many(3))), []))
+    writes = plan(slices(pool(*many(4))), before)
+    assert [verb for verb, _ in writes] == ["replace"]
+    assert generations([writes[0].body]) == [generations(before)[0] + 1]
+
+
+def test_one_slice_of_several_is_changed_by_one_write() -> None:
+    """When only one slice of several differs, it alone is written, in the same generation."""
+    devices = many(300)
+    before = applied([], plan(slices(pool(*devices)), []))
+    devices[0] = Device("gpu0", attributes={"new": True})
+    writes = plan(slices(pool(*devices)), before)
+    assert len(writes) == 1
+    assert set(generations(applied(before, writes))) == {1}
+
+
+def test_fewer_slices_are_deleted_last() -> None:
+    """A pool that shrinks is first written whole in a new generation, then rid of what is left over."""
+    before = applied([], plan(slices(pool(*many(300))), []))
+    writes = plan(slices(pool(*many(3))), before)
+    assert [verb for verb, _ in writes] == ["replace", "delete", "delete", "delete", "delete"]
+    assert generations(applied(before, writes)) == [2]
+
+
+def test_a_broken_off_plan_is_taken_up() -> None:
+    """After a crash in the middle of a generation only what is missing is written."""
+    before = applied([], plan(slices(pool(*many(300))), []))
+    wanted = slices(pool(*many(300, attributes={"new": True})))
+    writes = plan(wanted, before)
+    assert len(writes) == 5
+    crashed = applied(before, writes[:1])
+    rest = plan(wanted, crashed)
+    assert len(rest) == 4
+    assert set(generations(applied(crashed, rest))) == {2}
+
+
+devices_strategy = st.lists(
+    st.builds(
+        Device,
+        st.from_regex(r"[a-c][0-9]{1,2}", fullmatch=True),
+        health=st.sampled_from(list(Health)),
+        attributes=st.dictionaries(st.sampled_from(["x", "y"]), st.integers(0, 2), max_size=2),
+        capacity=st.dictionaries(st.sampled_from(["m", "n"]), st.sampled_from([1, "1Gi", "1024Mi"]), max_size=1),
+    ),
+    max_size=6,
+    unique_by=lambda device: device.id,
+)
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """A pool that prints short."""
+
+    devices: list[Device]
+    extra: int
+    replicas: int
+    noted: bool
+
+    def pool(self) -> Pool:
+        more = [Device(f"z{number}") for number in range(self.extra)]
+        made = pool(*self.devices, *more, replicas=self.replicas)
+        return replace(made, annotations={f"{DRIVER}/progress": "1"} if self.noted else {})
+
+
+recipes = st.builds(
+    Recipe, devices_strategy, st.sampled_from([0, 0, 60, 130, 300]), st.sampled_from([1, 2]), st.booleans()
+)
+
+
+@given(st.lists(recipes, min_size=1, max_size=4), st.lists(st.integers(0, 4), min_size=4, max_size=4))
+@settings(max_examples=60, deadline=None)
+def test_plans_converge_and_pools_are_never_wrong(made: list[Recipe], cuts: list[int]) -> None:
+    """From any state, however plans are cut off, one whole plan reaches what is wanted and the next is empty.
+
+    In between, the slices of the highest generation are either incomplete or all of one wanted state.
+    """
+    sequence = [recipe.pool() for recipe in made]
+    state: list[dict[str, Any]] = []
+    for wanted, cut in zip(sequence, cuts, strict=False):
+        state = applied(state, plan(slices(wanted), state)[:cut])
+    wanted = sequence[-1]
+    allowed = {fingerprint(body) for one in sequence for body in slices(one)}
+    for step in [*range(len(plan(slices(wanted), state))), None]:
+        between = applied(state, plan(slices(wanted), state)[:step])
+        highest = max(generations(between), default=0)
+        now = [body for body in between if body["spec"]["pool"]["generation"] == highest]
+        assert all(fingerprint(body) in allowed for body in now)
+        names = [one["name"] for body in now for one in body["spec"].get("devices", ())]
+        if now and len(now) == now[0]["spec"]["pool"]["resourceSliceCount"]:
+            assert len(names) == len(set(names))
+    done = applied(state, plan(slices(wanted), state))
+    assert sorted(map(fingerprint, done)) == sorted(map(fingerprint, slices(wanted)))
+    assert len(set(generations(done))) <= 1
+    assert plan(slices(wanted), done) == []
+
+
+# --- publishing -----------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def server() -> Iterator[FakeApiServer]:
+    with FakeApiServer() as running:
+        running.create({"apiVersion": "v1", "kind": "Node", "metadata": {"name": NODE}})
+        running.forget_log()
+        yield running
+
+
+def client(server: FakeApiServer, **options: Any) -> Cluster:
+    return Cluster.from_server(server.url, backoff=Backoff(0.01, 0.05), deadline=2.0, **options)
+
+
+@contextlib.asynccontextmanager
+async def publishing(
+    server: FakeApiServer, *pools: Pool, silence: tuple[float, float] = SILENCE, **options: Any
+) -> AsyncIterator[Publisher]:
+    async with client(server, silence=silence) as cluster:
+        publisher = Publisher(cluster, NODE, **{"burst": 10_000, **options})
+        for one in pools:
+            publisher.want(one)
+        task = asyncio.create_task(publisher.run())
+        try:
+            async with asyncio.timeout(120):
+                for one in pools:
+                    await publisher.accepted(one.driver, 1)
+                yield publisher
+        finally:
+            task.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await task
+
+
+async def became(publisher: Publisher, wanted: Pool) -> None:
+    await publisher.accepted(wanted.driver, publisher.want(wanted))
+
+
+def published(server: FakeApiServer) -> list[str]:
+    return [one["name"] for body in server.objects() for one in body["spec"].get("devices", ())]
+
+
+async def test_publishes_with_owner(server: FakeApiServer) -> None:
+    """The slices are there, owned by the Node, and the state says so."""
+    async with publishing(server, pool(*many(3))) as publisher:
+        (body,) = server.objects()
+        assert body["metadata"]["name"] == slice_name(NODE, DRIVER, 0)
+        owner = server.get("nodes", NODE)["metadata"]["uid"]
+        assert [one["uid"] for one in body["metadata"]["ownerReferences"]] == [owner]
+        state = publisher.state(DRIVER)
+        assert (state.slices, set(state.devices), state.problems) == (1, {"gpu0", "gpu1", "gpu2"}, ())
+        assert len(server.writes) == 1
+
+
+async def test_a_second_run_writes_nothing(server: FakeApiServer) -> None:
+    """An agent that starts and finds what it wants writes nothing; its slices outlive it."""
+    wanted = pool(*many(300), Device("bad", health=Health.UNHEALTHY), replicas=3)
+    async with publishing(server, wanted):
+        pass
+    before = server.objects()
+    server.forget_log()
+    async with publishing(server, wanted):
+        pass
+    assert server.objects() == before
+    assert [entry for entry in server.log if entry.method != "GET"] == []
+
+
+async def test_nothing_changed_nothing_written(server: FakeApiServer) -> None:
+    """Devices that are listed again, the same, cause no request at all."""
+    wanted = pool(*many(3))
+    async with publishing(server, wanted) as publisher:
+        server.forget_log()
+        same = Pool(DRIVER, NODE, (Offer(replace(wanted.offers[0].snapshot, version=9)),))
+        await became(publisher, same)
+        assert server.log == []
+
+
+async def test_wiped_slices_come_back(server: FakeApiServer) -> None:
+    """After the kubelet deleted the slices they are there again within 2 s, taints as old as before."""
+    wanted = pool(*many(3), Device("bad", health=Health.UNHEALTHY))
+    async with publishing(server, wanted):
+        old = server.objects()
+        changed = {**old[0], "spec": {**old[0]["spec"]}}
+        changed["spec"]["devices"][0]["taints"][0]["timeAdded"] = "2020-01-01T00:00:00Z"
+        server.replace(changed)
+        assert server.wipe(NODE) == 1
+        await asyncio.to_thread(server.wait_for, lambda it: len(it.objects()) == 1, 2.0)
+        (new,) = server.objects()
+        assert new["metadata"]["uid"] != old[0]["metadata"]["uid"]
+        (taint,) = next(one["taints"] for one in new["spec"]["devices"] if one["name"] == "bad")
+        assert taint["timeAdded"] == "2020-01-01T00:00:00Z"
+
+
+async def test_time_of_a_taint_survives_a_restart(server: FakeApiServer) -> None:
+    """A new agent keeps the time at which a device became unhealthy, also when it writes."""
+    bad = Device("bad", health=Health.UNHEALTHY)
+    async with publishing(server, pool(bad)):
+        (body,) = server.objects()
+        body["spec"]["devices"][0]["taints"][0]["timeAdded"] = "2020-01-01T00:00:00Z"
+        server.replace(body)
+    async with publishing(server, pool(bad, Device("new"))):
+        devices = {one["name"]: one for one in server.objects()[0]["spec"]["devices"]}
+        assert devices["bad"]["taints"][0]["timeAdded"] == "2020-01-01T00:00:00Z"
+        assert "new" in devices
+
+
+async def test_slices_follow_a_node_that_was_made_anew(server: FakeApiServer) -> None:
+    """Slices that a former Node of this name owns get their owner, else they would be collected with it."""
+    async with publishing(server, pool(*many(3))):
+        (old,) = server.objects()
+    node = server.get("nodes", NODE)
+    server.delete("nodes", NODE)
+    new = server.create({"apiVersion": "v1", "kind": "Node", "metadata": {"name": NODE}})
+    assert new["metadata"]["uid"] != node["metadata"]["uid"]
+    async with publishing(server, pool(*many(3))):
+        (now,) = server.objects()
+    (owner,) = now["metadata"]["ownerReferences"]
+    assert owner == {
+        "apiVersion": "v1", "kind": "Node", "name": NODE, "uid": new["metadata"]["uid"], "controller": True,
+    }  # fmt: skip
+    assert now["spec"] == old["spec"]
+
+
+async def test_slices_that_go_with_their_node_come_back_with_the_new_one(server: FakeApiServer) -> None:
+    """A Node that is deleted takes its slices along; what is written then belongs to the one that there is now."""
+    async with publishing(server, pool(*many(3))):
+        server.delete("nodes", NODE)
+        new = server.create({"apiVersion": "v1", "kind": "Node", "metadata": {"name": NODE}})
+        assert server.wipe(NODE) == 1
+        await asyncio.to_thread(server.wait_for, lambda it: len(it.objects()) == 1)
+        (now,) = server.objects()
+        assert now["metadata"]["ownerReferences"][0]["uid"] == new["metadata"]["uid"]
+
+
+async def test_who_wants_slices_while_all_ends_keeps_nothing_running(server: FakeApiServer) -> None:
+    """An agent may be stopped before its first slices: what a timer wants then must not hold up the end."""
+    async with client(server) as cluster:
+        publisher = Publisher(cluster, NODE)
+        ticket = publisher.want(pool(*many(1)))
+        task = asyncio.create_task(publisher.run())
+        async with asyncio.timeout(60):
+            await publisher.accepted(DRIVER, ticket)
+        task.cancel()
+        await asyncio.sleep(0)
+        publisher.want(replace(pool(), driver="late.example.com"))
+        done, _ = await asyncio.wait({task}, timeout=10)
+        assert done
+
+
+async def test_foreign_slices_are_left_alone(server: FakeApiServer) -> None:
+    """Slices of another driver, node or pool stay as they are; left-over ones of this pool go."""
+    template = slices(pool(Device("other")))[0]
+
+    def put(name: str, **spec: Any) -> None:
+        body = in_version({**template, "metadata": {"name": name}, "spec": {**template["spec"], **spec}}, "v1")
+        server.create(body)
+
+    put("other-driver", driver="other.example.com")
+    put("other-node", nodeName="node2")
+    put("other-pool", pool={"name": "fabric", "generation": 3, "resourceSliceCount": 1})
+    put("left-over", pool={"name": NODE, "generation": 3, "resourceSliceCount": 2})
+    kept = [body for body in server.objects() if body["metadata"]["name"] != "left-over"]
+    async with publishing(server, pool(Device("mine"))):
+        now = {body["metadata"]["name"]: body for body in server.objects()}
+        assert "left-over" not in now
+        assert all(now[body["metadata"]["name"]] == body for body in kept)
+        assert now[slice_name(NODE, DRIVER, 0)]["spec"]["pool"]["generation"] == 4
+
+
+@pytest.mark.parametrize("missing", ["taints", "sharing", "counters"])
+async def test_dropped_fields_are_noticed(missing: str, caplog: pytest.LogCaptureFixture) -> None:
+    """What the server drops is found by a dry run, said once, and not sent again and again."""
+    caplog.set_level(logging.WARNING)
+    with FakeApiServer(features=FEATURES - {missing}) as server:
+        server.create({"apiVersion": "v1", "kind": "Node", "metadata": {"name": NODE}})
+        wanted = pool(*partitions(), Device("bad", health=Health.UNHEALTHY), replicas=2)
+        async with publishing(server, wanted) as publisher:
+            assert publisher.state(DRIVER).unsupported == {missing}
+            first = len(server.writes)
+            await became(
+                publisher, pool(*partitions(), Device("bad", health=Health.UNHEALTHY, message="x"), replicas=2)
+            )
+            assert len(server.writes) == first
+            said = [record.getMessage() for record in caplog.records if "feature gate" in record.getMessage()]
+            assert len(said) == 1
+            gone = {"taints": {"bad"}, "sharing": set(), "counters": {"whole", "part0"}}[missing]
+            assert set(published(server)) == {"whole", "part0", "free", "bad"} - gone
+            dry = [entry for entry in server.log if "dryRun" in entry.query]
+            assert len(dry) <= 2
+
+
+async def test_fields_dropped_without_warning(server: FakeApiServer) -> None:
+    """A feature that goes away later shows in the answer to a write, and the slices are put right."""
+    async with publishing(server, pool(Device("a"), Device("b", health=Health.UNHEALTHY))) as publisher:
+        server.features = FEATURES - {"taints"}
+        await became(publisher, pool(Device("a"), Device("b")))
+        await became(publisher, pool(Device("a"), Device("b", health=Health.UNHEALTHY)))
+        assert published(server) == ["a"]
+        assert publisher.state(DRIVER).unsupported == {"taints"}
+
+
+async def test_a_feature_that_comes_is_used(server: FakeApiServer) -> None:
+    """After an outage the server may be a newer one: what it lacked is tried again."""
+    server.features = FEATURES - {"taints"}
+    wanted = pool(Device("a", health=Health.UNHEALTHY), Device("b"))
+    async with publishing(server, wanted, probe_again=0.0):
+        assert published(server) == ["b"]
+        with server.outage():
+            server.features = FEATURES
+        await asyncio.to_thread(server.wait_for, lambda it: published(it) == ["a", "b"])
+
+
+@pytest.mark.parametrize("version", ["v1beta1", "v1beta2", "v1"])
+async def test_versions(version: str) -> None:
+    """Slices are written in the best version that the server has."""
+    with FakeApiServer(versions=[version]) as server:
+        server.create({"apiVersion": "v1", "kind": "Node", "metadata": {"name": NODE}})
+        async with publishing(server, pool(*many(3), Device("x", health=Health.UNHEALTHY))) as publisher:
+            assert len(published(server)) == 4
+            await became(publisher, pool(*many(2)))
+            assert len(published(server)) == 2
+        assert all(f"/{version}/" in entry.path for entry in server.writes if "slices" in entry.path)
+
+
+async def test_an_upgraded_server(server: FakeApiServer) -> None:
+    """When the version that was spoken is gone, the next one is chosen and the slices stay right."""
+    server.versions = ("v1beta1",)
+    async with publishing(server, pool(*many(3))) as publisher:
+        server.versions = ("v1", "v1beta2")
+        await became(publisher, pool(*many(4)))
+        assert len(published(server)) == 4
+        assert server.writes[-1].path.startswith("/apis/resource.k8s.io/v1/")
+
+
+async def test_conflicts_are_solved(server: FakeApiServer) -> None:
+    """A slice that somebody else changed is read again and put right."""
+    async with publishing(server, pool(*many(3))) as publisher:
+        server.fail(lambda request: request.method == "PUT", Fault(code=409), times=3)
+        await became(publisher, pool(*many(5)))
+        assert len(published(server)) == 5
+        (body,) = server.objects()
+        body["spec"]["devices"] = body["spec"]["devices"][:1]
+        server.replace(body)
+        await asyncio.to_thread(server.wait_for, lambda it: len(published(it)) == 5)
+
+
+async def test_a_lost_answer_is_no_second_slice(server: FakeApiServer) -> None:
+    """When the answer to a create is lost, the slice is found instead of created again."""
+    server.fail(lambda request: request.method == "POST", Fault(done=True))
+    async with publishing(server, pool(*many(3))):
+        assert len(server.objects()) == 1
+
+
+@pytest.mark.parametrize("late", [False, True])
+async def test_an_unanswered_write_counts_as_neither_done_nor_refused(
+    server: FakeApiServer, monkeypatch: pytest.MonkeyPatch, late: bool
+) -> None:
+    """What is wanted after it is accepted only when the server has it for good, also if the write is done late."""
+    replace, lost = Cluster.replace, list[Any]()
+
+    async def unanswered(cluster: Cluster, kind: Any, body: Any, *more: Any, **options: Any) -> Any:
+        if lost:
+            return await replace(cluster, kind, body, *more, **options)
+        lost.append(body)
+        if not late:
+            await replace(cluster, kind, body, *more, **options)
+        tickets.append(publisher.want(pool(*many(1))))  # what the server had before the lost write
+        raise UnavailableError("no answer in time")
+
+    tickets: list[int] = []
+    async with publishing(server, pool(*many(1))) as publisher:
+        monkeypatch.setattr(Publisher, "_observe", lambda *_, **__: None)  # the watch is slow
+        monkeypatch.setattr(Cluster, "replace", unanswered)
+        publisher.want(pool(*many(2)))
+        await asyncio.to_thread(server.wait_for, lambda _: bool(tickets))
+        async with asyncio.timeout(20):
+            await publisher.accepted(DRIVER, tickets[0])
+        if late:
+            async with client(server) as other:
+                with pytest.raises(ConflictError):
+                    await replace(other, RESOURCE_SLICES, lost[0])
+        assert published(server) == ["gpu0"]
+
+
+async def test_the_generation_never_goes_back(server: FakeApiServer) -> None:
+    """Slices that somebody deletes come back in a generation that is not below the highest one ever written."""
+    async with publishing(server, pool(*many(1))) as publisher:
+        for count in (2, 3):
+            await became(publisher, pool(*many(count)))
+        (before,) = generations(server.objects())
+        server.wipe(NODE)
+        await asyncio.to_thread(server.wait_for, lambda it: len(published(it)) == 3)
+        (after,) = generations(server.objects())
+    assert (before, after) == (3, 3)
+
+
+async def test_what_the_server_refuses_is_told(server: FakeApiServer) -> None:
+    """A refusal shows in the state with the server's reason, is said once, and ends with what is wanted next."""
+    said: asyncio.Queue[str] = asyncio.Queue()
+    async with publishing(server, pool(*many(3)), say=lambda _, message: said.put_nowait(message)) as publisher:
+        server.fail(lambda request: request.method == "PUT", Fault(code=422, message="no"), times=1000)
+        publisher.want(pool(*many(4)))
+        await asyncio.to_thread(server.wait_for, lambda it: len(it.requests("PUT")) >= 2)
+        assert await said.get() == "the API server refuses the slices: no"
+        assert publisher.state(DRIVER).problems == ("the API server refuses the slices: no",)
+        server.heal()
+        await became(publisher, pool(*many(5)))
+        assert len(published(server)) == 5
+        assert publisher.state(DRIVER).problems == ()
+        assert said.empty()
+
+
+async def test_a_server_that_asks_for_time_gets_it(server: FakeApiServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Retry-After is waited for, and no longer than the longest wait."""
+    waits: list[float] = []
+
+    async def note(self: Cluster, seconds: float) -> None:
+        waits.append(seconds)
+
+    monkeypatch.setattr(Cluster, "pause", note)
+    server.fail(lambda request: request.method == "POST", Fault(code=429, retry_after=7))
+    async with Cluster.from_server(server.url, backoff=Backoff(0.01, 5.0), deadline=5.0) as cluster:
+        publisher = Publisher(cluster, NODE)
+        ticket = publisher.want(pool(*many(2)))
+        task = asyncio.create_task(publisher.run())
+        async with asyncio.timeout(60):
+            await publisher.accepted(DRIVER, ticket)
+        task.cancel()
+        await asyncio.wait([task])
+    assert waits == [5.0]
+
+
+async def test_outage(server: FakeApiServer, caplog: pytest.LogCaptureFixture) -> None:
+    """What is wanted while the server is away is there when it is back; lost and back are said once each."""
+    caplog.set_level(logging.INFO)
+    async with publishing(server, pool(*many(3))) as publisher:
+        with server.outage():
+            ticket = publisher.want(pool(*many(6)))
+            while publisher.statistics.lost_since is None:  # noqa: ASYNC110
+                await asyncio.sleep(0.005)
+        await publisher.accepted(DRIVER, ticket)
+        assert len(published(server)) == 6
+    said = [record.getMessage() for record in caplog.records]
+    assert sum("is lost" in text for text in said) == 1
+    assert sum("is back" in text for text in said) == 1
+
+
+@pytest.mark.parametrize("end_streams", [True, False], ids=["lost", "silent"])
+async def test_restored_storage(server: FakeApiServer, end_streams: bool) -> None:
+    """After the server went back to an older snapshot, a device that was withdrawn since is withdrawn again."""
+    async with publishing(server, pool(*many(3)), silence=(0.2, 0.4)) as publisher:
+        snapshot = server.snapshot()
+        await became(publisher, pool(*many(2)))
+        server.restore(snapshot, end_streams=end_streams)
+        await asyncio.to_thread(server.wait_for, lambda it: len(published(it)) == 2)
+        await became(publisher, pool(*many(4)))
+        assert len(published(server)) == 4
+
+
+async def test_two_drivers_one_watch(server: FakeApiServer) -> None:
+    """Two drivers share one watch; one that joins later finds its slices."""
+    other = Pool("fpga.example.com", NODE, (Offer(snapshot(Device("f0"), resource="example.com/fpga")),))
+
+    async def watched() -> None:
+        await asyncio.to_thread(server.wait_for, lambda it: any(entry.watch for entry in it.log))
+
+    async with publishing(server, other):
+        await watched()
+    server.forget_log()
+    async with publishing(server, pool(Device("a"))) as publisher:
+        await became(publisher, other)
+        assert sorted(published(server)) == ["a", "f0"]
+        await watched()
+        assert len([entry for entry in server.log if entry.watch]) == 1
+        assert len(server.writes) == 1
+
+
+async def test_annotation_alone_is_one_write(server: FakeApiServer) -> None:
+    """A changed annotation is one write that leaves generation and foreign annotations alone."""
+    async with publishing(server, pool(*many(300))) as publisher:
+        body = server.get("resourceslices", slice_name(NODE, DRIVER, 0))
+        body["metadata"]["annotations"] = {"someone.else/note": "x"}
+        server.replace(body)
+        server.forget_log()
+        await became(publisher, replace(pool(*many(300)), annotations={f"{DRIVER}/progress": "1/2"}))
+        assert len(server.writes) == 1
+        now = server.get("resourceslices", slice_name(NODE, DRIVER, 0))
+        assert now["metadata"]["annotations"] == {"someone.else/note": "x", f"{DRIVER}/progress": "1/2"}
+        assert now["spec"] == body["spec"]
+
+
+async def test_disagreement_does_not_flood(server: FakeApiServer) -> None:
+    """Rounds of writes are limited: somebody who undoes each of them does not make a flood."""
+    async with publishing(server, pool(*many(3)), burst=3, per_second=1000.0) as publisher:
+        for count in range(4, 9):
+            await became(publisher, pool(*many(count)))
+        assert len(published(server)) == 8
+
+
+async def test_moves_are_not_slowed_down(server: FakeApiServer) -> None:
+    """What the node itself wants anew does not wait as disagreements do: many devices may move in a row."""
+    async with publishing(server, pool(*many(3)), burst=3, per_second=0.01) as publisher, asyncio.timeout(20):
+        for count in range(4, 24):
+            await became(publisher, pool(*many(count)))
+        assert len(published(server)) == 23
+
+
+async def test_no_node_yet() -> None:
+    """Without a Node object nothing is published until there is one."""
+    with FakeApiServer() as server:
+        async with client(server) as cluster:
+            publisher = Publisher(cluster, NODE)
+            ticket = publisher.want(pool(*many(3)))
+            task = asyncio.create_task(publisher.run())
+            await asyncio.to_thread(server.wait_for, lambda it: bool(it.requests("GET", "/nodes/")))
+            server.create({"apiVersion": "v1", "kind": "Node", "metadata": {"name": NODE}})
+            async with asyncio.timeout(10):
+                await publisher.accepted(DRIVER, ticket)
+            task.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await task
+
+
+async def test_uninstall(server: FakeApiServer) -> None:
+    """Uninstalling removes the driver's slices and nobody else's."""
+    other = Pool("fpga.example.com", NODE, (Offer(snapshot(Device("f0"))),))
+    async with publishing(server, pool(*many(300)), other):
+        pass
+    async with client(server) as cluster:
+        assert await remove_slices(cluster, [DRIVER], NODE) == 5
+    assert published(server) == ["f0"]
+
+
+def test_another_node_is_refused() -> None:
+    """A publisher takes no pool of another node."""
+
+    async def attempt() -> None:
+        async with Cluster.from_server("http://127.0.0.1:1") as cluster:
+            Publisher(cluster, "node2").want(pool(Device("a")))
+
+    with pytest.raises(ValueError, match="node2"):
+        asyncio.run(attempt())
+
+
+faults = st.lists(
+    st.tuples(
+        st.sampled_from(["GET", "POST", "PUT", "DELETE", "*"]),
+        st.builds(Fault, code=st.sampled_from([0, 0, 409, 429, 500, 503]), done=st.booleans()),
+        st.integers(1, 3),
+    ),
+    max_size=6,
+)
+
+
+@given(
+    st.lists(recipes, min_size=1, max_size=3),
+    faults,
+    st.sets(st.sampled_from(sorted(FEATURES))),
+    st.sampled_from(["none", "wipe", "outage", "compact", "break"]),
+)
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # cancelled while connecting
+def test_publisher_reaches_what_is_wanted(
+    made: list[Recipe], faulty: list[tuple[str, Fault, int]], features: set[str], accident: str
+) -> None:
+    """Whatever goes wrong on the way, the server ends with what was wanted last, and a second run writes nothing."""
+
+    sequence = [recipe.pool() for recipe in made]
+
+    async def go(server: FakeApiServer) -> None:
+        async with publishing(server, sequence[0]) as publisher:
+            for method, fault, times in faulty:
+                server.fail(lambda request, method=method: method in ("*", request.method), fault, times)  # type: ignore[misc]
+            for wanted in sequence[1:]:
+                publisher.want(wanted)
+                await asyncio.sleep(0)
+            if accident == "wipe":
+                server.wipe(NODE)
+            elif accident == "outage":
+                await asyncio.to_thread(server.stop)
+                server.start()
+            elif accident == "compact":
+                server.compact()
+                server.break_watches()
+            elif accident == "break":
+                server.break_watches()
+            await publisher.accepted(DRIVER, publisher.state(DRIVER).wanted)
+            capabilities = Capabilities(**{name: name in features for name in FEATURES})
+            goal = sorted(fingerprint(body) for body in slices(sequence[-1], capabilities=capabilities))
+
+            def reached(it: FakeApiServer) -> bool:
+                bodies = it.objects()
+                whole = len({body["spec"]["pool"]["generation"] for body in bodies}) <= 1
+                return whole and sorted(fingerprint(body) for body in bodies) == goal
+
+            await asyncio.to_thread(server.wait_for, reached, 60.0)
+        server.heal()
+        server.forget_log()
+        async with publishing(server, sequence[-1]):
+            pass
+        assert server.writes == []
+
+    threads = threading.active_count()
+    with FakeApiServer(features=frozenset(features)) as server:
+        server.create({"apiVersion": "v1", "kind": "Node", "metadata": {"name": NODE}})
+        asyncio.run(go(server))
+    assert threading.active_count() <= threads + 40
+
+
+async def test_a_deletion_overtakes_the_answer_to_a_write(
+    server: FakeApiServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A slice that the kubelet deletes before the answer to its write has come is published again."""
+    replace, overtaken = Cluster.replace, 0
+
+    async with publishing(server, pool(*many(2))) as publisher:
+
+        async def late(cluster: Cluster, kind: Any, body: Any, *more: Any, **options: Any) -> Any:
+            nonlocal overtaken
+            answer = await replace(cluster, kind, body, *more, **options)
+            if not overtaken:
+                server.wipe(NODE)
+                async with asyncio.timeout(10):
+                    while not publisher._drivers[DRIVER].mirror._gone:  # noqa: ASYNC110  # nobody tells
+                        await asyncio.sleep(0.001)  # until the watch has told
+                overtaken += 1
+            return answer
+
+        monkeypatch.setattr(Cluster, "replace", late)
+        await publisher.accepted(DRIVER, publisher.want(pool(*many(3))))
+        await asyncio.to_thread(server.wait_for, lambda it: len(published(it)) == 3, 10.0)
+    assert overtaken == 1
+
+
+async def test_a_refusal_that_passes_is_tried_again_soon(server: FakeApiServer) -> None:
+    """A policy that was changed a moment ago may refuse what it will take; that costs no minutes."""
+    server.fail(lambda request: request.method == "POST" and "dryRun" not in request.query, Fault(code=422), 2)
+    async with publishing(server, pool(*many(2))):
+        assert len(published(server)) == 2

@@ -1,0 +1,220 @@
+"""Whose processes run: pod cgroups of every layout, and pod directories."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from deviceplugin.kubelet.cgroups import CgroupReader, PodProcesses, own_pod, read_directories
+from deviceplugin.testing.cgroups import CgroupLayout, CgroupTree
+
+U1 = "5f0a3b1e-8d1c-4a52-9a63-0d7f3f1f2b11"
+U2 = "7c1d4e9a-2b7f-4f63-8a3e-54a9d0f7c222"
+STATIC = "b3f1c0ffee00aa11bb22cc33dd44ee55"
+"""The UID of a static pod is a hash without hyphens."""
+LAYOUTS: list[CgroupLayout] = ["v2", "v2-systemd", "v1", "v1-systemd"]
+
+
+def running(root: Path) -> set[str] | None:
+    found = CgroupReader(root).running()
+    return None if found is None else set(found)
+
+
+@pytest.fixture(params=LAYOUTS)
+def tree(request: pytest.FixtureRequest, tmp_path: Path) -> CgroupTree:
+    made = CgroupTree(tmp_path / "cgroup", request.param)
+    made.create()
+    return made
+
+
+def test_a_pod_runs_from_its_first_process_to_its_last(tree: CgroupTree) -> None:
+    """With each layout a pod runs while a cgroup of it has a process; one without a process does not."""
+    assert running(tree.root) == set()
+    tree.add_pod(U1)
+    tree.add_pod(STATIC)
+    assert running(tree.root) == set()
+    tree.add_container(U1, "c1")
+    tree.add_container(U1, "c2")
+    tree.add_container(STATIC, "c3")
+    assert running(tree.root) == {U1, STATIC}
+    tree.remove_container(U1, "c1")
+    assert running(tree.root) == {U1, STATIC}
+    tree.remove_containers(U1)
+    assert running(tree.root) == {STATIC}
+    tree.remove_pod(STATIC)
+    assert running(tree.root) == set()
+
+
+def test_a_static_pod_may_choose_its_uid(tmp_path: Path) -> None:
+    """A manifest's own UID may be any name, with dots for instance; its cgroup is that of a pod all the same."""
+    made(tmp_path / "kubepods" / "besteffort" / "podslow.1", populated=True)
+    (tmp_path / "cgroup.controllers").touch()
+    assert running(tmp_path) == {"slow.1"}
+
+
+def made(path: Path, *, populated: bool, version: int = 2) -> None:
+    """Make a cgroup directory, with those above it."""
+    path.mkdir(parents=True)
+    if version == 2:
+        (path / "cgroup.events").write_text(f"populated {int(populated)}\nfrozen 0\n")
+    (path / "cgroup.procs").write_text("1234\n" if populated else "")
+
+
+@pytest.mark.parametrize(
+    ("path", "uid"),
+    [
+        # Guaranteed pods lie on the first level; kind and others nest the kubelet below its own cgroup root.
+        (f"kubepods/pod{U1}", U1),
+        (f"kubepods/burstable/pod{U1}", U1),
+        (f"kubelet/kubepods/besteffort/pod{U1}", U1),
+        (f"system.slice/docker-abc.scope/kubelet/kubepods/pod{STATIC}", STATIC),
+        (f"kubepods.slice/kubepods-pod{U1.replace('-', '_')}.slice", U1),
+        (f"kubepods.slice/kubepods-burstable.slice/kubepods-burstable-pod{U1.replace('-', '_')}.slice", U1),
+        (f"kubepods.slice/kubepods-besteffort.slice/kubepods-besteffort-pod{STATIC}.slice", STATIC),
+        (
+            "kubelet.slice/kubelet-kubepods.slice/kubelet-kubepods-burstable.slice/"
+            f"kubelet-kubepods-burstable-pod{U1.replace('-', '_')}.slice",
+            U1,
+        ),
+    ],
+)
+def test_where_pods_lie(tmp_path: Path, path: str, uid: str) -> None:
+    """A pod is found wherever the kubelet's cgroup root is, in each quality of service class."""
+    (tmp_path / "cgroup.controllers").touch()
+    made(tmp_path / path, populated=True)
+    assert running(tmp_path) == {uid}
+
+
+def test_only_pods_of_kubepods_count(tmp_path: Path) -> None:
+    """A cgroup that is called like a pod's elsewhere is none, and neither is a container called so in a pod."""
+    (tmp_path / "cgroup.controllers").touch()
+    made(tmp_path / "user.slice" / f"pod{U1}", populated=True)
+    assert running(tmp_path) is None
+    made(tmp_path / "kubepods" / f"pod{U2}", populated=False)
+    made(tmp_path / "kubepods" / f"pod{U2}" / f"pod{U1}", populated=True)
+    assert running(tmp_path) == set()
+
+
+def test_of_version_1_the_first_hierarchy_with_pods_counts(tmp_path: Path) -> None:
+    """A hierarchy without kubepods, as misc, proves nothing; a child of a container has the process."""
+    (tmp_path / "cpuset").mkdir()
+    made(tmp_path / "memory" / "kubepods" / f"pod{U1}", populated=False, version=1)
+    made(tmp_path / "memory" / "kubepods" / f"pod{U2}", populated=False, version=1)
+    made(tmp_path / "memory" / "kubepods" / f"pod{U2}" / "c" / "init.scope", populated=True, version=1)
+    assert running(tmp_path) == {U2}
+
+
+def test_of_version_2_the_events_file_counts(tmp_path: Path) -> None:
+    """It tells of the whole subtree, also where containers' cgroups are not readable."""
+    (tmp_path / "cgroup.controllers").touch()
+    for uid, populated in ((U1, True), (U2, False)):
+        made(tmp_path / "kubepods" / f"pod{uid}", populated=populated)
+        (tmp_path / "kubepods" / f"pod{uid}" / "cgroup.procs").write_text("")
+    assert running(tmp_path) == {U1}
+
+
+def test_no_tree_is_not_an_empty_tree(tmp_path: Path) -> None:
+    """Without a kubepods directory nothing is known of any pod."""
+    assert running(tmp_path / "missing") is None
+    assert running(tmp_path) is None
+    (tmp_path / "cgroup.controllers").touch()
+    (tmp_path / "system.slice").mkdir()
+    assert running(tmp_path) is None
+
+
+def test_of_version_1_a_containers_cgroup_counts_as_a_process(tmp_path: Path) -> None:
+    """The kernel leaves processes of other PID namespaces out of the file, so an agent in a pod reads it empty."""
+    made(tmp_path / "memory" / "kubepods" / f"pod{U1}", populated=False, version=1)
+    made(tmp_path / "memory" / "kubepods" / f"pod{U1}" / "container", populated=False, version=1)
+    made(tmp_path / "memory" / "kubepods" / f"pod{U2}", populated=False, version=1)
+    assert running(tmp_path) == {U1}
+
+
+def test_of_version_1_the_controller_pids_counts_all_processes(tmp_path: Path) -> None:
+    """It counts processes that the agent cannot see; a container's cgroup that was left behind holds none."""
+    made(tmp_path / "blkio" / "kubepods" / f"pod{U1}" / "left", populated=False, version=1)
+    for uid, count in ((U1, 0), (U2, 2)):
+        made(tmp_path / "pids" / "kubepods" / f"pod{uid}" / "container", populated=False, version=1)
+        (tmp_path / "pids" / "kubepods" / f"pod{uid}" / "pids.current").write_text(f"{count}\n")
+    assert running(tmp_path) == {U2}
+
+
+def test_a_tree_without_the_agents_own_pod_tells_nothing(tmp_path: Path) -> None:
+    """It is a former kubelet's, or another's: processes of this kubelet's pods are elsewhere."""
+    (tmp_path / "cgroup.controllers").touch()
+    made(tmp_path / "kubepods" / f"pod{U2}", populated=True)
+    made(tmp_path / "kubepods" / f"pod{U2}" / "container" / "kubepods" / f"pod{U1}", populated=True)
+    assert CgroupReader(tmp_path, U1).running() is None
+    assert CgroupReader(tmp_path, U2).running() == frozenset({U2})
+
+
+def test_the_agents_own_pod_is_found_by_its_hosts_file(tmp_path: Path) -> None:
+    """The kubelet mounts one into each container; only a pod that has a directory at this kubelet counts."""
+    mounts = tmp_path / "mountinfo"
+    assert own_pod(tmp_path, str(mounts)) == ""
+    rest = "rw,relatime - ext4 /dev/vda1 rw\n"
+    mounts.write_text(
+        f"600 590 8:1 /lib/kubelet/pods/{U2}/etc-hosts /other {rest}"
+        f"601 590 8:1 /lib/kubelet/pods/{U1}/etc-hosts /etc/hosts {rest}"
+        f"602 590 8:1 /etc/resolv.conf /etc/resolv.conf {rest}"
+    )
+    assert own_pod(tmp_path, str(mounts)) == ""
+    for uid in (U1, U2):
+        (tmp_path / "pods" / uid).mkdir(parents=True)
+    assert own_pod(tmp_path, str(mounts)) == U1
+
+
+@pytest.mark.parametrize("name", ["kubepods", "kubepods/burstable"])
+def test_a_tree_that_cannot_be_listed_tells_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    """A directory of pods that may not be read is not one without pods; one that has just gone is."""
+    (tmp_path / "cgroup.controllers").touch()
+    made(tmp_path / "kubepods" / f"pod{U1}", populated=True)
+    made(tmp_path / "kubepods" / "burstable", populated=True)
+    error: OSError = PermissionError(13, "Permission denied")
+    real = os.scandir
+
+    def scandir(path: str) -> Iterator[os.DirEntry[str]]:
+        if path == str(tmp_path / name):
+            raise error
+        return real(path)
+
+    monkeypatch.setattr(os, "scandir", scandir)
+    assert running(tmp_path) is None
+    error = FileNotFoundError(2, "No such file or directory")
+    assert running(tmp_path) == (set() if name == "kubepods" else {U1})
+
+
+@pytest.mark.parametrize("name", ["cgroup.events", "cgroup.procs"])
+def test_a_cgroup_that_cannot_be_read_counts_as_running(tmp_path: Path, name: str) -> None:
+    """An unreadable file is no sign that nothing runs."""
+    (tmp_path / "cgroup.controllers").touch()
+    (tmp_path / "kubepods" / f"pod{U1}" / name).mkdir(parents=True)
+    assert running(tmp_path) == {U1}
+
+
+def test_pod_directories(tmp_path: Path) -> None:
+    """Each directory is called after its pod's UID; a kubelet root that is not mounted tells nothing."""
+    assert read_directories(tmp_path) is None
+    (tmp_path / "pods").mkdir()
+    assert read_directories(tmp_path) == frozenset()
+    (tmp_path / "pods" / U1).mkdir()
+    assert read_directories(tmp_path) == frozenset({U1})
+
+
+@pytest.mark.parametrize(
+    ("seen", "reason"),
+    [
+        (PodProcesses(frozenset({U1})), "processes of its pod run"),
+        (PodProcesses(frozenset({U2})), ""),
+        (PodProcesses(frozenset(), frozenset({U1})), ""),
+        (PodProcesses(None, frozenset({U1})), "cgroups are not visible, and its pod's directory exists"),
+        (PodProcesses(None, frozenset({U2})), ""),
+        (PodProcesses(), "neither cgroups nor pod directories are visible"),
+    ],
+)
+def test_whether_a_pod_may_run(seen: PodProcesses, reason: str) -> None:
+    """Cgroups decide; without them the pod's directory; without either it may run."""
+    assert seen.may_run(U1) == reason

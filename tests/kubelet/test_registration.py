@@ -1,0 +1,610 @@
+"""Keeping a resource registered: the decisions alone, then against a kubelet that misbehaves."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import errno
+import itertools
+import logging
+import os
+import re
+import shutil
+import socket
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from deviceplugin.device import Device, Health
+from deviceplugin.inventory import Inventory
+from deviceplugin.kubelet.podresources import AllocationsInFlight
+from deviceplugin.kubelet.registration import (
+    MAX_SOCKET_PATH,
+    Backoff,
+    DirectoryError,
+    Identity,
+    InstanceError,
+    InstanceLock,
+    Registration,
+    Seen,
+    Step,
+    Timing,
+    glob_escape,
+    identity,
+    next_step,
+    slug,
+    socket_name,
+)
+from deviceplugin.kubelet.servicer import Endpoint
+from deviceplugin.node.agent import Agent, AgentError
+from deviceplugin.node.paths import Paths
+from deviceplugin.sources.simulated import SimulatedSource
+from deviceplugin.testing import FakeKubelet, Served, serve
+
+R = "example.com/r"
+OLD, NEW = Identity(1, 2, 3), Identity(1, 2, 4)
+
+TAKEOVER = Timing(takeover=0.2)
+
+Serve = Callable[..., Served]
+
+
+def source(count: int = 2, resource: str = R) -> SimulatedSource:
+    return SimulatedSource(count, resource=resource)
+
+
+def sockets(kubelet: FakeKubelet) -> set[str]:
+    """The plugins' sockets in the directory."""
+    return {path.name for path in kubelet.device_plugin_dir.glob("*.sock")} - {"kubelet.sock"}
+
+
+# What to do next.
+
+
+def seen(
+    *,
+    kubelet: Identity | None = NEW,
+    served: bool = True,
+    live: bool = True,
+    listened: bool = True,
+    registered: Identity | None = NEW,
+    since: float = 1.0,
+    ready: bool = True,
+) -> Seen:
+    return Seen(kubelet, served, live, listened, registered, since, ready)
+
+
+def test_all_is_well() -> None:
+    """Registered with the kubelet that is there, which listens: nothing to do."""
+    assert next_step(seen(), 5.0) is Step.REST
+
+
+@pytest.mark.parametrize(
+    ("now", "step"),
+    [
+        (seen(ready=False, kubelet=None), Step.WAIT_FOR_DEVICES),
+        (seen(kubelet=None), Step.WAIT_FOR_KUBELET),
+        (seen(registered=None, live=False), Step.REGISTER),
+        (seen(registered=OLD), Step.REGISTER),
+        (seen(served=False), Step.REGISTER),
+        (seen(live=False), Step.REGISTER),
+        (seen(live=False, listened=False, since=4.9), Step.WAIT_FOR_STREAM),
+        (seen(live=False, listened=False, since=5.0), Step.REGISTER),
+    ],
+    ids=[
+        "no list yet",
+        "no kubelet",
+        "never registered",
+        "kubelet.sock is another one",
+        "own socket is gone",
+        "the stream ended",
+        "the kubelet has not listened yet",
+        "the kubelet does not listen",
+    ],
+)
+def test_each_thing_that_can_be_wrong_has_its_step(now: Seen, step: Step) -> None:
+    """Each thing that may be wrong leads to the one step that mends it."""
+    assert next_step(now, 5.0) is step
+
+
+_identities = st.sampled_from([None, OLD, NEW])
+_seen = st.builds(Seen, _identities, *[st.booleans()] * 3, _identities, st.floats(0, 10), st.booleans())
+
+
+@given(_seen)
+def test_rests_only_when_the_kubelet_can_use_it(now: Seen) -> None:
+    """It rests only while this kubelet is registered with and listening, and never registers with nobody."""
+    step = next_step(now, 5.0)
+    if step is Step.REST:
+        assert now.kubelet == now.registered is not None
+        assert now.served
+        assert now.live
+    if step is Step.REGISTER:
+        assert now.kubelet is not None
+        assert now.ready
+
+
+def test_backoff_doubles_with_jitter_up_to_its_most() -> None:
+    """Each delay is between half and whole of a doubling one, which stays at its most for ever."""
+    backoff = Backoff(first=1.0, most=8.0)
+    for whole in (1.0, 2.0, 4.0, 8.0, 8.0):
+        assert whole / 2 <= backoff.next() <= whole
+    backoff.tries = 10_000
+    assert 4.0 <= backoff.next() <= 8.0
+    backoff.reset()
+    assert backoff.next() <= 1.0
+
+
+# Names.
+
+_labels = st.from_regex(r"[a-z0-9]([a-z0-9-]{0,50}[a-z0-9])?", fullmatch=True)
+_resources = st.builds("{}.com/{}".format, _labels, st.from_regex(r"[A-Za-z0-9][\w.-]{0,62}", fullmatch=True))
+
+
+@given(_resources, st.sampled_from(["/var/lib/kubelet/device-plugins", "/d", "/" + "x" * 80]))
+def test_socket_path_always_fits(resource: str, directory: str) -> None:
+    """Whatever the resource is called, the socket's path fits 107 bytes and is a plain file name."""
+    name = socket_name(resource, directory, "0" * 8)
+    assert len(f"{directory}/{name}".encode()) <= MAX_SOCKET_PATH
+    assert re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*\.sock", name)
+
+
+@given(st.lists(_resources, min_size=2, max_size=2, unique=True))
+def test_two_resources_never_share_a_name(resources: list[str]) -> None:
+    """Names that differ only in what a file name cannot hold, or beyond what fits, stay different."""
+    one, two = resources
+    assert slug(one) != slug(two)
+    directory = "/" + "x" * 79
+    assert socket_name(one, directory, "0" * 8) != socket_name(two, directory, "0" * 8)
+
+
+def test_directory_without_room_is_an_error_that_names_it() -> None:
+    """A directory whose own path leaves no room for a socket is an error, not a truncated name."""
+    directory = "/" + "x" * 90
+    with pytest.raises(DirectoryError, match="too long for a unix socket"):
+        socket_name(R, directory, "0" * 8)
+
+
+def test_glob_escape_matches_just_the_text(tmp_path: Path) -> None:
+    """A resource name with wildcards in it matches its own files only."""
+    (tmp_path / "a[b]*").touch()
+    (tmp_path / "abc").touch()
+    assert [path.name for path in tmp_path.glob(glob_escape("a[b]*"))] == ["a[b]*"]
+
+
+# One instance a node.
+
+
+def test_lock_is_held_by_one(tmp_path: Path) -> None:
+    """A second instance does not get the lock, learns who has it, and gets it when the first one goes."""
+    one, two = InstanceLock(tmp_path, R), InstanceLock(tmp_path, R)
+    assert one.acquire()
+    assert one.acquire()
+    assert not two.acquire()
+    assert f"pid {os.getpid()}" in two.owner()
+    one.release()
+    assert not one.held
+    assert two.acquire()
+    two.release()
+
+
+def test_lock_on_a_removed_file_is_taken_again(tmp_path: Path) -> None:
+    """When somebody cleans the directory, the lock notices that its file is not the one there."""
+    lock = InstanceLock(tmp_path, R)
+    assert lock.acquire()
+    lock.path.unlink()
+    assert not lock.held
+    assert lock.acquire()
+    assert lock.path.exists()
+    lock.release()
+    lock.path.unlink()
+    assert lock.owner() == "unknown"
+
+
+def test_locks_of_two_resources_are_two(tmp_path: Path) -> None:
+    """Each resource has a lock of its own."""
+    one, two = InstanceLock(tmp_path, R), InstanceLock(tmp_path, "example.com/other")
+    assert one.acquire()
+    assert two.acquire()
+    one.release()
+    two.release()
+
+
+def test_lock_where_nothing_can_be_written_says_so(tmp_path: Path) -> None:
+    """A lock file that cannot be made is an error that names it and says what is needed."""
+    lock = InstanceLock(tmp_path / "missing", R)
+    with pytest.raises(DirectoryError, match=rf"^{re.escape(str(lock.path))}: .*needs write access.*free space"):
+        lock.acquire()
+
+
+def test_full_disk_at_the_first_start(
+    fake_kubelet: FakeKubelet, served: Serve, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A resource is registered though the disk has no room for the text in its lock file, and a second one waits."""
+
+    def full(*_: object) -> int:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "pwrite", full)
+    served(source())
+    fake_kubelet.wait_allocatable(R, 2)
+    second = InstanceLock(fake_kubelet.device_plugin_dir, R)
+    assert second.path.read_text() == ""
+    assert not second.acquire()
+
+
+def test_identity_tells_a_new_file_of_the_same_name(tmp_path: Path) -> None:
+    """A file that took another one's name later is another one, even on the same inode."""
+    path = tmp_path / "f"
+    assert identity(path) is None
+    path.touch()
+    before = identity(path)
+    path.unlink()
+    path.touch()
+    os.utime(path, ns=(1, 1))
+    assert identity(path) not in (None, before)
+
+
+# Against a kubelet.
+
+
+def test_directory_that_is_none_is_said(tmp_path: Path) -> None:
+    """A file in the place of the device plugin directory is an error, not something to wait for."""
+    (tmp_path / "device-plugins").touch()
+    agent = Agent([source()], Paths(tmp_path))
+    with pytest.raises(AgentError, match="is not a directory"):
+        asyncio.run(agent.run())
+
+
+def test_dead_socket_of_before_a_reboot_is_replaced(kubelet_root: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """A kubelet.sock that nobody serves is tried ever more slowly; the kubelet that replaces it is told at once."""
+    caplog.set_level(logging.INFO, "deviceplugin")
+    with FakeKubelet(kubelet_root) as kubelet:
+        kubelet.stop()
+        kubelet.socket.unlink()
+        with socket.socket(socket.AF_UNIX) as dead:
+            dead.bind(str(kubelet.socket))
+        with serve(source(), kubelet, timeout=None) as agent:
+            wait(lambda: R in agent.agent.services and agent.agent.services[R].registration.statistics.failures > 3)
+            kubelet.start()
+            agent.wait_registered()
+    said = [record.getMessage() for record in caplog.records if "does not answer" in record.getMessage()]
+    assert len(said) == 1
+
+
+def test_directory_that_is_made_anew_is_served_in(fake_kubelet: FakeKubelet, served: Serve) -> None:
+    """Somebody removed the whole directory, and the kubelet came back with another one: it is registered with."""
+    served(source())
+    fake_kubelet.stop()
+    while fake_kubelet.device_plugin_dir.exists():  # the agent may just make its socket in it
+        shutil.rmtree(fake_kubelet.device_plugin_dir, ignore_errors=True)
+    fake_kubelet.start()
+    again = fake_kubelet.wait_registered(R, 2)
+    fake_kubelet.wait_allocatable(R, 2)
+    assert sockets(fake_kubelet) == {again.endpoint}
+
+
+def test_serves_and_then_registers(fake_kubelet: FakeKubelet, served: Serve) -> None:
+    """Register names the version, the socket's file name and the options, and the kubelet can dial back at once."""
+    served(source())
+    registration = fake_kubelet.wait_registered(R)
+    assert registration.request.version == "v1beta1"
+    assert "/" not in registration.endpoint
+    assert sockets(fake_kubelet) == {registration.endpoint}
+    assert registration.request.options == registration.options
+    assert not registration.request.options.pre_start_required
+    fake_kubelet.wait_allocatable(R, 2)
+
+
+def test_end_leaves_nothing_but_the_lock_file(fake_kubelet: FakeKubelet, served: Serve) -> None:
+    """At its end an agent removes its sockets; the kubelet's stays, and the streams end."""
+    agent = served(source(), source(resource="example.com/s"))
+    assert len(sockets(fake_kubelet)) == 2
+    agent.stop()
+    assert sockets(fake_kubelet) == set()
+    assert fake_kubelet.socket.exists()
+    fake_kubelet.wait_until(lambda: fake_kubelet.streams(R) == 0)
+
+
+def test_waits_for_a_kubelet_that_is_not_there_and_says_so_once(
+    kubelet_root: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Without a kubelet it waits, says so once, and registers as soon as there is one."""
+    caplog.set_level(logging.INFO, "deviceplugin")
+    with FakeKubelet(kubelet_root) as kubelet:
+        kubelet.stop()
+        kubelet.socket.unlink()
+        with serve(source(), kubelet, timeout=None, timing=Timing(look=0.01)) as agent:
+            wait(lambda: "waiting for the kubelet" in caplog.text)
+            for _ in range(3):
+                agent.agent.services[R].registration.wake()
+            kubelet.start()
+            agent.wait_registered()
+    said = [record.getMessage() for record in caplog.records if "waiting for the kubelet" in record.getMessage()]
+    assert len(said) == 1
+    assert "kubelet.sock is not there" in said[0]
+
+
+def test_waits_for_a_directory_that_is_not_there(tmp_path: Path, kubelet_root: Path) -> None:
+    """The device plugin directory may come with the kubelet."""
+    with FakeKubelet(kubelet_root) as kubelet:
+        kubelet.stop()
+        for path in kubelet.device_plugin_dir.iterdir():
+            path.unlink()
+        kubelet.device_plugin_dir.rmdir()
+        with serve(source(), kubelet, timeout=None) as agent:
+            wait(lambda: R in agent.agent.services)
+            kubelet.start()
+            agent.wait_registered()
+
+
+@pytest.mark.parametrize("wipe", [True, False])
+def test_registers_again_after_a_kubelet_restart(fake_kubelet: FakeKubelet, served: Serve, *, wipe: bool) -> None:
+    """A restarted kubelet is registered with again, whether it deleted the plugins' sockets or not."""
+    agent = served(source())
+    first = fake_kubelet.wait_registered(R)
+    for count in (2, 3):
+        fake_kubelet.restart(wipe=wipe)
+        again = fake_kubelet.wait_registered(R, count)
+        fake_kubelet.wait_allocatable(R, 2)
+        assert sockets(fake_kubelet) == {again.endpoint}
+        assert (again.endpoint == first.endpoint) or wipe
+        # The fake knows of a registration before the agent has the answer; the next restart is to come after it.
+        wait(lambda: agent.agent.status().resources[0].registration.kubelet_restarts == count - 1)  # noqa: B023
+
+
+def test_registers_again_when_only_the_kubelets_socket_is_new(fake_kubelet: FakeKubelet, served: Serve) -> None:
+    """A kubelet that made its socket anew, without a restart, has forgotten nothing, but is registered with again."""
+    served(source())
+    fake_kubelet.recreate_socket()
+    fake_kubelet.wait_registered(R, 2)
+    fake_kubelet.wait_allocatable(R, 2)
+    fake_kubelet.wait_until(lambda: fake_kubelet.streams(R) == 1)
+
+
+def test_registers_again_when_its_own_socket_is_gone(fake_kubelet: FakeKubelet, served: Serve) -> None:
+    """Somebody deleted the plugin's socket: it serves on a new one and registers again."""
+    served(source())
+    first = fake_kubelet.wait_registered(R)
+    (fake_kubelet.device_plugin_dir / first.endpoint).unlink()
+    second = fake_kubelet.wait_registered(R, 2)
+    assert second.endpoint != first.endpoint
+    fake_kubelet.wait_allocatable(R, 2)
+
+
+def test_registers_again_when_a_stream_is_dropped(
+    fake_kubelet: FakeKubelet, served: Serve, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A ListAndWatch that ends while kubelet and plugin live is mended at once, on the same socket, and said."""
+    caplog.set_level(logging.INFO, "deviceplugin")
+    served(source())
+    first = fake_kubelet.wait_registered(R)
+    drop_stream(fake_kubelet)
+    assert fake_kubelet.wait_registered(R, 2).endpoint == first.endpoint
+    fake_kubelet.wait_allocatable(R, 2)
+    assert "the kubelet listens no more; registering again" in caplog.text
+
+
+def test_streams_that_drop_for_ever_are_not_hurried(fake_kubelet: FakeKubelet, served: Serve) -> None:
+    """A kubelet that drops every stream is registered with ever more slowly (kubernetes#124716)."""
+    served(source())
+    for count in range(2, 8):
+        drop_stream(fake_kubelet)
+        fake_kubelet.wait_registered(R, count)
+    times = [registration.at for registration in fake_kubelet.registrations]
+    gaps = [later - earlier for earlier, later in itertools.pairwise(times)]
+    assert gaps[-1] > 0.05, gaps
+
+
+def test_kubelet_that_takes_the_registration_but_does_not_listen(
+    fake_kubelet: FakeKubelet, served: Serve, caplog: pytest.LogCaptureFixture
+) -> None:
+    """No live ListAndWatch for some seconds after Register: it registers again."""
+    agent = served(source(), timing=Timing(patience=0.1))
+    fake_kubelet.wait_until(lambda: len(fake_kubelet.updates(R)) == 1)
+    agent.agent.services[R].endpoint.streams_begun = 0  # as if the stream that ends now had never been
+    drop_stream(fake_kubelet)
+    fake_kubelet.wait_registered(R, 2)
+    assert "took the registration but does not listen" in caplog.text
+
+
+def test_refused_registration_is_said_and_tried_again(
+    fake_kubelet: FakeKubelet, served: Serve, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A kubelet that refuses is asked again, slower each time; the refusal is said once, with its reason."""
+    fake_kubelet.reject_registrations(4, "not today")
+    served(source())
+    assert len(fake_kubelet.rejections) == 4
+    said = [record for record in caplog.records if "refused the registration" in record.getMessage()]
+    assert len(said) == 1
+    assert "not today" in said[0].getMessage()
+    assert said[0].levelno == logging.ERROR
+    times = [rejection.at for rejection in fake_kubelet.rejections]
+    assert times[3] - times[2] >= 0.02  # half of the third delay; the first is 0.01 at the most
+
+
+def test_frozen_kubelet_costs_nobody_else_anything(fake_kubelet: FakeKubelet, served: Serve) -> None:
+    """A kubelet that answers nothing is given up in time, and is registered with when it answers again."""
+    agent = served(source(), timing=Timing(register=0.1, stream=0.1))
+    fake_kubelet.freeze()
+    fake_kubelet.recreate_socket()
+    statistics = agent.agent.services[R].registration.statistics
+    wait(lambda: statistics.failures >= 2)
+    fake_kubelet.thaw()
+    fake_kubelet.wait_registered(R, 2)
+    fake_kubelet.wait_allocatable(R, 2)
+
+
+def test_old_stream_ends_before_the_new_registration(fake_kubelet: FakeKubelet, served: Serve) -> None:
+    """The kubelet drops whoever is registered when an old stream ends late: there is never more than one."""
+    served(source())
+    for count in range(2, 6):
+        fake_kubelet.recreate_socket()
+        fake_kubelet.wait_registered(R, count)
+        fake_kubelet.wait_allocatable(R, 2)
+        fake_kubelet.wait_until(lambda: fake_kubelet.streams(R) == 1)
+    assert fake_kubelet.allocatable(R) == 2
+
+
+def test_many_resources_register_one_after_another(fake_kubelet: FakeKubelet, served: Serve) -> None:
+    """Register is serialised between the resources of a process."""
+    names = [f"example.com/r{number}" for number in range(8)]
+    fake_kubelet.register_delay = 0.01
+    served(*(source(1, name) for name in names))
+    calls = sorted((r.at, r.answered) for r in fake_kubelet.registrations)
+    assert len(calls) == 8
+    for (_, answered), (at, _) in itertools.pairwise(calls):
+        assert at >= answered - 0.005
+    fake_kubelet.restart()
+    for name in names:
+        fake_kubelet.wait_allocatable(name, 1)
+
+
+def test_kubelet_restart_while_others_wait_for_their_turn(fake_kubelet: FakeKubelet, served: Serve) -> None:
+    """Sockets that a restart deletes while their resources wait for their turn are not registered.
+
+    The kubelet would dial a lost socket for 10 s, and everybody else would wait that long.
+    """
+    names = [f"example.com/r{number}" for number in range(8)]
+    served(*(source(1, name) for name in names))
+    for _ in range(3):
+        fake_kubelet.register_delay = 0.02
+        fake_kubelet.recreate_socket()
+        fake_kubelet.wait_until(lambda: len(fake_kubelet.registrations) % 8 == 2)
+        fake_kubelet.register_delay = 0.0
+        fake_kubelet.restart()
+        for name in names:
+            fake_kubelet.wait_allocatable(name, 1, timeout=3.0)
+        fake_kubelet.registrations.clear()
+
+
+def test_register_at_a_kubelet_that_is_replaced_meanwhile_is_given_up(fake_kubelet: FakeKubelet, served: Serve) -> None:
+    """A kubelet that hangs in Register and is replaced costs nothing but the moment."""
+    agent = served(source())
+    fake_kubelet.register_delay = 60.0
+    fake_kubelet.recreate_socket()
+    wait(lambda: not agent.agent.status().resources[0].registered)
+    fake_kubelet.register_delay = 0.0
+    fake_kubelet.restart()
+    fake_kubelet.wait_allocatable(R, 2, timeout=3.0)
+
+
+def test_two_instances_get_a_clear_error(fake_kubelet: FakeKubelet, served: Serve) -> None:
+    """A second instance of a resource on the node ends with an error that names the first; the first one goes on."""
+    served(source())
+    with pytest.raises(AgentError) as caught, serve(source(), fake_kubelet, timeout=None, timing=TAKEOVER) as second:
+        wait(lambda: second.error is not None)
+    assert f"{R} is served on this node by another process already (pid {os.getpid()}" in str(caught.value)
+    assert fake_kubelet.allocatable(R) == 2
+    assert len(fake_kubelet.registrations) == 1
+
+
+def test_second_instance_takes_over_when_the_first_ends(fake_kubelet: FakeKubelet, served: Serve) -> None:
+    """A new instance waits a little for the old one to go: a rolling update is no error."""
+    first = served(source())
+    second = served(source(3), timeout=None)
+    first.stop()
+    second.wait_registered()
+    fake_kubelet.wait_allocatable(R, 3)
+
+
+def test_foreign_sockets_are_never_touched(fake_kubelet: FakeKubelet, served: Serve) -> None:
+    """Sockets of others stay, alive or dead, however alike their names; own leavings of a killed instance go."""
+    directory = fake_kubelet.device_plugin_dir
+    own = socket_name(R, str(directory), "0" * 8)
+    names = {
+        "other.sock": False,
+        own.replace("-00000000", "-0000"): False,
+        own.replace("-00000000", "-notahexa"): False,
+        socket_name(R + "x", str(directory), "0" * 8): False,
+        own.replace("00000000", "11111111"): True,  # somebody listens there
+        own: False,
+    }
+    with contextlib.ExitStack() as stack:
+        for name, listening in names.items():
+            made = socket.socket(socket.AF_UNIX)
+            made.bind(str(directory / name))
+            if listening:
+                made.listen()
+                stack.enter_context(made)
+            else:
+                made.close()
+        served(source()).stop()
+        assert sockets(fake_kubelet) == names.keys() - {own}
+
+
+def test_directory_that_may_not_be_written_is_an_error(kubelet_root: Path) -> None:
+    """A device plugin directory that is none, or may not be written, ends the agent with a clear error."""
+    with FakeKubelet(kubelet_root) as kubelet:
+        kubelet.stop()
+        inventory = Inventory(R)
+        inventory.publish([Device("a")])
+        file = kubelet_root / "file"
+        file.mkdir()
+        registration = Registration(Endpoint(source(), inventory, AllocationsInFlight()), file)
+        (file / registration._lock.path.name).mkdir()
+
+        async def run() -> None:
+            async with asyncio.timeout(5):
+                await registration.run()
+
+        with pytest.raises(DirectoryError, match="needs write access to the kubelet's device plugin directory"):
+            asyncio.run(run())
+
+
+def test_lock_of_another_process_is_said_with_its_owner(kubelet_root: Path) -> None:
+    """Registration alone raises InstanceError when its time for a takeover is over."""
+    inventory = Inventory(R)
+    inventory.publish([Device("a")])
+    registration = Registration(
+        Endpoint(source(), inventory, AllocationsInFlight()), kubelet_root, timing=Timing(takeover=0.05)
+    )
+    other = InstanceLock(kubelet_root, R)
+    assert other.acquire()
+    with pytest.raises(InstanceError, match=r"stop it, or give this one another resource name"):
+        asyncio.run(registration.run())
+    other.release()
+    assert "Registration of example.com/r" in repr(registration)
+
+
+def test_health_survives_a_restart(fake_kubelet: FakeKubelet, served: Serve) -> None:
+    """What is unhealthy is so for the next kubelet, too."""
+    devices = source()
+    served(devices)
+    devices.set_health("sim-1", Health.UNHEALTHY)
+    fake_kubelet.wait_allocatable(R, 1)
+    fake_kubelet.restart()
+    fake_kubelet.wait_registered(R, 2)
+    fake_kubelet.wait_devices(R, 1)
+    assert fake_kubelet.devices(R)["sim-1"].health == "Unhealthy"
+
+
+# Helpers.
+
+
+def drop_stream(kubelet: FakeKubelet) -> None:
+    """End the stream that is open now, once it is."""
+    kubelet.wait_until(lambda: len(kubelet.updates(R)) == len(kubelet.registrations))
+    kubelet.drop_streams(R)
+
+
+def wait(condition: Callable[[], bool], timeout: float = 10.0) -> None:
+    """Wait until something is so that nobody tells of; a look every ms."""
+    import time
+
+    until = time.monotonic() + timeout
+    while not condition():
+        assert time.monotonic() < until, "waited too long"
+        time.sleep(0.001)
+
+
+@pytest.fixture
+def kubelet_root() -> Iterator[Path]:
+    """A short path: sockets lie below it."""
+    import tempfile
+
+    with tempfile.TemporaryDirectory(prefix="r-", dir="/tmp") as root:
+        yield Path(root)

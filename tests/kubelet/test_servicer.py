@@ -1,0 +1,932 @@
+"""The five calls of one resource, through a real channel."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import threading
+from collections.abc import AsyncIterator, Callable, Collection, Iterator, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import grpc
+import grpc.aio
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from deviceplugin.device import ContainerEdits, Device, DeviceNode, Health, Mount
+from deviceplugin.inventory import Inventory, Snapshot, merged
+from deviceplugin.kubelet import device_list
+from deviceplugin.kubelet.allocation_gate import AllowAll, Refusal
+from deviceplugin.kubelet.device_list import entries
+from deviceplugin.kubelet.exclusion_guard import ExclusionGuard
+from deviceplugin.kubelet.podresources import AllocationsInFlight
+from deviceplugin.kubelet.preference import as_names
+from deviceplugin.kubelet.servicer import Endpoint
+from deviceplugin.sharing import device_of, replicas_of
+from deviceplugin.source import DeviceSource
+from deviceplugin.wire import deviceplugin_pb2 as pb
+from deviceplugin.wire import deviceplugin_pb2_grpc as pb_grpc
+
+R = "example.com/r"
+EOF: Any = grpc.aio.EOF  # type: ignore[attr-defined]  # unknown to grpc-stubs
+OPTIONS = (
+    ("grpc.default_authority", "localhost"),
+    ("grpc.use_local_subchannel_pool", 1),
+    ("grpc.max_receive_message_length", -1),
+)
+
+
+class Source(DeviceSource):
+    """No hooks at all."""
+
+    resource = R
+
+    def watch(self) -> Iterator[Sequence[Device]]:
+        """Never asked here."""
+        yield []
+
+
+class Served:
+    """An endpoint behind a server, and a stub that calls it."""
+
+    def __init__(self, source: DeviceSource, stub: Any, **options: Any) -> None:
+        self.inventory = Inventory(R)
+        self.granted: list[str] = []
+        self.in_flight = AllocationsInFlight()
+        self.endpoint = Endpoint(source, self.inventory, self.in_flight, granted=self.granted.extend, **options)
+        self.stub = stub
+
+    def publish(self, *devices: Device | str) -> None:
+        self.inventory.publish([Device(one) if isinstance(one, str) else one for one in devices])
+
+    async def allocate(self, *containers: str) -> list[pb.ContainerAllocateResponse]:
+        requests = [pb.ContainerAllocateRequest(devices_ids=names.split()) for names in containers]
+        response = await self.stub.Allocate(pb.AllocateRequest(container_requests=requests), timeout=10)
+        return list(response.container_responses)
+
+    async def prefer(self, available: str, must: str, size: int) -> list[str]:
+        request = pb.ContainerPreferredAllocationRequest(
+            available_deviceIDs=available.split(), must_include_deviceIDs=must.split(), allocation_size=size
+        )
+        response = await self.stub.GetPreferredAllocation(
+            pb.PreferredAllocationRequest(container_requests=[request]), timeout=10
+        )
+        return list(response.container_responses[0].deviceIDs)
+
+    @contextlib.asynccontextmanager
+    async def listening(self) -> AsyncIterator[Lists]:
+        call = self.stub.ListAndWatch(pb.Empty())
+        try:
+            yield Lists(call)
+        finally:
+            call.cancel()
+            async with asyncio.timeout(5):
+                await self.endpoint._streams_gone.wait()
+
+
+class Lists:
+    """The lists of one stream."""
+
+    def __init__(self, call: Any) -> None:
+        self.call = call
+
+    async def next(self) -> dict[str, str]:
+        """The next list: health by id."""
+        async with asyncio.timeout(5):
+            message = await self.call.read()
+        assert message is not EOF
+        return {device.ID: device.health for device in message.devices}
+
+    async def ended(self) -> bool:
+        async with asyncio.timeout(5):
+            return await self.call.read() is EOF
+
+
+Serve = Callable[..., Any]
+
+
+@pytest.fixture
+async def serve(tmp_path: Path) -> AsyncIterator[Serve]:
+    """Give a function that serves a source with these devices."""
+    async with contextlib.AsyncExitStack() as stack:
+
+        async def start(source: DeviceSource, *devices: Device | str, **options: Any) -> Served:
+            address = f"unix:{tmp_path / source.resource.rpartition('/')[2]}.sock"
+            channel = await stack.enter_async_context(grpc.aio.insecure_channel(address, options=OPTIONS))
+            served = Served(source, pb_grpc.DevicePluginStub(channel), **options)
+            server = grpc.aio.server(options=(("grpc.max_send_message_length", -1),))
+            pb_grpc.add_DevicePluginServicer_to_server(served.endpoint, server)
+            server.add_insecure_port(address)
+            await server.start()
+            stack.push_async_callback(server.stop, 0)
+            if devices:
+                served.publish(*devices)
+            return served
+
+        yield start
+
+
+@contextlib.contextmanager
+def refused(code: grpc.StatusCode, *texts: str) -> Iterator[None]:
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        yield
+    assert caught.value.code() is code
+    for text in texts:
+        assert text in (caught.value.details() or "")
+
+
+# GetDevicePluginOptions.
+
+
+async def test_options_say_what_is_there(serve: Serve) -> None:
+    """PreStartContainer is announced only by a source that has `reset`; a preference can always be given."""
+
+    class Resetting(Source):
+        resource = "example.com/s"
+
+        def reset(self, devices: Sequence[Device]) -> None: ...
+
+    plain = await (await serve(Source())).stub.GetDevicePluginOptions(pb.Empty())
+    resetting = await (await serve(Resetting())).stub.GetDevicePluginOptions(pb.Empty())
+    assert not plain.pre_start_required
+    assert resetting.pre_start_required
+    assert plain.get_preferred_allocation_available
+
+
+# ListAndWatch.
+
+
+async def test_every_change_is_sent_once(serve: Serve) -> None:
+    """The list is sent at once, again after each change, and not when nothing changed for the kubelet."""
+    served = await serve(Source(), "a", "b")
+    async with served.listening() as lists:
+        assert await lists.next() == {"a": "Healthy", "b": "Healthy"}
+        served.publish("a", Device("b", health=Health.UNHEALTHY))
+        assert await lists.next() == {"a": "Healthy", "b": "Unhealthy"}
+        served.publish("a", Device("b", health=Health.UNHEALTHY, message="another reason"))
+        served.endpoint.refresh()
+        served.publish("a", "b", "c")
+        assert await lists.next() == {"a": "Healthy", "b": "Healthy", "c": "Healthy"}
+    assert served.endpoint.statistics.lists_sent == 3
+
+
+async def test_changes_are_coalesced(serve: Serve) -> None:
+    """Changes that come together go out in one list, the newest."""
+    served = await serve(Source(), "a")
+    async with served.listening() as lists:
+        await lists.next()
+        for count in range(1, 50):
+            served.publish(*(f"d{number}" for number in range(count)))
+        newest = {"a": "Unhealthy", **{f"d{number}": "Healthy" for number in range(49)}}
+        assert await lists.next() == newest
+    assert served.endpoint.statistics.lists_sent == 2
+
+
+async def test_nothing_is_sent_before_the_first_list(serve: Serve) -> None:
+    """A source that has not listed yet is not a source without devices."""
+    served = await serve(Source())
+    async with served.listening() as lists:
+        reading = asyncio.create_task(lists.next())
+        async with asyncio.timeout(5):
+            while not served.endpoint.live:  # noqa: ASYNC110  # the call is on its way
+                await asyncio.sleep(0)
+        assert not reading.done()
+        served.publish()
+        served.inventory.publish([])
+        assert await reading == {}
+
+
+async def test_vanished_device_is_sent_unhealthy(serve: Serve) -> None:
+    """A device that vanishes is never dropped from the list while somebody may hold it: the kubelet would crash."""
+    served = await serve(Source(), "a", "b")
+    async with served.listening() as lists:
+        await lists.next()
+        served.publish("a")
+        assert await lists.next() == {"a": "Healthy", "b": "Unhealthy"}
+        served.inventory.forget(["b"])
+        assert await lists.next() == {"a": "Healthy"}
+
+
+async def test_numa_nodes_are_sent_unless_left_out(serve: Serve) -> None:
+    """Each device's NUMA nodes are in the list, none for an unknown one, and none at all without topology."""
+
+    class Flat(Source):
+        resource = "example.com/flat"
+        topology = False
+
+    devices = [Device("a", numa=1), Device("b", numa=(0, 1)), Device("c")]
+    for source, wanted in ((Source(), {"a": [1], "b": [0, 1], "c": []}), (Flat(), {"a": [], "b": [], "c": []})):
+        served = await serve(source, *devices)
+        async with served.listening() as lists:
+            message = await lists.call.read()
+            assert {one.ID: [node.ID for node in one.topology.nodes] for one in message.devices} == wanted
+
+
+async def test_too_large_list_is_not_sent_and_said(
+    serve: Serve, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A list that the kubelet would not take is refused, with resource, count and size; the next that fits is sent."""
+    monkeypatch.setattr("deviceplugin.kubelet.servicer.MAX_LIST_BYTES", 100)
+    served = await serve(Source(), "a")
+    async with served.listening() as lists:
+        await lists.next()
+        served.publish(*(f"device-{number}" for number in range(10)))
+        async with asyncio.timeout(5):
+            while "not sent" not in caplog.text:  # noqa: ASYNC110  # nobody else tells
+                await asyncio.sleep(0)
+        served.endpoint.refresh()
+        served.publish("a", *[])
+        served.inventory.forget([f"device-{number}" for number in range(10)])
+        served.publish("a", "b")
+        assert await lists.next() == {"a": "Healthy", "b": "Healthy"}
+    (said,) = (record for record in caplog.records if record.levelno == logging.ERROR)
+    assert f"{R}: the list of 11 devices has" in said.getMessage()
+
+
+async def test_four_mebibytes_are_the_limit(serve: Serve) -> None:
+    """The limit is gRPC's default of 4 MiB: 50,000 devices fit with long ids, and are one message."""
+    served = await serve(Source(), *(Device(f"device-{number:050}", numa=0) for number in range(50_000)))
+    async with served.listening() as lists:
+        assert len(await lists.next()) == 50_000
+    assert device_list.MAX_LIST_BYTES == 4 << 20
+
+
+async def test_streams_end_when_told(serve: Serve) -> None:
+    """`end_streams` ends every stream, and the end of the last one is told."""
+    served = await serve(Source(), "a")
+    ends = []
+    served.endpoint.on_stream_end = lambda: ends.append(served.endpoint.live)
+    async with served.listening() as one, served.listening() as two:
+        await one.next()
+        await two.next()
+        assert served.endpoint.live
+        assert await served.endpoint.end_streams(5)
+        assert await one.ended()
+        assert await two.ended()
+    assert ends == [False]
+    assert not served.endpoint.live
+
+
+async def test_stream_that_begins_while_closing_ends_at_once(serve: Serve) -> None:
+    """A stream that the kubelet begins while the plugin ends does not hold it up."""
+    served = await serve(Source(), "a")
+    served.endpoint.serving = False
+    async with served.listening() as lists:
+        assert await lists.ended()
+
+
+async def test_kubelet_that_leaves_is_noticed(serve: Serve) -> None:
+    """A stream that the kubelet cancels is gone at once, without waiting for the next change."""
+    served = await serve(Source(), "a")
+    ended = asyncio.Event()
+    served.endpoint.on_stream_end = ended.set
+    async with served.listening() as lists:
+        await lists.next()
+        lists.call.cancel()
+        async with asyncio.timeout(5):
+            await ended.wait()
+
+
+# Allocate.
+
+
+async def test_allocate_gives_everything_a_device_carries(serve: Serve) -> None:
+    """Variables, nodes with permissions, mounts, annotations and CDI names are in the answer, by container."""
+    edits = ContainerEdits({"A": "1"}, [], [Mount("/h", "/c"), Mount("/h2", "/c2", False)], {"k": "v"}, ["v.com/c=a"])
+    served = await serve(Source(), Device("a", nodes=["/dev/a", DeviceNode("/dev/x", "/dev/y", "r")], edits=edits), "b")
+    first, second = await served.allocate("a", "b")
+    assert dict(first.envs) == {"A": "1"}
+    assert [(n.host_path, n.container_path, n.permissions) for n in first.devices] == [
+        ("/dev/a", "/dev/a", "rw"),
+        ("/dev/x", "/dev/y", "r"),
+    ]
+    assert [(m.host_path, m.container_path, m.read_only) for m in first.mounts] == [
+        ("/h", "/c", True),
+        ("/h2", "/c2", False),
+    ]
+    assert dict(first.annotations) == {"k": "v"}
+    assert [device.name for device in first.cdi_devices] == ["v.com/c=a"]
+    assert second == pb.ContainerAllocateResponse()
+    assert served.granted == ["a", "b"]
+    assert (served.endpoint.statistics.allocations, served.endpoint.statistics.devices_allocated) == (1, 2)
+
+
+@pytest.mark.parametrize(
+    ("names", "code", "texts"),
+    [
+        ("a nobody", grpc.StatusCode.INVALID_ARGUMENT, [R, "nobody"]),
+        ("a b a", grpc.StatusCode.INVALID_ARGUMENT, [R, "device a is asked for twice"]),
+        ("a sick", grpc.StatusCode.FAILED_PRECONDITION, [R, "sick is unhealthy: too hot"]),
+    ],
+    ids=["unknown", "duplicate", "unhealthy"],
+)
+async def test_ids_are_checked(serve: Serve, names: str, code: grpc.StatusCode, texts: list[str]) -> None:
+    """Unknown, duplicate and unhealthy ids are refused, with the id in the text, and nothing is given out."""
+    served = await serve(Source(), "a", "b", Device("sick", health=Health.UNHEALTHY, message="too hot"))
+    with refused(code, *texts):
+        await served.allocate("b", names)
+    assert served.granted == []
+    assert sum(served.endpoint.statistics.refusals.values()) == 1
+
+
+async def test_repeated_ids_are_found_in_linear_time(serve: Serve) -> None:
+    """Each of many repeated ids is compared a few times, not with all others; the error names few of them."""
+    compared = 0
+
+    class Id(str):
+        __slots__ = ()
+
+        def __eq__(self, other: object) -> bool:
+            nonlocal compared
+            compared += 1
+            return str.__eq__(self, other)  # type: ignore[no-any-return,unused-ignore]
+
+        __hash__ = str.__hash__
+
+    served = await serve(Source(), "a")
+    ids = [Id(f"id-{number % 1000}") for number in range(2000)]
+    with pytest.raises(Refusal) as refusal:
+        served.endpoint._check(ids)
+    assert compared < 20 * len(ids)
+    assert "id-0, id-1, " in refusal.value.details
+    assert len(refusal.value.details) < 300
+
+
+async def test_ids_in_errors_are_printable(serve: Serve) -> None:
+    """An id of the kubelet's is named with its control characters escaped, and not at any length."""
+    served = await serve(Source(), "a")
+    with refused(grpc.StatusCode.INVALID_ARGUMENT, "there is no device x\\x1b[31m"):
+        await served.allocate(f"x\x1b[31m{'y' * 9000}")
+    with refused(grpc.StatusCode.INVALID_ARGUMENT, "device x\\x07 is asked for twice"):
+        await served.allocate("x\x07 x\x07")
+
+
+async def test_device_of_unknown_health_is_given_out(serve: Serve) -> None:
+    """What could not be read is not unhealthy."""
+    served = await serve(Source(), Device("a", health=Health.UNKNOWN))
+    assert len(await served.allocate("a")) == 1
+
+
+async def test_replicas_lead_to_their_device(serve: Serve) -> None:
+    """Replicas of a device give the device; two of one give it once; one never offered is unknown."""
+
+    class Shared(Source):
+        replicas = 2
+
+    served = await serve(Shared(), Device("a", nodes=["/dev/a"]))
+    (answer,) = await served.allocate("a::0 a::1")
+    assert [node.host_path for node in answer.devices] == ["/dev/a"]
+    for name in ("a::2", "a", "a::00", "a::"):
+        with refused(grpc.StatusCode.INVALID_ARGUMENT, name):
+            await served.allocate(name)
+
+
+async def test_edits_hook_adds_and_wins(serve: Serve) -> None:
+    """The hook sees all devices of the container; where devices contradict each other, it settles it."""
+
+    class Editing(Source):
+        async def edits(self, devices: Sequence[Device]) -> ContainerEdits:
+            return ContainerEdits(env={"IDS": ",".join(device.id for device in devices)})
+
+    def device(name: str) -> Device:
+        return Device(name, edits=ContainerEdits(env={"IDS": name}))
+
+    served = await serve(Editing(), device("a"), device("b"))
+    (answer,) = await served.allocate("a b")
+    assert dict(answer.envs) == {"IDS": "a,b"}
+
+
+async def test_contradicting_devices_are_refused(serve: Serve) -> None:
+    """Two devices that give one variable different values cannot go into one container; the error says which."""
+    served = await serve(Source(), *(Device(name, edits=ContainerEdits(env={"ID": name})) for name in "ab"))
+    with refused(grpc.StatusCode.FAILED_PRECONDITION, "a, b", "'ID'"):
+        await served.allocate("a b")
+    assert len(await served.allocate("a", "b")) == 2
+
+
+class Hanging(Source):
+    """Hooks that hang, or do what the test says."""
+
+    hook_timeout = 0.05
+
+    def __init__(self) -> None:
+        self.hangs = threading.Event()
+        self.over = threading.Event()
+
+    def edits(self, devices: Sequence[Device]) -> ContainerEdits:
+        if devices[0].id == "hangs":
+            self.hangs.set()
+            self.over.wait()
+        if devices[0].id == "raises":
+            raise OSError("no such hardware")
+        if devices[0].id == "odd":
+            return ContainerEdits(env={"A": 1})  # type: ignore[dict-item]
+        if devices[0].id == "wrong":
+            return {"A": "1"}  # type: ignore[return-value]
+        return ContainerEdits()
+
+
+async def test_failing_edits_cost_their_own_call(serve: Serve) -> None:
+    """A hook that hangs, raises or returns nonsense fails its own Allocate with words; others go on meanwhile."""
+    source = Hanging()
+    served = await serve(source, "hangs", "raises", "wrong", "odd", "good")
+    try:
+        hanging = asyncio.create_task(served.allocate("hangs"))
+        with refused(grpc.StatusCode.INTERNAL, f"edits of {R} failed: OSError: no such hardware"):
+            await served.allocate("raises")
+        with refused(grpc.StatusCode.INTERNAL, f"{R}: the edits cannot be told to the kubelet"):
+            await served.allocate("odd")
+        with refused(grpc.StatusCode.INTERNAL, "returned dict, not ContainerEdits"):
+            await served.allocate("wrong")
+        assert len(await served.allocate("good")) == 1
+        with refused(grpc.StatusCode.DEADLINE_EXCEEDED, "did not answer within 0.05 s"):
+            await hanging
+    finally:
+        source.over.set()
+    statistics = served.endpoint.statistics
+    assert statistics.hook_calls == {"edits": 5}
+    assert statistics.hook_failures == {"edits": 2}
+    assert statistics.refusals == {"edits": 3, "timeout": 1}
+    assert served.granted == ["good"]
+
+
+async def test_doorkeeper_decides(serve: Serve) -> None:
+    """What the allocation gate does not offer is shown unhealthy; what it refuses is not given out, with its words."""
+
+    class Closed:
+        def offers(self, resource: str, device: str) -> bool:
+            return device != "b"
+
+        def avoids(self, resource: str) -> Sequence[str]:
+            return ()
+
+        async def grant(self, resource: str, names: Sequence[str], devices: Sequence[str]) -> None:
+            if "b" in devices:
+                raise Refusal(grpc.StatusCode.FAILED_PRECONDITION, "side", "b is on the other side")
+
+    served = await serve(Source(), "a", "b", allocation_gate=Closed())
+    async with served.listening() as lists:
+        assert await lists.next() == {"a": "Healthy", "b": "Unhealthy"}
+    with refused(grpc.StatusCode.FAILED_PRECONDITION, "b is on the other side"):
+        await served.allocate("a", "b")
+    assert served.granted == []
+
+
+class Known:
+    """Who holds what, as a test says."""
+
+    def __init__(self, unnamed: Sequence[str] = (), runs: Mapping[str, str] | None = None) -> None:
+        self.withheld = unnamed
+        self.runs = dict(runs or {})
+
+    def unnamed(self, resource: str) -> Sequence[str]:
+        return self.withheld
+
+    async def still_held(self, resource: str, device_ids: Collection[str]) -> Mapping[str, str]:
+        return {name: pod for name, pod in self.runs.items() if name in device_ids}
+
+
+async def test_what_the_kubelet_would_give_away_while_it_is_held_is_shown_unhealthy(serve: Serve) -> None:
+    """A replica of it stays healthy; the id is healthy again when its holder has ended."""
+
+    class Shared(Source):
+        replicas = 2
+
+    known = Known(["a::1"])
+    served = await serve(Shared(), "a", holders=known)
+    async with served.listening() as lists:
+        assert await lists.next() == {"a::0": "Healthy", "a::1": "Unhealthy"}
+        known.withheld = ()
+        served.endpoint.refresh()
+        assert await lists.next() == {"a::0": "Healthy", "a::1": "Healthy"}
+
+
+async def test_an_id_whose_former_holders_processes_run_is_refused(serve: Serve) -> None:
+    """The kubelet may count a holder as ended that is not; all or none is given, and the ledger is not asked."""
+
+    class Unasked(AllowAll):
+        async def grant(self, resource: str, names: Sequence[str], devices: Sequence[str]) -> None:
+            assert "a" not in names
+
+    known = Known(runs={"a": "processes of pod default/p run"})
+    served = await serve(Source(), "a", "b", holders=known, allocation_gate=Unasked())
+    with refused(grpc.StatusCode.FAILED_PRECONDITION, "device a is still held: processes of pod default/p run"):
+        await served.allocate("b", "a")
+    assert served.granted == []
+    assert served.endpoint.statistics.refusals == {"held": 1}
+    await served.allocate("b")
+    known.runs.clear()
+    served.endpoint._allocation_gate = AllowAll()
+    await served.allocate("a")
+    assert served.granted == ["b", "a"]
+
+
+@pytest.mark.parametrize("replicas", [1, 2])
+async def test_devices_to_be_avoided_are_taken_last(serve: Serve, replicas: int) -> None:
+    """A device that is to move once it is idle goes to a new pod only if there is no other; what must be, is."""
+
+    class Steering(AllowAll):
+        def avoids(self, resource: str) -> Sequence[str]:
+            return ("a", "b")
+
+    source = Source()
+    source.replicas = replicas
+    served = await serve(source, "a", "b", "c", "d", allocation_gate=Steering())
+    ids = {name: " ".join(replicas_of(name, replicas)) for name in "abcd"}
+    every = " ".join(ids.values())
+    chosen = await served.prefer(every, "", 2 * replicas)
+    assert set(chosen) == {*ids["c"].split(), *ids["d"].split()}
+    chosen = await served.prefer(every, "", 3 * replicas)
+    assert {*ids["c"].split(), *ids["d"].split()} < set(chosen)
+    assert len(chosen) == 3 * replicas
+    chosen = await served.prefer(every, ids["b"], 2 * replicas)
+    assert set(ids["b"].split()) < set(chosen)
+    assert set(ids["a"].split()).isdisjoint(chosen)
+
+
+async def test_list_is_kept_away_while_allocating(serve: Serve) -> None:
+    """While an Allocate is in flight nobody asks PodResources `List`."""
+
+    class Slow(Source):
+        def __init__(self) -> None:
+            self.begun, self.go = asyncio.Event(), asyncio.Event()
+
+        async def edits(self, devices: Sequence[Device]) -> ContainerEdits:
+            self.begun.set()
+            await self.go.wait()
+            return ContainerEdits()
+
+    source = Slow()
+    served = await serve(source, "a")
+    call = asyncio.create_task(served.allocate("a"))
+    await source.begun.wait()
+    waiting = asyncio.create_task(served.in_flight.wait())
+    await asyncio.sleep(0)
+    assert not waiting.done()
+    source.go.set()
+    await call
+    await waiting
+
+
+_ids = st.lists(
+    st.sampled_from(["a", "b", "sick", "a::0", "a::1", "b::0", "", "::", "nobody", "\x00", "☃"]), max_size=4
+)
+
+
+@given(st.lists(_ids, max_size=3), st.sampled_from([1, 2]))
+def test_no_request_breaks_allocate(containers: list[list[str]], replicas: int) -> None:
+    """Whatever is asked for is answered for each container or refused with a code, and granted exactly then."""
+
+    async def run() -> None:
+        source = Source()
+        source.replicas = replicas
+        inventory, granted = Inventory(R), list[str]()
+        inventory.publish([Device("a"), Device("b"), Device("sick", health=Health.UNHEALTHY)])
+        endpoint = Endpoint(source, inventory, AllocationsInFlight(), granted=granted.extend)
+        good = {name for device in "ab" for name in replicas_of(device, replicas)}
+
+        class Context:
+            async def abort(self, code: grpc.StatusCode, details: str) -> None:
+                raise Refusal(code, "", details)
+
+        requests = [pb.ContainerAllocateRequest(devices_ids=names) for names in containers]
+        try:
+            response = await endpoint.Allocate(pb.AllocateRequest(container_requests=requests), Context())  # type: ignore[arg-type]
+        except Refusal as refusal:
+            assert refusal.code in (  # noqa: PT017
+                grpc.StatusCode.INVALID_ARGUMENT,
+                grpc.StatusCode.FAILED_PRECONDITION,
+            )
+            assert granted == []
+        else:
+            assert len(response.container_responses) == len(containers)
+            assert all(name in good for names in containers for name in names)
+            assert granted == [name for names in containers for name in names]
+
+    asyncio.run(run())
+
+
+# GetPreferredAllocation.
+
+
+async def test_preference_is_numa_compact(serve: Serve) -> None:
+    """Without a hook, devices on one NUMA node go together, and what must be included is."""
+    served = await serve(Source(), *(Device(f"d{number}", numa=number // 2) for number in range(4)))
+    assert await served.prefer("d0 d2 d3", "", 2) == ["d2", "d3"]
+    assert await served.prefer("d0 d1 d2 d3", "d3", 2) == ["d2", "d3"]
+    assert served.endpoint.statistics.preferences == 2
+
+
+class Preferring(Source):
+    """Prefers what the test says."""
+
+    answer: Any = ()
+
+    def prefer(self, available: Sequence[Device], must_include: Sequence[Device], size: int) -> Any:
+        if isinstance(self.answer, Exception):
+            raise self.answer
+        return self.answer
+
+
+async def test_prefer_hook_decides(serve: Serve) -> None:
+    """The hook's devices or ids are taken, with what must be included."""
+    source = Preferring()
+    served = await serve(source, "a", "b", "c")
+    source.answer = [Device("c")]
+    assert await served.prefer("a b c", "", 1) == ["c"]
+    source.answer = ["c", "a"]
+    assert await served.prefer("a b c", "a", 2) == ["a", "c"]
+
+
+@pytest.mark.parametrize("answer", [["nobody"], [], ["a", "b", "c"], None, 3, ValueError("no")])
+async def test_wrong_preference_is_replaced(serve: Serve, answer: object, caplog: pytest.LogCaptureFixture) -> None:
+    """A hook that fails or answers what does not fit is replaced by the framework's choice: the call never fails."""
+    source = Preferring()
+    source.answer = answer
+    served = await serve(source, "a", "b", "c")
+    assert await served.prefer("b c", "", 1) == ["b"]
+    assert "choosing without it" in caplog.text
+
+
+@pytest.mark.parametrize("plain", [True, False])
+async def test_preference_that_hangs_is_done_without(serve: Serve, *, plain: bool) -> None:
+    """A hook that hangs is given up in its time, and the framework chooses."""
+    over = threading.Event()
+
+    class Hangs(Source):
+        hook_timeout = 0.05
+
+        def prefer(self, available: Sequence[Device], must_include: Sequence[Device], size: int) -> Any:
+            return over.wait() if plain else asyncio.Event().wait()
+
+    served = await serve(Hangs(), "a", "b", "c")
+    try:
+        assert await served.prefer("b c", "c", 1) == ["c"]
+    finally:
+        over.set()
+
+
+async def test_preference_for_unknown_devices_does_not_fail(serve: Serve) -> None:
+    """Devices that are not known any more (or not healthy) do not fail the call: that would fail every pod."""
+    served = await serve(Source(), "a", Device("sick", health=Health.UNHEALTHY))
+    assert set(await served.prefer("nobody sick a", "gone", 3)) >= {"gone"}
+    assert await served.prefer("", "", 2) == []
+
+
+_names = st.lists(st.sampled_from(["a::0", "a::1", "b::0", "b::1", "a", "x::7"]), max_size=6, unique=True)
+
+
+@given(_names, _names, st.lists(st.sampled_from(["a", "b", "a::1", "x", ""]), max_size=4))
+def test_translated_wish_fits(available: list[str], must_include: list[str], wish: list[str]) -> None:
+    """What a hook prefers becomes available ids, each once, with all that must be included, or is not to be had."""
+    chosen = as_names(wish, available, must_include, partial(device_of, replicas=2))
+    if chosen is not None:
+        assert len(set(chosen)) == len(chosen)
+        assert set(must_include) <= set(chosen) <= set(available) | set(must_include)
+        for one in wish:
+            assert any(name == one or device_of(name, 2) == one for name in chosen)
+
+
+# PreStartContainer.
+
+
+async def test_reset_is_called_with_the_devices(serve: Serve) -> None:
+    """Reset gets the devices behind the ids, each once; its failure keeps the container from starting, with words."""
+
+    class Resetting(Source):
+        replicas = 2
+        calls: list[list[str]]
+
+        def __init__(self) -> None:
+            self.calls = []
+
+        def reset(self, devices: Sequence[Device]) -> None:
+            self.calls.append([device.id for device in devices])
+            if devices[0].id == "b":
+                raise OSError("stuck")
+
+    source = Resetting()
+    served = await serve(source, "a", "b")
+    await served.stub.PreStartContainer(pb.PreStartContainerRequest(devices_ids=["a::0", "a::1"]))
+    with refused(grpc.StatusCode.INTERNAL, f"reset of {R} failed: OSError: stuck"):
+        await served.stub.PreStartContainer(pb.PreStartContainerRequest(devices_ids=["b::0"]))
+    assert source.calls == [["a"], ["b"]]
+
+
+@pytest.mark.parametrize("plain", [True, False])
+async def test_reset_that_hangs_is_given_up(serve: Serve, *, plain: bool) -> None:
+    """A reset that hangs keeps its own container from starting, long before the kubelet's 30 s are over."""
+    over = threading.Event()
+
+    class Resetting(Source):
+        hook_timeout = 0.05
+
+        def reset(self, devices: Sequence[Device]) -> Any:
+            if devices[0].id == "good":
+                return None
+            return over.wait() if plain else asyncio.Event().wait()
+
+    served = await serve(Resetting(), "a", "good")
+    try:
+        with refused(grpc.StatusCode.INTERNAL, f"reset of {R} did not answer within 0.05 s"):
+            await served.stub.PreStartContainer(pb.PreStartContainerRequest(devices_ids=["a"]))
+        await served.stub.PreStartContainer(pb.PreStartContainerRequest(devices_ids=["good"]))
+    finally:
+        over.set()
+
+
+async def test_reset_without_a_device_is_not_called(serve: Serve) -> None:
+    """Of devices that are not known any more there is nothing to reset; their container is the runtime's matter."""
+
+    class Resetting(Source):
+        def reset(self, devices: Sequence[Device]) -> None:
+            assert devices[0].id == "a"
+
+    served = await serve(Resetting(), "a")
+    await served.stub.PreStartContainer(pb.PreStartContainerRequest(devices_ids=["a", "lost"]))
+    await served.stub.PreStartContainer(pb.PreStartContainerRequest(devices_ids=["lost"]))
+    assert served.endpoint.statistics.hook_calls == {"reset": 1}
+
+
+async def test_settled_when_no_call_is_in_flight(serve: Serve) -> None:
+    """Whoever is about to end the stream can wait for the calls in flight: the kubelet ends them with it."""
+    source = Hanging()
+    source.hook_timeout = 10
+    served = await serve(source, "hangs")
+    assert await served.endpoint.settled(0)
+    hanging = asyncio.create_task(served.allocate("hangs"))
+    assert await asyncio.to_thread(source.hangs.wait, 10)
+    assert not await served.endpoint.settled(0.01)
+    source.over.set()
+    assert await served.endpoint.settled(10)
+    await hanging
+
+
+# Another source in place of the first.
+
+
+class Shared(Source):
+    """Offers each device so many times, and takes note of resets."""
+
+    def __init__(self, replicas: int) -> None:
+        self.replicas = replicas
+        self.resets: list[str] = []
+
+    def reset(self, devices: Sequence[Device]) -> None:
+        self.resets += [device.id for device in devices]
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "gone", "stay", "meanwhile"),
+    [
+        (1, 2, {"a"}, {"a::0", "a::1"}, "Unhealthy"),
+        (2, 1, {"a::0", "a::1"}, {"a"}, "Unhealthy"),
+        (3, 2, {"a::2"}, {"a::0", "a::1"}, "Healthy"),
+        (2, 3, set(), {"a::0", "a::1", "a::2"}, "Healthy"),
+    ],
+)
+async def test_ids_from_before_a_change_of_replicas_are_not_dropped(
+    serve: Serve, before: int, after: int, gone: set[str], stay: set[str], meanwhile: str
+) -> None:
+    """Ids that are offered no more stay in the list, unhealthy, until they are forgotten: the kubelet would crash.
+
+    Whoever had the device alone goes on having it alone, and nobody gets alone what others have.
+    """
+    served = await serve(Shared(before), "a")
+    async with served.listening() as lists:
+        await lists.next()
+        other = Shared(after)
+        served.endpoint.replace(other)
+        assert await lists.next() == dict.fromkeys(gone, "Unhealthy") | dict.fromkeys(stay, meanwhile)
+        if meanwhile == "Unhealthy":
+            with refused(grpc.StatusCode.FAILED_PRECONDITION, f"only when no pod has {min(gone)} any more"):
+                await served.allocate(min(stay))
+        for name in gone:
+            with refused(grpc.StatusCode.INVALID_ARGUMENT, f"there is no device {name}"):
+                await served.allocate(name)
+            await served.stub.PreStartContainer(pb.PreStartContainerRequest(devices_ids=[name]))
+        assert other.resets == ["a"] * len(gone)  # of pods that have them still
+        served.endpoint.forget(gone | stay)
+        if gone:
+            assert await lists.next() == dict.fromkeys(stay, "Healthy")
+
+
+async def test_replicas_changed_back_are_whole_again(serve: Serve) -> None:
+    """Ids that are offered again are shown once, healthy."""
+    served = await serve(Shared(2), "a")
+    served.endpoint.replace(Shared(1))
+    served.endpoint.replace(Shared(2))
+    async with served.listening() as lists:
+        assert await lists.next() == dict.fromkeys(("a", "a::0", "a::1"), "Unhealthy")
+        served.endpoint.forget({"a"})
+        assert await lists.next() == {"a::0": "Healthy", "a::1": "Healthy"}
+
+
+async def test_ids_that_pods_have_from_an_earlier_agent_count(serve: Serve) -> None:
+    """What an agent with other replicas gave out is taken over; ids that are offered and those of strangers are not."""
+    served = await serve(Shared(2), "a", "b", "c")
+    assert served.endpoint.adopt_existing(["a", "b::0", "c::7", "stranger::1"]) == {"stranger::1"}
+    async with served.listening() as lists:
+        expected = {"a": "Unhealthy", "a::0": "Unhealthy", "a::1": "Unhealthy", "c::7": "Unhealthy"}
+        assert await lists.next() == expected | dict.fromkeys(("b::0", "b::1", "c::0", "c::1"), "Healthy")
+        with refused(grpc.StatusCode.FAILED_PRECONDITION, "no pod has a any more"):
+            await served.allocate("a::1")
+        assert await served.allocate("c::1")
+
+
+async def test_what_is_given_out_while_sharing_changes_is_asked_for_by_its_device(serve: Serve) -> None:
+    """The doorkeeper hears of the device behind an id, also if it is one from before by the time of the grant."""
+    begun, going_on = asyncio.Event(), asyncio.Event()
+    asked: list[Sequence[str]] = []
+
+    class Slow(Shared):
+        async def edits(self, devices: Sequence[Device]) -> ContainerEdits:
+            begun.set()
+            await going_on.wait()
+            return ContainerEdits()
+
+    class Asked(AllowAll):
+        async def grant(self, resource: str, names: Sequence[str], devices: Sequence[str]) -> None:
+            asked.append(devices)
+
+    served = await serve(Slow(4), "a", allocation_gate=Asked())
+    call = asyncio.ensure_future(served.allocate("a::0 a::1"))
+    await begun.wait()
+    served.endpoint.replace(Slow(1))
+    going_on.set()
+    await call
+    assert asked == [["a"]]
+
+
+async def test_a_device_that_is_not_shared_among_others_keeps_its_id(serve: Serve) -> None:
+    """Its id says that its holder has it alone; one that is called like a replica stays apart from the real one."""
+
+    class Mixed(Shared):
+        def replicas_of(self, device: Device) -> int:
+            return self.replicas if device.id == "a" else 1
+
+        def prefer(self, available: Sequence[Device], must_include: Sequence[Device], size: int) -> list[str]:
+            return [device.id for device in available][-size:]
+
+    source = Mixed(2)
+    served = await serve(source, "a", "b", "a::1")
+    async with served.listening() as lists:
+        assert (await lists.next()).keys() == {"a::0", "a::1", "b", "a::1::0"}
+    for name in ("b", "a::1::0", "a::1"):
+        await served.allocate(name)
+        await served.stub.PreStartContainer(pb.PreStartContainerRequest(devices_ids=[name]))
+    assert source.resets == ["b", "a::1", "a"]
+    assert await served.prefer("a::0 b a::1::0", "", 2) == ["b", "a::1::0"]
+    assert [served.endpoint.ids.device_id_of(name) for name in ("b", "a::1::0", "a::1")] == ["b", "a::1", "a"]
+
+
+# The list as a pure function.
+
+
+@given(
+    st.lists(st.builds(Device, st.sampled_from("abc"), health=st.sampled_from(Health)), unique_by=lambda d: d.id),
+    st.lists(st.builds(Device, st.sampled_from("abc"), health=st.sampled_from(Health)), unique_by=lambda d: d.id),
+    st.integers(1, 3),
+)
+def test_list_never_shows_a_broken_device_healthy(one: list[Device], two: list[Device], replicas: int) -> None:
+    """Every device ever listed is shown, healthy exactly if the newest list has it and it is not known to be broken."""
+    snapshot = merged(merged(Snapshot(R), one), two)
+    shown = {
+        entry.name: entry.healthy for entry in entries(snapshot, names_of=lambda one: replicas_of(one.id, replicas))
+    }
+    newest = {device.id: device.health.usable for device in two}
+    wanted = {device.id: newest.get(device.id, False) for device in (*one, *two)}
+    assert shown == {name: so for device, so in wanted.items() for name in replicas_of(device, replicas)}
+
+
+# Devices that are one thing.
+
+
+async def test_a_device_that_is_held_under_another_id_is_refused(serve: Serve) -> None:
+    """Also while the grant of the other one is under way; the refusal names both."""
+    here: dict[str, Any] = {}
+    guard = ExclusionGuard(lambda: here)
+    started, go = asyncio.Event(), asyncio.Event()
+
+    class Slow(AllowAll):
+        async def grant(self, resource: str, names: Sequence[str], devices: Sequence[str]) -> None:
+            started.set()
+            await go.wait()
+
+    source = Source()
+    served = await serve(source, guard=guard, allocation_gate=Slow())
+    here[R] = SimpleNamespace(source=source, inventory=served.inventory, held_devices=frozenset())
+    devices = [Device("a", identity="x"), Device("b", identity="x")]
+    served.inventory.publish(devices, {one.id: frozenset({"x"}) for one in devices})
+    first = asyncio.create_task(served.allocate("a"))
+    await started.wait()
+    with refused(grpc.StatusCode.FAILED_PRECONDITION, "b of example.com/r and a of example.com/r", "one thing"):
+        await served.allocate("b")
+    go.set()
+    await first
+    assert served.granted == ["a"]

@@ -1,0 +1,636 @@
+"""Metrics of a running agent, from the kubelet's checkpoint to the text that Prometheus reads."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import gc
+import http.client
+import json
+import re
+import ssl
+import subprocess
+import sys
+import threading
+import time
+import urllib.error
+import urllib.request
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
+from email.message import Message
+from pathlib import Path
+from typing import Any
+from unittest.mock import Mock
+
+import pytest
+from prometheus_client import CollectorRegistry, Gauge
+from prometheus_client.exposition import generate_latest
+from prometheus_client.metrics_core import CounterMetricFamily
+from prometheus_client.openmetrics.parser import text_string_to_metric_families as read_open
+from prometheus_client.parser import text_string_to_metric_families as read_plain
+
+from deviceplugin import config
+from deviceplugin.device import Device, Health
+from deviceplugin.kubelet.podresources import Holder
+from deviceplugin.metrics import collectors as metrics
+from deviceplugin.metrics import load, web
+from deviceplugin.metrics.collectors import AgentCollector, Options
+from deviceplugin.metrics.load import Reading
+from deviceplugin.metrics.report import DeviceLocation, PreparedClaim, ProviderReport
+from deviceplugin.metrics.views import Hold
+from deviceplugin.node.agent import Agent
+from deviceplugin.node.paths import Paths
+from deviceplugin.node.process import Served as Whole
+from deviceplugin.node.process import serve
+from deviceplugin.source import DeviceSource, Measured
+from deviceplugin.testing.devicemanager import ContainerSpec
+from deviceplugin.testing.kubelet import FakeKubelet
+from deviceplugin.testing.plugin import Served
+from tests.metrics.test_web import make_certificate
+from tests.metrics.views import RESOURCE, Source, Still, resource
+from tests.programs import promtool, running
+
+Samples = dict[tuple[str, frozenset[tuple[str, str]]], float]
+
+
+class Gpus(DeviceSource):
+    resource = RESOURCE
+
+    def __init__(self, count: int = 4, replicas: int = 1) -> None:
+        self.count = count
+        self.replicas = replicas
+        self.measured: Callable[[Sequence[Device]], Measured] = lambda devices: {
+            device.id: {"utilization_ratio": 0.5, "power_watts": None} for device in devices
+        }
+
+    async def watch(self) -> AsyncIterator[Sequence[Device]]:
+        yield [Device(f"gpu-{number}") for number in range(self.count)]
+
+    def measure(self, devices: Sequence[Device]) -> Measured:
+        return self.measured(devices)
+
+
+class Seen:
+    """An agent's server, and what it answers."""
+
+    def __init__(self, server: web.Server) -> None:
+        self.server = server
+
+    def get(self, path: str, **headers: str) -> tuple[int, str]:
+        connection = http.client.HTTPConnection(*web.parse_address(self.server.address), timeout=20)
+        with contextlib.closing(connection):
+            connection.request("GET", path, headers=headers)
+            answer = connection.getresponse()
+            return answer.status, answer.read().decode()
+
+    def metrics(self) -> Samples:
+        status, text = self.get("/metrics")
+        assert status == 200, text
+        return {
+            (sample.name.removeprefix("deviceplugin_"), frozenset(sample.labels.items())): sample.value
+            for family in read_plain(text)
+            for sample in family.samples
+        }
+
+    def value(self, metric: str, /, **labels: str) -> float | None:
+        """The one series that has these labels, or None."""
+        found = [
+            value
+            for (one, has), value in self.metrics().items()
+            if one == metric and labels.items() <= dict(has).items()
+        ]
+        assert len(found) <= 1, f"{metric} {labels}: {found}"
+        return found[0] if found else None
+
+    def events(self) -> list[str]:
+        """What /status says happened."""
+        return [event["text"] for event in json.loads(self.get("/status")[1])["events"]]
+
+    def holders(self) -> set[tuple[str, str, str, str]]:
+        """Device, namespace, pod and container of each holder."""
+        return {
+            (labels["device"], labels["namespace"], labels["pod"], labels["container"])
+            for (name, has), value in self.metrics().items()
+            if name == "allocation_info" and value == 1 and (labels := dict(has))
+        }
+
+    def wait(self, condition: Callable[[], object], timeout: float = 15.0) -> None:
+        """Look until it is so."""
+        deadline = time.monotonic() + timeout
+        while not condition():
+            assert time.monotonic() < deadline, self.get("/metrics")[1]
+            time.sleep(0.02)
+
+
+class Loop:
+    """A loop in a thread, to serve something from."""
+
+    def __init__(self) -> None:
+        self.loop = asyncio.new_event_loop()
+        self.thread = threading.Thread(target=self.loop.run_forever)
+        self.thread.start()
+        self._entered: list[contextlib.AbstractContextManager[Any]] = []
+
+    def serving(self, agent: Agent, options: Options | None = None, loop: Any = None) -> Seen:
+        async def enter() -> web.Server:
+            context = metrics.serving("127.0.0.1:0", agent, options)
+            self._entered.append(context)
+            return context.__enter__()
+
+        return Seen(asyncio.run_coroutine_threadsafe(enter(), loop or self.loop).result(10))
+
+    def close(self) -> None:
+        async def leave() -> None:
+            for context in self._entered:
+                context.__exit__(None, None, None)
+            tasks = asyncio.all_tasks() - {asyncio.current_task()}
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+        asyncio.run_coroutine_threadsafe(leave(), self.loop).result(10)
+        self.loop.call_soon_threadsafe(self.loop.stop)
+        self.thread.join()
+        self.loop.close()
+
+
+@pytest.fixture(autouse=True)
+def unshared(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have each request answered with what is known then."""
+    monkeypatch.setattr(web, "SHARED", 0.0)
+    monkeypatch.setattr(web, "REST", 0)
+
+
+@pytest.fixture
+def loop() -> Iterator[Loop]:
+    with contextlib.closing(Loop()) as running:
+        yield running
+
+
+@pytest.fixture
+def watched(
+    fake_kubelet: FakeKubelet, served: Callable[..., Served], loop: Loop
+) -> Callable[..., tuple[FakeKubelet, Seen]]:
+    """Run an agent against the fake kubelet and serve its metrics."""
+
+    def start(*sources: DeviceSource, **options: Any) -> tuple[FakeKubelet, Seen]:
+        agent = served(*sources, keep_books=True, period=0.1).agent
+        # In the agent's own loop, whose health is asked for.
+        assert agent._loop is not None
+        return fake_kubelet, loop.serving(agent, Options(**options), agent._loop)
+
+    return start
+
+
+class TestRunningAgent:
+    """From the kubelet to the text."""
+
+    def test_resource_is_told(self, watched: Callable[..., tuple[FakeKubelet, Seen]]) -> None:
+        """Devices, registration and what was sent are there as soon as the kubelet knows the resource."""
+        kubelet, seen = watched(Gpus())
+        assert seen.value("devices", health="healthy", side="plugin", state="plugin") == 4
+        assert seen.value("devices", health="unhealthy") == 0
+        assert seen.value("registered", resource=RESOURCE) == 1
+        assert seen.value("kubelet_listening") == 1
+        assert seen.value("registrations_total") == 1
+        assert seen.value("device_health", device="gpu-2", health="healthy") == 1
+        assert seen.get("/readyz") == (200, "ok\n")
+        assert seen.get("/healthz") == (200, "ok\n")
+        assert "<title>Devices of" in seen.get("/")[1]
+        kubelet.restart()
+        seen.wait(lambda: seen.value("kubelet_restarts_total") == 1)
+
+    def test_holders_come_and_go(self, watched: Callable[..., tuple[FakeKubelet, Seen]]) -> None:
+        """Each holder is a series of value 1 while it holds the device; device series stay as they are."""
+        kubelet, seen = watched(Gpus())
+        series = {key for key in seen.metrics() if "allocation_info" not in key[0]}
+        pod = kubelet.run_pod("train", {RESOURCE: 2}, namespace="team")
+        wanted = {(device, "team", "train", "main") for device in pod.device_ids}
+        seen.wait(lambda: seen.holders() == wanted)
+        assert seen.value("device_holders", device=pod.device_ids[0]) == 1
+        assert seen.value("allocations_total") == 1
+        assert seen.value("allocated_devices_total") == 2
+        now = {key for key in seen.metrics() if "allocation_info" not in key[0]}
+        assert {key for key in now if key[0].startswith("device_")} >= {
+            key for key in series if key[0].startswith("device_")
+        }
+        assert "train" not in str(now)
+        pod.delete()
+        seen.wait(lambda: not seen.holders())
+        assert seen.value("kubelet_double_allocations_total") == 0
+
+    def test_each_holder_of_a_shared_device_is_a_series(self, watched: Callable[..., tuple[FakeKubelet, Seen]]) -> None:
+        """Three pods on one device are three series."""
+        kubelet, seen = watched(Gpus(1, replicas=4))
+        for name in ("a", "b", "c"):
+            kubelet.run_pod(name, {RESOURCE: 1})
+        seen.wait(lambda: seen.holders() == {("gpu-0", "default", name, "main") for name in ("a", "b", "c")})
+        assert seen.value("device_holders", device="gpu-0") == 3
+        assert seen.value("device_replicas", device="gpu-0") == 4
+
+    def test_init_containers_are_holders(self, watched: Callable[..., tuple[FakeKubelet, Seen]]) -> None:
+        """What List leaves out is there from the checkpoint."""
+        kubelet, seen = watched(Gpus(1))
+        kubelet.run_pod(
+            "train",
+            init_containers=[ContainerSpec("prepare", {RESOURCE: 1})],
+            containers=[ContainerSpec("main", {})],
+        )
+        seen.wait(lambda: {holder[3] for holder in seen.holders()} == {"prepare"})
+
+    def test_load_is_measured_in_the_background(self, watched: Callable[..., tuple[FakeKubelet, Seen]]) -> None:
+        """What the source measures is a metric; what it cannot tell is absent, not zero."""
+        source = Gpus()
+        _, seen = watched(source, period=0.1)
+        seen.wait(lambda: seen.value("device_utilization_ratio", device="gpu-1") == 0.5)
+        assert seen.value("measured") == 1
+        assert not any(name.startswith("device_power") for name, _ in seen.metrics())
+        assert (seen.value("hook_duration_seconds_count", hook="measure") or 0) >= 1
+
+    def test_a_scrape_waits_for_no_hardware(self, watched: Callable[..., tuple[FakeKubelet, Seen]]) -> None:
+        """While measure hangs, a scrape is answered at once, without the old values."""
+        source, released = Gpus(), threading.Event()
+        _, seen = watched(source, period=0.1)
+        seen.wait(lambda: seen.value("measured") == 1)
+        source.hook_timeout = 0.1
+
+        def hang(devices: Sequence[Device]) -> Measured:
+            released.wait()
+            return {}
+
+        source.measured = hang
+        # A reading is old before the hook's time is over: what the page says comes last.
+        seen.wait(lambda: "measure of example.com/gpu" in seen.get("/")[1])
+        began = time.monotonic()
+        assert seen.value("measured") == 0
+        assert seen.value("device_utilization_ratio", device="gpu-1") is None
+        assert time.monotonic() - began < 5
+        released.set()
+        source.hook_timeout, source.measured = 10, lambda devices: {"gpu-1": {"utilization_ratio": 1}}
+        seen.wait(lambda: seen.value("device_utilization_ratio", device="gpu-1") == 1)
+
+    def test_losing_the_kubelet_is_seen(self, watched: Callable[..., tuple[FakeKubelet, Seen]]) -> None:
+        """Without the kubelet the agent is not ready but alive."""
+        kubelet, seen = watched(Gpus())
+        # An event is a difference to what the observer saw before: its first look is over when the loop has turned.
+        assert seen.get("/healthz")[0] == 200
+        kubelet.stop()
+        seen.wait(lambda: seen.get("/readyz")[0] == 503)
+        assert seen.get("/readyz")[1] == f"{RESOURCE}: not registered with the kubelet\n"
+        assert seen.get("/healthz")[0] == 200
+        assert seen.value("registered") == 0
+        seen.wait(lambda: "not registered with the kubelet any more" in seen.events())
+        kubelet.start()
+        seen.wait(lambda: seen.get("/readyz")[0] == 200)
+        seen.wait(lambda: "registered with the kubelet" in seen.events())
+
+    def test_a_loop_that_has_ended_is_not_alive(self) -> None:
+        """Should the server outlive the loop, it says so."""
+        ended = asyncio.new_event_loop()
+        ended.close()
+        still = Still(resource("a")).observer()
+        pages = metrics.Pages(still.view, AgentCollector(still.view), ended)
+        answer = pages.routes["/healthz"].answer(web.Request("/healthz", "", Message()))
+        assert (answer.status, answer.body) == (503, b"the loop has ended\n")
+
+    def test_a_loop_that_stands_still_is_not_alive(
+        self, watched: Callable[..., tuple[FakeKubelet, Seen]], monkeypatch: pytest.MonkeyPatch, served: Any
+    ) -> None:
+        """/healthz tells, while /metrics goes on from its own threads."""
+        monkeypatch.setattr(metrics, "LOOP_PATIENCE", 0.2)
+        source, released = Gpus(), threading.Event()
+        stuck = threading.Event()
+
+        async def watch() -> AsyncIterator[Sequence[Device]]:
+            yield [Device("a")]
+            await asyncio.sleep(0.5)
+            stuck.set()
+            released.wait()
+
+        source.watch = watch  # type: ignore[method-assign]
+        _, seen = watched(source)
+        assert stuck.wait(10)
+        assert seen.get("/healthz") == (503, "the loop has not turned for 0.2 s\n")
+        assert seen.value("devices", health="healthy") == 1
+        released.set()
+        seen.wait(lambda: seen.get("/healthz")[0] == 200)
+
+
+class Bridge:
+    """A provider with families of a registry and of its own."""
+
+    name = "bridge"
+    fails = False
+
+    def report(self) -> ProviderReport:
+        if self.fails:
+            raise RuntimeError("no")
+        registry = CollectorRegistry()
+        Gauge("bridge_slices", "Slices", registry=registry).set(2)
+        own = CounterMetricFamily("bridge_moves", "Moves", value=3)
+        return ProviderReport(
+            families=[*registry.collect(), own],
+            unready=["slices are not published"],
+            places={(RESOURCE, "a"): DeviceLocation("dra", "to-plugin", 12.0)},
+            claims=[PreparedClaim(RESOURCE, "a", "team", "mine")],
+        )
+
+
+class TestCollector:
+    """What a view becomes."""
+
+    def test_what_a_bridge_tells_is_told(self, loop: Loop) -> None:
+        """Sides, states, claims and families of other parts of the process are among the metrics."""
+        still = Still(resource("a", "b"))
+        bridge = Bridge()
+        still.providers.append(bridge)
+        seen = loop.serving(still.agent)
+        assert seen.value("devices", side="dra", state="to-plugin", health="healthy") == 1
+        assert seen.value("devices", side="plugin", health="healthy") == 1
+        assert seen.value("device_state", device="a", state="to-plugin") == 1
+        assert seen.value("device_state", device="a", state="dra") == 0
+        assert seen.value("device_state_since_seconds", device="a") == 12
+        assert seen.value("allocation_info", side="dra", namespace="team", claim="mine", pod="") == 1
+        assert seen.value("bridge_slices") == 2
+        assert seen.value("bridge_moves_total") == 3
+        assert seen.value("provider_up", name="bridge") == 1
+        assert seen.get("/readyz") == (503, "bridge: slices are not published\n")
+        bridge.fails = True
+        assert seen.value("provider_up", name="bridge") == 0
+        assert seen.value("bridge_slices") is None
+        assert seen.value("devices", side="plugin", health="healthy") == 2
+
+    def test_both_formats_are_read_by_the_client_library(self, loop: Loop) -> None:
+        """Every family is valid in both formats, and the same."""
+        still = Still(resource(Device("a", health=Health.UNKNOWN), held={"a": [Holder("n", "p", "c")]}))
+        still.providers.append(Bridge())
+        seen = loop.serving(still.agent)
+        opened = seen.get("/metrics", Accept="application/openmetrics-text; version=1.0.0")[1]
+        plain = seen.get("/metrics")[1]
+
+        def lines(families: Iterable[Any]) -> set[str]:
+            return {sample.name for family in families for sample in family.samples}
+
+        assert lines(read_open(opened)) == lines(read_plain(plain))  # type: ignore[no-untyped-call]
+
+    def test_a_name_that_is_no_text_does_not_fail_the_scrape(self, loop: Loop) -> None:
+        """A part that is named after a file whose name is not UTF-8 comes out with a question mark."""
+        still = Still(resource("a"))
+        observer = still.observer()
+        observer._gauges[RESOURCE] = gauge = load.Gauge(Source(), 10)
+        values = load.checked({"a": {"lanes": {"tty\udcff": 1}}}, [Device("a")])
+        gauge._reading = Reading(values, time.monotonic())
+        registry = CollectorRegistry(auto_describe=False)
+        registry.register(AgentCollector(observer.view))
+        assert b'deviceplugin_device_lanes{device="a",part="tty?",resource=' in generate_latest(registry)
+
+    @pytest.mark.parametrize(
+        ("accept", "content_type"),
+        [
+            ("", "text/plain; version=0.0.4"),
+            ("*/*", "text/plain; version=0.0.4"),
+            ("application/openmetrics-text", "application/openmetrics-text; version=1.0.0"),
+            ("application/openmetrics-text;version=1.9.7", "application/openmetrics-text; version=1.0.0"),
+            ("application/openmetrics-text;version=0.0.1,*/*;q=0.1", "text/plain; version=0.0.4"),
+        ],
+    )
+    def test_format_is_negotiated(self, accept: str, content_type: str, loop: Loop) -> None:
+        """A client gets one of few formats, whatever version it invents."""
+        server = loop.serving(Still(resource("a")).agent).server
+        connection = http.client.HTTPConnection(*web.parse_address(server.address), timeout=20)
+        with contextlib.closing(connection):
+            connection.request("GET", "/metrics", headers={"Accept": accept})
+            assert connection.getresponse().headers["Content-Type"].partition("; charset")[0] == content_type
+
+    @promtool
+    def test_promtool_finds_nothing_wrong(self, loop: Loop) -> None:
+        """Names, types, help and units are as Prometheus's own linter wants them."""
+        still = Still(resource("a", held={"a": [Holder("n", "p", "c")]}, refusals={"unhealthy": 1}))
+        still.providers.append(Bridge())
+        gauge = load.Gauge(Source(), 10)
+        quantities: dict[str, Any] = {
+            name: {"x": 1} if quantity.label else 1 for name, quantity in load.QUANTITIES.items()
+        }
+        gauge._reading = Reading({"a": quantities}, time.monotonic())
+        observer = still.observer()
+        observer._gauges[RESOURCE] = gauge
+        registry = CollectorRegistry(auto_describe=False)
+        registry.register(AgentCollector(observer.view))
+        text = generate_latest(registry)
+        assert text.count(b"# TYPE deviceplugin_device_") >= len(load.QUANTITIES)
+        done = subprocess.run(["promtool", "check", "metrics"], input=text, capture_output=True, timeout=60)
+        assert (done.returncode, done.stdout, done.stderr) == (0, b"", b"")
+
+    def test_help_says_where_it_comes_from(self, loop: Loop) -> None:
+        """The families of devices and holders name their source."""
+        text = loop.serving(Still(resource("a")).agent).get("/metrics")[1]
+        helps = [line for line in text.splitlines() if line.startswith("# HELP")]
+        assert any("PodResources" in line for line in helps)
+        assert any("source" in line for line in helps)
+
+    def test_own_quantities_become_metrics(self, loop: Loop) -> None:
+        """A source may measure what nobody else does; parts carry the label `part`."""
+        still = Still(resource("a"))
+        observer = still.observer()
+        gauge = load.Gauge(Source(), 10)
+        gauge._reading = Reading({"a": {"packets_total": 3, "lane_errors": {"0": 1}}}, time.monotonic())
+        observer._gauges[RESOURCE] = gauge
+        samples = {
+            (sample.name, tuple(sorted(sample.labels.items()))): (family.type, sample.value)
+            for family in AgentCollector(observer.view).collect()
+            for sample in family.samples
+        }
+        key = (("device", "a"), ("resource", RESOURCE))
+        assert samples[("deviceplugin_device_packets_total", key)] == ("counter", 3)
+        assert samples[("deviceplugin_device_lane_errors", (key[0], ("part", "0"), key[1]))] == ("gauge", 1)
+
+    def test_no_source_can_give_a_metric_that_is_there_already(self) -> None:
+        """Which names behind `deviceplugin_device_` are taken is known where measured names are checked."""
+        view = Still(resource("a")).observer().view()
+        (one,) = view.resources
+        placed = replace(one.devices[0], place=DeviceLocation("dra", "dra", 1.0))
+        view = replace(view, resources=(replace(one, devices=(placed,)),))
+        names = {family.name for family in AgentCollector(lambda: view).collect()}
+        assert {name.removeprefix("deviceplugin_device_") for name in names if "_device_" in name} == load.TAKEN
+
+    def test_equal_holders_are_one_series(self) -> None:
+        """Two holders that cannot be told apart (init containers of unknown pods) are no duplicate series."""
+        held = {"a::0": [Holder(container="init", uid="1")], "a::1": [Holder(container="init", uid="2")]}
+        view = Still(resource("a", held=held, replicas=2)).observer().view()
+        assert view.resources[0].devices[0].holds == (
+            Hold("plugin", "", "", "init", "", "1"),
+            Hold("plugin", "", "", "init", "", "2"),
+        )
+        rows = [
+            sample
+            for family in AgentCollector(lambda: view).collect()
+            for sample in family.samples
+            if sample.name == "deviceplugin_allocation_info"
+        ]
+        assert len(rows) == 1
+
+    def test_holders_are_absent_when_nobody_knows(self, loop: Loop) -> None:
+        """Without the kubelet's checkpoint there is no count of 0 that would look like a free device."""
+        still = Still(resource("a", held={"a": [Holder("n", "p", "c")]}))
+        still.looked_at = None
+        seen = loop.serving(still.agent)
+        assert seen.value("holders_known") == 0
+        assert seen.value("device_holders") is None
+        assert seen.holders() == set()
+
+    def test_dcgm_names_are_there_on_demand(self, loop: Loop) -> None:
+        """They are an option."""
+        still = Still(resource("a"))
+        source = Gpus()
+        source.measured = lambda devices: {"a": {"utilization_ratio": 0.5}}
+        still.sources = {RESOURCE: source}
+        seen = loop.serving(still.agent, Options(dcgm=True))
+        seen.wait(lambda: seen.value("DCGM_FI_DEV_GPU_UTIL", UUID="a") == 50)
+        assert loop.serving(still.agent).value("DCGM_FI_DEV_GPU_UTIL") is None
+
+
+class TestStart:
+    """Beginning and end."""
+
+    def test_metrics_off_costs_nothing(self) -> None:
+        """An agent without metrics loads neither the client library nor a web server."""
+        code = (
+            "import sys, deviceplugin.node.agent, deviceplugin.cli\n"
+            "late = 'prometheus_client http.server deviceplugin.metrics.collectors deviceplugin.metrics.views'\n"
+            "print([m for m in late.split() if m in sys.modules])"
+        )
+        assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout == "[]\n"
+
+    def test_metrics_load_nothing_for_pages(self) -> None:
+        """Who only scrapes pays neither for the page nor for a codec of host names."""
+        code = (
+            "import sys, deviceplugin.metrics.collectors\n"
+            "deviceplugin.metrics.web.listen('127.0.0.1:0').close()\n"
+            "print([m for m in ('deviceplugin.metrics.page', 'encodings.idna') if m in sys.modules])"
+        )
+        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+        assert (done.stdout, done.stderr) == ("[]\n", "")
+
+    def test_a_process_with_metrics_is_set_up_for_short_waits(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Threads take turns often, and garbage collections leave out what was loaded at the start."""
+        intervals: list[float] = []
+        frozen: list[bool] = []
+        monkeypatch.setattr(sys, "setswitchinterval", intervals.append)
+        monkeypatch.setattr(gc, "freeze", lambda: frozen.append(True))
+        monkeypatch.setattr("deviceplugin.metrics.collectors.serving", lambda *_: contextlib.nullcontext())
+
+        async def ended() -> None:
+            pass
+
+        def make() -> Whole:
+            return Whole(Mock(), ended, Mock())
+
+        assert serve(make) == 0
+        assert (intervals, frozen) == ([], [True])
+        assert serve(make, metrics_address=":0") == 0
+        assert (intervals, frozen) == ([0.0005], [True, True])
+
+    def test_an_address_in_use_ends_the_start_with_a_word(
+        self, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        """The agent does not run without the metrics that were asked for."""
+        with contextlib.closing(web.listen("127.0.0.1:0")) as taken:
+            address = f"127.0.0.1:{taken.getsockname()[1]}"
+            code = serve(lambda: Whole.plainly(Agent([Gpus()], Paths(tmp_path))), metrics_address=address)
+        assert code == 1
+        assert f"cannot serve metrics at {address}: Address already in use" in caplog.text
+
+    async def test_an_unreadable_certificate_ends_the_start_with_a_word(self, tmp_path: Path) -> None:
+        """Metrics are not served in plain text instead."""
+        options = Options(certificate=tmp_path / "no.crt")
+        with (
+            pytest.raises(OSError, match=r"no\.crt: No such file"),
+            metrics.serving("127.0.0.1:0", Agent([Gpus()], Paths(tmp_path)), options),
+        ):
+            pass
+
+    async def test_the_token_leaves_the_probes_open(self, tmp_path: Path) -> None:
+        """The kubelet's probes carry no token; everything else needs it."""
+        (tmp_path / "token").write_text("s3cret")
+        with metrics.serving(
+            "127.0.0.1:0", Agent([Gpus()], Paths(tmp_path)), Options(token=tmp_path / "token")
+        ) as server:
+            seen = Seen(server)
+            answers = {path: (await asyncio.to_thread(seen.get, path))[0] for path in ("/", "/metrics", "/status")}
+            assert answers == {"/": 401, "/metrics": 401, "/status": 401}
+            assert (await asyncio.to_thread(seen.get, "/healthz"))[0] == 200
+            assert (await asyncio.to_thread(seen.get, "/readyz"))[0] == 503
+            assert (await asyncio.to_thread(seen.get, "/metrics", Authorization="Bearer s3cret"))[0] == 200
+        await asyncio.sleep(0)
+
+    @pytest.mark.parametrize("secured", [False, True])
+    async def test_a_token_in_clear_text_is_warned_of(
+        self, secured: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        """A token without a certificate is a warning in the log, one with a certificate is none."""
+        (tmp_path / "token").write_text("s3cret")
+        certificate, key = make_certificate(tmp_path, "node") if secured else (None, None)
+        options = Options(certificate=certificate, key=key, token=tmp_path / "token")
+        with metrics.serving("127.0.0.1:0", Agent([Gpus()], Paths(tmp_path)), options):
+            assert ("in clear text" in caplog.text) is not secured
+        await asyncio.sleep(0)
+
+    def test_a_config_file_says_how(self) -> None:
+        """The key `metrics` has the options, all of them optional."""
+        head = "resources: [{name: example.com/a, devices: [{path: /dev/null}]}]\n"
+        assert Options.of(config.parse(head).metrics) == Options()
+        text = "metrics: {certificate: /c/tls.crt, key: /c/tls.key, token: /t, period: 5, dcgm: true}"
+        assert Options.of(config.parse(head + text).metrics) == Options(
+            certificate=Path("/c/tls.crt"), key=Path("/c/tls.key"), token=Path("/t"), period=5, dcgm=True
+        )
+        text = "metrics: {certificate: /c/tls.crt, client_ca: /c/ca.crt, min_version: '1.3'}"
+        assert Options.of(config.parse(head + text).metrics) == Options(
+            certificate=Path("/c/tls.crt"), client_ca=Path("/c/ca.crt"), min_version="1.3"
+        )
+        for alone in ("key: /k", "client_ca: /c"):
+            with pytest.raises(config.ConfigError, match="there is no TLS without `certificate`"):
+                config.parse(f"{head}metrics: {{{alone}}}")
+        with pytest.raises(config.ConfigError, match="period"):
+            config.parse(head + "metrics: {period: 0}")
+
+    @pytest.mark.parametrize("secured", [False, True], ids=["plain", "with TLS and token"])
+    def test_the_program_serves_what_its_config_says(
+        self, secured: bool, fake_kubelet: FakeKubelet, tmp_path: Path
+    ) -> None:
+        """`deviceplugin run` serves metrics in plain text, or with TLS and a token."""
+        file = tmp_path / "config.yaml"
+        text = "resources: [{name: example.com/sim, devices: [{simulated: {count: 2}}]}]\n"
+        certificate, key = make_certificate(tmp_path, "node")
+        (tmp_path / "token").write_text("s3cret")
+        if secured:
+            text += f"metrics: {{certificate: {certificate}, key: {key}, token: {tmp_path}/token, dcgm: true}}\n"
+        file.write_text(text)
+        command = [sys.executable, "-m", "deviceplugin", "run", "--config", str(file), "--metrics-address=127.0.0.1:0"]
+        command += fake_kubelet.arguments
+        with running(command, stderr=subprocess.PIPE) as process:
+            try:
+                assert process.stderr is not None
+                address = next(
+                    found[1]
+                    for line in process.stderr
+                    if (found := re.search(r"metrics at \w+://(\S+?)/metrics", line))
+                )
+                fake_kubelet.wait_registered("example.com/sim")
+                tls = ssl.create_default_context(cafile=str(certificate))
+                request = urllib.request.Request(f"{'https' if secured else 'http'}://{address}/metrics")
+                if secured:
+                    with pytest.raises(urllib.error.HTTPError, match="401") as refused:
+                        urllib.request.urlopen(request, timeout=10, context=tls)
+                    refused.value.close()
+                    request.add_header("Authorization", "Bearer s3cret")
+                with urllib.request.urlopen(request, timeout=10, context=tls) as answer:
+                    assert b'deviceplugin_devices{health="healthy",resource="example.com/sim"' in answer.read()
+            finally:
+                process.terminate()
+
+    async def test_the_end_frees_the_address(self, tmp_path: Path) -> None:
+        """After the context nothing listens any more."""
+        with metrics.serving("127.0.0.1:0", Agent([Gpus()], Paths(tmp_path))) as server:
+            address = server.address
+        web.listen(address).close()
+        await asyncio.sleep(0)

@@ -1,0 +1,112 @@
+"""The DCGM exporter's names beside ours."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+from deviceplugin.device import Device
+from deviceplugin.kubelet.podresources import Holder
+from deviceplugin.metrics import dcgm, load
+from deviceplugin.metrics.load import Gauge, Reading
+from deviceplugin.metrics.views import View
+from tests.metrics.views import RESOURCE, Source, Still, resource
+
+ATTRIBUTES: dict[str, str | int] = {"uuid": "GPU-1", "index": 3, "productName": "H200"}
+FULL: dict[str, Any] = {
+    "utilization_ratio": 0.5,
+    "memory_used_bytes": 10 * 2**20,
+    "memory_total_bytes": 100 * 2**20,
+    "temperature_celsius": {"gpu": 40.0, "memory": 50.0},
+    "energy_joules_total": 2.5,
+    "clock_hertz": {"sm": 1.5e9},
+    "ecc_errors_total": {"uncorrected": 2},
+    "xid_errors_total": {"79": 1},
+}
+
+
+def view(*holders: Holder, load: Any = None) -> View:
+    still = Still(resource(Device("g", attributes=ATTRIBUTES), "h", held={"g": list(holders)}))
+    observer = still.observer()
+    gauge = Gauge(Source(), 10)
+    gauge._reading = Reading({"g": FULL if load is None else load}, time.monotonic())
+    observer._gauges[RESOURCE] = gauge
+    return observer.view()
+
+
+def values(seen: View) -> dict[str, list[tuple[dict[str, str], float]]]:
+    return {family.name: [(sample.labels, sample.value) for sample in family.samples] for family in dcgm.families(seen)}
+
+
+def test_values_are_in_dcgm_s_units() -> None:
+    """Percent, MiB, MHz, mJ."""
+    assert {name: rows[0][1] for name, rows in values(view()).items()} == {
+        "DCGM_FI_DEV_GPU_UTIL": 50,
+        "DCGM_FI_DEV_FB_USED": 10,
+        "DCGM_FI_DEV_FB_FREE": 90,
+        "DCGM_FI_DEV_GPU_TEMP": 40,
+        "DCGM_FI_DEV_MEMORY_TEMP": 50,
+        "DCGM_FI_DEV_TOTAL_ENERGY_CONSUMPTION": 2500,
+        "DCGM_FI_DEV_SM_CLOCK": 1500,
+        "DCGM_FI_DEV_ECC_DBE_VOL_TOTAL": 2,
+        "DCGM_EXP_XID_ERRORS_COUNT": 1,
+    }
+
+
+def test_labels_are_dcgm_s() -> None:
+    """The device by its attributes, the node, and the container that holds it."""
+    (labels, _), *more = values(view(Holder("team", "train", "main")))["DCGM_FI_DEV_GPU_UTIL"]
+    assert not more
+    assert labels.pop("Hostname")
+    assert labels == {
+        "gpu": "3",
+        "UUID": "GPU-1",
+        "device": "nvidia3",
+        "modelName": "H200",
+        "GPU_I_PROFILE": "",
+        "GPU_I_ID": "",
+        "namespace": "team",
+        "pod": "train",
+        "container": "main",
+    }
+
+
+def test_a_shared_device_stays_one_series() -> None:
+    """With several holders the device's load is not counted several times."""
+    (row,) = values(view(Holder("team", "one", "main"), Holder("team", "two", "main")))["DCGM_FI_DEV_GPU_UTIL"]
+    assert row[0]["pod"] == ""
+
+
+MIG: dict[str, str | int] = {
+    "parentUUID": "GPU-1",
+    "parentIndex": 2,
+    "parentMinor": 5,
+    "uuid": "MIG-7",
+    "index": 0,
+    "profile": "1g.18gb",
+    "gpuInstance": 9,
+    "computeInstance": 0,
+}
+
+
+def test_a_partition_is_told_apart() -> None:
+    """A MIG partition carries its GPU's number and UUID and, in the labels made for it, its profile and instance."""
+    still = Still(resource(Device("MIG-7", attributes=MIG), Device("MIG-8", attributes={**MIG, "computeInstance": 1})))
+    observer = still.observer()
+    gauge = Gauge(Source(), 10)
+    gauge._reading = Reading({name: {"memory_used_bytes": 2**20} for name in ("MIG-7", "MIG-8")}, time.monotonic())
+    observer._gauges[RESOURCE] = gauge
+    (labels, value), (other, _) = values(observer.view())["DCGM_FI_DEV_FB_USED"]
+    assert value == 1
+    assert (labels["gpu"], labels["device"], labels["UUID"]) == ("2", "nvidia5", "GPU-1")
+    assert (labels["GPU_I_PROFILE"], labels["GPU_I_ID"], other["GPU_I_ID"]) == ("1g.18gb", "9", "9/1")
+
+
+def test_what_is_not_measured_is_absent() -> None:
+    """No zeros for what a device cannot tell; a temperature without sensors is the device's own."""
+    assert set(values(view(load={"temperature_celsius": 30, "clock_hertz": {"video": 1}}))) == {"DCGM_FI_DEV_GPU_TEMP"}
+
+
+def test_every_name_has_a_known_quantity() -> None:
+    """What sources are told to measure is what is looked for here."""
+    assert {name.quantity for name in dcgm.NAMES} <= load.QUANTITIES.keys()

@@ -1,0 +1,112 @@
+"""The monitoring examples: rules that are tested, queries that ask for what there is."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import time
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from deviceplugin.kubelet.podresources import Holder
+from deviceplugin.metrics import load
+from deviceplugin.metrics.collectors import AgentCollector
+from deviceplugin.metrics.load import Reading
+from deviceplugin.metrics.report import DeviceLocation, PreparedClaim, ProviderReport
+from tests.metrics.views import RESOURCE, Source, Still, resource
+from tests.programs import promtool
+
+EXAMPLES = Path(__file__).parents[2] / "examples" / "monitoring"
+
+
+def rules() -> list[dict[str, Any]]:
+    groups = yaml.safe_load((EXAMPLES / "alerts.yaml").read_text())["groups"]
+    return [rule for group in groups for rule in group["rules"]]
+
+
+def queries() -> list[str]:
+    """Return the dashboard's queries with its variables filled in."""
+    panels = json.loads((EXAMPLES / "dashboard.json").read_text())["panels"]
+    texts = [target["expr"] for panel in panels for target in panel["targets"]]
+    return [filled(text) for text in texts]
+
+
+def filled(text: str) -> str:
+    return text.replace("$__rate_interval", "1m").replace("$node", ".*").replace("$resource", ".*")
+
+
+class Bridge:
+    name = "bridge"
+
+    def report(self) -> ProviderReport:
+        return ProviderReport(
+            places={(RESOURCE, "a"): DeviceLocation("dra", "dra", 1.0)},
+            claims=[PreparedClaim(RESOURCE, "a", "ns", "c")],
+        )
+
+
+def known_names() -> set[str]:
+    """Return the names of all series that an agent may have."""
+    still = Still(resource("a", held={"a": [Holder("n", "p", "c")]}, refusals={"unhealthy": 1}))
+    still.providers.append(Bridge())
+    observer = still.observer()
+    gauge = load.Gauge(Source(), 10)
+    values: dict[str, Any] = {name: {"x": 1} if one.label else 1 for name, one in load.QUANTITIES.items()}
+    gauge._reading = Reading({"a": values}, time.monotonic())
+    observer._gauges[RESOURCE] = gauge
+    return {sample.name for family in AgentCollector(observer.view).collect() for sample in family.samples}
+
+
+def test_only_what_exists_is_asked_for() -> None:
+    """Every metric in a rule or a panel is one that agents have."""
+    texts = [*queries(), *(rule["expr"] for rule in rules())]
+    asked = {name for text in texts for name in re.findall(r"deviceplugin_\w+", text)}
+    assert len(asked) > 20
+    assert asked <= known_names()
+
+
+@promtool
+def test_rules_do_what_their_tests_say() -> None:
+    """`promtool test rules` is content."""
+    done = subprocess.run(
+        ["promtool", "test", "rules", "alerts.test.yaml"], cwd=EXAMPLES, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_every_alert_is_tested_both_ways() -> None:
+    """Each alert has a case in which it fires and one in which it does not."""
+    cases = [
+        case
+        for test in yaml.safe_load((EXAMPLES / "alerts.test.yaml").read_text())["tests"]
+        for case in test["alert_rule_test"]
+    ]
+    names = {rule["alert"] for rule in rules()}
+    assert {case["alertname"] for case in cases if case["exp_alerts"]} == names
+    assert {case["alertname"] for case in cases if not case["exp_alerts"]} == names
+
+
+@promtool
+def test_queries_of_the_dashboard_are_valid(tmp_path: Path) -> None:
+    """Prometheus can parse each of them."""
+    recorded = [{"record": f"panel:{number}", "expr": text} for number, text in enumerate(queries())]
+    (tmp_path / "rules.yaml").write_text(yaml.safe_dump({"groups": [{"name": "panels", "rules": recorded}]}))
+    done = subprocess.run(["promtool", "check", "rules", tmp_path / "rules.yaml"], capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "FAILED" not in done.stdout + done.stderr
+
+
+def test_panels_do_not_overlap() -> None:
+    """Each panel has its own place on the grid, and its own number."""
+    panels = json.loads((EXAMPLES / "dashboard.json").read_text())["panels"]
+    taken: set[tuple[int, int]] = set()
+    for panel in panels:
+        at = panel["gridPos"]
+        place = {(x, y) for x in range(at["x"], at["x"] + at["w"]) for y in range(at["y"], at["y"] + at["h"])}
+        assert at["x"] + at["w"] <= 24
+        assert not taken & place, panel["title"]
+        taken |= place
+    assert len({panel["id"] for panel in panels}) == len(panels)

@@ -1,0 +1,194 @@
+"""The page for people and the status for programs."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+import re
+import time
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+
+from deviceplugin.device import Device, Health
+from deviceplugin.kubelet.podresources import Holder
+from deviceplugin.metrics import load, page
+from deviceplugin.metrics.load import Gauge, Reading
+from deviceplugin.metrics.report import DeviceLocation, ProviderReport
+from deviceplugin.metrics.views import Observer
+from tests.metrics.views import RESOURCE, Source, Still, resource
+
+
+class Table(HTMLParser):
+    """Reads the rows of all tables as lists of texts, and what the page refers to."""
+
+    def __init__(self, html: bytes) -> None:
+        super().__init__()
+        self.rows: list[list[str]] = []
+        self.references: list[str] = []
+        self.open: list[str] = []
+        self.text = ""
+        self._in_cell = False
+        self.feed(html.decode())
+        self.close()
+
+    def handle_starttag(self, tag: str, attributes: list[tuple[str, str | None]]) -> None:
+        self.references += [value or "" for name, value in attributes if name in ("href", "src", "action", "data")]
+        if tag == "tr":
+            self.rows.append([])
+        elif tag in ("td", "th"):
+            self._in_cell = True
+            self.rows[-1].append("")
+        if tag not in ("meta", "link", "br"):
+            self.open.append(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+        if tag in ("td", "th"):
+            self._in_cell = False
+
+    def handle_data(self, data: str) -> None:
+        if self.open and self.open[-1] in ("style", "script"):
+            return
+        self.text += data
+        if self._in_cell:
+            self.rows[-1][-1] = f"{self.rows[-1][-1]} {data}".strip()
+
+
+class Bridge:
+    name = "bridge"
+
+    def report(self) -> ProviderReport:
+        return ProviderReport(
+            status={"slices": 1},
+            places={
+                (RESOURCE, "c"): DeviceLocation("plugin", "to-dra", time.time(), "asked for by the node's annotation")
+            },
+        )
+
+
+def busy() -> tuple[Still, Observer]:
+    """An agent with something of everything."""
+    holders = {f"a::{n}": [Holder("team", f"train-{n}", "main")] for n in range(6)}
+    still = Still(
+        resource(
+            Device("a", numa=0),
+            Device("b", numa=[0, 1], health=Health.UNHEALTHY, message="XID 79: <fell off the bus>"),
+            Device("c", health=Health.UNKNOWN),
+            held=holders,
+            replicas=8,
+            refusals={"unhealthy": 1},
+        )
+    )
+    still.providers.append(Bridge())
+    observer = still.observer()
+    gauge = Gauge(Source(), 10)
+    gauge._reading = Reading(
+        {
+            "a": {
+                "utilization_ratio": 0.53,
+                "memory_used_bytes": 3 * 2**30,
+                "memory_total_bytes": 80 * 2**30,
+                "encoder_utilization_ratio": 0.25,
+                "temperature_celsius": {"gpu": 61.0, "memory": 70.0},
+                "power_watts": 312.4,
+                "throttled": {"power": 1, "thermal": 0},
+            }
+        },
+        time.monotonic(),
+    )
+    observer._gauges[RESOURCE] = gauge
+    return still, observer
+
+
+class TestPage:
+    """One file, whole without a script."""
+
+    def test_table_shows_each_device(self) -> None:
+        """Health, side, holders and load are there in plain HTML."""
+        _, observer = busy()
+        rows = Table(page.html(observer.view())).rows
+        assert rows[0] == ["Device", "Health", "Side", "Holder", "Load"]
+        a, b, c = rows[1:]
+        assert a[:3] == ["a NUMA 0", "healthy", "device plugin"]
+        assert a[3].startswith("team/train-0 (main) team/train-1 (main)")
+        assert "2 more" in a[3]
+        assert "train-5" in a[3]
+        assert a[4] == "busy 53% 53% memory 3 GiB of 80 GiB 3 GiB of 80 GiB encoder 25% 25% " + (
+            "61 °C gpu · 70 °C memory · 312 W · slowed by power"
+        )
+        assert b == ["b NUMA 0, 1", "unhealthy XID 79: <fell off the bus>", "device plugin", "free", ""]
+        assert c == ["c", "unknown", "moving to DRA asked for by the node's annotation", "free", ""]
+
+    def test_nothing_comes_from_outside(self) -> None:
+        """It refers to this server's own pages alone."""
+        _, observer = busy()
+        html = page.html(observer.view())
+        assert Table(html).references == ["metrics", "status"]
+        assert not re.search(rb"https?://|@import|url\(", html)
+
+    def test_what_others_named_is_text(self) -> None:
+        """Names and messages cannot become markup."""
+        evil = '<script>alert("1")</script>'
+        device = Device("a", health=Health.UNHEALTHY, message=evil)
+        still = Still(resource(device, held={"a": [Holder(evil, evil, "'&")]}, source_error=evil))
+        html = page.html(still.observer().view())
+        assert html.count(b"<script") == 1
+        assert Table(html).rows[1][1] == f"unhealthy {evil}"
+
+    def test_script_is_the_only_one_that_may_run(self) -> None:
+        """The policy in the header names the script's digest."""
+        _, observer = busy()
+        script = page.html(observer.view()).partition(b"<script>")[2].partition(b"</script>")[0]
+        digest = base64.b64encode(hashlib.sha256(script).digest()).decode()
+        assert f"script-src 'sha256-{digest}'" in page.headers()["Content-Security-Policy"]
+        assert b"refresh" in page.html(observer.view()).partition(b"</noscript>")[0]
+
+    def test_what_is_wrong_stands_on_top(self) -> None:
+        """Everything that an operator must know is said in words."""
+        still = Still(resource("a", registered=False, source_error="OSError: no bus"))
+        still.looked_at = None
+        still.double = 2
+        observer = still.observer()
+        gauge = Gauge(Source(), 10)
+        gauge.error = "measure of example.com/gpu still hangs"
+        observer._gauges[RESOURCE] = gauge
+        text = Table(page.html(observer.view())).text
+        for said in ("not registered", "no bus", "not known", "2 times", "still hangs"):
+            assert said in text.partition("Device Health")[0]
+
+    @pytest.mark.parametrize(
+        ("number", "text"),
+        [(0, "0 B"), (1023, "1023 B"), (1536, "1.5 KiB"), (2**40 * 3, "3 TiB"), (2**30 * 80, "80 GiB")],
+    )
+    def test_bytes_are_readable(self, number: int, text: str) -> None:
+        """Three digits and a binary unit."""
+        assert page._bytes(number) == text
+
+    def test_an_agent_without_anything_has_a_page(self) -> None:
+        """Before the first list there is a page that says so."""
+        still = Still(resource(listed=False))
+        assert "has not listed" in Table(page.html(still.observer().view())).text
+
+
+def test_status_is_json_for_programs() -> None:
+    """Everything that the page shows, by name."""
+    still, observer = busy()
+    said = json.loads(page.status(observer.view()))
+    assert (said["ready"], said["holdersKnown"], said["providers"]) == (True, True, {"bridge": {"slices": 1}})
+    (one,) = said["resources"]
+    assert (one["resource"], one["replicas"], one["refusals"]) == (RESOURCE, 8, {"unhealthy": 1})
+    a, b, c = one["devices"]
+    assert len(a["holders"]) == 6
+    assert a["load"]["temperature_celsius"] == {"gpu": 61.0, "memory": 70.0}
+    assert (b["health"], b["numa"]) == ("unhealthy", [0, 1])
+    assert (c["side"], c["state"]) == ("plugin", "to-dra")
+    still.resources = []
+    assert json.loads(page.status(observer.view()))["unready"] == ["no resource is served"]
+
+
+def test_page_is_part_of_the_package() -> None:
+    """The file lies beside the module."""
+    assert (Path(load.__file__).parent / "page.html").is_file()

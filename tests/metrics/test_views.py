@@ -1,0 +1,323 @@
+"""What is seen of an agent: one view, put together from what others know."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+
+import pytest
+
+from deviceplugin.device import Device, Health
+from deviceplugin.inventory import merged
+from deviceplugin.kubelet.podresources import ClaimUse, Holder
+from deviceplugin.kubelet.status import ResourceStatus
+from deviceplugin.metrics import views as observe
+from deviceplugin.metrics.report import DeviceLocation, Event, PreparedClaim, ProviderReport
+from deviceplugin.metrics.views import BOOKS_STALE, Hold, View, happened
+from deviceplugin.naming import device_name
+from tests.metrics.views import RESOURCE, Source, Still, resource
+
+MAIN = Holder("team", "train", "main")
+
+
+def holds(view: View, device: str = "a") -> list[Hold]:
+    return [hold for one in view.resources for seen in one.devices if seen.device.id == device for hold in seen.holds]
+
+
+class Telling:
+    """A provider."""
+
+    name = "bridge"
+
+    def __init__(self, report: Callable[[], ProviderReport]) -> None:
+        self.report = report
+
+
+class TestHolders:
+    """Who holds what."""
+
+    def test_containers_hold_devices(self) -> None:
+        """What the kubelet's checkpoint say is in the view, free devices have nobody."""
+        view = Still(resource("a", "b", held={"a": [MAIN]})).observer().view()
+        assert holds(view) == [Hold("plugin", "team", "train", "main")]
+        assert holds(view, "b") == []
+        assert view.holders_known
+
+    def test_a_shared_device_has_many_holders(self) -> None:
+        """Each container with a replica is there once, also one with two replicas."""
+        other = Holder("team", "serve", "main")
+        held = {"a::0": [MAIN], "a::1": [other], "a::3": [MAIN]}
+        view = Still(resource("a", held=held, replicas=4)).observer().view()
+        assert [hold.pod for hold in holds(view)] == ["serve", "train"]
+
+    def test_devices_of_a_source_may_be_shared_differently(self) -> None:
+        """How many containers may have a device is asked of its source, which may fail."""
+
+        class Some(Source):
+            replicas = 4
+
+            def replicas_of(self, device: Device) -> int:
+                return {"a": 4, "b": 1}[device.id]
+
+        still = Still(resource("a", "b", "c", replicas=4))
+        still.sources = {RESOURCE: Some()}
+        assert [seen.replicas for seen in still.observer().view().resources[0].devices] == [4, 1, 4]
+
+    def test_nobody_knows_when_the_books_are_old(self) -> None:
+        """When the kubelet cannot be asked for long, or was not yet, its last answer does not stay for ever."""
+        still = Still(resource("a", held={"a": [MAIN]}))
+        observer = still.observer()
+        for looked_at in (None, time.monotonic() - BOOKS_STALE - 1):
+            still.looked_at = looked_at
+            assert not observer.view().holders_known
+            assert holds(observer.view()) == []
+
+    def test_containers_that_use_a_claim_hold_its_devices(self) -> None:
+        """Devices of claims are found by driver and by their name in slices, whatever their id."""
+        source = Source()
+        source.driver = "gpu.example.com"
+        still = Still(resource("a", "GPU_1"))
+        still.sources = {RESOURCE: source}
+        still.claims = frozenset(
+            {
+                ClaimUse("gpu.example.com", "node1", device_name("GPU_1"), "mine", MAIN),
+                ClaimUse("other.example.com", "node1", "a", "theirs", MAIN),
+                ClaimUse("gpu.example.com", "node1", "gone", "mine", MAIN),
+            }
+        )
+        view = still.observer().view()
+        assert holds(view, "GPU_1") == [Hold("dra", "team", "train", "main", "mine")]
+        assert holds(view, "a") == []
+
+    @pytest.mark.parametrize("kept", [{}, {"example.com/big": "", "example.com/small": "small--"}])
+    def test_one_driver_with_two_resources_is_told_apart(self, kept: dict[str, str]) -> None:
+        """Resources of one driver may have devices with the same ids; the bridge says how they are published."""
+        sources = {}
+        for name in ("example.com/big", "example.com/small"):
+            sources[name] = Source()
+            sources[name].resource, sources[name].driver = name, "gpu.example.com"
+        still = Still(*(resource("a", name=name) for name in sources))
+        still.sources = dict(sources)
+        word = kept.get("example.com/small", "small")
+        still.claims = frozenset({ClaimUse("gpu.example.com", "n", device_name("a", word), "mine", MAIN)})
+        still.providers.append(Telling(lambda: ProviderReport(qualifiers=kept)))
+        view = still.observer().view()
+        assert [len(one.devices[0].holds) for one in view.resources] == [0, 1]
+
+    def test_a_prepared_claim_that_nobody_uses_holds_its_device(self) -> None:
+        """The ledger's claims count from their preparation on; with its container seen, a claim is there once."""
+        source = Source()
+        source.driver = "gpu.example.com"
+        still = Still(resource("a", "b"))
+        still.sources = {RESOURCE: source}
+        still.claims = frozenset({ClaimUse("gpu.example.com", "node1", "a", "used", MAIN)})
+        claims = [PreparedClaim(RESOURCE, "a", "team", "used"), PreparedClaim(RESOURCE, "b", "team", "waiting")]
+        still.providers.append(Telling(lambda: ProviderReport(claims=claims)))
+        view = still.observer().view()
+        assert holds(view, "a") == [Hold("dra", "team", "train", "main", "used")]
+        assert holds(view, "b") == [Hold("dra", "team", "", "", "waiting")]
+        assert holds(view, "b")[0].text == "claim team/waiting"
+
+
+class TestReadiness:
+    """What keeps an agent from being ready."""
+
+    def test_ready_when_everything_is_registered(self) -> None:
+        """Nothing is missing, nothing is said."""
+        assert Still(resource("a")).observer().view().unready == ()
+
+    @pytest.mark.parametrize(
+        ("one", "why"),
+        [
+            (resource("a", registered=False), "not registered"),
+            (resource(listed=False, registered=False), "has not listed"),
+            (resource(listed=False, source_error="OSError: no bus"), "no bus"),
+        ],
+    )
+    def test_what_is_missing_is_said(self, one: ResourceStatus, why: str) -> None:
+        """Each reason names its resource."""
+        (reason,) = Still(one).observer().view().unready
+        assert reason.startswith(RESOURCE)
+        assert why in reason
+
+    def test_an_agent_that_serves_nothing_is_not_ready(self) -> None:
+        """Before its resources are there, it is not ready."""
+        assert Still().observer().view().unready == ("no resource is served",)
+
+
+class TestProviders:
+    """Other parts of the process that want to be seen."""
+
+    @pytest.fixture
+    def released(self, monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
+        monkeypatch.setattr(observe, "PATIENCE", 0.05)
+        event = threading.Event()
+        yield event
+        event.set()
+
+    def test_their_reports_are_part_of_the_view(self) -> None:
+        """Places, reasons and events of theirs are shown with the rest."""
+        event = Event(1.0, RESOURCE, "a moved")
+        place = DeviceLocation("dra", "to-plugin", 5.0, "asked for")
+        still = Still(resource("a", "b"))
+        still.providers.append(
+            Telling(lambda: ProviderReport(unready=["no slices"], places={(RESOURCE, "a"): place}, events=[event]))
+        )
+        view = still.observer().view()
+        assert [seen.place for seen in view.resources[0].devices] == [place, DeviceLocation()]
+        assert view.unready == ("bridge: no slices",)
+        assert view.events == (event,)
+
+    def test_one_that_raises_is_said_and_left_out(self, caplog: pytest.LogCaptureFixture) -> None:
+        """The rest of the view is there; it is logged once, and again when it is another error."""
+        errors = iter(["one", "one", "two"])
+
+        def report() -> ProviderReport:
+            raise RuntimeError(next(errors))
+
+        still = Still(resource("a"))
+        still.providers.append(Telling(report))
+        observer = still.observer()
+        view = observer.view()
+        assert view.silent == {"bridge": "failed: RuntimeError: one"}
+        assert view.unready == ("bridge failed: RuntimeError: one",)
+        assert len(view.resources[0].devices) == 1
+        observer.view()
+        observer.view()
+        assert [record.args for record in caplog.records] == [
+            ("bridge", "failed: RuntimeError: one"),
+            ("bridge", "failed: RuntimeError: two"),
+        ]
+
+    def test_one_that_hangs_costs_its_time_once(self, released: threading.Event) -> None:
+        """While it hangs it is not asked again; afterwards it is."""
+        calls = 0
+
+        def report() -> ProviderReport:
+            nonlocal calls
+            calls += 1
+            if calls == 1:
+                released.wait()
+            return ProviderReport(status={"fine": True})
+
+        still = Still(resource("a"))
+        still.providers.append(Telling(report))
+        observer = still.observer()
+        assert "did not answer" in observer.view().silent["bridge"]
+        assert observer.view().silent == {"bridge": "still hangs"}
+        assert calls == 1
+        released.set()
+        deadline = time.monotonic() + 5
+        while "bridge" not in (view := observer.view()).providers:
+            assert time.monotonic() < deadline
+        assert view.silent == {}
+
+
+class TestEvents:
+    """What happened between two looks."""
+
+    def said(self, before: ResourceStatus, now: ResourceStatus) -> list[tuple[str, bool]]:
+        return [(event.text, event.bad) for event in happened(before, now, 0.0)]
+
+    def test_nothing_happened_is_nothing_said(self) -> None:
+        """Two looks at the same, and the very first one, have nothing to say."""
+        one = resource("a", held={"a": [MAIN]})
+        assert self.said(one, one) == []
+        assert list(happened(None, one, 0.0)) == []
+
+    def test_devices_change(self) -> None:
+        """Devices that come, go, fall ill and get well again."""
+        before = resource("a", "b", "c")
+        ill = Device("a", health=Health.UNHEALTHY, message="XID 79")
+        now = replace(before, snapshot=merged(before.snapshot, [ill, Device("b"), Device("d")]))
+        assert self.said(before, now) == [
+            ("a is unhealthy: XID 79", True),
+            ("d appeared", False),
+            ("c is unhealthy: the device is gone", True),
+        ]
+        assert self.said(now, before) == [
+            ("a is healthy", False),
+            ("c is healthy", False),
+            ("d was forgotten", False),
+        ]
+
+    def test_the_first_list_is_no_event(self) -> None:
+        """Devices that are there from the start did not appear."""
+        assert self.said(resource(listed=False), resource("a")) == []
+
+    def test_registration_and_restarts_are_said(self) -> None:
+        """Losing the kubelet is bad, finding it again is not."""
+        on, off = resource("a"), resource("a", registered=False)
+        assert self.said(on, off) == [("not registered with the kubelet any more", True)]
+        assert self.said(off, on) == [("registered with the kubelet", False)]
+        later = replace(on, registration=replace(on.registration, kubelet_restarts=2))
+        assert self.said(on, later) == [("the kubelet restarted (2 times so far)", False)]
+
+    def test_trouble_is_said(self) -> None:
+        """A source that fails and allocations that were refused."""
+        before, now = resource("a"), resource("a", source_error="OSError: no", refusals={"unhealthy": 2})
+        assert self.said(before, now) == [
+            ("its source failed: OSError: no", True),
+            ("2 allocations refused: unhealthy", True),
+        ]
+        assert self.said(replace(before, source_error="x"), before) == [("its source works again", False)]
+
+    def test_holders_come_and_go(self) -> None:
+        """Who got a device, and that it came free."""
+        free, held = resource("a"), resource("a", held={"a": [MAIN]})
+        assert self.said(free, held) == [("a went to team/train (main)", False)]
+        assert self.said(held, free) == [("a came free", False)]
+
+    async def test_events_are_kept_but_not_for_ever(self) -> None:
+        """The last hundred stay."""
+        still = Still(resource("a"))
+        observer = still.observer()
+        for count in range(120):
+            still.resources = [resource("a", refusals={"unhealthy": count})]
+            await observer.note(still.status())
+        events = observer.view().events
+        assert len(events) == 100
+        still.resources = []
+        await observer.note(still.status())
+
+    async def test_a_look_that_fails_does_not_end_the_watch(
+        self, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        """Whatever goes wrong is logged, and the next look follows."""
+        still = Still(resource("a"))
+        observer = still.observer()
+        monkeypatch.setattr(observer, "TICK", 0.001)
+        seen = asyncio.Event()
+        looks = 0
+
+        async def note(status: object) -> None:
+            nonlocal looks
+            looks += 1
+            if looks == 1:
+                raise ValueError("no")
+            seen.set()
+
+        monkeypatch.setattr(observer, "note", note)
+        task = asyncio.create_task(observer.watch())
+        async with asyncio.timeout(5):
+            await seen.wait()
+        task.cancel()
+        assert "could not be noted" in caplog.text
+
+
+async def test_a_source_that_was_replaced_is_measured_anew() -> None:
+    """After a reload the new source is asked, and the old one's values are gone."""
+    still = Still(resource("a"))
+    first, second = Source(), Source()
+    still.sources = {RESOURCE: first}
+    observer = still.observer()
+    ((gauge, devices),) = observer.due()
+    assert [device.id for device in devices] == ["a"]
+    assert observer.due()[0][0] is gauge
+    still.sources = {RESOURCE: second}
+    assert observer.due()[0][0].source is second
+    still.sources = {RESOURCE: type("Plain", (Source,), {"hooks": frozenset()})()}
+    assert observer.due() == []

@@ -1,0 +1,747 @@
+"""The HTTP server: nobody can keep a scrape out, secrets may change, nothing can be written."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import gzip
+import http.client
+import logging
+import os
+import select
+import socket
+import ssl
+import subprocess
+import threading
+import time
+from base64 import b64encode
+from collections.abc import Callable, Iterator
+from email.message import Message
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from deviceplugin.metrics import web
+from deviceplugin.metrics.web import Answer, Certificate, Limits, Request, Route, Server, Token, listen, parse_address
+
+LONG = b"long " * 1000
+
+
+def routes() -> dict[str, Route]:
+    def failing(key: object) -> Answer:
+        raise ValueError("not today")
+
+    def said(request: Request) -> Answer:
+        return Answer(f"{request.path} {request.query} {request.headers['x-y']}".encode())
+
+    return {
+        "/metrics": Route(lambda key: Answer(b"one 1\n")),
+        "/long": Route(lambda key: Answer(LONG)),
+        "/huge": Route(lambda key: Answer(bytes(64 * 1024 * 1024))),
+        "/failing": Route(failing),
+        "/said": Route(said, key=lambda request: request),
+        "/healthz": Route(lambda key: Answer(b"ok\n"), public=True),
+    }
+
+
+@contextlib.contextmanager
+def serving(server: Server) -> Iterator[Server]:
+    """Serve while the context lasts."""
+    server.start()
+    try:
+        yield server
+    finally:
+        server.close()
+
+
+@pytest.fixture
+def serve() -> Iterator[Callable[..., Server]]:
+    with contextlib.ExitStack() as stack:
+
+        def start(address: str = "127.0.0.1:0", **options: Any) -> Server:
+            pages = options.pop("routes", None) or routes()
+            return stack.enter_context(serving(Server(listen(address), pages, **options)))
+
+        yield start
+
+
+def get(
+    server: Server, path: str = "/metrics", tls: ssl.SSLContext | None = None, method: str = "GET", **headers: str
+) -> tuple[int, bytes, dict[str, str]]:
+    host, port = parse_address(server.address)
+    connection = (
+        http.client.HTTPSConnection(host, port, timeout=10, context=tls)
+        if tls
+        else http.client.HTTPConnection(host, port, timeout=10)
+    )
+    with contextlib.closing(connection):
+        connection.request(method, path, headers={name.replace("_", "-"): value for name, value in headers.items()})
+        answer = connection.getresponse()
+        return answer.status, answer.read(), dict(answer.getheaders())
+
+
+def connect(server: Server) -> socket.socket:
+    return socket.create_connection(parse_address(server.address), timeout=10)
+
+
+def read(client: socket.socket) -> bytes:
+    """Return all that comes until the end."""
+    pieces = []
+    with contextlib.suppress(ConnectionError):
+        while piece := client.recv(65536):
+            pieces.append(piece)
+    return b"".join(pieces)
+
+
+def is_cut(client: socket.socket) -> bool:
+    """Read to the end."""
+    with contextlib.suppress(ConnectionError):
+        while client.recv(65536):
+            pass
+    return True
+
+
+class TestAddress:
+    """Where to listen."""
+
+    @pytest.mark.parametrize(
+        ("address", "wanted"),
+        [
+            (":9410", ("", 9410)),
+            ("127.0.0.1:0", ("127.0.0.1", 0)),
+            ("[::1]:80", ("::1", 80)),
+            ("node1.example.com:9", ("node1.example.com", 9)),
+        ],
+    )
+    def test_address_has_a_host_or_none(self, address: str, wanted: tuple[str, int]) -> None:
+        """host:port, [v6]:port or :port."""
+        assert parse_address(address) == wanted
+
+    @pytest.mark.parametrize("address", ["", "9410", "::1:80", "a:b", "a:70000", "a:-1", "a:٣"])
+    def test_anything_else_is_refused(self, address: str) -> None:
+        """What is no address is an error that quotes it."""
+        with pytest.raises(OSError, match="is not host:port"):
+            parse_address(address)
+
+    def test_address_in_use_is_an_error(self, serve: Callable[..., Server]) -> None:
+        """Two servers at one address: the second one says so."""
+        server = serve()
+        with pytest.raises(OSError, match="in use"):
+            listen(server.address)
+
+    def test_unknown_host_is_an_error_that_names_it(self) -> None:
+        """A name that nobody knows is said."""
+        with pytest.raises(OSError, match=r"nowhere\.invalid"):
+            listen("nowhere.invalid:0")
+
+    @pytest.mark.parametrize("client", ["127.0.0.1", "::1"])
+    def test_without_a_host_both_families_reach_it(self, client: str, serve: Callable[..., Server]) -> None:
+        """:port listens for IPv4 and IPv6."""
+        if client == "::1" and not socket.has_dualstack_ipv6():
+            pytest.skip("this machine has no IPv6")
+        port = parse_address(serve(":0").address)[1]
+        connection = http.client.HTTPConnection(client, port, timeout=10)
+        with contextlib.closing(connection):
+            connection.request("GET", "/metrics")
+            assert connection.getresponse().read() == b"one 1\n"
+
+    def test_an_ipv6_address_is_served(self, serve: Callable[..., Server]) -> None:
+        """[::1]:port works and is told with its brackets."""
+        if not socket.has_dualstack_ipv6():
+            pytest.skip("this machine has no IPv6")
+        server = serve("[::1]:0")
+        assert server.address.startswith("[::1]:")
+        assert get(server)[0] == 200
+
+
+class TestAnswers:
+    """What comes back."""
+
+    def test_route_sees_what_was_asked_for(self, serve: Callable[..., Server]) -> None:
+        """Path, query and headers are told apart."""
+        assert get(serve(), "/said?a=b", X_Y="z")[1] == b"/said a=b z"
+
+    def test_unknown_path_names_the_known_ones(self, serve: Callable[..., Server]) -> None:
+        """404 helps those who guess."""
+        status, body, _ = get(serve(), "/metric")
+        assert status == 404
+        assert b"/metrics" in body
+
+    def test_nothing_can_be_written(self, serve: Callable[..., Server]) -> None:
+        """Methods other than GET and HEAD are refused."""
+        for method in ("POST", "PUT", "DELETE"):
+            assert get(serve(), method=method)[0] == 501
+
+    def test_head_has_no_body(self, serve: Callable[..., Server]) -> None:
+        """HEAD answers with the length alone."""
+        status, body, headers = get(serve(), method="HEAD")
+        assert (status, body, headers["Content-Length"]) == (200, b"", "6")
+
+    def test_long_answers_are_compressed_on_demand(self, serve: Callable[..., Server]) -> None:
+        """gzip for those who take it, nothing for those who do not, never for what is short."""
+        server = serve()
+        _, packed, headers = get(server, "/long", Accept_Encoding="br, gzip;q=0.5")
+        assert headers["Content-Encoding"] == "gzip"
+        assert gzip.decompress(packed) == LONG
+        for no in ("", "identity"):
+            assert get(server, "/long", Accept_Encoding=no)[1] == LONG
+        assert get(server, Accept_Encoding="gzip")[1] == b"one 1\n"
+
+    def test_one_connection_is_one_request(self, serve: Callable[..., Server]) -> None:
+        """Who sends several requests at once gets one answer, and the end of the connection a while later."""
+        server = serve(limits=Limits(hold=0.3))
+        with connect(server) as client:
+            began = time.monotonic()
+            client.sendall(b"GET /healthz HTTP/1.1\r\n\r\n" * 300)
+            assert read(client).count(b"HTTP/1.0 200 OK") == 1
+            assert time.monotonic() - began >= 0.3
+        with connect(server) as client:
+            client.sendall(b"GET /healthz HTTP/1.1\r\n\r\n")
+            assert read(client).endswith(b"\r\n\r\nok\n")
+
+    def test_held_connections_take_no_place(self, serve: Callable[..., Server]) -> None:
+        """Connections that wait for their end are not counted, and end with the server."""
+        server = serve(limits=Limits(hold=600, connections=1))
+        with contextlib.ExitStack() as stack:
+            clients = [stack.enter_context(connect(server)) for _ in range(4)]
+            for client in clients:
+                client.sendall(b"GET /healthz HTTP/1.1\r\n\r\n" * 2)
+                assert client.recv(8) == b"HTTP/1.0"
+            assert get(server)[0] == 200
+            server.close()
+            assert all(is_cut(client) for client in clients)
+
+    def test_a_body_ends_the_connection(self, serve: Callable[..., Server]) -> None:
+        """A body that nobody reads is not taken for the next request."""
+        server = serve()
+        with connect(server) as client:
+            client.sendall(b"GET /metrics HTTP/1.1\r\nContent-Length: 28\r\n\r\nGET /long HTTP/1.1\r\n\r\n")
+            answer = b""
+            with contextlib.suppress(ConnectionError):
+                while piece := client.recv(65536):
+                    answer += piece
+        assert answer.count(b"HTTP/1.0 200") == 1
+
+    def test_a_route_that_fails_says_so_and_the_rest_goes_on(
+        self, serve: Callable[..., Server], caplog: pytest.LogCaptureFixture
+    ) -> None:
+        """500 with the error; it is logged; the next request is answered."""
+        server = serve()
+        status, body, _ = get(server, "/failing")
+        assert (status, body) == (500, b"ValueError: not today\n")
+        assert "/failing failed" in caplog.text
+        assert get(server)[0] == 200
+
+    @pytest.mark.parametrize(
+        "garbage", [b"\x16\x03\x01\x02\x00\x01\x00\r\n\r\n", b"\r\n" * 100, b"GET\r\n\r\n", b"G" * 70000, b"\x00"]
+    )
+    def test_garbage_harms_nobody(
+        self, garbage: bytes, serve: Callable[..., Server], caplog: pytest.LogCaptureFixture
+    ) -> None:
+        """What is no HTTP ends its own connection; nothing is logged."""
+        server = serve()
+        with connect(server) as client:
+            with contextlib.suppress(ConnectionError):
+                client.sendall(garbage)
+                client.shutdown(socket.SHUT_WR)
+            assert is_cut(client)
+        assert get(server)[0] == 200
+        assert not caplog.records
+
+
+class TestRequests:
+    """What is asked for, read by the standard library."""
+
+    @pytest.mark.parametrize(
+        ("target", "status", "body"),
+        [
+            ("/healthz", 200, b"ok\n"),
+            ("/healthz?x=http://a/metrics", 200, b"ok\n"),
+            ("/healthz#/metrics", 200, b"ok\n"),
+            ("http://node1:9410/healthz?x=/metrics", 200, b"ok\n"),
+            ("//healthz", 200, b"ok\n"),
+            ("/healthz/metrics", 401, b"a token is needed\n"),
+            ("http://a/metrics?/healthz", 401, b"a token is needed\n"),
+            ("http://[/healthz", 400, b""),
+            ("*", 401, b"a token is needed\n"),
+        ],
+    )
+    def test_path_is_what_the_target_says(
+        self, target: str, status: int, body: bytes, serve: Callable[..., Server], tmp_path: Path
+    ) -> None:
+        """Neither a query nor a host in the target leads to another page, or past the token."""
+        (tmp_path / "token").write_text("s3cret")
+        with connect(serve(token=Token(tmp_path / "token"))) as client:
+            client.sendall(f"GET {target} HTTP/1.1\r\n\r\n".encode())
+            answer = read(client)
+        assert answer.startswith(f"HTTP/1.0 {status} ".encode())
+        assert answer.partition(b"\r\n\r\n")[2].endswith(body)
+
+    @pytest.mark.parametrize(
+        ("head", "status"),
+        [
+            (b"GET / HTTP/2.0", 505),
+            (b"GET / x HTTP/1.1 y", 400),
+            (b"POST /healthz HTTP/1.1", 501),
+            (b"GET /healthz HTTP/x", 400),
+            (b"GET /healthz HTTP/1.1" + b"\r\nA: b" * 101, 431),
+            (b"GET /healthz HTTP/1.1\r\nA: " + b"b" * 17_000, 431),
+        ],
+    )
+    def test_what_is_no_request_is_refused(self, head: bytes, status: int, serve: Callable[..., Server]) -> None:
+        """With the status that says what is wrong."""
+        with connect(serve()) as client:
+            client.sendall(head + b"\r\n\r\n")
+            assert read(client).startswith(f"HTTP/1.0 {status} ".encode())
+
+    def test_requests_may_come_in_pieces(self, serve: Callable[..., Server]) -> None:
+        """A head may be cut anywhere."""
+        with connect(serve()) as client:
+            for byte in b"GET /healthz HTTP/1.1\r\nA: b\r\n\r\n":
+                client.sendall(bytes([byte]))
+            assert read(client).startswith(b"HTTP/1.0 200 OK\r\n")
+
+    def test_a_head_has_a_limit(self, serve: Callable[..., Server]) -> None:
+        """An endless line is not gathered."""
+        server = serve()
+        with connect(server) as client:
+            with contextlib.suppress(ConnectionError):
+                client.sendall(b"GET /" + b"a" * 1_000_000)
+            assert is_cut(client)
+        assert get(server)[0] == 200
+
+
+class TestSharing:
+    """One rendering is for all clients."""
+
+    def test_answers_are_shared(self, serve: Callable[..., Server]) -> None:
+        """Many clients of a page cause one rendering for each form that they take it in."""
+        renderings: list[object] = []
+
+        def render(key: object) -> Answer:
+            renderings.append(key)
+            return Answer(LONG)
+
+        server = serve(routes={"/page": Route(render, key=lambda request: request.query, seconds=600)})
+        for _ in range(5):
+            assert get(server, "/page")[1] == LONG
+            assert gzip.decompress(get(server, "/page", Accept_Encoding="gzip")[1]) == LONG
+            assert get(server, "/page?other")[1] == LONG
+        assert sorted(map(str, renderings)) == ["", "", "other"]
+
+    def test_answers_are_made_anew(self, serve: Callable[..., Server], monkeypatch: pytest.MonkeyPatch) -> None:
+        """After its time an answer is not used again."""
+        renderings = iter(range(10))
+        server = serve(routes={"/page": Route(lambda key: Answer(b"%d" % next(renderings)), seconds=0.0)})
+        monkeypatch.setattr(web, "REST", 0)
+        assert [get(server, "/page")[1] for _ in range(2)] == [b"0", b"1"]
+
+    def test_what_takes_long_is_used_long(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """An answer is used ten times as long as its rendering took of the processor."""
+        now, used = [100.0], [0.0]
+        monkeypatch.setattr(time, "monotonic", lambda: now[0])
+        monkeypatch.setattr(time, "thread_time", lambda: used[0])
+        renderings: list[int] = []
+
+        def render(key: object) -> Answer:
+            used[0] += 2.0
+            renderings.append(1)
+            return Answer(b"")
+
+        route, request = Route(render), Request("/", "", Message())
+        for at, count in ((100, 1), (119, 1), (121, 2), (140, 2), (142, 3)):
+            now[0] = at
+            route.answer(request)
+            assert len(renderings) == count
+
+    def test_nobody_waits_for_another_one_s_rendering(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """While an answer is made anew, or one of a route with the same lock, others get the old one for a while."""
+        now = [100.0]
+        monkeypatch.setattr(time, "monotonic", lambda: now[0])
+        begun, released, lock = threading.Event(), threading.Event(), threading.Lock()
+        old, other = Route(lambda key: Answer(b"%d" % now[0]), lock=lock), Route(self.wait(begun, released), lock=lock)
+        request = Request("/", "", Message())
+        assert old.answer(request).body == b"100"
+        rendering = threading.Thread(target=other.answer, args=(request,))
+        rendering.start()
+        assert begun.wait(10)
+        now[0] += 1.5 * web.SHARED
+        assert old.answer(request).body == b"100"
+        released.set()
+        rendering.join(10)
+        now[0] = 200.0
+        assert old.answer(request).body == b"200"
+
+    def wait(self, begun: threading.Event, released: threading.Event) -> Callable[[object], Answer]:
+        def render(key: object) -> Answer:
+            begun.set()
+            assert released.wait(10)
+            return Answer(b"")
+
+        return render
+
+    def test_few_wait_for_a_page_and_none_for_another(
+        self, serve: Callable[..., Server], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """While a page is rendered for the first time, some wait for it and others are turned away."""
+        monkeypatch.setattr(web, "MAX_WAITING", 2)
+        begun, released = threading.Event(), threading.Event()
+        server = serve(routes={**routes(), "/slow": Route(self.wait(begun, released))}, limits=Limits(connections=4))
+        with contextlib.ExitStack() as stack:
+            clients = [stack.enter_context(connect(server)) for _ in range(4)]
+            clients[0].sendall(b"GET /slow HTTP/1.1\r\n\r\n")
+            assert begun.wait(10)
+            for client in clients[1:]:
+                client.sendall(b"GET /slow HTTP/1.1\r\n\r\n")
+            ready, _, _ = select.select(clients, [], [], 10)
+            assert [client.recv(12) for client in ready] == [b"HTTP/1.0 503"]
+            assert get(server)[0] == 200
+            released.set()
+            assert all(client.recv(12) == b"HTTP/1.0 200" for client in clients if client not in ready)
+
+    def test_failure_is_not_kept(self, serve: Callable[..., Server]) -> None:
+        """A page that failed once is rendered for the next client."""
+        answers = iter((ValueError("once"), Answer(b"good")))
+
+        def render(key: object) -> Answer:
+            answer = next(answers)
+            if isinstance(answer, Exception):
+                raise answer
+            return answer
+
+        server = serve(routes={"/page": Route(render)})
+        assert [get(server, "/page")[0] for _ in range(2)] == [500, 200]
+
+    def test_flood_of_requests_keeps_nobody_out(self, serve: Callable[..., Server]) -> None:
+        """While 60 clients send 300 requests each, again and again, others are answered, and little is rendered."""
+        renderings: list[int] = []
+
+        def render(key: object) -> Answer:
+            renderings.append(1)
+            return Answer(LONG)
+
+        server = serve(routes={**routes(), "/status": Route(render, seconds=600)})
+        over = threading.Event()
+
+        def flood() -> None:
+            while not over.is_set():
+                with contextlib.suppress(OSError), connect(server) as client:
+                    client.sendall(b"GET /status HTTP/1.1\r\n\r\n" * 300)
+                    is_cut(client)
+
+        threads = [threading.Thread(target=flood) for _ in range(60)]
+        for thread in threads:
+            thread.start()
+        try:
+            for _ in range(20):
+                assert get(server)[0] == 200
+                assert get(server, "/healthz")[0] == 200
+        finally:
+            over.set()
+            for thread in threads:
+                thread.join(20)
+        assert sum(renderings) == 1
+
+
+class TestClients:
+    """Idle and slow ones, and too many."""
+
+    def test_idle_clients_do_not_keep_a_scrape_out(self, serve: Callable[..., Server]) -> None:
+        """With as many connections as there may be, all of them idle, a scrape is answered at once."""
+        server = serve(limits=Limits(connections=4))
+        with contextlib.ExitStack() as stack:
+            idle = [stack.enter_context(connect(server)) for _ in range(12)]
+            began = time.monotonic()
+            assert get(server)[0] == 200
+            assert time.monotonic() - began < 5
+            assert is_cut(idle[0])
+            assert server.connections <= 4
+
+    def test_clients_that_do_not_read_do_not_keep_a_scrape_out(self, serve: Callable[..., Server]) -> None:
+        """Those who ask and do not take the answer are let go, too."""
+        server = serve(limits=Limits(connections=2))
+        with contextlib.ExitStack() as stack:
+            for _ in range(4):
+                client = stack.enter_context(connect(server))
+                client.sendall(b"GET /huge HTTP/1.1\r\n\r\n")
+            assert get(server)[0] == 200
+
+    def test_those_who_work_stay(self, serve: Callable[..., Server]) -> None:
+        """Idle clients are let go before one whose answer is under way."""
+        server = serve(limits=Limits(connections=3))
+        with connect(server) as reader, contextlib.ExitStack() as stack:
+            reader.sendall(b"GET /huge HTTP/1.1\r\nConnection: close\r\n\r\n")
+            assert reader.recv(16) == b"HTTP/1.0 200 OK\r"
+            for _ in range(6):
+                stack.enter_context(connect(server))
+            assert get(server)[0] == 200
+            length = 0
+            while piece := reader.recv(1 << 20):
+                length += len(piece)
+        assert length > 64 * 1024 * 1024
+
+    def test_a_request_has_a_deadline(self, serve: Callable[..., Server]) -> None:
+        """Who sends a byte now and then is cut off all the same."""
+        server = serve(limits=Limits(request=0.3))
+        with connect(server) as client:
+            over = threading.Event()
+
+            def drip() -> None:
+                with contextlib.suppress(OSError):
+                    client.sendall(b"GET /metrics HTTP/1.1\r\n")
+                    while not over.wait(0.02):
+                        client.sendall(b"X")
+
+            thread = threading.Thread(target=drip)
+            thread.start()
+            assert is_cut(client)
+            over.set()
+            thread.join()
+
+    def test_an_answer_has_a_deadline(self, serve: Callable[..., Server]) -> None:
+        """Who does not take an answer is cut off."""
+        server = serve(limits=Limits(answer=0.2))
+        with connect(server) as client:
+            client.sendall(b"GET /huge HTTP/1.1\r\n\r\n")
+            assert client.recv(8) == b"HTTP/1.0"
+            deadline = time.monotonic() + 10
+            while server.connections:
+                assert time.monotonic() < deadline
+                time.sleep(0.01)
+            assert is_cut(client)
+
+    def test_without_file_descriptors_somebody_has_to_go(self, caplog: pytest.LogCaptureFixture) -> None:
+        """When no client can be accepted, one that waits is let go, and the scrape is answered then."""
+        deadline = time.monotonic() + 10
+
+        class Full(socket.socket):
+            full = 0
+
+            def accept(self) -> tuple[socket.socket, Any]:
+                if Full.full > 0:
+                    Full.full -= 1
+                    raise OSError(errno.EMFILE, "Too many open files")
+                return super().accept()
+
+        with (
+            serving(Server(Full(fileno=listen("127.0.0.1:0").detach()), routes())) as server,
+            connect(server) as idle,
+        ):
+            idle.sendall(b"GET /healthz HTTP/1.1\r\n")
+            while not server.connections:
+                assert time.monotonic() < deadline
+            Full.full = 3
+            assert get(server)[0] == 200
+            assert is_cut(idle)
+        assert [record.getMessage() for record in caplog.records] == [
+            "a client cannot be accepted: [Errno 24] Too many open files"
+        ]
+
+    def test_without_threads_a_client_is_turned_away(
+        self, serve: Callable[..., Server], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        """When no thread can be started, that client goes; the next one may have more luck."""
+        server = serve()
+        start, failing = threading.Thread.start, [True]
+
+        def fail(thread: threading.Thread) -> None:
+            if thread.name == "web client" and failing:
+                failing.pop()
+                raise RuntimeError("can't start new thread")
+            start(thread)
+
+        monkeypatch.setattr(threading.Thread, "start", fail)
+        with connect(server) as client:
+            assert is_cut(client)
+        assert "can't start new thread" in caplog.text
+        assert get(server)[0] == 200
+
+    def test_closing_ends_everybody(self, serve: Callable[..., Server]) -> None:
+        """After the end nobody is connected and the address is free."""
+        server = Server(listen("127.0.0.1:0"), routes())
+        address = server.address
+        server.start()
+        with connect(server) as client:
+            client.sendall(b"GET /metrics HTTP/1.1\r\n\r\n")
+            assert client.recv(8) == b"HTTP/1.0"
+            server.close()
+            assert is_cut(client)
+        listen(address).close()
+
+
+def make_certificate(directory: Path, name: str, also: str = "") -> tuple[Path, Path]:
+    """Make a certificate for 127.0.0.1 and its key."""
+    certificate, key = directory / f"{name}.crt{also}", directory / f"{name}.key{also}"
+    subprocess.run(
+        ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256", "-nodes", "-days", "2",
+         "-subj", f"/CN={name}", "-addext", "subjectAltName=IP:127.0.0.1", "-keyout", key, "-out", certificate],
+        check=True,
+        capture_output=True,
+    )  # fmt: skip
+    return certificate, key
+
+
+def trusting(certificate: Path) -> ssl.SSLContext:
+    return ssl.create_default_context(cafile=str(certificate))
+
+
+class TestCertificate:
+    """TLS by files that change."""
+
+    def test_served_with_tls(self, tmp_path: Path, serve: Callable[..., Server]) -> None:
+        """A client that trusts the certificate is answered; plain HTTP is not."""
+        certificate, key = make_certificate(tmp_path, "a")
+        server = serve(certificate=Certificate(certificate, key))
+        assert get(server, tls=trusting(certificate))[:2] == (200, b"one 1\n")
+        with connect(server) as client:
+            client.sendall(b"GET /metrics HTTP/1.1\r\n\r\n")
+            with contextlib.suppress(ConnectionError):
+                assert b"one 1" not in client.recv(1000)
+
+    def test_renewed_files_are_used_from_the_next_connection_on(
+        self, tmp_path: Path, serve: Callable[..., Server]
+    ) -> None:
+        """A certificate that was renewed needs no restart."""
+        certificate, key = make_certificate(tmp_path, "a")
+        server = serve(certificate=Certificate(certificate, key))
+        old = trusting(certificate)
+        assert get(server, tls=old)[0] == 200
+        new, new_key = make_certificate(tmp_path, "b")
+        os.replace(new_key, key)
+        os.replace(new, certificate)
+        assert get(server, tls=trusting(certificate))[0] == 200
+        with pytest.raises(ssl.SSLCertVerificationError):
+            get(server, tls=old)
+
+    def test_half_a_renewal_changes_nothing(
+        self, tmp_path: Path, serve: Callable[..., Server], caplog: pytest.LogCaptureFixture
+    ) -> None:
+        """While key and certificate do not belong together, the old ones go on; it is said once."""
+        certificate, key = make_certificate(tmp_path, "a")
+        server = serve(certificate=Certificate(certificate, key))
+        trusted = trusting(certificate)
+        new, new_key = make_certificate(tmp_path, "b")
+        os.replace(new, certificate)
+        for _ in range(3):
+            assert get(server, tls=trusted)[0] == 200
+        assert len(caplog.records) == 1
+        assert str(certificate) in caplog.text
+        certificate.unlink()
+        assert get(server, tls=trusted)[0] == 200
+        os.replace(new_key, key)
+        make_certificate(tmp_path, "a")
+        assert get(server, tls=trusting(certificate))[0] == 200
+
+    def test_clients_that_do_not_shake_hands_are_cut(self, tmp_path: Path, serve: Callable[..., Server]) -> None:
+        """The handshake counts as part of the request, and blocks nobody else."""
+        certificate, key = make_certificate(tmp_path, "a")
+        server = serve(certificate=Certificate(certificate, key), limits=Limits(request=0.5, connections=2))
+        with contextlib.ExitStack() as stack:
+            idle = [stack.enter_context(connect(server)) for _ in range(4)]
+            assert get(server, tls=trusting(certificate))[0] == 200
+            assert all(is_cut(client) for client in idle)
+
+    def test_key_and_certificate_may_be_one_file(self, tmp_path: Path, serve: Callable[..., Server]) -> None:
+        """Without a key's file the certificate's own is looked into."""
+        certificate, key = make_certificate(tmp_path, "a")
+        both = tmp_path / "both.pem"
+        both.write_bytes(certificate.read_bytes() + key.read_bytes())
+        assert get(serve(certificate=Certificate(both)), tls=trusting(certificate))[0] == 200
+
+    def test_clients_need_a_certificate_where_an_authority_is_given(
+        self, tmp_path: Path, serve: Callable[..., Server]
+    ) -> None:
+        """With client_ca, pages are for those with a certificate of it; probes need none, others' are refused."""
+        certificate, key = make_certificate(tmp_path, "a")
+        mine, mine_key = make_certificate(tmp_path, "mine")
+        other, other_key = make_certificate(tmp_path, "other")
+        server = serve(certificate=Certificate(certificate, key, mine))
+        tls = trusting(certificate)
+        assert get(server, tls=tls)[:2] == (403, b"a client certificate is needed\n")
+        assert get(server, "/healthz", tls=tls)[0] == 200
+        tls.load_cert_chain(mine, mine_key)
+        assert get(server, tls=tls)[:2] == (200, b"one 1\n")
+        tls = trusting(certificate)
+        tls.load_cert_chain(other, other_key)
+        with pytest.raises((ssl.SSLError, ConnectionError)):
+            get(server, tls=tls)
+        mine.unlink()
+        with pytest.raises(OSError, match=r"client CA file .*mine\.crt: No such file"):
+            Certificate(certificate, key, mine)
+
+    def test_least_version_of_tls_can_be_raised(self, tmp_path: Path, serve: Callable[..., Server]) -> None:
+        """A client of TLS 1.2 is served by default, and refused where 1.3 is the least."""
+        certificate, key = make_certificate(tmp_path, "a")
+        old = trusting(certificate)
+        old.maximum_version = ssl.TLSVersion.TLSv1_2
+        assert get(serve(certificate=Certificate(certificate, key)), tls=old)[0] == 200
+        strict = serve(certificate=Certificate(certificate, key, min_version="1.3"))
+        assert get(strict, tls=trusting(certificate))[0] == 200
+        with pytest.raises((ssl.SSLError, ConnectionError)):
+            get(strict, tls=old)
+
+    def test_unusable_files_are_an_error_that_names_them(self, tmp_path: Path) -> None:
+        """At the start a certificate that cannot be used ends the start, and says which file it is."""
+        certificate, key = make_certificate(tmp_path, "a")
+        with pytest.raises(OSError, match=r"no\.crt: No such file"):
+            Certificate(tmp_path / "no.crt", key)
+        with pytest.raises(OSError, match=r"no\.key: No such file"):
+            Certificate(certificate, tmp_path / "no.key")
+        key.write_text("nonsense")
+        with pytest.raises(OSError, match=r"a\.key are no certificate with its key"):
+            Certificate(certificate, key)
+
+
+class TestToken:
+    """Who may read."""
+
+    @pytest.fixture
+    def path(self, tmp_path: Path) -> Path:
+        path = tmp_path / "token"
+        path.write_text("s3cret\n")
+        return path
+
+    def test_without_the_token_there_is_nothing_to_see(self, path: Path, serve: Callable[..., Server]) -> None:
+        """401, and what is wanted, for all that is not open."""
+        server = serve(token=Token(path))
+        for authorization in ("", "Bearer", "Bearer wrong", "Bearer s3cret1", "s3cret", "Basic s3cret", "Basic czNj"):
+            status, body, headers = get(server, Authorization=authorization)
+            assert (status, headers["WWW-Authenticate"]) == (401, 'Bearer realm="deviceplugin"')
+            assert b"one" not in body
+        assert get(server, "/nope")[0] == 401
+        assert get(server, "/healthz")[0] == 200
+
+    def test_the_token_opens(self, path: Path, serve: Callable[..., Server]) -> None:
+        """A bearer is let in."""
+        assert get(serve(token=Token(path)), Authorization="bearer  s3cret")[0] == 200
+
+    def test_browsers_may_give_it_as_a_password(self, path: Path, serve: Callable[..., Server]) -> None:
+        """A browser is asked for a password, and the token is one, whatever the user's name."""
+        server = serve(token=Token(path))
+        assert get(server, Accept="text/html,*/*")[2]["WWW-Authenticate"] == 'Basic realm="deviceplugin"'
+        assert get(server, Authorization=f"Basic {b64encode(b'me:s3cret').decode()}")[0] == 200
+
+    def test_a_token_that_changes_counts_at_once(
+        self, path: Path, serve: Callable[..., Server], caplog: pytest.LogCaptureFixture
+    ) -> None:
+        """A rotated token needs no restart; while the file is away or empty, the old one counts."""
+        caplog.set_level(logging.INFO)
+        server = serve(token=Token(path))
+        path.unlink()
+        assert get(server, Authorization="Bearer s3cret")[0] == 200
+        path.write_text("")
+        assert get(server, Authorization="Bearer s3cret")[0] == 200
+        path.write_text("other")
+        assert get(server, Authorization="Bearer s3cret")[0] == 401
+        assert get(server, Authorization="Bearer other")[0] == 200
+        assert "s3cret" not in caplog.text
+
+    def test_no_token_is_an_error_that_names_the_file(self, path: Path) -> None:
+        """At the start a file that is missing or empty ends the start: it must not mean that all may read."""
+        path.write_text(" \n")
+        with pytest.raises(OSError, match="token: it is empty"):
+            Token(path)
+        path.unlink()
+        with pytest.raises(OSError, match="token: No such file"):
+            Token(path)

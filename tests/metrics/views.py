@@ -1,0 +1,96 @@
+"""An agent that stands still, for tests of what is seen of one."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from functools import partial
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any, cast
+
+from deviceplugin.device import Device
+from deviceplugin.inventory import Snapshot, merged
+from deviceplugin.kubelet.podresources import ClaimUse, Holder
+from deviceplugin.kubelet.registration import RegistrationStatistics
+from deviceplugin.kubelet.servicer import ServicerStatistics
+from deviceplugin.kubelet.status import ResourceStatus, Status
+from deviceplugin.metrics.report import Provider
+from deviceplugin.metrics.views import Observer
+from deviceplugin.sharing import device_of
+from deviceplugin.source import DeviceSource, Measured
+
+if TYPE_CHECKING:
+    from deviceplugin.node.agent import Agent
+
+RESOURCE = "example.com/gpu"
+
+
+class Source(DeviceSource):
+    """A source that is never watched."""
+
+    resource = RESOURCE
+
+    def measure(self, devices: Sequence[Device]) -> Measured:
+        return {}
+
+
+def resource(
+    *devices: Device | str,
+    name: str = RESOURCE,
+    held: Mapping[str, Sequence[Holder]] | None = None,
+    replicas: int = 1,
+    registered: bool = True,
+    source_error: str = "",
+    listed: bool = True,
+    **statistics: Any,
+) -> ResourceStatus:
+    """One resource with these devices and holders (by the kubelet's ids)."""
+    snapshot = Snapshot(name)
+    if listed:
+        snapshot = merged(snapshot, [Device(one) if isinstance(one, str) else one for one in devices])
+    holders = {unit: frozenset(those) for unit, those in (held or {}).items()}
+    return ResourceStatus(
+        name,
+        snapshot,
+        replicas,
+        registered,
+        registered,
+        holders,
+        ServicerStatistics(**statistics),
+        RegistrationStatistics(registered=registered),
+        source_error,
+    )
+
+
+class Still:
+    """What an Observer asks of an agent, as it is set here."""
+
+    def __init__(self, *resources: ResourceStatus) -> None:
+        self.resources = list(resources)
+        self.claims: frozenset[ClaimUse] = frozenset()
+        self.looked_at: float | None = time.monotonic()
+        self.double = 0
+        self.providers: list[Provider] = []
+        self.sources: dict[str, DeviceSource] = {}
+
+    def status(self) -> Status:
+        return Status(tuple(self.resources), self.double, self.claims, self.looked_at)
+
+    @property
+    def services(self) -> Mapping[str, Any]:
+        return {
+            one.resource: SimpleNamespace(
+                resource=one.resource,
+                source=self.sources.get(one.resource, Source()),
+                inventory=SimpleNamespace(snapshot=one.snapshot),
+                endpoint=SimpleNamespace(ids=SimpleNamespace(device_id_of=partial(device_of, replicas=one.replicas))),
+            )
+            for one in self.resources
+        }
+
+    @property
+    def agent(self) -> Agent:
+        return cast("Agent", self)
+
+    def observer(self, **options: Any) -> Observer:
+        return Observer(self.agent, **options)

@@ -1,0 +1,1023 @@
+"""The agent as a whole, against the fake kubelet: sources that misbehave, releases, reloads, signals."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+
+from deviceplugin.config import Config, load
+from deviceplugin.device import ContainerEdits, Device, Health
+from deviceplugin.kubelet import ids_in_use as grants
+from deviceplugin.kubelet.checkpoint import Allocation
+from deviceplugin.kubelet.holders import HolderSnapshot, Holding
+from deviceplugin.node import process as process_module
+from deviceplugin.node import service as service_module
+from deviceplugin.node.agent import Agent, AgentError
+from deviceplugin.node.paths import Paths
+from deviceplugin.source import DeviceSource
+from deviceplugin.sources.simulated import SimulatedSource
+from deviceplugin.testing import FakeKubelet, FakePod, Served, serve
+from deviceplugin.testing import checkpoint as written
+from deviceplugin.testing.devicemanager import PluginCallError
+from deviceplugin.wire import podresources_pb2, podresources_pb2_grpc
+from tests.config.files import bombs as config_bombs
+
+R = "example.com/r"
+Serve = Callable[..., Served]
+
+
+def source(count: int = 2, resource: str = R, prefix: str = "sim") -> SimulatedSource:
+    return SimulatedSource(count, resource=resource, prefix=prefix)
+
+
+def wait(condition: Callable[[], object], timeout: float = 10.0) -> None:
+    """Wait until something is so that nobody tells of; a look every ms."""
+    until = time.monotonic() + timeout
+    while not condition():
+        assert time.monotonic() < until, "waited too long"
+        time.sleep(0.001)
+
+
+# What cannot be.
+
+
+def test_two_sources_for_one_resource_are_refused() -> None:
+    """Two sources of one resource are an error that names it."""
+    with pytest.raises(AgentError, match=f"two sources for one resource: {R}"):
+        Agent([source(), source()])
+
+
+def test_source_without_a_name_is_refused() -> None:
+    """A source without a resource name is an error that says what to set."""
+    with pytest.raises(AgentError, match="SimulatedSource has no resource name; set `resource`"):
+        Agent([SimulatedSource(1)])
+
+
+def test_places_follow_the_root_and_can_be_given() -> None:
+    """The kubelet's places are below its root, and each can be given by itself."""
+    assert Paths(Path("/k")).plugins == Path("/k/device-plugins")
+    assert Paths(Path("/k")).pod_resources == Path("/k/pod-resources/kubelet.sock")
+    given = Paths(Path("/k"), Path("/d"), Path("/p.sock"))
+    assert (given.plugins, given.pod_resources) == (Path("/d"), Path("/p.sock"))
+
+
+def test_agent_that_is_stopped_before_it_runs_does_not_run() -> None:
+    """A signal that comes before the loop does not get lost."""
+
+    async def run() -> None:
+        agent = Agent([source()])
+        agent.stop()
+        async with asyncio.timeout(5):
+            await agent.run()
+
+    asyncio.run(run())
+
+
+# Sources.
+
+
+def test_plain_generator_may_block(fake_kubelet: FakeKubelet, served: Serve) -> None:
+    """A plain generator runs in a thread of its own: while it blocks, its last list is served."""
+    go = threading.Event()
+
+    class Blocking(DeviceSource):
+        resource = R
+
+        def watch(self) -> Iterator[Sequence[Device]]:
+            yield [Device("a")]
+            go.wait()
+            yield [Device("a"), Device("b")]
+
+    served(Blocking(), source(1, "example.com/s"))
+    fake_kubelet.wait_allocatable(R, 1)
+    fake_kubelet.wait_allocatable("example.com/s", 1)
+    go.set()
+    fake_kubelet.wait_allocatable(R, 2)
+
+
+@pytest.mark.parametrize("name", ["a%2Fb", "100%", "a b#c?d", "ä"])
+def test_sockets_may_lie_anywhere(tmp_path: Path, name: str) -> None:
+    """No character of the kubelet's directory means something else in a socket's address."""
+    with FakeKubelet(tmp_path / name) as kubelet, serve([source(1)], kubelet):
+        kubelet.wait_allocatable(R, 1)
+        assert kubelet.run_pod("p", {R: 1}).device_ids
+
+
+def test_source_that_ends_stays_true(fake_kubelet: FakeKubelet, served: Serve) -> None:
+    """A source that ends after a list means that it stays true; one that never listed has no devices."""
+
+    class Silent(DeviceSource):
+        resource = "example.com/silent"
+
+        async def watch(self) -> AsyncIterator[Sequence[Device]]:
+            for nothing in list[Sequence[Device]]():
+                yield nothing
+
+    class Once(DeviceSource):
+        resource = R
+
+        async def watch(self) -> AsyncIterator[Sequence[Device]]:
+            yield [Device("a")]
+
+    served(Once(), Silent())
+    fake_kubelet.wait_allocatable(R, 1)
+    assert "example.com/silent" in fake_kubelet.resources()
+    fake_kubelet.restart()
+    fake_kubelet.wait_registered(R, 2)
+    fake_kubelet.wait_allocatable(R, 1)
+
+
+@pytest.mark.parametrize(
+    ("plain", "error"),
+    [(True, OSError("unplugged")), (False, OSError("unplugged")), (True, SystemExit(3))],
+    ids=["plain", "async", "SystemExit"],
+)
+def test_source_that_fails_is_started_again(
+    fake_kubelet: FakeKubelet, served: Serve, caplog: pytest.LogCaptureFixture, plain: bool, error: BaseException
+) -> None:
+    """A source that raises is started again after a while, with its last list served meanwhile, and said."""
+    starts = []
+
+    class Failing(DeviceSource):
+        resource = R
+
+        def lists(self) -> Iterator[Sequence[Device]]:
+            starts.append(time.monotonic())
+            yield [Device(f"d{number}") for number in range(len(starts))]
+            if len(starts) < 2:
+                raise error
+
+    class Plain(Failing):
+        def watch(self) -> Iterator[Sequence[Device]]:
+            return self.lists()
+
+    class Coroutine(Failing):
+        async def watch(self) -> AsyncIterator[Sequence[Device]]:
+            for devices in self.lists():
+                yield devices
+
+    agent = served(Plain() if plain else Coroutine())
+    fake_kubelet.wait_allocatable(R, 2)
+    assert starts[1] - starts[0] >= 0.2
+    assert "its last list of 1 devices stays" in caplog.text
+    wait(lambda: agent.agent.status().resources[0].source_error == "")
+
+
+@pytest.mark.parametrize("listed", [[Device("a"), Device("a")], None, ["a"], 3])
+def test_list_that_is_none_costs_the_source_only(
+    fake_kubelet: FakeKubelet, served: Serve, listed: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Nonsense from a source (duplicates, strings, None) is its own error; the last good list stays."""
+
+    class Wrong(DeviceSource):
+        resource = R
+
+        async def watch(self) -> AsyncIterator[Sequence[Device]]:
+            yield [Device("good")]
+            yield listed
+
+    agent = served(Wrong(), source(1, "example.com/s"))
+    wait(lambda: agent.agent.status().resources[0].source_error)
+    assert fake_kubelet.allocatable(R) == 1
+    assert fake_kubelet.allocatable("example.com/s") == 1
+    assert f"{R}: the source failed" in caplog.text
+
+
+def test_watch_that_is_no_generator_is_said(fake_kubelet: FakeKubelet, served: Serve) -> None:
+    """A `watch` that returns a list instead of yielding one is an error that says so."""
+
+    class NoGenerator(DeviceSource):
+        resource = R
+
+        def watch(self) -> Any:
+            return [Device("a")]
+
+    agent = served(NoGenerator(), timeout=None)
+    wait(lambda: agent.agent.services)
+    wait(lambda: agent.agent.status().resources[0].source_error)
+    assert "NoGenerator.watch must yield lists of devices" in agent.agent.status().resources[0].source_error
+
+
+# Releases.
+
+
+class Releasing(SimulatedSource):
+    """Takes note of its releases."""
+
+    resource = R
+
+    def __init__(self, count: int, notify: Callable[[], None]) -> None:
+        super().__init__(count)
+        self.released_ids: list[str] = []
+        self._notify = notify
+
+    def released(self, devices: Sequence[Device]) -> None:
+        self.released_ids += [device.id for device in devices]
+        self._notify()
+
+
+@pytest.fixture
+def soon(monkeypatch: pytest.MonkeyPatch) -> Mapping[str, float]:
+    """Options with which scans follow each other at once."""
+    monkeypatch.setattr(grants, "WELL_APART", 0.1)
+    return {"period": 0.05}
+
+
+def test_released_after_the_last_pod(fake_kubelet: FakeKubelet, served: Serve, soon: Mapping[str, float]) -> None:
+    """A device's release is told after its pod is gone, not before, and again for the next pod."""
+    devices = Releasing(1, fake_kubelet.notify)
+    agent = served(devices, **soon)
+    fake_kubelet.wait_until(lambda: devices.released_ids == ["sim-0"])  # at the start: who knows who had it before
+    for count in (2, 3):
+        pod = fake_kubelet.run_pod(f"p{count}", {R: 1})
+        wait(lambda: agent.agent.status().resources[0].holders)
+        assert len(devices.released_ids) == count - 1
+        pod.delete()
+        fake_kubelet.wait_until(lambda: len(devices.released_ids) == count)  # noqa: B023
+
+
+SELDOM: Mapping[str, float] = {"period": 300.0}
+"""Options with which a scan follows a grant, and nothing else."""
+
+
+def named(agent: Served, pod: FakePod) -> None:
+    """Wait until a scan knows whom the device was for."""
+    wait(lambda: {one.pod_uid for one in agent.agent.tracker.snapshot.held} >= {pod.uid})
+
+
+def test_released_between_two_pods_that_follow_each_other(fake_kubelet: FakeKubelet, served: Serve) -> None:
+    """It has ended before the next pod gets the device, though no scan sees it free; init containers pass theirs on."""
+    devices = Releasing(1, fake_kubelet.notify)
+    agent = served(devices, **SELDOM)
+    pod = fake_kubelet.run_pod("p0", {R: 1})
+    containers = {"main": {R: 1}}
+    for count in (1, 2):
+        named(agent, pod)
+        pod.delete()
+        pod = fake_kubelet.run_pod(f"p{count}", containers=containers, init_containers={"init": {R: 1}})
+        assert pod.running
+        assert len(fake_kubelet.rpcs("Allocate", R)) == 1 + 2 * count
+        assert devices.released_ids == ["sim-0"] * count
+    named(agent, pod)
+    assert devices.released_ids == ["sim-0"] * 2
+
+
+def test_released_between_two_pods_spares_who_shares_the_device(fake_kubelet: FakeKubelet, served: Serve) -> None:
+    """A replica that goes from pod to pod is released only if no other replica of the device is held."""
+    devices = Releasing(1, fake_kubelet.notify)
+    devices.replicas = 2
+    agent = served(devices, **SELDOM)
+    stays, ends = fake_kubelet.run_pod("stays", {R: 1}), fake_kubelet.run_pod("ends", {R: 1})
+    named(agent, stays)
+    named(agent, ends)
+    ends.delete()
+    assert fake_kubelet.run_pod("next", {R: 1}).running
+    assert devices.released_ids == []
+
+
+def test_a_device_is_not_granted_before_released_succeeds(fake_kubelet: FakeKubelet, served: Serve) -> None:
+    """If `released` fails between two pods, the second is refused with the reason; the next try calls it again."""
+    fails = threading.Event()
+
+    class Failing(Releasing):
+        def released(self, devices: Sequence[Device]) -> None:
+            super().released(devices)
+            if fails.is_set():
+                raise OSError("no such hardware")
+
+    devices = Failing(1, fake_kubelet.notify)
+    agent = served(devices, **SELDOM)
+    pod = fake_kubelet.run_pod("p", {R: 1})
+    named(agent, pod)
+    pod.delete()
+    fails.set()
+    refused = fake_kubelet.run_pod("refused", {R: 1})
+    assert refused.phase == "Failed"
+    assert "before `released` of its former holder succeeds: released of" in refused.message
+    assert agent.agent.status().resources[0].endpoint.refusals == {"released": 1}
+    fails.clear()
+    assert fake_kubelet.run_pod("next", {R: 1}).running
+    assert devices.released_ids == ["sim-0"] * 2
+
+
+@pytest.mark.parametrize("how", ["raises", "hangs in the loop"])
+def test_released_that_fails_costs_nothing_else(
+    fake_kubelet: FakeKubelet, served: Serve, soon: Mapping[str, float], caplog: pytest.LogCaptureFixture, how: str
+) -> None:
+    """A `released` that raises or hangs is said; pods go on coming and going, and the next release is told."""
+
+    class Failing(Releasing):
+        hook_timeout = 0.05
+
+        def released(self, devices: Sequence[Device]) -> Any:
+            super().released(devices)
+            if how == "raises":
+                raise OSError("no such hardware")
+            return asyncio.Event().wait()
+
+    devices = Failing(1, fake_kubelet.notify)
+    served(devices, **soon)
+    for count in (1, 2, 3):
+        fake_kubelet.wait_until(lambda: len(devices.released_ids) == count)  # noqa: B023
+        wait(lambda: caplog.text.count("released of example.com/r ") >= count)  # noqa: B023
+        fake_kubelet.wait_allocatable(R, 1)
+        pod = fake_kubelet.run_pod(f"p{count}", {R: 1})
+        assert pod.running
+        pod.delete()
+    assert ("OSError: no such hardware" if how == "raises" else "did not answer within 0.05 s") in caplog.text
+
+
+def test_a_device_is_withheld_while_released_works_on(fake_kubelet: FakeKubelet, served: Serve) -> None:
+    """After its timeout, too: a pod is refused, and the device is unhealthy with the reason until the hook ends."""
+    over = threading.Event()
+
+    class Slow(Releasing):
+        hook_timeout = 0.05
+
+        def released(self, devices: Sequence[Device]) -> None:
+            super().released(devices)
+            over.wait()
+
+    devices = Slow(1, fake_kubelet.notify)
+    reason = {"sim-0": "`released` still works on it, after its timeout"}
+    try:
+        agent = served(devices, **SELDOM)
+        pod = fake_kubelet.run_pod("p", {R: 1})
+        named(agent, pod)
+        pod.delete()
+        assert fake_kubelet.run_pod("refused", {R: 1}).phase == "Failed"
+        fake_kubelet.wait_allocatable(R, 0)
+        assert agent.agent.status().resources[0].withheld == reason
+    finally:
+        over.set()
+    fake_kubelet.wait_allocatable(R, 1)
+    assert agent.agent.status().resources[0].withheld == {}
+    assert fake_kubelet.run_pod("next", {R: 1}).running
+
+
+class Named(Releasing):
+    """Lists one device under an id, whatever it is called."""
+
+    def __init__(self, name: str, changed: Callable[[], None], resource: str = R) -> None:
+        super().__init__(1, changed)
+        self.name, self.resource = name, resource
+
+    async def watch(self) -> AsyncIterator[Sequence[Device]]:
+        yield [Device(self.name, identity="uuid:1")]
+
+
+@pytest.mark.parametrize(("name", "resource"), [("other", R), ("a", "example.com/other"), ("b", "example.com/b")])
+def test_a_device_that_is_held_by_a_former_name_is_neither_offered_nor_released(
+    fake_kubelet: FakeKubelet, served: Serve, soon: Mapping[str, float], name: str, resource: str
+) -> None:
+    """An agent that starts with another name for it reads in the kubelet's checkpoint what the holder got."""
+    first = served(Named("a", fake_kubelet.notify), **soon)
+    fake_kubelet.wait_allocatable(R, 1)
+    pod = fake_kubelet.run_pod("p", {R: 1})
+    first.stop()
+    devices = Named(name, fake_kubelet.notify, resource)
+    agent = served(devices, **soon)
+    scanned(agent, 5)
+    assert fake_kubelet.devices(resource)[name].health == "Unhealthy"
+    assert devices.released_ids == []
+    pod.delete()
+    fake_kubelet.wait_until(lambda: devices.released_ids == [name])
+    fake_kubelet.wait_allocatable(resource, 1)
+
+
+def test_released_for_a_pod_that_never_ran(fake_kubelet: FakeKubelet, served: Serve, soon: Mapping[str, float]) -> None:
+    """A pod that the kubelet rejects after Allocate never shows up in its books; its device is released."""
+    devices = Releasing(1, fake_kubelet.notify)
+    served(devices, **soon)
+    fake_kubelet.wait_until(lambda: len(devices.released_ids) == 1)
+    fake_kubelet.reject_next_pod()
+    assert fake_kubelet.run_pod("rejected", {R: 1}).phase == "Failed"
+    fake_kubelet.wait_until(lambda: len(devices.released_ids) == 2, 20)
+
+
+def test_held_devices_are_not_released_at_the_start(
+    fake_kubelet: FakeKubelet, served: Serve, soon: Mapping[str, float]
+) -> None:
+    """An agent that starts beside running pods tells the release of idle devices only."""
+    first = served(source(2))
+    pod = fake_kubelet.run_pod("p", {R: 1})
+    first.stop()
+    devices = Releasing(2, fake_kubelet.notify)
+    served(devices, **soon)
+    fake_kubelet.wait_until(lambda: bool(devices.released_ids))
+    assert set(devices.released_ids) == {"sim-0", "sim-1"} - set(pod.device_ids)
+    pod.delete()
+    fake_kubelet.wait_until(lambda: set(pod.device_ids) <= set(devices.released_ids))
+
+
+def test_vanished_device_is_forgotten_when_nobody_holds_it(
+    fake_kubelet: FakeKubelet, served: Serve, soon: Mapping[str, float]
+) -> None:
+    """A device that vanishes stays, unhealthy, while a pod has it, and is dropped from the list after that."""
+    devices = source(2)
+    served(devices, **soon)
+    pod = fake_kubelet.run_pod("p", {R: 1})
+    (held,) = pod.device_ids
+    (idle,) = {"sim-0", "sim-1"} - {held}
+    devices.remove("sim-0")
+    devices.remove("sim-1")
+    fake_kubelet.wait_devices(R, lambda devices: idle not in devices)
+    assert fake_kubelet.devices(R)[held].health == "Unhealthy"
+    pod.delete()
+    fake_kubelet.wait_devices(R, lambda devices: held not in devices)
+
+
+def test_device_that_two_pods_hold_is_said_and_counted_once(
+    fake_kubelet: FakeKubelet, served: Serve, soon: Mapping[str, float], caplog: pytest.LogCaptureFixture
+) -> None:
+    """The kubelet's own double allocation is an error with the device and the pods, once for as long as it lasts."""
+    agent = served(source(1), **soon)
+    fake_kubelet.wait_allocatable(R, 1)
+    one = fake_kubelet.run_pod("one", {R: 1})
+    wait(lambda: agent.agent.tracker.snapshot.held)
+    checkpoint = written.Checkpoint.from_json(fake_kubelet.checkpoint.read_bytes())
+    (entry,) = checkpoint.entries or ()
+    fake_kubelet.stop()  # nothing else writes the file
+    other = "7c1d4e9a-2b7f-4f63-8a3e-54a9d0f7c222"
+    (fake_kubelet.pod_logs / f"default_two_{other}").mkdir()
+    for number in (1, 2):
+        replace(checkpoint, entries=[entry, replace(entry, pod_uid=other)]).write(fake_kubelet.checkpoint)
+        fake_kubelet.cgroups.add_pod(other)
+        fake_kubelet.cgroups.add_container(other, "c")
+        wait(agent.agent.tracker.double_held)
+        scanned(agent, 3)
+        assert agent.agent.status().double_allocations == number
+        checkpoint.write(fake_kubelet.checkpoint)
+        fake_kubelet.cgroups.remove_pod(other)
+        # Without an awake checkpoint nobody is let go, and what is only remembered is no proof.
+        wait(lambda: not agent.agent.tracker.double_held())
+        scanned(agent, 2)
+    said = [record.getMessage() for record in caplog.records if "to several pods" in record.getMessage()]
+    assert len(said) == 2
+    assert f"device sim-0 of {R} to several pods: " in said[0]
+    assert {"default/one", "default/two"} <= set(said[0].replace(",", "").split())
+    fake_kubelet.start()
+    assert one.running
+
+
+def scanned(agent: Served, count: int = 1) -> None:
+    """Wait for so many more scans."""
+    seen = {agent.agent.tracker.scanned_at}
+
+    def enough() -> bool:
+        seen.add(agent.agent.tracker.scanned_at)
+        return len(seen) > count
+
+    wait(enough)
+
+
+# Reloads.
+
+
+async def test_metrics_are_read_at_the_start(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """A change of how metrics are served is not taken by a reload, and that is said."""
+    config = tmp_path / "config.yaml"
+    config.write_text(text(a=1))
+    first = load(config)
+    config.write_text(text(a=1) + "metrics: {period: 5}\n")
+
+    async def take(*_: object) -> None:
+        pytest.fail("no resource changed")
+
+    await process_module._reload(take, config, first)
+    assert "`metrics` is read at the start" in caplog.text
+
+
+async def test_a_file_that_changes_while_the_agent_starts_is_taken(tmp_path: Path) -> None:
+    """What was written between the first reading and the first watch counts."""
+    config = tmp_path / "config.yaml"
+    config.write_text(text(a=1))
+    file = process_module.read(config)
+    config.write_text(text(a=2))
+    taken = asyncio.get_running_loop().create_future()
+
+    async def take(now: Config, *_: object) -> None:
+        taken.set_result(now)
+
+    following = asyncio.create_task(process_module._follow_config(take, *file, asyncio.Event()))
+    async with asyncio.timeout(20):
+        assert await taken == load(config)
+    following.cancel()
+
+
+async def test_reload_that_fails_half_way_is_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Whatever goes wrong while a changed file is taken, the file is followed on, and the log says what it was."""
+    config = tmp_path / "config.yaml"
+    config.write_text(text(a=1))
+    first = load(config)
+    config.write_text(text(a=2))
+
+    async def take(*_: object) -> None:
+        raise OSError("no room for another socket")
+
+    assert await process_module._reload(take, config, first) == load(config)
+    assert "not all of it is served" in caplog.text
+    assert "no room for another socket" in caplog.text
+
+
+def in_loop(agent: Served, change: Callable[[], Any]) -> None:
+    """Have the agent's own loop do something, and wait for it."""
+    loop = agent.agent._loop
+    assert loop is not None
+    asyncio.run_coroutine_threadsafe(change(), loop).result(10)
+
+
+def test_reconfigure_touches_only_what_changed(fake_kubelet: FakeKubelet, served: Serve) -> None:
+    """A resource that is left alone is not registered again; one that is gone ends; a new one is served."""
+    names = ["example.com/stays", "example.com/goes", "example.com/changes"]
+    agent = served(*(source(1, name) for name in names))
+    wanted = {"example.com/changes": source(3, "example.com/changes"), "example.com/new": source(1, "example.com/new")}
+    in_loop(agent, lambda: agent.agent.reconfigure(wanted, ["example.com/stays"]))
+    fake_kubelet.wait_allocatable("example.com/new", 1)
+    fake_kubelet.wait_allocatable("example.com/changes", 3)
+    fake_kubelet.wait_until(lambda: fake_kubelet.streams("example.com/goes") == 0)
+    counts = [sum(one.resource == name for one in fake_kubelet.registrations) for name in names]
+    assert counts == [1, 1, 1]
+    assert set(agent.agent.services) == {"example.com/stays", "example.com/changes", "example.com/new"}
+    assert len(fake_kubelet.updates("example.com/stays")) == 1
+
+
+def test_replaced_source_keeps_vanished_devices(fake_kubelet: FakeKubelet, served: Serve) -> None:
+    """Devices that the new source does not know become unhealthy instead of vanishing from under their holders."""
+    agent = served(source(2, prefix="old"))
+    pod = fake_kubelet.run_pod("p", {R: 1})
+    in_loop(agent, lambda: agent.agent.reconfigure({R: source(1, prefix="new")}))
+    fake_kubelet.wait_devices(R, lambda devices: "new-0" in devices)
+    assert fake_kubelet.devices(R)[pod.device_ids[0]].health == "Unhealthy"
+    assert fake_kubelet.allocatable(R) == 1
+
+
+class Marked(DeviceSource):
+    """Says in `edits` which source answered; lists its device when it may."""
+
+    resource = R
+
+    def __init__(self, mark: str, *, lists: bool = True) -> None:
+        self.mark = mark
+        self.may_list = threading.Event()
+        if lists:
+            self.may_list.set()
+
+    def watch(self) -> Iterator[Sequence[Device]]:
+        self.may_list.wait()
+        yield [Device("d0"), Device("d1"), Device("d2")]
+
+    def edits(self, devices: Sequence[Device]) -> ContainerEdits:
+        return ContainerEdits(env={"MARK": self.mark})
+
+
+def test_hooks_change_with_the_list(fake_kubelet: FakeKubelet, served: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Until a new source has listed its devices the old one's hooks answer; one that never lists takes over in time."""
+    agent = served(Marked("old"))
+    loop = agent.agent._loop
+    assert loop is not None
+    new, mute = Marked("new", lists=False), Marked("mute", lists=False)
+    taken = asyncio.run_coroutine_threadsafe(agent.agent.reconfigure({R: new}), loop)
+    assert fake_kubelet.run_pod("before", {R: 1}).env["MARK"] == "old"
+    assert not taken.done()
+    new.may_list.set()
+    taken.result(10)
+    assert fake_kubelet.run_pod("after", {R: 1}).env["MARK"] == "new"
+    monkeypatch.setattr(service_module, "TAKE_OVER", 0.01)
+    in_loop(agent, lambda: agent.agent.reconfigure({R: mute}))
+    assert fake_kubelet.run_pod("later", {R: 1}).env["MARK"] == "mute"
+    mute.may_list.set()
+
+
+class Shared(SimulatedSource):
+    """One device for so many containers."""
+
+    resource = R
+
+    def __init__(self, replicas: int) -> None:
+        super().__init__(1)
+        self.replicas = replicas
+
+
+async def test_why_a_device_is_withheld_is_logged_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Reasons that alternate between two scans are logged once each, and again after the device was free."""
+    caplog.set_level("INFO")
+    agent = Agent([source(1)], Paths(tmp_path))
+    said = []
+    for reason in ("unasked", "running", "unasked", "running", "", "running"):
+        holding = {Allocation("u1", "main", R, "sim-0"): Holding(False, True, reason)} if reason else {}
+        agent.tracker.snapshot = HolderSnapshot(held=holding)
+        agent._log_withheld()
+        said.append([record.getMessage().rpartition(": ")[2].partition(" (")[0] for record in caplog.records])
+        caplog.clear()
+    assert said == [["unasked"], ["running"], [], [], ["device sim-0 is not withheld any more"], ["running"]]
+
+
+async def test_an_unreadable_checkpoint_is_warned_of_once_it_lasts(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A new node has no checkpoint at the first scan; from the second scan on this is warned of, once."""
+    agent = Agent([source(1)], Paths(tmp_path))
+    lost, there = HolderSnapshot(problem="no such file"), HolderSnapshot(registered={})
+    said = []
+    for now in (lost, there, lost, lost, lost, there):
+        with caplog.at_level("INFO"):
+            agent._report_problem(now)
+        said.append([record.levelname for record in caplog.records])
+        caplog.clear()
+    assert said == [[], [], [], ["WARNING"], [], ["INFO"]]
+
+
+@pytest.fixture
+async def service(tmp_path: Path) -> service_module.Service:
+    """A service of a shared device to which a kubelet listens; the scans' results are what a test says."""
+    made = Agent([Shared(2)], Paths(tmp_path)).services[R]
+    made.inventory.publish(made.source.devices)  # type: ignore[attr-defined]
+    made.endpoint._streams[object()] = asyncio.Event()
+    return made
+
+
+def taken(service: service_module.Service, now: HolderSnapshot) -> None:
+    """Have a service take a scan's result as the agent does."""
+    service.take_holders(now)
+    service.observe(now)
+
+
+def scan(at: float, *held: str, registered: frozenset[str] | None = frozenset(), awake: bool = True) -> HolderSnapshot:
+    """What a scan says: ids that a pod holds, and ids that the kubelet counts as healthy."""
+    holding = Holding(True, True, "the kubelet's checkpoint names it")
+    of = {Allocation("u1", "main", R, name): holding for name in held}
+    return HolderSnapshot(at, awake, of, None if registered is None else {R: registered})
+
+
+@pytest.mark.parametrize(
+    ("held", "registered", "stays"),
+    [
+        ((), frozenset(), set()),
+        (("sim-0::1",), frozenset(), {"sim-0::1"}),
+        ((), frozenset({"sim-0::0"}), {"sim-0::0"}),
+    ],
+)
+async def test_an_id_from_before_is_forgotten_when_nobody_has_or_gets_it(
+    service: service_module.Service, held: tuple[str, ...], registered: frozenset[str], stays: set[str]
+) -> None:
+    """That takes two scans in which no pod has it and the kubelet would not give it out: one may overlook a grant."""
+    service.replace(Shared(1))
+    assert set(service.endpoint.ids.legacy) == {"sim-0::0", "sim-0::1"}
+    taken(service, scan(1.0, *held, registered=registered))
+    assert set(service.endpoint.ids.legacy) == {"sim-0::0", "sim-0::1"}
+    taken(service, scan(2.0, *held, registered=None, awake=False))
+    assert set(service.endpoint.ids.legacy) == {"sim-0::0", "sim-0::1"}
+    taken(service, scan(3.0, *held, registered=registered, awake=False))
+    assert set(service.endpoint.ids.legacy) == {"sim-0::0", "sim-0::1"}
+    taken(service, scan(4.0, *held, registered=registered))
+    assert set(service.endpoint.ids.legacy) == stays
+
+
+@pytest.mark.parametrize(
+    ("held", "registered", "stays"),
+    [((), frozenset(), False), (("sim-0::1",), frozenset(), True), ((), frozenset({"sim-0::0"}), True)],
+)
+async def test_a_gone_device_is_forgotten_when_nobody_has_or_gets_it(
+    service: service_module.Service, held: tuple[str, ...], registered: frozenset[str], stays: bool
+) -> None:
+    """The same holds for devices; a replica is its device's."""
+    service.inventory.publish(())
+    taken(service, scan(1.0, *held, registered=registered))
+    assert service.inventory.snapshot.gone == {"sim-0"}
+    taken(service, scan(2.0, *held, registered=registered))
+    assert service.inventory.snapshot.gone == ({"sim-0"} if stays else frozenset())
+
+
+async def test_grants_of_a_former_process_are_in_use_until_two_checkpoints_do_not_name_them(
+    service: service_module.Service,
+) -> None:
+    """A holder from before the grant does not count as the one that it was for."""
+    service.remember({"sim-0::0"}, [Allocation("u1", "main", R, "sim-0::0")])
+    for at, held, devices in (
+        (1.0, ("sim-0::0",), {"sim-0"}),
+        (2.0, (), {"sim-0"}),
+        (2.0 + grants.WELL_APART, (), set()),
+    ):
+        taken(service, scan(at, *held))
+        assert service.held_devices == devices
+
+
+async def test_what_ended_before_its_device_came_is_not_inherited(service: service_module.Service) -> None:
+    """A pod had a device that was away when the agent began, and has ended since: nobody has to be waited for."""
+    service._inherited = frozenset({"late", "later"})
+    taken(service, scan(1.0, "later"))
+    service.inventory.publish([Device(name) for name in ("sim-0", "late", "later")])
+    service._inherit()
+    assert set(service.endpoint.ids.legacy) == {"later"}
+
+
+def test_change_of_replicas_spares_who_has_the_device(
+    fake_kubelet: FakeKubelet, served: Serve, soon: Mapping[str, float]
+) -> None:
+    """A pod that had a device alone goes on having it alone, and is waited for, also by another agent."""
+    devices = Releasing(1, fake_kubelet.notify)
+    agent = served(devices, **soon)
+    fake_kubelet.wait_until(lambda: devices.released_ids == ["sim-0"])
+    pod = fake_kubelet.run_pod("p", {R: 1})
+    shared = Releasing(1, fake_kubelet.notify)
+    shared.replicas = 2
+    in_loop(agent, lambda: agent.agent.reconfigure({R: shared}))
+
+    withdrawn = dict.fromkeys(("sim-0", "sim-0::0", "sim-0::1"), "Unhealthy")
+    for later in (agent, None):
+        if later is None:  # nothing of it is in memory
+            agent.stop()
+            later = served(shared, **soon)
+        fake_kubelet.wait_devices(R, lambda devices: {name: one.health for name, one in devices.items()} == withdrawn)
+        scanned(later, 5)
+        assert {name: one.health for name, one in fake_kubelet.devices(R).items()} == withdrawn
+        assert shared.released_ids == []
+    pod.delete()
+    fake_kubelet.wait_until(lambda: shared.released_ids == ["sim-0"])
+    fake_kubelet.wait_devices(R, lambda devices: devices.keys() == {"sim-0::0", "sim-0::1"})
+    assert fake_kubelet.allocatable(R) == 2
+
+
+def test_a_device_that_comes_back_is_still_its_holders(
+    fake_kubelet: FakeKubelet, served: Serve, soon: Mapping[str, float]
+) -> None:
+    """It was away when the agent began, whose sharing is another: the pod that has it alone goes on having it alone."""
+    before = served(source(2), **soon)
+    fake_kubelet.wait_allocatable(R, 2)
+    pod = fake_kubelet.run_pod("p", {R: 2})
+    before.stop()
+    fewer, all_of_them = source(1), source(2)
+    fewer.replicas = all_of_them.replicas = 2
+    after = served(fewer, **soon)
+    fake_kubelet.wait_devices(R, lambda devices: devices.keys() == {"sim-0", "sim-0::0", "sim-0::1"})
+    in_loop(after, lambda: after.agent.reconfigure({R: all_of_them}))
+    fake_kubelet.wait_devices(R, lambda devices: {"sim-1", "sim-1::0"} <= devices.keys())
+    assert {one.health for one in fake_kubelet.devices(R).values()} == {"Unhealthy"}
+    pod.delete()
+    fake_kubelet.wait_allocatable(R, 4)
+
+
+def test_replaced_source_with_other_hooks_is_registered_again(fake_kubelet: FakeKubelet, served: Serve) -> None:
+    """The kubelet asks for the options once, at Register: a new source with a `reset` is announced anew."""
+
+    class Resetting(SimulatedSource):
+        resource = R
+
+        def reset(self, devices: Sequence[Device]) -> None: ...
+
+    agent = served(source(1))
+    in_loop(agent, lambda: agent.agent.reconfigure({R: Resetting(1)}))
+    again = fake_kubelet.wait_registered(R, 2)
+    assert again.options is not None
+    assert again.options.pre_start_required
+
+
+# As a process, with a file.
+
+
+class Process:
+    """`deviceplugin run` with a config file."""
+
+    def __init__(self, kubelet: FakeKubelet, config: Path, log: Path) -> None:
+        self.log = log
+        command = [sys.executable, "-m", "deviceplugin", "run", "--config", str(config)]
+        with log.open("w") as stderr:
+            self.child = subprocess.Popen([*command, *kubelet.arguments], stderr=stderr)
+
+    def said(self, text: str) -> bool:
+        """Whether it has said that."""
+        return text in self.log.read_text()
+
+    def end(self) -> int:
+        """End it by SIGTERM and return its status."""
+        self.child.terminate()
+        return self.child.wait(20)
+
+
+@pytest.fixture
+def process(fake_kubelet: FakeKubelet, tmp_path: Path) -> Iterator[Callable[[Path], Process]]:
+    """Run agents as processes; their logs are shown when a test fails."""
+    started: list[Process] = []
+
+    def start(config: Path) -> Process:
+        started.append(Process(fake_kubelet, config, tmp_path / f"log{len(started)}"))
+        return started[-1]
+
+    yield start
+    for one in started:
+        if one.child.poll() is None:
+            one.child.kill()
+            one.child.wait(20)
+        sys.stdout.write(one.log.read_text())
+
+
+def text(**counts: int) -> str:
+    """A config file: so many devices by resource."""
+    return "resources:\n" + "".join(
+        f"  - {{name: example.com/{name}, devices: [{{simulated: {{count: {count}}}}}]}}\n"
+        for name, count in counts.items()
+    )
+
+
+def test_file_that_changes_is_taken(
+    fake_kubelet: FakeKubelet, process: Callable[[Path], Process], tmp_path: Path
+) -> None:
+    """A file that is written anew is taken without a signal; a bad one changes nothing and is said, with its place."""
+    config = tmp_path / "config.yaml"
+    config.write_text(text(a=1, b=1))
+    agent = process(config)
+    fake_kubelet.wait_allocatable("example.com/a", 1)
+    fake_kubelet.wait_allocatable("example.com/b", 1)
+    config.write_text(text(a=1, b=2, c=3))
+    fake_kubelet.wait_allocatable("example.com/b", 2)
+    fake_kubelet.wait_allocatable("example.com/c", 3)
+    wait(lambda: agent.said("was read again: new example.com/c; changed example.com/b\n"))
+    config.write_text("resources:\n  - {name: nonsense}\n")
+    wait(lambda: agent.said("everything goes on as it was"))
+    assert agent.said(f"{config}:2")
+    config.write_text(text(a=1))
+    fake_kubelet.wait_until(lambda: fake_kubelet.streams("example.com/c") == 0)
+    assert [one.resource for one in fake_kubelet.registrations].count("example.com/a") == 1
+    assert len(fake_kubelet.updates("example.com/a")) == 1
+    assert agent.end() == 0
+    assert not [path for path in fake_kubelet.device_plugin_dir.glob("*.sock") if path.name != "kubelet.sock"]
+
+
+def test_hostile_files_do_not_harm_a_running_agent(
+    fake_kubelet: FakeKubelet, process: Callable[[Path], Process], tmp_path: Path
+) -> None:
+    """Files made to use up memory are refused, the agent stays small, and the next good file is taken."""
+    config = tmp_path / "config.yaml"
+    config.write_text(text(a=1))
+    agent = process(config)
+
+    def most() -> int:
+        status = Path(f"/proc/{agent.child.pid}/status").read_text()
+        return next(int(line.split()[1]) * 1024 for line in status.splitlines() if line.startswith("VmHWM:"))
+
+    fake_kubelet.wait_allocatable("example.com/a", 1)
+    before = most()
+    bombs = [bomb for bomb, _ in config_bombs().values()] + ["x" * (64 << 20)]
+    for number, bomb in enumerate(bombs, 1):
+        config.write_text(bomb)
+        wait(lambda number=number: agent.log.read_text().count("everything goes on as it was") >= number)  # type: ignore[misc]
+    assert fake_kubelet.allocatable("example.com/a") == 1
+    assert most() - before <= 64e6
+    config.write_text(text(a=2))
+    fake_kubelet.wait_allocatable("example.com/a", 2)
+    assert len([one for one in fake_kubelet.registrations if one.resource == "example.com/a"]) == 1
+    assert agent.end() == 0
+
+
+def test_configmap_swap_is_taken(fake_kubelet: FakeKubelet, process: Callable[[Path], Process], tmp_path: Path) -> None:
+    """A ConfigMap's update, which replaces the link `..data` beside the file, is taken."""
+    volume = tmp_path / "volume"
+
+    def publish(name: str, content: str) -> None:
+        (volume / name).mkdir(parents=True)
+        (volume / name / "config.yaml").write_text(content)
+        (volume / "..tmp").symlink_to(name)
+        os.replace(volume / "..tmp", volume / "..data")
+
+    publish("..2026_1", text(a=1))
+    (volume / "config.yaml").symlink_to("..data/config.yaml")
+    process(volume / "config.yaml")
+    fake_kubelet.wait_allocatable("example.com/a", 1)
+    publish("..2026_2", text(a=2))
+    fake_kubelet.wait_allocatable("example.com/a", 2)
+    publish("..2026_3", text(a=3))
+    fake_kubelet.wait_allocatable("example.com/a", 3)
+
+
+def test_sighup_reads_the_file_again(
+    fake_kubelet: FakeKubelet, process: Callable[[Path], Process], tmp_path: Path
+) -> None:
+    """SIGHUP reads the file again and says what came of it, also that nothing changed."""
+    config = tmp_path / "config.yaml"
+    config.write_text(text(a=1))
+    agent = process(config)
+    fake_kubelet.wait_allocatable("example.com/a", 1)
+    agent.child.send_signal(signal.SIGHUP)
+    wait(lambda: agent.said("nothing changed"))
+    config.unlink()
+    agent.child.send_signal(signal.SIGHUP)
+    wait(lambda: agent.said("everything goes on as it was"))
+    assert fake_kubelet.allocatable("example.com/a") == 1
+    assert agent.end() == 0
+
+
+def test_killed_agent_leaves_nothing_that_stops_the_next(
+    fake_kubelet: FakeKubelet, process: Callable[[Path], Process], tmp_path: Path
+) -> None:
+    """After SIGKILL the next agent serves at once and sweeps the dead socket; pods keep their devices."""
+    config = tmp_path / "config.yaml"
+    config.write_text(text(a=2))
+    agent = process(config)
+    fake_kubelet.wait_allocatable("example.com/a", 2)
+    pod = fake_kubelet.run_pod("p", {"example.com/a": 1})
+    agent.child.kill()
+    agent.child.wait()
+    fake_kubelet.wait_allocatable("example.com/a", 0)
+    process(config)
+    fake_kubelet.wait_allocatable("example.com/a", 2)
+    other = fake_kubelet.run_pod("q", {"example.com/a": 1})
+    assert pod.running
+    assert set(pod.device_ids).isdisjoint(other.device_ids)
+    assert len(list(fake_kubelet.device_plugin_dir.glob("example.com_a*.sock"))) == 1
+
+
+def test_second_process_for_a_resource_ends_with_a_clear_error(
+    fake_kubelet: FakeKubelet, process: Callable[[Path], Process], tmp_path: Path
+) -> None:
+    """Two agents for one resource: the second ends with 1 and names the first; the first goes on."""
+    config = tmp_path / "config.yaml"
+    config.write_text(text(a=2))
+    first = process(config)
+    fake_kubelet.wait_allocatable("example.com/a", 2)
+    second = process(config)
+    assert second.child.wait(20) == 1
+    assert second.said(f"served on this node by another process already (pid {first.child.pid}")
+    assert not second.said("Traceback")
+    assert fake_kubelet.allocatable("example.com/a") == 2
+    assert len(fake_kubelet.registrations) == 1
+
+
+def test_status_is_safe_from_any_thread(fake_kubelet: FakeKubelet, served: Serve) -> None:
+    """Status can be asked for while everything changes."""
+    devices = source(4)
+    agent = served(devices)
+    over = threading.Event()
+    errors: list[BaseException] = []
+
+    def ask() -> None:
+        try:
+            while not over.is_set():
+                (one,) = agent.agent.status().resources
+                assert one.resource == R
+        except BaseException as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=ask)
+    thread.start()
+    with contextlib.ExitStack() as stack:
+        stack.callback(thread.join)
+        stack.callback(over.set)
+        for turn in range(20):
+            devices.set_health("sim-0", Health.HEALTHY if turn % 2 else Health.UNHEALTHY)
+            fake_kubelet.wait_allocatable(R, 4 if turn % 2 else 3)
+    assert not errors
+
+
+def test_a_device_that_the_kubelet_forgot_during_its_allocation_is_not_granted_twice(
+    fake_kubelet: FakeKubelet, served: Serve, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A List of anybody's, after another pod's end, makes the kubelet forget it (kubernetes#137534)."""
+    monkeypatch.setattr("deviceplugin.kubelet.tracker.STARTING", 0.3)
+    asked, answer = threading.Event(), threading.Event()
+    answer.set()
+
+    class Slow(SimulatedSource):
+        resource = "example.com/simulated"
+
+        def edits(self, devices: Sequence[Device]) -> ContainerEdits:
+            asked.set()
+            assert answer.wait(10)
+            return ContainerEdits()
+
+        def prefer(self, available: Sequence[Device], must_include: Sequence[Device], size: int) -> Sequence[Device]:
+            return [device for device in available if device.id not in other.device_ids][:size]
+
+    def no_network(pod: FakePod) -> None:
+        raise PluginCallError("no network")
+
+    served(Slow(count=2))
+    other = fake_kubelet.start_pod("other", {"example.com/simulated": 1})
+    other.wait_running()
+    monkeypatch.setattr(fake_kubelet, "start_sandbox", no_network)
+    asked.clear()
+    answer.clear()
+    pod = fake_kubelet.start_pod("p", {"example.com/simulated": 1})
+    assert asked.wait(10)
+    other.complete()
+    with grpc.insecure_channel(f"unix:{fake_kubelet.pod_resources_socket}") as channel:
+        podresources_pb2_grpc.PodResourcesListerStub(channel).List(podresources_pb2.ListPodResourcesRequest())
+    answer.set()
+    fake_kubelet.wait_until(lambda: pod.container().message == "no network", 10)
+    assert not fake_kubelet.allocated("example.com/simulated")
+    twin = fake_kubelet.start_pod("twin", {"example.com/simulated": 1})
+    fake_kubelet.wait_until(lambda: twin.phase == "Failed", 10)
+    assert "may be about to start" in twin.message
