@@ -493,7 +493,7 @@ class _Remember(logging.Handler):
 
 
 @contextlib.contextmanager
-def _allocations() -> Iterator[_Remember]:
+def _quiet() -> Iterator[_Remember]:
     """Keep what is logged to oneself."""
     remembered = _Remember()
     before = {name: logging.getLogger(name).propagate for name in ("deviceplugin", "dra_bridge")}
@@ -514,7 +514,7 @@ def main(hold: bool = False, stream: TextIO | None = None) -> int:
     hold: go on serving after that, until SIGINT or SIGTERM. stream: where to, stdout if None.
     """
     teller = Teller(stream or sys.stdout)
-    with _allocations() as remembered:
+    with _quiet() as remembered:
         try:
             teller.title("A node in one process: kubelet, scheduler and API server are those of the tests,")
             teller.title("plugin, driver and bridge are real.\n")

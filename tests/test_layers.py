@@ -116,14 +116,6 @@ MAY_IMPORT = {
 }
 """The layers, and the layers that the modules of each may import from, TYPE_CHECKING included."""
 
-TYPES_ONLY = {
-    ("deviceplugin.metrics.collectors", "deviceplugin.node"),
-    ("deviceplugin.metrics.views", "deviceplugin.node"),
-}
-"""Exceptions, to be removed: module and layer. Both modules name the type `Agent` under TYPE_CHECKING, while
-`deviceplugin.node` imports `deviceplugin.metrics`: a circle of packages, though not of imports at run time. A protocol
-of what they read, defined in `deviceplugin.metrics`, ends it."""
-
 LONGEST = 620
 """Lines of a product module at the most."""
 TOO_LONG = {
@@ -199,11 +191,7 @@ def test_layers_import_what_they_may(name: str) -> None:
     """A module imports from its own layer and from those that its layer may import, also for types alone."""
     layer = layer_of(name)
     assert layer in MAY_IMPORT, f"{name} belongs to no layer"
-    wrong = {
-        other
-        for other, at_run_time in crossings(name)
-        if other not in MAY_IMPORT[layer] and (at_run_time or (name, other) not in TYPES_ONLY)
-    }
+    wrong = {other for other, _ in crossings(name) if other not in MAY_IMPORT[layer]}
     assert not wrong, f"{name} is of layer {layer}, which may not import {', '.join(sorted(wrong))}"
 
 
@@ -216,12 +204,11 @@ def test_layers_have_no_circle() -> None:
 
 
 def test_layers_that_may_be_imported_are() -> None:
-    """No layer may import another one without need, and no exception outlives its import."""
+    """No layer may import another one without need."""
     crossed = {(name, other) for name in PRODUCT for other, _ in crossings(name)}
     real = {(layer_of(name), other) for name, other in crossed}
     unused = {(layer, other) for layer, may in MAY_IMPORT.items() for other in may} - real
     assert not unused
-    assert crossed >= TYPES_ONLY, f"no exceptions any more: {sorted(TYPES_ONLY - crossed)}"
 
 
 def test_layers_are_drawn_as_they_are() -> None:

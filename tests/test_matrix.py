@@ -52,7 +52,7 @@ def test_holders_are_read_from_a_report_of_pytest(tmp_path: Path) -> None:
     """A report that pytest writes with this project's settings has what a scenario recorded about holders."""
     test, report = tmp_path / "test_one.py", tmp_path / "report.xml"
     test.write_text("""def test_one(record_property): record_property("holders", '["e", "4"]')""")
-    settings = matrix.DEFAULT_LOCATION.parents[1] / "setup.cfg"
+    settings = matrix.HERE.parents[1] / "setup.cfg"
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-c", str(settings)]
     subprocess.run([*command, f"--rootdir={tmp_path}", f"--junitxml={report}", str(test)], check=True)
     assert matrix.holder_rows("1.32.2", report) == [["e", "1.32.2", "4"]]
@@ -60,5 +60,5 @@ def test_holders_are_read_from_a_report_of_pytest(tmp_path: Path) -> None:
 
 def test_features_are_docstrings() -> None:
     """A feature is named by the first line of its test's docstring."""
-    said = matrix.features([matrix.DEFAULT_LOCATION / "test_dra.py"])
+    said = matrix.features([matrix.HERE / "test_dra.py"])
     assert said["test_dra", "test_selectors"].startswith("Claims select on attributes")

@@ -28,11 +28,10 @@ from prometheus_client.metrics_core import (
 from deviceplugin.metrics import web
 from deviceplugin.metrics.load import QUANTITIES
 from deviceplugin.metrics.report import DEFAULT_LOCATION
-from deviceplugin.metrics.views import Observer, View
+from deviceplugin.metrics.views import ObservedAgent, Observer, View
 
 if TYPE_CHECKING:
     from deviceplugin.config import MetricsConfig
-    from deviceplugin.node.agent import Agent
 
 __all__ = ["AgentCollector", "Options", "serving"]
 
@@ -363,7 +362,7 @@ def _format(request: web.Request) -> str:
 
 
 @contextlib.contextmanager
-def serving(address: str, agent: Agent, options: Options | None = None) -> Iterator[web.Server]:
+def serving(address: str, agent: ObservedAgent, options: Options | None = None) -> Iterator[web.Server]:
     """Serve an agent's metrics at `address` while the context lasts; to be entered in the agent's loop.
 
     address: host:port, [v6 address]:port, or :port for all addresses.

@@ -152,7 +152,7 @@ def html(view: View) -> bytes:
 def _wrong(view: View) -> Iterable[str]:
     reasons = list(view.unready)
     if not view.holders_known:
-        reasons.append("who holds what is not known: the kubelet's checkpoint cannot be read, or were not yet")
+        reasons.append("who holds what is not known: the kubelet's checkpoint cannot be read, or was not read yet")
     if view.double_allocations:
         reasons.append(f"the kubelet gave devices to several pods at once, {view.double_allocations} times")
     for one in view.resources:

@@ -13,7 +13,7 @@ import threading
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, Protocol
 
 from deviceplugin.metrics import load
 from deviceplugin.metrics.report import DEFAULT_LOCATION, DeviceLocation, Event, Provider, ProviderReport
@@ -21,25 +21,53 @@ from deviceplugin.sharing import device_of
 
 if TYPE_CHECKING:
     from deviceplugin.device import Device
+    from deviceplugin.inventory import Inventory
     from deviceplugin.kubelet.podresources import Holder
+    from deviceplugin.kubelet.servicer import Endpoint
     from deviceplugin.kubelet.status import ResourceStatus, Status
-    from deviceplugin.node.agent import Agent
-    from deviceplugin.node.service import Service
+    from deviceplugin.source import DeviceSource
 
 __all__ = [
     "DeviceView",
     "Hold",
+    "ObservedAgent",
+    "ObservedService",
     "Observer",
     "ResourceView",
     "View",
 ]
 
 _LOG: Final = logging.getLogger(__name__)
-BOOKS_STALE: Final = 60.0
+HOLDERS_STALE: Final = 60.0
 """Seconds after the last look at the kubelet's checkpoint from which on nobody knows who holds what."""
 SHOWN_EVENTS: Final = 100
 PATIENCE: Final = 1.0
 """Seconds that a provider may take for its report."""
+
+
+class ObservedService(Protocol):
+    """One resource of an agent, as far as it is shown."""
+
+    source: DeviceSource
+    inventory: Inventory
+    endpoint: Endpoint
+
+    @property
+    def resource(self) -> str:
+        """The resource's name."""
+
+
+class ObservedAgent(Protocol):
+    """An agent, as far as it is shown."""
+
+    providers: list[Provider]
+
+    @property
+    def services(self) -> Mapping[str, ObservedService]:
+        """Its resources by name."""
+
+    def status(self) -> Status:
+        """Return what is known now; from any thread."""
 
 
 # The view.
@@ -222,7 +250,7 @@ class Observer:
 
     TICK: Final = 1.0
 
-    def __init__(self, agent: Agent, period: float = 10.0) -> None:
+    def __init__(self, agent: ObservedAgent, period: float = 10.0) -> None:
         self._agent = agent
         self._period = period
         self._gauges: dict[str, load.Gauge] = {}
@@ -250,7 +278,7 @@ class Observer:
     def due(self) -> Sequence[tuple[load.Gauge, Sequence[Device]]]:
         """Return whom to measure now; a resource whose source was replaced gets a new gauge."""
         due = []
-        services: Mapping[str, Service] = self._agent.services
+        services = self._agent.services
         gauges = {}
         for name, service in services.items():
             if "measure" not in service.source.hooks:
@@ -286,7 +314,7 @@ class Observer:
         for report in reports.values():
             places.update(report.places)
         looked = status.looked_at
-        known = looked is not None and time.monotonic() - looked < BOOKS_STALE
+        known = looked is not None and time.monotonic() - looked < HOLDERS_STALE
         by_claim = self._by_claim(status, reports)
         resources = []
         for one in status.resources:
@@ -359,7 +387,7 @@ class Observer:
         """Return who holds devices through claims: containers that use them, and claims that nobody uses yet."""
         found: dict[tuple[str, str], dict[Hold, None]] = {}
         used: set[tuple[str, str, str, str]] = set()
-        if status.claims and status.looked_at is not None and time.monotonic() - status.looked_at < BOOKS_STALE:
+        if status.claims and status.looked_at is not None and time.monotonic() - status.looked_at < HOLDERS_STALE:
             ids = self._ids({name: word for report in reports.values() for name, word in report.qualifiers.items()})
             for use in status.claims:
                 key = ids.get((use.driver, use.device))
@@ -383,7 +411,7 @@ class Observer:
         """
         from deviceplugin import naming  # only where there are claims
 
-        services: list[Service] = list(self._agent.services.values())
+        services = list(self._agent.services.values())
         by_driver: dict[str, list[str]] = {}
         for service in services:
             if service.source.driver:

@@ -7,7 +7,7 @@ import contextlib
 import logging
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 import grpc
 
@@ -22,15 +22,11 @@ from deviceplugin.kubelet.ids_in_use import IdsInUse
 from deviceplugin.kubelet.podresources import AllocationsInFlight
 from deviceplugin.kubelet.registration import Backoff, Registration, Timing
 from deviceplugin.kubelet.servicer import Endpoint
-from deviceplugin.kubelet.tracker import HolderTracker
-from deviceplugin.source import DeviceSource
-
-if TYPE_CHECKING:
-    pass
-
 from deviceplugin.kubelet.status import ResourceStatus
+from deviceplugin.kubelet.tracker import HolderTracker
 from deviceplugin.node.listings import listings
 from deviceplugin.node.paths import Paths
+from deviceplugin.source import DeviceSource
 
 __all__ = ["Service"]
 

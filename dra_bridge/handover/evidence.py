@@ -95,6 +95,3 @@ class ToPlugin:
     def listed(self, at: float, allocated: Mapping[str, str]) -> ClusterEvidence:
         """Return the evidence with a list of claims that was begun at `at`."""
         return ClusterEvidence(self.sequence, self.withdrawn, at, allocated)
-
-
-# Making it so.

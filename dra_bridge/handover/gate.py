@@ -1,6 +1,6 @@
 """The ledger as the allocation gate of the plugin side.
 
-As the endpoint's doorkeeper it says what the plugin side offers (R3) and records what it gives
+As the servicer's allocation gate it says what the plugin side offers (R3) and records what it gives
 out before the answer leaves (R1); as an observer of the kubelet's checkpoint it releases what is over
 (R7) and notices what contradicts the ledger.
 """
@@ -89,7 +89,7 @@ class LedgerGate:
         allocated: returns (resource, the kubelet's id) of all that pods hold by the witnesses.
 
     Attributes:
-        heard: (resource, device) of those about which this process has heard the evidence (R8).
+        reconciled: (resource, device) of those about which this process has reconciled the evidence (R8).
             No other is offered or given out: the ledger may have lost what came last.
         reasons: by resource and device, why it is not known yet who holds it.
         draining: which devices of a resource new pods had better not get (drain: wait).
@@ -117,10 +117,10 @@ class LedgerGate:
         self.reasons: dict[str, Mapping[str, str]] = {}
         self.draining: Callable[[str], Collection[str]] = lambda resource: ()
 
-    # The doorkeeper.
+    # The allocation gate.
 
     def offers(self, resource: str, device: str) -> bool:
-        """Return whether the plugin side shows this device healthy (R3); not before its evidence was heard."""
+        """Return whether the plugin side shows this device healthy (R3); not before its evidence was reconciled."""
         if resource not in self.device_id_of:
             return True
         if (resource, device) not in self.reconciled:

@@ -181,6 +181,3 @@ def _hands(now: Snapshot) -> tuple[frozenset[Key], frozenset[Key]]:
         frozenset((resource, name) for resource, (held, _) in hands.items() for name in held),
         frozenset((resource, name) for resource, (_, expected) in hands.items() for name in expected),
     )
-
-
-# What a move needs to end, gathered in the rules' order.

@@ -28,7 +28,7 @@ from dra_bridge.kube import (
     Listed,
 )
 from dra_bridge.ledger import AsyncLedger, LedgerError
-from dra_bridge.node.driver_runtime import FIRST, SHARE, DriverRuntime, Node
+from dra_bridge.node.driver_runtime import SHARE, DriverRuntime, Node
 from dra_bridge.node.gates import DENY_ALL, ResourceGates
 from dra_bridge.node.metrics import Told
 from dra_bridge.node.policies import HandoverPolicy
@@ -39,6 +39,8 @@ __all__ = ["Bridge"]
 
 _LOG: Final = logging.getLogger(__name__)
 
+NODE_READ: Final = 5.0
+"""Seconds after which is said that the Node's annotations are not known yet."""
 STANDBY: Final = 2.0
 """Seconds after which is said that another agent has the ledger."""
 
@@ -48,12 +50,12 @@ class Bridge:
 
     Args:
         sources: one for each resource; those with a driver are bridged.
-        terms: by resource; the default is the plugin side alone.
+        policies: by resource; the default is the plugin side alone.
         cluster: the API server.
         node: this node's name, which is the pool's.
         cdi_directory: where the runtime looks for CDI files.
         claim_status: whether to write `status.devices` of prepared claims.
-        period: seconds between looks at the kubelet's checkpoint while they matter.
+        period: seconds between reads of the kubelet's checkpoint while they matter.
 
     """
 
@@ -293,7 +295,7 @@ class Bridge:
         """Wait until it is known what the Node asks for: an agent that starts in an outage moves nothing back."""
         if not self._node_known.is_set():
             try:
-                async with asyncio.timeout(FIRST):
+                async with asyncio.timeout(NODE_READ):
                     await self._node_known.wait()
             except TimeoutError:
                 _LOG.warning("node %s cannot be read yet; no device moves until its annotations are known", self.node)

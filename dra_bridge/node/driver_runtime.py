@@ -148,11 +148,11 @@ class DriverRuntime:
 
     # What it serves.
 
-    def serve(self, service: Service, policies: HandoverPolicy) -> None:
-        """Serve a resource, or go on serving it on other terms or with another source."""
+    def serve(self, service: Service, policy: HandoverPolicy) -> None:
+        """Serve a resource, or go on serving it under another policy or with another source."""
         resource = service.resource
         new = resource not in self.handovers
-        self.policies[resource] = policies
+        self.policies[resource] = policy
         self._services[resource] = service
         self._behind[resource] = service.endpoint.ids.device_id_of
         self.driver.serve([ServedResource(one.source, one.inventory) for one in self._services.values()])
@@ -173,7 +173,7 @@ class DriverRuntime:
                 self,
                 self.evidence,
                 share=self._share(resource),
-                drain=policies.drain,
+                drain=policy.drain,
                 groups=functools.partial(groups, service),
                 errors=(ClusterError,),
                 title=self._node.agent.tracker.title,
@@ -185,7 +185,7 @@ class DriverRuntime:
             self._move(resource)
             self._listed(resource)
         else:
-            self.handovers[resource].ask(self._share(resource), policies.drain)
+            self.handovers[resource].ask(self._share(resource), policy.drain)
         self.publish()
 
     def drop(self, resource: str) -> None:
@@ -343,10 +343,10 @@ class DriverRuntime:
         waits = self._unreconciled(resource) or not self._reconciled[resource].is_set()
         if waits and self._group is not None and resource not in self._reconciling:
             self._reconciling.add(resource)
-            self._group.create_task(self._reconcile_devices(resource), name=f"place {resource}")
+            self._group.create_task(self._reconcile_devices(resource), name=f"reconcile devices of {resource}")
 
     def _unreconciled(self, resource: str) -> list[str]:
-        """Return the devices about which no evidence was heard yet."""
+        """Return the devices about which no evidence was reconciled yet."""
         listed = self._services[resource].inventory.snapshot.devices
         known = self.async_ledger.snapshot.devices
         return [
@@ -532,9 +532,8 @@ class DriverRuntime:
     def _publish(self) -> None:
         self._publishing = None
         for resource in self._services:
-            self._reconcile_devices_soon(
-                resource
-            )  # a device may be listed again in the moment in which it is forgotten
+            # A device may be listed again in the moment in which it is forgotten.
+            self._reconcile_devices_soon(resource)
         loop = asyncio.get_running_loop()
         self._began = self._began or loop.time()
         rest = self._began + FIRST - loop.time()

@@ -53,7 +53,7 @@ DENY_ALL: Final = DenyAll()
 class ResourceGates:
     """The allocation gate for the whole node: each resource's own gate decides.
 
-    free: decides about resources that have no driver. ledgers: returns the keepers of all drivers, also of those that
+    free: decides about resources that have no driver. ledgers: returns the gates of all drivers, also of those that
     no resource names any more.
     """
 

@@ -245,12 +245,12 @@ async def migrate(
     began = time.monotonic()
     async with Fleet(cluster, driver, name=names[0] if len(names) == 1 else "") as watched:
         before: list[NodeView] = []
-        in_flight = began
+        quiet = began
         while True:
             nodes = [view for view in watched.views() if view.node in names]
             reporter.show(nodes)
             if nodes != before:
-                before, in_flight = nodes, time.monotonic()
+                before, quiet = nodes, time.monotonic()
             gone = set(names) - {view.node for view in nodes}
             others = [f"{view.node} is asked for {view.asked} by now" for view in nodes if view.asked != share]
             if gone or others:
@@ -269,8 +269,8 @@ async def migrate(
                 return False
             rest = timeout - (now - began) if timeout else QUIET
             await watched.wait(min(rest, 1.0))
-            if time.monotonic() - in_flight >= QUIET:
-                in_flight = time.monotonic()
+            if time.monotonic() - quiet >= QUIET:
+                quiet = time.monotonic()
                 await watched.ask_claims()
                 reporter.explain([view for view in watched.views() if view.node in {one.node for one in left}])
 
@@ -323,11 +323,11 @@ class _Rollout:
     async def run(self) -> bool:
         """Go on until it is over or has to stop."""
         before: list[NodeView] = []
-        in_flight = time.monotonic()
+        quiet = time.monotonic()
         while True:
             nodes = self.fleet.views()
             if nodes != before:
-                before, in_flight = nodes, time.monotonic()
+                before, quiet = nodes, time.monotonic()
             try:
                 over = await self._step()
             except (UnavailableError, ConflictError, NotFoundError) as error:
@@ -337,8 +337,8 @@ class _Rollout:
             if over is not None:
                 return over
             await self.fleet.wait(LOOK)
-            if time.monotonic() - in_flight >= QUIET:
-                in_flight = time.monotonic()
+            if time.monotonic() - quiet >= QUIET:
+                quiet = time.monotonic()
                 await self.fleet.ask_claims()
                 self.reporter.explain([view for view in self.fleet.views() if self._phase(view) is Phase.MOVING])
 

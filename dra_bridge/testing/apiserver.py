@@ -316,13 +316,13 @@ class FakeApiServer:
 
     def create(self, body: Object) -> Object:
         """Create an object, as a client would."""
-        return self._write("POST", *self._reconcile_devices(body), copy.deepcopy(body), {})
+        return self._write("POST", *self._place(body), copy.deepcopy(body), {})
 
     def replace(self, body: Object) -> Object:
         """Replace an object whatever its resource version, as a client would."""
         body = copy.deepcopy(body)
         body["metadata"].pop("resourceVersion", None)
-        plural, namespace, _ = self._reconcile_devices(body)
+        plural, namespace, _ = self._place(body)
         return self._write("PUT", plural, namespace, body["metadata"]["name"], body, {})
 
     def delete(self, plural: str, name: str, namespace: str = "") -> None:
@@ -337,7 +337,7 @@ class FakeApiServer:
         return len(names)
 
     @staticmethod
-    def _reconcile_devices(body: Object) -> tuple[str, str, str]:
+    def _place(body: Object) -> tuple[str, str, str]:
         plural = next(plural for plural, (_, kind, _) in KINDS.items() if kind == body["kind"])
         namespace = body["metadata"].get("namespace", "default") if KINDS[plural][2] else ""
         return plural, namespace, ""

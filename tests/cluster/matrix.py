@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 VERSIONS = ("1.32.2", "1.33.13", "1.34.4", "1.35.4", "1.36.3", "1.37.1")
-DEFAULT_LOCATION = Path(__file__).parent
+HERE = Path(__file__).parent
 TESTS = ("test_dra.py", "test_slices_real.py", "test_plugin_scenarios.py")
 HOLDERS = "test_witnesses_real.py"
 HOLDERS_ON = ("1.34.4", "1.36.3", "1.37.1")
@@ -117,7 +117,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         "tests",
         nargs="*",
         help="what to run (%(default)s)",
-        default=[str(DEFAULT_LOCATION / one) for one in (*TESTS, HOLDERS)],
+        default=[str(HERE / one) for one in (*TESTS, HOLDERS)],
     )
     options = parser.parse_args(argv)
     by_version: dict[str, Mapping[tuple[str, str], Outcome]] = {}
@@ -133,8 +133,8 @@ def main(argv: Sequence[str] | None = None) -> int:
                 run(version, tests, report)
             by_version[version] = outcomes(report) if report.exists() else {}
             holders += holder_rows(version, report) if report.exists() else []
-    scenarios = DEFAULT_LOCATION.parent / "scenarios" / "plugin.py"
-    said = features([DEFAULT_LOCATION / one for one in (*TESTS, HOLDERS)])
+    scenarios = HERE.parent / "scenarios" / "plugin.py"
+    said = features([HERE / one for one in (*TESTS, HOLDERS)])
     said |= {("test_plugin_scenarios", name): text for (_, name), text in features([scenarios]).items()}
     printed = table(by_version, said)
     if holders:

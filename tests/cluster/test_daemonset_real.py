@@ -131,7 +131,7 @@ class Deployed(Bridge):
         self.cluster.wait_for(lambda: not self.pods(), PATIENCE, "the agent's pod is gone")
         self.cluster.wait_for(lambda: not self.cluster.allocatable(RESOURCE), 60, "nothing is allocatable")
 
-    def draining(self, *argv: str) -> str:
+    def run_cli(self, *argv: str) -> str:
         """Run a command line of `dra-bridge` as an administrator; return what it said."""
         command = [sys.executable, "-m", "dra_bridge", *argv, "--kubeconfig", str(self.cluster.kubeconfig)]
         done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=150)
@@ -140,13 +140,13 @@ class Deployed(Bridge):
 
     def migrate(self, share: str) -> None:
         """Move devices until claims have a share."""
-        self.draining(
+        self.run_cli(
             "migrate", self.cluster.node_name, "--driver", DRIVER, "--share", share, "--wait", "--timeout", "90"
         )
 
     def sides(self) -> dict[str, tuple[str, str, str]]:
         """Return each device's side, state and holder as `status` tells them."""
-        (found,) = json.loads(self.draining("status", "--driver", DRIVER, "-o", "json"))["nodes"]
+        (found,) = json.loads(self.run_cli("status", "--driver", DRIVER, "-o", "json"))["nodes"]
         devices = [device for resource in found["resources"] for device in resource["devices"]]
         return {one["name"]: (one["side"], one["state"], one["holder"]) for one in devices}
 

@@ -342,8 +342,8 @@ def test_alerts_fire_for_what_happened(bridge: Bridge, prometheus: Prometheus) -
         "all rules were evaluated",
     )
     assert {rule["name"] for rule in group["rules"]} == {rule["alert"] for rule in rules()}
-    in_flight = {("DeviceDriverError", "gpu-3"), ("DeviceDriverError", "card-3")}  # the script's XID, until it is old
-    cluster.wait_for(lambda: prometheus.firing() <= in_flight, 30, "all is well")
+    quiet = {("DeviceDriverError", "gpu-3"), ("DeviceDriverError", "card-3")}  # the script's XID, until it is old
+    cluster.wait_for(lambda: prometheus.firing() <= quiet, 30, "all is well")
 
     assert bridge.script is not None
     ill = bridge.script.with_name("ill")
@@ -369,12 +369,12 @@ def test_alerts_fire_for_what_happened(bridge: Bridge, prometheus: Prometheus) -
         "the lost kubelet is told",
     )
     cluster.start_kubelet()
-    cluster.wait_for(lambda: prometheus.firing() <= in_flight, 90, "all is well again")
+    cluster.wait_for(lambda: prometheus.firing() <= quiet, 90, "all is well again")
 
     bridge.kill()
     cluster.wait_for(lambda: ("DevicePluginAgentDown", "") in prometheus.firing(), 30, "the dead agent is told")
     bridge.start()
-    cluster.wait_for(lambda: prometheus.firing() <= in_flight, 60, "all is well with the new agent")
+    cluster.wait_for(lambda: prometheus.firing() <= quiet, 60, "all is well with the new agent")
     assert "DeviceHeldTwice" not in {name for name, _ in prometheus.firing()}
 
 

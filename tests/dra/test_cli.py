@@ -23,8 +23,7 @@ from dra_bridge import cli
 from dra_bridge.handover import parse_share
 from dra_bridge.ledger import State
 from dra_bridge.node.options import parse_run
-from dra_bridge.rollout import progress
-from dra_bridge.rollout import rollout as draining
+from dra_bridge.rollout import progress, rollout
 from dra_bridge.rollout.progress import DeviceProgress, Progress, ResourceProgress
 from dra_bridge.testing.apiserver import FakeApiServer, Fault, Request
 from tests.programs import running
@@ -515,7 +514,7 @@ def test_migrate_that_takes_too_long(world: World, bridge: Callable[..., Ran]) -
 
 def test_waiting_says_for_what(world: World, bridge: Callable[..., Ran], monkeypatch: pytest.MonkeyPatch) -> None:
     """When nothing moves for a while it is said what the devices wait for, once, with the claims as they are now."""
-    monkeypatch.setattr(draining, "QUIET", 0.2)
+    monkeypatch.setattr(rollout, "QUIET", 0.2)
     agent = world.agent("n1", count=2)
     agent.ask(dra_share="all")
     world.wait_for(lambda: agent.told == "all")
@@ -529,8 +528,8 @@ def test_rollout_says_what_it_waits_for(
     world: World, bridge: Callable[..., Ran], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """So does a rollout."""
-    monkeypatch.setattr(draining, "QUIET", 0.1)
-    monkeypatch.setattr(draining, "LOOK", 0.1)
+    monkeypatch.setattr(rollout, "QUIET", 0.1)
+    monkeypatch.setattr(rollout, "LOOK", 0.1)
     world.agent("n1", held={"gpu-3": "pod default/p"})
     ran = bridge("rollout", "--driver", D, "--share", "all", "-l", "pool=gpu", "--timeout-per-node", "1")
     assert ran.status == 1

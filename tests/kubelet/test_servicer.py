@@ -863,6 +863,16 @@ async def test_what_is_given_out_while_sharing_changes_is_asked_for_by_its_devic
     assert asked == [["a"]]
 
 
+async def test_a_device_that_is_called_like_a_replica_keeps_its_former_id(serve: Serve) -> None:
+    """When it is shared from now on, whoever has it alone under that id keeps it from the others."""
+    served = await serve(Shared(1), "x::1")
+    async with served.listening() as lists:
+        assert await lists.next() == {"x::1": "Healthy"}
+        served.endpoint.replace(Shared(2))
+        assert await lists.next() == dict.fromkeys(("x::1", "x::1::0", "x::1::1"), "Unhealthy")
+    assert served.endpoint.ids.device_id_of("x::1") == "x::1"
+
+
 async def test_a_device_that_is_not_shared_among_others_keeps_its_id(serve: Serve) -> None:
     """Its id says that its holder has it alone; one that is called like a replica stays apart from the real one."""
 

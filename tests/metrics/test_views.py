@@ -16,7 +16,7 @@ from deviceplugin.kubelet.podresources import ClaimUse, Holder
 from deviceplugin.kubelet.status import ResourceStatus
 from deviceplugin.metrics import views as observe
 from deviceplugin.metrics.report import DeviceLocation, Event, PreparedClaim, ProviderReport
-from deviceplugin.metrics.views import BOOKS_STALE, Hold, View, happened
+from deviceplugin.metrics.views import HOLDERS_STALE, Hold, View, happened
 from deviceplugin.naming import device_name
 from tests.metrics.views import RESOURCE, Source, Still, resource
 
@@ -70,7 +70,7 @@ class TestHolders:
         """When the kubelet cannot be asked for long, or was not yet, its last answer does not stay for ever."""
         still = Still(resource("a", held={"a": [MAIN]}))
         observer = still.observer()
-        for looked_at in (None, time.monotonic() - BOOKS_STALE - 1):
+        for looked_at in (None, time.monotonic() - HOLDERS_STALE - 1):
             still.looked_at = looked_at
             assert not observer.view().holders_known
             assert holds(observer.view()) == []

@@ -244,7 +244,7 @@ async def test_nothing_moves_before_the_node_was_read(
         await follow(self)
 
     monkeypatch.setattr(Bridge, "_follow_node", later)
-    monkeypatch.setattr(driver_runtime, "FIRST", 0.1)
+    monkeypatch.setattr("dra_bridge.node.bridge.NODE_READ", 0.1)
     body = node.server.get("nodes", NODE)
     body["metadata"].setdefault("annotations", {})[f"{D}/dra-share"] = "none"
     node.server.replace(body)
