@@ -58,7 +58,7 @@ class Rules:
 
     failures: int = 3
     successes: int = 2
-    in_flight: float | None = 0.0
+    quiet: float | None = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +84,7 @@ class Course:
             return replace(after, health=Health.UNHEALTHY, message=message)
         if self.health is not Health.UNHEALTHY:
             return replace(self, health=Health.HEALTHY, message="", failures=0, known=True)
-        if self.fault_at is not None and (rules.in_flight is None or now - self.fault_at < rules.in_flight):
+        if self.fault_at is not None and (rules.quiet is None or now - self.fault_at < rules.quiet):
             return replace(self, failures=0, successes=0)
         successes = self.successes + 1
         if successes < rules.successes:

@@ -47,10 +47,10 @@ EVENTS = st.lists(st.tuples(st.sampled_from("FGGGBBU"), st.floats(0, 30, allow_n
 @given(EVENTS, st.integers(1, 4), st.integers(1, 4), st.sampled_from([0.0, 20.0, None]))
 @settings(deadline=None)
 def test_health_follows_its_rules_whatever_is_seen(
-    events: list[tuple[str, float]], failures: int, successes: int, in_flight: float | None
+    events: list[tuple[str, float]], failures: int, successes: int, quiet: float | None
 ) -> None:
     """Any row of looks and faults leads where a model of the rules, searching the history, says."""
-    rules = Rules(failures, successes, in_flight)
+    rules = Rules(failures, successes, quiet)
     course, history, now, fault = Course(), "", 0.0, None
     for kind, wait in events:
         now += wait
@@ -58,7 +58,7 @@ def test_health_follows_its_rules_whatever_is_seen(
             course, fault = course.faulted("fault", now), now
         else:
             course = course.looked({"G": GOOD, "B": BAD, "U": UNREADABLE}[kind], kind, now, rules)
-            if kind == "G" and fault is not None and (in_flight is None or now - fault < in_flight):
+            if kind == "G" and fault is not None and (quiet is None or now - fault < quiet):
                 kind = "g"
         history += kind
         assert course.health is model(history, rules), history
@@ -119,13 +119,13 @@ happenings = st.lists(
 @given(happenings, st.integers(1, 4), st.integers(1, 4), st.sampled_from([300.0, 3600.0, None]))
 @settings(deadline=None, max_examples=25)
 def test_health_of_gpus_follows_the_rules_through_a_day(
-    happened: list[tuple[int, int, Any]], failures: int, successes: int, in_flight: float | None
+    happened: list[tuple[int, int, Any]], failures: int, successes: int, quiet: float | None
 ) -> None:
     """24 hours of XIDs, pulled and plugged GPUs, lost ones, reloads and hangs: each GPU's reported health is
     at every look what the model says of that GPU's own history since it was plugged in, and no other's.
     """
     now = 0.0
-    rules = Rules(failures, successes, in_flight)
+    rules = Rules(failures, successes, quiet)
     source = NvidiaSource(rules=rules, clock=lambda: now)
     gpus = [Gpu(f"GPU-{number}", number) for number in range(GPUS)]
     histories: dict[str, str] = {}
@@ -143,7 +143,7 @@ def test_health_of_gpus_follows_the_rules_through_a_day(
         return any(begin <= at < end and number in (None, one) for begin, end, one in spans.get(kind, ()))
 
     def judge(name: str, verdict: Verdict) -> None:
-        soon = name in faults and (in_flight is None or now - faults[name] < in_flight)
+        soon = name in faults and (quiet is None or now - faults[name] < quiet)
         histories[name] += {GOOD: "g" if soon else "G", BAD: "B", UNREADABLE: "U"}[verdict]
 
     for at in times:

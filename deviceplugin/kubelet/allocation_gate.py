@@ -50,7 +50,7 @@ class AllocationGate(Protocol):
 
 
 class AllowAll:
-    """A doorkeeper for a node with the plugin side alone: everything is offered and granted."""
+    """An allocation gate for a node with the plugin side alone: everything is offered and granted."""
 
     def offers(self, resource: str, device: str) -> bool:
         """Offer every device."""

@@ -39,7 +39,7 @@ class DeviceIds:
 
     def replace(self, source: DeviceSource) -> None:
         """Take the ids of another source from now on; those that it would not offer become legacy ids."""
-        before = {name: self.device_id_of(name) for name in (*self.offered(), *self._legacy)}
+        before = {**{name: self.device_id_of(name) for name in self.offered()}, **self._legacy}
         self._source = source
         now = frozenset(self.offered())
         self._legacy = {name: device for name, device in before.items() if name not in now}
@@ -67,10 +67,10 @@ class DeviceIds:
 
     def device_id_of(self, name: str) -> str:
         """Return the device behind one of the kubelet's ids, also one from before sharing changed."""
-        device = self.offered_as(name)
-        if device in self._inventory.snapshot.devices:
-            return device
-        return self._legacy.get(name) or device_of(name, ANY_REPLICAS)
+        known = self._inventory.snapshot.devices.get(self.offered_as(name))
+        if name in self._legacy and (known is None or name not in self.names_of(known)):
+            return self._legacy[name]
+        return known.id if known is not None else device_of(name, ANY_REPLICAS)
 
     def names_of(self, device: Device) -> tuple[str, ...]:
         """Return the ids under which the kubelet knows a device now."""

@@ -148,19 +148,6 @@ def running(
     }
 
 
-def starting(cgroups: Mapping[str, bool], started: Collection[str]) -> frozenset[str]:
-    """Return the UIDs of pods that were admitted and of which no container has been started yet.
-
-    The kubelet makes a pod's cgroup after its admission and before its sandbox, and a container's log directory before
-    the container, while the sandbox runs (kubelet 1.36, kubelet.go: SyncPod, kuberuntime_container.go:
-    generateContainerConfig).
-
-    cgroups: whether there is a process in the cgroup of each pod that has one. started: UIDs of pods of which a
-    container has a log directory.
-    """
-    return frozenset(uid for uid, populated in cgroups.items() if not populated and uid not in started)
-
-
 def ended(known: Iterable[Allocation], pods: PodProcesses, begun: Collection[str]) -> frozenset[Allocation]:
     """Return the allocations of pods that have run and run no more; a pod that is being admitted has not ended.
 

@@ -287,6 +287,7 @@ class Endpoint(DevicePluginServicer):
             try:
                 wanted = [tuple(container.devices_ids) for container in request.container_requests]
                 names = [name for container in wanted for name in container]
+                await self._refuse_held(names)
                 if self._release_former is not None:
                     await self._release_former(names)
                 responses = [self._response(await self._edits(ids)) for ids in wanted]

@@ -41,8 +41,6 @@ _LOG: Final = logging.getLogger(__name__)
 
 POD_LOGS: Final = Path("/var/log/pods")
 """Where the kubelet keeps a directory for each pod, named namespace_name_uid."""
-STARTING: Final = 5.0
-"""Seconds that an Allocate waits for a pod that has the device to start a process, or to be gone."""
 CLOCK_STEP: Final = 1.0
 """Seconds by which a file's time may lag behind the clock."""
 REWRITE: Final = 1.0
@@ -179,39 +177,48 @@ class HolderTracker:
 
         The kubelet gives an id away again only when it counts its holder as ended. It may be wrong: of a pod that was
         deleted by force, of one that it does not know after a lost checkpoint, and of one that it has just admitted,
-        if somebody called PodResources List during that pod's Allocate (kubernetes#137534). Of a pod that has a cgroup
-        without a process and whose containers were never started it is not known whether it begins or ends; that is
-        waited for. Pods that have no cgroup yet are the new holder itself: its init container had the device before.
+        if somebody called PodResources List during that pod's Allocate (kubernetes#137534). It still names the latter
+        in the checkpoint that it is asked for now; of a holder that it counts as ended it has dropped the allocations
+        before this Allocate. Pods that have no cgroup yet are the new holder itself: its init container had the device
+        before.
         """
         wanted = frozenset(device_ids)
         if not self._may_know(resource, wanted):
             return {}
-        deadline = time.monotonic() + STARTING
-        while True:
-            known, running, starting = await asyncio.to_thread(self._holders_now, resource, wanted)
-            if running or not starting or time.monotonic() >= deadline:
-                break
-            await asyncio.sleep(STARTING / 100)
-        self.remember(one for one in known if one.pod_uid in {*running.values(), *starting.values()})
-        found = {name: f"pod {self.title(pod_uid)} may be about to start" for name, pod_uid in starting.items()}
-        return found | {name: f"processes of pod {self.title(pod_uid)} run" for name, pod_uid in running.items()}
+        known, running, admitted = await asyncio.to_thread(self._holders_now, resource, wanted)
+        found: dict[str, str] = {}
+        if admitted and not running:
+            written, problem = await self._written()
+            named = {
+                (one.pod_uid, one.device_id) for file in written for one in _of(file.allocations, resource, wanted)
+            }
+            why = problem or "is named in the kubelet's checkpoint"
+            held = {name: uid for name, uid in admitted.items() if problem or (uid, name) in named}
+            found = {
+                name: f"pod {self.title(uid)} has not started a process yet and {why}" for name, uid in held.items()
+            }
+            known, running, _ = await asyncio.to_thread(self._holders_now, resource, wanted)
+        self.remember(one for one in known if one.pod_uid in running.values() or one.device_id in found)
+        return found | {name: f"processes of pod {self.title(uid)} run" for name, uid in running.items()}
 
     def _holders_now(
         self, resource: str, device_ids: frozenset[str]
     ) -> tuple[Sequence[Allocation], Mapping[str, str], Mapping[str, str]]:
-        """Return the known or named allocations of these ids, and by id: pods whose processes run, pods that start."""
+        """Return the known or named allocations of these ids.
+
+        And by id, pods whose processes run, and pods that have a cgroup without a process.
+        """
         known = self._known_or_named(resource, device_ids)
         if not known:
             return known, {}, {}
-        pods, cgroups = self.pods(), self._cgroups.pods() or {}
-        uids = {one.pod_uid for one in known}
-        may_run = {uid for uid in uids if pods.may_run(uid)}
-        cgroups = {uid: populated for uid, populated in cgroups.items() if uid in uids - may_run}
-        starting = holders.starting(cgroups, started_pods(cgroups, self._pod_logs))
+        cgroups = self._cgroups.pods()
+        pods = self._processes(cgroups)
+        may_run = {one.pod_uid for one in known if pods.may_run(one.pod_uid)}
+        admitted = (cgroups or {}).keys() - may_run
         return (
             known,
             holders.running(known, resource, device_ids, may_run),
-            holders.running(known, resource, device_ids, starting),
+            holders.running(known, resource, device_ids, admitted),
         )
 
     async def ended(
@@ -272,10 +279,12 @@ class HolderTracker:
 
     def pods(self) -> PodProcesses:
         """Return which pods' processes run, as of now. Blocks."""
-        running = self._cgroups.running()
-        if running is not None:
+        return self._processes(self._cgroups.pods())
+
+    def _processes(self, cgroups: Mapping[str, bool] | None) -> PodProcesses:
+        if cgroups is not None:
             self._cgroups_seen = True
-            return PodProcesses(running)
+            return PodProcesses(frozenset(uid for uid, populated in cgroups.items() if populated))
         if self._cgroups_seen:
             return PodProcesses()  # they are there, and cannot be read now
         if self._believe_checkpoint:
@@ -431,6 +440,18 @@ class HolderTracker:
 
     async def _after_request(self, at: float) -> HolderSnapshot:
         """Have the kubelet write its checkpoint until the files show what is allocated now; ask the witnesses again."""
+        written, problem = await self._written()
+        seen = await asyncio.to_thread(self._read, () if problem else written)
+        if problem:
+            problem = problem if seen.checkpoints else f"{seen.problem}; {problem}"
+            seen = Witnesses(seen.checkpoints, False, seen.pods, problem)
+        return holders.holders(self._known, seen, at)
+
+    async def _written(self) -> tuple[Sequence[Checkpoint], str]:
+        """Return checkpoints that the kubelet wrote at our request, which show what is allocated now.
+
+        And why that was not possible, "" if it was.
+        """
         written: list[Checkpoint] = []
         last, problem = checkpoint.identity(self._plugins), ""
         while not (problem or holders.shows_present(written)):
@@ -441,11 +462,7 @@ class HolderTracker:
             else:
                 written.append(read)
                 last = read.file
-        seen = await asyncio.to_thread(self._read, () if problem else written)
-        if problem:
-            problem = problem if seen.checkpoints else f"{seen.problem}; {problem}"
-            seen = Witnesses(seen.checkpoints, False, seen.pods, problem)
-        return holders.holders(self._known, seen, at)
+        return written, problem
 
     def _read(self, written: Sequence[Checkpoint] = ()) -> Witnesses:
         """Read the checkpoint, unless those are given that were written at our request; then the cgroups."""
@@ -521,22 +538,6 @@ def pod_names(uids: Iterable[str], directory: Path) -> dict[str, tuple[str, str]
         if len(parts) == 3 and parts[2] in wanted:
             found[parts[2]] = (parts[0], parts[1])
     return found
-
-
-def started_pods(uids: Collection[str], directory: Path) -> frozenset[str]:
-    """Return those of these pods that have the log directory of a container."""
-    if not uids:
-        return frozenset()
-    with contextlib.suppress(OSError), os.scandir(directory) as entries:
-        mine = [(entry.name.rpartition("_")[2], entry.path) for entry in entries]
-        return frozenset(uid for uid, path in mine if uid in uids and _has_directory(path))
-    return frozenset()
-
-
-def _has_directory(path: str) -> bool:
-    with contextlib.suppress(OSError), os.scandir(path) as entries:
-        return any(entry.is_dir() for entry in entries)
-    return False
 
 
 def log_directory_times(directory: Path) -> dict[str, float]:

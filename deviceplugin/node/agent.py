@@ -64,7 +64,7 @@ class Agent:
         paths: where the kubelet is.
         period: seconds between two scans of who holds what, while that matters.
         keep_books: scan always, with the names of pods (metrics show the holders).
-        doorkeeper: decides which devices the plugin side may offer; None: everything.
+        allocation_gate: decides which devices the plugin side may offer; None: everything.
         observers: further parts that are given each scan's result.
         timing: waits of the registration.
         before_end: awaited when the agent is to stop, while its resources are still its own.

@@ -43,32 +43,32 @@ def add_run_options(parser: argparse.ArgumentParser) -> None:
     """Add the options that every agent has; dra-bridge has them too."""
     parser.add_argument(
         "--kubelet-root",
-        type=_reconcile_devices,
+        type=_path,
         default=Path("/var/lib/kubelet"),
         metavar="DIR",
         help="the kubelet's --root-dir (%(default)s)",
     )
     parser.add_argument(
         "--device-plugin-dir",
-        type=_reconcile_devices,
+        type=_path,
         metavar="DIR",
         help="where kubelet.sock is (device-plugins in the kubelet's root)",
     )
     parser.add_argument(
         "--pod-resources-socket",
-        type=_reconcile_devices,
+        type=_path,
         metavar="PATH",
         help="the kubelet's PodResources service (pod-resources/kubelet.sock in its root)",
     )
     parser.add_argument(
         "--cgroup-root",
-        type=_reconcile_devices,
+        type=_path,
         metavar="DIR",
         help="where the host's cgroup file system is mounted (/sys/fs/cgroup)",
     )
     parser.add_argument(
         "--pod-log-dir",
-        type=_reconcile_devices,
+        type=_path,
         metavar="DIR",
         help="the kubelet's podLogsDir, which tells pods' names by their UIDs (/var/log/pods)",
     )
@@ -86,7 +86,13 @@ def run_options(options: argparse.Namespace) -> RunOptions:
     _set_up_logs(options)
     from deviceplugin.node.paths import Paths
 
-    paths = Paths(options.kubelet_root, options.device_plugin_dir, options.pod_resources_socket, options.cgroup_root)
+    paths = Paths(
+        options.kubelet_root,
+        options.device_plugin_dir,
+        options.pod_resources_socket,
+        options.cgroup_root,
+        options.pod_log_dir,
+    )
     return RunOptions(paths, options.metrics_address)
 
 
@@ -110,7 +116,7 @@ def _set_up_logs(options: argparse.Namespace) -> None:
     logs.setup(options.log_format, options.log_level)
 
 
-def _reconcile_devices(text: str) -> Path:
+def _path(text: str) -> Path:
     if not text:
         raise argparse.ArgumentTypeError("an empty path")
     return Path(text).absolute()

@@ -657,10 +657,9 @@ class FakeKubelet:
             self.cgroups.add_container(pod.uid, pod.sandbox)
 
     def start_container(self, pod: FakePod, container: FakeContainer) -> None:
-        """Make a container's log directory and start its process; that of an init container ends at once."""
+        """Start a container's process; that of an init container ends at once."""
         with self.changed:
             container.id = _container_id()
-            (self._log_directory(pod) / container.name).mkdir(parents=True, exist_ok=True)
             self.cgroups.add_container(pod.uid, container.id)
             if container.state != "running":
                 self.cgroups.remove_container(pod.uid, container.id)

@@ -868,8 +868,10 @@ async def test_a_device_that_is_called_like_a_replica_keeps_its_former_id(serve:
     served = await serve(Shared(1), "x::1")
     async with served.listening() as lists:
         assert await lists.next() == {"x::1": "Healthy"}
-        served.endpoint.replace(Shared(2))
-        assert await lists.next() == dict.fromkeys(("x::1", "x::1::0", "x::1::1"), "Unhealthy")
+        for replicas in (2, 3):
+            served.endpoint.replace(Shared(replicas))
+            offered = [f"x::1::{number}" for number in range(replicas)]
+            assert await lists.next() == dict.fromkeys(("x::1", *offered), "Unhealthy")
     assert served.endpoint.ids.device_id_of("x::1") == "x::1"
 
 

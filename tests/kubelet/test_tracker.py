@@ -267,28 +267,37 @@ async def test_a_holder_is_known_at_the_next_grant_before_any_scan(world: World)
 
 
 async def test_a_pod_that_is_about_to_start_holds_its_device(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The kubelet may give its device away (kubernetes#137534): until it is known whether it starts, it has it."""
-    monkeypatch.setattr(module, "STARTING", 0.3)
+    """The kubelet may give its device away (kubernetes#137534), and still names it in its checkpoint."""
     with monkeypatch.context() as no_network:
         no_network.setattr(world.kubelet, "start_sandbox", fails)
         pod = await asyncio.to_thread(world.kubelet.start_pod, "p", ONE)
         await asyncio.to_thread(world.kubelet.wait_until, lambda: pod.containers["main"].message == "no network", 10)
         (mine,) = world.kubelet.allocated(R)
-        assert await world.tracker.still_held(R, ["a", "b"]) == {mine: f"pod {pod.uid} may be about to start"}
+        found = await world.tracker.still_held(R, ["a", "b"])
+        assert found == {mine: f"pod {pod.uid} has not started a process yet and is named in the kubelet's checkpoint"}
+        world.listens = False
+        (why,) = (await world.tracker.still_held(R, [mine])).values()
+        assert "cannot be asked" in why
+        world.listens = True
     await asyncio.to_thread(pod.wait_running)
     assert await world.tracker.still_held(R, ["a", "b"]) == {mine: f"processes of pod {pod.uid} run"}
     await asyncio.to_thread(pod.complete)
     assert await world.tracker.still_held(R, ["a", "b"]) == {}
 
 
-async def test_a_pod_that_never_started_is_waited_for(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is deleted while its device is asked for again: it comes free, and nobody is refused."""
-    monkeypatch.setattr(world.kubelet, "start_sandbox", fails)
-    pod = await asyncio.to_thread(world.kubelet.start_pod, "p", ONE)
-    await asyncio.to_thread(world.kubelet.wait_until, lambda: pod.containers["main"].message == "no network", 10)
-    asked = asyncio.create_task(world.tracker.still_held(R, ["a", "b"]))
-    await asyncio.to_thread(pod.delete)
-    assert await asked == {}
+async def test_a_pod_that_the_kubelet_dropped_before_it_started_holds_nothing(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its cgroup stays while its volumes are unmounted; the checkpoint does not name it any more."""
+    monkeypatch.setattr(world.kubelet.cgroups, "remove_pod", lambda uid: None)
+    with monkeypatch.context() as no_network:
+        no_network.setattr(world.kubelet, "start_sandbox", fails)
+        pod = await asyncio.to_thread(world.kubelet.start_pod, "p", ONE)
+        await asyncio.to_thread(world.kubelet.wait_until, lambda: pod.containers["main"].message == "no network", 10)
+        assert len(await world.tracker.still_held(R, ["a", "b"])) == 1
+        await asyncio.to_thread(pod.delete)
+    await asyncio.to_thread(world.kubelet.run_pod, "q", ONE)  # an admission drops pods that have ended
+    assert pod.uid not in "".join((await world.tracker.still_held(R, ["a", "b"])).values())
 
 
 def fails(pod: FakePod) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import contextlib
 import os
@@ -26,6 +27,7 @@ from deviceplugin.kubelet.holders import HolderSnapshot, Holding
 from deviceplugin.node import process as process_module
 from deviceplugin.node import service as service_module
 from deviceplugin.node.agent import Agent, AgentError
+from deviceplugin.node.options import add_run_options, run_options
 from deviceplugin.node.paths import Paths
 from deviceplugin.source import DeviceSource
 from deviceplugin.sources.simulated import SimulatedSource
@@ -72,6 +74,17 @@ def test_places_follow_the_root_and_can_be_given() -> None:
     assert Paths(Path("/k")).pod_resources == Path("/k/pod-resources/kubelet.sock")
     given = Paths(Path("/k"), Path("/d"), Path("/p.sock"))
     assert (given.plugins, given.pod_resources) == (Path("/d"), Path("/p.sock"))
+
+
+def test_every_path_that_can_be_given_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each option of the command line reaches the agent."""
+    monkeypatch.setattr("deviceplugin.node.options._set_up_logs", lambda options: None)
+    parser = argparse.ArgumentParser()
+    add_run_options(parser)
+    names = ("kubelet_root", "device_plugin_dir", "pod_resources_socket", "cgroup_root", "pod_log_dir")
+    given = {name: Path("/given", name) for name in names}
+    words = [word for name, path in given.items() for word in (f"--{name.replace('_', '-')}", str(path))]
+    assert run_options(parser.parse_args(words)).paths == Paths(**given)
 
 
 def test_agent_that_is_stopped_before_it_runs_does_not_run() -> None:
@@ -986,7 +999,6 @@ def test_a_device_that_the_kubelet_forgot_during_its_allocation_is_not_granted_t
     fake_kubelet: FakeKubelet, served: Serve, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A List of anybody's, after another pod's end, makes the kubelet forget it (kubernetes#137534)."""
-    monkeypatch.setattr("deviceplugin.kubelet.tracker.STARTING", 0.3)
     asked, answer = threading.Event(), threading.Event()
     answer.set()
 
@@ -1020,4 +1032,4 @@ def test_a_device_that_the_kubelet_forgot_during_its_allocation_is_not_granted_t
     assert not fake_kubelet.allocated("example.com/simulated")
     twin = fake_kubelet.start_pod("twin", {"example.com/simulated": 1})
     fake_kubelet.wait_until(lambda: twin.phase == "Failed", 10)
-    assert "may be about to start" in twin.message
+    assert "has not started a process yet" in twin.message

@@ -23,7 +23,7 @@ from tests.nvml import world as worlds
 from tests.nvml.conftest import Until, unload
 from tests.nvml.world import DGX1V, World, build
 
-QUICK = Rules(failures=1, successes=1, in_flight=0.0)
+QUICK = Rules(failures=1, successes=1, quiet=0.0)
 
 
 def source(world: World, **options: Any) -> NvidiaSource:
@@ -403,7 +403,7 @@ async def test_xid_makes_its_gpu_unhealthy_at_once_and_quiet_makes_it_healthy_ag
     """A critical XID is seen by its event, the other GPU stays, and the GPU recovers after a quiet time."""
     first, second = world.gpu(0), world.gpu(1)
     now = 0.0
-    made = source(world, rules=Rules(failures=3, successes=2, in_flight=300), clock=lambda: now)
+    made = source(world, rules=Rules(failures=3, successes=2, quiet=300), clock=lambda: now)
     async with closing(made) as lists:
         await until(lists, lambda found: healths(found) == [Health.HEALTHY] * 2)
         world.xid(0, 79)
@@ -422,7 +422,7 @@ async def test_xid_makes_its_gpu_unhealthy_at_once_and_quiet_makes_it_healthy_ag
 async def test_application_xids_are_counted_but_not_held_against_the_gpu(world: World, until: Until) -> None:
     """Ignored XIDs leave the health as it is; which ones are ignored can be said."""
     first = world.gpu(0)
-    made = source(world, ignore_xids=(13, 79), rules=Rules(in_flight=None))
+    made = source(world, ignore_xids=(13, 79), rules=Rules(quiet=None))
     async with closing(made) as lists:
         devices = await until(lists, len)
         for code in (13, 79, 13, 31):  # 31 is not ignored here
@@ -464,7 +464,7 @@ async def test_xid_of_a_partition_is_that_partitions_alone(world: World, until: 
     """An XID with instance ids hits those partitions, one without hits all of the GPU."""
     world.gpu(0)
     parts = [world.partition(0, index, "1g.5gb", instance=index + 1) for index in range(3)]
-    async with closing(source(world, mig="single", rules=Rules(in_flight=None))) as lists:
+    async with closing(source(world, mig="single", rules=Rules(quiet=None))) as lists:
         await until(lists, len)
         world.xid(0, 94, 2, 0)
         found = await until(lists, lambda found: Health.UNHEALTHY in healths(found))
@@ -478,7 +478,7 @@ async def test_xid_of_no_known_gpu_is_everybodys(world: World, until: Until) -> 
     """An event without a device makes all GPUs unhealthy: one of them is, and which cannot be told."""
     for index in range(2):
         world.gpu(index)
-    async with closing(source(world, rules=Rules(in_flight=None))) as lists:
+    async with closing(source(world, rules=Rules(quiet=None))) as lists:
         await until(lists, len)
         world.xid(-1, 79)
         await until(lists, lambda found: healths(found) == [Health.UNHEALTHY] * 2)
@@ -520,7 +520,7 @@ async def test_xids_of_the_others_are_heard_while_a_gpu_is_lost(world: World, un
     one's own again once it is back.
     """
     first, second = world.gpu(0), world.gpu(1)
-    async with closing(source(world, rules=Rules(failures=1, successes=1, in_flight=None))) as lists:
+    async with closing(source(world, rules=Rules(failures=1, successes=1, quiet=None))) as lists:
         await until(lists, len)
         world.set("return.nvmlEventSetWait_v2", 15)
         world.write(gpu0__lost=1)

@@ -54,7 +54,7 @@ class NvidiaSource(DeviceSource):
         profile: str | None = None,
         injection: Injection = "env",
         ignore_xids: Iterable[int] = APPLICATION_XIDS,
-        rules: Rules = Rules(in_flight=300.0),  # noqa: B008  # frozen
+        rules: Rules = Rules(quiet=300.0),  # noqa: B008  # frozen
         period: float = 10.0,
         library: str | None = None,
         resource: str = "",
