@@ -67,6 +67,7 @@ class HolderTracker:
         believe_checkpoint: where no pod cgroups are visible, have the checkpoint alone say when an allocation ends,
             as a device plugin alone may: the kubelet itself gives its devices away on no other evidence.
         boot: what tells one boot of the node from another; None: the kernel's own.
+        wake: called when a scan is due at once.
 
     Attributes:
         snapshot: the result of the last scan.
@@ -90,6 +91,7 @@ class HolderTracker:
         claim_uses: bool = False,
         believe_checkpoint: bool = False,
         boot: str | None = None,
+        wake: Callable[[], None] = lambda: None,
     ) -> None:
         self.snapshot = HolderSnapshot(problem="the kubelet has not been asked yet")
         self.scanned_at: float | None = None
@@ -122,6 +124,9 @@ class HolderTracker:
         self._next_request = 0.0
         self._delay = FIRST_REQUEST
         self._list_error = ""
+        self._wake = wake
+        self._disputed = False
+        """Whether the kubelet has counted as free what is held, since the last request: it has dropped the holder."""
 
     async def start(self) -> None:
         """Take what the checkpoint names now as held; before anything is served."""
@@ -199,6 +204,9 @@ class HolderTracker:
             }
             known, running, _ = await asyncio.to_thread(self._holders_now, resource, wanted)
         self.remember(one for one in known if one.pod_uid in running.values() or one.device_id in found)
+        if running:
+            self._disputed = True
+            self._wake()
         return found | {name: f"processes of pod {self.title(uid)} run" for name, uid in running.items()}
 
     def _holders_now(
@@ -424,7 +432,8 @@ class HolderTracker:
         ended = any(one.pod_uid in self._running for one in doubtful)
         self._running = frozenset(one.pod_uid for one in now.held.keys() - doubtful)
         held = {(one.resource, one.device_id) for one in now.held.keys() - doubtful}
-        if ended or (wanted is not None and not held.issuperset(wanted)):
+        if ended or self._disputed or (wanted is not None and not held.issuperset(wanted)):
+            self._disputed = False
             return True
         asking = frozenset((one, now.held[one].named) for one in doubtful)
         if asking != self._asked_for:

@@ -130,6 +130,7 @@ class Agent:
             pod_logs=self.paths.pod_logs,
             claim_uses=keep_books,
             believe_checkpoint=believe_checkpoint,
+            wake=self._wanted.set,
         )
         self.guard = ExclusionGuard(
             lambda: self._services,

@@ -37,6 +37,7 @@ class World:
         self.in_flight = AllocationsInFlight()
         self.requests = 0
         self.listens = True
+        self.woken = 0
         self.tracker = self.made()
 
     def made(self, *, believe_checkpoint: bool = False) -> HolderTracker:
@@ -50,7 +51,11 @@ class World:
             self.request,
             pod_logs=paths.pod_logs,
             believe_checkpoint=believe_checkpoint,
+            wake=self.wake,
         )
+
+    def wake(self) -> None:
+        self.woken += 1
 
     def request(self) -> bool:
         """Send the list once more; the kubelet takes it and writes its checkpoint."""
@@ -303,6 +308,20 @@ async def test_a_pod_that_the_kubelet_dropped_before_it_started_holds_nothing(
 def fails(pod: FakePod) -> None:
     """Make no sandbox."""
     raise PluginCallError("no network")
+
+
+async def test_what_the_kubelet_would_give_away_is_withheld_from_it_soon(world: World) -> None:
+    """Its checkpoint on disk may name the holder for long after the kubelet has dropped it."""
+    pod = await world.run_pod()
+    await world.scan()
+    await asyncio.to_thread(pod.force_delete, hang=True)
+    await world.scan()
+    assert not world.tracker.unnamed(R), "no request is made for a holder whose processes run"
+    await PodResources(world.kubelet.paths.pod_resources).list()  # the kubelet drops it
+    assert set(await world.tracker.still_held(R, pod.device_ids)) == set(pod.device_ids)
+    assert world.woken
+    await world.scan()
+    assert world.tracker.unnamed(R) == set(pod.device_ids)
 
 
 async def test_an_empty_list_lets_nobody_go(world: World) -> None:
