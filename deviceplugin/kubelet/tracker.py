@@ -198,11 +198,10 @@ class HolderTracker:
                 (one.pod_uid, one.device_id) for file in written for one in _of(file.allocations, resource, wanted)
             }
             why = problem or "is named in the kubelet's checkpoint"
-            held = {name: uid for name, uid in admitted.items() if problem or (uid, name) in named}
-            found = {
-                name: f"pod {self.title(uid)} has not started a process yet and {why}" for name, uid in held.items()
-            }
-            known, running, _ = await asyncio.to_thread(self._holders_now, resource, wanted)
+            known, running, admitted = await asyncio.to_thread(self._holders_now, resource, wanted)
+            for one in known:  # several of one id: a pod that has ended may have a cgroup for some time
+                if one.pod_uid in admitted and (problem or (one.pod_uid, one.device_id) in named):
+                    found[one.device_id] = f"pod {self.title(one.pod_uid)} has not started a process yet and {why}"
         self.remember(one for one in known if one.pod_uid in running.values() or one.device_id in found)
         if running:
             self._disputed = True
@@ -211,23 +210,20 @@ class HolderTracker:
 
     def _holders_now(
         self, resource: str, device_ids: frozenset[str]
-    ) -> tuple[Sequence[Allocation], Mapping[str, str], Mapping[str, str]]:
-        """Return the known or named allocations of these ids.
+    ) -> tuple[Sequence[Allocation], Mapping[str, str], frozenset[str]]:
+        """Return the known or named allocations of these ids, and by id pods whose processes run.
 
-        And by id, pods whose processes run, and pods that have a cgroup without a process.
+        And the UIDs of holders that have a cgroup without a process.
         """
         known = self._known_or_named(resource, device_ids)
         if not known:
-            return known, {}, {}
+            return known, {}, frozenset()
         cgroups = self._cgroups.pods()
         pods = self._processes(cgroups)
-        may_run = {one.pod_uid for one in known if pods.may_run(one.pod_uid)}
-        admitted = (cgroups or {}).keys() - may_run
-        return (
-            known,
-            holders.running(known, resource, device_ids, may_run),
-            holders.running(known, resource, device_ids, admitted),
-        )
+        uids = {one.pod_uid for one in known}
+        may_run = {uid for uid in uids if pods.may_run(uid)}
+        admitted = frozenset(uids & (cgroups or {}).keys() - may_run)
+        return known, holders.running(known, resource, device_ids, may_run), admitted
 
     async def ended(
         self, resource: str, device_ids: Collection[str]

@@ -290,6 +290,21 @@ async def test_a_pod_that_is_about_to_start_holds_its_device(world: World, monke
     assert await world.tracker.still_held(R, ["a", "b"]) == {}
 
 
+async def test_the_cgroup_of_a_former_holder_hides_no_other_one(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kubelet removes a pod's cgroup some time after it has given its device to the next one."""
+    monkeypatch.setattr(world.kubelet.cgroups, "remove_pod", lambda uid: None)
+    former = [await world.run_pod(f"former-{number}") for number in range(2)]
+    for pod in former:
+        await asyncio.to_thread(pod.complete)
+    monkeypatch.setattr(world.kubelet, "start_sandbox", fails)
+    pods = [await asyncio.to_thread(world.kubelet.start_pod, f"p-{number}", ONE) for number in range(2)]
+    said = [pod.containers["main"] for pod in pods]
+    await asyncio.to_thread(world.kubelet.wait_until, lambda: all(one.message == "no network" for one in said), 10)
+    found = await world.tracker.still_held(R, ["a", "b"])
+    assert found.keys() == {"a", "b"}
+    assert not any(pod.uid in why for pod in former for why in found.values())
+
+
 async def test_a_pod_that_the_kubelet_dropped_before_it_started_holds_nothing(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
