@@ -15,7 +15,17 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
-__all__ = ["NO_FILE", "Allocation", "Checkpoint", "CheckpointError", "FileIdentity", "identity", "parse", "read"]
+__all__ = [
+    "NO_FILE",
+    "Allocation",
+    "Checkpoint",
+    "CheckpointError",
+    "FileIdentity",
+    "file_identity",
+    "identity",
+    "parse",
+    "read",
+]
 
 FILE_NAME: Final = "kubelet_internal_checkpoint"
 
@@ -34,11 +44,27 @@ class Allocation(NamedTuple):
 
 
 class FileIdentity(NamedTuple):
-    """What tells one version of a file that is replaced by renaming from the next."""
+    """What tells a file from another one that took its name later: a new version of it, or a socket made anew.
+
+    The time is needed: inodes are used again. Nothing modifies a socket after it was made.
+    """
 
     device: int
     inode: int
     modified_ns: int
+
+    @classmethod
+    def of(cls, status: os.stat_result) -> FileIdentity:
+        """Return the identity of the file with this status."""
+        return cls(status.st_dev, status.st_ino, status.st_mtime_ns)
+
+
+def file_identity(path: str | Path) -> FileIdentity | None:
+    """Return which file is there, None if none can be seen."""
+    try:
+        return FileIdentity.of(os.stat(path))
+    except OSError:
+        return None
 
 
 NO_FILE: Final = FileIdentity(0, 0, 0)
@@ -89,11 +115,7 @@ def _allocations(entry: Mapping[str, Any]) -> list[Allocation]:
 
 def identity(directory: Path) -> FileIdentity:
     """Return which version of the checkpoint is in the device plugin directory; `NO_FILE` if none can be seen."""
-    try:
-        status = os.stat(directory / FILE_NAME)
-    except OSError:
-        return NO_FILE
-    return FileIdentity(status.st_dev, status.st_ino, status.st_mtime_ns)
+    return file_identity(directory / FILE_NAME) or NO_FILE
 
 
 def read(directory: Path) -> Checkpoint:
@@ -111,6 +133,6 @@ def read(directory: Path) -> Checkpoint:
     except OSError as error:
         raise CheckpointError(f"{path}: {error.strerror}") from error
     try:
-        return parse(text, FileIdentity(status.st_dev, status.st_ino, status.st_mtime_ns))
+        return parse(text, FileIdentity.of(status))
     except CheckpointError as error:
         raise CheckpointError(f"{path}: {error}") from error

@@ -159,7 +159,7 @@ class OrphanedClaims:
     def _claims(self) -> tuple[PreparedClaim, ...] | ClaimStateError:
         try:
             status = os.stat(self._root / claim_state.FILE_NAME)
-            file = FileIdentity(status.st_dev, status.st_ino, status.st_mtime_ns)
+            file = FileIdentity.of(status)
         except OSError:
             file = None
         if self._read is None or file is None or self._read[0] != file:

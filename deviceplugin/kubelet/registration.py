@@ -34,6 +34,7 @@ import grpc
 import grpc.aio
 
 from deviceplugin import filewatch
+from deviceplugin.kubelet.checkpoint import FileIdentity, file_identity
 from deviceplugin.kubelet.podresources import CHANNEL_OPTIONS, unix_address
 from deviceplugin.kubelet.servicer import Endpoint
 from deviceplugin.wire import deviceplugin_pb2 as pb
@@ -107,24 +108,6 @@ def socket_name(resource: str, directory: str, instance: str) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class Identity:
-    """A file that is there, told apart from another one that took its name later."""
-
-    device: int
-    inode: int
-    made: int  # modification time, ns: nothing modifies a socket after it was made, and inodes are used again
-
-
-def identity(path: str | Path) -> Identity | None:
-    """Return which file is there, or None."""
-    try:
-        stat = os.stat(path)
-    except OSError:
-        return None
-    return Identity(stat.st_dev, stat.st_ino, stat.st_mtime_ns)
-
-
-@dataclass(frozen=True, slots=True)
 class Seen:
     """What is seen at one moment.
 
@@ -133,11 +116,11 @@ class Seen:
     kubelet.sock of that Register. since: seconds since then. ready: there is a list to serve.
     """
 
-    kubelet: Identity | None
+    kubelet: FileIdentity | None
     served: bool
     live: bool
     listened: bool
-    registered: Identity | None
+    registered: FileIdentity | None
     since: float
     ready: bool = True
 
@@ -291,9 +274,9 @@ class Registration:
         self._listened_before = 0
         self._server: grpc.aio.Server | None = None
         self._socket: Path | None = None
-        self._own: Identity | None = None
-        self._registered: Identity | None = None
-        self._last: Identity | None = None  # of the last Register that succeeded, ever
+        self._own: FileIdentity | None = None
+        self._registered: FileIdentity | None = None
+        self._last: FileIdentity | None = None  # of the last Register that succeeded, ever
         self._registered_at = 0.0
         self._options: pb.DevicePluginOptions | None = None
         self._lock = InstanceLock(directory, endpoint.resource)
@@ -372,18 +355,18 @@ class Registration:
                 elif seen.kubelet == seen.registered:
                     self._backoff.tries = 1  # one more without a pause, then ever slower until it holds
 
-    async def _pause(self, watch: filewatch.Watch, delay: float, kubelet: Identity | None) -> None:
+    async def _pause(self, watch: filewatch.Watch, delay: float, kubelet: FileIdentity | None) -> None:
         """Wait before the next try, but not if the kubelet is another one meanwhile."""
         until = time.monotonic() + delay
         while (rest := until - time.monotonic()) > 0:
-            if identity(self._directory / KUBELET_SOCKET) != kubelet:
+            if file_identity(self._directory / KUBELET_SOCKET) != kubelet:
                 self._backoff.reset()
                 return
             await watch.wait(rest)
 
     def _look(self) -> Seen:
         return Seen(
-            kubelet=identity(self._directory / KUBELET_SOCKET),
+            kubelet=file_identity(self._directory / KUBELET_SOCKET),
             served=self._in_place(),
             live=self.endpoint.live,
             listened=self.endpoint.streams_begun > self._listened_before,
@@ -396,7 +379,7 @@ class Registration:
         """Serve if need be, end the old stream, register once; return whether the kubelet took it."""
         resource, timing = self.endpoint.resource, self._timing
         again = self.statistics.registrations > 0
-        if self.endpoint.live and self._registered == identity(self._directory / KUBELET_SOCKET):
+        if self.endpoint.live and self._registered == file_identity(self._directory / KUBELET_SOCKET):
             await self.endpoint.settled(timing.calls)  # the kubelet ends them with the stream
         self._registered = None
         self.statistics.registered = False
@@ -409,7 +392,7 @@ class Registration:
             async with self._turn:
                 # In this order: a kubelet deletes sockets before it makes its own, and may have
                 # done so while another resource had its turn. It would dial a lost one for 10 s.
-                kubelet = identity(self._directory / KUBELET_SOCKET)
+                kubelet = file_identity(self._directory / KUBELET_SOCKET)
                 await self._be_served()
                 assert self._socket is not None
                 self._listened_before = self.endpoint.streams_begun
@@ -441,7 +424,9 @@ class Registration:
         _LOG.info("%s: registered%s as %s", resource, " again" if again else "", self._socket.name)
         return True
 
-    async def _answered(self, call: asyncio.Task[pb.Empty], watch: filewatch.Watch, kubelet: Identity | None) -> bool:
+    async def _answered(
+        self, call: asyncio.Task[pb.Empty], watch: filewatch.Watch, kubelet: FileIdentity | None
+    ) -> bool:
         """Wait for the answer to Register; return False as soon as whoever was asked is not the kubelet any more.
 
         Raises:
@@ -449,7 +434,7 @@ class Registration:
 
         """
         try:
-            while identity(self._directory / KUBELET_SOCKET) == kubelet:
+            while file_identity(self._directory / KUBELET_SOCKET) == kubelet:
                 hint = asyncio.create_task(watch.wait(self._timing.look))
                 await asyncio.wait({call, hint}, return_when=asyncio.FIRST_COMPLETED)
                 hint.cancel()
@@ -491,7 +476,7 @@ class Registration:
             await self._serve()
 
     def _in_place(self) -> bool:
-        return self._socket is not None and self._own is not None and identity(self._socket) == self._own
+        return self._socket is not None and self._own is not None and file_identity(self._socket) == self._own
 
     async def _serve(self) -> None:
         """Start a server on a socket of a name of its own."""
@@ -504,7 +489,7 @@ class Registration:
         except RuntimeError as error:
             raise DirectoryError(f"{self._directory}: cannot make a socket there: {error}; {_NEEDS}") from error
         await server.start()
-        self._server, self._socket, self._own = server, path, identity(path)
+        self._server, self._socket, self._own = server, path, file_identity(path)
 
     def _sweep(self) -> None:
         """Remove sockets that earlier instances of this resource left behind when they were killed.

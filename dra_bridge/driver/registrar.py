@@ -38,8 +38,9 @@ import grpc.aio
 
 from deviceplugin import filewatch
 from deviceplugin.device import Health
+from deviceplugin.kubelet.checkpoint import FileIdentity, file_identity
 from deviceplugin.kubelet.podresources import unix_address
-from deviceplugin.kubelet.registration import Backoff, Identity, dead, identity
+from deviceplugin.kubelet.registration import Backoff, dead
 from dra_bridge.driver.preparation import Driver
 from dra_bridge.driver.services import add_to_server
 from dra_bridge.wire import dra_health_v1_pb2 as health_pb
@@ -212,12 +213,12 @@ class _Socket:
 
     path: Path
     server: grpc.aio.Server
-    own: Identity | None
+    own: FileIdentity | None
 
     @property
     def in_place(self) -> bool:
         """Whether the file is there and still this server's."""
-        return self.own is not None and identity(self.path) == self.own
+        return self.own is not None and file_identity(self.path) == self.own
 
     def unlink(self) -> None:
         """Remove the file if it is this server's."""
@@ -358,7 +359,7 @@ class Registrar:
         except RuntimeError as error:
             raise OSError(f"cannot make the socket {path}: {error}") from error
         await server.start()
-        return _Socket(path, server, identity(path))
+        return _Socket(path, server, file_identity(path))
 
     def _told(self, registered: bool, error: str) -> None:
         """Take note of what the kubelet says of the registration."""

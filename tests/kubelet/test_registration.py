@@ -20,12 +20,12 @@ from hypothesis import strategies as st
 
 from deviceplugin.device import Device, Health
 from deviceplugin.inventory import Inventory
+from deviceplugin.kubelet.checkpoint import FileIdentity, file_identity
 from deviceplugin.kubelet.podresources import AllocationsInFlight
 from deviceplugin.kubelet.registration import (
     MAX_SOCKET_PATH,
     Backoff,
     DirectoryError,
-    Identity,
     InstanceError,
     InstanceLock,
     Registration,
@@ -33,7 +33,6 @@ from deviceplugin.kubelet.registration import (
     Step,
     Timing,
     glob_escape,
-    identity,
     next_step,
     slug,
     socket_name,
@@ -45,7 +44,7 @@ from deviceplugin.sources.simulated import SimulatedSource
 from deviceplugin.testing import FakeKubelet, Served, serve
 
 R = "example.com/r"
-OLD, NEW = Identity(1, 2, 3), Identity(1, 2, 4)
+OLD, NEW = FileIdentity(1, 2, 3), FileIdentity(1, 2, 4)
 
 TAKEOVER = Timing(takeover=0.2)
 
@@ -66,11 +65,11 @@ def sockets(kubelet: FakeKubelet) -> set[str]:
 
 def seen(
     *,
-    kubelet: Identity | None = NEW,
+    kubelet: FileIdentity | None = NEW,
     served: bool = True,
     live: bool = True,
     listened: bool = True,
-    registered: Identity | None = NEW,
+    registered: FileIdentity | None = NEW,
     since: float = 1.0,
     ready: bool = True,
 ) -> Seen:
@@ -239,13 +238,13 @@ def test_full_disk_at_the_first_start(
 def test_identity_tells_a_new_file_of_the_same_name(tmp_path: Path) -> None:
     """A file that took another one's name later is another one, even on the same inode."""
     path = tmp_path / "f"
-    assert identity(path) is None
+    assert file_identity(path) is None
     path.touch()
-    before = identity(path)
+    before = file_identity(path)
     path.unlink()
     path.touch()
     os.utime(path, ns=(1, 1))
-    assert identity(path) not in (None, before)
+    assert file_identity(path) not in (None, before)
 
 
 # Against a kubelet.
