@@ -44,7 +44,7 @@ class AgentError(Exception):
 
 
 class HolderObserver(Protocol):
-    """Another part of the process that is given each scan's result; the ledger, by way of its keeper."""
+    """Another part of the process that is given each scan's result; the ledger, by way of its gate."""
 
     def awaited(self) -> Collection[tuple[str, str]]:
         """Return (resource, the kubelet's id) of which it matters whether they are free."""
@@ -173,7 +173,7 @@ class Agent:
         for service in self._services.values():
             self._start(service)
         self._begun.set()
-        books = asyncio.create_task(self._keep_scanning(), name="scan holders")
+        scanning = asyncio.create_task(self._keep_scanning(), name="scan holders")
         stopped = asyncio.create_task(self._stopped.wait())
         try:
             waits: set[asyncio.Future[Any]] = {stopped, self._failed}
@@ -181,7 +181,7 @@ class Agent:
             if self._before_end is not None:
                 await self._before_end()
         finally:
-            tasks = (books, stopped, *self._branches.values(), *self._running.values())
+            tasks = (scanning, stopped, *self._branches.values(), *self._running.values())
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
