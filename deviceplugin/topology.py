@@ -1,13 +1,8 @@
-"""Which devices go best together: pure functions over sets of ids, NUMA nodes and link scores.
+"""Which devices a container had best get together: pure functions over ids, NUMA nodes and link scores.
 
-The servicer asks this module what to prefer, the DRA side in which order to publish. Nothing here
-does I/O or knows a Device; what is not known about an id costs that id its place, never an error.
-Ids are compared naturally: "sim-2" comes before "sim-10".
-
-`preferred` is exact for up to 16 devices, in milliseconds and without a compiled library, for two
-reasons. Interchangeable devices (all 16 behind one NVSwitch, the two on one PCIe switch) are
-counted, not told apart. And what is left are at most 2^16 sets, few enough to keep a number of
-each in one long integer: one addition then adds to all of them, one AND filters all of them.
+The servicer asks which devices to prefer, the DRA side in which order to publish. Nothing here does I/O or knows a
+Device. An id of which nothing is known gets a low place, never an error. Ids are compared naturally: "sim-2" comes
+before "sim-10".
 """
 
 from __future__ import annotations
@@ -19,49 +14,35 @@ import re
 import sys
 import time
 from array import array
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from itertools import combinations, groupby, islice, product
-from operator import add, itemgetter, neg, sub
+from functools import reduce
+from itertools import combinations, compress, groupby, islice, product
+from operator import add, neg, or_, sub
 from types import MappingProxyType
-from typing import Any, Final, NamedTuple
-
-__all__ = [
-    "Link",
-    "Policy",
-    "arranged",
-    "choose",
-    "distributed",
-    "links",
-    "natural",
-    "numa_compact",
-    "numa_scores",
-    "packed",
-    "preferred",
-    "unordered",
-]
+from typing import Any, Final
 
 _NOTHING: Final[Mapping[Any, Any]] = MappingProxyType({})
 Score = Mapping[frozenset[str], float]
 """How close two devices are, by frozenset({a, b}); higher is closer, a pair that is missing has 0."""
 
 _DIGITS: Final = re.compile(r"([0-9]+)")
-_LANES: Final = {16: "H", 32: "I", 64: "Q"}
-"""Widths of the lanes of a long integer, in bits, and what an array calls them."""
+_WIDTHS: Final = {16: "H", 32: "I", 64: "Q"}
+"""Bits of a number, and the type code of an array of such numbers."""
 _EXACT: Final = 1 << 16
-"""Sets of devices (interchangeable ones counted) up to which all are looked at."""
+"""Sets of devices (interchangeable ones counted) up to which all are compared."""
 _USUAL: Final = ((4, 2), (2, 4))
-"""Requests that may follow one for a single device: their size, and how many are looked at."""
+"""Requests that may follow one for a single device: their size, and how many are considered."""
 _BUDGET: Final = 40_000
-"""Sets that are tried on what is left before all of it is looked at together."""
+"""Steps after which the search for requests that are all served alike gives up."""
 _STEPS: Final = 500
-"""Devices that the search adds, all sets that it grows together."""
-_SWAPS: Final = 100
-"""Swaps that the search tries on each of the best sets."""
+"""Devices that the heuristic adds, all sets that it grows together."""
 _STARTS: Final = 8
-"""How many sets are the best."""
+"""Grown sets that the heuristic improves."""
+_SWAPS: Final = 100
+"""Swaps that it tries on each of them."""
 _DENSE: Final = 256
-"""Devices up to which scores are looked at as a matrix."""
+"""Devices up to which scores are kept as a matrix."""
 
 
 class Link(enum.IntEnum):
@@ -110,7 +91,7 @@ def preferred(
     devices can still get, one after the other, and then, among equals, what four requests for two.
 
     All of this is exact for up to 16 devices, and beyond as long as enough of them are
-    interchangeable. Otherwise a search follows 1, 3 and 4 as far as it gets in a fixed number of
+    interchangeable. Otherwise a heuristic follows 1, 3 and 4 as far as it gets in a fixed number of
     steps (some 10 ms for 64 devices) or, should the machine be that slow, until `deadline` seconds
     have passed: only then can two calls differ. The order and the repetitions of the input never
     matter.
@@ -125,18 +106,16 @@ def preferred(
     missing = size - len(required)
     if missing <= 0 or not free:
         return required
+    if len(free) > max(_DENSE, missing):
+        free = _pool(free, required, missing, score)
     if missing >= len(free):
         return _in_order(required + free)
-    if len(free) > _DENSE:
-        free = _pool(free, required, missing, score)
-        if missing >= len(free):
-            return _in_order(required + free)
     matrix, bonus = _matrix(free, required, score)
     classes = _interchangeable(matrix, bonus)
     if len(free) <= 64 and math.prod(len(members) + 1 for members in classes) <= _EXACT:
-        chosen = _Lattice(matrix, bonus, classes).choose(missing, size)
+        chosen = _Sets(matrix, bonus, classes).choose(missing, size)
     else:
-        chosen = _search(matrix, bonus, missing, classes, stop)
+        chosen = _approximate(matrix, bonus, missing, {members[0] for members in classes}, stop)
     return _in_order([*required, *(free[at] for at in chosen)])
 
 
@@ -194,9 +173,7 @@ def links(
     required = {physical.get(one, one) for one in taken}
     while (missing := size - len(taken)) > 0 and free:
         devices = preferred([*free, *required], required, missing + len(required), score)
-        for device in devices:
-            if device not in required:
-                taken.add(free[device].pop())
+        taken.update(free[device].pop() for device in devices if device not in required)
         free = {device: some for device, some in free.items() if some}
         required = set()
     return _in_order(taken)
@@ -226,8 +203,7 @@ def distributed(
     taken = set(must_include)
     free = _by_device(set(available) - taken, physical)
     used = Counter(physical.get(one, one) for one in {*physical, *taken}.difference(set(available) - taken))
-    order = {device: place for place, device in enumerate(_in_order(free))}
-    heap = [(used[device], -len(some), order[device], device) for device, some in free.items()]
+    heap = [(used[device], -len(free[device]), place, device) for place, device in enumerate(_in_order(free))]
     heapq.heapify(heap)
     while len(taken) < size and heap:
         count, left, place, device = heapq.heappop(heap)
@@ -302,40 +278,36 @@ def numa_compact(
     for device in free:
         for node in devices.get(device, ()):
             nodes.setdefault(node, set()).add(device)
-    opened: dict[int, int] = {}
-    for device in taken:
-        for node in set(devices.get(device, ())):
-            opened[node] = opened.get(node, 0) + 1
+    opened = Counter(node for device in taken for node in set(devices.get(device, ())))
 
-    def take(candidates: Iterable[str], count: int) -> None:
+    def take(candidates: Iterable[str]) -> None:
         nonlocal missing
-        for device in heapq.nsmallest(count, candidates, key=natural):
+        for device in heapq.nsmallest(missing, candidates, key=natural):
             for node in set(devices.get(device, ())):
                 nodes[node].discard(device)
             taken.add(device)
             free.discard(device)
             missing -= 1
 
-    holding = [node for node in opened if len(nodes.get(node, ())) >= missing]
+    by_use = sorted(opened.keys() & nodes.keys(), key=lambda node: (-opened[node], node))
+    holding = [node for node in by_use if len(nodes[node]) >= missing]
     if holding:
-        take(nodes[min(holding, key=lambda node: (-opened[node], len(nodes[node]), node))], missing)
-    for node in sorted(opened, key=lambda node: (-opened[node], node)):
-        if node in nodes:
-            take(set(nodes[node]), missing)
+        take(nodes[min(holding, key=lambda node: (-opened[node], len(nodes[node]), node))].copy())
+    for node in by_use:
+        take(nodes[node].copy())
     # Sizes only shrink (by devices near several nodes), so a stale entry is put back with its true size.
     largest = [(-len(members), node) for node, members in nodes.items()]
     heapq.heapify(largest)
     while missing and largest:
         stale, node = heapq.heappop(largest)
-        members = nodes[node]
-        if len(members) < -stale:
-            if members:
-                heapq.heappush(largest, (-len(members), node))
+        count = len(nodes[node])
+        if count < -stale:
+            heapq.heappush(largest, (-count, node))
             continue
-        if len(members) >= missing:
+        if count >= missing:
             node = min((n for n in nodes if len(nodes[n]) >= missing), key=lambda n: (len(nodes[n]), n))
-        take(set(nodes[node]), missing)
-    take(free, missing)
+        take(nodes[node].copy())
+    take(free.copy())
     return _in_order(taken)
 
 
@@ -344,21 +316,17 @@ def _matrix(free: Sequence[str], required: Sequence[str], score: Score) -> tuple
 
     All pairs are raised by the same amount, which changes no order among sets of one size.
     """
-    count = len(free)
     among = [score.get(frozenset(pair), 0) for pair in combinations(free, 2)]
     beside = [score.get(frozenset(pair), 0) for pair in product(free, required)]
     whole = _integers([*among, *beside], 46 - (len(required) + 1).bit_length())  # sums stay below 2^60
-    bonus = [sum(whole[at : at + len(required)]) for at in range(len(among), len(whole), len(required) or 1)]
-    least = min(bonus, default=0)
-    bonus = [value - least for value in bonus] or [0] * count
     pairs = whole[: len(among)]
-    lowest = min(pairs, default=0)
-    unit = math.gcd(*bonus, *(value - lowest for value in pairs)) or 1
-    rest = iter([(value - lowest) // unit for value in pairs])
-    matrix: list[list[int]] = []
-    for row in range(count):
-        matrix.append([*(above[row] for above in matrix), 0, *islice(rest, count - 1 - row)])
-    return matrix, [value // unit for value in bonus]
+    bonus = [sum(whole[at : at + len(required)]) for at in range(len(among), len(whole), len(required) or 1)]
+    lowest, least = min(pairs, default=0), min(bonus, default=0)
+    unit = math.gcd(*(value - lowest for value in pairs), *(value - least for value in bonus)) or 1
+    matrix = [[0] * len(free) for _ in free]
+    for (one, other), value in zip(combinations(range(len(free)), 2), pairs, strict=True):
+        matrix[one][other] = matrix[other][one] = (value - lowest) // unit
+    return matrix, [(value - least) // unit for value in bonus] or [0] * len(free)
 
 
 def _integers(values: list[float], bits: int) -> list[int]:
@@ -394,418 +362,297 @@ def _interchangeable(matrix: Sequence[list[int]], bonus: Sequence[int]) -> list[
     return classes[::-1]
 
 
-def _highest(states: Sequence[int], totals: Sequence[int]) -> tuple[int, list[int]]:
-    """Return the highest total of any of the states, and the states that have it."""
-    found = itemgetter(*states)(totals) if len(states) > 1 else (totals[states[0]],)
-    highest = max(found)
-    ties, at = [], -1
-    for _ in range(found.count(highest)):
-        at = found.index(highest, at + 1)
-        ties.append(states[at])
-    return highest, ties
-
-
-class _Lattice:
+class _Sets:
     """All sets of some devices, where interchangeable devices are counted instead of told apart.
 
-    A state says how many devices of each class are in a set. It is a number whose digits are these
-    counts (digit `c` has the weight `weights[c]` and goes up to the size of class `c`), so that a
-    set taken out of another is a subtraction. A family of states is an integer with a bit for each.
+    A set is a number whose digits say how many devices of each class it has: digit `c` has the weight `weights[c]` and
+    goes up to the size of class `c`. So a part taken out of a set is a subtraction. There are at most 2^16 sets. Long
+    integers have a number for each of them, so that one addition adds to all, or a bit, so that one AND filters all.
     """
 
     def __init__(self, matrix: Sequence[Sequence[int]], bonus: Sequence[int], classes: list[list[int]]) -> None:
-        self.devices = len(matrix)
-        self.single = len(classes) == len(matrix)
         self.classes = classes
         self.weights: list[int] = []
         sizes = bytes(1)
-        for members in classes:
-            self.weights.append(len(sizes))
-            sizes = b"".join(sizes.translate(bytes(range(n, 256)) + bytes(n)) for n in range(len(members) + 1))
-        self.states = len(sizes)
-        self.sizes = sizes
-        """How many devices each state has; a state is part of another if taking it out takes that many."""
-        self._at_least: dict[tuple[int, int], int] = {}
-        # A lane of each long integer holds one state's number; no sum may reach the next lane.
         most = sum(map(sum, matrix)) + sum(bonus)
-        self._width = next(width for width in _LANES if most >> width == 0)
-        table, ones = 0, 1
-        for place, (members, weight) in enumerate(zip(classes, self.weights, strict=True)):
-            row = matrix[members[0]]
-            within = row[members[1]] if len(members) > 1 else 0
-            near = self._lanes([row[other[0]] * n for n in range(len(other) + 1)] for other in classes[:place])
-            layer, lane = table, ones
-            for n in range(1, len(members) + 1):
-                layer = layer + near
-                table |= layer << self._width * weight * n
-                ones |= lane << self._width * weight * n
-                near += within * lane
-        self.totals = self._numbers(table)
-        """The total of all pairs' scores in each state."""
-        self.firsts = self.totals
+        width = next(width for width in _WIDTHS if most >> width == 0)  # no sum reaches the next number
+        totals, ones = 0, 1
+        for place, members in enumerate(classes):
+            weight, counts, row = len(sizes), range(len(members) + 1), matrix[members[0]]
+            within = row[members[-1]]
+            near = _linear(classes[:place], row, width)
+            layers = [totals + n * near + n * (n - 1) // 2 * within * ones for n in counts]
+            totals, ones = _joined(layers, width * weight), _joined([ones for _ in counts], width * weight)
+            sizes = b"".join(sizes.translate(bytes(range(n, 256)) + bytes(n)) for n in counts)
+            self.weights.append(weight)
+        self.whole = len(sizes) - 1
+        """The set of all devices; less a set it is the complement."""
+        self.sizes = sizes + b"\xff" * len(sizes)
+        """How many devices each set has; 255 for a negative number. One set is a part of another if, and only if, their
+        difference has as many devices fewer."""
+        self.totals = self._numbers(totals, width)
+        """The total of all pairs' scores in each set."""
+        self.firsts = self._numbers(totals + _linear(classes, bonus, width), width) if any(bonus) else self.totals
         """The same with the required devices."""
-        if any(bonus):
-            extra = self._lanes([bonus[members[0]] * n for n in range(len(members) + 1)] for members in classes)
-            self.firsts = self._numbers(table + extra)
 
-    def _lanes(self, parts: Iterable[Sequence[int]]) -> int:
-        """Return, for each state, the sum over its classes of parts[class][count], one a lane."""
-        lanes, ones, shift = 0, 1, self._width
-        for part in parts:
-            layer, lane = lanes, ones
-            for n in range(1, len(part)):
-                lanes |= layer + part[n] * lane << shift * n
-                ones |= lane << shift * n
-            shift *= len(part)
-        return lanes
+    def _numbers(self, table: int, width: int) -> array[int]:
+        numbers = array(_WIDTHS[width])
+        numbers.frombytes(table.to_bytes((self.whole + 1) * width // 8, "little"))
+        if sys.byteorder == "big":
+            numbers.byteswap()
+        return numbers
 
-    def _numbers(self, lanes: int) -> array[int]:
-        numbers = array(_LANES[self._width])
-        numbers.frombytes(lanes.to_bytes(self.states * self._width // 8, sys.byteorder))
-        return numbers if sys.byteorder == "little" else numbers[::-1]
+    def choose(self, missing: int, size: int) -> list[int]:
+        """Return the best set of `missing` devices, if all later requests are for `size`."""
+        left = self.sizes[self.whole] - missing
+        candidates = self._of_size(missing)
+        ties = _highest(candidates, self.firsts)
+        for following, most in ((size, left),) if size > 1 else _USUAL:
+            later = min(left // following, most)
+            if later and len(ties) > 1:
+                candidates = candidates if following == missing else self._of_size(following)
+                ties = self._best_left(ties, candidates, later, 1 if size > 1 else None)
+        return self._members(next(self._ordered(ties)))
 
-    def level(self, size: int) -> list[int]:
-        """Return the states with `size` devices."""
+    def _of_size(self, size: int) -> list[int]:
         levels: list[list[int]] = [[0], *([] for _ in range(size))]
-        left = self.devices
+        left = self.sizes[self.whole]
         for members, weight in zip(self.classes, self.weights, strict=True):
             left -= len(members)
             for total in range(size, max(size - left, 1) - 1, -1):
                 for n in range(1, min(len(members), total) + 1):
-                    more = weight * n
-                    levels[total] += [state + more for state in levels[total - n]]
+                    levels[total] += [one + weight * n for one in levels[total - n]]
         return levels[size]
 
-    def counts(self, state: int) -> Iterator[tuple[int, int]]:
-        """Yield the classes of which the state has devices, and how many."""
-        for place in range(len(self.classes) - 1, -1, -1):
-            count, state = divmod(state, self.weights[place])
-            if count:
-                yield place, count
-
-    def members(self, state: int) -> list[int]:
-        """Return the state's devices, of each class the smallest."""
-        return sorted(device for place, count in self.counts(state) for device in self.classes[place][:count])
-
-    def choose(self, missing: int, size: int) -> list[int]:
-        """Return the best set of `missing` devices, if all later requests are for `size`."""
-        level = self.level(missing)
-        _, ties = _highest(level, self.firsts)
-        left = self.devices - missing
-        for following, most in ((size, left),) if size > 1 else _USUAL:
-            later = min(left // following, most)
-            if later and len(ties) > 1:
-                level = level if following == missing else self.level(following)
-                ties = self._best_left(ties, later, level, 1 if size > 1 else None)
-        return self.members(next(self._ordered(ties)))
+    def _members(self, one: int) -> list[int]:
+        """Return the devices of a set, of each class the smallest."""
+        found: list[int] = []
+        for members, weight in zip(self.classes[::-1], self.weights[::-1], strict=True):
+            count, one = divmod(one, weight)
+            found += members[:count]
+        return sorted(found)
 
     def _ordered(self, ties: Iterable[int]) -> Iterator[int]:
         """Yield first those that leave the highest total, among equals those with the smallest ids."""
 
-        def left(state: int) -> int:
-            return self.totals[-1 - state]
+        def left(one: int) -> int:
+            return self.totals[self.whole - one]
 
         for _, alike in groupby(sorted(ties, key=left, reverse=True), left):
             # Where each device has a digit of its own, a higher number means smaller ids.
-            yield from sorted(alike, key=neg if self.single else self.members)
+            yield from sorted(alike, key=neg if len(self.classes) == self.sizes[self.whole] else self._members)
 
-    def _best_left(self, ties: list[int], later: int, level: list[int], enough: int | None) -> list[int]:
+    def _best_left(self, ties: list[int], candidates: list[int], later: int, enough: int | None) -> list[int]:
         """Return the ties that leave most for `later` requests, one after another.
 
-        level: the states with as many devices as they are for. enough: how many ties to return if
-        there are more, the first ones; None for all.
-
-        Forward, request by request: all states that can be left if each request gets the highest
-        total that any of them can give, and the sets that have this total. Then, which of the ties
-        these came from.
+        candidates: all sets of the requests' size. enough: how many ties to return if there are more, the first ones;
+        None for all.
         """
-        whole = self.states - 1
-        families, served = [self._family(whole - state for state in ties)], list[tuple[int, list[int]]]()
-        while True:
-            fitting = self._flags(self._below(families[-1]))
-            level = [state for state in level if fitting[state] == "1"]
-            served.append(_highest(level, self.totals))
-            if len(served) == later:
-                break
-            if len(served) == 1 and (found := self._serving(ties, served * later, enough)):
-                return found  # none can do better than to serve all alike
-            families.append(self._without(families[-1], served[-1][1]))
-        if later > 1 and (found := self._serving(ties, served, enough)):
-            return found
-        good = families[-1] & self._above(self._family(served[-1][1]))
-        for family, (_, bucket) in zip(families[-2::-1], served[-2::-1], strict=True):
-            good = family & self._with(good, bucket)
-        left = self._flags(good)
-        return [state for state in ties if left[whole - state] == "1"]
+        sizes, size = self.sizes, self.sizes[candidates[0]]
+        # What can be left, and a bit for each tie that leads there.
+        remainders = {self.whole - tie: 1 << at for at, tie in enumerate(ties)}
+        for request in range(later):
+            fitting = self._parts_of(remainders)
+            candidates = [one for one in candidates if fitting[one] == "1"]
+            best = _highest(candidates, self.totals)
+            if request == 0 and (found := self._served_alike(ties, best, later, enough)):
+                return found  # later requests cannot do better than the first of them
+            smaller: dict[int, int] = {}
+            for remainder, origins in remainders.items():
+                rest = sizes[remainder] - size
+                for next_one in [remainder - one for one in best if sizes[remainder - one] == rest]:
+                    smaller[next_one] = smaller.get(next_one, 0) | origins
+            remainders = smaller
+        origins = reduce(or_, remainders.values())
+        return [tie for at, tie in enumerate(ties) if origins >> at & 1]
 
-    def _serving(self, ties: list[int], served: Sequence[tuple[int, list[int]]], enough: int | None) -> list[int]:
-        """Return the first of the ties that leave what was served, none if that takes too long."""
-        budget, sizes = _BUDGET, self.sizes
-        size = sizes[served[0][1][0]]
+    def _served_alike(self, ties: list[int], best: list[int], later: int, enough: int | None) -> list[int]:
+        """Return the first of the ties that leave `later` of the best sets, none if that takes too long."""
+        budget, sizes, size = _BUDGET, self.sizes, self.sizes[best[0]]
 
-        def serves(left: int, request: int, bucket: Sequence[int]) -> bool:
+        def serves(remainder: int, some: Sequence[int], requests: int) -> bool:
             nonlocal budget
-            budget -= 10 + len(bucket)
+            budget -= 10 + len(some)
             if budget < 0:
                 return True
-            fitting = [state for state in bucket if state <= left and sizes[left - state] == sizes[left] - size]
-            if request == len(served) - 1 or not fitting:
+            rest = sizes[remainder] - size
+            fitting = [one for one in some if sizes[remainder - one] == rest]
+            if requests == 1 or not fitting:
                 return bool(fitting)
-            alike = served[request][0] == served[request + 1][0]  # then their order does not matter
-            return any(
-                serves(left - state, request + 1, fitting[at:] if alike else served[request + 1][1])
-                for at, state in enumerate(fitting)
-            )
+            # Their order does not matter, so those before are not tried again.
+            return any(serves(remainder - one, fitting[at:], requests - 1) for at, one in enumerate(fitting))
 
-        serving = (tie for tie in self._ordered(ties) if serves(self.states - 1 - tie, 0, served[0][1]))
+        serving = (tie for tie in self._ordered(ties) if serves(self.whole - tie, best, later))
         found = list(islice(serving, enough))
         return found if budget >= 0 else []
 
-    def _family(self, states: Iterable[int]) -> int:
-        flags = bytearray(b"0") * self.states
-        for state in states:
-            flags[~state] = 49
-        return int(flags, 2)
-
-    def _flags(self, family: int) -> str:
-        return format(family, f"0{self.states}b")[::-1]
-
-    def _having(self, place: int, count: int) -> int:
-        """Return the family of states with at least `count` devices of the class."""
-        family = self._at_least.get((place, count))
-        if family is None:
-            weight, period = self.weights[place], self.weights[place] * (len(self.classes[place]) + 1)
-            family = (1 << period) - (1 << weight * count)
-            while period < self.states:
-                family |= family << period
+    def _parts_of(self, several: Iterable[int]) -> str:
+        """Return, for each set, "1" if it is a part of one of these sets, else "0"."""
+        flags = bytearray(b"0") * (self.whole + 1)
+        for one in several:
+            flags[~one] = ord("1")
+        bits, count = int(flags, 2), self.whole + 1
+        for members, weight in zip(self.classes, self.weights, strict=True):
+            period = weight * (len(members) + 1)
+            some = (1 << period) - (1 << weight)  # the sets that have a device of the class
+            while period < count:
+                some |= some << period
                 period *= 2
-            family = self._at_least[place, count] = family & (1 << self.states) - 1
-        return family
-
-    def _below(self, family: int) -> int:
-        """Return the states that are part of one in the family."""
-        for place, (members, weight) in enumerate(zip(self.classes, self.weights, strict=True)):
-            some = self._having(place, 1)
             for _ in members:
-                family |= (family & some) >> weight
-        return family
-
-    def _above(self, family: int) -> int:
-        """Return the states that have one of the family as a part."""
-        for place, (members, weight) in enumerate(zip(self.classes, self.weights, strict=True)):
-            some = self._having(place, 1)
-            for _ in members:
-                family |= (family << weight) & some
-        return family
-
-    def _without(self, family: int, taken: Iterable[int]) -> int:
-        """Return what is left when one of `taken` is taken out of a state of the family."""
-        left, uppers = 0, dict[int, int]()
-        for lower, several in self._halves(taken):
-            some = 0
-            for upper in several:
-                found = uppers.get(upper)
-                if found is None:
-                    found = uppers[upper] = self._holding(family, upper) >> upper
-                some |= found
-            left |= self._holding(some, lower) >> lower
-        return left
-
-    def _with(self, family: int, added: Iterable[int]) -> int:
-        """Return what it was before: the inverse of `_without`."""
-        whole, uppers = 0, dict[int, int]()
-        for lower, several in self._halves(added):
-            some = 0
-            for upper in several:
-                found = uppers.get(upper)
-                if found is None:
-                    found = uppers[upper] = self._holding(family << upper, upper)
-                some |= found
-            whole |= self._holding(some << lower, lower)
-        return whole
-
-    def _holding(self, family: int, state: int) -> int:
-        for place, count in self.counts(state):
-            family &= self._having(place, count)
-        return family
-
-    def _halves(self, states: Iterable[int]) -> Iterable[tuple[int, list[int]]]:
-        """Split states into the counts of the lower half of the classes and those of the upper."""
-        middle = self.weights[len(self.weights) // 2]
-        halves: dict[int, list[int]] = {}
-        for state in states:
-            lower = state % middle
-            halves.setdefault(lower, []).append(state - lower)
-        return halves.items()
+                bits |= (bits & some) >> weight
+        return format(bits, f"0{count}b")[::-1]
 
 
-class _Ranked(NamedTuple):
-    total: int
-    left: int
-    chosen: set[int]
+def _linear(classes: Iterable[Sequence[int]], values: Sequence[int], width: int) -> int:
+    """Return the sum of its devices' values for each set, in numbers of `width` bits."""
+    sums, ones, shift = 0, 1, width
+    for members in classes:
+        counts = range(len(members) + 1)
+        layers = [sums + n * values[members[0]] * ones for n in counts]
+        sums, ones = _joined(layers, shift), _joined([ones for _ in counts], shift)
+        shift *= len(counts)
+    return sums
 
 
-class _Grown(NamedTuple):
-    total: int
-    chosen: list[int]
-    others: list[int]
-    gains: list[int]
-    """What each device adds to the chosen ones."""
+def _joined(layers: Iterable[int], shift: int) -> int:
+    """Put the sets with 0, 1, 2 and so on devices of one more class together."""
+    return reduce(or_, (layer << shift * n for n, layer in enumerate(layers)))
 
 
-def _search(
-    matrix: Sequence[Sequence[int]], bonus: Sequence[int], missing: int, classes: Sequence[Sequence[int]], stop: float
+def _highest(sets: list[int], totals: Sequence[int]) -> list[int]:
+    """Return those of the sets that have the highest total."""
+    found = list(map(totals.__getitem__, sets))
+    return list(compress(sets, map(max(found).__eq__, found)))
+
+
+def _approximate(
+    matrix: Sequence[Sequence[int]], bonus: Sequence[int], missing: int, firsts: Collection[int], stop: float
 ) -> list[int]:
-    """Look for a set with a high total that leaves a high total, in a fixed number of steps.
+    """Return a set with a high total that leaves a high total, found in a fixed number of steps.
 
-    Sets are grown greedily from many devices, the best of them improved by swaps. More than half of
-    the devices are found by looking for those to leave out, about a half of them both ways.
-    stop: when to end at the latest, on the clock of perf_counter.
+    Sets grow greedily from one device each, or shrink from all but one where that is shorter. Swaps improve the best.
+    firsts: devices to begin with. stop: when to end at the latest, on the clock of perf_counter.
     """
-    count, everything = len(matrix), set(range(len(matrix)))
     degrees = [sum(row) for row in matrix]
-    costs = [value + degree for value, degree in zip(bonus, degrees, strict=True)]
-    ways = (False, True) if count < 3 * missing < 2 * count else (2 * missing > count,)
-    found: list[_Ranked] = []
-    for leaving in ways:
-        nodes = [-cost for cost in costs] if leaving else list(bonus)
-        base = sum(degrees) // 2 + sum(bonus) if leaving else 0
+    costs = list(map(add, bonus, degrees))
+    shrinking = 2 * missing > len(matrix)
+    steps = len(matrix) - missing if shrinking else missing
 
-        def ranked(total: int, some: Iterable[int], *, leaving: bool = leaving, base: int = base) -> _Ranked:
-            chosen = everything.difference(some) if leaving else set(some)
-            # The total of what is left is, up to a constant, the total less these costs.
-            return _Ranked(base + total, -sum(costs[device] for device in chosen), chosen)
+    def estimate(first: int) -> int:
+        closest = sum(heapq.nlargest(steps - 1, matrix[first]))
+        return closest - costs[first] if shrinking else closest + bonus[first]
 
-        size = count - missing if leaving else missing
-        hopes = {one[0]: nodes[one[0]] + sum(heapq.nlargest(size - 1, matrix[one[0]])) for one in classes}
-        firsts = sorted(hopes, key=lambda first: (-hopes[first], first))[: _STEPS // (size * len(ways)) + 1]
-        grown = [(ranked(one.total, one.chosen), one) for one in _grown(matrix, nodes, size, firsts, stop)]
-        grown.sort(key=lambda one: one[0][:2], reverse=True)
-        found.append(grown[0][0])
-        found += (ranked(*_swapped(matrix, start, stop)) for _, start in grown[: _STARTS // len(ways)])
-    chosen = max(found, key=lambda one: one[:2]).chosen
+    order = sorted(range(len(matrix)), key=estimate, reverse=True)
+    found: list[tuple[int, int, list[int]]] = []
+    for at, first in enumerate(order):
+        if found and (len(found) > _STEPS // steps or time.perf_counter() > stop):
+            break
+        if first not in firsts:
+            continue
+        chosen, others = [first], order[at + 1 :] + order[:at]  # among equals, each start prefers another one
+        if shrinking:
+            gains, chosen = list(map(sub, costs, matrix[first])), others
+            while len(chosen) > missing:
+                chosen.remove(worst := min(chosen, key=gains.__getitem__))
+                gains = list(map(sub, gains, matrix[worst]))
+        else:
+            gains = list(map(add, bonus, matrix[first]))
+            while len(chosen) < missing:
+                others.remove(best := max(others, key=gains.__getitem__))
+                chosen.append(best)
+                gains = list(map(add, gains, matrix[best]))
+        # The total of what is left is, up to a constant, the total less these costs.
+        found.append((sum(gains[one] + bonus[one] for one in chosen), -sum(costs[one] for one in chosen), chosen))
+    found.sort(key=lambda one: one[:2], reverse=True)
     unit = 1 + 2 * sum(degrees)  # all that is left counts less than any difference in what is taken
     pairs = [[(unit + 1) * value for value in row] for row in matrix]
     nodes = [unit * value - degree for value, degree in zip(bonus, degrees, strict=True)]
-    return _settle(pairs, nodes, chosen, stop)
+    improved = [_improved(pairs, nodes, chosen, stop) for *_, chosen in found[:_STARTS]]
+    return _settled(pairs, nodes, max(improved, key=lambda one: one[0])[1], stop)
 
 
-def _grown(
-    pairs: Sequence[Sequence[int]], nodes: list[int], size: int, firsts: Iterable[int], stop: float
-) -> list[_Grown]:
-    """Return sets with a high total of their pairs and nodes, each grown from one device."""
-    grown: list[_Grown] = []
-    for first in firsts:
-        # Among equals the first is taken: every other start sees the devices in another order.
-        chosen, others = [first], _dealt(len(nodes), len(grown) if len(grown) % 2 else 0)
-        gains, total = nodes, nodes[first]
-        while True:
-            others.remove(chosen[-1])
-            gains = list(map(add, gains, pairs[chosen[-1]]))
-            if len(chosen) == size:
-                break
-            chosen.append(max(others, key=gains.__getitem__))
-            total += gains[chosen[-1]]
-        grown.append(_Grown(total, chosen, others, gains))
-        if time.perf_counter() > stop:
-            break
-    return grown
+def _gains(pairs: Sequence[Sequence[int]], nodes: Sequence[int], chosen: Iterable[int]) -> list[int]:
+    """Return what each device adds to the chosen ones."""
+    return [value + sum(map(row.__getitem__, chosen)) for value, row in zip(nodes, pairs, strict=True)]
 
 
-def _dealt(count: int, times: int) -> list[int]:
-    """Return the numbers below `count` as if dealt like cards, in an order that differs each time."""
-    step = next(step for step in range(1 + 2 * times, count + 3 + 2 * times) if math.gcd(step, count) == 1)
-    return [*range(count)] if step == 1 else [place * step % count for place in range(count)]
+def _improved(
+    pairs: Sequence[Sequence[int]], nodes: Sequence[int], start: Sequence[int], stop: float
+) -> tuple[int, set[int]]:
+    """Return the best set, and its value, on a walk of swaps: the best comes in, the worst goes out.
 
-
-def _swapped(pairs: Sequence[Sequence[int]], start: _Grown, stop: float) -> tuple[int, set[int]]:
-    """Return the best set on a walk of swaps: the best comes in, the worst goes out.
-
-    Neither turns back for a while, so that the walk leaves the sets that no single swap improves.
+    Neither returns for a while, so that the walk leaves the sets that no single swap improves.
     """
-    total, chosen, others, gains = start.total, start.chosen.copy(), start.others.copy(), start.gains
-    best, found = total, set(chosen)
-    entered, kept_in = deque[int](), max(1, min(len(chosen) // 3, 8))
-    gone, kept_out = deque[int](), max(1, min(len(others) // 4, 12))
+    gains, chosen, others = _gains(pairs, nodes, start), sorted(start), sorted({*range(len(nodes))}.difference(start))
+    value = sum(gains[one] + nodes[one] for one in chosen)  # pairs count twice, and so does the rest
+    best, found = value, set(chosen)
+    entered, gone = list[int](), list[int]()
+    kept_in, kept_out = min(len(chosen) // 3, 8), min(len(others) // 4, 12)
     for step in range(_SWAPS):
         if step % 16 == 0 and time.perf_counter() > stop:
             break
-        enters = max(others, key=gains.__getitem__)
-        total += gains[enters]
-        others.remove(enters)
+        others.remove(enters := max(others, key=gains.__getitem__))
+        value += 2 * gains[enters]
         gains = list(map(add, gains, pairs[enters]))
-        goes = min(chosen, key=gains.__getitem__)
-        total -= gains[goes]
-        chosen.remove(goes)
+        chosen.remove(goes := min(chosen, key=gains.__getitem__))
+        value -= 2 * gains[goes]
         gains = list(map(sub, gains, pairs[goes]))
         entered.append(enters)
         gone.append(goes)
         if len(entered) > kept_in or not chosen:
-            chosen.append(entered.popleft())
-        if len(gone) > kept_out:
-            others.append(gone.popleft())
-        if total > best:
-            best, found = total, {*chosen, *entered}
+            chosen.append(entered.pop(0))
+        if len(gone) > kept_out or not others:
+            others.append(gone.pop(0))
+        if value > best:
+            best, found = value, {*chosen, *entered}
     return best, found
 
 
-def _settle(pairs: Sequence[Sequence[int]], nodes: list[int], chosen: set[int], stop: float) -> list[int]:
-    """Return the set after all swaps that improve it, or keep its total and lower the ids."""
-    gains = nodes
-    for device in chosen:
-        gains = list(map(add, gains, pairs[device]))
-
-    def swap() -> tuple[int, int] | None:
+def _settled(pairs: Sequence[Sequence[int]], nodes: Sequence[int], chosen: set[int], stop: float) -> list[int]:
+    """Return the set after all swaps that improve it, or keep its value and lower the ids."""
+    gains = _gains(pairs, nodes, chosen)
+    swapped = True
+    while swapped and time.perf_counter() < stop:
+        swapped = False
         for goes in sorted(chosen, reverse=True):
             row, least = pairs[goes], gains[goes]
-            for enters, gain in enumerate(gains):
-                change = gain - row[enters] - least
-                if (change > 0 or (change == 0 and enters < goes)) and enters not in chosen:
-                    return goes, enters
-        return None
-
-    while time.perf_counter() < stop and (better := swap()):
-        goes, enters = better
-        chosen = chosen - {goes} | {enters}
-        gains = list(map(add, map(sub, gains, pairs[goes]), pairs[enters]))
+            changes = ((gains[one] - row[one] - least, -one) for one in range(len(nodes)) if one not in chosen)
+            change, enters = max(changes)
+            if change > 0 or (change == 0 and -enters < goes):
+                chosen = chosen - {goes} | {-enters}
+                gains = _gains(pairs, nodes, chosen)
+                swapped = True
     return sorted(chosen)
 
 
 def _pool(free: Sequence[str], required: Sequence[str], missing: int, score: Score) -> list[str]:
-    """Return the devices, out of very many, among which to look: sets grown greedily from the best."""
-    places = {device: place for place, device in enumerate([*free, *required])}
-    near: dict[int, dict[int, float]] = {}
+    """Return the devices, out of very many, to choose from: those that good sets may be made of."""
+    places = {device: place for place, device in enumerate(free)}
+    near: dict[int, dict[int, float]] = {place: {} for place in range(len(free))}
+    bonus = [0.0] * len(free)
     for pair, value in score.items():
-        if len(pair) == 2 and pair <= places.keys():
-            one, other = (places[device] for device in pair)
-            near.setdefault(one, {})[other] = near.setdefault(other, {})[one] = _finite(value)
-    bonus: dict[int, float] = {}
-    for place in range(len(free), len(places)):
-        for other, value in near.get(place, {}).items():
-            bonus[other] = bonus.get(other, 0) + value
-    hopes = {
-        place: bonus.get(place, 0) + sum(heapq.nlargest(missing - 1, some.values()))
-        for place, some in near.items()
-        if place < len(free)
-    }
-    everyone = sorted((-bonus.get(place, 0), place) for place in range(len(free)))
+        ends = [places[device] for device in pair if device in places]
+        if len(pair) == len(ends) == 2:
+            near[ends[0]][ends[1]] = near[ends[1]][ends[0]] = _finite(value)
+        elif len(pair) == 2 and ends and not pair.isdisjoint(required):
+            bonus[ends[0]] += _finite(value)
 
-    def grown(first: int) -> set[int]:
-        gains, heap, chosen, latest = bonus.copy(), everyone.copy(), {first}, first
-        while len(chosen) < missing:
-            for other, value in near.get(latest, {}).items():
-                if other < len(free):
-                    gains[other] = gains.get(other, 0) + value
-                    heapq.heappush(heap, (-gains[other], other))
-            gain, latest = heapq.heappop(heap)
-            while latest in chosen or -gain != gains.get(latest, 0):
-                gain, latest = heapq.heappop(heap)
-            chosen.add(latest)
-        return chosen
+    def estimate(place: int) -> tuple[float, int]:
+        return -bonus[place] - sum(heapq.nlargest(missing - 1, near[place].values())), place
 
     pool: set[int] = set()
-    for first in heapq.nsmallest(16, hopes, key=lambda place: (-hopes[place], place)) or [0]:
-        pool |= grown(first)
+    order = sorted(near, key=estimate)
+    for first in order[:16]:
+        heap, grown = [(0.0, first)], set[int]()
+        while heap and len(grown) < missing:
+            latest = heapq.heappop(heap)[1]
+            if latest not in grown:
+                grown.add(latest)
+                for other, value in near[latest].items():
+                    if value + bonus[other] > 0:
+                        heapq.heappush(heap, (-value - bonus[other], other))
+        pool |= grown
         if len(pool) + missing > _DENSE:
             break
+    pool.update(islice((place for place in order if place not in pool), max(0, missing - len(pool))))
     return [free[place] for place in sorted(pool)]

@@ -19,7 +19,7 @@ from itertools import combinations
 from deviceplugin.topology import numa_compact, preferred
 from tests.test_topology import TOPOLOGIES, Day, Scores, amount, climb, gpus, scores, tree
 
-LIMITS = {8: 1.0, 16: 5.0, 64: 20.0}
+LIMITS = {8: 1.0, 16: 8.0, 64: 30.0}
 """Milliseconds, by the number of devices."""
 
 
