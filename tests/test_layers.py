@@ -17,9 +17,12 @@ ARCHITECTURE = ROOT / "docs" / "architecture.md"
 CONTRIBUTING = ROOT / "CONTRIBUTING.md"
 
 BASE = {
+    "addresses",
+    "backoff",
     "cdi",
     "device",
     "exclusion",
+    "files",
     "filewatch",
     "health",
     "hooks",
@@ -61,8 +64,8 @@ MAY_IMPORT = {
         "deviceplugin.sources",
         "deviceplugin.testing",
     },
-    "dra_bridge.kube": set[str](),
-    "dra_bridge.ledger": set[str](),
+    "dra_bridge.kube": {"deviceplugin.base"},
+    "dra_bridge.ledger": {"deviceplugin.base"},
     "dra_bridge.wire": set[str](),
     "dra_bridge.slices": {"deviceplugin.base", "dra_bridge.kube"},
     "dra_bridge.driver": {

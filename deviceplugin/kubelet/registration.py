@@ -20,7 +20,6 @@ import fcntl
 import hashlib
 import logging
 import os
-import random
 import re
 import secrets
 import socket
@@ -34,6 +33,7 @@ import grpc
 import grpc.aio
 
 from deviceplugin import filewatch
+from deviceplugin.backoff import Backoff
 from deviceplugin.kubelet.checkpoint import FileIdentity, file_identity
 from deviceplugin.kubelet.podresources import CHANNEL_OPTIONS, unix_address
 from deviceplugin.kubelet.servicer import Endpoint
@@ -148,25 +148,6 @@ def next_step(seen: Seen, patience: float) -> Step:
     return Step.REGISTER if seen.listened or seen.since >= patience else Step.WAIT_FOR_STREAM
 
 
-@dataclass(slots=True)
-class Backoff:
-    """Delays between tries: doubling from `first` to `most` seconds, each between half and whole."""
-
-    first: float = 0.01
-    most: float = 10.0
-    tries: int = 0
-
-    def next(self) -> float:
-        """Return the seconds to wait before the next try."""
-        whole = min(self.most, self.first * 2.0 ** min(self.tries, 32))
-        self.tries += 1
-        return whole * (0.5 + random.random() / 2)  # noqa: S311  # jitter
-
-    def reset(self) -> None:
-        """Begin again with the shortest delay."""
-        self.tries = 0
-
-
 # One instance a node.
 
 
@@ -270,7 +251,7 @@ class Registration:
         self._directory = directory
         self._timing = timing or Timing()
         self._turn = turn or asyncio.Lock()
-        self._backoff = Backoff()
+        self._backoff = Backoff(first=0.01, most=10.0)
         self._listened_before = 0
         self._server: grpc.aio.Server | None = None
         self._socket: Path | None = None

@@ -14,13 +14,14 @@ import threading
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
+from deviceplugin.backoff import Backoff
 from deviceplugin.exclusion import Key
 from deviceplugin.identity import Tokens
 from deviceplugin.kubelet.allocation_gate import AllocationGate
 from deviceplugin.kubelet.exclusion_guard import ExclusionGuard
 from deviceplugin.kubelet.holders import HolderSnapshot
 from deviceplugin.kubelet.podresources import AllocationsInFlight, PodResources
-from deviceplugin.kubelet.registration import Backoff, RegistrationError, Timing
+from deviceplugin.kubelet.registration import RegistrationError, Timing
 from deviceplugin.kubelet.tracker import HolderTracker
 from deviceplugin.source import DeviceSource
 

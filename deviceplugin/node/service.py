@@ -12,6 +12,7 @@ from typing import Final
 import grpc
 
 from deviceplugin import hooks, identity
+from deviceplugin.backoff import Backoff
 from deviceplugin.device import Device
 from deviceplugin.inventory import Inventory
 from deviceplugin.kubelet.allocation_gate import AllocationGate, Refusal
@@ -20,7 +21,7 @@ from deviceplugin.kubelet.exclusion_guard import ConflictError, ExclusionGuard
 from deviceplugin.kubelet.holders import HolderSnapshot
 from deviceplugin.kubelet.ids_in_use import IdsInUse
 from deviceplugin.kubelet.podresources import AllocationsInFlight
-from deviceplugin.kubelet.registration import Backoff, Registration, Timing
+from deviceplugin.kubelet.registration import Registration, Timing
 from deviceplugin.kubelet.servicer import Endpoint
 from deviceplugin.kubelet.status import ResourceStatus
 from deviceplugin.kubelet.tracker import HolderTracker

@@ -11,8 +11,8 @@ from typing import Final
 import msgspec
 
 from deviceplugin import cdi, filewatch
+from deviceplugin.backoff import Backoff
 from deviceplugin.device import ContainerEdits, EditConflictError
-from deviceplugin.kubelet.registration import Backoff
 from dra_bridge.driver.claims import ClaimError
 from dra_bridge.driver.served import Group
 from dra_bridge.driver.turns import Turns, in_thread

@@ -37,10 +37,11 @@ import grpc
 import grpc.aio
 
 from deviceplugin import filewatch
+from deviceplugin.backoff import Backoff
 from deviceplugin.device import Health
 from deviceplugin.kubelet.checkpoint import FileIdentity, file_identity
 from deviceplugin.kubelet.podresources import unix_address
-from deviceplugin.kubelet.registration import Backoff, dead
+from deviceplugin.kubelet.registration import dead
 from dra_bridge.driver.preparation import Driver
 from dra_bridge.driver.services import add_to_server
 from dra_bridge.wire import dra_health_v1_pb2 as health_pb

@@ -13,9 +13,9 @@ from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, 
 from dataclasses import dataclass, field
 from typing import Final, Protocol
 
+from deviceplugin.backoff import Backoff
 from deviceplugin.inventory import Inventory
 from deviceplugin.kubelet.holders import HolderSnapshot
-from deviceplugin.kubelet.registration import Backoff
 from deviceplugin.kubelet.servicer import Endpoint
 from dra_bridge import ledger
 from dra_bridge.handover.evidence import ToDra, ToPlugin

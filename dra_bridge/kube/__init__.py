@@ -1,6 +1,6 @@
 """The client of the API server: HTTP, authentication, typed requests, watches."""
 
-from dra_bridge.kube.backoff import Backoff
+from deviceplugin.backoff import Backoff
 from dra_bridge.kube.client import Cluster
 from dra_bridge.kube.errors import (
     AccessError,

@@ -15,8 +15,8 @@ from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
 from typing import Any, Final, Literal, Self
 
 import dra_bridge.kube.auth as auth
+from deviceplugin.backoff import Backoff
 from dra_bridge.kube.auth import Access
-from dra_bridge.kube.backoff import Backoff
 from dra_bridge.kube.connection import Connection
 from dra_bridge.kube.discovery import Discovery
 from dra_bridge.kube.errors import GoneError, UnavailableError, VersionChangedError

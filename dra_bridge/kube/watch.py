@@ -15,7 +15,7 @@ from typing import Final, Literal, NamedTuple, Protocol
 
 import msgspec
 
-from dra_bridge.kube.backoff import Backoff
+from deviceplugin.backoff import Backoff
 from dra_bridge.kube.connection import Connection
 from dra_bridge.kube.discovery import Discovery
 from dra_bridge.kube.errors import ApiError, GoneError, UnavailableError, UnsupportedError, error_of_status
@@ -209,13 +209,13 @@ class Watches:
                     backoff.reset()  # a server that ends watches at once is not asked at once
                 wait = backoff.next()
                 if isinstance(error, GoneError):
-                    if wait <= backoff.base:
+                    if wait <= backoff.first:
                         wait = 0.0  # the first time there is nothing to wait for
                 elif isinstance(error, ApiError):
                     lost = lost or isinstance(error, UnavailableError)
                     if error.code == 404 and not kind.version:
                         self._discovery.forget()  # the version is not served any more
-                    wait = max(wait, min(error.retry_after, backoff.cap))
+                    wait = max(wait, min(error.retry_after, backoff.most))
                 if isinstance(error, UnsupportedError) or (error.code and not isinstance(error, GoneError)):
                     self._say_once(what, f"{error}")
                 await self._connection.traffic.pause(wait)

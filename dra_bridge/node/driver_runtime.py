@@ -12,10 +12,10 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from deviceplugin import naming
+from deviceplugin.backoff import Backoff
 from deviceplugin.kubelet.cgroups import PodProcesses
 from deviceplugin.kubelet.checkpoint import CheckpointError
 from deviceplugin.kubelet.claim_state import ClaimStateError
-from deviceplugin.kubelet.registration import Backoff
 from deviceplugin.node.agent import Agent, AgentError
 from deviceplugin.node.service import Service
 from dra_bridge import ledger

@@ -257,7 +257,7 @@ class Publisher:
                 # It may be a policy that was just changed and is not known to every server yet. Once the waits have
                 # grown to their most, only something else that is wanted will help.
                 wait = backoff.next()
-                if wait > self._backoff.cap / 2:
+                if wait > self._backoff.most / 2:
                     wait = 10 * backoff.longest()
                 driver.wake.set()
             except (ApiError, UnsupportedError) as error:
@@ -265,7 +265,7 @@ class Publisher:
                     self._problem(driver, f"the slices cannot be written: {error}")
                 wait = backoff.next()
                 if isinstance(error, ApiError):
-                    wait = max(wait, min(error.retry_after, backoff.cap))
+                    wait = max(wait, min(error.retry_after, backoff.most))
                 driver.wake.set()
             else:
                 conflicts = 0

@@ -16,6 +16,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Final, Self, cast
 
+from deviceplugin.backoff import Backoff
 from deviceplugin.device import ContainerEdits, Device
 from deviceplugin.inventory import Inventory
 from deviceplugin.kubelet import holders
@@ -23,7 +24,6 @@ from deviceplugin.kubelet.allocation_gate import Refusal
 from deviceplugin.kubelet.cgroups import PodProcesses
 from deviceplugin.kubelet.checkpoint import Allocation, Checkpoint
 from deviceplugin.kubelet.holders import HolderSnapshot, Witnesses
-from deviceplugin.kubelet.registration import Backoff
 from deviceplugin.source import DeviceSource
 from dra_bridge import ledger
 from dra_bridge.driver import ClaimError, ClaimRef, Driver, Prepared, ServedResource

@@ -17,9 +17,9 @@ from typing import Any, TypeVar
 import pytest
 
 from deviceplugin import filewatch
+from deviceplugin.backoff import Backoff
 from deviceplugin.device import ContainerEdits, Device, Health
 from deviceplugin.inventory import Inventory
-from deviceplugin.kubelet.registration import Backoff
 from deviceplugin.source import DeviceSource
 from dra_bridge import ledger
 from dra_bridge.driver import ClaimRef, Driver, ServedResource

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from deviceplugin.kubelet.registration import Backoff
+from deviceplugin.backoff import Backoff
 from deviceplugin.sharing import device_of
 from dra_bridge import ledger
 from dra_bridge.handover import Share

@@ -1,0 +1,38 @@
+"""Waits between tries that fail."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+
+
+@dataclass(slots=True)
+class Backoff:
+    """Waits that double from `first` to `most` seconds, each shortened at random to down to a half.
+
+    draw: chooses a number of seconds between two.
+    """
+
+    first: float = 0.25
+    most: float = 30.0
+    tries: int = 0
+    draw: Callable[[float, float], float] = field(default=random.uniform, kw_only=True, repr=False)
+
+    def next(self) -> float:
+        """Return the seconds to wait after one more failure."""
+        whole = min(self.most, self.first * 2.0 ** min(self.tries, 32))
+        self.tries += 1
+        return self.draw(whole / 2, whole)
+
+    def longest(self) -> float:
+        """Return the seconds to wait where only time will help, or somebody else."""
+        return self.draw(self.most / 2, self.most)
+
+    def reset(self) -> None:
+        """Begin again with the shortest wait."""
+        self.tries = 0
+
+    def fresh(self) -> Backoff:
+        """Return another one of the same kind, without failures."""
+        return replace(self, tries=0)
