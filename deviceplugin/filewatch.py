@@ -31,6 +31,8 @@ from watchdog.events import (
 from watchdog.observers import Observer
 from watchdog.observers.api import BaseObserver, ObservedWatch
 
+from deviceplugin.files import inode_of
+
 __all__ = ["Watch", "Watcher", "shared"]
 
 _LOG: Final = logging.getLogger(__name__)
@@ -77,7 +79,7 @@ class Watcher:
         """Make `watch` hear of the directory from now on; again if it is another directory now."""
         directory, writes = key
         with self._lock:
-            armed, identity = self._armed.get(directory), _identity(directory)
+            armed, identity = self._armed.get(directory), inode_of(directory)
             if armed is None:
                 if identity is not None:
                     self._schedule(directory, identity, {(watch, writes)})
@@ -253,14 +255,6 @@ def _nearest(directory: str) -> str:
     while directory != "/" and not os.path.isdir(directory):
         directory = os.path.dirname(directory)
     return directory
-
-
-def _identity(directory: str) -> tuple[int, int] | None:
-    try:
-        stat = os.stat(directory)
-    except OSError:
-        return None
-    return stat.st_dev, stat.st_ino
 
 
 _SHARED: Final = Watcher()

@@ -15,13 +15,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
+from deviceplugin.files import NO_FILE, FileIdentity, file_identity
+
 __all__ = [
-    "NO_FILE",
     "Allocation",
     "Checkpoint",
     "CheckpointError",
-    "FileIdentity",
-    "file_identity",
     "identity",
     "parse",
     "read",
@@ -41,33 +40,6 @@ class Allocation(NamedTuple):
     container: str
     resource: str
     device_id: str
-
-
-class FileIdentity(NamedTuple):
-    """What tells a file from another one that took its name later: a new version of it, or a socket made anew.
-
-    The time is needed: inodes are used again. Nothing modifies a socket after it was made.
-    """
-
-    device: int
-    inode: int
-    modified_ns: int
-
-    @classmethod
-    def of(cls, status: os.stat_result) -> FileIdentity:
-        """Return the identity of the file with this status."""
-        return cls(status.st_dev, status.st_ino, status.st_mtime_ns)
-
-
-def file_identity(path: str | Path) -> FileIdentity | None:
-    """Return which file is there, None if none can be seen."""
-    try:
-        return FileIdentity.of(os.stat(path))
-    except OSError:
-        return None
-
-
-NO_FILE: Final = FileIdentity(0, 0, 0)
 
 
 @dataclass(frozen=True, slots=True)

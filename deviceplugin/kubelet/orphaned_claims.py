@@ -20,10 +20,10 @@ import grpc
 
 from deviceplugin import cdi, naming
 from deviceplugin.exclusion import Key
+from deviceplugin.files import FileIdentity
 from deviceplugin.identity import Kind, Tokens, node_token, numbers_of
 from deviceplugin.kubelet import claim_state
 from deviceplugin.kubelet.allocation_gate import Refusal
-from deviceplugin.kubelet.checkpoint import FileIdentity
 from deviceplugin.kubelet.claim_state import ClaimStateError, ClaimStateMissingError, PreparedClaim
 from deviceplugin.kubelet.exclusion_guard import Side
 from deviceplugin.kubelet.holders import HolderSnapshot

@@ -15,8 +15,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import enum
-import errno
-import fcntl
 import hashlib
 import logging
 import os
@@ -34,7 +32,7 @@ import grpc.aio
 
 from deviceplugin import filewatch
 from deviceplugin.backoff import Backoff
-from deviceplugin.kubelet.checkpoint import FileIdentity, file_identity
+from deviceplugin.files import FileIdentity, file_identity, leads_to, locked
 from deviceplugin.kubelet.podresources import CHANNEL_OPTIONS, unix_address
 from deviceplugin.kubelet.servicer import Endpoint
 from deviceplugin.wire import deviceplugin_pb2 as pb
@@ -166,12 +164,7 @@ class InstanceLock:
     @property
     def held(self) -> bool:
         """Whether this process holds the lock on the file that is there now."""
-        if self._fd is None:
-            return False
-        try:
-            return os.path.samestat(os.fstat(self._fd), os.stat(self.path))
-        except OSError:
-            return False
+        return self._fd is not None and leads_to(self.path, self._fd)
 
     def acquire(self) -> bool:
         """Try to take the lock; return whether it is held now.
@@ -184,21 +177,15 @@ class InstanceLock:
             return True
         self.release()
         try:
-            fd = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            fd = self._fd = locked(self.path)
+        except BlockingIOError:
+            return False
         except OSError as error:
-            raise DirectoryError(f"{self.path}: cannot make it: {os.strerror(error.errno or 0)}; {_NEEDS}") from error
-        try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            os.close(fd)
-            if error.errno in (errno.EWOULDBLOCK, errno.EAGAIN):
-                return False
-            raise DirectoryError(f"{self.path}: cannot lock it: {os.strerror(error.errno or 0)}") from error
-        self._fd = fd
+            raise DirectoryError(f"{self.path}: cannot lock it: {os.strerror(error.errno or 0)}; {_NEEDS}") from error
         with contextlib.suppress(OSError):  # the text is for people; the lock holds without it, on a full disk too
             os.ftruncate(fd, 0)
             os.pwrite(fd, f"pid {os.getpid()} on {socket.gethostname()}".encode(), 0)
-        return self.held or self.acquire()
+        return True
 
     def owner(self) -> str:
         """Return what the holder wrote about itself."""

@@ -20,10 +20,11 @@ from pathlib import Path
 from typing import Final
 
 from deviceplugin import filewatch
+from deviceplugin.files import FileIdentity
 from deviceplugin.identity import boot_id
 from deviceplugin.kubelet import checkpoint, holders
 from deviceplugin.kubelet.cgroups import CgroupReader, PodProcesses, own_pod, read_directories
-from deviceplugin.kubelet.checkpoint import Allocation, Checkpoint, CheckpointError, FileIdentity
+from deviceplugin.kubelet.checkpoint import Allocation, Checkpoint, CheckpointError
 from deviceplugin.kubelet.granted import Granted, granted
 from deviceplugin.kubelet.holders import HolderSnapshot, Witnesses
 from deviceplugin.kubelet.podresources import (

@@ -39,7 +39,7 @@ import grpc.aio
 from deviceplugin import filewatch
 from deviceplugin.backoff import Backoff
 from deviceplugin.device import Health
-from deviceplugin.kubelet.checkpoint import FileIdentity, file_identity
+from deviceplugin.files import FileIdentity, file_identity
 from deviceplugin.kubelet.podresources import unix_address
 from deviceplugin.kubelet.registration import dead
 from dra_bridge.driver.preparation import Driver

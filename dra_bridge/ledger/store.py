@@ -13,7 +13,6 @@ in a row, so the rows carry a common seal (the XOR of their digests), which has 
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import hashlib
 import logging
 import os
@@ -26,6 +25,7 @@ from typing import Any, Final, Self, TypeVar, cast
 
 import msgspec
 
+from deviceplugin.files import inode_of, locked
 from dra_bridge.ledger.records import (
     Change,
     Claim,
@@ -155,18 +155,6 @@ def _speaks_of_damage(error: Exception) -> bool:
     return True
 
 
-_File = tuple[int, int]
-"""What a path led to: device and inode."""
-
-
-def _file(path: str) -> _File | None:
-    try:
-        status = os.stat(path)
-    except OSError:
-        return None
-    return status.st_dev, status.st_ino
-
-
 def _locked(path: str, *, wait: bool = False) -> int:
     """Lock the ledger at this path; return the open lock.
 
@@ -175,23 +163,13 @@ def _locked(path: str, *, wait: bool = False) -> int:
         LedgerError: the directory or the disk does not let us.
 
     """
-    while True:
-        try:
-            os.makedirs(os.path.dirname(path) or ".", mode=0o750, exist_ok=True)
-            lock = os.open(path + ".lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        except OSError as error:
-            raise LedgerError(f"cannot open the ledger {path}: {error}") from error
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX if wait else fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            os.close(lock)
-            if isinstance(error, BlockingIOError):
-                raise LedgerBusyError(f"another agent holds the ledger {path}") from error
-            raise LedgerError(f"cannot lock the ledger {path}: {error}") from error
-        held = os.fstat(lock)
-        if _file(path + ".lock") == (held.st_dev, held.st_ino):
-            return lock
-        os.close(lock)  # it was removed while we waited: whoever held it may have made itself another one
+    try:
+        os.makedirs(os.path.dirname(path) or ".", mode=0o750, exist_ok=True)
+        return locked(path + ".lock", wait=wait)
+    except BlockingIOError as error:
+        raise LedgerBusyError(f"another agent holds the ledger {path}") from error
+    except OSError as error:
+        raise LedgerError(f"cannot open the ledger {path}: {error}") from error
 
 
 class Ledger:
@@ -222,7 +200,7 @@ class Ledger:
         self._connection: sqlite3.Connection | None = None
         self._snapshot = Snapshot()
         self._seal = 0
-        self._files: tuple[_File | None, ...] = ()
+        self._files: tuple[tuple[int, int] | None, ...] = ()
         self._lost = ""
         self._closed = False
 
@@ -341,7 +319,7 @@ class Ledger:
     def _in_place(self) -> bool:
         """Return whether what is written is found again by the next agent; SQLite removes the log with a connection."""
         count = 2 if self._connection is None else 3
-        return all(file == _file(path) for path, file in list(zip(self._paths, self._files, strict=True))[:count])
+        return all(file == inode_of(path) for path, file in list(zip(self._paths, self._files, strict=True))[:count])
 
     @property
     def _paths(self) -> tuple[str, ...]:
@@ -459,7 +437,7 @@ class Ledger:
         # it into the database writes it once more.
         self._step("checkpoint")
         connection.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchall()
-        self._files = tuple(map(_file, self._paths))
+        self._files = tuple(map(inode_of, self._paths))
         self._step("opened")
         return loaded
 

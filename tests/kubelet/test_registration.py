@@ -20,8 +20,8 @@ from hypothesis import strategies as st
 
 from deviceplugin.backoff import Backoff
 from deviceplugin.device import Device, Health
+from deviceplugin.files import FileIdentity, file_identity
 from deviceplugin.inventory import Inventory
-from deviceplugin.kubelet.checkpoint import FileIdentity, file_identity
 from deviceplugin.kubelet.podresources import AllocationsInFlight
 from deviceplugin.kubelet.registration import (
     MAX_SOCKET_PATH,

@@ -1,0 +1,69 @@
+"""Files that several processes use: which file a path leads to, and locks."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+from pathlib import Path
+from typing import Final, NamedTuple
+
+
+class FileIdentity(NamedTuple):
+    """What tells a file from another one that took its name later: a new version of it, or a socket made anew.
+
+    The time is needed: inodes are used again. Nothing modifies a socket after it was made.
+    """
+
+    device: int
+    inode: int
+    modified_ns: int
+
+    @classmethod
+    def of(cls, status: os.stat_result) -> FileIdentity:
+        """Return the identity of the file with this status."""
+        return cls(status.st_dev, status.st_ino, status.st_mtime_ns)
+
+
+NO_FILE: Final = FileIdentity(0, 0, 0)
+
+
+def file_identity(path: str | Path) -> FileIdentity | None:
+    """Return which file is there, None if none can be seen."""
+    try:
+        return FileIdentity.of(os.stat(path))
+    except OSError:
+        return None
+
+
+def inode_of(path: str | Path) -> tuple[int, int] | None:
+    """Return device and inode of what is there, whatever its contents; None if none can be seen."""
+    found = file_identity(path)
+    return found and found[:2]
+
+
+def locked(path: str | Path, *, wait: bool = False) -> int:
+    """Make the file if it is missing, and lock it; return the open file. The kernel unlocks it when its owner ends.
+
+    Raises:
+        BlockingIOError: another process has the lock, and `wait` is False.
+        OSError: the directory or the disk does not allow it.
+
+    """
+    while True:
+        lock = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX if wait else fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            os.close(lock)
+            raise
+        if leads_to(path, lock):
+            return lock
+        os.close(lock)  # it was removed meanwhile: whoever held it may have made itself another one
+
+
+def leads_to(path: str | Path, file: int) -> bool:
+    """Return whether an open file is still the one at this path."""
+    try:
+        return os.path.samestat(os.fstat(file), os.stat(path))
+    except OSError:
+        return False
