@@ -6,7 +6,6 @@ parts if they consume the same counters and what is left of these does not suffi
 
 from __future__ import annotations
 
-import re
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from fractions import Fraction
@@ -16,6 +15,7 @@ from typing import Any, Final
 from deviceplugin.device import Device
 from deviceplugin.identity import Tokens, same_thing, shown
 from deviceplugin.naming import NamingError, parse_quantity
+from deviceplugin.topology import natural
 
 __all__ = ["Held", "Key", "Thing", "Things", "natural_key", "thing_of", "titled"]
 
@@ -66,10 +66,9 @@ def titled(key: Key) -> str:
     return f"{key[1]} of {key[0]}"
 
 
-def natural_key(key: Key) -> tuple[str, list[tuple[int, int, str]], str]:
+def natural_key(key: Key) -> tuple[str, tuple[object, ...]]:
     """Return what sorts devices by resource and then as people do: 2 before 10."""
-    parts = re.split(r"([0-9]+)", key[1])
-    return key[0], [(1, int(part), "") if part.isdecimal() else (0, 0, part) for part in parts], key[1]
+    return key[0], natural(key[1])
 
 
 class Things:

@@ -7,7 +7,6 @@ One pool a driver and node, named like the node. The limits are those of Kuberne
 from __future__ import annotations
 
 import hashlib
-import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
@@ -28,6 +27,7 @@ from deviceplugin.naming import (
     parse_quantity,
     qualified,
 )
+from deviceplugin.topology import natural
 from dra_bridge.kube import Object
 from dra_bridge.slices.versions import in_version
 
@@ -89,7 +89,7 @@ class Offer:
         """All devices in their order, else the natural one (gpu2 before gpu10), whatever their side and health."""
         devices = self.snapshot.devices
         at = {name: number for number, name in enumerate(self.order)}
-        return [devices[name] for name in sorted(devices, key=lambda name: (at.get(name, len(at)), _natural(name)))]
+        return [devices[name] for name in sorted(devices, key=lambda name: (at.get(name, len(at)), natural(name)))]
 
     def offers(self, device: str) -> bool:
         """Return whether a device is on the DRA side."""
@@ -138,11 +138,6 @@ def slice_name(node: str, driver: str, number: int) -> str:
     return f"{node}-{driver}"[: MAX_NAME - len(end)].rstrip("-.") + end
 
 
-def _natural(text: str) -> tuple[list[tuple[int, int, str]], str]:
-    parts = re.split(r"([0-9]+)", text)
-    return [(1, int(part), "") if part.isdecimal() else (0, 0, part) for part in parts], text
-
-
 def desired(pool: Pool, *, version: str = "v1", capabilities: Capabilities = ALL) -> Desired | None:
     """Return the slices that this pool should consist of; None while a source has not listed its devices.
 
@@ -180,7 +175,7 @@ def desired(pool: Pool, *, version: str = "v1", capabilities: Capabilities = ALL
                         {"counterSet": one, "counters": _counters(what)} for one, what in sorted(consumed.items())
                     ]
             places.append(entry)
-    counters = [{"name": name, "counters": _counters(sets[name])} for name in sorted(used, key=_natural)]
+    counters = [{"name": name, "counters": _counters(sets[name])} for name in sorted(used, key=natural)]
     parts: list[Object] = []
     if any(places):
         parts += [{"sharedCounters": part} for part in _chunks(counters, MAX_COUNTER_SETS)]
