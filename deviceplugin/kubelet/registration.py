@@ -31,6 +31,7 @@ import grpc
 import grpc.aio
 
 from deviceplugin import filewatch
+from deviceplugin.addresses import is_abandoned, socket_path
 from deviceplugin.backoff import Backoff
 from deviceplugin.files import FileIdentity, file_identity, leads_to, locked
 from deviceplugin.kubelet.podresources import CHANNEL_OPTIONS, unix_address
@@ -57,8 +58,6 @@ _LOG: Final = logging.getLogger(__name__)
 KUBELET_SOCKET: Final = "kubelet.sock"
 VERSION: Final = "v1beta1"
 _NEEDS: Final = "the agent needs write access to the kubelet's device plugin directory, and free space there"
-MAX_SOCKET_PATH: Final = 107
-"""Bytes of a unix socket's path on Linux, without the closing zero."""
 
 
 class RegistrationError(Exception):
@@ -89,17 +88,10 @@ def socket_name(resource: str, directory: str, instance: str) -> str:
         DirectoryError: the directory's own path is too long for any socket in it.
 
     """
-    tail = f"-{instance}.sock"
-    room = MAX_SOCKET_PATH - len(os.fsencode(directory)) - 1 - len(tail)
-    name = slug(resource)
-    if len(name) > room:
-        name = name[-room:].lstrip("._-") if room >= 6 else ""
-        if len(name) < 6:
-            raise DirectoryError(
-                f"{directory}: the path is too long for a unix socket in it ({MAX_SOCKET_PATH} bytes in all); "
-                "use a shorter directory"
-            )
-    return name + tail
+    try:
+        return socket_path(directory, slug(resource), f"-{instance}.sock").name
+    except ValueError as error:
+        raise DirectoryError(str(error)) from None
 
 
 # What to do next.
@@ -469,7 +461,7 @@ class Registration:
             if (
                 path != self._socket
                 and re.fullmatch(r"[0-9a-f]{8}\.sock", path.name.removeprefix(prefix))
-                and dead(path)
+                and is_abandoned(path)
             ):
                 with contextlib.suppress(OSError):
                     path.unlink()
@@ -515,16 +507,3 @@ async def _answer(call: Awaitable[pb.Empty]) -> pb.Empty:
 def glob_escape(text: str) -> str:
     """Return a glob pattern that matches just this text."""
     return re.sub(r"([*?[])", r"[\1]", text)
-
-
-def dead(path: Path) -> bool:
-    """Return whether a socket is nobody's any more: whoever made it does not listen."""
-    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
-        probe.setblocking(False)
-        try:
-            probe.connect(str(path))
-        except ConnectionRefusedError:
-            return True
-        except OSError:
-            return False
-    return False

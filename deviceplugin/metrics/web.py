@@ -31,7 +31,9 @@ from urllib.parse import urlsplit
 
 from prometheus_client.exposition import gzip_accepted
 
-__all__ = ["Answer", "Certificate", "Request", "Route", "Server", "Token", "listen", "parse_address"]
+from deviceplugin.addresses import parse_address
+
+__all__ = ["Answer", "Certificate", "Request", "Route", "Server", "Token", "listen"]
 
 _LOG: Final = logging.getLogger(__name__)
 TEXT: Final = "text/plain; charset=utf-8"
@@ -144,20 +146,6 @@ class Route:
 
 
 # Addresses.
-
-
-def parse_address(address: str) -> tuple[str, int]:
-    """Split `host:port`, `[v6]:port` or `:port`.
-
-    Raises:
-        OSError: it is none of these.
-
-    """
-    host, colon, port = address.rpartition(":")
-    bare = host.removeprefix("[").removesuffix("]")
-    if not colon or not port.isascii() or not port.isdecimal() or int(port) > 65535 or (":" in host and host == bare):
-        raise OSError(errno.EINVAL, f"{address!r} is not host:port, [v6 address]:port or :port")
-    return bare, int(port)
 
 
 def listen(address: str) -> socket.socket:

@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
+from deviceplugin.addresses import parse_address
+
 if TYPE_CHECKING:
     from deviceplugin.node.paths import Paths
 
@@ -123,9 +125,10 @@ def _path(text: str) -> Path:
 
 
 def _address(text: str) -> str:
-    host, colon, port = text.rpartition(":")
-    if not colon or not port.isascii() or not port.isdecimal() or int(port) > 65535:
-        raise argparse.ArgumentTypeError(f"{text!r} is not HOST:PORT; write :9410 for all addresses")
-    if ":" in host and not (host.startswith("[") and host.endswith("]")):
-        raise argparse.ArgumentTypeError(f"an IPv6 address goes in brackets: [{host}]:{port}")
+    try:
+        parse_address(text)
+    except OSError:
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is not HOST:PORT; write :9410 for all addresses, and an IPv6 address in brackets"
+        ) from None
     return text

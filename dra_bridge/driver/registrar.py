@@ -22,9 +22,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import hashlib
 import logging
-import os
 import re
 import secrets
 import time
@@ -36,12 +34,11 @@ from typing import Final
 import grpc
 import grpc.aio
 
-from deviceplugin import filewatch
+from deviceplugin import addresses, filewatch
 from deviceplugin.backoff import Backoff
 from deviceplugin.device import Health
 from deviceplugin.files import FileIdentity, file_identity
 from deviceplugin.kubelet.podresources import unix_address
-from deviceplugin.kubelet.registration import dead
 from dra_bridge.driver.preparation import Driver
 from dra_bridge.driver.services import add_to_server
 from dra_bridge.wire import dra_health_v1_pb2 as health_pb
@@ -66,9 +63,6 @@ _LOG: Final = logging.getLogger(__name__)
 PLUGIN_TYPE: Final = "DRAPlugin"
 SERVICES: Final = ("v1.DRAPlugin", "v1beta1.DRAPlugin", "v1.DRAResourceHealth", "v1alpha1.DRAResourceHealth")
 """What the kubelet chooses from, once for claims and once for health."""
-
-MAX_SOCKET_PATH: Final = 107
-"""Bytes of a unix socket's path on Linux, without the closing zero."""
 
 _MAX_MESSAGE: Final = 1000
 _HEALTH: Final = {
@@ -117,15 +111,10 @@ def socket_path(directory: Path, name: str, tail: str) -> Path:
         RegistrarError: the directory's own path leaves no room.
 
     """
-    room = MAX_SOCKET_PATH - len(os.fsencode(directory)) - 1 - len(tail)
-    if len(name) > room:
-        digest = hashlib.sha256(name.encode()).hexdigest()[:8]
-        if room < len(digest):
-            raise RegistrarError(
-                f"{directory}: the path is too long for a unix socket in it ({MAX_SOCKET_PATH} bytes in all)"
-            )
-        name = f"{name[: max(0, room - len(digest) - 1)]}-{digest}"[-room:]
-    return directory / f"{name}{tail}"
+    try:
+        return addresses.socket_path(directory, name, tail)
+    except ValueError as error:
+        raise RegistrarError(str(error)) from None
 
 
 def health_list(driver: Driver, now: float) -> health_pb.NodeWatchResourcesResponse:
@@ -401,7 +390,7 @@ class Registrar:
         )
         for directory, pattern in kinds:
             for path in directory.iterdir():
-                if pattern.fullmatch(path.name) and dead(path):
+                if pattern.fullmatch(path.name) and addresses.is_abandoned(path):
                     with contextlib.suppress(OSError):
                         path.unlink()
 

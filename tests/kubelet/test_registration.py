@@ -18,13 +18,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from deviceplugin.addresses import MAX_SOCKET_PATH
 from deviceplugin.backoff import Backoff
 from deviceplugin.device import Device, Health
 from deviceplugin.files import FileIdentity, file_identity
 from deviceplugin.inventory import Inventory
 from deviceplugin.kubelet.podresources import AllocationsInFlight
 from deviceplugin.kubelet.registration import (
-    MAX_SOCKET_PATH,
     DirectoryError,
     InstanceError,
     InstanceLock,

@@ -30,6 +30,7 @@ from prometheus_client.openmetrics.parser import text_string_to_metric_families 
 from prometheus_client.parser import text_string_to_metric_families as read_plain
 
 from deviceplugin import config
+from deviceplugin.addresses import parse_address
 from deviceplugin.device import Device, Health
 from deviceplugin.kubelet.podresources import Holder
 from deviceplugin.metrics import collectors as metrics
@@ -77,7 +78,7 @@ class Seen:
         self.server = server
 
     def get(self, path: str, **headers: str) -> tuple[int, str]:
-        connection = http.client.HTTPConnection(*web.parse_address(self.server.address), timeout=20)
+        connection = http.client.HTTPConnection(*parse_address(self.server.address), timeout=20)
         with contextlib.closing(connection):
             connection.request("GET", path, headers=headers)
             answer = connection.getresponse()
@@ -397,7 +398,7 @@ class TestCollector:
     def test_format_is_negotiated(self, accept: str, content_type: str, loop: Loop) -> None:
         """A client gets one of few formats, whatever version it invents."""
         server = loop.serving(Still(resource("a")).agent).server
-        connection = http.client.HTTPConnection(*web.parse_address(server.address), timeout=20)
+        connection = http.client.HTTPConnection(*parse_address(server.address), timeout=20)
         with contextlib.closing(connection):
             connection.request("GET", "/metrics", headers={"Accept": accept})
             assert connection.getresponse().headers["Content-Type"].partition("; charset")[0] == content_type

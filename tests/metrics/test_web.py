@@ -22,8 +22,9 @@ from typing import Any
 
 import pytest
 
+from deviceplugin.addresses import parse_address
 from deviceplugin.metrics import web
-from deviceplugin.metrics.web import Answer, Certificate, Limits, Request, Route, Server, Token, listen, parse_address
+from deviceplugin.metrics.web import Answer, Certificate, Limits, Request, Route, Server, Token, listen
 
 LONG = b"long " * 1000
 

@@ -1,0 +1,59 @@
+"""Addresses of sockets: host and port, and paths of Unix sockets."""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import os
+import socket
+from pathlib import Path
+from typing import Final
+
+MAX_SOCKET_PATH: Final = 107
+"""Bytes of a Unix socket's path on Linux, without the closing zero."""
+
+
+def parse_address(address: str) -> tuple[str, int]:
+    """Split `host:port`, `[v6]:port` or `:port`.
+
+    Raises:
+        OSError: it is none of these.
+
+    """
+    host, colon, port = address.rpartition(":")
+    bare = host[1:-1] if host.startswith("[") and host.endswith("]") else host
+    if not colon or not port.isascii() or not port.isdecimal() or int(port) > 65535 or (":" in host and host == bare):
+        raise OSError(errno.EINVAL, f"{address!r} is not host:port, [v6 address]:port or :port")
+    return bare, int(port)
+
+
+def socket_path(directory: str | Path, name: str, tail: str) -> Path:
+    """Return directory/name+tail, the name shortened (and made unique by a hash) where it is too long.
+
+    Raises:
+        ValueError: the directory's own path leaves no room.
+
+    """
+    room = MAX_SOCKET_PATH - len(os.fsencode(directory)) - 1 - len(tail)
+    if len(name) > room:
+        digest = hashlib.sha256(name.encode()).hexdigest()[:8]
+        if room < len(digest):
+            raise ValueError(
+                f"{directory}: the path is too long for a unix socket in it ({MAX_SOCKET_PATH} bytes in all); "
+                "use a shorter directory"
+            )
+        name = f"{name[: max(0, room - len(digest) - 1)]}-{digest}"[-room:].lstrip("-")
+    return Path(directory) / f"{name}{tail}"
+
+
+def is_abandoned(path: Path) -> bool:
+    """Return whether nobody listens at a Unix socket any more: whoever made it has ended."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+        probe.setblocking(False)
+        try:
+            probe.connect(str(path))
+        except ConnectionRefusedError:
+            return True
+        except OSError:
+            return False
+    return False
