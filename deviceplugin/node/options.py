@@ -129,6 +129,6 @@ def _address(text: str) -> str:
         parse_address(text)
     except OSError:
         raise argparse.ArgumentTypeError(
-            f"{text!r} is not HOST:PORT; write :9410 for all addresses, and an IPv6 address in brackets"
+            f"{text!r} is not HOST:PORT; write :9410 for all addresses, and an IPv6 address in brackets: [::1]:80"
         ) from None
     return text
