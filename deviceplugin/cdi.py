@@ -1,13 +1,12 @@
 """Container edits as CDI specs: what a claim's containers get, in a file that the runtime reads.
 
-The Container Device Interface (tags.cncf.io/container-device-interface 1.0) lets a container
-runtime find, in JSON files of a few directories, what a named device puts into a container. A
-claim gets one file, named after its UID. `build` makes the contents, without writing; `Store`
-puts them into place, one rename each.
+The Container Device Interface (tags.cncf.io/container-device-interface 1.0) lets a container runtime find, in JSON
+files of a few directories, what a named device puts into a container. A claim gets one file, named after its UID.
+`build` makes the contents, without writing; `Store` puts them into place, one rename each.
 
-The file is a copy: whoever wrote it can make it again from the ledger, and does so at each start.
-So it is renamed into place but not synced; after a power failure an empty or missing file is
-found and replaced. (/var/run is a tmpfs on most nodes anyhow.)
+The file is a copy: whoever wrote it can make it again from the ledger, and does so at each start. So it is renamed into
+place but not synced; after a power failure an empty or missing file is found and replaced. (/var/run is a tmpfs on most
+nodes anyhow.)
 """
 
 from __future__ import annotations
@@ -24,8 +23,6 @@ from typing import Any, Final
 import msgspec
 
 from deviceplugin.device import ContainerEdits, DeviceNode
-
-__all__ = ["DIRECTORY", "CdiError", "Store", "build", "encode", "qualified", "vendor_of"]
 
 DIRECTORY: Final = "/var/run/cdi"
 """Where runtimes look for files that do not outlive a reboot."""
@@ -66,12 +63,11 @@ def qualified(driver: str, device: str) -> str:
 def build(driver: str, devices: Mapping[str, ContainerEdits]) -> dict[str, Any]:
     """Return a CDI spec, valid and of the lowest version that its content allows.
 
-    Host paths of device nodes are resolved here, since runtimes look at the node itself and refuse
-    a symbolic link (containerd#12060); the container keeps the name that was asked for. A
-    directory stands for the device nodes in it. Device numbers are those of now: with them a
-    runtime does not look at the host path (container-device-interface 1.0,
-    container-edits_unix.go: fillMissingInfo), so a container that starts again gets the same
-    device, whatever has that path then. Annotations are the plugin side's.
+    Host paths of device nodes are resolved here, since runtimes look at the node itself and refuse a symbolic link
+    (containerd#12060); the container keeps the name that was asked for. A directory stands for the device nodes in it.
+    Device numbers are those of now: with them a runtime does not look at the host path (container-device-interface 1.0,
+    container-edits_unix.go: fillMissingInfo), so a container that starts again gets the same device, whatever has that
+    path then. Annotations are the plugin side's.
 
     Args:
         driver: the DRA driver's name.
@@ -110,9 +106,9 @@ def encode(spec: Mapping[str, Any]) -> bytes:
 def _version(devices: list[dict[str, Any]]) -> str:
     """Return the lowest version of the CDI spec that knows all that is used.
 
-    0.3.0 is the first; 0.4.0 brought a mount's type, 0.5.0 host paths of nodes and names that
-    begin with a digit, 0.6.0 annotations and dots in the class, 0.7.0 RDT and groups. Types,
-    annotations, dots, RDT and groups are never written here.
+    0.3.0 is the first; 0.4.0 brought a mount's type, 0.5.0 host paths of nodes and names that begin with a digit, 0.6.0
+    annotations and dots in the class, 0.7.0 RDT and groups. Types, annotations, dots, RDT and groups are never written
+    here.
     """
     for device in devices:
         if not device["name"][0].isalpha():

@@ -1,7 +1,6 @@
 """Values that describe devices and what a container gets with them.
 
-Frozen values, no I/O, no clock. Sources make them, the inventory
-keeps them, both sides read them.
+Frozen values, no I/O, no clock. Sources make them, the inventory keeps them, both sides read them.
 """
 
 from __future__ import annotations
@@ -12,17 +11,6 @@ from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any, Final
 
-__all__ = [
-    "AttributeValue",
-    "ContainerEdits",
-    "Device",
-    "DeviceNode",
-    "EditConflictError",
-    "Health",
-    "Mount",
-    "Version",
-]
-
 _NO_STRINGS: Final[Mapping[str, str]] = MappingProxyType({})
 _NO_ATTRIBUTES: Final[Mapping[str, Any]] = MappingProxyType({})
 
@@ -30,8 +18,8 @@ _NO_ATTRIBUTES: Final[Mapping[str, Any]] = MappingProxyType({})
 class Health(enum.Enum):
     """What is known of a device's health.
 
-    Three states, because "could not be read" is not "broken": a device of unknown health goes on
-    being offered, only a device known to be unhealthy is withdrawn.
+    Three states, because "could not be read" is not "broken": a device of unknown health goes on being offered, only a
+    device known to be unhealthy is withdrawn.
     """
 
     HEALTHY = "healthy"
@@ -72,8 +60,7 @@ def _absolute(path: str, what: str) -> None:
 class DeviceNode:
     """A device node of the host and how a container sees it.
 
-    `container` empty means the same path as on the host. `permissions` is any of r (read),
-    w (write) and m (mknod).
+    `container` empty means the same path as on the host. `permissions` is any of r (read), w (write) and m (mknod).
     """
 
     host: str
@@ -110,9 +97,9 @@ class Mount:
 class ContainerEdits:
     """What a container gets together with its devices, on either side.
 
-    env: variables by name. nodes: device nodes; a plain string is that node at the same path,
-    read and write. mounts: bind mounts. annotations: for the container runtime (the plugin side
-    only, they are not the pod's). cdi: fully qualified CDI device names, vendor.com/class=name.
+    env: variables by name. nodes: device nodes; a plain string is that node at the same path, read and write. mounts:
+    bind mounts. annotations: for the container runtime (the plugin side only, they are not the pod's). cdi: fully
+    qualified CDI device names, vendor.com/class=name.
     """
 
     env: Mapping[str, str] = field(default_factory=lambda: _NO_STRINGS)
@@ -141,10 +128,9 @@ class ContainerEdits:
         winner: edits laid over the others; where they speak, they win.
 
         Raises:
-            EditConflictError: two edits give one variable, annotation, node or mount point
-                different contents, and `winner` does not settle it. A value that devices must
-                share (a list of ids, say) is made by the source's `edits` hook, which sees all
-                devices of the container.
+            EditConflictError: two edits give one variable, annotation, node or mount point different contents, and
+                `winner` does not settle it. A value that devices must share (a list of ids, say) is made by the
+                source's `edits` hook, which sees all devices of the container.
 
         """
         edits = tuple(edits)
@@ -196,17 +182,17 @@ NO_EDITS: Final = ContainerEdits()
 class Device:
     """One device of a node, the same on both sides.
 
-    id: its name on this node, 1 to 63 characters, the same after a restart (the kubelet's
-        checkpoint remembers it). numa: the NUMA node or nodes it is close to, None if unknown.
+    id: its name on this node, 1 to 63 characters, the same after a restart (the kubelet's checkpoint remembers it).
+    numa: the NUMA node or nodes it is close to, None if unknown.
     nodes: its device nodes. edits: what else a container gets that holds it.
     attributes: what claims select on; unqualified names belong to the driver's domain.
     capacity: amounts by name, an int or a Kubernetes quantity such as "16Gi".
     message: why it is not healthy, for people.
-    consumes: what of which shared counters it takes while somebody has it, by counter set and
-        counter; partitions of one physical device that cannot be given out together say so with
-        it. A device whose counters do not suffice beside what others hold is not given out.
-    counters: the counter sets that it brings along, whole, by name; the sets of all devices of a
-        driver are put together, so each partition may carry the same ones.
+    consumes: what of which shared counters it takes while somebody has it, by counter set and counter; partitions of
+        one physical device that cannot be given out together say so with it. A device whose counters do not suffice
+        beside what others hold is not given out.
+    counters: the counter sets that it brings along, whole, by name; the sets of all devices of a driver are put
+        together, so each partition may carry the same ones.
     identity: what it is, beyond its id (a serial number, say), without spaces; two devices of one identity are one
         thing, and never have two holders. The numbers of `nodes` that no other device of the list has identify it, too.
     """

@@ -1,7 +1,7 @@
 """Which devices exclude each other, whichever ids and resources they are reached through. Pure.
 
-Two devices exclude each other as aliases if they are one thing (a token of their identities is the same), and as
-parts if they consume the same counters and what is left of these does not suffice for both.
+Two devices exclude each other as aliases if they are one thing (a token of their identities is the same), and as parts
+if they consume the same counters and what is left of these does not suffice for both.
 """
 
 from __future__ import annotations
@@ -16,8 +16,6 @@ from deviceplugin.device import Device
 from deviceplugin.identity import Tokens, same_thing, shown
 from deviceplugin.naming import NamingError, parse_quantity
 from deviceplugin.topology import natural
-
-__all__ = ["Held", "Key", "Thing", "Things", "natural_key", "thing_of", "titled"]
 
 Key = tuple[str, str]
 """(resource, device)."""
@@ -129,8 +127,8 @@ class Things:
     def conflict(self, wanted: Iterable[Key], held: Held) -> str:
         """Say why devices cannot be given to one holder beside what is held; "" if they can.
 
-        A device that is held already does not exclude itself: who may share it is another question. It does if it
-        is not what its holder got.
+        A device that is held already does not exclude itself: who may share it is another question. It does if it is
+        not what its holder got.
         """
         beside = dict(held)
         taken = self._taken(held)

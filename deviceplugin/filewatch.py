@@ -1,10 +1,9 @@
 """Hints that something in a directory changed: one watcher for the whole process.
 
-inotify events are hints, not facts: a deleted directory ends them silently, an overflow drops
-them. So a watch says only "look again", covers the directory and its parent, notices on a slow
-timer that a directory is another one than before (inode), and whoever waits on it looks with a
-deadline of his own. All watches share one watchdog observer, hence one inotify instance (a
-machine has 128 for a user; "too many open files" is a well-known end of device plugins).
+inotify events are hints, not facts: a deleted directory ends them silently, an overflow drops them. So a watch says
+only "look again", covers the directory and its parent, notices on a slow timer that a directory is another one than
+before (inode), and whoever waits on it looks with a deadline of his own. All watches share one watchdog observer, hence
+one inotify instance (a machine has 128 for a user; "too many open files" is a well-known end of device plugins).
 """
 
 from __future__ import annotations
@@ -32,8 +31,6 @@ from watchdog.observers import Observer
 from watchdog.observers.api import BaseObserver, ObservedWatch
 
 from deviceplugin.files import inode_of
-
-__all__ = ["Watch", "Watcher", "shared"]
 
 _LOG: Final = logging.getLogger(__name__)
 _NAMES: Final[list[type[FileSystemEvent]]] = [
@@ -107,8 +104,8 @@ class Watcher:
     def _fit(self, directory: str, armed: _Armed) -> None:
         """Hear of files written if, and only if, somebody wants to.
 
-        By one watch for all: of two on one directory the kernel keeps what the later one asks for
-        (inotify_add_watch in one instance, which watchdog's observers have).
+        By one watch for all: of two on one directory the kernel keeps what the later one asks for (inotify_add_watch in
+        one instance, which watchdog's observers have).
         """
         if armed.writes != any(writes for _, writes in armed.wants):
             self._unschedule(self._armed.pop(directory))
@@ -197,8 +194,7 @@ class Watch:
         """Wait for a hint, `timeout` seconds at the most.
 
         Returns:
-            True when a hint came (perhaps a spurious one), False when the time is over; look in
-            either case.
+            True when a hint came (perhaps a spurious one), False when the time is over; look in either case.
 
         """
         if not self._hinted.is_set():

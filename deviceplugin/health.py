@@ -1,17 +1,17 @@
 """From single looks at a device to its health: rules against flapping, and probes that look.
 
-Three states, because what could not be read is not broken, and a device that came back is not yet
-trusted. `Course` is a pure value, clock and evidence come from outside; `probe` does the looking.
+Three states, because what could not be read is not broken, and a device that came back is not yet trusted. `Course` is
+a pure value, clock and evidence come from outside; `probe` does the looking.
 
 The rules, of which the tests have a model of their own:
 
 1. Before any evidence a device's health is unknown. Its first look counts by itself.
 2. `failures` bad looks in a row make it unhealthy; fewer change nothing.
 3. A fault (an event by which the device says that it is broken) makes it unhealthy at once.
-4. Unhealthy, it is healthy again after `successes` good looks in a row that all came at least
-   `quiet` seconds after its last fault; never without such a time.
-5. A look that could tell nothing leaves an unhealthy device so, makes any other one's health
-   unknown until the next look that can, and stands in no row of looks.
+4. Unhealthy, it is healthy again after `successes` good looks in a row that all came at least `quiet` seconds after its
+   last fault; never without such a time.
+5. A look that could tell nothing leaves an unhealthy device so, makes any other one's health unknown until the next
+   look that can, and stands in no row of looks.
 """
 
 from __future__ import annotations
@@ -32,8 +32,6 @@ from typing import Final
 from deviceplugin import hooks
 from deviceplugin.device import Device, Health
 
-__all__ = ["Course", "Prober", "Rules", "Verdict", "command_probe", "open_probe", "worst"]
-
 
 class Verdict(enum.Enum):
     """What one look at a device told."""
@@ -51,9 +49,9 @@ Finding = tuple[Verdict, str]
 class Rules:
     """When looks change a device's health.
 
-    failures: bad looks in a row that make it unhealthy. successes: good looks in a row that make it
-    healthy again. quiet: seconds that must have gone by since its last fault before good looks
-    count; None: a fault stays until the process ends.
+    failures: bad looks in a row that make it unhealthy. successes: good looks in a row that make it healthy again.
+    quiet: seconds that must have gone by since its last fault before good looks count; None: a fault stays until the
+    process ends.
     """
 
     failures: int = 3
@@ -115,8 +113,7 @@ _KEPT: Final = 4096
 def open_probe(device: Device) -> Finding:
     """Open each of a device's nodes, and close it; blocks.
 
-    That somebody else has it for himself (EBUSY) is good. A missing right says nothing about the
-    device.
+    That somebody else has it for himself (EBUSY) is good. A missing right says nothing about the device.
     """
     nodes = device.container_edits.device_nodes
     for node in nodes:
@@ -138,8 +135,8 @@ def open_probe(device: Device) -> Finding:
 def command_probe(argv: Sequence[str], timeout: float) -> Callable[[Device], Finding]:
     """Return a probe that runs a command: 0 is good, 75 tells nothing, any other status is bad.
 
-    argv: the program and its arguments; `{id}` and `{node}` in them stand for the device's id and its
-        first node. The command also finds them as DEVICE_ID and DEVICE_NODES (several with ':' between).
+    argv: the program and its arguments; `{id}` and `{node}` in them stand for the device's id and its first node. The
+        command also finds them as DEVICE_ID and DEVICE_NODES (several with ':' between).
     timeout: seconds after which it is killed, with all processes it started, and the look was bad.
     """
 

@@ -1,9 +1,9 @@
 """Calling what an author wrote, at arm's length.
 
 A hook may be a plain function, a coroutine function, fail, or hang for ever. Whatever it does
-costs its own call and nothing else: plain functions run in a daemon thread of their own (a pool
-would be eaten up by hanging ones, and would keep the process from ending), coroutines in a task
-that is left behind if it will not be cancelled.
+costs its own call and nothing else: plain functions run in a daemon thread of their own (a pool would be eaten up by
+hanging ones, and would keep the process from ending), coroutines in a task that is left behind if it will not be
+cancelled.
 """
 
 from __future__ import annotations
@@ -13,8 +13,6 @@ import inspect
 import threading
 from collections.abc import Awaitable, Callable
 from typing import Any, Final, TypeVar, overload
-
-__all__ = ["MAX_STUCK", "HookError", "HookTimeoutError", "call"]
 
 _T = TypeVar("_T")
 

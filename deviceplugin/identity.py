@@ -18,24 +18,6 @@ from typing import Final, Literal
 from deviceplugin.device import Device
 from deviceplugin.inventory import Inventory
 
-__all__ = [
-    "Kind",
-    "Tokens",
-    "boot_id",
-    "identities",
-    "identity_of",
-    "is_quick",
-    "node_token",
-    "numbers_of",
-    "publish",
-    "recorded",
-    "same_thing",
-    "shown",
-    "token",
-    "tokens_now",
-    "tokens_of",
-]
-
 Tokens = frozenset[str]
 Stat = Callable[[str], os.stat_result]
 Kind = Literal["char", "block"]

@@ -1,9 +1,9 @@
 """The live set of one resource's devices; both sides subscribe to it.
 
 A source lists, the inventory remembers. A device that vanishes from the list may still be held
-by a pod, or be on its way into one: the kubelet crashes when a device disappears while its
-Allocate is in flight (kubelet 1.36.3, devicemanager). So it stays here, unhealthy and marked as
-gone, until somebody who knows the holders lets the inventory forget it.
+by a pod, or be on its way into one: the kubelet crashes when a device disappears while its Allocate is in flight
+(kubelet 1.36.3, devicemanager). So it stays here, unhealthy and marked as gone, until somebody who knows the holders
+lets the inventory forget it.
 """
 
 from __future__ import annotations
@@ -15,8 +15,6 @@ from types import MappingProxyType
 from typing import Final
 
 from deviceplugin.device import Device, Health
-
-__all__ = ["DuplicateDeviceError", "Inventory", "Snapshot", "merged"]
 
 _NOTHING: Final[Mapping[str, Device]] = MappingProxyType({})
 _NO_IDENTITIES: Final[Mapping[str, frozenset[str]]] = MappingProxyType({})

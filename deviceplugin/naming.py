@@ -1,8 +1,8 @@
 """Names and quantities as the Kubernetes API takes them: what it would refuse is refused here first.
 
-Pure functions, no I/O. The configuration calls them so that a mistake is reported with its place
-and before anything is published; the DRA side calls them again for what a source says at runtime.
-The rules are those of kube-apiserver 1.36 (pkg/apis/resource/validation, pkg/apis/core/validation).
+Pure functions, no I/O. The configuration calls them so that a mistake is reported with its place and before anything is
+published; the DRA side calls them again for what a source says at runtime. The rules are those of kube-apiserver 1.36
+(pkg/apis/resource/validation, pkg/apis/core/validation).
 """
 
 from __future__ import annotations
@@ -14,32 +14,6 @@ from fractions import Fraction
 from typing import Final
 
 from deviceplugin.device import Device, Version
-
-__all__ = [
-    "EXTENDED_RESOURCE",
-    "PCIE_ROOT",
-    "PCI_BUS_ID",
-    "NamingError",
-    "attribute_problems",
-    "canonical_resource",
-    "capacity_problems",
-    "check_attribute",
-    "check_attribute_name",
-    "check_capacity",
-    "check_counters",
-    "check_device",
-    "check_driver",
-    "check_label",
-    "check_resource",
-    "class_name",
-    "device_name",
-    "kept_qualifiers",
-    "parse_quantity",
-    "possible_names",
-    "published_names",
-    "qualified",
-    "qualifiers",
-]
 
 
 class NamingError(ValueError):
@@ -110,12 +84,7 @@ def parse_quantity(value: int | str) -> Fraction:
 
 
 def check_label(name: str, what: str = "the name") -> None:
-    """Take a DNS label: 1 to 63 of a-z, 0-9 and '-', not at its ends.
-
-    Raises:
-        NamingError: it is none.
-
-    """
+    """Raise NamingError unless this is a DNS label: 1 to 63 of a-z, 0-9 and '-', not at its ends."""
     if not _LABEL.fullmatch(name):
         raise NamingError(
             f"{what} must be 1 to {MAX_LABEL} lower-case letters, digits and '-' (not at the ends), not {name!r}"
@@ -123,14 +92,10 @@ def check_label(name: str, what: str = "the name") -> None:
 
 
 def check_driver(name: str) -> None:
-    """Take the name of a DRA driver: a DNS subdomain of at most 63 characters.
+    """Raise NamingError unless this can name a DRA driver: a DNS subdomain of at most 63 characters.
 
-    The API would let upper-case letters pass with a warning; a taint whose key is made from the
-    name would then be refused, so they are refused here.
-
-    Raises:
-        NamingError: it is none.
-
+    The API would let upper-case letters pass with a warning; a taint whose key is made from the name would then be
+    refused, so they are refused here.
     """
     if len(name) > MAX_DRIVER:
         raise NamingError(f"a driver's name has at most {MAX_DRIVER} characters, {name!r} has {len(name)}")
@@ -139,12 +104,7 @@ def check_driver(name: str) -> None:
 
 
 def check_resource(name: str) -> None:
-    """Take the name of an extended resource: vendor-domain/name, outside of kubernetes.io.
-
-    Raises:
-        NamingError: it is none.
-
-    """
+    """Raise NamingError unless this can name an extended resource: vendor-domain/name, outside of kubernetes.io."""
     domain, slash, last = name.partition("/")
     if not slash or "/" in last:
         raise NamingError(f"a resource's name must be vendor-domain/name such as example.com/gpu, not {name!r}")
@@ -160,14 +120,10 @@ def check_resource(name: str) -> None:
 
 
 def check_attribute_name(name: str) -> None:
-    """Take the name of an attribute or capacity: identifier, or domain/identifier.
+    """Raise NamingError unless this can name an attribute or capacity: identifier, or domain/identifier.
 
-    An identifier is 1 to 32 letters, digits and '_' and does not begin with a digit; the domain a
-    DNS subdomain of at most 63 characters.
-
-    Raises:
-        NamingError: it is none.
-
+    An identifier is 1 to 32 letters, digits and '_' and does not begin with a digit; the domain a DNS subdomain of at
+    most 63 characters.
     """
     domain, slash, identifier = name.rpartition("/")
     if slash and (len(domain) > MAX_DRIVER or not _SUBDOMAIN.fullmatch(domain)):
@@ -180,12 +136,7 @@ def check_attribute_name(name: str) -> None:
 
 
 def check_attribute(name: str, value: object) -> None:
-    """Take an attribute: its name, and a str (at most 64 bytes), an int (64 bits), a bool or a Version.
-
-    Raises:
-        NamingError: name or value would be refused.
-
-    """
+    """Raise NamingError unless name and value fit: a str (at most 64 bytes), an int (64 bits), a bool or a Version."""
     check_attribute_name(name)
     if isinstance(value, bool):
         return
@@ -202,23 +153,13 @@ def check_attribute(name: str, value: object) -> None:
 
 
 def check_capacity(name: str, value: object) -> None:
-    """Take a capacity: its name, and an int or a quantity that is not negative.
-
-    Raises:
-        NamingError: name or value would be refused.
-
-    """
+    """Raise NamingError unless the name fits, and the value is an int or a quantity that is not negative."""
     check_attribute_name(name)
     _check_quantity(f"capacity {name!r}", value)
 
 
 def check_counters(set_name: str, counters: Mapping[str, int | str]) -> None:
-    """Take a set of shared counters: DNS labels as names, 1 to 32 counters, quantities that are not negative.
-
-    Raises:
-        NamingError: a name or value would be refused.
-
-    """
+    """Raise NamingError unless a set has a DNS label as name, and 1 to 32 such counters of quantities not below 0."""
     check_label(set_name, "a counter set's name")
     if not 0 < len(counters) <= MAX_COUNTERS:
         raise NamingError(f"counter set {set_name!r} must have 1 to {MAX_COUNTERS} counters, not {len(counters)}")
@@ -228,12 +169,7 @@ def check_counters(set_name: str, counters: Mapping[str, int | str]) -> None:
 
 
 def check_device(device: Device, driver: str) -> None:
-    """Take all of a device that the DRA side would publish under this driver.
-
-    Raises:
-        NamingError: the API would refuse a part of it.
-
-    """
+    """Raise NamingError if the API would refuse a part of what the DRA side publishes of a device."""
     for problem in (*attribute_problems(device, driver), *capacity_problems(device)):
         raise NamingError(f"device {device.id!r}: {problem}")
     # one entry goes to the attribute that names the resource, one to the shares of a shared device
@@ -281,12 +217,12 @@ def canonical_resource(resource: str) -> str:
 def device_name(device: str, qualifier: str = "") -> str:
     """Return the name under which the DRA side publishes the device with this id: a DNS label, unique.
 
-    An id that is a DNS label is its own name. Any other (and a label that ends like a hashed name)
-    becomes what can be kept of it, `--` and ten digits of its SHA-256, so that two ids never share
-    a name and the same id always has the same one.
+    An id that is a DNS label is its own name. Any other (and a label that ends like a hashed name) becomes what can be
+    kept of it, `--` and ten digits of its SHA-256, so that two ids never share a name and the same id always has the
+    same one.
 
-    qualifier: which resource the device belongs to where one driver serves several (`qualifiers`);
-    it goes in front, with `--` between.
+    qualifier: which resource the device belongs to where one driver serves several (`qualifiers`); it goes in front,
+    with `--` between.
     """
     plain = _LABEL.fullmatch(device) and not _HASHED.fullmatch(device)
     if not qualifier:
@@ -301,8 +237,8 @@ def device_name(device: str, qualifier: str = "") -> str:
 def qualifiers(resources: Iterable[str]) -> dict[str, str]:
     """Return by resource what `device_name` needs to keep one driver's resources apart.
 
-    Empty for a driver's only resource; else what stands after the slash, or something made from
-    the whole name where that is no label or occurs twice.
+    Empty for a driver's only resource; else what stands after the slash, or something made from the whole name where
+    that is no label or occurs twice.
     """
     names = list(dict.fromkeys(resources))
     if len(names) < 2:
@@ -318,10 +254,10 @@ def qualifiers(resources: Iterable[str]) -> dict[str, str]:
 def class_name(resource: str, driver: str) -> str:
     """Return the name of the DeviceClass of a resource.
 
-    It depends on these two names alone, so it does not change when the driver gets or loses another resource. The
-    class of example.com/fpga and driver fpga.example.com is called like the driver; that of example.com/half and the
-    same driver is half.fpga.example.com. Where the resource's domain is not the driver's, or its name is no label, a
-    hash of the whole name keeps the classes of one driver apart.
+    It depends on these two names alone, so it does not change when the driver gets or loses another resource. The class
+    of example.com/fpga and driver fpga.example.com is called like the driver; that of example.com/half and the same
+    driver is half.fpga.example.com. Where the resource's domain is not the driver's, or its name is no label, a hash of
+    the whole name keeps the classes of one driver apart.
     """
     domain, _, word = resource.partition("/")
     if f"{word}.{domain}" == driver:
@@ -333,8 +269,8 @@ def class_name(resource: str, driver: str) -> str:
 def kept_qualifiers(kept: Mapping[str, str], resources: Iterable[str]) -> dict[str, str]:
     """Return the qualifiers of one driver's resources: those that are kept, and new ones that differ from them.
 
-    kept: those that devices were published with before, also of resources that the driver has no
-    longer. They never change, so a published name does not change when another resource is added.
+    kept: those that devices were published with before, also of resources that the driver has no longer. They never
+    change, so a published name does not change when another resource is added.
     """
     made = qualifiers((*kept, *resources))
     end = "--" if "" in kept.values() else ""

@@ -1,14 +1,12 @@
 """Replicas of a device: one physical device offered to several containers at once.
 
-The kubelet sees `device::0`, `device::1`, ...; hooks and containers see the device. A device
-that is not shared keeps its own id, so that an id says whether its holder has the device alone.
+The kubelet sees `device::0`, `device::1`, ...; hooks and containers see the device. A device that is not shared keeps
+its own id, so that an id says whether its holder has the device alone.
 """
 
 from __future__ import annotations
 
 from typing import Final
-
-__all__ = ["device_of", "replicas_of"]
 
 SEPARATOR: Final = "::"
 

@@ -1,8 +1,8 @@
 """What an author writes: a source of devices, and hooks around their use.
 
-A source knows devices and nothing of Kubernetes. It yields full lists; whoever asks for changes
-compares them. Hooks may be plain functions (run in a thread of their own, they never block the
-loop) or coroutine functions; each has a deadline, and one that fails costs its own call only.
+A source knows devices and nothing of Kubernetes. It yields full lists; whoever asks for changes compares them. Hooks
+may be plain functions (run in a thread of their own, they never block the loop) or coroutine functions; each has a
+deadline, and one that fails costs its own call only.
 """
 
 from __future__ import annotations
@@ -11,8 +11,6 @@ from collections.abc import AsyncIterator, Awaitable, Iterator, Mapping, Sequenc
 from typing import Any, ClassVar, Final
 
 from deviceplugin.device import ContainerEdits, Device
-
-__all__ = ["DeviceSource", "Measured"]
 
 Measured = Mapping[str, Mapping[str, float | Mapping[str, float] | None]]
 """Device id -> quantity -> number, or numbers by part ("xid_errors_total": {"79": 1})."""
@@ -24,20 +22,17 @@ class DeviceSource:
     Attributes:
         resource: the extended resource, vendor-domain/name, as pods ask for it.
         driver: the DRA driver's name as DeviceClasses select it, or None for a plugin only.
-        replicas: how many containers may share one device; above 1 the kubelet sees that many
-            ids for each device (fewer where `replicas_of` says so).
-        topology: whether the kubelet learns the devices' NUMA nodes. Its hints grow exponentially
-            with the nodes (kubernetes#135541); leave them out where that hurts.
-        policy: which devices go well together where a pod wants several and there is no `prefer`:
-            "links", closely linked ones (by `links`, by NUMA nodes without them), replicas of
-            different devices; "packed", replicas of few devices; "distributed", replicas of the
-            devices that are used least; "none", the first.
-        hook_timeout: seconds after which a hook's call is given up. The kubelet waits for
-            Allocate without a deadline and admits no other pod meanwhile (kubernetes#117435),
-            and 30 s for PreStartContainer.
-        config_type: what a claim's opaque parameters are decoded into, any type that msgspec can
-            convert a JSON object to (a Struct, a dataclass). Unknown fields are errors. None: this
-            driver takes no parameters.
+        replicas: how many containers may share one device; above 1 the kubelet sees that many ids for each device
+            (fewer where `replicas_of` says so).
+        topology: whether the kubelet learns the devices' NUMA nodes. Its hints grow exponentially with the nodes
+            (kubernetes#135541); leave them out where that hurts.
+        policy: which devices go well together where a pod wants several and there is no `prefer`: "links", closely
+            linked ones (by `links`, by NUMA nodes without them), replicas of different devices; "packed", replicas of
+            few devices; "distributed", replicas of the devices that are used least; "none", the first.
+        hook_timeout: seconds after which a hook's call is given up. The kubelet waits for Allocate without a deadline
+            and admits no other pod meanwhile (kubernetes#117435), and 30 s for PreStartContainer.
+        config_type: what a claim's opaque parameters are decoded into, any type that msgspec can convert a JSON object
+            to (a Struct, a dataclass). Unknown fields are errors. None: this driver takes no parameters.
 
     """
 
@@ -54,17 +49,17 @@ class DeviceSource:
     def watch(self) -> AsyncIterator[Sequence[Device]] | Iterator[Sequence[Device]]:
         """Yield the full list of devices now, and again whenever anything about it changes.
 
-        An async generator, or a plain generator, which then runs in a thread of its own and may
-        block. A generator that ends means that its last list stays true. One that raises is
-        started again after a while; its last list stays meanwhile.
+        An async generator, or a plain generator, which then runs in a thread of its own and may block. A generator that
+        ends means that its last list stays true. One that raises is started again after a while; its last list stays
+        meanwhile.
         """
         raise NotImplementedError(f"{type(self).__name__} must define watch()")
 
     def edits(self, devices: Sequence[Device]) -> ContainerEdits | Awaitable[ContainerEdits]:
         """Return what a container with these devices gets beyond what they carry themselves.
 
-        Called once a container, before it exists, and again if it is admitted again. Where a
-        device and this hook speak of the same variable, node or mount, the hook wins.
+        Called once a container, before it exists, and again if it is admitted again. Where a device and this hook speak
+        of the same variable, node or mount, the hook wins.
         """
         return ContainerEdits()
 
@@ -87,9 +82,9 @@ class DeviceSource:
     def released(self, devices: Sequence[Device]) -> Awaitable[None] | None:
         """Take note that the last pod that held these devices is gone.
 
-        The device plugin API has no Deallocate: this follows from the kubelet's PodResources
-        service, some seconds after the fact, at least once. At the start of the process it is
-        called for all devices that nobody holds, since their last holder may have gone unseen.
+        The device plugin API has no Deallocate: this follows from the kubelet's PodResources service, some seconds
+        after the fact, at least once. At the start of the process it is called for all devices that nobody holds, since
+        their last holder may have gone unseen.
         """
         return None
 
@@ -98,10 +93,10 @@ class DeviceSource:
     ) -> ContainerEdits | Awaitable[ContainerEdits | None] | None:
         """Set devices up as a claim's request wants them; return what its containers get beyond `edits`.
 
-        Called on the DRA side only, once for each request of a claim, after `reset`. `config`
-        is a `config_type` made from the parameters of class and claim (the claim's win), None
-        without a `config_type`. It may be called again for the same devices, if it failed or the
-        agent ended; an error is the claim's, its pods wait and the kubelet tries again.
+        Called on the DRA side only, once for each request of a claim, after `reset`. `config` is a `config_type` made
+        from the parameters of class and claim (the claim's win), None without a `config_type`. It may be called again
+        for the same devices, if it failed or the agent ended; an error is the claim's, its pods wait and the kubelet
+        tries again.
         """
         return None
 
@@ -115,10 +110,10 @@ class DeviceSource:
     def measure(self, devices: Sequence[Device]) -> Measured | Awaitable[Measured]:
         """Return how busy the devices are, by id and quantity; called at a period if there are metrics.
 
-        `deviceplugin.metrics.load` knows the common quantities (`utilization_ratio`, `memory_used_bytes`);
-        others become metrics of their own, in base units, with `_total` at the end if they only
-        grow. What a device cannot tell is left out or None, never 0. An error or a call that takes
-        too long leaves nothing to be shown; the next call follows when this one has ended.
+        `deviceplugin.metrics.load` knows the common quantities (`utilization_ratio`, `memory_used_bytes`); others
+        become metrics of their own, in base units, with `_total` at the end if they only grow. What a device cannot
+        tell is left out or None, never 0. An error or a call that takes too long leaves nothing to be shown; the next
+        call follows when this one has ended.
         """
         raise NotImplementedError
 
@@ -131,16 +126,16 @@ class DeviceSource:
         """How close two devices are, frozenset of their ids -> number, higher is closer; cheap to ask.
 
         What goes together is chosen by it. The scale that users know: the number of NVLinks times 100,
-        plus the PCIe level: same board 60, one switch 50, several switches 40, same host bridge 30,
-        same CPU 20, across CPUs 10.
+        plus the PCIe level: same board 60, one switch 50, several switches 40, same host bridge 30, same CPU 20, across
+        CPUs 10.
         """
         return {}
 
     async def child_sources(self) -> AsyncIterator[Sequence[DeviceSource]]:
         """Yield the sources of further resources that come with this one, all of them, when one more is known.
 
-        They are served like this one, until this one ends. Partitions are such: which kinds there
-        are, and so which resources, shows only when the hardware is looked at.
+        They are served like this one, until this one ends. Partitions are such: which kinds there are, and so which
+        resources, shows only when the hardware is looked at.
         """
         none: Sequence[Sequence[DeviceSource]] = ()
         for child_sources in none:

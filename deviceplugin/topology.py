@@ -78,27 +78,26 @@ def preferred(
 ) -> list[str]:
     """Choose the `size` devices out of `available` that are closest together.
 
-    score: how close two devices are, by frozenset({a, b}), usually NVLinks x 100 plus the level of
-    PCIe (see Link); missing pairs have 0. Chosen is the set with
+    score: how close two devices are, by frozenset({a, b}), usually NVLinks x 100 plus the level of PCIe (see Link);
+    missing pairs have 0. Chosen is the set with
 
     1. the highest total of its pairs' scores; among equals the one that leaves the best remainder:
-    2. the highest total that the next request of this size can get, then the one after it, and so
-       on until fewer than `size` devices are left, each served by this rule;
+    2. the highest total that the next request of this size can get, then the one after it, and so on until fewer than
+       `size` devices are left, each served by this rule;
     3. the highest total of all pairs that are left;
     4. the smallest ids, in natural order.
 
-    A single device is the one whose loss hurts least: in place of 2, what two requests for four
-    devices can still get, one after the other, and then, among equals, what four requests for two.
+    A single device is the one whose loss hurts least: in place of 2, what two requests for four devices can still get,
+    one after the other, and then, among equals, what four requests for two.
 
-    All of this is exact for up to 16 devices, and beyond as long as enough of them are
-    interchangeable. Otherwise a heuristic follows 1, 3 and 4 as far as it gets in a fixed number of
-    steps (some 10 ms for 64 devices) or, should the machine be that slow, until `deadline` seconds
-    have passed: only then can two calls differ. The order and the repetitions of the input never
-    matter.
+    All of this is exact for up to 16 devices, and beyond as long as enough of them are interchangeable. Otherwise a
+    heuristic follows 1, 3 and 4 as far as it gets in a fixed number of steps (some 10 ms for 64 devices) or, should the
+    machine be that slow, until `deadline` seconds have
+    passed: only then can two calls differ. The order and the repetitions of the input never matter.
 
-    `must_include` is always kept, even if it is longer than `size` or not `available`; if there are
-    too few devices, all of them are returned. Scores that are no integers are rounded to twelve
-    digits of the largest. The list is in the natural order of the ids.
+    `must_include` is always kept, even if it is longer than `size` or not `available`; if there are too few devices,
+    all of them are returned. Scores that are no integers are rounded to twelve digits of the largest. The list is in
+    the natural order of the ids.
     """
     stop = time.perf_counter() + deadline
     required = _in_order(must_include)
@@ -143,8 +142,8 @@ def choose(
 ) -> list[str]:
     """Choose `size` of the `available` ids by a policy; `must_include` is always kept.
 
-    score: as for `preferred`, between physical devices. physical: the device of each id on this
-    node, given or not; an id that is missing is a device by itself.
+    score: as for `preferred`, between physical devices. physical: the device of each id on this node, given or not; an
+    id that is missing is a device by itself.
 
     Raises:
         ValueError: there is no such policy.
@@ -165,8 +164,8 @@ def links(
 ) -> list[str]:
     """Choose replicas of different devices that are closest together.
 
-    Once every device that is free has given one, the next round begins. Of a device the smallest
-    id is taken. Without replicas this is `preferred`.
+    Once every device that is free has given one, the next round begins. Of a device the smallest id is taken. Without
+    replicas this is `preferred`.
     """
     taken = set(must_include)
     free = _by_device(set(available) - taken, physical)
@@ -197,8 +196,8 @@ def distributed(
 ) -> list[str]:
     """Choose replicas one by one, each of the device that has the fewest in use by then.
 
-    In use are those that `physical` has and that are not `available`, and what is chosen. Among
-    equals the device with the most free replicas, then the smallest id.
+    In use are those that `physical` has and that are not `available`, and what is chosen. Among equals the device with
+    the most free replicas, then the smallest id.
     """
     taken = set(must_include)
     free = _by_device(set(available) - taken, physical)
@@ -245,8 +244,8 @@ def arranged(devices: Collection[str], score: Score) -> list[str]:
 def numa_scores(devices: Mapping[str, Sequence[int]]) -> dict[frozenset[str], float]:
     """Return scores from NUMA nodes alone: 20 for devices that share one, 10 across nodes.
 
-    devices: id to its NUMA nodes; one without any has no scores. There are n^2/2 pairs: for many
-    devices use `numa_compact`, which needs none.
+    devices: id to its NUMA nodes; one without any has no scores. There are n^2/2 pairs: for many devices use
+    `numa_compact`, which needs none.
     """
     known = [(device, frozenset(nodes)) for device, nodes in devices.items() if nodes]
     return {
@@ -260,14 +259,14 @@ def numa_compact(
 ) -> list[str]:
     """Choose `size` of the `available` ids on as few NUMA nodes as possible; O(n log n).
 
-    devices: id to its NUMA nodes, empty (or no entry) if unknown; a device near several nodes
-    counts for each of them. The nodes of `must_include` come first; one of them that can hold all
-    that is missing is enough. Otherwise they are emptied, and what is still missing comes from the
-    node with the fewest free devices that holds it all, or, while there is none, from the node with
-    the most. Devices of unknown NUMA come last. Ties: the lower node, then the smaller id.
+    devices: id to its NUMA nodes, empty (or no entry) if unknown; a device near several nodes counts for each of them.
+    The nodes of `must_include` come first; one of them that can hold all that is missing is enough. Otherwise they are
+    emptied, and what is still missing comes from the node with the fewest free devices that holds it all, or, while
+    there is none, from the node with the most. Devices of unknown NUMA come last. Ties: the lower node, then the
+    smaller id.
 
-    `must_include` is always kept, even if it is longer than `size` or not `available`; if there are
-    too few devices, all of them are returned. The list is in the natural order of the ids.
+    `must_include` is always kept, even if it is longer than `size` or not `available`; if there are too few devices,
+    all of them are returned. The list is in the natural order of the ids.
     """
     taken = set(must_include)
     free = set(available) - taken
