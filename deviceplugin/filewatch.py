@@ -120,7 +120,14 @@ class Watcher:
                 armed, directory, event_filter=_NAMES_AND_WRITES if armed.writes else _NAMES
             )
         except OSError as error:
-            self._complain(directory, error)
+            if not self._complained:
+                self._complained = True
+                _LOG.warning(
+                    "cannot watch %s (%s); checking it from time to time instead. "
+                    "fs.inotify.max_user_instances or max_user_watches may be too low",
+                    directory,
+                    error,
+                )
             return
         self._armed[directory] = armed
 
@@ -137,16 +144,6 @@ class Watcher:
             # A directory that was deleted took its emitter along.
             with contextlib.suppress(KeyError, OSError):
                 self._observer.unschedule(armed.observed)
-
-    def _complain(self, directory: str, error: OSError) -> None:
-        if not self._complained:
-            self._complained = True
-            _LOG.warning(
-                "cannot watch %s (%s); falling back to looking from time to time. "
-                "fs.inotify.max_user_instances or max_user_watches may be too low",
-                directory,
-                error,
-            )
 
 
 class _Armed(FileSystemEventHandler):
@@ -197,21 +194,15 @@ class Watch:
             True when a hint came (perhaps a spurious one), False when the time is over; look in either case.
 
         """
-        if not self._hinted.is_set():
-            timer = self._loop.call_later(timeout, self._hinted.set)
-            hinted = await self._until(timer)
-        else:
+        try:
+            async with asyncio.timeout(timeout):
+                await self._hinted.wait()
             hinted = True
+        except TimeoutError:
+            hinted = False
         self._hinted.clear()
         self._rearm()
         return hinted
-
-    async def _until(self, timer: asyncio.TimerHandle) -> bool:
-        try:
-            await self._hinted.wait()
-        finally:
-            timer.cancel()
-        return self._loop.time() < timer.when()
 
     def wake(self) -> None:
         """Give a hint by hand; thread-safe."""

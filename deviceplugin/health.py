@@ -25,7 +25,7 @@ import signal
 import subprocess
 import threading
 import time
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Final
 
@@ -142,10 +142,10 @@ def command_probe(argv: Sequence[str], timeout: float) -> Callable[[Device], Fin
 
     def probe(device: Device) -> Finding:
         nodes = [node.host for node in device.container_edits.device_nodes]
-        words = {"{id}": device.id, "{node}": nodes[0] if nodes else ""}
+        first = nodes[0] if nodes else ""
         try:
             process = subprocess.Popen(
-                [_filled(word, words) for word in argv],
+                [word.replace("{id}", device.id).replace("{node}", first) for word in argv],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,
@@ -167,12 +167,6 @@ def command_probe(argv: Sequence[str], timeout: float) -> Callable[[Device], Fin
         return Verdict.UNREADABLE if process.returncode == TEMPFAIL else Verdict.BAD, why
 
     return probe
-
-
-def _filled(word: str, words: Mapping[str, str]) -> str:
-    for mark, value in words.items():
-        word = word.replace(mark, value)
-    return word
 
 
 def _last_words(process: subprocess.Popen[bytes], timeout: float) -> bytes:
@@ -227,7 +221,9 @@ class Prober:
             async with turn:
                 found[device.id] = await self._look(device)
 
-        await _all(one(device) for device in devices)
+        async with asyncio.TaskGroup() as group:
+            for device in devices:
+                group.create_task(one(device))
         return found
 
     async def _look(self, device: Device) -> Finding:
@@ -268,13 +264,3 @@ class _Look:
         self.deadline = deadline
         self.begun = False
         self.over = threading.Event()
-
-
-async def _all(calls: Iterable[Awaitable[None]]) -> None:
-    async with asyncio.TaskGroup() as group:
-        for call in calls:
-            group.create_task(_awaited(call))
-
-
-async def _awaited(call: Awaitable[None]) -> None:
-    await call

@@ -7,8 +7,9 @@ deadline, and one that fails costs its own call only.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import AsyncIterator, Awaitable, Iterator, Mapping, Sequence
-from typing import Any, ClassVar, Final
+from typing import Any, ClassVar
 
 from deviceplugin.device import ContainerEdits, Device
 
@@ -144,13 +145,9 @@ class DeviceSource:
     @property
     def hooks(self) -> frozenset[str]:
         """The hooks that this source really has."""
-        kind = type(self)
-        hooks = _HOOKS_OF.get(kind)
-        if hooks is None:
-            there = (name for name in self.HOOKS if getattr(kind, name) is not getattr(DeviceSource, name))
-            hooks = _HOOKS_OF[kind] = frozenset(there)
-        return hooks
+        return _hooks_of(type(self))  # type: ignore[arg-type]  # a class is hashable
 
 
-_HOOKS_OF: Final[dict[type[DeviceSource], frozenset[str]]] = {}
-"""Asked for with every Allocate; a class does not change."""
+@functools.cache  # asked for with every Allocate; a class does not change
+def _hooks_of(kind: type[DeviceSource]) -> frozenset[str]:
+    return frozenset(name for name in kind.HOOKS if getattr(kind, name) is not getattr(DeviceSource, name))
