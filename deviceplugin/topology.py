@@ -35,11 +35,9 @@ _USUAL: Final = ((4, 2), (2, 4))
 """Requests that may follow one for a single device: their size, and how many are considered."""
 _BUDGET: Final = 40_000
 """Steps after which the search for requests that are all served alike gives up."""
-_STEPS: Final = 500
-"""Devices that the heuristic adds, all sets that it grows together."""
-_STARTS: Final = 8
-"""Grown sets that the heuristic improves."""
-_SWAPS: Final = 100
+_STARTS: Final = 24
+"""Sets that the heuristic improves."""
+_SWAPS: Final = 32
 """Swaps that it tries on each of them."""
 _DENSE: Final = 256
 """Devices up to which scores are kept as a matrix."""
@@ -529,44 +527,21 @@ def _approximate(
 ) -> list[int]:
     """Return a set with a high total that leaves a high total, found in a fixed number of steps.
 
-    Sets grow greedily from one device each, or shrink from all but one where that is shorter. Swaps improve the best.
-    firsts: devices to begin with. stop: when to end at the latest, on the clock of perf_counter.
+    Swaps improve several sets, each of a device and those that are closest to it. firsts: devices to begin with.
+    stop: when to end at the latest, on the clock of perf_counter.
     """
     degrees = [sum(row) for row in matrix]
-    costs = list(map(add, bonus, degrees))
-    shrinking = 2 * missing > len(matrix)
-    steps = len(matrix) - missing if shrinking else missing
-
-    def estimate(first: int) -> int:
-        closest = sum(heapq.nlargest(steps - 1, matrix[first]))
-        return closest - costs[first] if shrinking else closest + bonus[first]
-
-    order = sorted(range(len(matrix)), key=estimate, reverse=True)
-    found: list[tuple[int, int, list[int]]] = []
+    order = sorted(range(len(matrix)), key=lambda one: -bonus[one] - sum(heapq.nlargest(missing - 1, matrix[one])))
+    starts = []
     for at, first in enumerate(order):
-        if found and (len(found) > _STEPS // steps or time.perf_counter() > stop):
-            break
-        if first not in firsts:
-            continue
-        chosen, others = [first], order[at + 1 :] + order[:at]  # among equals, each start prefers another one
-        if shrinking:
-            gains, chosen = list(map(sub, costs, matrix[first])), others
-            while len(chosen) > missing:
-                chosen.remove(worst := min(chosen, key=gains.__getitem__))
-                gains = list(map(sub, gains, matrix[worst]))
-        else:
+        if first in firsts and len(starts) < _STARTS:
             gains = list(map(add, bonus, matrix[first]))
-            while len(chosen) < missing:
-                others.remove(best := max(others, key=gains.__getitem__))
-                chosen.append(best)
-                gains = list(map(add, gains, matrix[best]))
-        # The total of what is left is, up to a constant, the total less these costs.
-        found.append((sum(gains[one] + bonus[one] for one in chosen), -sum(costs[one] for one in chosen), chosen))
-    found.sort(key=lambda one: one[:2], reverse=True)
+            others = order[at + 1 :] + order[:at]  # among equals, each start prefers another one
+            starts.append([first, *sorted(others, key=gains.__getitem__, reverse=True)][:missing])
     unit = 1 + 2 * sum(degrees)  # all that is left counts less than any difference in what is taken
     pairs = [[(unit + 1) * value for value in row] for row in matrix]
     nodes = [unit * value - degree for value, degree in zip(bonus, degrees, strict=True)]
-    improved = [_improved(pairs, nodes, chosen, stop) for *_, chosen in found[:_STARTS]]
+    improved = [_improved(pairs, nodes, chosen, stop) for chosen in starts]
     return _settled(pairs, nodes, max(improved, key=lambda one: one[0])[1], stop)
 
 
