@@ -15,9 +15,9 @@ import sys
 import time
 from array import array
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from functools import reduce
-from itertools import combinations, compress, groupby, islice, product
+from itertools import combinations, islice, product
 from operator import add, neg, or_, sub
 from types import MappingProxyType
 from typing import Any, Final
@@ -373,14 +373,13 @@ class _Sets:
         sizes = bytes(1)
         most = sum(map(sum, matrix)) + sum(bonus)
         width = next(width for width in _WIDTHS if most >> width == 0)  # no sum reaches the next number
-        totals, ones = 0, 1
+        totals, ones = 0, [1]
         for place, members in enumerate(classes):
-            weight, counts, row = len(sizes), range(len(members) + 1), matrix[members[0]]
-            within = row[members[-1]]
-            near = _linear(classes[:place], row, width)
-            layers = [totals + n * near + n * (n - 1) // 2 * within * ones for n in counts]
-            totals, ones = _joined(layers, width * weight), _joined([ones for _ in counts], width * weight)
-            sizes = b"".join(sizes.translate(bytes(range(n, 256)) + bytes(n)) for n in counts)
+            weight, count, row = len(sizes), len(members), matrix[members[0]]
+            near, within = _linear(classes[:place], row, ones, width), row[members[-1]] * ones[-1]
+            totals = _joined(totals, near, within, count, width * weight)
+            ones.append(_joined(ones[-1], 0, 0, count, width * weight))
+            sizes = b"".join(sizes.translate(bytes(range(n, 256)) + bytes(n)) for n in range(count + 1))
             self.weights.append(weight)
         self.whole = len(sizes) - 1
         """The set of all devices; less a set it is the complement."""
@@ -389,7 +388,7 @@ class _Sets:
         difference has as many devices fewer."""
         self.totals = self._numbers(totals, width)
         """The total of all pairs' scores in each set."""
-        self.firsts = self._numbers(totals + _linear(classes, bonus, width), width) if any(bonus) else self.totals
+        self.firsts = self._numbers(totals + _linear(classes, bonus, ones, width), width) if any(bonus) else self.totals
         """The same with the required devices."""
 
     def _numbers(self, table: int, width: int) -> array[int]:
@@ -409,7 +408,7 @@ class _Sets:
             if later and len(ties) > 1:
                 candidates = candidates if following == missing else self._of_size(following)
                 ties = self._best_left(ties, candidates, later, 1 if size > 1 else None)
-        return self._members(next(self._ordered(ties)))
+        return self._members(self._ordered(ties)[0])
 
     def _of_size(self, size: int) -> list[int]:
         levels: list[list[int]] = [[0], *([] for _ in range(size))]
@@ -429,15 +428,11 @@ class _Sets:
             found += members[:count]
         return sorted(found)
 
-    def _ordered(self, ties: Iterable[int]) -> Iterator[int]:
-        """Yield first those that leave the highest total, among equals those with the smallest ids."""
-
-        def left(one: int) -> int:
-            return self.totals[self.whole - one]
-
-        for _, alike in groupby(sorted(ties, key=left, reverse=True), left):
-            # Where each device has a digit of its own, a higher number means smaller ids.
-            yield from sorted(alike, key=neg if len(self.classes) == self.sizes[self.whole] else self._members)
+    def _ordered(self, ties: Iterable[int]) -> list[int]:
+        """Return first those that leave the highest total, among equals those with the smallest ids."""
+        # Where each device has a digit of its own, a higher number means smaller ids.
+        by_ids = sorted(ties, key=neg if len(self.classes) == self.sizes[self.whole] else self._members)
+        return sorted(by_ids, key=lambda one: -self.totals[self.whole - one])
 
     def _best_left(self, ties: list[int], candidates: list[int], later: int, enough: int | None) -> list[int]:
         """Return the ties that leave most for `later` requests, one after another.
@@ -500,26 +495,32 @@ class _Sets:
         return format(bits, f"0{count}b")[::-1]
 
 
-def _linear(classes: Iterable[Sequence[int]], values: Sequence[int], width: int) -> int:
-    """Return the sum of its devices' values for each set, in numbers of `width` bits."""
-    sums, ones, shift = 0, 1, width
-    for members in classes:
-        counts = range(len(members) + 1)
-        layers = [sums + n * values[members[0]] * ones for n in counts]
-        sums, ones = _joined(layers, shift), _joined([ones for _ in counts], shift)
-        shift *= len(counts)
+def _linear(classes: Iterable[Sequence[int]], values: Sequence[int], ones: Iterable[int], width: int) -> int:
+    """Return the sum of its devices' values for each set of these classes, in numbers of `width` bits."""
+    sums, shift = 0, width
+    for members, one in zip(classes, ones, strict=False):
+        sums = _joined(sums, values[members[0]] * one, 0, len(members), shift)
+        shift *= len(members) + 1
     return sums
 
 
-def _joined(layers: Iterable[int], shift: int) -> int:
-    """Put the sets with 0, 1, 2 and so on devices of one more class together."""
-    return reduce(or_, (layer << shift * n for n, layer in enumerate(layers)))
+def _joined(layer: int, step: int, growth: int, count: int, shift: int) -> int:
+    """Put sets without a class, and the same with up to `count` devices of it, side by side.
+
+    step: what the first device of the class adds. growth: how much more each further one adds.
+    """
+    joined = layer
+    for n in range(1, count + 1):
+        layer += step + (n - 1) * growth if growth else step
+        joined |= layer << shift * n
+    return joined
 
 
 def _highest(sets: list[int], totals: Sequence[int]) -> list[int]:
     """Return those of the sets that have the highest total."""
     found = list(map(totals.__getitem__, sets))
-    return list(compress(sets, map(max(found).__eq__, found)))
+    highest = max(found)
+    return [one for one, total in zip(sets, found, strict=True) if total == highest]
 
 
 def _approximate(
@@ -532,7 +533,7 @@ def _approximate(
     """
     degrees = [sum(row) for row in matrix]
     order = sorted(range(len(matrix)), key=lambda one: -bonus[one] - sum(heapq.nlargest(missing - 1, matrix[one])))
-    starts = []
+    starts: list[list[int]] = []
     for at, first in enumerate(order):
         if first in firsts and len(starts) < _STARTS:
             gains = list(map(add, bonus, matrix[first]))
