@@ -110,23 +110,19 @@ def _version(devices: list[dict[str, Any]]) -> str:
     annotations and dots in the class, 0.7.0 RDT and groups. Types, annotations, dots, RDT and groups are never written
     here.
     """
-    for device in devices:
-        if not device["name"][0].isalpha():
-            return "0.5.0"
-        if any("hostPath" in node for node in device["containerEdits"].get("deviceNodes", ())):
-            return "0.5.0"
-    return "0.3.0"
+    newer = any(
+        not device["name"][0].isalpha()
+        or any("hostPath" in node for node in device["containerEdits"].get("deviceNodes", ()))
+        for device in devices
+    )
+    return "0.5.0" if newer else "0.3.0"
 
 
 def _edits(edits: ContainerEdits) -> dict[str, Any]:
     contents: dict[str, Any] = {}
     if edits.env:
         contents["env"] = [f"{_variable(name)}={_text(value, name)}" for name, value in edits.env.items()]
-    nodes: dict[str, dict[str, Any]] = {}
-    for node in edits.device_nodes:
-        for found in _nodes(node):
-            nodes[found["path"]] = found
-    if nodes:
+    if nodes := {found["path"]: found for node in edits.device_nodes for found in _nodes(node)}:
         contents["deviceNodes"] = list(nodes.values())
     if edits.mounts:
         contents["mounts"] = [

@@ -92,8 +92,7 @@ class Things:
 
     def tokens(self, key: Key) -> Tokens:
         """Return what a device is, as far as it is known."""
-        thing = self._things.get(key)
-        return thing.tokens if thing is not None else _NO_TOKENS
+        return self._things[key].tokens if key in self._things else _NO_TOKENS
 
     def shared(self, key: Key) -> bool:
         """Return whether a device is given to several holders at once."""
