@@ -1,9 +1,10 @@
 """Hints that something in a directory changed: one watcher for the whole process.
 
 inotify events are hints, not facts: a deleted directory ends them silently, an overflow drops them. So a watch says
-only "look again", covers the directory and its parent, notices on a slow timer that a directory is another one than
-before (inode), and whoever waits on it looks with a deadline of his own. All watches share one watchdog observer, hence
-one inotify instance (a machine has 128 for a user; "too many open files" is a well-known end of device plugins).
+only "read again", covers the directory and its parent, notices on a slow timer that a directory is another one than
+before (inode), and whoever waits on it reads at the latest after a time of its own. All watches share one watchdog
+observer, hence one inotify instance (a machine has 128 for a user; "too many open files" is a well-known end of device
+plugins).
 """
 
 from __future__ import annotations
@@ -191,7 +192,7 @@ class Watch:
         """Wait for a hint, `timeout` seconds at the most.
 
         Returns:
-            True when a hint came (perhaps a spurious one), False when the time is over; look in either case.
+            True when a hint came (perhaps a spurious one), False when the time is over; read in either case.
 
         """
         try:

@@ -1,17 +1,17 @@
-"""From single looks at a device to its health: rules against flapping, and probes that look.
+"""From single probes of a device to its health: rules against flapping, and the probes.
 
-Three states, because what could not be read is not broken, and a device that came back is not yet trusted. `Course` is
-a pure value, clock and evidence come from outside; `probe` does the looking.
+Three states, because what could not be read is not broken, and a device that came back is not yet trusted.
+`HealthHistory` is a pure value, clock and evidence come from outside; `Prober` calls the probes.
 
 The rules, of which the tests have a model of their own:
 
-1. Before any evidence a device's health is unknown. Its first look counts by itself.
-2. `failures` bad looks in a row make it unhealthy; fewer change nothing.
+1. Before any evidence a device's health is unknown. Its first probe counts by itself.
+2. `failures` bad probes in a row make it unhealthy; fewer change nothing.
 3. A fault (an event by which the device says that it is broken) makes it unhealthy at once.
-4. Unhealthy, it is healthy again after `successes` good looks in a row that all came at least `quiet` seconds after its
-   last fault; never without such a time.
-5. A look that could tell nothing leaves an unhealthy device so, makes any other one's health unknown until the next
-   look that can, and stands in no row of looks.
+4. Unhealthy, it is healthy again after `successes` good probes in a row that all came at least `quiet` seconds after
+   its last fault; never without such a time.
+5. A probe that could tell nothing leaves an unhealthy device so, makes any other one's health unknown until the next
+   probe that can, and counts in no row of probes.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from deviceplugin.device import Device, Health
 
 
 class Verdict(enum.Enum):
-    """What one look at a device told."""
+    """What one probe of a device found."""
 
     GOOD = "good"
     BAD = "bad"
@@ -47,10 +47,10 @@ Finding = tuple[Verdict, str]
 
 @dataclass(frozen=True, slots=True)
 class Rules:
-    """When looks change a device's health.
+    """When probes change a device's health.
 
-    failures: bad looks in a row that make it unhealthy. successes: good looks in a row that make it healthy again.
-    quiet: seconds that must have gone by since its last fault before good looks count; None: a fault stays until the
+    failures: bad probes in a row that make it unhealthy. successes: good probes in a row that make it healthy again.
+    quiet: seconds that must have gone by since its last fault before good probes count; None: a fault stays until the
     process ends.
     """
 
@@ -60,18 +60,18 @@ class Rules:
 
 
 @dataclass(frozen=True, slots=True)
-class Course:
+class HealthHistory:
     """What has been seen of a device so far, and what follows from it; never changed, only followed."""
 
     health: Health = Health.UNKNOWN
-    message: str = "not looked at yet"
+    message: str = "not probed yet"
     failures: int = 0
     successes: int = 0
     fault_at: float | None = None
     known: bool = False
 
-    def looked(self, verdict: Verdict, message: str, now: float, rules: Rules) -> Course:
-        """Return what follows from a look at `now`, in seconds of the same clock as `faulted`."""
+    def checked(self, verdict: Verdict, message: str, now: float, rules: Rules) -> HealthHistory:
+        """Return what follows from a probe at `now`, in seconds of the same clock as `faulted`."""
         if verdict is Verdict.UNREADABLE:
             return self if self.health is Health.UNHEALTHY else replace(self, health=Health.UNKNOWN, message=message)
         if verdict is Verdict.BAD:
@@ -87,9 +87,9 @@ class Course:
         successes = self.successes + 1
         if successes < rules.successes:
             return replace(self, failures=0, successes=successes)
-        return Course(Health.HEALTHY, "", known=True)
+        return HealthHistory(Health.HEALTHY, "", known=True)
 
-    def faulted(self, message: str, now: float) -> Course:
+    def faulted(self, message: str, now: float) -> HealthHistory:
         """Return what follows from a fault at `now`."""
         return replace(self, health=Health.UNHEALTHY, message=message, successes=0, fault_at=now, known=True)
 
@@ -137,7 +137,7 @@ def command_probe(argv: Sequence[str], timeout: float) -> Callable[[Device], Fin
 
     argv: the program and its arguments; `{id}` and `{node}` in them stand for the device's id and its first node. The
         command also finds them as DEVICE_ID and DEVICE_NODES (several with ':' between).
-    timeout: seconds after which it is killed, with all processes it started, and the look was bad.
+    timeout: seconds after which it is killed, with all processes it started, and the probe is bad.
     """
 
     def probe(device: Device) -> Finding:
@@ -203,61 +203,61 @@ def _kill(process: subprocess.Popen[bytes]) -> None:
 class Prober:
     """Looks at devices with a probe, a few at a time; one that hangs keeps only its own device waiting.
 
-    probe: a plain function, run in a thread. timeout: seconds that a look may take.
+    probe: a plain function, run in a thread. timeout: seconds that a call may take.
     """
 
     def __init__(self, probe: Callable[[Device], Finding], *, timeout: float, at_once: int = 8) -> None:
         self._probe = probe
         self._timeout = timeout
         self._at_once = at_once
-        self._looks: dict[str, _Look] = {}
+        self._calls: dict[str, _Call] = {}
 
-    async def look(self, devices: Iterable[Device]) -> dict[str, Finding]:
+    async def check(self, devices: Iterable[Device]) -> dict[str, Finding]:
         """Return what the probe says of each device; never raises."""
         turn = asyncio.Semaphore(self._at_once)
         found: dict[str, Finding] = {}
 
         async def one(device: Device) -> None:
             async with turn:
-                found[device.id] = await self._look(device)
+                found[device.id] = await self._check(device)
 
         async with asyncio.TaskGroup() as group:
             for device in devices:
                 group.create_task(one(device))
         return found
 
-    async def _look(self, device: Device) -> Finding:
+    async def _check(self, device: Device) -> Finding:
         now = asyncio.get_running_loop().time()
-        self._looks = {name: look for name, look in self._looks.items() if not look.over.is_set()}
-        if before := self._looks.get(device.id):
+        self._calls = {name: call for name, call in self._calls.items() if not call.over.is_set()}
+        if before := self._calls.get(device.id):
             # Whoever waited for it may have gone before its time was over: that it goes on says nothing yet.
             if now < before.deadline:
                 return Verdict.UNREADABLE, "the probe was begun before and is not over yet"
             return Verdict.BAD, "the probe still hangs"
-        hanging = sum(now >= look.deadline for look in self._looks.values())
+        hanging = sum(now >= call.deadline for call in self._calls.values())
         if hanging >= self._at_once:  # each keeps a thread
-            return Verdict.UNREADABLE, f"not looked at: {hanging} probes of other devices hang"
-        look = self._looks[device.id] = _Look(now + self._timeout)
+            return Verdict.UNREADABLE, f"not probed: {hanging} probes of other devices hang"
+        call = self._calls[device.id] = _Call(now + self._timeout)
 
         def run(device: Device) -> Finding:
-            look.begun = True
+            call.begun = True
             try:
                 return self._probe(device)
             finally:
-                look.over.set()
+                call.over.set()
 
         try:
             return await hooks.call(f"the probe of {device.id}", run, device, timeout=self._timeout)
         except hooks.HookTimeoutError as error:
-            if not look.begun:
-                look.over.set()
+            if not call.begun:
+                call.over.set()
                 return Verdict.UNREADABLE, str(error)
             return Verdict.BAD, str(error)
         except hooks.HookError as error:
             return Verdict.UNREADABLE, str(error)
 
 
-class _Look:
+class _Call:
     """One call of a probe, as its thread and the loop see it. deadline: of the loop's clock."""
 
     def __init__(self, deadline: float) -> None:

@@ -84,7 +84,7 @@ def tokens_now(device: Device, stat: Stat = os.stat) -> Tokens:
 
 
 def is_quick(device: Device) -> bool:
-    """Return whether looking at what a device is cannot block: its nodes are in /dev, which is in memory."""
+    """Return whether `tokens_now` of a device cannot block: its nodes are in /dev, which is in memory."""
     return not device.identity.startswith("file:") and all(
         node.host.startswith("/dev/") for node in device.container_edits.device_nodes[: len(device.nodes)]
     )

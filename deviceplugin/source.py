@@ -136,7 +136,7 @@ class DeviceSource:
         """Yield the sources of further resources that come with this one, all of them, when one more is known.
 
         They are served like this one, until this one ends. Partitions are such: which kinds there are, and so which
-        resources, shows only when the hardware is looked at.
+        resources, shows only when the hardware is read.
         """
         none: Sequence[Sequence[DeviceSource]] = ()
         for child_sources in none:

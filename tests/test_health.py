@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 
 from deviceplugin import config, sources
 from deviceplugin.device import Device, DeviceNode, Health
-from deviceplugin.health import Course, Prober, Rules, Verdict, command_probe, open_probe, worst
+from deviceplugin.health import HealthHistory, Prober, Rules, Verdict, command_probe, open_probe, worst
 from deviceplugin.sources.nvidia import Gpu, NvidiaSource, NvmlError, NvmlScan, Xid
 
 GOOD, BAD, UNREADABLE = Verdict.GOOD, Verdict.BAD, Verdict.UNREADABLE
@@ -51,13 +51,13 @@ def test_health_follows_its_rules_whatever_is_seen(
 ) -> None:
     """Any row of looks and faults leads where a model of the rules, searching the history, says."""
     rules = Rules(failures, successes, quiet)
-    course, history, now, fault = Course(), "", 0.0, None
+    course, history, now, fault = HealthHistory(), "", 0.0, None
     for kind, wait in events:
         now += wait
         if kind == "F":
             course, fault = course.faulted("fault", now), now
         else:
-            course = course.looked({"G": GOOD, "B": BAD, "U": UNREADABLE}[kind], kind, now, rules)
+            course = course.checked({"G": GOOD, "B": BAD, "U": UNREADABLE}[kind], kind, now, rules)
             if kind == "G" and fault is not None and (quiet is None or now - fault < quiet):
                 kind = "g"
         history += kind
@@ -66,9 +66,9 @@ def test_health_follows_its_rules_whatever_is_seen(
 
 
 def follow(rules: Rules, *looks: Verdict) -> list[Health]:
-    course, seen = Course(), []
+    course, seen = HealthHistory(), []
     for number, verdict in enumerate(looks):
-        course = course.looked(verdict, verdict.value, float(number), rules)
+        course = course.checked(verdict, verdict.value, float(number), rules)
         seen.append(course.health)
     return seen
 
@@ -295,13 +295,13 @@ async def test_probe_that_hangs_keeps_only_its_own_device_waiting() -> None:
 
     prober = Prober(probe, timeout=1.0)
     devices = [Device("a"), Device("b"), Device("c")]
-    found = await prober.look(devices)
+    found = await prober.check(devices)
     assert [found[name][0] for name in "abc"] == [GOOD, BAD, GOOD]
-    assert (await prober.look(devices))["b"] == (BAD, "the probe still hangs")
+    assert (await prober.check(devices))["b"] == (BAD, "the probe still hangs")
     assert looked.count("b") == 1
     free.set()
     async with asyncio.timeout(10):
-        while (await prober.look(devices))["b"][0] is not GOOD:
+        while (await prober.check(devices))["b"][0] is not GOOD:
             pass
 
 
@@ -317,12 +317,12 @@ async def test_probes_that_hang_take_only_so_many_threads() -> None:
 
     prober = Prober(probe, timeout=1.0, at_once=2)
     devices = [Device(f"d{number}") for number in range(6)]
-    found = await prober.look(devices)
+    found = await prober.check(devices)
     assert [verdict for verdict, _ in found.values()].count(BAD) == len(begun) == 2
     assert [verdict for verdict, _ in found.values()].count(UNREADABLE) == 4
     free.set()
     async with asyncio.timeout(10):
-        while {verdict for verdict, _ in (await prober.look(devices)).values()} != {GOOD}:
+        while {verdict for verdict, _ in (await prober.check(devices)).values()} != {GOOD}:
             pass
 
 
@@ -336,13 +336,13 @@ async def test_look_that_nobody_waits_for_any_more_tells_nothing_while_it_has_ti
         return GOOD, ""
 
     prober = Prober(probe, timeout=60)
-    left = asyncio.create_task(prober.look([Device("a")]))
+    left = asyncio.create_task(prober.check([Device("a")]))
     await asyncio.to_thread(begun.wait, 20)
     left.cancel()
-    assert (await prober.look([Device("a")]))["a"][0] is UNREADABLE
+    assert (await prober.check([Device("a")]))["a"][0] is UNREADABLE
     free.set()
     async with asyncio.timeout(20):
-        while (await prober.look([Device("a")]))["a"][0] is not GOOD:
+        while (await prober.check([Device("a")]))["a"][0] is not GOOD:
             pass
 
 
@@ -384,7 +384,7 @@ async def test_probe_that_fails_by_itself_tells_nothing() -> None:
     def probe(device: Device) -> tuple[Verdict, str]:
         raise ZeroDivisionError
 
-    assert (await Prober(probe, timeout=5).look([Device("a")]))["a"][0] is UNREADABLE
+    assert (await Prober(probe, timeout=5).check([Device("a")]))["a"][0] is UNREADABLE
 
 
 async def test_configured_probe_withdraws_and_offers_again(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -180,7 +180,7 @@ class ConfiguredSource(DeviceSource):
         self._owners: Mapping[str, int] = {}
         self._prober = _prober(config.health)
         self._rules = health.Rules(config.health.failures, config.health.successes)
-        self._courses: dict[str, health.Course] = {}
+        self._courses: dict[str, health.HealthHistory] = {}
         self._looked: set[str] = set()
         """Devices whose first look was begun."""
         self._looking: set[str] = set()
@@ -365,7 +365,7 @@ class ConfiguredSource(DeviceSource):
 
         A first look that takes long goes on among `tasks`, and what it finds is a change.
         """
-        self._courses = {device.id: self._courses.get(device.id, health.Course()) for device in devices}
+        self._courses = {device.id: self._courses.get(device.id, health.HealthHistory()) for device in devices}
         self._looked &= self._courses.keys()
         fresh = [device for device in devices if device.id not in self._looked | self._looking]
         if fresh:
@@ -392,13 +392,13 @@ class ConfiguredSource(DeviceSource):
 
     async def _look(self, prober: health.Prober, devices: Sequence[Device]) -> bool:
         """Look at devices once; return whether that changed what is to be said of one."""
-        found = await prober.look(devices)
+        found = await prober.check(devices)
         now, changed = time.monotonic(), False
         for name, (verdict, message) in found.items():
             before = self._courses.get(name)
             if before is None:
                 continue  # gone meanwhile
-            after = self._courses[name] = before.looked(verdict, message, now, self._rules)
+            after = self._courses[name] = before.checked(verdict, message, now, self._rules)
             if _said(before) != _said(after):
                 changed = True
                 level = logging.INFO if after.health.usable else logging.WARNING
@@ -435,7 +435,7 @@ def _prober(config: HealthConfig) -> health.Prober | None:
     return health.Prober(health.open_probe, timeout=OPEN_TIMEOUT) if config.probe == "open" else None
 
 
-def _said(course: health.Course) -> tuple[Health, str]:
+def _said(course: health.HealthHistory) -> tuple[Health, str]:
     return course.health, course.message
 
 

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from typing import Final
 
 from deviceplugin.device import Health
-from deviceplugin.health import Course, Finding, Rules
+from deviceplugin.health import Finding, HealthHistory, Rules
 from deviceplugin.sources.nvidia.values import Gpu, NvmlError, Xid
 
 _LOG: Final = logging.getLogger(__name__)
@@ -22,11 +22,11 @@ class GpuHealth:
     def __init__(self, rules: Rules, ignore_xids: Iterable[int]) -> None:
         self.rules = rules
         self.ignore_xids = frozenset(ignore_xids)
-        self._courses: dict[str, Course] = {}
+        self._courses: dict[str, HealthHistory] = {}
         self._counts: dict[str, dict[str, int]] = {}
         self._times: dict[tuple[str | None, int], int] = {}
 
-    def course_of(self, name: str) -> Course:
+    def course_of(self, name: str) -> HealthHistory:
         """Return the course of a GPU or partition that was found."""
         return self._courses[name]
 
@@ -38,14 +38,14 @@ class GpuHealth:
         """Judge all that a scan found; what it did not find is forgotten."""
         courses, self._courses = self._courses, {}
         for name, (verdict, message) in findings.items():
-            before = courses.get(name, Course())
+            before = courses.get(name, HealthHistory())
             self._courses[name] = before
-            self._follow(name, before.looked(verdict, message, now, self.rules))
+            self._follow(name, before.checked(verdict, message, now, self.rules))
 
     def take_error(self, error: NvmlError, now: float) -> None:
         """Judge all that is known, where nothing can be learned of any."""
         for name, course in self._courses.items():
-            self._follow(name, course.looked(error.verdict, str(error), now, self.rules))
+            self._follow(name, course.checked(error.verdict, str(error), now, self.rules))
 
     def take_xid(self, xid: Xid, gpus: Iterable[Gpu], now: float) -> None:
         """Count an XID of these GPUs, and judge those that it hit."""
@@ -68,7 +68,7 @@ class GpuHealth:
                 for name in hit:
                     self._follow(name, self._courses[name].faulted(f"XID {xid.code}", now))
 
-    def _follow(self, name: str, course: Course) -> None:
+    def _follow(self, name: str, course: HealthHistory) -> None:
         before = self._courses[name]
         self._courses[name] = course
         if before.health is not course.health and (before.known or course.health is Health.UNHEALTHY):
