@@ -1,9 +1,8 @@
-"""Calling what an author wrote, at arm's length.
+"""Calling the hooks that an author wrote, each with a deadline.
 
-A hook may be a plain function, a coroutine function, fail, or hang for ever. Whatever it does
-costs its own call and nothing else: plain functions run in a daemon thread of their own (a pool would be eaten up by
-hanging ones, and would keep the process from ending), coroutines in a task that is left behind if it will not be
-cancelled.
+A hook may be a plain function or a coroutine function, fail, or never return. Whatever it does costs its own call and
+nothing else. Plain functions run in a daemon thread of their own: hanging ones would use up a pool, and would keep the
+process from ending. A coroutine that does not end when it is cancelled is abandoned.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from typing import Any, Final, TypeVar, overload
 _T = TypeVar("_T")
 
 MAX_STUCK: Final = 64
-"""Threads of timed-out hooks that may hang about at once; beyond that, calls fail at once."""
+"""Threads of timed-out hooks that may hang at the same time; beyond that, calls fail at once."""
 
 _stuck: set[asyncio.Future[Any]] = set()
 _abandoned: set[asyncio.Task[Any]] = set()
@@ -76,10 +75,10 @@ async def _finish(what: str, future: asyncio.Future[Any], rest: float, timeout: 
     try:
         done, _ = await asyncio.wait({future}, timeout=rest)
     except asyncio.CancelledError:
-        _leave(future)
+        _abandon(future)
         raise
     if not done:
-        _leave(future)
+        _abandon(future)
         raise HookTimeoutError(f"{what} did not answer within {timeout:g} s", future)
     try:
         return future.result()
@@ -89,8 +88,8 @@ async def _finish(what: str, future: asyncio.Future[Any], rest: float, timeout: 
         raise HookError(f"{what} failed: {type(error).__name__}: {error}") from error
 
 
-def _leave(future: asyncio.Future[Any]) -> None:
-    """Let go of a call that will not end; keep a reference so that it may still end quietly."""
+def _abandon(future: asyncio.Future[Any]) -> None:
+    """Wait no longer for a call that does not end; keep a reference, so that its late result is not logged as lost."""
     kept: set[Any] = _abandoned if isinstance(future, asyncio.Task) else _stuck
     kept.add(future)
     future.add_done_callback(lambda done: _forget(kept, done))

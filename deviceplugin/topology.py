@@ -23,6 +23,8 @@ from types import MappingProxyType
 from typing import Any, Final
 
 _NOTHING: Final[Mapping[Any, Any]] = MappingProxyType({})
+Ids = Collection[str]
+Matrix = Sequence[Sequence[int]]
 Score = Mapping[frozenset[str], float]
 """How close two devices are, by frozenset({a, b}); higher is closer, a pair that is missing has 0."""
 
@@ -71,9 +73,7 @@ def _in_order(devices: Iterable[str]) -> list[str]:
     return sorted(set(devices), key=natural)
 
 
-def preferred(
-    available: Collection[str], must_include: Collection[str], size: int, score: Score, *, deadline: float = 0.25
-) -> list[str]:
+def preferred(available: Ids, must_include: Ids, size: int, score: Score, *, deadline: float = 0.25) -> list[str]:
     """Choose the `size` devices out of `available` that are closest together.
 
     score: how close two devices are, by frozenset({a, b}), usually NVLinks x 100 plus the level of PCIe (see Link);
@@ -131,8 +131,8 @@ class Policy(enum.StrEnum):
 
 def choose(
     policy: Policy | str,
-    available: Collection[str],
-    must_include: Collection[str],
+    available: Ids,
+    must_include: Ids,
     size: int,
     *,
     score: Score = _NOTHING,
@@ -157,9 +157,7 @@ def choose(
     return unordered(available, must_include, size)
 
 
-def links(
-    available: Collection[str], must_include: Collection[str], size: int, score: Score, physical: Mapping[str, str]
-) -> list[str]:
+def links(available: Ids, must_include: Ids, size: int, score: Score, physical: Mapping[str, str]) -> list[str]:
     """Choose replicas of different devices that are closest together.
 
     Once every device that is free has given one, the next round begins. Of a device the smallest id is taken. Without
@@ -176,9 +174,7 @@ def links(
     return _in_order(taken)
 
 
-def packed(
-    available: Collection[str], must_include: Collection[str], size: int, physical: Mapping[str, str]
-) -> list[str]:
+def packed(available: Ids, must_include: Ids, size: int, physical: Mapping[str, str]) -> list[str]:
     """Choose replicas of as few devices as possible, of those that have the fewest free replicas.
 
     The devices of `must_include` come first; see `numa_compact`, whose nodes are the devices here.
@@ -189,9 +185,7 @@ def packed(
     return numa_compact(nodes, available, must_include, size)
 
 
-def distributed(
-    available: Collection[str], must_include: Collection[str], size: int, physical: Mapping[str, str]
-) -> list[str]:
+def distributed(available: Ids, must_include: Ids, size: int, physical: Mapping[str, str]) -> list[str]:
     """Choose replicas one by one, each of the device that has the fewest in use by then.
 
     In use are those that `physical` has and that are not `available`, and what is chosen. Among equals the device with
@@ -210,7 +204,7 @@ def distributed(
     return _in_order(taken)
 
 
-def unordered(available: Collection[str], must_include: Collection[str], size: int) -> list[str]:
+def unordered(available: Ids, must_include: Ids, size: int) -> list[str]:
     """Choose the smallest ids."""
     taken = set(must_include)
     taken.update(heapq.nsmallest(size - len(taken), set(available) - taken, key=natural))
@@ -252,9 +246,7 @@ def numa_scores(devices: Mapping[str, Sequence[int]]) -> dict[frozenset[str], fl
     }
 
 
-def numa_compact(
-    devices: Mapping[str, Sequence[int]], available: Collection[str], must_include: Collection[str], size: int
-) -> list[str]:
+def numa_compact(devices: Mapping[str, Sequence[int]], available: Ids, must_include: Ids, size: int) -> list[str]:
     """Choose `size` of the `available` ids on as few NUMA nodes as possible; O(n log n).
 
     devices: id to its NUMA nodes, empty (or no entry) if unknown; a device near several nodes counts for each of them.
@@ -367,7 +359,7 @@ class _Sets:
     integers have a number for each of them, so that one addition adds to all, or a bit, so that one AND filters all.
     """
 
-    def __init__(self, matrix: Sequence[Sequence[int]], bonus: Sequence[int], classes: list[list[int]]) -> None:
+    def __init__(self, matrix: Matrix, bonus: Sequence[int], classes: list[list[int]]) -> None:
         self.classes = classes
         self.weights: list[int] = []
         sizes = bytes(1)
@@ -523,9 +515,7 @@ def _highest(sets: list[int], totals: Sequence[int]) -> list[int]:
     return [one for one, total in zip(sets, found, strict=True) if total == highest]
 
 
-def _approximate(
-    matrix: Sequence[Sequence[int]], bonus: Sequence[int], missing: int, firsts: Collection[int], stop: float
-) -> list[int]:
+def _approximate(matrix: Matrix, bonus: Sequence[int], missing: int, firsts: Collection[int], stop: float) -> list[int]:
     """Return a set with a high total that leaves a high total, found in a fixed number of steps.
 
     Swaps improve several sets, each of a device and those that are closest to it. firsts: devices to begin with.
@@ -546,14 +536,12 @@ def _approximate(
     return _settled(pairs, nodes, max(improved, key=lambda one: one[0])[1], stop)
 
 
-def _gains(pairs: Sequence[Sequence[int]], nodes: Sequence[int], chosen: Iterable[int]) -> list[int]:
+def _gains(pairs: Matrix, nodes: Sequence[int], chosen: Iterable[int]) -> list[int]:
     """Return what each device adds to the chosen ones."""
     return [value + sum(map(row.__getitem__, chosen)) for value, row in zip(nodes, pairs, strict=True)]
 
 
-def _improved(
-    pairs: Sequence[Sequence[int]], nodes: Sequence[int], start: Sequence[int], stop: float
-) -> tuple[int, set[int]]:
+def _improved(pairs: Matrix, nodes: Sequence[int], start: Sequence[int], stop: float) -> tuple[int, set[int]]:
     """Return the best set, and its value, on a walk of swaps: the best comes in, the worst goes out.
 
     Neither returns for a while, so that the walk leaves the sets that no single swap improves.
@@ -583,7 +571,7 @@ def _improved(
     return best, found
 
 
-def _settled(pairs: Sequence[Sequence[int]], nodes: Sequence[int], chosen: set[int], stop: float) -> list[int]:
+def _settled(pairs: Matrix, nodes: Sequence[int], chosen: set[int], stop: float) -> list[int]:
     """Return the set after all swaps that improve it, or keep its value and lower the ids."""
     gains = _gains(pairs, nodes, chosen)
     swapped = True
