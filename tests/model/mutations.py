@@ -42,7 +42,7 @@ def _r1_by_state(now: Snapshot, resource: str, device: str) -> Refused | None:
 
 
 def _r2_by_state(now: Snapshot, resource: str, device: str) -> Refused | None:
-    return _R2(replace(now, holds={}), resource, device)
+    return _R2(replace(now, allocations={}), resource, device)
 
 
 BY_STATE: Final = ((operations, "r1_refusal", _r1_by_state), (operations, "r2_refusal", _r2_by_state))
