@@ -47,9 +47,6 @@ from dra_bridge.ledger.rules import (
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
 
-WELL_APART: Final = 10.0
-"""Seconds between the two snapshots that release a grant whose pod was never seen (R7)."""
-
 _TURNED: Final = {
     State.PLUGIN: State.TO_DRA,
     State.TO_DRA: State.PLUGIN,
@@ -173,21 +170,19 @@ def grant(state: Snapshot, resource: str, ids: Mapping[str, str], now: float) ->
 
 
 @_operation
-def observe(
-    state: Snapshot, resource: str, snapshot: KubeletSnapshot, now: float, *, apart: float = WELL_APART
-) -> Decision[Observed]:
+def observe(state: Snapshot, resource: str, snapshot: KubeletSnapshot, now: float) -> Decision[Observed]:
     """Compare the allocations of a resource with what checkpoint and cgroups say; release what is over (E2, R7).
 
     An allocation is over when none of its holders is left, and no grant of it waits for its container to be named. An
     id that is held and that the ledger does not know becomes an allocation. If its device is on the DRA side, the two
-    contradict each other, and the device is quarantined. apart: seconds between the two checkpoints of R7.
+    contradict each other, and the device is quarantined.
     """
     changes: list[Change] = []
     released: list[str] = []
     for key, record in state.allocations.items():
         if record.resource != resource or snapshot.sequence < record.sequence:
             continue  # given out, perhaps anew, after the snapshot was begun
-        after = _observed(record, snapshot, apart)
+        after = _observed(record, snapshot)
         if after is None:
             released.append(record.device_id)
             changes.append(Change("allocations", key, None))
@@ -209,7 +204,7 @@ def observe(
     return Decision(Observed(tuple(released), tuple(found), tuple(quarantined)), tuple(changes))
 
 
-def _observed(record: AllocationRecord, snapshot: KubeletSnapshot, apart: float) -> AllocationRecord | None:
+def _observed(record: AllocationRecord, snapshot: KubeletSnapshot) -> AllocationRecord | None:
     """Return an allocation as the snapshot leaves it; None if it is over."""
     observed = snapshot.held.get(record.device_id)
     holders = observed.holders if observed is not None else frozenset()
@@ -220,7 +215,7 @@ def _observed(record: AllocationRecord, snapshot: KubeletSnapshot, apart: float)
         return replace(record, holders=holders, pod=pod) if holders else None
     # A new name that only an old checkpoint has may be that of a pod that ended before this grant.
     holders &= record.holders
-    if r7_releases(record, snapshot, apart):
+    if r7_releases(record, snapshot):
         return replace(record, holders=holders, pending=False, absent_since=None, pod=pod) if holders else None
     absent = snapshot.at if record.absent_since is None and snapshot.awake else record.absent_since
     return replace(record, holders=holders, absent_since=absent, pod=pod)
@@ -327,14 +322,6 @@ def begin_move(
     at = {device: state.device(resource, device).state for device in devices}
     moves = {device: _TURNED[one] for device, one in at.items() if one in _TURNED and one.goal is not to}
     return Decision(moves, _moved(state, resource, moves, now, reason))
-
-
-@_operation
-def cancel_move(state: Snapshot, resource: str, devices: Collection[str], now: float) -> Decision[Mapping[str, State]]:
-    """Return moving devices to the side that they were leaving; answer the new state of each that changed."""
-    at = {device: state.device(resource, device).state for device in devices}
-    moves = {device: _TURNED[one] for device, one in at.items() if one in {State.TO_DRA, State.TO_PLUGIN}}
-    return Decision(moves, _moved(state, resource, moves, now, "cancelled"))
 
 
 @_operation

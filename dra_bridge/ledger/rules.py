@@ -5,8 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
+from typing import Final
 
 from dra_bridge.ledger.records import NONE, AllocationRecord, Claim, ClaimDevice, DeviceRecord, Holder, Snapshot, State
+
+WELL_APART: Final = 10.0
+"""Seconds between the two checkpoints that release a grant whose pod was never seen (R7)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -209,13 +213,13 @@ def r6_waits_for(now: Snapshot, record: DeviceRecord, evidence: ClusterEvidence)
     return ""
 
 
-def r7_releases(record: AllocationRecord, snapshot: KubeletSnapshot, apart: float) -> bool:
+def r7_releases(record: AllocationRecord, snapshot: KubeletSnapshot) -> bool:
     """R7: return whether a grant is over whose pod no checkpoint has ever named.
 
     The pod may still be on its way from Allocate to the kubelet's checkpoint. So two checkpoints without it are
-    needed, each written at our request, `apart` seconds apart by when they were asked for.
+    needed, each written at our request, and asked for at least WELL_APART seconds after one another.
     """
-    return snapshot.awake and record.absent_since is not None and snapshot.at - record.absent_since >= apart
+    return snapshot.awake and record.absent_since is not None and snapshot.at - record.absent_since >= WELL_APART
 
 
 def _utc(seconds: float) -> str:

@@ -280,11 +280,6 @@ class Ledger:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def __repr__(self) -> str:
-        now = self.snapshot
-        what = f"{len(now.devices)} devices, {len(now.allocations)} allocations, {len(now.claims)} claims"
-        return f"<Ledger {self.path} at {now.sequence}: {what}>"
-
     def do(self, operation: Operation[_T]) -> _T:
         """Decide and record; the answer is durable when it is returned.
 
@@ -353,12 +348,11 @@ class Ledger:
     def _in_place(self) -> bool:
         """Return whether the next agent will find what is written; SQLite removes the log with a connection."""
         count = 2 if self._connection is None else 3
-        return all(file == _file(path) for path, file in list(zip(self._paths, self._files, strict=True))[:count])
+        return self._found_files()[:count] == self._files[:count]
 
-    @property
-    def _paths(self) -> tuple[str, ...]:
-        """The files that make up the ledger, its lock first."""
-        return f"{self.path}.lock", self.path, f"{self.path}-wal"
+    def _found_files(self) -> tuple[_File | None, ...]:
+        """Return what the paths of lock, database and log lead to."""
+        return _file(f"{self.path}.lock"), _file(self.path), _file(f"{self.path}-wal")
 
     def _lose(self, why: str) -> None:
         """Grant nothing any more: what is on disk is not what this process has written."""
@@ -458,7 +452,7 @@ class Ledger:
         # it into the database writes it once more.
         self._step("checkpoint")
         connection.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchall()
-        self._files = tuple(map(_file, self._paths))
+        self._files = self._found_files()
         self._step("opened")
         return snapshot
 

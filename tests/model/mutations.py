@@ -57,7 +57,7 @@ def _old_r6(now: Snapshot, record: DeviceRecord, evidence: ClusterEvidence) -> s
     return _R6(now, replace(record, sequence=0), evidence)
 
 
-def _released_at_once(_hold: object, snapshot: KubeletSnapshot, _apart: float) -> bool:
+def _released_at_once(_record: object, snapshot: KubeletSnapshot) -> bool:
     return snapshot.awake
 
 

@@ -10,7 +10,6 @@ from dra_bridge import ledger
 from dra_bridge.ledger import (
     Claim,
     Evidence,
-    Granted,
     KubeletEvidence,
     KubeletSnapshot,
     Ledger,
@@ -19,6 +18,7 @@ from dra_bridge.ledger import (
     Side,
     State,
 )
+from dra_bridge.ledger.operations import Granted, identify
 from tests.dra.ledger.samples import T0, D, R, claim, cluster, held_by, kubelet, seen, state, to_dra
 
 # R1
@@ -358,7 +358,7 @@ def test_a_move_turns_round_and_is_cancelled(book: Ledger) -> None:
         assert book.do(ledger.begin_move(R, ["a"], to, T0)) == {"a": begun}
     to_dra(book)
     assert book.do(ledger.begin_move(R, ["a"], Side.PLUGIN, T0)) == {"a": State.TO_PLUGIN}
-    assert book.do(ledger.cancel_move(R, ["a", "b"], T0)) == {"a": State.DRA}
+    assert book.do(ledger.begin_move(R, ["a"], Side.DRA, T0)) == {"a": State.DRA}
     assert book.do(ledger.begin_move(R, ["a"], Side.DRA, T0)) == {}
 
 
@@ -395,7 +395,7 @@ def test_settings_survive(book: Ledger, path: str) -> None:
 
 def test_a_device_is_recorded_as_what_it_is(book: Ledger, path: str) -> None:
     """Moves keep it, a restart too; an unknown device has none."""
-    book.do(ledger.identify({(R, "a"): "boot:1 n1", (R, "z"): "boot:1 n2", (R, "b"): ""}))
+    book.do(identify({(R, "a"): "boot:1 n1", (R, "z"): "boot:1 n2", (R, "b"): ""}))
     to_dra(book, "a")
     book.close()
     with Ledger(path) as again:
@@ -411,12 +411,12 @@ def test_a_held_device_is_recorded_as_what_its_holder_got(book: Ledger, side: Si
         to_dra(book, "a")
         book.do(ledger.prepare(claim("1", "a")))
     for identity, after in (("boot:1 n1", "n1"), ("boot:1 n2", "n1"), ("boot:2 n3", "n3"), ("boot:2 n4", "n3")):
-        book.do(ledger.identify({(R, "a"): identity}))
+        book.do(identify({(R, "a"): identity}))
         assert book.snapshot.device(R, "a").identity.endswith(after)
     if side is Side.PLUGIN:
         book.do(ledger.observe(R, seen(book, 1.0), T0))
         book.do(ledger.observe(R, seen(book, 100.0), T0))
     else:
         book.do(ledger.unprepare(D, "1"))
-    book.do(ledger.identify({(R, "a"): "boot:2 n4"}))
+    book.do(identify({(R, "a"): "boot:2 n4"}))
     assert book.snapshot.device(R, "a").identity == "boot:2 n4"

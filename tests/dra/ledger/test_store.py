@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import msgspec
 import pytest
@@ -29,16 +30,16 @@ from dra_bridge.ledger import (
     ClaimEvidence,
     ClusterEvidence,
     Evidence,
-    Granted,
     KubeletEvidence,
     KubeletSnapshot,
     Ledger,
-    LedgerBusyError,
     LedgerError,
-    LedgerLostError,
     Side,
     State,
+    rules,
 )
+from dra_bridge.ledger.operations import Granted
+from dra_bridge.ledger.records import Decision, LedgerBusyError, LedgerLostError
 from tests.dra.ledger.samples import T0, D, Flaky, R, claim, held_by, seen, state
 
 
@@ -417,7 +418,7 @@ for _ in range(3):
         print("refused", error)
     assert book.snapshot == before, book.snapshot
 resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-assert isinstance(book.do(ledger.grant(R, {{"a": "a"}}, T0)), ledger.Granted)
+assert isinstance(book.do(ledger.grant(R, {{"a": "a"}}, T0)), ledger.operations.Granted)
 after = book.snapshot
 book.close()
 again = ledger.Ledger({str(tmp_path / "l.db")!r})
@@ -505,7 +506,7 @@ def test_a_directory_that_cannot_be_written_is_an_error_that_says_so(tmp_path: P
 def test_an_operation_that_fails_costs_its_own_caller_only(book: Ledger) -> None:
     """One mistake of ours in a batch does not refuse the pods beside it."""
 
-    def mistaken(_now: ledger.Snapshot) -> ledger.Decision[None]:
+    def mistaken(_now: ledger.Snapshot) -> Decision[None]:
         raise ZeroDivisionError
 
     answers = book.do_all([mistaken, ledger.grant(R, {"a": "a"}, T0)])
@@ -532,7 +533,7 @@ def test_memory_and_file_never_differ(tmp_path_factory: pytest.TempPathFactory, 
         st.builds(lambda d: ledger.forget(R, [d]), device),
         st.builds(
             lambda d, held: ledger.observe(
-                R, KubeletSnapshot(1 << 40, 0.0, True, {d: held_by(d, held)} if held else {}), T0, apart=0.0
+                R, KubeletSnapshot(1 << 40, 0.0, True, {d: held_by(d, held)} if held else {}), T0
             ),
             device,
             st.sampled_from(["", "u1/main", "u1/init", "u2/main"]),
@@ -553,7 +554,7 @@ def test_memory_and_file_never_differ(tmp_path_factory: pytest.TempPathFactory, 
             st.booleans(),
         ),
     )
-    with Ledger(path) as opened:
+    with patch.object(rules, "WELL_APART", 0.0), Ledger(path) as opened:
         for batch in data.draw(st.lists(st.lists(operation, min_size=1, max_size=3), max_size=10)):
             opened.do_all(batch)
         known = opened.snapshot

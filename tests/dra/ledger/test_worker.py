@@ -10,7 +10,9 @@ from pathlib import Path
 import pytest
 
 from dra_bridge import ledger
-from dra_bridge.ledger import AsyncLedger, Granted, Ledger, LedgerError, LedgerLostError, Side
+from dra_bridge.ledger import AsyncLedger, Ledger, LedgerError, Side
+from dra_bridge.ledger.operations import Granted
+from dra_bridge.ledger.records import LedgerLostError
 from tests.dra.ledger.samples import T0, Flaky, R
 
 
