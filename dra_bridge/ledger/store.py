@@ -26,23 +26,8 @@ from typing import Any, Final, Self, TypeVar, cast
 
 import msgspec
 
-from dra_bridge.ledger.records import (
-    AllocationRecord,
-    Change,
-    Claim,
-    ClaimDevice,
-    DeviceRecord,
-    Holder,
-    Key,
-    LedgerBusyError,
-    LedgerError,
-    LedgerLostError,
-    Operation,
-    Record,
-    Setting,
-    Snapshot,
-    State,
-)
+from dra_bridge.ledger import records
+from dra_bridge.ledger.records import Change, LedgerError, LedgerLostError, Operation, Snapshot
 
 _LOG: Final = logging.getLogger(__name__)
 _T = TypeVar("_T")
@@ -61,7 +46,12 @@ _PRAGMAS: Final = (
     "journal_size_limit = 2097152",
 )
 
-_RECORDS: Final = {"devices": DeviceRecord, "allocations": AllocationRecord, "claims": Claim, "settings": Setting}
+_RECORDS: Final = {
+    "devices": records.DeviceRecord,
+    "allocations": records.AllocationRecord,
+    "claims": records.Claim,
+    "settings": records.Setting,
+}
 _FIELDS: Final = {
     "devices": ("resource", "device", "state", "since", "sequence", "reason", "identity"),
     "allocations": ("resource", "device_id", "device", "since", "sequence", "holders", "pending"),
@@ -104,11 +94,11 @@ _DROP: Final = {
     for table, (name, columns) in _TABLES.items()
 }
 _DECODERS: Final[dict[str, Callable[[Any], Any]]] = {
-    "state": State,
-    "holders": msgspec.json.Decoder(frozenset[Holder]).decode,
+    "state": records.State,
+    "holders": msgspec.json.Decoder(frozenset[records.Holder]).decode,
     "pending": bool,
     "pods": msgspec.json.Decoder(frozenset[str]).decode,
-    "devices": msgspec.json.Decoder(tuple[ClaimDevice, ...]).decode,
+    "devices": msgspec.json.Decoder(tuple[records.ClaimDevice, ...]).decode,
 }
 """By field: the function from the column's value to the field's; other values are equal."""
 
@@ -118,12 +108,12 @@ def _select(table: str, count: int | None = None) -> str:
     return f"SELECT {', '.join(columns[:count])} FROM {name}"
 
 
-def _row(table: str, record: Record) -> _Row:
+def _row(table: str, record: records.Record) -> _Row:
     return tuple(_encoded(getattr(record, field)) for field in _FIELDS[table])
 
 
 def _encoded(value: Any) -> Any:
-    if isinstance(value, State):
+    if isinstance(value, records.State):
         return value.value
     if isinstance(value, (frozenset, tuple)):
         return msgspec.json.encode(sorted(value) if isinstance(value, frozenset) else value).decode()
@@ -208,7 +198,7 @@ def _locked(path: str, *, wait: bool = False) -> int:
         except OSError as error:
             os.close(lock)
             if isinstance(error, BlockingIOError):
-                raise LedgerBusyError(f"another agent holds the ledger {path}") from error
+                raise records.LedgerBusyError(f"another agent holds the ledger {path}") from error
             raise LedgerError(f"cannot lock the ledger {path}: {error}") from error
         held = os.fstat(lock)
         if _file(path + ".lock") == (held.st_dev, held.st_ino):
@@ -479,10 +469,10 @@ class Ledger:
         connection.execute("COMMIT")
 
     def _rows(self, connection: sqlite3.Connection) -> Snapshot:
-        tables: dict[str, dict[Key, Any]] = {table: {} for table in _TABLES}
-        for table, records in tables.items():
+        tables: dict[str, dict[records.Key, Any]] = {table: {} for table in _TABLES}
+        for table, found in tables.items():
             for row in connection.execute(_select(table)):
-                records[row[0], row[1]] = record = _record(table, row)
+                found[row[0], row[1]] = record = _record(table, row)
                 if _row(table, record) != row or not isinstance(row[0], str) or not isinstance(row[1], str):
                     raise _DamagedError(f"a row of {_TABLES[table][0]} is not in order")
         row = connection.execute("SELECT sequence, seal FROM seal WHERE id = 1").fetchone()

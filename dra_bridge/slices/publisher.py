@@ -10,21 +10,8 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Final
 
-from dra_bridge.kube import (
-    NODES,
-    RESOURCE_SLICES,
-    ApiError,
-    Changed,
-    Cluster,
-    ConflictError,
-    InvalidError,
-    Listed,
-    NotFoundError,
-    Object,
-    UnavailableError,
-    UnsupportedError,
-    VersionChangedError,
-)
+from dra_bridge import kube
+from dra_bridge.kube import RESOURCE_SLICES, ApiError, Cluster, NotFoundError, Object
 from dra_bridge.slices.desired import Desired, Pool, desired
 from dra_bridge.slices.features import WITHOUT, ServerFeatures, features_of
 from dra_bridge.slices.mirror import Mirror
@@ -183,10 +170,10 @@ class Publisher:
         selector = f"spec.nodeName={self._node}"
         async with aclosing(self.cluster.follow(RESOURCE_SLICES, field_selector=selector)) as events:
             async for event in events:
-                if isinstance(event, Listed):
+                if isinstance(event, kube.Listed):
                     self._replace_mirror(event.items)
                     self._listed.set()
-                elif isinstance(event, Changed):
+                elif isinstance(event, kube.Changed):
                     self._observe(event.object, deleted=event.type == "DELETED")
 
     def _replace_mirror(self, items: Iterable[Object]) -> None:
@@ -237,7 +224,7 @@ class Publisher:
                 if not driver.mirror.listed:  # it joined after the watch began, or what the server has is in doubt
                     await self._refresh(driver)
                 done = await self._reconcile(driver)
-            except (ConflictError, NotFoundError, VersionChangedError) as error:
+            except (kube.ConflictError, NotFoundError, kube.VersionChangedError) as error:
                 # What the server has is not what the watch reported: read it, and try again.
                 driver.mirror.doubt()
                 conflicts += 1
@@ -247,15 +234,15 @@ class Publisher:
                     wait = backoff.next()
                 if conflicts == 5:
                     self._problem(driver, f"the slices cannot be written: {error}")
-            except InvalidError as error:
+            except kube.InvalidError as error:
                 self._problem(driver, f"the API server refuses the slices: {_explained(error)}")
                 # It may be a policy that was just changed and that not every server knows yet. Once the waits have
                 # grown to their maximum, only something else that is wanted will help.
                 wait = backoff.next()
                 if wait > backoff.cap / 2:
                     wait = 10 * backoff.longest()
-            except (ApiError, UnsupportedError) as error:
-                if not isinstance(error, UnavailableError) or error.code:
+            except (ApiError, kube.UnsupportedError) as error:
+                if not isinstance(error, kube.UnavailableError) or error.code:
                     self._problem(driver, f"the slices cannot be written: {error}")
                 wait = backoff.next()
                 if isinstance(error, ApiError):
@@ -319,7 +306,7 @@ class Publisher:
             for write in writes:
                 try:
                     await self._write(driver, write, version)
-                except UnavailableError as error:
+                except kube.UnavailableError as error:
                     if error.code != 429:
                         # It may have been carried out, or may be later. So the slices are read again and written in
                         # a generation that is newer than all. The late write then names an older resourceVersion and
@@ -331,7 +318,7 @@ class Publisher:
 
     async def _know_owner(self, wanted: Desired) -> None:
         if self._owner is None and wanted.slices:
-            node = await self.cluster.get(NODES, self._node)
+            node = await self.cluster.get(kube.NODES, self._node)
             self._owner = {
                 "apiVersion": "v1",
                 "kind": "Node",
