@@ -217,12 +217,9 @@ def _connected(path: str) -> sqlite3.Connection:
 class Ledger:
     """The file. Synchronous and thread-safe; `AsyncLedger` is for event loops.
 
-    Attributes:
-        snapshot: everything as of the last commit.
-        set_aside: where a file went that could not be used, None if there was none. The ledger is
-            empty then, and `reconcile_evidence` must rebuild it before anything is granted.
-        fresh: the ledger was empty when it was opened.
-
+    snapshot: everything as of the last commit. fresh: the ledger was empty when it was opened. set_aside: where a file
+    went that could not be used, None if there was none; then the ledger is empty, and `reconcile_evidence` must
+    rebuild it before anything is granted.
     """
 
     def __init__(
@@ -235,11 +232,8 @@ class Ledger:
     ) -> None:
         """Open the ledger, or make it; put aside what cannot be used.
 
-        Args:
-            path: the database; `path + ".lock"` is the lock. Missing directories are made.
-            wait: wait while another agent has it.
-            step: called before and after each durable step with its name, for tests.
-            connect: opens the database, for tests.
+        path: of the database; `path + ".lock"` is the lock. Missing directories are made. wait: wait while another
+        agent has it. For tests: step is called before and after each durable step, connect opens the database.
 
         Raises:
             LedgerBusyError: another agent has it, and `wait` is False.
@@ -283,10 +277,9 @@ class Ledger:
         return cast("_T", answer)
 
     def do_all(self, operations: Sequence[Operation[Any]]) -> list[Any]:
-        """Decide one after the other and record all in one transaction.
+        """Decide one after the other and record all in one transaction; return an answer each.
 
-        Returns:
-            An answer each, or the exception that its operation raised (a mistake of ours).
+        The answer of an operation that fails (a mistake of ours) is its exception.
 
         Raises:
             LedgerError: it could not be recorded, nothing was granted.
@@ -438,8 +431,7 @@ class Ledger:
         connection.execute("BEGIN IMMEDIATE")
         connection.execute("UPDATE seal SET id = 1 WHERE id = 1")
         connection.execute("ROLLBACK")
-        # A commit whose fsync failed may be in the page cache as if it had been written; copying
-        # it into the database writes it once more.
+        # A commit whose fsync failed may be in the page cache as if it had been written. This writes it once more.
         self._step("checkpoint")
         connection.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchall()
         self._files = self._found_files()

@@ -120,9 +120,6 @@ class Publisher:
         self._owner: Object | None = None
         self._changed = asyncio.Event()
 
-    def __repr__(self) -> str:
-        return f"<Publisher {self._node}: {', '.join(self._drivers) or 'no drivers'}>"
-
     def want(self, pool: Pool) -> int:
         """Say what a driver's pool should be from now on; return a ticket for `accepted`.
 
@@ -259,18 +256,17 @@ class Publisher:
     async def _pause(self, driver: _Driver, seconds: float) -> None:
         """Wait after a failure; end early when something else is wanted and the server answers."""
         ticket = driver.state.wanted
-        pause = asyncio.ensure_future(self.cluster.pause(seconds))
+
+        async def newer() -> None:
+            while driver.state.wanted == ticket or self.cluster.statistics.lost_since is not None:
+                await self._changed.wait()
+
+        waits = {asyncio.ensure_future(self.cluster.pause(seconds)), asyncio.ensure_future(newer())}
         try:
-            while not pause.done():
-                changed = asyncio.ensure_future(self._changed.wait())
-                try:
-                    await asyncio.wait({pause, changed}, return_when=asyncio.FIRST_COMPLETED)
-                finally:
-                    changed.cancel()
-                if driver.state.wanted != ticket and self.cluster.statistics.lost_since is None:
-                    return
+            await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
         finally:
-            pause.cancel()
+            for one in waits:
+                one.cancel()
 
     async def _refresh(self, driver: _Driver) -> None:
         selector = f"spec.nodeName={self._node},spec.driver={driver.pool.driver}"
@@ -338,20 +334,19 @@ class Publisher:
             send = self.cluster.create if write.verb == "create" else self.cluster.replace
             driver.mirror.sending()
             answer = neutral(await send(RESOURCE_SLICES, body))
-            self._compare(driver, write.body, answer)
+            # What the server dropped or changed is not sent again.
+            missing = features_of(write.body) - features_of(answer)
+            self._features.lacks(missing)
+            if driver.mirror.compare(write.body, answer) and not missing:
+                message = (
+                    "the API server, or an admission webhook, changes slices as they are written; they are left so"
+                )
+                self._warn_once(driver, message)
             if driver.mirror.is_gone(answer):
                 driver.wake.set()  # it has been deleted since, and the watch was faster than the answer
             else:
                 self._keep(answer)
         self._set(driver, writes=driver.state.writes + 1)
-
-    def _compare(self, driver: _Driver, sent: Object, answer: Object) -> None:
-        """Note what the server dropped or changed, so that it is not sent again."""
-        missing = features_of(sent) - features_of(answer)
-        self._features.lacks(missing)
-        if driver.mirror.compare(sent, answer) and not missing:
-            message = "the API server, or an admission webhook, changes the slices that are written; they are left so"
-            self._warn_once(driver, message)
 
     def _finish(self, driver: _Driver, wanted: Desired, ticket: int) -> None:
         unsupported = self._features.missing & wanted.needs
