@@ -7,7 +7,6 @@ One pool a driver and node, named like the node. The limits are those of Kuberne
 from __future__ import annotations
 
 import hashlib
-import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
@@ -17,6 +16,7 @@ from deviceplugin import naming
 from deviceplugin.device import AttributeValue, Device, Version
 from deviceplugin.inventory import Snapshot
 from deviceplugin.naming import NamingError
+from deviceplugin.topology import natural
 from dra_bridge.kube import Object
 
 _T = TypeVar("_T")
@@ -28,8 +28,6 @@ MAX_NAME: Final = 253
 
 SHARES: Final = "shares"
 """Capacity that the DRA side adds to a shared device: how many claims it takes, one a claim unless it asks for more."""
-
-
 Feature = Literal["taints", "sharing", "counters"]
 """A feature of the API server. Without it, the server drops the fields of the feature without an error."""
 Counters = Mapping[str, int | str]
@@ -55,7 +53,7 @@ class Offer:
         """All devices in their order, else the natural one (gpu2 before gpu10), whatever their side and health."""
         devices = self.snapshot.devices
         at = {name: number for number, name in enumerate(self.order)}
-        return [devices[name] for name in sorted(devices, key=lambda name: (at.get(name, len(at)), _natural(name)))]
+        return [devices[name] for name in sorted(devices, key=lambda name: (at.get(name, len(at)), natural(name)))]
 
     def offers(self, device: str) -> bool:
         """Return whether a device is on the DRA side."""
@@ -104,11 +102,6 @@ def slice_name(node: str, driver: str, number: int) -> str:
     return f"{node}-{driver}"[: MAX_NAME - len(end)].rstrip("-.") + end
 
 
-def _natural(text: str) -> tuple[list[tuple[int, int, str]], str]:
-    parts = re.split(r"([0-9]+)", text)
-    return [(1, int(part), "") if part.isdecimal() else (0, 0, part) for part in parts], text
-
-
 def desired(pool: Pool, *, without: Collection[Feature] = ()) -> Desired | None:
     """Return the slices that this pool should consist of; None while a source has not listed its devices.
 
@@ -147,7 +140,7 @@ def desired(pool: Pool, *, without: Collection[Feature] = ()) -> Desired | None:
                             {"counterSet": one, "counters": _counters(what)} for one, what in sorted(consumed.items())
                         ]
             places.append(entry)
-    counters: list[Object] = [{"name": name, "counters": _counters(sets[name])} for name in sorted(used, key=_natural)]
+    counters: list[Object] = [{"name": name, "counters": _counters(sets[name])} for name in sorted(used, key=natural)]
     parts: list[Object] = []
     if any(places):
         parts += [{"sharedCounters": part} for part in _chunks(counters, MAX_COUNTER_SETS)]
