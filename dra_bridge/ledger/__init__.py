@@ -1,15 +1,9 @@
 """The ledger: who may have a device and who has it. It is durable, and a node's agent has no other authority.
 
-Both sides ask here before they answer the kubelet, and what is granted is on disk before the answer leaves. The
-modules, in the order in which they depend on each other:
-
-- `records`: the frozen records and the frozen `Snapshot` of all of them;
-- `rules`: the rules as pure functions of a snapshot, and the evidence that they are given;
-- `operations`: pure functions such as `grant`, `prepare`, `commit_to_dra` and `reconcile_evidence`. Each returns an
-  operation: called with a snapshot, it returns the answer and the changes;
-- `store`: `Ledger`, the only place with effects, which applies changes to one SQLite file;
-- `worker`: `AsyncLedger`, which serves a `Ledger` to asyncio from one thread and commits together whatever is asked
-  at the same time.
+Both sides ask here before they answer the kubelet, and what is granted is on disk before the answer leaves. `records`
+has the values. `rules` and `operations` decide as pure functions: `grant`, `prepare`, `commit_to_dra` and the others
+return an operation, which gives an answer and changes for a snapshot. `Ledger` (`store`) has the effects: it applies
+the changes to one SQLite file. `AsyncLedger` (`worker`) serves it to asyncio from one thread.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """The operations of the ledger: pure functions that decide by a snapshot, and return an answer and changes.
 
-Each is called without the snapshot and returns an `Operation`, which `Ledger.do` calls with it. Parameters that all of
-them have: `resource`, the extended resource's name; `devices`, ids of physical devices; `now`, Unix seconds.
+Each is called without the snapshot and returns an `Operation`, which `Ledger.do` calls with it, perhaps in another
+thread: arguments must not change after the call. Parameters that many have: `resource`, the extended resource's name;
+`devices`, ids of physical devices; `now`, Unix seconds.
 """
 
 from __future__ import annotations
