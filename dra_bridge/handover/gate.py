@@ -21,7 +21,7 @@ from deviceplugin.kubelet.checkpoint import Allocation
 from deviceplugin.kubelet.exclusion_guard import ExclusionGuard, Side
 from deviceplugin.kubelet.holders import HolderSnapshot
 from dra_bridge import ledger
-from dra_bridge.ledger import AsyncLedger, Held, KubeletSnapshot, LedgerError, Snapshot
+from dra_bridge.ledger import AsyncLedger, KubeletSnapshot, LedgerError, ObservedAllocation, Snapshot
 
 __all__ = ["LedgerGate", "allocations_of", "held_units", "kubelet_snapshot"]
 
@@ -34,7 +34,7 @@ DeviceIdResolver = Callable[[str], str]
 
 def held_units(
     now: HolderSnapshot, resource: str, device_id_of: DeviceIdResolver, title: Callable[[str], str] = str
-) -> dict[str, Held]:
+) -> dict[str, ObservedAllocation]:
     """Return who holds what of a resource as the ledger takes it: by the kubelet's id.
 
     title: a pod's name by its UID, for people.
@@ -45,7 +45,7 @@ def held_units(
         # The one that is surest is shown; the checkpoint itself needs no further reason.
         one, holding = min(allocations.items(), key=lambda item: (not item[1].certain, item[0]))
         sure = any(each.certain for each in allocations.values())
-        units[unit] = Held(
+        units[unit] = ObservedAllocation(
             device_id_of(unit), title(one.pod_uid), sure, holders, "" if holding.named else holding.reason
         )
     return units
@@ -69,8 +69,8 @@ def kubelet_snapshot(
 def allocations_of(now: Snapshot) -> list[Allocation]:
     """Return the allocations that the ledger knows, for the tracker to go on counting as held after a restart."""
     return [
-        Allocation(pod_uid, container, hold.resource, hold.unit)
-        for hold in now.holds.values()
+        Allocation(pod_uid, container, hold.resource, hold.device_id)
+        for hold in now.allocations.values()
         for pod_uid, container in hold.holders
     ]
 
@@ -171,8 +171,8 @@ class LedgerGate:
         # Nobody observes the holds of a resource that is served no more: the tracker alone knows when they end.
         keys = {
             (hold.resource, hold.device)
-            for hold in now.holds.values()
-            if hold.resource in self.device_id_of or (hold.resource, hold.unit) in allocated
+            for hold in now.allocations.values()
+            if hold.resource in self.device_id_of or (hold.resource, hold.device_id) in allocated
         }
         keys.update(*(claim.held for claim in now.claims.values()))
         return {key: identity.tokens_of(now.device(*key).identity, self._guard.boot) for key in keys}
@@ -186,7 +186,7 @@ class LedgerGate:
 
     def awaited(self) -> Collection[tuple[str, str]]:
         """Return the ids of grants whose container no checkpoint has named."""
-        return {key for key, hold in self._ledger.snapshot.holds.items() if hold.pending}
+        return {key for key, hold in self._ledger.snapshot.allocations.items() if hold.pending}
 
     def before_scan(self) -> object:
         """Remember where the ledger stood."""

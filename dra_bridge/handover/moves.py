@@ -217,9 +217,9 @@ class Handover:
         now, devices = self._ledger.snapshot, self._inventory.snapshot.devices
         if not self._inventory.snapshot.listed:
             return
-        if holds := now.holds_on(self.resource, now.of(self.resource).keys() - devices.keys()):
+        if holds := now.allocations_on(self.resource, now.of(self.resource).keys() - devices.keys()):
             waiting.update({hold.device: "its pod" for hold in holds})
-            await self._scan({(self.resource, hold.unit) for hold in holds})
+            await self._scan({(self.resource, hold.device_id) for hold in holds})
         now, devices = self._ledger.snapshot, self._inventory.snapshot.devices
         held, _ = in_hands(now, self.resource)
         gone = {

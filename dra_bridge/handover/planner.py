@@ -23,7 +23,7 @@ def in_hands(now: Snapshot, resource: str) -> tuple[frozenset[str], frozenset[st
     One that a pod took while it moved is not expected any more: that claim waits for the pod.
     """
     records = now.of(resource)
-    given = {hold.device for hold in now.holds_on(resource, records)}
+    given = {hold.device for hold in now.allocations_on(resource, records)}
     claimed = {name for claim in now.claims_on(resource, records) for of, name in claim.held if of == resource}
     pulled = {name for name, record in records.items() if record.pulled}
     return frozenset(given | claimed), frozenset(pulled - given)

@@ -110,7 +110,7 @@ def _resource(
         for of, device in claim.held:
             if of == resource:
                 holders[device] = f"claim {claim.title}"
-    for hold in now.holds.values():
+    for hold in now.allocations.values():
         if hold.resource == resource:
             holders[hold.device] = f"pod {hold.pod}" if hold.pod else "a pod"
     counts: dict[str, int] = {}
