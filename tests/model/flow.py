@@ -27,7 +27,7 @@ from deviceplugin.kubelet.registration import Backoff
 from deviceplugin.source import DeviceSource
 from dra_bridge import ledger
 from dra_bridge.driver import ClaimError, ClaimRef, Driver, Prepared, ServedResource
-from dra_bridge.handover import Handover, LedgerGate, Share, allocations_of, held_units
+from dra_bridge.handover import Handover, LedgerGate, Share, allocations_of, held_ids
 from dra_bridge.ledger import AsyncLedger, Evidence, Ledger, LedgerError, Side, State
 
 R: Final = "example.com/fpga"
@@ -152,7 +152,8 @@ class Flow:
             async_ledger,
             self._scan,
             self,
-            self,
+            withdrawn=self.withdrawn,
+            publish=self.publish,
             share=Share(0),
             waits=lambda: Backoff(first=0.0, most=0.0),
         )
@@ -182,7 +183,7 @@ class Flow:
 
     async def place(self) -> None:
         """Compare the ledger with what is held (R8)."""
-        held = held_units(holders.holders((), self.outside.witnesses()), R, str)
+        held = held_ids(holders.holders((), self.outside.witnesses()), R, str)
         claims = [
             claim for claim in self.driver.cdi_evidence()[R] if (D, claim.uid) not in self.async_ledger.snapshot.claims
         ]
@@ -212,7 +213,7 @@ class Flow:
 
     def publish(self) -> None:
         """Write the slice: one atomic write, as the API server takes it."""
-        body = json.dumps([name for name in DEVICES if self.handover.offered(name)])
+        body = json.dumps([name for name in DEVICES if self.state(name).offered])
         path = self.directory / "slice.json"
         if not path.exists() or path.read_text() != body:
             self.step("slice")
