@@ -11,8 +11,9 @@ import logging
 import time
 from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Final, Protocol
+from typing import Final
 
+from deviceplugin.exclusion import Key
 from deviceplugin.inventory import Inventory
 from deviceplugin.kubelet.holders import HolderSnapshot
 from deviceplugin.kubelet.registration import Backoff
@@ -26,25 +27,9 @@ from dra_bridge.ledger import AsyncLedger, ClusterEvidence, KubeletEvidence, Led
 _LOG: Final = logging.getLogger(__name__)
 
 
-class AllocatedClaims(Protocol):
-    """Asks the API server which claims have devices of this node.
-
-    Both calls raise ClusterError if the API server cannot be asked.
-    """
-
-    async def allocated(self) -> Mapping[tuple[str, str], str]:
-        """List all claims, consistently; return namespace/name by the (resource, device) allocated on this node."""
-
-    async def allocates(self, claim: str, resource: str, device: str) -> bool:
-        """Read one claim, by namespace/name; return whether its allocation names the device of this node."""
-
-
 @dataclass(slots=True)
 class _ClaimQuery:
-    """What the API server said last of a device that waits for claims (R6).
-
-    claim: one whose allocation names it, "" if none is known. due: when to ask again (monotonic seconds).
-    """
+    """Which claim's allocation names a device, "" if none is known, and when to ask again (monotonic seconds)."""
 
     waits: Backoff
     claim: str = ""
@@ -63,41 +48,40 @@ class MoveStatistics:
 class Handover:
     """Moves one resource's devices between the sides until their sides are as the share says.
 
+    A device that moves to the plugin side costs one list of the claims once the API server has taken the slice without
+    it (one list for all devices that wait then). While a claim's allocation names it, that claim is read after 0.5 s at
+    first and 5 min at most, and the claims are listed again when it names it no longer. A list that fails is tried
+    again after 30 s at most. A device on the way to DRA costs the API server nothing.
+
     Args:
-        endpoint, inventory: of the resource.
         scan: finds out who holds devices (`Agent.scan`); None if an Allocate came in between.
+        list_claims: lists all claims, consistently; returns namespace/name by the device of this node that a claim's
+            allocation names.
+        read_claim: reads a claim, by namespace/name; returns whether its allocation names a device of this node.
         withdrawn: returns since when (monotonic seconds) the API server has had slices without a device, if it has.
         publish: has the slices written again if they have changed.
-        groups: devices that belong together, as of now.
-        errors: what `claims` may raise when the API server cannot be asked.
+        groups: returns the devices that had best move together.
+        errors: what `list_claims` and `read_claim` raise when the API server cannot be asked.
         title: a pod's name by its UID, for people.
         waits: makes the delays between two reads of the claim that a device waits for.
-        group: returns the devices that a device moves together with.
+        group: returns the devices that a device must move together with.
         moved: called after moves have begun or ended.
 
     Attributes:
-        waiting: by device that moves, what its move waits for.
+        waiting: what moves wait for, by device.
         draining: devices on the plugin side that are to move once they are idle (drain: wait).
 
-    Requests to the API server, whatever the size of the cluster, for each device that moves to the
-    plugin's side: one list of the claims once the API server has taken the slice without it (one list
-    for all devices that wait then); while a claim's allocation names it, one read of that claim after
-    each wait, 0.5 s at first and 5 min at most; and one more list when that claim names it no longer.
-    A list that fails is tried again after 30 s at most. Devices on the way to DRA cost none.
-
     """
-
-    QUICK: Final = 0.02
-    SLOW: Final = 2.0
 
     def __init__(
         self,
         endpoint: Endpoint,
         inventory: Inventory,
         async_ledger: AsyncLedger,
-        scan: Callable[[Collection[tuple[str, str]]], Awaitable[HolderSnapshot | None]],
-        claims: AllocatedClaims,
+        scan: Callable[[Collection[Key]], Awaitable[HolderSnapshot | None]],
         *,
+        list_claims: Callable[[], Awaitable[Mapping[Key, str]]],
+        read_claim: Callable[[str, str, str], Awaitable[bool]],
         withdrawn: Callable[[str, str], float | None],
         publish: Callable[[], None],
         share: Share,
@@ -118,7 +102,8 @@ class Handover:
         self._inventory = inventory
         self._ledger = async_ledger
         self._scan = scan
-        self._claims = claims
+        self._list_claims = list_claims
+        self._read_claim = read_claim
         self._withdrawn = withdrawn
         self._publish = publish
         self._drain: Drain = drain
@@ -140,12 +125,12 @@ class Handover:
         self.wake()
 
     def wake(self) -> None:
-        """Have the next step done soon: a device came free, or the share or the devices changed."""
+        """Have the next step done soon."""
         self._wake.set()
 
     async def run(self) -> None:
         """Move devices until cancelled."""
-        backoff = Backoff(first=self.QUICK, most=self.SLOW)
+        backoff = Backoff(first=0.02, most=2.0)
         unsubscribe = self._inventory.subscribe(lambda snapshot: self.wake())
         try:
             while True:
@@ -198,8 +183,8 @@ class Handover:
             if name not in devices and (self.resource, name) not in held
         }
         if leaving := [name for name, state in gone.items() if state in (State.DRA, State.TO_DRA)]:
-            operation = ledger.begin_move(self.resource, leaving, Side.PLUGIN, time.time(), "it is unplugged")
-            await self._ledger.do(operation)
+            unplugged = ledger.begin_move(self.resource, leaving, Side.PLUGIN, time.time(), "it is unplugged")
+            await self._ledger.do(unplugged)
             self._publish()
         over = [name for name, state in gone.items() if state in (State.PLUGIN, State.QUARANTINED)]
         if over and (forgotten := await self._ledger.do(ledger.forget(self.resource, over))):
@@ -246,8 +231,8 @@ class Handover:
         sent = self._endpoint.shown()
         shown = shown_unhealthy(devices, sent, device_id_of)
         if not shown:
-            what = "the kubelet to listen" if sent is None else "ListAndWatch to show it Unhealthy"
-            waiting.update(dict.fromkeys(devices, what))
+            missing = "the kubelet to listen" if sent is None else "ListAndWatch to show it Unhealthy"
+            waiting.update(dict.fromkeys(devices, missing))
             return False
         ids = {(self.resource, one) for device in shown for one in self._endpoint.ids.ids_of(device)}
         scan = await self._scan(ids)
@@ -280,7 +265,7 @@ class Handover:
         if not lists:
             return False
         at = time.monotonic()
-        found = await self._claims.allocated()
+        found = await self._list_claims()
         allocated = {device: claim for (resource, device), claim in found.items() if resource == self.resource}
         for name in withdrawn:
             queries[name].claim = allocated.get(name, "")
@@ -308,7 +293,7 @@ class Handover:
         due = {name: queries[name] for name in devices if queries[name].due <= now}
         for name, query in due.items():
             query.due = now + query.waits.next()  # also if the API server does not answer
-            if query.claim and not await self._claims.allocates(query.claim, self.resource, name):
+            if query.claim and not await self._read_claim(query.claim, self.resource, name):
                 query.claim = ""
         if all(query.claim for query in due.values()):
             return False

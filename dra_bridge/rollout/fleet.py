@@ -16,6 +16,7 @@ from typing import Any, Final
 
 import msgspec
 
+from deviceplugin.exclusion import Key
 from deviceplugin.naming import published_names
 from deviceplugin.topology import natural
 from dra_bridge.handover import Share, ShareError, parse_share
@@ -34,16 +35,10 @@ def before_annotation(driver: str) -> str:
 
 
 class Before(msgspec.Struct, frozen=True, omit_defaults=True):
-    """What was on a node before a rollout began with it.
-
-    share: the annotation's text, None without one. failed: the beginnings of the UIDs of pods that were failing then.
-    """
+    """What a node asked for before a rollout began with it, and the UIDs' beginnings of pods that were failing then."""
 
     share: str | None
     failed: tuple[str, ...] = ()
-
-
-# How far the nodes are.
 
 
 class DeviceView(DeviceProgress, frozen=True, kw_only=True):
@@ -61,11 +56,7 @@ class DeviceView(DeviceProgress, frozen=True, kw_only=True):
 
 @dataclass(frozen=True, slots=True)
 class NodeView:
-    """One driver on one node.
-
-    asked: the Node's annotation, None without one. reported: what the agent reports, None if nothing.
-    serves: whether there are slices of the driver at all.
-    """
+    """One driver on one node. asked: the Node's annotation. serves: whether there are slices of the driver at all."""
 
     node: str
     driver: str
@@ -96,7 +87,12 @@ def views(
     for one in slices:
         if one["spec"]["driver"] == driver:
             by_node.setdefault(one["spec"].get("nodeName", ""), []).append(one)
-    allocated = _allocated(driver, claims)
+    by_device: dict[Key, list[Object]] = {}
+    for claim in claims:
+        allocation = (claim.get("status") or {}).get("allocation") or {}
+        for result in (allocation.get("devices") or {}).get("results") or ():
+            if result.get("driver") == driver and not result.get("adminAccess"):
+                by_device.setdefault((result.get("pool", ""), result.get("device", "")), []).append(claim)
     found = []
     for node in nodes:
         name, annotations = node["metadata"]["name"], node["metadata"].get("annotations") or {}
@@ -109,7 +105,7 @@ def views(
                 annotations.get(share_annotation(driver)),
                 _before(annotations.get(before_annotation(driver))),
                 reported,
-                _devices(reported, allocated.get(name, {})) if reported is not None else (),
+                _devices(name, reported, by_device) if reported is not None else (),
                 name in by_node,
                 all(one.get("status") == "True" for one in conditions if one.get("type") == "Ready"),
             )
@@ -124,24 +120,15 @@ def _before(text: str | None) -> Before | None:
         return None
 
 
-def _allocated(driver: str, claims: Iterable[Object]) -> dict[str, dict[str, list[Object]]]:
-    """Return the claims that were given a device by its published name, by pool."""
-    found: dict[str, dict[str, list[Object]]] = {}
-    for claim in claims:
-        allocation = (claim.get("status") or {}).get("allocation") or {}
-        for result in (allocation.get("devices") or {}).get("results") or ():
-            if result.get("driver") == driver and not result.get("adminAccess"):
-                found.setdefault(result.get("pool", ""), {}).setdefault(result.get("device", ""), []).append(claim)
-    return found
-
-
-def _devices(reported: Progress, allocated: Mapping[str, Sequence[Object]]) -> tuple[DeviceView, ...]:
+def _devices(pool: str, reported: Progress, claims: Mapping[Key, Sequence[Object]]) -> tuple[DeviceView, ...]:
+    """Return the devices of a node. claims: by pool and published name of the devices that are allocated to them."""
     names = published_names(reported.words, {resource: one.devices for resource, one in reported.resources.items()})
-    claims = {key: allocated.get(name, ()) for name, key in names.items()}
+    published = {key: name for name, key in names.items()}
     found = []
     for resource, one in reported.resources.items():
         for name, device in one.devices.items():
-            holders = claims.get((resource, name), ()) if device.state.prepares else ()
+            key = (pool, published.get((resource, name), ""))
+            holders = claims.get(key, ()) if device.state.prepares else ()
             titles = [f"claim {one['metadata']['namespace']}/{one['metadata']['name']}" for one in holders]
             pods = {
                 str(user.get("name", ""))
@@ -152,9 +139,6 @@ def _devices(reported: Progress, allocated: Mapping[str, Sequence[Object]]) -> t
             fields = msgspec.structs.asdict(device) | {"holder": ", ".join(dict.fromkeys(titles)) or device.holder}
             found.append(DeviceView(resource=resource, name=name, pods=tuple(sorted(pods)), **fields))
     return tuple(sorted(found, key=lambda view: (natural(view.resource), natural(view.name))))
-
-
-# Moves.
 
 
 def distance(view: NodeView) -> int:
@@ -251,9 +235,6 @@ def _asks(pod: Object, resources: Collection[str]) -> bool:
     return any(name in (one.get(part) or {}) for one in asked for part in ("limits", "requests") for name in resources)
 
 
-# Rollouts.
-
-
 @dataclass(frozen=True, slots=True)
 class Goal:
     """What a rollout is for. share: the annotation's text, None to remove it; without meaning in an undo."""
@@ -291,8 +272,8 @@ def phase(goal: Goal, view: NodeView) -> Phase:
 class Decision:
     """What to do now.
 
-    begin: nodes to be asked now. forget: nodes that are as they were, whose record can go. stop:
-    why nothing more is begun, if something went wrong. over: nothing is left to do or to wait for.
+    begin: nodes to ask. forget: nodes that are as before the rollout, whose record can go. stop: what went wrong, so
+    that nothing more is begun. over: nothing is left to do or to wait for.
     """
 
     begin: tuple[str, ...] = ()

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import replace
 from typing import Any, Final, Protocol, Self
@@ -50,15 +50,19 @@ async def read_nodes(
 ) -> list[NodeView]:
     """Return how far nodes are with a driver or with all, these nodes or all that a driver serves.
 
-    with_claims: whether holders are those that the API server has now.
-
-    Raises:
-        RolloutError: there is no such driver or node.
-        ClusterError: the API server cannot be asked.
-
+    with_claims: whether holders are those that the API server has now. Raises RolloutError if there is no such driver
+    or node, ClusterError if the API server cannot be asked.
     """
     if names:
-        nodes, slices = await _of_nodes(cluster, names)
+        nodes: list[Object] = []
+        for name in (names := tuple(dict.fromkeys(names))):
+            with contextlib.suppress(kube.NotFoundError):
+                nodes.append(await cluster.get(NODES, name))
+        if missing := [name for name in names if name not in {node["metadata"]["name"] for node in nodes}]:
+            raise RolloutError(f"there is no node {', '.join(missing)}")
+        slices: list[Object] = []
+        for name in names:
+            slices += (await cluster.list(RESOURCE_SLICES, field_selector=f"spec.nodeName={name}")).items
     else:
         nodes = (await cluster.list(NODES)).items
         slices = (await cluster.list(RESOURCE_SLICES)).items
@@ -72,23 +76,6 @@ async def read_nodes(
         if (view.node in names if names else view.serves)
     ]
     return sorted(found, key=lambda view: natural(view.node))
-
-
-async def _of_nodes(cluster: Cluster, names: Sequence[str]) -> tuple[list[Object], list[Object]]:
-    """Return these nodes and the slices on them."""
-    nodes: list[Object] = []
-    slices: list[Object] = []
-    missing = []
-    for name in dict.fromkeys(names):
-        try:
-            nodes.append(await cluster.get(NODES, name))
-        except kube.NotFoundError:
-            missing.append(name)
-            continue
-        slices += (await cluster.list(RESOURCE_SLICES, field_selector=f"spec.nodeName={name}")).items
-    if missing:
-        raise RolloutError(f"there is no node {', '.join(missing)}")
-    return nodes, slices
 
 
 async def _check_driver(cluster: Cluster, driver: str) -> None:
@@ -112,7 +99,7 @@ async def _patch(
 
 
 class _Fleet:
-    """Nodes and a driver's slices on them, kept up to date by watches while the context lasts. names: all if empty."""
+    """Nodes and a driver's slices on them, kept up to date by watches. names: of the nodes, all if empty."""
 
     def __init__(
         self, cluster: Cluster, driver: str, reporter: Reporter, *, selector: str = "", names: Sequence[str] = ()
@@ -126,24 +113,25 @@ class _Fleet:
         self._changed = asyncio.Event()
         self._last: list[NodeView] = []
         self._since = time.monotonic()
-        self._tasks: list[asyncio.Task[None]] = []
         of_node, of_driver = {"label_selector": selector}, f"spec.driver={driver}"
         if len(names) == 1:
             of_node["field_selector"] = f"metadata.name={names[0]}"
             of_driver += f",spec.nodeName={names[0]}"
-        self._watched = {NODES: of_node, RESOURCE_SLICES: {"field_selector": of_driver}}
+        self._watches = {NODES: of_node, RESOURCE_SLICES: {"field_selector": of_driver}}
 
-    async def __aenter__(self) -> Self:
-        self._tasks = [asyncio.create_task(self._follow(kind, how)) for kind, how in self._watched.items()]
-        while len(self._objects) < len(self._watched):
-            await self._changed.wait()
-            self._changed.clear()
-        return self
-
-    async def __aexit__(self, *_: object) -> None:
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+    @contextlib.asynccontextmanager
+    async def watched(self) -> AsyncIterator[Self]:
+        """Keep the objects up to date while the context lasts; it begins when all were listed."""
+        tasks = [asyncio.create_task(self._follow(kind, how)) for kind, how in self._watches.items()]
+        try:
+            while len(self._objects) < len(tasks):
+                await self._changed.wait()
+                self._changed.clear()
+            yield self
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _follow(self, kind: kube.Kind, selectors: Mapping[str, str]) -> None:
         async with aclosing(self.cluster.follow(kind, **selectors)) as events:
@@ -203,12 +191,8 @@ async def migrate(
 ) -> bool:
     """Ask these nodes for a share (None: for nothing any more); return whether all went well.
 
-    wait: until every device is where it should be, `timeout` seconds at the most if given.
-
-    Raises:
-        RolloutError: it cannot be asked for; nothing was written.
-        ClusterError: the API server cannot be asked.
-
+    wait: until every device is where it should be, `timeout` seconds at the most if given. Raises RolloutError if it
+    cannot be asked for and nothing was written, ClusterError if the API server cannot be asked.
     """
     found = await read_nodes(cluster, driver, names, with_claims=False)
     if problems := [f"node {view.node}: {fleet.obstacles(view)[0]}" for view in found if view.reported is None]:
@@ -218,7 +202,7 @@ async def migrate(
     if not wait:
         return True
     began = time.monotonic()
-    async with _Fleet(cluster, driver, reporter, names=names) as watched:
+    async with _Fleet(cluster, driver, reporter, names=names).watched() as watched:
         while True:
             nodes = watched.views()
             reporter.show(nodes)
@@ -242,10 +226,7 @@ async def migrate(
 async def rollout(cluster: Cluster, driver: str, goal: Goal, selector: str, limits: Limits, reporter: Reporter) -> bool:
     """Move the nodes of a label selector, some at a time; return whether all of them are as they should be.
 
-    Raises:
-        RolloutError: it cannot be begun; nothing was written.
-        ClusterError: the API server cannot be asked.
-
+    Raises RolloutError if it cannot be begun and nothing was written, ClusterError if the API server cannot be asked.
     """
     nodes = (await cluster.list(NODES, label_selector=selector)).items
     if not nodes:
@@ -256,7 +237,7 @@ async def rollout(cluster: Cluster, driver: str, goal: Goal, selector: str, limi
         return True
     if not goal.undo and not slices:
         await _check_driver(cluster, driver)
-    async with _Fleet(cluster, driver, reporter, selector=selector) as watched:
+    async with _Fleet(cluster, driver, reporter, selector=selector).watched() as watched:
         return await _Rollout(watched, goal, limits).run()
 
 
@@ -312,9 +293,9 @@ class _Rollout:
             patch = fleet.forget_patch(self._fleet.driver, node)
             self._fleet.put(NODES, await self._cluster.patch(NODES, name, patch))
             self._since.pop(name, None)
-        for view in nodes:
-            if view.node in decision.begin:
-                await self._begin(view)
+        by_name = {view.node: view for view in nodes}
+        for name in decision.begin:
+            await self._begin(by_name[name])
         for line in decision.stop:
             self._reporter.say(f"stopped: {line}")
         if decision.stop or not decision.over:
