@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable
 
 from deviceplugin.kubelet.checkpoint import Allocation
 from deviceplugin.kubelet.holders import HolderSnapshot
-from dra_bridge.ledger import Held, KubeletSnapshot, Snapshot
+from dra_bridge.ledger import KubeletSnapshot, ObservedAllocation, Snapshot
 
 DeviceIdResolver = Callable[[str], str]
 """Returns the device of one of the kubelet's ids, also of one from before sharing changed (`DeviceIds`)."""
@@ -14,13 +14,13 @@ DeviceIdResolver = Callable[[str], str]
 
 def held_ids(
     scan: HolderSnapshot, resource: str, device_id_of: DeviceIdResolver, title: Callable[[str], str] = str
-) -> dict[str, Held]:
+) -> dict[str, ObservedAllocation]:
     """Return a resource's ids that are held, and by whom. title: a pod's name by its UID, for people."""
     found = {}
     for device_id, allocations in scan.of(resource).items():
         # The most certain holder is shown; what the checkpoint names needs no further reason.
         shown, holding = min(allocations.items(), key=lambda item: (not item[1].certain, item[0]))
-        found[device_id] = Held(
+        found[device_id] = ObservedAllocation(
             device_id_of(device_id),
             title(shown.pod_uid),
             any(each.certain for each in allocations.values()),
@@ -52,9 +52,9 @@ def kubelet_snapshot(
 def allocations_of(now: Snapshot) -> list[Allocation]:
     """Return the allocations that the ledger knows; after a restart the tracker goes on counting them as held."""
     return [
-        Allocation(pod_uid, container, hold.resource, hold.unit)
-        for hold in now.holds.values()
-        for pod_uid, container in hold.holders
+        Allocation(pod_uid, container, one.resource, one.device_id)
+        for one in now.allocations.values()
+        for pod_uid, container in one.holders
     ]
 
 

@@ -117,9 +117,9 @@ class LedgerGate:
         now, allocated = self._ledger.snapshot, self._allocated()
         # No scan releases the allocations of a resource that is not served any more: the tracker knows when they end.
         keys = {
-            (hold.resource, hold.device)
-            for hold in now.holds.values()
-            if hold.resource in self._device_id_of or (hold.resource, hold.unit) in allocated
+            (one.resource, one.device)
+            for one in now.allocations.values()
+            if one.resource in self._device_id_of or (one.resource, one.device_id) in allocated
         }
         keys.update(*(claim.held for claim in now.claims.values()))
         return {key: identity.tokens_of(now.device(*key).identity, self._guard.boot) for key in keys}
@@ -133,7 +133,7 @@ class LedgerGate:
 
     def awaited(self) -> Collection[tuple[str, str]]:
         """Return the ids that were granted and whose container no checkpoint has named yet."""
-        return {key for key, hold in self._ledger.snapshot.holds.items() if hold.pending}
+        return {key for key, one in self._ledger.snapshot.allocations.items() if one.pending}
 
     def before_scan(self) -> object:
         """Return the ledger's sequence."""

@@ -172,9 +172,10 @@ class Handover:
         if not self._inventory.snapshot.listed:
             return
         now = self._ledger.snapshot
-        if holds := now.holds_on(self.resource, now.of(self.resource).keys() - self._inventory.snapshot.devices.keys()):
-            waiting.update({hold.device: "its pod" for hold in holds})
-            await self._scan({(self.resource, hold.unit) for hold in holds})
+        unplugged = now.of(self.resource).keys() - self._inventory.snapshot.devices.keys()
+        if allocations := now.allocations_on(self.resource, unplugged):
+            waiting.update({one.device: "its pod" for one in allocations})
+            await self._scan({(self.resource, one.device_id) for one in allocations})
         now, devices = self._ledger.snapshot, self._inventory.snapshot.devices
         held, _ = held_and_expected(now)
         gone = {
@@ -183,8 +184,8 @@ class Handover:
             if name not in devices and (self.resource, name) not in held
         }
         if leaving := [name for name, state in gone.items() if state in (State.DRA, State.TO_DRA)]:
-            unplugged = ledger.begin_move(self.resource, leaving, Side.PLUGIN, time.time(), "it is unplugged")
-            await self._ledger.do(unplugged)
+            back = ledger.begin_move(self.resource, leaving, Side.PLUGIN, time.time(), "it is unplugged")
+            await self._ledger.do(back)
             self._publish()
         over = [name for name, state in gone.items() if state in (State.PLUGIN, State.QUARANTINED)]
         if over and (forgotten := await self._ledger.do(ledger.forget(self.resource, over))):
@@ -243,7 +244,8 @@ class Handover:
         evidence = KubeletEvidence(before.sequence, shown, seen)
         before = self._ledger.snapshot
         done = await self._ledger.do(ledger.commit_to_dra(self.resource, devices, evidence, time.time()))
-        return self._committed("to-dra", done, before, waiting)
+        waiting.update(done.waiting)
+        return self._committed("to-dra", done.devices, before)
 
     async def _commit_to_plugin(self, waiting: dict[str, str]) -> bool:
         """Gather what R6 asks for, and commit; return whether a move ended."""
@@ -271,7 +273,8 @@ class Handover:
             queries[name].claim = allocated.get(name, "")
         evidence = ClusterEvidence(before.sequence, withdrawn, at, allocated)
         done = await self._ledger.do(ledger.commit_to_plugin(self.resource, withdrawn, evidence, time.time()))
-        return self._committed("to-plugin", done, before, waiting)
+        waiting.update(done.waiting)
+        return self._committed("to-plugin", done.devices, before)
 
     def _queries_of(
         self, now: Snapshot, devices: Iterable[str], claims: Mapping[str, ledger.Claim]
@@ -303,16 +306,15 @@ class Handover:
             query.due = again
         return True
 
-    def _committed(self, way: str, done: ledger.Committed, before: Snapshot, waiting: dict[str, str]) -> bool:
+    def _committed(self, way: str, devices: Sequence[str], before: Snapshot) -> bool:
         """Count and log the moves that ended; return whether any did."""
-        waiting.update(done.waiting)
-        if not done.devices:
+        if not devices:
             return False
         now = time.time()
-        since = [before.device(self.resource, name).since for name in done.devices]
+        since = [before.device(self.resource, name).since for name in devices]
         self.statistics.seconds[way] += sum(max(0.0, now - one) for one in since)
-        self.statistics.finished[way] += len(done.devices)
-        _LOG.info("%s: moved %s: %s", self.resource, way, ", ".join(done.devices))
+        self.statistics.finished[way] += len(devices)
+        _LOG.info("%s: moved %s: %s", self.resource, way, ", ".join(devices))
         self._notify()
         return True
 

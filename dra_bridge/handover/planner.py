@@ -16,7 +16,7 @@ def held_and_expected(now: Snapshot) -> tuple[frozenset[Key], frozenset[Key]]:
 
     A device that a pod was given while it moved is held, not expected: the claim waits for the pod.
     """
-    by_pods = frozenset((hold.resource, hold.device) for hold in now.holds.values())
+    by_pods = frozenset((one.resource, one.device) for one in now.allocations.values())
     by_claims = frozenset().union(*(claim.held for claim in now.claims.values()))
     pulled = frozenset(key for key, record in now.devices.items() if record.pulled)
     return by_pods | by_claims, pulled - by_pods

@@ -98,7 +98,7 @@ class DriverRuntime:
         self._orders: dict[str, Order] = {}
         self._behind: dict[str, DeviceIdResolver] = {}
         node.agent.tracker.remember(allocations_of(async_ledger.snapshot))
-        grants = {key: hold.since for key, hold in async_ledger.snapshot.holds.items() if hold.pending}
+        grants = {key: hold.since for key, hold in async_ledger.snapshot.allocations.items() if hold.pending}
         node.agent.tracker.remember_grants(grants)
         guard = node.agent.guard
         self.ledger_gate = LedgerGate(
@@ -160,9 +160,11 @@ class DriverRuntime:
         self._node.gates.by_resource[resource] = self.ledger_gate
         if new:
             holds = [
-                one for one in self.async_ledger.snapshot.holds.values() if one.resource == resource and one.pending
+                one
+                for one in self.async_ledger.snapshot.allocations.values()
+                if one.resource == resource and one.pending
             ]
-            units = {one.unit for one in holds}
+            units = {one.device_id for one in holds}
             held = [one for one in allocations_of(self.async_ledger.snapshot) if one.resource == resource]
             service.remember(units, [one for one in held if one.device_id in units])
             self.handovers[resource] = Handover(

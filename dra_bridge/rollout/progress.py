@@ -88,7 +88,8 @@ def progress(
     no source lists now. qualifiers: of published names.
     """
     holders = {key: f"claim {claim.title}" for claim in now.claims.values() for key in claim.held}
-    holders |= {(hold.resource, hold.device): f"pod {hold.pod}" if hold.pod else "a pod" for hold in now.holds.values()}
+    for one in now.allocations.values():
+        holders[one.resource, one.device] = f"pod {one.pod}" if one.pod else "a pod"
     resources: dict[str, ResourceProgress] = {}
     for resource, share in shares.items():
         devices = {}

@@ -171,7 +171,7 @@ class Flow:
         connect: Callable[[str], Any] | None = None,
     ) -> Self:
         """Open the ledger, hear the evidence, begin to offer."""
-        async_ledger = AsyncLedger(Ledger.open(str(directory / "ledger.db"), step=step, connect=connect))
+        async_ledger = AsyncLedger(Ledger(str(directory / "ledger.db"), step=step, connect=connect))
         flow = cls(directory, async_ledger, outside, source, step)
         await flow.patiently(flow.place)
         flow.publish()

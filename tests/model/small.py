@@ -43,13 +43,13 @@ from dra_bridge.handover import Share, held_ids
 from dra_bridge.handover.evidence import kubelet_snapshot, shown_unhealthy
 from dra_bridge.handover.planner import held_and_expected, in_state, plan
 from dra_bridge.ledger import (
+    AllocationRecord,
     Claim,
     ClaimDevice,
     ClaimEvidence,
     ClusterEvidence,
     DeviceRecord,
     Evidence,
-    Hold,
     KubeletEvidence,
     Operation,
     Refused,
@@ -215,7 +215,7 @@ def snapshot(world: World) -> Snapshot:
         if recorded or device.pending:
             absent = (None, RECENT, OLD)[device.absent]
             sequence = LATER if device.fresh else FORMER
-            holds[R, name] = Hold(R, name, name, 0.0, sequence, recorded, device.pending, absent)
+            holds[R, name] = AllocationRecord(R, name, name, 0.0, sequence, recorded, device.pending, absent)
     for uid, claim in zip("01", world.claims, strict=True):
         if claim.record:
             claims[D, uid] = replace(claim_of(uid, claim), result="r" if claim.record == 3 else None)
@@ -239,7 +239,7 @@ def written(world: World, now: Snapshot) -> World:
     stage = world.stage.what
     devices = []
     for name, moving in zip(NAMES, world.stage.moving, strict=True):
-        record, hold = now.devices.get((R, name)), now.holds.get((R, name))
+        record, hold = now.devices.get((R, name)), now.allocations.get((R, name))
         device = Device(UNKNOWN)
         if record is not None:
             device = Device(STATES.index(record.state), moving and record.sequence > FORMER, record.pulled)
@@ -260,7 +260,7 @@ def written(world: World, now: Snapshot) -> World:
 
 def named(now: Snapshot, uid: str, pod: Pod) -> bool:
     """Return whether the ledger names a pod as a holder, be it by its container's name alone (a mutation)."""
-    hold = now.holds.get((R, NAMES[pod.device])) if pod.at else None
+    hold = now.allocations.get((R, NAMES[pod.device])) if pod.at else None
     return hold is not None and not hold.holders.isdisjoint({(uid, CONTAINER), ("", CONTAINER)})
 
 

@@ -158,7 +158,7 @@ class Node(RuleBasedStateMachine):
 
     def start_agent(self) -> None:
         """Start it: the ledger as it is on disk, the evidence heard before anything is offered."""
-        self.book = Ledger.open(str(self.home / "ledger.db"), connect=self.connect)
+        self.book = Ledger(str(self.home / "ledger.db"), connect=self.connect)
         self.async_ledger = SlowLedger(self.book)
         self.work: list[tuple[str, Coroutine[Any, Any, None]]] = []
         self.sent: tuple[float, frozenset[str]] | None = None
@@ -529,7 +529,7 @@ class Node(RuleBasedStateMachine):
 
     def recorded(self, pod: Pod) -> bool:
         """Return whether the ledger knows a pod as a holder."""
-        hold = self.book.snapshot.holds.get((R, pod.device))
+        hold = self.book.snapshot.allocations.get((R, pod.device))
         return hold is not None and (pod.uid, "c") in hold.holders
 
     def unlisted(self) -> bool:
@@ -779,7 +779,7 @@ class Node(RuleBasedStateMachine):
             len(self.slice) == self.share.of(len(DEVICES))
             and self.reconciled == frozenset(DEVICES) - self.slice
             and not self.book.snapshot.claims
-            and not self.book.snapshot.holds
+            and not self.book.snapshot.allocations
         )
 
 

@@ -16,7 +16,7 @@ from deviceplugin.source import DeviceSource
 from dra_bridge import ledger
 from dra_bridge.handover import DeviceIdResolver, LedgerGate, allocations_of, held_ids
 from dra_bridge.handover.evidence import kubelet_snapshot
-from dra_bridge.ledger import AsyncLedger, Held, Ledger, Side
+from dra_bridge.ledger import AsyncLedger, Ledger, ObservedAllocation, Side
 
 R = "example.com/gpu"
 
@@ -51,8 +51,8 @@ def test_all_holders_of_an_id_are_returned() -> None:
     now = scanned(main, init, other, known=(hidden,), runs="u2 u3", awake=False)
     ids = held_ids(now, R, str, {"u1": "ml/one", "u2": "ml/two", "u3": "ml/three"}.__getitem__)
     assert ids == {
-        "a": Held("a", "ml/two", True, frozenset({("u1", "main"), ("u2", "init")})),
-        "b": Held("b", "ml/three", True, frozenset({("u3", "main")}), "not known: it was not written"),
+        "a": ObservedAllocation("a", "ml/two", True, frozenset({("u1", "main"), ("u2", "init")})),
+        "b": ObservedAllocation("b", "ml/three", True, frozenset({("u3", "main")}), "not known: it was not written"),
     }
 
 
@@ -77,7 +77,7 @@ def test_a_scan_as_the_ledger_takes_it() -> None:
 
 async def test_a_resource_may_be_dropped_during_a_scan(tmp_path: Path) -> None:
     """The ledger takes its time for each of them, and a reload does not wait for it."""
-    async_ledger = AsyncLedger(Ledger.open(str(tmp_path / "ledger.db")))
+    async_ledger = AsyncLedger(Ledger(str(tmp_path / "ledger.db")))
     resources: dict[str, DeviceIdResolver] = {"example.com/a": str, "example.com/b": str}
     ledger_gate = LedgerGate(async_ledger, resources)
     now = scanned(*(Allocation("u1", "main", name, "d") for name in resources))
@@ -85,24 +85,24 @@ async def test_a_resource_may_be_dropped_during_a_scan(tmp_path: Path) -> None:
     await asyncio.sleep(0)  # the ledger is asked about the first
     del resources["example.com/a"]
     await scan
-    assert [hold.resource for hold in async_ledger.snapshot.holds.values()] == ["example.com/a", "example.com/b"]
+    assert [hold.resource for hold in async_ledger.snapshot.allocations.values()] == ["example.com/a", "example.com/b"]
     await async_ledger.close()
 
 
 async def test_holders_are_known_again_after_a_restart(tmp_path: Path) -> None:
     """The ledger tells the next process which allocations it has to go on scanning for."""
     path = str(tmp_path / "ledger.db")
-    with Ledger.open(path) as book:
+    with Ledger(path) as book:
         book.do(ledger.adopt(R, ["a", "b"], Side.PLUGIN, 1.0))
         book.do(ledger.grant(R, {"a::1": "a", "b": "b"}, 1.0))
-    async_ledger = AsyncLedger(Ledger.open(path))
+    async_ledger = AsyncLedger(Ledger(path))
     changes: list[str] = []
     ledger_gate = LedgerGate(async_ledger, {R: lambda name: name.partition("::")[0]}, lambda: changes.append("changed"))
     assert set(ledger_gate.awaited()) == {(R, "a::1"), (R, "b")}
     held = {Allocation("u1", "init", R, "a::1"), Allocation("u1", "main", R, "a::1")}
     await ledger_gate.after_scan(ledger_gate.before_scan(), scanned(*held))
     await async_ledger.close()
-    with Ledger.open(path) as book:
+    with Ledger(path) as book:
         assert set(allocations_of(book.snapshot)) == held
     assert set(ledger_gate.awaited()) == {(R, "b")}
     assert changes == []

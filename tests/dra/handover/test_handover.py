@@ -143,7 +143,7 @@ def test_devices_that_a_claim_came_for_are_not_turned_round() -> None:
 def test_what_is_held_is_not_expected(tmp_path: Path) -> None:
     """A pod that was given the device while it moved makes the claim wait."""
     claim = ledger.Claim("d", "1", "default", "c", (ledger.ClaimDevice(R, "a"),), None, 1.0)
-    with Ledger.open(str(tmp_path / "ledger.db")) as book:
+    with Ledger(str(tmp_path / "ledger.db")) as book:
         book.do(ledger.adopt(R, DEVICES, Side.PLUGIN, 1.0))
         book.do(ledger.reserve(claim, durable=True, pull=True))
         assert held_and_expected(book.snapshot) == (frozenset(), frozenset({(R, "a")}))
@@ -154,7 +154,7 @@ def test_what_is_held_is_not_expected(tmp_path: Path) -> None:
 @pytest.mark.parametrize("replicas", [1, 2])
 def test_evidence_is_gathered_in_the_order_of_the_rule(tmp_path: Path, replicas: int) -> None:
     """R5: a device counts as shown only with none of its ids healthy; without a listener none does."""
-    with Ledger.open(str(tmp_path / "ledger.db")) as book:
+    with Ledger(str(tmp_path / "ledger.db")) as book:
         book.do(ledger.adopt(R, DEVICES, Side.PLUGIN, 1.0))
         book.do(ledger.begin_move(R, DEVICES, Side.DRA, 1.0))
         moving = in_state(book.snapshot, R, State.TO_DRA)
@@ -182,7 +182,7 @@ def states(now: ledger.Snapshot, resource: str) -> dict[str, State]:
 
 def test_parts_of_one_device_count_as_one(tmp_path: Path) -> None:
     """Only the first decides; it is held if any part is, through whichever resource."""
-    with Ledger.open(str(tmp_path / "ledger.db")) as book:
+    with Ledger(str(tmp_path / "ledger.db")) as book:
         book.do(ledger.adopt(R, ["a", "b", "d"], Side.PLUGIN, 0.0))
         book.do(ledger.adopt(S, ["c"], Side.PLUGIN, 0.0))
         assert leading(book.snapshot, S, states(book.snapshot, S), grouped) == ({}, frozenset(), frozenset())
@@ -194,7 +194,7 @@ def test_parts_of_one_device_count_as_one(tmp_path: Path) -> None:
 
 def test_parts_follow_the_first(tmp_path: Path) -> None:
     """Wherever it goes; one that is quarantined stays, and leads nobody."""
-    with Ledger.open(str(tmp_path / "ledger.db")) as book:
+    with Ledger(str(tmp_path / "ledger.db")) as book:
         book.do(ledger.adopt(R, ["a", "b", "d"], Side.PLUGIN, 0.0))
         book.do(ledger.adopt(S, ["c"], Side.PLUGIN, 0.0))
         assert followers(book.snapshot, R, "abd", grouped) == []
@@ -208,7 +208,7 @@ def test_parts_follow_the_first(tmp_path: Path) -> None:
 
 def test_a_claim_for_a_part_takes_all_along(tmp_path: Path) -> None:
     """They move for the claim, also those that arrived before, and are not turned round by the share."""
-    with Ledger.open(str(tmp_path / "ledger.db")) as book:
+    with Ledger(str(tmp_path / "ledger.db")) as book:
         book.do(ledger.adopt(R, ["a", "b"], Side.PLUGIN, 0.0))
         book.do(ledger.adopt(S, ["c"], Side.PLUGIN, 0.0))
         book.do(ledger.begin_move(R, ["b"], Side.DRA, 0.0, "for claim default/x"))

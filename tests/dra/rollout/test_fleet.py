@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from deviceplugin.naming import device_name
 from dra_bridge.handover import parse_share
-from dra_bridge.ledger import DeviceRecord, Hold, Snapshot, State
+from dra_bridge.ledger import AllocationRecord, DeviceRecord, Snapshot, State
 from dra_bridge.rollout import fleet, progress
 from dra_bridge.rollout.fleet import Before, Goal, Limits, NodeView, Phase
 from dra_bridge.rollout.progress import DeviceProgress, Progress, ResourceProgress
@@ -354,7 +354,7 @@ def test_the_report_of_many_devices_fits_into_an_annotation() -> None:
         for name in (f"GPU-{number:036}" for number in range(count))
     }
     holds = {
-        key: Hold(*key, key[1], 1.7e9, 1, pod=f"a-namespace/a-training-job-with-a-long-name-{key[1]}")
+        key: AllocationRecord(*key, key[1], 1.7e9, 1, pod=f"a-namespace/a-training-job-with-a-long-name-{key[1]}")
         for key in devices
     }
     now = Snapshot(1, devices, holds)
