@@ -145,7 +145,7 @@ async def suffer(home: Path, disk: Disk) -> bool:
 
     with watching(step, str(home)):
         flow = await Flow.begin(home, outside, Source(), step, connect=lambda path: Failing(path, disk))
-        await story(flow, outside.say)
+        await story(flow, outside.record)
         await flow.end()
     await aftermath(home, outside, Source())
     return disk.count >= disk.at
