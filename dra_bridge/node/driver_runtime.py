@@ -109,8 +109,8 @@ class DriverRuntime:
             node.agent.tracker.title,
             guard,
             node.agent.tracker.allocated,
+            self._draining,
         )
-        self.ledger_gate.draining = self._draining
         self._pods = ClaimPods(name, async_ledger, node.agent.tracker, node.agent.paths.kubelet_root)
         self.driver = Driver(
             name,
@@ -172,8 +172,10 @@ class DriverRuntime:
                 service.inventory,
                 self.async_ledger,
                 self._node.agent.scan,
-                self,
-                self.evidence,
+                list_claims=self.evidence.allocated,
+                read_claim=self.evidence.allocates,
+                withdrawn=self.withdrawn,
+                publish=self.publish,
                 share=self._share(resource),
                 drain=policy.drain,
                 groups=functools.partial(groups, service),
@@ -548,7 +550,7 @@ class DriverRuntime:
         if not self._began_offering():
             return
         offers, without, words = [], [], self.qualifiers
-        for resource, handover in self.handovers.items():
+        for resource in self.handovers:
             service = self._services[resource]
             snapshot = service.inventory.snapshot
             known = self.async_ledger.snapshot.devices
@@ -558,7 +560,7 @@ class DriverRuntime:
                 for name in snapshot.devices
                 if (resource, name) in self.ledger_gate.reconciled
                 and (resource, name) in known
-                and handover.offered(name)
+                and known[resource, name].state.offered
             )
             offered -= self._node.agent.guard.withheld(resource, "dra").keys()
             without += [(resource, name) for name in (*snapshot.devices, *unlisted) if name not in offered]

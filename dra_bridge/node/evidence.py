@@ -12,7 +12,7 @@ from deviceplugin.kubelet.checkpoint import CheckpointError
 from deviceplugin.node.agent import Agent
 from deviceplugin.node.service import Service
 from dra_bridge.driver import Driver
-from dra_bridge.handover import held_units
+from dra_bridge.handover import held_ids
 from dra_bridge.kube import RESOURCE_CLAIMS, Cluster, NotFoundError
 from dra_bridge.ledger import AsyncLedger, ClaimEvidence, Evidence, State
 
@@ -53,7 +53,7 @@ class EvidenceReader:
             raise CheckpointError("an Allocate came in between")
         if now.registered is None:
             raise CheckpointError(now.problem)
-        held = held_units(now, resource, device_id_of, self._agent.tracker.title)
+        held = held_ids(now, resource, device_id_of, self._agent.tracker.title)
         prepared = await asyncio.to_thread(claim_state.read, self._agent.paths.kubelet_root)
         files = await asyncio.to_thread(self._driver.cdi_evidence)
         claims = [

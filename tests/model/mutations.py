@@ -1,4 +1,4 @@
-"""Rules and witnesses switched off, one at a time, to see that the model finds the double allocation."""
+"""Rules and kinds of evidence switched off, one at a time, to see that the model finds the double allocation."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def _released_at_once(_record: object, snapshot: KubeletSnapshot) -> bool:
     return snapshot.awake
 
 
-def _witnesses(change: Callable[[holders.Witnesses], holders.Witnesses]) -> Replacement:
+def _with_evidence(change: Callable[[holders.Witnesses], holders.Witnesses]) -> Replacement:
     def decide(known: Any, seen: holders.Witnesses, at: float = 0.0) -> holders.HolderSnapshot:
         return _HOLDERS(known, change(seen), at)
 
@@ -101,11 +101,11 @@ MUTATIONS: Final[dict[str, tuple[tuple[object, str, Replacement], ...]]] = {
     "R7": ((rules, "r7_releases", _released_at_once), *BY_STATE),
     "R5: evidence from after the move began": ((rules, "r5_waits_for", _old_r5), *BY_STATE),
     "R6: evidence from after the move began": ((rules, "r6_waits_for", _old_r6), *BY_STATE),
-    "the checkpoint must be awake": ((holders, "holders", _witnesses(lambda seen: replace(seen, awake=True))),),
+    "the checkpoint must be awake": ((holders, "holders", _with_evidence(lambda seen: replace(seen, awake=True))),),
     "more checkpoints than writers": ((holders, "shows_present", bool),),
-    "the checkpoint's names": ((holders, "holders", _witnesses(_unnamed)),),
+    "the checkpoint's names": ((holders, "holders", _with_evidence(_unnamed)),),
     "processes": (
-        (holders, "holders", _witnesses(lambda seen: replace(seen, pods=PodProcesses(running=frozenset())))),
+        (holders, "holders", _with_evidence(lambda seen: replace(seen, pods=PodProcesses(running=frozenset())))),
     ),
     "processes at a grant": ((holders, "running", _nobody_runs),),
     "E0: pod UIDs": ((holders, "holders", _without_uids),),
@@ -116,7 +116,7 @@ MUTATIONS: Final[dict[str, tuple[tuple[object, str, Replacement], ...]]] = {
 
 @contextmanager
 def without(what: str) -> Iterator[None]:
-    """Switch a rule or a witness off."""
+    """Switch a rule or a kind of evidence off."""
     with patched(MUTATIONS[what]):
         yield
 

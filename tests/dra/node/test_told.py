@@ -13,8 +13,9 @@ from prometheus_client.openmetrics.parser import text_string_to_metric_families 
 
 from deviceplugin.metrics.collectors import AgentCollector
 from deviceplugin.metrics.report import DeviceLocation, PreparedClaim
-from dra_bridge import handover
 from dra_bridge.driver import ClaimStatistics, registrar
+from dra_bridge.handover import Share
+from dra_bridge.handover.moves import MoveStatistics
 from dra_bridge.kube import RequestStatistics
 from dra_bridge.ledger import Claim, ClaimDevice, DeviceRecord, Snapshot, State
 from dra_bridge.node.metrics import Told
@@ -38,7 +39,7 @@ def bridge(**changes: Any) -> Any:
         claim("mine", ClaimDevice(RESOURCE, "a"), ClaimDevice(RESOURCE, "c", admin=True)),
         claim("soon", ClaimDevice(RESOURCE, "c"), result=None),
     ]
-    moves = handover.MoveStatistics()
+    moves = MoveStatistics()
     moves.begun["to-dra"], moves.finished["to-dra"], moves.seconds["to-dra"] = 3, 2, 1.5
     source = Source()
     source.driver = DRIVER
@@ -52,7 +53,7 @@ def bridge(**changes: Any) -> Any:
             )
         ),
         registrar=SimpleNamespace(statistics=registrar.RegistrarStatistics(registered=True, registrations=2)),
-        handovers={RESOURCE: SimpleNamespace(statistics=moves, waiting={"b": "team/train"}, share=handover.Share(2))},
+        handovers={RESOURCE: SimpleNamespace(statistics=moves, waiting={"b": "team/train"}, share=Share(2))},
     )
     parts: dict[str, Any] = {
         "drivers": {DRIVER: one},
