@@ -10,24 +10,11 @@ from typing import Any, Final, NamedTuple, TypeVar
 
 import msgspec
 
-__all__ = [
-    "Allocation",
-    "ClaimError",
-    "ClaimRef",
-    "Config",
-    "Opaque",
-    "Result",
-    "check_ref",
-    "decoded_config",
-    "is_uid",
-    "parse_allocation",
-]
-
 _T = TypeVar("_T")
 
 _UID: Final = re.compile(r"[A-Za-z0-9]([A-Za-z0-9-]{0,62}[A-Za-z0-9])?")
 _SUBDOMAIN: Final = re.compile(r"[a-z0-9]([-a-z0-9.]{0,251}[a-z0-9])?")
-_PLACE: Final = re.compile(r"`\$\.([^`.\[]+)")
+_FIELD: Final = re.compile(r"`\$\.([^`.\[]+)")
 """How msgspec names a field: at `$.field`."""
 
 
@@ -237,7 +224,7 @@ def _convert(
             raise ClaimError("config", f"request {request!r}: {origin}: unknown field {unknown}")
         return None if partly else msgspec.convert(value, config_type)
     except (msgspec.ValidationError, ValueError, TypeError, RecursionError) as error:
-        named = _PLACE.search(str(error))
+        named = _FIELD.search(str(error))
         origin = origins.get(named[1], origin) if named else origin
         raise ClaimError("config", f"request {request!r}: {origin}: {error}") from error
 

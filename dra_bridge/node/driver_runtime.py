@@ -155,7 +155,7 @@ class DriverRuntime:
         self.policies[resource] = policy
         self._services[resource] = service
         self._behind[resource] = service.endpoint.ids.device_id_of
-        self.driver.serve([ServedResource(one.source, one.inventory) for one in self._services.values()])
+        self.driver.devices.replace([ServedResource(one.source, one.inventory) for one in self._services.values()])
         self.registrar.follow()
         self._node.gates.by_resource[resource] = self.ledger_gate
         if new:
@@ -194,7 +194,7 @@ class DriverRuntime:
         self._behind.pop(resource, None)
         self._orders.pop(resource, None)
         self.policies.pop(resource, None)
-        self.driver.serve([ServedResource(one.source, one.inventory) for one in self._services.values()])
+        self.driver.devices.replace([ServedResource(one.source, one.inventory) for one in self._services.values()])
         self.registrar.follow()
         self._node.gates.by_resource[resource] = DENY_ALL
         self._unsubscribe.pop(resource, lambda: None)()
@@ -298,7 +298,7 @@ class DriverRuntime:
 
     async def _keep_files(self) -> None:
         """Have missing CDI files written again; end the agent where only a new mount of their directory helps."""
-        await self.driver.keep_files()
+        await self.driver.files.keep()
         _LOG.error(
             "%s was deleted on the host while it is mounted here, no claim can be prepared; the agent ends, "
             "so that its next container mounts the directory that is there then",
@@ -495,7 +495,7 @@ class DriverRuntime:
         named = frozenset(claim.uid for claim in await self._pods.record())
         pods = await asyncio.to_thread(self._node.agent.tracker.pods)
         await self._name_from_server(named, pods)
-        await self.driver.reconcile(named, pods, unlisted, sweep=sweep)
+        await self.driver.reconciler.reconcile(named, pods, unlisted, sweep=sweep)
 
     async def _name_from_server(self, named: Collection[str], pods: PodProcesses) -> None:
         """Find out about claims that are known from their CDI files alone: whose they are, or that they are over."""

@@ -102,7 +102,7 @@ class EvidenceReader:
     def _allocated(self, claim: Mapping[str, Any]) -> set[tuple[str, str]]:
         """Return (resource, device) of this node's devices that a claim's allocation names, seen ones not."""
         results = (((claim.get("status") or {}).get("allocation") or {}).get("devices") or {}).get("results") or ()
-        devices = self._driver.devices
+        devices = self._driver.devices.by_name
         return {
             (devices[name][0].source.resource, devices[name][1].id)
             for result in results

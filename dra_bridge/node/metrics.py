@@ -83,7 +83,7 @@ class Told:
             "problems": list(state.problems),
             "unsupported": sorted(map(str, state.unsupported)),
             "preparedClaims": sum(claim.driver == one.name for claim in one.async_ledger.snapshot.claims.values()),
-            "prepareFailures": dict(made.prepare_failures),
+            "prepareFailures": dict(made.prepare.failures),
             "shares": {resource: str(handover.share) for resource, handover in list(one.handovers.items())},
             "waiting": {
                 resource: dict(handover.waiting)
@@ -160,12 +160,9 @@ def _drivers(drivers: Iterable[DriverRuntime]) -> Iterable[Metric]:
         again.add_metric(key, made.prepared_again)
         hooks.add_metric(key, made.hook_seconds)
         reads.add_metric(key, made.api_seconds)
-        for what, done, seconds, failed in (
-            ("prepare", made.prepared + made.prepared_again, made.prepare_seconds, made.prepare_failures),
-            ("unprepare", made.unprepared, made.unprepare_seconds, made.unprepare_failures),
-        ):
-            durations[what].add_metric(key, done + sum(failed.values()), seconds)
-            for reason, count in sorted(failed.items()):
+        for what, calls in (("prepare", made.prepare), ("unprepare", made.unprepare)):
+            durations[what].add_metric(key, calls.done + calls.failures.total(), calls.seconds)
+            for reason, count in sorted(calls.failures.items()):
                 failures[what].add_metric((one.name, reason), count)
     return [*families, *durations.values(), *failures.values()]
 

@@ -157,7 +157,7 @@ class Flow:
             waits=lambda: Backoff(first=0.0, most=0.0),
         )
         self._clock = itertools.count(11, 11)
-        self._names = {name: device.id for name, (_, device) in self.driver.devices.items()}
+        self._names = {name: device.id for name, (_, device) in self.driver.devices.by_name.items()}
 
     @classmethod
     async def begin(
@@ -336,7 +336,7 @@ async def aftermath(directory: Path, outside: Outside, source: DeviceSource) -> 
             await flow.unprepare(uid)
             outside.say("deallocated", uid)
         outside.pods.clear()
-        await flow.driver.reconcile((), PodProcesses(running=frozenset()))
+        await flow.driver.reconciler.reconcile((), PodProcesses(running=frozenset()))
         await flow.move(2)
         assert flow.slice() == list(DEVICES)
         await flow.move(0)

@@ -89,7 +89,7 @@ def known(bridge: Bridge) -> dict[str, tuple[str, str]]:
     """Return the devices that the driver finds by the names in claims."""
     if D not in bridge.drivers:
         return {}
-    devices = bridge.drivers[D].driver.devices
+    devices = bridge.drivers[D].driver.devices.by_name
     return {name: (served.source.resource, device.id) for name, (served, device) in devices.items()}
 
 

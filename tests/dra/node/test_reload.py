@@ -194,7 +194,7 @@ async def test_health_of_a_resource_that_a_reload_adds_is_told_at_once(
     agent = bridge(node, tmp_path, Source(A, D))
 
     def told() -> list[str]:
-        return [node.dra.health(D, NODE, name).health for name in agent.drivers[D].driver.devices]
+        return [node.dra.health(D, NODE, name).health for name in agent.drivers[D].driver.devices.by_name]
 
     async with running(agent):
         await until(lambda: D in agent.drivers and told() == ["healthy"] * 2)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections import Counter
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -15,6 +16,7 @@ from deviceplugin.metrics.collectors import AgentCollector
 from deviceplugin.metrics.report import DeviceLocation, PreparedClaim
 from dra_bridge import handover
 from dra_bridge.driver import ClaimStatistics, registrar
+from dra_bridge.driver.preparation import CallStatistics
 from dra_bridge.kube import RequestStatistics
 from dra_bridge.ledger import Claim, ClaimDevice, DeviceRecord, Snapshot, State
 from dra_bridge.node.metrics import Told
@@ -48,7 +50,7 @@ def bridge(**changes: Any) -> Any:
         async_ledger=SimpleNamespace(snapshot=Snapshot(1, records, {}, {(DRIVER, one.uid): one for one in claims})),
         driver=SimpleNamespace(
             statistics=ClaimStatistics(
-                prepared=4, prepared_again=1, prepare_failures={"side": 2}, prepare_seconds=0.7, in_flight=1
+                CallStatistics(done=5, failures=Counter({"side": 2}), seconds=0.7), prepared_again=1, in_flight=1
             )
         ),
         registrar=SimpleNamespace(statistics=registrar.RegistrarStatistics(registered=True, registrations=2)),
