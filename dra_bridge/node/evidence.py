@@ -16,8 +16,6 @@ from dra_bridge.handover import held_units
 from dra_bridge.kube import RESOURCE_CLAIMS, Cluster, NotFoundError
 from dra_bridge.ledger import AsyncLedger, ClaimEvidence, Evidence, State
 
-__all__ = ["EvidenceReader"]
-
 
 class EvidenceReader:
     """Reads the evidence about one driver's devices.

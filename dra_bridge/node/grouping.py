@@ -7,8 +7,6 @@ from collections.abc import Collection, Mapping, Sequence
 from deviceplugin import topology
 from deviceplugin.node.service import Service
 
-__all__ = ["Order", "groups", "link_groups"]
-
 
 class Order:
     """The order in which a resource's devices are published; found anew only when they or their links change.

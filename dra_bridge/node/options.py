@@ -18,8 +18,6 @@ if TYPE_CHECKING:
     from deviceplugin.node.paths import Paths
     from dra_bridge.kube import Cluster
 
-__all__ = ["RunOptions", "add_kubeconfig", "add_run_options", "parse_run", "run_options"]
-
 
 def add_run_options(parser: argparse.ArgumentParser) -> None:
     """Add the options of an agent with both sides."""

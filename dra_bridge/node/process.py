@@ -22,8 +22,6 @@ if TYPE_CHECKING:
     from dra_bridge.handover import Drain
     from dra_bridge.kube import Cluster
 
-__all__ = ["run", "run_config"]
-
 
 def run(
     *sources: DeviceSource, share: str | int = "none", drain: Drain = "cordon", argv: Sequence[str] | None = None

@@ -70,7 +70,7 @@ class Witnessed(World):
         await self.scans()
 
     async def reconcile(self) -> None:
-        await self.bridge.drivers[D].reconcile(sweep=True)
+        await self.bridge.drivers[D].claims.reconcile(sweep=True)
 
 
 @contextlib.asynccontextmanager
@@ -223,7 +223,7 @@ async def test_a_claims_second_pod_that_the_kubelet_has_forgotten(
         assert second.uid not in next(iter(bridge.async_ledger.snapshot.claims.values())).pods
         ending = asyncio.create_task(asyncio.to_thread(first.delete, 60))
         await here.until(lambda: "unknown" in bridge.driver.statistics.unprepare.failures)
-        await bridge.reconcile(sweep=True)
+        await bridge.claims.reconcile(sweep=True)
         assert here.claims == {"default/mine"}
         assert source.wiped == wiped
         await asyncio.to_thread(second.end_containers, 60)
