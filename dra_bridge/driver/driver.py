@@ -11,7 +11,7 @@ from deviceplugin.identity import boot_id
 from deviceplugin.kubelet.claim_state import PreparedClaim
 from deviceplugin.kubelet.exclusion_guard import ExclusionGuard
 from deviceplugin.kubelet.orphaned_claims import only_seen
-from dra_bridge.driver.claim_api import ClaimApi, ClaimEvents
+from dra_bridge.driver.claim_api import ClaimEvents, ClusterClaims
 from dra_bridge.driver.claim_files import ClaimFiles
 from dra_bridge.driver.claims import ClaimError, ClaimRef
 from dra_bridge.driver.preparation import ClaimGrants, ClaimHooks, ClaimPreparation, ClaimStatistics, RunningPods
@@ -64,7 +64,7 @@ class Driver:
         pool: str,
         served: Sequence[ServedResource],
         async_ledger: AsyncLedger,
-        api: ClaimApi,
+        api: ClusterClaims,
         *,
         cdi_directory: str = cdi.DIRECTORY,
         deadline: float = DEADLINE,
@@ -87,7 +87,7 @@ class Driver:
         self._patience = patience
         self._tasks = Tasks()
         guard = guard or ExclusionGuard()
-        events = ClaimEvents(name, pool, api, self._tasks, report=report)
+        events = ClaimEvents(self.records, api, self._tasks, report)
         self._preparation = ClaimPreparation(
             self.records,
             api,

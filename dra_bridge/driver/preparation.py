@@ -36,7 +36,7 @@ from deviceplugin.kubelet.claim_state import ClaimStateError
 from deviceplugin.kubelet.exclusion_guard import ConflictError, ExclusionGuard
 from deviceplugin.source import DeviceSource
 from dra_bridge import ledger
-from dra_bridge.driver.claim_api import ClaimApi, ClaimEvents
+from dra_bridge.driver.claim_api import ClaimEvents, ClusterClaims
 from dra_bridge.driver.claim_files import ClaimFiles
 from dra_bridge.driver.claims import ClaimError, ClaimRef, check_ref, is_uid, parse_allocation
 from dra_bridge.driver.records import ClaimRecords, Prepared, prepared_of
@@ -234,7 +234,7 @@ class ClaimPreparation:
     """
 
     records: ClaimRecords
-    api: ClaimApi
+    api: ClusterClaims
     devices: ServedDevices
     files: ClaimFiles
     hooks: ClaimHooks

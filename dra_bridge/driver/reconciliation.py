@@ -13,7 +13,7 @@ from deviceplugin import cdi
 from deviceplugin.kubelet import holders
 from deviceplugin.kubelet.cgroups import PodProcesses
 from dra_bridge import ledger
-from dra_bridge.driver.claim_api import ClaimApi
+from dra_bridge.driver.claim_api import ClusterClaims
 from dra_bridge.driver.claim_files import ClaimFiles
 from dra_bridge.driver.claims import ClaimError, ClaimRef, parse_allocation
 from dra_bridge.driver.preparation import ClaimPreparation
@@ -43,7 +43,7 @@ class ClaimReconciler:
     """Reconciles the claims of one driver. deadline: seconds for one request to the API server."""
 
     records: ClaimRecords
-    api: ClaimApi
+    api: ClusterClaims
     files: ClaimFiles
     preparation: ClaimPreparation
     deadline: float

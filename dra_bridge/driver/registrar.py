@@ -30,7 +30,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import grpc.aio
 
@@ -39,7 +39,7 @@ from deviceplugin.kubelet.checkpoint import FileIdentity, file_identity
 from deviceplugin.kubelet.podresources import unix_address
 from deviceplugin.kubelet.registration import MAX_SOCKET_PATH, Backoff, dead
 from dra_bridge.driver.driver import Driver
-from dra_bridge.driver.services import HealthService, add_health_to_server, add_to_server
+from dra_bridge.driver.services import HealthService, add_to_server
 from dra_bridge.driver.tasks import Tasks
 from dra_bridge.wire import pluginregistration_pb2 as pb
 from dra_bridge.wire.pluginregistration_pb2_grpc import RegistrationServicer, add_RegistrationServicer_to_server
@@ -80,8 +80,6 @@ class RegistrarStatistics:
     registrations: int = 0
     failures: int = 0
     error: str = ""
-    health_streams: int = 0
-    health_lists: int = 0
 
 
 def socket_path(directory: Path, name: str, tail: str) -> Path:
@@ -102,6 +100,11 @@ def socket_path(directory: Path, name: str, tail: str) -> Path:
     return directory / f"{name}{tail}"
 
 
+def _unlink(path: Path) -> None:
+    with contextlib.suppress(OSError):
+        path.unlink()
+
+
 class _Registration(RegistrationServicer):
     """What the kubelet asks at the registration socket. answered: called with (registered, error)."""
 
@@ -109,14 +112,12 @@ class _Registration(RegistrationServicer):
         self._info = info
         self._answered = answered
 
-    async def GetInfo(self, request: pb.InfoRequest, context: object) -> pb.PluginInfo:  # noqa: N802
+    async def GetInfo(self, request: object, context: object) -> pb.PluginInfo:  # noqa: N802  # the API's name
         """Name the driver, its endpoint and its services."""
         return self._info
 
-    async def NotifyRegistrationStatus(  # noqa: N802
-        self, request: pb.RegistrationStatus, context: object
-    ) -> pb.RegistrationStatusResponse:
-        """Take note of whether the kubelet accepted the driver; an error here would deregister it."""
+    async def NotifyRegistrationStatus(self, request: pb.RegistrationStatus, context: object) -> Any:  # noqa: N802
+        """Note whether the kubelet accepted the driver; an error here would deregister it."""
         self._answered(request.plugin_registered, request.error)
         return pb.RegistrationStatusResponse()
 
@@ -134,22 +135,11 @@ class _Socket:
         """Whether the file is there and still this server's."""
         return self.own is not None and file_identity(self.path) == self.own
 
-    def unlink(self) -> None:
-        """Remove the file if it is this server's."""
-        if self.in_place:
-            with contextlib.suppress(OSError):
-                self.path.unlink()
-
 
 class Registrar:
     """Serves one driver and keeps it registered until it is cancelled.
 
-    Args:
-        driver: the driver.
-        kubelet_root: the kubelet's --root-dir.
-        timing: waits.
-        changed: called when the registration came or went.
-
+    kubelet_root: the kubelet's --root-dir. changed: called when the registration came or went.
     """
 
     def __init__(
@@ -238,10 +228,9 @@ class Registrar:
         self._registry.mkdir(parents=True, exist_ok=True)
         self.directory.mkdir(parents=True, exist_ok=True, mode=0o750)
         self._sweep()
-        self._health = HealthService(self.driver, self._timing.keep_alive, self._count_health)
+        self._health = HealthService(self.driver, self._timing.keep_alive)
         service, registration = (grpc.aio.server(options=_SERVER_OPTIONS) for _ in range(2))
-        add_to_server(self.driver, service)
-        add_health_to_server(self._health, service)
+        add_to_server(self.driver, self._health, service)
         endpoint = self.directory / f"dra-{instance}.sock"
         await self._bind(service, endpoint)
         info = pb.PluginInfo(type=PLUGIN_TYPE, name=name, endpoint=str(endpoint), supported_versions=list(SERVICES))
@@ -282,10 +271,6 @@ class Registrar:
         self.statistics.error = error
         self._changed()
 
-    def _count_health(self, streams: int, lists: int) -> None:
-        self.statistics.health_streams += streams
-        self.statistics.health_lists += lists
-
     def _sweep(self) -> None:
         """Remove sockets of instances of this driver that were killed: nobody answers there."""
         tail = "-12345678-reg.sock"
@@ -297,8 +282,7 @@ class Registrar:
         for directory, pattern in kinds:
             for path in directory.iterdir():
                 if pattern.fullmatch(path.name) and dead(path):
-                    with contextlib.suppress(OSError):
-                        path.unlink()
+                    _unlink(path)
 
     def _retire(self) -> None:
         """Let the servers go, the registration first; calls in flight may end."""
@@ -310,5 +294,6 @@ class Registrar:
             self._health = None
         while self._sockets:
             bound = self._sockets.pop()
-            bound.unlink()
+            if bound.in_place:
+                _unlink(bound.path)
             self._stopping.start(bound.server.stop(self._timing.drain))

@@ -88,13 +88,12 @@ class HealthService(
 ):
     """DRAResourceHealth, v1 and v1alpha1. It sends the list at once, with each change, and to keep the stream alive.
 
-    keep_alive: seconds between two lists without a change. sent: called with (streams begun, lists sent) to count.
+    keep_alive: seconds between two lists without a change.
     """
 
-    def __init__(self, driver: Driver, keep_alive: float, sent: Callable[[int, int], None]) -> None:
+    def __init__(self, driver: Driver, keep_alive: float) -> None:
         self._driver = driver
         self._keep_alive = keep_alive
-        self._sent = sent
         self._changed = asyncio.Event()
         self._ended = False
         self._unsubscribe: list[Callable[[], None]] = []
@@ -107,22 +106,14 @@ class HealthService(
         self._unsubscribe = [served.inventory.subscribe(lambda _: self._wake()) for served in resources]
         self._wake()
 
-    async def NodeWatchResources(  # noqa: N802  # the API's name
-        self, request: health_pb.NodeWatchResourcesRequest, context: object
-    ) -> AsyncIterator[health_pb.NodeWatchResourcesResponse]:
+    async def NodeWatchResources(self, request: object, context: object) -> AsyncIterator[Any]:  # noqa: N802
         """Send lists until the kubelet goes or the service ends."""
-        self._sent(1, 0)
         while not self._ended:
             changed = self._changed
-            self._sent(0, 1)
             yield health_list(self._driver, time.time())
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(self._keep_alive):
                     await changed.wait()
-
-    def _wake(self) -> None:
-        self._changed.set()
-        self._changed = asyncio.Event()
 
     def end(self) -> None:
         """End all streams."""
@@ -130,19 +121,19 @@ class HealthService(
         self._leave()
         self._wake()
 
+    def _wake(self) -> None:
+        self._changed.set()
+        self._changed = asyncio.Event()
+
     def _leave(self) -> None:
         for unsubscribe in self._unsubscribe:
             unsubscribe()
         self._unsubscribe = []
 
 
-def add_to_server(driver: Driver, server: grpc.aio.Server) -> None:
-    """Serve a driver's claims in both versions of the kubelet's API."""
+def add_to_server(driver: Driver, health: HealthService, server: grpc.aio.Server) -> None:
+    """Serve a driver's claims and the health of its devices in all versions of the kubelet's API."""
     dra_v1_pb2_grpc.add_DRAPluginServicer_to_server(ClaimService(driver, dra_v1_pb2), server)
     dra_v1beta1_pb2_grpc.add_DRAPluginServicer_to_server(ClaimService(driver, dra_v1beta1_pb2), server)
-
-
-def add_health_to_server(health: HealthService, server: grpc.aio.Server) -> None:
-    """Serve the devices' health in both versions of the kubelet's API."""
     dra_health_v1_pb2_grpc.add_DRAResourceHealthServicer_to_server(health, server)
     dra_health_v1alpha1_pb2_grpc.add_DRAResourceHealthServicer_to_server(health, server)

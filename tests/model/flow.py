@@ -26,7 +26,7 @@ from deviceplugin.kubelet.holders import HolderSnapshot, Witnesses
 from deviceplugin.kubelet.registration import Backoff
 from deviceplugin.source import DeviceSource
 from dra_bridge import ledger
-from dra_bridge.driver import ClaimError, ClaimRef, Driver, Prepared, ServedResource
+from dra_bridge.driver import ClaimError, ClaimRef, ClusterClaims, Driver, Prepared, ServedResource
 from dra_bridge.handover import Handover, LedgerGate, Share, allocations_of, held_units
 from dra_bridge.ledger import AsyncLedger, Evidence, Ledger, LedgerError, Side, State
 
@@ -59,7 +59,7 @@ class Plain(DeviceSource):
 
 
 @dataclass
-class Outside:
+class Outside(ClusterClaims):
     """Kubelet and API server.
 
     pods: devices held by pods; a pod's UID and container are its device's id. running: devices held by claims'

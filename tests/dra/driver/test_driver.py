@@ -93,7 +93,7 @@ def ref(uid: str, name: str = "") -> ClaimRef:
 
 
 @dataclass
-class FakeClaims:
+class FakeClaims(ClusterClaims):
     """The API server as far as a driver sees it."""
 
     claims: dict[str, dict[str, Any]] = field(default_factory=dict)
@@ -1000,7 +1000,7 @@ async def test_both_versions_of_the_api_answer_alike(here: World, tmp_path: Path
     """v1 has shares, v1beta1 does not; errors are inside the map."""
     here.claims.add(claim("1", result("d0", "fpga/big", shareID="s")), claim("2", result("d9")))
     server = grpc.aio.server()
-    services.add_to_server(here.driver, server)
+    services.add_to_server(here.driver, services.HealthService(here.driver, 10.0), server)
     address = f"unix:{tmp_path}/s"
     server.add_insecure_port(address)
     await server.start()
