@@ -6,6 +6,7 @@ import asyncio
 import logging
 import random
 from collections.abc import Collection, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
@@ -29,12 +30,8 @@ RECONCILE: Final = 20.0
 class ClaimPods:
     """Records in a ledger which pods use the claims of one driver, before the kubelet forgets it.
 
-    Args:
-        driver: its name.
-        async_ledger: the driver's ledger.
-        tracker: sees the pods' processes, and asks the kubelet for its active pods.
-        kubelet_root: where the kubelet's claim state lies.
-
+    tracker: sees the pods' processes, and asks the kubelet for its active pods. kubelet_root: where the kubelet's
+    claim state lies.
     """
 
     def __init__(self, driver: str, async_ledger: AsyncLedger, tracker: HolderTracker, kubelet_root: Path) -> None:
@@ -84,22 +81,14 @@ class ClaimPods:
         return mine
 
 
+@dataclass(frozen=True, slots=True)
 class ClaimReconciliation:
-    """Ends claims of one driver that are over by all evidence (E2), and writes what is missing of the others.
+    """Ends claims of one driver that are over by all evidence (E2), and writes what is missing of the others."""
 
-    Args:
-        driver: the driver.
-        pods: the pods that use its claims.
-        tracker: sees the pods' processes.
-        cluster: the API server.
-
-    """
-
-    def __init__(self, driver: Driver, pods: ClaimPods, tracker: HolderTracker, cluster: Cluster) -> None:
-        self._driver = driver
-        self._pods = pods
-        self._tracker = tracker
-        self._cluster = cluster
+    driver: Driver
+    pods: ClaimPods
+    tracker: HolderTracker
+    cluster: Cluster
 
     async def run(self, resources: Mapping[str, ResourceRuntime]) -> None:
         """Reconcile at once and from time to time, until cancelled."""
@@ -110,7 +99,7 @@ class ClaimReconciliation:
             try:
                 await self.reconcile(sweep=not waits)
             except (ClaimStateError, ClusterError, LedgerError, OSError) as error:
-                _LOG.info("%s: prepared claims cannot be reconciled now: %s", self._driver.name, error)
+                _LOG.info("%s: prepared claims cannot be reconciled now: %s", self.driver.name, error)
                 await asyncio.sleep(backoff.next())
                 continue
             backoff.reset()
@@ -126,19 +115,19 @@ class ClaimReconciliation:
             ClaimStateError: the kubelet's claim state cannot be read; nothing is ended then.
 
         """
-        unlisted = (await self._pods.running()).unlisted
-        named = frozenset(claim.uid for claim in await self._pods.record())
-        processes = await asyncio.to_thread(self._tracker.pods)
+        unlisted = (await self.pods.running()).unlisted
+        named = frozenset(claim.uid for claim in await self.pods.record())
+        processes = await asyncio.to_thread(self.tracker.pods)
         await self._name_from_server(named, processes)
-        await self._driver.reconciler.reconcile(named, processes, unlisted, sweep=sweep)
+        await self.driver.reconciler.reconcile(named, processes, unlisted, sweep=sweep)
 
     async def _name_from_server(self, named: Collection[str], processes: PodProcesses) -> None:
         """Name claims that are known from their CDI files alone, or unprepare those that the API server has not."""
-        records = self._driver.records
+        records = self.driver.records
         nameless = [claim for claim in records.all() if not claim.name and claim.uid not in named]
         if not nameless:
             return
-        listed = (await self._cluster.list(RESOURCE_CLAIMS)).items
+        listed = (await self.cluster.list(RESOURCE_CLAIMS)).items
         known = {claim["metadata"]["uid"]: claim["metadata"] for claim in listed}
         for claim in nameless:
             if metadata := known.get(claim.uid):
@@ -146,4 +135,4 @@ class ClaimReconciliation:
                 await records.ledger.do(described)
             elif not any(processes.may_run(uid) for uid in claim.pods):
                 _LOG.info("%s: claim %s, known from its CDI file, does not exist", records.driver, claim.uid)
-                await self._driver.unprepare([ClaimRef("", "", claim.uid)])
+                await self.driver.unprepare([ClaimRef("", "", claim.uid)])

@@ -5,20 +5,19 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Final
 
 from deviceplugin.kubelet.checkpoint import CheckpointError
 from deviceplugin.kubelet.claim_state import ClaimStateError
 from deviceplugin.kubelet.registration import Backoff
 from dra_bridge import ledger
-from dra_bridge.handover import LedgerGate
 from dra_bridge.kube import ClusterError
-from dra_bridge.ledger import AsyncLedger, LedgerError, Side, State
+from dra_bridge.ledger import LedgerError, Side, State
 from dra_bridge.node.evidence import EvidenceReader
-from dra_bridge.node.resource import Node, ResourceRuntime
-from dra_bridge.node.share import DriverShare
-from dra_bridge.node.slice_feed import PublishedNames
+from dra_bridge.node.resource import DriverContext, ResourceRuntime
+from dra_bridge.node.slice_feed import decide_names, qualifiers_of
 
 _LOG: Final = logging.getLogger(__name__)
 
@@ -29,50 +28,19 @@ UNKNOWN: Final = (LedgerError, CheckpointError, ClaimStateError, ClusterError, O
 """Raised where the evidence cannot be read now."""
 
 
+@dataclass(frozen=True, slots=True)
 class DeviceReconciler:
     """Reconciles the devices of one driver.
 
-    Args:
-        driver: the driver's name.
-        node: what the drivers of the node share.
-        resources: the driver's resources, as they are at any time.
-        async_ledger: the driver's ledger.
-        ledger_gate: offers and grants only devices that are reconciled.
-        evidence: reads who holds devices.
-        names: the names of published devices.
-        share: the share that the Node asks for; a device without evidence begins on the side that it tells.
-        named: called after devices were given names.
-        changed: called after the ledger changed.
-        quarantined: called with (resource, device) after a device was quarantined.
-
+    named: called after devices were given names. changed: called after the ledger changed. quarantined: called with
+    (resource, device) after a device was quarantined.
     """
 
-    def __init__(
-        self,
-        driver: str,
-        node: Node,
-        resources: Mapping[str, ResourceRuntime],
-        async_ledger: AsyncLedger,
-        ledger_gate: LedgerGate,
-        evidence: EvidenceReader,
-        names: PublishedNames,
-        share: DriverShare,
-        *,
-        named: Callable[[], None],
-        changed: Callable[[], None],
-        quarantined: Callable[[str, str], None],
-    ) -> None:
-        self._driver = driver
-        self._node = node
-        self._resources = resources
-        self._ledger = async_ledger
-        self._gate = ledger_gate
-        self._evidence = evidence
-        self._names = names
-        self._share = share
-        self._named = named
-        self._changed = changed
-        self._quarantined = quarantined
+    context: DriverContext
+    evidence: EvidenceReader
+    named: Callable[[], None]
+    changed: Callable[[], None]
+    quarantined: Callable[[str, str], None]
 
     async def keep(self, one: ResourceRuntime) -> None:
         """Reconcile the devices of a resource whenever there are others, until cancelled."""
@@ -82,14 +50,14 @@ class DeviceReconciler:
             try:
                 await self._reconcile_all(resource, one)
             finally:
-                self._gate.reasons.pop(resource, None)
+                self.context.gate.reasons.pop(resource, None)
             await one.changed.wait()
 
     def forget_unlisted(self, one: ResourceRuntime) -> None:
         """Reconcile devices that are unplugged again when they come back: somebody may hold them then."""
         resource, listed = one.service.resource, one.service.inventory.snapshot.devices
-        gone = {key for key in self._gate.reconciled if key[0] == resource and key[1] not in listed}
-        self._gate.reconciled.difference_update(gone)
+        gone = {key for key in self.context.gate.reconciled if key[0] == resource and key[1] not in listed}
+        self.context.gate.reconciled.difference_update(gone)
 
     async def _reconcile_all(self, resource: str, one: ResourceRuntime) -> None:
         """Reconcile devices until none is left: all at each start, for the ledger may have lost its last records."""
@@ -98,26 +66,28 @@ class DeviceReconciler:
             tries += 1
             listed = one.service.inventory.snapshot.listed
             unreconciled = self._unreconciled(resource, one)
-            if not unreconciled and (not listed or resource in self._names.qualifiers):
+            if not unreconciled and (not listed or resource in qualifiers_of(self.context.ledger.snapshot)):
                 if listed and not one.reconciled.is_set():
                     one.reconciled.set()
                     one.service.release_idle()
                 return
-            holders = {name: self._node.foreign.holder(resource, name, self._driver) for name in unreconciled}
+            holders = {
+                name: self.context.node.foreign.holder(resource, name, self.context.name) for name in unreconciled
+            }
             reasons = {name: holder for name, holder in holders.items() if holder}
             try:
-                if await self._names.decide(resource):
-                    self._named()
+                if await decide_names(self.context, resource):
+                    self.named()
                 doubtful = await self.reconcile(one, [name for name in unreconciled if name not in reasons])
             except UNKNOWN as error:
                 reasons |= dict.fromkeys(unreconciled, f"not known: {error or type(error).__name__}")
             else:
-                problem = self._node.agent.tracker.snapshot.problem
+                problem = self.context.node.agent.tracker.snapshot.problem
                 reasons |= dict.fromkeys(doubtful, f"not known: {problem}" if problem else "not known")
                 if not reasons:
                     backoff.reset()
                     continue
-            self._gate.reasons[resource] = reasons
+            self.context.gate.reasons[resource] = reasons
             text = "; ".join(f"{device}: {reason}" for device, reason in sorted(reasons.items()))
             # At the start the kubelet does not listen yet; that is soon over.
             if text != logged and tries > 3:
@@ -127,7 +97,7 @@ class DeviceReconciler:
 
     def _unreconciled(self, resource: str, one: ResourceRuntime) -> list[str]:
         """Return the devices about which no evidence was reconciled yet, or that the ledger does not have."""
-        known, reconciled = self._ledger.snapshot.devices, self._gate.reconciled
+        known, reconciled = self.context.ledger.snapshot.devices, self.context.gate.reconciled
         keys = {name: (resource, name) for name in one.service.inventory.snapshot.devices}
         return [name for name, key in keys.items() if key not in reconciled or key not in known]
 
@@ -141,21 +111,21 @@ class DeviceReconciler:
         if not devices:
             return ()
         resource = one.service.resource
-        evidence = await self._evidence.read(one.service, devices)
-        if self._resources.get(resource) is not one:
+        evidence = await self.evidence.read(one.service, devices)
+        if self.context.resources.get(resource) is not one:
             return ()  # it was dropped meanwhile
         count = len(one.service.inventory.snapshot.devices)
-        side = Side.DRA if self._share.of(one.policy).of(count) == count else Side.PLUGIN
-        done = await self._ledger.do(ledger.reconcile_evidence(resource, evidence, devices, side, time.time()))
-        guard = self._node.agent.guard
-        await self._ledger.identify({(resource, name): guard.identity(resource, name) for name in devices})
-        self._gate.reconciled.update((resource, name) for name in devices if name not in done.doubtful)
+        side = Side.DRA if self.context.share.of(one.policy).of(count) == count else Side.PLUGIN
+        done = await self.context.ledger.do(ledger.reconcile_evidence(resource, evidence, devices, side, time.time()))
+        guard = self.context.node.agent.guard
+        await self.context.ledger.identify({(resource, name): guard.identity(resource, name) for name in devices})
+        self.context.gate.reconciled.update((resource, name) for name in devices if name not in done.doubtful)
         for device, state in done.changed.items():
             if state is State.QUARANTINED:
-                self._quarantined(resource, device)
-            elif (resource, device) in self._gate.reconciled:
+                self.quarantined(resource, device)
+            elif (resource, device) in self.context.gate.reconciled:
                 _LOG.debug("%s: device %s is %s", resource, device, state.text)
-        self._changed()
+        self.changed()
         return done.doubtful
 
     async def keep_resolving(self) -> None:
@@ -165,14 +135,14 @@ class DeviceReconciler:
         while True:
             await asyncio.sleep(backoff.next())
             await self.resolve()
-            if not any(record.state is State.QUARANTINED for record in self._ledger.snapshot.devices.values()):
+            if not any(record.state is State.QUARANTINED for record in self.context.ledger.snapshot.devices.values()):
                 backoff.reset()
 
     async def resolve(self) -> None:
         """Reconcile quarantined devices: the evidence about them may agree by now."""
-        for resource, one in tuple(self._resources.items()):
+        for resource, one in tuple(self.context.resources.items()):
             listed = one.service.inventory.snapshot.devices
-            records = self._ledger.snapshot.of(resource)
+            records = self.context.ledger.snapshot.of(resource)
             names = [name for name in listed if name in records and records[name].state is State.QUARANTINED]
             try:
                 await self.reconcile(one, names)
@@ -180,6 +150,6 @@ class DeviceReconciler:
                 _LOG.info("%s: quarantined devices stay so for now: %s", resource, error)
                 continue
             for name in names:
-                state = self._ledger.snapshot.device(resource, name).state
+                state = self.context.ledger.snapshot.device(resource, name).state
                 if state is not State.QUARANTINED:
                     _LOG.warning("%s: device %s leaves quarantine; it is %s", resource, name, state.text)

@@ -22,9 +22,9 @@ from dra_bridge.node.evidence import EvidenceReader
 from dra_bridge.node.gates import DENY_ALL
 from dra_bridge.node.grouping import groups
 from dra_bridge.node.policies import HandoverPolicy
-from dra_bridge.node.resource import Node, ResourceRuntime
+from dra_bridge.node.resource import DriverContext, Node, ResourceRuntime
 from dra_bridge.node.share import DriverShare
-from dra_bridge.node.slice_feed import PublishedNames, SliceFeed
+from dra_bridge.node.slice_feed import SliceFeed, qualifiers_of
 
 _LOG: Final = logging.getLogger(__name__)
 
@@ -32,15 +32,10 @@ _LOG: Final = logging.getLogger(__name__)
 class DriverRuntime:
     """One DRA driver on this node: it makes the driver's parts and runs them.
 
-    Args:
-        node: what all drivers of the node share.
-        name: the driver's name.
-        async_ledger: its ledger.
-
     Attributes:
         resources: the resources that name this driver.
-        ledger_gate: the gate for pods.
-        driver, registrar: the gate for claims, and its registration with the kubelet.
+        ledger_gate: decides what pods get of them.
+        driver, registrar: serve claims, and register with the kubelet.
         devices, claims: reconcile them with the evidence.
         feed: passes slices to the publisher.
 
@@ -49,30 +44,29 @@ class DriverRuntime:
     def __init__(self, node: Node, name: str, async_ledger: AsyncLedger) -> None:
         self.name = name
         self.async_ledger = async_ledger
-        self.resources: dict[str, ResourceRuntime] = {}
         self._node = node
         self._device_ids: dict[str, DeviceIdResolver] = {}
         self._group: asyncio.TaskGroup | None = None
         self._registering: asyncio.Task[None] | None = None
         self._tasks = Tasks()
-        agent, root = node.agent, node.agent.paths.kubelet_root
-        agent.tracker.remember(allocations_of(async_ledger.snapshot))
-        agent.tracker.remember_grants(
-            {key: one.since for key, one in async_ledger.snapshot.holds.items() if one.pending}
-        )
+        tracker, guard, root = node.agent.tracker, node.agent.guard, node.agent.paths.kubelet_root
+        tracker.remember(allocations_of(async_ledger.snapshot))
+        pending = {key: hold.since for key, hold in async_ledger.snapshot.holds.items() if hold.pending}
+        tracker.remember_grants(pending)
         self.ledger_gate = LedgerGate(
             async_ledger,
             self._device_ids,
             self._changed,
             self._quarantined,
-            agent.tracker.title,
-            agent.guard,
-            agent.tracker.allocated,
+            tracker.title,
+            guard,
+            tracker.allocated,
         )
         self.ledger_gate.draining = self._draining
-        self.names = PublishedNames(name, node, async_ledger)
         self.share = DriverShare(name, async_ledger, self._tasks)
-        pods = ClaimPods(name, async_ledger, agent.tracker, root)
+        context = DriverContext(name, node, async_ledger, self.ledger_gate, self.share)
+        self.resources = context.resources
+        pods = ClaimPods(name, async_ledger, tracker, root)
         self.driver = Driver(
             name,
             node.name,
@@ -85,28 +79,15 @@ class DriverRuntime:
             changed=self._changed,
             ready=lambda resource, device: (resource, device) in self.ledger_gate.reconciled,
             running_pods=pods.running,
-            qualifiers=lambda resources: self.names.qualifiers,
-            guard=agent.guard,
+            qualifiers=lambda resources: qualifiers_of(async_ledger.snapshot),
+            guard=guard,
         )
         self.registrar = Registrar(self.driver, root, changed=self.publish)
-        self.feed = SliceFeed(
-            name, node, self.resources, self.ledger_gate, async_ledger, self.names, self.share, self.registrar
-        )
-        self.evidence = EvidenceReader(self.driver, async_ledger, agent, node.cluster)
-        self.claims = ClaimReconciliation(self.driver, pods, agent.tracker, node.cluster)
-        self.devices = DeviceReconciler(
-            name,
-            node,
-            self.resources,
-            async_ledger,
-            self.ledger_gate,
-            self.evidence,
-            self.names,
-            self.share,
-            named=self.registrar.follow,  # the kubelet knows the health of devices by their names
-            changed=self._changed,
-            quarantined=self._quarantined,
-        )
+        self.feed = SliceFeed(context, self.registrar)
+        self.evidence = EvidenceReader(self.driver, node.agent, node.cluster)
+        self.claims = ClaimReconciliation(self.driver, pods, tracker, node.cluster)
+        # The kubelet knows the health of devices by their published names.
+        self.devices = DeviceReconciler(context, self.evidence, self.registrar.follow, self._changed, self._quarantined)
 
     # What it serves.
 

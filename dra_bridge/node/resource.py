@@ -1,4 +1,4 @@
-"""One resource of a driver on this node, and what all drivers of the node share."""
+"""What the parts of the DRA side share: the node, a driver on it, and each of its resources."""
 
 from __future__ import annotations
 
@@ -11,12 +11,13 @@ from typing import Final
 from deviceplugin.node.agent import Agent
 from deviceplugin.node.service import Service
 from dra_bridge.driver import ClusterClaims
-from dra_bridge.handover import Handover
+from dra_bridge.handover import Handover, LedgerGate
 from dra_bridge.kube import Cluster, ClusterError
+from dra_bridge.ledger import AsyncLedger
 from dra_bridge.node.gates import ForeignClaims, ResourceGates
 from dra_bridge.node.grouping import Order
 from dra_bridge.node.policies import HandoverPolicy
-from dra_bridge.node.share import NodeAnnotations
+from dra_bridge.node.share import DriverShare, NodeAnnotations
 from dra_bridge.slices import Publisher
 
 _LOG: Final = logging.getLogger(__name__)
@@ -38,6 +39,18 @@ class ResourceRuntime:
     changed: asyncio.Event = field(default_factory=asyncio.Event)
     reconciled: asyncio.Event = field(default_factory=asyncio.Event)
     task: asyncio.Task[None] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class DriverContext:
+    """What the parts of one driver on this node share. resources: by name, as they are at any time."""
+
+    name: str
+    node: Node
+    ledger: AsyncLedger
+    gate: LedgerGate
+    share: DriverShare
+    resources: dict[str, ResourceRuntime] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,11 +11,9 @@ from typing import Final
 from deviceplugin import naming
 from dra_bridge import ledger
 from dra_bridge.driver import Registrar
-from dra_bridge.handover import LedgerGate
 from dra_bridge.kube import RESOURCE_SLICES
-from dra_bridge.ledger import AsyncLedger
-from dra_bridge.node.resource import Node, ResourceRuntime
-from dra_bridge.node.share import DriverShare
+from dra_bridge.ledger import Snapshot
+from dra_bridge.node.resource import DriverContext
 from dra_bridge.rollout import progress
 from dra_bridge.slices import Offer, Pool
 
@@ -30,87 +28,43 @@ QUALIFIER: Final = "qualifier"
 """The section of the ledger's settings that has the qualifiers of published names, by resource."""
 
 
-class PublishedNames:
-    """How one driver's devices are named in slices: by their ids, and by qualifiers of their resources.
+def qualifiers_of(now: Snapshot) -> Mapping[str, str]:
+    """Return what distinguishes a driver's resources in the names of published devices, by resource."""
+    return {resource: kept.value for (section, resource), kept in now.settings.items() if section == QUALIFIER}
 
-    Args:
-        driver: the driver's name.
-        node: what the drivers of the node share.
-        async_ledger: the driver's ledger, which keeps the qualifiers.
+
+async def decide_names(context: DriverContext, resource: str) -> bool:
+    """Decide how a resource's devices are named in slices, once and durably; return False if that was done before.
+
+    What is published or allocated keeps its name. If the ledger does not have the names, it was lost or
+    is new: the slices that the API server has tell how devices were named before.
+
+    Raises:
+        LedgerError, ClusterError, TimeoutError: it cannot be decided now.
 
     """
-
-    def __init__(self, driver: str, node: Node, async_ledger: AsyncLedger) -> None:
-        self._driver = driver
-        self._node = node
-        self._ledger = async_ledger
-
-    @property
-    def qualifiers(self) -> Mapping[str, str]:
-        """What distinguishes this driver's resources in the names of published devices, by resource."""
-        settings = self._ledger.snapshot.settings
-        return {resource: kept.value for (section, resource), kept in settings.items() if section == QUALIFIER}
-
-    async def decide(self, resource: str) -> bool:
-        """Decide how a resource's devices are named, once and durably; return False if that was done before.
-
-        What is published or allocated keeps its name. If the ledger does not have the names, it was lost or
-        is new: the slices that the API server has tell how devices were named before.
-
-        Raises:
-            LedgerError, ClusterError, TimeoutError: it cannot be decided now.
-
-        """
-        kept = self.qualifiers
-        if resource in kept:
-            return False
-        services = self._node.agent.services.values()
-        served = [service.resource for service in services if service.source.driver == self._driver]
-        if not kept:
-            selector = f"spec.nodeName={self._node.name},spec.driver={self._driver}"
-            async with asyncio.timeout(5.0):
-                slices = await self._node.cluster.list(RESOURCE_SLICES, field_selector=selector)
-            before = progress.read(self._driver, slices.items)
-            known = [name for name in served if self._ledger.snapshot.of(name)]
-            kept = before.words if before is not None else naming.qualifiers(known or served)
-        for name, word in naming.kept_qualifiers(kept, served).items():
-            await self._ledger.do(ledger.set_setting(QUALIFIER, name, word))
-        return True
+    kept = qualifiers_of(context.ledger.snapshot)
+    if resource in kept:
+        return False
+    services = context.node.agent.services.values()
+    served = [service.resource for service in services if service.source.driver == context.name]
+    if not kept:
+        selector = f"spec.nodeName={context.node.name},spec.driver={context.name}"
+        async with asyncio.timeout(5.0):
+            slices = await context.node.cluster.list(RESOURCE_SLICES, field_selector=selector)
+        before = progress.read(context.name, slices.items)
+        known = [name for name in served if context.ledger.snapshot.of(name)]
+        kept = before.words if before is not None else naming.qualifiers(known or served)
+    for name, word in naming.kept_qualifiers(kept, served).items():
+        await context.ledger.do(ledger.set_setting(QUALIFIER, name, word))
+    return True
 
 
 class SliceFeed:
-    """Passes to the publisher what the slices of one driver should be. The `Slices` of its handovers.
+    """Passes to the publisher what the slices of one driver should be, and to its handovers what is withdrawn."""
 
-    Args:
-        driver: the driver's name.
-        node: what the drivers of the node share.
-        resources: the driver's resources, as they are at any time.
-        ledger_gate: has the devices whose evidence was reconciled.
-        async_ledger: the driver's ledger.
-        names: the names of published devices.
-        share: the share that the Node asks for.
-        registrar: tells whether the kubelet has registered the driver.
-
-    """
-
-    def __init__(
-        self,
-        driver: str,
-        node: Node,
-        resources: Mapping[str, ResourceRuntime],
-        ledger_gate: LedgerGate,
-        async_ledger: AsyncLedger,
-        names: PublishedNames,
-        share: DriverShare,
-        registrar: Registrar,
-    ) -> None:
-        self._driver = driver
-        self._node = node
-        self._resources = resources
-        self._gate = ledger_gate
-        self._ledger = async_ledger
-        self._names = names
-        self._share = share
+    def __init__(self, context: DriverContext, registrar: Registrar) -> None:
+        self._context = context
         self._registrar = registrar
         self._changed = asyncio.Event()
         self._passed = asyncio.Event()
@@ -127,7 +81,7 @@ class SliceFeed:
     def withdrawn(self, resource: str, device: str) -> float | None:
         """Return since when (monotonic seconds) the API server has had slices without the device, if it has."""
         ticket, at = self._without.get((resource, device), (0, None))
-        if at is None and ticket and self._node.publisher.state(self._driver).accepted >= ticket:
+        if at is None and ticket and self._context.node.publisher.state(self._context.name).accepted >= ticket:
             at = time.monotonic()
             self._without[resource, device] = ticket, at
         return at
@@ -142,60 +96,60 @@ class SliceFeed:
                     await self._changed.wait()
             await asyncio.sleep(SETTLE)
             self._changed.clear()
-            for one in self._resources.values():
+            for one in self._context.resources.values():
                 one.changed.set()  # a device may be listed again in the moment in which it is forgotten
             rest = first - time.monotonic()
             # Pods that come before the driver is registered fail first and are tried again a minute later, and what
             # is in the slices from before stays until the evidence was reconciled.
-            reconciled = all(one.reconciled.is_set() for one in self._resources.values())
+            reconciled = all(one.reconciled.is_set() for one in self._context.resources.values())
             if rest <= 0 or (self._registrar.statistics.registrations and reconciled):
                 rest = self._pass_on() if self._may_publish() else None
 
     async def follow_accepted(self) -> None:
         """Wake the handovers when the API server has accepted what they wait for, until cancelled."""
-        publisher = self._node.publisher
+        publisher = self._context.node.publisher
         while True:
             self._passed.clear()
-            state = publisher.state(self._driver)
+            state = publisher.state(self._context.name)
             if state.accepted < state.wanted:
-                await publisher.accepted(self._driver, state.wanted)
-                for one in self._resources.values():
+                await publisher.accepted(self._context.name, state.wanted)
+                for one in self._context.resources.values():
                     one.handover.wake()
             else:
                 await self._passed.wait()
 
     def _may_publish(self) -> bool:
         """Return whether the slices may be changed: what is in them from before stays until it is reconciled."""
-        if not self._names.qualifiers:
+        if not qualifiers_of(self._context.ledger.snapshot):
             return False
-        snapshots = {resource: one.service.inventory.snapshot for resource, one in self._resources.items()}
+        snapshots = {resource: one.service.inventory.snapshot for resource, one in self._context.resources.items()}
         return any(
-            (resource, name) in self._gate.reconciled
+            (resource, name) in self._context.gate.reconciled
             for resource, snapshot in snapshots.items()
             for name in snapshot.devices
         ) or all(snapshot.listed and not snapshot.devices for snapshot in snapshots.values())
 
     def _pass_on(self) -> float | None:
         """Pass the slices on; return after how many seconds they are to be made again without a change."""
-        offers, without, words = [], [], self._names.qualifiers
-        for resource, one in self._resources.items():
+        offers, without, words = [], [], qualifiers_of(self._context.ledger.snapshot)
+        for resource, one in self._context.resources.items():
             source, snapshot = one.service.source, one.service.inventory.snapshot
-            known = self._ledger.snapshot.of(resource)
+            known = self._context.ledger.snapshot.of(resource)
             offered = frozenset(
                 name
                 for name in snapshot.devices
-                if (resource, name) in self._gate.reconciled and name in known and one.handover.offered(name)
+                if (resource, name) in self._context.gate.reconciled and name in known and one.handover.offered(name)
             )
-            offered -= self._node.agent.guard.withheld(resource, "dra").keys()
+            offered -= self._context.node.agent.guard.withheld(resource, "dra").keys()
             without += [(resource, name) for name in (snapshot.devices.keys() | known.keys()) - offered]
             replicas = {name: source.replicas_of(device) for name, device in snapshot.devices.items()}
             order = one.order.of(snapshot.devices.keys(), source.links)
             offers.append(Offer(snapshot, offered, replicas, tuple(order), words.get(resource, "")))
-        effects = {one.policy.unhealthy for one in self._resources.values()}
+        effects = {one.policy.unhealthy for one in self._context.resources.values()}
         unhealthy = "NoExecute" if "NoExecute" in effects else "NoSchedule"
         annotations, rest = self._annotations()
-        pool = Pool(self._driver, self._node.name, tuple(offers), unhealthy, annotations)  # type: ignore[arg-type]
-        ticket = self._node.publisher.want(pool)
+        pool = Pool(self._context.name, self._context.node.name, tuple(offers), unhealthy, annotations)  # type: ignore[arg-type]
+        ticket = self._context.node.publisher.want(pool)
         self._without = {key: self._without.get(key, (ticket, None)) for key in without}
         self._passed.set()
         return rest
@@ -205,22 +159,22 @@ class SliceFeed:
 
         It changes at once when a side changed, and rarely if only holders did.
         """
-        handovers = {resource: one.handover for resource, one in self._resources.items()}
+        handovers = {resource: one.handover for resource, one in self._context.resources.items()}
         waits = {(name, device): what for name, one in handovers.items() for device, what in one.waiting.items()}
         gone = set()
-        for resource, device in self._ledger.snapshot.devices:
-            if resource in self._resources:
-                listed = self._resources[resource].service.inventory.snapshot
+        for resource, device in self._context.ledger.snapshot.devices:
+            if resource in self._context.resources:
+                listed = self._context.resources[resource].service.inventory.snapshot
                 if device not in listed.devices or device in listed.gone:
                     gone.add((resource, device))
         now, rest = time.monotonic(), None
         current = progress.progress(
-            self._ledger.snapshot,
+            self._context.ledger.snapshot,
             {resource: str(one.share) for resource, one in handovers.items()},
             waits,
-            asked=self._share.text,
+            asked=self._context.share.text,
             gone=gone,
-            qualifiers=self._names.qualifiers,
+            qualifiers=qualifiers_of(self._context.ledger.snapshot),
         )
         sides = progress.encoded(progress.without_holders(current))
         if self._reported is None or current != self._reported[0]:
@@ -228,4 +182,4 @@ class SliceFeed:
                 current, rest = self._reported[0], self._reported[2] + HOLDERS - now
             else:
                 self._reported = current, sides, now
-        return {progress.annotation(self._driver): progress.encoded(current)}, rest
+        return {progress.annotation(self._context.name): progress.encoded(current)}, rest

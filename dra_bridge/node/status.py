@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Final
 
 from deviceplugin.metrics.report import DeviceLocation, PreparedClaim, ProviderReport
 from dra_bridge.ledger import State
+from dra_bridge.node.slice_feed import qualifiers_of
 
 if TYPE_CHECKING:
     from dra_bridge.node.bridge import Bridge
@@ -45,7 +46,9 @@ class BridgeStatus:
                 for claim in one.async_ledger.snapshot.claims.values()
                 for resource, device in sorted(claim.held)
             ],
-            qualifiers={name: word for one in drivers for name, word in one.names.qualifiers.items()},
+            qualifiers={
+                name: word for one in drivers for name, word in qualifiers_of(one.async_ledger.snapshot).items()
+            },
         )
 
     def _unready(self, drivers: list[DriverRuntime]) -> Iterator[str]:

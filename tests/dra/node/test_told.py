@@ -47,7 +47,6 @@ def bridge(**changes: Any) -> Any:
     source.driver = DRIVER
     one = SimpleNamespace(
         name=DRIVER,
-        names=SimpleNamespace(qualifiers={}),
         async_ledger=SimpleNamespace(snapshot=Snapshot(1, records, {}, {(DRIVER, one.uid): one for one in claims})),
         driver=SimpleNamespace(
             records=SimpleNamespace(all=lambda: claims),
