@@ -1,12 +1,13 @@
 """Prepares and unprepares claims, one call at a time for each claim.
 
-A claim's way through `prepare`: fetch it, check that it is the one meant and allocated here, find its devices, decode
-its parameters, ask the ledger (R2), call the source's hooks, write the CDI file, record, answer.
+The steps of Prepare: fetch the claim, check that it is the one meant and allocated here, find its devices, decode its
+parameters, ask the ledger (R2), call the source's hooks, write the CDI file, record, answer. Unprepare works in the
+opposite order: hook, file, record.
 
-Order and crashes. The ledger's record comes last and has the whole answer and the CDI spec: what is in it was set up
+Crashes. The ledger's record comes last and has the whole answer and the CDI spec: what is in it was set up
 completely, and a restart answers the same and can write the file again. Before the hooks the devices are reserved, on
 disk if the source has a `prepare` hook (its traces must be undone after a crash), else in memory. So a claim costs one
-fsync, with such a hook two, and an unprepare one. Unprepare works in the opposite order: hook, file, record.
+fsync, with such a hook two, and an unprepare one.
 
 A late Prepare leaves nothing behind (nvidia k8s-dra-driver-gpu#1162): calls for one claim wait
 for each other, an Unprepare ends the Prepares of its claim that are still under way, and a Prepare
@@ -24,7 +25,7 @@ import dataclasses
 import logging
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final, NamedTuple, TypeVar
 
@@ -328,7 +329,7 @@ class ClaimPreparation:
             # This verifies the devices after their numbers were read for the CDI file.
             await self.grants.confirm(ref, dataclasses.replace(record, result=msgspec.json.encode(prepared).decode()))
         except BaseException:
-            await self._finish(self._undo(ref, record, traces=traces))
+            await ended(self.tasks.start(self._undo(ref, record, traces=traces)))  # also if this task is cancelled
             raise
         self.statistics.prepare.done += 1
         self.changed()
@@ -347,11 +348,7 @@ class ClaimPreparation:
             _LOG.warning("%s: the failed Prepare of claim %s is not wholly undone: %s", driver, ref.title, error)
 
     async def _unprepare(self, ref: ClaimRef) -> None:
-        await self._refuse_running(ref)
-        await self.end(ref.uid)
-
-    async def _refuse_running(self, ref: ClaimRef) -> None:
-        """Keep a claim whose containers run, and have the kubelet try again.
+        """Unprepare a claim, unless its containers run: then the kubelet has to try again.
 
         Of a pod that was deleted by force and whose containers hang the kubelet's reconcile loop unprepares the
         claims all the same (kubelet 1.36, cm/dra/manager.go: reconcileLoop). If another pod shares the claim, the loop
@@ -361,22 +358,20 @@ class ClaimPreparation:
             ClaimError: processes of a pod of this claim run, or it is not known which pods use it.
 
         """
-        if self.records.get(ref.uid) is None:
-            return
-        try:
-            running, unlisted = await self.running_pods()
-        except (ClaimStateError, LedgerError, OSError) as error:
-            what = f"it is not known which pods use it; it stays prepared until that is known: {error}"
-            raise ClaimError("unknown", f"claim {ref.title}: {what}") from error
-        known = self.records.get(ref.uid)
-        if known is None:
-            return
-        if users := sorted(known.pods & running):
-            what = f"processes of pod {users[0]} run; it stays prepared until they end"
-            raise ClaimError("running", f"claim {ref.title}: {what}")
-        if unlisted:
-            what = f"processes of pod {min(unlisted)} run, which the kubelet does not list and which may use it"
-            raise ClaimError("unknown", f"claim {ref.title}: {what}; it stays prepared until they end")
+        if self.records.get(ref.uid) is not None:
+            try:
+                running, unlisted = await self.running_pods()
+            except (ClaimStateError, LedgerError, OSError) as error:
+                what = f"it is not known which pods use it; it stays prepared until that is known: {error}"
+                raise ClaimError("unknown", f"claim {ref.title}: {what}") from error
+            known = self.records.get(ref.uid)  # with the pods that were recorded just now
+            if known is not None and (users := known.pods & running):
+                what = f"processes of pod {min(users)} run; it stays prepared until they end"
+                raise ClaimError("running", f"claim {ref.title}: {what}")
+            if known is not None and unlisted:
+                what = f"processes of pod {min(unlisted)} run, which the kubelet does not list and which may use it"
+                raise ClaimError("unknown", f"claim {ref.title}: {what}; it stays prepared until they end")
+        await self.end(ref.uid)
 
     async def end(self, uid: str) -> None:
         """Undo all that was prepared for a claim. The caller has its lock, and knows that no container uses it."""
@@ -391,27 +386,23 @@ class ClaimPreparation:
             self.changed()
             self.hooks.released(known)
 
-    async def _finish(self, work: Coroutine[Any, Any, None]) -> None:
-        """Do it to the end, though this task be cancelled."""
-        await ended(self.tasks.start(work))
-
 
 def _as_claim_error(error: BaseException, what: str, deadline: float) -> ClaimError:
     """Return an error with a text that a user can read."""
-    if isinstance(error, ClaimError):
-        text, reason = str(error), error.reason
-    elif isinstance(error, asyncio.CancelledError):
-        overtaken = error.args[:1] == (_OVERTAKEN,)
-        text, reason = f"{what}: {_OVERTAKEN if overtaken else 'the driver is stopping'}", "overtaken"
-    elif isinstance(error, TimeoutError):
-        text, reason = f"{what}: not done within {deadline:g} s", "timeout"
-    elif isinstance(error, cdi.CdiError):
-        text, reason = str(error), "cdi"
-    elif isinstance(error, LedgerError):
-        text, reason = str(error), "ledger"
-    else:
-        # The API client's errors come here, too; their text is meant for people.
-        text, reason = f"{what}: {error or type(error).__name__}", "api"
+    match error:
+        case ClaimError():
+            reason, text = error.reason, str(error)
+        case asyncio.CancelledError():
+            overtaken = error.args[:1] == (_OVERTAKEN,)
+            reason, text = "overtaken", f"{what}: {_OVERTAKEN if overtaken else 'the driver is stopping'}"
+        case TimeoutError():
+            reason, text = "timeout", f"{what}: not done within {deadline:g} s"
+        case cdi.CdiError():
+            reason, text = "cdi", str(error)
+        case LedgerError():
+            reason, text = "ledger", str(error)
+        case _:  # also the API client's errors, whose text is meant for people
+            reason, text = "api", f"{what}: {error or type(error).__name__}"
     return ClaimError(reason, text if len(text) <= _MAX_MESSAGE else f"{text[: _MAX_MESSAGE - 3]}...")
 
 

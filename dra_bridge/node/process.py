@@ -17,10 +17,9 @@ from dra_bridge.node.policies import HandoverPolicy, policies_of
 
 if TYPE_CHECKING:
     from deviceplugin.config import Config
-    from deviceplugin.node.paths import Paths
     from deviceplugin.source import DeviceSource
     from dra_bridge.handover import Drain
-    from dra_bridge.kube import Cluster
+    from dra_bridge.node.options import RunOptions
 
 
 def run(
@@ -42,16 +41,7 @@ def run(
     options = parse_run(argv)
 
     def make() -> process.Served:
-        bridge = Bridge(
-            sources,
-            policies,
-            options.cluster,
-            options.node,
-            options.paths,
-            cdi_directory=options.cdi_directory,
-            claim_status=options.claim_status,
-            keep_books=options.metrics_address is not None,
-        )
+        bridge = _bridge(sources, policies, options)
         return process.Served(bridge.agent, bridge.run, process.Served.plainly(bridge.agent).take)
 
     status = process.serve(make, metrics_address=options.metrics_address)
@@ -59,23 +49,14 @@ def run(
         sys.exit(status)
 
 
-def run_config(
-    path: Path,
-    paths: Paths,
-    cluster: Cluster,
-    node: str,
-    *,
-    metrics_address: str | None = None,
-    cdi_directory: str = "/var/run/cdi",
-    claim_status: bool = False,
-) -> int:
+def run_config(path: Path, options: RunOptions) -> int:
     """Serve both sides of what a config file says until SIGTERM, and what it says later when it changes.
 
     Returns:
         The process's exit status.
 
     Raises:
-        ConfigError: the file cannot be used at the start; later that is only said.
+        ConfigError: the file cannot be used at the start; later that is only logged.
 
     """
     from deviceplugin import sources
@@ -84,21 +65,24 @@ def run_config(
     first = file[-1]
 
     def make() -> process.Served:
-        built = [sources.build(resource) for resource in first.resources]
-        bridge = Bridge(
-            built,
-            policies_of(first),
-            cluster,
-            node,
-            paths,
-            cdi_directory=cdi_directory,
-            claim_status=claim_status,
-            keep_books=metrics_address is not None,
-        )
+        bridge = _bridge([sources.build(resource) for resource in first.resources], policies_of(first), options)
 
         async def take(now: Config, changed: Mapping[str, DeviceSource], unchanged: Sequence[str]) -> None:
             await bridge.reconfigure(changed, policies_of(now), unchanged)
 
         return process.Served(bridge.agent, bridge.run, take)
 
-    return process.serve(make, metrics_address=metrics_address, config=file)
+    return process.serve(make, metrics_address=options.metrics_address, config=file)
+
+
+def _bridge(sources: Sequence[DeviceSource], policies: Mapping[str, HandoverPolicy], options: RunOptions) -> Bridge:
+    return Bridge(
+        sources,
+        policies,
+        options.cluster,
+        options.node,
+        options.paths,
+        cdi_directory=options.cdi_directory,
+        claim_status=options.claim_status,
+        keep_books=options.metrics_address is not None,
+    )
