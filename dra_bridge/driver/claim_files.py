@@ -31,11 +31,8 @@ _ADMIN: Final = "admin"
 class ClaimFiles:
     """The CDI files of one driver's claims.
 
-    Args:
-        records: the claims, which tell what is in the files.
-        directory: where the runtime looks for CDI files.
-        boot: what tells one boot of the node from another: devices are set up again after a reboot.
-
+    directory: where the runtime finds CDI files. boot: identifies the node's boot; after a reboot devices are set up
+    again.
     """
 
     def __init__(self, records: ClaimRecords, directory: str, boot: str) -> None:
@@ -48,7 +45,7 @@ class ClaimFiles:
         """Make a claim's answer and its CDI file. Blocks, also for reading device nodes.
 
         A CDI device is made for each request, so that a container gets the edits of its own requests, and each once.
-        The request's first device carries it. Its name tells the devices, as evidence (R8).
+        The request's first device carries it. Its name has the devices, as evidence (R8).
         """
         listed: dict[str, ContainerEdits] = {}
         devices: list[PreparedDevice] = []

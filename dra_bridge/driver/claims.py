@@ -1,4 +1,4 @@
-"""What the kubelet and the API server say of a claim, and the parameters of its requests. Pure."""
+"""Parses claims of the kubelet and the API server, and the parameters of their requests. Pure."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class ClaimError(Exception):
 
 
 class ClaimRef(NamedTuple):
-    """What the kubelet says of a claim."""
+    """A claim as the kubelet names it."""
 
     namespace: str
     name: str

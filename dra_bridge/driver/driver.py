@@ -43,12 +43,12 @@ class Driver:
         served: the resources whose devices it offers.
         async_ledger: the ledger, which drivers of one process may share.
         api: the API server.
-        cdi_directory: where the runtime looks for CDI files.
+        cdi_directory: where the runtime finds CDI files.
         deadline: seconds for one claim.
-        patience: seconds for a call; of what is not done then the answer says so, and it goes on.
+        patience: seconds for a call; what is not done then is an error in the answer, and it goes on.
         pull: whether a claim for an idle device of the plugin's side begins its move (R2).
         report: whether to write `status.devices` of claims, which costs a GET and a PATCH for each.
-        boot: what tells one boot of the node from another; None: the kernel's own.
+        boot: identifies the node's boot; None: as the kernel does.
         changed: called after claims came or went.
         ready: whether a device (resource, id) may be given to claims yet.
         running_pods: records in the ledger which pods use which claims, and returns the pods whose processes run.
@@ -127,7 +127,7 @@ class Driver:
         }
 
     def claim_evidence(self, prepared: Iterable[PreparedClaim], resource: str) -> Iterator[ClaimEvidence]:
-        """Yield what the kubelet's claim state says of claims on devices of one resource (R8)."""
+        """Yield the evidence of the kubelet's claim state about devices of one resource (R8)."""
         by_name = self.devices.by_name
         for claim in prepared:
             shares = {
@@ -151,7 +151,7 @@ class Driver:
                 )
 
     def cdi_evidence(self) -> dict[str, list[ClaimEvidence]]:
-        """Return what the CDI files say of prepared claims, by resource (R8). Blocks for their reading."""
+        """Return the evidence of the CDI files about prepared claims, by resource (R8). Blocks for their reading."""
         found: dict[str, list[ClaimEvidence]] = {served.source.resource: [] for served in self.devices.resources}
         by_name = self.devices.by_name
         for uid, names in self.files.holding():

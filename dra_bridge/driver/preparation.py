@@ -14,7 +14,7 @@ for each other, an Unprepare ends the Prepares of its claim that are still under
 for a claim that is gone, deallocated or reserved for no pod is refused.
 
 A container that is given several requests of one driver gets the edits of each; where they set the same variable, the
-runtime takes the last. The kubelet does not tell a driver which container wants what, so this cannot be settled here
+runtime takes the last. A driver does not learn which container wants what, so this cannot be settled here
 as it is for the device plugin.
 """
 
@@ -88,7 +88,7 @@ class ClaimStatistics:
 class ClaimHooks:
     """Calls the sources' hooks around the use of their devices by claims.
 
-    guard: tells which devices are in use, also by pods. statistics: get the seconds that hooks took.
+    guard: has the devices that are in use, also by pods. statistics: get the seconds that hooks took.
     """
 
     records: ClaimRecords

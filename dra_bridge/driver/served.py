@@ -67,12 +67,12 @@ class ServedDevices:
     def by_name(self) -> Mapping[str, tuple[ServedResource, Device]]:
         """The devices by the name that slices and claims use."""
         snapshots = [served.inventory.snapshot for served in self.resources]
-        words = self._qualifiers([snapshot.resource for snapshot in snapshots])
-        key = tuple((snapshot.resource, snapshot.version) for snapshot in snapshots), tuple(words.items())
+        qualifiers = self._qualifiers([snapshot.resource for snapshot in snapshots])
+        key = tuple((snapshot.resource, snapshot.version) for snapshot in snapshots), tuple(qualifiers.items())
         if self._names[0] != key:
             served = {one.inventory.snapshot.resource: one for one in self.resources}
             ids = {snapshot.resource: snapshot.devices for snapshot in snapshots}
-            names = naming.published_names(words, ids)
+            names = naming.published_names(qualifiers, ids)
             self._names = key, {name: (served[of], ids[of][one]) for name, (of, one) in names.items()}
         return self._names[1]
 

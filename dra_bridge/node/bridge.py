@@ -42,7 +42,7 @@ class Bridge:
         policies: by resource; the default is the plugin side alone.
         cluster: the API server.
         node: this node's name, which is the pool's.
-        cdi_directory: where the runtime looks for CDI files.
+        cdi_directory: where the runtime finds CDI files.
         claim_status: whether to write `status.devices` of prepared claims.
         period: seconds between reads of the kubelet's checkpoint while they matter.
         keep_books: see `Agent`.

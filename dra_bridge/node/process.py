@@ -28,8 +28,8 @@ def run(
     """Serve these sources on both sides until SIGTERM or SIGINT; for an author's own agent.
 
     share: what claims get of each source's devices to begin with, as in a config file; the Node's
-    annotation `<driver>/dra-share` overrides it. The command line (or `argv`) says the rest,
-    `--help` how. Ends the process with status 1 if the node cannot be served.
+    annotation `<driver>/dra-share` overrides it. The command line (or `argv`) has the rest,
+    see `--help`. Ends the process with status 1 if the node cannot be served.
 
     Raises:
         ShareError: the share is not one.
@@ -50,7 +50,7 @@ def run(
 
 
 def run_config(path: Path, options: RunOptions) -> int:
-    """Serve both sides of what a config file says until SIGTERM, and what it says later when it changes.
+    """Serve both sides of a config file's resources until SIGTERM, and follow the file's changes.
 
     Returns:
         The process's exit status.

@@ -37,7 +37,7 @@ async def decide_names(context: DriverContext, resource: str) -> bool:
     """Decide how a resource's devices are named in slices, once and durably; return False if that was done before.
 
     What is published or allocated keeps its name. If the ledger does not have the names, it was lost or
-    is new: the slices that the API server has tell how devices were named before.
+    is new: the slices that the API server has show how devices were named before.
 
     Raises:
         LedgerError, ClusterError, TimeoutError: it cannot be decided now.
@@ -55,8 +55,8 @@ async def decide_names(context: DriverContext, resource: str) -> bool:
         before = progress.read(context.name, slices.items)
         known = [name for name in served if context.ledger.snapshot.of(name)]
         kept = before.words if before is not None else naming.qualifiers(known or served)
-    for name, word in naming.kept_qualifiers(kept, served).items():
-        await context.ledger.do(ledger.set_setting(QUALIFIER, name, word))
+    for name, qualifier in naming.kept_qualifiers(kept, served).items():
+        await context.ledger.do(ledger.set_setting(QUALIFIER, name, qualifier))
     return True
 
 
@@ -131,7 +131,7 @@ class SliceFeed:
 
     def _pass_on(self) -> float | None:
         """Pass the slices on; return after how many seconds they are to be made again without a change."""
-        offers, without, words = [], [], qualifiers_of(self._context.ledger.snapshot)
+        offers, without, qualifiers = [], [], qualifiers_of(self._context.ledger.snapshot)
         for resource, one in self._context.resources.items():
             source, snapshot = one.service.source, one.service.inventory.snapshot
             known = self._context.ledger.snapshot.of(resource)
@@ -144,7 +144,7 @@ class SliceFeed:
             without += [(resource, name) for name in (snapshot.devices.keys() | known.keys()) - offered]
             replicas = {name: source.replicas_of(device) for name, device in snapshot.devices.items()}
             order = one.order.of(snapshot.devices.keys(), source.links)
-            offers.append(Offer(snapshot, offered, replicas, tuple(order), words.get(resource, "")))
+            offers.append(Offer(snapshot, offered, replicas, tuple(order), qualifiers.get(resource, "")))
         effects = {one.policy.unhealthy for one in self._context.resources.values()}
         unhealthy = "NoExecute" if "NoExecute" in effects else "NoSchedule"
         annotations, rest = self._annotations()

@@ -1,4 +1,4 @@
-"""The claims' side: what a claim gets, what it is told, and that nothing is left behind."""
+"""The claims' side: what a claim gets, its errors, and that nothing is left behind."""
 
 from __future__ import annotations
 
@@ -290,7 +290,7 @@ async def test_administrative_access_holds_nothing(here: World) -> None:
 
 
 async def test_administrative_access_disturbs_nobody(tmp_path: Path) -> None:
-    """It resets nothing under a holder's feet, and reaches broken devices: to look at them is what it is for."""
+    """It resets nothing under a holder's feet, and reaches broken devices: to inspect them is what it is for."""
     source = Hooked()
     here = await world(tmp_path, source)
     devices = list(here.inventory.snapshot.devices.values())
@@ -422,7 +422,7 @@ async def test_a_hook_that_fails_costs_its_claim_only_and_is_undone(tmp_path: Pa
     await end(here)
 
 
-# What a claim is told.
+# The errors of a claim.
 
 
 @pytest.mark.parametrize(
@@ -585,7 +585,7 @@ async def test_a_claim_is_given_up_well_before_the_kubelet_does(tmp_path: Path) 
 
 
 async def test_a_call_is_answered_in_time_though_the_undoing_of_a_claim_hangs(tmp_path: Path) -> None:
-    """The claim is told so; the others of the call are not held up, and a try after it succeeds."""
+    """The claim gets an error; the others of the call are not delayed, and a try after it succeeds."""
     go = asyncio.Event()
 
     class Stuck(Hooked):
@@ -693,7 +693,7 @@ async def test_a_prepare_waits_for_a_file_that_is_being_removed(here: World, mon
     unpreparing = asyncio.create_task(here.unprepare("1"))
     await asyncio.to_thread(removing.wait)
     done, _ = await asyncio.wait({unpreparing}, timeout=0.4)
-    assert not done, "the claim's turn ended while its file was being removed"
+    assert not done, "the claim's lock was released while its file was being removed"
     go.set()
     assert "not done within" in str(await unpreparing)
     monkeypatch.undo()
@@ -922,7 +922,7 @@ async def test_the_kubelets_claim_state_is_evidence(here: World) -> None:
 
 
 async def test_a_claim_over_two_resources_is_unprepared_on_both_after_the_ledger_was_lost(tmp_path: Path) -> None:
-    """Each resource's evidence is heard by itself; `unprepare` and `released` are called for either."""
+    """Each resource's evidence is reconciled by itself; `unprepare` and `released` are called for either."""
 
     class Nic(Hooked):
         resource = "example.com/nic"
@@ -1230,7 +1230,7 @@ def test_any_request_is_answered_in_full(tmp_path_factory: pytest.TempPathFactor
 
 
 class Pods:
-    """What a driver is told of running pods; error: raised in place of an answer."""
+    """The running pods that a driver is given; error: raised in place of an answer."""
 
     def __init__(self, *running: str, unlisted: Sequence[str] = ()) -> None:
         self.now = RunningPods(frozenset(running), frozenset(unlisted))
@@ -1246,7 +1246,7 @@ class Pods:
 
 
 async def test_a_claim_whose_pods_processes_run_is_not_unprepared(tmp_path: Path) -> None:
-    """The kubelet unprepares claims of pods deleted by force while their containers hang; it is told to try again."""
+    """The kubelet unprepares claims of pods deleted by force while their containers hang; it has to try again."""
     pods = Pods("pod-uid")
     here = await world(tmp_path, running_pods=pods)
     here.claims.add(claim("1", result("d0")))

@@ -71,7 +71,7 @@ async def running(node: FakeNode, *resources: str) -> AsyncIterator[Bridge]:
 
 async def until(what: Callable[[], object]) -> None:
     async with asyncio.timeout(60):
-        while not what():  # noqa: ASYNC110  # what is waited for tells nobody
+        while not what():  # noqa: ASYNC110  # nothing notifies of what is waited for
             await asyncio.sleep(0.01)
 
 

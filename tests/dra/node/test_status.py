@@ -1,4 +1,4 @@
-"""What the bridge tells those who look at the agent."""
+"""What the bridge reports to metrics and status pages."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def claim(name: str, *devices: ClaimDevice, result: str | None = "{}") -> Claim:
 
 
 def bridge(**changes: Any) -> Any:
-    """Return what a report looks at of a bridge."""
+    """Return the parts of a bridge that a report reads."""
     records = {
         (RESOURCE, name): DeviceRecord(RESOURCE, name, state, 5.0, reason="the share is 2")
         for name, state in (("a", State.DRA), ("b", State.TO_DRA), ("c", State.TO_PLUGIN), ("d", State.QUARANTINED))
@@ -69,10 +69,10 @@ def bridge(**changes: Any) -> Any:
     return SimpleNamespace(**parts)
 
 
-def values(told: BridgeStatus) -> dict[str, float]:
+def values(status: BridgeStatus) -> dict[str, float]:
     return {
         f"{sample.name.removeprefix('deviceplugin_')} {' '.join(sample.labels.values())}".strip(): sample.value
-        for family in told.report().families
+        for family in status.report().families
         for sample in family.samples
     }
 
@@ -92,7 +92,7 @@ def test_claims_hold_devices_but_administrators_do_not() -> None:
     assert set(claims) == {PreparedClaim(RESOURCE, "a", "team", "mine"), PreparedClaim(RESOURCE, "c", "team", "soon")}
 
 
-def test_figures_are_those_of_the_rooms() -> None:
+def test_figures_are_those_of_the_parts() -> None:
     """Claims, moves, slices and the API server."""
     found = values(BridgeStatus(bridge()))
     assert {
