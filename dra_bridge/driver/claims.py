@@ -128,9 +128,7 @@ class Allocation:
 def parse_allocation(claim: Mapping[str, Any] | None, ref: ClaimRef, driver: str, pool: str) -> Allocation:
     """Return what the claim has of this driver on this node.
 
-    Raises:
-        ClaimError: it is gone, another one, not allocated, or allocated elsewhere.
-
+    Raises ClaimError: it is gone, another one, not allocated, or allocated elsewhere.
     """
     if claim is None:
         raise ClaimError("gone", f"claim {ref.title} does not exist any more")
@@ -170,15 +168,11 @@ def decoded_config(config_type: type[_T] | None, config: Sequence[Config], reque
     Objects are laid over each other, fields of the claim over fields of the class. `apiVersion`
     and `kind` may be there or not; any other field that the type does not know is an error.
 
-    Args:
-        config_type: the author's type, None if the driver takes no parameters.
-        config: this driver's, class before claim.
-        request: the request as the allocation names it, with its subrequest ("gpu/big").
+    config_type: the author's type, None if the driver takes no parameters. config: this driver's, class before claim.
+    request: the request as the allocation names it, with its subrequest ("gpu/big").
 
-    Raises:
-        ClaimError: an unknown field, a wrong type, a value that is refused, or no parameters at
-            all where some are needed. The message names the field.
-
+    Raises ClaimError: an unknown field, a wrong type, a value that is refused, or no parameters at all where some are
+    needed. The message names the field.
     """
     main = request.partition("/")[0]
     merged: dict[str, Any] = {}

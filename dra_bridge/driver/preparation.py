@@ -101,9 +101,7 @@ class ClaimHooks:
 
         The same as on the plugin side: the devices' own edits, then those of the hooks.
 
-        Raises:
-            ClaimError: a hook failed, or the edits contradict each other.
-
+        Raises ClaimError: a hook failed, or the edits contradict each other.
         """
         source, devices = group.served.source, tuple(dict.fromkeys(group.devices))
         if "reset" in source.hooks and not group.admin:
@@ -186,9 +184,7 @@ class ClaimGrants:
     async def reserve(self, ref: ClaimRef, record: Claim, *, durable: bool) -> None:
         """Have the ledger reserve a claim's devices, if nobody holds what excludes them.
 
-        Raises:
-            ClaimError: a device is not to be had.
-
+        Raises ClaimError: a device is not to be had.
         """
         keys = sorted(record.held)
         try:
@@ -203,9 +199,7 @@ class ClaimGrants:
     async def confirm(self, ref: ClaimRef, record: Claim) -> None:
         """Record a claim with its answer, if its devices still are what they were when they were reserved.
 
-        Raises:
-            ClaimError: one is not, or the ledger does not grant it any more.
-
+        Raises ClaimError: one is not, or the ledger does not grant it any more.
         """
         try:
             await self.guard.verify_granted(record.held)
@@ -354,9 +348,7 @@ class ClaimPreparation:
         claims all the same (kubelet 1.36, cm/dra/manager.go: reconcileLoop). If another pod shares the claim, the loop
         only drops the pod from the claim state.
 
-        Raises:
-            ClaimError: processes of a pod of this claim run, or it is not known which pods use it.
-
+        Raises ClaimError: processes of a pod of this claim run, or it is not known which pods use it.
         """
         if self.records.get(ref.uid) is not None:
             try:

@@ -57,13 +57,9 @@ class ClaimReconciler:
         no process of its pods can run, and the API server, naming the claim, says that it is deleted or allocated
         elsewhere. What cannot be asked about stays.
 
-        Args:
-            named: UIDs of the claims in the kubelet's claim state.
-            pods: which pods' processes run.
-            unlisted: pods of which it is not known which claims they use.
-            sweep: whether to remove CDI files of claims that the ledger does not know. Not before the ledger was
-                given these files as evidence: it may be the one that is wrong.
-
+        named: UIDs of the claims in the kubelet's claim state. pods: which pods' processes run. unlisted: pods of
+        which it is not known which claims they use. sweep: whether to remove CDI files of claims that the ledger does
+        not know; not before the ledger was given these files as evidence, for the ledger may be the one that is wrong.
         """
         uids: dict[str, list[str]] = {}
 

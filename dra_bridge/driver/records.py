@@ -43,14 +43,7 @@ def prepared_of(claim: Claim) -> Prepared | None:
 
 
 class ClaimRecords:
-    """The claims of one driver in its ledger, with a lock for each claim that is worked on.
-
-    Args:
-        driver: the driver's name.
-        pool: its pool's name, which is the node's.
-        async_ledger: its ledger.
-
-    """
+    """The claims of one driver in its ledger, with a lock for each claim that is worked on."""
 
     def __init__(self, driver: str, pool: str, async_ledger: AsyncLedger) -> None:
         self.driver = driver

@@ -85,9 +85,7 @@ class RegistrarStatistics:
 def socket_path(directory: Path, name: str, tail: str) -> Path:
     """Return directory/name+tail, the name shortened (and made unique by a hash) where it is too long.
 
-    Raises:
-        RegistrarError: the directory's own path leaves no room.
-
+    Raises RegistrarError: the directory's own path leaves no room.
     """
     room = MAX_SOCKET_PATH - len(os.fsencode(directory)) - 1 - len(tail)
     if len(name) > room:
@@ -178,9 +176,7 @@ class Registrar:
     async def run(self) -> None:
         """Serve and be registered until cancelled, then end calls in flight and remove the own sockets.
 
-        Raises:
-            RegistrarError: the kubelet's root has a path too long for any socket.
-
+        Raises RegistrarError: the kubelet's root has a path too long for any socket.
         """
         directories = [str(self._registry), str(self.directory)]
         try:

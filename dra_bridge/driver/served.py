@@ -34,16 +34,7 @@ class Group:
 
 
 class ServedDevices:
-    """The devices of a driver's resources.
-
-    Args:
-        driver: the driver's name.
-        resources: the resources.
-        qualifiers: returns those of resources, as in the names of published devices; a resource for
-            which it has none has no published devices yet.
-        ready: whether a device (resource, id) may be given to claims yet.
-
-    """
+    """The devices of a driver's resources. qualifiers, ready: see `Driver`."""
 
     def __init__(
         self,
@@ -87,9 +78,7 @@ class ServedDevices:
     def groups(self, allocation: Allocation) -> list[Group]:
         """Find the devices and decode the parameters of each request.
 
-        Raises:
-            ClaimError: a device is missing, gone or unhealthy, or the parameters are wrong.
-
+        Raises ClaimError: a device is missing, gone or unhealthy, or the parameters are wrong.
         """
         found: dict[tuple[str, str, bool], list[tuple[Device, Result]]] = {}
         by_name = self.by_name

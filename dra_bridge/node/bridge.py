@@ -44,8 +44,7 @@ class Bridge:
         node: this node's name, which is the pool's.
         cdi_directory: where the runtime finds CDI files.
         claim_status: whether to write `status.devices` of prepared claims.
-        period: seconds between reads of the kubelet's checkpoint while they matter.
-        keep_books: see `Agent`.
+        period, keep_books: see `Agent`.
 
     Attributes:
         agent: the plugin side, and what both sides share.
@@ -113,9 +112,7 @@ class Bridge:
     async def run(self) -> None:
         """Serve both sides until `agent.stop`, then drain and clean up; slices stay.
 
-        Raises:
-            AgentError: a resource cannot be served on this node at all.
-
+        Raises AgentError: a resource cannot be served on this node at all.
         """
         try:
             async with self.cluster, asyncio.TaskGroup() as group:
@@ -143,9 +140,7 @@ class Bridge:
     ) -> None:
         """Serve these sources from now on, those of `unchanged` resources as they are, all under these policies.
 
-        Raises:
-            AgentError: a ledger cannot be opened; the other resources are served all the same.
-
+        Raises AgentError: a ledger cannot be opened; the other resources are served all the same.
         """
         await self.agent.begun()
         self._policies = dict(policies)
@@ -192,12 +187,7 @@ class Bridge:
         return not opening.cancelled()
 
     async def _open(self, service: Service) -> None:
-        """Bridge a resource, if it names a driver.
-
-        Raises:
-            AgentError: the ledger cannot be opened.
-
-        """
+        """Bridge a resource, if it names a driver. Raises AgentError: the ledger cannot be opened."""
         name = service.source.driver
         if not name:
             if self.gates.by_resource.pop(service.resource, None) is not None:

@@ -111,9 +111,7 @@ class ClaimReconciliation:
     async def reconcile(self, *, sweep: bool) -> None:
         """Reconcile once. sweep: whether to remove CDI files of claims that the ledger does not know.
 
-        Raises:
-            ClaimStateError: the kubelet's claim state cannot be read; nothing is ended then.
-
+        Raises ClaimStateError: the kubelet's claim state cannot be read; nothing is ended then.
         """
         unlisted = (await self.pods.running()).unlisted
         named = frozenset(claim.uid for claim in await self.pods.record())

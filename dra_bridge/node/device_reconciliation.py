@@ -104,9 +104,7 @@ class DeviceReconciler:
     async def reconcile(self, one: ResourceRuntime, devices: Sequence[str]) -> tuple[str, ...]:
         """Have the ledger reconcile the evidence about these devices; return those that stay in doubt.
 
-        Raises:
-            LedgerError, CheckpointError, ClaimStateError, ClusterError, OSError, TimeoutError: it cannot be read now.
-
+        Raises one of `UNKNOWN`: it cannot be read now.
         """
         if not devices:
             return ()

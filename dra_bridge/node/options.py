@@ -71,9 +71,7 @@ def parse_run(argv: Sequence[str] | None = None) -> RunOptions:
 def run_options(options: argparse.Namespace) -> RunOptions:
     """Take the options added by `add_run_options` and set up the logs.
 
-    Raises:
-        AccessError: how to reach the API server cannot be found or read.
-
+    Raises AccessError: how to reach the API server cannot be found or read.
     """
     run = common.run_options(options)
     from dra_bridge.kube import Cluster

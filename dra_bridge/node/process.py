@@ -31,9 +31,7 @@ def run(
     annotation `<driver>/dra-share` overrides it. The command line (or `argv`) has the rest,
     see `--help`. Ends the process with status 1 if the node cannot be served.
 
-    Raises:
-        ShareError: the share is not one.
-
+    Raises ShareError: the share is not one.
     """
     from dra_bridge.node.options import parse_run
 
@@ -50,14 +48,9 @@ def run(
 
 
 def run_config(path: Path, options: RunOptions) -> int:
-    """Serve both sides of a config file's resources until SIGTERM, and follow the file's changes.
+    """Serve both sides of a config file's resources until SIGTERM, following its changes; return the exit status.
 
-    Returns:
-        The process's exit status.
-
-    Raises:
-        ConfigError: the file cannot be used at the start; later that is only logged.
-
+    Raises ConfigError: the file cannot be used at the start; later that is only logged.
     """
     from deviceplugin import sources
 

@@ -26,16 +26,9 @@ SHARE: Final = "share"
 
 
 class NodeAnnotations:
-    """Follows the annotations of this node's Node.
+    """Follows the annotations of this node's Node. changed: called when they are other ones.
 
-    Args:
-        cluster: the API server.
-        node: the node's name.
-        changed: called when they are other ones.
-
-    Attributes:
-        current: the annotations, None while they are not known.
-
+    Attribute current: the annotations, None while they are not known.
     """
 
     def __init__(self, cluster: Cluster, node: str, changed: Callable[[], None]) -> None:
@@ -72,15 +65,7 @@ class NodeAnnotations:
 class DriverShare:
     """The share that the Node asks of one driver. The ledger keeps the last valid one, for use beside an invalid one.
 
-    Args:
-        driver: the driver's name.
-        async_ledger: its ledger.
-        tasks: where the share is written to the ledger.
-
-    Attributes:
-        share: None if the config's shares apply.
-        text: the annotation, "" if there is none.
-
+    Attributes: share, None if the config's shares apply; text, the annotation, "" if there is none.
     """
 
     def __init__(self, driver: str, async_ledger: AsyncLedger, tasks: Tasks) -> None:

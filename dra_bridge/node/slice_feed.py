@@ -39,9 +39,7 @@ async def decide_names(context: DriverContext, resource: str) -> bool:
     What is published or allocated keeps its name. If the ledger does not have the names, it was lost or
     is new: the slices that the API server has show how devices were named before.
 
-    Raises:
-        LedgerError, ClusterError, TimeoutError: it cannot be decided now.
-
+    Raises LedgerError, ClusterError, TimeoutError: it cannot be decided now.
     """
     kept = qualifiers_of(context.ledger.snapshot)
     if resource in kept:
@@ -161,12 +159,12 @@ class SliceFeed:
         """
         handovers = {resource: one.handover for resource, one in self._context.resources.items()}
         waits = {(name, device): what for name, one in handovers.items() for device, what in one.waiting.items()}
-        gone = set()
-        for resource, device in self._context.ledger.snapshot.devices:
-            if resource in self._context.resources:
-                listed = self._context.resources[resource].service.inventory.snapshot
-                if device not in listed.devices or device in listed.gone:
-                    gone.add((resource, device))
+        listed = {resource: one.service.inventory.snapshot for resource, one in self._context.resources.items()}
+        gone = {
+            (resource, device)
+            for resource, snapshot in listed.items()
+            for device in self._context.ledger.snapshot.of(resource).keys() - (snapshot.devices.keys() - snapshot.gone)
+        }
         now, rest = time.monotonic(), None
         current = progress.progress(
             self._context.ledger.snapshot,
