@@ -61,6 +61,7 @@ def serve() -> Iterator[Callable[..., Server]]:
 
         def start(address: str = "127.0.0.1:0", **options: Any) -> Server:
             pages = options.pop("routes", None) or routes()
+            options.setdefault("limits", Limits(hold=0.2))
             return stack.enter_context(serving(Server(listen(address), pages, **options)))
 
         yield start

@@ -138,7 +138,7 @@ class FakeNode:
         file.write_text(script or config)
         arguments = [str(file)] if script else ["-m", "deviceplugin", "run", "--config", str(file)]
         agent = AgentProcess(
-            [*arguments, *self.kubelet.arguments],
+            ["-m", "tests.scenarios.quick", *arguments, *self.kubelet.arguments],
             None if script else file,
             self.directory / f"agent-{number}.log",
         )
