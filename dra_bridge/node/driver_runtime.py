@@ -44,7 +44,6 @@ class DriverRuntime:
     def __init__(self, node: Node, name: str, async_ledger: AsyncLedger) -> None:
         self.name = name
         self.async_ledger = async_ledger
-        self._node = node
         self._device_ids: dict[str, DeviceIdResolver] = {}
         self._group: asyncio.TaskGroup | None = None
         self._registering: asyncio.Task[None] | None = None
@@ -63,8 +62,8 @@ class DriverRuntime:
             tracker.allocated,
         )
         self.ledger_gate.draining = self._draining
-        self.share = DriverShare(name, async_ledger, self._tasks)
-        context = DriverContext(name, node, async_ledger, self.ledger_gate, self.share)
+        share = DriverShare(name, async_ledger, self._tasks)
+        self._context = context = DriverContext(name, node, async_ledger, self.ledger_gate, share)
         self.resources = context.resources
         pods = ClaimPods(name, async_ledger, tracker, root)
         self.driver = Driver(
@@ -84,10 +83,10 @@ class DriverRuntime:
         )
         self.registrar = Registrar(self.driver, root, changed=self.publish)
         self.feed = SliceFeed(context, self.registrar)
-        self.evidence = EvidenceReader(self.driver, node.agent, node.cluster)
         self.claims = ClaimReconciliation(self.driver, pods, tracker, node.cluster)
+        evidence = EvidenceReader(self.driver, node.agent, node.cluster)
         # The kubelet knows the health of devices by their published names.
-        self.devices = DeviceReconciler(context, self.evidence, self.registrar.follow, self._changed, self._quarantined)
+        self.devices = DeviceReconciler(context, evidence, self.registrar.follow, self._changed, self._quarantined)
 
     # What it serves.
 
@@ -95,10 +94,10 @@ class DriverRuntime:
         """Serve a resource, or go on serving it under another policy or with another source."""
         resource = service.resource
         self._device_ids[resource] = service.endpoint.ids.device_id_of
-        self._node.gates.by_resource[resource] = self.ledger_gate
+        self._context.node.gates.by_resource[resource] = self.ledger_gate
         if one := self.resources.get(resource):
             one.service, one.policy = service, policy
-            one.handover.ask(self.share.of(policy), policy.drain)
+            one.handover.ask(self._context.share.of(policy), policy.drain)
         else:
             one = self.resources[resource] = ResourceRuntime(service, policy, self._handover(service, policy))
             self._remember(service)
@@ -109,15 +108,15 @@ class DriverRuntime:
         self.publish()
 
     def _handover(self, service: Service, policy: HandoverPolicy) -> Handover:
-        agent = self._node.agent
+        agent = self._context.node.agent
         return Handover(
             service.endpoint,
             service.inventory,
             self.async_ledger,
             agent.scan,
             self.feed,
-            self.evidence,
-            share=self.share.of(policy),
+            self.devices.evidence,
+            share=self._context.share.of(policy),
             drain=policy.drain,
             groups=functools.partial(groups, service),
             errors=(ClusterError,),
@@ -136,7 +135,7 @@ class DriverRuntime:
     def drop(self, resource: str) -> None:
         """Serve a resource no more; its prepared claims can still be unprepared, nothing of it is given to pods."""
         self._device_ids.pop(resource, None)
-        self._node.gates.by_resource[resource] = DENY_ALL
+        self._context.node.gates.by_resource[resource] = DENY_ALL
         if one := self.resources.pop(resource, None):
             one.unsubscribe()
             one.reconciled.set()
@@ -152,9 +151,9 @@ class DriverRuntime:
 
     def read_share(self, annotations: Mapping[str, str] | None) -> None:
         """Take the share that the Node asks for. annotations: the Node's, None while they are not known."""
-        if self.share.read(annotations):
+        if self._context.share.read(annotations):
             for one in self.resources.values():
-                one.handover.ask(self.share.of(one.policy), one.policy.drain)
+                one.handover.ask(self._context.share.of(one.policy), one.policy.drain)
             self.publish()
 
     # Running.
@@ -192,14 +191,14 @@ class DriverRuntime:
         _LOG.error(
             "%s was deleted on the host while it is mounted here, no claim can be prepared; the agent ends, "
             "so that its next container mounts the directory that is there then",
-            self._node.cdi_directory,
+            self._context.node.cdi_directory,
         )
-        self._node.agent.stop()
+        self._context.node.agent.stop()
 
     async def _end_with_ledger(self) -> None:
         """End the agent when its ledger is lost; it begins again from evidence."""
         await self.async_ledger.lost.wait()
-        self._node.agent.fail(AgentError(f"{self.name}: the ledger was lost while it was in use"))
+        self._context.node.agent.fail(AgentError(f"{self.name}: the ledger was lost while it was in use"))
 
     def _start(self, one: ResourceRuntime) -> None:
         if self._group is not None and one.task is None:
@@ -208,7 +207,7 @@ class DriverRuntime:
     async def _run_resource(self, one: ResourceRuntime) -> None:
         async def move() -> None:
             await one.reconciled.wait()
-            await self._node.annotations.known()  # they may ask for another share than the config
+            await self._context.node.annotations.known()  # they may ask for another share than the config
             await one.handover.run()
 
         async with asyncio.TaskGroup() as group:
@@ -234,21 +233,21 @@ class DriverRuntime:
         reason = self.async_ledger.snapshot.device(resource, device).reason
         message = f"device {device} of {resource} is quarantined: {reason}"
         _LOG.error("%s", message)
-        self._tasks.start(self._node.alarm("DeviceQuarantined", message))
+        self._tasks.start(self._context.node.alarm("DeviceQuarantined", message))
 
     def _moved(self) -> None:
         """Note that sides changed: devices of other resources may move along, or be offered now."""
         for one in self.resources.values():
             one.handover.wake()
-        self._node.agent.guard.notify()
+        self._context.node.agent.guard.notify()
 
     def _changed(self) -> None:
         """Note that the ledger changed: who holds what, or on which side."""
         for one in self.resources.values():
             one.handover.wake()
             one.service.endpoint.refresh()
-        self._node.refresh_undriven()
-        self._node.agent.guard.notify()
+        self._context.node.refresh_undriven()
+        self._context.node.agent.guard.notify()
         self.publish()
 
     def publish(self) -> None:

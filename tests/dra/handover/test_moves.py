@@ -201,7 +201,7 @@ async def test_a_move_to_the_plugin_is_cancelled_after_the_slice_has_lost_the_de
     async with world(node, tmp_path, Source(1)) as here:
         here.ask("all")
         await here.settle(State.DRA)
-        driver, evidence = here.bridge.drivers[D], here.bridge.drivers[D].evidence
+        driver, evidence = here.bridge.drivers[D], here.bridge.drivers[D].devices.evidence
         allocated, asked = evidence.allocated, asyncio.Event()
 
         async def away() -> object:
