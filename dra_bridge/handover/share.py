@@ -7,8 +7,6 @@ import re
 from dataclasses import dataclass
 from typing import Literal
 
-__all__ = ["Drain", "Share", "ShareError", "parse_share"]
-
 Drain = Literal["cordon", "wait"]
 """What pods that hold a device on its way get: the device stays out of new pods, or is only avoided."""
 

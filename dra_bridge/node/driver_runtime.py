@@ -50,7 +50,7 @@ class DriverRuntime:
         self._tasks = Tasks()
         tracker, guard, root = node.agent.tracker, node.agent.guard, node.agent.paths.kubelet_root
         tracker.remember(allocations_of(async_ledger.snapshot))
-        pending = {key: hold.since for key, hold in async_ledger.snapshot.holds.items() if hold.pending}
+        pending = {key: hold.since for key, hold in async_ledger.snapshot.allocations.items() if hold.pending}
         tracker.remember_grants(pending)
         self.ledger_gate = LedgerGate(
             async_ledger,
@@ -60,8 +60,8 @@ class DriverRuntime:
             tracker.title,
             guard,
             tracker.allocated,
+            self._draining,
         )
-        self.ledger_gate.draining = self._draining
         share = DriverShare(name, async_ledger, self._tasks)
         self._context = context = DriverContext(name, node, async_ledger, self.ledger_gate, share)
         self.resources = context.resources
@@ -114,8 +114,10 @@ class DriverRuntime:
             service.inventory,
             self.async_ledger,
             agent.scan,
-            self.feed,
-            self.devices.evidence,
+            list_claims=self.devices.evidence.allocated,
+            read_claim=self.devices.evidence.allocates,
+            withdrawn=self.feed.withdrawn,
+            publish=self.feed.publish,
             share=self._context.share.of(policy),
             drain=policy.drain,
             groups=functools.partial(groups, service),
@@ -128,9 +130,9 @@ class DriverRuntime:
     def _remember(self, service: Service) -> None:
         """Let a service count as in use what pods were granted before this process began."""
         now = self.async_ledger.snapshot
-        units = {one.unit for one in now.holds.values() if one.resource == service.resource and one.pending}
-        held = [one for one in allocations_of(now) if one.resource == service.resource and one.device_id in units]
-        service.remember(units, held)
+        ids = {one.device_id for one in now.allocations.values() if one.resource == service.resource and one.pending}
+        held = [one for one in allocations_of(now) if one.resource == service.resource and one.device_id in ids]
+        service.remember(ids, held)
 
     def drop(self, resource: str) -> None:
         """Serve a resource no more; its prepared claims can still be unprepared, nothing of it is given to pods."""

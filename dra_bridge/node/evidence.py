@@ -12,7 +12,7 @@ from deviceplugin.kubelet.checkpoint import CheckpointError
 from deviceplugin.node.agent import Agent
 from deviceplugin.node.service import Service
 from dra_bridge.driver import Driver
-from dra_bridge.handover import held_units
+from dra_bridge.handover import held_ids
 from dra_bridge.kube import RESOURCE_CLAIMS, Cluster, NotFoundError
 from dra_bridge.ledger import ClaimEvidence, Evidence, State
 
@@ -44,7 +44,7 @@ class EvidenceReader:
             raise CheckpointError("an Allocate came in between")
         if now.registered is None:
             raise CheckpointError(now.problem)
-        held = held_units(now, resource, ids.device_id_of, self.agent.tracker.title)
+        held = held_ids(now, resource, ids.device_id_of, self.agent.tracker.title)
         prepared = await asyncio.to_thread(claim_state.read, self.agent.paths.kubelet_root)
         files = await asyncio.to_thread(self.driver.cdi_evidence)
         found = (*self.driver.claim_evidence(prepared, resource), *files.get(resource, ()))
@@ -59,7 +59,7 @@ class EvidenceReader:
             # What is allocated: a claim that the kubelet has not prepared yet keeps its device on the DRA side.
             async with asyncio.timeout(5.0):
                 claims += await self._allocations(resource, wanted, {claim.uid for claim in claims})
-        held = {unit: one for unit, one in held.items() if one.device in wanted}
+        held = {device_id: one for device_id, one in held.items() if one.device in wanted}
         return Evidence(held, tuple(claims), awake=now.awake)
 
     def _recorded(self, claim: ClaimEvidence) -> bool:

@@ -136,7 +136,7 @@ class SliceFeed:
             offered = frozenset(
                 name
                 for name in snapshot.devices
-                if (resource, name) in self._context.gate.reconciled and name in known and one.handover.offered(name)
+                if (resource, name) in self._context.gate.reconciled and name in known and known[name].state.offered
             )
             offered -= self._context.node.agent.guard.withheld(resource, "dra").keys()
             without += [(resource, name) for name in (snapshot.devices.keys() | known.keys()) - offered]

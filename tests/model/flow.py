@@ -27,7 +27,7 @@ from deviceplugin.kubelet.registration import Backoff
 from deviceplugin.source import DeviceSource
 from dra_bridge import ledger
 from dra_bridge.driver import ClaimError, ClaimRef, ClusterClaims, Driver, Prepared, ServedResource
-from dra_bridge.handover import Handover, LedgerGate, Share, allocations_of, held_units
+from dra_bridge.handover import Handover, LedgerGate, Share, allocations_of, held_ids
 from dra_bridge.ledger import AsyncLedger, Evidence, Ledger, LedgerError, Side, State
 
 R: Final = "example.com/fpga"
@@ -151,8 +151,10 @@ class Flow:
             self.inventory,
             async_ledger,
             self._scan,
-            self,
-            self,
+            list_claims=lambda: self.allocated(),
+            read_claim=lambda *of: self.allocates(*of),
+            withdrawn=self.withdrawn,
+            publish=self.publish,
             share=Share(0),
             waits=lambda: Backoff(first=0.0, most=0.0),
         )
@@ -169,7 +171,7 @@ class Flow:
         connect: Callable[[str], Any] | None = None,
     ) -> Self:
         """Open the ledger, hear the evidence, begin to offer."""
-        async_ledger = AsyncLedger(Ledger.open(str(directory / "ledger.db"), step=step, connect=connect))
+        async_ledger = AsyncLedger(Ledger(str(directory / "ledger.db"), step=step, connect=connect))
         flow = cls(directory, async_ledger, outside, source, step)
         await flow.patiently(flow.place)
         flow.publish()
@@ -182,7 +184,7 @@ class Flow:
 
     async def place(self) -> None:
         """Compare the ledger with what is held (R8)."""
-        held = held_units(holders.holders((), self.outside.witnesses()), R, str)
+        held = held_ids(holders.holders((), self.outside.witnesses()), R, str)
         claims = [
             claim for claim in self.driver.cdi_evidence()[R] if (D, claim.uid) not in self.async_ledger.snapshot.claims
         ]
@@ -212,7 +214,7 @@ class Flow:
 
     def publish(self) -> None:
         """Write the slice: one atomic write, as the API server takes it."""
-        body = json.dumps([name for name in DEVICES if self.handover.offered(name)])
+        body = json.dumps([name for name in DEVICES if self.state(name).offered])
         path = self.directory / "slice.json"
         if not path.exists() or path.read_text() != body:
             self.step("slice")

@@ -42,7 +42,7 @@ def _r1_by_state(now: Snapshot, resource: str, device: str) -> Refused | None:
 
 
 def _r2_by_state(now: Snapshot, resource: str, device: str) -> Refused | None:
-    return _R2(replace(now, holds={}), resource, device)
+    return _R2(replace(now, allocations={}), resource, device)
 
 
 BY_STATE: Final = ((operations, "r1_refusal", _r1_by_state), (operations, "r2_refusal", _r2_by_state))
@@ -57,7 +57,7 @@ def _old_r6(now: Snapshot, record: DeviceRecord, evidence: ClusterEvidence) -> s
     return _R6(now, replace(record, sequence=0), evidence)
 
 
-def _released_at_once(_hold: object, snapshot: KubeletSnapshot, _apart: float) -> bool:
+def _released_at_once(_record: object, snapshot: KubeletSnapshot) -> bool:
     return snapshot.awake
 
 

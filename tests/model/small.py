@@ -39,17 +39,18 @@ from deviceplugin.kubelet.cgroups import PodProcesses
 from deviceplugin.kubelet.checkpoint import Allocation, Checkpoint
 from deviceplugin.kubelet.holders import HolderSnapshot, Witnesses
 from dra_bridge import ledger
-from dra_bridge.handover import Share
-from dra_bridge.handover import gate as ledger_gate
-from dra_bridge.handover.evidence import ToDra, ToPlugin
-from dra_bridge.handover.planner import in_hands, plan
+from dra_bridge.handover import Share, held_ids
+from dra_bridge.handover.evidence import kubelet_snapshot, shown_unhealthy
+from dra_bridge.handover.planner import held_and_expected, in_state, plan
 from dra_bridge.ledger import (
+    AllocationRecord,
     Claim,
     ClaimDevice,
     ClaimEvidence,
+    ClusterEvidence,
     DeviceRecord,
     Evidence,
-    Hold,
+    KubeletEvidence,
     Operation,
     Refused,
     Side,
@@ -214,7 +215,7 @@ def snapshot(world: World) -> Snapshot:
         if recorded or device.pending:
             absent = (None, RECENT, OLD)[device.absent]
             sequence = LATER if device.fresh else FORMER
-            holds[R, name] = Hold(R, name, name, 0.0, sequence, recorded, device.pending, absent)
+            holds[R, name] = AllocationRecord(R, name, name, 0.0, sequence, recorded, device.pending, absent)
     for uid, claim in zip("01", world.claims, strict=True):
         if claim.record:
             claims[D, uid] = replace(claim_of(uid, claim), result="r" if claim.record == 3 else None)
@@ -238,7 +239,7 @@ def written(world: World, now: Snapshot) -> World:
     stage = world.stage.what
     devices = []
     for name, moving in zip(NAMES, world.stage.moving, strict=True):
-        record, hold = now.devices.get((R, name)), now.holds.get((R, name))
+        record, hold = now.devices.get((R, name)), now.allocations.get((R, name))
         device = Device(UNKNOWN)
         if record is not None:
             device = Device(STATES.index(record.state), moving and record.sequence > FORMER, record.pulled)
@@ -259,7 +260,7 @@ def written(world: World, now: Snapshot) -> World:
 
 def named(now: Snapshot, uid: str, pod: Pod) -> bool:
     """Return whether the ledger names a pod as a holder, be it by its container's name alone (a mutation)."""
-    hold = now.holds.get((R, NAMES[pod.device])) if pod.at else None
+    hold = now.allocations.get((R, NAMES[pod.device])) if pod.at else None
     return hold is not None and not hold.holders.isdisjoint({(uid, CONTAINER), ("", CONTAINER)})
 
 
@@ -524,13 +525,14 @@ class Small:
         stage = world.stage
         if stage.what == 0:
             if world.sent:
-                moving = ToDra.begun(R, snapshot(world)).showing((1.0, frozenset(names(world.sent))), str)
-                shown = flags(moving.shown)
-                if moving.shown or not moving.devices:
-                    yield "request", settled(world, Stage(1, shown))
-            free = ToPlugin.begun(R, snapshot(world))
-            if free.free:
-                yield "withdrawn", self.withdrawn(world, free)
+                moving = in_state(snapshot(world), R, State.TO_DRA)
+                shown = shown_unhealthy(moving, (1.0, frozenset(names(world.sent))), str)
+                if shown or not moving:
+                    yield "request", settled(world, Stage(1, flags(shown)))
+            now = snapshot(world)
+            moving = in_state(now, R, State.TO_PLUGIN)
+            if free := [name for name in moving if not now.claims_on(R, (name,))]:
+                yield "withdrawn", self.withdrawn(world, moving, free)
         elif stage.what == 1:
             pods = [pod._replace(seen=2 * pod.file) for pod in world.pods]
             read = world._replace(pods=(pods[0], pods[1]))
@@ -543,47 +545,42 @@ class Small:
             pods = [pod._replace(seen=(pod.seen + 2 * pod.file) // 2) for pod in world.pods]
             yield "read another", settled(world._replace(pods=(pods[0], pods[1])), stage._replace(what=2))
         elif stage.what == 2:
-            now = self.scanned(world)
-            seen = ledger_gate.kubelet_snapshot(BEGUN, now, R, str)
-            asked = ("observe", now.at, now.awake, *now.held.items())
+            scan = self.scanned(world)
+            seen = kubelet_snapshot(BEGUN, scan, R, str)
+            asked = ("observe", scan.at, scan.awake, *scan.held.items())
             _, after = self.do(world, asked, partial(ledger.observe, R, seen, 0.0))
-            held = {one.pod_uid for one in now.held}
+            held = {one.pod_uid for one in scan.held}
             pods = [
                 kept(pod._replace(seen=2 * (str(uid) in held and stage.moving[pod.device])))
                 for uid, pod in enumerate(after.pods)
             ]
             after = after._replace(pods=(pods[0], pods[1]))
-            goes_on = now.awake and stage.moving != NOTHING
+            goes_on = scan.awake and stage.moving != NOTHING
             yield "observe", settled(after, stage._replace(what=4, written=True, late=False) if goes_on else IDLE)
         elif stage.what == 4:
-            moving = ToDra(R, names(stage.moving), BEGUN, dict.fromkeys(names(stage.moving), SHOWN))
+            moving = names(stage.moving)
             still = dict.fromkeys(allocations(world, "seen"), holders.Holding(named=True, certain=True, reason=""))
-            now = HolderSnapshot(RECENT, True, still, {R: frozenset(names(stage.first))})
-            evidence = moving.looking(BEGUN).scanned(now, str)
-            assert evidence is not None
+            scan = HolderSnapshot(RECENT, True, still, {R: frozenset(names(stage.first))})
+            seen = kubelet_snapshot(BEGUN, scan, R, str)
+            evidence = KubeletEvidence(BEGUN, dict.fromkeys(moving, SHOWN), seen)
             _, after = self.do(
-                world, ("to dra", stage, *still), partial(ledger.commit_to_dra, R, moving.devices, evidence, 0.0)
+                world, ("to dra", stage, *still), partial(ledger.commit_to_dra, R, moving, evidence, 0.0)
             )
             yield "commit to dra", settled(after, IDLE)
         elif stage.what == 5:
-            allocated = self.allocated(world)
-            yield "list claims", settled(world, stage._replace(what=6, second=flags(allocated)))
+            yield "list claims", settled(world, stage._replace(what=6, second=flags(self.allocated(world))))
         else:
-            listed = ToPlugin(R, names(stage.moving), frozenset(), BEGUN, dict.fromkeys(names(stage.first), 1.0))
-            proof = listed.listed(2.0, dict.fromkeys(names(stage.second), "default/c"))
-            _, after = self.do(
-                world, ("to plugin", stage), partial(ledger.commit_to_plugin, R, sorted(listed.withdrawn), proof, 0.0)
-            )
+            withdrawn = names(stage.first)
+            allocated = dict.fromkeys(names(stage.second), "default/c")
+            proof = ClusterEvidence(BEGUN, dict.fromkeys(withdrawn, 1.0), 2.0, allocated)
+            _, after = self.do(world, ("to plugin", stage), partial(ledger.commit_to_plugin, R, withdrawn, proof, 0.0))
             yield "commit to plugin", settled(after, IDLE)
 
-    def withdrawn(self, world: World, moving: ToPlugin) -> World:
+    def withdrawn(self, world: World, moving: Collection[str], free: Collection[str]) -> World:
         """Go on if the API server has taken the slice that the agent wants, without the devices."""
         taken = bool(world.want) and world.want == world.slice
-        accepted = {n: 1.0 if taken and not world.slice[int(n)] else None for n in sorted(moving.free)}
-        moving = moving.withdrawing(accepted)
-        if not moving.withdrawn:
-            return world
-        return settled(world, Stage(5, flags(moving.devices), first=flags(moving.withdrawn)))
+        accepted = [name for name in free if taken and not world.slice[int(name)]]
+        return settled(world, Stage(5, flags(moving), first=flags(accepted))) if accepted else world
 
     def allocated(self, world: World) -> Mapping[str, str]:
         """Return what a list of claims says now."""
@@ -639,7 +636,7 @@ class Small:
         world = self.filed(world, *(pod.memory for pod in world.pods))
         checkpoint = Checkpoint(frozenset(allocations(world, "file")), {})
         now = holders.holders(recorded(world), Witnesses([checkpoint], True, self.processes(world)), RECENT)
-        held = ledger_gate.held_units(now, R, str)
+        held = held_ids(now, R, str)
         fresh = all(device.state == UNKNOWN for device in world.devices)
         claims = [
             ClaimEvidence(D, uid, frozenset({NAMES[claim.device]}), prepared=claim.file)
@@ -716,7 +713,7 @@ class Small:
         if not world.alive:
             return
         now = snapshot(world)
-        in_use, expected = in_hands(now, R)
+        in_use, expected = (frozenset(name for _, name in keys) for keys in held_and_expected(now))
         states = {name: record.state for name, record in now.of(R).items()}
         wish = plan(states, in_use, share, "cordon", (), expected)
         for devices, side in ((wish.to_dra, Side.DRA), (wish.to_plugin, Side.PLUGIN)):

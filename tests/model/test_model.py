@@ -32,7 +32,7 @@ from deviceplugin.kubelet.checkpoint import Allocation, Checkpoint
 from deviceplugin.kubelet.holders import HolderSnapshot, Witnesses
 from deviceplugin.kubelet.registration import Backoff
 from dra_bridge import ledger
-from dra_bridge.handover import Drain, Handover, LedgerGate, Share, allocations_of, held_units
+from dra_bridge.handover import Drain, Handover, LedgerGate, Share, allocations_of, held_ids
 from dra_bridge.ledger import (
     AsyncLedger,
     Claim,
@@ -158,7 +158,7 @@ class Node(RuleBasedStateMachine):
 
     def start_agent(self) -> None:
         """Start it: the ledger as it is on disk, the evidence heard before anything is offered."""
-        self.book = Ledger.open(str(self.home / "ledger.db"), connect=self.connect)
+        self.book = Ledger(str(self.home / "ledger.db"), connect=self.connect)
         self.async_ledger = SlowLedger(self.book)
         self.work: list[tuple[str, Coroutine[Any, Any, None]]] = []
         self.sent: tuple[float, frozenset[str]] | None = None
@@ -178,8 +178,10 @@ class Node(RuleBasedStateMachine):
             inventory,
             cast("Any", self.async_ledger),
             self.scan,
-            cast("Any", SimpleNamespace(withdrawn=self.withdrawn, publish=lambda: None)),
-            cast("Any", SimpleNamespace(allocated=self.list_claims, allocates=self.read_claim)),
+            list_claims=self.list_claims,
+            read_claim=self.read_claim,
+            withdrawn=self.withdrawn,
+            publish=lambda: None,
             share=self.share,
             drain=self.drain,
             errors=(ServerError,),
@@ -211,7 +213,7 @@ class Node(RuleBasedStateMachine):
         if self.checkpoint is None:
             return
         now = holders.holders(self.known, Witnesses([self.checkpoint], awake, self.processes()), self.clock())
-        held = held_units(now, R, str)
+        held = held_ids(now, R, str)
         snapshot = self.book.snapshot
         files = [claim for claim in self.claims.values() if claim.file and (D, claim.uid) not in snapshot.claims]
         evidence = [ClaimEvidence(D, claim.uid, frozenset({claim.device}), prepared=True) for claim in files]
@@ -457,7 +459,9 @@ class Node(RuleBasedStateMachine):
     @rule()
     def slice_is_written(self) -> None:
         self.want = frozenset(
-            name for name in DEVICES if (R, name) in self.ledger_gate.reconciled and self.handover.offered(name)
+            name
+            for name in DEVICES
+            if (R, name) in self.ledger_gate.reconciled and self.book.snapshot.device(R, name).state.offered
         )
         for name in self.want:
             self.accepted.pop(name, None)
@@ -525,7 +529,7 @@ class Node(RuleBasedStateMachine):
 
     def recorded(self, pod: Pod) -> bool:
         """Return whether the ledger knows a pod as a holder."""
-        hold = self.book.snapshot.holds.get((R, pod.device))
+        hold = self.book.snapshot.allocations.get((R, pod.device))
         return hold is not None and (pod.uid, "c") in hold.holders
 
     def unlisted(self) -> bool:
@@ -775,7 +779,7 @@ class Node(RuleBasedStateMachine):
             len(self.slice) == self.share.of(len(DEVICES))
             and self.reconciled == frozenset(DEVICES) - self.slice
             and not self.book.snapshot.claims
-            and not self.book.snapshot.holds
+            and not self.book.snapshot.allocations
         )
 
 

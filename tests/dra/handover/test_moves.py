@@ -201,8 +201,8 @@ async def test_a_move_to_the_plugin_is_cancelled_after_the_slice_has_lost_the_de
     async with world(node, tmp_path, Source(1)) as here:
         here.ask("all")
         await here.settle(State.DRA)
-        driver, evidence = here.bridge.drivers[D], here.bridge.drivers[D].devices.evidence
-        allocated, asked = evidence.allocated, asyncio.Event()
+        driver, asked = here.bridge.drivers[D], asyncio.Event()
+        handover, allocated = driver.resources[R].handover, driver.devices.evidence.allocated
 
         async def away() -> object:
             # The first list lets the device leave the slices, the second one would end the move.
@@ -212,7 +212,7 @@ async def test_a_move_to_the_plugin_is_cancelled_after_the_slice_has_lost_the_de
             return await allocated()
 
         with monkeypatch.context() as outage:
-            outage.setattr(evidence, "allocated", away)
+            outage.setattr(handover, "_list_claims", away)
             here.ask("none")
             async with asyncio.timeout(60):
                 await asked.wait()

@@ -19,6 +19,6 @@ def path(tmp_path: Path) -> str:
 
 @pytest.fixture
 def book(path: str) -> Iterator[Ledger]:
-    with Ledger.open(path) as opened:
+    with Ledger(path) as opened:
         opened.do(ledger.adopt(R, ["a", "b"], Side.PLUGIN, T0))
         yield opened

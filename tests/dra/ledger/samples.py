@@ -10,10 +10,10 @@ from dra_bridge.ledger import (
     Claim,
     ClaimDevice,
     ClusterEvidence,
-    Held,
     KubeletEvidence,
     KubeletSnapshot,
     Ledger,
+    ObservedAllocation,
     Side,
     State,
 )
@@ -32,7 +32,7 @@ def state(book: Ledger, device: str = "a") -> State:
     return book.snapshot.device(R, device).state
 
 
-def kubelet(book: Ledger, *, held: dict[str, Held] | None = None) -> KubeletEvidence:
+def kubelet(book: Ledger, *, held: dict[str, ObservedAllocation] | None = None) -> KubeletEvidence:
     """Evidence in which everything is as R5 wants it."""
     sequence = book.snapshot.sequence
     return KubeletEvidence(sequence, {"a": 1.0, "b": 1.0}, KubeletSnapshot(sequence, 3.0, True, held or {}))
@@ -45,10 +45,10 @@ def seen(book: Ledger, at: float = 1.0, *, awake: bool = True, **held: str) -> K
     )
 
 
-def held_by(unit: str, *holders: str, sure: bool = True) -> Held:
+def held_by(unit: str, *holders: str, sure: bool = True) -> ObservedAllocation:
     """A device held by these containers, each pod/container."""
     pairs = frozenset((pod, container) for pod, container in (one.split("/") for one in holders))
-    return Held(unit, f"default/{holders[0].split('/')[0]}", sure, pairs)
+    return ObservedAllocation(unit, f"default/{holders[0].split('/')[0]}", sure, pairs)
 
 
 def cluster(book: Ledger, allocated: dict[str, str] | None = None) -> ClusterEvidence:

@@ -5,7 +5,17 @@ from __future__ import annotations
 from dataclasses import replace
 
 from dra_bridge import ledger
-from dra_bridge.ledger import ClaimDevice, ClaimEvidence, Evidence, Held, KubeletSnapshot, Ledger, Refused, Side, State
+from dra_bridge.ledger import (
+    ClaimDevice,
+    ClaimEvidence,
+    Evidence,
+    KubeletSnapshot,
+    Ledger,
+    ObservedAllocation,
+    Refused,
+    Side,
+    State,
+)
 from tests.dra.ledger.samples import T0, D, R, claim, held_by, seen, state, to_dra
 
 
@@ -18,7 +28,7 @@ def test_an_empty_ledger_is_rebuilt_from_evidence(path: str) -> None:
             ClaimEvidence(D, "2", frozenset({"filed", "both"}), prepared=True),
         ],
     )
-    with Ledger.open(path) as book:
+    with Ledger(path) as book:
         assert book.fresh
         done = book.do(ledger.reconcile_evidence(R, evidence, ["idle"], Side.DRA, T0))
         assert {name: record.state for name, record in book.snapshot.of(R).items()} == {
@@ -30,7 +40,7 @@ def test_an_empty_ledger_is_rebuilt_from_evidence(path: str) -> None:
         }
         assert done.quarantined == ("both",)
         assert book.snapshot.claims[D, "2"].held == {(R, "filed"), (R, "both")}
-        assert list(book.snapshot.holds) == [(R, "p"), (R, "both")]
+        assert list(book.snapshot.allocations) == [(R, "p"), (R, "both")]
         later = replace(evidence, held={})
         assert book.do(ledger.reconcile_evidence(R, later, [], Side.DRA, T0)).changed == {}, (
             "the ledger has a hold of it"
@@ -42,7 +52,9 @@ def test_an_empty_ledger_is_rebuilt_from_evidence(path: str) -> None:
 
 def test_a_quarantined_device_stays_while_others_are_reconciled(book: Ledger) -> None:
     """A device that is plugged in brings no evidence about the others; the ledger's claim counts, too."""
-    evidence = Evidence({"a": Held("a", "default/p")}, [ClaimEvidence(D, "1", frozenset({"a"}), prepared=True)])
+    evidence = Evidence(
+        {"a": ObservedAllocation("a", "default/p")}, [ClaimEvidence(D, "1", frozenset({"a"}), prepared=True)]
+    )
     assert book.do(ledger.reconcile_evidence(R, evidence, ["a"], Side.PLUGIN, T0)).quarantined == ("a",)
     book.do(ledger.reconcile_evidence(R, Evidence(), ["new"], Side.PLUGIN, T0))
     assert state(book) is State.QUARANTINED
@@ -58,7 +70,7 @@ def test_a_checkpoint_that_may_be_old_accuses_nobody(book: Ledger) -> None:
     held = {unit: held_by(unit, f"uid-{unit}/main", sure=False) for unit in ("a", "b")}
     found = book.do(ledger.reconcile_evidence(R, Evidence(held), ["a", "b"], Side.PLUGIN, T0))
     assert (found.changed, found.quarantined, found.doubtful) == ({}, (), ("b",))
-    assert [hold.unit for hold in book.snapshot.holds.values()] == ["a"]
+    assert [hold.device_id for hold in book.snapshot.allocations.values()] == ["a"]
     snapshot = KubeletSnapshot(book.snapshot.sequence, 0.0, True, held)
     again = book.do(ledger.observe(R, snapshot, T0))
     assert (again.found, again.quarantined) == ((), ())
@@ -104,7 +116,7 @@ def test_a_claim_over_two_resources_is_found_once_for_each_of_them(book: Ledger,
     for _ in range(2):
         book.do(ledger.reconcile_evidence(other, Evidence(claims=[second]), ["n"], Side.PLUGIN, T0))
     book.close()
-    with Ledger.open(path) as again:
+    with Ledger(path) as again:
         record = again.snapshot.claims[D, "1"]
         assert record.devices == (ClaimDevice(R, "a", "share-1"), ClaimDevice(other, "n"))
         assert (record.title, record.pods) == ("ml/train", frozenset({"u1", "u2"}))

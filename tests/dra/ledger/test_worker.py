@@ -10,7 +10,9 @@ from pathlib import Path
 import pytest
 
 from dra_bridge import ledger
-from dra_bridge.ledger import AsyncLedger, Granted, Ledger, LedgerError, LedgerLostError, Side
+from dra_bridge.ledger import AsyncLedger, Ledger, LedgerError, Side
+from dra_bridge.ledger.operations import Granted
+from dra_bridge.ledger.records import LedgerLostError
 from tests.dra.ledger.samples import T0, Flaky, R
 
 
@@ -38,7 +40,7 @@ async def test_what_is_asked_together_is_committed_together(path: str) -> None:
             begun.set()
             held.wait(10)
 
-    book = Ledger.open(path, step=step)
+    book = Ledger(path, step=step)
     held.set()
     async_ledger = AsyncLedger(book)
     await async_ledger.do(ledger.adopt(R, [str(n) for n in range(9)], Side.PLUGIN, T0))
@@ -62,7 +64,7 @@ async def test_what_is_asked_together_is_committed_together(path: str) -> None:
 async def test_the_async_ledger_passes_on_that_a_write_failed(path: str) -> None:
     """Each caller of the batch gets the error."""
     fails: set[str] = set()
-    book = Ledger.open(path, connect=lambda where: Flaky(where, fails))  # type: ignore[arg-type,return-value]
+    book = Ledger(path, connect=lambda where: Flaky(where, fails))  # type: ignore[arg-type,return-value]
     async_ledger = AsyncLedger(book)
     fails.add("COMMIT")
     answers = await asyncio.gather(
@@ -75,7 +77,7 @@ async def test_the_async_ledger_passes_on_that_a_write_failed(path: str) -> None
 
 async def test_an_async_ledger_that_nobody_waits_for_gives_the_lock_back(path: str) -> None:
     """Standing by is cancelled when the process is told to stop."""
-    first = Ledger.open(path)
+    first = Ledger(path)
     opening = asyncio.create_task(AsyncLedger.open(path))
     await asyncio.sleep(0)
     opening.cancel()

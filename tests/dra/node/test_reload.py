@@ -84,7 +84,7 @@ def healthy(node: FakeNode, resource: str) -> set[str]:
 
 
 def held_ledger(bridge: Bridge, driver: str) -> Ledger:
-    return Ledger.open(str(bridge.ledger_path(driver)))
+    return Ledger(str(bridge.ledger_path(driver)))
 
 
 async def test_an_agent_that_stands_by_ends_when_it_is_told_to(
@@ -97,7 +97,7 @@ async def test_an_agent_that_stands_by_ends_when_it_is_told_to(
         async with running(agent):
             await until(lambda: "standing by" in caplog.text)
     assert not node.registrations
-    await asyncio.to_thread(lambda: Ledger.open(str(agent.ledger_path(D)), wait=True).close())  # nobody has it
+    await asyncio.to_thread(lambda: Ledger(str(agent.ledger_path(D)), wait=True).close())  # nobody has it
 
 
 async def test_a_ledger_that_cannot_be_opened_is_an_error_that_names_it(node: FakeNode, tmp_path: Path) -> None:
@@ -248,7 +248,7 @@ async def test_claims_of_a_former_driver_keep_their_devices(
         assert device not in healthy(node, A) | sliced(node, E)
         with pytest.raises(Refusal):
             await agent.gates.grant(A, [device], [device])
-    with Ledger.open(str(agent.ledger_path(D))) as former:
+    with Ledger(str(agent.ledger_path(D))) as former:
         assert former.snapshot.claims_on(A, [device]), "the former ledger is as it was"
 
 

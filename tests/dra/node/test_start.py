@@ -176,7 +176,7 @@ async def test_a_ledger_that_lost_its_end_is_corrected_and_alarm_raised(
         (device,) = node.devices_of(pod)
         path = bridge.ledger_path(D)
     Path(path).unlink()
-    with Ledger.open(str(path)) as made:  # as if all of it since had been lost
+    with Ledger(str(path)) as made:  # as if all of it since had been lost
         made.do(ledger.adopt(R, ["d0", "d1"], Side.DRA, 1.0))
     async with running(node, tmp_path / "cdi", Share(part=1.0)) as bridge:
         # A scan or the reconciliation finds it first; the reconciliation after a scan ends it at once.
@@ -187,7 +187,7 @@ async def test_a_ledger_that_lost_its_end_is_corrected_and_alarm_raised(
         assert f'"{device}"' not in body
         await bridge.drivers[D].devices.resolve()
         assert states(bridge)[device] in {State.PLUGIN, State.TO_DRA}, "the pod holds it, and nobody else does"
-        assert bridge.drivers[D].async_ledger.snapshot.holds_on(R, (device,)), "the ledger has the pod"
+        assert bridge.drivers[D].async_ledger.snapshot.allocations_on(R, (device,)), "the ledger has the pod"
         await asyncio.to_thread(pod.delete, 20)
         await moved(bridge, State.DRA)
 
@@ -226,7 +226,7 @@ async def test_no_slice_has_a_device_before_its_evidence_was_reconciled(
     monkeypatch.setattr(DeviceReconciler, "reconcile", doubting)
     monkeypatch.setattr(slice_feed, "FIRST", 0.1)
     path = Path(node.root) / "plugins" / D / "ledger.db"
-    with Ledger.open(str(path)) as made:
+    with Ledger(str(path)) as made:
         made.do(ledger.adopt(R, ["d0", "d1"], Side.DRA, 1.0))
     async with running(node, tmp_path / "cdi", Share(part=1.0)) as bridge:
         await until(lambda: published() == {"d0"}, "the slice")
@@ -251,7 +251,7 @@ async def test_nothing_moves_before_the_node_was_read(
     body["metadata"].setdefault("annotations", {})[f"{D}/dra-share"] = "none"
     node.server.replace(body)
     path = Path(node.root) / "plugins" / D / "ledger.db"
-    with Ledger.open(str(path)) as made:
+    with Ledger(str(path)) as made:
         made.do(ledger.adopt(R, ["d0", "d1"], Side.PLUGIN, 1.0))
     async with running(node, tmp_path / "cdi", Share(part=1.0)) as bridge:
         await until(lambda: "no device moves until its annotations are known" in caplog.text, "the warning")
@@ -325,16 +325,16 @@ async def test_an_agent_whose_ledger_is_removed_ends_and_the_next_one_knows_the_
 
 async def test_nothing_is_offered_or_given_before_its_evidence_was_reconciled(tmp_path: Path) -> None:
     """A ledger that says so may have lost what came last."""
-    async_ledger = AsyncLedger(Ledger.open(str(tmp_path / "ledger.db")))
+    async_ledger = AsyncLedger(Ledger(str(tmp_path / "ledger.db")))
     await async_ledger.do(ledger.reconcile_evidence(R, Evidence(), ["a"], Side.PLUGIN, 1.0))
     ledger_gate = LedgerGate(async_ledger, {R: str})
     assert not ledger_gate.offers(R, "a")
     with pytest.raises(Refusal) as refused:
         await ledger_gate.grant(R, ["a"], ["a"])
     assert refused.value.code is grpc.StatusCode.UNAVAILABLE
-    assert not async_ledger.snapshot.holds
+    assert not async_ledger.snapshot.allocations
     ledger_gate.reconciled.add((R, "a"))
     assert ledger_gate.offers(R, "a")
     await ledger_gate.grant(R, ["a"], ["a"])
-    assert list(async_ledger.snapshot.holds) == [(R, "a")]
+    assert list(async_ledger.snapshot.allocations) == [(R, "a")]
     await async_ledger.close()

@@ -14,9 +14,10 @@ from prometheus_client.openmetrics.parser import text_string_to_metric_families 
 
 from deviceplugin.metrics.collectors import AgentCollector
 from deviceplugin.metrics.report import DeviceLocation, PreparedClaim
-from dra_bridge import handover
 from dra_bridge.driver import ClaimStatistics, registrar
 from dra_bridge.driver.preparation import CallStatistics
+from dra_bridge.handover import Share
+from dra_bridge.handover.moves import MoveStatistics
 from dra_bridge.kube import RequestStatistics
 from dra_bridge.ledger import Claim, ClaimDevice, DeviceRecord, Snapshot, State
 from dra_bridge.node.status import BridgeStatus
@@ -40,9 +41,9 @@ def bridge(**changes: Any) -> Any:
         claim("mine", ClaimDevice(RESOURCE, "a"), ClaimDevice(RESOURCE, "c", admin=True)),
         claim("soon", ClaimDevice(RESOURCE, "c"), result=None),
     ]
-    moves = handover.MoveStatistics()
+    moves = MoveStatistics()
     moves.begun["to-dra"], moves.finished["to-dra"], moves.seconds["to-dra"] = 3, 2, 1.5
-    moving = SimpleNamespace(statistics=moves, waiting={"b": "team/train"}, share=handover.Share(2))
+    moving = SimpleNamespace(statistics=moves, waiting={"b": "team/train"}, share=Share(2))
     source = Source()
     source.driver = DRIVER
     one = SimpleNamespace(

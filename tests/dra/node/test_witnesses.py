@@ -371,7 +371,9 @@ async def test_agent_and_checkpoint_are_lost_soon_after_a_grant(node: FakeNode, 
         node.lose_network()
         pod = node.start_pod("p", ONE)
         async_ledger = here.bridge.drivers[D].async_ledger
-        await here.until(lambda: any(pod.uid in dict(hold.holders) for hold in async_ledger.snapshot.holds.values()))
+        await here.until(
+            lambda: any(pod.uid in dict(hold.holders) for hold in async_ledger.snapshot.allocations.values())
+        )
     node.restore_network()
     await asyncio.to_thread(pod.wait_running, 60)
     await asyncio.to_thread(node.stop)
@@ -477,7 +479,7 @@ async def test_the_agent_dies_before_it_learns_the_pod_and_the_checkpoint_is_los
         await here.bridge.agent._scanning.acquire()  # no scan learns the pod
         pod = await run(node)
         (held,) = pod.device_ids
-        assert [hold.pending for hold in here.bridge.drivers[D].async_ledger.snapshot.holds.values()] == [True]
+        assert [hold.pending for hold in here.bridge.drivers[D].async_ledger.snapshot.allocations.values()] == [True]
     await asyncio.to_thread(node.stop)
     node.damage_checkpoint("deleted")
     await asyncio.to_thread(node.start)
@@ -487,7 +489,9 @@ async def test_the_agent_dies_before_it_learns_the_pod_and_the_checkpoint_is_los
         await here.until(lambda: here.states[idle] is State.DRA)
         await here.until(lambda: idle in here.source.wiped)
         async_ledger = here.bridge.drivers[D].async_ledger
-        await here.until(lambda: [hold.holders for hold in async_ledger.snapshot.holds.values()] == [{(pod.uid, "")}])
+        await here.until(
+            lambda: [hold.holders for hold in async_ledger.snapshot.allocations.values()] == [{(pod.uid, "")}]
+        )
         assert here.states[held] is State.TO_DRA
         await asyncio.to_thread(pod.delete, 60)
         await here.until(lambda: held in here.source.wiped)
