@@ -1,4 +1,7 @@
-"""The DRA driver: claims, their preparation, and registration with the kubelet."""
+"""The DRA driver: claims, their preparation, and registration with the kubelet.
+
+`Driver` is the entry point, and `Registrar` serves it to the kubelet. `preparation` has the work on one claim.
+"""
 
 from dra_bridge.driver.claim_api import ClusterClaims as ClusterClaims
 from dra_bridge.driver.claims import ClaimError as ClaimError

@@ -21,7 +21,7 @@ from dra_bridge.driver import ClusterClaims
 from dra_bridge.kube import Cluster
 from dra_bridge.ledger import AsyncLedger, LedgerError
 from dra_bridge.node.driver_runtime import DriverRuntime
-from dra_bridge.node.gates import DENY_ALL, ForeignClaims, ResourceGates
+from dra_bridge.node.gates import DENY_ALL, ResourceGates
 from dra_bridge.node.policies import HandoverPolicy
 from dra_bridge.node.resource import Node
 from dra_bridge.node.share import NodeAnnotations
@@ -73,9 +73,8 @@ class Bridge:
         self._group: asyncio.TaskGroup | None = None
         self._tasks: list[asyncio.Task[None]] = []
         paths = paths or Paths()
-        orphaned = OrphanedClaims(paths.kubelet_root, self.drivers.keys, cdi_directory)
-        foreign = ForeignClaims(lambda: {name: one.async_ledger for name, one in self.drivers.items()}, orphaned)
-        undriven = OrphanedClaimGate(foreign, lambda resource: None)
+        self._orphaned = OrphanedClaims(paths.kubelet_root, self.drivers.keys, cdi_directory)
+        undriven = OrphanedClaimGate(self, lambda resource: None)
         self.gates = ResourceGates(undriven, lambda: [one.ledger_gate for one in self.drivers.values()])
         self.agent = Agent(
             sources,
@@ -86,7 +85,7 @@ class Bridge:
             observers=[undriven],
             before_end=self._end_claims,
             believe_checkpoint=False,
-            orphaned=orphaned.held,
+            orphaned=self._orphaned.held,
         )
         self.agent.providers.append(BridgeStatus(self))
         self.agent.guard.subscribe(self._publish)
@@ -99,7 +98,7 @@ class Bridge:
             ClusterClaims(cluster, node),
             self.publisher,
             self.gates,
-            foreign,
+            self.holder,
             self.annotations,
             cdi_directory,
             claim_status,
@@ -220,6 +219,17 @@ class Bridge:
         if aside := opened.ledger.set_aside:
             _LOG.error("%s: the ledger is damaged and was moved to %s; making it anew from evidence", driver, aside)
         return opened
+
+    def holder(self, resource: str, device: str, driver: str | None) -> str:
+        """Say which claim of another driver than this one holds a device, or why that is not known; "" if none does.
+
+        There are some after the resource's driver was renamed or taken away.
+        """
+        for name, one in self.drivers.items():
+            if name != driver:
+                for claim in one.async_ledger.snapshot.claims_on(resource, (device,)):
+                    return f"claim {claim.title} through driver {name}"
+        return self._orphaned.holder(resource, device, driver)
 
     def _publish(self) -> None:
         for one in self.drivers.values():

@@ -24,7 +24,7 @@ _LOG: Final = logging.getLogger(__name__)
 RESOLVE: Final = 30.0
 """Seconds between two checks whether a quarantined device may leave quarantine."""
 
-UNKNOWN: Final = (LedgerError, CheckpointError, ClaimStateError, ClusterError, OSError, TimeoutError)
+EVIDENCE_ERRORS: Final = (LedgerError, CheckpointError, ClaimStateError, ClusterError, OSError, TimeoutError)
 """Raised where the evidence cannot be read now."""
 
 
@@ -72,14 +72,14 @@ class DeviceReconciler:
                     one.service.release_idle()
                 return
             holders = {
-                name: self.context.node.foreign.holder(resource, name, self.context.name) for name in unreconciled
+                name: self.context.node.foreign_holder(resource, name, self.context.name) for name in unreconciled
             }
             reasons = {name: holder for name, holder in holders.items() if holder}
             try:
                 if await decide_names(self.context, resource):
                     self.named()
                 doubtful = await self.reconcile(one, [name for name in unreconciled if name not in reasons])
-            except UNKNOWN as error:
+            except EVIDENCE_ERRORS as error:
                 reasons |= dict.fromkeys(unreconciled, f"not known: {error or type(error).__name__}")
             else:
                 problem = self.context.node.agent.tracker.snapshot.problem
@@ -104,7 +104,7 @@ class DeviceReconciler:
     async def reconcile(self, one: ResourceRuntime, devices: Sequence[str]) -> tuple[str, ...]:
         """Have the ledger reconcile the evidence about these devices; return those that stay in doubt.
 
-        Raises one of `UNKNOWN`: it cannot be read now.
+        Raises one of `EVIDENCE_ERRORS`: it cannot be read now.
         """
         if not devices:
             return ()
@@ -144,7 +144,7 @@ class DeviceReconciler:
             names = [name for name in listed if name in records and records[name].state is State.QUARANTINED]
             try:
                 await self.reconcile(one, names)
-            except UNKNOWN as error:
+            except EVIDENCE_ERRORS as error:
                 _LOG.info("%s: quarantined devices stay so for now: %s", resource, error)
                 continue
             for name in names:

@@ -1,4 +1,4 @@
-"""Which gate decides what pods get of a resource, and what claims of other drivers than the resource's own hold."""
+"""Which gate decides what pods get of a resource: its driver's ledger, or one for all that have no driver."""
 
 from __future__ import annotations
 
@@ -10,30 +10,7 @@ import grpc
 from deviceplugin.exclusion import Key
 from deviceplugin.identity import Tokens
 from deviceplugin.kubelet.allocation_gate import AllocationGate, Refusal
-from deviceplugin.kubelet.exclusion_guard import Side as ExclusionSide
-from deviceplugin.kubelet.orphaned_claims import OrphanedClaims
-from dra_bridge.ledger import AsyncLedger
-
-
-class ForeignClaims:
-    """Claims that hold devices through other drivers than the one that their resource names now.
-
-    There are some after the resource's driver was renamed or taken away.
-
-    ledgers: returns the ledgers of this process by driver. orphaned: the claims of drivers that it does not serve.
-    """
-
-    def __init__(self, ledgers: Callable[[], Mapping[str, AsyncLedger]], orphaned: OrphanedClaims) -> None:
-        self._ledgers = ledgers
-        self._orphaned = orphaned
-
-    def holder(self, resource: str, device: str, driver: str | None) -> str:
-        """Say which claim of another driver holds a device, or why that is not known; "" if none does."""
-        for name, async_ledger in self._ledgers().items():
-            if name != driver:
-                for claim in async_ledger.snapshot.claims_on(resource, (device,)):
-                    return f"claim {claim.title} through driver {name}"
-        return self._orphaned.holder(resource, device, driver)
+from deviceplugin.kubelet.exclusion_guard import Side
 
 
 class DenyAll:
@@ -59,7 +36,7 @@ class DenyAll:
         """Leave that to `claimed`."""
         return {}
 
-    def side(self, resource: str, device: str) -> ExclusionSide:
+    def side(self, resource: str, device: str) -> Side:
         """Return no side."""
         return ""
 
@@ -110,7 +87,7 @@ class ResourceGates:
                 found[key] = found.get(key, frozenset()) | tokens
         return found
 
-    def side(self, resource: str, device: str) -> ExclusionSide:
+    def side(self, resource: str, device: str) -> Side:
         """Return on which side the device is."""
         return self._of(resource).side(resource, device)
 

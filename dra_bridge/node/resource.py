@@ -14,7 +14,7 @@ from dra_bridge.driver import ClusterClaims
 from dra_bridge.handover import Handover, LedgerGate
 from dra_bridge.kube import Cluster, ClusterError
 from dra_bridge.ledger import AsyncLedger
-from dra_bridge.node.gates import ForeignClaims, ResourceGates
+from dra_bridge.node.gates import ResourceGates
 from dra_bridge.node.grouping import Order
 from dra_bridge.node.policies import HandoverPolicy
 from dra_bridge.node.share import DriverShare, NodeAnnotations
@@ -55,7 +55,11 @@ class DriverContext:
 
 @dataclass(frozen=True, slots=True)
 class Node:
-    """What the drivers of a node share. name: the node's, which is the pool's."""
+    """What the drivers of a node share. name: the node's, which is the pool's.
+
+    foreign_holder: says which claim of another driver than the third argument holds a device (resource, id), or may; ""
+    if none does.
+    """
 
     name: str
     agent: Agent
@@ -63,7 +67,7 @@ class Node:
     claims: ClusterClaims
     publisher: Publisher
     gates: ResourceGates
-    foreign: ForeignClaims
+    foreign_holder: Callable[[str, str, str | None], str]
     annotations: NodeAnnotations
     cdi_directory: str
     claim_status: bool
