@@ -34,7 +34,7 @@ class LedgerGate:
         changed: called after an allocation was released or found, or a device was quarantined.
         quarantined: called with (resource, device) after a device was quarantined.
         title: a pod's name by its UID, for people.
-        guard: tells what devices are.
+        guard: returns what devices are.
         allocated: returns (resource, the kubelet's id) of all that the last scan found held by pods.
         draining: returns the devices of a resource that new pods had better not get (drain: wait).
 
@@ -79,10 +79,8 @@ class LedgerGate:
     async def grant(self, resource: str, names: Sequence[str], devices: Sequence[str]) -> None:
         """Record that these ids are given out (R1).
 
-        Raises:
-            Refusal: a device is not on the plugin side, its evidence is not reconciled yet, or the ledger cannot be
-                written.
-
+        Raises Refusal if a device is not on the plugin side, its evidence is not reconciled yet, or the ledger cannot
+        be written.
         """
         if resource not in self._device_id_of:
             return

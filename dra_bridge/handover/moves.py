@@ -189,7 +189,11 @@ class Handover:
             self._publish()
         over = [name for name, state in gone.items() if state in (State.PLUGIN, State.QUARANTINED)]
         if over and (forgotten := await self._ledger.do(ledger.forget(self.resource, over))):
-            _LOG.info("%s: unplugged and forgotten: %s", self.resource, ", ".join(forgotten))
+            _LOG.info(
+                "%s: devices are unplugged and held by nobody, removed from the ledger: %s",
+                self.resource,
+                ", ".join(forgotten),
+            )
             self._publish()
 
     async def _begin(self) -> None:
@@ -220,7 +224,7 @@ class Handover:
             if state.value in self.statistics.begun:
                 self.statistics.begun[state.value] += 1
         names = ", ".join(f"{name} ({state.text})" for name, state in moves.items())
-        _LOG.info("%s: %s to the %s side", self.resource, names, side.value)
+        _LOG.info("%s: moves to the %s side begin (%s): %s", self.resource, side.value, reason, names)
 
     async def _commit_to_dra(self, waiting: dict[str, str]) -> bool:
         """Gather what R5 asks for, and commit; return whether a move ended."""
@@ -314,7 +318,7 @@ class Handover:
         since = [before.device(self.resource, name).since for name in devices]
         self.statistics.seconds[way] += sum(max(0.0, now - one) for one in since)
         self.statistics.finished[way] += len(devices)
-        _LOG.info("%s: moved %s: %s", self.resource, way, ", ".join(devices))
+        _LOG.info("%s: moves have ended (%s): %s", self.resource, way, ", ".join(devices))
         self._notify()
         return True
 

@@ -11,6 +11,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Concatenate, Final, ParamSpec, TypeVar
 
+from dra_bridge.ledger import rules
 from dra_bridge.ledger.records import (
     FOR_CLAIM,
     NONE,
@@ -27,21 +28,6 @@ from dra_bridge.ledger.records import (
     Side,
     Snapshot,
     State,
-)
-from dra_bridge.ledger.rules import (
-    ClaimEvidence,
-    ClusterEvidence,
-    Evidence,
-    KubeletEvidence,
-    KubeletSnapshot,
-    ObservedAllocation,
-    Refused,
-    r1_refusal,
-    r2_refusal,
-    r2_taken,
-    r5_waits_for,
-    r6_waits_for,
-    r7_releases,
 )
 
 _P = ParamSpec("_P")
@@ -148,14 +134,14 @@ def identify(state: Snapshot, identities: Mapping[Key, str]) -> Decision[None]:
 
 
 @_operation
-def grant(state: Snapshot, resource: str, ids: Mapping[str, str], now: float) -> Decision[Granted | Refused]:
+def grant(state: Snapshot, resource: str, ids: Mapping[str, str], now: float) -> Decision[Granted | rules.Refused]:
     """Give devices to a container (R1), all or none.
 
     ids: the physical device by kubelet device id (a replica's, or the device's own). An id that was given before is
     given anew: the kubelet does not say when it takes a device back.
     """
     for device in dict.fromkeys(ids.values()):
-        refusal = r1_refusal(state, resource, device)
+        refusal = rules.r1_refusal(state, resource, device)
         if refusal is not None:
             return Decision(refusal)
     granted = Granted(state.sequence + 1)
@@ -170,7 +156,7 @@ def grant(state: Snapshot, resource: str, ids: Mapping[str, str], now: float) ->
 
 
 @_operation
-def observe(state: Snapshot, resource: str, snapshot: KubeletSnapshot, now: float) -> Decision[Observed]:
+def observe(state: Snapshot, resource: str, snapshot: rules.KubeletSnapshot, now: float) -> Decision[Observed]:
     """Compare the allocations of a resource with what checkpoint and cgroups say; release what is over (E2, R7).
 
     An allocation is over when none of its holders is left, and no grant of it waits for its container to be named. An
@@ -204,7 +190,7 @@ def observe(state: Snapshot, resource: str, snapshot: KubeletSnapshot, now: floa
     return Decision(Observed(tuple(released), tuple(found), tuple(quarantined)), tuple(changes))
 
 
-def _observed(record: AllocationRecord, snapshot: KubeletSnapshot) -> AllocationRecord | None:
+def _observed(record: AllocationRecord, snapshot: rules.KubeletSnapshot) -> AllocationRecord | None:
     """Return an allocation as the snapshot leaves it; None if it is over."""
     observed = snapshot.held.get(record.device_id)
     holders = observed.holders if observed is not None else frozenset()
@@ -215,14 +201,14 @@ def _observed(record: AllocationRecord, snapshot: KubeletSnapshot) -> Allocation
         return replace(record, holders=holders, pod=pod) if holders else None
     # A new name that only an old checkpoint has may be that of a pod that ended before this grant.
     holders &= record.holders
-    if r7_releases(record, snapshot):
+    if rules.r7_releases(record, snapshot):
         return replace(record, holders=holders, pending=False, absent_since=None, pod=pod) if holders else None
     absent = snapshot.at if record.absent_since is None and snapshot.awake else record.absent_since
     return replace(record, holders=holders, absent_since=absent, pod=pod)
 
 
 @_operation
-def reserve(state: Snapshot, claim: Claim, *, durable: bool, pull: bool = False) -> Decision[Claim | Refused]:
+def reserve(state: Snapshot, claim: Claim, *, durable: bool, pull: bool = False) -> Decision[Claim | rules.Refused]:
     """Reserve a claim's devices (R2) while its driver sets them up; `prepare` completes it.
 
     Answers the claim as the ledger has it already, if it has (a `result` of None: not completed), else the
@@ -237,7 +223,7 @@ def reserve(state: Snapshot, claim: Claim, *, durable: bool, pull: bool = False)
 
 
 @_operation
-def prepare(state: Snapshot, claim: Claim, *, pull: bool = False) -> Decision[Claim | Refused]:
+def prepare(state: Snapshot, claim: Claim, *, pull: bool = False) -> Decision[Claim | rules.Refused]:
     """Give a claim its devices until it is unprepared (R2); a claim that is prepared already is answered as it was.
 
     Devices of administrative access are not held, and may be on any side. claim: with its result, which is answered
@@ -249,17 +235,17 @@ def prepare(state: Snapshot, claim: Claim, *, pull: bool = False) -> Decision[Cl
     return _take(state, replace(claim, durable=True), pull=pull)
 
 
-def _take(state: Snapshot, claim: Claim, *, pull: bool) -> Decision[Claim | Refused]:
+def _take(state: Snapshot, claim: Claim, *, pull: bool) -> Decision[Claim | rules.Refused]:
     for device in claim.devices:
         if not device.admin:
-            refusal = r2_refusal(state, device.resource, device.device) or r2_taken(state, claim, device)
+            refusal = rules.r2_refusal(state, device.resource, device.device) or rules.r2_taken(state, claim, device)
             if refusal is not None:
                 return _pulled(state, claim, refusal) if pull else Decision(refusal)
     record = replace(claim, sequence=state.sequence + 1)
     return Decision(record, (_put_claim(record),))
 
 
-def _pulled(state: Snapshot, claim: Claim, refusal: Refused) -> Decision[Claim | Refused]:
+def _pulled(state: Snapshot, claim: Claim, refusal: rules.Refused) -> Decision[Claim | rules.Refused]:
     changes: list[Change] = []
     for resource, device in sorted(claim.held):
         if state.device(resource, device).state is State.PLUGIN and not state.allocations_on(resource, (device,)):
@@ -326,21 +312,21 @@ def begin_move(
 
 @_operation
 def commit_to_dra(
-    state: Snapshot, resource: str, devices: Collection[str], evidence: KubeletEvidence, now: float
+    state: Snapshot, resource: str, devices: Collection[str], evidence: rules.KubeletEvidence, now: float
 ) -> Decision[Committed]:
     """End moves to DRA for which the evidence suffices (R5)."""
     moving = _in_state(state, resource, devices, State.TO_DRA)
-    waits = {record.device: r5_waits_for(state, record, evidence) for record in moving}
+    waits = {record.device: rules.r5_waits_for(state, record, evidence) for record in moving}
     return _committed(state, resource, waits, State.DRA, now)
 
 
 @_operation
 def commit_to_plugin(
-    state: Snapshot, resource: str, devices: Collection[str], evidence: ClusterEvidence, now: float
+    state: Snapshot, resource: str, devices: Collection[str], evidence: rules.ClusterEvidence, now: float
 ) -> Decision[Committed]:
     """End moves to the plugin for which the evidence suffices (R6)."""
     moving = _in_state(state, resource, devices, State.TO_PLUGIN)
-    waits = {record.device: r6_waits_for(state, record, evidence) for record in moving}
+    waits = {record.device: rules.r6_waits_for(state, record, evidence) for record in moving}
     return _committed(state, resource, waits, State.PLUGIN, now)
 
 
@@ -359,7 +345,7 @@ def _committed(
 
 @_operation
 def reconcile_evidence(
-    state: Snapshot, resource: str, evidence: Evidence, devices: Collection[str], side: Side, now: float
+    state: Snapshot, resource: str, evidence: rules.Evidence, devices: Collection[str], side: Side, now: float
 ) -> Decision[Reconciled]:
     """Compare the ledger with evidence, or build it from evidence where it is empty (R8).
 
@@ -383,9 +369,9 @@ def reconcile_evidence(
         pod, claim = plugin.get(device), claimed.get(device)
         if known is None or known.state is State.QUARANTINED:
             for record in state.allocations_on(resource, (device,)):
-                pod = pod or ObservedAllocation(device, record.pod or "unknown")
+                pod = pod or rules.ObservedAllocation(device, record.pod or "unknown")
             for one in state.claims_on(resource, (device,)):
-                claim = claim or ClaimEvidence(one.driver, one.uid, frozenset((device,)), prepared=True)
+                claim = claim or rules.ClaimEvidence(one.driver, one.uid, frozenset((device,)), prepared=True)
         elif known.state.prepares and pod is not None and not pod.sure:
             doubtful[device] = None
             pod = None
@@ -408,8 +394,8 @@ def reconcile_evidence(
 def _proven(
     known: DeviceRecord | None,
     pod: str | None,
-    claimed: ClaimEvidence | None,
-    prepared: ClaimEvidence | None,
+    claimed: rules.ClaimEvidence | None,
+    prepared: rules.ClaimEvidence | None,
     side: Side,
 ) -> tuple[State, str]:
     """Return the state in which the evidence leaves a device, and the reason if it is a new state."""
@@ -428,7 +414,7 @@ def _proven(
     return known.state, known.reason
 
 
-def _prepared_claims(state: Snapshot, resource: str, claims: Iterable[ClaimEvidence], now: float) -> list[Change]:
+def _prepared_claims(state: Snapshot, resource: str, claims: Iterable[rules.ClaimEvidence], now: float) -> list[Change]:
     """Return the changes that record claims which evidence says are prepared, and which the ledger has no result of."""
     changes = []
     for claim in claims:
@@ -453,7 +439,7 @@ def _is_held(state: Snapshot, resource: str, device: str) -> bool:
     return bool(state.allocations_on(resource, (device,)) or state.claims_on(resource, (device,)))
 
 
-def _found(state: Snapshot, resource: str, device_id: str, observed: ObservedAllocation, now: float) -> Change:
+def _found(state: Snapshot, resource: str, device_id: str, observed: rules.ObservedAllocation, now: float) -> Change:
     """Record an id that is held and that was granted by an earlier agent, or by a ledger that is lost."""
     record = AllocationRecord(resource, device_id, observed.device, now, state.sequence + 1, observed.holders)
     return _put_allocation(replace(record, pending=not observed.holders, pod=observed.pod))

@@ -71,7 +71,9 @@ class State(enum.Enum):
     @property
     def goal(self) -> Side | None:
         """The side where a device is or moves to; None if it is quarantined."""
-        return _GOAL.get(self)
+        if self is State.QUARANTINED:
+            return None
+        return Side.DRA if self in {State.DRA, State.TO_DRA} else Side.PLUGIN
 
     @property
     def text(self) -> str:
@@ -85,12 +87,6 @@ _WORDS: Final = {
     State.DRA: "on the DRA side",
     State.TO_PLUGIN: "moving from DRA to the device plugin",
     State.QUARANTINED: "quarantined",
-}
-_GOAL: Final = {
-    State.PLUGIN: Side.PLUGIN,
-    State.TO_DRA: Side.DRA,
-    State.DRA: Side.DRA,
-    State.TO_PLUGIN: Side.PLUGIN,
 }
 RESTING: Final = {Side.PLUGIN: State.PLUGIN, Side.DRA: State.DRA}
 """The state of a device that is on a side and does not move."""

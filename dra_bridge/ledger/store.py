@@ -26,23 +26,8 @@ from typing import Any, Final, Self, TypeVar, cast
 
 import msgspec
 
-from dra_bridge.ledger.records import (
-    AllocationRecord,
-    Change,
-    Claim,
-    ClaimDevice,
-    DeviceRecord,
-    Holder,
-    Key,
-    LedgerBusyError,
-    LedgerError,
-    LedgerLostError,
-    Operation,
-    Record,
-    Setting,
-    Snapshot,
-    State,
-)
+from dra_bridge.ledger import records
+from dra_bridge.ledger.records import Change, LedgerError, LedgerLostError, Operation, Snapshot
 
 _LOG: Final = logging.getLogger(__name__)
 _T = TypeVar("_T")
@@ -61,7 +46,12 @@ _PRAGMAS: Final = (
     "journal_size_limit = 2097152",
 )
 
-_RECORDS: Final = {"devices": DeviceRecord, "allocations": AllocationRecord, "claims": Claim, "settings": Setting}
+_RECORDS: Final = {
+    "devices": records.DeviceRecord,
+    "allocations": records.AllocationRecord,
+    "claims": records.Claim,
+    "settings": records.Setting,
+}
 _FIELDS: Final = {
     "devices": ("resource", "device", "state", "since", "sequence", "reason", "identity"),
     "allocations": ("resource", "device_id", "device", "since", "sequence", "holders", "pending"),
@@ -104,11 +94,11 @@ _DROP: Final = {
     for table, (name, columns) in _TABLES.items()
 }
 _DECODERS: Final[dict[str, Callable[[Any], Any]]] = {
-    "state": State,
-    "holders": msgspec.json.Decoder(frozenset[Holder]).decode,
+    "state": records.State,
+    "holders": msgspec.json.Decoder(frozenset[records.Holder]).decode,
     "pending": bool,
     "pods": msgspec.json.Decoder(frozenset[str]).decode,
-    "devices": msgspec.json.Decoder(tuple[ClaimDevice, ...]).decode,
+    "devices": msgspec.json.Decoder(tuple[records.ClaimDevice, ...]).decode,
 }
 """By field: the function from the column's value to the field's; other values are equal."""
 
@@ -118,12 +108,12 @@ def _select(table: str, count: int | None = None) -> str:
     return f"SELECT {', '.join(columns[:count])} FROM {name}"
 
 
-def _row(table: str, record: Record) -> _Row:
+def _row(table: str, record: records.Record) -> _Row:
     return tuple(_encoded(getattr(record, field)) for field in _FIELDS[table])
 
 
 def _encoded(value: Any) -> Any:
-    if isinstance(value, State):
+    if isinstance(value, records.State):
         return value.value
     if isinstance(value, (frozenset, tuple)):
         return msgspec.json.encode(sorted(value) if isinstance(value, frozenset) else value).decode()
@@ -208,7 +198,7 @@ def _locked(path: str, *, wait: bool = False) -> int:
         except OSError as error:
             os.close(lock)
             if isinstance(error, BlockingIOError):
-                raise LedgerBusyError(f"another agent holds the ledger {path}") from error
+                raise records.LedgerBusyError(f"another agent holds the ledger {path}") from error
             raise LedgerError(f"cannot lock the ledger {path}: {error}") from error
         held = os.fstat(lock)
         if _file(path + ".lock") == (held.st_dev, held.st_ino):
@@ -227,12 +217,9 @@ def _connected(path: str) -> sqlite3.Connection:
 class Ledger:
     """The file. Synchronous and thread-safe; `AsyncLedger` is for event loops.
 
-    Attributes:
-        snapshot: everything as of the last commit.
-        set_aside: where a file went that could not be used, None if there was none. The ledger is
-            empty then, and `reconcile_evidence` must rebuild it before anything is granted.
-        fresh: the ledger was empty when it was opened.
-
+    snapshot: everything as of the last commit. fresh: the ledger was empty when it was opened. set_aside: where a file
+    went that could not be used, None if there was none; then the ledger is empty, and `reconcile_evidence` must
+    rebuild it before anything is granted.
     """
 
     def __init__(
@@ -245,11 +232,8 @@ class Ledger:
     ) -> None:
         """Open the ledger, or make it; put aside what cannot be used.
 
-        Args:
-            path: the database; `path + ".lock"` is the lock. Missing directories are made.
-            wait: wait while another agent has it.
-            step: called before and after each durable step with its name, for tests.
-            connect: opens the database, for tests.
+        path: of the database; `path + ".lock"` is the lock. Missing directories are made. wait: wait while another
+        agent has it. For tests: step is called before and after each durable step, connect opens the database.
 
         Raises:
             LedgerBusyError: another agent has it, and `wait` is False.
@@ -293,10 +277,9 @@ class Ledger:
         return cast("_T", answer)
 
     def do_all(self, operations: Sequence[Operation[Any]]) -> list[Any]:
-        """Decide one after the other and record all in one transaction.
+        """Decide one after the other and record all in one transaction; return an answer each.
 
-        Returns:
-            An answer each, or the exception that its operation raised (a mistake of ours).
+        The answer of an operation that fails (a mistake of ours) is its exception.
 
         Raises:
             LedgerError: it could not be recorded, nothing was granted.
@@ -448,8 +431,7 @@ class Ledger:
         connection.execute("BEGIN IMMEDIATE")
         connection.execute("UPDATE seal SET id = 1 WHERE id = 1")
         connection.execute("ROLLBACK")
-        # A commit whose fsync failed may be in the page cache as if it had been written; copying
-        # it into the database writes it once more.
+        # A commit whose fsync failed may be in the page cache as if it had been written. This writes it once more.
         self._step("checkpoint")
         connection.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchall()
         self._files = self._found_files()
@@ -479,10 +461,10 @@ class Ledger:
         connection.execute("COMMIT")
 
     def _rows(self, connection: sqlite3.Connection) -> Snapshot:
-        tables: dict[str, dict[Key, Any]] = {table: {} for table in _TABLES}
-        for table, records in tables.items():
+        tables: dict[str, dict[records.Key, Any]] = {table: {} for table in _TABLES}
+        for table, found in tables.items():
             for row in connection.execute(_select(table)):
-                records[row[0], row[1]] = record = _record(table, row)
+                found[row[0], row[1]] = record = _record(table, row)
                 if _row(table, record) != row or not isinstance(row[0], str) or not isinstance(row[1], str):
                     raise _DamagedError(f"a row of {_TABLES[table][0]} is not in order")
         row = connection.execute("SELECT sequence, seal FROM seal WHERE id = 1").fetchone()

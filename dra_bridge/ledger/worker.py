@@ -21,8 +21,7 @@ _Asked = tuple[Operation[Any], "asyncio.Future[Any]"]
 class AsyncLedger:
     """The ledger for one event loop: a thread of its own, so that a slow disk blocks nothing else.
 
-    What is asked while a commit is under way is decided and committed together afterwards, so many pods that start at
-    once share their fsyncs.
+    Operations that arrive during a commit are committed together afterwards, so pods that start at once share fsyncs.
     """
 
     def __init__(self, ledger: Ledger) -> None:
@@ -37,12 +36,7 @@ class AsyncLedger:
 
     @classmethod
     async def open(cls, path: str) -> Self:
-        """Open the ledger; wait as long as another agent of this node has it.
-
-        Raises:
-            LedgerError: see `Ledger`.
-
-        """
+        """Open the ledger as `Ledger` does; wait as long as another agent of this node has it."""
         loop = asyncio.get_running_loop()
         opened: asyncio.Future[Ledger] = loop.create_future()
 
@@ -89,12 +83,7 @@ class AsyncLedger:
         return await answered
 
     async def identify(self, identities: Mapping[Key, str]) -> None:
-        """Record what devices are, as `identify` does, if that is anything new.
-
-        Raises:
-            LedgerError: it could not be recorded.
-
-        """
+        """Record what devices are, if that is anything new. Raises LedgerError if it could not be recorded."""
         known = self.snapshot.devices
         if any(identity and key in known and known[key].identity != identity for key, identity in identities.items()):
             await self.do(identify(identities))

@@ -7,27 +7,16 @@ One pool a driver and node, named like the node. The limits are those of Kuberne
 from __future__ import annotations
 
 import hashlib
-import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
 from typing import Any, Final, Literal, TypeVar
 
+from deviceplugin import naming
 from deviceplugin.device import AttributeValue, Device, Version
 from deviceplugin.inventory import Snapshot
-from deviceplugin.naming import (
-    EXTENDED_RESOURCE,
-    MAX_CONSUMED_SETS,
-    MAX_ENTRIES,
-    NamingError,
-    canonical_resource,
-    check_attribute,
-    check_capacity,
-    check_counters,
-    device_name,
-    parse_quantity,
-    qualified,
-)
+from deviceplugin.naming import NamingError
+from deviceplugin.topology import natural
 from dra_bridge.kube import Object
 
 _T = TypeVar("_T")
@@ -39,8 +28,6 @@ MAX_NAME: Final = 253
 
 SHARES: Final = "shares"
 """Capacity that the DRA side adds to a shared device: how many claims it takes, one a claim unless it asks for more."""
-
-
 Feature = Literal["taints", "sharing", "counters"]
 """A feature of the API server. Without it, the server drops the fields of the feature without an error."""
 Counters = Mapping[str, int | str]
@@ -66,7 +53,7 @@ class Offer:
         """All devices in their order, else the natural one (gpu2 before gpu10), whatever their side and health."""
         devices = self.snapshot.devices
         at = {name: number for number, name in enumerate(self.order)}
-        return [devices[name] for name in sorted(devices, key=lambda name: (at.get(name, len(at)), _natural(name)))]
+        return [devices[name] for name in sorted(devices, key=lambda name: (at.get(name, len(at)), natural(name)))]
 
     def offers(self, device: str) -> bool:
         """Return whether a device is on the DRA side."""
@@ -115,11 +102,6 @@ def slice_name(node: str, driver: str, number: int) -> str:
     return f"{node}-{driver}"[: MAX_NAME - len(end)].rstrip("-.") + end
 
 
-def _natural(text: str) -> tuple[list[tuple[int, int, str]], str]:
-    parts = re.split(r"([0-9]+)", text)
-    return [(1, int(part), "") if part.isdecimal() else (0, 0, part) for part in parts], text
-
-
 def desired(pool: Pool, *, without: Collection[Feature] = ()) -> Desired | None:
     """Return the slices that this pool should consist of; None while a source has not listed its devices.
 
@@ -140,7 +122,7 @@ def desired(pool: Pool, *, without: Collection[Feature] = ()) -> Desired | None:
     for offer in pool.offers:
         for device in offer.devices:
             offered = offer.offers(device.id)
-            name = device_name(device.id, offer.qualifier)
+            name = naming.device_name(device.id, offer.qualifier)
             consumed: Mapping[str, Counters] = {}
             if "counters" not in without:
                 consumed = _consumed(device, sets, problems if offered else [])
@@ -158,7 +140,7 @@ def desired(pool: Pool, *, without: Collection[Feature] = ()) -> Desired | None:
                             {"counterSet": one, "counters": _counters(what)} for one, what in sorted(consumed.items())
                         ]
             places.append(entry)
-    counters: list[Object] = [{"name": name, "counters": _counters(sets[name])} for name in sorted(used, key=_natural)]
+    counters: list[Object] = [{"name": name, "counters": _counters(sets[name])} for name in sorted(used, key=natural)]
     parts: list[Object] = []
     if any(places):
         parts += [{"sharedCounters": part} for part in _chunks(counters, MAX_COUNTER_SETS)]
@@ -191,34 +173,36 @@ def _entry(
     name: str, device: Device, offer: Offer, pool: Pool, without: Collection[Feature], problems: list[str]
 ) -> Object:
     replicas = 1 if "sharing" in without else offer.replicas_of(device.id)
-    attributes: Object = {EXTENDED_RESOURCE: {"string": canonical_resource(offer.snapshot.resource)}}
+    attributes: Object = {naming.EXTENDED_RESOURCE: {"string": naming.canonical_resource(offer.snapshot.resource)}}
     capacity: Object = {}
     if replicas > 1:
         policy = {"default": "1", "validRange": {"min": "1", "step": "1"}}
         capacity[SHARES] = {"value": str(replicas), "requestPolicy": policy}
-    taken = {qualified(key, pool.driver) for key in (*attributes, *capacity)}
-    room = MAX_ENTRIES - len(taken)
+    taken = {naming.qualified(key, pool.driver) for key in (*attributes, *capacity)}
+    room = naming.MAX_ENTRIES - len(taken)
     # The device's capacity and attributes go before the framework's own "numa" where the room does not suffice.
     wanted: list[tuple[str, Any, bool]] = [(key, value, True) for key, value in device.capacity.items()]
     wanted += [(key, value, False) for key, value in device.attributes.items()]
     for key, value, amount in wanted:
         try:
-            (check_capacity if amount else check_attribute)(key, value)
-            if qualified(key, pool.driver) in taken:
+            (naming.check_capacity if amount else naming.check_attribute)(key, value)
+            if naming.qualified(key, pool.driver) in taken:
                 raise NamingError(f"{key!r} is given twice, or is the framework's own name")
             if not room:
-                raise NamingError(f"{key!r} is one more than the {MAX_ENTRIES} attributes and capacities of a device")
+                raise NamingError(
+                    f"{key!r} is one more than the {naming.MAX_ENTRIES} attributes and capacities of a device"
+                )
         except NamingError as error:
             problems.append(f"{offer.snapshot.resource} device {device.id!r}: left out: {error}")
             continue
         room -= 1
-        taken.add(qualified(key, pool.driver))
+        taken.add(naming.qualified(key, pool.driver))
         if amount:
             capacity[key] = _capacity(value, replicas)
         else:
             attributes[key] = _attribute(value)
     numa = device.numa_nodes
-    if room and len(numa) == 1 and qualified("numa", pool.driver) not in taken:
+    if room and len(numa) == 1 and naming.qualified("numa", pool.driver) not in taken:
         # Kubernetes 1.36 has standard attributes for PCI only, none for NUMA
         attributes["numa"] = {"int": numa[0]}
     entry: Object = {"name": name, "attributes": attributes}
@@ -247,7 +231,7 @@ def _capacity(value: int | str, replicas: int) -> Object:
     """
     if replicas == 1:
         return {"value": str(value)}
-    number = parse_quantity(value)
+    number = naming.parse_quantity(value)
     part = Fraction(number // replicas) if number.denominator == 1 else Fraction(0)
     return {"value": str(value), "requestPolicy": {"default": _like(str(value), part)}}
 
@@ -270,7 +254,7 @@ def _counter_sets(pool: Pool, problems: list[str]) -> dict[str, Counters]:
         for device in offer.snapshot.devices.values():
             for name, counters in device.counters.items():
                 try:
-                    check_counters(name, counters)
+                    naming.check_counters(name, counters)
                 except NamingError as error:
                     problems.append(f"{offer.snapshot.resource} device {device.id!r}: left out: {error}")
                     bad.add(name)
@@ -283,17 +267,20 @@ def _counter_sets(pool: Pool, problems: list[str]) -> dict[str, Counters]:
 
 def _same_counters(one: Counters, other: Counters) -> bool:
     return one is other or (
-        one.keys() == other.keys() and all(parse_quantity(one[key]) == parse_quantity(other[key]) for key in one)
+        one.keys() == other.keys()
+        and all(naming.parse_quantity(one[key]) == naming.parse_quantity(other[key]) for key in one)
     )
 
 
 def _consumed(device: Device, sets: Mapping[str, Counters], problems: list[str]) -> Mapping[str, Counters]:
     """Return what a device consumes; nothing if the API would refuse it, and then the device cannot be offered."""
     try:
-        if len(device.consumes) > MAX_CONSUMED_SETS:
-            raise NamingError(f"consumes from {len(device.consumes)} counter sets, {MAX_CONSUMED_SETS} are possible")
+        if len(device.consumes) > naming.MAX_CONSUMED_SETS:
+            raise NamingError(
+                f"consumes from {len(device.consumes)} counter sets, {naming.MAX_CONSUMED_SETS} are possible"
+            )
         for name, counters in device.consumes.items():
-            check_counters(name, counters)
+            naming.check_counters(name, counters)
             if name not in sets:
                 raise NamingError(f"consumes from counter set {name!r}, which no device brings along")
             if unknown := counters.keys() - sets[name].keys():

@@ -10,21 +10,8 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Final
 
-from dra_bridge.kube import (
-    NODES,
-    RESOURCE_SLICES,
-    ApiError,
-    Changed,
-    Cluster,
-    ConflictError,
-    InvalidError,
-    Listed,
-    NotFoundError,
-    Object,
-    UnavailableError,
-    UnsupportedError,
-    VersionChangedError,
-)
+from dra_bridge import kube
+from dra_bridge.kube import RESOURCE_SLICES, ApiError, Cluster, NotFoundError, Object
 from dra_bridge.slices.desired import Desired, Pool, desired
 from dra_bridge.slices.features import WITHOUT, ServerFeatures, features_of
 from dra_bridge.slices.mirror import Mirror
@@ -133,9 +120,6 @@ class Publisher:
         self._owner: Object | None = None
         self._changed = asyncio.Event()
 
-    def __repr__(self) -> str:
-        return f"<Publisher {self._node}: {', '.join(self._drivers) or 'no drivers'}>"
-
     def want(self, pool: Pool) -> int:
         """Say what a driver's pool should be from now on; return a ticket for `accepted`.
 
@@ -183,10 +167,10 @@ class Publisher:
         selector = f"spec.nodeName={self._node}"
         async with aclosing(self.cluster.follow(RESOURCE_SLICES, field_selector=selector)) as events:
             async for event in events:
-                if isinstance(event, Listed):
+                if isinstance(event, kube.Listed):
                     self._replace_mirror(event.items)
                     self._listed.set()
-                elif isinstance(event, Changed):
+                elif isinstance(event, kube.Changed):
                     self._observe(event.object, deleted=event.type == "DELETED")
 
     def _replace_mirror(self, items: Iterable[Object]) -> None:
@@ -237,7 +221,7 @@ class Publisher:
                 if not driver.mirror.listed:  # it joined after the watch began, or what the server has is in doubt
                     await self._refresh(driver)
                 done = await self._reconcile(driver)
-            except (ConflictError, NotFoundError, VersionChangedError) as error:
+            except (kube.ConflictError, NotFoundError, kube.VersionChangedError) as error:
                 # What the server has is not what the watch reported: read it, and try again.
                 driver.mirror.doubt()
                 conflicts += 1
@@ -247,15 +231,15 @@ class Publisher:
                     wait = backoff.next()
                 if conflicts == 5:
                     self._problem(driver, f"the slices cannot be written: {error}")
-            except InvalidError as error:
+            except kube.InvalidError as error:
                 self._problem(driver, f"the API server refuses the slices: {_explained(error)}")
                 # It may be a policy that was just changed and that not every server knows yet. Once the waits have
                 # grown to their maximum, only something else that is wanted will help.
                 wait = backoff.next()
                 if wait > backoff.cap / 2:
                     wait = 10 * backoff.longest()
-            except (ApiError, UnsupportedError) as error:
-                if not isinstance(error, UnavailableError) or error.code:
+            except (ApiError, kube.UnsupportedError) as error:
+                if not isinstance(error, kube.UnavailableError) or error.code:
                     self._problem(driver, f"the slices cannot be written: {error}")
                 wait = backoff.next()
                 if isinstance(error, ApiError):
@@ -272,18 +256,17 @@ class Publisher:
     async def _pause(self, driver: _Driver, seconds: float) -> None:
         """Wait after a failure; end early when something else is wanted and the server answers."""
         ticket = driver.state.wanted
-        pause = asyncio.ensure_future(self.cluster.pause(seconds))
+
+        async def newer() -> None:
+            while driver.state.wanted == ticket or self.cluster.statistics.lost_since is not None:
+                await self._changed.wait()
+
+        waits = {asyncio.ensure_future(self.cluster.pause(seconds)), asyncio.ensure_future(newer())}
         try:
-            while not pause.done():
-                changed = asyncio.ensure_future(self._changed.wait())
-                try:
-                    await asyncio.wait({pause, changed}, return_when=asyncio.FIRST_COMPLETED)
-                finally:
-                    changed.cancel()
-                if driver.state.wanted != ticket and self.cluster.statistics.lost_since is None:
-                    return
+            await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
         finally:
-            pause.cancel()
+            for one in waits:
+                one.cancel()
 
     async def _refresh(self, driver: _Driver) -> None:
         selector = f"spec.nodeName={self._node},spec.driver={driver.pool.driver}"
@@ -319,7 +302,7 @@ class Publisher:
             for write in writes:
                 try:
                     await self._write(driver, write, version)
-                except UnavailableError as error:
+                except kube.UnavailableError as error:
                     if error.code != 429:
                         # It may have been carried out, or may be later. So the slices are read again and written in
                         # a generation that is newer than all. The late write then names an older resourceVersion and
@@ -331,7 +314,7 @@ class Publisher:
 
     async def _know_owner(self, wanted: Desired) -> None:
         if self._owner is None and wanted.slices:
-            node = await self.cluster.get(NODES, self._node)
+            node = await self.cluster.get(kube.NODES, self._node)
             self._owner = {
                 "apiVersion": "v1",
                 "kind": "Node",
@@ -351,20 +334,19 @@ class Publisher:
             send = self.cluster.create if write.verb == "create" else self.cluster.replace
             driver.mirror.sending()
             answer = neutral(await send(RESOURCE_SLICES, body))
-            self._compare(driver, write.body, answer)
+            # What the server dropped or changed is not sent again.
+            missing = features_of(write.body) - features_of(answer)
+            self._features.lacks(missing)
+            if driver.mirror.compare(write.body, answer) and not missing:
+                message = (
+                    "the API server, or an admission webhook, changes slices as they are written; they are left so"
+                )
+                self._warn_once(driver, message)
             if driver.mirror.is_gone(answer):
                 driver.wake.set()  # it has been deleted since, and the watch was faster than the answer
             else:
                 self._keep(answer)
         self._set(driver, writes=driver.state.writes + 1)
-
-    def _compare(self, driver: _Driver, sent: Object, answer: Object) -> None:
-        """Note what the server dropped or changed, so that it is not sent again."""
-        missing = features_of(sent) - features_of(answer)
-        self._features.lacks(missing)
-        if driver.mirror.compare(sent, answer) and not missing:
-            message = "the API server, or an admission webhook, changes the slices that are written; they are left so"
-            self._warn_once(driver, message)
 
     def _finish(self, driver: _Driver, wanted: Desired, ticket: int) -> None:
         unsupported = self._features.missing & wanted.needs

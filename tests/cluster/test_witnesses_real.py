@@ -1,4 +1,4 @@
-"""No device has two holders, whatever kubelet, API server, runtime or operator do; the kernel's locks tell.
+"""No device has two holders, whatever kubelet, API server, runtime or operator do, as the kernel's locks show.
 
 See ``tests.cluster.locks`` for how an overlap is noticed. In most scenarios resource a has devices that pods hold and
 that are asked for by claims (TO_DRA), resource b the other way round (TO_PLUGIN), and a pod waits for each: whoever

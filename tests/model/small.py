@@ -3,8 +3,8 @@
 A world is a tuple of small numbers; `successors` are all worlds that one step leads to: of the
 kubelet, the scheduler, the API server, the agent, or of fate. Whatever can be late is a step of
 its own, so that everything else may come in between. What the agent does is the real thing: the
-ledger's operations, the combination of the witnesses (`deviceplugin.kubelet.holders`), the
-handover's gathering of evidence and its plan; only their disk and their sockets are missing.
+ledger's operations, the decision who holds a device (`deviceplugin.kubelet.holders`), the
+handover's evidence and its plan; only their disk and their sockets are missing.
 
 Faults are steps like any other: the kubelet restarts with what its checkpoint says; the checkpoint
 is lost or torn (a scan waits for the next one then); a pod is deleted by force while its container
@@ -163,8 +163,8 @@ IDLE: Final = Stage()
 
 
 class World(NamedTuple):
-    """All of it. sent: healthy devices as the agent said last, () without a listener. heard: as
-    the kubelet knows. want: the devices in the slice that the agent wants, () before it has said.
+    """All of it. sent: healthy devices as the agent said last, () without a listener. received: as
+    the kubelet has them. want: the devices in the slice that the agent wants, () before it has said.
     slice: as the API server has it. writing: a slow writer of the checkpoint is at work.
     """
 
@@ -172,7 +172,7 @@ class World(NamedTuple):
     pods: tuple[Pod, ...]
     claims: tuple[Request, ...]
     sent: tuple[bool, bool] | tuple[()]
-    reconciled: tuple[bool, bool]
+    received: tuple[bool, bool]
     want: tuple[bool, bool] | tuple[()]
     slice: tuple[bool, bool]
     stage: Stage
@@ -182,7 +182,7 @@ class World(NamedTuple):
 
 
 def start(*states: State) -> World:
-    """Return a quiet node."""
+    """Return a node on which nothing has happened."""
     one, *more = (Device(STATES.index(state)) for state in states)
     return World(
         (one, more[0] if more else Device(UNKNOWN)),
@@ -333,8 +333,8 @@ class Small:
 
     def do(self, world: World, key: Hashable, operation: Callable[[], Operation[object]]) -> tuple[object, World]:
         """Let the ledger decide what it has not decided yet. key: tells the operation from others."""
-        books = tuple((pod.device, pod.recorded) for pod in world.pods)
-        asked = (world.devices, books, world.claims, world.stage.what, world.stage.moving, key)
+        holders_known = tuple((pod.device, pod.recorded) for pod in world.pods)
+        asked = (world.devices, holders_known, world.claims, world.stage.what, world.stage.moving, key)
         known = self._known.get(asked)
         if known is None:
             now = snapshot(world)
@@ -377,7 +377,7 @@ class Small:
         for number, pod in enumerate(world.pods):
             if pod.at == 0:
                 for device in TWO if more else ():
-                    if world.reconciled[device] and device not in taken:
+                    if world.received[device] and device not in taken:
                         yield f"choose p{number} {device}", with_pod(world, number, Pod(CHOSEN, device))
             elif pod.at == ANSWERED:
                 yield f"insert p{number}", with_pod(world, number, pod._replace(at=ADMITTED, memory=True))
@@ -389,8 +389,8 @@ class Small:
                 yield f"delete p{number}", with_pod(world, number, pod._replace(memory=False))
             if pod.at == OVER and pod.memory:
                 yield f"forget p{number}", with_pod(world, number, kept(pod._replace(memory=False)))
-        if world.sent and world.reconciled != world.sent:
-            yield "hear", world._replace(reconciled=world.sent)
+        if world.sent and world.received != world.sent:
+            yield "receive", world._replace(received=world.sent)
         after = self.filed(world, *(pod.memory for pod in world.pods))
         if after != world:
             yield "write", after
@@ -536,7 +536,7 @@ class Small:
         elif stage.what == 1:
             pods = [pod._replace(seen=2 * pod.file) for pod in world.pods]
             read = world._replace(pods=(pods[0], pods[1]))
-            one, two = (reconciled and moved for reconciled, moved in zip(world.reconciled, stage.moving, strict=True))
+            one, two = (received and moved for received, moved in zip(world.received, stage.moving, strict=True))
             stage = stage._replace(what=2, first=(one, two))
             if self.slow and stage.written and not holders.shows_present([ANY_FILE]):
                 stage = stage._replace(what=3, written=False)
@@ -658,7 +658,7 @@ class Small:
             return problem
         for device in range(len(self.names)):
             if not world.damaged:
-                if (world.reconciled[device] or (world.sent and world.sent[device])) and world.slice[device]:
+                if (world.received[device] or (world.sent and world.sent[device])) and world.slice[device]:
                     return f"device {device} is offered on both sides"
                 if STATES[world.devices[device].state] is State.QUARANTINED:
                     return f"device {device} is quarantined without a reason"
@@ -730,7 +730,7 @@ class Small:
     def lost(self, world: World, share: Share) -> str:
         """Say what is lost for ever when all is calm; "" if nothing is."""
         for device in range(len(self.names)):
-            plugin, dra = world.reconciled[device], world.slice[device]
+            plugin, dra = world.received[device], world.slice[device]
             if plugin == dra:
                 return f"device {device} is offered on {'both sides' if plugin else 'no side'}"
         if world.slice.count(True) != share.of(len(self.names)):
@@ -791,7 +791,7 @@ def died(world: World) -> World:
         pods=(one, two),
         claims=tuple(claims),
         sent=(),
-        reconciled=NOTHING,
+        received=NOTHING,
         want=(),
         stage=IDLE,
         alive=False,
@@ -806,7 +806,7 @@ def restarted(world: World) -> World:
         if pod.at in {CHOSEN, ANSWERED} or (pod.at == ADMITTED and not pod.file):
             after = after._replace(at=OVER)
         pods.append(kept(after))
-    return world._replace(pods=(pods[0], pods[1]), sent=(), reconciled=NOTHING, writing=False)
+    return world._replace(pods=(pods[0], pods[1]), sent=(), received=NOTHING, writing=False)
 
 
 def drafted(world: World, *names: bool) -> World:
@@ -878,7 +878,7 @@ def swapped(world: World) -> World:
         (pods[0], pods[1]),
         (claims[0], claims[1]),
         swap(world.sent) if world.sent else (),
-        swap(world.reconciled),
+        swap(world.received),
         swap(world.want) if world.want else (),
         swap(world.slice),
         Stage(
@@ -915,9 +915,9 @@ def explore(
     visit: Callable[[World], None] = lambda world: None,
     traced: bool = True,
 ) -> Explored:
-    """Look at all worlds, breadth first, until `most` are known or the time is over.
+    """Visit all worlds, breadth first, until `most` are known or the time is over.
 
-    wrong: what must not be, `Small.wrong` unless told. traced: remember the way to each world,
+    wrong: what must not be, `Small.wrong` unless given. traced: remember the way to each world,
     which takes much memory; else a world is remembered by 64 bits.
     """
     wrong = wrong or small.wrong

@@ -121,7 +121,7 @@ class FakeNode:
     @classmethod
     @contextmanager
     def running(cls, directory: Path) -> Iterator[FakeNode]:
-        """Run a node; at the end its agents are ended, and their logs printed for whoever looks."""
+        """Run a node; at the end its agents are ended, and their logs printed."""
         with FakeKubelet(check_nodes=True) as kubelet:
             node = cls(kubelet, directory)
             try:

@@ -92,9 +92,9 @@ async def test_a_resource_may_be_dropped_during_a_scan(tmp_path: Path) -> None:
 async def test_holders_are_known_again_after_a_restart(tmp_path: Path) -> None:
     """The ledger tells the next process which allocations it has to go on scanning for."""
     path = str(tmp_path / "ledger.db")
-    with Ledger(path) as book:
-        book.do(ledger.adopt(R, ["a", "b"], Side.PLUGIN, 1.0))
-        book.do(ledger.grant(R, {"a::1": "a", "b": "b"}, 1.0))
+    with Ledger(path) as store:
+        store.do(ledger.adopt(R, ["a", "b"], Side.PLUGIN, 1.0))
+        store.do(ledger.grant(R, {"a::1": "a", "b": "b"}, 1.0))
     async_ledger = AsyncLedger(Ledger(path))
     changes: list[str] = []
     ledger_gate = LedgerGate(async_ledger, {R: lambda name: name.partition("::")[0]}, lambda: changes.append("changed"))
@@ -102,7 +102,7 @@ async def test_holders_are_known_again_after_a_restart(tmp_path: Path) -> None:
     held = {Allocation("u1", "init", R, "a::1"), Allocation("u1", "main", R, "a::1")}
     await ledger_gate.after_scan(ledger_gate.before_scan(), scanned(*held))
     await async_ledger.close()
-    with Ledger(path) as book:
-        assert set(allocations_of(book.snapshot)) == held
+    with Ledger(path) as store:
+        assert set(allocations_of(store.snapshot)) == held
     assert set(ledger_gate.awaited()) == {(R, "b")}
     assert changes == []

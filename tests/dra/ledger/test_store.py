@@ -76,29 +76,29 @@ def test_a_second_agent_stands_by_until_the_first_ends(path: str) -> None:
 @pytest.mark.parametrize("removed", ["ledger.db", "ledger.db-wal", "ledger.db.lock", "."])
 def test_a_ledger_removed_under_an_agent_grants_nothing_any_more(path: str, removed: str) -> None:
     """Not even when the files are back: another agent may have had the ledger meanwhile."""
-    with Ledger(path) as book:
-        book.do(ledger.adopt(R, ["a", "b"], Side.PLUGIN, T0))
-        book.do(ledger.grant(R, {"a": "a"}, T0))
+    with Ledger(path) as store:
+        store.do(ledger.adopt(R, ["a", "b"], Side.PLUGIN, T0))
+        store.do(ledger.grant(R, {"a": "a"}, T0))
         gone = Path(path).parent / removed
         kept = gone.rename(gone.parent.parent / "kept")
         for _ in range(2):
             with pytest.raises(LedgerLostError, match="has to be restarted"):
-                book.do(ledger.grant(R, {"b": "b"}, T0))
+                store.do(ledger.grant(R, {"b": "b"}, T0))
             if kept.exists():
                 kept.rename(gone)
-        assert not book.snapshot.allocations_on(R, ["b"])
+        assert not store.snapshot.allocations_on(R, ["b"])
 
 
 def test_a_ledger_that_another_agent_made_anew_grants_nothing_to_the_first(path: str) -> None:
     """With its directory the first one lost its lock."""
-    with Ledger(path) as book:
-        book.do(ledger.adopt(R, ["a"], Side.PLUGIN, T0))
+    with Ledger(path) as store:
+        store.do(ledger.adopt(R, ["a"], Side.PLUGIN, T0))
         shutil.rmtree(Path(path).parent)
         with Ledger(path) as other:
             other.do(ledger.adopt(R, ["a"], Side.DRA, T0))
             with pytest.raises(LedgerLostError):
-                book.do(ledger.grant(R, {"a": "a"}, T0))
-            assert not book.snapshot.allocations
+                store.do(ledger.grant(R, {"a": "a"}, T0))
+            assert not store.snapshot.allocations
 
 
 def test_a_disk_that_loses_what_was_written_ends_the_ledger(path: str) -> None:
@@ -109,18 +109,18 @@ def test_a_disk_that_loses_what_was_written_ends_the_ledger(path: str) -> None:
         if name in failing:
             raise OSError(28, "No space left on device")
 
-    with Ledger(path, step=step) as book:
-        book.do(ledger.adopt(R, ["a", "b"], Side.PLUGIN, T0))
+    with Ledger(path, step=step) as store:
+        store.do(ledger.adopt(R, ["a", "b"], Side.PLUGIN, T0))
         old = {suffix: Path(path + suffix).read_bytes() for suffix in ("", "-wal")}
-        book.do(ledger.grant(R, {"a": "a"}, T0))
+        store.do(ledger.grant(R, {"a": "a"}, T0))
         failing.append("commit")
         with pytest.raises(LedgerError):
-            book.do(ledger.grant(R, {"b": "b"}, T0))
+            store.do(ledger.grant(R, {"b": "b"}, T0))
         failing.clear()
         for suffix, content in old.items():
             Path(path + suffix).write_bytes(content)
         with pytest.raises(LedgerLostError, match="has lost what was written"):
-            book.do(ledger.grant(R, {"b": "b"}, T0))
+            store.do(ledger.grant(R, {"b": "b"}, T0))
 
 
 SYNCS = r"""
@@ -153,11 +153,11 @@ from pathlib import Path
 from dra_bridge import ledger
 from tests.dra.ledger.samples import R, T0
 notes = Path({str(notes)!r})
-book = ledger.Ledger({str(tmp_path / "l.db")!r})
-book.do(ledger.adopt(R, ["a"], ledger.Side.PLUGIN, T0))
+store = ledger.Ledger({str(tmp_path / "l.db")!r})
+store.do(ledger.adopt(R, ["a"], ledger.Side.PLUGIN, T0))
 for operation in (ledger.grant(R, {{"a": "a"}}, T0), ledger.begin_move(R, ["a"], ledger.Side.DRA, T0)):
     before = len(notes.read_text())
-    book.do(operation)
+    store.do(operation)
     print(len(notes.read_text()) > before)
 """
     environment = {**os.environ, "LD_PRELOAD": str(library), "SYNCS": str(notes)}
@@ -177,16 +177,16 @@ def blocked_at(inode: int) -> None:
 
 def test_what_is_closed_answers_with_an_error(path: str) -> None:
     """Nobody gets a grant from a ledger that another agent may have by now."""
-    book = Ledger(path)
-    book.close()
+    store = Ledger(path)
+    store.close()
     with pytest.raises(LedgerError):
-        book.do(ledger.grant(R, {"a": "a"}, T0))
+        store.do(ledger.grant(R, {"a": "a"}, T0))
 
 
 @pytest.mark.parametrize("version", [0, 3, 99])
-def test_a_file_of_another_schema_is_put_aside(book: Ledger, path: str, version: int) -> None:
+def test_a_file_of_another_schema_is_put_aside(store: Ledger, path: str, version: int) -> None:
     """Older or newer: never a reason to stay down, never lost."""
-    book.close()
+    store.close()
     with contextlib.closing(sqlite3.connect(path)) as raw:
         raw.execute(f"PRAGMA user_version = {version}")
     with Ledger(path) as again:
@@ -230,28 +230,28 @@ def test_a_ledger_of_schema_1_is_upgraded(path: str) -> None:
     """Nothing is lost; grants of then wait for their container to be named, and claims' pods are not known."""
     former_ledger(path)
     for _ in range(2):  # upgraded, and then as it is
-        with Ledger(path) as book:
-            assert (book.set_aside, book.fresh, book.snapshot.sequence) == (None, False, 4)
-            assert (state(book, "a"), state(book, "b")) == (State.PLUGIN, State.DRA)
-            hold = book.snapshot.allocations[R, "a"]
-            assert (hold.device, hold.holders, hold.pending) == ("a", frozenset(), True)
-            record = book.snapshot.claims[D, "1"]
-            assert (record.title, record.held, record.pods) == ("ml/train", frozenset({(R, "b")}), frozenset())
-    with Ledger(path) as book:
-        book.do(ledger.observe(R, seen(book, a="u1/main"), T0))
-        book.do(ledger.set_setting("share", R, "1"))
-    with Ledger(path) as book:
-        assert book.set_aside is None
-        assert book.snapshot.allocations[R, "a"].holders == {("u1", "main")}
+        with Ledger(path) as store:
+            assert (store.set_aside, store.fresh, store.snapshot.sequence) == (None, False, 4)
+            assert (state(store, "a"), state(store, "b")) == (State.PLUGIN, State.DRA)
+            record = store.snapshot.allocations[R, "a"]
+            assert (record.device, record.holders, record.pending) == ("a", frozenset(), True)
+            prepared = store.snapshot.claims[D, "1"]
+            assert (prepared.title, prepared.held, prepared.pods) == ("ml/train", frozenset({(R, "b")}), frozenset())
+    with Ledger(path) as store:
+        store.do(ledger.observe(R, seen(store, a="u1/main"), T0))
+        store.do(ledger.set_setting("share", R, "1"))
+    with Ledger(path) as store:
+        assert store.set_aside is None
+        assert store.snapshot.allocations[R, "a"].holders == {("u1", "main")}
 
 
 def test_a_damaged_ledger_of_schema_1_is_put_aside(path: str) -> None:
     """Its seal is checked before anything of it is taken over."""
     former_ledger(path, seal=1)
-    with Ledger(path) as book:
-        assert book.set_aside is not None
-        assert book.fresh
-        assert not book.snapshot.devices
+    with Ledger(path) as store:
+        assert store.set_aside is not None
+        assert store.fresh
+        assert not store.snapshot.devices
 
 
 def test_only_the_latest_damaged_files_are_kept(path: str) -> None:
@@ -342,7 +342,7 @@ def operations() -> Sequence[Any]:
 
 
 def scenario(path: str, die_at: int) -> None:
-    """Run the operations; die at the given step. Each answer is told as soon as it is given."""
+    """Run the operations; die at the given step. Each answer is written to the pipe at once."""
     count = 0
 
     def step(_name: str) -> None:
@@ -377,8 +377,8 @@ def kill_everywhere(directory: str) -> None:
             scenario(path, die_at)
             os._exit(0)
         os.close(writer)
-        with os.fdopen(reader) as told:
-            answered = len(told.read().split())
+        with os.fdopen(reader) as pipe:
+            answered = len(pipe.read().split())
         status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
         print(die_at, answered, status)
         if status == 0:
@@ -406,21 +406,21 @@ import resource, signal, sys
 from dra_bridge import ledger
 from tests.dra.ledger.samples import R, T0
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-book = ledger.Ledger({str(tmp_path / "l.db")!r})
-book.do(ledger.adopt(R, ["a", "b"], ledger.Side.PLUGIN, T0))
-before = book.snapshot
+store = ledger.Ledger({str(tmp_path / "l.db")!r})
+store.do(ledger.adopt(R, ["a", "b"], ledger.Side.PLUGIN, T0))
+before = store.snapshot
 soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
 resource.setrlimit(resource.RLIMIT_FSIZE, (4096, hard))
 for _ in range(3):
     try:
-        book.do(ledger.grant(R, {{"a": "a"}}, T0))
+        store.do(ledger.grant(R, {{"a": "a"}}, T0))
     except ledger.LedgerError as error:
         print("refused", error)
-    assert book.snapshot == before, book.snapshot
+    assert store.snapshot == before, store.snapshot
 resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-assert isinstance(book.do(ledger.grant(R, {{"a": "a"}}, T0)), ledger.operations.Granted)
-after = book.snapshot
-book.close()
+assert isinstance(store.do(ledger.grant(R, {{"a": "a"}}, T0)), ledger.operations.Granted)
+after = store.snapshot
+store.close()
 again = ledger.Ledger({str(tmp_path / "l.db")!r})
 assert again.set_aside is None and again.snapshot == after
 print("healed")
@@ -444,13 +444,13 @@ try:
 except ledger.LedgerError as error:
     print(error)
 resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-with ledger.Ledger({str(path)!r}) as book:
-    assert book.set_aside is None and book.fresh
+with ledger.Ledger({str(path)!r}) as store:
+    assert store.set_aside is None and store.fresh
 print("made")
 """
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False, timeout=60)
-    said, made = done.stdout.splitlines()
-    assert said.startswith(f"cannot open the ledger {path}: ")
+    reported, made = done.stdout.splitlines()
+    assert reported.startswith(f"cannot open the ledger {path}: ")
     assert made == "made"
     assert not [*tmp_path.glob("*aside*")]
 
@@ -460,21 +460,21 @@ def test_a_write_that_fails_refuses_and_the_next_one_looks_at_the_disk(tmp_path:
     """An fsync that fails says nothing about what is on disk: it is read again before anything is granted."""
     fails: set[str] = set()
     path = str(tmp_path / "l.db")
-    with Ledger(path, connect=lambda where: Flaky(where, fails)) as book:  # type: ignore[arg-type,return-value]
-        book.do(ledger.adopt(R, ["a", "b"], Side.DRA, T0))
-        book.do(ledger.reserve(claim("0", "b"), durable=False))
+    with Ledger(path, connect=lambda where: Flaky(where, fails)) as store:  # type: ignore[arg-type,return-value]
+        store.do(ledger.adopt(R, ["a", "b"], Side.DRA, T0))
+        store.do(ledger.reserve(claim("0", "b"), durable=False))
         fails.add(word)
         for _ in range(2):
             with pytest.raises(LedgerError):
-                book.do(ledger.prepare(claim("1", "a")))
+                store.do(ledger.prepare(claim("1", "a")))
         fails.add("PRAGMA")
         with pytest.raises(LedgerError):
-            book.do(ledger.prepare(claim("1", "a")))
+            store.do(ledger.prepare(claim("1", "a")))
         fails.clear()
-        assert set(book.snapshot.claims) == {(D, "0")}
-        assert isinstance(book.do(ledger.prepare(claim("1", "a"))), Claim)
-        assert set(book.snapshot.claims) == {(D, "0"), (D, "1")}
-        kept = book.snapshot.devices
+        assert set(store.snapshot.claims) == {(D, "0")}
+        assert isinstance(store.do(ledger.prepare(claim("1", "a"))), Claim)
+        assert set(store.snapshot.claims) == {(D, "0"), (D, "1")}
+        kept = store.snapshot.devices
     with Ledger(path) as again:
         assert again.snapshot.devices == kept
 
@@ -483,17 +483,17 @@ def test_a_file_that_goes_bad_while_it_is_in_use_ends_the_ledger(tmp_path: Path)
     """It is put aside; nothing is granted until a new process has found out from evidence what is held."""
     fails: set[str] = set()
     path = str(tmp_path / "l.db")
-    with Ledger(path, connect=lambda where: Flaky(where, fails)) as book:  # type: ignore[arg-type,return-value]
-        book.do(ledger.adopt(R, ["a", "b"], Side.PLUGIN, T0))
+    with Ledger(path, connect=lambda where: Flaky(where, fails)) as store:  # type: ignore[arg-type,return-value]
+        store.do(ledger.adopt(R, ["a", "b"], Side.PLUGIN, T0))
         fails.add("COMMIT")
         with pytest.raises(LedgerError):
-            book.do(ledger.grant(R, {"b": "b"}, T0))
+            store.do(ledger.grant(R, {"b": "b"}, T0))
         fails.clear()
         Path(path).write_bytes(b"\xff" * 8192)
         for _ in range(2):
             with pytest.raises(LedgerLostError):
-                book.do(ledger.grant(R, {"b": "b"}, T0))
-        assert book.set_aside is not None
+                store.do(ledger.grant(R, {"b": "b"}, T0))
+        assert store.set_aside is not None
 
 
 def test_a_directory_that_cannot_be_written_is_an_error_that_says_so(tmp_path: Path) -> None:
@@ -503,17 +503,17 @@ def test_a_directory_that_cannot_be_written_is_an_error_that_says_so(tmp_path: P
         Ledger(str(tmp_path / "file" / "ledger.db"))
 
 
-def test_an_operation_that_fails_costs_its_own_caller_only(book: Ledger) -> None:
+def test_an_operation_that_fails_costs_its_own_caller_only(store: Ledger) -> None:
     """One mistake of ours in a batch does not refuse the pods beside it."""
 
     def mistaken(_now: ledger.Snapshot) -> Decision[None]:
         raise ZeroDivisionError
 
-    answers = book.do_all([mistaken, ledger.grant(R, {"a": "a"}, T0)])
+    answers = store.do_all([mistaken, ledger.grant(R, {"a": "a"}, T0)])
     assert isinstance(answers[0], ZeroDivisionError)
     assert isinstance(answers[1], Granted)
     with pytest.raises(ZeroDivisionError):
-        book.do(mistaken)
+        store.do(mistaken)
 
 
 @settings(max_examples=60, deadline=None)
@@ -564,6 +564,6 @@ def test_memory_and_file_never_differ(tmp_path_factory: pytest.TempPathFactory, 
         assert again.snapshot.devices == known.devices
         assert again.snapshot.claims == {key: value for key, value in known.claims.items() if value.durable}
         assert again.snapshot.allocations == {
-            key: replace(hold, pod="", absent_since=None) for key, hold in known.allocations.items()
+            key: replace(record, pod="", absent_since=None) for key, record in known.allocations.items()
         }
         assert again.snapshot.settings == known.settings

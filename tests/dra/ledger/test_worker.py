@@ -1,4 +1,4 @@
-"""The ledger for an event loop: what is asked together, and what its callers are told."""
+"""The ledger for an event loop: what is asked together, and what its callers get."""
 
 from __future__ import annotations
 
@@ -40,9 +40,9 @@ async def test_what_is_asked_together_is_committed_together(path: str) -> None:
             begun.set()
             held.wait(10)
 
-    book = Ledger(path, step=step)
+    store = Ledger(path, step=step)
     held.set()
-    async_ledger = AsyncLedger(book)
+    async_ledger = AsyncLedger(store)
     await async_ledger.do(ledger.adopt(R, [str(n) for n in range(9)], Side.PLUGIN, T0))
     held.clear()
     begun.clear()
@@ -64,11 +64,11 @@ async def test_what_is_asked_together_is_committed_together(path: str) -> None:
 async def test_the_async_ledger_passes_on_that_a_write_failed(path: str) -> None:
     """Each caller of the batch gets the error."""
     fails: set[str] = set()
-    book = Ledger(path, connect=lambda where: Flaky(where, fails))  # type: ignore[arg-type,return-value]
-    async_ledger = AsyncLedger(book)
+    store = Ledger(path, connect=lambda where: Flaky(where, fails))  # type: ignore[arg-type,return-value]
+    async_ledger = AsyncLedger(store)
     fails.add("COMMIT")
     answers = await asyncio.gather(
-        *(async_ledger.do(ledger.grant(R, {unit: unit}, T0)) for unit in "ab"), return_exceptions=True
+        *(async_ledger.do(ledger.grant(R, {device_id: device_id}, T0)) for device_id in "ab"), return_exceptions=True
     )
     assert all(isinstance(answer, LedgerError) for answer in answers)
     fails.clear()

@@ -217,7 +217,7 @@ def test_without_counters_partitions_are_withheld() -> None:
     ],
 )
 def test_what_the_api_would_refuse_is_left_out(device: Device, word: str) -> None:
-    """A bad attribute or capacity is left out and told; the device and the others are published."""
+    """A bad attribute or capacity is left out and reported; the device and the others are published."""
     found = desired(pool(device, Device("b")))
     assert found is not None
     assert [one["name"] for one in found.slices[0]["spec"]["devices"]] == ["a", "b"]
@@ -549,7 +549,7 @@ async def test_foreign_slices_are_left_alone(server: FakeApiServer) -> None:
 
 @pytest.mark.parametrize("missing", ["taints", "sharing", "counters"])
 async def test_dropped_fields_are_noticed(missing: str, caplog: pytest.LogCaptureFixture) -> None:
-    """What the server drops is found by a dry run, said once, and not sent again and again."""
+    """What the server drops is found by a dry run, reported once, and not sent again and again."""
     caplog.set_level(logging.WARNING)
     with FakeApiServer(features=FEATURES - {missing}) as server:
         server.create({"apiVersion": "v1", "kind": "Node", "metadata": {"name": NODE}})
@@ -561,8 +561,8 @@ async def test_dropped_fields_are_noticed(missing: str, caplog: pytest.LogCaptur
                 publisher, pool(*partitions(), Device("bad", health=Health.UNHEALTHY, message="x"), replicas=2)
             )
             assert len(server.writes) == first
-            said = [record.getMessage() for record in caplog.records if "feature gate" in record.getMessage()]
-            assert len(said) == 1
+            reported = [record.getMessage() for record in caplog.records if "feature gate" in record.getMessage()]
+            assert len(reported) == 1
             gone = {"taints": {"bad"}, "sharing": set(), "counters": {"whole", "part0"}}[missing]
             assert set(published(server)) == {"whole", "part0", "free", "bad"} - gone
             dry = [entry for entry in server.log if "dryRun" in entry.query]
@@ -675,19 +675,19 @@ async def test_the_generation_never_goes_back(server: FakeApiServer) -> None:
 
 
 async def test_what_the_server_refuses_is_told(server: FakeApiServer) -> None:
-    """A refusal shows in the state with the server's reason, is said once, and ends with what is wanted next."""
-    said: asyncio.Queue[str] = asyncio.Queue()
-    async with publishing(server, pool(*many(3)), warn=lambda _, message: said.put_nowait(message)) as publisher:
+    """A refusal shows in the state with the server's reason, is reported once, and ends with what is wanted next."""
+    reported: asyncio.Queue[str] = asyncio.Queue()
+    async with publishing(server, pool(*many(3)), warn=lambda _, message: reported.put_nowait(message)) as publisher:
         server.fail(lambda request: request.method == "PUT", Fault(code=422, message="no"), times=1000)
         publisher.want(pool(*many(4)))
         await asyncio.to_thread(server.wait_for, lambda it: len(it.requests("PUT")) >= 2)
-        assert await said.get() == "the API server refuses the slices: no"
+        assert await reported.get() == "the API server refuses the slices: no"
         assert publisher.state(DRIVER).problems == ("the API server refuses the slices: no",)
         server.heal()
         await became(publisher, pool(*many(5)))
         assert len(published(server)) == 5
         assert publisher.state(DRIVER).problems == ()
-        assert said.empty()
+        assert reported.empty()
 
 
 async def test_a_server_that_asks_for_time_gets_it(server: FakeApiServer, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -711,7 +711,7 @@ async def test_a_server_that_asks_for_time_gets_it(server: FakeApiServer, monkey
 
 
 async def test_outage(server: FakeApiServer, caplog: pytest.LogCaptureFixture) -> None:
-    """What is wanted while the server is away is there when it is back; lost and back are said once each."""
+    """What is wanted while the server is away is there when it is back; lost and back are reported once each."""
     caplog.set_level(logging.INFO)
     async with publishing(server, pool(*many(3))) as publisher:
         with server.outage():
@@ -720,9 +720,9 @@ async def test_outage(server: FakeApiServer, caplog: pytest.LogCaptureFixture) -
                 await asyncio.sleep(0.005)
         await publisher.accepted(DRIVER, ticket)
         assert len(published(server)) == 6
-    said = [record.getMessage() for record in caplog.records]
-    assert sum("is lost" in text for text in said) == 1
-    assert sum("is back" in text for text in said) == 1
+    reported = [record.getMessage() for record in caplog.records]
+    assert sum("is lost" in text for text in reported) == 1
+    assert sum("is back" in text for text in reported) == 1
 
 
 @pytest.mark.parametrize("end_streams", [True, False], ids=["lost", "silent"])
@@ -901,7 +901,7 @@ async def test_a_deletion_overtakes_the_answer_to_a_write(
                 server.wipe(NODE)
                 async with asyncio.timeout(10):
                     while not publisher._drivers[DRIVER].mirror._gone:  # noqa: ASYNC110  # nobody tells
-                        await asyncio.sleep(0.001)  # until the watch has told
+                        await asyncio.sleep(0.001)  # until the watch has reported it
                 overtaken += 1
             return answer
 
