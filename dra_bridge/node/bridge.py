@@ -88,7 +88,6 @@ class Bridge:
             orphaned=self._orphaned.held,
         )
         self.agent.providers.append(BridgeStatus(self))
-        self.agent.guard.subscribe(self._publish)
         self.publisher = Publisher(cluster, node)
         self.annotations = NodeAnnotations(cluster, node, self._read_shares)
         self._node = Node(
@@ -230,10 +229,6 @@ class Bridge:
                 for claim in one.async_ledger.snapshot.claims_on(resource, (device,)):
                     return f"claim {claim.title} through driver {name}"
         return self._orphaned.holder(resource, device, driver)
-
-    def _publish(self) -> None:
-        for one in self.drivers.values():
-            one.publish()
 
     def _read_shares(self) -> None:
         for one in self.drivers.values():

@@ -83,6 +83,7 @@ class DriverRuntime:
         )
         self.registrar = Registrar(self.driver, root, changed=self.publish)
         self.feed = SliceFeed(context, self.registrar)
+        guard.subscribe(self.publish)
         self.claims = ClaimReconciliation(self.driver, pods, tracker, node.cluster)
         evidence = EvidenceReader(self.driver, node.agent, node.cluster)
         # The kubelet knows the health of devices by their published names.
