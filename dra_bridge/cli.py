@@ -243,16 +243,7 @@ def _run(options: argparse.Namespace) -> int:
     from dra_bridge.node.process import run_config
 
     try:
-        run = run_options(options)
-        return run_config(
-            options.config,
-            run.paths,
-            run.cluster,
-            run.node,
-            metrics_address=run.metrics_address,
-            cdi_directory=run.cdi_directory,
-            claim_status=run.claim_status,
-        )
+        return run_config(options.config, run_options(options))
     except (ConfigError, AccessError) as error:
         print(error, file=sys.stderr)
         return 2

@@ -1,4 +1,4 @@
-"""Which gate decides what pods get of a resource: that of its driver's ledger, or one for all that have no driver."""
+"""Which gate decides what pods get of a resource: its driver's ledger, or one for all that have no driver."""
 
 from __future__ import annotations
 
@@ -10,9 +10,7 @@ import grpc
 from deviceplugin.exclusion import Key
 from deviceplugin.identity import Tokens
 from deviceplugin.kubelet.allocation_gate import AllocationGate, Refusal
-from deviceplugin.kubelet.exclusion_guard import Side as ExclusionSide
-
-__all__ = ["DENY_ALL", "DenyAll", "ResourceGates"]
+from deviceplugin.kubelet.exclusion_guard import Side
 
 
 class DenyAll:
@@ -38,7 +36,7 @@ class DenyAll:
         """Leave that to `claimed`."""
         return {}
 
-    def side(self, resource: str, device: str) -> ExclusionSide:
+    def side(self, resource: str, device: str) -> Side:
         """Return no side."""
         return ""
 
@@ -89,7 +87,7 @@ class ResourceGates:
                 found[key] = found.get(key, frozenset()) | tokens
         return found
 
-    def side(self, resource: str, device: str) -> ExclusionSide:
+    def side(self, resource: str, device: str) -> Side:
         """Return on which side the device is."""
         return self._of(resource).side(resource, device)
 

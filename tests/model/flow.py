@@ -26,7 +26,7 @@ from deviceplugin.kubelet.holders import HolderSnapshot, Witnesses
 from deviceplugin.kubelet.registration import Backoff
 from deviceplugin.source import DeviceSource
 from dra_bridge import ledger
-from dra_bridge.driver import ClaimError, ClaimRef, Driver, Prepared, ServedResource
+from dra_bridge.driver import ClaimError, ClaimRef, ClusterClaims, Driver, Prepared, ServedResource
 from dra_bridge.handover import Handover, LedgerGate, Share, allocations_of, held_ids
 from dra_bridge.ledger import AsyncLedger, Evidence, Ledger, LedgerError, Side, State
 
@@ -59,7 +59,7 @@ class Plain(DeviceSource):
 
 
 @dataclass
-class Outside:
+class Outside(ClusterClaims):
     """Kubelet and API server.
 
     pods: devices held by pods; a pod's UID and container are its device's id. running: devices held by claims'
@@ -159,7 +159,7 @@ class Flow:
             waits=lambda: Backoff(first=0.0, most=0.0),
         )
         self._clock = itertools.count(11, 11)
-        self._names = {name: device.id for name, (_, device) in self.driver.devices.items()}
+        self._names = {name: device.id for name, (_, device) in self.driver.devices.by_name.items()}
 
     @classmethod
     async def begin(
@@ -338,7 +338,7 @@ async def aftermath(directory: Path, outside: Outside, source: DeviceSource) -> 
             await flow.unprepare(uid)
             outside.record("deallocated", uid)
         outside.pods.clear()
-        await flow.driver.reconcile((), PodProcesses(running=frozenset()))
+        await flow.driver.reconciler.reconcile((), PodProcesses(running=frozenset()))
         await flow.move(2)
         assert flow.slice() == list(DEVICES)
         await flow.move(0)

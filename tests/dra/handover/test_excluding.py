@@ -80,7 +80,7 @@ class World:
     def names(self) -> dict[str, str]:
         """Published names by device."""
         drivers = self.bridge.drivers.values()
-        return {device.id: name for bridge in drivers for name, (_, device) in bridge.driver.devices.items()}
+        return {device.id: name for bridge in drivers for name, (_, device) in bridge.driver.devices.by_name.items()}
 
     async def until(self, what: Callable[[], bool]) -> None:
         try:

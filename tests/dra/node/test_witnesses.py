@@ -70,7 +70,7 @@ class Witnessed(World):
         await self.scans()
 
     async def reconcile(self) -> None:
-        await self.bridge.drivers[D].reconcile(sweep=True)
+        await self.bridge.drivers[D].claims.reconcile(sweep=True)
 
 
 @contextlib.asynccontextmanager
@@ -222,8 +222,8 @@ async def test_a_claims_second_pod_that_the_kubelet_has_forgotten(
         bridge = here.bridge.drivers[D]
         assert second.uid not in next(iter(bridge.async_ledger.snapshot.claims.values())).pods
         ending = asyncio.create_task(asyncio.to_thread(first.delete, 60))
-        await here.until(lambda: "unknown" in bridge.driver.statistics.unprepare_failures)
-        await bridge.reconcile(sweep=True)
+        await here.until(lambda: "unknown" in bridge.driver.statistics.unprepare.failures)
+        await bridge.claims.reconcile(sweep=True)
         assert here.claims == {"default/mine"}
         assert source.wiped == wiped
         await asyncio.to_thread(second.end_containers, 60)
@@ -245,7 +245,7 @@ async def test_claims_end_while_other_pods_run(node: FakeNode, tmp_path: Path) -
         await asyncio.to_thread(bystander.wait_running, 60)
         await asyncio.to_thread(pod.delete, 60)
         await here.until(lambda: not here.claims)
-        assert not here.bridge.drivers[D].driver.statistics.unprepare_failures
+        assert not here.bridge.drivers[D].driver.statistics.unprepare.failures
         await asyncio.to_thread(other.end_containers, 60)
 
 
