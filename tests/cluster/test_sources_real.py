@@ -192,7 +192,7 @@ def test_path_devices_are_aligned_with_each_other(restricted: Cluster, directory
 
 def test_pci_device_of_this_machine_reaches_a_container(cluster: Cluster) -> None:
     """A real PCI device, found by the config file's entry: the container finds its address, and its nodes if any."""
-    devices = PciSource(PciFilter(address="*")).look()
+    devices = PciSource(PciFilter(address="*")).scan()
     assert devices, "this machine has no PCI bus"
     device = min(devices, key=lambda one: len(one.container_edits.device_nodes))
     vendor, address = device.attributes["vendor"], device.id

@@ -38,7 +38,7 @@ def tree(tmp_path: Path) -> Tree:
 
 
 def found(tree: Tree, ids: tuple[str, ...] = (), **wanted: Any) -> dict[str, Device]:
-    return {device.id: device for device in PciSource(PciFilter(**wanted), ids=ids, **tree.options).look()}
+    return {device.id: device for device in PciSource(PciFilter(**wanted), ids=ids, **tree.options).scan()}
 
 
 def test_device_is_described_by_its_ids_place_and_names(tree: Tree, tmp_path: Path) -> None:
@@ -156,7 +156,7 @@ async def test_addresses_are_in_a_variable_of_the_container(tree: Tree) -> None:
     for number in (1, 2, 3):
         tree.pci(f"0000:0{number}:00.0")
     source = PciSource(PciFilter(vendor="8086"), resource="example.com/nic-10g", **tree.options)
-    edits = source.edits(source.look()[1::-1])  # as the kubelet does, in any order
+    edits = source.edits(source.scan()[1::-1])  # as the kubelet does, in any order
     assert dict(edits.env) == {"PCIDEVICE_EXAMPLE_COM_NIC_10G": "0000:01:00.0,0000:02:00.0"}
 
 
@@ -203,7 +203,7 @@ async def test_device_that_is_hot_plugged_is_seen_at_the_next_look(tree: Tree) -
 def test_without_a_pci_bus_there_are_no_devices(tmp_path: Path) -> None:
     """A machine without PCI has a note, no error."""
     source = PciSource(PciFilter(vendor="8086"), sysfs_root=str(tmp_path))
-    assert source.look() == []
+    assert source.scan() == []
     assert "cannot be read" in source.notes[0]
 
 
@@ -228,7 +228,7 @@ def test_devices_of_this_machine_are_read_as_they_are() -> None:
     """Each PCI device that this machine has is found, by its own address and ids, and can be published."""
     here = Path("/sys/bus/pci/devices")
     addresses = sorted(os.listdir(here)) if here.is_dir() else []
-    devices = {device.id: device for device in PciSource(PciFilter(address="*")).look()}
+    devices = {device.id: device for device in PciSource(PciFilter(address="*")).scan()}
     assert sorted(devices) == addresses
     for address, device in devices.items():
         naming.check_device(device, "pci.example.com")

@@ -31,7 +31,7 @@ def usb(tree: Tree, *, rescan: float = 3600, ids: Sequence[str] = (), **wanted: 
 
 
 def found(tree: Tree, **wanted: Any) -> dict[str, Device]:
-    return {device.id: device for device in usb(tree, **wanted).look()}
+    return {device.id: device for device in usb(tree, **wanted).scan()}
 
 
 def hosts(device: Device) -> list[str]:
@@ -137,7 +137,7 @@ def test_device_keeps_its_id_when_another_one_with_its_serial_number_comes(tree:
     source = usb(tree)
 
     def listed() -> dict[str, str]:
-        return {device.id: hosts(device)[0][-3:] for device in source.look()}
+        return {device.id: hosts(device)[0][-3:] for device in source.scan()}
 
     tree.usb("1-2", 2, serial="00000001")
     assert listed() == {"0403-6001-00000001": "002"}
@@ -155,9 +155,9 @@ def test_serial_number_that_reads_like_a_port_takes_no_other_devices_id(tree: Tr
     """Ids differ even then."""
     source = usb(tree)
     tree.usb("1-2", 2, serial="port-1-1")
-    assert [device.id for device in source.look()] == ["0403-6001-port-1-1"]
+    assert [device.id for device in source.scan()] == ["0403-6001-port-1-1"]
     tree.usb("1-1", 3)
-    assert {device.id for device in source.look()} == {"0403-6001-port-1-1", "0403-6001-port-1-1-003"}
+    assert {device.id for device in source.scan()} == {"0403-6001-port-1-1", "0403-6001-port-1-1-003"}
 
 
 @given(st.lists(st.tuples(st.integers(1, 5), st.sampled_from(["", "A", "B", "C"])), max_size=30))
@@ -180,7 +180,7 @@ def test_any_row_of_plugging_and_pulling_leaves_what_is_plugged_in(steps: list[t
                 apart = serial and all(serial != other for _, other, _ in there.values())
                 there[port] = f"0403-6001-{serial}" if apart else f"0403-6001-port-1-{port}", serial, number
             expected = {name: number for name, _, number in there.values()}
-            assert {device.id: int(hosts(device)[0][-3:]) for device in source.look()} == expected
+            assert {device.id: int(hosts(device)[0][-3:]) for device in source.scan()} == expected
 
 
 async def test_first_device_on_a_machine_without_usb_is_seen(tmp_path: Path) -> None:
@@ -219,5 +219,5 @@ async def test_entry_of_the_config_file_gives_usb_devices(tree: Tree) -> None:
 
 def test_devices_of_this_machine_can_be_published() -> None:
     """Whatever USB devices this machine has are read without an error."""
-    for device in UsbSource(UsbFilter()).look():
+    for device in UsbSource(UsbFilter()).scan():
         naming.check_device(device, "usb.example.com")
