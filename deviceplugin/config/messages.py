@@ -1,4 +1,4 @@
-"""The words in which a value of the wrong type is explained, and how a place in the file is written."""
+"""Sentences about a value of the wrong type, and how a place in the file is written."""
 
 from __future__ import annotations
 
@@ -8,26 +8,21 @@ from typing import Any, Final
 
 import yaml
 
-from deviceplugin.config.document import TAG, is_plain, scalar_text
+from deviceplugin.config import document
 from deviceplugin.config.types import DeviceEntry
 
-_WORDS: Final = {
-    "StrType": "text",
-    "IntType": "a whole number",
-    "BoolType": "true or false",
-    "VarTupleType": "a list",
-    "DictType": "a mapping",
-    "StructType": "a mapping",
+_KINDS: Final = {
+    "StrType": ("str", "text"),
+    "LiteralType": ("str", ""),
+    "IntType": ("int", "a whole number"),
+    "BoolType": ("bool", "true or false"),
+    "VarTupleType": ("seq", "a list"),
+    "DictType": ("map", "a mapping"),
+    "StructType": ("map", ""),
 }
-_TAGS: Final = {
-    "StrType": "str",
-    "LiteralType": "str",
-    "IntType": "int",
-    "BoolType": "bool",
-    "StructType": "map",
-    "DictType": "map",
-    "VarTupleType": "seq",
-}
+"""By kind of type as msgspec describes it: the kind of its nodes, and what they are called."""
+_TRUE: Final = {"yes", "on", "y", "true"}
+_FALSE: Final = {"no", "off", "n", "false"}
 
 
 def _kinds(info: Any) -> set[str]:
@@ -41,7 +36,7 @@ def _kinds(info: Any) -> set[str]:
 
 def accepts(info: Any, node: yaml.Node) -> bool:
     """Return whether a node is of the kind of one of a type's options."""
-    return any(TAG + _TAGS.get(kind, "") == node.tag for kind in _kinds(info))
+    return document.kind(node) in {_KINDS[kind][0] for kind in _kinds(info) & _KINDS.keys()}
 
 
 def expected(info: Any) -> str:
@@ -50,7 +45,7 @@ def expected(info: Any) -> str:
     if kind == "Metadata":
         return expected(info.type)
     if kind == "UnionType":
-        return any_of([expected(option) for option in info.types if type(option).__name__ != "NoneType"])
+        return any_of(expected(option) for option in info.types if type(option).__name__ != "NoneType")
     if kind == "LiteralType":
         return any_of(info.values)
     if kind == "StructType":
@@ -58,43 +53,35 @@ def expected(info: Any) -> str:
             return f"a mapping with one of {any_of(DeviceEntry.__struct_fields__)}"
         required = [field.encode_name for field in info.fields if field.required]
         return f"a mapping with {' and '.join(required or [field.encode_name for field in info.fields])}"
-    return _WORDS.get(kind, kind)
+    return _KINDS[kind][1]
 
 
 def got(node: yaml.Node) -> str:
     """Return what a node is, with its value if that is short."""
-    if isinstance(node, yaml.CollectionNode) and not is_plain(node):
-        return f"something tagged {node.tag}"
-    if isinstance(node, yaml.MappingNode):
-        return "a mapping"
-    if isinstance(node, yaml.SequenceNode):
-        return "a list"
-    value = scalar_text(node)
+    value = document.scalar_text(node)
     text = value if len(value) <= 60 else f"{value[:57]}..."
-    what = node.tag.removeprefix(TAG)
-    if what == "null":
-        return "nothing"
-    return {"str": f"the text {text!r}", "int": f"the number {text}", "float": f"the number {text}", "bool": text}.get(
-        what, f"something tagged {node.tag}"
-    )
+    number = f"the number {text}"
+    words = {"map": "a mapping", "seq": "a list", "null": "nothing", "bool": text, "int": number, "float": number}
+    words["str"] = f"the text {text!r}"
+    return words.get(document.kind(node), f"something tagged {node.tag}")
 
 
 def mismatch(node: yaml.Node, info: Any) -> str:
     """Return what was expected, what the node is, and if possible what to write."""
-    said = f"expected {expected(info)}, got {got(node)}"
-    what, value = node.tag.removeprefix(TAG), scalar_text(node)
+    message = f"expected {expected(info)}, got {got(node)}"
+    what, value = document.kind(node), document.scalar_text(node)
     kinds = _kinds(info)
     if "StrType" in kinds and what in {"int", "float", "bool"}:
-        return f'{said}; write "{value}" in quotes'
-    if "BoolType" in kinds and what == "str" and value.lower() in {"yes", "on", "y", "no", "off", "n", "true", "false"}:
-        return f"{said}; write {'true' if value.lower() in {'yes', 'on', 'y', 'true'} else 'false'}"
+        return f'{message}; write "{value}" in quotes'
+    if "BoolType" in kinds and what == "str" and value.lower() in _TRUE | _FALSE:
+        return f"{message}; write {'true' if value.lower() in _TRUE else 'false'}"
     if "IntType" in kinds and what == "str" and re.fullmatch(r"\s*[0-9]{1,18}\s*", value):
-        return f"{said}; write {int(value)}"
+        return f"{message}; write {int(value)}"
     if "VarTupleType" in kinds:
-        return f"{said}; begin each item on a line of its own with a dash"
+        return f"{message}; begin each item on a line of its own with a dash"
     if getattr(info, "cls", None) is DeviceEntry and what == "str" and value.startswith("/"):
-        return f"{said}; write path: {value}"
-    return said
+        return f"{message}; write path: {value}"
+    return message
 
 
 def place_below(path: str, key: str) -> str:

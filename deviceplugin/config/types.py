@@ -350,3 +350,36 @@ class Config(_Strict, frozen=True, kw_only=True):
 
     resources: Annotated[tuple[ResourceConfig, ...], Meta(min_length=1, description="The resources, each once.")]
     metrics: MetricsConfig = MetricsConfig()
+
+
+def schema() -> dict[str, Any]:
+    """Return the file's JSON schema (draft 2020-12), for editors and for checks without this package.
+
+    `parse` alone checks what a schema cannot express (`deviceplugin.config.rules`), such as a resource named twice.
+    """
+    made = msgspec.json.schema(Config)
+    definitions: dict[str, Any] = made["$defs"]
+    for definition in definitions.values():
+        for place in definition["properties"].values():
+            _tidy(place)
+    entry = definitions["DeviceEntry"]
+    entry["oneOf"] = [{"required": [kind]} for kind in entry["properties"]]
+    definitions["ResourceConfig"]["dependentRequired"] = {"dra": ["driver"]}
+    definitions["MetricsConfig"]["dependentRequired"] = {"key": ["certificate"], "client_ca": ["certificate"]}
+    config = definitions.pop("Config")
+    return {
+        "$schema": "https://json-schema.org/draft/2020-12/schema",
+        **config,
+        "title": "The config file of deviceplugin and dra-bridge",
+        "$defs": definitions,
+    }
+
+
+def _tidy(place: dict[str, Any]) -> None:
+    """Describe an optional key as one that may be left out: not as null, and without an empty default."""
+    options = [option for option in place.get("anyOf", []) if option != {"type": "null"}]
+    if len(options) == 1:
+        del place["anyOf"]
+        place.update({**options[0], **place})
+    if not isinstance(place.get("default"), (str, bool, int)):
+        place.pop("default", None)
