@@ -62,6 +62,7 @@ class NvidiaConfig(_Strict, frozen=True, kw_only=True):
             "cdi: the names of the node's CDI spec for nvidia.com/gpu. nodes: device nodes and nothing else."
         ),
     ] = "env"
+    # By default those that programs cause, not the hardware: the list that NVIDIA's own plugin skips.
     ignore_xids: Annotated[
         tuple[Annotated[int, Meta(ge=0, le=65535)], ...],
         Meta(description="XIDs that say nothing about the GPU; by default those that applications cause."),

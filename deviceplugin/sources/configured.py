@@ -22,7 +22,7 @@ import msgspec
 
 from deviceplugin import health, identity
 from deviceplugin.config import sides_conflict
-from deviceplugin.config.types import DeviceEntry, DraConfig, NvidiaConfig, ResourceConfig
+from deviceplugin.config.types import DeviceEntry, DraConfig, ResourceConfig
 from deviceplugin.device import ContainerEdits, Device, DeviceNode, Mount
 from deviceplugin.naming import PCI_BUS_ID
 from deviceplugin.source import DeviceSource, Measured
@@ -50,39 +50,26 @@ def build_entry(entry: DeviceEntry, resource: ResourceConfig, number: int) -> De
     if entry.group is not None:
         return GroupSource(entry.group, permissions=permissions)
     if entry.pci is not None:
-        from deviceplugin.sources.pci import PciFilter, PciSource
+        from deviceplugin.sources.pci import PciSource
 
-        pci = PciFilter(**msgspec.structs.asdict(entry.pci))
-        return PciSource(pci, permissions=permissions, resource=resource.name)
+        return PciSource(entry.pci, permissions=permissions, resource=resource.name)
     if entry.usb is not None:
-        from deviceplugin.sources.usb import UsbFilter, UsbSource
+        from deviceplugin.sources.usb import UsbSource
 
-        return UsbSource(UsbFilter(**msgspec.structs.asdict(entry.usb)), permissions=permissions)
+        return UsbSource(entry.usb, permissions=permissions)
     if entry.nvidia is not None:
-        return _nvidia(entry.nvidia, resource)
+        from deviceplugin.sources.nvidia import NvidiaSource, Places
+
+        quiet = None if entry.nvidia.recovery == "never" else entry.nvidia.recovery
+        return NvidiaSource(
+            entry.nvidia,
+            rules=health.Rules(resource.health.failures, resource.health.successes, quiet),
+            period=resource.health.period,
+            places=Places(library=entry.nvidia.library or ""),
+        )
     assert entry.simulated is not None
-    simulated = entry.simulated
-    return SimulatedSource(
-        simulated.count,
-        numa=simulated.numa,
-        unhealthy_file=simulated.unhealthy_file,
-        prefix=f"sim{number}" if number else "sim",
-    )
-
-
-def _nvidia(nvidia: NvidiaConfig, resource: ResourceConfig) -> DeviceSource:
-    from deviceplugin.sources.nvidia import NvidiaSource, Places
-
-    quiet = None if nvidia.recovery == "never" else nvidia.recovery
-    return NvidiaSource(
-        mig=nvidia.mig,
-        profile=nvidia.profile,
-        injection=nvidia.injection,
-        ignore_xids=nvidia.ignore_xids,
-        rules=health.Rules(resource.health.failures, resource.health.successes, quiet),
-        period=resource.health.period,
-        places=Places(library=nvidia.library or ""),
-    )
+    simulated, prefix = entry.simulated, f"sim{number}" if number else "sim"
+    return SimulatedSource(simulated.count, numa=simulated.numa, unhealthy_file=simulated.unhealthy_file, prefix=prefix)
 
 
 def overlaps(resources: Iterable[ResourceConfig]) -> list[str]:

@@ -17,35 +17,12 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Final
 
+from deviceplugin.config.types import PciConfig
 from deviceplugin.device import NO_EDITS, ContainerEdits, Device, DeviceNode
 from deviceplugin.naming import PCI_BUS_ID, PCIE_ROOT
 from deviceplugin.sources import sysfs
 
 VFIO: Final = "vfio-pci"
-
-
-@dataclass(frozen=True, slots=True)
-class PciFilter:
-    """Which PCI devices; None allows any.
-
-    vendor, device: four hexadecimal digits, with or without 0x. class_: two, four or six of them.
-    driver, address: patterns as in a shell. functions: "all", "physical" (no virtual functions of
-    SR-IOV), or "virtual" (nothing else).
-    """
-
-    vendor: str | None = None
-    device: str | None = None
-    class_: str | None = None
-    driver: str | None = None
-    address: str | None = None
-    functions: str = "all"
-
-    @property
-    def text(self) -> str:
-        """The filter as a config file says it."""
-        functions = self.functions if self.functions != "all" else None
-        wanted = {"vendor": self.vendor, "device": self.device, "class": self.class_, "driver": self.driver}
-        return sysfs.in_words({**wanted, "address": self.address, "functions": functions})
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +38,7 @@ class _Function:
     parent: str | None
 
 
-class PciSource(sysfs.SysfsSource[PciFilter]):
+class PciSource(sysfs.SysfsSource[PciConfig]):
     """The PCI devices that a filter lets through; ids are their addresses, 0000:3b:00.0.
 
     The variable with the addresses is named after `resource`.
@@ -79,7 +56,7 @@ class PciSource(sysfs.SysfsSource[PciFilter]):
             self.notes = (f"{self._root} cannot be read: {error.strerror}",)
             return []
         found = [one for address in addresses if (one := self._read(address)) is not None and self._fits(one)]
-        self.notes = () if found else (f"none of {len(addresses)} PCI devices has {self.wanted.text}",)
+        self.notes = () if found else (f"none of {len(addresses)} PCI devices has {sysfs.in_words(self.wanted)}",)
         names = self._names.of({(one.vendor, one.device) for one in found})
         return [self._device(one, *names[one.vendor, one.device]) for one in found]
 

@@ -13,12 +13,14 @@ import re
 from collections.abc import AsyncIterator, Collection, Iterator, Mapping, Sequence
 from typing import ClassVar, Final, Generic, TypeVar
 
+import msgspec
+
 from deviceplugin import filewatch, hooks
 from deviceplugin.device import AttributeValue, Device
 from deviceplugin.source import DeviceSource
 
 _LOG: Final = logging.getLogger(__name__)
-_Filter = TypeVar("_Filter")
+_Filter = TypeVar("_Filter", bound=msgspec.Struct)
 
 PCI_ADDRESS: Final = re.compile(r"[0-9a-f]{4,8}:[0-9a-f]{2}:[0-9a-f]{2}\.[0-7]")
 _PCIE_ROOT: Final = re.compile(r"pci[0-9a-f]{4,8}:[0-9a-f]{2}")
@@ -35,7 +37,7 @@ class SysfsSource(DeviceSource, Generic[_Filter]):
     """The devices of one bus that a filter lets through.
 
     Args:
-        wanted: the filter.
+        wanted: the filter; a field that is None allows any value.
         permissions: what a container may do with the device nodes, of r, w and m.
         resource: the resource's name, where the source is used by itself or a hook needs it.
         sysfs_root, dev: directories of sysfs and of the device nodes.
@@ -235,9 +237,10 @@ def ids_names(file: str, wanted: Collection[tuple[str, str]]) -> _NamesById | No
     return found
 
 
-def in_words(wanted: Mapping[str, str | None]) -> str:
-    """Return a filter in words: vendor 8086, class 02."""
-    return ", ".join(f"{name} {value}" for name, value in wanted.items() if value is not None) or "anything"
+def in_words(wanted: msgspec.Struct) -> str:
+    """Return the fields of a filter that are set, as a config file says them: vendor 8086, class 02."""
+    fields = [(field, getattr(wanted, field.name)) for field in msgspec.structs.fields(wanted)]
+    return ", ".join(f"{field.encode_name} {value}" for field, value in fields if value != field.default) or "anything"
 
 
 def attribute_text(text: str) -> str | None:

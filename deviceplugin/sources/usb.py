@@ -20,29 +20,13 @@ from fnmatch import fnmatchcase
 from types import MappingProxyType
 from typing import Final
 
+from deviceplugin.config.types import UsbConfig
 from deviceplugin.device import Device, DeviceNode
 from deviceplugin.naming import PCIE_ROOT
 from deviceplugin.sources import sysfs
 from deviceplugin.sources.path import LONGEST_ID
 
 _HUB: Final = "09"
-
-
-@dataclass(frozen=True, slots=True)
-class UsbFilter:
-    """Which USB devices; None allows any.
-
-    vendor, product: four hexadecimal digits, with or without 0x. serial: a pattern as in a shell.
-    """
-
-    vendor: str | None = None
-    product: str | None = None
-    serial: str | None = None
-
-    @property
-    def text(self) -> str:
-        """The filter as a config file says it."""
-        return sysfs.in_words({"vendor": self.vendor, "product": self.product, "serial": self.serial})
 
 
 _Plugged = tuple[str, str, str, str]
@@ -68,7 +52,7 @@ class _Usb:
         return self.port, self.node, self.vendor, self.product
 
 
-class UsbSource(sysfs.SysfsSource[UsbFilter]):
+class UsbSource(sysfs.SysfsSource[UsbConfig]):
     """The USB devices that a filter lets through, without hubs."""
 
     BUS = "usb"
@@ -88,9 +72,8 @@ class UsbSource(sysfs.SysfsSource[UsbFilter]):
             return []
         there = [one for port in ports if ":" not in port and (one := self._read(port)) is not None]
         found = [one for one in there if self._fits(one)]
-        self.notes = (
-            () if found else (f"none of {len(there)} USB devices has {self.wanted.text}; plugged in later it is found",)
-        )
+        wanted = sysfs.in_words(self.wanted)
+        self.notes = () if found else (f"none of {len(there)} USB devices has {wanted}; plugged in later it is found",)
         names = self._names.of({(one.vendor, one.product) for one in found})
         self._ids = _ids(there, self._ids)
         return [self._device(one, *names[one.vendor, one.product]) for one in found]

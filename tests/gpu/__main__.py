@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from deviceplugin import naming, topology
+from deviceplugin.config.types import NvidiaConfig
 from deviceplugin.device import Device, Health
 from deviceplugin.metrics.load import QUANTITIES, checked
 from deviceplugin.sources.nvidia import CDI_KIND, NvidiaSource, NvmlError, Places, Session
@@ -52,7 +53,8 @@ class Checks:
         self.devices: list[Device] = []
 
     def source(self, **options: Any) -> NvidiaSource:
-        return NvidiaSource(**{"places": self.places, "resource": "nvidia.com/gpu", **options})
+        period = options.pop("period", 10.0)
+        return NvidiaSource(NvidiaConfig(**options), places=self.places, resource="nvidia.com/gpu", period=period)
 
     def run(self) -> bool:
         """Run them all; the first one tells whether there is a GPU at all."""

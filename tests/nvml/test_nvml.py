@@ -15,6 +15,7 @@ from typing import Any, cast
 import pytest
 
 from deviceplugin import config, naming, sources
+from deviceplugin.config.types import NvidiaConfig
 from deviceplugin.device import ContainerEdits, Device, Health, Version
 from deviceplugin.health import Rules, Verdict
 from deviceplugin.naming import PCI_BUS_ID, PCIE_ROOT
@@ -28,7 +29,8 @@ QUICK = Rules(failures=1, successes=1, quiet=0.0)
 
 
 def source(world: World, **options: Any) -> NvidiaSource:
-    return NvidiaSource(**{"places": world.places, "period": 0.05, "rules": QUICK, **options})
+    wanted = NvidiaConfig(**{name: options.pop(name) for name in NvidiaConfig.__struct_fields__ if name in options})
+    return NvidiaSource(wanted, **{"places": world.places, "period": 0.05, "rules": QUICK, **options})
 
 
 def looked(world: World, **options: Any) -> dict[str, Device]:
@@ -294,7 +296,7 @@ async def test_mixed_brings_a_resource_for_each_profile_along(world: World) -> N
         world.xid(0, -1)
         found = await anext(child_sources)
         assert [branch.resource for branch in found] == ["nvidia.com/mig-1g.5gb", "nvidia.com/mig-1g.5gb.me"]
-        assert found[1].entries[0].profile == "1g.5gb+me"
+        assert found[1].entries[0].wanted.profile == "1g.5gb+me"
         await child_sources.aclose()
 
 

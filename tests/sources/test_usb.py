@@ -15,9 +15,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from deviceplugin import config, naming, sources
+from deviceplugin.config.types import UsbConfig
 from deviceplugin.device import Device
 from deviceplugin.naming import PCIE_ROOT
-from deviceplugin.sources.usb import UsbFilter, UsbSource
+from deviceplugin.sources.usb import UsbSource
 from tests.sources.trees import Tree
 
 
@@ -27,7 +28,7 @@ def tree(tmp_path: Path) -> Tree:
 
 
 def usb(tree: Tree, *, rescan: float = 3600, ids: Sequence[str] = (), **wanted: Any) -> UsbSource:
-    return UsbSource(UsbFilter(**wanted), rescan=rescan, ids=ids, **tree.options)
+    return UsbSource(UsbConfig(**wanted), rescan=rescan, ids=ids, **tree.options)
 
 
 def found(tree: Tree, **wanted: Any) -> dict[str, Device]:
@@ -219,5 +220,5 @@ async def test_entry_of_the_config_file_gives_usb_devices(tree: Tree) -> None:
 
 def test_devices_of_this_machine_can_be_published() -> None:
     """Whatever USB devices this machine has are read without an error."""
-    for device in UsbSource(UsbFilter()).scan():
+    for device in UsbSource(UsbConfig()).scan():
         naming.check_device(device, "usb.example.com")

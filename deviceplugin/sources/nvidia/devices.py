@@ -10,11 +10,10 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import combinations
 from types import MappingProxyType
-from typing import Final, Literal
+from typing import Final
 
-from deviceplugin.device import AttributeValue, ContainerEdits, Device, DeviceNode, Version
-from deviceplugin.naming import PCI_BUS_ID, PCIE_ROOT
-from deviceplugin.sources.nvidia.nvml import Gpu, NvmlScan, Partition, Places
+from deviceplugin.device import AttributeValue, ContainerEdits, Device, DeviceNode
+from deviceplugin.sources.nvidia.nvml import Gpu, NvmlScan, Partition, Places, version
 from deviceplugin.sources.nvidia.readings import NVLINK, SAME_BOARD
 
 _LOG: Final = logging.getLogger(__name__)
@@ -22,13 +21,11 @@ _LOG: Final = logging.getLogger(__name__)
 CDI_KIND: Final = "nvidia.com/gpu"
 COMMON_NODES: Final = ("nvidiactl", "nvidia-uvm", "nvidia-uvm-tools", "nvidia-modeset")
 
-Injection = Literal["env", "cdi", "nodes"]
-
 
 class DeviceMaker:
     """Makes devices; one of which no fact has changed is made once."""
 
-    def __init__(self, places: Places, injection: Injection) -> None:
+    def __init__(self, places: Places, injection: str) -> None:
         self._places = places
         self._injection = injection
         self._specs = CdiSpecs(places.cdi)
@@ -54,18 +51,9 @@ class DeviceMaker:
         attributes: dict[str, AttributeValue | None] = {
             "type": "gpu" if partition is None else "mig",
             "uuid": uuid,
-            "index": gpu.index,
-            "minor": gpu.minor,
-            PCI_BUS_ID: gpu.address,
-            PCIE_ROOT: gpu.root,
-            "numaNode": gpu.numa,
-            "productName": gpu.product,
-            "brand": gpu.brand,
-            "serial": gpu.serial,
-            "architecture": gpu.architecture,
-            "cudaComputeCapability": _version(*gpu.capability) if gpu.capability else None,
-            "driverVersion": _version(*re.findall(r"[0-9]+", scan.driver)),
-            "cudaDriverVersion": _version(*re.findall(r"[0-9]+", scan.cuda)),
+            **gpu.attributes,
+            "driverVersion": version(re.findall(r"[0-9]+", scan.driver)),
+            "cudaDriverVersion": version(re.findall(r"[0-9]+", scan.cuda)),
         }
         memory = gpu.memory
         if partition is not None:
@@ -100,12 +88,6 @@ def position_of(device: Device) -> tuple[int, int]:
     """Return the index of a device's GPU, and of the partition on it."""
     index = int(device.attributes.get("index", 0))
     return (int(device.attributes["parentIndex"]), index) if "parentIndex" in device.attributes else (index, 0)
-
-
-def _version(*numbers: int | str) -> Version | None:
-    """Return up to three numbers as a semantic version: 535.104.05 is 535.104.5, 12.2 is 12.2.0."""
-    parts = [str(int(number)) for number in numbers[:3]]
-    return Version(".".join((*parts, "0", "0")[:3])) if parts else None
 
 
 def resource_of(profile: str) -> str:

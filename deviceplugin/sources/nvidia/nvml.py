@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import ctypes
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType, ModuleType
 from typing import Any, Final, cast
 
+from deviceplugin.device import AttributeValue, Version
 from deviceplugin.health import Finding, Verdict
 
 LIBRARY: Final = "libnvidia-ml.so.1"
@@ -57,20 +58,15 @@ class Partition:
 
 @dataclass(frozen=True, slots=True)
 class Gpu:
-    """A GPU. memory: MiB. root: its PCIe root. partitions: None without MIG mode."""
+    """A GPU. memory: MiB. attributes: what its devices have in common. partitions: None without MIG mode."""
 
     uuid: str
     index: int
     minor: int | None = None
     address: str = ""
-    product: str = ""
-    brand: str = ""
-    architecture: str = ""
-    capability: tuple[int, int] | None = None
     memory: int = 0
-    serial: str = ""
     numa: int | None = None
-    root: str = ""
+    attributes: Mapping[str, AttributeValue | None] = field(default_factory=lambda: MappingProxyType({}))
     partitions: tuple[Partition, ...] | None = None
 
 
@@ -195,8 +191,14 @@ def pci_address(bus_id: str) -> str:
 
 
 def constant_in_words(nv: Any, prefix: str, value: int | None) -> str:
-    """Return the name of a constant in words, such as Ampere or Tesla; "" if there is none."""
+    """Return the name of one of NVML's constants in words, such as Ampere or Tesla; "" if there is none."""
     for name, number in vars(nv).items():
         if name.startswith(prefix) and number == value and not name.endswith(("_UNKNOWN", "_COUNT")):
             return str(name.removeprefix(prefix)).replace("_", " ").title()
     return ""
+
+
+def version(numbers: Sequence[int | str] | None) -> Version | None:
+    """Return up to three numbers as a semantic version: 535.104.05 is 535.104.5, 12.2 is 12.2.0."""
+    parts = [str(int(number)) for number in (numbers or ())[:3]]
+    return Version(".".join((*parts, "0", "0")[:3])) if parts else None

@@ -9,6 +9,7 @@ from types import MappingProxyType
 from typing import Any, Final
 
 from deviceplugin.health import Finding, Verdict
+from deviceplugin.naming import PCI_BUS_ID, PCIE_ROOT
 from deviceplugin.sources import sysfs
 from deviceplugin.sources.nvidia import nvml, readings
 from deviceplugin.sources.nvidia.nvml import (
@@ -53,8 +54,7 @@ class Session:
         self._places = places
         self._nv: Any = None
         self._addresses: frozenset[str] = frozenset()
-        self._gpus: dict[str, Gpu] = {}
-        self._order: dict[int, str] = {}
+        self._gpus: dict[int, Gpu] = {}
         self._handles: dict[str, Any] = {}
         self._partitions: dict[str, Partition] = {}
         self._links: Mapping[frozenset[str], float] = MappingProxyType({})
@@ -65,7 +65,6 @@ class Session:
         """Shut NVML down, if it is open."""
         nv, self._nv = self._nv, None
         self._gpus.clear()
-        self._order.clear()
         self._handles.clear()
         self._partitions.clear()
         self._linked = frozenset()
@@ -120,21 +119,19 @@ class Session:
             try:
                 handle = nv.nvmlDeviceGetHandleByIndex(index)
                 uuid = text(nv.nvmlDeviceGetUUID(handle))
-                gpu = self._gpus.get(uuid)
-                if gpu is None or gpu.index != index:
-                    gpu = self._identify(nv, handle, uuid, index)
+                known = self._gpus.get(index)
+                gpu = known if known is not None and known.uuid == uuid else self._identify(nv, handle, uuid, index)
                 finding = self._check(nv, handle)
             except nv.NVMLError as error:
                 self._raise_if_gone(error)
-                lost = self._gpus.get(self._order.get(index, ""))
-                if lost is None:
+                if index not in self._gpus:
                     notes.append(f"GPU {index} cannot be read: {error}")
                     continue
-                gpu, finding, handle = lost, _finding(error), self._handles.get(lost.uuid)
+                gpu, finding = self._gpus[index], _finding(error)
+                handle = self._handles.get(gpu.uuid)
             else:
                 gpu = readings.with_partitions(nv, handle, gpu, handles, self._partitions)
-            self._gpus[gpu.uuid] = gpu
-            self._order[index] = gpu.uuid
+            self._gpus[index] = gpu
             if handle is not None:
                 handles[gpu.uuid] = handle
             gpus.append(gpu)
@@ -167,22 +164,23 @@ class Session:
         directory = os.path.realpath(f"{self._places.sysfs}/bus/pci/devices/{address}") if address else ""
         memory = optional(nv, nv.nvmlDeviceGetMemoryInfo, handle)
         numa = sysfs.numa_node(directory) if directory else None
-        return Gpu(
-            uuid,
-            index,
-            minor=optional(nv, nv.nvmlDeviceGetMinorNumber, handle),
-            address=address,
-            product=text(optional(nv, nv.nvmlDeviceGetName, handle)),
-            brand=nvml.constant_in_words(nv, "NVML_BRAND_", optional(nv, nv.nvmlDeviceGetBrand, handle)),
-            architecture=nvml.constant_in_words(
-                nv, "NVML_DEVICE_ARCH_", optional(nv, nv.nvmlDeviceGetArchitecture, handle)
-            ),
-            capability=optional(nv, nv.nvmlDeviceGetCudaComputeCapability, handle),
-            memory=memory.total >> 20 if memory is not None else 0,
-            serial=text(optional(nv, nv.nvmlDeviceGetSerial, handle)),
-            numa=numa if numa is not None else _numa_of_memory(nv, handle),
-            root=sysfs.pcie_root(directory) or "",
-        )
+        numa = _numa_of_memory(nv, handle) if numa is None else numa
+        minor = optional(nv, nv.nvmlDeviceGetMinorNumber, handle)
+        brand = optional(nv, nv.nvmlDeviceGetBrand, handle)
+        architecture = optional(nv, nv.nvmlDeviceGetArchitecture, handle)
+        attributes = {
+            "index": index,
+            "minor": minor,
+            PCI_BUS_ID: address,
+            PCIE_ROOT: sysfs.pcie_root(directory),
+            "numaNode": numa,
+            "productName": text(optional(nv, nv.nvmlDeviceGetName, handle)),
+            "brand": nvml.constant_in_words(nv, "NVML_BRAND_", brand),
+            "serial": text(optional(nv, nv.nvmlDeviceGetSerial, handle)),
+            "architecture": nvml.constant_in_words(nv, "NVML_DEVICE_ARCH_", architecture),
+            "cudaComputeCapability": nvml.version(optional(nv, nv.nvmlDeviceGetCudaComputeCapability, handle)),
+        }
+        return Gpu(uuid, index, minor, address, memory.total >> 20 if memory is not None else 0, numa, attributes)
 
     def _check(self, nv: Any, handle: Any) -> Finding:
         """Return whether a GPU answers, and what the driver says of its state."""
@@ -205,7 +203,7 @@ class Session:
             NvmlError: no later call can succeed.
 
         """
-        if self._nv is None or not self._events.is_open:
+        if self._nv is None:
             return [], True
         xids, due, error = self._events.wait(self._nv, seconds)
         if error is not None:
@@ -215,7 +213,9 @@ class Session:
 
     def measure(self, ids: Sequence[str]) -> dict[str, dict[str, Any]]:
         """Return the load of GPUs and partitions by UUID; what one cannot tell is left out."""
-        return {} if self._nv is None else readings.measure(self._nv, self._handles, self._gpus, ids)
+        if self._nv is None:
+            return {}
+        return readings.measure(self._nv, self._handles, {gpu.uuid for gpu in self._gpus.values()}, ids)
 
 
 class EventListener:
@@ -233,11 +233,6 @@ class EventListener:
     def listening(self) -> bool:
         """Whether any GPU reports its XIDs."""
         return bool(self._registered)
-
-    @property
-    def is_open(self) -> bool:
-        """Whether there is an event set to wait for."""
-        return self._set is not None
 
     def close(self, nv: Any) -> None:
         """Free the event set."""
@@ -284,6 +279,8 @@ class EventListener:
 
     def wait(self, nv: Any, seconds: float) -> tuple[list[Xid], bool, Any]:
         """Wait for events; return the XIDs that came, whether a scan is due, and the error if waiting failed."""
+        if self._set is None:
+            return [], True, None
         xids, self._pending = self._pending, []
         came, due, error = self._collect(nv, 0 if xids else max(1, int(seconds * 1000)))
         return xids + came, due, error

@@ -7,34 +7,26 @@ import logging
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Mapping, Sequence
 from types import MappingProxyType
-from typing import Final, Literal
+from typing import Final
 
+from deviceplugin.config.types import NvidiaConfig
 from deviceplugin.device import ContainerEdits, Device, Health
 from deviceplugin.health import Course, Finding, Rules
 from deviceplugin.source import DeviceSource, Measured
-from deviceplugin.sources.nvidia.devices import DeviceMaker, Injection, links_of_devices, position_of
+from deviceplugin.sources.nvidia.devices import DeviceMaker, links_of_devices, position_of
 from deviceplugin.sources.nvidia.driver import shared
 from deviceplugin.sources.nvidia.nvml import Gpu, NvmlError, NvmlScan, NvmlUpdate, Partition, Places, Xid
 
 _LOG: Final = logging.getLogger(__name__)
 
 VISIBLE: Final = "NVIDIA_VISIBLE_DEVICES"
-APPLICATION_XIDS: Final = (13, 31, 43, 45, 68, 109)
-"""XIDs that programs cause, not the hardware (the list that NVIDIA's own plugin skips)."""
-
-Mig = Literal["none", "single", "mixed"]
 
 
 class NvidiaSource(DeviceSource):
     """NVIDIA GPUs, or partitions of them; ids are their UUIDs.
 
     Args:
-        mig: "none" lists whole GPUs; "single" partitions, which must all be of one profile; "mixed" the
-            GPUs that are not partitioned, while `profiles` says which profiles there are.
-        profile: list the partitions of this profile only, whatever `mig` says.
-        injection: how a container gets them: "env", NVIDIA_VISIBLE_DEVICES; "cdi", the names of an
-            existing CDI spec of nvidia.com/gpu; "nodes", device nodes.
-        ignore_xids: XIDs that do not make a GPU unhealthy.
+        wanted: which of them, and how a container gets them.
         rules: when scans and XIDs change a device's health.
         period: seconds between scans.
         resource: the resource's name, where the source is used by itself.
@@ -45,11 +37,8 @@ class NvidiaSource(DeviceSource):
 
     def __init__(
         self,
+        wanted: NvidiaConfig = NvidiaConfig(),  # noqa: B008  # frozen
         *,
-        mig: Mig = "none",
-        profile: str | None = None,
-        injection: Injection = "env",
-        ignore_xids: Iterable[int] = APPLICATION_XIDS,
         rules: Rules = Rules(quiet=300.0),  # noqa: B008  # frozen
         period: float = 10.0,
         resource: str = "",
@@ -58,21 +47,20 @@ class NvidiaSource(DeviceSource):
     ) -> None:
         if resource:
             self.resource = resource
-        self.mig: Mig = mig
-        self.profile = profile
-        self.injection: Injection = injection
-        self.health = GpuHealth(rules, ignore_xids, clock)
+        self.wanted = wanted
+        self.health = GpuHealth(rules, wanted.ignore_xids, clock)
         self.notes: tuple[str, ...] = ()
         self._period = period
         self._places = places
-        self._maker = DeviceMaker(places, injection)
-        self._profiles = SeenProfiles()
+        self._maker = DeviceMaker(places, wanted.injection)
+        self._profiles: list[str] = []
+        self._more_profiles = asyncio.Event()
         self._scan = NvmlScan((), {})
         self._links: Mapping[frozenset[str], float] = MappingProxyType({})
         self._error = ""
 
     def __repr__(self) -> str:
-        return f"NvidiaSource(mig={self.mig!r}{f', profile={self.profile!r}' if self.profile else ''})"
+        return f"NvidiaSource({self.wanted})"
 
     async def watch(self) -> AsyncIterator[Sequence[Device]]:
         """Yield the devices after the first scan, and whenever they or their health change."""
@@ -100,7 +88,10 @@ class NvidiaSource(DeviceSource):
                 self._error = ""
                 _LOG.info("NVML answers again")
             self._scan = update
-            self._profiles.add(part.profile for gpu in update.gpus for part in gpu.partitions or ())
+            for profile in [part.profile for gpu in update.gpus for part in gpu.partitions or ()]:
+                if profile not in self._profiles:
+                    self._profiles.append(profile)
+                    self._more_profiles.set()
             self.health.judge_scan(update)
 
     def devices(self) -> list[Device]:
@@ -110,26 +101,26 @@ class NvidiaSource(DeviceSource):
             notes.append(self._error)
         listed: list[tuple[Gpu, Partition | None]] = []
         for gpu in scan.gpus:
-            if self.profile is None and (self.mig == "none" or gpu.partitions is None):
+            if self.wanted.profile is None and (self.wanted.mig == "none" or gpu.partitions is None):
                 listed.append((gpu, None))
                 if gpu.partitions is not None:
                     notes.append(f"GPU {gpu.index} is in MIG mode and given out whole; see mig: single and mixed")
-            elif self.profile is not None or self.mig == "single":
-                listed += [(gpu, part) for part in gpu.partitions or () if self.profile in (None, part.profile)]
+            elif self.wanted.profile is not None or self.wanted.mig == "single":
+                listed += [(gpu, part) for part in gpu.partitions or () if self.wanted.profile in (None, part.profile)]
         made = self._maker.make(listed, scan)
         parents = {part.uuid: gpu.uuid for gpu, part in listed if part is not None}
         self._links = links_of_devices(scan.links, made, parents)
-        unequal = self._unequal(scan) if self.mig == "single" and self.profile is None else ""
+        unequal = self._unequal(scan) if self.wanted.mig == "single" and self.wanted.profile is None else ""
         if unequal:
             notes.append(unequal)
         self.notes = tuple(notes)
         return [self._with_health(device, unequal) for device in made.values()]
 
     def _with_health(self, device: Device, unequal: str) -> Device:
-        course = self.health.course_of(device.id)
+        course = self.health.courses[device.id]
         if unequal:
             return device.with_health(Health.UNHEALTHY, unequal)
-        if self.injection == "cdi" and not device.edits.cdi and course.health is not Health.UNHEALTHY:
+        if self.wanted.injection == "cdi" and not device.edits.cdi and course.health is not Health.UNHEALTHY:
             where = " and ".join(self._places.cdi)
             missing = f"no CDI spec in {where} names it; `nvidia-ctk cdi generate` makes one"
             return device.with_health(Health.UNHEALTHY, missing)
@@ -152,7 +143,7 @@ class NvidiaSource(DeviceSource):
         """
         # The kubelet passes devices in any order; the container numbers its GPUs by this one.
         ordered = sorted(devices, key=position_of)
-        visible = ",".join(device.id for device in ordered) if self.injection == "env" else "void"
+        visible = ",".join(device.id for device in ordered) if self.wanted.injection == "env" else "void"
         return ContainerEdits(env={VISIBLE: visible})
 
     @property
@@ -160,9 +151,13 @@ class NvidiaSource(DeviceSource):
         """Scores of pairs of devices, as of the last scan."""
         return self._links
 
-    def profiles(self) -> AsyncGenerator[Sequence[str], None]:
+    async def profiles(self) -> AsyncGenerator[Sequence[str], None]:
         """Yield all MIG profiles that have been seen, whenever there is one more."""
-        return self._profiles.watch()
+        while True:
+            self._more_profiles.clear()
+            if self._profiles:
+                yield tuple(self._profiles)
+            await self._more_profiles.wait()
 
     async def measure(self, devices: Sequence[Device]) -> Measured:
         """Return the load of the GPUs, and how often which XID came."""
@@ -178,6 +173,7 @@ class GpuHealth:
     """The health of GPUs and partitions, and the count of their XIDs.
 
     Attributes:
+        courses: by UUID, of the GPUs and partitions of the last scan.
         counts: how often each XID came, by UUID and the XID's number.
 
     """
@@ -187,12 +183,8 @@ class GpuHealth:
         self.ignore_xids = frozenset(ignore_xids)
         self.counts: dict[str, dict[str, int]] = {}
         self._clock = clock
-        self._courses: dict[str, Course] = {}
+        self.courses: dict[str, Course] = {}
         self._times: dict[tuple[str | None, int], int] = {}
-
-    def course_of(self, name: str) -> Course:
-        """Return the health of a GPU or partition of the last scan."""
-        return self._courses[name]
 
     def judge_scan(self, scan: NvmlScan) -> None:
         """Judge all GPUs and partitions of a scan, and forget all others."""
@@ -200,12 +192,12 @@ class GpuHealth:
         for gpu in scan.gpus:
             for name in (gpu.uuid, *(partition.uuid for partition in gpu.partitions or ())):
                 findings[name] = scan.findings[gpu.uuid]
-        self._courses = {name: self._courses.get(name, Course()) for name in findings}
+        self.courses = {name: self.courses.get(name, Course()) for name in findings}
         self._judge(findings)
 
     def judge_error(self, error: NvmlError) -> None:
         """Judge all known GPUs and partitions, none of which can be read."""
-        self._judge(dict.fromkeys(self._courses, (error.verdict, str(error))))
+        self._judge(dict.fromkeys(self.courses, (error.verdict, str(error))))
 
     def count_xid(self, xid: Xid, gpus: Iterable[Gpu]) -> None:
         """Count an XID, and make those of these GPUs and their partitions unhealthy that it concerns."""
@@ -228,38 +220,16 @@ class GpuHealth:
                 counts = self.counts.setdefault(name, {})
                 counts[str(xid.code)] = counts.get(str(xid.code), 0) + 1
             for name in () if ignored else hit:
-                self._set(name, self._courses[name].faulted(f"XID {xid.code}", now))
+                self._set(name, self.courses[name].faulted(f"XID {xid.code}", now))
 
     def _judge(self, findings: Mapping[str, Finding]) -> None:
         now = self._clock()
         for name, (verdict, message) in findings.items():
-            self._set(name, self._courses[name].looked(verdict, message, now, self.rules))
+            self._set(name, self.courses[name].looked(verdict, message, now, self.rules))
 
     def _set(self, name: str, course: Course) -> None:
-        before = self._courses[name]
-        self._courses[name] = course
+        before = self.courses[name]
+        self.courses[name] = course
         if before.health is not course.health and (before.known or course.health is Health.UNHEALTHY):
             level = logging.INFO if course.health is Health.HEALTHY else logging.WARNING
             _LOG.log(level, "%s is %s%s", name, course.health.value, f": {course.message}" if course.message else "")
-
-
-class SeenProfiles:
-    """The MIG profiles that have been seen so far."""
-
-    def __init__(self) -> None:
-        self._names: list[str] = []
-        self._changed = asyncio.Event()
-
-    def add(self, profiles: Iterable[str]) -> None:
-        """Add those profiles that are new."""
-        if new := [name for name in dict.fromkeys(profiles) if name not in self._names]:
-            self._names += new
-            self._changed.set()
-
-    async def watch(self) -> AsyncGenerator[Sequence[str], None]:
-        """Yield all of them, whenever there is one more."""
-        while True:
-            self._changed.clear()
-            if self._names:
-                yield tuple(self._names)
-            await self._changed.wait()
