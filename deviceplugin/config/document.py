@@ -81,12 +81,7 @@ class Problems:
         self.found: list[Problem] = []
 
     def report(self, node: yaml.Node, path: str, message: str) -> None:
-        """Add a problem with a node.
-
-        Raises:
-            ConfigError: there are too many problems to go on.
-
-        """
+        """Add a problem with a node; raise ConfigError if there are too many to go on."""
         if len(message) > 600:
             message = f"{message[:300]} ... {message[-200:]}"
         self.found.append(Problem(node.start_mark.line + 1, printable(path), printable(message)))
@@ -113,12 +108,7 @@ for _name, _pattern, _first in (
 
 
 def compose(text: str | bytes, file: str) -> yaml.Node:
-    """Return the node of a file's one document.
-
-    Raises:
-        ConfigError: it is no YAML, empty, or beyond the limits.
-
-    """
+    """Return the node of a file's one document; raise ConfigError if it is no YAML, empty, or beyond the limits."""
     try:
         data = text.encode() if isinstance(text, str) else text
         if len(data) > MAX_BYTES:
@@ -146,12 +136,7 @@ def compose(text: str | bytes, file: str) -> yaml.Node:
 
 
 def _bound(text: str, file: str) -> None:
-    """Reject what would take too much time or memory to compose.
-
-    Raises:
-        ConfigError: the file has too many values or levels, or a text that is too long.
-
-    """
+    """Raise ConfigError if composing would take too much time or memory: many values or levels, or a long text."""
     depth = values = 0
     for event in yaml.parse(text, Loader=Loader):
         line = event.start_mark.line + 1 if event.start_mark is not None else 0

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, Final
 
@@ -12,9 +12,8 @@ import yaml
 
 from deviceplugin.config import document
 from deviceplugin.config.document import ConfigError
-from deviceplugin.config.messages import accepts, any_of, closest, expected, got, mismatch, place_below
-from deviceplugin.config.rules import Checked, Rules
-from deviceplugin.config.types import Config
+from deviceplugin.config.rules import Checked, Rules, any_of
+from deviceplugin.config.types import Config, DeviceEntry
 
 
 def load(path: str | Path) -> Config:
@@ -76,11 +75,8 @@ class Reader:
     def read(self, node: yaml.Node, info: Any, path: str, advice: Callable[[str], str] | None = None) -> Any:
         """Return a node's value as this type has it, or _BAD with the problem reported.
 
-        advice: what to write in place of a text of the wrong form.
-
-        Raises:
-            ConfigError: the file has too many values or problems to go on.
-
+        advice: what to write in place of a text of the wrong form. ConfigError is raised where the file has too many
+        values or problems to go on.
         """
         self._count(node)
         kind = type(info).__name__
@@ -89,7 +85,7 @@ class Reader:
         value = document.scalar_text(node)
         match kind, document.kind(node):
             case _, "null":
-                return self._report(node, path, f"has no value; expected {expected(info)}")
+                return self._report(node, path, f"has no value; expected {_expected(info)}")
             case "UnionType", _:
                 return self._union(node, info, path, advice)
             case "StructType", "map":
@@ -106,7 +102,7 @@ class Reader:
                 return value.lower() == "true"
             case "IntType", "int" if re.fullmatch(r"[-+]?[0-9]{1,40}", value):
                 return self._integer(node, info, path)
-        return self._report(node, path, mismatch(node, info))
+        return self._report(node, path, _mismatch(node, info))
 
     def _report(self, node: yaml.Node, path: str, message: str) -> Any:
         self.problems.report(node, path, message)
@@ -123,11 +119,11 @@ class Reader:
         if len(options) == 1:
             return self.read(node, options[0], path, advice)
         for option in options:
-            if accepts(option, node):
+            if _accepts(option, node):
                 if type(option).__name__ == "LiteralType":
                     return self._word(node, option, info, path)
                 return self.read(node, option, path, advice)
-        return self._report(node, path, mismatch(node, info))
+        return self._report(node, path, _mismatch(node, info))
 
     def _string(self, node: yaml.Node, info: Any, path: str, advice: Callable[[str], str] | None) -> Any:
         value: str = node.value
@@ -143,8 +139,8 @@ class Reader:
         value: str = node.value
         if value in info.values:
             return value
-        message = f"{value!r} is not one of {any_of(info.values)}" if info is wanted else mismatch(node, wanted)
-        guess = closest(value, info.values)
+        message = f"{value!r} is not one of {any_of(info.values)}" if info is wanted else _mismatch(node, wanted)
+        guess = _closest(value, info.values)
         return self._report(node, path, f"{message}; did you mean {guess!r}?" if guess else message)
 
     def _integer(self, node: yaml.Node, info: Any, path: str) -> Any:
@@ -163,7 +159,7 @@ class Reader:
     def _dict(self, node: yaml.Node, info: Any, path: str) -> Any:
         values: dict[Any, Any] = {}
         for key, value in self._pairs(node, path):
-            place = place_below(path, str(key.value))
+            place = _place_below(path, str(key.value))
             name = self.read(key, info.key_type, place)
             values[name] = self.read(value, info.value_type, place)
         return _BAD if _BAD in values or _BAD in values.values() else values
@@ -178,12 +174,12 @@ class Reader:
             name = str(key.value)
             if name in fields:
                 nodes[name] = value
-                values[name] = self.read(value, fields[name].type, place_below(path, name))
+                values[name] = self.read(value, fields[name].type, _place_below(path, name))
             else:
-                guess = closest(name, fields)
+                guess = _closest(name, fields)
                 meant.add(guess)
                 advice = f"did you mean {guess!r}?" if guess else f"there are {', '.join(fields)}"
-                self._report(key, place_below(path, name), f"unknown key {name!r}; {advice}")
+                self._report(key, _place_below(path, name), f"unknown key {name!r}; {advice}")
         for name, field in fields.items():
             if field.required and name not in values and name not in meant:
                 self._report(node, path, f"{name!r} is missing")
@@ -201,11 +197,11 @@ class Reader:
             if document.kind(key) == "merge":
                 merges.append(value)
             elif document.kind(key) != "str":
-                self._report(key, path, f"a key must be text, not {got(key)}; put it in quotes")
+                self._report(key, path, f"a key must be text, not {_got(key)}; put it in quotes")
             elif key.value in pairs:
                 first = pairs[key.value][0].start_mark.line + 1
                 message = f"the key {key.value!r} is given twice, first on line {first}"
-                self._report(key, place_below(path, key.value), message)
+                self._report(key, _place_below(path, key.value), message)
             else:
                 pairs[key.value] = key, value
         for merge in merges:
@@ -220,7 +216,7 @@ class Reader:
         for part in parts:
             self._count(part)
             if not isinstance(part, yaml.MappingNode):
-                self._report(node, path, f"`<<` merges a mapping or a list of mappings, not {got(part)}")
+                self._report(node, path, f"`<<` merges a mapping or a list of mappings, not {_got(part)}")
             elif id(part) in self._merging:
                 self._report(node, path, "`<<` merges a mapping into itself")
             else:
@@ -230,3 +226,90 @@ class Reader:
                     pairs.setdefault(str(key.value), (key, value))
                 self._merging.discard(id(part))
         return list(pairs.values())
+
+
+_KINDS: Final = {
+    "StrType": ("str", "text"),
+    "LiteralType": ("str", ""),
+    "IntType": ("int", "a whole number"),
+    "BoolType": ("bool", "true or false"),
+    "VarTupleType": ("seq", "a list"),
+    "DictType": ("map", "a mapping"),
+    "StructType": ("map", ""),
+}
+"""By kind of type as msgspec describes it: the kind of its nodes, and what they are called."""
+_TRUE: Final = {"yes", "on", "y", "true"}
+_FALSE: Final = {"no", "off", "n", "false"}
+
+
+def _kinds(info: Any) -> set[str]:
+    kind = type(info).__name__
+    if kind == "Metadata":
+        return _kinds(info.type)
+    if kind == "UnionType":
+        return set().union(*map(_kinds, info.types))
+    return {kind}
+
+
+def _accepts(info: Any, node: yaml.Node) -> bool:
+    """Return whether a node is of the kind of one of a type's options."""
+    return document.kind(node) in {_KINDS[kind][0] for kind in _kinds(info) & _KINDS.keys()}
+
+
+def _expected(info: Any) -> str:
+    """Return what a value of this type is."""
+    kind = type(info).__name__
+    if kind == "Metadata":
+        return _expected(info.type)
+    if kind == "UnionType":
+        return any_of(_expected(option) for option in info.types if type(option).__name__ != "NoneType")
+    if kind == "LiteralType":
+        return any_of(info.values)
+    if kind == "StructType":
+        if info.cls is DeviceEntry:
+            return f"a mapping with one of {any_of(DeviceEntry.__struct_fields__)}"
+        required = [field.encode_name for field in info.fields if field.required]
+        return f"a mapping with {' and '.join(required or [field.encode_name for field in info.fields])}"
+    return _KINDS[kind][1]
+
+
+def _got(node: yaml.Node) -> str:
+    """Return what a node is, with its value if that is short."""
+    value = document.scalar_text(node)
+    text = value if len(value) <= 60 else f"{value[:57]}..."
+    number = f"the number {text}"
+    words = {"map": "a mapping", "seq": "a list", "null": "nothing", "bool": text, "int": number, "float": number}
+    words["str"] = f"the text {text!r}"
+    return words.get(document.kind(node), f"something tagged {node.tag}")
+
+
+def _mismatch(node: yaml.Node, info: Any) -> str:
+    """Return what was expected, what the node is, and if possible what to write."""
+    message = f"expected {_expected(info)}, got {_got(node)}"
+    what, value = document.kind(node), document.scalar_text(node)
+    kinds = _kinds(info)
+    if "StrType" in kinds and what in {"int", "float", "bool"}:
+        return f'{message}; write "{value}" in quotes'
+    if "BoolType" in kinds and what == "str" and value.lower() in _TRUE | _FALSE:
+        return f"{message}; write {'true' if value.lower() in _TRUE else 'false'}"
+    if "IntType" in kinds and what == "str" and re.fullmatch(r"\s*[0-9]{1,18}\s*", value):
+        return f"{message}; write {int(value)}"
+    if "VarTupleType" in kinds:
+        return f"{message}; begin each item on a line of its own with a dash"
+    if getattr(info, "cls", None) is DeviceEntry and what == "str" and value.startswith("/"):
+        return f"{message}; write path: {value}"
+    return message
+
+
+def _place_below(path: str, key: str) -> str:
+    """Return the place of a key's value in the mapping at `path`."""
+    return f"{path}.{key}" if re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", key) else f'{path}["{key[:80]}"]'
+
+
+def _closest(word: str, known: Iterable[str]) -> str | None:
+    """Return the known word that was probably meant."""
+    import difflib
+
+    lowered = {name.lower(): name for name in known}
+    close = difflib.get_close_matches(word.lower()[:64], lowered, n=1, cutoff=0.6)
+    return lowered[close[0]] if close else None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,7 +12,6 @@ import yaml
 
 from deviceplugin import naming
 from deviceplugin.config.document import Problems
-from deviceplugin.config.messages import any_of
 from deviceplugin.config.types import Config, DeviceEntry, MetricsConfig, ResourceConfig, typed_attributes
 from deviceplugin.device import Device
 
@@ -48,12 +47,7 @@ class Rules:
         }
 
     def check(self, kind: type, mapping: Checked) -> None:
-        """Report what is wrong with a mapping of this type. Its values may be changed to the form in which they stay.
-
-        Raises:
-            ConfigError: there are too many problems to go on.
-
-        """
+        """Report what is wrong with a mapping of this type; bring its values into the form in which they stay."""
         if (check := self._checks.get(kind)) is not None:
             check(mapping)
 
@@ -177,3 +171,9 @@ def _side_of(resource: ResourceConfig) -> str | None:
     if resource.driver is None or resource.dra.share in (0, "none", "0%"):
         return "plugin"
     return "dra" if resource.dra.share in ("all", "100%") else None
+
+
+def any_of(words: Iterable[object]) -> str:
+    """Return words as a choice: a, b or c."""
+    *most, last = map(str, words)
+    return f"{', '.join(most)} or {last}" if most else last

@@ -170,8 +170,7 @@ class PathSource(DeviceSource):
                 raise ValueError(f"a glob of devices must be an absolute path, not {one!r}")
         self.permissions = permissions
         self.notes: tuple[str, ...] = ()
-        if resource:
-            self.resource = resource
+        self.resource = resource or self.resource
         self._sysfs = sysfs
         self._rescan = rescan
         self._matches: Mapping[str, _Match] = {}
@@ -197,7 +196,7 @@ class PathSource(DeviceSource):
                 what = f"the scan for {', '.join(self.globs)}"
                 scan = await hooks.call(what, self._scan, thorough, timeout=SCAN_TIMEOUT)
                 took = time.monotonic() - began
-                log_new(scan.notes, self.notes)
+                log_new(_LOG, scan.notes, self.notes)
                 self.notes = tuple(scan.notes)
                 fresh = scan.directories - watched
                 if scan.directories != watched:

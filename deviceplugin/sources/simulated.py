@@ -43,8 +43,7 @@ class SimulatedSource(DeviceSource):
         resource: str = "",
         rescan: float = _RESCAN,
     ) -> None:
-        if resource:
-            self.resource = resource
+        self.resource = resource or self.resource
         self._file = unhealthy_file
         self._rescan = rescan
         self._lock = threading.Lock()
@@ -77,23 +76,13 @@ class SimulatedSource(DeviceSource):
         self._wake()
 
     def remove(self, device: str) -> None:
-        """Unplug a device; thread-safe.
-
-        Raises:
-            KeyError: no device has this id.
-
-        """
+        """Unplug a device; KeyError if no device has this id. Thread-safe."""
         with self._lock:
             del self._devices[device]
         self._wake()
 
     def set_health(self, device: str, health: Health, message: str = "") -> None:
-        """Set a device's health and the reason; thread-safe.
-
-        Raises:
-            KeyError: no device has this id.
-
-        """
+        """Set a device's health and the reason; KeyError if no device has this id. Thread-safe."""
         with self._lock:
             self._devices[device] = self._devices[device].with_health(health, message)
         self._wake()

@@ -62,8 +62,7 @@ class SysfsSource(DeviceSource, Generic[_Filter]):
         ids: Collection[str] | None = None,
         rescan: float = RESCAN,
     ) -> None:
-        if resource:
-            self.resource = resource
+        self.resource = resource or self.resource
         self.wanted = wanted
         self.permissions = permissions
         self.notes: tuple[str, ...] = ()
@@ -95,7 +94,7 @@ class SysfsSource(DeviceSource, Generic[_Filter]):
                     watch.set(watched)
                 noted = self.notes
                 devices = await hooks.call(f"the scan of {self.BUS} devices", self.scan, timeout=SCAN_TIMEOUT)
-                log_new(self.notes, noted)
+                log_new(_LOG, self.notes, noted)
                 if devices != listed:
                     listed = devices
                     yield listed
@@ -105,11 +104,11 @@ class SysfsSource(DeviceSource, Generic[_Filter]):
                     await asyncio.sleep(self.SETTLE)
 
 
-def log_new(notes: Collection[str], before: Collection[str]) -> None:
+def log_new(log: logging.Logger, notes: Collection[str], before: Collection[str]) -> None:
     """Log the notes that were not there before."""
     for note in notes:
         if note not in before:
-            _LOG.info("%s", note)
+            log.info("%s", note)
 
 
 def ids_files(bus: str, package: str) -> tuple[str, ...]:

@@ -42,12 +42,7 @@ class NvmlThread:
         threading.Thread(target=self._work, name="nvml", daemon=True).start()
 
     async def call(self, function: Callable[..., _T], *arguments: Any, timeout: float) -> _T:
-        """Call a function in the thread and return what it returns; `timeout` is in seconds.
-
-        Raises:
-            NvmlError: it, or one before it, did not answer in time.
-
-        """
+        """Return the result of a function; raise NvmlError if it, or one before it, takes longer than `timeout` s."""
         self._overdue = [job for job in self._overdue if not job.is_set()]
         if self._overdue:
             raise NvmlError("NVML still hangs", Verdict.UNREADABLE)
@@ -132,12 +127,7 @@ class Driver:
                 self._running = self._last = None
 
     async def measure(self, ids: Sequence[str]) -> dict[str, dict[str, Any]]:
-        """Return the load of these GPUs and partitions; nothing if nobody is subscribed.
-
-        Raises:
-            NvmlError: NVML does not answer.
-
-        """
+        """Return the load of these GPUs and partitions; nothing without a subscription. It may raise NvmlError."""
         if self._running is None:
             return {}
         thread, session, _ = self._running

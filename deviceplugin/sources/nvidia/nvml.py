@@ -108,12 +108,7 @@ NvmlUpdate = NvmlScan | Xid | NvmlError
 
 
 def load(library: str) -> ModuleType:
-    """Return nvidia-ml-py with the library loaded.
-
-    Raises:
-        NvmlError: one of them is not there.
-
-    """
+    """Return nvidia-ml-py with the library loaded; raise NvmlError if one of them is not there."""
     try:
         import pynvml  # type: ignore[import-untyped]
     except ImportError as error:

@@ -97,12 +97,7 @@ class Session:
         return self._nv
 
     def scan(self) -> NvmlScan:
-        """Return all GPUs and their state.
-
-        Raises:
-            NvmlError: no GPU can be read.
-
-        """
+        """Return all GPUs and their state; raise NvmlError if none can be read."""
         nv = self._open()
         try:
             return self._scan(nv)
@@ -199,9 +194,7 @@ class Session:
     def wait(self, seconds: float) -> tuple[list[Xid], bool]:
         """Wait for events; return the XIDs that came, and whether a scan is due now.
 
-        Raises:
-            NvmlError: no later call can succeed.
-
+        It raises NvmlError if no later call can succeed.
         """
         if self._nv is None:
             return [], True

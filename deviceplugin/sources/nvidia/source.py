@@ -45,8 +45,7 @@ class NvidiaSource(DeviceSource):
         places: Places = Places(),  # noqa: B008  # frozen
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        if resource:
-            self.resource = resource
+        self.resource = resource or self.resource
         self.wanted = wanted
         self.health = GpuHealth(rules, wanted.ignore_xids, clock)
         self.notes: tuple[str, ...] = ()
