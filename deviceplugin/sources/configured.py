@@ -1,4 +1,4 @@
-"""The source of a resource of the config file: the devices of all its entries, as the resource says.
+"""The source of a resource of the config file: the devices of all its entries, with the resource's settings.
 
 Entries differ in where devices come from. What all kinds have in common is here: `include` and `exclude`, health
 probes, replicas by name, and what the resource adds to each device. A source of an entry yields from an async `watch`.
@@ -73,7 +73,7 @@ def build_entry(entry: DeviceEntry, resource: ResourceConfig, number: int) -> De
 
 
 def overlaps(resources: Iterable[ResourceConfig]) -> list[str]:
-    """Return a sentence for each two ids, of one resource or two, whose paths lead to one thing now. Blocks."""
+    """Return a sentence for each pair of ids, of one resource or two, whose paths are one device now. Blocks."""
     owners: dict[str, tuple[str, str]] = {}
     configured: dict[str, ResourceConfig] = {}
     known: dict[tuple[str, str], identity.Tokens] = {}
@@ -232,7 +232,9 @@ class ConfiguredSource(DeviceSource):
         """Yield the devices of all entries now, and whenever one entry's change."""
         lists: list[Sequence[Device] | None] = [None] * len(self.entries)
         changed = asyncio.Event()
-        tasks = {asyncio.create_task(self._follow(index, lists, changed)) for index in range(len(lists))}
+        tasks: set[asyncio.Task[Any]] = {
+            asyncio.create_task(self._follow(index, lists, changed)) for index in range(len(lists))
+        }
         if self._probed is not None:
             tasks.add(asyncio.create_task(self._probed.run(self._listed, changed)))
         try:

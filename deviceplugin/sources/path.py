@@ -59,7 +59,7 @@ def device_id(path: str) -> str:
     if inside != path and len(name) <= LONGEST_ID and all(map(_PLAIN.fullmatch, steps)) and not _HASHED.fullmatch(name):
         return name
     digest = hashlib.sha256(os.fsencode(path)).hexdigest()[:8]
-    # The end of a long name tells more than its beginning.
+    # Long names differ more in their ends than in their beginnings.
     readable = re.sub(r"[^A-Za-z0-9_.]+", "-", name)[-(LONGEST_ID - 9) :].strip("-_.")
     return f"{readable or 'x'}-{digest}"
 
@@ -81,7 +81,7 @@ def numa_of(mode: int, rdev: int, sysfs: str = "/sys") -> int | None:
 class _Match:
     """A path that a glob matches, and what it led to at the last scan.
 
-    real: its directory, resolved. entry: its inode as the directory lists it. seen: a hash of what stat says.
+    real: its directory, resolved. entry: its inode as the directory lists it. seen: a hash of its status.
     directories: those of its chain of symlinks. identity: its token (`deviceplugin.identity`).
     """
 

@@ -96,7 +96,7 @@ class PciSource(sysfs.SysfsSource[PciConfig]):
         if one.driver == VFIO and group is not None:
             own, common = [f"{self._dev}/vfio/{group}"], [f"{self._dev}/vfio/vfio"]
         else:
-            own, common = sysfs.nodes_below(one.directory, self._dev), []
+            own, common = sorted(sysfs.nodes_below(one.directory, self._dev)), []
         attributes = {
             PCI_BUS_ID: one.address,
             PCIE_ROOT: sysfs.pcie_root(one.directory),

@@ -6,7 +6,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable, Sequence
-from typing import Final
+from typing import Any, Final
 
 from deviceplugin import health
 from deviceplugin.config.types import CommandProbeConfig, HealthConfig
@@ -39,7 +39,7 @@ class ProbedHealth:
         """Devices whose first probe has not ended."""
 
     async def judged(
-        self, devices: Sequence[Device], changed: asyncio.Event, tasks: set[asyncio.Task[None]]
+        self, devices: Sequence[Device], changed: asyncio.Event, tasks: set[asyncio.Task[Any]]
     ) -> list[Device]:
         """Return the devices with the health that follows from their probes; new ones are probed first.
 
@@ -49,9 +49,13 @@ class ProbedHealth:
         self._begun &= self._courses.keys()
         new = [device for device in devices if device.id not in self._begun | self._pending]
         if new:
-            first = asyncio.create_task(self._probe_first(new))
+            names = {device.id for device in new}
+            self._begun |= names
+            self._pending |= names
+            first = asyncio.create_task(self._probe(new))
             tasks.add(first)
             first.add_done_callback(tasks.discard)
+            first.add_done_callback(lambda _: self._pending.difference_update(names))
             done, _ = await asyncio.wait({first}, timeout=FIRST_PROBE)
             if not done:
                 first.add_done_callback(lambda _: changed.set())
@@ -68,15 +72,6 @@ class ProbedHealth:
             await asyncio.sleep(self._period)
             if await self._probe([device for device in devices() if device.id not in self._pending]):
                 changed.set()
-
-    async def _probe_first(self, devices: Sequence[Device]) -> None:
-        names = {device.id for device in devices}
-        self._begun |= names
-        self._pending |= names
-        try:
-            await self._probe(devices)
-        finally:
-            self._pending -= names
 
     async def _probe(self, devices: Sequence[Device]) -> bool:
         """Probe devices once; return whether the health or message of one changed."""

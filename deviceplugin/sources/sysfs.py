@@ -164,15 +164,8 @@ def link_name(path: str) -> str | None:
         return None
 
 
-def nodes_below(directory: str, dev: str = "/dev", depth: int = 8) -> list[str]:
-    """Return the device nodes that drivers made of a device and of what is below it, sorted.
-
-    Other PCI and USB devices below it (behind a bridge or a hub) are left out.
-    """
-    return sorted(_nodes_below(directory, dev, depth))
-
-
-def _nodes_below(directory: str, dev: str, depth: int) -> Iterator[str]:
+def nodes_below(directory: str, dev: str, depth: int = 8) -> Iterator[str]:
+    """Yield the device nodes of a device and of what is below it, without those of other PCI and USB devices."""
     for line in (read(f"{directory}/uevent") or "").splitlines():
         key, _, value = line.partition("=")
         if key == "DEVNAME" and value:
@@ -186,7 +179,7 @@ def _nodes_below(directory: str, dev: str, depth: int) -> Iterator[str]:
         return
     for name in below:
         if name not in {"power", "msi_irqs", "link"} and not (PCI_ADDRESS.fullmatch(name) or _USB_NAME.fullmatch(name)):
-            yield from _nodes_below(f"{directory}/{name}", dev, depth - 1)
+            yield from nodes_below(f"{directory}/{name}", dev, depth - 1)
 
 
 _NamesById = dict[tuple[str, str], tuple[str | None, str | None]]

@@ -116,7 +116,7 @@ class UsbSource(sysfs.SysfsSource[UsbConfig]):
             "vendorName": vendor_name or sysfs.attribute_text(one.maker),
             "product": product_name or sysfs.attribute_text(one.name),
         }
-        nodes = dict.fromkeys([one.node, *sysfs.nodes_below(one.directory, self._dev)])
+        nodes = dict.fromkeys([one.node, *sorted(sysfs.nodes_below(one.directory, self._dev))])
         return Device(
             self._ids[one.plugged],
             nodes=[DeviceNode(node, permissions=self.permissions) for node in nodes],

@@ -1,4 +1,4 @@
-"""What NVML says of GPUs that are known: their partitions, the links between them, their load."""
+"""Readings of GPUs by NVML: their partitions, the links between them, their load."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def _read_partition(nv: Any, parent: Any, mig: Any, uuid: str, index: int, gpu: 
 
 
 def read_links(nv: Any, gpus: Sequence[Gpu], handles: Mapping[str, Any]) -> Mapping[frozenset[str], float]:
-    """Return the scores of pairs of GPUs. A GPU that does not say has none; it never fails the scan."""
+    """Return the scores of pairs of GPUs. A GPU that reports no links has none; no error of NVML is raised."""
     direct: Counter[frozenset[str]] = Counter()
     switched: Counter[str] = Counter()
     by_address = {gpu.address: gpu.uuid for gpu in gpus if gpu.address}

@@ -26,7 +26,7 @@ from deviceplugin.sources.nvidia.nvml import (
 )
 
 FAILED_WAITS: Final = 3
-"""Waits for events that may fail in a row; after that no GPU is listened to until the GPUs change."""
+"""Waits for events that may fail; after that no GPU is listened to until the GPUs change."""
 _TIMEOUT: Final = 10
 _REPLACED: Final = 18
 _XID_EVENT: Final = 0x8
@@ -201,7 +201,6 @@ class Session:
         xids, due, error = self._events.wait(self._nv, seconds)
         if error is not None:
             self._raise_if_gone(error)
-            self._events.count_failure(error)
         return xids, due or error is not None
 
     def measure(self, ids: Sequence[str]) -> dict[str, dict[str, Any]]:
@@ -271,19 +270,19 @@ class EventListener:
         return False
 
     def wait(self, nv: Any, seconds: float) -> tuple[list[Xid], bool, Any]:
-        """Wait for events; return the XIDs that came, whether a scan is due, and the error if waiting failed."""
+        """Wait for events; return the XIDs that came, whether a scan is due, and the error if waiting failed.
+
+        After FAILED_WAITS errors no GPU is listened to.
+        """
         if self._set is None:
             return [], True, None
         xids, self._pending = self._pending, []
         came, due, error = self._collect(nv, 0 if xids else max(1, int(seconds * 1000)))
-        return xids + came, due, error
-
-    def count_failure(self, error: Any) -> None:
-        """Note that a wait failed; after FAILED_WAITS of them no GPU is listened to."""
-        self._failures += 1
-        if self._failures == FAILED_WAITS:
+        self._failures += error is not None
+        if error is not None and self._failures == FAILED_WAITS:
             self._registered = {}
             self.notes = (f"the driver's events fail, so XIDs are not received: {error}",)
+        return xids + came, due, error
 
     def _collect(self, nv: Any, milliseconds: int) -> tuple[list[Xid], bool, Any]:
         xids: list[Xid] = []
