@@ -5,7 +5,6 @@
 
 from deviceplugin.config.document import MAX_BYTES, MAX_VALUES, ConfigError, Problem
 from deviceplugin.config.reader import load, parse
-from deviceplugin.config.rules import sides_conflict
 from deviceplugin.config.types import Config, MetricsConfig, ResourceConfig, schema
 
 __all__ = [
@@ -19,5 +18,4 @@ __all__ = [
     "load",
     "parse",
     "schema",
-    "sides_conflict",
 ]

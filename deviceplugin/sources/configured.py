@@ -21,7 +21,7 @@ from typing import Any, Final, NamedTuple, cast
 import msgspec
 
 from deviceplugin import health, identity
-from deviceplugin.config import sides_conflict
+from deviceplugin.config.rules import sides_conflict
 from deviceplugin.config.types import DeviceEntry, DraConfig, ResourceConfig
 from deviceplugin.device import ContainerEdits, Device, DeviceNode, Mount
 from deviceplugin.naming import PCI_BUS_ID
@@ -271,7 +271,7 @@ class ConfiguredSource(DeviceSource):
                         delay = RETRY[0]
                 return  # its last list stays valid
             except Exception:
-                _LOG.exception("%s: %r failed; again in %g s", self.resource, self.entries[index], delay)
+                _LOG.exception("%s: %r failed; it is started again in %g s", self.resource, self.entries[index], delay)
                 if lists[index] is None:
                     lists[index] = ()
                     changed.set()
@@ -299,9 +299,9 @@ class ConfiguredSource(DeviceSource):
                 other = owners[double]
                 # The id that is served already stays: a pod may hold it, and the new id is the same device.
                 if device.id not in self._served or other in self._served:
-                    doubles[f"{device.id} leads to {double} like {other} and is left out"] = None
+                    doubles[f"{device.id} is left out: it leads to {double}, which is served as {other}"] = None
                     continue
-                doubles[f"{other} leads to {double} like {device.id} and is left out"] = None
+                doubles[f"{other} is left out: it leads to {double}, which is served as {device.id}"] = None
                 del served[other]
                 owners = {host: owner for host, owner in owners.items() if owner != other}
             owners.update(dict.fromkeys(hosts, device.id))

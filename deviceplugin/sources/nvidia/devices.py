@@ -180,7 +180,7 @@ def _names_in_spec(file: str) -> frozenset[str]:
             return frozenset()
         return frozenset(str(device["name"]) for device in spec.get("devices", ()))
     except (ValueError, yaml.YAMLError, AttributeError, KeyError, TypeError) as error:
-        _LOG.warning("%s is no CDI spec: %s", file, error)
+        _LOG.warning("%s cannot be read as a CDI spec: %s", file, error)
         return frozenset()
 
 

@@ -50,12 +50,13 @@ class NvmlThread:
         over = threading.Event()
 
         def run() -> None:
-            if future.set_running_or_notify_cancel():
-                try:
+            try:
+                if future.set_running_or_notify_cancel():
                     future.set_result(function(*arguments))
-                except Exception as error:  # the caller's
-                    future.set_exception(error)
-            over.set()
+            except Exception as error:  # the caller's
+                future.set_exception(error)
+            finally:
+                over.set()
 
         self._jobs.put(run)
         try:

@@ -80,12 +80,12 @@ class NvidiaSource(DeviceSource):
         elif isinstance(update, NvmlError):
             if str(update) != self._error:
                 self._error = str(update)
-                _LOG.warning("%s; waiting for it", update)
+                _LOG.warning("no NVIDIA GPU can be read, trying again: %s", update)
             self.health.judge_error(update)
         else:
             if self._error:
                 self._error = ""
-                _LOG.info("NVML answers again")
+                _LOG.info("the NVIDIA GPUs can be read again")
             self._scan = update
             for profile in [part.profile for gpu in update.gpus for part in gpu.partitions or ()]:
                 if profile not in self._profiles:
