@@ -26,6 +26,7 @@ from deviceplugin import filewatch, hooks, identity
 from deviceplugin.device import NO_EDITS, ContainerEdits, Device, DeviceNode, Mount
 from deviceplugin.source import DeviceSource
 from deviceplugin.sources.sysfs import log_new, numa_node_above
+from deviceplugin.topology import natural
 
 _LOG: Final = logging.getLogger(__name__)
 
@@ -42,7 +43,6 @@ _UNKNOWN: Final = -1
 """Stands for the inode of a path whose directory was not read."""
 
 _MAGIC: Final = re.compile(r"[*?[]")
-_NUMBERS: Final = re.compile(r"([0-9]+)")
 _PLAIN: Final = re.compile(r"[A-Za-z0-9](?:[A-Za-z0-9_.]|-(?!-))*(?<![-_.])")
 _HASHED: Final = re.compile(r".*-[0-9a-f]{8}")
 
@@ -334,7 +334,7 @@ class GroupSource(PathSource):
                 spare = ", ".join(f"{count} of {glob}" for count, glob in zip(counts, self.globs, strict=True))
                 scan.notes.append(f"unequal numbers of parts ({spare}); what is left over is left out")
         groups += zip(*rest, strict=False)
-        groups.sort(key=lambda group: _order(group[0].alias))
+        groups.sort(key=lambda group: natural(group[0].alias))
         self._together = [tuple(match.alias for match in group) for group in groups]
         return groups
 
@@ -412,14 +412,10 @@ def _ordered(before: list[str], now: Mapping[str, object]) -> list[str]:
     order = [alias for alias in before if alias in now]
     new = now.keys() - set(order)
     if len(new) > 100:
-        return sorted(now, key=_order)
+        return sorted(now, key=natural)
     for alias in new:
-        bisect.insort(order, alias, key=_order)
+        bisect.insort(order, alias, key=natural)
     return order
-
-
-def _order(path: str) -> tuple[str | int, ...]:
-    return tuple(int(part) if index % 2 else part for index, part in enumerate(_NUMBERS.split(path)))
 
 
 def _captures(glob: str) -> re.Pattern[str]:
