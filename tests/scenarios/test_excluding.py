@@ -134,7 +134,7 @@ def test_a_device_that_is_another_thing_than_listed_is_refused(
     """A grant checks again what is there; the next one gets the new thing."""
     (tmp_path / "node").touch()
     source = PathSource(f"{tmp_path}/node", resource=A)
-    (device,) = source.look()
+    (device,) = source.scan()
     served(Listed(A, device))
     fake_kubelet.wait_allocatable(A, 1)
     (tmp_path / "other").touch()
