@@ -87,10 +87,7 @@ class Session:
             try:
                 nv.nvmlInit()
             except nv.NVMLError as error:
-                if error.value == _REPLACED:
-                    nvml.unload(nv)  # the new driver's library may be there already
-                if error.value in GONE:
-                    raise NvmlError(GONE[error.value]) from error
+                self._raise_if_gone(nv, error)
                 raise NvmlError(f"NVML cannot be used: {error}", Verdict.UNREADABLE) from error
             self._nv, self._addresses = nv, addresses
             nvml.add_user(self)
@@ -102,7 +99,7 @@ class Session:
         try:
             return self._scan(nv)
         except nv.NVMLError as error:
-            self._raise_if_gone(error)
+            self._raise_if_gone(nv, error)
             raise NvmlError(f"NVML fails: {error}", Verdict.UNREADABLE) from error
 
     def _scan(self, nv: Any) -> NvmlScan:
@@ -118,7 +115,7 @@ class Session:
                 gpu = known if known is not None and known.uuid == uuid else self._identify(nv, handle, uuid, index)
                 finding = self._check(nv, handle)
             except nv.NVMLError as error:
-                self._raise_if_gone(error)
+                self._raise_if_gone(nv, error)
                 if index not in self._gpus:
                     notes.append(f"GPU {index} cannot be read: {error}")
                     continue
@@ -142,15 +139,14 @@ class Session:
         cuda = optional(nv, nv.nvmlSystemGetCudaDriverVersion)
         cuda = f"{cuda // 1000}.{cuda % 1000 // 10}" if cuda else ""
         notes += self._events.notes
-        return NvmlScan(tuple(gpus), findings, driver, cuda, self._links, self._events.listening, tuple(notes))
+        return NvmlScan(tuple(gpus), findings, driver, cuda, self._links, bool(self._events.registered), tuple(notes))
 
-    def _raise_if_gone(self, error: Any) -> None:
-        """Raise NvmlError if no later call can succeed."""
+    def _raise_if_gone(self, nv: Any, error: Any) -> None:
+        """Close NVML and raise NvmlError if no later call can succeed."""
         if error.value in GONE:
-            nv = self._nv
             self.close()
             if error.value == _REPLACED:
-                nvml.unload(nv)
+                nvml.unload(nv)  # the new driver's library may be there already
             raise NvmlError(GONE[error.value]) from error
 
     def _identify(self, nv: Any, handle: Any, uuid: str, index: int) -> Gpu:
@@ -183,7 +179,7 @@ class Session:
             try:
                 function(handle, *arguments)
             except nv.NVMLError as error:
-                self._raise_if_gone(error)
+                self._raise_if_gone(nv, error)
                 if error.value not in _MISSING:
                     return _finding(error)
         action = int(nvml.field_value(nv, handle, _RECOVERY_ACTION) or 0)
@@ -200,7 +196,7 @@ class Session:
             return [], True
         xids, due, error = self._events.wait(self._nv, seconds)
         if error is not None:
-            self._raise_if_gone(error)
+            self._raise_if_gone(self._nv, error)
         return xids, due or error is not None
 
     def measure(self, ids: Sequence[str]) -> dict[str, dict[str, Any]]:
@@ -216,15 +212,11 @@ class EventListener:
     def __init__(self) -> None:
         self.notes: tuple[str, ...] = ()
         self._set: Any = None
-        self._registered: dict[int, str] = {}
+        self.registered: dict[int, str] = {}
+        """UUIDs of the GPUs that report XIDs, by what their handles point to."""
         self._watched: frozenset[str] = frozenset()
         self._pending: list[Xid] = []
         self._failures = 0
-
-    @property
-    def listening(self) -> bool:
-        """Whether any GPU reports its XIDs."""
-        return bool(self._registered)
 
     def close(self, nv: Any) -> None:
         """Free the event set."""
@@ -242,7 +234,7 @@ class EventListener:
         if self._set is not None:
             self._pending += self._collect(nv, 0)[0]
         self.close(nv)
-        self._registered, self._failures = {}, 0
+        self.registered, self._failures = {}, 0
         self._set = optional(nv, nv.nvmlEventSetCreate)
         self._watched = uuids
         if self._set is None:
@@ -253,7 +245,7 @@ class EventListener:
             if (handle := handles.get(gpu.uuid)) is None:
                 continue
             if self._register(nv, handle):
-                self._registered[nvml.pointer(handle)] = gpu.uuid
+                self.registered[nvml.pointer(handle)] = gpu.uuid
             else:
                 notes.append(f"GPU {gpu.index} reports no XIDs; its health follows from scans alone")
         self.notes = tuple(notes)
@@ -280,7 +272,7 @@ class EventListener:
         came, due, error = self._collect(nv, 0 if xids else max(1, int(seconds * 1000)))
         self._failures += error is not None
         if error is not None and self._failures == FAILED_WAITS:
-            self._registered = {}
+            self.registered = {}
             self.notes = (f"the driver's events fail, so XIDs are not received: {error}",)
         return xids + came, due, error
 
@@ -298,7 +290,7 @@ class EventListener:
                     None if number == nvml.ANY else int(number)
                     for number in (data.gpuInstanceId, data.computeInstanceId)
                 )
-                gpu = self._registered.get(nvml.pointer(data.device))
+                gpu = self.registered.get(nvml.pointer(data.device))
                 xids.append(Xid(gpu, int(data.eventData), instance, compute))
             else:
                 due = True
