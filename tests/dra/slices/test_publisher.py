@@ -16,7 +16,8 @@ from hypothesis import strategies as st
 
 from deviceplugin.device import Device, Health, Version
 from deviceplugin.inventory import Snapshot, merged
-from dra_bridge.kube import RESOURCE_SLICES, SILENCE, Backoff, Cluster, ConflictError, UnavailableError
+from dra_bridge.kube import RESOURCE_SLICES, Backoff, Cluster, ConflictError, UnavailableError
+from dra_bridge.kube.watch import SILENCE
 from dra_bridge.slices import (
     Capabilities,
     Offer,
