@@ -52,7 +52,7 @@ class Told:
             ],
             status={one.name: self._status(one) for one in drivers},
             unready=list(self._unready(drivers)),
-            places={key: place for one in drivers for key, place in _places(one).items()},
+            locations={key: location for one in drivers for key, location in _locations(one).items()},
             claims=[claim for one in drivers for claim in _claims(one)],
             qualifiers={name: word for one in drivers for name, word in one.qualifiers.items()},
         )
@@ -93,7 +93,7 @@ class Told:
         }
 
 
-def _places(one: DriverRuntime) -> dict[tuple[str, str], DeviceLocation]:
+def _locations(one: DriverRuntime) -> dict[tuple[str, str], DeviceLocation]:
     waits = {
         (resource, device): f"waits for {what}"
         for resource, handover in list(one.handovers.items())

@@ -37,7 +37,7 @@ from deviceplugin.metrics import load, web
 from deviceplugin.metrics.collectors import AgentCollector, Options
 from deviceplugin.metrics.load import Reading
 from deviceplugin.metrics.report import DeviceLocation, PreparedClaim, ProviderReport
-from deviceplugin.metrics.views import Hold
+from deviceplugin.metrics.views import DeviceHolder
 from deviceplugin.node.agent import Agent
 from deviceplugin.node.paths import Paths
 from deviceplugin.node.process import Served as Whole
@@ -297,7 +297,7 @@ class TestRunningAgent:
         self, watched: Callable[..., tuple[FakeKubelet, Seen]], monkeypatch: pytest.MonkeyPatch, served: Any
     ) -> None:
         """/healthz tells, while /metrics goes on from its own threads."""
-        monkeypatch.setattr(metrics, "LOOP_PATIENCE", 0.2)
+        monkeypatch.setattr(metrics, "LOOP_TIMEOUT", 0.2)
         source, released = Gpus(), threading.Event()
         stuck = threading.Event()
 
@@ -331,7 +331,7 @@ class Bridge:
         return ProviderReport(
             families=[*registry.collect(), own],
             unready=["slices are not published"],
-            places={(RESOURCE, "a"): DeviceLocation("dra", "to-plugin", 12.0)},
+            locations={(RESOURCE, "a"): DeviceLocation("dra", "to-plugin", 12.0)},
             claims=[PreparedClaim(RESOURCE, "a", "team", "mine")],
         )
 
@@ -448,7 +448,7 @@ class TestCollector:
         """Which names behind `deviceplugin_device_` are taken is known where measured names are checked."""
         view = Still(resource("a")).observer().view()
         (one,) = view.resources
-        placed = replace(one.devices[0], place=DeviceLocation("dra", "dra", 1.0))
+        placed = replace(one.devices[0], location=DeviceLocation("dra", "dra", 1.0))
         view = replace(view, resources=(replace(one, devices=(placed,)),))
         names = {family.name for family in AgentCollector(lambda: view).collect()}
         assert {name.removeprefix("deviceplugin_device_") for name in names if "_device_" in name} == load.TAKEN
@@ -457,9 +457,9 @@ class TestCollector:
         """Two holders that cannot be told apart (init containers of unknown pods) are no duplicate series."""
         held = {"a::0": [Holder(container="init", uid="1")], "a::1": [Holder(container="init", uid="2")]}
         view = Still(resource("a", held=held, replicas=2)).observer().view()
-        assert view.resources[0].devices[0].holds == (
-            Hold("plugin", "", "", "init", "", "1"),
-            Hold("plugin", "", "", "init", "", "2"),
+        assert view.resources[0].devices[0].holders == (
+            DeviceHolder("plugin", "", "", "init", "", "1"),
+            DeviceHolder("plugin", "", "", "init", "", "2"),
         )
         rows = [
             sample
@@ -581,11 +581,11 @@ class TestStart:
         assert Options.of(config.parse(head).metrics) == Options()
         text = "metrics: {certificate: /c/tls.crt, key: /c/tls.key, token: /t, period: 5, dcgm: true}"
         assert Options.of(config.parse(head + text).metrics) == Options(
-            certificate=Path("/c/tls.crt"), key=Path("/c/tls.key"), token=Path("/t"), period=5, dcgm=True
+            certificate="/c/tls.crt", key="/c/tls.key", token="/t", period=5, dcgm=True
         )
         text = "metrics: {certificate: /c/tls.crt, client_ca: /c/ca.crt, min_version: '1.3'}"
         assert Options.of(config.parse(head + text).metrics) == Options(
-            certificate=Path("/c/tls.crt"), client_ca=Path("/c/ca.crt"), min_version="1.3"
+            certificate="/c/tls.crt", client_ca="/c/ca.crt", min_version="1.3"
         )
         for alone in ("key: /k", "client_ca: /c"):
             with pytest.raises(config.ConfigError, match="there is no TLS without `certificate`"):

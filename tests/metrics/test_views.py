@@ -14,17 +14,19 @@ from deviceplugin.device import Device, Health
 from deviceplugin.inventory import merged
 from deviceplugin.kubelet.podresources import ClaimUse, Holder
 from deviceplugin.kubelet.status import ResourceStatus
-from deviceplugin.metrics import views as observe
+from deviceplugin.metrics import views
 from deviceplugin.metrics.report import DeviceLocation, Event, PreparedClaim, ProviderReport
-from deviceplugin.metrics.views import HOLDERS_STALE, Hold, View, happened
+from deviceplugin.metrics.views import HOLDERS_STALE, DeviceHolder, View, events_between
 from deviceplugin.naming import device_name
 from tests.metrics.views import RESOURCE, Source, Still, resource
 
 MAIN = Holder("team", "train", "main")
 
 
-def holds(view: View, device: str = "a") -> list[Hold]:
-    return [hold for one in view.resources for seen in one.devices if seen.device.id == device for hold in seen.holds]
+def holders(view: View, device: str = "a") -> list[DeviceHolder]:
+    return [
+        holder for one in view.resources for seen in one.devices if seen.device.id == device for holder in seen.holders
+    ]
 
 
 class Telling:
@@ -42,8 +44,8 @@ class TestHolders:
     def test_containers_hold_devices(self) -> None:
         """What the kubelet's checkpoint say is in the view, free devices have nobody."""
         view = Still(resource("a", "b", held={"a": [MAIN]})).observer().view()
-        assert holds(view) == [Hold("plugin", "team", "train", "main")]
-        assert holds(view, "b") == []
+        assert holders(view) == [DeviceHolder("plugin", "team", "train", "main")]
+        assert holders(view, "b") == []
         assert view.holders_known
 
     def test_a_shared_device_has_many_holders(self) -> None:
@@ -51,7 +53,7 @@ class TestHolders:
         other = Holder("team", "serve", "main")
         held = {"a::0": [MAIN], "a::1": [other], "a::3": [MAIN]}
         view = Still(resource("a", held=held, replicas=4)).observer().view()
-        assert [hold.pod for hold in holds(view)] == ["serve", "train"]
+        assert [hold.pod for hold in holders(view)] == ["serve", "train"]
 
     def test_devices_of_a_source_may_be_shared_differently(self) -> None:
         """How many containers may have a device is asked of its source, which may fail."""
@@ -73,7 +75,7 @@ class TestHolders:
         for looked_at in (None, time.monotonic() - HOLDERS_STALE - 1):
             still.looked_at = looked_at
             assert not observer.view().holders_known
-            assert holds(observer.view()) == []
+            assert holders(observer.view()) == []
 
     def test_containers_that_use_a_claim_hold_its_devices(self) -> None:
         """Devices of claims are found by driver and by their name in slices, whatever their id."""
@@ -89,8 +91,8 @@ class TestHolders:
             }
         )
         view = still.observer().view()
-        assert holds(view, "GPU_1") == [Hold("dra", "team", "train", "main", "mine")]
-        assert holds(view, "a") == []
+        assert holders(view, "GPU_1") == [DeviceHolder("dra", "team", "train", "main", "mine")]
+        assert holders(view, "a") == []
 
     @pytest.mark.parametrize("kept", [{}, {"example.com/big": "", "example.com/small": "small--"}])
     def test_one_driver_with_two_resources_is_told_apart(self, kept: dict[str, str]) -> None:
@@ -105,7 +107,7 @@ class TestHolders:
         still.claims = frozenset({ClaimUse("gpu.example.com", "n", device_name("a", word), "mine", MAIN)})
         still.providers.append(Telling(lambda: ProviderReport(qualifiers=kept)))
         view = still.observer().view()
-        assert [len(one.devices[0].holds) for one in view.resources] == [0, 1]
+        assert [len(one.devices[0].holders) for one in view.resources] == [0, 1]
 
     def test_a_prepared_claim_that_nobody_uses_holds_its_device(self) -> None:
         """The ledger's claims count from their preparation on; with its container seen, a claim is there once."""
@@ -117,9 +119,9 @@ class TestHolders:
         claims = [PreparedClaim(RESOURCE, "a", "team", "used"), PreparedClaim(RESOURCE, "b", "team", "waiting")]
         still.providers.append(Telling(lambda: ProviderReport(claims=claims)))
         view = still.observer().view()
-        assert holds(view, "a") == [Hold("dra", "team", "train", "main", "used")]
-        assert holds(view, "b") == [Hold("dra", "team", "", "", "waiting")]
-        assert holds(view, "b")[0].text == "claim team/waiting"
+        assert holders(view, "a") == [DeviceHolder("dra", "team", "train", "main", "used")]
+        assert holders(view, "b") == [DeviceHolder("dra", "team", "", "", "waiting")]
+        assert holders(view, "b")[0].text == "claim team/waiting"
 
 
 class TestReadiness:
@@ -153,7 +155,7 @@ class TestProviders:
 
     @pytest.fixture
     def released(self, monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
-        monkeypatch.setattr(observe, "PATIENCE", 0.05)
+        monkeypatch.setattr(views, "REPORT_TIMEOUT", 0.05)
         event = threading.Event()
         yield event
         event.set()
@@ -164,10 +166,10 @@ class TestProviders:
         place = DeviceLocation("dra", "to-plugin", 5.0, "asked for")
         still = Still(resource("a", "b"))
         still.providers.append(
-            Telling(lambda: ProviderReport(unready=["no slices"], places={(RESOURCE, "a"): place}, events=[event]))
+            Telling(lambda: ProviderReport(unready=["no slices"], locations={(RESOURCE, "a"): place}, events=[event]))
         )
         view = still.observer().view()
-        assert [seen.place for seen in view.resources[0].devices] == [place, DeviceLocation()]
+        assert [seen.location for seen in view.resources[0].devices] == [place, DeviceLocation()]
         assert view.unready == ("bridge: no slices",)
         assert view.events == (event,)
 
@@ -220,13 +222,13 @@ class TestEvents:
     """What happened between two looks."""
 
     def said(self, before: ResourceStatus, now: ResourceStatus) -> list[tuple[str, bool]]:
-        return [(event.text, event.bad) for event in happened(before, now, 0.0)]
+        return [(event.text, event.bad) for event in events_between(before, now, 0.0)]
 
     def test_nothing_happened_is_nothing_said(self) -> None:
         """Two looks at the same, and the very first one, have nothing to say."""
         one = resource("a", held={"a": [MAIN]})
         assert self.said(one, one) == []
-        assert list(happened(None, one, 0.0)) == []
+        assert list(events_between(None, one, 0.0)) == []
 
     def test_devices_change(self) -> None:
         """Devices that come, go, fall ill and get well again."""

@@ -76,7 +76,7 @@ def values(told: Told) -> dict[str, float]:
 
 def test_places_are_those_of_the_ledger() -> None:
     """Side, state and since when; what a move waits for is its reason."""
-    places = Told(bridge()).report().places
+    places = Told(bridge()).report().locations
     assert places[RESOURCE, "a"] == DeviceLocation("dra", "dra", 5.0, "the share is 2")
     assert places[RESOURCE, "b"] == DeviceLocation("plugin", "to-dra", 5.0, "waits for team/train")
     assert places[RESOURCE, "c"].side == "dra"
