@@ -10,11 +10,11 @@ import asyncio
 import contextlib
 import logging
 import threading
-from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Final, Literal
+from typing import TYPE_CHECKING, Any, Final, Literal
 
 from prometheus_client import CollectorRegistry
 from prometheus_client.exposition import choose_encoder
@@ -29,11 +29,10 @@ from prometheus_client.metrics_core import (
 from deviceplugin.metrics import web
 from deviceplugin.metrics.load import QUANTITIES
 from deviceplugin.metrics.report import DEFAULT_LOCATION
-from deviceplugin.metrics.views import ObservedAgent, Observer, View
+from deviceplugin.metrics.views import ObservedAgent, Observer, ResourceView, View
 
 if TYPE_CHECKING:
     from deviceplugin.config import MetricsConfig
-    from deviceplugin.kubelet.status import ResourceStatus
 
 _LOG: Final = logging.getLogger(__name__)
 LOOP_TIMEOUT: Final = 2.0
@@ -68,16 +67,66 @@ class Options:
         return cls(**{name: getattr(config, name) for name in config.__struct_fields__})
 
 
-def _gauge(name: str, about: str, *labels: str) -> GaugeMetricFamily:
-    return GaugeMetricFamily(f"deviceplugin_{name}", about, labels=labels)
-
-
-def _counter(name: str, about: str, *labels: str) -> CounterMetricFamily:
-    return CounterMetricFamily(f"deviceplugin_{name}", about, labels=labels)
-
-
-def _summary(name: str, about: str, *labels: str) -> SummaryMetricFamily:
-    return SummaryMetricFamily(f"deviceplugin_{name}", about, labels=labels)
+_GAUGES: Final = {
+    # The name after `deviceplugin_`: labels, help.
+    "devices": (
+        "resource side state health",
+        "Devices by side and state of the handover (from the ledger) and health (from their source)",
+    ),
+    "device_health": (
+        "resource device health",
+        "1 for the current health of the device, 0 for the others (from its source)",
+    ),
+    "devices_gone": ("resource", "Devices that their source no longer lists but that may still be held"),
+    "devices_withheld": (
+        "resource",
+        "Devices that are offered to nobody because they may still be held (from the kubelet's files and pod cgroups); "
+        "/status has the reasons",
+    ),
+    "device_replicas": ("resource device", "Containers that may share the device (from its source)"),
+    "device_state": (
+        "resource device state",
+        "1 for the current handover state of the device, 0 for the others (from the ledger)",
+    ),
+    "device_state_since_seconds": (
+        "resource device",
+        "Unix time at which the device entered its handover state (from the ledger)",
+    ),
+    "holders_known": ("", "1 while the kubelet's checkpoint was read lately; at 0 the holders are unknown"),
+    "device_holders": ("resource device", "Containers and unused claims that hold the device; 0 if it is free"),
+    "registered": ("resource", "1 while the resource is registered with the kubelet"),
+    "kubelet_listening": ("resource", "1 while the kubelet follows the list of devices"),
+    "source_up": ("resource", "1 while the source of the devices works, 0 after it failed"),
+    "source_listed": ("resource", "1 once the source has listed its devices"),
+    "measured": ("resource", "1 while the source's measure hook reports the load of its devices"),
+    "provider_up": ("name", "1 while another part of the agent reports its status"),
+}
+_COUNTERS: Final = {
+    "kubelet_double_allocations": (
+        "",
+        "Devices that the kubelet gave to several pods at once (kubernetes#137534); must stay 0",
+    ),
+    "registrations": ("resource", "Registrations that the kubelet accepted"),
+    "registration_failures": ("resource", "Registrations that the kubelet did not accept"),
+    "kubelet_restarts": ("resource", "Restarts of the kubelet that the agent noticed"),
+    "lists_sent": ("resource", "Lists of devices sent to the kubelet"),
+    "allocations": ("resource", "Allocate calls granted by the plugin"),
+    "allocated_devices": ("resource", "Devices granted by Allocate, each replica counted"),
+    "allocation_refusals": ("resource reason", "Allocate calls refused by the plugin, by reason"),
+    "hook_failures": ("resource hook", "Calls of the source's hooks that failed or timed out"),
+}
+_SUMMARIES: Final = {
+    "preferred_allocation_duration_seconds": ("resource", "Time to answer GetPreferredAllocation"),
+    "hook_duration_seconds": ("resource hook", "Time that the source's hooks took, by hook"),
+}
+_INFOS: Final = {
+    "allocation": (
+        "resource device side namespace pod container claim",
+        "Holder of a device, one series per holder (from the kubelet's checkpoint and PodResources service, and the "
+        "ledger)",
+    ),
+}
+_ABSENT_IF_EMPTY: Final = ("device_state", "device_state_since_seconds", "measured", "provider_up")
 
 
 class AgentCollector:
@@ -90,193 +139,110 @@ class AgentCollector:
     def collect(self) -> Iterable[Metric]:
         """Yield the families as of now."""
         view = self._view()
-        yield from _devices(view)
-        yield from _holders(view)
-        yield from _services(view)
+        families: dict[str, Any] = {}
+        for make, table in (
+            (GaugeMetricFamily, _GAUGES),
+            (CounterMetricFamily, _COUNTERS),
+            (SummaryMetricFamily, _SUMMARIES),
+            (InfoMetricFamily, _INFOS),
+        ):
+            for name, (labels, about) in table.items():
+                families[name] = make(f"deviceplugin_{name}", about, labels=labels.split())
+
+        def add(name: str, labels: Sequence[str], *values: object) -> None:
+            families[name].add_metric(labels, *values)
+
+        add("holders_known", (), view.holders_known)
+        add("kubelet_double_allocations", (), view.double_allocations)
+        for one in view.resources:
+            _devices(one, view.holders_known, add)
+            _service(one, add)
+        for name in (*view.providers, *view.silent):
+            add("provider_up", (name,), name in view.providers)
+        yield from (family for name, family in families.items() if family.samples or name not in _ABSENT_IF_EMPTY)
         yield from _loads(view)
         if self._dcgm:
             from deviceplugin.metrics import dcgm
 
             yield from dcgm.families(view)
-        yield from _providers(view)
+        for report in view.providers.values():
+            yield from report.families
 
 
-def _devices(view: View) -> Iterable[Metric]:
-    count = _gauge(
-        "devices",
-        "Devices by side and state of the handover (from the ledger) and health (from their source)",
-        "resource",
-        "side",
-        "state",
-        "health",
-    )
-    health = _gauge(
-        "device_health",
-        "1 for the current health of the device, 0 for the others (from its source)",
-        "resource",
-        "device",
-        "health",
-    )
-    gone = _gauge("devices_gone", "Devices that their source no longer lists but that may still be held", "resource")
-    withheld = _gauge(
-        "devices_withheld",
-        "Devices that are offered to nobody because they may still be held (from the kubelet's files and pod cgroups); "
-        "/status has the reasons",
-        "resource",
-    )
-    replicas = _gauge("device_replicas", "Containers that may share the device (from its source)", "resource", "device")
-    state = _gauge(
-        "device_state",
-        "1 for the current handover state of the device, 0 for the others (from the ledger)",
-        "resource",
-        "device",
-        "state",
-    )
-    since = _gauge(
-        "device_state_since_seconds",
-        "Unix time at which the device entered its handover state (from the ledger)",
-        "resource",
-        "device",
-    )
-    for one in view.resources:
-        name = one.name
-        # Zeros for the usual combinations, so that a sum has every resource.
-        counts = Counter(dict.fromkeys((("plugin", "plugin", word) for word in HEALTHS), 0))
-        for seen in one.devices:
-            device, location = seen.device, seen.location
-            counts[location.side, location.state, device.health.value] += 1
-            replicas.add_metric((name, device.id), seen.replicas)
-            for word in HEALTHS:
-                health.add_metric((name, device.id, word), int(word == device.health.value))
-            if location is not DEFAULT_LOCATION:
-                for word in STATES:
-                    state.add_metric((name, device.id, word), int(word == location.state))
-                since.add_metric((name, device.id), location.since)
-        for key, number in sorted(counts.items()):
-            count.add_metric((name, *key), number)
-        gone.add_metric((name,), len(one.status.snapshot.gone))
-        withheld.add_metric((name,), sum(bool(seen.withheld) for seen in one.devices))
-    yield from (count, health, gone, withheld, replicas)
-    if state.samples:
-        yield from (state, since)
+def _devices(one: ResourceView, holders_known: bool, add: Callable[..., None]) -> None:
+    name = one.name
+    # Zeros for the usual combinations, so that a sum has every resource.
+    counts = Counter(dict.fromkeys((("plugin", "plugin", word) for word in HEALTHS), 0))
+    for seen in one.devices:
+        device, location, health = seen.device.id, seen.location, seen.device.health.value
+        counts[location.side, location.state, health] += 1
+        add("device_replicas", (name, device), seen.replicas)
+        for word in HEALTHS:
+            add("device_health", (name, device, word), word == health)
+        if location is not DEFAULT_LOCATION:
+            for word in STATES:
+                add("device_state", (name, device, word), word == location.state)
+            add("device_state_since_seconds", (name, device), location.since)
+        rows = dict.fromkeys(
+            (holder.side, holder.namespace, holder.pod, holder.container, holder.claim) for holder in seen.holders
+        )
+        for row in rows:
+            add("allocation", (name, device, *row), {})
+        if holders_known:
+            add("device_holders", (name, device), len(seen.holders))
+    for key, number in sorted(counts.items()):
+        add("devices", (name, *key), number)
+    add("devices_gone", (name,), len(one.status.snapshot.gone))
+    add("devices_withheld", (name,), sum(bool(seen.withheld) for seen in one.devices))
+    if one.measured is not None:
+        add("measured", (name,), one.measured.reading is not None)
 
 
-def _holders(view: View) -> Iterable[Metric]:
-    known = _gauge("holders_known", "1 while the kubelet's checkpoint was read lately; at 0 the holders are unknown")
-    known.add_metric((), int(view.holders_known))
-    yield known
-    info = InfoMetricFamily(
-        "deviceplugin_allocation",
-        "Holder of a device, one series per holder (from the kubelet's checkpoint and PodResources service, and the "
-        "ledger)",
-        labels=("resource", "device", "side", "namespace", "pod", "container", "claim"),
-    )
-    count = _gauge(
-        "device_holders", "Containers and unused claims that hold the device; 0 if it is free", "resource", "device"
-    )
-    for one in view.resources:
-        for seen in one.devices:
-            device = seen.device.id
-            rows = dict.fromkeys(
-                (one.name, device, holder.side, holder.namespace, holder.pod, holder.container, holder.claim)
-                for holder in seen.holders
-            )
-            for row in rows:
-                info.add_metric(row, {})
-            if view.holders_known:
-                count.add_metric((one.name, device), len(seen.holders))
-    yield from (info, count)
-    doubles = _counter(
-        "kubelet_double_allocations",
-        "Devices that the kubelet gave to several pods at once (kubernetes#137534); must stay 0",
-    )
-    doubles.add_metric((), view.double_allocations)
-    yield doubles
-
-
-def _services(view: View) -> Iterable[Metric]:
-    """Yield what the registration, the servicer and the source of each resource have done."""
-    families: dict[str, GaugeMetricFamily | CounterMetricFamily] = {}
-    refusals = _counter("allocation_refusals", "Allocate calls refused by the plugin, by reason", "resource", "reason")
-    preferences = _summary("preferred_allocation_duration_seconds", "Time to answer GetPreferredAllocation", "resource")
-    hooks = _summary("hook_duration_seconds", "Time that the source's hooks took, by hook", "resource", "hook")
-    failed = _counter("hook_failures", "Calls of the source's hooks that failed or timed out", "resource", "hook")
-    for one in view.resources:
-        for make, name, about, value in _numbers(one.status):
-            if name not in families:
-                families[name] = make(name, about, "resource")
-            families[name].add_metric((one.name,), value)
-        servicer = one.status.endpoint
-        for reason, count in sorted(dict(servicer.refusals).items()):
-            refusals.add_metric((one.name, reason), count)
-        preferences.add_metric((one.name,), servicer.preferences, servicer.preference_seconds)
-        calls, seconds, bad = dict(servicer.hook_calls), dict(servicer.hook_seconds), dict(servicer.hook_failures)
-        if (measured := one.measured) is not None:
-            calls["measure"], seconds["measure"], bad["measure"] = measured.calls, measured.seconds, measured.failures
-        for hook in sorted(calls):
-            hooks.add_metric((one.name, hook), calls[hook], seconds.get(hook, 0.0))
-            failed.add_metric((one.name, hook), bad.get(hook, 0))
-    yield from (*families.values(), refusals, preferences, hooks, failed)
-
-
-def _numbers(
-    status: ResourceStatus,
-) -> Iterable[tuple[Callable[..., GaugeMetricFamily | CounterMetricFamily], str, str, float]]:
-    """Yield kind, name, help and value of the metrics that each resource has once."""
+def _service(one: ResourceView, add: Callable[..., None]) -> None:
+    """Add what the registration, the servicer and the hooks of a resource have done."""
+    key, status = (one.name,), one.status
     servicer, registration = status.endpoint, status.registration
-    yield _gauge, "registered", "1 while the resource is registered with the kubelet", status.registered
-    yield _gauge, "kubelet_listening", "1 while the kubelet follows the list of devices", status.live
-    yield _gauge, "source_up", "1 while the source of the devices works, 0 after it failed", not status.source_error
-    yield _gauge, "source_listed", "1 once the source has listed its devices", status.snapshot.listed
-    yield _counter, "registrations", "Registrations that the kubelet accepted", registration.registrations
-    yield _counter, "registration_failures", "Registrations that the kubelet did not accept", registration.failures
-    yield _counter, "kubelet_restarts", "Restarts of the kubelet that the agent noticed", registration.kubelet_restarts
-    yield _counter, "lists_sent", "Lists of devices sent to the kubelet", servicer.lists_sent
-    yield _counter, "allocations", "Allocate calls granted by the plugin", servicer.allocations
-    about = "Devices granted by Allocate, each replica counted"
-    yield _counter, "allocated_devices", about, servicer.devices_allocated
+    add("registered", key, status.registered)
+    add("kubelet_listening", key, status.live)
+    add("source_up", key, not status.source_error)
+    add("source_listed", key, status.snapshot.listed)
+    add("registrations", key, registration.registrations)
+    add("registration_failures", key, registration.failures)
+    add("kubelet_restarts", key, registration.kubelet_restarts)
+    add("lists_sent", key, servicer.lists_sent)
+    add("allocations", key, servicer.allocations)
+    add("allocated_devices", key, servicer.devices_allocated)
+    for reason, count in sorted(dict(servicer.refusals).items()):
+        add("allocation_refusals", (one.name, reason), count)
+    add("preferred_allocation_duration_seconds", key, servicer.preferences, servicer.preference_seconds)
+    calls, seconds, failures = dict(servicer.hook_calls), dict(servicer.hook_seconds), dict(servicer.hook_failures)
+    if (measured := one.measured) is not None:
+        calls["measure"], seconds["measure"], failures["measure"] = measured.calls, measured.seconds, measured.failures
+    for hook in sorted(calls):
+        add("hook_duration_seconds", (one.name, hook), calls[hook], seconds.get(hook, 0.0))
+        add("hook_failures", (one.name, hook), failures.get(hook, 0))
 
 
 def _loads(view: View) -> Iterable[Metric]:
-    measured = _gauge("measured", "1 while the source's measure hook reports the load of its devices", "resource")
-    rows: dict[str, list[tuple[str, str, str, float]]] = {}
+    rows: dict[str, list[tuple[str, str, str, float]]] = defaultdict(list)
     for one in view.resources:
-        if one.measured is not None:
-            measured.add_metric((one.name,), int(one.measured.reading is not None))
         for seen in one.devices:
             for name, value in seen.load.items():
                 parts = value if isinstance(value, dict) else {"": value}
-                rows.setdefault(name, []).extend(
-                    (one.name, seen.device.id, part, number) for part, number in parts.items()
-                )
-    if measured.samples:
-        yield measured
+                rows[name] += ((one.name, seen.device.id, part, number) for part, number in parts.items())
     for name in sorted(rows):
-        yield _load(name, rows[name])
-
-
-def _load(name: str, rows: Iterable[tuple[str, str, str, float]]) -> Metric:
-    known = QUANTITIES.get(name)
-    about = f"{known.about} (from the source's measure hook)" if known else "A quantity of the source's measure hook"
-    labels: tuple[str, ...] = ("resource", "device")
-    if any(part for _, _, part, _ in rows):
-        labels = (*labels, (known and known.label) or "part")
-    family = (_counter if name.endswith("_total") else _gauge)(f"device_{name}", about, *labels)
-    for *values, number in rows:
-        family.add_metric(values[: len(labels)], number)
-    return family
-
-
-def _providers(view: View) -> Iterable[Metric]:
-    up = _gauge("provider_up", "1 while another part of the agent reports its status", "name")
-    for name in view.providers:
-        up.add_metric((name,), 1)
-    for name in view.silent:
-        up.add_metric((name,), 0)
-    if up.samples:
-        yield up
-    for report in view.providers.values():
-        yield from report.families
+        known = QUANTITIES.get(name)
+        about = (
+            f"{known.about} (from the source's measure hook)" if known else "A quantity of the source's measure hook"
+        )
+        labels = ["resource", "device"]
+        if any(part for _, _, part, _ in rows[name]):
+            labels.append((known and known.label) or "part")
+        make = CounterMetricFamily if name.endswith("_total") else GaugeMetricFamily
+        family = make(f"deviceplugin_device_{name}", about, labels=labels)
+        for *values, number in rows[name]:
+            family.add_metric(values[: len(labels)], number)
+        yield family
 
 
 class Pages:
