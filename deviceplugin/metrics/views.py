@@ -23,7 +23,7 @@ from deviceplugin.sharing import device_of
 
 if TYPE_CHECKING:
     from deviceplugin.device import Device
-    from deviceplugin.inventory import Inventory
+    from deviceplugin.inventory import Inventory, Snapshot
     from deviceplugin.kubelet.podresources import Holder
     from deviceplugin.kubelet.servicer import Endpoint
     from deviceplugin.kubelet.status import ResourceStatus, Status
@@ -144,48 +144,45 @@ def unready(status: Status) -> Iterable[str]:
 
 def events_between(before: ResourceStatus | None, now: ResourceStatus, at: float) -> Iterable[Event]:
     """Yield what changed between two states of a resource."""
-    name = now.resource
-    if before is None:
-        return
+    if before is not None:
+        for text, bad in _changes(before, now):
+            yield Event(at, now.resource, text, bad)
+
+
+def _changes(before: ResourceStatus, now: ResourceStatus) -> Iterable[tuple[str, bool]]:
     if now.snapshot is not before.snapshot:
-        yield from _device_events(name, before, now, at)
+        yield from _device_changes(before.snapshot, now.snapshot)
     if now.registered != before.registered:
         text = "registered with the kubelet" if now.registered else "not registered with the kubelet any more"
-        yield Event(at, name, text, bad=not now.registered)
+        yield text, not now.registered
     if (restarts := now.registration.kubelet_restarts) > before.registration.kubelet_restarts:
-        yield Event(at, name, f"the kubelet restarted ({restarts} times so far)")
+        yield f"the kubelet restarted ({restarts} times so far)", False
     if now.source_error != before.source_error:
         text = f"its source failed: {now.source_error}" if now.source_error else "its source works again"
-        yield Event(at, name, text, bad=bool(now.source_error))
+        yield text, bool(now.source_error)
     for reason, count in dict(now.endpoint.refusals).items():
         if more := count - before.endpoint.refusals.get(reason, 0):
-            yield Event(at, name, f"{more} allocations refused: {reason}", bad=True)
-    if now.holders != before.holders:
-        yield from _holder_events(name, before, now, at)
-
-
-def _device_events(name: str, before: ResourceStatus, now: ResourceStatus, at: float) -> Iterable[Event]:
-    known = before.snapshot.devices
-    for one, device in now.snapshot.devices.items():
-        old = known.get(one)
-        if old is None:
-            if before.snapshot.listed:
-                yield Event(at, name, f"{one} appeared")
-        elif old.health is not device.health:
-            message = f": {device.message}" if device.message else ""
-            yield Event(at, name, f"{one} is {device.health.value}{message}", bad=not device.health.usable)
-    for one in known:
-        if one not in now.snapshot.devices:
-            yield Event(at, name, f"{one} was forgotten")
-
-
-def _holder_events(name: str, before: ResourceStatus, now: ResourceStatus, at: float) -> Iterable[Event]:
+            yield f"{more} allocations refused: {reason}", True
     for one in sorted(now.holders.keys() | before.holders.keys()):
         new, old = now.holders.get(one, frozenset()), before.holders.get(one, frozenset())
         for holder in sorted(new - old):
-            yield Event(at, name, f"{one} went to {_plugin_holder(holder).text}")
+            yield f"{one} went to {_plugin_holder(holder).text}", False
         if old and not new:
-            yield Event(at, name, f"{one} came free")
+            yield f"{one} came free", False
+
+
+def _device_changes(before: Snapshot, now: Snapshot) -> Iterable[tuple[str, bool]]:
+    for one, device in now.devices.items():
+        old = before.devices.get(one)
+        if old is None:
+            if before.listed:
+                yield f"{one} appeared", False
+        elif old.health is not device.health:
+            message = f": {device.message}" if device.message else ""
+            yield f"{one} is {device.health.value}{message}", not device.health.usable
+    for one in before.devices:
+        if one not in now.devices:
+            yield f"{one} was forgotten", False
 
 
 def _plugin_holder(holder: Holder) -> DeviceHolder:
