@@ -64,17 +64,10 @@ async def from_environment(kubeconfig: str | os.PathLike[str] | None = None) -> 
     return await _KubeConfig(os.fspath(kubeconfig or os.environ.get("KUBECONFIG") or "~/.kube/config")).load()
 
 
-def from_server(url: str, *, token: str = "", token_file: Path | None = None, ca_file: str = "") -> Access:
-    """Return the access to a server with a bearer token, or the file of one."""
+def from_server(url: str, *, token_file: Path | None = None, ca_file: str = "") -> Access:
+    """Return the access to a server, with the bearer token in a file if one is given."""
     tls = _tls(ca_file) if urllib.parse.urlsplit(url).scheme == "https" else None
-    if token_file is not None:
-        return Access(url, tls, _TokenFile(token_file))
-    header = f"Bearer {token}" if token else ""
-
-    async def authorize(refused: bool) -> str:
-        return header
-
-    return Access(url, tls, authorize)
+    return Access(url, tls, _TokenFile(token_file))
 
 
 def _tls(ca_file: str | None) -> ssl.SSLContext:
@@ -91,16 +84,16 @@ def _tls(ca_file: str | None) -> ssl.SSLContext:
 
 
 class _TokenFile:
-    """A bearer token in a file that is renewed."""
+    """A bearer token in a file that is renewed; no token without a file."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path | None) -> None:
         self._path = path
         self._header = ""
         self._read_at = float("-inf")
 
     async def __call__(self, refused: bool) -> str:
         now = time.monotonic()
-        if refused or now - self._read_at >= TOKEN_AGE:
+        if self._path is not None and (refused or now - self._read_at >= TOKEN_AGE):
             self._header = f"Bearer {self._path.read_text().strip()}"
             self._read_at = now
         return self._header

@@ -76,11 +76,11 @@ class Cluster:
         return cls(lambda: auth.from_environment(kubeconfig), **options)
 
     @classmethod
-    def from_server(cls, url: str, *, token: str = "", ca_file: str = "", **options: Unpack[Options]) -> Cluster:
-        """Reach the server at a URL, with a bearer token and a file of CA certificates if given."""
+    def from_server(cls, url: str, **options: Unpack[Options]) -> Cluster:
+        """Reach the server at a URL, without credentials."""
 
         async def configuration() -> Access:
-            return auth.from_server(url, token=token, ca_file=ca_file)
+            return auth.from_server(url)
 
         return cls(configuration, **options)
 
