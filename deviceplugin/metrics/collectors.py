@@ -305,10 +305,7 @@ def serving(address: str, agent: ObservedAgent, options: Options | None = None) 
     """Serve an agent's metrics at `address` while the context lasts; to be entered in the agent's loop.
 
     address: host:port, [v6 address]:port, or :port for all addresses.
-
-    Raises:
-        OSError: it cannot listen there, or a certificate or token cannot be read.
-
+    Raises OSError if it cannot listen there, or a certificate or token cannot be read.
     """
     options = options or Options()
     loop = asyncio.get_running_loop()

@@ -156,9 +156,7 @@ def parse_address(address: str) -> tuple[str, int]:
 def listen(address: str) -> socket.socket:
     """Return a socket that listens at the address; without a host, on all addresses of both families.
 
-    Raises:
-        OSError: the address is in use, not this machine's, or none at all.
-
+    Raises OSError if the address is in use, not this machine's, or none at all.
     """
     host, port = parse_address(address)
     if not host:
@@ -216,11 +214,7 @@ class Certificate(_Watched):
     """A server's certificate chain and key in PEM files, read again when they are renewed.
 
     client_ca: a PEM file with the authorities of client certificates; all clients but the kubelet's
-    probes must then have one.
-
-    Raises:
-        OSError: at the start, if they cannot be read or do not belong together.
-
+    probes must then have one. Raises OSError at the start if the files cannot be read or do not belong together.
     """
 
     def __init__(
@@ -266,9 +260,7 @@ class Certificate(_Watched):
 class Token(_Watched):
     """A bearer token in a file, read again when it changes.
 
-    Raises:
-        OSError: at the start, if it cannot be read or is empty.
-
+    Raises OSError at the start if it cannot be read or is empty.
     """
 
     def _load(self) -> None:

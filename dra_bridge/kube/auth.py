@@ -51,10 +51,7 @@ class Access:
 async def from_environment(kubeconfig: str | os.PathLike[str] | None = None) -> Access:
     """Return what a kubeconfig file says, else the pod's service account, else KUBECONFIG or ~/.kube/config.
 
-    Raises:
-        KubeConfigError: there is none of these, or the file cannot be used.
-        OSError: a file cannot be read.
-
+    Raises KubeConfigError if there is none of these or it cannot be used, OSError if a file cannot be read.
     """
     host = os.environ.get("KUBERNETES_SERVICE_HOST")
     if not kubeconfig and host and (SERVICE_ACCOUNT / "token").exists():

@@ -23,8 +23,6 @@ from dra_bridge.kube.errors import GoneError, UnavailableError, VersionChangedEr
 from dra_bridge.kube.kinds import EVENTS, Kind, Object, path_of, selectors_of
 from dra_bridge.kube.watch import SILENCE, Changed, Listed, Listing, Positions, Watches
 
-DEADLINE: Final = 10.0
-"""Seconds for one request and its answer, retries not counted."""
 COMPONENT: Final = "dra-bridge"
 """The field manager of patches and the source of Events."""
 
@@ -50,7 +48,7 @@ class Cluster:
         self,
         configuration: Callable[[], Awaitable[Access]],
         *,
-        deadline: float = DEADLINE,
+        deadline: float = 10.0,
         backoff: Backoff | None = None,
         watch_seconds: tuple[float, float] = (240.0, 480.0),
         silence: tuple[float, float] = SILENCE,
@@ -58,9 +56,9 @@ class Cluster:
         """Connect to nothing yet.
 
         configuration: read at the first request, and again when the server cannot be reached.
-        deadline: seconds for one request. backoff: the waits of watches after failures.
-        watch_seconds: how long the server is asked to keep a watch open, drawn between the two.
-        silence: how long a watch that sends nothing is trusted, drawn between the two.
+        deadline: seconds for one request and its answer. backoff: the waits of watches after failures.
+        watch_seconds: how long the server is asked to keep a watch open. silence: how long a watch that sends nothing
+        is trusted. Both are drawn between two bounds.
         """
         self.backoff = backoff or Backoff()
         self._connection = Connection(configuration, deadline)
@@ -94,13 +92,9 @@ class Cluster:
         return f"<Cluster {self._connection.url or 'not connected'}>"
 
     def configure(self) -> None:
-        """Read the configuration now, so that a wrong one is known before anything else begins.
+        """Read the configuration now, before there is an event loop; may block.
 
-        Before there is an event loop; may block.
-
-        Raises:
-            AccessError: there is none, or it cannot be used.
-
+        Raises AccessError if there is none, or it cannot be used.
         """
         asyncio.run(self._connection.connect())
 
@@ -117,10 +111,7 @@ class Cluster:
         """Return the version of resource.k8s.io to use: v1, v1beta2 or v1beta1.
 
         The server is asked once, again after an outage, and after a 404 that means the whole kind.
-
-        Raises:
-            UnsupportedError: the server serves none of them.
-
+        Raises UnsupportedError if the server serves none of them.
         """
         return await self._discovery.version()
 
@@ -129,12 +120,7 @@ class Cluster:
         return kind.api_version(kind.version or await self.version())
 
     async def get(self, kind: Kind, name: str, namespace: str = "") -> Object:
-        """Read one object.
-
-        Raises:
-            NotFoundError: there is none.
-
-        """
+        """Read one object. Raises NotFoundError if there is none."""
         return await self._request("GET", kind, name, namespace)
 
     async def list(
@@ -177,12 +163,8 @@ class Cluster:
         """Create an object and return it as the server has it.
 
         dry_run: the server checks and returns the object without storing it.
-
-        Raises:
-            ConflictError: there is one of that name.
-            InvalidError: the server refuses its content.
-            VersionChangedError: it was made for another version than the chosen one.
-
+        Raises ConflictError if there is one of that name, InvalidError if the server refuses its content, and
+        VersionChangedError if it was made for another version than the chosen one.
         """
         parameters = {"dryRun": "All"} if dry_run else {}
         return await self._request("POST", kind, "", namespace, parameters=parameters, body=body)
@@ -190,10 +172,7 @@ class Cluster:
     async def replace(self, kind: Kind, body: Object, namespace: str = "") -> Object:
         """Replace the object of this name, if it still has this `metadata.resourceVersion`.
 
-        Raises:
-            ConflictError: it changed meanwhile. NotFoundError: there is none.
-            InvalidError, VersionChangedError: as for `create`.
-
+        Raises ConflictError if it has another, NotFoundError if there is no object, and otherwise as `create`.
         """
         return await self._request("PUT", kind, body["metadata"]["name"], namespace, body=body)
 
@@ -207,12 +186,7 @@ class Cluster:
         )
 
     async def delete(self, kind: Kind, name: str, namespace: str = "", *, uid: str = "") -> None:
-        """Delete an object, if it still has this UID where one is given.
-
-        Raises:
-            NotFoundError: there is none. ConflictError: it is another one by now.
-
-        """
+        """Delete an object. Raises NotFoundError if there is none, ConflictError if it has another UID than given."""
         options: Object = {"apiVersion": "v1", "kind": "DeleteOptions"}
         if uid:
             options["preconditions"] = {"uid": uid}

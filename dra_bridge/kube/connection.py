@@ -124,13 +124,9 @@ class Connection:
         kind: Kind | None = None,
         name: str = "",
     ) -> Object:
-        """Send a request and return its answer. The body of a PATCH is a merge patch.
+        """Send a request and return its answer. Raises ApiError if it is refused or not answered.
 
-        kind, name: the requested object, if the request is for one.
-
-        Raises:
-            ApiError: it was refused, or not answered.
-
+        body: of a PATCH, a merge patch. kind, name: the requested object, if the request is for one.
         """
         content = b"" if body is None else msgspec.json.encode(body)
         content_type = "application/merge-patch+json" if method == "PATCH" else "application/json"
@@ -210,12 +206,7 @@ class Connection:
         self.traffic.answered(self.url)
 
     async def connect(self) -> None:
-        """Read the configuration; if it cannot be used, the one before stays.
-
-        Raises:
-            AccessError: there is none, or it cannot be used, and there was none before.
-
-        """
+        """Read the configuration; if that fails the one before stays. Raises AccessError if there was none before."""
         try:
             access = await self._configuration()
             server = HttpClient(access.url, access.tls, access.proxy or proxy_of(access.url), access.server_name)

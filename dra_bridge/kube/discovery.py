@@ -31,14 +31,10 @@ class Discovery:
         self._choosing = asyncio.Lock()
 
     async def version(self, *, older_than: float | None = None) -> str:
-        """Return the chosen version.
+        """Return the chosen version. Raises UnsupportedError if the server serves none that this client knows.
 
-        The server is asked once, again after an outage, after `forget`, and when the answer is older than
+        The server is asked once, again after an outage, after `forget`, and when its answer is older than
         `older_than` seconds.
-
-        Raises:
-            UnsupportedError: the server serves none that this client knows.
-
         """
         async with self._choosing:
             if self._chosen and (older_than is None or self._age() <= older_than):

@@ -154,10 +154,5 @@ def error_of(code: int, body: bytes, retry_after: str = "", *, kind: Kind | None
 
 
 def error_of_status(status: Object) -> ApiError:
-    """Return the error that a Status object in a watch stands for.
-
-    Raises:
-        ValueError: it is no Status.
-
-    """
+    """Return the error that a Status object in a watch stands for. Raises ValueError if it is no Status."""
     return msgspec.convert(status, _Status).error()

@@ -108,9 +108,7 @@ class Positions:
     async def read(self, lines: AsyncIterator[bytes], silence: float, restored: int) -> bytes:
         """Return the next line of a watch's stream, b"" at its end.
 
-        Raises:
-            GoneError: nothing came for `silence` seconds, or the server went back meanwhile.
-
+        Raises GoneError if nothing came for `silence` seconds, or the server went back meanwhile.
         """
         if self.restored != restored:
             raise GoneError("the API server went back")
@@ -131,8 +129,7 @@ class Positions:
 class Watches:
     """Follows kinds of objects on one API server.
 
-    list_all: as `Cluster.list`. backoff: the waits after failures. seconds: how long the server is asked to
-    keep a watch open. silence: how long a watch that sends nothing is trusted. Both are drawn between two bounds.
+    list_all: as `Cluster.list`. backoff, seconds and silence: as of `Cluster`.
     """
 
     connection: Connection
