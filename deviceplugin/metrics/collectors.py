@@ -124,7 +124,7 @@ _INFOS: Final = {
         "resource device side namespace pod container claim",
         "Holder of a device, one series per holder (from the kubelet's checkpoint and PodResources service, and the "
         "ledger)",
-    ),
+    )
 }
 _ABSENT_IF_EMPTY: Final = ("device_state", "device_state_since_seconds", "measured", "provider_up")
 

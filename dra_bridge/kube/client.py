@@ -124,13 +124,7 @@ class Cluster:
         return await self._request("GET", kind, name, namespace)
 
     async def list(
-        self,
-        kind: Kind,
-        namespace: str = "",
-        *,
-        field_selector: str = "",
-        label_selector: str = "",
-        page: int = 500,
+        self, kind: Kind, namespace: str = "", *, field_selector: str = "", label_selector: str = "", page: int = 500
     ) -> Listing:
         """Read all objects of a kind as of now (a consistent read), in all namespaces unless one is given.
 

@@ -42,13 +42,7 @@ class ApiError(ClusterError):
     """
 
     def __init__(
-        self,
-        message: str,
-        *,
-        code: int = 0,
-        reason: str = "",
-        causes: Sequence[Cause] = (),
-        retry_after: float = 0.0,
+        self, message: str, *, code: int = 0, reason: str = "", causes: Sequence[Cause] = (), retry_after: float = 0.0
     ) -> None:
         super().__init__(f"{code} {reason}: {message}" if code else message)
         self.message = message
