@@ -43,7 +43,7 @@ SMALL: Final = 1024
 """Bytes up to which an answer is not compressed."""
 MAX_HEAD: Final = 16 * 1024
 """Bytes of a request's head."""
-MAX_HELD: Final = 256
+MAX_LINGERING: Final = 256
 """Connections that are kept open although their clients have been answered."""
 BACKLOG: Final = 1024
 """Connections that the kernel keeps while the server accepts no more."""
@@ -296,14 +296,14 @@ class Limits:
     """How long a client may take, in seconds, and how many there may be at a time.
 
     request: from connecting to the end of the request's head. answer: to take the answer. grace:
-    for each of both, when other clients wait. hold: how long a client that has sent several
+    for each of both, when other clients wait. linger: how long a client that has sent several
     requests at once waits for the end of its connection, so that it comes back no sooner.
     """
 
     request: float = 10.0
     answer: float = 30.0
     grace: float = 0.1
-    hold: float = 5.0
+    linger: float = 5.0
     connections: int = 32
 
 
@@ -352,7 +352,7 @@ class Server(socketserver.TCPServer):
         self._changed = threading.Condition()
         self._over = False
         self._last_error = ""
-        self._held: list[tuple[float, socket.socket]] = []
+        self._lingering: list[tuple[float, socket.socket]] = []
         self._thread = threading.Thread(target=self._serve, name="web", daemon=True)
 
     @property
@@ -386,24 +386,24 @@ class Server(socketserver.TCPServer):
         until = time.monotonic() + 0.5  # daemons: one that still works on an answer is left
         for client in left:
             client.thread.join(max(0.0, until - time.monotonic()))
-        self._end_held(math.inf)
+        self._end_lingering(math.inf)
 
     def _serve(self) -> None:
         while not self._over:
-            self.timeout = 0.1 if self._clients or self._held else None
+            self.timeout = 0.1 if self._clients or self._lingering else None
             self.handle_request()
             now = time.monotonic()
             with self._changed:
                 late = [client for client in self._clients.values() if client.deadline <= now]
             for client in late:
                 client.cut()
-            self._end_held(now)
+            self._end_lingering(now)
 
-    def _end_held(self, now: float) -> None:
+    def _end_lingering(self, now: float) -> None:
         with self._changed:
-            over = sum(until <= now for until, _ in self._held)  # in the order of time
-            over = max(over, len(self._held) - MAX_HELD)
-            ended, self._held = self._held[:over], self._held[over:]
+            over = sum(until <= now for until, _ in self._lingering)  # in the order of time
+            over = max(over, len(self._lingering) - MAX_LINGERING)
+            ended, self._lingering = self._lingering[:over], self._lingering[over:]
         for _, sock in ended:
             self.shutdown_request(sock)
 
@@ -472,7 +472,7 @@ class Server(socketserver.TCPServer):
             client = self._clients.pop(sock)
             self._changed.notify_all()
             if client.pipelined:
-                self._held.append((time.monotonic() + self.limits.hold, sock))
+                self._lingering.append((time.monotonic() + self.limits.linger, sock))
                 return
         self.shutdown_request(sock)
 

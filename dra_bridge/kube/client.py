@@ -230,7 +230,8 @@ class Cluster:
         Outages, refusals and servers without DRA are waited out, whatever they last. Close the
         generator (`contextlib.aclosing`) to end the watch.
         """
-        return self._watches.follow(kind, namespace, field_selector=field_selector, label_selector=label_selector)
+        selectors = {"field_selector": field_selector, "label_selector": label_selector}
+        return self._watches.follow(kind, namespace, selectors)
 
     async def pause(self, seconds: float) -> None:
         """Wait before another try; a wait while the server is lost ends early when another request is answered."""

@@ -6,8 +6,8 @@ import asyncio
 import logging
 import time
 import urllib.parse
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping
-from contextlib import AsyncExitStack, asynccontextmanager, suppress
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterator, Mapping
+from contextlib import AsyncExitStack, asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from typing import Final
 
@@ -137,12 +137,10 @@ class Connection:
             self.traffic.count(method)
             return await server.request(method, target, headers | more, content)
 
-        try:
+        with self._failures(method, path):
             response = await self._authorized(request)
             if response.status >= 300:
                 raise self._refused(response, kind, name)
-        except _FAILURES as error:
-            raise self._failed(method, path, error) from error
         self._answered()
         try:
             answer = msgspec.json.decode(response.body)
@@ -162,14 +160,12 @@ class Connection:
                 streams.append(lines)
                 return response
 
-            try:
+            with self._failures("GET", path.partition("?")[0]):
                 response = await self._authorized(request)
                 if response.status != 200:
                     raise self._refused(response)
                 self._answered()
                 yield streams[-1]
-            except _FAILURES as error:
-                raise self._failed("GET", path.partition("?")[0], error) from error
 
     async def _authorized(self, request: Callable[[HttpClient, dict[str, str]], Awaitable[Response]]) -> Response:
         """Make a request, and make it again with new credentials if the server refuses the old ones (401)."""
@@ -195,11 +191,16 @@ class Connection:
             self._renew = True
         return error
 
-    def _failed(self, method: str, path: str, error: BaseException) -> ApiError:
-        self._renew = True
-        reason = "no answer in time" if isinstance(error, TimeoutError) else str(error) or type(error).__name__
-        self.traffic.unanswered(self.url, reason)
-        return UnavailableError(f"{method} {path}: {reason}")
+    @contextmanager
+    def _failures(self, method: str, path: str) -> Iterator[None]:
+        """Count a request without an answer, and raise UnavailableError."""
+        try:
+            yield
+        except _FAILURES as error:
+            self._renew = True
+            reason = "no answer in time" if isinstance(error, TimeoutError) else str(error) or type(error).__name__
+            self.traffic.unanswered(self.url, reason)
+            raise UnavailableError(f"{method} {path}: {reason}") from error
 
     def _answered(self) -> None:
         self._renew = False  # address and credentials of the configuration are still right

@@ -48,7 +48,6 @@ class Listed:
     """
 
     items: tuple[Object, ...]
-    resource_version: str
     version: str = ""
 
 
@@ -142,11 +141,10 @@ class Watches:
     _warned: set[str] = field(default_factory=set, init=False)
 
     async def follow(
-        self, kind: Kind, namespace: str = "", *, field_selector: str = "", label_selector: str = ""
+        self, kind: Kind, namespace: str, selectors: Mapping[str, str]
     ) -> AsyncGenerator[Listed | Changed, None]:
         """Yield all objects now, then each change, for ever: see `Cluster.follow`."""
         backoff = self.backoff.fresh()
-        selectors = {"field_selector": field_selector, "label_selector": label_selector}
         what = f"watch {kind.plural}"
         position, listed_in, restored, lost = "", "", 0, False
         while True:
@@ -160,7 +158,7 @@ class Watches:
                     restored = self.positions.restored
                     version = "" if kind.version else await self.discovery.version()
                     position, listed_in = listing.resource_version, version
-                    yield Listed(tuple(listing.items), position, version)
+                    yield Listed(tuple(listing.items), version)
                 seconds = random.uniform(*self.seconds)  # noqa: S311 - no secret
                 path = path_of(kind, kind.version or version, "", namespace)
                 target = _watch_target(path, selectors_of(**selectors), position, seconds)
