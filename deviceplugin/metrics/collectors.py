@@ -44,14 +44,7 @@ STATES: Final = ("plugin", "to-dra", "dra", "to-plugin", "quarantined")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Options:
-    """How metrics are served; the fields of the config's `metrics`.
-
-    certificate, key: PEM files for TLS, read again when they are renewed. client_ca: a PEM file
-    with the authorities of client certificates, which all clients but the kubelet's probes must then
-    have. min_version: of TLS. token: a file with the bearer token that all clients but the kubelet's
-    probes must send. period: seconds between readings of the load. dcgm: whether the names of
-    NVIDIA's DCGM exporter are given as well.
-    """
+    """How metrics are served; the fields are those of the config's `metrics`, which documents them."""
 
     certificate: str | Path | None = None
     key: str | Path | None = None

@@ -199,33 +199,27 @@ class _ProviderCalls:
 
     def report(self) -> ProviderReport | None:
         if self._call is not None and not self._call.done():
-            self._failed("still hangs")
-            return None
-        call: Future[ProviderReport] = Future()
-        name = f"report of {self._provider.name}"
-        threading.Thread(target=self._run, args=(call,), name=name, daemon=True).start()
-        self._call = call
-        try:
-            error = call.exception(REPORT_TIMEOUT)
-        except TimeoutError:
-            self._failed(f"did not answer within {REPORT_TIMEOUT:g} s")
-            return None
-        if error is not None:
-            self._failed(f"failed: {type(error).__name__}: {error}")
-            return None
-        self.error = ""
-        return call.result()
+            error = "still hangs"
+        else:
+            call: Future[ProviderReport] = Future()
+            name = f"report of {self._provider.name}"
+            threading.Thread(target=self._run, args=(call,), name=name, daemon=True).start()
+            self._call = call
+            try:
+                raised = call.exception(REPORT_TIMEOUT)
+                error = f"failed: {type(raised).__name__}: {raised}" if raised is not None else ""
+            except TimeoutError:
+                error = f"did not answer within {REPORT_TIMEOUT:g} s"
+        if error and error != self.error:
+            _LOG.warning("%s %s; its status and metrics are not shown", self._provider.name, error)
+        self.error = error
+        return None if error else self._call.result()
 
     def _run(self, call: Future[ProviderReport]) -> None:
         try:
             call.set_result(self._provider.report())
         except BaseException as error:  # SystemExit and the like must not end a thread unseen
             call.set_exception(error)
-
-    def _failed(self, error: str) -> None:
-        if self.error != error:
-            _LOG.warning("%s %s; its status and metrics are not shown", self._provider.name, error)
-        self.error = error
 
 
 class Observer:

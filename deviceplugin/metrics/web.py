@@ -33,9 +33,9 @@ from prometheus_client.exposition import gzip_accepted
 
 _LOG: Final = logging.getLogger(__name__)
 TEXT: Final = "text/plain; charset=utf-8"
-SHARED: Final = 0.5
+LIFETIME: Final = 0.5
 """Seconds for which an answer is used at least."""
-REST: Final = 10
+LIFETIME_FACTOR: Final = 10
 """An answer is used at least so many times as long as its rendering took of the processor."""
 MAX_WAITING: Final = 8
 """Clients that wait for the rendering of a page. More are turned away, so that they leave connections to others."""
@@ -98,7 +98,7 @@ class Route:
         self.public = public
         self._render = render
         self._key = key
-        self._seconds = SHARED if seconds is None else seconds
+        self._seconds = LIFETIME if seconds is None else seconds
         self._lock = lock or threading.Lock()
         self._waiting = threading.BoundedSemaphore(MAX_WAITING)
         self._renderings: dict[tuple[Hashable, bool], _Rendering] = {}
@@ -133,7 +133,7 @@ class Route:
         if packed and len(answer.body) > SMALL:
             body = gzip.compress(answer.body, 1)
             answer = replace(answer, body=body, headers={**answer.headers, "Content-Encoding": "gzip"})
-        return _Rendering(answer, time.monotonic(), max(self._seconds, REST * (time.thread_time() - began)))
+        return _Rendering(answer, time.monotonic(), max(self._seconds, LIFETIME_FACTOR * (time.thread_time() - began)))
 
 
 # Addresses.

@@ -39,10 +39,10 @@ class Telling:
 
 
 class TestHolders:
-    """Who holds what."""
+    """The holders of devices."""
 
     def test_containers_hold_devices(self) -> None:
-        """What the kubelet's checkpoint say is in the view, free devices have nobody."""
+        """The holders in the kubelet's checkpoint are in the view; a free device has none."""
         view = Still(resource("a", "b", held={"a": [MAIN]})).observer().view()
         assert holders(view) == [DeviceHolder("plugin", "team", "train", "main")]
         assert holders(view, "b") == []
@@ -68,7 +68,7 @@ class TestHolders:
         still.sources = {RESOURCE: Some()}
         assert [seen.replicas for seen in still.observer().view().resources[0].devices] == [4, 1, 4]
 
-    def test_nobody_knows_when_the_books_are_old(self) -> None:
+    def test_holders_are_unknown_when_the_checkpoint_is_old(self) -> None:
         """When the kubelet cannot be asked for long, or was not yet, its last answer does not stay for ever."""
         still = Still(resource("a", held={"a": [MAIN]}))
         observer = still.observer()
@@ -95,8 +95,8 @@ class TestHolders:
         assert holders(view, "a") == []
 
     @pytest.mark.parametrize("kept", [{}, {"example.com/big": "", "example.com/small": "small--"}])
-    def test_one_driver_with_two_resources_is_told_apart(self, kept: dict[str, str]) -> None:
-        """Resources of one driver may have devices with the same ids; the bridge says how they are published."""
+    def test_resources_of_one_driver_are_distinguished(self, kept: dict[str, str]) -> None:
+        """Resources of one driver may have devices with the same ids; the bridge reports how they are published."""
         sources = {}
         for name in ("example.com/big", "example.com/small"):
             sources[name] = Source()
@@ -128,7 +128,7 @@ class TestReadiness:
     """What keeps an agent from being ready."""
 
     def test_ready_when_everything_is_registered(self) -> None:
-        """Nothing is missing, nothing is said."""
+        """Without a problem there is no reason."""
         assert Still(resource("a")).observer().view().unready == ()
 
     @pytest.mark.parametrize(
@@ -219,15 +219,15 @@ class TestProviders:
 
 
 class TestEvents:
-    """What happened between two looks."""
+    """What changed between two states."""
 
-    def said(self, before: ResourceStatus, now: ResourceStatus) -> list[tuple[str, bool]]:
+    def changes(self, before: ResourceStatus, now: ResourceStatus) -> list[tuple[str, bool]]:
         return [(event.text, event.bad) for event in events_between(before, now, 0.0)]
 
     def test_nothing_happened_is_nothing_said(self) -> None:
-        """Two looks at the same, and the very first one, have nothing to say."""
+        """Equal states, and the very first one, give no event."""
         one = resource("a", held={"a": [MAIN]})
-        assert self.said(one, one) == []
+        assert self.changes(one, one) == []
         assert list(events_between(None, one, 0.0)) == []
 
     def test_devices_change(self) -> None:
@@ -235,12 +235,12 @@ class TestEvents:
         before = resource("a", "b", "c")
         ill = Device("a", health=Health.UNHEALTHY, message="XID 79")
         now = replace(before, snapshot=merged(before.snapshot, [ill, Device("b"), Device("d")]))
-        assert self.said(before, now) == [
+        assert self.changes(before, now) == [
             ("a is unhealthy: XID 79", True),
             ("d appeared", False),
             ("c is unhealthy: the device is gone", True),
         ]
-        assert self.said(now, before) == [
+        assert self.changes(now, before) == [
             ("a is healthy", False),
             ("c is healthy", False),
             ("d was forgotten", False),
@@ -248,30 +248,30 @@ class TestEvents:
 
     def test_the_first_list_is_no_event(self) -> None:
         """Devices that are there from the start did not appear."""
-        assert self.said(resource(listed=False), resource("a")) == []
+        assert self.changes(resource(listed=False), resource("a")) == []
 
     def test_registration_and_restarts_are_said(self) -> None:
         """Losing the kubelet is bad, finding it again is not."""
         on, off = resource("a"), resource("a", registered=False)
-        assert self.said(on, off) == [("not registered with the kubelet any more", True)]
-        assert self.said(off, on) == [("registered with the kubelet", False)]
+        assert self.changes(on, off) == [("not registered with the kubelet any more", True)]
+        assert self.changes(off, on) == [("registered with the kubelet", False)]
         later = replace(on, registration=replace(on.registration, kubelet_restarts=2))
-        assert self.said(on, later) == [("the kubelet restarted (2 times so far)", False)]
+        assert self.changes(on, later) == [("the kubelet restarted (2 times so far)", False)]
 
     def test_trouble_is_said(self) -> None:
         """A source that fails and allocations that were refused."""
         before, now = resource("a"), resource("a", source_error="OSError: no", refusals={"unhealthy": 2})
-        assert self.said(before, now) == [
+        assert self.changes(before, now) == [
             ("its source failed: OSError: no", True),
             ("2 allocations refused: unhealthy", True),
         ]
-        assert self.said(replace(before, source_error="x"), before) == [("its source works again", False)]
+        assert self.changes(replace(before, source_error="x"), before) == [("its source works again", False)]
 
     def test_holders_come_and_go(self) -> None:
-        """Who got a device, and that it came free."""
+        """A device that is allocated, and that is free again, is an event."""
         free, held = resource("a"), resource("a", held={"a": [MAIN]})
-        assert self.said(free, held) == [("a went to team/train (main)", False)]
-        assert self.said(held, free) == [("a came free", False)]
+        assert self.changes(free, held) == [("a went to team/train (main)", False)]
+        assert self.changes(held, free) == [("a came free", False)]
 
     async def test_events_are_kept_but_not_for_ever(self) -> None:
         """The last hundred stay."""
@@ -285,10 +285,10 @@ class TestEvents:
         still.resources = []
         await observer.note(still.status())
 
-    async def test_a_look_that_fails_does_not_end_the_watch(
+    async def test_an_error_does_not_end_the_watch(
         self, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
     ) -> None:
-        """Whatever goes wrong is logged, and the next look follows."""
+        """Whatever goes wrong is logged, and the next status is noted."""
         still = Still(resource("a"))
         observer = still.observer()
         monkeypatch.setattr(observer, "TICK", 0.001)

@@ -335,7 +335,7 @@ class TestSharing:
         """After its time an answer is not used again."""
         renderings = iter(range(10))
         server = serve(routes={"/page": Route(lambda key: Answer(b"%d" % next(renderings)), seconds=0.0)})
-        monkeypatch.setattr(web, "REST", 0)
+        monkeypatch.setattr(web, "LIFETIME_FACTOR", 0)
         assert [get(server, "/page")[1] for _ in range(2)] == [b"0", b"1"]
 
     def test_what_takes_long_is_used_long(self, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -367,7 +367,7 @@ class TestSharing:
         rendering = threading.Thread(target=other.answer, args=(request,))
         rendering.start()
         assert begun.wait(10)
-        now[0] += 1.5 * web.SHARED
+        now[0] += 1.5 * web.LIFETIME
         assert old.answer(request).body == b"100"
         released.set()
         rendering.join(10)

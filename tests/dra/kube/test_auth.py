@@ -173,8 +173,8 @@ async def test_what_exec_plugins_do_wrong(tmp_path: Path, script: str, said: str
         await from_environment(plugin_file(tmp_path, script))
 
 
-async def test_a_plugin_that_waits_for_somebody(tmp_path: Path) -> None:
-    """A plugin may take longer than a request's deadline: somebody may have to log in."""
+async def test_a_plugin_that_waits_for_a_person(tmp_path: Path) -> None:
+    """A plugin may take longer than a request's deadline: a person may have to log in."""
     os.mkfifo(tmp_path / "login")
     with FakeApiServer() as server:
         server.create({"apiVersion": "v1", "kind": "Node", "metadata": {"name": "a"}})

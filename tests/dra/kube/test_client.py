@@ -259,7 +259,7 @@ async def test_pages_are_one_list(server: FakeApiServer) -> None:
 async def test_pages_whose_moment_is_gone_are_asked_for_all_at_once(
     server: FakeApiServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What came with the first pages is not told twice."""
+    """What came with the first pages is not in the list twice."""
     for number in range(5):
         server.create(node(f"n{number}"))
     async with connected(server) as cluster:
@@ -593,7 +593,7 @@ async def test_a_watch_that_makes_no_sense_is_listed_again(server: FakeApiServer
 
 
 async def test_failures_are_waited_out(server: FakeApiServer, caplog: pytest.LogCaptureFixture) -> None:
-    """Refusals and errors of the server are said once and tried again."""
+    """Refusals and errors of the server are logged once, and the request is tried again."""
     async with connected(server) as cluster:
         server.fail(lambda request: True, Fault(code=403, message="no"), times=5)
         server.fail(lambda request: True, Fault(code=503), times=5)
@@ -659,7 +659,7 @@ async def test_a_long_outage_is_not_hammered() -> None:
             assert cluster.statistics.failures <= 9
             server.start()
             server.create(node("a"))
-            await cluster.get(NODES, "a")  # somebody else finds the server back: nobody waits on
+            await cluster.get(NODES, "a")  # another request is answered: the wait ends
             assert names(await coming) == ["a"]
 
 
