@@ -29,41 +29,36 @@ TICK: Final = 0.5
 
 
 class Quantity(NamedTuple):
-    """Something that can be measured of a device: its metric's name after `deviceplugin_device_`.
+    """Something that can be measured of a device.
 
-    A name that ends with `_total` is a counter. label: what its parts differ in; "" if it has no
-    parts. With parts, a source gives a mapping by that label's value.
+    label: what its parts differ in; "" if it has no parts. With parts, a source gives a mapping by that label's value.
     """
 
-    name: str
     about: str
     label: str = ""
 
 
 QUANTITIES: Final[Mapping[str, Quantity]] = {
-    quantity.name: quantity
-    for quantity in (
-        Quantity("utilization_ratio", "Share of time in which the device was at work"),
-        Quantity("memory_utilization_ratio", "Share of time in which the device's memory was read or written"),
-        Quantity("encoder_utilization_ratio", "Share of time in which the video encoder was at work"),
-        Quantity("decoder_utilization_ratio", "Share of time in which the video decoder was at work"),
-        Quantity("memory_used_bytes", "The device's own memory in use"),
-        Quantity("memory_total_bytes", "The device's own memory, all of it"),
-        Quantity("temperature_celsius", "Temperature, by sensor where there are several", "sensor"),
-        Quantity("power_watts", "Power drawn now"),
-        Quantity("power_limit_watts", "Power above which the device slows itself down"),
-        Quantity("energy_joules_total", "Energy used since the driver was loaded"),
-        Quantity("clock_hertz", "Clock frequency now, by what it drives (graphics, sm, memory, video)", "clock"),
-        Quantity("throttled", "1 while the device slows itself down for this reason", "reason"),
-        Quantity("ecc_errors_total", "Memory errors found, by kind (corrected, uncorrected)", "kind"),
-        Quantity("xid_errors_total", "Errors that the driver reported, by XID code", "code"),
-        Quantity("pcie_bytes_per_second", "PCIe throughput now, by direction (receive, transmit)", "direction"),
-        Quantity("pcie_replays_total", "PCIe packets sent again"),
-        Quantity("nvlink_bytes_total", "Bytes over NVLink, by direction (receive, transmit)", "direction"),
-        Quantity("fan_ratio", "Fan speed as a share of its highest"),
-    )
+    "utilization_ratio": Quantity("Share of time in which the device was at work"),
+    "memory_utilization_ratio": Quantity("Share of time in which the device's memory was read or written"),
+    "encoder_utilization_ratio": Quantity("Share of time in which the video encoder was at work"),
+    "decoder_utilization_ratio": Quantity("Share of time in which the video decoder was at work"),
+    "memory_used_bytes": Quantity("The device's own memory in use"),
+    "memory_total_bytes": Quantity("The device's own memory, all of it"),
+    "temperature_celsius": Quantity("Temperature, by sensor where there are several", "sensor"),
+    "power_watts": Quantity("Power drawn now"),
+    "power_limit_watts": Quantity("Power above which the device slows itself down"),
+    "energy_joules_total": Quantity("Energy used since the driver was loaded"),
+    "clock_hertz": Quantity("Clock frequency now, by what it drives (graphics, sm, memory, video)", "clock"),
+    "throttled": Quantity("1 while the device slows itself down for this reason", "reason"),
+    "ecc_errors_total": Quantity("Memory errors found, by kind (corrected, uncorrected)", "kind"),
+    "xid_errors_total": Quantity("Errors that the driver reported, by XID code", "code"),
+    "pcie_bytes_per_second": Quantity("PCIe throughput now, by direction (receive, transmit)", "direction"),
+    "pcie_replays_total": Quantity("PCIe packets sent again"),
+    "nvlink_bytes_total": Quantity("Bytes over NVLink, by direction (receive, transmit)", "direction"),
+    "fan_ratio": Quantity("Fan speed as a share of its highest"),
 }
-"""The known names; a source may measure anything else, too."""
+"""By name after `deviceplugin_device_`; one that ends with `_total` is a counter. A source may measure others, too."""
 
 _NAME: Final = re.compile(r"[a-z][a-z0-9_]*")
 TAKEN: Final = frozenset({"health", "holders", "replicas", "state", "state_since_seconds"})

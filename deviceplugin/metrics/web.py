@@ -371,7 +371,7 @@ class Server(socketserver.TCPServer):
         self._thread.start()
 
     def close(self) -> None:
-        """End it all, clients included."""
+        """End all connections, and no longer listen."""
         self._over = True
         with contextlib.suppress(OSError):
             self.socket.shutdown(socket.SHUT_RDWR)  # wakes the thread
@@ -383,7 +383,7 @@ class Server(socketserver.TCPServer):
         for client in left:
             client.pipelined = False
             client.cut()
-        until = time.monotonic() + 0.5  # daemons: one that still works on an answer is left
+        until = time.monotonic() + 0.5  # a thread that still works on an answer is a daemon, and is left
         for client in left:
             client.thread.join(max(0.0, until - time.monotonic()))
         self._end_lingering(math.inf)
@@ -401,9 +401,9 @@ class Server(socketserver.TCPServer):
 
     def _end_lingering(self, now: float) -> None:
         with self._changed:
-            over = sum(until <= now for until, _ in self._lingering)  # in the order of time
-            over = max(over, len(self._lingering) - MAX_LINGERING)
-            ended, self._lingering = self._lingering[:over], self._lingering[over:]
+            count = sum(until <= now for until, _ in self._lingering)  # in the order of time
+            count = max(count, len(self._lingering) - MAX_LINGERING)
+            ended, self._lingering = self._lingering[:count], self._lingering[count:]
         for _, sock in ended:
             self.shutdown_request(sock)
 
@@ -428,14 +428,16 @@ class Server(socketserver.TCPServer):
         """Serve a connection in a thread of its own, as soon as there are not too many."""
         self._make_room(self.limits.connections)
         now = time.monotonic()
-        thread = threading.Thread(target=self._talk, args=(request, client_address), name="web client", daemon=True)
+        thread = threading.Thread(
+            target=self._serve_client, args=(request, client_address), name="web client", daemon=True
+        )
         with self._changed:
             self._clients[request] = _Client(request, thread, now, now + self.limits.request)
         try:
             thread.start()
         except RuntimeError as error:  # no more threads
             _LOG.warning("a client cannot be served: %s", error)
-            self._gone(request)
+            self._ended(request)
 
     def _make_room(self, most: int) -> None:
         """Wait until there are fewer than `most` clients; cut the one that has kept the server waiting longest."""
@@ -455,19 +457,19 @@ class Server(socketserver.TCPServer):
             client.since, client.answered = now if answered else math.inf, answered
             client.deadline = now + self.limits.answer
 
-    def _talk(self, sock: socket.socket, address: Any) -> None:
+    def _serve_client(self, sock: socket.socket, address: Any) -> None:
         try:
             if isinstance(sock, ssl.SSLSocket):
                 sock.do_handshake()
             self.finish_request(sock, address)
         except (OSError, http.client.HTTPException):
-            pass  # it went, or was cut, or speaks no HTTP
+            pass  # it left, or was cut, or does not speak HTTP
         except Exception:
             _LOG.exception("serving a client failed")
         finally:
-            self._gone(sock)
+            self._ended(sock)
 
-    def _gone(self, sock: socket.socket) -> None:
+    def _ended(self, sock: socket.socket) -> None:
         with self._changed:
             client = self._clients.pop(sock)
             self._changed.notify_all()
@@ -482,7 +484,7 @@ class Server(socketserver.TCPServer):
             self._clients[sock].pipelined = not self._over
 
     def refusal(self, request: Request, sock: socket.socket) -> Answer | None:
-        """Return the answer to a client that may not see what it asks for."""
+        """Return the answer to a client without the certificate or token that it needs."""
         wants_certificate = self.certificate is not None and self.certificate.client_ca is not None
         if wants_certificate and not cast("ssl.SSLSocket", sock).getpeercert():
             return Answer(b"a client certificate is needed\n", status=403)
@@ -560,10 +562,8 @@ class _Handler(http.server.BaseHTTPRequestHandler):
 
     def _answer(self, request: Request) -> Answer:
         route = self.server.routes.get(request.path)
-        if route is None or not route.public:
-            refusal = self.server.refusal(request, self.connection)
-            if refusal is not None:
-                return refusal
+        if (route is None or not route.public) and (refusal := self.server.refusal(request, self.connection)):
+            return refusal
         if route is None:
             return Answer(f"there are {', '.join(self.server.routes)}\n".encode(), status=404)
         try:
