@@ -41,6 +41,11 @@ class RequestStatistics:
     watches: int = 0
     lost_since: float | None = None
 
+    @property
+    def writes(self) -> int:
+        """Requests that change something."""
+        return sum(count for method, count in self.requests.items() if method != "GET")
+
 
 class Traffic:
     """Counts requests and failures, and logs once when the API server is lost or back.

@@ -77,11 +77,6 @@ async def became(publisher: Publisher, wanted: Pool) -> None:
     await publisher.accepted(wanted.driver, publisher.want(wanted))
 
 
-def writes_of(publisher: Publisher) -> int:
-    """Return how many requests changed something at the API server."""
-    return sum(count for method, count in publisher.statistics.requests.items() if method != "GET")
-
-
 def published(cluster: Cluster) -> list[dict[str, Any]]:
     selector = f"spec.driver={DRIVER},spec.nodeName={cluster.node_name}"
     found = cluster.list("resourceslices", field_selector=selector)
@@ -163,7 +158,7 @@ async def test_three_devices(cluster: Cluster) -> None:
         assert body["metadata"]["ownerReferences"][0]["kind"] == "Node"
         assert publisher.state(DRIVER).devices == {"gpu0", "gpu1", "gpu2"}
     async with publishing(cluster, wanted) as publisher:
-        assert writes_of(publisher) == 0
+        assert publisher.statistics.writes == 0
     assert published(cluster) == [body]
 
 
@@ -172,14 +167,14 @@ async def test_three_hundred_devices(cluster: Cluster) -> None:
     async with publishing(cluster, pool(cluster, *many(300))) as publisher:
         bodies = published(cluster)
         assert [len(body["spec"]["devices"]) for body in bodies] == [64, 64, 64, 64, 44]
-        writes = writes_of(publisher)
+        writes = publisher.statistics.writes
         devices = many(300)
         devices[0] = devices[0].with_health(Health.UNHEALTHY)
         await became(publisher, pool(cluster, *devices))
         bodies = published(cluster)
         assert len({body["spec"]["pool"]["generation"] for body in bodies}) == 1
         # The dry run that shows whether the server keeps taints is a request of its own.
-        assert writes_of(publisher) - writes <= 2
+        assert publisher.statistics.writes - writes <= 2
         sizes = [64 if cluster.minor >= 33 else 63, 64, 64, 64, 44]
         assert [len(body["spec"]["devices"]) for body in bodies] == sizes
         cluster.api.create(device_class(cluster))
