@@ -44,10 +44,6 @@ class ObservedService(Protocol):
     inventory: Inventory
     endpoint: Endpoint
 
-    @property
-    def resource(self) -> str:
-        """The resource's name."""
-
 
 class ObservedAgent(Protocol):
     """An agent, as far as it is shown."""
@@ -373,20 +369,20 @@ class Observer:
         from deviceplugin import naming  # only where there are claims
 
         qualifiers = {name: word for report in reports.values() for name, word in report.qualifiers.items()}
-        by_driver: dict[str, list[ObservedService]] = defaultdict(list)
-        for service in list(self._agent.services.values()):
+        by_driver: dict[str, dict[str, ObservedService]] = defaultdict(dict)
+        for resource, service in list(self._agent.services.items()):
             if service.source.driver:
-                by_driver[service.source.driver].append(service)
+                by_driver[service.source.driver][resource] = service
         ids: dict[tuple[str, str], tuple[str, str]] = {}
         for driver, services in by_driver.items():
-            words = naming.qualifiers([service.resource for service in services]) | qualifiers
-            for service in services:
+            words = naming.qualifiers(list(services)) | qualifiers
+            for resource, service in services.items():
                 snapshot = service.inventory.snapshot
-                state = (id(snapshot), snapshot.version, driver, words[service.resource])
-                key, names = self._published.get(service.resource, (None, {}))
+                state = (id(snapshot), snapshot.version, driver, words[resource])
+                key, names = self._published.get(resource, (None, {}))
                 if key != state:
-                    names = naming.published_names(words, {service.resource: snapshot.devices})
-                    self._published[service.resource] = (state, names)
+                    names = naming.published_names(words, {resource: snapshot.devices})
+                    self._published[resource] = (state, names)
                 ids.update({(driver, name): device for name, device in names.items()})
         return ids
 

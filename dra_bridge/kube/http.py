@@ -38,6 +38,9 @@ _KEEPALIVE: Final = (
 """A peer that is gone without a FIN (node or load balancer lost) is noticed after 30 s, also by a silent watch."""
 
 
+_Address = ipaddress.IPv4Address | ipaddress.IPv6Address
+
+
 class HttpError(Exception):
     """Raised when there is no answer, or one that is not HTTP or too large."""
 
@@ -213,30 +216,29 @@ def _is_direct(host: str, port: int, rules: str) -> bool:
     address = _address(host)
     if host == "localhost" or (address is not None and address.is_loopback):
         return True
-    for rule in filter(None, (one.strip().lower() for one in rules.split(","))):
-        if rule == "*":
-            return True
-        if "/" in rule:
-            with contextlib.suppress(ValueError):
-                if address is not None and address in ipaddress.ip_network(rule, strict=False):
-                    return True
-            continue
-        name, wanted = _split_port(rule)
-        if not name or wanted not in ("", str(port)):
-            continue
-        listed = _address(name)
-        if listed is not None or address is not None:
-            direct = listed == address
-        elif name.startswith((".", "*.")):
-            direct = host.endswith(name.removeprefix("*"))
-        else:
-            direct = f".{host}".endswith(f".{name}")
-        if direct:
-            return True
-    return False
+    return any(_matches(rule.strip().lower(), host, port, address) for rule in rules.split(","))
 
 
-def _address(text: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
+def _matches(rule: str, host: str, port: int, address: _Address | None) -> bool:
+    if rule == "*":
+        return True
+    if "/" in rule:
+        try:
+            return address is not None and address in ipaddress.ip_network(rule, strict=False)
+        except ValueError:
+            return False
+    name, wanted = _split_port(rule)
+    if not name or wanted not in ("", str(port)):
+        return False
+    listed = _address(name)
+    if listed is not None or address is not None:
+        return listed == address
+    if name.startswith((".", "*.")):
+        return host.endswith(name.removeprefix("*"))
+    return f".{host}".endswith(f".{name}")
+
+
+def _address(text: str) -> _Address | None:
     try:
         address = ipaddress.ip_address(text)
     except ValueError:
