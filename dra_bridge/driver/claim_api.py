@@ -45,7 +45,9 @@ class ClusterClaims:
                 "status": {"devices": [*others, *devices]},
             }
             try:
-                made = await self._api.patch_status(kube.RESOURCE_CLAIMS, claim.name, patch, claim.namespace)
+                made = await self._api.patch(
+                    kube.RESOURCE_CLAIMS, claim.name, patch, claim.namespace, subresource="status"
+                )
             except kube.ConflictError:
                 continue
             except kube.ForbiddenError as error:

@@ -39,7 +39,7 @@ class BridgeStatus:
             families=list(metrics.families(drivers, self._bridge.publisher, self._bridge.cluster)),
             status={one.name: self._status(one) for one in drivers},
             unready=list(self._unready(drivers)),
-            places={key: place for one in drivers for key, place in _places(one).items()},
+            locations={key: location for one in drivers for key, location in _locations(one).items()},
             claims=[
                 PreparedClaim(resource, device, claim.namespace, claim.name)
                 for one in drivers
@@ -83,7 +83,7 @@ class BridgeStatus:
         }
 
 
-def _places(one: DriverRuntime) -> dict[tuple[str, str], DeviceLocation]:
+def _locations(one: DriverRuntime) -> dict[tuple[str, str], DeviceLocation]:
     waits = {
         (resource, device): f"waits for {what}"
         for resource, runtime in list(one.resources.items())

@@ -465,14 +465,14 @@ async def test_rights(cluster: Cluster) -> None:
                     "lastTransitionTime": "2026-01-01T00:00:00Z",
                 }
                 patch = {"status": {"devices": [{**device, "conditions": [condition]}]}}
-                done = await connection.patch_status(kube.RESOURCE_CLAIMS, "c", patch, "default")
+                done = await connection.patch(kube.RESOURCE_CLAIMS, "c", patch, "default", subresource="status")
                 assert done["status"]["devices"][0]["conditions"][0]["type"] == "Ready"
                 theirs = {"status": {"devices": [{**device, "driver": "other.example.com"}]}}
                 nothing = {"status": {"allocation": None, "reservedFor": None}}
                 wrongs: tuple[Any, ...] = ({"status": {"reservedFor": []}}, nothing, theirs)
                 for wrong in wrongs:
                     with pytest.raises((kube.ForbiddenError, kube.InvalidError)):
-                        await connection.patch_status(kube.RESOURCE_CLAIMS, "c", wrong, "default")
+                        await connection.patch(kube.RESOURCE_CLAIMS, "c", wrong, "default", subresource="status")
                 await remove_slices(connection, [DRIVER], node)
     finally:
         remove(cluster, applied)

@@ -63,7 +63,7 @@ class Bridge:
     def report(self) -> ProviderReport:
         return ProviderReport(
             status={"slices": 1},
-            places={
+            locations={
                 (RESOURCE, "c"): DeviceLocation("plugin", "to-dra", time.time(), "asked for by the node's annotation")
             },
         )

@@ -64,7 +64,7 @@ def bridge(**changes: Any) -> Any:
         "publisher": SimpleNamespace(
             state=lambda name: PoolState(name, 3, 3, 7, 1, frozenset({"a", "c"}), frozenset(), (), 9)
         ),
-        "cluster": SimpleNamespace(statistics=RequestStatistics({"GET": 5, "PATCH": 2}, 1, 3, None, "v1")),
+        "cluster": SimpleNamespace(statistics=RequestStatistics({"GET": 5, "PATCH": 2}, 1, 3, None)),
         **changes,
     }
     return SimpleNamespace(**parts)
@@ -80,7 +80,7 @@ def values(status: BridgeStatus) -> dict[str, float]:
 
 def test_places_are_those_of_the_ledger() -> None:
     """Side, state and since when; what a move waits for is its reason."""
-    places = BridgeStatus(bridge()).report().places
+    places = BridgeStatus(bridge()).report().locations
     assert places[RESOURCE, "a"] == DeviceLocation("dra", "dra", 5.0, "the share is 2")
     assert places[RESOURCE, "b"] == DeviceLocation("plugin", "to-dra", 5.0, "waits for team/train")
     assert places[RESOURCE, "c"].side == "dra"
