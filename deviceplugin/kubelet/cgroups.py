@@ -18,8 +18,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-__all__ = ["CgroupReader", "PodProcesses", "own_pod", "read_directories"]
-
 _SYSTEMD: Final = re.compile(r"(?:.*-)?pod(.+)\.slice")
 _KUBEPODS: Final = re.compile(r"(?:.*-)?kubepods(?:\.slice)?")
 _ETC_HOSTS: Final = re.compile(r".*/pods/([^/]+)/etc-hosts")
@@ -29,14 +27,16 @@ _DEPTH: Final = 6
 
 @dataclass(frozen=True, slots=True)
 class PodProcesses:
-    """What was seen of pods at one moment.
+    """What was seen of pods at one moment, by pod UIDs.
 
-    running: UIDs of pods in whose cgroup there is a process; None if no cgroup tree of this kubelet is visible.
-    directories: UIDs of pods that have a directory; None if that is not visible either.
+    running: pods in whose cgroup there is a process; None if no cgroup tree of this kubelet is visible.
+    directories: pods that have a directory; None if that is not visible either.
+    empty: pods that have a cgroup without a process.
     """
 
     running: frozenset[str] | None = None
     directories: frozenset[str] | None = None
+    empty: frozenset[str] = frozenset()
 
     def may_run(self, pod_uid: str) -> str:
         """Say why a process of this pod may still run; "" if none can.
@@ -51,6 +51,58 @@ class PodProcesses:
         return "neither cgroups nor pod directories are visible"
 
 
+class PodReader:
+    """Reads which pods' processes may run: from cgroups, or from pod directories if no cgroups are visible. Blocks.
+
+    believe_checkpoint: if no cgroups are visible, no pod counts as running: the checkpoint alone decides.
+    """
+
+    def __init__(self, kubelet_root: Path, cgroups: Path, *, believe_checkpoint: bool) -> None:
+        self.own_pod: Final = own_pod(kubelet_root)
+        self.kubelet_root: Final = kubelet_root
+        self.cgroups: Final = CgroupReader(cgroups, self.own_pod)
+        self._believe_checkpoint = believe_checkpoint
+        self._cgroups_seen = False
+
+    def read(self) -> PodProcesses:
+        """Return which pods' processes run now."""
+        cgroups = self.cgroups.pods()
+        if cgroups is not None:
+            self._cgroups_seen = True
+            running = frozenset(uid for uid, populated in cgroups.items() if populated)
+            return PodProcesses(running, empty=frozenset(cgroups.keys() - running))
+        if self._cgroups_seen:
+            return PodProcesses()  # they are there, and cannot be read now
+        if self._believe_checkpoint:
+            return PodProcesses(frozenset())
+        return PodProcesses(None, read_directories(self.kubelet_root))
+
+    def running(self) -> frozenset[str]:
+        """Return the UIDs of pods in whose cgroup a process is seen; none if no cgroups are visible.
+
+        Raises OSError: cgroups were visible before, and cannot be read now.
+        """
+        running = self.cgroups.running()
+        if running is None and self._cgroups_seen:
+            raise OSError(f"pod cgroups in {self.cgroups.root} cannot be read now")
+        self._cgroups_seen = running is not None
+        return running or frozenset()
+
+    def missing(self) -> str:
+        """Say what cannot be seen of this node's pods, and what that means; "" if all can."""
+        if self.cgroups.running() is not None:
+            return ""
+        what = f"no pod cgroups (kubepods) of this kubelet are visible in {self.cgroups.root}"
+        if self._believe_checkpoint:
+            return f"{what}: a device comes free when the kubelet says so, also of a pod whose containers hang"
+        if read_directories(self.kubelet_root) is not None:
+            return f"{what}: a device comes free only when its pod is deleted, not when it has completed"
+        return (
+            f"{what}, nor pod directories in {self.kubelet_root / 'pods'}: "
+            "no device that a pod holds ever comes free; mount either, read-only"
+        )
+
+
 class CgroupReader:
     """Reads pod cgroups below a cgroup file system; v1 and v2, cgroupfs and systemd drivers.
 
@@ -63,26 +115,21 @@ class CgroupReader:
         self._own = own
 
     def running(self) -> frozenset[str] | None:
-        """Return the UIDs of pods in whose cgroup there is a process; None if this kubelet's are not to be seen.
-
-        Blocks: reads some directories, and a few small files for each pod.
-        """
+        """Return the UIDs of pods in whose cgroup there is a process; None if this kubelet's are not visible."""
         found = self.pods()
         return None if found is None else frozenset(uid for uid, populated in found.items() if populated)
 
     def pods(self) -> dict[str, bool] | None:
-        """Return whether there is a process in the cgroup of each pod that has one, by UID; as `running`."""
+        """Return whether there is a process in each pod's cgroup, by UID; None if this kubelet's are not visible."""
         found: dict[str, bool] = {}
         try:
             trees = self._trees()
-            if not trees:
-                return None
             for tree in trees:
                 for uid, path in _pods(tree):
                     found[uid] = found.get(uid, False) or _populated(path)
         except OSError:  # a part of the tree cannot be read
             return None
-        return None if self._own and not found.get(self._own) else found
+        return None if not trees or (self._own and not found.get(self._own)) else found
 
     def _trees(self) -> list[str]:
         """Return the directories `kubepods`; of cgroup v1 those of the hierarchy `pids`, or the first that has any."""

@@ -15,18 +15,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
-__all__ = [
-    "NO_FILE",
-    "Allocation",
-    "Checkpoint",
-    "CheckpointError",
-    "FileIdentity",
-    "file_identity",
-    "identity",
-    "parse",
-    "read",
-]
-
 FILE_NAME: Final = "kubelet_internal_checkpoint"
 
 
@@ -35,7 +23,7 @@ class CheckpointError(Exception):
 
 
 class Allocation(NamedTuple):
-    """One device id in the hands of one container. `device_id` is the kubelet's id, a replica's included."""
+    """One device id that one container has. device_id: the kubelet's id, a replica's included."""
 
     pod_uid: str
     container: str
@@ -86,11 +74,8 @@ class Checkpoint:
 def parse(text: bytes, file: FileIdentity = NO_FILE) -> Checkpoint:
     """Read `{"Data": {"PodDeviceEntries": [...], "RegisteredDevices": {...}}, "Checksum": n}`.
 
-    The kubelet replaces the file by renaming, so it is whole. The checksum is a hash of Go values; the kubelet's.
-
-    Raises:
-        CheckpointError: it is not such a file.
-
+    The kubelet replaces the file by renaming, so it is whole. The checksum is a hash of Go values, which only the
+    kubelet can compute. Raises CheckpointError: it is not such a file.
     """
     try:
         data = json.loads(text)["Data"]
@@ -121,9 +106,7 @@ def identity(directory: Path) -> FileIdentity:
 def read(directory: Path) -> Checkpoint:
     """Read the checkpoint in the device plugin directory.
 
-    Raises:
-        CheckpointError: there is none, it cannot be read, or it is not a checkpoint.
-
+    Raises CheckpointError: there is none, it cannot be read, or it is not a checkpoint.
     """
     path = directory / FILE_NAME
     try:

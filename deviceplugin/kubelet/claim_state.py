@@ -15,8 +15,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-__all__ = ["ClaimStateError", "ClaimStateMissingError", "PreparedClaim", "parse", "read"]
-
 FILE_NAME: Final = "dra_manager_state"
 
 

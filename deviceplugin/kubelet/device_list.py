@@ -1,21 +1,23 @@
-"""The list of devices as the kubelet gets it (ListAndWatchResponse)."""
+"""The list of devices as the kubelet gets it, and the ids in it."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Final
 
 from deviceplugin.device import Device
-from deviceplugin.inventory import Snapshot
+from deviceplugin.inventory import Inventory, Snapshot
+from deviceplugin.sharing import device_of, replicas_of
+from deviceplugin.source import DeviceSource
 from deviceplugin.wire import deviceplugin_pb2 as pb
-
-__all__ = ["HEALTHY", "MAX_LIST_BYTES", "UNHEALTHY", "Entry", "entries", "rendered", "too_large"]
 
 HEALTHY: Final = "Healthy"
 UNHEALTHY: Final = "Unhealthy"
 MAX_LIST_BYTES: Final = 4 * 1024 * 1024
 """The kubelet takes no larger message and shows a capacity of 0 (kubernetes#109304)."""
+ANY_REPLICAS: Final = 2
+"""As good as any number above 1 for telling which device a replica belongs to."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,18 +34,20 @@ def entries(
     *,
     names_of: Callable[[Device], Iterable[str]],
     with_topology: bool = True,
-    offers: Callable[[str], bool] | None = None,
+    offers: Callable[[str], bool] = lambda device: True,
+    withheld: Collection[str] = (),
 ) -> tuple[Entry, ...]:
     """Return what the kubelet is to see of a snapshot.
 
     names_of: under which ids the kubelet knows a device; several, if it is shared.
+    offers: whether the plugin side offers a device. withheld: ids that are not offered.
     A device of unknown health is shown healthy: only a device known to be broken is withdrawn.
-    A device that the plugin side does not offer is shown unhealthy, never dropped.
+    A device that is not offered is shown unhealthy, never dropped.
     """
     return tuple(
         Entry(
             name,
-            device.health.usable and (offers is None or offers(device.id)),
+            device.health.usable and offers(device.id) and name not in withheld,
             device.numa_nodes if with_topology else (),
         )
         for device in snapshot.devices.values()
@@ -67,3 +71,94 @@ def too_large(resource: str, count: int, size: int) -> str:
         f"{resource}: the list of {count} devices has {size} bytes, more than the {MAX_LIST_BYTES} that the kubelet "
         "takes; it is not sent. Use shorter device ids, fewer devices or replicas, or leave the topology out"
     )
+
+
+class DeviceIds:
+    """The ids under which the kubelet knows the devices of one resource.
+
+    A legacy id is one from before the number of replicas changed: a pod may have it. While there is one,
+    a device that it had alone, or that is to be had alone now, is not given out.
+    """
+
+    def __init__(self, source: DeviceSource, inventory: Inventory) -> None:
+        self._source = source
+        self._inventory = inventory
+        self._legacy: Mapping[str, str] = {}
+
+    @property
+    def legacy(self) -> Mapping[str, str]:
+        """The legacy ids and the devices behind them."""
+        return self._legacy
+
+    def offered(self) -> tuple[str, ...]:
+        """Return the ids under which the devices are offered now."""
+        return tuple(name for device in self._inventory.snapshot.devices.values() for name in self.names_of(device))
+
+    def replace(self, source: DeviceSource) -> None:
+        """Take the ids of another source from now on; those that it would not offer become legacy ids."""
+        before = {**{name: self.device_id_of(name) for name in self.offered()}, **self._legacy}
+        self._source = source
+        now = frozenset(self.offered())
+        self._legacy = {name: device for name, device in before.items() if name not in now}
+
+    def forget(self, names: Iterable[str]) -> bool:
+        """Forget legacy ids; return whether there was one."""
+        drop = self._legacy.keys() & set(names)
+        if drop:
+            self._legacy = {name: device for name, device in self._legacy.items() if name not in drop}
+        return bool(drop)
+
+    def adopt_existing(self, names: Iterable[str]) -> tuple[frozenset[str], frozenset[str]]:
+        """Make legacy ids of those that pods have from before this agent began.
+
+        Returns:
+            The new legacy ids, and the ids of devices that are not listed: they may be plugged in again.
+
+        """
+        known, offered = self._inventory.snapshot.devices, {*self.offered(), *self._legacy}
+        ids = {name: self.device_id_of(name) for name in names if name not in offered}
+        adopted = {name: device for name, device in ids.items() if device in known}
+        if adopted:
+            self._legacy = {**self._legacy, **adopted}
+        return frozenset(adopted), frozenset(ids.keys() - adopted.keys())
+
+    def device_id_of(self, name: str) -> str:
+        """Return the device behind one of the kubelet's ids, also one from before sharing changed."""
+        known = self._inventory.snapshot.devices.get(self.offered_as(name))
+        if name in self._legacy and (known is None or name not in self.names_of(known)):
+            return self._legacy[name]
+        return known.id if known is not None else device_of(name, ANY_REPLICAS)
+
+    def names_of(self, device: Device) -> tuple[str, ...]:
+        """Return the ids under which the kubelet knows a device now."""
+        if self._source.replicas == 1:
+            return (device.id,)
+        names = replicas_of(device.id, self._source.replicas_of(device))
+        if len(names) == 1 and device_of(device.id, ANY_REPLICAS) != device.id:
+            return replicas_of(device.id, ANY_REPLICAS)[:1]  # it is called like another one's replica
+        return names
+
+    def ids_of(self, device: str) -> tuple[str, ...]:
+        """Return all ids under which the kubelet may know a device, those from before sharing changed included."""
+        known = self._inventory.snapshot.devices.get(device)
+        now = self.names_of(known) if known is not None else (device,)
+        return (*now, *(name for name, one in self._legacy.items() if one == device))
+
+    def offered_as(self, name: str) -> str:
+        """Return the device behind an id that the kubelet may know now; the id itself if there is none."""
+        known = self._inventory.snapshot.devices.get(name)
+        if known is not None and self.names_of(known) == (name,):
+            return name
+        return device_of(name, self._source.replicas)
+
+    def kept(self) -> Mapping[str, str]:
+        """Return the devices that somebody has on other terms than they are offered, and a former id of each.
+
+        Somebody has it alone while it is to be shared, or a part of it while it is to be had alone.
+        """
+        kept: dict[str, str] = {}
+        for name, device in self._legacy.items():
+            known = self._inventory.snapshot.devices.get(device)
+            if known is not None and (name == device or self.names_of(known) == (device,)):
+                kept.setdefault(device, name)
+        return kept

@@ -12,8 +12,6 @@ from typing import Final
 
 from deviceplugin.kubelet.checkpoint import Allocation
 
-__all__ = ["WELL_APART", "IdsInUse"]
-
 WELL_APART: Final = 4.0
 """Seconds between the two checkpoints after which a grant whose container no checkpoint names is over."""
 

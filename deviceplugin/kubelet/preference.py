@@ -7,10 +7,8 @@ from typing import Final
 
 from deviceplugin import topology
 from deviceplugin.inventory import Snapshot
-from deviceplugin.kubelet.device_ids import DeviceIds
+from deviceplugin.kubelet.device_list import DeviceIds
 from deviceplugin.source import DeviceSource
-
-__all__ = ["as_names", "avoiding", "choice"]
 
 MANY: Final = 64
 """Devices without links above which NUMA nodes are compared as groups, not pair by pair."""

@@ -6,12 +6,11 @@ It reads the inventory, calls the source's hooks and records what it gave out.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Final, Protocol, TypeVar
 
 import grpc
@@ -22,16 +21,13 @@ from deviceplugin.device import MAX_ID, NO_EDITS, ContainerEdits, Device, EditCo
 from deviceplugin.inventory import Inventory
 from deviceplugin.kubelet import preference
 from deviceplugin.kubelet.allocation_gate import AllocationGate, AllowAll, Refusal
-from deviceplugin.kubelet.device_ids import DeviceIds
-from deviceplugin.kubelet.device_list import MAX_LIST_BYTES, Entry, entries, rendered, too_large
+from deviceplugin.kubelet.device_list import MAX_LIST_BYTES, DeviceIds, Entry, entries, rendered, too_large
 from deviceplugin.kubelet.exclusion_guard import ConflictError, ExclusionGuard
 from deviceplugin.kubelet.granted import annotate
 from deviceplugin.kubelet.podresources import AllocationsInFlight
 from deviceplugin.source import DeviceSource
 from deviceplugin.wire import deviceplugin_pb2 as pb
 from deviceplugin.wire.deviceplugin_pb2_grpc import DevicePluginServicer
-
-__all__ = ["Endpoint", "ServicerStatistics"]
 
 _LOG: Final = logging.getLogger(__name__)
 _T = TypeVar("_T")
@@ -41,25 +37,19 @@ SHOWN_IDS: Final = 8
 
 
 class Holders(Protocol):
-    """What the endpoint asks about who holds a resource's ids; `HolderTracker` answers it."""
+    """Knows who holds a resource's ids, as `HolderTracker` does; the bodies are the answers where nobody knows."""
 
-    def unnamed(self, resource: str) -> Collection[str]:
-        """Return ids that are held though the kubelet may give them away; they are shown unhealthy."""
+    def unnamed_reasons(self, resource: str) -> Mapping[str, str]:
+        """Return ids that are held though the kubelet may give them away, and why; they are shown unhealthy."""
+        return {}
 
     async def still_held(self, resource: str, device_ids: Collection[str]) -> Mapping[str, str]:
         """Return the ids that another pod still holds, and why."""
-
-
-class NoHolders:
-    """Where nobody tracks who holds what."""
-
-    def unnamed(self, resource: str) -> Collection[str]:
-        """Withhold nothing."""
-        return ()
-
-    async def still_held(self, resource: str, device_ids: Collection[str]) -> Mapping[str, str]:
-        """Know of nobody."""
         return {}
+
+
+class NoHolders(Holders):
+    """Used where nobody tracks who holds what."""
 
 
 @dataclass(slots=True)
@@ -95,12 +85,18 @@ def container_response(edits: ContainerEdits) -> pb.ContainerAllocateResponse:
     )
 
 
+@dataclass(eq=False, slots=True)
+class Stream:
+    """One ListAndWatch. shown: when the last list was sent (monotonic seconds), and the healthy ids in it."""
+
+    ending: bool = False
+    shown: tuple[float, frozenset[str]] | None = None
+
+
 class Endpoint(DevicePluginServicer):
     """The servicer of one resource; survives servers, registrations and changes of its source.
 
     release_former: has `released` called of devices whose former holders have ended, before these ids are granted.
-    on_stream_end: called when a ListAndWatch ends and no other one is live. serving: False ends
-    every ListAndWatch at its next look, and those that only begin.
     """
 
     def __init__(
@@ -119,28 +115,32 @@ class Endpoint(DevicePluginServicer):
         self.source = source
         self.inventory = inventory
         self.statistics = ServicerStatistics()
-        self.on_stream_end: Callable[[], None] = lambda: None
-        self.serving = True
         self.streams_begun = 0
         self.ids = DeviceIds(source, inventory)
         self._allocations = in_flight
+        self._calls = AllocationsInFlight()
+        """Calls of the kubelet that it should not be cut off from."""
         self._granted = granted or (lambda names: None)
         self._release_former = release_former
         self._allocation_gate: AllocationGate = allocation_gate or AllowAll()
         self._holders: Holders = holders or NoHolders()
         self._guard = guard or ExclusionGuard()
-        self._streams: dict[object, asyncio.Event] = {}
-        self._shown: dict[object, tuple[float, frozenset[str]]] = {}
+        self._serving = True
+        self._on_stream_end: Callable[[], None] = lambda: None
+        self._streams: set[Stream] = set()
         self._streams_gone = asyncio.Event()
         self._streams_gone.set()
         self._refresh = asyncio.Event()
         self._again = 0
-        self._calls = 0
-        self._settled = asyncio.Event()
-        self._settled.set()
         inventory.subscribe(lambda snapshot: self.refresh())
 
-    # What the registration needs to know.
+    def start(self, on_stream_end: Callable[[], None]) -> None:
+        """Let streams begin. on_stream_end: called when a ListAndWatch ends and no other one is live."""
+        self._serving, self._on_stream_end = True, on_stream_end
+
+    def stop(self) -> None:
+        """Let every ListAndWatch end at its next list, and those that only begin."""
+        self._serving, self._on_stream_end = False, lambda: None
 
     @property
     def options(self) -> pb.DevicePluginOptions:
@@ -161,48 +161,37 @@ class Endpoint(DevicePluginServicer):
         None while nobody listens, or a list is still on its way. With several streams (an old one
         that ends) the ids of all of them count.
         """
-        if not self._streams or self._streams.keys() != self._shown.keys():
+        shown = [stream.shown for stream in self._streams if stream.shown is not None]
+        if not shown or len(shown) < len(self._streams):
             return None
-        return max(at for at, _ in self._shown.values()), frozenset().union(*(ids for _, ids in self._shown.values()))
+        return max(at for at, _ in shown), frozenset().union(*(ids for _, ids in shown))
 
     async def end_streams(self, timeout: float) -> bool:
         """End every ListAndWatch; return whether all were gone within `timeout` seconds."""
-        for ending in self._streams.values():
-            ending.set()
+        for stream in self._streams:
+            stream.ending = True
         self.refresh()
-        return await _comes(self._streams_gone, timeout)
+        return await _in_time(self._streams_gone.wait(), timeout)
 
     async def settled(self, timeout: float) -> bool:
         """Wait until no Allocate or PreStartContainer is in flight; return whether that was within `timeout` seconds.
 
         When the stream ends the kubelet closes the connection on which they are (kubelet 1.36.3, devicemanager).
         """
-        return await _comes(self._settled, timeout)
-
-    @contextlib.contextmanager
-    def _in_flight(self) -> Iterator[None]:
-        """Count a call that the kubelet should not be cut off from."""
-        self._calls += 1
-        self._settled.clear()
-        try:
-            yield
-        finally:
-            self._calls -= 1
-            if not self._calls:
-                self._settled.set()
+        return await _in_time(self._calls.wait(), timeout)
 
     def replace(self, source: DeviceSource) -> None:
-        """Ask another source from now on.
+        """Use another source from now on.
 
-        Ids that it would not offer (another number of replicas) go on being shown, unhealthy, until they
-        are forgotten: a pod may have them, or be on its way to.
+        Ids that it would not offer (another number of replicas) are shown, unhealthy, until they are
+        forgotten: a pod may have them, or be about to get them.
         """
         self.source = source
         self.ids.replace(source)
         self.refresh()
 
     def forget(self, names: Iterable[str]) -> None:
-        """Show these legacy ids no more."""
+        """Stop showing these legacy ids."""
         if self.ids.forget(names):
             self.refresh()
 
@@ -219,18 +208,18 @@ class Endpoint(DevicePluginServicer):
         return unlisted
 
     def refresh(self) -> None:
-        """Have every stream look at the inventory again."""
+        """Have every stream send the list again if it has changed."""
         self._refresh.set()
         self._refresh = asyncio.Event()
 
     def resend(self) -> bool:
-        """Send the list once more though nothing changed; return whether anybody listens.
+        """Send the list once more though nothing changed; return whether the kubelet listens.
 
         With each list the kubelet writes its checkpoint anew (kubelet 1.36.3, devicemanager).
         """
         self._again += 1
         self.refresh()
-        return bool(self._shown)
+        return any(stream.shown is not None for stream in self._streams)
 
     # The five calls.
 
@@ -244,8 +233,8 @@ class Endpoint(DevicePluginServicer):
         self, request: pb.Empty, context: object
     ) -> AsyncIterator[pb.ListAndWatchResponse]:
         """Send the list now and after each change, until the kubelet goes or the stream is ended."""
-        stream, ending = object(), asyncio.Event()
-        self._streams[stream] = ending
+        stream = Stream()
+        self._streams.add(stream)
         self._streams_gone.clear()
         self.streams_begun += 1
         _LOG.debug("%s: the kubelet listens", self.resource)
@@ -253,7 +242,7 @@ class Endpoint(DevicePluginServicer):
             sent: tuple[Entry, ...] | None = None
             refused: tuple[Entry, ...] | None = None
             again = self._again
-            while self.serving and not ending.is_set():
+            while self._serving and not stream.ending:
                 refresh = self._refresh
                 lines = self.lines()
                 if again != self._again:
@@ -264,26 +253,25 @@ class Endpoint(DevicePluginServicer):
                         self.statistics.lists_sent += 1
                         yield message
                         sent = lines
-                        self._shown[stream] = (time.monotonic(), frozenset(line.name for line in lines if line.healthy))
+                        stream.shown = (time.monotonic(), frozenset(line.name for line in lines if line.healthy))
                     else:
                         refused = lines
                         _LOG.error("%s", too_large(self.resource, len(lines), size))
                     del message
-                    continue  # whatever changed meanwhile goes out in one
+                    continue  # whatever changed meanwhile is sent as one list
                 await refresh.wait()
         finally:
-            self._streams.pop(stream, None)
-            self._shown.pop(stream, None)
+            self._streams.discard(stream)
             if not self._streams:
                 self._streams_gone.set()
-                _LOG.debug("%s: the kubelet listens no more", self.resource)
-                self.on_stream_end()
+                _LOG.debug("%s: the kubelet does not listen any more", self.resource)
+                self._on_stream_end()
 
     async def Allocate(  # noqa: N802
         self, request: pb.AllocateRequest, context: grpc.aio.ServicerContext[pb.AllocateRequest, pb.AllocateResponse]
     ) -> pb.AllocateResponse:
-        """Give devices to containers: all of the request or nothing."""
-        with self._in_flight(), self._allocations.busy():
+        """Allocate devices to containers: all of the request or nothing."""
+        with self._calls.busy(0.0), self._allocations.busy():
             try:
                 wanted = [tuple(container.devices_ids) for container in request.container_requests]
                 names = [name for container in wanted for name in container]
@@ -334,7 +322,7 @@ class Endpoint(DevicePluginServicer):
         devices = [known[name] for name in names if name in known]
         try:
             if devices:
-                with self._in_flight():
+                with self._calls.busy(0.0):
                     await self._guard.verify_granted((self.resource, device.id) for device in devices)
                     await self._hook("reset", self.source.reset, devices)
         except ConflictError as error:
@@ -344,8 +332,6 @@ class Endpoint(DevicePluginServicer):
             _LOG.warning("%s", error)
             await context.abort(grpc.StatusCode.INTERNAL, str(error))
         return pb.PreStartContainerResponse()
-
-    # Decisions.
 
     def lines(self) -> tuple[Entry, ...]:
         """Return the list as the kubelet is to see it now."""
@@ -360,9 +346,8 @@ class Endpoint(DevicePluginServicer):
             names_of=self.ids.names_of,
             with_topology=self.source.topology,
             offers=offers,
+            withheld=self._holders.unnamed_reasons(self.resource),
         )
-        if withheld := frozenset(self._holders.unnamed(self.resource)):
-            lines = tuple(replace(line, healthy=line.healthy and line.name not in withheld) for line in lines)
         known, wanted = self.inventory.snapshot.devices, self.source.topology
         return lines + tuple(
             Entry(name, healthy=False, numa=known[device].numa_nodes if wanted and device in known else ())
@@ -370,11 +355,9 @@ class Endpoint(DevicePluginServicer):
         )
 
     def _check(self, names: Sequence[str]) -> list[Device]:
-        """Return the devices behind the ids of one container.
+        """Return the devices of the ids of one container.
 
-        Raises:
-            Refusal: an id is named twice, unknown, or of a device that may not be given out.
-
+        Raises Refusal: an id is named twice, unknown, or of a device that may not be given out.
         """
         resource = self.resource
         if len(set(names)) != len(names):
@@ -402,12 +385,7 @@ class Endpoint(DevicePluginServicer):
         return list(devices.values())
 
     async def _refuse_held(self, names: Sequence[str]) -> None:
-        """Refuse ids that the kubelet counts as free while another pod still holds them.
-
-        Raises:
-            Refusal: there is such an id.
-
-        """
+        """Raise Refusal for ids that the kubelet counts as free while another pod still holds them."""
         for name, why in (await self._holders.still_held(self.resource, names)).items():
             details = f"{self.resource}: device {name} is still held: {why}"
             raise Refusal(grpc.StatusCode.FAILED_PRECONDITION, "held", details)
@@ -415,9 +393,7 @@ class Endpoint(DevicePluginServicer):
     async def _grant(self, names: Sequence[str]) -> None:
         """Have a grant recorded.
 
-        Raises:
-            Refusal: a device excludes, or is, one that somebody else holds; or the allocation gate refuses.
-
+        Raises Refusal: a device excludes, or is, one that somebody else holds; or the allocation gate refuses.
         """
         devices = list(dict.fromkeys(map(self.ids.device_id_of, names)))
         keys = [(self.resource, device) for device in devices]
@@ -433,7 +409,7 @@ class Endpoint(DevicePluginServicer):
         try:
             return container_response(edits)
         except (TypeError, ValueError, AttributeError) as error:  # a number for a variable, say
-            details = f"{self.resource}: the edits cannot be told to the kubelet: {error}"
+            details = f"{self.resource}: the edits cannot be sent to the kubelet: {error}"
             raise Refusal(grpc.StatusCode.INTERNAL, "edits", details) from error
 
     async def _edits(self, names: Sequence[str]) -> ContainerEdits:
@@ -459,7 +435,7 @@ class Endpoint(DevicePluginServicer):
             avoided = frozenset(self._allocation_gate.avoids(self.resource))
             available, must_include = preference.avoiding(avoided, self.ids, available, must_include, size)
             if "prefer" in self.source.hooks:
-                chosen = await self._wish(available, must_include, size)
+                chosen = await self._preferred_by_hook(available, must_include, size)
                 if chosen is not None:
                     return chosen
             return preference.choice(self.source, self.inventory.snapshot, self.ids, available, must_include, size)
@@ -467,15 +443,15 @@ class Endpoint(DevicePluginServicer):
             _LOG.exception("%s: no preference could be found", self.resource)
             return [*must_include, *(name for name in available if name not in must_include)][:size]
 
-    async def _wish(self, available: list[str], must_include: list[str], size: int) -> list[str] | None:
+    async def _preferred_by_hook(self, available: list[str], must_include: list[str], size: int) -> list[str] | None:
         known = self.inventory.snapshot.devices
 
         def devices(names: Iterable[str]) -> list[Device]:
             return [known[name] for name in dict.fromkeys(map(self.ids.offered_as, names)) if name in known]
 
         try:
-            wish = await self._hook("prefer", self.source.prefer, devices(available), devices(must_include), size)
-            ids = [one.id if isinstance(one, Device) else str(one) for one in wish]
+            preferred = await self._hook("prefer", self.source.prefer, devices(available), devices(must_include), size)
+            ids = [one.id if isinstance(one, Device) else str(one) for one in preferred]
         except (hooks.HookError, TypeError) as error:
             _LOG.warning("%s; choosing without it", error)
             return None
@@ -500,11 +476,11 @@ class Endpoint(DevicePluginServicer):
             seconds[name] = seconds.get(name, 0.0) + time.perf_counter() - began
 
 
-async def _comes(event: asyncio.Event, timeout: float) -> bool:
-    """Wait for an event; return whether it came within `timeout` seconds."""
+async def _in_time(work: Awaitable[object], timeout: float) -> bool:
+    """Wait for something; return whether it came within `timeout` seconds."""
     try:
         async with asyncio.timeout(timeout):
-            await event.wait()
+            await work
     except TimeoutError:
         return False
     return True

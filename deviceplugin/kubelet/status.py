@@ -10,8 +10,6 @@ from deviceplugin.kubelet.podresources import ClaimUse, Holder
 from deviceplugin.kubelet.registration import RegistrationStatistics
 from deviceplugin.kubelet.servicer import ServicerStatistics
 
-__all__ = ["ResourceStatus", "Status"]
-
 
 @dataclass(frozen=True, slots=True)
 class ResourceStatus:

@@ -78,7 +78,7 @@ class Bridge:
         self.cdi_directory = cdi_directory
         self.claim_status = claim_status
         self.orphaned = OrphanedClaims(self.paths.kubelet_root, lambda: self.drivers.keys(), cdi_directory)
-        gate = OrphanedClaimGate(self, lambda resource: None)
+        gate = OrphanedClaimGate(lambda resource, device: self.holder(resource, device, None))
         self.gates = ResourceGates(gate, lambda: [bridge.ledger_gate for bridge in self.drivers.values()])
         self.claims = ClusterClaims(cluster, node)
         self.publisher = Publisher(cluster, node)

@@ -48,7 +48,7 @@ class ClaimPods:
 
         """
         tracker = self._tracker
-        running = await asyncio.to_thread(tracker.running_pods)
+        running = await asyncio.to_thread(tracker.pods.running)
         prepared = await self.record()
         if running - self._recorded:
             known = self._ledger.snapshot.claims

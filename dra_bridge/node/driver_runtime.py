@@ -493,7 +493,7 @@ class DriverRuntime:
         """
         unlisted = (await self._pods.running()).unlisted
         named = frozenset(claim.uid for claim in await self._pods.record())
-        pods = await asyncio.to_thread(self._node.agent.tracker.pods)
+        pods = await asyncio.to_thread(self._node.agent.tracker.pods.read)
         await self._name_from_server(named, pods)
         await self.driver.reconcile(named, pods, unlisted, sweep=sweep)
 

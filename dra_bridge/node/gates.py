@@ -10,7 +10,7 @@ import grpc
 from deviceplugin.exclusion import Key
 from deviceplugin.identity import Tokens
 from deviceplugin.kubelet.allocation_gate import AllocationGate, Refusal
-from deviceplugin.kubelet.exclusion_guard import Side as ExclusionSide
+from deviceplugin.kubelet.allocation_gate import Side as ExclusionSide
 
 __all__ = ["DENY_ALL", "DenyAll", "ResourceGates"]
 

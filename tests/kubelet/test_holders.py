@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from deviceplugin.kubelet.cgroups import PodProcesses
 from deviceplugin.kubelet.checkpoint import Allocation, Checkpoint
-from deviceplugin.kubelet.holders import HolderSnapshot, Holding, Witnesses, holders, needs_request, shows_present
+from deviceplugin.kubelet.holders import HolderEvidence, HolderSnapshot, Holding, holders, needs_request, shows_present
 
 R = "example.com/r"
 A = Allocation("u1", "main", R, "a")
@@ -20,11 +20,11 @@ DIRECTORY = PodProcesses(None, frozenset({"u1"}))
 NO_DIRECTORY = PodProcesses(None, frozenset())
 
 
-def seen(*named: Allocation, awake: bool = True, pods: PodProcesses = ENDED, problem: str = "") -> Witnesses:
-    return Witnesses([Checkpoint(frozenset(named), {R: frozenset({"a"})})], awake, pods, problem)
+def seen(*named: Allocation, awake: bool = True, pods: PodProcesses = ENDED, problem: str = "") -> HolderEvidence:
+    return HolderEvidence([Checkpoint(frozenset(named), {R: frozenset({"a"})})], awake, pods, problem)
 
 
-MISSING = Witnesses((), False, ENDED, "kubelet_internal_checkpoint: No such file or directory")
+MISSING = HolderEvidence((), False, ENDED, "kubelet_internal_checkpoint: No such file or directory")
 
 
 @pytest.mark.parametrize(
@@ -75,7 +75,7 @@ MISSING = Witnesses((), False, ENDED, "kubelet_internal_checkpoint: No such file
     ],
 )
 def test_whether_an_allocation_counts_as_held(
-    known: list[Allocation], witnesses: Witnesses, holding: Holding | None
+    known: list[Allocation], witnesses: HolderEvidence, holding: Holding | None
 ) -> None:
     """Unknown counts as held, and says why."""
     assert holders(known, witnesses, 1.0).held.get(A) == holding
@@ -105,7 +105,7 @@ def test_what_a_scan_knows_of_the_checkpoint() -> None:
     assert (now.at, now.awake, now.registered, now.problem) == (7.0, True, {R: frozenset({"a"})}, "")
     assert now.of(R) == {"a": {A: now.held[A]}}
     assert now.of("example.com/other") == {}
-    missing = holders([A], Witnesses((), True, ENDED, "why"))
+    missing = holders([A], HolderEvidence((), True, ENDED, "why"))
     assert (missing.awake, missing.registered, missing.problem) == (False, None, "why")
     assert not HolderSnapshot().awake
 
@@ -121,7 +121,7 @@ def test_what_a_scan_knows_of_the_checkpoint() -> None:
     ],
 )
 def test_of_which_allocations_a_newer_checkpoint_is_asked_for(
-    known: list[Allocation], witnesses: Witnesses, asks: bool
+    known: list[Allocation], witnesses: HolderEvidence, asks: bool
 ) -> None:
     """Not of one that is named and whose pod runs: nothing about it can change by a write."""
     held = holders(known, witnesses).held
@@ -132,7 +132,7 @@ def test_an_allocation_that_one_of_the_checkpoints_names_is_held() -> None:
     """Any of them may be the newest; it is certain only if all name it, since an older one may name an ended pod."""
     files = [Checkpoint(frozenset({A}), {R: frozenset({"a"})}), Checkpoint(frozenset({A, B}), {R: frozenset({"b"})})]
     for order in (files, files[::-1]):
-        now = holders([A, B], Witnesses(order, True, ENDED))
+        now = holders([A, B], HolderEvidence(order, True, ENDED))
         assert {one: holding.certain for one, holding in now.held.items()} == {A: True, B: False}
         assert now.registered == {R: frozenset("ab")}
 
@@ -156,7 +156,7 @@ _allocations = st.sets(
 )
 _uids = st.frozensets(st.sampled_from(["u1", "u2"]))
 _witnesses = st.builds(
-    Witnesses,
+    HolderEvidence,
     st.lists(_allocations.map(lambda named: Checkpoint(frozenset(named), {})), max_size=3),
     st.booleans(),
     st.builds(PodProcesses, st.none() | _uids, st.none() | _uids),
@@ -164,7 +164,7 @@ _witnesses = st.builds(
 
 
 @given(_allocations, st.lists(_witnesses, max_size=6))
-def test_nothing_ends_without_proof(known: set[Allocation], scans: list[Witnesses]) -> None:
+def test_nothing_ends_without_proof(known: set[Allocation], scans: list[HolderEvidence]) -> None:
     """Whatever is seen, a holder ends only if no awake checkpoint names it and no process of its pod runs."""
     held = frozenset(known)
     for witnesses in scans:
