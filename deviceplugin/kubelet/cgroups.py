@@ -54,19 +54,23 @@ class PodProcesses:
 class PodReader:
     """Reads which pods' processes may run: from cgroups, or from pod directories if no cgroups are visible. Blocks.
 
-    believe_checkpoint: if no cgroups are visible, no pod counts as running: the checkpoint alone decides.
+    Args:
+        kubelet_root: the kubelet's root directory.
+        cgroups: where the cgroup file system is mounted, `/sys/fs/cgroup` of the host.
+        believe_checkpoint: if no cgroups are visible, no pod counts as running: the checkpoint alone decides.
+
     """
 
     def __init__(self, kubelet_root: Path, cgroups: Path, *, believe_checkpoint: bool) -> None:
         self.own_pod: Final = own_pod(kubelet_root)
         self.kubelet_root: Final = kubelet_root
-        self.cgroups: Final = CgroupReader(cgroups, self.own_pod)
+        self._cgroups = cgroups
         self._believe_checkpoint = believe_checkpoint
         self._cgroups_seen = False
 
     def read(self) -> PodProcesses:
         """Return which pods' processes run now."""
-        cgroups = self.cgroups.pods()
+        cgroups = pod_cgroups(self._cgroups, self.own_pod)
         if cgroups is not None:
             self._cgroups_seen = True
             running = frozenset(uid for uid, populated in cgroups.items() if populated)
@@ -77,22 +81,27 @@ class PodReader:
             return PodProcesses(frozenset())
         return PodProcesses(None, read_directories(self.kubelet_root))
 
+    def in_cgroups(self) -> frozenset[str] | None:
+        """Return the UIDs of pods in whose cgroup a process is seen; None if no cgroups are visible."""
+        cgroups = pod_cgroups(self._cgroups, self.own_pod)
+        return None if cgroups is None else frozenset(uid for uid, populated in cgroups.items() if populated)
+
     def running(self) -> frozenset[str]:
-        """Return the UIDs of pods in whose cgroup a process is seen; none if no cgroups are visible.
+        """Return `in_cgroups`, and no pod if no cgroups are visible.
 
         Raises OSError: cgroups were visible before, and cannot be read now.
         """
-        running = self.cgroups.running()
+        running = self.in_cgroups()
         if running is None and self._cgroups_seen:
-            raise OSError(f"pod cgroups in {self.cgroups.root} cannot be read now")
+            raise OSError(f"pod cgroups in {self._cgroups} cannot be read now")
         self._cgroups_seen = running is not None
         return running or frozenset()
 
     def missing(self) -> str:
         """Say what cannot be seen of this node's pods, and what that means; "" if all can."""
-        if self.cgroups.running() is not None:
+        if self.in_cgroups() is not None:
             return ""
-        what = f"no pod cgroups (kubepods) of this kubelet are visible in {self.cgroups.root}"
+        what = f"no pod cgroups (kubepods) of this kubelet are visible in {self._cgroups}"
         if self._believe_checkpoint:
             return f"{what}: a device comes free when the kubelet says so, also of a pod whose containers hang"
         if read_directories(self.kubelet_root) is not None:
@@ -103,41 +112,28 @@ class PodReader:
         )
 
 
-class CgroupReader:
-    """Reads pod cgroups below a cgroup file system; v1 and v2, cgroupfs and systemd drivers.
+def pod_cgroups(root: Path, own: str = "") -> dict[str, bool] | None:
+    """Return whether there is a process in each pod's cgroup, by UID; None if this kubelet's cgroups are not visible.
 
-    root: where the cgroup file system is mounted, `/sys/fs/cgroup` of the host.
-    own: the UID of the pod that this process runs in; "" if it runs in none.
+    Knows v1 and v2, cgroupfs and systemd drivers. own: the UID of the pod that this process runs in; "" if none.
     """
+    found: dict[str, bool] = {}
+    try:
+        trees = _trees(str(root))
+        for tree in trees:
+            for uid, path in _pods(tree):
+                found[uid] = found.get(uid, False) or _populated(path)
+    except OSError:  # a part of the tree cannot be read
+        return None
+    return None if not trees or (own and not found.get(own)) else found
 
-    def __init__(self, root: Path, own: str = "") -> None:
-        self.root: Final = root
-        self._own = own
 
-    def running(self) -> frozenset[str] | None:
-        """Return the UIDs of pods in whose cgroup there is a process; None if this kubelet's are not visible."""
-        found = self.pods()
-        return None if found is None else frozenset(uid for uid, populated in found.items() if populated)
-
-    def pods(self) -> dict[str, bool] | None:
-        """Return whether there is a process in each pod's cgroup, by UID; None if this kubelet's are not visible."""
-        found: dict[str, bool] = {}
-        try:
-            trees = self._trees()
-            for tree in trees:
-                for uid, path in _pods(tree):
-                    found[uid] = found.get(uid, False) or _populated(path)
-        except OSError:  # a part of the tree cannot be read
-            return None
-        return None if not trees or (self._own and not found.get(self._own)) else found
-
-    def _trees(self) -> list[str]:
-        """Return the directories `kubepods`; of cgroup v1 those of the hierarchy `pids`, or the first that has any."""
-        root = str(self.root)
-        if os.path.exists(os.path.join(root, "cgroup.controllers")):
-            return _kubepods(root)
-        hierarchies = sorted(_subdirectories(root), key=lambda one: (one[0] != "pids", one))
-        return next((found for _, path in hierarchies if (found := _kubepods(path))), [])
+def _trees(root: str) -> list[str]:
+    """Return the directories `kubepods`; of cgroup v1 those of the hierarchy `pids`, or the first that has any."""
+    if os.path.exists(os.path.join(root, "cgroup.controllers")):
+        return _kubepods(root)
+    hierarchies = sorted(_subdirectories(root), key=lambda one: (one[0] != "pids", one))
+    return next((found for _, path in hierarchies if (found := _kubepods(path))), [])
 
 
 def _kubepods(root: str) -> list[str]:
@@ -166,10 +162,10 @@ def _pods(directory: str) -> Iterator[tuple[str, str]]:
 def _populated(path: str) -> bool:
     """Return whether there is a process in a pod's cgroup or below it; yes if that cannot be read.
 
-    Version 2 has cgroup.events. In version 1 the controller `pids` counts the processes of the whole subtree; another
+    Version 2 has cgroup.events. In version 1 the controller `pids` counts the processes of the whole subtree. Another
     controller has only cgroup.procs, which leaves out processes of other PID namespaces (cgroup-v1.c:
-    pidlist_array_load), so an agent in a container sees none of other pods there. The cgroup of a container counts
-    then, although it may outlast its processes: the runtime sometimes fails to remove it.
+    pidlist_array_load), so an agent in a container sees none of other pods there. So a container's cgroup counts
+    there, although the runtime sometimes fails to remove it after its last process.
     """
     try:
         if (events := _text(path, "cgroup.events")) is not None:
@@ -184,11 +180,10 @@ def _populated(path: str) -> bool:
 
 
 def _text(directory: str, name: str) -> str | None:
-    """Return the contents of a file; None if there is none: the cgroup is gone, or has no such file."""
     try:
         with open(os.path.join(directory, name), encoding="ascii") as file:
             return file.read()
-    except FileNotFoundError:
+    except FileNotFoundError:  # the cgroup is gone, or has no such file
         return None
 
 
@@ -218,6 +213,8 @@ def own_pod(kubelet_root: Path, mounts: str = "/proc/self/mountinfo") -> str:
             lines = [line.split(" ") for line in file]
     except OSError:
         return ""
-    found = [_ETC_HOSTS.fullmatch(fields[3]) for fields in lines if len(fields) > 4 and fields[4] == "/etc/hosts"]
-    uids = [one[1] for one in found if one is not None]
-    return next((uid for uid in uids if os.path.isdir(kubelet_root / "pods" / uid)), "")
+    for fields in lines:
+        found = _ETC_HOSTS.fullmatch(fields[3]) if len(fields) > 4 and fields[4] == "/etc/hosts" else None
+        if found is not None and os.path.isdir(kubelet_root / "pods" / found[1]):
+            return found[1]
+    return ""

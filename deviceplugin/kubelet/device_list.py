@@ -12,8 +12,6 @@ from deviceplugin.sharing import device_of, replicas_of
 from deviceplugin.source import DeviceSource
 from deviceplugin.wire import deviceplugin_pb2 as pb
 
-HEALTHY: Final = "Healthy"
-UNHEALTHY: Final = "Unhealthy"
 MAX_LIST_BYTES: Final = 4 * 1024 * 1024
 """The kubelet takes no larger message and shows a capacity of 0 (kubernetes#109304)."""
 ANY_REPLICAS: Final = 2
@@ -59,14 +57,14 @@ def rendered(lines: Iterable[Entry]) -> pb.ListAndWatchResponse:
     """Return the message of the list."""
     response = pb.ListAndWatchResponse()
     for line in lines:
-        device = response.devices.add(ID=line.name, health=HEALTHY if line.healthy else UNHEALTHY)
+        device = response.devices.add(ID=line.name, health="Healthy" if line.healthy else "Unhealthy")
         for node in line.numa:
             device.topology.nodes.add(ID=node)
     return response
 
 
 def too_large(resource: str, count: int, size: int) -> str:
-    """Return what to say of a list that the kubelet would not take."""
+    """Return the error of a list that the kubelet would not take."""
     return (
         f"{resource}: the list of {count} devices has {size} bytes, more than the {MAX_LIST_BYTES} that the kubelet "
         "takes; it is not sent. Use shorter device ids, fewer devices or replicas, or leave the topology out"
@@ -76,57 +74,48 @@ def too_large(resource: str, count: int, size: int) -> str:
 class DeviceIds:
     """The ids under which the kubelet knows the devices of one resource.
 
-    A legacy id is one from before the number of replicas changed: a pod may have it. While there is one,
-    a device that it had alone, or that is to be had alone now, is not given out.
+    A legacy id is one from before the number of replicas changed: a pod may have it. While there is one, its device
+    is not allocated if the id stands for the whole device, or if the device is not shared now.
     """
 
     def __init__(self, source: DeviceSource, inventory: Inventory) -> None:
         self._source = source
         self._inventory = inventory
-        self._legacy: Mapping[str, str] = {}
-
-    @property
-    def legacy(self) -> Mapping[str, str]:
-        """The legacy ids and the devices behind them."""
-        return self._legacy
+        self.legacy: Mapping[str, str] = {}
+        """The legacy ids and their devices."""
 
     def offered(self) -> tuple[str, ...]:
         """Return the ids under which the devices are offered now."""
         return tuple(name for device in self._inventory.snapshot.devices.values() for name in self.names_of(device))
 
     def replace(self, source: DeviceSource) -> None:
-        """Take the ids of another source from now on; those that it would not offer become legacy ids."""
-        before = {**{name: self.device_id_of(name) for name in self.offered()}, **self._legacy}
+        """Use the ids of another source from now on; those that it would not offer become legacy ids."""
+        before = {**{name: self.device_id_of(name) for name in self.offered()}, **self.legacy}
         self._source = source
         now = frozenset(self.offered())
-        self._legacy = {name: device for name, device in before.items() if name not in now}
+        self.legacy = {name: device for name, device in before.items() if name not in now}
 
-    def forget(self, names: Iterable[str]) -> bool:
-        """Forget legacy ids; return whether there was one."""
-        drop = self._legacy.keys() & set(names)
-        if drop:
-            self._legacy = {name: device for name, device in self._legacy.items() if name not in drop}
-        return bool(drop)
+    def forget(self, names: Iterable[str]) -> None:
+        """Forget legacy ids."""
+        drop = set(names)
+        self.legacy = {name: device for name, device in self.legacy.items() if name not in drop}
 
-    def adopt_existing(self, names: Iterable[str]) -> tuple[frozenset[str], frozenset[str]]:
+    def adopt_existing(self, names: Iterable[str]) -> frozenset[str]:
         """Make legacy ids of those that pods have from before this agent began.
 
-        Returns:
-            The new legacy ids, and the ids of devices that are not listed: they may be plugged in again.
-
+        Returns those of devices that are not listed: they may be plugged in again.
         """
-        known, offered = self._inventory.snapshot.devices, {*self.offered(), *self._legacy}
+        known, offered = self._inventory.snapshot.devices, {*self.offered(), *self.legacy}
         ids = {name: self.device_id_of(name) for name in names if name not in offered}
         adopted = {name: device for name, device in ids.items() if device in known}
-        if adopted:
-            self._legacy = {**self._legacy, **adopted}
-        return frozenset(adopted), frozenset(ids.keys() - adopted.keys())
+        self.legacy = {**self.legacy, **adopted}
+        return frozenset(ids.keys() - adopted.keys())
 
     def device_id_of(self, name: str) -> str:
-        """Return the device behind one of the kubelet's ids, also one from before sharing changed."""
+        """Return the device of one of the kubelet's ids, also of one from before sharing changed."""
         known = self._inventory.snapshot.devices.get(self.offered_as(name))
-        if name in self._legacy and (known is None or name not in self.names_of(known)):
-            return self._legacy[name]
+        if name in self.legacy and (known is None or name not in self.names_of(known)):
+            return self.legacy[name]
         return known.id if known is not None else device_of(name, ANY_REPLICAS)
 
     def names_of(self, device: Device) -> tuple[str, ...]:
@@ -142,22 +131,19 @@ class DeviceIds:
         """Return all ids under which the kubelet may know a device, those from before sharing changed included."""
         known = self._inventory.snapshot.devices.get(device)
         now = self.names_of(known) if known is not None else (device,)
-        return (*now, *(name for name, one in self._legacy.items() if one == device))
+        return (*now, *(name for name, one in self.legacy.items() if one == device))
 
     def offered_as(self, name: str) -> str:
-        """Return the device behind an id that the kubelet may know now; the id itself if there is none."""
+        """Return the device of an id that the kubelet may know now; the id itself if there is none."""
         known = self._inventory.snapshot.devices.get(name)
         if known is not None and self.names_of(known) == (name,):
             return name
         return device_of(name, self._source.replicas)
 
     def kept(self) -> Mapping[str, str]:
-        """Return the devices that somebody has on other terms than they are offered, and a former id of each.
-
-        Somebody has it alone while it is to be shared, or a part of it while it is to be had alone.
-        """
+        """Return the devices that a pod may have alone though they are shared now, or the reverse, and such an id."""
         kept: dict[str, str] = {}
-        for name, device in self._legacy.items():
+        for name, device in self.legacy.items():
             known = self._inventory.snapshot.devices.get(device)
             if known is not None and (name == device or self.names_of(known) == (device,)):
                 kept.setdefault(device, name)

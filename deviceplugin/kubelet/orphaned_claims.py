@@ -106,15 +106,17 @@ class OrphanedClaims:
         self._served = served
         self._cdi_directory = cdi_directory
         self._read: tuple[FileIdentity | None, tuple[PreparedClaim, ...] | ClaimStateError] | None = None
-        self._held: tuple[object, frozenset[str], dict[str, str]] = (None, frozenset(), {})
-        self._nodes: tuple[object, frozenset[str], dict[Key, Tokens]] = (None, frozenset(), {})
+        self._version: tuple[object, frozenset[str]] = (None, frozenset())
+        """The claims and the served drivers from which the two below were made."""
+        self._names: dict[str, str] = {}
+        self._nodes: dict[Key, Tokens] = {}
 
     def holder(self, resource: str, device: str, driver: str | None) -> str:
         """Say who holds a device through a driver that is not served, or why that is not known; "" if nobody does.
 
         Reads the claim state if it has changed. driver: the one that the resource's configuration names.
         """
-        claims, served = self._claims(), frozenset(self._served())
+        claims = self._current()
         if isinstance(claims, ClaimStateError):
             # A kubelet without Dynamic Resource Allocation has none; then no driver ever had a directory there.
             plugins = self._root / "plugins"
@@ -122,37 +124,39 @@ class OrphanedClaims:
                 driver is not None and (not os.path.isdir(plugins) or os.path.isdir(plugins / driver))
             )
             return f"it is not known whether a claim holds it: {claims}" if may_hold else ""
-        if self._held[0] is not claims or self._held[1] != served:
-            self._held = claims, served, orphaned(claims, served)
-        held = self._held[2]
-        if not held:
+        if not self._names:
             return ""
-        return next((held[name] for name in naming.possible_names(resource, device) if name in held), "")
+        return next((self._names[one] for one in naming.possible_names(resource, device) if one in self._names), "")
 
     def held(self) -> Mapping[Key, Tokens]:
         """Return which device nodes such claims hold, by the driver and the claim in words; the same until it changes.
 
         While the claim state cannot be read it is what it was.
         """
-        claims, served = self._claims(), frozenset(self._served())
-        if not isinstance(claims, ClaimStateError) and (self._nodes[0] is not claims or self._nodes[1] != served):
-            held = {
-                (", ".join(sorted(claim.devices.keys() - served)), f"claim {claim.title}"): nodes
-                for claim in claims
-                if claim.devices.keys() - served
-                if (nodes := nodes_of(claim, served, self._cdi_directory))
-            }
-            self._nodes = claims, served, held if held != self._nodes[2] else self._nodes[2]
-        return self._nodes[2]
+        self._current()
+        return self._nodes
 
-    def _claims(self) -> tuple[PreparedClaim, ...] | ClaimStateError:
+    def _current(self) -> tuple[PreparedClaim, ...] | ClaimStateError:
+        """Return the claims, or why they cannot be read; read the file if it has changed."""
         file = file_identity(self._root / claim_state.FILE_NAME)
         if self._read is None or file is None or self._read[0] != file:
             try:
                 self._read = file, claim_state.read(self._root)
             except ClaimStateError as error:
                 self._read = file, error
-        return self._read[1]
+        claims, served = self._read[1], frozenset(self._served())
+        if isinstance(claims, ClaimStateError) or (self._version[0] is claims and self._version[1] == served):
+            return claims
+        nodes: dict[Key, Tokens] = {}
+        for claim in claims:
+            others = claim.devices.keys() - served
+            if others and (tokens := nodes_of(claim, served, self._cdi_directory)):
+                key = ", ".join(sorted(others)), f"claim {claim.title}"
+                nodes[key] = nodes.get(key, frozenset()) | tokens
+        if nodes != self._nodes:
+            self._nodes = nodes
+        self._names, self._version = orphaned(claims, served), (claims, served)
+        return claims
 
 
 class OrphanedClaimGate(AllowAll):

@@ -1,6 +1,6 @@
 """The servicer of one resource: the five calls of device plugin API v1beta1.
 
-It reads the inventory, calls the source's hooks and records what it gave out.
+It reads the inventory, calls the source's hooks and has the allocation gate record what it allocates.
 """
 
 from __future__ import annotations
@@ -8,9 +8,10 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Final, Protocol, TypeVar
 
 import grpc
@@ -32,8 +33,13 @@ from deviceplugin.wire.deviceplugin_pb2_grpc import DevicePluginServicer
 _LOG: Final = logging.getLogger(__name__)
 _T = TypeVar("_T")
 
+_INVALID: Final = grpc.StatusCode.INVALID_ARGUMENT
 SHOWN_IDS: Final = 8
 """Ids that an error names."""
+
+
+def _nothing() -> None:
+    """Do nothing."""
 
 
 class Holders(Protocol):
@@ -58,17 +64,13 @@ class ServicerStatistics:
 
     allocations: int = 0
     devices_allocated: int = 0
-    refusals: dict[str, int] = field(default_factory=dict)
+    refusals: dict[str, int] = field(default_factory=partial(defaultdict, int))
     lists_sent: int = 0
     preferences: int = 0
     preference_seconds: float = 0.0
-    hook_calls: dict[str, int] = field(default_factory=dict)
-    hook_failures: dict[str, int] = field(default_factory=dict)
-    hook_seconds: dict[str, float] = field(default_factory=dict)
-
-    def count(self, counter: dict[str, int], key: str) -> None:
-        """Add one to a counter by key."""
-        counter[key] = counter.get(key, 0) + 1
+    hook_calls: dict[str, int] = field(default_factory=partial(defaultdict, int))
+    hook_failures: dict[str, int] = field(default_factory=partial(defaultdict, int))
+    hook_seconds: dict[str, float] = field(default_factory=partial(defaultdict, float))
 
 
 def container_response(edits: ContainerEdits) -> pb.ContainerAllocateResponse:
@@ -126,7 +128,7 @@ class Endpoint(DevicePluginServicer):
         self._holders: Holders = holders or NoHolders()
         self._guard = guard or ExclusionGuard()
         self._serving = True
-        self._on_stream_end: Callable[[], None] = lambda: None
+        self._on_stream_end: Callable[[], None] = _nothing
         self._streams: set[Stream] = set()
         self._streams_gone = asyncio.Event()
         self._streams_gone.set()
@@ -140,19 +142,17 @@ class Endpoint(DevicePluginServicer):
 
     def stop(self) -> None:
         """Let every ListAndWatch end at its next list, and those that only begin."""
-        self._serving, self._on_stream_end = False, lambda: None
+        self._serving, self._on_stream_end = False, _nothing
 
     @property
     def options(self) -> pb.DevicePluginOptions:
         """What this resource announces: only hooks that are really there."""
-        return pb.DevicePluginOptions(
-            pre_start_required="reset" in self.source.hooks,
-            get_preferred_allocation_available=True,
-        )
+        reset = "reset" in self.source.hooks
+        return pb.DevicePluginOptions(pre_start_required=reset, get_preferred_allocation_available=True)
 
     @property
     def live(self) -> bool:
-        """Whether the kubelet is listening."""
+        """Whether a ListAndWatch of the kubelet is open."""
         return bool(self._streams)
 
     def shown(self) -> tuple[float, frozenset[str]] | None:
@@ -192,19 +192,16 @@ class Endpoint(DevicePluginServicer):
 
     def forget(self, names: Iterable[str]) -> None:
         """Stop showing these legacy ids."""
-        if self.ids.forget(names):
-            self.refresh()
+        self.ids.forget(names)
+        self.refresh()
 
     def adopt_existing(self, names: Iterable[str]) -> frozenset[str]:
         """Show these ids, which pods have from before this agent began, until they are forgotten.
 
-        Returns:
-            Those of devices that are not listed, and not shown: they may be plugged in again.
-
+        Returns those of devices that are not listed, and not shown: they may be plugged in again.
         """
-        adopted, unlisted = self.ids.adopt_existing(names)
-        if adopted:
-            self.refresh()
+        unlisted = self.ids.adopt_existing(names)
+        self.refresh()
         return unlisted
 
     def refresh(self) -> None:
@@ -221,12 +218,10 @@ class Endpoint(DevicePluginServicer):
         self.refresh()
         return any(stream.shown is not None for stream in self._streams)
 
-    # The five calls.
-
     async def GetDevicePluginOptions(  # noqa: N802  # the API's name, as below
         self, request: pb.Empty, context: object
     ) -> pb.DevicePluginOptions:
-        """Say which of the optional calls this plugin wants."""
+        """Answer which of the optional calls this plugin wants."""
         return self.options
 
     async def ListAndWatch(  # noqa: N802
@@ -247,19 +242,19 @@ class Endpoint(DevicePluginServicer):
                 lines = self.lines()
                 if again != self._again:
                     again, sent = self._again, None
-                if lines not in (sent, refused) and self.inventory.snapshot.listed:
-                    message = rendered(lines)
-                    if (size := message.ByteSize()) <= MAX_LIST_BYTES:
-                        self.statistics.lists_sent += 1
-                        yield message
-                        sent = lines
-                        stream.shown = (time.monotonic(), frozenset(line.name for line in lines if line.healthy))
-                    else:
-                        refused = lines
-                        _LOG.error("%s", too_large(self.resource, len(lines), size))
-                    del message
-                    continue  # whatever changed meanwhile is sent as one list
-                await refresh.wait()
+                if lines in (sent, refused) or not self.inventory.snapshot.listed:
+                    await refresh.wait()
+                    continue
+                message = rendered(lines)  # whatever changes until it is sent is sent as one list after it
+                if (size := message.ByteSize()) <= MAX_LIST_BYTES:
+                    self.statistics.lists_sent += 1
+                    yield message
+                    sent = lines
+                    stream.shown = (time.monotonic(), frozenset(line.name for line in lines if line.healthy))
+                else:
+                    refused = lines
+                    _LOG.error("%s", too_large(self.resource, len(lines), size))
+                del message
         finally:
             self._streams.discard(stream)
             if not self._streams:
@@ -278,14 +273,14 @@ class Endpoint(DevicePluginServicer):
                 await self._refuse_held(names)
                 if self._release_former is not None:
                     await self._release_former(names)
-                responses = [self._response(await self._edits(ids)) for ids in wanted]
+                responses = [await self._response(ids) for ids in wanted]
                 await self._refuse_held(names)
                 await self._grant(names)
                 for response, ids in zip(responses, wanted, strict=True):
                     now = {name: self._guard.granted(self.resource, self.ids.device_id_of(name)) for name in ids}
                     annotate(response, self.resource, now, self._guard.boot)
             except Refusal as refusal:
-                self.statistics.count(self.statistics.refusals, refusal.reason)
+                self.statistics.refusals[refusal.reason] += 1
                 _LOG.warning("%s: Allocate refused: %s", self.resource, refusal.details)
                 await context.abort(refusal.code, refusal.details)
             self.statistics.allocations += 1
@@ -295,18 +290,14 @@ class Endpoint(DevicePluginServicer):
     async def GetPreferredAllocation(  # noqa: N802
         self, request: pb.PreferredAllocationRequest, context: object
     ) -> pb.PreferredAllocationResponse:
-        """Say which devices go well together; never fails (an error here fails every pod of the node)."""
+        """Answer which devices go well together; never fails (an error here fails every pod of the node)."""
         began = time.perf_counter()
         response = pb.PreferredAllocationResponse()
         with self._allocations.busy(AllocationsInFlight.AFTER_PREFERENCE):
-            for container in request.container_requests:
-                response.container_responses.add(
-                    deviceIDs=await self._preferred(
-                        list(container.available_deviceIDs),
-                        list(container.must_include_deviceIDs),
-                        container.allocation_size,
-                    )
-                )
+            for one in request.container_requests:
+                available, must_include = list(one.available_deviceIDs), list(one.must_include_deviceIDs)
+                chosen = await self._preferred(available, must_include, one.allocation_size)
+                response.container_responses.add(deviceIDs=chosen)
         self.statistics.preferences += 1
         self.statistics.preference_seconds += time.perf_counter() - began
         return response
@@ -335,17 +326,12 @@ class Endpoint(DevicePluginServicer):
 
     def lines(self) -> tuple[Entry, ...]:
         """Return the list as the kubelet is to see it now."""
-        kept = self.ids.kept()
-        excluded = self._guard.withheld(self.resource, "plugin")
-
-        def offers(device: str) -> bool:
-            return device not in kept and device not in excluded and self._allocation_gate.offers(self.resource, device)
-
+        withheld = self.ids.kept().keys() | self._guard.withheld(self.resource, "plugin").keys()
         lines = entries(
             self.inventory.snapshot,
             names_of=self.ids.names_of,
             with_topology=self.source.topology,
-            offers=offers,
+            offers=lambda device: device not in withheld and self._allocation_gate.offers(self.resource, device),
             withheld=self._holders.unnamed_reasons(self.resource),
         )
         known, wanted = self.inventory.snapshot.devices, self.source.topology
@@ -359,36 +345,30 @@ class Endpoint(DevicePluginServicer):
 
         Raises Refusal: an id is named twice, unknown, or of a device that may not be given out.
         """
-        resource = self.resource
         if len(set(names)) != len(names):
             twice = sorted(name for name, count in Counter(names).items() if count > 1)
             shown = ", ".join(printable(name[:MAX_ID]) for name in twice[:SHOWN_IDS])
-            details = f"{resource}: device {shown}{', ...' if len(twice) > SHOWN_IDS else ''} is asked for twice"
-            raise Refusal(grpc.StatusCode.INVALID_ARGUMENT, "duplicate", details)
+            more = ", ..." if len(twice) > SHOWN_IDS else ""
+            raise self._refusal("duplicate", f"device {shown}{more} is asked for twice", _INVALID)
         known, kept = self.inventory.snapshot.devices, self.ids.kept()
         devices: dict[str, Device] = {}
         for name in names:
             device = known.get(self.ids.offered_as(name))
             if device is None or name not in self.ids.names_of(device):
-                details = f"{resource}: there is no device {printable(name[:MAX_ID])}"
-                raise Refusal(grpc.StatusCode.INVALID_ARGUMENT, "unknown", details)
+                raise self._refusal("unknown", f"there is no device {printable(name[:MAX_ID])}", _INVALID)
             if not device.health.usable:
-                details = f"{resource}: device {name} is unhealthy" + (f": {device.message}" if device.message else "")
-                raise Refusal(grpc.StatusCode.FAILED_PRECONDITION, "unhealthy", details)
+                why = f": {device.message}" if device.message else ""
+                raise self._refusal("unhealthy", f"device {name} is unhealthy{why}")
             if device.id in kept:
-                details = (
-                    f"{resource}: device {name} is given out only when no pod has {kept[device.id]} any more, "
-                    "which is from before its sharing changed"
-                )
-                raise Refusal(grpc.StatusCode.FAILED_PRECONDITION, "sharing", details)
+                text = f"device {name} is given out only when no pod has {kept[device.id]} any more, "
+                raise self._refusal("sharing", f"{text}which is from before its sharing changed")
             devices[device.id] = device
         return list(devices.values())
 
     async def _refuse_held(self, names: Sequence[str]) -> None:
         """Raise Refusal for ids that the kubelet counts as free while another pod still holds them."""
         for name, why in (await self._holders.still_held(self.resource, names)).items():
-            details = f"{self.resource}: device {name} is still held: {why}"
-            raise Refusal(grpc.StatusCode.FAILED_PRECONDITION, "held", details)
+            raise self._refusal("held", f"device {name} is still held: {why}")
 
     async def _grant(self, names: Sequence[str]) -> None:
         """Have a grant recorded.
@@ -403,32 +383,33 @@ class Endpoint(DevicePluginServicer):
                 await self._allocation_gate.grant(self.resource, names, devices)
                 self._granted(names)
         except ConflictError as error:
-            raise Refusal(grpc.StatusCode.FAILED_PRECONDITION, "excluded", f"{self.resource}: {error}") from error
+            raise self._refusal("excluded", str(error)) from error
 
-    def _response(self, edits: ContainerEdits) -> pb.ContainerAllocateResponse:
-        try:
-            return container_response(edits)
-        except (TypeError, ValueError, AttributeError) as error:  # a number for a variable, say
-            details = f"{self.resource}: the edits cannot be sent to the kubelet: {error}"
-            raise Refusal(grpc.StatusCode.INTERNAL, "edits", details) from error
-
-    async def _edits(self, names: Sequence[str]) -> ContainerEdits:
+    async def _response(self, names: Sequence[str]) -> pb.ContainerAllocateResponse:
+        """Return what a container gets for these ids. Raises Refusal."""
         devices = self._check(names)
+        extra: object = NO_EDITS
         try:
-            extra: object = (
-                await self._hook("edits", self.source.edits, devices) if "edits" in self.source.hooks else NO_EDITS
-            )
-            if not isinstance(extra, ContainerEdits):
-                details = f"edits of {self.resource} returned {type(extra).__name__}, not ContainerEdits"
-                raise Refusal(grpc.StatusCode.INTERNAL, "edits", details)
-            return ContainerEdits.merge((device.container_edits for device in devices), winner=extra)
-        except EditConflictError as error:
-            details = f"{self.resource}: the edits of {', '.join(names)} contradict each other: {error}"
-            raise Refusal(grpc.StatusCode.FAILED_PRECONDITION, "conflict", details) from error
+            if "edits" in self.source.hooks:
+                extra = await self._hook("edits", self.source.edits, devices)
         except hooks.HookTimeoutError as error:
             raise Refusal(grpc.StatusCode.DEADLINE_EXCEEDED, "timeout", str(error)) from error
         except hooks.HookError as error:
             raise Refusal(grpc.StatusCode.INTERNAL, "edits", str(error)) from error
+        if not isinstance(extra, ContainerEdits):
+            details = f"edits of {self.resource} returned {type(extra).__name__}, not ContainerEdits"
+            raise Refusal(grpc.StatusCode.INTERNAL, "edits", details)
+        try:
+            return container_response(ContainerEdits.merge((one.container_edits for one in devices), winner=extra))
+        except EditConflictError as error:
+            text = f"the edits of {', '.join(names)} contradict each other: {error}"
+            raise self._refusal("conflict", text) from error
+        except (TypeError, ValueError, AttributeError) as error:  # a number for a variable, say
+            text = f"the edits cannot be sent to the kubelet: {error}"
+            raise self._refusal("edits", text, grpc.StatusCode.INTERNAL) from error
+
+    def _refusal(self, reason: str, text: str, code: grpc.StatusCode = grpc.StatusCode.FAILED_PRECONDITION) -> Refusal:
+        return Refusal(code, reason, f"{self.resource}: {text}")
 
     async def _preferred(self, available: list[str], must_include: list[str], size: int) -> list[str]:
         try:
@@ -465,15 +446,14 @@ class Endpoint(DevicePluginServicer):
 
     async def _hook(self, name: str, hook: Callable[..., _T | Awaitable[_T]], *args: object) -> _T:
         statistics, began = self.statistics, time.perf_counter()
-        statistics.count(statistics.hook_calls, name)
+        statistics.hook_calls[name] += 1
         try:
             return await hooks.call(f"{name} of {self.resource}", hook, *args, timeout=self.source.hook_timeout)
         except hooks.HookError:
-            statistics.count(statistics.hook_failures, name)
+            statistics.hook_failures[name] += 1
             raise
         finally:
-            seconds = statistics.hook_seconds
-            seconds[name] = seconds.get(name, 0.0) + time.perf_counter() - began
+            statistics.hook_seconds[name] += time.perf_counter() - began
 
 
 async def _in_time(work: Awaitable[object], timeout: float) -> bool:

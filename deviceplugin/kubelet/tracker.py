@@ -366,7 +366,7 @@ class HolderTracker:
         self._pod_names = {uid: name for uid, name in self._pod_names.items() if uid in uids}
 
     def _all_listed(self, report: PodResourcesReport) -> bool:
-        running = self.pods.cgroups.running()
+        running = self.pods.in_cgroups()
         return running is not None and self._listed(report, running) == running
 
     def _listed(self, report: PodResourcesReport, running: Collection[str]) -> frozenset[str]:

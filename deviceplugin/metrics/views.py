@@ -313,7 +313,7 @@ class Observer:
         places: dict[tuple[str, str], DeviceLocation] = {}
         for report in reports.values():
             places.update(report.places)
-        looked = status.looked_at
+        looked = status.scanned_at
         known = looked is not None and time.monotonic() - looked < HOLDERS_STALE
         by_claim = self._by_claim(status, reports)
         resources = []
@@ -387,7 +387,7 @@ class Observer:
         """Return who holds devices through claims: containers that use them, and claims that nobody uses yet."""
         found: dict[tuple[str, str], dict[Hold, None]] = {}
         used: set[tuple[str, str, str, str]] = set()
-        if status.claims and status.looked_at is not None and time.monotonic() - status.looked_at < HOLDERS_STALE:
+        if status.claims and status.scanned_at is not None and time.monotonic() - status.scanned_at < HOLDERS_STALE:
             ids = self._ids({name: word for report in reports.values() for name, word in report.qualifiers.items()})
             for use in status.claims:
                 key = ids.get((use.driver, use.device))

@@ -12,7 +12,6 @@ from types import SimpleNamespace
 import pytest
 
 from deviceplugin.kubelet import cgroups, podresources
-from deviceplugin.kubelet.cgroups import CgroupReader
 from deviceplugin.kubelet.checkpoint import Allocation
 from deviceplugin.kubelet.holders import HolderSnapshot
 from deviceplugin.kubelet.podresources import AllocationsInFlight, Holder, PodResources, PodResourcesReport
@@ -440,7 +439,7 @@ async def test_cgroups_that_cannot_be_read_any_more_prove_nothing(
     """A read that fails, for want of descriptors say, is not a pod that has ended."""
     pod = await world.run_pod()
     await world.scan()
-    monkeypatch.setattr(CgroupReader, "pods", lambda self: None)
+    monkeypatch.setattr(cgroups, "pod_cgroups", lambda root, own: None)
     assert set(await world.tracker.still_held(R, pod.device_ids)) == set(pod.device_ids)
     with pytest.raises(OSError, match="cannot be read now"):
         world.tracker.pods.running()
