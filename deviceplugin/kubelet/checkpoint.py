@@ -55,9 +55,6 @@ def file_identity(path: str | Path) -> FileIdentity | None:
         return None
 
 
-NO_FILE: Final = FileIdentity(0, 0, 0)
-
-
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
     """One version of the file.
@@ -67,11 +64,11 @@ class Checkpoint:
 
     allocations: frozenset[Allocation]
     registered: Mapping[str, frozenset[str]]
-    file: FileIdentity = NO_FILE
+    file: FileIdentity | None = None
     responses: Mapping[Allocation, str] = field(default_factory=dict)
 
 
-def parse(text: bytes, file: FileIdentity = NO_FILE) -> Checkpoint:
+def parse(text: bytes, file: FileIdentity | None = None) -> Checkpoint:
     """Read `{"Data": {"PodDeviceEntries": [...], "RegisteredDevices": {...}}, "Checksum": n}`.
 
     The kubelet replaces the file by renaming, so it is whole. The checksum is a hash of Go values, which only the
@@ -98,9 +95,9 @@ def _allocations(entry: Mapping[str, Any]) -> list[Allocation]:
     return [Allocation(pod_uid, container, resource, str(name)) for ids in by_numa.values() for name in ids or ()]
 
 
-def identity(directory: Path) -> FileIdentity:
-    """Return which version of the checkpoint is in the device plugin directory; `NO_FILE` if none can be seen."""
-    return file_identity(directory / FILE_NAME) or NO_FILE
+def identity(directory: Path) -> FileIdentity | None:
+    """Return which version of the checkpoint is in the device plugin directory; None if none can be seen."""
+    return file_identity(directory / FILE_NAME)
 
 
 def read(directory: Path) -> Checkpoint:

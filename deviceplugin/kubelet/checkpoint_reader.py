@@ -22,18 +22,11 @@ REWRITE: Final = 1.0
 
 
 class CheckpointReader:
-    """Reads the kubelet's checkpoint, has it written anew, and remembers what devices it says were granted.
+    """Reads the kubelet's checkpoint, has it written anew, and remembers what devices were when they were granted.
 
-    Args:
-        directory: the device plugin directory.
-        request: sends the list of devices once more; returns whether the kubelet listens to any resource.
-        boot: what tells one boot of the node from another.
-        known: returns the allocations that count as held; what their devices were is remembered.
-
-    Attributes:
-        last: the checkpoint that was read last.
-        grants: what the devices of allocations were, with the answer to Allocate that says so.
-
+    directory: the device plugin directory. request: sends the list of devices once more; returns whether the kubelet
+    listens to any resource. boot: what tells one boot of the node from another. known: returns the allocations that
+    count as held; what their devices were is remembered.
     """
 
     def __init__(
@@ -41,15 +34,16 @@ class CheckpointReader:
     ) -> None:
         self.last = Checkpoint(frozenset(), {})
         self.grants: Mapping[Allocation, tuple[str, Granted]] = {}
+        """What the devices of allocations were, with the answer to Allocate that says so."""
         self._directory = directory
         self._request = request
         self._boot = boot
         self._known = known
 
-    @property
-    def changed(self) -> bool:
-        """Whether the file is another one than was read last."""
-        return checkpoint.identity(self._directory) != self.last.file
+    def current(self) -> Checkpoint | None:
+        """Return what was read last if the file is still the same, else None."""
+        last = self.last
+        return last if checkpoint.identity(self._directory) == last.file else None
 
     def read(self) -> Checkpoint:
         """Read the file now. Blocks. Raises CheckpointError: it cannot be read."""
@@ -72,20 +66,18 @@ class CheckpointReader:
         If it was, they show what is allocated now.
         """
         written: list[Checkpoint] = []
-        last = checkpoint.identity(self._directory)
-        while not holders.shows_present(written):
+        last, problem = checkpoint.identity(self._directory), ""
+        while not (problem or holders.shows_present(written)):
             if not self._request():
-                return (
-                    written,
-                    "the kubelet does not listen to this plugin, so it cannot be asked to write its checkpoint",
-                )
-            if (after := await self._rewritten(last)) is None:
-                return written, "the kubelet has not written its checkpoint since it was asked to"
-            written.append(after)
-            last = after.file
-        return written, ""
+                problem = "the kubelet does not listen to this plugin, so it cannot be asked to write its checkpoint"
+            elif (after := await self._rewritten(last)) is None:
+                problem = "the kubelet has not written its checkpoint since it was asked to"
+            else:
+                written.append(after)
+                last = after.file
+        return written, problem
 
-    async def _rewritten(self, before: FileIdentity) -> Checkpoint | None:
+    async def _rewritten(self, before: FileIdentity | None) -> Checkpoint | None:
         """Wait until the checkpoint is another file than before; None if it is not in time."""
         with filewatch.shared().watch([str(self._directory)]) as watch:
             until = time.monotonic() + REWRITE

@@ -134,7 +134,7 @@ class ExclusionGuard:
         for key, tokens in self._outside():
             held[key] = held.get(key, frozenset()) | tokens
         for key, tokens in self._granted.items():
-            # What was given away just before its resource was dropped is in no checkpoint that was read yet.
+            # What was granted just before its resource was dropped is in no checkpoint that was read yet.
             if key in held or key[0] not in services:
                 held[key] = held.get(key, frozenset()) | tokens
         reserved = (*self._reserved, self._releases.overdue)
@@ -166,7 +166,7 @@ class ExclusionGuard:
     def withheld(self, resource: str, side: Side) -> Mapping[str, str]:
         """Return which of a resource's devices must not be offered on a side, and why.
 
-        On the side of claims the scheduler itself sees to it that parts fit beside others that claims hold.
+        On the side of claims the scheduler itself fits parts beside others that claims hold.
         """
         things, held = self.things, self.held()
         if resource not in self._served() or not (things.related or held):
@@ -183,7 +183,7 @@ class ExclusionGuard:
         return withheld
 
     def _elsewhere(self, key: Key) -> str:
-        """Say which peer of a device is on another side; "" if none is."""
+        """Return which peer of a device is on another side, in words; "" if none is."""
         mine, services = self._known.side(*key), self._served()
         for peer in sorted(self.things.peers(key)):
             if self._listed(peer) and (theirs := self._known.side(*peer)) != mine:
@@ -195,7 +195,7 @@ class ExclusionGuard:
         return ""
 
     def _named_before(self, key: Key, held: Collection[Key], side: Side) -> str:
-        """Say under which other id an idle device is offered already: so it is counted once."""
+        """Return under which other id an idle device is offered already, so that it counts once; "" if none."""
         if key in held:
             return ""
         services = self._served()
@@ -306,8 +306,8 @@ class ExclusionGuard:
 
         Raises ConflictError: one works on after its timeout.
         """
-        for key in sorted(await self._releases.wait(keys)):
-            raise ConflictError(f"{titled(key)}: {RELEASING}")
+        if overdue := await self._releases.wait(keys):
+            raise ConflictError(f"{titled(min(overdue))}: {RELEASING}")
 
     def _with_peers(self, keys: Iterable[Key]) -> set[Key]:
         return {one for key in keys for one in (key, *self.things.peers(key))}

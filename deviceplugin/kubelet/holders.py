@@ -121,10 +121,7 @@ def holders(known: Iterable[Allocation], seen: HolderEvidence, at: float = 0.0) 
 def running(
     known: Iterable[Allocation], resource: str, device_ids: Collection[str], pods: Collection[str]
 ) -> dict[str, str]:
-    """Return those ids of which a known holder's processes run, and that holder's pod UID.
-
-    pods: UIDs of the pods whose processes run.
-    """
+    """Return the ids of which a known holder's processes run, and its pod. pods: those whose processes run."""
     return {one.device_id: one.pod_uid for one in of_ids(known, resource, device_ids) if one.pod_uid in pods}
 
 
@@ -134,18 +131,12 @@ def of_ids(allocations: Iterable[Allocation], resource: str, device_ids: Collect
 
 
 def ended(known: Iterable[Allocation], pods: PodProcesses, begun: Collection[str]) -> frozenset[Allocation]:
-    """Return the allocations of pods that have run and run no more; a pod that is being admitted has not ended.
-
-    begun: UIDs of pods whose admission is over.
-    """
+    """Return the allocations of pods that have run and do not run any more. begun: pods whose admission is over."""
     return frozenset(one for one in known if one.pod_uid in begun and not pods.may_run(one.pod_uid))
 
 
 def claim_is_over(claim_uid: str, pod_uids: Iterable[str], named: Collection[str], pods: PodProcesses) -> bool:
-    """Whether a claim has no use on this node: the kubelet's claim state does not name it, and no pod of it can run.
-
-    named: UIDs of the claims in the kubelet's claim state.
-    """
+    """Whether a claim has no use on this node: the kubelet's claim state does not name it, and no pod of it can run."""
     return claim_uid not in named and not any(pods.may_run(uid) for uid in pod_uids)
 
 

@@ -1,10 +1,10 @@
-"""Devices that claims hold through drivers which this process does not serve; they are withheld from pods.
+"""Withholds devices from pods that claims hold through drivers which this process does not serve.
 
-There are some after `dra-bridge run` was replaced by `deviceplugin run`, and after a resource's driver was renamed or
-taken out of the configuration: the claims' containers run on. The kubelet's own claim state names them, whatever
-became of the bridge's ledger. It names devices as their driver published them, and such names are made of device
-ids; so a device is withheld if a claim of a driver that is not served holds one of that name. It also names CDI
-devices; their files tell the device nodes, so that a device under another name is withheld, too.
+There are such claims after `dra-bridge run` was replaced by `deviceplugin run`, and after a resource's driver was
+renamed or taken out of the configuration. The kubelet's claim state names them, even if the bridge's ledger is lost.
+It names devices as their driver published them. Such names are made of device ids, so a device is withheld if a
+claim of a driver that is not served holds one of that name. It also names CDI devices. Their files tell the device
+nodes, so that a device under another name is withheld, too.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ def nodes_of(claim: PreparedClaim, served: Collection[str], directory: str = cdi
                     for node in device["containerEdits"].get("deviceNodes") or ():
                         found |= _numbers(node)
         except (OSError, ValueError, KeyError, TypeError, AttributeError):
-            continue  # what it holds is known by its published names alone
+            continue  # only the published names tell what it holds
     return frozenset(found)
 
 
@@ -89,18 +89,12 @@ def _numbers(node: Mapping[str, Any]) -> Tokens:
 class OrphanedClaims:
     """The claims of drivers that are not served, as the kubelet's claim state has them now.
 
-    Args:
-        kubelet_root: the kubelet's root directory.
-        served: returns the drivers that this process serves; it knows their claims itself.
-        cdi_directory: where the drivers write CDI files.
-
+    served: returns the drivers that this process serves; it knows their claims itself.
+    cdi_directory: where the drivers write CDI files.
     """
 
     def __init__(
-        self,
-        kubelet_root: Path,
-        served: Callable[[], Collection[str]] = tuple,
-        cdi_directory: str = cdi.DIRECTORY,
+        self, kubelet_root: Path, served: Callable[[], Collection[str]] = tuple, cdi_directory: str = cdi.DIRECTORY
     ) -> None:
         self._root = kubelet_root
         self._served = served
@@ -112,9 +106,9 @@ class OrphanedClaims:
         self._nodes: dict[Key, Tokens] = {}
 
     def holder(self, resource: str, device: str, driver: str | None) -> str:
-        """Say who holds a device through a driver that is not served, or why that is not known; "" if nobody does.
+        """Return who holds a device through a driver that is not served, or why that is not known; "" if nobody does.
 
-        Reads the claim state if it has changed. driver: the one that the resource's configuration names.
+        driver: the one that the resource's configuration names.
         """
         claims = self._current()
         if isinstance(claims, ClaimStateError):
@@ -131,7 +125,7 @@ class OrphanedClaims:
     def held(self) -> Mapping[Key, Tokens]:
         """Return which device nodes such claims hold, by the driver and the claim in words; the same until it changes.
 
-        While the claim state cannot be read it is what it was.
+        While the claim state cannot be read, the former answer stays.
         """
         self._current()
         return self._nodes
@@ -162,11 +156,8 @@ class OrphanedClaims:
 class OrphanedClaimGate(AllowAll):
     """An allocation gate for resources that this process serves to pods only: it withholds what such claims hold.
 
-    What devices were when they were granted is not known here: a claim state does not tell it.
-
-    As an observer of scans it has the scans go on, and every list of devices made again, while something is withheld.
-
-    holder: says which claim that is not this process's own holds a resource's device, or may; "" if none.
+    It is also an observer of scans, so that they go on while something is withheld.
+    holder: returns which claim that is not this process's own holds a device, or may, in words; "" if none.
     """
 
     def __init__(self, holder: Callable[[str, str], str]) -> None:

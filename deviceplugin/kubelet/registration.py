@@ -24,7 +24,7 @@ import re
 import secrets
 import socket
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
@@ -156,7 +156,6 @@ class InstanceLock:
 
     def __init__(self, directory: Path, resource: str) -> None:
         self.path = directory / f".{slug(resource)}.lock"
-        self._resource = resource
         self._fd: int | None = None
 
     @property
@@ -177,14 +176,15 @@ class InstanceLock:
         try:
             fd = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         except OSError as error:
-            raise DirectoryError(f"{self.path}: cannot make it: {os.strerror(error.errno or 0)}; {_NEEDED}") from error
+            raise DirectoryError(f"{self.path}: cannot make it: {error.strerror}; {_NEEDED}") from error
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            os.close(fd)
+            return False
         except OSError as error:
             os.close(fd)
-            if error.errno in (errno.EWOULDBLOCK, errno.EAGAIN):
-                return False
-            raise DirectoryError(f"{self.path}: cannot lock it: {os.strerror(error.errno or 0)}") from error
+            raise DirectoryError(f"{self.path}: cannot lock it: {error.strerror}") from error
         self._fd = fd
         with contextlib.suppress(OSError):  # the text is for people; the lock holds without it, on a full disk too
             os.ftruncate(fd, 0)
@@ -193,9 +193,10 @@ class InstanceLock:
 
     def owner(self) -> str:
         """Return what the holder wrote about itself."""
-        with contextlib.suppress(OSError):
+        try:
             return self.path.read_text(errors="replace").strip() or "unknown"
-        return "unknown"
+        except OSError:
+            return "unknown"
 
     def release(self) -> None:
         """Release the lock; the file stays (removing it would race with the next instance)."""
@@ -282,10 +283,7 @@ class Registration:
     async def run(self) -> None:
         """Serve and register until cancelled, then drain and remove the own socket.
 
-        Raises:
-            DirectoryError: the directory may not be written.
-            InstanceError: another process serves this resource on this node.
-
+        Raises DirectoryError or InstanceError: the resource cannot be served.
         """
         try:
             with filewatch.shared().watch([str(self._directory)]) as watch:
@@ -309,53 +307,48 @@ class Registration:
         timing = self._timing
         if self._directory.exists():
             if not self._directory.is_dir():
-                raise DirectoryError(
-                    f"{self._directory} is not a directory; the kubelet's device plugin directory is meant"
-                )
+                raise DirectoryError(f"{self._directory} is not a directory; use the kubelet's device plugin directory")
             await self._lock_resource()  # raises at once what no kubelet can repair
         while True:
             seen = self._seen()
             step = next_step(seen, timing.patience)
             if step is Step.REST and self._accepted is not None and self._accepted.options != self.endpoint.options:
                 step = Step.REGISTER  # the hooks changed with the source: the kubelet asks once, at Register
+            if step is Step.REGISTER:
+                await self._register_or_pause(watch, seen)
+                continue
             if step is Step.WAIT_FOR_DEVICES:
                 self._log_once("devices", "waiting for the first list of devices")
-                await watch.wait(timing.poll)
             elif step is Step.WAIT_FOR_KUBELET:
                 self.statistics.registered = False
                 self._log_once("kubelet", f"waiting for the kubelet ({self._kubelet} is not there)")
                 self._backoff.reset()
                 if not seen.served and self._directory.is_dir():
                     await self._serve()  # ready before the kubelet is: it deletes sockets before it makes its own
-                await watch.wait(timing.poll)
-            elif step is Step.WAIT_FOR_STREAM:
-                await watch.wait(max(0.01, timing.patience - seen.since))
-            elif step is Step.REST:
-                if seen.since >= timing.patience:
-                    self._backoff.reset()
-                await watch.wait(timing.poll)
-            else:
-                same = seen.kubelet == seen.registered
-                if seen.registered is not None and same and seen.served:
-                    _LOG.log(
-                        logging.INFO if seen.listened else logging.WARNING,
-                        "%s: the kubelet %s; registering again",
-                        self.endpoint.resource,
-                        "does not listen any more" if seen.listened else "took the registration but does not listen",
-                    )
-                if not await self._register(watch) or self._backoff.tries:
-                    await self._pause(watch, self._backoff.next(), seen.kubelet)
-                elif same:
-                    self._backoff.tries = 1  # one more without a pause, then ever slower until it holds
+            elif step is Step.REST and seen.since >= timing.patience:
+                self._backoff.reset()
+            stream_due = max(0.01, timing.patience - seen.since)
+            await watch.wait(stream_due if step is Step.WAIT_FOR_STREAM else timing.poll)
+
+    async def _register_or_pause(self, watch: filewatch.Watch, seen: Seen) -> None:
+        again = seen.registered is not None and seen.kubelet == seen.registered
+        if again and seen.served:
+            why = "does not listen any more" if seen.listened else "took the registration but does not listen"
+            level = logging.INFO if seen.listened else logging.WARNING
+            _LOG.log(level, "%s: the kubelet %s; registering again", self.endpoint.resource, why)
+        if not await self._register(watch) or self._backoff.tries:
+            await self._pause(watch, self._backoff.next(), seen.kubelet)
+        elif again:
+            self._backoff.tries = 1  # one more without a pause, then ever slower until it holds
 
     async def _pause(self, watch: filewatch.Watch, delay: float, kubelet: FileIdentity | None) -> None:
         """Wait before the next try, but not if the kubelet is another one meanwhile."""
         until = time.monotonic() + delay
-        while (rest := until - time.monotonic()) > 0:
-            if file_identity(self._kubelet) != kubelet:
-                self._backoff.reset()
+        while file_identity(self._kubelet) == kubelet:
+            if (rest := until - time.monotonic()) <= 0:
                 return
             await watch.wait(rest)
+        self._backoff.reset()
 
     def _seen(self) -> Seen:
         accepted = self._accepted
@@ -392,19 +385,17 @@ class Registration:
                 # A fresh channel each time: one that failed for long took 3 s to recover, a fresh one 1 ms.
                 async with grpc.aio.insecure_channel(unix_address(self._kubelet), options=CHANNEL_OPTIONS) as channel:
                     stub: RegistrationAsyncStub = RegistrationStub(channel)  # type: ignore[assignment]
-                    call = asyncio.ensure_future(_answer(stub.Register(request, timeout=timing.register)))
+                    call = asyncio.ensure_future(stub.Register(request, timeout=timing.register))
                     if not await self._answered(call, watch, kubelet):
                         return False
         except grpc.aio.AioRpcError as error:
             self.statistics.failures += 1
             gone = error.code() is grpc.StatusCode.UNAVAILABLE
-            self._log_once(
-                f"refused {error.code().name} {error.details()}",
-                f"the kubelet does not answer at {self._kubelet}; trying again"
-                if gone
-                else f"the kubelet refused the registration ({error.code().name}: {error.details()}); trying again",
-                logging.INFO if gone else logging.ERROR,
-            )
+            text = f"the kubelet refused the registration ({error.code().name}: {error.details()}); trying again"
+            if gone:
+                text = f"the kubelet does not answer at {self._kubelet}; trying again"
+            key = f"refused {error.code().name} {error.details()}"
+            self._log_once(key, text, logging.INFO if gone else logging.ERROR)
             return False
         again = " again" if self.statistics.registrations else ""
         self.statistics.registrations += 1
@@ -438,18 +429,15 @@ class Registration:
         """Take the lock of this resource on this node; wait a little for another instance to end."""
         if self._lock.acquire():
             return
-        _LOG.warning(
-            "%s is served on this node by another process (%s); waiting for it to end",
-            self.endpoint.resource,
-            self._lock.owner(),
-        )
+        resource, owner = self.endpoint.resource, self._lock.owner()
+        _LOG.warning("%s is served on this node by another process (%s); waiting for it to end", resource, owner)
         until = time.monotonic() + self._timing.takeover
         while time.monotonic() < until:
             await asyncio.sleep(0.1)  # flock has no wait with a deadline
             if self._lock.acquire():
                 return
         raise InstanceError(
-            f"{self.endpoint.resource} is served on this node by another process already ({self._lock.owner()}, "
+            f"{resource} is served on this node by another process already ({self._lock.owner()}, "
             f"which holds {self._lock.path}); stop it, or give this one another resource name"
         )
 
@@ -518,18 +506,11 @@ class Registration:
             _LOG.log(level, "%s: %s", self.endpoint.resource, message)
 
 
-async def _answer(call: Awaitable[pb.Empty]) -> pb.Empty:
-    return await call
-
-
 def dead(path: Path) -> bool:
     """Return whether no process listens on a socket any more."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
         probe.setblocking(False)
         try:
-            probe.connect(str(path))
-        except ConnectionRefusedError:
-            return True
-        except OSError:
+            return probe.connect_ex(str(path)) == errno.ECONNREFUSED
+        except OSError:  # the path is too long
             return False
-    return False

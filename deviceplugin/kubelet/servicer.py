@@ -158,8 +158,7 @@ class Endpoint(DevicePluginServicer):
     def shown(self) -> tuple[float, frozenset[str]] | None:
         """Return when the kubelet was last sent the list (monotonic seconds) and the healthy ids in it.
 
-        None while nobody listens, or a list is still on its way. With several streams (an old one
-        that ends) the ids of all of them count.
+        None without a stream, or before its first list was sent. With several streams the ids of all of them count.
         """
         shown = [stream.shown for stream in self._streams if stream.shown is not None]
         if not shown or len(shown) < len(self._streams):
@@ -176,15 +175,14 @@ class Endpoint(DevicePluginServicer):
     async def settled(self, timeout: float) -> bool:
         """Wait until no Allocate or PreStartContainer is in flight; return whether that was within `timeout` seconds.
 
-        When the stream ends the kubelet closes the connection on which they are (kubelet 1.36.3, devicemanager).
+        When the stream ends the kubelet closes their connection (kubelet 1.36.3, devicemanager).
         """
         return await _in_time(self._calls.wait(), timeout)
 
     def replace(self, source: DeviceSource) -> None:
         """Use another source from now on.
 
-        Ids that it would not offer (another number of replicas) are shown, unhealthy, until they are
-        forgotten: a pod may have them, or be about to get them.
+        Ids that it would not offer are shown, unhealthy, until they are forgotten: a pod may have them or get them.
         """
         self.source = source
         self.ids.replace(source)
@@ -371,10 +369,7 @@ class Endpoint(DevicePluginServicer):
             raise self._refusal("held", f"device {name} is still held: {why}")
 
     async def _grant(self, names: Sequence[str]) -> None:
-        """Have a grant recorded.
-
-        Raises Refusal: a device excludes, or is, one that somebody else holds; or the allocation gate refuses.
-        """
+        """Have a grant recorded. Raises Refusal: what others hold excludes it, or the allocation gate refuses."""
         devices = list(dict.fromkeys(map(self.ids.device_id_of, names)))
         keys = [(self.resource, device) for device in devices]
         try:

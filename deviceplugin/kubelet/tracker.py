@@ -50,18 +50,10 @@ class HolderTracker:
         request: sends the list of devices once more; returns whether the kubelet listens to any resource.
         pod_logs: the kubelet's directory of pod logs, which tells pods' names.
         claim_uses: whether people want to know which containers use claims; `List` is asked at each scan then.
-        believe_checkpoint: where no pod cgroups are visible, have the checkpoint alone say when an allocation ends,
-            as a device plugin alone may: the kubelet itself gives its devices away on no other evidence.
+        believe_checkpoint: where no pod cgroups are visible, the checkpoint alone says when an allocation ends. A
+            device plugin alone may do so: the kubelet itself gives its devices away on no other evidence.
         boot: what tells one boot of the node from another; None: the kernel's own.
         wake: called when a scan is due at once.
-
-    Attributes:
-        snapshot: the result of the last scan.
-        scanned_at: when that was (monotonic seconds), None before.
-        claim_uses: what containers use through claims, as of the last `List`.
-        all_pods_listed: every pod whose processes run was in the last `List`: none of them can be a pod that was
-            deleted by force, or one that a kubelet which has just started does not know yet.
-        pods: reads which pods' processes run.
 
     """
 
@@ -81,9 +73,14 @@ class HolderTracker:
         wake: Callable[[], None] = lambda: None,
     ) -> None:
         self.snapshot = HolderSnapshot(problem="the kubelet has not been asked yet")
-        self.scanned_at: float | None = None
+        self.scanned_at: float | None = None  # monotonic seconds
         self.claim_uses: frozenset[ClaimUse] = frozenset()
+        """What containers use through claims, as of the last `List`."""
         self.all_pods_listed = False
+        """Whether every pod whose processes run was in the last `List`.
+
+        Then none of them was deleted by force, and none is unknown to a kubelet that has just started.
+        """
         self.pods: Final = PodReader(kubelet_root, cgroups, believe_checkpoint=believe_checkpoint)
         self._checkpoint = CheckpointReader(
             plugins, request, boot_id() if boot is None else boot, lambda: self._known | self.snapshot.held.keys()
@@ -95,8 +92,7 @@ class HolderTracker:
         self._pod_logs = pod_logs
         self._wake = wake
         self._known: frozenset[Allocation] = frozenset()
-        self._unknown_holders: dict[tuple[str, str], float] = {}
-        """Grants of a former process whose holders are not known; see `remember_grants`."""
+        self._grants: dict[tuple[str, str], float] = {}
         self._begun: frozenset[str] = frozenset()
         """UIDs of holders whose admission is over: they were known at the start, or were seen to run."""
         self._allocated: tuple[tuple[object, ...], Mapping[tuple[str, str], Granted]] = ((), {})
@@ -120,11 +116,11 @@ class HolderTracker:
         self._begun |= {one.pod_uid for one in remembered}
 
     def remember_grants(self, grants: Mapping[tuple[str, str], float]) -> None:
-        """Take in grants whose holder a ledger does not know from before a restart; before `start`.
+        """Take grants of a former process whose holders its ledger does not know; before `start`.
 
         grants: when they were made (Unix seconds), by (resource, device id).
         """
-        self._unknown_holders |= grants
+        self._grants |= grants
 
     def _possible_holders(self, seen: HolderEvidence) -> Iterator[Allocation]:
         """Yield allocations, of no container, of pods that may be the unknown holders of grants.
@@ -134,7 +130,7 @@ class HolderTracker:
         directory is older than the grant is not its holder.
         """
         registered = {resource for one in seen.checkpoints for resource in one.registered}
-        grants = {key: since for key, since in self._unknown_holders.items() if key[0] not in registered}
+        grants = {key: since for key, since in self._grants.items() if key[0] not in registered}
         if not grants:
             return
         pods = seen.pods.directories or () if seen.pods.running is None else seen.pods.running
@@ -142,13 +138,9 @@ class HolderTracker:
         for (resource, device_id), since in grants.items():
             for pod_uid in sorted(set(pods) - {self.pods.own_pod}):
                 if changed.get(pod_uid, since) >= since - CLOCK_STEP:
-                    _LOG.warning(
-                        "%s: device %s counts as held while processes of pod %s run: it was granted shortly before the "
-                        "agent ended, and the kubelet has lost the checkpoint that named its holder",
-                        resource,
-                        device_id,
-                        pod_uid,
-                    )
+                    why = "it was granted shortly before the agent ended, and the kubelet has lost its checkpoint since"
+                    text = "%s: device %s counts as held while processes of pod %s run: %s"
+                    _LOG.warning(text, resource, device_id, pod_uid, why)
                     yield Allocation(pod_uid, "", resource, device_id)
 
     async def still_held(self, resource: str, device_ids: Collection[str]) -> Mapping[str, str]:
@@ -185,10 +177,7 @@ class HolderTracker:
     def _holders_now(
         self, resource: str, device_ids: frozenset[str]
     ) -> tuple[Sequence[Allocation], Mapping[str, str], frozenset[str]]:
-        """Return the known or named allocations of these ids, and by id pods whose processes run.
-
-        And the UIDs of holders that have a cgroup without a process.
-        """
+        """Return the known or named allocations of these ids, running pods by id, and pods with empty cgroups."""
         known = self._known_or_named(resource, device_ids)
         if not known:
             return known, {}, frozenset()
@@ -221,8 +210,8 @@ class HolderTracker:
 
     def _may_know(self, resource: str, device_ids: frozenset[str]) -> bool:
         """Whether there may be known or named allocations of these ids; else the checkpoint need not be read."""
-        named = self._checkpoint.last.allocations
-        return self._checkpoint.changed or bool(of_ids(self._known | named, resource, device_ids))
+        current = self._checkpoint.current()
+        return current is None or bool(of_ids(self._known | current.allocations, resource, device_ids))
 
     def _known_or_named(self, resource: str, device_ids: frozenset[str]) -> list[Allocation]:
         # The checkpoint still names a holder that the kubelet has just dropped: it is written after Allocate.
@@ -234,15 +223,12 @@ class HolderTracker:
 
     async def reread(self) -> None:
         """Read the checkpoint if it has changed: it names what was allocated since the last scan."""
-        if self._checkpoint.changed:
+        if self._checkpoint.current() is None:
             with contextlib.suppress(CheckpointError):
                 await asyncio.to_thread(self._checkpoint.read)
 
     async def listed(self, running: Collection[str]) -> frozenset[str]:
-        """Return those of the running pods that the kubelet counts as active now: `List` names them.
-
-        running: UIDs of all pods whose processes run.
-        """
+        """Return which pods `List` names: the kubelet counts them as active. running: all pods whose processes run."""
         await self._in_flight.wait()
         report = await self._pod_resources.list_if_possible()
         return frozenset() if report is None else await asyncio.to_thread(self._listed, report, running)
@@ -347,7 +333,7 @@ class HolderTracker:
         return holders.holders(self._known, seen, at)
 
     def _read(self, written: Sequence[Checkpoint] = ()) -> HolderEvidence:
-        """Read the checkpoint, unless those are given that were written at our request; then the cgroups."""
+        """Read the cgroups after the checkpoint. written: checkpoints to take instead, written at our request."""
         if written:
             self._checkpoint.take(written)
             return HolderEvidence(written, True, self.pods.read())
@@ -359,7 +345,6 @@ class HolderTracker:
         return HolderEvidence(read, False, self.pods.read(), problem)
 
     async def _name_pods(self) -> None:
-        """Learn the names of the pods that hold something."""
         uids = {one.pod_uid for one in self._known}
         if uids - self._pod_names.keys():
             self._pod_names |= await asyncio.to_thread(pod_names, uids, self._pod_logs)
