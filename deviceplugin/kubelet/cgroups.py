@@ -22,7 +22,7 @@ _SYSTEMD: Final = re.compile(r"(?:.*-)?pod(.+)\.slice")
 _KUBEPODS: Final = re.compile(r"(?:.*-)?kubepods(?:\.slice)?")
 _ETC_HOSTS: Final = re.compile(r".*/pods/([^/]+)/etc-hosts")
 _DEPTH: Final = 6
-"""Levels below the cgroup file system in which `kubepods` is looked for."""
+"""Levels below the cgroup file system in which `kubepods` is searched."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +39,7 @@ class PodProcesses:
     empty: frozenset[str] = frozenset()
 
     def may_run(self, pod_uid: str) -> str:
-        """Say why a process of this pod may still run; "" if none can.
+        """Return why a process of this pod may still run, in words; "" if none can.
 
         Without cgroups a pod counts as running for as long as its directory exists: of a pod that has completed
         and is not deleted, and of one that was deleted by force and runs on, the directory is the same.
@@ -54,11 +54,8 @@ class PodProcesses:
 class PodReader:
     """Reads which pods' processes may run: from cgroups, or from pod directories if no cgroups are visible. Blocks.
 
-    Args:
-        kubelet_root: the kubelet's root directory.
-        cgroups: where the cgroup file system is mounted, `/sys/fs/cgroup` of the host.
-        believe_checkpoint: if no cgroups are visible, no pod counts as running: the checkpoint alone decides.
-
+    cgroups: where the cgroup file system is mounted, `/sys/fs/cgroup` of the host.
+    believe_checkpoint: if no cgroups are visible, no pod counts as running: the checkpoint alone decides.
     """
 
     def __init__(self, kubelet_root: Path, cgroups: Path, *, believe_checkpoint: bool) -> None:
@@ -87,10 +84,7 @@ class PodReader:
         return None if cgroups is None else frozenset(uid for uid, populated in cgroups.items() if populated)
 
     def running(self) -> frozenset[str]:
-        """Return `in_cgroups`, and no pod if no cgroups are visible.
-
-        Raises OSError: cgroups were visible before, and cannot be read now.
-        """
+        """Return `in_cgroups`, or no pod. Raises OSError: cgroups were visible before, and cannot be read now."""
         running = self.in_cgroups()
         if running is None and self._cgroups_seen:
             raise OSError(f"pod cgroups in {self._cgroups} cannot be read now")
@@ -98,12 +92,12 @@ class PodReader:
         return running or frozenset()
 
     def missing(self) -> str:
-        """Say what cannot be seen of this node's pods, and what that means; "" if all can."""
+        """Return what cannot be seen of this node's pods, and what that means, for the log; "" if all can."""
         if self.in_cgroups() is not None:
             return ""
         what = f"no pod cgroups (kubepods) of this kubelet are visible in {self._cgroups}"
         if self._believe_checkpoint:
-            return f"{what}: a device comes free when the kubelet says so, also of a pod whose containers hang"
+            return f"{what}: a device comes free when the kubelet counts its pod as ended, even if its containers hang"
         if read_directories(self.kubelet_root) is not None:
             return f"{what}: a device comes free only when its pod is deleted, not when it has completed"
         return (

@@ -51,7 +51,7 @@ class PreparedClaim:
 def parse(text: bytes) -> tuple[PreparedClaim, ...]:
     """Read `{"Data": "<JSON>", "Checksum": crc32 of Data}` (kubelet 1.36, cm/dra/state/checkpoint.go).
 
-    Raises ClaimStateError: it is not such a file, or the checksum does not fit.
+    Raises ClaimStateError: it is not such a file, or the checksum does not match.
     """
     try:
         outer = json.loads(text)

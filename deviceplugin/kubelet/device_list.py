@@ -103,7 +103,7 @@ class DeviceIds:
     def adopt_existing(self, names: Iterable[str]) -> frozenset[str]:
         """Make legacy ids of those that pods have from before this agent began.
 
-        Returns those of devices that are not listed: they may be plugged in again.
+        Returns those of devices that are not listed: they may be plugged in again, and are not shown until then.
         """
         known, offered = self._inventory.snapshot.devices, {*self.offered(), *self.legacy}
         ids = {name: self.device_id_of(name) for name in names if name not in offered}

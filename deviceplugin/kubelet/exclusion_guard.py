@@ -66,7 +66,7 @@ class ExclusionGuard:
 
     Args:
         served: returns the resources of this process by name.
-        known: tells of holders that ledgers know, and of claims.
+        gate: knows the holders in ledgers, and on which side devices are.
         allocated: returns what is known of all that pods hold, also of resources that are served no more, by (resource,
             the kubelet's device id); the same object until it changes.
         reread: has `allocated` know what the kubelet's checkpoint names now.
@@ -78,7 +78,7 @@ class ExclusionGuard:
     def __init__(
         self,
         served: Callable[[], Mapping[str, ServedDevices]] = dict,
-        known: AllocationGate | None = None,
+        gate: AllocationGate | None = None,
         allocated: Callable[[], Mapping[Key, Granted]] = dict,
         *,
         reread: Callable[[], Awaitable[None]] = _nothing,
@@ -87,7 +87,7 @@ class ExclusionGuard:
     ) -> None:
         self.boot: Final = identity.boot_id() if boot is None else boot
         self._served = served
-        self._known: AllocationGate = known or AllowAll()
+        self._gate: AllocationGate = gate or AllowAll()
         self._allocated = allocated
         self._orphaned = orphaned
         self.reread: Final = reread
@@ -127,7 +127,7 @@ class ExclusionGuard:
 
     def held(self, *, claims: bool = True) -> dict[Key, Tokens]:
         """Return what is held, reserved grants included. claims: include devices that only claims hold."""
-        things, known, services = self.things, self._known, self._served()
+        things, gate, services = self.things, self._gate, self._served()
         held: dict[Key, Tokens] = {
             (name, one): frozenset() for name, each in services.items() for one in each.held_devices
         }
@@ -139,11 +139,11 @@ class ExclusionGuard:
                 held[key] = held.get(key, frozenset()) | tokens
         reserved = (*self._reserved, self._releases.overdue)
         held |= {key: frozenset() for keys in reserved for key in keys if key not in held}
-        for key, tokens in known.held().items():
-            if claims or not known.claimed(*key):
+        for key, tokens in gate.held().items():
+            if claims or not gate.claimed(*key):
                 held[key] = tokens or held.get(key, frozenset())
         if claims:
-            held |= {key: frozenset() for key in things.related if key not in held and known.claimed(*key)}
+            held |= {key: frozenset() for key in things.related if key not in held and gate.claimed(*key)}
         return held
 
     def _outside(self) -> Iterator[tuple[Key, Tokens]]:
@@ -184,9 +184,9 @@ class ExclusionGuard:
 
     def _elsewhere(self, key: Key) -> str:
         """Return which peer of a device is on another side, in words; "" if none is."""
-        mine, services = self._known.side(*key), self._served()
+        mine, services = self._gate.side(*key), self._served()
         for peer in sorted(self.things.peers(key)):
-            if self._listed(peer) and (theirs := self._known.side(*peer)) != mine:
+            if self._listed(peer) and (theirs := self._gate.side(*peer)) != mine:
                 reason = f"{titled(peer)}, which is the same thing or a part of it, is {_WORDS[theirs]}"
                 reason += f" and this one {_WORDS[mine]}"
                 if services[key[0]].source.driver != services[peer[0]].source.driver:
@@ -383,7 +383,7 @@ class ExclusionGuard:
                 for key, tokens in held.items()
                 if key in things.related or things.excluded(key, tokens)
             },
-            {key: self._known.side(*key) for key in things.related},
+            {key: self._gate.side(*key) for key in things.related},
             self._releases.overdue,
         )
         if noticed != self._noticed:

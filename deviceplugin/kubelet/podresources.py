@@ -83,9 +83,8 @@ class ClaimUse:
 class PodResourcesReport:
     """One answer of `List`.
 
-    claims: what containers use through claims, those that the scheduler makes for extended
-    resources among them (kubelet feature KubeletPodResourcesDynamicResources, on since 1.34).
-    pods: (namespace, name) of every pod in it.
+    claims: what containers use through claims, also through those that the scheduler makes for extended resources
+    (kubelet feature KubeletPodResourcesDynamicResources, on since 1.34). pods: (namespace, name) of every pod in it.
     """
 
     claims: frozenset[ClaimUse] = frozenset()

@@ -35,13 +35,9 @@ class Releases:
         return frozenset().union(*self._overdue.values())
 
     def run(self, keys: Iterable[Key], work: Coroutine[Any, Any, None]) -> asyncio.Task[str]:
-        """Run the `released` hook of devices.
+        """Run the `released` hook of devices; the task returns why it failed, "" if it did not.
 
-        work: raises HookError if the hook fails.
-
-        Returns:
-            Why it failed, "" if it did not. It ends with the hook's timeout, though the hook may work on.
-
+        The task ends with the hook's timeout, though the hook may work on. work: raises HookError if the hook fails.
         """
         keys = frozenset(keys)
         task = asyncio.create_task(self._run(keys, work, self._of(keys)))
@@ -74,12 +70,7 @@ class Releases:
         self._changed()
 
     async def wait(self, keys: Iterable[Key]) -> frozenset[Key]:
-        """Wait for the hooks that work on these devices or on others that are the same thing.
-
-        Returns:
-            Those devices on which a hook works on after its timeout.
-
-        """
+        """Wait for the hooks of these devices and of others that are the same thing; return those that are overdue."""
         if not (self._tasks or self._overdue):
             return frozenset()
         keys = tuple(keys)

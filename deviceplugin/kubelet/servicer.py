@@ -38,12 +38,8 @@ SHOWN_IDS: Final = 8
 """Ids that an error names."""
 
 
-def _nothing() -> None:
-    """Do nothing."""
-
-
 class Holders(Protocol):
-    """Knows who holds a resource's ids, as `HolderTracker` does; the bodies are the answers where nobody knows."""
+    """Knows who holds a resource's ids, as `HolderTracker` does. The bodies are the answers without a tracker."""
 
     def unnamed_reasons(self, resource: str) -> Mapping[str, str]:
         """Return ids that are held though the kubelet may give them away, and why; they are shown unhealthy."""
@@ -55,7 +51,7 @@ class Holders(Protocol):
 
 
 class NoHolders(Holders):
-    """Used where nobody tracks who holds what."""
+    """Stands for a tracker where there is none."""
 
 
 @dataclass(slots=True)
@@ -128,7 +124,7 @@ class Endpoint(DevicePluginServicer):
         self._holders: Holders = holders or NoHolders()
         self._guard = guard or ExclusionGuard()
         self._serving = True
-        self._on_stream_end: Callable[[], None] = _nothing
+        self._on_stream_end: Callable[[], None] = lambda: None
         self._streams: set[Stream] = set()
         self._streams_gone = asyncio.Event()
         self._streams_gone.set()
@@ -142,7 +138,7 @@ class Endpoint(DevicePluginServicer):
 
     def stop(self) -> None:
         """Let every ListAndWatch end at its next list, and those that only begin."""
-        self._serving, self._on_stream_end = False, _nothing
+        self._serving, self._on_stream_end = False, lambda: None
 
     @property
     def options(self) -> pb.DevicePluginOptions:
@@ -194,10 +190,7 @@ class Endpoint(DevicePluginServicer):
         self.refresh()
 
     def adopt_existing(self, names: Iterable[str]) -> frozenset[str]:
-        """Show these ids, which pods have from before this agent began, until they are forgotten.
-
-        Returns those of devices that are not listed, and not shown: they may be plugged in again.
-        """
+        """Show these ids, which pods have from before this agent began; return those of devices that are not listed."""
         unlisted = self.ids.adopt_existing(names)
         self.refresh()
         return unlisted
@@ -339,10 +332,7 @@ class Endpoint(DevicePluginServicer):
         )
 
     def _check(self, names: Sequence[str]) -> list[Device]:
-        """Return the devices of the ids of one container.
-
-        Raises Refusal: an id is named twice, unknown, or of a device that may not be given out.
-        """
+        """Return the devices of one container's ids. Raises Refusal: one is named twice, unknown or not available."""
         if len(set(names)) != len(names):
             twice = sorted(name for name, count in Counter(names).items() if count > 1)
             shown = ", ".join(printable(name[:MAX_ID]) for name in twice[:SHOWN_IDS])
@@ -359,7 +349,7 @@ class Endpoint(DevicePluginServicer):
                 raise self._refusal("unhealthy", f"device {name} is unhealthy{why}")
             if device.id in kept:
                 text = f"device {name} is given out only when no pod has {kept[device.id]} any more, "
-                raise self._refusal("sharing", f"{text}which is from before its sharing changed")
+                raise self._refusal("sharing", f"{text}an id from before its sharing changed")
             devices[device.id] = device
         return list(devices.values())
 

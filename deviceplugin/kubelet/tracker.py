@@ -47,11 +47,11 @@ class HolderTracker:
         cgroups: the mount of the cgroup file system.
         pod_resources: the kubelet's PodResources service.
         in_flight: counts this process's own Allocate calls.
-        request: sends the list of devices once more; returns whether the kubelet listens to any resource.
+        request: as in `CheckpointReader`.
         pod_logs: the kubelet's directory of pod logs, which tells pods' names.
-        claim_uses: whether people want to know which containers use claims; `List` is asked at each scan then.
-        believe_checkpoint: where no pod cgroups are visible, the checkpoint alone says when an allocation ends. A
-            device plugin alone may do so: the kubelet itself gives its devices away on no other evidence.
+        claim_uses: whether to learn which containers use claims, for metrics; `List` is called at each scan then.
+        believe_checkpoint: as in `PodReader`. A device plugin alone may do so: the kubelet itself gives its devices
+            away on no other evidence.
         boot: what tells one boot of the node from another; None: the kernel's own.
         wake: called when a scan is due at once.
 
@@ -77,10 +77,7 @@ class HolderTracker:
         self.claim_uses: frozenset[ClaimUse] = frozenset()
         """What containers use through claims, as of the last `List`."""
         self.all_pods_listed = False
-        """Whether every pod whose processes run was in the last `List`.
-
-        Then none of them was deleted by force, and none is unknown to a kubelet that has just started.
-        """
+        """Whether the last `List` had all pods that run: none was deleted by force, or is unknown to a new kubelet."""
         self.pods: Final = PodReader(kubelet_root, cgroups, believe_checkpoint=believe_checkpoint)
         self._checkpoint = CheckpointReader(
             plugins, request, boot_id() if boot is None else boot, lambda: self._known | self.snapshot.held.keys()
@@ -290,16 +287,11 @@ class HolderTracker:
         }
 
     async def scan(self, wanted: Collection[tuple[str, str]] | None = None) -> HolderSnapshot | None:
-        """Read the evidence now.
+        """Read the evidence now; return None if an own Allocate came in between: the evidence may be older than it.
 
-        Args:
-            wanted: (resource, device id) of which is asked whether they are free; the kubelet is asked for a
-                checkpoint unless each has a holder whose processes run. It is asked too if processes of a holder
-                have ended, and from time to time (`MOST_REQUEST`) if those of a holder have not been seen.
-
-        Returns:
-            Who holds what; None if an own Allocate came in between, and it is worth nothing.
-
+        wanted: (resource, device id) that may be free. The kubelet is asked for a checkpoint unless each has a holder
+        whose processes run. It is asked too if processes of a holder have ended, and from time to time (`MOST_REQUEST`)
+        if those of a holder have not been seen.
         """
         await self._in_flight.wait()
         at = time.monotonic()

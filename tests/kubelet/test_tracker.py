@@ -398,7 +398,7 @@ async def test_where_cgroups_cannot_be_seen(world: World, caplog: pytest.LogCapt
     for tracker in (both, plugin_alone):
         await tracker.start()
     assert "comes free only when its pod is deleted" in caplog.text
-    assert "comes free when the kubelet says so" in caplog.text
+    assert "comes free when the kubelet counts its pod as ended" in caplog.text
     hidden.rename(world.kubelet.cgroup_root)  # the kubelet needs it
     await asyncio.to_thread(pod.complete)
     world.kubelet.cgroup_root.rename(hidden)
