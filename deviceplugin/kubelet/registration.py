@@ -161,10 +161,8 @@ class InstanceLock:
     @property
     def held(self) -> bool:
         """Whether this process holds the lock on the file that is there now."""
-        if self._fd is None:
-            return False
         try:
-            return os.path.samestat(os.fstat(self._fd), os.stat(self.path))
+            return self._fd is not None and os.path.samestat(os.fstat(self._fd), os.stat(self.path))
         except OSError:
             return False
 

@@ -228,7 +228,7 @@ class HolderTracker:
         """Return which pods `List` names: the kubelet counts them as active. running: all pods whose processes run."""
         await self._in_flight.wait()
         report = await self._pod_resources.list_if_possible()
-        return frozenset() if report is None else await asyncio.to_thread(self._listed, report, running)
+        return frozenset() if report is None else await self._listed(report, running)
 
     def missing(self) -> Iterator[str]:
         """Yield what cannot be seen of this node, and what that means; for the log at the start. Blocks."""
@@ -307,10 +307,11 @@ class HolderTracker:
             return None
         if report is not None:
             self.claim_uses = report.claims
-            self.all_pods_listed = await asyncio.to_thread(self._all_listed, report)
+            running = await asyncio.to_thread(self.pods.in_cgroups)
+            self.all_pods_listed = running is not None and running == await self._listed(report, running)
         self._known = frozenset(now.held)
-        running = self._begun | (seen.pods.running or frozenset())
-        self._begun = frozenset(one.pod_uid for one in self._known if one.pod_uid in running)
+        begun = self._begun | (seen.pods.running or frozenset())
+        self._begun = frozenset(one.pod_uid for one in self._known if one.pod_uid in begun)
         await self._name_pods()
         self.snapshot, self.scanned_at = now, at
         return now
@@ -342,12 +343,8 @@ class HolderTracker:
             self._pod_names |= await asyncio.to_thread(pod_names, uids, self._pod_logs)
         self._pod_names = {uid: name for uid, name in self._pod_names.items() if uid in uids}
 
-    def _all_listed(self, report: PodResourcesReport) -> bool:
-        running = self.pods.in_cgroups()
-        return running is not None and self._listed(report, running) == running
-
-    def _listed(self, report: PodResourcesReport, running: Collection[str]) -> frozenset[str]:
-        names = pod_names(running, self._pod_logs)
+    async def _listed(self, report: PodResourcesReport, running: Collection[str]) -> frozenset[str]:
+        names = await asyncio.to_thread(pod_names, running, self._pod_logs)
         # Of two pods of one name that run, one was deleted by force: a list that has the name does not tell which.
         counts = Counter(names.values())
         return frozenset(uid for uid, name in names.items() if name in report.pods and counts[name] == 1)

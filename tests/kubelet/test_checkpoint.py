@@ -51,7 +51,7 @@ def test_a_kubelet_that_never_gave_out_a_device_names_none() -> None:
 
 
 def test_each_version_of_the_file_is_another_file(tmp_path: Path) -> None:
-    """A file that replaced another one is told from it, also with the same contents."""
+    """A file that replaced another one has another identity, also with the same contents."""
     path = tmp_path / FILE_NAME
     written.Checkpoint().write(path)
     first = read(tmp_path)

@@ -329,7 +329,7 @@ def test_slices_offer_parts_beside_parts_that_claims_hold() -> None:
 
 
 def test_subscribers_hear_of_holders_that_matter() -> None:
-    """A change is told once."""
+    """Subscribers are called once for a change."""
     world = World(a="n1", b="n1")
     world.guard.notify()
     calls: list[None] = []

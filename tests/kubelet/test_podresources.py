@@ -40,7 +40,7 @@ def test_list_names_pods_and_the_use_of_claims() -> None:
 # When to ask.
 
 
-async def test_quiet_waits_for_allocations_to_land() -> None:
+async def test_list_waits_for_allocations_in_flight() -> None:
     """Nobody asks `List` while an own Allocate is in flight or was a moment ago."""
     in_flight = AllocationsInFlight()
     await in_flight.wait()
@@ -52,9 +52,9 @@ async def test_quiet_waits_for_allocations_to_land() -> None:
         done, _ = await asyncio.wait({waiting}, timeout=0.05)
         assert not done
         assert not in_flight.none_since(before)
-        landed = time.monotonic()
+        ended = time.monotonic()
     await waiting
-    assert time.monotonic() >= landed + 0.02
+    assert time.monotonic() >= ended + 0.02
     assert not in_flight.none_since(before)
     assert in_flight.none_since(time.monotonic())
 

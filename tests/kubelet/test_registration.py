@@ -251,7 +251,7 @@ def test_directory_that_is_none_is_said(tmp_path: Path) -> None:
 
 
 def test_dead_socket_of_before_a_reboot_is_replaced(kubelet_root: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """A kubelet.sock that nobody serves is tried ever more slowly; the kubelet that replaces it is told at once."""
+    """A kubelet.sock that nobody serves is tried ever more slowly; the kubelet that replaces it is tried at once."""
     caplog.set_level(logging.INFO, "deviceplugin")
     with FakeKubelet(kubelet_root) as kubelet:
         kubelet.stop()

@@ -257,7 +257,7 @@ async def test_four_mebibytes_are_the_limit(serve: Serve) -> None:
 
 
 async def test_streams_end_when_told(serve: Serve) -> None:
-    """`end_streams` ends every stream, and the end of the last one is told."""
+    """`end_streams` ends every stream, and the end of the last one is reported."""
     served = await serve(Source(), "a")
     ends = []
     served.endpoint.start(lambda: ends.append(served.endpoint.live))
