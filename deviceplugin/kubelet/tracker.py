@@ -303,12 +303,13 @@ class HolderTracker:
         if self._requests.due(now, seen.pods, wanted):
             report = report or await self._pod_resources.list_if_possible()
             now = await self._after_request(at)
-        if not self._in_flight.none_since(at):
-            return None
+        claim_uses, all_pods_listed = self.claim_uses, self.all_pods_listed
         if report is not None:
-            self.claim_uses = report.claims
-            running = await asyncio.to_thread(self.pods.in_cgroups)
-            self.all_pods_listed = running is not None and running == await self._listed(report, running)
+            claim_uses, running = report.claims, await asyncio.to_thread(self.pods.in_cgroups)
+            all_pods_listed = running is not None and running == await self._listed(report, running)
+        if not self._in_flight.none_since(at):  # no await until `_known` is set: an Allocate may add to it
+            return None
+        self.claim_uses, self.all_pods_listed = claim_uses, all_pods_listed
         self._known = frozenset(now.held)
         begun = self._begun | (seen.pods.running or frozenset())
         self._begun = frozenset(one.pod_uid for one in self._known if one.pod_uid in begun)
