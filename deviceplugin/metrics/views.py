@@ -286,7 +286,7 @@ class Observer:
         """Put together what is known now."""
         status = self._agent.status()
         reports, silent = self._reports()
-        known = status.looked_at is not None and time.monotonic() - status.looked_at < HOLDERS_STALE
+        known = status.scanned_at is not None and time.monotonic() - status.scanned_at < HOLDERS_STALE
         holders = self._holders(status, reports, known=known)
         locations = {key: location for report in reports.values() for key, location in report.locations.items()}
         events = [*self._events, *(event for report in reports.values() for event in report.events)]

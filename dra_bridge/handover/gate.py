@@ -15,8 +15,8 @@ import grpc
 
 from deviceplugin import identity
 from deviceplugin.identity import Tokens
-from deviceplugin.kubelet.allocation_gate import Refusal
-from deviceplugin.kubelet.exclusion_guard import ExclusionGuard, Side
+from deviceplugin.kubelet.allocation_gate import Refusal, Side
+from deviceplugin.kubelet.exclusion_guard import ExclusionGuard
 from deviceplugin.kubelet.holders import HolderSnapshot
 from dra_bridge import ledger
 from dra_bridge.handover.evidence import DeviceIdResolver, kubelet_snapshot

@@ -74,7 +74,7 @@ class Bridge:
         self._tasks: list[asyncio.Task[None]] = []
         paths = paths or Paths()
         self._orphaned = OrphanedClaims(paths.kubelet_root, self.drivers.keys, cdi_directory)
-        undriven = OrphanedClaimGate(self, lambda resource: None)
+        undriven = OrphanedClaimGate(self.holder)
         self.gates = ResourceGates(undriven, lambda: [one.ledger_gate for one in self.drivers.values()])
         self.agent = Agent(
             sources,
@@ -219,7 +219,7 @@ class Bridge:
             _LOG.error("%s: the ledger is damaged and was moved to %s; making it anew from evidence", driver, aside)
         return opened
 
-    def holder(self, resource: str, device: str, driver: str | None) -> str:
+    def holder(self, resource: str, device: str, driver: str | None = None) -> str:
         """Say which claim of another driver than this one holds a device, or why that is not known; "" if none does.
 
         There are some after the resource's driver was renamed or taken away.

@@ -56,7 +56,7 @@ class ClaimPods:
 
         """
         tracker = self._tracker
-        running = await asyncio.to_thread(tracker.running_pods)
+        running = await asyncio.to_thread(tracker.pods.running)
         prepared = await self.record()
         if running - self._recorded:
             known = self._ledger.snapshot.claims
@@ -115,7 +115,7 @@ class ClaimReconciliation:
         """
         unlisted = (await self.pods.running()).unlisted
         named = frozenset(claim.uid for claim in await self.pods.record())
-        processes = await asyncio.to_thread(self.tracker.pods)
+        processes = await asyncio.to_thread(self.tracker.pods.read)
         await self._name_from_server(named, processes)
         await self.driver.reconciler.reconcile(named, processes, unlisted, sweep=sweep)
 

@@ -9,32 +9,19 @@ import grpc
 
 from deviceplugin.exclusion import Key
 from deviceplugin.identity import Tokens
-from deviceplugin.kubelet.allocation_gate import AllocationGate, Refusal
-from deviceplugin.kubelet.exclusion_guard import Side
+from deviceplugin.kubelet.allocation_gate import AllocationGate, Refusal, Side
 
 
-class DenyAll:
+class DenyAll(AllocationGate):
     """The allocation gate of a resource whose ledger is not open yet, or not for it any more."""
 
     def offers(self, resource: str, device: str) -> bool:
         """Offer nothing."""
         return False
 
-    def avoids(self, resource: str) -> Collection[str]:
-        """Avoid nothing."""
-        return ()
-
     def claimed(self, resource: str, device: str) -> bool:
         """Count everything as held: nothing is known."""
         return True
-
-    def withheld(self, resource: str) -> Mapping[str, str]:
-        """Name no device of its own."""
-        return {}
-
-    def held(self) -> Mapping[Key, Tokens]:
-        """Leave that to `claimed`."""
-        return {}
 
     def side(self, resource: str, device: str) -> Side:
         """Return no side."""

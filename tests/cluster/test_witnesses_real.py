@@ -570,7 +570,7 @@ def test_plugin_follows_bridge(scene: Scene, how: str) -> None:
     plugin = agents.start_plugin()
     scene.stack.callback(plugin.kill)
     if how == "overlapping":
-        scene.cluster.wait_for(lambda: "waiting for it to go" in agents.log(), LIMIT, "the plugin waits")
+        scene.cluster.wait_for(lambda: "waiting for it to end" in agents.log(), LIMIT, "the plugin waits")
         late()
         agents.stop()
     scene.observe(6)
@@ -582,7 +582,7 @@ def test_plugin_follows_bridge(scene: Scene, how: str) -> None:
     agents.start()
     agents.wait_registered()
     if how == "overlapping":
-        scene.cluster.wait_for(lambda: "waiting for it to go" in agents.log(), LIMIT, "the bridge waits")
+        scene.cluster.wait_for(lambda: "waiting for it to end" in agents.log(), LIMIT, "the bridge waits")
         plugin.terminate()
         plugin.wait(20)
     # With nothing on the plugin's side, a pod with limits is served by claims too.

@@ -472,7 +472,7 @@ class TestCollector:
     def test_holders_are_absent_when_they_are_unknown(self, loop: Loop) -> None:
         """Without the kubelet's checkpoint there is no count of 0 that would look like a free device."""
         still = Still(resource("a", held={"a": [Holder("n", "p", "c")]}))
-        still.looked_at = None
+        still.scanned_at = None
         seen = loop.serving(still.agent)
         assert seen.value("holders_known") == 0
         assert seen.value("device_holders") is None

@@ -72,8 +72,8 @@ class TestHolders:
         """When the kubelet cannot be asked for long, or was not yet, its last answer does not stay for ever."""
         still = Still(resource("a", held={"a": [MAIN]}))
         observer = still.observer()
-        for looked_at in (None, time.monotonic() - HOLDERS_STALE - 1):
-            still.looked_at = looked_at
+        for scanned_at in (None, time.monotonic() - HOLDERS_STALE - 1):
+            still.scanned_at = scanned_at
             assert not observer.view().holders_known
             assert holders(observer.view()) == []
 

@@ -22,7 +22,7 @@ from deviceplugin.kubelet import holders
 from deviceplugin.kubelet.allocation_gate import Refusal
 from deviceplugin.kubelet.cgroups import PodProcesses
 from deviceplugin.kubelet.checkpoint import Allocation, Checkpoint
-from deviceplugin.kubelet.holders import HolderSnapshot, Witnesses
+from deviceplugin.kubelet.holders import HolderEvidence, HolderSnapshot
 from deviceplugin.kubelet.registration import Backoff
 from deviceplugin.source import DeviceSource
 from dra_bridge import ledger
@@ -86,10 +86,10 @@ class Outside(ClusterClaims):
         elif word == "deallocated":
             self.allocated.pop(name, None)
 
-    def evidence(self) -> Witnesses:
+    def evidence(self) -> HolderEvidence:
         """Return what the kubelet's checkpoint, written at our request, and the cgroups say."""
         named = frozenset(Allocation(name, "c", R, name) for name in self.pods)
-        return Witnesses([Checkpoint(named, {})], awake=True, pods=PodProcesses(running=frozenset(self.pods)))
+        return HolderEvidence([Checkpoint(named, {})], awake=True, pods=PodProcesses(running=frozenset(self.pods)))
 
     # The API server, for the driver and the handover.
 

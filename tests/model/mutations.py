@@ -60,18 +60,18 @@ def _released_at_once(_record: object, snapshot: KubeletSnapshot) -> bool:
     return snapshot.awake
 
 
-def _with_evidence(change: Callable[[holders.Witnesses], holders.Witnesses]) -> Replacement:
-    def decide(known: Any, seen: holders.Witnesses, at: float = 0.0) -> holders.HolderSnapshot:
+def _with_evidence(change: Callable[[holders.HolderEvidence], holders.HolderEvidence]) -> Replacement:
+    def decide(known: Any, seen: holders.HolderEvidence, at: float = 0.0) -> holders.HolderSnapshot:
         return _HOLDERS(known, change(seen), at)
 
     return decide
 
 
-def _unnamed(seen: holders.Witnesses) -> holders.Witnesses:
+def _unnamed(seen: holders.HolderEvidence) -> holders.HolderEvidence:
     return replace(seen, checkpoints=[replace(one, allocations=frozenset()) for one in seen.checkpoints])
 
 
-def _without_uids(known: Any, seen: holders.Witnesses, at: float = 0.0) -> holders.HolderSnapshot:
+def _without_uids(known: Any, seen: holders.HolderEvidence, at: float = 0.0) -> holders.HolderSnapshot:
     named = [replace(one, allocations=_anonymous(one.allocations)) for one in seen.checkpoints]
     return _HOLDERS(_anonymous(known), replace(seen, checkpoints=named), at)
 

@@ -37,7 +37,7 @@ from typing import Final, NamedTuple
 from deviceplugin.kubelet import holders
 from deviceplugin.kubelet.cgroups import PodProcesses
 from deviceplugin.kubelet.checkpoint import Allocation, Checkpoint
-from deviceplugin.kubelet.holders import HolderSnapshot, Witnesses
+from deviceplugin.kubelet.holders import HolderEvidence, HolderSnapshot
 from dra_bridge import ledger
 from dra_bridge.handover import Share, held_ids
 from dra_bridge.handover.evidence import kubelet_snapshot, shown_unhealthy
@@ -600,7 +600,7 @@ class Small:
             Checkpoint(frozenset(one for one in allocations(world, "seen") if seen_in(world, one) >= count), registered)
             for count in (1, 2)
         ]
-        seen = Witnesses(checkpoints, stage.written, self.processes(world))
+        seen = HolderEvidence(checkpoints, stage.written, self.processes(world))
         return holders.holders(recorded(world), seen, OLD if stage.late else RECENT)
 
     # What befalls them.
@@ -635,7 +635,7 @@ class Small:
         """Compare the ledger with what is held, by a checkpoint written at the agent's request."""
         world = self.filed(world, *(pod.memory for pod in world.pods))
         checkpoint = Checkpoint(frozenset(allocations(world, "file")), {})
-        now = holders.holders(recorded(world), Witnesses([checkpoint], True, self.processes(world)), RECENT)
+        now = holders.holders(recorded(world), HolderEvidence([checkpoint], True, self.processes(world)), RECENT)
         held = held_ids(now, R, str)
         fresh = all(device.state == UNKNOWN for device in world.devices)
         claims = [

@@ -29,7 +29,7 @@ from deviceplugin.kubelet import holders
 from deviceplugin.kubelet.allocation_gate import Refusal
 from deviceplugin.kubelet.cgroups import PodProcesses
 from deviceplugin.kubelet.checkpoint import Allocation, Checkpoint
-from deviceplugin.kubelet.holders import HolderSnapshot, Witnesses
+from deviceplugin.kubelet.holders import HolderEvidence, HolderSnapshot
 from deviceplugin.kubelet.registration import Backoff
 from dra_bridge import ledger
 from dra_bridge.handover import Drain, Handover, LedgerGate, Share, allocations_of, held_ids
@@ -212,7 +212,7 @@ class Node(RuleBasedStateMachine):
         """Reconcile the evidence (R8): the checkpoint, the processes and unknown CDI files."""
         if self.checkpoint is None:
             return
-        now = holders.holders(self.known, Witnesses([self.checkpoint], awake, self.processes()), self.clock())
+        now = holders.holders(self.known, HolderEvidence([self.checkpoint], awake, self.processes()), self.clock())
         held = held_ids(now, R, str)
         snapshot = self.store.snapshot
         files = [claim for claim in self.claims.values() if claim.file and (D, claim.uid) not in snapshot.claims]
@@ -252,7 +252,7 @@ class Node(RuleBasedStateMachine):
             if not awake:
                 files = [self.checkpoint] if self.checkpoint is not None else []
             await Pause()
-            now = holders.holders(self.known, Witnesses(files, awake, self.processes(), "late"), at)
+            now = holders.holders(self.known, HolderEvidence(files, awake, self.processes(), "late"), at)
             if self.disturbed or self.flying:
                 return None
             self.known = frozenset(now.held)

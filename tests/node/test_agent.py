@@ -25,6 +25,7 @@ from deviceplugin.device import ContainerEdits, Device, Health
 from deviceplugin.kubelet import ids_in_use as grants
 from deviceplugin.kubelet.checkpoint import Allocation
 from deviceplugin.kubelet.holders import HolderSnapshot, Holding
+from deviceplugin.kubelet.servicer import Stream
 from deviceplugin.node import process as process_module
 from deviceplugin.node import service as service_module
 from deviceplugin.node.agent import Agent, AgentError
@@ -665,7 +666,7 @@ async def service(tmp_path: Path) -> service_module.Service:
     """A service of a shared device to which a kubelet listens; the scans' results are what a test says."""
     made = Agent([Shared(2)], Paths(tmp_path)).services[R]
     made.inventory.publish(made.source.devices)  # type: ignore[attr-defined]
-    made.endpoint._streams[object()] = asyncio.Event()
+    made.endpoint._streams.add(Stream())
     return made
 
 

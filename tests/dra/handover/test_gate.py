@@ -9,7 +9,7 @@ from deviceplugin.device import Device
 from deviceplugin.inventory import Inventory
 from deviceplugin.kubelet.cgroups import PodProcesses
 from deviceplugin.kubelet.checkpoint import Allocation, Checkpoint
-from deviceplugin.kubelet.holders import HolderSnapshot, Witnesses, holders
+from deviceplugin.kubelet.holders import HolderEvidence, HolderSnapshot, holders
 from deviceplugin.kubelet.podresources import AllocationsInFlight
 from deviceplugin.kubelet.servicer import Endpoint
 from deviceplugin.source import DeviceSource
@@ -31,7 +31,7 @@ def scanned(
     """What a scan says: containers that the checkpoint names, others that are known, pods whose processes run."""
     checkpoint = Checkpoint(frozenset(named), {R: frozenset({"gpu1", "gpu2::1"})})
     pods = PodProcesses(frozenset(runs.split()))
-    return holders(known, Witnesses([checkpoint], awake, pods, "" if awake else "it was not written"), 5.0)
+    return holders(known, HolderEvidence([checkpoint], awake, pods, "" if awake else "it was not written"), 5.0)
 
 
 async def test_replicas_from_before_sharing_ended_hold_their_device() -> None:
