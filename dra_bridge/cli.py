@@ -69,7 +69,7 @@ def _parser() -> argparse.ArgumentParser:
     uninstall.add_argument("--node", default="", metavar="NAME", help="of this node alone (all nodes)")
     add_kubeconfig(uninstall)
     status = add("status", _status, "Show per node and device: side, state, holder and since when.")
-    status.add_argument("--driver", default="", metavar="NAME", help="of this driver alone (all that tell of moves)")
+    status.add_argument("--driver", default="", metavar="NAME", help="of this driver alone (all that report moves)")
     status.add_argument("--node", action="append", default=[], metavar="NAME", help="this node; may be repeated (all)")
     status.add_argument(
         "-o", "--output", choices=("table", "json"), default="table", help="how it is shown (%(default)s)"
@@ -243,16 +243,7 @@ def _run(options: argparse.Namespace) -> int:
     from dra_bridge.node.process import run_config
 
     try:
-        run = run_options(options)
-        return run_config(
-            options.config,
-            run.paths,
-            run.cluster,
-            run.node,
-            metrics_address=run.metrics_address,
-            cdi_directory=run.cdi_directory,
-            claim_status=run.claim_status,
-        )
+        return run_config(options.config, run_options(options))
     except (ConfigError, AccessError) as error:
         print(error, file=sys.stderr)
         return 2
@@ -321,9 +312,9 @@ def _demo(options: argparse.Namespace) -> int:
 
 
 def _status(options: argparse.Namespace) -> int:
-    from dra_bridge.rollout.rollout import look
+    from dra_bridge.rollout.rollout import read_nodes
 
-    nodes = _ask(options, lambda cluster: look(cluster, options.driver, options.node))
+    nodes = _ask(options, lambda cluster: read_nodes(cluster, options.driver, options.node))
     if isinstance(nodes, int):
         return nodes
     if options.output == "json":
@@ -348,10 +339,10 @@ def _status(options: argparse.Namespace) -> int:
         print()
     for view in nodes:
         print(f"{view.node} {view.driver}: {_fleet().summary(view)}")
-        for line in _fleet().obstacles(view) if view.told is not None else ():
+        for line in _fleet().obstacles(view) if view.reported is not None else ():
             print(f"  {line}")
     if not nodes:
-        print("no node has slices that tell of moves", file=sys.stderr)
+        print("no node has slices that report moves", file=sys.stderr)
     return 0
 
 
@@ -363,7 +354,6 @@ def _fleet() -> Any:
 
 
 def _as_json(view: NodeView) -> dict[str, Any]:
-    told = view.told
     return {
         "node": view.node,
         "driver": view.driver,
@@ -392,7 +382,7 @@ def _as_json(view: NodeView) -> dict[str, Any]:
                     if one.resource == name
                 ],
             }
-            for name, resource in (told.resources if told is not None else {}).items()
+            for name, resource in (view.reported.resources if view.reported is not None else {}).items()
         ],
     }
 
@@ -522,7 +512,7 @@ class Lines:
         """Print a line for each node of which something changed."""
         for view in nodes:
             # Without an annotation only the agent knows what it is to be.
-            known = view.told is not None and (view.asked is not None or not view.told.asked)
+            known = view.reported is not None and (view.asked is not None or not view.reported.asked)
             self.bar(view, _fleet().distance(view) if known else -1)
 
     def bar(self, view: NodeView, left: int) -> None:

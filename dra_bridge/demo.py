@@ -436,8 +436,8 @@ class Bridged:
 
     def counts(self) -> dict[str, int]:
         """Return how many devices are where."""
-        told = self.view().told
-        return dict(told.resources[GPU].counts) if told is not None else {}
+        reported = self.view().reported
+        return dict(reported.resources[GPU].counts) if reported is not None else {}
 
     def waits(self) -> dict[str, str]:
         """Return the devices in the move, and their holders."""

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import shutil
 import signal
 import subprocess
 import threading
 from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 
 import pytest
 
-__all__ = ["promtool", "running"]
+__all__ = ["image_environment", "promtool", "running"]
 
 promtool = pytest.mark.skipif(
     not shutil.which("promtool") and "CI" not in os.environ, reason="promtool (Debian: prometheus) is not installed"
@@ -21,6 +23,13 @@ promtool = pytest.mark.skipif(
 
 DEADLINE = 120.0
 """Seconds after which a program is killed, so that reading what it says comes to an end."""
+
+
+def image_environment() -> dict[str, str]:
+    """Return the variables that examples/Dockerfile sets: an agent runs with them in its image."""
+    text = Path(__file__).parents[1].joinpath("examples", "Dockerfile").read_text()
+    (line,) = re.findall(r"^ENV (.+)$", text, re.MULTILINE)
+    return dict(variable.split("=", 1) for variable in line.split())
 
 
 @contextlib.contextmanager

@@ -21,6 +21,7 @@ from hypothesis import strategies as st
 from deviceplugin import config, sources
 from deviceplugin.device import Device, DeviceNode, Health
 from deviceplugin.health import HealthHistory, Prober, Rules, Verdict, command_probe, open_probe, worst
+from deviceplugin.sources import probes
 from deviceplugin.sources.nvidia import Gpu, NvidiaSource, NvmlError, NvmlScan, Xid
 
 GOOD, BAD, UNREADABLE = Verdict.GOOD, Verdict.BAD, Verdict.UNREADABLE
@@ -150,15 +151,15 @@ def test_health_of_gpus_follows_the_rules_through_a_day(
         now = float(at)
         for number, code in by_time.get(at, ()):
             name = gpus[number].uuid
-            source.take(Xid(name, code))
-            if name in histories and code not in source.ignore_xids:
+            source.update(Xid(name, code))
+            if name in histories and code not in source.health.ignore_xids:
                 histories[name] += "F"
                 faults[name] = now
         if at % PERIOD:
             continue
         if holds("driver", at) or holds("hang", at):
             verdict = BAD if holds("driver", at) else UNREADABLE
-            source.take(NvmlError("no driver" if verdict is BAD else "hangs", verdict))
+            source.update(NvmlError("no driver" if verdict is BAD else "hangs", verdict))
             for name in histories:
                 judge(name, verdict)
         else:
@@ -171,7 +172,7 @@ def test_health_of_gpus_follows_the_rules_through_a_day(
                 else (GOOD, "")
                 for gpu in there
             }
-            source.take(NvmlScan(tuple(there), findings))
+            source.update(NvmlScan(tuple(there), findings))
             for name in histories.keys() - findings.keys():
                 del histories[name]
                 faults.pop(name, None)
@@ -350,7 +351,7 @@ async def test_first_look_that_takes_long_counts_when_it_is_over(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A slow probe's device is listed as unknown and stays so through other changes, until the probe has told."""
-    monkeypatch.setattr(sources, "FIRST_LIST", 0.2)
+    monkeypatch.setattr(probes, "FIRST_PROBE", 0.2)
     (tmp_path / "dev").mkdir()
     (tmp_path / "dev/a").touch()
     os.mkfifo(tmp_path / "go")

@@ -76,12 +76,12 @@ def test_paths_are_known_by_what_they_lead_to(tmp_path: Path) -> None:
     for name in ("one", "two"):
         (tmp_path / name).touch()
     (tmp_path / "one-again").symlink_to(tmp_path / "one")
-    one, again, two = PathSource(f"{tmp_path}/*").look()
+    one, again, two = PathSource(f"{tmp_path}/*").scan()
     assert one.identity == again.identity != two.identity
     assert one.identity.startswith("file:")
-    (null,) = PathSource("/dev/null").look()
+    (null,) = PathSource("/dev/null").scan()
     assert null.identity == ""
-    (group,) = GroupSource([f"{tmp_path}/two", "/dev/null"]).look()
+    (group,) = GroupSource([f"{tmp_path}/two", "/dev/null"]).scan()
     assert group.identity == two.identity
     assert identity.tokens_now(group) == {two.identity}
 
@@ -90,7 +90,7 @@ def test_what_a_device_is_now_is_found_by_its_paths(tmp_path: Path) -> None:
     """A file that was replaced by another one is another thing."""
     path = tmp_path / "f"
     path.touch()
-    (device,) = PathSource(str(path)).look()
+    (device,) = PathSource(str(path)).scan()
     assert identity.tokens_now(device) == {device.identity}
     (tmp_path / "g").touch()
     os.replace(tmp_path / "g", path)

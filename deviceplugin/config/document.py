@@ -1,18 +1,18 @@
-"""The YAML document of a config file: text or bytes to nodes, within limits of size and depth.
+"""The YAML document of a config file: text or bytes to nodes, within limits of size and depth; and its errors.
 
-YAML as of version 1.2's core schema: `on`, `no`, `12:30` and `0644` are text, `true` and `false` are
-the only booleans, so that no value means something other than it says. Anchors and merge keys work.
+Scalars are those of YAML 1.2's core schema: `on`, `no`, `12:30` and `0644` are text, and only `true` and `false` are
+booleans. Anchors and merge keys work.
 """
 
 from __future__ import annotations
 
 import re
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import yaml
 
-from deviceplugin.config.errors import ConfigError, file_error
 from deviceplugin.config.texts import MAX_TEXT
+from deviceplugin.device import printable
 
 try:
     from yaml import CSafeLoader as _BaseLoader
@@ -20,13 +20,73 @@ except ImportError:  # PyYAML without libyaml: slower, the same
     from yaml import SafeLoader as _BaseLoader  # type: ignore[assignment]
 
 MAX_BYTES: Final = 4 << 20
-"""Size of a file (a ConfigMap holds 1 MiB)."""
+"""Bytes of a file (a ConfigMap holds 1 MiB)."""
 MAX_VALUES: Final = 50_000
-"""Values of a file, before and after its aliases are followed. A value takes up to 500 bytes of memory."""
+"""Values of a file, before and after its aliases are followed; each takes up to 500 bytes of memory."""
 MAX_DIRECTIVES: Final = 32
 """%TAG directives. libyaml compares each with all before it: 200,000 of them take minutes."""
 MAX_DEPTH: Final = 32
 """Nesting of lists and mappings in a file; libyaml's composer overflows the stack beyond some 10,000."""
+MAX_SHOWN: Final = 25
+"""Problems that an error's text shows; all are in `problems`."""
+MAX_PROBLEMS: Final = 100
+"""Problems after which reading stops; the search for similar names takes most of a millisecond each."""
+
+
+class Problem(NamedTuple):
+    """One problem of a file: its line (from 1; 0 for the file itself), its place, and what would be right."""
+
+    line: int
+    path: str
+    message: str
+
+
+class ConfigError(ValueError):
+    """Raised when a config file cannot be used.
+
+    Attributes:
+        file: the file's name as it was given.
+        problems: all that were found, in the order of their lines; at least one.
+        line, path, message: those of the first problem.
+
+    """
+
+    def __init__(self, file: str, problems: list[Problem]) -> None:
+        self.file = file
+        self.problems = tuple(sorted(problems, key=lambda problem: problem.line))
+        self.line, self.path, self.message = self.problems[0]
+        super().__init__(file, self.problems)
+
+    def __str__(self) -> str:
+        lines = []
+        for line, path, message in self.problems[:MAX_SHOWN]:
+            where = f"{self.file}:{line}" if line else self.file
+            lines.append(f"{where}: {message}" if path == "$" and not line else f"{where}: {path}: {message}")
+        if len(self.problems) > MAX_SHOWN:
+            atleast = "at least " if len(self.problems) == MAX_PROBLEMS else ""
+            lines.append(f"{self.file}: and {atleast}{len(self.problems) - MAX_SHOWN} more")
+        return "\n".join(lines)
+
+
+def file_error(file: str, message: str, line: int = 0) -> ConfigError:
+    """Return the error about a whole file; line 0 is the file itself."""
+    return ConfigError(file, [Problem(line, "$", message)])
+
+
+class Problems:
+    """Collects the problems of one file."""
+
+    def __init__(self, file: str) -> None:
+        self.file = file
+        self.found: list[Problem] = []
+
+    def report(self, node: yaml.Node, path: str, message: str) -> None:
+        """Add a problem with a node; raise ConfigError if there are too many to go on."""
+        if len(message) > 600:
+            message = f"{message[:300]} ... {message[-200:]}"
+        self.found.append(Problem(node.start_mark.line + 1, printable(path), printable(message)))
+        if len(self.found) == MAX_PROBLEMS:
+            raise ConfigError(self.file, self.found)
 
 
 class Loader(_BaseLoader):
@@ -48,12 +108,7 @@ for _name, _pattern, _first in (
 
 
 def compose(text: str | bytes, file: str) -> yaml.Node:
-    """Return the node of a file's one document.
-
-    Raises:
-        ConfigError: it is no YAML, empty, or beyond the limits.
-
-    """
+    """Return the node of a file's one document; raise ConfigError if it is no YAML, empty, or beyond the limits."""
     try:
         data = text.encode() if isinstance(text, str) else text
         if len(data) > MAX_BYTES:
@@ -75,18 +130,13 @@ def compose(text: str | bytes, file: str) -> yaml.Node:
         raise file_error(file, f"is not YAML: the character #x{code:04x} is not allowed", line) from None
     except yaml.MarkedYAMLError as error:
         raise _syntax(text, file, error) from None
-    if node is None or node.tag == TAG + "null":
+    if node is None or kind(node) == "null":
         raise file_error(file, "is empty; it needs `resources:`, a list of resources with `name:` and `devices:`", 1)
     return node
 
 
 def _bound(text: str, file: str) -> None:
-    """Reject what would take too much time or memory to compose.
-
-    Raises:
-        ConfigError: the file has too many values or levels, or a text that is too long.
-
-    """
+    """Raise ConfigError if composing would take too much time or memory: many values or levels, or a long text."""
     depth = values = 0
     for event in yaml.parse(text, Loader=Loader):
         line = event.start_mark.line + 1 if event.start_mark is not None else 0
@@ -100,27 +150,34 @@ def _bound(text: str, file: str) -> None:
             if values > MAX_VALUES:
                 raise file_error(file, f"has more than {MAX_VALUES} values", line)
             if isinstance(event, yaml.ScalarEvent) and len(event.value) > MAX_TEXT:
-                raise file_error(
-                    file, f"has a text of {len(event.value)} characters; at most {MAX_TEXT} are allowed", line
-                )
+                message = f"has a text of {len(event.value)} characters; at most {MAX_TEXT} are allowed"
+                raise file_error(file, message, line)
 
 
 def _syntax(text: str, file: str, error: yaml.MarkedYAMLError) -> ConfigError:
     mark = error.problem_mark or error.context_mark
     line = mark.line + 1 if mark is not None else 0
-    said = ": ".join(part for part in (error.context, error.problem) if part)
+    message = ": ".join(part for part in (error.context, error.problem) if part)
     if mark is not None and "\t" in text[text.rfind("\n", 0, mark.index) + 1 :].partition("\n")[0]:
-        said += "; the line contains a tab, YAML indents with spaces only"
-    if "another document" in said:
-        said = "a second document begins here; one file holds one document"
-    elif "undefined alias" in said:
-        said += "; an anchor (&name) must come before its alias (*name)"
-    return file_error(file, f"is not valid YAML: {said}", line)
+        message += "; the line contains a tab, YAML indents with spaces only"
+    if "another document" in message:
+        message = "a second document begins here; one file holds one document"
+    elif "undefined alias" in message:
+        message += "; an anchor (&name) must come before its alias (*name)"
+    return file_error(file, f"is not valid YAML: {message}", line)
 
 
-def is_plain(node: yaml.CollectionNode) -> bool:
-    """Return whether a collection is a mapping or a list, without a tag of its own."""
-    return node.tag in {TAG + "map", TAG + "seq"}
+_SCALARS: Final = {"str", "int", "float", "bool", "null", "merge"}
+
+
+def kind(node: yaml.Node) -> str:
+    """Return what a node is: map, seq, str, int, float, bool, null or merge; or its tag, if that is another."""
+    if isinstance(node, yaml.ScalarNode):
+        name = node.tag.removeprefix(TAG)
+        return name if name in _SCALARS else node.tag
+    if node.tag not in {TAG + "map", TAG + "seq"}:
+        return node.tag
+    return "map" if isinstance(node, yaml.MappingNode) else "seq"
 
 
 def scalar_text(node: yaml.Node) -> str:

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
+import functools
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, Final
 
 import yaml
 
-from deviceplugin.config.document import MAX_BYTES, MAX_VALUES, TAG, compose, is_plain, scalar_text
-from deviceplugin.config.errors import ConfigError, Problems, file_error
-from deviceplugin.config.messages import accepts, any_of, closest, expected, got, mismatch, place_below
-from deviceplugin.config.rules import Rules
-from deviceplugin.config.types import Config
+from deviceplugin.config import document
+from deviceplugin.config.document import ConfigError
+from deviceplugin.config.rules import Checked, Rules, any_of
+from deviceplugin.config.types import Config, DeviceEntry
 
 
 def load(path: str | Path) -> Config:
@@ -26,13 +26,13 @@ def load(path: str | Path) -> Config:
     file = str(path)
     try:
         with open(path, "rb") as stream:
-            data = stream.read(MAX_BYTES + 1)
+            data = stream.read(document.MAX_BYTES + 1)
     except IsADirectoryError:
-        raise file_error(file, "is a directory; name the file in it") from None
+        raise document.file_error(file, "is a directory; name the file in it") from None
     except OSError as error:
-        raise file_error(file, f"cannot be read: {error.strerror or error}") from None
+        raise document.file_error(file, f"cannot be read: {error.strerror or error}") from None
     except ValueError as error:  # a NUL in the path
-        raise file_error(file, f"cannot be read: {error}") from None
+        raise document.file_error(file, f"cannot be read: {error}") from None
     return parse(data, file)
 
 
@@ -44,64 +44,65 @@ def parse(text: str | bytes, file: str = "<config>") -> Config:
 
     """
     reader = Reader(file)
-    config = reader.read(compose(text, file), _info(), "$")
+    config = reader.read(document.compose(text, file), _type_info(), "$")
     if reader.problems.found:
         raise ConfigError(file, reader.problems.found)
     assert isinstance(config, Config)
     return config
 
 
-def _info() -> Any:
-    """Return the types of the file as msgspec describes them; made once, it takes a while."""
-    global _INFO
-    if _INFO is None:
-        import msgspec.inspect
+@functools.cache
+def _type_info() -> Any:
+    """Return the types of the file as msgspec describes them, which takes a while."""
+    import msgspec.inspect
 
-        _INFO = msgspec.inspect.type_info(Config)
-    return _INFO
+    return msgspec.inspect.type_info(Config)
 
 
-_INFO: Any = None
 _BAD: Final = object()
 """Stands for a value about which a problem has been reported."""
 
 
 class Reader:
-    """Goes through a file's nodes along the types; collects problems instead of stopping at one."""
+    """Reads a file's nodes along the types; collects problems instead of stopping at the first."""
 
     def __init__(self, file: str) -> None:
-        self.problems = Problems(file)
-        self._rules = Rules(self.problems)
+        self.problems = document.Problems(file)
+        self._rules = Rules()
         self._values = 0
         self._merging: set[int] = set()
 
     def read(self, node: yaml.Node, info: Any, path: str, advice: Callable[[str], str] | None = None) -> Any:
         """Return a node's value as this type has it, or _BAD with the problem reported.
 
-        Raises:
-            ConfigError: the file has too many values or problems to go on.
-
+        advice: what to write in place of a text of the wrong form. ConfigError is raised where the file has too many
+        values or problems to go on.
         """
         self._count(node)
         kind = type(info).__name__
         if kind == "Metadata":
             return self.read(node, info.type, path, (info.extra or {}).get("advice", advice))
-        if node.tag == TAG + "null":
-            return self._report(node, path, f"has no value; expected {expected(info)}")
-        if kind == "UnionType":
-            return self._union(node, info, path, advice)
-        if kind in {"StructType", "DictType"} and isinstance(node, yaml.MappingNode) and is_plain(node):
-            return self._struct(node, info, path) if kind == "StructType" else self._dict(node, info, path)
-        if kind == "VarTupleType" and isinstance(node, yaml.SequenceNode) and is_plain(node):
-            return self._tuple(node, info, path)
-        if kind in {"StrType", "LiteralType"} and node.tag == TAG + "str" and isinstance(node, yaml.ScalarNode):
-            return self._string(node, info, path, advice)
-        value = scalar_text(node)
-        if kind == "BoolType" and node.tag == TAG + "bool" and value.lower() in {"true", "false"}:
-            return value.lower() == "true"
-        if kind == "IntType" and node.tag == TAG + "int" and re.fullmatch(r"[-+]?[0-9]{1,40}", value):
-            return self._integer(node, info, path)
-        return self._report(node, path, mismatch(node, info))
+        value = document.scalar_text(node)
+        match kind, document.kind(node):
+            case _, "null":
+                return self._report(node, path, f"has no value; expected {_expected(info)}")
+            case "UnionType", _:
+                return self._union(node, info, path, advice)
+            case "StructType", "map":
+                return self._struct(node, info, path)
+            case "DictType", "map":
+                return self._dict(node, info, path)
+            case "VarTupleType", "seq":
+                return self._tuple(node, info, path)
+            case "LiteralType", "str":
+                return self._word(node, info, info, path)
+            case "StrType", "str":
+                return self._string(node, info, path, advice)
+            case "BoolType", "bool" if value.lower() in {"true", "false"}:
+                return value.lower() == "true"
+            case "IntType", "int" if re.fullmatch(r"[-+]?[0-9]{1,40}", value):
+                return self._integer(node, info, path)
+        return self._report(node, path, _mismatch(node, info))
 
     def _report(self, node: yaml.Node, path: str, message: str) -> Any:
         self.problems.report(node, path, message)
@@ -109,28 +110,23 @@ class Reader:
 
     def _count(self, node: yaml.Node) -> None:
         self._values += 1
-        if self._values > MAX_VALUES:
-            raise file_error(
-                self.problems.file,
-                f"has more than {MAX_VALUES} values once its aliases are followed; use fewer aliases",
-                node.start_mark.line + 1,
-            )
+        if self._values > document.MAX_VALUES:
+            message = f"has more than {document.MAX_VALUES} values once its aliases are followed; use fewer aliases"
+            raise document.file_error(self.problems.file, message, node.start_mark.line + 1)
 
     def _union(self, node: yaml.Node, info: Any, path: str, advice: Callable[[str], str] | None) -> Any:
         options = [option for option in info.types if type(option).__name__ != "NoneType"]
         if len(options) == 1:
             return self.read(node, options[0], path, advice)
         for option in options:
-            if accepts(option, node):
-                if type(option).__name__ == "LiteralType" and isinstance(node, yaml.ScalarNode):
+            if _accepts(option, node):
+                if type(option).__name__ == "LiteralType":
                     return self._word(node, option, info, path)
                 return self.read(node, option, path, advice)
-        return self._report(node, path, mismatch(node, info))
+        return self._report(node, path, _mismatch(node, info))
 
-    def _string(self, node: yaml.ScalarNode, info: Any, path: str, advice: Callable[[str], str] | None) -> Any:
+    def _string(self, node: yaml.Node, info: Any, path: str, advice: Callable[[str], str] | None) -> Any:
         value: str = node.value
-        if type(info).__name__ == "LiteralType":
-            return self._word(node, info, info, path)
         if info.max_length is not None and len(value) > info.max_length:
             return self._report(node, path, f"has {len(value)} characters; at most {info.max_length} are allowed")
         if info.pattern is None or re.fullmatch(info.pattern, value):
@@ -138,38 +134,37 @@ class Reader:
         assert advice is not None
         return self._report(node, path, advice(value))
 
-    def _word(self, node: yaml.ScalarNode, info: Any, wanted: Any, path: str) -> Any:
-        """Read one of some words; wanted: these, and what else would be right."""
+    def _word(self, node: yaml.Node, info: Any, wanted: Any, path: str) -> Any:
+        """Read one of the words of a Literal; `wanted` is it, or a union that it belongs to."""
         value: str = node.value
         if value in info.values:
             return value
-        guess = closest(value, info.values)
-        end = f"; did you mean {guess!r}?" if guess else ""
-        said = f"{value!r} is not one of {any_of(info.values)}"
-        return self._report(node, path, (said if info is wanted else mismatch(node, wanted)) + end)
+        message = f"{value!r} is not one of {any_of(info.values)}" if info is wanted else _mismatch(node, wanted)
+        guess = _closest(value, info.values)
+        return self._report(node, path, f"{message}; did you mean {guess!r}?" if guess else message)
 
     def _integer(self, node: yaml.Node, info: Any, path: str) -> Any:
-        value = int(scalar_text(node))
+        value = int(document.scalar_text(node))
         if (info.ge is None or value >= info.ge) and (info.le is None or value <= info.le):
             return value
         return self._report(node, path, f"must be {info.ge} to {info.le}, not {value}")
 
-    def _tuple(self, node: yaml.SequenceNode, info: Any, path: str) -> Any:
+    def _tuple(self, node: yaml.Node, info: Any, path: str) -> Any:
         if len(node.value) < (info.min_length or 0):
             few = "the list is empty" if not node.value else f"the list has only {len(node.value)}"
             return self._report(node, path, f"{few}; it needs at least {info.min_length}")
         values = [self.read(item, info.item_type, f"{path}[{index}]") for index, item in enumerate(node.value)]
         return _BAD if _BAD in values else tuple(values)
 
-    def _dict(self, node: yaml.MappingNode, info: Any, path: str) -> Any:
+    def _dict(self, node: yaml.Node, info: Any, path: str) -> Any:
         values: dict[Any, Any] = {}
         for key, value in self._pairs(node, path):
-            place = place_below(path, str(key.value))
+            place = _place_below(path, str(key.value))
             name = self.read(key, info.key_type, place)
             values[name] = self.read(value, info.value_type, place)
         return _BAD if _BAD in values or _BAD in values.values() else values
 
-    def _struct(self, node: yaml.MappingNode, info: Any, path: str) -> Any:
+    def _struct(self, node: yaml.Node, info: Any, path: str) -> Any:
         fields = {field.encode_name: field for field in info.fields}
         before = len(self.problems.found)
         values: dict[str, Any] = {}
@@ -179,35 +174,34 @@ class Reader:
             name = str(key.value)
             if name in fields:
                 nodes[name] = value
-                values[name] = self.read(value, fields[name].type, place_below(path, name))
+                values[name] = self.read(value, fields[name].type, _place_below(path, name))
             else:
-                guess = closest(name, fields)
+                guess = _closest(name, fields)
                 meant.add(guess)
                 advice = f"did you mean {guess!r}?" if guess else f"there are {', '.join(fields)}"
-                self._report(key, place_below(path, name), f"unknown key {name!r}; {advice}")
+                self._report(key, _place_below(path, name), f"unknown key {name!r}; {advice}")
         for name, field in fields.items():
             if field.required and name not in values and name not in meant:
                 self._report(node, path, f"{name!r} is missing")
         good = {name: value for name, value in values.items() if value is not _BAD}
-        self._rules.check(info.cls, node, path, nodes, good)
+        self._rules.check(info.cls, Checked(self.problems, node, path, nodes, good))
         if len(self.problems.found) > before:
             return _BAD
         return info.cls(**{fields[name].name: value for name, value in good.items()})
 
-    def _pairs(self, node: yaml.MappingNode, path: str) -> list[tuple[yaml.Node, yaml.Node]]:
-        """Return a mapping's keys and values, merge keys followed, doubtful keys reported."""
+    def _pairs(self, node: yaml.Node, path: str) -> list[tuple[yaml.Node, yaml.Node]]:
+        """Return a mapping's keys and values, with those of merge keys; report keys that are no text, or double."""
         pairs: dict[str, tuple[yaml.Node, yaml.Node]] = {}
         merges: list[yaml.Node] = []
         for key, value in node.value:
-            if key.tag == TAG + "merge":
+            if document.kind(key) == "merge":
                 merges.append(value)
-            elif key.tag != TAG + "str" or not isinstance(key, yaml.ScalarNode):
-                self._report(key, path, f"a key must be text, not {got(key)}; put it in quotes")
+            elif document.kind(key) != "str":
+                self._report(key, path, f"a key must be text, not {_got(key)}; put it in quotes")
             elif key.value in pairs:
                 first = pairs[key.value][0].start_mark.line + 1
-                self._report(
-                    key, place_below(path, key.value), f"the key {key.value!r} is given twice, first on line {first}"
-                )
+                message = f"the key {key.value!r} is given twice, first on line {first}"
+                self._report(key, _place_below(path, key.value), message)
             else:
                 pairs[key.value] = key, value
         for merge in merges:
@@ -222,7 +216,7 @@ class Reader:
         for part in parts:
             self._count(part)
             if not isinstance(part, yaml.MappingNode):
-                self._report(node, path, f"`<<` merges a mapping or a list of mappings, not {got(part)}")
+                self._report(node, path, f"`<<` merges a mapping or a list of mappings, not {_got(part)}")
             elif id(part) in self._merging:
                 self._report(node, path, "`<<` merges a mapping into itself")
             else:
@@ -232,3 +226,90 @@ class Reader:
                     pairs.setdefault(str(key.value), (key, value))
                 self._merging.discard(id(part))
         return list(pairs.values())
+
+
+_KINDS: Final = {
+    "StrType": ("str", "text"),
+    "LiteralType": ("str", ""),
+    "IntType": ("int", "a whole number"),
+    "BoolType": ("bool", "true or false"),
+    "VarTupleType": ("seq", "a list"),
+    "DictType": ("map", "a mapping"),
+    "StructType": ("map", ""),
+}
+"""By kind of type as msgspec describes it: the kind of its nodes, and what they are called."""
+_TRUE: Final = {"yes", "on", "y", "true"}
+_FALSE: Final = {"no", "off", "n", "false"}
+
+
+def _kinds(info: Any) -> set[str]:
+    kind = type(info).__name__
+    if kind == "Metadata":
+        return _kinds(info.type)
+    if kind == "UnionType":
+        return set().union(*map(_kinds, info.types))
+    return {kind}
+
+
+def _accepts(info: Any, node: yaml.Node) -> bool:
+    """Return whether a node is of the kind of one of a type's options."""
+    return document.kind(node) in {_KINDS[kind][0] for kind in _kinds(info) & _KINDS.keys()}
+
+
+def _expected(info: Any) -> str:
+    """Return what a value of this type is."""
+    kind = type(info).__name__
+    if kind == "Metadata":
+        return _expected(info.type)
+    if kind == "UnionType":
+        return any_of(_expected(option) for option in info.types if type(option).__name__ != "NoneType")
+    if kind == "LiteralType":
+        return any_of(info.values)
+    if kind == "StructType":
+        if info.cls is DeviceEntry:
+            return f"a mapping with one of {any_of(DeviceEntry.__struct_fields__)}"
+        required = [field.encode_name for field in info.fields if field.required]
+        return f"a mapping with {' and '.join(required or [field.encode_name for field in info.fields])}"
+    return _KINDS[kind][1]
+
+
+def _got(node: yaml.Node) -> str:
+    """Return what a node is, with its value if that is short."""
+    value = document.scalar_text(node)
+    text = value if len(value) <= 60 else f"{value[:57]}..."
+    number = f"the number {text}"
+    words = {"map": "a mapping", "seq": "a list", "null": "nothing", "bool": text, "int": number, "float": number}
+    words["str"] = f"the text {text!r}"
+    return words.get(document.kind(node), f"something tagged {node.tag}")
+
+
+def _mismatch(node: yaml.Node, info: Any) -> str:
+    """Return what was expected, what the node is, and if possible what to write."""
+    message = f"expected {_expected(info)}, got {_got(node)}"
+    what, value = document.kind(node), document.scalar_text(node)
+    kinds = _kinds(info)
+    if "StrType" in kinds and what in {"int", "float", "bool"}:
+        return f'{message}; write "{value}" in quotes'
+    if "BoolType" in kinds and what == "str" and value.lower() in _TRUE | _FALSE:
+        return f"{message}; write {'true' if value.lower() in _TRUE else 'false'}"
+    if "IntType" in kinds and what == "str" and re.fullmatch(r"\s*[0-9]{1,18}\s*", value):
+        return f"{message}; write {int(value)}"
+    if "VarTupleType" in kinds:
+        return f"{message}; begin each item on a line of its own with a dash"
+    if getattr(info, "cls", None) is DeviceEntry and what == "str" and value.startswith("/"):
+        return f"{message}; write path: {value}"
+    return message
+
+
+def _place_below(path: str, key: str) -> str:
+    """Return the place of a key's value in the mapping at `path`."""
+    return f"{path}.{key}" if re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", key) else f'{path}["{key[:80]}"]'
+
+
+def _closest(word: str, known: Iterable[str]) -> str | None:
+    """Return the known word that was probably meant."""
+    import difflib
+
+    lowered = {name.lower(): name for name in known}
+    close = difflib.get_close_matches(word.lower()[:64], lowered, n=1, cutoff=0.6)
+    return lowered[close[0]] if close else None

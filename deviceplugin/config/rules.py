@@ -1,155 +1,137 @@
-"""The rules of a config file that no type can say."""
+"""The rules of a config file that no type can express."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import msgspec
 import yaml
 
 from deviceplugin import naming
-from deviceplugin.config.errors import Problems
-from deviceplugin.config.messages import any_of
+from deviceplugin.config.document import Problems
 from deviceplugin.config.types import Config, DeviceEntry, MetricsConfig, ResourceConfig, typed_attributes
 from deviceplugin.device import Device
 
-Nodes = Mapping[str, yaml.Node]
+
+@dataclass(frozen=True, slots=True)
+class Checked:
+    """A mapping of the file: its node and place, and by key the values that are good and the nodes of all."""
+
+    problems: Problems
+    node: yaml.Node
+    path: str
+    nodes: Mapping[str, yaml.Node]
+    values: dict[str, Any]
+
+    def report(self, key: str, message: str, below: str = "", node: yaml.Node | None = None) -> None:
+        """Add a problem with a key's value; or with a part of it, whose place in it is `below`."""
+        self.problems.report(node or self.nodes[key], f"{self.path}.{key}{below}", message)
 
 
 class Rules:
-    """Checks the mappings of one file, one after another; what is wrong is added to its problems."""
+    """Checks the mappings of one file, in their order in the file."""
 
-    def __init__(self, problems: Problems) -> None:
-        self._problems = problems
+    def __init__(self) -> None:
         self._names: dict[str, int] = {}
         """By resource: the line of its name."""
         self._groups: dict[str, tuple[int, frozenset[str]]] = {}
         """By path without wildcards: the line of the first group that has it, and that group."""
-        self._checks: dict[type, Callable[[yaml.Node, str, Nodes, dict[str, Any]], None]] = {
+        self._checks: Mapping[type, Callable[[Checked], None]] = {
             DeviceEntry: self._check_entry,
             ResourceConfig: self._check_resource,
             MetricsConfig: self._check_metrics,
             Config: self._check_config,
         }
 
-    def check(self, kind: type, node: yaml.Node, path: str, nodes: Nodes, values: dict[str, Any]) -> None:
-        """Check a mapping of this type: its node and place, and by key the nodes and the values that are good.
+    def check(self, kind: type, mapping: Checked) -> None:
+        """Report what is wrong with a mapping of this type; bring its values into the form in which they stay."""
+        if (check := self._checks.get(kind)) is not None:
+            check(mapping)
 
-        Values may be changed to the form in which they are kept.
-        """
-        check = self._checks.get(kind)
-        if check is not None:
-            check(node, path, nodes, values)
-
-    def _check_entry(self, node: yaml.Node, path: str, nodes: Nodes, values: dict[str, Any]) -> None:
-        kinds = DeviceEntry.__struct_fields__
-        if not nodes and not node.value:  # an unknown key has been reported
-            self._problems.report(node, path, f"an entry needs one of {any_of(kinds)}")
-        elif len(nodes) > 1:
-            self._problems.report(
-                node,
-                path,
-                f"an entry has one of {any_of(kinds)}, not {' and '.join(nodes)}; make each an entry of its own",
-            )
+    def _check_entry(self, entry: Checked) -> None:
+        kinds = any_of(DeviceEntry.__struct_fields__)
+        if not entry.nodes and not entry.node.value:  # an unknown key has been reported
+            entry.problems.report(entry.node, entry.path, f"an entry needs one of {kinds}")
+        elif len(entry.nodes) > 1:
+            message = f"an entry has one of {kinds}, not {' and '.join(entry.nodes)}; make each an entry of its own"
+            entry.problems.report(entry.node, entry.path, message)
         for kind in ("pci", "usb"):
-            if kind in values and values[kind] == type(values[kind])():
-                named = [field.encode_name for field in msgspec.structs.fields(type(values[kind]))]
-                self._problems.report(
-                    nodes[kind], f"{path}.{kind}", f"would be every {kind.upper()} device; give {any_of(named)}"
-                )
-        group = values.get("group", ())
+            wanted = entry.values.get(kind)
+            if wanted is not None and wanted == type(wanted)():
+                named = any_of(field.encode_name for field in msgspec.structs.fields(wanted))
+                entry.report(kind, f"would be every {kind.upper()} device; give {named}")
+        group = entry.values.get("group", ())
         if len(set(group)) < len(group):
-            self._problems.report(
-                nodes["group"], f"{path}.group", "the same glob is given twice; a device has each node once"
-            )
+            entry.report("group", "the same glob is given twice; a device has each node once")
         elif group:
-            self._check_group(path, nodes["group"], group)
+            self._check_group(entry, group)
 
-    def _check_group(self, path: str, node: yaml.Node, group: tuple[str, ...]) -> None:
-        """Refuse a node of two groups that have other nodes each: it may be one that they share, or what they are."""
-        mine, seen = frozenset(group), set[frozenset[str]]()
-        for index, (member, place) in enumerate(zip(group, node.value, strict=True)):
+    def _check_group(self, entry: Checked, group: tuple[str, ...]) -> None:
+        """Refuse a node of two groups that have other nodes each: they may share it, or be one device."""
+        own, seen = frozenset(group), set[frozenset[str]]()
+        for index, (member, node) in enumerate(zip(group, entry.nodes["group"].value, strict=True)):
             if re.search(r"[*?[]", member):
                 continue
-            line, other = self._groups.setdefault(member, (place.start_mark.line + 1, mine))
-            if other in seen or other <= mine or mine <= other:
+            line, other = self._groups.setdefault(member, (node.start_mark.line + 1, own))
+            if other in seen or other <= own or own <= other:
                 seen.add(other)
                 continue
-            self._problems.report(
-                place,
-                f"{path}.group[{index}]",
+            message = (
                 f"{member} is in another group, too, on line {line}; if their devices share it, put it under `nodes` "
-                f"of both resources instead; if one device excludes the other, write {member[:-1]}[{member[-1]}]",
+                f"of both resources instead; if one device excludes the other, write {member[:-1]}[{member[-1]}]"
             )
+            entry.report("group", message, f"[{index}]", node)
             break
 
-    def _check_resource(self, node: yaml.Node, path: str, nodes: Nodes, values: dict[str, Any]) -> None:
-        name = values.get("name")
+    def _check_resource(self, resource: Checked) -> None:
+        values = resource.values
+        name, devices = values.get("name"), values.get("devices", ())
         if name is not None:
             if name in self._names:
-                self._problems.report(
-                    nodes["name"],
-                    f"{path}.name",
-                    f"the resource {name!r} is there already, on line {self._names[name]}; "
-                    "put its devices into one list",
-                )
-            self._names.setdefault(name, nodes["name"].start_mark.line + 1)
-        graphics = [index for index, entry in enumerate(values.get("devices", ())) if entry.nvidia is not None]
+                line = self._names[name]
+                message = f"the resource {name!r} is there already, on line {line}; put its devices into one list"
+                resource.report("name", message)
+            self._names.setdefault(name, resource.nodes["name"].start_mark.line + 1)
+        graphics = [index for index, entry in enumerate(devices) if entry.nvidia is not None]
         if len(graphics) > 1:
-            self._problems.report(
-                nodes["devices"],
-                f"{path}.devices[{graphics[1]}]",
-                "a resource has one nvidia entry; choose among the GPUs with include and exclude",
-            )
-        own = {path for entry in values.get("devices", ()) for path in (entry.path, *(entry.group or ()))}
+            message = "a resource has one nvidia entry; choose among the GPUs with include and exclude"
+            resource.report("devices", message, f"[{graphics[1]}]")
+        own = {path for entry in devices for path in (entry.path, *(entry.group or ()))}
         for index, shared in enumerate(values.get("nodes", ())):
             if shared in own:
-                self._problems.report(
-                    nodes["nodes"],
-                    f"{path}.nodes[{index}]",
-                    f"{shared!r} is a device of this resource, or shared, not both",
-                )
+                message = f"{shared!r} is a device of this resource, or shared, not both"
+                resource.report("nodes", message, f"[{index}]")
         if "permissions" in values:
             values["permissions"] = "".join(mode for mode in "rwm" if mode in values["permissions"])
-        places: set[str] = set()
+        mounted: set[str] = set()
         for index, mount in enumerate(values.get("mounts", ())):
-            if mount.container in places:
-                self._problems.report(
-                    nodes["mounts"],
-                    f"{path}.mounts[{index}].container",
-                    f"something is mounted at {mount.container!r} already",
-                )
-            places.add(mount.container)
-        self._check_claims(path, nodes, values)
+            if mount.container in mounted:
+                message = f"something is mounted at {mount.container!r} already"
+                resource.report("mounts", message, f"[{index}].container")
+            mounted.add(mount.container)
+        self._check_claims(resource)
 
-    def _check_claims(self, path: str, nodes: Nodes, values: dict[str, Any]) -> None:
-        driver = values.get("driver")
-        if "dra" in nodes and "driver" not in nodes:
-            self._problems.report(
-                nodes["dra"],
-                f"{path}.dra",
-                "claims need a driver's name; write driver: and a DNS name, such as gpu.example.com",
-            )
-        # What no pattern says, in the words of those who will publish it.
-        attributes, capacity = values.get("attributes", {}), values.get("capacity", {})
+    def _check_claims(self, resource: Checked) -> None:
+        if "dra" in resource.nodes and "driver" not in resource.nodes:
+            resource.report("dra", "claims need a driver's name; write driver: and a DNS name, such as gpu.example.com")
+        # These limits are those of the API server; no pattern expresses them.
+        attributes, capacity = resource.values.get("attributes", {}), resource.values.get("capacity", {})
         device = Device("x", attributes=typed_attributes(attributes), capacity=capacity)
-        for problem in naming.attribute_problems(device, driver or "example.com"):
-            self._problems.report(nodes["attributes"], f"{path}.attributes", problem)
+        for problem in naming.attribute_problems(device, resource.values.get("driver") or "example.com"):
+            resource.report("attributes", problem)
         for problem in naming.capacity_problems(device):
-            self._problems.report(nodes["capacity"], f"{path}.capacity", problem)
-        most = naming.MAX_ENTRIES - 2  # as naming.check_device: two are the DRA side's own
-        if len(attributes) + len(capacity) > most:
-            self._problems.report(
-                nodes["attributes" if attributes else "capacity"],
-                f"{path}.{'attributes' if attributes else 'capacity'}",
-                f"a device has {most} attributes and capacities at the most, not {len(attributes) + len(capacity)}",
-            )
+            resource.report("capacity", problem)
+        most, count = naming.MAX_ENTRIES - 2, len(attributes) + len(capacity)  # as naming.check_device
+        if count > most:
+            message = f"a device has {most} attributes and capacities at the most, not {count}"
+            resource.report("attributes" if attributes else "capacity", message)
 
-    def _check_config(self, node: yaml.Node, path: str, nodes: Nodes, values: dict[str, Any]) -> None:
+    def _check_config(self, config: Checked) -> None:
         """Refuse drivers over the same devices whose shares put these on different sides: neither would offer them."""
-        resources: tuple[ResourceConfig, ...] = values.get("resources", ())
+        resources: tuple[ResourceConfig, ...] = config.values.get("resources", ())
         first: dict[object, int] = {}
         filters: dict[object, int] = {}
         for index, one in enumerate(resources):
@@ -158,25 +140,24 @@ class Rules:
             for number in dict.fromkeys(first.setdefault(place, index) for place in places):
                 other = resources[number]
                 if sides_conflict(one, other):
-                    self._problems.report(
-                        nodes["resources"].value[index],
-                        f"{path}.resources[{index}]",
-                        f"it has devices of {other.name} ({path}.resources[{number}]) under another driver and on "
-                        "other sides, so they would be offered to nobody; "
-                        "give both the share none, or both the share all",
+                    message = (
+                        f"it has devices of {other.name} ({config.path}.resources[{number}]) under another driver and "
+                        "on other sides, so they would be offered to nobody; "
+                        "give both the share none, or both the share all"
                     )
+                    config.report("resources", message, f"[{index}]", config.nodes["resources"].value[index])
                     break
 
-    def _check_metrics(self, node: yaml.Node, path: str, nodes: Nodes, values: dict[str, Any]) -> None:
+    def _check_metrics(self, metrics: Checked) -> None:
         for name in ("key", "client_ca"):
-            if name in nodes and "certificate" not in nodes:
-                self._problems.report(nodes[name], f"{path}.{name}", "there is no TLS without `certificate`")
+            if name in metrics.nodes and "certificate" not in metrics.nodes:
+                metrics.report(name, "there is no TLS without `certificate`")
 
 
-def _places(entry: DeviceEntry) -> tuple[object, ...]:
-    """Return what two entries have in common that find the same devices."""
-    found = (entry.path, *(entry.group or ()), entry.pci, entry.usb, entry.nvidia)
-    return tuple(one for one in found if one is not None)
+def _places(entry: DeviceEntry) -> Iterator[object]:
+    """Yield what two entries have in common that find the same devices."""
+    yield from entry.group or ()
+    yield from (place for place in (entry.path, entry.pci, entry.usb, entry.nvidia) if place is not None)
 
 
 def sides_conflict(one: ResourceConfig, other: ResourceConfig) -> bool:
@@ -190,3 +171,9 @@ def _side_of(resource: ResourceConfig) -> str | None:
     if resource.driver is None or resource.dra.share in (0, "none", "0%"):
         return "plugin"
     return "dra" if resource.dra.share in ("all", "100%") else None
+
+
+def any_of(words: Iterable[object]) -> str:
+    """Return words as a choice: a, b or c."""
+    *most, last = map(str, words)
+    return f"{', '.join(most)} or {last}" if most else last

@@ -1,13 +1,13 @@
-"""The texts that a config file holds (names, paths, patterns): the form of each, and the advice on a wrong one.
+"""The forms of the texts in a config file (names, paths, patterns), and the advice on a text of another form.
 
-The patterns are read by Python and, in the JSON schema, by ECMAScript: only what both know.
+Python reads the patterns, and ECMAScript reads them in the JSON schema, so they use only what both know.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from typing import Annotated, Final
+from typing import Final
 
 from msgspec import Meta
 
@@ -31,21 +31,20 @@ _SEMVER = (
 )
 
 
-def text_meta(
+def _text(
     pattern: str,
-    advice: Callable[[str], str],
+    advice: str | Callable[[str], str],
     description: str,
-    *,
     longest: int = MAX_PATH,
     examples: list[str] | None = None,
 ) -> Meta:
-    """Text of a certain form; `advice` says of a wrong one what is wrong and what would be right."""
+    """Return the form of a text.
+
+    advice: what is wrong with a text of another form, and what would be right; {!r} stands for that text.
+    """
+    advise = advice.format if isinstance(advice, str) else advice
     return Meta(
-        pattern=f"^{pattern}$",
-        max_length=longest,
-        description=description,
-        examples=examples,
-        extra={"advice": advice},
+        pattern=f"^{pattern}$", max_length=longest, description=description, examples=examples, extra={"advice": advise}
     )
 
 
@@ -75,10 +74,6 @@ def _resource_name_advice(name: str) -> str:
     )
 
 
-def _driver_advice(name: str) -> str:
-    return f"{name!r} is not a DRA driver's name: a DNS name in lower case, such as gpu.example.com"
-
-
 def _path_advice(path: str) -> str:
     if not path:
         return "the path is empty; write an absolute path, such as /dev/ttyUSB0"
@@ -103,173 +98,112 @@ def _path_advice(path: str) -> str:
     return f"{path!r} has empty or `.` steps; write /{'/'.join(parts)}"
 
 
-def share_advice(share: str) -> str:
-    """Say of a wrong share what would be right."""
-    return f"{share!r} is not a share of the devices; write none, all, a number of devices, or a percentage such as 50%"
+def _pattern_advice(pattern: str) -> str:
+    if not pattern or "\x00" in pattern:
+        return "a pattern cannot be empty, nor contain a NUL character"
+    return f"{pattern!r} has a `[` without its `]`; write [[] for the character itself"
 
 
-def _attribute_name_advice(name: str) -> str:
-    return (
-        f"{name!r} is not the name of an attribute or capacity: a letter or '_', then letters, digits and '_', "
-        "32 at the most, with or without a domain before it, such as model or example.com/model"
-    )
-
-
-ResourceName = Annotated[
-    str,
-    text_meta(
-        rf"(?!requests\.)(?![^/]*kubernetes\.io/)(?=[^/]{{1,244}}/[^/]{{1,63}}$){_SUBDOMAIN}/{_NAME}",
-        _resource_name_advice,
-        "The extended resource that pods ask for in their limits: a vendor domain, a slash, a name.",
-        examples=["example.com/serial", "example.com/gpu"],
-    ),
-]
-DriverName = Annotated[
-    str,
-    text_meta(
-        _SUBDOMAIN,
-        _driver_advice,
-        "The DRA driver through which claims find the same devices (dra-bridge); a DNS name.",
-        longest=63,
-        examples=["serial.example.com"],
-    ),
-]
-Glob = Annotated[
-    str,
-    text_meta(
-        rf"(?![^\x00]*\*\*)(?:{_GLOB_STEP})+",
-        _path_advice,
-        "An absolute path; *, ? and [abc] match within one directory, as in a shell.",
-        examples=["/dev/ttyUSB*", "/dev/serial/by-id/*", "/dev/kvm"],
-    ),
-]
-AbsolutePath = Annotated[
-    str, text_meta(rf"(?:{_STEP})+", _path_advice, "An absolute path.", examples=["/opt/vendor/lib"])
-]
-Permissions = Annotated[
-    str,
-    text_meta(
-        r"(?!.*r.*r)(?!.*w.*w)(?!.*m.*m)[rwm]{1,3}",
-        lambda text: f"{text!r} are no permissions; write any of r (read), w (write) and m (mknod), such as rw",
-        "What a container may do with the device nodes: r read, w write, m mknod.",
-        examples=["rw", "r", "rwm"],
-    ),
-]
-EnvName = Annotated[
-    str,
-    text_meta(
-        r"[-._a-zA-Z][-._a-zA-Z0-9]*",
-        lambda text: (
-            f"{text!r} is not a variable's name: letters, digits, '_', '-' and '.', not beginning with a digit"
-        ),
-        "An environment variable's name.",
-    ),
-]
-EnvValue = Annotated[
-    str,
-    text_meta(
-        r"[^\x00]*",
-        lambda _: "a variable cannot contain a NUL character",
-        "An environment variable's value, text.",
-        longest=MAX_TEXT,
-    ),
-]
-AnnotationName = Annotated[
-    str,
-    text_meta(
-        _QUALIFIED,
-        lambda text: f"{text!r} is not an annotation's name: a name of 63 characters, or domain/name",
-        "An annotation's name, with or without a domain.",
-    ),
-]
-CdiName = Annotated[
-    str,
-    text_meta(
-        r"[a-zA-Z0-9](?:[-a-zA-Z0-9_.]*[a-zA-Z0-9])?/[a-zA-Z](?:[-a-zA-Z0-9_]*[a-zA-Z0-9])?"
-        r"=[a-zA-Z0-9](?:[-a-zA-Z0-9_.:]*[a-zA-Z0-9])?",
-        lambda text: f"{text!r} is not a CDI device's full name; write vendor/class=name, such as example.com/nic=nic0",
-        "A CDI device's full name, vendor/class=name; its spec must be on the node.",
-        examples=["example.com/nic=nic0"],
-    ),
-]
-AttributeName = Annotated[
-    str,
-    text_meta(
-        rf"(?:(?=[^/]{{1,63}}/){_SUBDOMAIN}/)?[A-Za-z_][A-Za-z0-9_]{{0,31}}",
-        _attribute_name_advice,
-        "A name of resource.k8s.io: an identifier of 32 characters, with or without a domain.",
-    ),
-]
-Quantity = Annotated[
-    str,
-    text_meta(
-        r"\+?(?:[0-9]+(?:\.[0-9]*)?|\.[0-9]+)(?:[KMGTPE]i|[numkMGTPE]|[eE][+-]?[0-9]{1,3})?",
-        lambda text: (
-            f"{text!r} is not a quantity of Kubernetes; write a number, with a suffix if need be, such as 16Gi"
-        ),
-        "An amount as Kubernetes writes them.",
-        longest=64,
-        examples=["16Gi", "500m"],
-    ),
-]
-SemVer = Annotated[
-    str,
-    text_meta(
-        _SEMVER,
-        lambda text: f"{text!r} is not a semantic version; write major.minor.patch, such as 1.2.0",
-        "A semantic version.",
-        longest=64,
-        examples=["1.2.0"],
-    ),
-]
-AttributeText = Annotated[
-    str,
-    text_meta(
-        r"[\s\S]*",
-        lambda _: "is not text",
-        "Text.",
-        longest=64,
-    ),
-]
-Integer = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]
-HexId = Annotated[
-    str,
-    text_meta(
-        r"(?:0x)?[0-9a-fA-F]{4}",
-        lambda text: f'{text!r} is not an id of four hexadecimal digits; write it in quotes, such as "8086"',
-        "An id of four hexadecimal digits, with or without 0x before it; quote it, or YAML may take it for a number.",
-        examples=["8086", "0x10de"],
-    ),
-]
-PciClass = Annotated[
-    str,
-    text_meta(
-        r"(?:0x)?(?:[0-9a-fA-F]{2}){1,3}",
-        lambda text: (
-            f'{text!r} is not a PCI class; write two, four or six hexadecimal digits in quotes, such as "0300"'
-        ),
-        "A PCI class: two (base class), four (and subclass) or six (and interface) hexadecimal digits; in quotes.",
-        examples=["03", "0108"],
-    ),
-]
-Pattern = Annotated[
-    str,
-    text_meta(
-        r"(?:[^\x00\[]|\[(?:![^\x00]|[^!\x00])[^\]\x00]*\])+",
-        lambda text: (
-            f"{text!r} has a `[` without its `]`; write [[] for the character itself"
-            if text and "\x00" not in text
-            else "a pattern cannot be empty, nor contain a NUL character"
-        ),
-        "A pattern as in a shell: *, ? and [abc]; * matches anything.",
-    ),
-]
-Word = Annotated[
-    str,
-    text_meta(
-        r"[^\x00]*",
-        lambda _: "an argument cannot contain a NUL character",
-        "An argument of a command, text.",
-        longest=MAX_TEXT,
-    ),
-]
+RESOURCE_NAME = _text(
+    rf"(?!requests\.)(?![^/]*kubernetes\.io/)(?=[^/]{{1,244}}/[^/]{{1,63}}$){_SUBDOMAIN}/{_NAME}",
+    _resource_name_advice,
+    "The extended resource that pods ask for in their limits: a vendor domain, a slash, a name.",
+    examples=["example.com/serial", "example.com/gpu"],
+)
+DRIVER_NAME = _text(
+    _SUBDOMAIN,
+    "{!r} is not a DRA driver's name: a DNS name in lower case, such as gpu.example.com",
+    "The DRA driver through which claims find the same devices (dra-bridge); a DNS name.",
+    longest=63,
+    examples=["serial.example.com"],
+)
+GLOB = _text(
+    rf"(?![^\x00]*\*\*)(?:{_GLOB_STEP})+",
+    _path_advice,
+    "An absolute path; *, ? and [abc] match within one directory, as in a shell.",
+    examples=["/dev/ttyUSB*", "/dev/serial/by-id/*", "/dev/kvm"],
+)
+ABSOLUTE_PATH = _text(rf"(?:{_STEP})+", _path_advice, "An absolute path.", examples=["/opt/vendor/lib"])
+PERMISSIONS = _text(
+    r"(?!.*r.*r)(?!.*w.*w)(?!.*m.*m)[rwm]{1,3}",
+    "{!r} are no permissions; write any of r (read), w (write) and m (mknod), such as rw",
+    "What a container may do with the device nodes: r read, w write, m mknod.",
+    examples=["rw", "r", "rwm"],
+)
+ENV_NAME = _text(
+    r"[-._a-zA-Z][-._a-zA-Z0-9]*",
+    "{!r} is not a variable's name: letters, digits, '_', '-' and '.', not beginning with a digit",
+    "An environment variable's name.",
+)
+ENV_VALUE = _text(
+    r"[^\x00]*",
+    "a variable cannot contain a NUL character",
+    "An environment variable's value, text.",
+    longest=MAX_TEXT,
+)
+ANNOTATION_NAME = _text(
+    _QUALIFIED,
+    "{!r} is not an annotation's name: a name of 63 characters, or domain/name",
+    "An annotation's name, with or without a domain.",
+)
+CDI_NAME = _text(
+    r"[a-zA-Z0-9](?:[-a-zA-Z0-9_.]*[a-zA-Z0-9])?/[a-zA-Z](?:[-a-zA-Z0-9_]*[a-zA-Z0-9])?"
+    r"=[a-zA-Z0-9](?:[-a-zA-Z0-9_.:]*[a-zA-Z0-9])?",
+    "{!r} is not a CDI device's full name; write vendor/class=name, such as example.com/nic=nic0",
+    "A CDI device's full name, vendor/class=name; its spec must be on the node.",
+    examples=["example.com/nic=nic0"],
+)
+ATTRIBUTE_NAME = _text(
+    rf"(?:(?=[^/]{{1,63}}/){_SUBDOMAIN}/)?[A-Za-z_][A-Za-z0-9_]{{0,31}}",
+    "{!r} is not the name of an attribute or capacity: a letter or '_', then letters, digits and '_', "
+    "32 at the most, with or without a domain before it, such as model or example.com/model",
+    "A name of resource.k8s.io: an identifier of 32 characters, with or without a domain.",
+)
+QUANTITY = _text(
+    r"\+?(?:[0-9]+(?:\.[0-9]*)?|\.[0-9]+)(?:[KMGTPE]i|[numkMGTPE]|[eE][+-]?[0-9]{1,3})?",
+    "{!r} is not a quantity of Kubernetes; write a number, with a suffix if need be, such as 16Gi",
+    "An amount as Kubernetes writes them.",
+    longest=64,
+    examples=["16Gi", "500m"],
+)
+SEMVER = _text(
+    _SEMVER,
+    "{!r} is not a semantic version; write major.minor.patch, such as 1.2.0",
+    "A semantic version.",
+    longest=64,
+    examples=["1.2.0"],
+)
+ATTRIBUTE_TEXT = _text(r"[\s\S]*", "is not text", "Text.", longest=64)
+HEX_ID = _text(
+    r"(?:0x)?[0-9a-fA-F]{4}",
+    '{!r} is not an id of four hexadecimal digits; write it in quotes, such as "8086"',
+    "An id of four hexadecimal digits, with or without 0x before it; quote it, or YAML may take it for a number.",
+    examples=["8086", "0x10de"],
+)
+PCI_CLASS = _text(
+    r"(?:0x)?(?:[0-9a-fA-F]{2}){1,3}",
+    '{!r} is not a PCI class; write two, four or six hexadecimal digits in quotes, such as "0300"',
+    "A PCI class: two (base class), four (and subclass) or six (and interface) hexadecimal digits; in quotes.",
+    examples=["03", "0108"],
+)
+MIG_PROFILE = _text(
+    r"(?:[0-9]c\.)?[0-9]g\.[0-9]{1,4}gb(?:[+.-][a-z0-9.+]+)?",
+    "{!r} is not a MIG profile; write it as nvidia-smi does, such as 1g.10gb",
+    "Partitions of this profile only, whatever `mig` says.",
+    examples=["1g.10gb", "3g.40gb"],
+)
+PATTERN = _text(
+    r"(?:[^\x00\[]|\[(?:![^\x00]|[^!\x00])[^\]\x00]*\])+",
+    _pattern_advice,
+    "A pattern as in a shell: *, ? and [abc]; * matches anything.",
+)
+WORD = _text(
+    r"[^\x00]*", "an argument cannot contain a NUL character", "An argument of a command, text.", longest=MAX_TEXT
+)
+SHARE = Meta(
+    pattern=r"^(?:none|all|(?:100|[1-9]?[0-9])%)$",
+    extra={
+        "advice": "{!r} is not a share of the devices; "
+        "write none, all, a number of devices, or a percentage such as 50%".format
+    },
+)

@@ -1,40 +1,25 @@
 """The types of the config file: what is annotated here is checked, and becomes the JSON schema under api/.
 
-A new kind of device is one more field of `DeviceEntry` (and a builder in `deviceplugin.sources`). Values only;
-nothing here looks at devices.
+A new kind of device is one more field of `DeviceEntry`, and a case in `deviceplugin.sources.configured.build_entry`.
+These are values only; nothing here reads devices.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import msgspec
 from msgspec import Meta, Struct
 
-from deviceplugin.config.texts import (
-    AbsolutePath,
-    AnnotationName,
-    AttributeName,
-    AttributeText,
-    CdiName,
-    DriverName,
-    EnvName,
-    EnvValue,
-    Glob,
-    HexId,
-    Integer,
-    Pattern,
-    PciClass,
-    Permissions,
-    Quantity,
-    ResourceName,
-    SemVer,
-    Word,
-    share_advice,
-    text_meta,
-)
+from deviceplugin.config import texts
 from deviceplugin.device import AttributeValue, Version
+
+AbsolutePath = Annotated[str, texts.ABSOLUTE_PATH]
+AttributeName = Annotated[str, texts.ATTRIBUTE_NAME]
+Glob = Annotated[str, texts.GLOB]
+HexId = Annotated[str, texts.HEX_ID]
+Pattern = Annotated[str, texts.PATTERN]
 
 
 class _Strict(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -48,16 +33,13 @@ class SimulatedConfig(_Strict, frozen=True, kw_only=True):
     numa: (
         Annotated[int, Meta(ge=1, le=1024, description="Over how many NUMA nodes they are spread, in blocks.")] | None
     ) = None
-    unhealthy_file: (
-        Annotated[
-            AbsolutePath,
-            Meta(
-                description="A file, watched, that names the unhealthy ones: on each line an id and, after a space, "
-                "why. Missing or empty means that all are healthy."
-            ),
-        ]
-        | None
-    ) = None
+    unhealthy_file: Annotated[
+        AbsolutePath | None,
+        Meta(
+            description="A file, watched, that names the unhealthy ones: on each line an id and, after a space, "
+            "why. Missing or empty means that all are healthy."
+        ),
+    ] = None
 
 
 class NvidiaConfig(_Strict, frozen=True, kw_only=True):
@@ -72,18 +54,7 @@ class NvidiaConfig(_Strict, frozen=True, kw_only=True):
             "profile a resource with `profile` and `driver`."
         ),
     ] = "none"
-    profile: (
-        Annotated[
-            str,
-            text_meta(
-                r"(?:[0-9]c\.)?[0-9]g\.[0-9]{1,4}gb(?:[+.-][a-z0-9.+]+)?",
-                lambda text: f"{text!r} is not a MIG profile; write it as nvidia-smi does, such as 1g.10gb",
-                "Partitions of this profile only, whatever `mig` says.",
-                examples=["1g.10gb", "3g.40gb"],
-            ),
-        ]
-        | None
-    ) = None
+    profile: Annotated[str, texts.MIG_PROFILE] | None = None
     injection: Annotated[
         Literal["env", "cdi", "nodes"],
         Meta(
@@ -91,6 +62,7 @@ class NvidiaConfig(_Strict, frozen=True, kw_only=True):
             "cdi: the names of the node's CDI spec for nvidia.com/gpu. nodes: device nodes and nothing else."
         ),
     ] = "env"
+    # By default those that programs cause, not the hardware: the list that NVIDIA's own plugin skips.
     ignore_xids: Annotated[
         tuple[Annotated[int, Meta(ge=0, le=65535)], ...],
         Meta(description="XIDs that say nothing about the GPU; by default those that applications cause."),
@@ -102,9 +74,9 @@ class NvidiaConfig(_Strict, frozen=True, kw_only=True):
             "never leaves it unhealthy until the agent is started again."
         ),
     ] = 300
-    library: (
-        Annotated[AbsolutePath, Meta(description="Where libnvidia-ml.so.1 is, if not where programs look.")] | None
-    ) = None
+    library: Annotated[
+        AbsolutePath | None, Meta(description="Where libnvidia-ml.so.1 is, if not where programs look.")
+    ] = None
 
 
 class PciConfig(_Strict, frozen=True, kw_only=True):
@@ -112,14 +84,14 @@ class PciConfig(_Strict, frozen=True, kw_only=True):
 
     vendor: HexId | None = None
     device: HexId | None = None
-    class_: PciClass | None = msgspec.field(default=None, name="class")
-    driver: (
-        Annotated[Pattern, Meta(description="The kernel driver bound to it, such as vfio-pci; a pattern.")] | None
-    ) = None
-    address: (
-        Annotated[Pattern, Meta(description="Its address, such as 0000:3b:00.0; a pattern.", examples=["0000:3b:*"])]
-        | None
-    ) = None
+    class_: Annotated[str, texts.PCI_CLASS] | None = msgspec.field(default=None, name="class")
+    driver: Annotated[
+        Pattern | None, Meta(description="The kernel driver bound to it, such as vfio-pci; a pattern.")
+    ] = None
+    address: Annotated[
+        Pattern | None,
+        Meta(description="Its address, such as 0000:3b:00.0; a pattern.", examples=["0000:3b:*"]),
+    ] = None
     functions: Annotated[
         Literal["all", "physical", "virtual"],
         Meta(description="physical leaves out SR-IOV's virtual functions, virtual leaves out all others."),
@@ -131,22 +103,19 @@ class UsbConfig(_Strict, frozen=True, kw_only=True):
 
     vendor: HexId | None = None
     product: HexId | None = None
-    serial: Annotated[Pattern, Meta(description="The serial number; a pattern.")] | None = None
+    serial: Annotated[Pattern | None, Meta(description="The serial number; a pattern.")] = None
 
 
 class DeviceEntry(_Strict, frozen=True, kw_only=True):
     """Where devices come from; exactly one of these."""
 
-    path: (
-        Annotated[
-            Glob,
-            Meta(
-                description="Each path that the glob matches is a device. A symlink is resolved on the host and "
-                "kept as the name inside the container; a plain file or socket is mounted."
-            ),
-        ]
-        | None
-    ) = None
+    path: Annotated[
+        Glob | None,
+        Meta(
+            description="Each path that the glob matches is a device. A symlink is resolved on the host and "
+            "kept as the name inside the container; a plain file or socket is mounted."
+        ),
+    ] = None
     simulated: SimulatedConfig | None = None
     group: (
         Annotated[
@@ -159,14 +128,13 @@ class DeviceEntry(_Strict, frozen=True, kw_only=True):
         ]
         | None
     ) = None
-
     nvidia: NvidiaConfig | None = None
     pci: PciConfig | None = None
     usb: UsbConfig | None = None
 
     @property
     def kind(self) -> str:
-        """The one key that is given: path, simulated, group, nvidia, pci, usb."""
+        """The one key that is given."""
         return next(name for name in self.__struct_fields__ if getattr(self, name) is not None)
 
 
@@ -195,7 +163,7 @@ class SharingConfig(_Strict, frozen=True, kw_only=True):
 
     @property
     def most(self) -> int:
-        """The most that any device is offered."""
+        """The highest count of replicas."""
         return self.replicas if isinstance(self.replicas, int) else max(self.replicas.values(), default=1)
 
 
@@ -203,7 +171,7 @@ class CommandProbeConfig(_Strict, frozen=True, kw_only=True):
     """A command that looks at one device: status 0 is good, 75 tells nothing, any other is bad."""
 
     command: Annotated[
-        tuple[Word, ...],
+        tuple[Annotated[str, texts.WORD], ...],
         Meta(
             min_length=1,
             description="Program and arguments, no shell; {id} and {node} stand for the device's id and first node, "
@@ -232,11 +200,7 @@ class DraConfig(_Strict, frozen=True, kw_only=True):
     """How the devices are divided between pods (extended resource) and claims (DRA); for dra-bridge."""
 
     share: Annotated[
-        Annotated[int, Meta(ge=0, le=1_000_000)]
-        | Annotated[
-            str,
-            Meta(pattern=r"^(?:none|all|(?:100|[1-9]?[0-9])%)$", extra={"advice": share_advice}),
-        ],
+        Annotated[int, Meta(ge=0, le=1_000_000)] | Annotated[str, texts.SHARE],
         Meta(
             description="Devices that claims get: none, all, a number, or a percentage.",
             examples=["none", "all", 4, "50%"],
@@ -261,21 +225,22 @@ class DraConfig(_Strict, frozen=True, kw_only=True):
 class VersionAttribute(_Strict, frozen=True, kw_only=True):
     """An attribute that selectors compare as a version."""
 
-    version: SemVer
+    version: Annotated[str, texts.SEMVER]
 
 
 class ResourceConfig(_Strict, frozen=True, kw_only=True, eq=False):
     """A resource and its devices. Two that are equal are served alike: a reload leaves it alone."""
 
-    name: ResourceName
-    driver: DriverName | None = None
+    name: Annotated[str, texts.RESOURCE_NAME]
+    driver: Annotated[str, texts.DRIVER_NAME] | None = None
     devices: Annotated[
         tuple[DeviceEntry, ...], Meta(min_length=1, description="Where its devices come from; all entries together.")
     ]
-    permissions: Permissions = "rw"
-    env: Annotated[Mapping[EnvName, EnvValue], Meta(description="Variables of containers that hold a device.")] = (
-        msgspec.field(default_factory=dict)
-    )
+    permissions: Annotated[str, texts.PERMISSIONS] = "rw"
+    env: Annotated[
+        Mapping[Annotated[str, texts.ENV_NAME], Annotated[str, texts.ENV_VALUE]],
+        Meta(description="Variables of containers that hold a device."),
+    ] = msgspec.field(default_factory=dict)
     nodes: Annotated[
         tuple[AbsolutePath, ...],
         Meta(
@@ -286,10 +251,12 @@ class ResourceConfig(_Strict, frozen=True, kw_only=True, eq=False):
     ] = ()
     mounts: Annotated[tuple[MountConfig, ...], Meta(description="What such containers see of the host.")] = ()
     annotations: Annotated[
-        Mapping[AnnotationName, str],
+        Mapping[Annotated[str, texts.ANNOTATION_NAME], str],
         Meta(description="Annotations of such containers, for the container runtime (they are not the pod's)."),
     ] = msgspec.field(default_factory=dict)
-    cdi: Annotated[tuple[CdiName, ...], Meta(description="CDI devices that such containers get as well.")] = ()
+    cdi: Annotated[
+        tuple[Annotated[str, texts.CDI_NAME], ...], Meta(description="CDI devices that such containers get as well.")
+    ] = ()
     include: Annotated[
         tuple[Pattern, ...],
         Meta(description="Only devices that one of these fits: their id, path, PCI address, or a symlink's target."),
@@ -309,11 +276,17 @@ class ResourceConfig(_Strict, frozen=True, kw_only=True, eq=False):
         ),
     ] = "links"
     attributes: Annotated[
-        Mapping[AttributeName, bool | Integer | AttributeText | VersionAttribute],
+        Mapping[
+            AttributeName,
+            bool
+            | Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]
+            | Annotated[str, texts.ATTRIBUTE_TEXT]
+            | VersionAttribute,
+        ],
         Meta(description="What claims can select on; names without a domain fall under the driver's."),
     ] = msgspec.field(default_factory=dict)
     capacity: Annotated[
-        Mapping[AttributeName, Annotated[int, Meta(ge=0, le=2**63 - 1)] | Quantity],
+        Mapping[AttributeName, Annotated[int, Meta(ge=0, le=2**63 - 1)] | Annotated[str, texts.QUANTITY]],
         Meta(description="Amounts that claims can select on."),
     ] = msgspec.field(default_factory=dict)
     dra: DraConfig = DraConfig()
@@ -351,28 +324,22 @@ def typed_attributes(
 class MetricsConfig(_Strict, frozen=True, kw_only=True):
     """How metrics are served where --metrics-address says; read at the agent's start."""
 
-    certificate: (
-        Annotated[AbsolutePath, Meta(description="A certificate (PEM) for TLS, read again when it is renewed.")] | None
-    ) = None
-    key: Annotated[AbsolutePath, Meta(description="Its key; if not given, the same file.")] | None = None
-    client_ca: (
-        Annotated[
-            AbsolutePath,
-            Meta(
-                description="Authorities (PEM) of client certificates; everybody but the kubelet's probes must then "
-                "have one. Needs `certificate`."
-            ),
-        ]
-        | None
-    ) = None
+    certificate: Annotated[
+        AbsolutePath | None, Meta(description="A certificate (PEM) for TLS, read again when it is renewed.")
+    ] = None
+    key: Annotated[AbsolutePath | None, Meta(description="Its key; if not given, the same file.")] = None
+    client_ca: Annotated[
+        AbsolutePath | None,
+        Meta(
+            description="Authorities (PEM) of client certificates; everybody but the kubelet's probes must then "
+            "have one. Needs `certificate`."
+        ),
+    ] = None
     min_version: Annotated[Literal["1.2", "1.3"], Meta(description="The least version of TLS.")] = "1.2"
-    token: (
-        Annotated[
-            AbsolutePath,
-            Meta(description="A file with the bearer token that everybody but the kubelet's probes must bring."),
-        ]
-        | None
-    ) = None
+    token: Annotated[
+        AbsolutePath | None,
+        Meta(description="A file with the bearer token that everybody but the kubelet's probes must bring."),
+    ] = None
     period: Annotated[int, Meta(ge=1, le=3600, description="Seconds between measurements of the devices' load.")] = 10
     dcgm: Annotated[
         bool, Meta(description="Whether the names of NVIDIA's DCGM exporter are given beside the own ones.")
@@ -384,3 +351,36 @@ class Config(_Strict, frozen=True, kw_only=True):
 
     resources: Annotated[tuple[ResourceConfig, ...], Meta(min_length=1, description="The resources, each once.")]
     metrics: MetricsConfig = MetricsConfig()
+
+
+def schema() -> dict[str, Any]:
+    """Return the file's JSON schema (draft 2020-12), for editors and for checks without this package.
+
+    `parse` alone checks what a schema cannot express (`deviceplugin.config.rules`), such as a resource named twice.
+    """
+    made = msgspec.json.schema(Config)
+    definitions: dict[str, Any] = made["$defs"]
+    for definition in definitions.values():
+        for place in definition["properties"].values():
+            _tidy(place)
+    entry = definitions["DeviceEntry"]
+    entry["oneOf"] = [{"required": [kind]} for kind in entry["properties"]]
+    definitions["ResourceConfig"]["dependentRequired"] = {"dra": ["driver"]}
+    definitions["MetricsConfig"]["dependentRequired"] = {"key": ["certificate"], "client_ca": ["certificate"]}
+    config = definitions.pop("Config")
+    return {
+        "$schema": "https://json-schema.org/draft/2020-12/schema",
+        **config,
+        "title": "The config file of deviceplugin and dra-bridge",
+        "$defs": definitions,
+    }
+
+
+def _tidy(place: dict[str, Any]) -> None:
+    """Describe an optional key as one that may be left out: not as null, and without an empty default."""
+    options = [option for option in place.get("anyOf", []) if option != {"type": "null"}]
+    if len(options) == 1:
+        del place["anyOf"]
+        place.update({**options[0], **place})
+    if not isinstance(place.get("default"), (str, bool, int)):
+        place.pop("default", None)

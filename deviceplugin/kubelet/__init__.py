@@ -1,1 +1,1 @@
-"""Everything between this node's kubelet and the agent: registration, servicer, and the evidence of who holds what."""
+"""Connects the agent to this node's kubelet: registration, servicer, and the evidence of who holds which device."""

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from typing import Protocol
+from typing import Literal, Protocol
 
 import grpc
 
 from deviceplugin.exclusion import Key
 from deviceplugin.identity import Tokens
-from deviceplugin.kubelet.exclusion_guard import Side
 
-__all__ = ["AllocationGate", "AllowAll", "Refusal"]
+Side = Literal["plugin", "dra", ""]
+"""Where a device is: on neither side if it is quarantined."""
 
 
 class Refusal(Exception):  # noqa: N818  # the field's word; it is an answer, not a fault
@@ -25,56 +25,41 @@ class Refusal(Exception):  # noqa: N818  # the field's word; it is an answer, no
 
 
 class AllocationGate(Protocol):
-    """Who decides which devices the plugin side may offer and give out; the ledger, if there is one."""
+    """Decides which devices the plugin side may offer and allocate; the ledger, if there is one.
+
+    The bodies are the answers of a node without a ledger, for subclasses (`AllowAll`).
+    """
 
     def offers(self, resource: str, device: str) -> bool:
         """Return whether the plugin side offers this device."""
+        return True
 
     def avoids(self, resource: str) -> Collection[str]:
-        """Return the devices that new pods had better not get, those of the others permitting."""
+        """Return the devices that new pods had better not get, if there are enough others."""
+        return ()
 
     def claimed(self, resource: str, device: str) -> bool:
         """Return whether a claim holds the device, or may."""
+        return False
 
     def withheld(self, resource: str) -> Mapping[str, str]:
         """Return the devices that are offered to nobody for now, and why."""
+        return {}
 
     def held(self) -> Mapping[Key, Tokens]:
         """Return the devices that a ledger counts as held, also unlisted ones, and what they were when granted."""
+        return {}
 
     def side(self, resource: str, device: str) -> Side:
         """Return on which side the device is."""
+        return "plugin"
 
     async def grant(self, resource: str, names: Sequence[str], devices: Sequence[str]) -> None:
         """Record that these ids (of these devices) are given out; raise Refusal if they may not be."""
 
 
-class AllowAll:
+class AllowAll(AllocationGate):
     """An allocation gate for a node with the plugin side alone: everything is offered and granted."""
-
-    def offers(self, resource: str, device: str) -> bool:
-        """Offer every device."""
-        return True
-
-    def avoids(self, resource: str) -> Collection[str]:
-        """Avoid nothing."""
-        return ()
-
-    def claimed(self, resource: str, device: str) -> bool:
-        """Know of no claims."""
-        return False
-
-    def withheld(self, resource: str) -> Mapping[str, str]:
-        """Withhold nothing."""
-        return {}
-
-    def held(self) -> Mapping[Key, Tokens]:
-        """Know of nothing that is held."""
-        return {}
-
-    def side(self, resource: str, device: str) -> Side:
-        """Return the only side."""
-        return "plugin"
 
     async def grant(self, resource: str, names: Sequence[str], devices: Sequence[str]) -> None:
         """Grant everything."""

@@ -18,28 +18,28 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-__all__ = ["CgroupReader", "PodProcesses", "own_pod", "read_directories"]
-
 _SYSTEMD: Final = re.compile(r"(?:.*-)?pod(.+)\.slice")
 _KUBEPODS: Final = re.compile(r"(?:.*-)?kubepods(?:\.slice)?")
 _ETC_HOSTS: Final = re.compile(r".*/pods/([^/]+)/etc-hosts")
 _DEPTH: Final = 6
-"""Levels below the cgroup file system in which `kubepods` is looked for."""
+"""Levels below the cgroup file system in which `kubepods` is searched."""
 
 
 @dataclass(frozen=True, slots=True)
 class PodProcesses:
-    """What was seen of pods at one moment.
+    """What was seen of pods at one moment, by pod UIDs.
 
-    running: UIDs of pods in whose cgroup there is a process; None if no cgroup tree of this kubelet is visible.
-    directories: UIDs of pods that have a directory; None if that is not visible either.
+    running: pods in whose cgroup there is a process; None if no cgroup tree of this kubelet is visible.
+    directories: pods that have a directory; None if that is not visible either.
+    empty: pods that have a cgroup without a process.
     """
 
     running: frozenset[str] | None = None
     directories: frozenset[str] | None = None
+    empty: frozenset[str] = frozenset()
 
     def may_run(self, pod_uid: str) -> str:
-        """Say why a process of this pod may still run; "" if none can.
+        """Return why a process of this pod may still run, in words; "" if none can.
 
         Without cgroups a pod counts as running for as long as its directory exists: of a pod that has completed
         and is not deleted, and of one that was deleted by force and runs on, the directory is the same.
@@ -51,46 +51,83 @@ class PodProcesses:
         return "neither cgroups nor pod directories are visible"
 
 
-class CgroupReader:
-    """Reads pod cgroups below a cgroup file system; v1 and v2, cgroupfs and systemd drivers.
+class PodReader:
+    """Reads which pods' processes may run: from cgroups, or from pod directories if no cgroups are visible. Blocks.
 
-    root: where the cgroup file system is mounted, `/sys/fs/cgroup` of the host.
-    own: the UID of the pod that this process runs in; "" if it runs in none.
+    cgroups: where the cgroup file system is mounted, `/sys/fs/cgroup` of the host.
+    believe_checkpoint: if no cgroups are visible, no pod counts as running: the checkpoint alone decides.
     """
 
-    def __init__(self, root: Path, own: str = "") -> None:
-        self.root: Final = root
-        self._own = own
+    def __init__(self, kubelet_root: Path, cgroups: Path, *, believe_checkpoint: bool) -> None:
+        self.own_pod: Final = own_pod(kubelet_root)
+        self.kubelet_root: Final = kubelet_root
+        self._cgroups = cgroups
+        self._believe_checkpoint = believe_checkpoint
+        self._cgroups_seen = False
 
-    def running(self) -> frozenset[str] | None:
-        """Return the UIDs of pods in whose cgroup there is a process; None if this kubelet's are not to be seen.
+    def read(self) -> PodProcesses:
+        """Return which pods' processes run now."""
+        cgroups = pod_cgroups(self._cgroups, self.own_pod)
+        if cgroups is not None:
+            self._cgroups_seen = True
+            running = frozenset(uid for uid, populated in cgroups.items() if populated)
+            return PodProcesses(running, empty=frozenset(cgroups.keys() - running))
+        if self._cgroups_seen:
+            return PodProcesses()  # they are there, and cannot be read now
+        if self._believe_checkpoint:
+            return PodProcesses(frozenset())
+        return PodProcesses(None, read_directories(self.kubelet_root))
 
-        Blocks: reads some directories, and a few small files for each pod.
-        """
-        found = self.pods()
-        return None if found is None else frozenset(uid for uid, populated in found.items() if populated)
+    def in_cgroups(self) -> frozenset[str] | None:
+        """Return the UIDs of pods in whose cgroup a process is seen; None if no cgroups are visible."""
+        cgroups = pod_cgroups(self._cgroups, self.own_pod)
+        return None if cgroups is None else frozenset(uid for uid, populated in cgroups.items() if populated)
 
-    def pods(self) -> dict[str, bool] | None:
-        """Return whether there is a process in the cgroup of each pod that has one, by UID; as `running`."""
-        found: dict[str, bool] = {}
-        try:
-            trees = self._trees()
-            if not trees:
-                return None
-            for tree in trees:
-                for uid, path in _pods(tree):
-                    found[uid] = found.get(uid, False) or _populated(path)
-        except OSError:  # a part of the tree cannot be read
-            return None
-        return None if self._own and not found.get(self._own) else found
+    def running(self) -> frozenset[str]:
+        """Return `in_cgroups`, or no pod. Raises OSError: cgroups were visible before, and cannot be read now."""
+        running = self.in_cgroups()
+        if running is None and self._cgroups_seen:
+            raise OSError(f"pod cgroups in {self._cgroups} cannot be read now")
+        self._cgroups_seen = running is not None
+        return running or frozenset()
 
-    def _trees(self) -> list[str]:
-        """Return the directories `kubepods`; of cgroup v1 those of the hierarchy `pids`, or the first that has any."""
-        root = str(self.root)
-        if os.path.exists(os.path.join(root, "cgroup.controllers")):
-            return _kubepods(root)
-        hierarchies = sorted(_subdirectories(root), key=lambda one: (one[0] != "pids", one))
-        return next((found for _, path in hierarchies if (found := _kubepods(path))), [])
+    def missing(self) -> str:
+        """Return what cannot be seen of this node's pods, and what that means, for the log; "" if all can."""
+        if self.in_cgroups() is not None:
+            return ""
+        what = f"no pod cgroups (kubepods) of this kubelet are visible in {self._cgroups}"
+        if self._believe_checkpoint:
+            return f"{what}: a device comes free when the kubelet counts its pod as ended, even if its containers hang"
+        if read_directories(self.kubelet_root) is not None:
+            return f"{what}: a device comes free only when its pod is deleted, not when it has completed"
+        return (
+            f"{what}, nor pod directories in {self.kubelet_root / 'pods'}: "
+            "no device that a pod holds ever comes free; mount either, read-only"
+        )
+
+
+def pod_cgroups(root: Path, own: str = "") -> dict[str, bool] | None:
+    """Return whether there is a process in each pod's cgroup, by UID; None if this kubelet's cgroups are not visible.
+
+    Knows v1 and v2, cgroupfs and systemd drivers. own: the UID of the pod that this process runs in; "" if none.
+    """
+    found: dict[str, bool] = {}
+    try:
+        trees = _trees(str(root))
+        for tree in trees:
+            for uid, path in _pods(tree):
+                found[uid] = found.get(uid, False) or _populated(path)
+    except OSError:  # a part of the tree cannot be read
+        return None
+    return None if not trees or (own and not found.get(own)) else found
+
+
+def _trees(root: str) -> list[str]:
+    """Return the directories `kubepods`; of cgroup v1 those of the hierarchy `pids`, or the first that has any."""
+    if os.path.exists(os.path.join(root, "cgroup.controllers")):
+        return _kubepods(root)
+    hierarchies = sorted(_subdirectories(root), key=lambda one: (one[0] != "pids", one))
+    return next((found for _, path in hierarchies if (found := _kubepods(path))), [])
 
 
 def _kubepods(root: str) -> list[str]:
@@ -119,10 +156,10 @@ def _pods(directory: str) -> Iterator[tuple[str, str]]:
 def _populated(path: str) -> bool:
     """Return whether there is a process in a pod's cgroup or below it; yes if that cannot be read.
 
-    Version 2 has cgroup.events. In version 1 the controller `pids` counts the processes of the whole subtree; another
+    Version 2 has cgroup.events. In version 1 the controller `pids` counts the processes of the whole subtree. Another
     controller has only cgroup.procs, which leaves out processes of other PID namespaces (cgroup-v1.c:
-    pidlist_array_load), so an agent in a container sees none of other pods there. The cgroup of a container counts
-    then, although it may outlast its processes: the runtime sometimes fails to remove it.
+    pidlist_array_load), so an agent in a container sees none of other pods there. So a container's cgroup counts
+    there, although the runtime sometimes fails to remove it after its last process.
     """
     try:
         if (events := _text(path, "cgroup.events")) is not None:
@@ -137,11 +174,10 @@ def _populated(path: str) -> bool:
 
 
 def _text(directory: str, name: str) -> str | None:
-    """Return the contents of a file; None if there is none: the cgroup is gone, or has no such file."""
     try:
         with open(os.path.join(directory, name), encoding="ascii") as file:
             return file.read()
-    except FileNotFoundError:
+    except FileNotFoundError:  # the cgroup is gone, or has no such file
         return None
 
 
@@ -171,6 +207,8 @@ def own_pod(kubelet_root: Path, mounts: str = "/proc/self/mountinfo") -> str:
             lines = [line.split(" ") for line in file]
     except OSError:
         return ""
-    found = [_ETC_HOSTS.fullmatch(fields[3]) for fields in lines if len(fields) > 4 and fields[4] == "/etc/hosts"]
-    uids = [one[1] for one in found if one is not None]
-    return next((uid for uid in uids if os.path.isdir(kubelet_root / "pods" / uid)), "")
+    for fields in lines:
+        found = _ETC_HOSTS.fullmatch(fields[3]) if len(fields) > 4 and fields[4] == "/etc/hosts" else None
+        if found is not None and os.path.isdir(kubelet_root / "pods" / found[1]):
+            return found[1]
+    return ""

@@ -15,16 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
-from deviceplugin.files import NO_FILE, FileIdentity, file_identity
-
-__all__ = [
-    "Allocation",
-    "Checkpoint",
-    "CheckpointError",
-    "identity",
-    "parse",
-    "read",
-]
+from deviceplugin.files import FileIdentity, file_identity
 
 FILE_NAME: Final = "kubelet_internal_checkpoint"
 
@@ -34,7 +25,7 @@ class CheckpointError(Exception):
 
 
 class Allocation(NamedTuple):
-    """One device id in the hands of one container. `device_id` is the kubelet's id, a replica's included."""
+    """One device id that one container has. device_id: the kubelet's id, a replica's included."""
 
     pod_uid: str
     container: str
@@ -51,18 +42,15 @@ class Checkpoint:
 
     allocations: frozenset[Allocation]
     registered: Mapping[str, frozenset[str]]
-    file: FileIdentity = NO_FILE
+    file: FileIdentity | None = None
     responses: Mapping[Allocation, str] = field(default_factory=dict)
 
 
-def parse(text: bytes, file: FileIdentity = NO_FILE) -> Checkpoint:
+def parse(text: bytes, file: FileIdentity | None = None) -> Checkpoint:
     """Read `{"Data": {"PodDeviceEntries": [...], "RegisteredDevices": {...}}, "Checksum": n}`.
 
-    The kubelet replaces the file by renaming, so it is whole. The checksum is a hash of Go values; the kubelet's.
-
-    Raises:
-        CheckpointError: it is not such a file.
-
+    The kubelet replaces the file by renaming, so it is whole. The checksum is a hash of Go values, which only the
+    kubelet can compute. Raises CheckpointError: it is not such a file.
     """
     try:
         data = json.loads(text)["Data"]
@@ -85,17 +73,15 @@ def _allocations(entry: Mapping[str, Any]) -> list[Allocation]:
     return [Allocation(pod_uid, container, resource, str(name)) for ids in by_numa.values() for name in ids or ()]
 
 
-def identity(directory: Path) -> FileIdentity:
-    """Return which version of the checkpoint is in the device plugin directory; `NO_FILE` if none can be seen."""
-    return file_identity(directory / FILE_NAME) or NO_FILE
+def identity(directory: Path) -> FileIdentity | None:
+    """Return which version of the checkpoint is in the device plugin directory; None if none can be seen."""
+    return file_identity(directory / FILE_NAME)
 
 
 def read(directory: Path) -> Checkpoint:
     """Read the checkpoint in the device plugin directory.
 
-    Raises:
-        CheckpointError: there is none, it cannot be read, or it is not a checkpoint.
-
+    Raises CheckpointError: there is none, it cannot be read, or it is not a checkpoint.
     """
     path = directory / FILE_NAME
     try:

@@ -15,8 +15,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-__all__ = ["ClaimStateError", "ClaimStateMissingError", "PreparedClaim", "parse", "read"]
-
 FILE_NAME: Final = "dra_manager_state"
 
 
@@ -53,9 +51,7 @@ class PreparedClaim:
 def parse(text: bytes) -> tuple[PreparedClaim, ...]:
     """Read `{"Data": "<JSON>", "Checksum": crc32 of Data}` (kubelet 1.36, cm/dra/state/checkpoint.go).
 
-    Raises:
-        ClaimStateError: it is not such a file, or the checksum does not fit.
-
+    Raises ClaimStateError: it is not such a file, or the checksum does not match.
     """
     try:
         outer = json.loads(text)
@@ -68,20 +64,18 @@ def parse(text: bytes) -> tuple[PreparedClaim, ...]:
 
 
 def _claim(entry: Mapping[str, Any]) -> PreparedClaim:
-    listed = {str(driver): state["Devices"] or () for driver, state in (entry["DriverState"] or {}).items()}
-    devices = {
-        driver: frozenset(
-            (str(one["PoolName"]), str(one["DeviceName"]), str(one.get("ShareID") or "")) for one in those
+    devices: dict[str, frozenset[tuple[str, str, str]]] = {}
+    cdi_ids: set[str] = set()
+    requests: set[tuple[str, str, str]] = set()
+    for driver, state in (entry["DriverState"] or {}).items():
+        listed = state["Devices"] or ()
+        devices[str(driver)] = frozenset(
+            (str(one["PoolName"]), str(one["DeviceName"]), str(one.get("ShareID") or "")) for one in listed
         )
-        for driver, those in listed.items()
-    }
-    cdi_ids = {str(name) for those in listed.values() for one in those for name in one.get("CDIDeviceIDs") or ()}
-    requests = {
-        (driver, str(request), str(one["DeviceName"]))
-        for driver, those in listed.items()
-        for one in those
-        for request in one.get("RequestNames") or ("",)
-    }
+        for one in listed:
+            cdi_ids.update(map(str, one.get("CDIDeviceIDs") or ()))
+            names = one.get("RequestNames") or ("",)
+            requests.update((str(driver), str(request), str(one["DeviceName"])) for request in names)
     return PreparedClaim(
         str(entry["ClaimUID"]),
         str(entry["Namespace"]),
@@ -94,13 +88,7 @@ def _claim(entry: Mapping[str, Any]) -> PreparedClaim:
 
 
 def read(kubelet_root: Path) -> tuple[PreparedClaim, ...]:
-    """Read the claim state of the kubelet at this root.
-
-    Raises:
-        ClaimStateMissingError: there is no such file.
-        ClaimStateError: it cannot be read or is damaged.
-
-    """
+    """Read the claim state. Raises ClaimStateMissingError or ClaimStateError."""
     path = kubelet_root / FILE_NAME
     try:
         text = path.read_bytes()

@@ -1,7 +1,7 @@
-"""Asks whether a device may be offered or given away beside what others hold, for every way to a device.
+"""Decides whether a device may be offered or granted beside what others hold, for pods and claims alike.
 
-One guard for a process. A grant is reserved while its way goes through other tasks, so that of two grants at the same
-time, through whichever side, one is refused.
+There is one guard for a process. Devices are reserved while their grant waits for other tasks, so that of two
+conflicting grants at the same time, through whichever side, one is refused.
 """
 
 from __future__ import annotations
@@ -10,26 +10,22 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Collection, Coroutine, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, Final, Literal, Protocol, TypeVar
+from typing import Any, Final, Protocol, TypeVar
 
-from deviceplugin import hooks, identity
+from deviceplugin import identity
 from deviceplugin.device import Device
 from deviceplugin.exclusion import Key, Thing, Things, natural_key, thing_of, titled
 from deviceplugin.identity import Tokens, shown
 from deviceplugin.inventory import Inventory
+from deviceplugin.kubelet.allocation_gate import AllocationGate, AllowAll, Side
 from deviceplugin.kubelet.granted import Granted
+from deviceplugin.kubelet.releases import Releases
 from deviceplugin.sharing import device_of
 from deviceplugin.source import DeviceSource
-
-__all__ = ["ConflictError", "ExclusionGuard", "Side"]
 
 _LOG: Final = logging.getLogger(__name__)
 _K = TypeVar("_K")
 
-Side = Literal["plugin", "dra", ""]
-"""Where a device is: on neither side if it is quarantined."""
-CANCELLED: Final = 1.0
-"""Seconds that a coroutine has to end after it was cancelled."""
 RELEASING: Final = "`released` still works on it, after its timeout"
 _WORDS: Final[Mapping[Side, str]] = {"plugin": "for pods", "dra": "for claims", "": "quarantined"}
 
@@ -52,35 +48,6 @@ class ServedDevices(Protocol):
         """Return the device of one of the kubelet's ids."""
 
 
-class KnownHolders(Protocol):
-    """Who else knows of holders, and of the sides of devices; an allocation gate does."""
-
-    def held(self) -> Mapping[Key, Tokens]:
-        """Return the devices that a ledger counts as held, also unlisted ones, and what they were when granted."""
-
-    def claimed(self, resource: str, device: str) -> bool:
-        """Return whether a claim holds the device, or may."""
-
-    def side(self, resource: str, device: str) -> Side:
-        """Return on which side the device is."""
-
-
-class NoHolders:
-    """Where nobody else knows of holders: all devices are on the plugin side."""
-
-    def held(self) -> Mapping[Key, Tokens]:
-        """Know of nothing."""
-        return {}
-
-    def claimed(self, resource: str, device: str) -> bool:
-        """Know of no claims."""
-        return False
-
-    def side(self, resource: str, device: str) -> Side:
-        """Return the only side."""
-        return "plugin"
-
-
 async def _nothing() -> None:
     """Read nothing."""
 
@@ -99,7 +66,7 @@ class ExclusionGuard:
 
     Args:
         served: returns the resources of this process by name.
-        known: tells of holders that ledgers know, and of claims.
+        gate: knows the holders in ledgers, and on which side devices are.
         allocated: returns what is known of all that pods hold, also of resources that are served no more, by (resource,
             the kubelet's device id); the same object until it changes.
         reread: has `allocated` know what the kubelet's checkpoint names now.
@@ -111,7 +78,7 @@ class ExclusionGuard:
     def __init__(
         self,
         served: Callable[[], Mapping[str, ServedDevices]] = dict,
-        known: KnownHolders | None = None,
+        gate: AllocationGate | None = None,
         allocated: Callable[[], Mapping[Key, Granted]] = dict,
         *,
         reread: Callable[[], Awaitable[None]] = _nothing,
@@ -120,26 +87,24 @@ class ExclusionGuard:
     ) -> None:
         self.boot: Final = identity.boot_id() if boot is None else boot
         self._served = served
-        self._known: KnownHolders = known or NoHolders()
+        self._gate: AllocationGate = gate or AllowAll()
         self._allocated = allocated
         self._orphaned = orphaned
         self.reread: Final = reread
         self._checked: tuple[object, object] = (None, None)
-        """What `allocated` and `orphaned` returned when it was last seen whether anything is settled."""
+        """What `allocated` and `orphaned` returned when they were last compared with `things`."""
         self._reserved: list[Sequence[Key]] = []
         self._granted: dict[Key, Tokens] = {}
-        """What devices that are held now were when this process gave them away, or first saw them."""
+        """What devices that are held now were when this process granted them, or first saw them."""
         self._things: tuple[object, Things] = (None, Things({}))
-        self._releases: dict[Key, set[asyncio.Task[str]]] = {}
-        self._overdue: dict[asyncio.Future[Any], frozenset[Key]] = {}
-        """`released` hooks that work on after their timeouts, and their devices."""
+        self._releases = Releases(self._with_peers, self.notify)
         self._subscribers: list[Callable[[], None]] = []
         self._noticed: object = None
         self._settled: object = None
-        """The version of `things` that was seen with nothing held that was another thing when it was granted."""
+        """The version of `things` with which everything held was the same thing as when it was granted."""
         self._withheld: dict[tuple[str, Side], Mapping[str, str]] = {}
         self.unsettled = False
-        """Whether something was held, when that was last looked at, that excludes devices under other ids."""
+        """Whether something held excludes devices under other ids, as of the last `notify`."""
 
     @property
     def things(self) -> Things:
@@ -161,31 +126,28 @@ class ExclusionGuard:
         return self._things[1]
 
     def held(self, *, claims: bool = True) -> dict[Key, Tokens]:
-        """Return what is held, reserved grants included.
-
-        claims: whether to take those in that only claims hold.
-        """
-        things, known, services = self.things, self._known, self._served()
+        """Return what is held, reserved grants included. claims: include devices that only claims hold."""
+        things, gate, services = self.things, self._gate, self._served()
         held: dict[Key, Tokens] = {
             (name, one): frozenset() for name, each in services.items() for one in each.held_devices
         }
         for key, tokens in self._outside():
             held[key] = held.get(key, frozenset()) | tokens
         for key, tokens in self._granted.items():
-            # What was given away just before its resource was dropped is in no checkpoint that was read yet.
+            # What was granted just before its resource was dropped is in no checkpoint that was read yet.
             if key in held or key[0] not in services:
                 held[key] = held.get(key, frozenset()) | tokens
-        reserved = (*self._reserved, *self._overdue.values())
+        reserved = (*self._reserved, self._releases.overdue)
         held |= {key: frozenset() for keys in reserved for key in keys if key not in held}
-        for key, tokens in known.held().items():
-            if claims or not known.claimed(*key):
+        for key, tokens in gate.held().items():
+            if claims or not gate.claimed(*key):
                 held[key] = tokens or held.get(key, frozenset())
         if claims:
-            held |= {key: frozenset() for key in things.related if key not in held and known.claimed(*key)}
+            held |= {key: frozenset() for key in things.related if key not in held and gate.claimed(*key)}
         return held
 
     def _outside(self) -> Iterator[tuple[Key, Tokens]]:
-        """Yield what is held by what the kubelet keeps, and what it was when it was granted."""
+        """Yield what is held by the kubelet's files, and what it was when it was granted."""
         things, services = self.things, self._served()
         for (name, device_id), (tokens, shared) in self._allocated().items():
             if name in services:
@@ -204,7 +166,7 @@ class ExclusionGuard:
     def withheld(self, resource: str, side: Side) -> Mapping[str, str]:
         """Return which of a resource's devices must not be offered on a side, and why.
 
-        On the side of claims the scheduler itself sees to it that parts fit beside others that claims hold.
+        On the side of claims the scheduler itself fits parts beside others that claims hold.
         """
         things, held = self.things, self.held()
         if resource not in self._served() or not (things.related or held):
@@ -215,16 +177,16 @@ class ExclusionGuard:
         for key in things.related & set(keys) - found.keys():
             if why := self._elsewhere(key) or self._named_before(key, held, side):
                 found[key] = why
-        found |= dict.fromkeys(self._overdue_keys & set(keys), RELEASING)
+        found |= dict.fromkeys(self._releases.overdue & set(keys), RELEASING)
         withheld = {device: why for (_, device), why in found.items()}
         self._log(resource, side, withheld)
         return withheld
 
     def _elsewhere(self, key: Key) -> str:
-        """Say which peer of a device is on another side; "" if none is."""
-        mine, services = self._known.side(*key), self._served()
+        """Return which peer of a device is on another side, in words; "" if none is."""
+        mine, services = self._gate.side(*key), self._served()
         for peer in sorted(self.things.peers(key)):
-            if self._listed(peer) and (theirs := self._known.side(*peer)) != mine:
+            if self._listed(peer) and (theirs := self._gate.side(*peer)) != mine:
                 reason = f"{titled(peer)}, which is the same thing or a part of it, is {_WORDS[theirs]}"
                 reason += f" and this one {_WORDS[mine]}"
                 if services[key[0]].source.driver != services[peer[0]].source.driver:
@@ -233,7 +195,7 @@ class ExclusionGuard:
         return ""
 
     def _named_before(self, key: Key, held: Collection[Key], side: Side) -> str:
-        """Say under which other id an idle device is offered already: so it is counted once."""
+        """Return under which other id an idle device is offered already, so that it counts once; "" if none."""
         if key in held:
             return ""
         services = self._served()
@@ -260,10 +222,6 @@ class ExclusionGuard:
         """Return what `withheld` answered last for the plugin side; from any thread."""
         return self._withheld.get((resource, "plugin"), {})
 
-    def peers(self, resource: str, device: str) -> frozenset[Key]:
-        """Return the devices that are the same thing, or parts of the same."""
-        return self.things.peers((resource, device))
-
     def group(self, resource: str, device: str) -> tuple[Key, ...]:
         """Return a device and those of its driver that move together with it, the first of them leading."""
         services = self._served()
@@ -284,14 +242,11 @@ class ExclusionGuard:
 
     @contextmanager
     def reserve(self, keys: Iterable[Key]) -> Iterator[None]:
-        """Hold devices while they are granted; whoever grants them has them count as held before the end.
+        """Have devices count as held while they are granted; the caller has them recorded as held before the end.
 
         On which side peers are does not matter here: they are offered on neither side while they are on different
         ones, but a claim that was allocated before its device began to move must still be prepared (R2).
-
-        Raises:
-            ConflictError: one cannot be given away beside what others hold.
-
+        Raises ConflictError: one cannot be granted beside what others hold.
         """
         wanted = tuple(dict.fromkeys(keys))
         related = not self._unrelated(wanted)
@@ -308,7 +263,7 @@ class ExclusionGuard:
     def _unrelated(self, wanted: Sequence[Key]) -> bool:
         """Whether devices exclude nothing: they have no peers, and nothing held is another thing than when granted.
 
-        So it is on nearly every node; then a grant costs no look at all holders.
+        So it is on nearly every node; then a grant need not compare all holders.
         """
         things = self.things
         tokens = {key: things.tokens(key) for key in wanted}
@@ -335,109 +290,45 @@ class ExclusionGuard:
     def in_use(self, keys: Iterable[Key]) -> frozenset[Key]:
         """Return those devices that are in use though their own ids are not.
 
-        They are being granted, `released` still works on them, or something of them is held under another id or as a
-        part.
+        They are being granted, `released` works on them after its timeout, or they are held under another id or as
+        a part.
         """
         wanted = tuple(keys)
-        granting = {key for keys in self._reserved for key in keys} | self._overdue_keys
+        granting = {key for keys in self._reserved for key in keys} | self._releases.overdue
         return frozenset(key for key in wanted if key in granting) | self.things.conflicts(wanted, self.held()).keys()
 
     def release(self, keys: Iterable[Key], work: Coroutine[Any, Any, None]) -> asyncio.Task[str]:
-        """Run the `released` hook of devices; nobody is given one of them before the hook has ended.
-
-        Hooks of devices that are the same thing run one after the other.
-
-        work: raises HookError if the hook fails.
-
-        Returns:
-            Why it failed, "" if it did not. It ends with the hook's timeout, though the hook may work on.
-
-        """
-        keys = frozenset(keys)
-        task = asyncio.create_task(self._released(keys, work, self._releases_of(keys)))
-        for key in keys:
-            self._releases.setdefault(key, set()).add(task)
-        task.add_done_callback(self._release_ended)
-        return task
-
-    async def _released(
-        self, keys: frozenset[Key], work: Coroutine[Any, Any, None], earlier: Collection[asyncio.Task[str]]
-    ) -> str:
-        try:
-            if earlier:
-                await asyncio.wait(earlier)
-            await work
-        except hooks.HookError as error:
-            _LOG.warning("%s", error)
-            work_left = error.work if isinstance(error, hooks.HookTimeoutError) else None
-            if isinstance(work_left, asyncio.Task):
-                await asyncio.wait((work_left,), timeout=CANCELLED)
-            if work_left is not None and not work_left.done():
-                self._overdue[work_left] = keys
-                work_left.add_done_callback(self._overdue_ended)
-                self.notify()
-            return str(error)
-        return ""
-
-    def _release_ended(self, task: asyncio.Task[str]) -> None:
-        for key in [key for key, tasks in self._releases.items() if task in tasks]:
-            self._releases[key].discard(task)
-            if not self._releases[key]:
-                del self._releases[key]
-
-    def _overdue_ended(self, work: asyncio.Future[Any]) -> None:
-        keys = self._overdue.pop(work)
-        _LOG.info("`released` has ended, after its timeout: %s", ", ".join(map(titled, sorted(keys))))
-        self.notify()
-
-    @property
-    def _overdue_keys(self) -> frozenset[Key]:
-        return frozenset().union(*self._overdue.values())
+        """Run the `released` hook of devices (`Releases.run`); nobody is given one of them before it has ended."""
+        return self._releases.run(keys, work)
 
     async def wait_released(self, keys: Iterable[Key]) -> None:
         """Wait for the `released` hooks that work on these devices or on others that are the same thing.
 
-        Raises:
-            ConflictError: one works on after its timeout.
-
+        Raises ConflictError: one works on after its timeout.
         """
-        if not (self._releases or self._overdue):
-            return
-        keys = tuple(keys)
-        if releases := self._releases_of(keys):
-            await asyncio.wait(releases)
-        for key in sorted(self._overdue_keys & self._with_peers(keys)):
-            raise ConflictError(f"{titled(key)}: {RELEASING}")
-
-    def _releases_of(self, keys: Iterable[Key]) -> set[asyncio.Task[str]]:
-        return {task for key in self._with_peers(keys) for task in self._releases.get(key, ())}
+        if overdue := await self._releases.wait(keys):
+            raise ConflictError(f"{titled(min(overdue))}: {RELEASING}")
 
     def _with_peers(self, keys: Iterable[Key]) -> set[Key]:
         return {one for key in keys for one in (key, *self.things.peers(key))}
 
     async def verify(self, keys: Iterable[Key]) -> None:
-        """Wait for `released` hooks (`wait_released`), and look whether devices are what they were listed as.
+        """Wait for `released` hooks (`wait_released`), and check that devices are what they were listed as.
 
-        Raises:
-            ConflictError: one is not, or `released` still works on it.
-
+        Raises ConflictError: one is not, or `released` still works on it.
         """
         keys = tuple(keys)
         await self.wait_released(keys)
-        services = self._served()
-        by_resource: dict[str, list[str]] = {}
-        for resource, device in keys:
-            by_resource.setdefault(resource, []).append(device)
-        for resource, names in by_resource.items():
-            if resource in services:
-                await self._verify(services[resource].inventory, names)
+        for resource, served in tuple(self._served().items()):  # a reload may drop one meanwhile
+            if names := [device for of, device in keys if of == resource]:
+                await self._verify(served.inventory, names)
 
     async def _verify(self, inventory: Inventory, names: Sequence[str]) -> None:
         snapshot = inventory.snapshot
-        devices = [snapshot.devices[name] for name in names if name in snapshot.devices]
-        if not any(device.nodes or device.identity for device in devices):
+        devices = {name: snapshot.devices[name] for name in names if name in snapshot.devices}
+        if not any(device.nodes or device.identity for device in devices.values()):
             return
-        now = await _tokens_now({device.id: device for device in devices})
+        now = await _tokens_now(devices)
         listed = {name: snapshot.identities.get(name, frozenset()) for name in now}
         other = [name for name, tokens in now.items() if tokens.isdisjoint(listed[name])]
         if any(now[name] or listed[name] for name in other) and inventory.snapshot is snapshot:
@@ -451,12 +342,7 @@ class ExclusionGuard:
                 )
 
     async def verify_granted(self, keys: Iterable[Key]) -> None:
-        """Check that devices still are what they were when they were given to their holders.
-
-        Raises:
-            ConflictError: one is not.
-
-        """
+        """Check that devices still are what they were when they were granted. Raises ConflictError: one is not."""
         held, services = self.held(), self._served()
         devices: dict[Key, Device] = {}
         for resource, name in keys:
@@ -470,14 +356,12 @@ class ExclusionGuard:
                     f"{titled(key)} is not what its holder was given: {shown(held[key])}, now {shown(tokens)}"
                 )
 
-    # Word of changes.
-
     def subscribe(self, callback: Callable[[], None]) -> None:
-        """Call `callback` when other devices may be offered than before for the sake of their peers."""
+        """Call `callback` when other devices may be offered than before because of their peers."""
         self._subscribers.append(callback)
 
     def notify(self, *, scanned: bool = False) -> None:
-        """Look whether other devices may be offered than before; called when holders, sides or devices changed.
+        """Find out whether other devices may be offered than before; called when holders, sides or devices changed.
 
         scanned: `allocated` is newer than all that was granted.
         """
@@ -499,8 +383,8 @@ class ExclusionGuard:
                 for key, tokens in held.items()
                 if key in things.related or things.excluded(key, tokens)
             },
-            {key: self._known.side(*key) for key in things.related},
-            self._overdue_keys,
+            {key: self._gate.side(*key) for key in things.related},
+            self._releases.overdue,
         )
         if noticed != self._noticed:
             self._noticed = noticed

@@ -20,8 +20,6 @@ from google.protobuf.message import DecodeError
 from deviceplugin.identity import Tokens, numbers_of
 from deviceplugin.wire import deviceplugin_pb2 as pb
 
-__all__ = ["Granted", "annotate", "annotation", "granted"]
-
 _NONE: Final[Tokens] = frozenset()
 
 

@@ -1,4 +1,4 @@
-"""Who still holds which device: the witnesses put together. Pure; the only place that decides it.
+"""Decides from evidence who still holds which device. Pure; the only place that decides it.
 
 An allocation ends when checkpoints that were written at our own requests do not name it and no process of its pod
 can run any more. Whatever is missing, silent or unreadable means "unknown", and unknown counts as held.
@@ -16,18 +16,6 @@ from typing import Any, Final, NamedTuple
 from deviceplugin.kubelet.cgroups import PodProcesses
 from deviceplugin.kubelet.checkpoint import Allocation, Checkpoint
 
-__all__ = [
-    "HolderSnapshot",
-    "Holding",
-    "Witnesses",
-    "claim_is_over",
-    "ended",
-    "holders",
-    "needs_request",
-    "running",
-    "shows_present",
-]
-
 _NONE: Final[Mapping[Any, Any]] = MappingProxyType({})
 
 
@@ -43,8 +31,8 @@ class Holding(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Witnesses:
-    """What the witnesses said at one moment.
+class HolderEvidence:
+    """What was read at one moment.
 
     checkpoints: the files that were read, none if none could be read. awake: they were written after our own request
     for a write, and `shows_present` is true of them. problem: why there is no checkpoint, or why it is not awake.
@@ -60,9 +48,9 @@ class Witnesses:
 class HolderSnapshot:
     """Who holds what, as of a moment.
 
-    at: when the witnesses began to be asked (monotonic seconds). awake: what no checkpoint names was not allocated
-    then. held: every allocation that counts as held. registered: ids that the kubelet counts as healthy by resource,
-    as of any of the checkpoints; None if none could be read. problem: what a witness cannot say, "" if all is known.
+    at: when reading the evidence began (monotonic seconds). awake: what no checkpoint names was not allocated then.
+    held: every allocation that counts as held. registered: ids that the kubelet counts as healthy by resource, as of
+    any of the checkpoints; None if none could be read. problem: what is not known, "" if all is known.
     """
 
     at: float = 0.0
@@ -83,7 +71,7 @@ class HolderSnapshot:
         """Return the ids that the kubelet may give away though they are in use: unnamed, but their pod's processes run.
 
         Of a holder without processes that is not named it is only not proved yet that it has ended. To show its device
-        unhealthy for that time would fail pods; at the next grant its processes are looked for once more.
+        unhealthy for that time would fail pods; the next grant reads its processes again.
         """
         mine = [one for one in self.held.items() if one[0].resource == resource]
         named = {allocation.device_id for allocation, holding in mine if holding.named}
@@ -105,14 +93,10 @@ def shows_present(written: Collection[Checkpoint]) -> bool:
     return len(written) > len(resources) + 1
 
 
-def holders(known: Iterable[Allocation], seen: Witnesses, at: float = 0.0) -> HolderSnapshot:
+def holders(known: Iterable[Allocation], seen: HolderEvidence, at: float = 0.0) -> HolderSnapshot:
     """Decide which allocations count as held.
 
-    Args:
-        known: allocations that were held before.
-        seen: what the witnesses say now.
-        at: when they began to be asked.
-
+    known: allocations that were held before. at: when reading the evidence began.
     """
     awake = seen.awake and bool(seen.checkpoints)
     named: frozenset[Allocation] = frozenset().union(*(one.allocations for one in seen.checkpoints))
@@ -137,30 +121,22 @@ def holders(known: Iterable[Allocation], seen: Witnesses, at: float = 0.0) -> Ho
 def running(
     known: Iterable[Allocation], resource: str, device_ids: Collection[str], pods: Collection[str]
 ) -> dict[str, str]:
-    """Return those ids of which a known holder's processes run, and that holder's pod UID.
+    """Return the ids of which a known holder's processes run, and its pod. pods: those whose processes run."""
+    return {one.device_id: one.pod_uid for one in of_ids(known, resource, device_ids) if one.pod_uid in pods}
 
-    pods: UIDs of the pods whose processes run.
-    """
-    return {
-        one.device_id: one.pod_uid
-        for one in known
-        if one.resource == resource and one.device_id in device_ids and one.pod_uid in pods
-    }
+
+def of_ids(allocations: Iterable[Allocation], resource: str, device_ids: Collection[str]) -> list[Allocation]:
+    """Return the allocations of some of a resource's ids."""
+    return [one for one in allocations if one.resource == resource and one.device_id in device_ids]
 
 
 def ended(known: Iterable[Allocation], pods: PodProcesses, begun: Collection[str]) -> frozenset[Allocation]:
-    """Return the allocations of pods that have run and run no more; a pod that is being admitted has not ended.
-
-    begun: UIDs of pods whose admission is over.
-    """
+    """Return the allocations of pods that have run and do not run any more. begun: pods whose admission is over."""
     return frozenset(one for one in known if one.pod_uid in begun and not pods.may_run(one.pod_uid))
 
 
 def claim_is_over(claim_uid: str, pod_uids: Iterable[str], named: Collection[str], pods: PodProcesses) -> bool:
-    """Whether a claim has no use on this node: the kubelet's claim state does not name it, and no pod of it can run.
-
-    named: UIDs of the claims in the kubelet's claim state.
-    """
+    """Whether a claim has no use on this node: the kubelet's claim state does not name it, and no pod of it can run."""
     return claim_uid not in named and not any(pods.may_run(uid) for uid in pod_uids)
 
 

@@ -12,8 +12,6 @@ from typing import Final
 
 from deviceplugin.kubelet.checkpoint import Allocation
 
-__all__ = ["WELL_APART", "IdsInUse"]
-
 WELL_APART: Final = 4.0
 """Seconds between the two checkpoints after which a grant whose container no checkpoint names is over."""
 
@@ -31,15 +29,15 @@ class IdsInUse:
 
     @property
     def ids(self) -> frozenset[str]:
-        """All ids that a container holds or may be about to hold."""
+        """All ids that a container holds or may be about to get."""
         return frozenset(one.device_id for one in self.held) | self.pending.keys()
 
     def granted(self, ids: Collection[str]) -> IdsInUse:
-        """Return what is known after an own Allocate gave these ids away."""
+        """Return what is known after an own Allocate granted these ids."""
         return replace(self, pending={**self.pending, **dict.fromkeys(ids)}, freed=frozenset())
 
     def observed(self, held: Collection[Allocation], at: float, *, awake: bool) -> IdsInUse:
-        """Return what is known after the witnesses were asked at `at` (monotonic seconds)."""
+        """Return what is known after a scan. at: when it began (monotonic seconds). awake: as in `HolderSnapshot`."""
         now = frozenset(held)
         named = {one.device_id for one in now - self.held}
         pending = {name: since for name, since in self.pending.items() if name not in named}

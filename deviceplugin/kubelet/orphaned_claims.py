@@ -1,10 +1,10 @@
-"""Devices that claims hold through drivers which this process does not serve; they are withheld from pods.
+"""Withholds devices from pods that claims hold through drivers which this process does not serve.
 
-There are some after `dra-bridge run` was replaced by `deviceplugin run`, and after a resource's driver was renamed or
-taken out of the configuration: the claims' containers run on. The kubelet's own claim state names them, whatever
-became of the bridge's ledger. It names devices as their driver published them, and such names are made of device
-ids; so a device is withheld if a claim of a driver that is not served holds one of that name. It also names CDI
-devices; their files tell the device nodes, so that a device under another name is withheld, too.
+There are such claims after `dra-bridge run` was replaced by `deviceplugin run`, and after a resource's driver was
+renamed or taken out of the configuration. The kubelet's claim state names them, even if the bridge's ledger is lost.
+It names devices as their driver published them. Such names are made of device ids, so a device is withheld if a
+claim of a driver that is not served holds one of that name. It also names CDI devices. Their files tell the device
+nodes, so that a device under another name is withheld, too.
 """
 
 from __future__ import annotations
@@ -14,21 +14,18 @@ import logging
 import os
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
 import grpc
 
 from deviceplugin import cdi, naming
 from deviceplugin.exclusion import Key
-from deviceplugin.files import FileIdentity
+from deviceplugin.files import FileIdentity, file_identity
 from deviceplugin.identity import Kind, Tokens, node_token, numbers_of
 from deviceplugin.kubelet import claim_state
-from deviceplugin.kubelet.allocation_gate import Refusal
+from deviceplugin.kubelet.allocation_gate import AllowAll, Refusal
 from deviceplugin.kubelet.claim_state import ClaimStateError, ClaimStateMissingError, PreparedClaim
-from deviceplugin.kubelet.exclusion_guard import Side
 from deviceplugin.kubelet.holders import HolderSnapshot
-
-__all__ = ["OrphanedClaimGate", "OrphanedClaims", "only_seen", "orphaned"]
 
 _LOG: Final = logging.getLogger(__name__)
 
@@ -50,7 +47,7 @@ def orphaned(claims: Iterable[PreparedClaim], served: Collection[str] = ()) -> d
 def only_seen(claim: PreparedClaim, driver: str) -> frozenset[str]:
     """Return the names of a driver's devices that a claim has administrative access to and does not hold.
 
-    The bridge's CDI ids tell: `<driver>/claim=admin_<claim UID>_<request>_<device>...` (dra_bridge/driver.py). A device
+    The bridge's CDI ids tell: `<driver>/claim=admin_<claim UID>_<request>_<device>...` (dra_bridge.driver). A device
     of the same name of another driver, or in another request of the claim, is held.
     """
     prefix = cdi.qualified(driver, f"admin_{claim.uid}_")
@@ -78,7 +75,7 @@ def nodes_of(claim: PreparedClaim, served: Collection[str], directory: str = cdi
                     for node in device["containerEdits"].get("deviceNodes") or ():
                         found |= _numbers(node)
         except (OSError, ValueError, KeyError, TypeError, AttributeError):
-            continue  # what it holds is known by its published names alone
+            continue  # only the published names tell what it holds
     return frozenset(found)
 
 
@@ -92,126 +89,95 @@ def _numbers(node: Mapping[str, Any]) -> Tokens:
 class OrphanedClaims:
     """The claims of drivers that are not served, as the kubelet's claim state has them now.
 
-    Args:
-        kubelet_root: the kubelet's root directory.
-        served: returns the drivers that this process serves; it knows their claims itself.
-        cdi_directory: where the drivers write CDI files.
-
+    served: returns the drivers that this process serves; it knows their claims itself.
+    cdi_directory: where the drivers write CDI files.
     """
 
     def __init__(
-        self,
-        kubelet_root: Path,
-        served: Callable[[], Collection[str]] = tuple,
-        cdi_directory: str = cdi.DIRECTORY,
+        self, kubelet_root: Path, served: Callable[[], Collection[str]] = tuple, cdi_directory: str = cdi.DIRECTORY
     ) -> None:
         self._root = kubelet_root
         self._served = served
         self._cdi_directory = cdi_directory
-        self._nodes: tuple[object, frozenset[str], dict[Key, Tokens]] = (None, frozenset(), {})
         self._read: tuple[FileIdentity | None, tuple[PreparedClaim, ...] | ClaimStateError] | None = None
-        self._held: tuple[object, frozenset[str], dict[str, str]] = (None, frozenset(), {})
+        self._version: tuple[object, frozenset[str]] = (None, frozenset())
+        """The claims and the served drivers from which the two below were made."""
+        self._names: dict[str, str] = {}
+        self._nodes: dict[Key, Tokens] = {}
 
     def holder(self, resource: str, device: str, driver: str | None) -> str:
-        """Say who holds a device through a driver that is not served, or why that is not known; "" if nobody does.
+        """Return who holds a device through a driver that is not served, or why that is not known; "" if nobody does.
 
-        Reads the claim state if it has changed.
-
-        Args:
-            resource: the device's resource.
-            device: its id.
-            driver: the driver that the resource's configuration names.
-
+        driver: the one that the resource's configuration names.
         """
-        claims = self._claims()
-        if isinstance(claims, ClaimStateMissingError):
-            # A kubelet without Dynamic Resource Allocation has none; then no driver ever had a directory there.
-            served_before = driver is not None and (
-                not os.path.isdir(self._root / "plugins") or os.path.isdir(self._root / "plugins" / driver)
-            )
-            return f"it is not known whether a claim holds it: {claims}" if served_before else ""
+        claims = self._current()
         if isinstance(claims, ClaimStateError):
-            return f"it is not known whether a claim holds it: {claims}"
-        served = frozenset(self._served())
-        if self._held[0] is not claims or self._held[1] != served:
-            self._held = claims, served, orphaned(claims, served)
-        held = self._held[2]
-        if not held:
+            # A kubelet without Dynamic Resource Allocation has none; then no driver ever had a directory there.
+            plugins = self._root / "plugins"
+            may_hold = not isinstance(claims, ClaimStateMissingError) or (
+                driver is not None and (not os.path.isdir(plugins) or os.path.isdir(plugins / driver))
+            )
+            return f"it is not known whether a claim holds it: {claims}" if may_hold else ""
+        if not self._names:
             return ""
-        return next((held[name] for name in naming.possible_names(resource, device) if name in held), "")
+        return next((self._names[one] for one in naming.possible_names(resource, device) if one in self._names), "")
 
     def held(self) -> Mapping[Key, Tokens]:
         """Return which device nodes such claims hold, by the driver and the claim in words; the same until it changes.
 
-        While the claim state cannot be read it is what it was.
+        While the claim state cannot be read, the former answer stays.
         """
-        claims, served = self._claims(), frozenset(self._served())
-        if not isinstance(claims, ClaimStateError) and (self._nodes[0] is not claims or self._nodes[1] != served):
-            held = {
-                (", ".join(sorted(claim.devices.keys() - served)), f"claim {claim.title}"): nodes
-                for claim in claims
-                if claim.devices.keys() - served
-                if (nodes := nodes_of(claim, served, self._cdi_directory))
-            }
-            self._nodes = claims, served, held if held != self._nodes[2] else self._nodes[2]
-        return self._nodes[2]
+        self._current()
+        return self._nodes
 
-    def _claims(self) -> tuple[PreparedClaim, ...] | ClaimStateError:
-        try:
-            status = os.stat(self._root / claim_state.FILE_NAME)
-            file = FileIdentity.of(status)
-        except OSError:
-            file = None
+    def _current(self) -> tuple[PreparedClaim, ...] | ClaimStateError:
+        """Return the claims, or why they cannot be read; read the file if it has changed."""
+        file = file_identity(self._root / claim_state.FILE_NAME)
         if self._read is None or file is None or self._read[0] != file:
-            claims: tuple[PreparedClaim, ...] | ClaimStateError
             try:
-                claims = claim_state.read(self._root)
+                self._read = file, claim_state.read(self._root)
             except ClaimStateError as error:
-                claims = error
-            self._read = file, claims
-        return self._read[1]
+                self._read = file, error
+        claims, served = self._read[1], frozenset(self._served())
+        if isinstance(claims, ClaimStateError) or (self._version[0] is claims and self._version[1] == served):
+            return claims
+        nodes: dict[Key, Tokens] = {}
+        for claim in claims:
+            others = claim.devices.keys() - served
+            if others and (tokens := nodes_of(claim, served, self._cdi_directory)):
+                key = ", ".join(sorted(others)), f"claim {claim.title}"
+                nodes[key] = nodes.get(key, frozenset()) | tokens
+        if nodes != self._nodes:
+            self._nodes = nodes
+        self._names, self._version = orphaned(claims, served), (claims, served)
+        return claims
 
 
-class ClaimHolders(Protocol):
-    """What knows of claims that hold devices; `OrphanedClaims` does."""
+class OrphanedClaimGate(AllowAll):
+    """An allocation gate for resources that this process serves to pods only: it withholds what such claims hold.
 
-    def holder(self, resource: str, device: str, driver: str | None) -> str:
-        """Say who holds a device, or why that is not known; "" if nobody does."""
-
-
-class OrphanedClaimGate:
-    """An allocation gate for resources that this process serves to pods only.
-
-    Args:
-        claims: tells the holders of devices by claims that are not this process's own.
-        driver_of: returns the driver that a resource's configuration names, None if it names none.
-
+    It is also an observer of scans, so that they go on while something is withheld.
+    holder: returns which claim that is not this process's own holds a device, or may, in words; "" if none.
     """
 
-    def __init__(self, claims: ClaimHolders, driver_of: Callable[[str], str | None]) -> None:
-        self._withheld: dict[tuple[str, str], str] = {}
-        self._claims = claims
-        self._driver_of = driver_of
+    def __init__(self, holder: Callable[[str, str], str]) -> None:
+        self._withheld: dict[Key, str] = {}
+        self._holder_of = holder
 
     def _holder(self, resource: str, device: str) -> str:
-        holder = self._claims.holder(resource, device, self._driver_of(resource))
+        holder = self._holder_of(resource, device)
         before = self._withheld.get((resource, device), "")
-        if holder != before:
-            if holder:
-                self._withheld[resource, device] = holder
-                _LOG.warning("%s: device %s is withheld from pods: %s", resource, device, holder)
-            else:
-                del self._withheld[resource, device]
-                _LOG.info("%s: device %s is offered to pods again", resource, device)
+        if holder and holder != before:
+            self._withheld[resource, device] = holder
+            _LOG.warning("%s: device %s is withheld from pods: %s", resource, device, holder)
+        elif before and not holder:
+            del self._withheld[resource, device]
+            _LOG.info("%s: device %s is offered to pods again", resource, device)
         return holder
 
     def offers(self, resource: str, device: str) -> bool:
         """Offer what no such claim holds."""
         return not self._holder(resource, device)
-
-    def avoids(self, resource: str) -> Collection[str]:
-        """Avoid nothing."""
-        return ()
 
     def claimed(self, resource: str, device: str) -> bool:
         """Return whether such a claim holds the device."""
@@ -221,14 +187,6 @@ class OrphanedClaimGate:
         """Return what such claims hold."""
         return {device: why for (of, device), why in list(self._withheld.items()) if of == resource}
 
-    def held(self) -> Mapping[tuple[str, str], frozenset[str]]:
-        """Leave that to `claimed`: a claim state does not tell what devices were."""
-        return {}
-
-    def side(self, resource: str, device: str) -> Side:
-        """Return the side that this process serves."""
-        return "plugin"
-
     async def grant(self, resource: str, names: Sequence[str], devices: Sequence[str]) -> None:
         """Refuse what such a claim holds."""
         for device in devices:
@@ -236,10 +194,8 @@ class OrphanedClaimGate:
                 details = f"{resource}: device {device} is withheld: {holder}"
                 raise Refusal(grpc.StatusCode.FAILED_PRECONDITION, "claim", details)
 
-    # As an observer of scans: it has every list of devices made again while something is withheld.
-
-    def awaited(self) -> Collection[tuple[str, str]]:
-        """Have the scans go on while something is withheld."""
+    def awaited(self) -> Collection[Key]:
+        """Return what is withheld: scans go on for it."""
         return self._withheld.keys()
 
     def before_scan(self) -> object:

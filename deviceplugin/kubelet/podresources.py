@@ -2,21 +2,23 @@
 
 `List` proves nothing about who holds a device: it is empty after the kubelet's start, and leaves out pods that were
 deleted by force and init containers that are not sidecars (kubelet 1.36, apis/podresources/server_v1.go).
-`deviceplugin.kubelet.holders` decides that from other witnesses.
+`deviceplugin.kubelet.holders` decides that from other evidence.
 
 `List` makes the device manager compute its allocated devices anew, and the choice of an Allocate in flight is not
-among them yet (kubernetes#137534). So it is called only while no own call is in flight (`Quiet`).
+among them yet (kubernetes#137534). So it is called only while no own call is in flight (`AllocationsInFlight`).
 """
 
 from __future__ import annotations
 
 import asyncio
+import logging
+import random
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Final
 from urllib.parse import quote
 
 import grpc
@@ -28,16 +30,10 @@ from deviceplugin.wire.podresources_pb2_grpc import PodResourcesListerStub
 if TYPE_CHECKING:
     from deviceplugin.wire.podresources_pb2_grpc import PodResourcesListerAsyncStub
 
-__all__ = [
-    "AllocationsInFlight",
-    "ClaimUse",
-    "Holder",
-    "PodResources",
-    "PodResourcesError",
-    "PodResourcesReport",
-    "unix_address",
-]
+_LOG: Final = logging.getLogger(__name__)
 
+LIST_TRIES: Final = 20
+"""Tries of a `List` that the kubelet refuses because clients together ask more than 100 times a second."""
 CHANNEL_OPTIONS: Final = (
     # A socket's path otherwise becomes a percent-encoded authority, which Go servers refuse.
     ("grpc.default_authority", "localhost"),
@@ -85,37 +81,27 @@ class ClaimUse:
 
 @dataclass(frozen=True, slots=True)
 class PodResourcesReport:
-    """One answer of `List`: resource -> device id -> the containers that hold it.
+    """One answer of `List`.
 
-    pods: (namespace, name) of every pod in it.
-    claims: what containers use through claims, those that the scheduler makes for extended
-    resources among them (kubelet feature KubeletPodResourcesDynamicResources, on since 1.34).
+    claims: what containers use through claims, also through those that the scheduler makes for extended resources
+    (kubelet feature KubeletPodResourcesDynamicResources, on since 1.34). pods: (namespace, name) of every pod in it.
     """
 
-    held: Mapping[str, Mapping[str, frozenset[Holder]]]
     claims: frozenset[ClaimUse] = frozenset()
     pods: frozenset[tuple[str, str]] = frozenset()
 
 
 def parse_list(response: pb.ListPodResourcesResponse) -> PodResourcesReport:
     """Turn an answer of `List` into a report."""
-    held: dict[str, dict[str, frozenset[Holder]]] = {}
-    claims: set[ClaimUse] = set()
-    for pod in response.pod_resources:
-        for container in pod.containers:
-            holder = Holder(pod.namespace, pod.name, container.name)
-            for entry in container.devices:
-                devices = held.setdefault(entry.resource_name, {})
-                for name in entry.device_ids:
-                    devices[name] = devices.get(name, frozenset()) | {holder}
-            for used in container.dynamic_resources:
-                claims.update(
-                    ClaimUse(one.driver_name, one.pool_name, one.device_name, used.claim_name, holder)
-                    for one in used.claim_resources
-                )
-    return PodResourcesReport(
-        held, frozenset(claims), frozenset((pod.namespace, pod.name) for pod in response.pod_resources)
+    claims = frozenset(
+        ClaimUse(one.driver_name, one.pool_name, one.device_name, used.claim_name, holder)
+        for pod in response.pod_resources
+        for container in pod.containers
+        for holder in (Holder(pod.namespace, pod.name, container.name),)
+        for used in container.dynamic_resources
+        for one in used.claim_resources
     )
+    return PodResourcesReport(claims, frozenset((pod.namespace, pod.name) for pod in response.pod_resources))
 
 
 class AllocationsInFlight:
@@ -127,34 +113,34 @@ class AllocationsInFlight:
     AFTER_ALLOCATE: Final = 0.05
 
     def __init__(self) -> None:
-        self._flying = 0
+        self._calls = 0
         self._last = -float("inf")
         self._until = -float("inf")
-        self._landed = asyncio.Event()
-        self._landed.set()
+        self._idle = asyncio.Event()
+        self._idle.set()
 
     @contextmanager
     def busy(self, pause: float = AFTER_ALLOCATE) -> Iterator[None]:
-        """Mark an own Allocate or GetPreferredAllocation as in flight, and `pause` seconds after it."""
-        self._flying += 1
-        self._landed.clear()
+        """Count an own Allocate or GetPreferredAllocation as in flight until `pause` seconds after it."""
+        self._calls += 1
+        self._idle.clear()
         try:
             yield
         finally:
-            self._flying -= 1
+            self._calls -= 1
             self._last = time.monotonic()
             self._until = self._last + pause
-            if not self._flying:
-                self._landed.set()
+            if not self._calls:
+                self._idle.set()
 
-    def quiet_since(self, moment: float) -> bool:
+    def none_since(self, moment: float) -> bool:
         """Return whether nothing was in flight from `moment` (monotonic seconds) until now."""
-        return not self._flying and self._last < moment
+        return not self._calls and self._last < moment
 
     async def wait(self) -> None:
         """Wait until nothing is in flight and nothing was for a moment."""
         while True:
-            await self._landed.wait()
+            await self._idle.wait()
             rest = self._until - time.monotonic()
             if rest <= 0:
                 return
@@ -170,28 +156,32 @@ class PodResources:
     def __init__(self, socket: Path, timeout: float = 10.0) -> None:
         self.socket = socket
         self._timeout = timeout
+        self._last_logged = ""
 
     async def list(self) -> PodResourcesReport:
-        """Ask who holds what now.
+        """Call `List`. Raises PodResourcesError: the kubelet cannot be asked."""
+        async with grpc.aio.insecure_channel(unix_address(self.socket), options=CHANNEL_OPTIONS) as channel:
+            stub: PodResourcesListerAsyncStub = PodResourcesListerStub(channel)  # type: ignore[assignment]
+            try:
+                return parse_list(await stub.List(pb.ListPodResourcesRequest(), timeout=self._timeout))
+            except grpc.aio.AioRpcError as error:
+                exhausted = error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+                text = f"{self.socket}: {error.code().name}: {error.details()}"
+                raise PodResourcesError(text, exhausted=exhausted) from error
 
-        Raises:
-            PodResourcesError: the kubelet cannot be asked.
-
-        """
-        async with self._channel() as channel:
-            return parse_list(await self._ask(_stub(channel).List(pb.ListPodResourcesRequest(), timeout=self._timeout)))
-
-    def _channel(self) -> grpc.aio.Channel:
-        return grpc.aio.insecure_channel(unix_address(self.socket), options=CHANNEL_OPTIONS)
-
-    async def _ask(self, call: Any) -> Any:
-        try:
-            return await call
-        except grpc.aio.AioRpcError as error:
-            exhausted = error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
-            text = f"{self.socket}: {error.code().name}: {error.details()}"
-            raise PodResourcesError(text, exhausted=exhausted) from error
-
-
-def _stub(channel: grpc.aio.Channel) -> PodResourcesListerAsyncStub:
-    return PodResourcesListerStub(channel)  # type: ignore[return-value]
+    async def list_if_possible(self) -> PodResourcesReport | None:
+        """Call `List`, which has the kubelet drop ended pods; None if it fails: nothing safe depends on its answer."""
+        for _ in range(LIST_TRIES):
+            try:
+                report = await self.list()
+            except PodResourcesError as error:
+                if error.exhausted:
+                    await asyncio.sleep(random.uniform(0.02, 0.1))  # noqa: S311  # jitter
+                    continue
+                if self._last_logged != str(error):
+                    self._last_logged = str(error)
+                    _LOG.info("PodResources List failed; devices of ended pods come free later than usual: %s", error)
+                return None
+            self._last_logged = ""
+            return report
+        return None

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable
 from typing import Final
 
 from deviceplugin import topology
 from deviceplugin.inventory import Snapshot
-from deviceplugin.kubelet.device_ids import DeviceIds
+from deviceplugin.kubelet.device_list import DeviceIds
 from deviceplugin.source import DeviceSource
-
-__all__ = ["as_names", "avoiding", "choice"]
 
 MANY: Final = 64
 """Devices without links above which NUMA nodes are compared as groups, not pair by pair."""
@@ -19,7 +18,7 @@ MANY: Final = 64
 def avoiding(
     avoided: Collection[str], ids: DeviceIds, available: list[str], must_include: list[str], size: int
 ) -> tuple[list[str], list[str]]:
-    """Return what is available and what must be taken, so that devices to be avoided come last."""
+    """Return what is available and what must be included, so that devices to be avoided come last."""
     if not avoided:
         return available, must_include
     first = [name for name in available if name in must_include or ids.offered_as(name) not in avoided]
@@ -49,30 +48,25 @@ def choice(
 def as_names(
     ids: Iterable[str], available: Iterable[str], must_include: Iterable[str], device_of: Callable[[str], str]
 ) -> list[str] | None:
-    """Turn device ids that a hook prefers into ids of the kubelet's; None if one is not to be had.
+    """Turn device ids that a hook prefers into ids of the kubelet's; None if one is not available.
 
-    device_of: says which device is behind an id of the kubelet's.
+    device_of: returns the device of an id of the kubelet's.
     """
     chosen = list(dict.fromkeys(must_include))
     free: dict[str, list[str]] = {}
     for name in available:
         if name not in chosen:
-            device = device_of(name)
-            free.setdefault(device, []).append(name)
-            if device != name:
-                free.setdefault(name, []).append(name)
-    included: dict[str, int] = {}
-    for name in chosen:
-        device = device_of(name)
-        included[device] = included.get(device, 0) + 1
+            for one in {name, device_of(name)}:
+                free.setdefault(one, []).append(name)
+    included = Counter(map(device_of, chosen))
     for one in ids:
         if one in chosen:
             continue
-        if included.get(one, 0) > 0:  # it stands for one that must be included anyway
+        if included[one] > 0:  # it stands for one that must be included anyway
             included[one] -= 1
             continue
-        names = [name for name in free.get(one, ()) if name not in chosen]
-        if not names:
+        first = next((name for name in free.get(one, ()) if name not in chosen), None)
+        if first is None:
             return None
-        chosen.append(names[0])
+        chosen.append(first)
     return chosen

@@ -1,13 +1,12 @@
-"""Keeping one resource registered with the kubelet: serve, register, watch, and again.
+"""Keeps one resource registered with the kubelet: serve, register, watch, and again.
 
-The kubelet forgets everything at its restart, and sometimes without one. What must be done is a
-pure function of what is seen (`next_step`); everything that can happen wakes the same loop, so
-a restart takes the same path as the start.
+The kubelet forgets every registration when it restarts, and sometimes without that. The next step is a pure function
+of what is seen (`next_step`). Every event wakes the same loop, so a restart takes the same path as the start.
 
 Facts (kubelet 1.36.3): at its start the kubelet deletes every socket in the directory, its own
 last, then makes kubelet.sock; it dials back before it answers Register; when an old ListAndWatch
 ends after the same name was registered again, it drops the new registration, so the old stream
-is ended first. A recreated kubelet.sock need not mean that plugins' sockets were wiped.
+is ended first. A recreated kubelet.sock need not mean that plugins' sockets were deleted.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ import re
 import secrets
 import socket
 import time
-from collections.abc import Awaitable
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
@@ -42,22 +41,11 @@ from deviceplugin.wire.deviceplugin_pb2_grpc import RegistrationStub, add_Device
 if TYPE_CHECKING:
     from deviceplugin.wire.deviceplugin_pb2_grpc import RegistrationAsyncStub
 
-__all__ = [
-    "DirectoryError",
-    "InstanceError",
-    "Registration",
-    "RegistrationError",
-    "Seen",
-    "Step",
-    "next_step",
-    "socket_name",
-]
-
 _LOG: Final = logging.getLogger(__name__)
 
 KUBELET_SOCKET: Final = "kubelet.sock"
 VERSION: Final = "v1beta1"
-_NEEDS: Final = "the agent needs write access to the kubelet's device plugin directory, and free space there"
+_NEEDED: Final = "the agent needs write access to the kubelet's device plugin directory, and free space there"
 
 
 class RegistrationError(Exception):
@@ -72,9 +60,6 @@ class InstanceError(RegistrationError):
     """Raised when another process on this node serves the same resource."""
 
 
-# Names.
-
-
 def slug(resource: str) -> str:
     """Return a name for files made from a resource's, unique and readable: example.com_fpga-1a2b3c."""
     digest = hashlib.sha256(resource.encode()).hexdigest()[:6]
@@ -84,9 +69,7 @@ def slug(resource: str) -> str:
 def socket_name(resource: str, directory: str, instance: str) -> str:
     """Return the file name of an instance's socket, such that the path fits.
 
-    Raises:
-        DirectoryError: the directory's own path is too long for any socket in it.
-
+    Raises DirectoryError: the directory's own path is too long for any socket in it.
     """
     try:
         return socket_path(directory, slug(resource), f"-{instance}.sock").name
@@ -94,16 +77,13 @@ def socket_name(resource: str, directory: str, instance: str) -> str:
         raise DirectoryError(str(error)) from None
 
 
-# What to do next.
-
-
 @dataclass(frozen=True, slots=True)
 class Seen:
     """What is seen at one moment.
 
-    kubelet: kubelet.sock. served: own server's socket is in its place. live: a ListAndWatch is
-    under way. listened: there was one since the last Register that succeeded. registered: the
-    kubelet.sock of that Register. since: seconds since then. ready: there is a list to serve.
+    kubelet: kubelet.sock. served: the own server's socket is in its place. live: a ListAndWatch is under way.
+    listened: there was one since the last Register that succeeded. registered: the kubelet.sock of that Register.
+    since: seconds since then. ready: there is a list to serve.
     """
 
     kubelet: FileIdentity | None
@@ -138,19 +118,15 @@ def next_step(seen: Seen, patience: float) -> Step:
     return Step.REGISTER if seen.listened or seen.since >= patience else Step.WAIT_FOR_STREAM
 
 
-# One instance a node.
-
-
 class InstanceLock:
-    """Says on this node that this process serves a resource; the kernel takes it back when it dies.
+    """Locks a resource for one process on this node; the kernel ends the lock when the process dies.
 
-    A lock on a file in the device plugin directory, which all instances share, in containers or
-    not. The kubelet deletes only sockets there.
+    The file is in the device plugin directory, which all instances share, in containers or not. The kubelet deletes
+    only sockets there.
     """
 
     def __init__(self, directory: Path, resource: str) -> None:
         self.path = directory / f".{slug(resource)}.lock"
-        self._resource = resource
         self._fd: int | None = None
 
     @property
@@ -159,12 +135,7 @@ class InstanceLock:
         return self._fd is not None and leads_to(self.path, self._fd)
 
     def acquire(self) -> bool:
-        """Try to take the lock; return whether it is held now.
-
-        Raises:
-            DirectoryError: the file cannot be made.
-
-        """
+        """Try to take the lock; return whether it is held now. Raises DirectoryError: the file cannot be made."""
         if self.held:
             return True
         self.release()
@@ -173,7 +144,7 @@ class InstanceLock:
         except BlockingIOError:
             return False
         except OSError as error:
-            raise DirectoryError(f"{self.path}: cannot lock it: {os.strerror(error.errno or 0)}; {_NEEDS}") from error
+            raise DirectoryError(f"{self.path}: cannot lock it: {error.strerror}; {_NEEDED}") from error
         with contextlib.suppress(OSError):  # the text is for people; the lock holds without it, on a full disk too
             os.ftruncate(fd, 0)
             os.pwrite(fd, f"pid {os.getpid()} on {socket.gethostname()}".encode(), 0)
@@ -181,12 +152,13 @@ class InstanceLock:
 
     def owner(self) -> str:
         """Return what the holder wrote about itself."""
-        with contextlib.suppress(OSError):
+        try:
             return self.path.read_text(errors="replace").strip() or "unknown"
-        return "unknown"
+        except OSError:
+            return "unknown"
 
     def release(self) -> None:
-        """Give the lock back; the file stays (removing it would race with the next instance)."""
+        """Release the lock; the file stays (removing it would race with the next instance)."""
         if self._fd is not None:
             os.close(self._fd)
             self._fd = None
@@ -206,7 +178,7 @@ class RegistrationStatistics:
 class Timing:
     """Waits of a registration, in seconds; tests make them short."""
 
-    look: float = 10.0  # the slow look at inodes, should every hint be lost
+    poll: float = 10.0  # between two checks of inodes, should every hint be lost
     patience: float = 5.0  # from Register to ListAndWatch
     register: float = 15.0  # deadline of one Register; the kubelet dials back for up to 10 s
     stream: float = 1.0  # for the old stream to end
@@ -215,11 +187,35 @@ class Timing:
     takeover: float = 5.0  # for another instance to go
 
 
+@dataclass(frozen=True, slots=True)
+class Server:
+    """A gRPC server of the endpoint, and its socket."""
+
+    server: grpc.aio.Server
+    path: Path
+    identity: FileIdentity | None
+
+    @property
+    def in_place(self) -> bool:
+        """Whether the socket is the one that the server made."""
+        return self.identity is not None and file_identity(self.path) == self.identity
+
+
+@dataclass(frozen=True, slots=True)
+class Accepted:
+    """A registration that the kubelet accepted. at: monotonic seconds. streams: those begun before it."""
+
+    kubelet: FileIdentity | None
+    at: float
+    options: pb.DevicePluginOptions
+    streams: int
+
+
 class Registration:
     """Keeps one endpoint served and registered until it is cancelled.
 
     turn: serialises Register between the resources of a process: the kubelet dials back during
-    the call, and leaks memory when it is hurried (kubernetes#124716).
+    the call, and leaks memory when registrations follow too fast (kubernetes#124716).
     """
 
     def __init__(
@@ -228,19 +224,16 @@ class Registration:
         self.endpoint = endpoint
         self.statistics = RegistrationStatistics()
         self._directory = directory
+        self._kubelet = directory / KUBELET_SOCKET
         self._timing = timing or Timing()
         self._turn = turn or asyncio.Lock()
         self._backoff = Backoff(first=0.01, most=10.0)
-        self._listened_before = 0
-        self._server: grpc.aio.Server | None = None
-        self._socket: Path | None = None
-        self._own: FileIdentity | None = None
-        self._registered: FileIdentity | None = None
-        self._last: FileIdentity | None = None  # of the last Register that succeeded, ever
-        self._registered_at = 0.0
-        self._options: pb.DevicePluginOptions | None = None
         self._lock = InstanceLock(directory, endpoint.resource)
-        self._told: str = ""
+        self._server: Server | None = None
+        self._accepted: Accepted | None = None
+        self._last_kubelet: FileIdentity | None = None  # of the last Register that succeeded, ever
+        self._last_logged = ""
+        self._wake: Callable[[], None] = lambda: None
         self._stopping: set[asyncio.Task[None]] = set()
 
     def __repr__(self) -> str:
@@ -249,153 +242,139 @@ class Registration:
     async def run(self) -> None:
         """Serve and register until cancelled, then drain and remove the own socket.
 
-        Raises:
-            DirectoryError: the directory may not be written.
-            InstanceError: another process serves this resource on this node.
-
+        Raises DirectoryError or InstanceError: the resource cannot be served.
         """
-        self.endpoint.serving = True
         try:
             with filewatch.shared().watch([str(self._directory)]) as watch:
-                self.endpoint.on_stream_end = watch.wake
+                self._wake = watch.wake
+                self.endpoint.start(watch.wake)
                 forget = self.endpoint.inventory.subscribe(
-                    lambda snapshot: None if self._told != "devices" else watch.wake()
+                    lambda snapshot: None if self._last_logged != "devices" else watch.wake()
                 )
                 try:
                     await self._loop(watch)
                 finally:
                     forget()
-                    self.endpoint.on_stream_end = lambda: None
         finally:
             await self._close()
 
     def wake(self) -> None:
-        """Look again now (after the source's hooks changed, say)."""
-        self.endpoint.on_stream_end()
+        """Check now what is to be done (after the source's hooks changed, say)."""
+        self._wake()
 
     async def _loop(self, watch: filewatch.Watch) -> None:
         timing = self._timing
         if self._directory.exists():
             if not self._directory.is_dir():
-                raise DirectoryError(
-                    f"{self._directory} is not a directory; the kubelet's device plugin directory is meant"
-                )
-            await self._own_the_resource()  # say at once what no kubelet will mend
+                raise DirectoryError(f"{self._directory} is not a directory; use the kubelet's device plugin directory")
+            await self._lock_resource()  # raises at once what no kubelet can repair
         while True:
-            seen = self._look()
+            seen = self._seen()
             step = next_step(seen, timing.patience)
-            if step is Step.REST and self._options != self.endpoint.options:
+            if step is Step.REST and self._accepted is not None and self._accepted.options != self.endpoint.options:
                 step = Step.REGISTER  # the hooks changed with the source: the kubelet asks once, at Register
+            if step is Step.REGISTER:
+                await self._register_or_pause(watch, seen)
+                continue
             if step is Step.WAIT_FOR_DEVICES:
-                self._tell("devices", "waiting for the first list of devices")
-                await watch.wait(timing.look)
+                self._log_once("devices", "waiting for the first list of devices")
             elif step is Step.WAIT_FOR_KUBELET:
                 self.statistics.registered = False
-                self._tell("kubelet", f"waiting for the kubelet ({self._directory / KUBELET_SOCKET} is not there)")
+                self._log_once("kubelet", f"waiting for the kubelet ({self._kubelet} is not there)")
                 self._backoff.reset()
                 if not seen.served and self._directory.is_dir():
-                    await self._be_served()  # a head start: the kubelet deletes sockets before it makes its own
-                await watch.wait(timing.look)
-            elif step is Step.WAIT_FOR_STREAM:
-                await watch.wait(max(0.01, timing.patience - seen.since))
-            elif step is Step.REST:
-                if seen.since >= timing.patience:
-                    self._backoff.reset()
-                await watch.wait(timing.look)
-            else:
-                if seen.registered is not None and seen.kubelet == seen.registered and seen.served:
-                    _LOG.log(
-                        logging.INFO if seen.listened else logging.WARNING,
-                        "%s: the kubelet %s; registering again",
-                        self.endpoint.resource,
-                        "listens no more" if seen.listened else "took the registration but does not listen",
-                    )
-                if not await self._register(watch) or self._backoff.tries:
-                    await self._pause(watch, self._backoff.next(), seen.kubelet)
-                elif seen.kubelet == seen.registered:
-                    self._backoff.tries = 1  # one more without a pause, then ever slower until it holds
+                    await self._serve()  # ready before the kubelet is: it deletes sockets before it makes its own
+            elif step is Step.REST and seen.since >= timing.patience:
+                self._backoff.reset()
+            stream_due = max(0.01, timing.patience - seen.since)
+            await watch.wait(stream_due if step is Step.WAIT_FOR_STREAM else timing.poll)
+
+    async def _register_or_pause(self, watch: filewatch.Watch, seen: Seen) -> None:
+        again = seen.registered is not None and seen.kubelet == seen.registered
+        if again and seen.served:
+            why = "does not listen any more" if seen.listened else "took the registration but does not listen"
+            level = logging.INFO if seen.listened else logging.WARNING
+            _LOG.log(level, "%s: the kubelet %s; registering again", self.endpoint.resource, why)
+        if not await self._register(watch) or self._backoff.tries:
+            await self._pause(watch, self._backoff.next(), seen.kubelet)
+        elif again:
+            self._backoff.tries = 1  # one more without a pause, then ever slower until it holds
 
     async def _pause(self, watch: filewatch.Watch, delay: float, kubelet: FileIdentity | None) -> None:
         """Wait before the next try, but not if the kubelet is another one meanwhile."""
         until = time.monotonic() + delay
-        while (rest := until - time.monotonic()) > 0:
-            if file_identity(self._directory / KUBELET_SOCKET) != kubelet:
-                self._backoff.reset()
+        while file_identity(self._kubelet) == kubelet:
+            if (rest := until - time.monotonic()) <= 0:
                 return
             await watch.wait(rest)
+        self._backoff.reset()
 
-    def _look(self) -> Seen:
+    def _seen(self) -> Seen:
+        accepted = self._accepted
         return Seen(
-            kubelet=file_identity(self._directory / KUBELET_SOCKET),
-            served=self._in_place(),
+            kubelet=file_identity(self._kubelet),
+            served=self._server is not None and self._server.in_place,
             live=self.endpoint.live,
-            listened=self.endpoint.streams_begun > self._listened_before,
-            registered=self._registered,
-            since=time.monotonic() - self._registered_at,
+            listened=accepted is not None and self.endpoint.streams_begun > accepted.streams,
+            registered=accepted.kubelet if accepted is not None else None,
+            since=time.monotonic() - accepted.at if accepted is not None else 0.0,
             ready=self.endpoint.inventory.snapshot.listed,
         )
 
     async def _register(self, watch: filewatch.Watch) -> bool:
         """Serve if need be, end the old stream, register once; return whether the kubelet took it."""
         resource, timing = self.endpoint.resource, self._timing
-        again = self.statistics.registrations > 0
-        if self.endpoint.live and self._registered == file_identity(self._directory / KUBELET_SOCKET):
+        if self.endpoint.live and self._accepted is not None and self._accepted.kubelet == file_identity(self._kubelet):
             await self.endpoint.settled(timing.calls)  # the kubelet ends them with the stream
-        self._registered = None
+        self._accepted = None
         self.statistics.registered = False
         if not await self.endpoint.end_streams(timing.stream):
-            _LOG.warning("%s: an old ListAndWatch would not end; starting a new server", resource)
+            _LOG.warning("%s: an old ListAndWatch did not end in time; starting a new server", resource)
             self._retire()
-        await self._be_served()
+        await self._serve()
         options = self.endpoint.options
         try:
             async with self._turn:
                 # In this order: a kubelet deletes sockets before it makes its own, and may have
                 # done so while another resource had its turn. It would dial a lost one for 10 s.
-                kubelet = file_identity(self._directory / KUBELET_SOCKET)
-                await self._be_served()
-                assert self._socket is not None
-                self._listened_before = self.endpoint.streams_begun
-                request = pb.RegisterRequest(
-                    version=VERSION, endpoint=self._socket.name, resource_name=resource, options=options
-                )
-                async with self._channel() as channel:
+                kubelet = file_identity(self._kubelet)
+                name = (await self._serve()).path.name
+                streams = self.endpoint.streams_begun
+                request = pb.RegisterRequest(version=VERSION, endpoint=name, resource_name=resource, options=options)
+                # A fresh channel each time: one that failed for long took 3 s to recover, a fresh one 1 ms.
+                async with grpc.aio.insecure_channel(unix_address(self._kubelet), options=CHANNEL_OPTIONS) as channel:
                     stub: RegistrationAsyncStub = RegistrationStub(channel)  # type: ignore[assignment]
-                    call = asyncio.ensure_future(_answer(stub.Register(request, timeout=timing.register)))
+                    call = asyncio.ensure_future(stub.Register(request, timeout=timing.register))
                     if not await self._answered(call, watch, kubelet):
                         return False
         except grpc.aio.AioRpcError as error:
             self.statistics.failures += 1
             gone = error.code() is grpc.StatusCode.UNAVAILABLE
-            self._tell(
-                f"refused {error.code().name} {error.details()}",
-                f"the kubelet does not answer at {self._directory / KUBELET_SOCKET}; trying again"
-                if gone
-                else f"the kubelet refused the registration ({error.code().name}: {error.details()}); trying again",
-                logging.INFO if gone else logging.ERROR,
-            )
+            text = f"the kubelet refused the registration ({error.code().name}: {error.details()}); trying again"
+            if gone:
+                text = f"the kubelet does not answer at {self._kubelet}; trying again"
+            key = f"refused {error.code().name} {error.details()}"
+            self._log_once(key, text, logging.INFO if gone else logging.ERROR)
             return False
+        again = " again" if self.statistics.registrations else ""
         self.statistics.registrations += 1
-        self.statistics.kubelet_restarts += self._last not in (None, kubelet)
+        self.statistics.kubelet_restarts += self._last_kubelet not in (None, kubelet)
         self.statistics.registered = True
-        self._registered = self._last = kubelet
-        self._registered_at, self._options = time.monotonic(), options
-        self._told = ""
-        _LOG.info("%s: registered%s as %s", resource, " again" if again else "", self._socket.name)
+        self._last_kubelet, self._last_logged = kubelet, ""
+        self._accepted = Accepted(kubelet, time.monotonic(), options, streams)
+        _LOG.info("%s: registered%s as %s", resource, again, name)
         return True
 
     async def _answered(
         self, call: asyncio.Task[pb.Empty], watch: filewatch.Watch, kubelet: FileIdentity | None
     ) -> bool:
-        """Wait for the answer to Register; return False as soon as whoever was asked is not the kubelet any more.
+        """Wait for the answer to Register; return False as soon as another kubelet, or none, is at the socket.
 
-        Raises:
-            grpc.aio.AioRpcError: the answer is an error.
-
+        Raises grpc.aio.AioRpcError: the answer is an error.
         """
         try:
-            while file_identity(self._directory / KUBELET_SOCKET) == kubelet:
-                hint = asyncio.create_task(watch.wait(self._timing.look))
+            while file_identity(self._kubelet) == kubelet:
+                hint = asyncio.create_task(watch.wait(self._timing.poll))
                 await asyncio.wait({call, hint}, return_when=asyncio.FIRST_COMPLETED)
                 hint.cancel()
                 if call.done():
@@ -405,73 +384,59 @@ class Registration:
         finally:
             call.cancel()
 
-    def _channel(self) -> grpc.aio.Channel:
-        # A fresh one each time: a channel that failed for long took 3 s to recover, a fresh one 1 ms.
-        return grpc.aio.insecure_channel(unix_address(self._directory / KUBELET_SOCKET), options=CHANNEL_OPTIONS)
-
-    async def _own_the_resource(self) -> None:
-        """Take the lock of this resource on this node; wait a little for another instance to go."""
+    async def _lock_resource(self) -> None:
+        """Take the lock of this resource on this node; wait a little for another instance to end."""
         if self._lock.acquire():
             return
-        _LOG.warning(
-            "%s is served on this node by another process (%s); waiting for it to go",
-            self.endpoint.resource,
-            self._lock.owner(),
-        )
+        resource, owner = self.endpoint.resource, self._lock.owner()
+        _LOG.warning("%s is served on this node by another process (%s); waiting for it to end", resource, owner)
         until = time.monotonic() + self._timing.takeover
         while time.monotonic() < until:
             await asyncio.sleep(0.1)  # flock has no wait with a deadline
             if self._lock.acquire():
                 return
         raise InstanceError(
-            f"{self.endpoint.resource} is served on this node by another process already ({self._lock.owner()}, "
+            f"{resource} is served on this node by another process already ({self._lock.owner()}, "
             f"which holds {self._lock.path}); stop it, or give this one another resource name"
         )
 
-    async def _be_served(self) -> None:
-        """Have a server whose socket is in its place."""
-        await self._own_the_resource()
-        if not self._in_place():
-            self._retire()
-            await self._serve()
-
-    def _in_place(self) -> bool:
-        return self._socket is not None and self._own is not None and file_identity(self._socket) == self._own
-
-    async def _serve(self) -> None:
-        """Start a server on a socket of a name of its own."""
-        self._sweep()
+    async def _serve(self) -> Server:
+        """Return a server whose socket is in its place; start one if need be, on a socket of a name of its own."""
+        await self._lock_resource()
+        if self._server is not None and self._server.in_place:
+            return self._server
+        self._retire()
+        self._remove_stale_sockets()
         path = self._directory / socket_name(self.endpoint.resource, str(self._directory), secrets.token_hex(4))
         server = grpc.aio.server(options=(("grpc.so_reuseport", 0), ("grpc.max_send_message_length", -1)))
         add_DevicePluginServicer_to_server(self.endpoint, server)
         try:
             server.add_insecure_port(unix_address(path))
         except RuntimeError as error:
-            raise DirectoryError(f"{self._directory}: cannot make a socket there: {error}; {_NEEDS}") from error
+            raise DirectoryError(f"{self._directory}: cannot make a socket there: {error}; {_NEEDED}") from error
         await server.start()
-        self._server, self._socket, self._own = server, path, file_identity(path)
+        self._server = Server(server, path, file_identity(path))
+        return self._server
 
-    def _sweep(self) -> None:
-        """Remove sockets that earlier instances of this resource left behind when they were killed.
+    def _remove_stale_sockets(self) -> None:
+        """Remove sockets of earlier instances of this resource, which were killed.
 
-        This process holds the resource's lock, and nobody answers there: they are nobody's.
+        This process holds the resource's lock, and nobody answers there, so no process uses them.
         """
-        prefix = socket_name(self.endpoint.resource, str(self._directory), "x" * 8).removesuffix("x" * 8 + ".sock")
-        for path in self._directory.glob(f"{glob_escape(prefix)}*.sock"):
-            if (
-                path != self._socket
-                and re.fullmatch(r"[0-9a-f]{8}\.sock", path.name.removeprefix(prefix))
-                and is_abandoned(path)
-            ):
+        tail = "x" * 8 + ".sock"
+        prefix = socket_name(self.endpoint.resource, str(self._directory), "x" * 8).removesuffix(tail)
+        own_name = re.compile(re.escape(prefix) + r"[0-9a-f]{8}\.sock")
+        for path in self._directory.glob("*.sock"):
+            if own_name.fullmatch(path.name) and is_abandoned(path):
                 with contextlib.suppress(OSError):
                     path.unlink()
 
     def _retire(self) -> None:
-        """Let the server go whose socket is lost; calls in flight may end."""
-        server, self._server, self._socket, self._own = self._server, None, None, None
-        if server is not None:
+        """Stop the server, whose socket is lost; calls in flight may end."""
+        if self._server is not None:
             # Its socket's name is never used again, so that its stop() unlinks nobody's socket.
-            task = asyncio.create_task(server.stop(self._timing.drain))
+            task = asyncio.create_task(self._server.server.stop(self._timing.drain))
+            self._server = None
             self._stopping.add(task)
             task.add_done_callback(self._stopping.discard)
 
@@ -481,29 +446,20 @@ class Registration:
         In this order: with the stream the kubelet closes its connection, and fails pods whose Allocate is in flight.
         """
         self.statistics.registered = False
-        if self._socket is not None and self._in_place():
+        if self._server is not None and self._server.in_place:
             with contextlib.suppress(OSError):
-                self._socket.unlink()
+                self._server.path.unlink()
         if self.endpoint.live:
             await self.endpoint.settled(self._timing.calls)
-        self.endpoint.serving = False  # a stream that the kubelet is just beginning would be waited for
+        self.endpoint.stop()  # a stream that the kubelet is just beginning would be waited for
         await self.endpoint.end_streams(self._timing.stream)
         self._retire()
         if self._stopping:
             await asyncio.wait(self._stopping, timeout=self._timing.drain + 1.0)
         self._lock.release()
 
-    def _tell(self, key: str, message: str, level: int = logging.INFO) -> None:
-        """Say something once, until something else is to be said."""
-        if self._told != key:
-            self._told = key
+    def _log_once(self, key: str, message: str, level: int = logging.INFO) -> None:
+        """Log a message once, until another one is logged."""
+        if self._last_logged != key:
+            self._last_logged = key
             _LOG.log(level, "%s: %s", self.endpoint.resource, message)
-
-
-async def _answer(call: Awaitable[pb.Empty]) -> pb.Empty:
-    return await call
-
-
-def glob_escape(text: str) -> str:
-    """Return a glob pattern that matches just this text."""
-    return re.sub(r"([*?[])", r"[\1]", text)

@@ -10,15 +10,13 @@ from deviceplugin.kubelet.podresources import ClaimUse, Holder
 from deviceplugin.kubelet.registration import RegistrationStatistics
 from deviceplugin.kubelet.servicer import ServicerStatistics
 
-__all__ = ["ResourceStatus", "Status"]
-
 
 @dataclass(frozen=True, slots=True)
 class ResourceStatus:
-    """One resource as of now. holders: by the kubelet's device ids, as of the last scan.
+    """One resource as of now.
 
-    withheld: devices that are given to nobody because they are held, or may be, by something that the kubelet does not
-    count as a holder; and why.
+    holders: by the kubelet's device ids, as of the last scan. withheld: devices that are offered to nobody because
+    something that the kubelet does not count as a holder holds them, or may; and why.
     """
 
     resource: str
@@ -37,11 +35,11 @@ class ResourceStatus:
 class Status:
     """The agent as of now.
 
-    claims: what containers use through claims. looked_at: when the kubelet was last asked who
-    holds what, on the monotonic clock; None before the first time.
+    claims: what containers use through claims. scanned_at: when holders were last scanned (monotonic seconds), None
+    before.
     """
 
     resources: tuple[ResourceStatus, ...]
     double_allocations: int
     claims: frozenset[ClaimUse] = frozenset()
-    looked_at: float | None = None
+    scanned_at: float | None = None

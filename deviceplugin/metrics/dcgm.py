@@ -1,16 +1,15 @@
-"""The names that NVIDIA's DCGM exporter gives, beside ours, so that dashboards made for it go on working.
+"""The metric names of NVIDIA's DCGM exporter, beside the own names, for dashboards made for that exporter.
 
 Only what a source really measures appears. Labels: gpu, UUID, device, modelName and Hostname, for
 MIG partitions GPU_I_PROFILE and GPU_I_ID with the UUID of their GPU, and
 namespace, pod and container where exactly one container holds the device. A shared device has
-many holders and its series would count its load many times: join `deviceplugin_allocation_info`.
+many holders, and its series would count its load many times: join `deviceplugin_allocation_info`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 from prometheus_client.metrics_core import GaugeMetricFamily, Metric, UnknownMetricFamily
 
@@ -20,16 +19,13 @@ if TYPE_CHECKING:
     from deviceplugin.metrics.load import Value
     from deviceplugin.metrics.views import DeviceView, View
 
-__all__ = ["NAMES", "families"]
-
 MIB: Final = 1024 * 1024
 
 
-@dataclass(frozen=True, slots=True)
-class Name:
-    """One name: which quantity it shows (and which part of it), and what one of its units is in ours.
+class Name(NamedTuple):
+    """One name: the quantity that it shows (and which part of it), and the size of its unit in the quantity's.
 
-    Counters are of unknown kind, since OpenMetrics wants their names to end with _total.
+    Counters have the type "unknown", since OpenMetrics wants a counter's name to end with _total.
     """
 
     name: str
@@ -37,7 +33,11 @@ class Name:
     quantity: str
     unit: float = 1.0
     part: str = ""
-    kind: str = "gauge"
+
+    @property
+    def family(self) -> type[GaugeMetricFamily | UnknownMetricFamily]:
+        """The family's class."""
+        return UnknownMetricFamily if self.quantity.endswith("_total") else GaugeMetricFamily
 
 
 NAMES: Final = (
@@ -54,39 +54,27 @@ NAMES: Final = (
         "Energy since the driver was loaded (in mJ).",
         "energy_joules_total",
         0.001,
-        kind="unknown",
     ),
     Name("DCGM_FI_DEV_SM_CLOCK", "SM clock frequency (in MHz).", "clock_hertz", 1e6, "sm"),
     Name("DCGM_FI_DEV_MEM_CLOCK", "Memory clock frequency (in MHz).", "clock_hertz", 1e6, "memory"),
-    Name(
-        "DCGM_FI_DEV_ECC_SBE_VOL_TOTAL",
-        "Corrected memory errors.",
-        "ecc_errors_total",
-        part="corrected",
-        kind="unknown",
-    ),
-    Name(
-        "DCGM_FI_DEV_ECC_DBE_VOL_TOTAL",
-        "Uncorrected memory errors.",
-        "ecc_errors_total",
-        part="uncorrected",
-        kind="unknown",
-    ),
-    Name("DCGM_FI_DEV_PCIE_REPLAY_COUNTER", "PCIe retries.", "pcie_replays_total", kind="unknown"),
+    Name("DCGM_FI_DEV_ECC_SBE_VOL_TOTAL", "Corrected memory errors.", "ecc_errors_total", part="corrected"),
+    Name("DCGM_FI_DEV_ECC_DBE_VOL_TOTAL", "Uncorrected memory errors.", "ecc_errors_total", part="uncorrected"),
+    Name("DCGM_FI_DEV_PCIE_REPLAY_COUNTER", "PCIe retries.", "pcie_replays_total"),
 )
+FREE: Final = Name("DCGM_FI_DEV_FB_FREE", "Free memory (in MiB).", "memory_total_bytes", MIB)
+# Not DCGM_FI_DEV_XID_ERRORS, the last code ever seen: a gauge that never goes back.
+XIDS: Final = Name("DCGM_EXP_XID_ERRORS_COUNT", "XID errors since the agent's start, by code.", "")
 
 
 def families(view: View) -> Iterable[Metric]:
-    """Yield the families of all devices that measure something of it."""
+    """Return the families for which a device has a value."""
     host = node_name()
     made: dict[str, GaugeMetricFamily | UnknownMetricFamily] = {}
 
-    def add(name: str, about: str, kind: str, labels: Mapping[str, str], value: float) -> None:
-        family = made.get(name)
-        if family is None:
-            make = GaugeMetricFamily if kind == "gauge" else UnknownMetricFamily
-            family = made[name] = make(name, about, labels=tuple(labels))
-        family.add_metric(tuple(labels.values()), value)
+    def add(name: Name, labels: Mapping[str, str], value: float) -> None:
+        if name.name not in made:
+            made[name.name] = name.family(name.name, name.about, labels=tuple(labels))
+        made[name.name].add_metric(tuple(labels.values()), value / name.unit)
 
     for resource in view.resources:
         for number, seen in enumerate(resource.devices):
@@ -95,16 +83,13 @@ def families(view: View) -> Iterable[Metric]:
             labels = _labels(seen, number, host)
             for one in NAMES:
                 if (value := _part(seen.load.get(one.quantity), one.part)) is not None:
-                    add(one.name, one.about, one.kind, labels, value / one.unit)
+                    add(one, labels, value)
             used, total = _part(seen.load.get("memory_used_bytes")), _part(seen.load.get("memory_total_bytes"))
             if used is not None and total is not None:
-                add("DCGM_FI_DEV_FB_FREE", "Free memory (in MiB).", "gauge", labels, (total - used) / MIB)
+                add(FREE, labels, total - used)
             codes = seen.load.get("xid_errors_total")
-            if isinstance(codes, dict):
-                for code, count in codes.items():
-                    # Not DCGM_FI_DEV_XID_ERRORS, the last code ever seen: a gauge that never goes back.
-                    about = "XID errors since the agent's start, by code."
-                    add("DCGM_EXP_XID_ERRORS_COUNT", about, "gauge", {**labels, "xid": code}, count)
+            for code, count in codes.items() if isinstance(codes, dict) else ():
+                add(XIDS, {**labels, "xid": code}, count)
     return made.values()
 
 
@@ -120,7 +105,7 @@ def _labels(seen: DeviceView, number: int, host: str) -> dict[str, str]:
     instance = attribute("gpuInstance") or seen.device.id
     if attribute("computeInstance") not in ("", "0"):
         instance += f"/{attribute('computeInstance')}"  # several of them in one instance of the GPU
-    holder = seen.holds[0] if len(seen.holds) == 1 else None
+    holder = seen.holders[0] if len(seen.holders) == 1 else None
     return {
         "gpu": index,
         "UUID": attribute("parentUUID", "uuid") or seen.device.id,

@@ -1,78 +1,68 @@
-"""How busy the devices are: what a source's `measure` says, gathered in the background.
+"""The load of the devices: what a source's `measure` returns, read in the background.
 
-Nobody who looks waits for hardware: readings are taken at a period, kept with the moment they
-were taken, and forgotten when they are old. What could not be read is absent, never zero or what
-it was before.
+No scrape waits for hardware. Readings are taken at a period, kept with their time, and dropped when they are old.
+What could not be read is absent, never zero or the value before.
 """
 
 from __future__ import annotations
 
 import asyncio
-import inspect
 import logging
 import math
 import re
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from deviceplugin import hooks
 
 if TYPE_CHECKING:
     from deviceplugin.device import Device
-    from deviceplugin.source import DeviceSource, Measured
-
-__all__ = ["QUANTITIES", "Gauge", "Quantity", "Reading"]
+    from deviceplugin.source import DeviceSource
 
 _LOG: Final = logging.getLogger(__name__)
 STALE: Final = 2.5
-"""Periods after which a reading counts no more."""
+"""Periods after which a reading is too old."""
 TICK: Final = 0.5
-"""Seconds between looks at what is due."""
+"""Seconds between two checks of what is due."""
 
 
-@dataclass(frozen=True, slots=True)
-class Quantity:
-    """Something that can be measured of a device: its metric's name behind `deviceplugin_device_`.
+class Quantity(NamedTuple):
+    """Something that can be measured of a device.
 
-    A name that ends with `_total` is a counter. label: what tells its parts apart, if it has
-    parts; a source then gives a mapping, by that label's value.
+    label: what its parts differ in; "" if it has no parts. With parts, a source gives a mapping by that label's value.
     """
 
-    name: str
     about: str
     label: str = ""
 
 
 QUANTITIES: Final[Mapping[str, Quantity]] = {
-    quantity.name: quantity
-    for quantity in (
-        Quantity("utilization_ratio", "Share of time in which the device was at work"),
-        Quantity("memory_utilization_ratio", "Share of time in which the device's memory was read or written"),
-        Quantity("encoder_utilization_ratio", "Share of time in which the video encoder was at work"),
-        Quantity("decoder_utilization_ratio", "Share of time in which the video decoder was at work"),
-        Quantity("memory_used_bytes", "The device's own memory in use"),
-        Quantity("memory_total_bytes", "The device's own memory, all of it"),
-        Quantity("temperature_celsius", "Temperature, by sensor where there are several", "sensor"),
-        Quantity("power_watts", "Power drawn now"),
-        Quantity("power_limit_watts", "Power above which the device slows itself down"),
-        Quantity("energy_joules_total", "Energy used since the driver was loaded"),
-        Quantity("clock_hertz", "Clock frequency now, by what it drives (graphics, sm, memory, video)", "clock"),
-        Quantity("throttled", "1 while the device slows itself down for this reason", "reason"),
-        Quantity("ecc_errors_total", "Memory errors found, by kind (corrected, uncorrected)", "kind"),
-        Quantity("xid_errors_total", "Errors that the driver reported, by XID code", "code"),
-        Quantity("pcie_bytes_per_second", "PCIe throughput now, by direction (receive, transmit)", "direction"),
-        Quantity("pcie_replays_total", "PCIe packets sent again"),
-        Quantity("nvlink_bytes_total", "Bytes over NVLink, by direction (receive, transmit)", "direction"),
-        Quantity("fan_ratio", "Fan speed as a share of its highest"),
-    )
+    "utilization_ratio": Quantity("Share of time in which the device was at work"),
+    "memory_utilization_ratio": Quantity("Share of time in which the device's memory was read or written"),
+    "encoder_utilization_ratio": Quantity("Share of time in which the video encoder was at work"),
+    "decoder_utilization_ratio": Quantity("Share of time in which the video decoder was at work"),
+    "memory_used_bytes": Quantity("The device's own memory in use"),
+    "memory_total_bytes": Quantity("The device's own memory, all of it"),
+    "temperature_celsius": Quantity("Temperature, by sensor where there are several", "sensor"),
+    "power_watts": Quantity("Power drawn now"),
+    "power_limit_watts": Quantity("Power above which the device slows itself down"),
+    "energy_joules_total": Quantity("Energy used since the driver was loaded"),
+    "clock_hertz": Quantity("Clock frequency now, by what it drives (graphics, sm, memory, video)", "clock"),
+    "throttled": Quantity("1 while the device slows itself down for this reason", "reason"),
+    "ecc_errors_total": Quantity("Memory errors found, by kind (corrected, uncorrected)", "kind"),
+    "xid_errors_total": Quantity("Errors that the driver reported, by XID code", "code"),
+    "pcie_bytes_per_second": Quantity("PCIe throughput now, by direction (receive, transmit)", "direction"),
+    "pcie_replays_total": Quantity("PCIe packets sent again"),
+    "nvlink_bytes_total": Quantity("Bytes over NVLink, by direction (receive, transmit)", "direction"),
+    "fan_ratio": Quantity("Fan speed as a share of its highest"),
 }
-"""What is known by name; a source may measure anything else, too."""
+"""By name after `deviceplugin_device_`; one that ends with `_total` is a counter. A source may measure others, too."""
 
 _NAME: Final = re.compile(r"[a-z][a-z0-9_]*")
 TAKEN: Final = frozenset({"health", "holders", "replicas", "state", "state_since_seconds"})
-"""What `deviceplugin_device_` is followed by in other metrics, which are not a source's to give."""
+"""The names after `deviceplugin_device_` of other metrics, which a source must not give."""
 
 Value = float | dict[str, float]
 """One number, or numbers by the value of the quantity's label."""
@@ -80,22 +70,20 @@ Value = float | dict[str, float]
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """What one call of `measure` gave: device id -> quantity -> value. at: monotonic seconds."""
+    """The values of one call of `measure`: device id -> quantity -> value. at: monotonic seconds."""
 
     values: Mapping[str, Mapping[str, Value]]
     at: float
 
 
 class MeasureError(Exception):
-    """Raised when what `measure` returned is not what it should."""
+    """Raised when `measure` returned something else than numbers by device id and quantity."""
 
 
 def checked(measured: object, devices: Sequence[Device]) -> Mapping[str, Mapping[str, Value]]:
-    """Return what a source measured, of the devices that were asked for, without what is None or not a number.
+    """Return what a source measured of these devices, without what is None or not finite.
 
-    Raises:
-        MeasureError: it is not a mapping of mappings, or a name cannot be a metric's or is another one's.
-
+    Raises MeasureError if it is not a mapping of mappings, or a name cannot be a metric's or is another one's.
     """
     if not isinstance(measured, Mapping):
         raise MeasureError(f"it returned {type(measured).__name__}, not numbers by device id and quantity")
@@ -136,7 +124,7 @@ def _number(name: str, value: object) -> float | None:
 
 
 class Gauge:
-    """Measures one source's devices again and again; belongs to one event loop, is read by any thread.
+    """Measures one source's devices; belongs to one event loop, is read by any thread.
 
     calls, failures, seconds: of `measure`, so far. error: why there is no reading now, for people.
     """
@@ -149,8 +137,8 @@ class Gauge:
         self.error = ""
         self._period = period
         self._reading: Reading | None = None
-        self._called = 0
-        self._ended = 0
+        self._hanging: asyncio.Future[Any] | None = None
+        """Done when the call that did not answer in time has ended."""
 
     @property
     def reading(self) -> Reading | None:
@@ -161,33 +149,34 @@ class Gauge:
         return reading
 
     async def take(self, devices: Sequence[Device]) -> None:
-        """Measure once; what goes wrong is said once, and there is no reading then."""
+        """Measure once; a failure is logged once, and there is no reading then."""
         what = f"measure of {self.source.resource}"
-        if self._called > self._ended:
-            # A call that hangs has its thread for ever; another one would hang beside it.
+        if self._hanging is not None and not (await asyncio.wait({self._hanging}, timeout=0.0))[0]:
+            # A call that hangs keeps its thread; another one would hang beside it.
             self._failed(f"{what} still hangs")
             return
+        self._hanging = None
         if not devices:
             self._reading, self.error = None, ""
             return
         self.calls += 1
         began = time.perf_counter()
+        timeout = min(self.source.hook_timeout, max(self._period, 1.0))
         try:
-            measured = await hooks.call(what, self._watched(self.source.measure), devices, timeout=self._patience)
+            measured = await hooks.call(what, self.source.measure, devices, timeout=timeout)
             self._reading = Reading(checked(measured, devices), time.monotonic())
-        except (hooks.HookError, MeasureError) as error:
-            said = str(error) if isinstance(error, hooks.HookError) else f"{what}: {error}"
-            self._failed(said)
+        except MeasureError as error:
+            self._failed(f"{what}: {error}")
+        except hooks.HookError as error:
+            if isinstance(error, hooks.HookTimeoutError):
+                self._hanging = error.work
+            self._failed(str(error))
         else:
             if self.error:
                 _LOG.info("%s works again", what)
             self.error = ""
         finally:
             self.seconds += time.perf_counter() - began
-
-    @property
-    def _patience(self) -> float:
-        return min(self.source.hook_timeout, max(self._period, 1.0))
 
     def _failed(self, error: str) -> None:
         self.failures += 1
@@ -196,33 +185,11 @@ class Gauge:
             _LOG.warning("%s; its devices' load is not shown", error)
         self.error = error
 
-    def _watched(self, hook: Callable[..., Measured | Awaitable[Measured]]) -> Callable[..., Any]:
-        """Return the hook such that it is known whether it has ended, however late."""
-        if inspect.iscoroutinefunction(hook):
-
-            async def waited(devices: Sequence[Device]) -> Any:
-                self._called += 1
-                try:
-                    return await hook(devices)
-                finally:
-                    self._ended += 1
-
-            return waited
-
-        def called(devices: Sequence[Device]) -> Any:
-            self._called += 1
-            try:
-                return hook(devices)
-            finally:
-                self._ended += 1
-
-        return called
-
 
 async def measure_for_ever(gauges: Callable[[], Sequence[tuple[Gauge, Sequence[Device]]]], period: float) -> None:
-    """Take readings at a period, all sources side by side; one that is slow holds up no other.
+    """Take readings at a period, of all sources side by side: a slow one delays no other.
 
-    A source whose devices have just been listed is not kept waiting for a whole period.
+    A source whose devices have just been listed is measured at once.
     """
     loop = asyncio.get_running_loop()
     running: dict[Gauge, asyncio.Task[None]] = {}

@@ -1,4 +1,4 @@
-"""A view for people (one HTML page) and for programs (JSON). Pure: no clock, nothing is asked."""
+"""A view as one HTML page for people, and as JSON for programs. Pure: no clock, no requests."""
 
 from __future__ import annotations
 
@@ -18,13 +18,11 @@ import msgspec
 if TYPE_CHECKING:
     from deviceplugin.metrics.load import Value
     from deviceplugin.metrics.report import Event
-    from deviceplugin.metrics.views import DeviceView, Hold, ResourceView, View
+    from deviceplugin.metrics.views import DeviceView, ResourceView, View
 
-__all__ = ["headers", "html", "status"]
-
-MANY: Final = 4
+SHOWN_HOLDERS: Final = 4
 """Holders of one device that are shown at once; the others on demand."""
-PLACES: Final = {
+STATES: Final = {
     "plugin": "device plugin",
     "to-dra": "moving to DRA",
     "dra": "DRA",
@@ -38,16 +36,9 @@ def node_name() -> str:
     return os.environ.get("NODE_NAME") or socket.gethostname()
 
 
-# For programs.
-
-
 def status(view: View) -> bytes:
     """Return the view as JSON."""
-    return msgspec.json.format(msgspec.json.encode(_status(view), enc_hook=str), indent=1)
-
-
-def _status(view: View) -> dict[str, Any]:
-    return {
+    found = {
         "node": node_name(),
         "at": _iso(view.at),
         "ready": not view.unready,
@@ -62,6 +53,7 @@ def _status(view: View) -> dict[str, Any]:
         "providers": {name: dict(report.status) for name, report in view.providers.items()},
         "silent": dict(view.silent),
     }
+    return msgspec.json.format(msgspec.json.encode(found, enc_hook=str), indent=1)
 
 
 def _resource(one: ResourceView) -> dict[str, Any]:
@@ -82,40 +74,26 @@ def _resource(one: ResourceView) -> dict[str, Any]:
 
 
 def _device(seen: DeviceView) -> dict[str, Any]:
-    device, place = seen.device, seen.place
+    device, location = seen.device, seen.location
     return {
         "id": device.id,
         "health": device.health.value,
         "replicas": seen.replicas,
         "message": device.message,
         "gone": seen.gone,
-        "side": place.side,
-        "state": place.state,
-        "reason": place.reason,
+        "side": location.side,
+        "state": location.state,
+        "reason": location.reason,
         "withheld": seen.withheld,
         "numa": list(device.numa_nodes),
         "attributes": dict(device.attributes),
-        "holders": [_holder(hold) for hold in seen.holds],
+        "holders": seen.holders,
         "load": dict(seen.load),
-    }
-
-
-def _holder(hold: Hold) -> dict[str, str]:
-    return {
-        "side": hold.side,
-        "namespace": hold.namespace,
-        "pod": hold.pod,
-        "container": hold.container,
-        "claim": hold.claim,
-        "uid": hold.uid,
     }
 
 
 def _iso(at: float) -> str:
     return time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(at))
-
-
-# For people.
 
 
 def escape(text: str) -> str:
@@ -132,7 +110,7 @@ def _template() -> string.Template:
 
 @functools.cache
 def headers() -> Mapping[str, str]:
-    """Return what a browser is told: the page loads nothing from anywhere and runs its own script alone."""
+    """Return the page's HTTP headers: it loads nothing from other servers and runs its own script alone."""
     script = _template().template.partition("<script>")[2].partition("</script>")[0]
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     return {
@@ -144,15 +122,15 @@ def headers() -> Mapping[str, str]:
 
 def html(view: View) -> bytes:
     """Return the view as a page."""
-    parts = [*_wrong(view), *(_section(one, view) for one in view.resources), _events(view.events)]
+    parts = [*_problems(view), *(_section(one, view) for one in view.resources), _events(view.events)]
     at = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(view.at))
     return _template().substitute(node=escape(node_name()), at=at, main="\n".join(parts)).encode(errors="replace")
 
 
-def _wrong(view: View) -> Iterable[str]:
+def _problems(view: View) -> Iterable[str]:
     reasons = list(view.unready)
     if not view.holders_known:
-        reasons.append("who holds what is not known: the kubelet's checkpoint cannot be read, or was not read yet")
+        reasons.append("the holders are not known: the kubelet's checkpoint cannot be read, or was not read yet")
     if view.double_allocations:
         reasons.append(f"the kubelet gave devices to several pods at once, {view.double_allocations} times")
     for one in view.resources:
@@ -165,39 +143,33 @@ def _wrong(view: View) -> Iterable[str]:
 
 
 def _section(one: ResourceView, view: View) -> str:
-    unhealthy = sum(not seen.device.health.usable for seen in one.devices)
-    held = sum(bool(seen.holds) for seen in one.devices)
+    text = f"{len(one.devices)} device{'' if len(one.devices) == 1 else 's'}"
+    if one.status.replicas > 1:
+        text += f" for up to {one.status.replicas} containers each"
+    if view.holders_known:
+        text += f", {sum(bool(seen.holders) for seen in one.devices)} held"
+    title = _span("good", "registered") if one.status.registered else _span("bad", "not registered")
+    title += _span("dim", text)
+    if unhealthy := sum(not seen.device.health.usable for seen in one.devices):
+        title += _span("bad", f"{unhealthy} unhealthy")
     loads = any(seen.load for seen in one.devices)
-    said = [
-        '<span class="good">registered</span>' if one.status.registered else '<span class="bad">not registered</span>',
-        f'<span class="dim">{_many(len(one.devices), "device")}'
-        + (f" for up to {one.status.replicas} containers each" if one.status.replicas > 1 else "")
-        + (f", {held} held" if view.holders_known else "")
-        + "</span>",
-    ]
-    if unhealthy:
-        said.append(f'<span class="bad">{unhealthy} unhealthy</span>')
-    columns = ["Device", "Health", "Side", "Holder", *(["Load"] if loads else [])]
+    columns = ("Device", "Health", "Side", "Holder", "Load")[: 5 if loads else 4]
     head = "".join(f'<th scope="col">{column}</th>' for column in columns)
     rows = "\n".join(_row(one.name, seen, view, loads=loads) for seen in one.devices)
     table = f"<table><thead><tr>{head}</tr></thead><tbody>\n{rows}\n</tbody></table>" if one.devices else ""
-    return f"<section><div><h2>{escape(one.name)}</h2>{''.join(said)}</div>\n{table}</section>"
+    return f"<section><div><h2>{escape(one.name)}</h2>{title}</div>\n{table}</section>"
 
 
 def _row(resource: str, seen: DeviceView, view: View, *, loads: bool) -> str:
-    device, place = seen.device, seen.place
-    where = f"NUMA {', '.join(map(str, device.numa_nodes))}" if device.numa_nodes else ""
+    device, location = seen.device, seen.location
+    numa = f"NUMA {', '.join(map(str, device.numa_nodes))}" if device.numa_nodes else ""
+    withheld = _small(f"withheld: {seen.withheld}" if seen.withheld else "")
     color = {"healthy": "good", "unhealthy": "bad"}.get(device.health.value, "warn")
-    moving = "" if place.state in ("plugin", "dra") else ' class="warn"'
+    moving = "fine" if location.state in ("plugin", "dra") else "warn"
     cells = [
-        _cell("Device", escape(device.id) + _small(where)),
-        _cell("Health", f'<span class="{color}">{device.health.value}</span>' + _small(device.message)),
-        _cell(
-            "Side",
-            f"<span{moving}>{escape(PLACES.get(place.state, place.state))}</span>"
-            + _small(place.reason)
-            + _small(f"withheld: {seen.withheld}" if seen.withheld else ""),
-        ),
+        _cell("Device", escape(device.id) + _small(numa)),
+        _cell("Health", _span(color, device.health.value) + _small(device.message)),
+        _cell("Side", _span(moving, STATES.get(location.state, location.state)) + _small(location.reason) + withheld),
         _cell("Holder", _holders(resource, seen, view)),
     ]
     if loads:
@@ -206,21 +178,26 @@ def _row(resource: str, seen: DeviceView, view: View, *, loads: bool) -> str:
 
 
 def _cell(label: str, content: str, kind: str = "") -> str:
-    kinds = " ".join(word for word in (kind, "" if content else "empty") if word)
-    return f'<td data-label="{label}"{f""" class="{kinds}" """.rstrip() if kinds else ""}><div>{content}</div></td>'
+    kinds = f"{kind}{'' if content else ' empty'}".strip()
+    attribute = f' class="{kinds}"' if kinds else ""
+    return f'<td data-label="{label}"{attribute}><div>{content}</div></td>'
 
 
 def _holders(resource: str, seen: DeviceView, view: View) -> str:
-    names = [f"<li>{escape(hold.text or hold.side)}</li>" for hold in seen.holds]
+    names = [f"<li>{escape(holder.text or holder.side)}</li>" for holder in seen.holders]
     if not names:
-        return '<span class="dim">free</span>' if view.holders_known else '<span class="dim">not known</span>'
-    first = f'<ul class="plain">{"".join(names[:MANY])}</ul>'
-    if len(names) <= MANY:
+        return _span("dim", "free" if view.holders_known else "not known")
+    first = f'<ul class="plain">{"".join(names[:SHOWN_HOLDERS])}</ul>'
+    if len(names) <= SHOWN_HOLDERS:
         return first
     mark = escape(f"more-{resource}/{seen.device.id}")
-    rest = "".join(names[MANY:])
-    summary = f"<summary>{len(names) - MANY} more</summary>"
+    rest = "".join(names[SHOWN_HOLDERS:])
+    summary = f"<summary>{len(names) - SHOWN_HOLDERS} more</summary>"
     return f'{first}<details id="{mark}">{summary}<ul class="plain">{rest}</ul></details>'
+
+
+_SHORT: Final = {"temperature_celsius": "°C", "power_watts": "W", "throttled": ""}
+"""Quantities that are shown as a short text, and their units."""
 
 
 def _load(load: Mapping[str, Value]) -> Iterable[str]:
@@ -238,10 +215,7 @@ def _load(load: Mapping[str, Value]) -> Iterable[str]:
             yield _bar(word, value, f"{value:.0%}")
     short = [text for name, unit in _SHORT.items() if name in left for text in _short(left[name], unit)]
     if short:
-        yield f'<span class="dim">{escape(" · ".join(short))}</span>'
-
-
-_SHORT: Final = {"temperature_celsius": "°C", "power_watts": "W", "throttled": ""}
+        yield _span("dim", " · ".join(short))
 
 
 def _short(value: Value, unit: str) -> Iterable[str]:
@@ -255,9 +229,9 @@ def _short(value: Value, unit: str) -> Iterable[str]:
 
 def _bar(word: str, share: float, text: str) -> str:
     return (
-        f'<div class="bar"><span class="dim">{escape(word)}</span>'
+        f'<div class="bar">{_span("dim", word)}'
         f'<meter min="0" max="1" value="{min(1.0, max(0.0, share)):.3f}">{escape(text)}</meter>'
-        f'<span class="dim">{escape(text)}</span></div>'
+        f"{_span('dim', text)}</div>"
     )
 
 
@@ -272,17 +246,16 @@ def _bytes(number: float) -> str:
 def _events(events: Iterable[Event]) -> str:
     lines = [
         f'<li><time class="dim" datetime="{_iso(event.at)}">{_iso(event.at)[11:19]}</time>'
-        f'<span class="dim">{escape(event.resource)}</span>'
-        f'<span class="{"bad" if event.bad else "fine"}">{escape(event.text)}</span></li>'
+        f"{_span('dim', event.resource)}{_span('bad' if event.bad else 'fine', event.text)}</li>"
         for event in reversed(tuple(events))
     ]
-    listed = "\n".join(lines or ['<li><span class="dim">nothing</span></li>'])
+    listed = "\n".join(lines or [f"<li>{_span('dim', 'nothing')}</li>"])
     return f"<section><div><h2>Lately</h2></div><ol>{listed}</ol></section>"
+
+
+def _span(kind: str, text: str) -> str:
+    return f'<span class="{kind}">{escape(text)}</span>'
 
 
 def _small(text: str) -> str:
     return f"<small>{escape(text)}</small>" if text else ""
-
-
-def _many(count: int, word: str) -> str:
-    return f"{count} {word}{'' if count == 1 else 's'}"

@@ -1,7 +1,7 @@
-"""What other parts of an agent's process tell of themselves: the words between them and whoever looks.
+"""What another part of the agent's process reports of itself, such as the bridge to DRA.
 
-The bridge tells where devices are and which claims hold them; `deviceplugin.metrics.views` puts that
-together with what the agent knows.
+The bridge reports the states of devices and the prepared claims. `deviceplugin.metrics.views` adds that to what the
+agent knows.
 """
 
 from __future__ import annotations
@@ -12,8 +12,6 @@ from typing import TYPE_CHECKING, Final, Protocol
 
 if TYPE_CHECKING:
     from prometheus_client.metrics_core import Metric
-
-__all__ = ["DEFAULT_LOCATION", "DeviceLocation", "Event", "PreparedClaim", "Provider", "ProviderReport"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +26,7 @@ class Event:
 
 @dataclass(frozen=True, slots=True)
 class DeviceLocation:
-    """Where a device is: its side (plugin or dra), the state of its handover, since when (Unix seconds)."""
+    """Where a device is: its side (plugin or dra), its state in the ledger, since when (Unix seconds), and why."""
 
     side: str = "plugin"
     state: str = "plugin"
@@ -37,12 +35,12 @@ class DeviceLocation:
 
 
 DEFAULT_LOCATION: Final = DeviceLocation()
-"""Where all devices are of which nobody says otherwise."""
+"""Where a device is that no provider reports."""
 
 
 @dataclass(frozen=True, slots=True)
 class PreparedClaim:
-    """A device that a claim holds on this node."""
+    """A device of a claim that is prepared on this node."""
 
     resource: str
     device: str
@@ -52,28 +50,27 @@ class PreparedClaim:
 
 @dataclass(frozen=True)
 class ProviderReport:
-    """What a provider tells, all of it of one moment.
+    """The report of one moment.
 
-    families: metric families of prometheus-client. status: for /status, made of
-    what JSON knows. unready: why it is not ready, in words. places: by (resource, device).
-    events: what happened lately. qualifiers: in the names under which devices are published, by resource.
+    families: of prometheus-client. status: for /status, made of what JSON knows. unready: reasons, in words.
+    locations: by (resource, device id). qualifiers: by resource, of the names under which devices are published.
     """
 
     families: Sequence[Metric] = ()
     status: Mapping[str, object] = field(default_factory=dict)
     unready: Sequence[str] = ()
-    places: Mapping[tuple[str, str], DeviceLocation] = field(default_factory=dict)
+    locations: Mapping[tuple[str, str], DeviceLocation] = field(default_factory=dict)
     claims: Sequence[PreparedClaim] = ()
     events: Sequence[Event] = ()
     qualifiers: Mapping[str, str] = field(default_factory=dict)
 
 
 class Provider(Protocol):
-    """Another part of the agent's process that wants to be seen; put it into `Agent.providers`."""
+    """Another part of the agent's process whose report is shown; put it into `Agent.providers`."""
 
     @property
     def name(self) -> str:
-        """What it is called in /status and in messages."""
+        """Its name in /status and in messages."""
 
     def report(self) -> ProviderReport:
-        """Tell what is known now; called in a thread of its own whenever somebody looks."""
+        """Return what is known now; called in a thread of its own for each view."""

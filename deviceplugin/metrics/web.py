@@ -1,6 +1,6 @@
-"""The agent's HTTP server: a few pages to read, on the standard library's http.server, in threads of its own.
+"""The agent's HTTP server: a few read-only pages, by the standard library's http.server, in threads of its own.
 
-What clients can cause is bounded: a number of connections, one request a connection, a time for
+What clients can cause is bounded: the number of connections, one request a connection, a time for
 each step, and one rendering of a page an interval, which all clients share. GET and HEAD only.
 """
 
@@ -26,39 +26,34 @@ from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, field, replace
 from email.message import Message
 from pathlib import Path
-from typing import Any, Final, Literal, cast
+from typing import Any, Final, Literal, NamedTuple, cast
 from urllib.parse import urlsplit
 
 from prometheus_client.exposition import gzip_accepted
 
 from deviceplugin.addresses import parse_address
 
-__all__ = ["Answer", "Certificate", "Request", "Route", "Server", "Token", "listen"]
-
 _LOG: Final = logging.getLogger(__name__)
 TEXT: Final = "text/plain; charset=utf-8"
-SHARED: Final = 0.5
+LIFETIME: Final = 0.5
 """Seconds for which an answer is used at least."""
-REST: Final = 10
-"""Times its rendering's processor time for which an answer is used at least."""
+LIFETIME_FACTOR: Final = 10
+"""An answer is used at least so many times as long as its rendering took of the processor."""
 MAX_WAITING: Final = 8
-"""Clients that wait for the rendering of a page; more are turned away, so that they take no places from others."""
+"""Clients that wait for the rendering of a page. More are turned away, so that they leave connections to others."""
 SMALL: Final = 1024
-"""Bytes of an answer that is not compressed."""
+"""Bytes up to which an answer is not compressed."""
 MAX_HEAD: Final = 16 * 1024
 """Bytes of a request's head."""
-MAX_HELD: Final = 256
-"""Connections that are held open although their clients have been answered."""
+MAX_LINGERING: Final = 256
+"""Connections that are kept open although their clients have been answered."""
 BACKLOG: Final = 1024
-"""Connections that the kernel holds while the server accepts no more."""
-
-
-# What the routes see.
+"""Connections that the kernel keeps while the server accepts no more."""
 
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """What a client asks for. headers: by name in any case."""
+    """A client's request. headers: by name in any case."""
 
     path: str
     query: str
@@ -67,7 +62,7 @@ class Request:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What a client gets."""
+    """The answer to a request."""
 
     body: bytes
     content_type: str = TEXT
@@ -75,22 +70,21 @@ class Answer:
     headers: Mapping[str, str] = field(default_factory=dict)
 
 
-@dataclass(frozen=True, slots=True)
-class _Made:
+class _Rendering(NamedTuple):
     answer: Answer
     at: float
-    seconds: float
+    lifetime: float
 
-    def younger(self, times: int) -> bool:
-        return time.monotonic() - self.at < times * self.seconds
+    def is_fresh(self, lifetimes: int) -> bool:
+        return time.monotonic() - self.at < lifetimes * self.lifetime
 
 
 class Route:
     """A page whose answers are shared by all clients for a while.
 
-    render: makes an answer for a key. key: what of a request the answer depends on; it has few
-    values. seconds: how long an answer is used; longer if its rendering took long, so that clients
-    use a tenth of a processor at most; twice as long while a rendering is under way. public: no
+    render: makes an answer for a key. key: what the answer depends on in a request; it has few
+    values. seconds: how long an answer is used. If its rendering took long it is used longer, so that clients
+    cause a tenth of a processor's load at most; it is used twice as long while a rendering is under way. public: no
     credentials are needed. lock: routes with the same lock render one after the other.
     """
 
@@ -106,21 +100,20 @@ class Route:
         self.public = public
         self._render = render
         self._key = key
-        self._seconds = SHARED if seconds is None else seconds
+        self._seconds = LIFETIME if seconds is None else seconds
         self._lock = lock or threading.Lock()
         self._waiting = threading.BoundedSemaphore(MAX_WAITING)
-        self._made: dict[Hashable, _Made] = {}
+        self._renderings: dict[tuple[Hashable, bool], _Rendering] = {}
 
     def answer(self, request: Request) -> Answer:
         """Return the answer to a request, compressed if the client takes that."""
-        packed = gzip_accepted(request.headers.get("accept-encoding", ""))
-        key = (self._key(request), packed)
-        made = self._made.get(key)
-        if made is not None and made.younger(1):
-            return made.answer
+        key = (self._key(request), gzip_accepted(request.headers.get("accept-encoding", "")))
+        found = self._renderings.get(key)
+        if found is not None and found.is_fresh(1):
+            return found.answer
         if not self._lock.acquire(blocking=False):
-            if made is not None and made.younger(2):
-                return made.answer
+            if found is not None and found.is_fresh(2):
+                return found.answer
             if not self._waiting.acquire(blocking=False):
                 return Answer(b"too many clients wait for this page\n", status=503, headers={"Retry-After": "1"})
             try:
@@ -128,21 +121,21 @@ class Route:
             finally:
                 self._waiting.release()
         try:
-            made = self._made.get(key)
-            if made is None or not made.younger(1):
-                self._made = {one: other for one, other in self._made.items() if other.younger(2)}
-                made = self._made[key] = self._make(*key)
-            return made.answer
+            found = self._renderings.get(key)
+            if found is None or not found.is_fresh(1):
+                self._renderings = {one: other for one, other in self._renderings.items() if other.is_fresh(2)}
+                found = self._renderings[key] = self._rendered(*key)
+            return found.answer
         finally:
             self._lock.release()
 
-    def _make(self, key: Hashable, packed: bool) -> _Made:
+    def _rendered(self, key: Hashable, packed: bool) -> _Rendering:
         began = time.thread_time()
         answer = self._render(key)
         if packed and len(answer.body) > SMALL:
             body = gzip.compress(answer.body, 1)
             answer = replace(answer, body=body, headers={**answer.headers, "Content-Encoding": "gzip"})
-        return _Made(answer, time.monotonic(), max(self._seconds, REST * (time.thread_time() - began)))
+        return _Rendering(answer, time.monotonic(), max(self._seconds, LIFETIME_FACTOR * (time.thread_time() - began)))
 
 
 # Addresses.
@@ -151,9 +144,7 @@ class Route:
 def listen(address: str) -> socket.socket:
     """Return a socket that listens at the address; without a host, on all addresses of both families.
 
-    Raises:
-        OSError: the address is in use, not this machine's, or none at all.
-
+    Raises OSError if the address is in use, not this machine's, or none at all.
     """
     host, port = parse_address(address)
     if not host:
@@ -173,22 +164,18 @@ def listen(address: str) -> socket.socket:
 
 
 class _Watched:
-    """Files whose contents are read again when they are others; compared at each use, as that costs µs."""
+    """Files that are read again when they have changed; compared at each use, which takes µs."""
 
-    def __init__(self, *paths: Path) -> None:
-        self.paths = paths
-        self._seen: object = None
-        self._told = ""
+    def __init__(self, *paths: str | Path) -> None:
+        self.paths = tuple(map(Path, paths))
+        self._warned = ""
         self._lock = threading.Lock()
         self._load()
-        self._seen = self._look()
+        self._seen = self._identities()
 
-    def _look(self) -> object:
-        found = []
-        for path in self.paths:
-            stat = os.stat(path)
-            found.append((stat.st_dev, stat.st_ino, stat.st_size, stat.st_mtime_ns))
-        return tuple(found)
+    def _identities(self) -> list[tuple[int, ...]]:
+        stats = (os.stat(path) for path in self.paths)
+        return [(stat.st_dev, stat.st_ino, stat.st_size, stat.st_mtime_ns) for stat in stats]
 
     def _load(self) -> None:
         raise NotImplementedError
@@ -196,38 +183,33 @@ class _Watched:
     def _refresh(self) -> None:
         with self._lock:
             try:
-                seen = self._look()
+                seen = self._identities()
                 if seen == self._seen:
                     return
                 self._load()
             except OSError as error:
-                # Half of a renewal, most often: what was read before goes on, and the next use looks again.
-                said = f"{error.strerror or error}"
-                if said != self._told:
-                    self._told = said
-                    _LOG.warning("%s; what was read before goes on being used", said)
+                # Most often half of a renewal. The next use tries again.
+                warning = f"{error.strerror or error}"
+                if warning != self._warned:
+                    self._warned = warning
+                    _LOG.warning("%s; the content that was read before stays in use", warning)
                 return
-            if self._seen is not None:
-                _LOG.info("%s was read again", " and ".join(map(str, self.paths)))
-            self._seen, self._told = seen, ""
+            _LOG.info("%s was read again", " and ".join(map(str, self.paths)))
+            self._seen, self._warned = seen, ""
 
 
 class Certificate(_Watched):
     """A server's certificate chain and key in PEM files, read again when they are renewed.
 
-    client_ca: a PEM file with the authorities of client certificates; everybody but the kubelet's
-    probes must then have one.
-
-    Raises:
-        OSError: at the start, if they cannot be read or do not belong together.
-
+    client_ca: a PEM file with the authorities of client certificates; all clients but the kubelet's
+    probes must then have one. Raises OSError at the start if the files cannot be read or do not belong together.
     """
 
     def __init__(
         self,
-        certificate: Path,
-        key: Path | None = None,
-        client_ca: Path | None = None,
+        certificate: str | Path,
+        key: str | Path | None = None,
+        client_ca: str | Path | None = None,
         min_version: Literal["1.2", "1.3"] = "1.2",
     ) -> None:
         self.client_ca = client_ca
@@ -241,9 +223,8 @@ class Certificate(_Watched):
         try:
             context.load_cert_chain(certificate, key)
         except ssl.SSLError as error:
-            raise OSError(
-                errno.EINVAL, f"{certificate} and {key} are no certificate with its key: {error.reason or error}"
-            ) from error
+            message = f"{certificate} and {key} are no certificate with its key: {error.reason or error}"
+            raise OSError(errno.EINVAL, message) from error
         except OSError as error:
             # OpenSSL does not say which of the two it was.
             unread = next((path for path in self.paths if not os.access(path, os.R_OK)), certificate)
@@ -252,14 +233,14 @@ class Certificate(_Watched):
             try:
                 context.load_verify_locations(self.client_ca)
             except OSError as error:
-                said = f"client CA file {self.client_ca}: {error.strerror or error}"
-                raise OSError(error.errno, said) from error
+                message = f"client CA file {self.client_ca}: {error.strerror or error}"
+                raise OSError(error.errno, message) from error
             context.verify_mode = ssl.CERT_OPTIONAL  # the kubelet's probes have none
         self._context = context
 
     @property
     def context(self) -> ssl.SSLContext:
-        """What the next connection is to be made with."""
+        """The context for the next connection."""
         self._refresh()
         return self._context
 
@@ -267,14 +248,8 @@ class Certificate(_Watched):
 class Token(_Watched):
     """A bearer token in a file, read again when it changes.
 
-    Raises:
-        OSError: at the start, if it cannot be read or is empty.
-
+    Raises OSError at the start if it cannot be read or is empty.
     """
-
-    def __init__(self, path: Path) -> None:
-        self._token = b""
-        super().__init__(path)
 
     def _load(self) -> None:
         (path,) = self.paths
@@ -289,8 +264,8 @@ class Token(_Watched):
     def admits(self, authorization: str) -> bool:
         """Return whether an Authorization header carries the token: as a bearer, or (browsers) as a password."""
         self._refresh()
-        scheme, _, said = authorization.partition(" ")
-        given = said.strip().encode(errors="replace")
+        scheme, _, credentials = authorization.partition(" ")
+        given = credentials.strip().encode(errors="replace")
         if scheme.lower() == "basic":
             try:
                 given = base64.b64decode(given, validate=True).partition(b":")[2]
@@ -309,14 +284,14 @@ class Limits:
     """How long a client may take, in seconds, and how many there may be at a time.
 
     request: from connecting to the end of the request's head. answer: to take the answer. grace:
-    for each of both, when other clients wait. hold: how long a client that has sent several
+    for each of both, when other clients wait. linger: how long a client that has sent several
     requests at once waits for the end of its connection, so that it comes back no sooner.
     """
 
     request: float = 10.0
     answer: float = 30.0
     grace: float = 0.1
-    hold: float = 5.0
+    linger: float = 5.0
     connections: int = 32
 
 
@@ -365,7 +340,7 @@ class Server(socketserver.TCPServer):
         self._changed = threading.Condition()
         self._over = False
         self._last_error = ""
-        self._held: list[tuple[float, socket.socket]] = []
+        self._lingering: list[tuple[float, socket.socket]] = []
         self._thread = threading.Thread(target=self._serve, name="web", daemon=True)
 
     @property
@@ -384,7 +359,7 @@ class Server(socketserver.TCPServer):
         self._thread.start()
 
     def close(self) -> None:
-        """End it all, clients included."""
+        """End all connections, and no longer listen."""
         self._over = True
         with contextlib.suppress(OSError):
             self.socket.shutdown(socket.SHUT_RDWR)  # wakes the thread
@@ -396,27 +371,27 @@ class Server(socketserver.TCPServer):
         for client in left:
             client.pipelined = False
             client.cut()
-        until = time.monotonic() + 0.5  # daemons: one that still works on an answer is left
+        until = time.monotonic() + 0.5  # a thread that still works on an answer is a daemon, and is left
         for client in left:
             client.thread.join(max(0.0, until - time.monotonic()))
-        self._end_held(math.inf)
+        self._end_lingering(math.inf)
 
     def _serve(self) -> None:
         while not self._over:
-            self.timeout = 0.1 if self._clients or self._held else None
+            self.timeout = 0.1 if self._clients or self._lingering else None
             self.handle_request()
             now = time.monotonic()
             with self._changed:
                 late = [client for client in self._clients.values() if client.deadline <= now]
             for client in late:
                 client.cut()
-            self._end_held(now)
+            self._end_lingering(now)
 
-    def _end_held(self, now: float) -> None:
+    def _end_lingering(self, now: float) -> None:
         with self._changed:
-            over = sum(until <= now for until, _ in self._held)  # in the order of time
-            over = max(over, len(self._held) - MAX_HELD)
-            ended, self._held = self._held[:over], self._held[over:]
+            count = sum(until <= now for until, _ in self._lingering)  # in the order of time
+            count = max(count, len(self._lingering) - MAX_LINGERING)
+            ended, self._lingering = self._lingering[:count], self._lingering[count:]
         for _, sock in ended:
             self.shutdown_request(sock)
 
@@ -441,14 +416,16 @@ class Server(socketserver.TCPServer):
         """Serve a connection in a thread of its own, as soon as there are not too many."""
         self._make_room(self.limits.connections)
         now = time.monotonic()
-        thread = threading.Thread(target=self._talk, args=(request, client_address), name="web client", daemon=True)
+        thread = threading.Thread(
+            target=self._serve_client, args=(request, client_address), name="web client", daemon=True
+        )
         with self._changed:
             self._clients[request] = _Client(request, thread, now, now + self.limits.request)
         try:
             thread.start()
         except RuntimeError as error:  # no more threads
             _LOG.warning("a client cannot be served: %s", error)
-            self._gone(request)
+            self._ended(request)
 
     def _make_room(self, most: int) -> None:
         """Wait until there are fewer than `most` clients; cut the one that has kept the server waiting longest."""
@@ -468,24 +445,24 @@ class Server(socketserver.TCPServer):
             client.since, client.answered = now if answered else math.inf, answered
             client.deadline = now + self.limits.answer
 
-    def _talk(self, sock: socket.socket, address: Any) -> None:
+    def _serve_client(self, sock: socket.socket, address: Any) -> None:
         try:
             if isinstance(sock, ssl.SSLSocket):
                 sock.do_handshake()
             self.finish_request(sock, address)
         except (OSError, http.client.HTTPException):
-            pass  # it went, or was cut, or speaks no HTTP
+            pass  # it left, or was cut, or does not speak HTTP
         except Exception:
             _LOG.exception("serving a client failed")
         finally:
-            self._gone(sock)
+            self._ended(sock)
 
-    def _gone(self, sock: socket.socket) -> None:
+    def _ended(self, sock: socket.socket) -> None:
         with self._changed:
             client = self._clients.pop(sock)
             self._changed.notify_all()
             if client.pipelined:
-                self._held.append((time.monotonic() + self.limits.hold, sock))
+                self._lingering.append((time.monotonic() + self.limits.linger, sock))
                 return
         self.shutdown_request(sock)
 
@@ -495,7 +472,7 @@ class Server(socketserver.TCPServer):
             self._clients[sock].pipelined = not self._over
 
     def refusal(self, request: Request, sock: socket.socket) -> Answer | None:
-        """Return the answer to a client that may not see what it asks for."""
+        """Return the answer to a client without the certificate or token that it needs."""
         wants_certificate = self.certificate is not None and self.certificate.client_ca is not None
         if wants_certificate and not cast("ssl.SSLSocket", sock).getpeercert():
             return Answer(b"a client certificate is needed\n", status=403)
@@ -573,10 +550,8 @@ class _Handler(http.server.BaseHTTPRequestHandler):
 
     def _answer(self, request: Request) -> Answer:
         route = self.server.routes.get(request.path)
-        if route is None or not route.public:
-            refusal = self.server.refusal(request, self.connection)
-            if refusal is not None:
-                return refusal
+        if (route is None or not route.public) and (refusal := self.server.refusal(request, self.connection)):
+            return refusal
         if route is None:
             return Answer(f"there are {', '.join(self.server.routes)}\n".encode(), status=404)
         try:

@@ -101,12 +101,12 @@ def plugin_agent(sources: Sequence[DeviceSource], paths: Paths, *, names: bool) 
     """
     agent: Agent
 
-    def driver_of(resource: str) -> str | None:
+    def holder(resource: str, device: str) -> str:
         service = agent.services.get(resource)
-        return service.source.driver if service is not None else None
+        return claims.holder(resource, device, service.source.driver if service is not None else None)
 
     claims = OrphanedClaims(paths.kubelet_root)
-    gate = OrphanedClaimGate(claims, driver_of)
+    gate = OrphanedClaimGate(holder)
     agent = Agent(sources, paths, keep_books=names, allocation_gate=gate, observers=[gate], orphaned=claims.held)
     return agent
 

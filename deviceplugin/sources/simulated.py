@@ -1,7 +1,6 @@
-"""Devices that exist in name only: for trying things out, for demonstrations and for tests.
+"""Devices without hardware or device nodes, for demonstrations and tests.
 
-They have no device nodes. Their health can be set from code (any thread), or from outside by a file
-that names the unhealthy ones.
+Their health is set from code (any thread), or by a file that names the unhealthy ones.
 """
 
 from __future__ import annotations
@@ -16,24 +15,21 @@ from deviceplugin import filewatch
 from deviceplugin.device import Device, Health
 from deviceplugin.source import DeviceSource
 
-__all__ = ["SimulatedSource"]
-
 _LOG: Final = logging.getLogger(__name__)
 _RESCAN: Final = 30.0
-_UNHEALTHY: Final = "named in {file}"
 
 
 class SimulatedSource(DeviceSource):
-    """So many devices, sim-0, sim-1, ..., spread over NUMA nodes in blocks.
+    """Devices sim-0, sim-1, ..., spread over NUMA nodes in blocks.
 
     Args:
-        count: how many there are at the beginning.
-        numa: over how many NUMA nodes they are spread; None leaves their NUMA nodes unknown.
-        unhealthy_file: a file that names the unhealthy ones, an id a line and, after a space, why;
+        count: number of devices at the beginning.
+        numa: number of NUMA nodes; None leaves the devices' NUMA nodes unknown.
+        unhealthy_file: a file that names the unhealthy ones, an id a line and, after a space, the reason;
             lines that begin with # are comments. It is watched, and may be missing.
-        prefix: what the ids begin with.
+        prefix: first part of the ids.
         resource: the resource's name, where the source is used by itself.
-        rescan: seconds after which the file is read again without any hint.
+        rescan: seconds after which the file is read again without a hint.
 
     """
 
@@ -47,8 +43,7 @@ class SimulatedSource(DeviceSource):
         resource: str = "",
         rescan: float = _RESCAN,
     ) -> None:
-        if resource:
-            self.resource = resource
+        self.resource = resource or self.resource
         self._file = unhealthy_file
         self._rescan = rescan
         self._lock = threading.Lock()
@@ -57,7 +52,7 @@ class SimulatedSource(DeviceSource):
             f"{prefix}-{index}": Device(f"{prefix}-{index}", numa=index * numa // count if numa else None)
             for index in range(count)
         }
-        self._complaint = ""
+        self._warned = ""
         self._unhealthy: Mapping[str, str] = {}
 
     def __repr__(self) -> str:
@@ -81,23 +76,13 @@ class SimulatedSource(DeviceSource):
         self._wake()
 
     def remove(self, device: str) -> None:
-        """Unplug a device; thread-safe.
-
-        Raises:
-            KeyError: there is none with this id.
-
-        """
+        """Unplug a device; KeyError if no device has this id. Thread-safe."""
         with self._lock:
             del self._devices[device]
         self._wake()
 
     def set_health(self, device: str, health: Health, message: str = "") -> None:
-        """Set a device's health and, for people, why; thread-safe.
-
-        Raises:
-            KeyError: there is none with this id.
-
-        """
+        """Set a device's health and the reason; KeyError if no device has this id. Thread-safe."""
         with self._lock:
             self._devices[device] = self._devices[device].with_health(health, message)
         self._wake()
@@ -129,21 +114,20 @@ class SimulatedSource(DeviceSource):
             watch.wake()
 
     def _read(self, file: str) -> None:
-        """Take in the file of unhealthy devices; what cannot be read says nothing, old or new."""
-        complaint = ""
+        """Read the file of unhealthy devices; if it cannot be read, their health stays."""
+        warning = ""
         try:
             with open(file, encoding="utf-8") as stream:
                 lines = [line.strip() for line in stream.read(1 << 20).splitlines()]
         except FileNotFoundError:
             lines = []
         except (OSError, UnicodeDecodeError) as error:
-            lines = None
-            complaint = f"{file} cannot be read, the health of simulated devices stays as it is: {error}"
-        if lines is not None:
+            warning = f"{file} cannot be read, the health of simulated devices stays as it is: {error}"
+        if not warning:
             named = (line.partition(" ") for line in lines if line and not line.startswith("#"))
-            self._unhealthy = {name: why.strip() or _UNHEALTHY.format(file=file) for name, _, why in named}
+            self._unhealthy = {name: why.strip() or f"named in {file}" for name, _, why in named}
             if unknown := sorted(self._unhealthy.keys() - self._devices.keys()):
-                complaint = f"{file} names devices that there are not: {', '.join(unknown[:5])}"
-        if complaint and complaint != self._complaint:
-            _LOG.warning("%s", complaint)
-        self._complaint = complaint
+                warning = f"{file} names devices that do not exist: {', '.join(unknown[:5])}"
+        if warning and warning != self._warned:
+            _LOG.warning("%s", warning)
+        self._warned = warning

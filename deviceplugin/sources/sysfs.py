@@ -1,33 +1,135 @@
-"""What sysfs says of PCI and USB devices, read plainly: values, names, device nodes.
+"""PCI and USB devices as sysfs describes them: values, names, device nodes, and the source that both kinds share.
 
-Functions over paths, so that they work on a made tree as on the real one. What is not there is None:
-sysfs changes under the reader's hands.
+The functions take paths, so they work on any tree. A value that is not there is None: sysfs changes while it is read.
 """
 
 from __future__ import annotations
 
+import asyncio
+import logging
 import os
+import random
 import re
-from collections.abc import Collection, Iterator, Mapping
-from typing import Final
+from collections.abc import AsyncIterator, Collection, Iterator, Mapping, Sequence
+from typing import ClassVar, Final, Generic, TypeVar
 
-__all__ = ["PCI_IDS", "USB_IDS", "Names", "ids_names", "link_name", "nodes_below", "numa_node", "read", "told"]
+import msgspec
+
+from deviceplugin import filewatch, hooks
+from deviceplugin.device import AttributeValue, Device
+from deviceplugin.source import DeviceSource
+
+_LOG: Final = logging.getLogger(__name__)
+_Filter = TypeVar("_Filter", bound=msgspec.Struct)
 
 PCI_ADDRESS: Final = re.compile(r"[0-9a-f]{4,8}:[0-9a-f]{2}:[0-9a-f]{2}\.[0-7]")
-PCI_IDS: Final = (
-    "/usr/share/misc/pci.ids",
-    "/usr/share/hwdata/pci.ids",
-    "/usr/share/pci.ids",
-    "/var/lib/pciutils/pci.ids",
-)
-USB_IDS: Final = (
-    "/usr/share/misc/usb.ids",
-    "/usr/share/hwdata/usb.ids",
-    "/usr/share/usb.ids",
-    "/var/lib/usbutils/usb.ids",
-)
-LONGEST_NAME: Final = 64
+_PCIE_ROOT: Final = re.compile(r"pci[0-9a-f]{4,8}:[0-9a-f]{2}")
+_USB_NAME: Final = re.compile(r"usb[0-9]+|[0-9]+-[0-9]+(\.[0-9]+)*")
+LONGEST_VALUE: Final = 64
 """Bytes of an attribute's value."""
+RESCAN: Final = 10.0
+"""Seconds, give or take a fifth, after which a source scans again without a hint."""
+SCAN_TIMEOUT: Final = 60.0
+"""Seconds after which a scan is given up."""
+
+
+class SysfsSource(DeviceSource, Generic[_Filter]):
+    """The devices of one bus that a filter lets through.
+
+    Args:
+        wanted: the filter; a field that is None allows any value.
+        permissions: what a container may do with the device nodes, of r, w and m.
+        resource: the resource's name, where the source is used by itself or a hook needs it.
+        sysfs_root, dev: directories of sysfs and of the device nodes.
+        ids: files with the names of vendors and products; the first that exists counts.
+        rescan: seconds after which it scans again without a hint.
+
+    """
+
+    BUS: ClassVar[str]
+    IDS: ClassVar[tuple[str, ...]]
+    SETTLE: ClassVar[float]
+    """Seconds from a hint to the scan: a driver makes several nodes, and some of them later than sysfs."""
+
+    def __init__(
+        self,
+        wanted: _Filter,
+        *,
+        permissions: str = "rw",
+        resource: str = "",
+        sysfs_root: str = "/sys",
+        dev: str = "/dev",
+        ids: Collection[str] | None = None,
+        rescan: float = RESCAN,
+    ) -> None:
+        self.resource = resource or self.resource
+        self.wanted = wanted
+        self.permissions = permissions
+        self.notes: tuple[str, ...] = ()
+        self._root = f"{sysfs_root}/bus/{self.BUS}/devices"
+        self._dev = dev
+        self._names = Names(self.IDS if ids is None else ids)
+        self._rescan = rescan
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.wanted})"
+
+    def scan(self) -> list[Device]:
+        """Return the devices that are there now; blocks."""
+        raise NotImplementedError
+
+    def directories(self) -> list[str]:
+        """Return the directories in which device nodes come and go; blocks."""
+        raise NotImplementedError
+
+    async def watch(self) -> AsyncIterator[Sequence[Device]]:
+        """Yield the devices now and whenever they change."""
+        listed: list[Device] | None = None
+        watched: list[str] = []
+        with filewatch.shared().watch(watched) as watch:
+            while True:
+                directories = await asyncio.to_thread(self.directories)
+                if directories != watched:
+                    watched = directories
+                    watch.set(watched)
+                noted = self.notes
+                devices = await hooks.call(f"the scan of {self.BUS} devices", self.scan, timeout=SCAN_TIMEOUT)
+                log_new(_LOG, self.notes, noted)
+                if devices != listed:
+                    listed = devices
+                    yield listed
+                if await asyncio.to_thread(self.directories) != watched:
+                    continue
+                if await watch.wait(self._rescan * random.uniform(0.8, 1.2)):  # noqa: S311  # no secret
+                    await asyncio.sleep(self.SETTLE)
+
+
+def log_new(log: logging.Logger, notes: Collection[str], before: Collection[str]) -> None:
+    """Log the notes that were not there before."""
+    for note in notes:
+        if note not in before:
+            log.info("%s", note)
+
+
+def ids_files(bus: str, package: str) -> tuple[str, ...]:
+    """Return the files that may name the vendors and products of a bus; `package` is the one that updates them."""
+    directories = ("/usr/share/misc", "/usr/share/hwdata", "/usr/share", f"/var/lib/{package}")
+    return tuple(f"{directory}/{bus}.ids" for directory in directories)
+
+
+def hex_digits(text: str | None) -> str | None:
+    """Return hexadecimal digits as sysfs compares: lower case, without 0x."""
+    return text.lower().removeprefix("0x") if text is not None else None
+
+
+def pcie_root(directory: str) -> str | None:
+    """Return the PCIe root of the device with this sysfs directory, such as pci0000:3a."""
+    return next(filter(_PCIE_ROOT.fullmatch, directory.split("/")), None)
+
+
+def given(attributes: Mapping[str, AttributeValue | None]) -> dict[str, AttributeValue]:
+    """Return the attributes that have a value."""
+    return {name: value for name, value in attributes.items() if value is not None}
 
 
 def read(path: str) -> str | None:
@@ -45,23 +147,25 @@ def numa_node(directory: str) -> int | None:
     return int(text) if text and text.isdecimal() else None
 
 
+def numa_node_above(directory: str, within: str) -> int | None:
+    """Return the NUMA node of a directory or of the nearest ancestor that has one, while `within` is in the path."""
+    while within in directory:
+        if (node := numa_node(directory)) is not None:
+            return node
+        directory = os.path.dirname(directory)
+    return None
+
+
 def link_name(path: str) -> str | None:
-    """Return the last step of what a symlink leads to: a driver's name, a group's number."""
+    """Return the last part of a symlink's target: a driver's name, a group's number."""
     try:
         return os.path.basename(os.readlink(path))
     except OSError:
         return None
 
 
-def nodes_below(directory: str, dev: str = "/dev", depth: int = 8) -> list[str]:
-    """Return the device nodes that a device's drivers made, of it and of all below it, in order.
-
-    Other PCI devices and USB devices behind it (a bridge, a hub) are devices of their own and left out.
-    """
-    return sorted(_nodes_below(directory, dev, depth))
-
-
-def _nodes_below(directory: str, dev: str, depth: int) -> Iterator[str]:
+def nodes_below(directory: str, dev: str, depth: int = 8) -> Iterator[str]:
+    """Yield the device nodes of a device and of what is below it, without those of other PCI and USB devices."""
     for line in (read(f"{directory}/uevent") or "").splitlines():
         key, _, value = line.partition("=")
         if key == "DEVNAME" and value:
@@ -74,23 +178,23 @@ def _nodes_below(directory: str, dev: str, depth: int) -> Iterator[str]:
     except OSError:
         return
     for name in below:
-        if name not in {"power", "msi_irqs", "link"} and not PCI_ADDRESS.fullmatch(name) and not _is_usb(name):
-            yield from _nodes_below(f"{directory}/{name}", dev, depth - 1)
+        if name not in {"power", "msi_irqs", "link"} and not (PCI_ADDRESS.fullmatch(name) or _USB_NAME.fullmatch(name)):
+            yield from nodes_below(f"{directory}/{name}", dev, depth - 1)
 
 
-def _is_usb(name: str) -> bool:
-    return re.fullmatch(r"usb[0-9]+|[0-9]+-[0-9]+(\.[0-9]+)*", name) is not None
+_NamesById = dict[tuple[str, str], tuple[str | None, str | None]]
+"""Names of vendor and device by their ids; None where the file has none."""
 
 
 class Names:
-    """Vendors' and devices' names as pci.ids and usb.ids have them; what is not there has no name."""
+    """Names of vendors and devices from the first of some files that exists; names that were read are kept."""
 
     def __init__(self, files: Collection[str]) -> None:
         self._files = files
-        self._known: dict[tuple[str, str], tuple[str | None, str | None]] = {}
+        self._known: _NamesById = {}
 
-    def of(self, wanted: Collection[tuple[str, str]]) -> dict[tuple[str, str], tuple[str | None, str | None]]:
-        """Return (vendor's name, device's name) of pairs of ids, four lower-case digits each; blocks."""
+    def of(self, wanted: Collection[tuple[str, str]]) -> _NamesById:
+        """Return the names for these pairs of ids, four lower-case digits each; blocks."""
         fresh = {pair for pair in wanted if pair not in self._known}
         if fresh:
             found = next((found for file in self._files if (found := ids_names(file, fresh)) is not None), {})
@@ -98,16 +202,14 @@ class Names:
         return {pair: self._known[pair] for pair in wanted}
 
 
-def ids_names(
-    file: str, wanted: Collection[tuple[str, str]]
-) -> dict[tuple[str, str], tuple[str | None, str | None]] | None:
-    """Read the names of these (vendor, device) out of a file in the form of pci.ids; None if there is no such file.
+def ids_names(file: str, wanted: Collection[tuple[str, str]]) -> _NamesById | None:
+    """Read the names for these pairs of ids from a file in the form of pci.ids; None if there is no such file.
 
-    A line without a tab is a vendor, one with a tab a device of it, one with two a subsystem; after the
-    vendors come other lists, whose lines begin with a capital letter and a space.
+    A line without a tab is a vendor, one with a tab a device of it, one with two a subsystem. Other lists follow the
+    vendors; their lines begin with a capital letter and a space.
     """
     vendors = {vendor for vendor, _ in wanted}
-    found: dict[tuple[str, str], tuple[str | None, str | None]] = {}
+    found: _NamesById = {}
     vendor, name = "", None
     try:
         with open(file, encoding="utf-8", errors="replace") as lines:
@@ -117,21 +219,22 @@ def ids_names(
                 if line[:1] != "\t":
                     if line[1:2] == " ":
                         break
-                    vendor, name = line[:4].lower(), _cut(line[4:])
+                    vendor, name = line[:4].lower(), attribute_text(line[4:])
                     if vendor in vendors:
                         found.update({pair: (name, None) for pair in wanted if pair[0] == vendor})
                 elif line[1:2] != "\t" and vendor in vendors and (pair := (vendor, line[1:5].lower())) in wanted:
-                    found[pair] = (name, _cut(line[5:]))
+                    found[pair] = (name, attribute_text(line[5:]))
     except OSError:
         return None
     return found
 
 
-def told(wanted: Mapping[str, str | None]) -> str:
-    """Return a filter's parts that matter, in words: vendor 8086, class 02."""
-    return ", ".join(f"{name} {value}" for name, value in wanted.items() if value is not None) or "anything"
+def in_words(wanted: msgspec.Struct) -> str:
+    """Return the fields of a filter that are set, as a config file says them: vendor 8086, class 02."""
+    fields = [(field, getattr(wanted, field.name)) for field in msgspec.structs.fields(wanted)]
+    return ", ".join(f"{field.encode_name} {value}" for field, value in fields if value != field.default) or "anything"
 
 
-def _cut(name: str) -> str:
-    """Return a name as an attribute takes it, 64 bytes at the most."""
-    return name.strip().encode()[:LONGEST_NAME].decode(errors="ignore").strip()
+def attribute_text(text: str) -> str | None:
+    """Return text as an attribute takes it, 64 bytes at the most; None if it is empty."""
+    return text.strip().encode()[:LONGEST_VALUE].decode(errors="ignore").strip() or None

@@ -1,24 +1,15 @@
-"""The DRA driver: claims, their preparation, and registration with the kubelet."""
+"""The DRA driver: claims, their preparation, and registration with the kubelet.
 
-from dra_bridge.driver.claim_api import ClaimApi, ClusterClaims
-from dra_bridge.driver.claim_files import Prepared, PreparedDevice
-from dra_bridge.driver.claims import ClaimError, ClaimRef
-from dra_bridge.driver.preparation import ClaimStatistics, Driver, RunningPods
-from dra_bridge.driver.reconciliation import Reconciled
-from dra_bridge.driver.registrar import Registrar
-from dra_bridge.driver.served import ServedResource
+`Driver` is the entry point, and `Registrar` serves it to the kubelet. `preparation` has the work on one claim.
+"""
 
-__all__ = [
-    "ClaimApi",
-    "ClaimError",
-    "ClaimRef",
-    "ClaimStatistics",
-    "ClusterClaims",
-    "Driver",
-    "Prepared",
-    "PreparedDevice",
-    "Reconciled",
-    "Registrar",
-    "RunningPods",
-    "ServedResource",
-]
+from dra_bridge.driver.claim_api import ClusterClaims as ClusterClaims
+from dra_bridge.driver.claims import ClaimError as ClaimError
+from dra_bridge.driver.claims import ClaimRef as ClaimRef
+from dra_bridge.driver.driver import Driver as Driver
+from dra_bridge.driver.preparation import ClaimStatistics as ClaimStatistics
+from dra_bridge.driver.preparation import RunningPods as RunningPods
+from dra_bridge.driver.reconciliation import ReconciledClaims as ReconciledClaims
+from dra_bridge.driver.records import Prepared as Prepared
+from dra_bridge.driver.registrar import Registrar as Registrar
+from dra_bridge.driver.served import ServedResource as ServedResource

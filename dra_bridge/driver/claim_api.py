@@ -1,42 +1,28 @@
-"""What a driver needs of the API server for its claims."""
+"""What a driver reads and writes of its claims at the API server."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
-from typing import Any, Final, Protocol
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from typing import Any, Final
 
 from dra_bridge import kube
 from dra_bridge.driver.claims import ClaimRef
-
-__all__ = ["ClaimApi", "ClusterClaims"]
+from dra_bridge.driver.records import ClaimRecords, Prepared
+from dra_bridge.driver.tasks import Tasks
 
 _LOG: Final = logging.getLogger(__name__)
 
 
-class ClaimApi(Protocol):
-    """What a driver needs of the API server."""
-
-    async def get_claim(self, namespace: str, name: str) -> Mapping[str, Any] | None:
-        """Return a ResourceClaim as the API server has it now, None if there is none.
-
-        Raises whatever it likes where that cannot be learned; the claim gets it as its error.
-        """
-
-    async def set_devices(self, claim: ClaimRef, driver: str, devices: Sequence[Mapping[str, Any]]) -> None:
-        """Write this driver's entries of the claim's `status.devices`; others' stay. Best effort."""
-
-    async def claim_event(self, claim: ClaimRef, reason: str, message: str) -> None:
-        """Write a warning Event about the claim. Best effort."""
-
-
 class ClusterClaims:
-    """`Claims` by way of the API client. node: this node's name, for events."""
+    """The claims at the API server. node: this node's name, for events."""
 
     def __init__(self, api: kube.Cluster, node: str) -> None:
         self._api = api
         self._node = node
-        self._status_refused = ""
+        self._status_refused = False
 
     async def get_claim(self, namespace: str, name: str) -> Mapping[str, Any] | None:
         """Return a ResourceClaim, None if there is none."""
@@ -59,7 +45,9 @@ class ClusterClaims:
                 "status": {"devices": [*others, *devices]},
             }
             try:
-                made = await self._api.patch_status(kube.RESOURCE_CLAIMS, claim.name, patch, claim.namespace)
+                made = await self._api.patch(
+                    kube.RESOURCE_CLAIMS, claim.name, patch, claim.namespace, subresource="status"
+                )
             except kube.ConflictError:
                 continue
             except kube.ForbiddenError as error:
@@ -70,8 +58,8 @@ class ClusterClaims:
             return
 
     def _refused(self, why: str) -> None:
-        self._status_refused = why
-        _LOG.info("claims get no conditions in status.devices from here on: %s", why)
+        self._status_refused = True
+        _LOG.info("status.devices of claims is not written any more: %s", why)
 
     async def claim_event(self, claim: ClaimRef, reason: str, message: str) -> None:
         """Write a warning Event about the claim."""
@@ -81,3 +69,60 @@ class ClusterClaims:
             "metadata": {"namespace": claim.namespace, "name": claim.name, "uid": claim.uid},
         }
         await self._api.event(regarding, reason, message, node=self._node)
+
+
+@dataclass(frozen=True, slots=True)
+class ClaimEvents:
+    """Writes Events and conditions of claims in the background; one that cannot be written is lost.
+
+    tasks: run the writes. report: whether to write `status.devices`, which costs a GET and a PATCH for each claim.
+    refusals: the kind of the last refusal that has an Event, by claim UID.
+    """
+
+    records: ClaimRecords
+    api: ClusterClaims
+    tasks: Tasks
+    report: bool
+    refusals: dict[str, str] = field(default_factory=dict)
+
+    def refused(self, ref: ClaimRef, kind: str, message: str) -> None:
+        """Write an Event about a claim that is refused its devices, unless its last one is of the same kind."""
+        if self.refusals.get(ref.uid) != kind:
+            self.refusals[ref.uid] = kind
+            self._start(self.api.claim_event, ref, "DeviceNotAvailable", message)
+
+    def forget(self, uid: str) -> None:
+        """Write an Event again when this claim is refused the next time."""
+        self.refusals.pop(uid, None)
+
+    def prepared(self, ref: ClaimRef, prepared: Prepared) -> None:
+        """Write the condition Ready into the claim's `status.devices`, if that is wanted."""
+        if not self.report:
+            return
+        ready = {
+            "type": "Ready",
+            "status": "True",
+            "reason": "Prepared",
+            "message": f"prepared on {self.records.pool}",
+            "lastTransitionTime": datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
+        }
+        devices = [
+            {
+                "driver": self.records.driver,
+                "pool": device.pool,
+                "device": device.device,
+                **({"shareID": device.share} if device.share else {}),
+                "conditions": [ready],
+            }
+            for device in prepared.devices
+        ]
+        self._start(self.api.set_devices, ref, self.records.driver, devices)
+
+    def _start(self, write: Callable[..., Awaitable[None]], ref: ClaimRef, *args: object) -> None:
+        async def attempt() -> None:
+            try:
+                await write(ref, *args)
+            except Exception as error:  # best effort
+                _LOG.debug("%s: nothing could be written about claim %s: %s", self.records.driver, ref.title, error)
+
+        self.tasks.start(attempt())

@@ -8,82 +8,44 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Final
 
-import msgspec
-
 from deviceplugin import cdi, filewatch
 from deviceplugin.backoff import Backoff
 from deviceplugin.device import ContainerEdits, EditConflictError
 from dra_bridge.driver.claims import ClaimError
+from dra_bridge.driver.records import ClaimRecords, Prepared, PreparedDevice, prepared_of
 from dra_bridge.driver.served import Group
-from dra_bridge.driver.turns import Turns, in_thread
-from dra_bridge.ledger import AsyncLedger, Claim
-
-__all__ = ["ClaimFiles", "Prepared", "PreparedDevice", "prepared_of"]
+from dra_bridge.driver.tasks import in_thread
 
 _LOG: Final = logging.getLogger(__name__)
 
-LOOK: Final = 30.0
-"""Seconds between two looks for missing CDI files, should every hint be lost."""
+CHECK: Final = 30.0
+"""Seconds between two checks for missing CDI files, should the file watch miss every change."""
 
 SETTLE: Final = 0.5
-"""Seconds from a hint that CDI files changed to the look for missing ones; many hints make one look."""
+"""Seconds from a change of CDI files to the check for missing ones; many changes make one check."""
 
 _HOLDING: Final = "claim"
-_SEEING: Final = "admin"
-
-
-class PreparedDevice(msgspec.Struct, frozen=True, omit_defaults=True):
-    """One device of an answer to the kubelet. request: without the subrequest."""
-
-    request: str
-    pool: str
-    device: str
-    cdi_ids: tuple[str, ...] = ()
-    share: str = ""
-
-
-class Prepared(msgspec.Struct, frozen=True, omit_defaults=True):
-    """A claim's answer as the ledger keeps it. spec: the CDI file's text, "" if there is none to write."""
-
-    devices: tuple[PreparedDevice, ...]
-    spec: str = ""
-    boot: str = ""
-
-
-def prepared_of(claim: Claim) -> Prepared | None:
-    """Return the answer that a ledger keeps of a claim; None if there is none, or an older agent's."""
-    if claim.result is None:
-        return None
-    try:
-        return msgspec.json.decode(claim.result, type=Prepared)
-    except msgspec.DecodeError:
-        return None
+_ADMIN: Final = "admin"
 
 
 class ClaimFiles:
     """The CDI files of one driver's claims.
 
-    Args:
-        driver: its name.
-        directory: where the runtime looks for CDI files.
-        async_ledger: the ledger, which knows what is in them.
-        turns: of the claims.
-        boot: what tells one boot of the node from another: devices are set up again after a reboot.
-
+    directory: where the runtime finds CDI files. boot: identifies the node's boot; after a reboot devices are set up
+    again.
     """
 
-    def __init__(self, driver: str, directory: str, async_ledger: AsyncLedger, turns: Turns, boot: str) -> None:
+    def __init__(self, records: ClaimRecords, directory: str, boot: str) -> None:
         self.boot: Final = boot
-        self._driver = driver
-        self._store = cdi.Store(driver, directory)
-        self._ledger = async_ledger
-        self._turns = turns
+        self._records = records
+        self._driver = records.driver
+        self._store = cdi.Store(records.driver, directory)
 
     def answer(self, uid: str, groups: Sequence[Group], edits: Mapping[str, Sequence[ContainerEdits]]) -> Prepared:
-        """Make a claim's answer and its CDI file; blocks, also for looking at device nodes.
+        """Make a claim's answer and its CDI file. Blocks, also for reading device nodes.
 
-        One CDI device a request, so that a container gets the edits of its own requests and each
-        once; the request's first device carries it. Its name tells the devices, as evidence (R8).
+        A CDI device is made for each request, so that a container gets the edits of its own requests, and each once.
+        The request's first device carries it. Its name has the devices, as evidence (R8).
         """
         listed: dict[str, ContainerEdits] = {}
         devices: list[PreparedDevice] = []
@@ -95,9 +57,9 @@ class ClaimFiles:
             members = [(group, result) for group in groups if group.request == request for result in group.results]
             ids = list(merged.cdi)
             if merged.env or merged.nodes or merged.mounts:
-                kind = _SEEING if all(group.admin for group, _ in members) else _HOLDING
-                held = dict.fromkeys(result.device for group, result in members if not group.admin or kind == _SEEING)
-                name = "_".join((kind, uid, request, *held))
+                kind = _ADMIN if all(group.admin for group, _ in members) else _HOLDING
+                named = dict.fromkeys(result.device for group, result in members if not group.admin or kind == _ADMIN)
+                name = "_".join((kind, uid, request, *named))
                 listed[name] = merged
                 ids.insert(0, cdi.qualified(self._driver, name))
             for _, result in members:
@@ -111,11 +73,11 @@ class ClaimFiles:
         return Prepared(tuple(devices), data.decode(), self.boot)
 
     async def write(self, uid: str, prepared: Prepared) -> bool:
-        """Write a prepared claim's CDI file, in its turn; return False if it was there already or needs none."""
+        """Write a prepared claim's CDI file under its lock; return False if it was there already or is not needed."""
         return bool(prepared.spec) and await in_thread(self._store.write, uid, prepared.spec.encode())
 
     async def remove(self, uid: str) -> None:
-        """Remove a claim's file, in its turn, if it is there."""
+        """Remove a claim's file, under the claim's lock, if it is there."""
         await in_thread(self._store.remove, uid)
 
     async def claims(self) -> frozenset[str]:
@@ -143,19 +105,18 @@ class ClaimFiles:
                     await asyncio.sleep(backoff.next())
                     continue
                 backoff.reset()
-                if await watch.wait(LOOK):
+                if await watch.wait(CHECK):
                     await asyncio.sleep(SETTLE)
 
     async def _restore(self) -> str:
         """Write the files of prepared claims that are not there; return why one could not be written, or ""."""
-        there = await in_thread(self._store.list)
-        claims = [claim for claim in self._ledger.snapshot.claims.values() if claim.driver == self._driver]
-        errors = await asyncio.gather(*(self._restore_one(claim.uid) for claim in claims if claim.uid not in there))
-        return next(filter(None, errors), "")
+        there = await self.claims()
+        missing = [claim.uid for claim in self._records.all() if claim.uid not in there]
+        return next(filter(None, await asyncio.gather(*map(self._restore_one, missing))), "")
 
     async def _restore_one(self, uid: str) -> str:
-        async with self._turns.of(uid):
-            known = self._ledger.snapshot.claims.get((self._driver, uid))
+        async with self._records.locked(uid):
+            known = self._records.get(uid)
             prepared = prepared_of(known) if known is not None else None
             if prepared is None or prepared.boot != self.boot:
                 return ""

@@ -1,4 +1,4 @@
-"""What the kubelet and the API server say of a claim, and the parameters of its requests. Pure."""
+"""Parses claims of the kubelet and the API server, and the parameters of their requests. Pure."""
 
 from __future__ import annotations
 
@@ -10,24 +10,11 @@ from typing import Any, Final, NamedTuple, TypeVar
 
 import msgspec
 
-__all__ = [
-    "Allocation",
-    "ClaimError",
-    "ClaimRef",
-    "Config",
-    "Opaque",
-    "Result",
-    "check_ref",
-    "decoded_config",
-    "is_uid",
-    "parse_allocation",
-]
-
 _T = TypeVar("_T")
 
 _UID: Final = re.compile(r"[A-Za-z0-9]([A-Za-z0-9-]{0,62}[A-Za-z0-9])?")
 _SUBDOMAIN: Final = re.compile(r"[a-z0-9]([-a-z0-9.]{0,251}[a-z0-9])?")
-_PLACE: Final = re.compile(r"`\$\.([^`.\[]+)")
+_FIELD: Final = re.compile(r"`\$\.([^`.\[]+)")
 """How msgspec names a field: at `$.field`."""
 
 
@@ -43,7 +30,7 @@ class ClaimError(Exception):
 
 
 class ClaimRef(NamedTuple):
-    """What the kubelet says of a claim."""
+    """A claim as the kubelet names it."""
 
     namespace: str
     name: str
@@ -141,9 +128,7 @@ class Allocation:
 def parse_allocation(claim: Mapping[str, Any] | None, ref: ClaimRef, driver: str, pool: str) -> Allocation:
     """Return what the claim has of this driver on this node.
 
-    Raises:
-        ClaimError: it is gone, another one, not allocated, or allocated elsewhere.
-
+    Raises ClaimError: it is gone, another one, not allocated, or allocated elsewhere.
     """
     if claim is None:
         raise ClaimError("gone", f"claim {ref.title} does not exist any more")
@@ -183,15 +168,11 @@ def decoded_config(config_type: type[_T] | None, config: Sequence[Config], reque
     Objects are laid over each other, fields of the claim over fields of the class. `apiVersion`
     and `kind` may be there or not; any other field that the type does not know is an error.
 
-    Args:
-        config_type: the author's type, None if the driver takes no parameters.
-        config: this driver's, class before claim.
-        request: the request as the allocation names it, with its subrequest ("gpu/big").
+    config_type: the author's type, None if the driver takes no parameters. config: this driver's, class before claim.
+    request: the request as the allocation names it, with its subrequest ("gpu/big").
 
-    Raises:
-        ClaimError: an unknown field, a wrong type, a value that is refused, or no parameters at
-            all where some are needed. The message names the field.
-
+    Raises ClaimError: an unknown field, a wrong type, a value that is refused, or no parameters at all where some are
+    needed. The message names the field.
     """
     main = request.partition("/")[0]
     merged: dict[str, Any] = {}
@@ -237,7 +218,7 @@ def _convert(
             raise ClaimError("config", f"request {request!r}: {origin}: unknown field {unknown}")
         return None if partly else msgspec.convert(value, config_type)
     except (msgspec.ValidationError, ValueError, TypeError, RecursionError) as error:
-        named = _PLACE.search(str(error))
+        named = _FIELD.search(str(error))
         origin = origins.get(named[1], origin) if named else origin
         raise ClaimError("config", f"request {request!r}: {origin}: {error}") from error
 

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import dataclasses
 import logging
-from collections.abc import Awaitable, Callable, Collection
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Final
 
@@ -14,22 +13,22 @@ from deviceplugin import cdi
 from deviceplugin.kubelet import holders
 from deviceplugin.kubelet.cgroups import PodProcesses
 from dra_bridge import ledger
-from dra_bridge.driver.claim_api import ClaimApi
-from dra_bridge.driver.claim_files import ClaimFiles, prepared_of
+from dra_bridge.driver.claim_api import ClusterClaims
+from dra_bridge.driver.claim_files import ClaimFiles
 from dra_bridge.driver.claims import ClaimError, ClaimRef, parse_allocation
-from dra_bridge.driver.turns import Turns
-from dra_bridge.ledger import AsyncLedger, Claim, LedgerError
-
-__all__ = ["ClaimReconciler", "Reconciled"]
+from dra_bridge.driver.preparation import ClaimPreparation
+from dra_bridge.driver.records import ClaimRecords, prepared_of
+from dra_bridge.ledger import Claim, LedgerError
 
 _LOG: Final = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
-class Reconciled:
-    """What a look at the API server led to, by claim UID (files: by claim UID, too).
+class ReconciledClaims:
+    """What was done to claims, by UID.
 
-    unknown: could not be asked about; they stay as they are.
+    reopened: to be prepared again after a reboot. rewritten, removed: their CDI files. unknown: it could not be found
+    out whether they are over; they stay as they are.
     """
 
     unprepared: tuple[str, ...] = ()
@@ -39,122 +38,90 @@ class Reconciled:
     unknown: tuple[str, ...] = ()
 
 
+@dataclass(frozen=True, slots=True)
 class ClaimReconciler:
-    """Reconciles the claims of one driver.
+    """Reconciles the claims of one driver. deadline: seconds for one request to the API server."""
 
-    Args:
-        driver: its name.
-        pool: its pool's name, which is the node's.
-        async_ledger: the ledger.
-        claims: the API server.
-        files: the claims' CDI files.
-        turns: of the claims.
-        unprepare: unprepares a claim, by UID, in its turn.
-        preparing: the claims that are being prepared now.
-        deadline: seconds for one request to the API server.
-
-    """
-
-    def __init__(
-        self,
-        driver: str,
-        pool: str,
-        async_ledger: AsyncLedger,
-        claims: ClaimApi,
-        files: ClaimFiles,
-        turns: Turns,
-        *,
-        unprepare: Callable[[str], Awaitable[None]],
-        preparing: Collection[str],
-        deadline: float,
-    ) -> None:
-        self._driver = driver
-        self._pool = pool
-        self._ledger = async_ledger
-        self._claims = claims
-        self._files = files
-        self._turns = turns
-        self._unprepare = unprepare
-        self._preparing = preparing
-        self._deadline = deadline
+    records: ClaimRecords
+    api: ClusterClaims
+    files: ClaimFiles
+    preparation: ClaimPreparation
+    deadline: float
 
     async def reconcile(
         self, named: Collection[str], pods: PodProcesses, unlisted: Collection[str] = (), *, sweep: bool = True
-    ) -> Reconciled:
-        """End claims that are over by all witnesses (E2), and compare the CDI files with the ledger.
+    ) -> ReconciledClaims:
+        """End claims that are over by all evidence (E2), and compare the CDI files with the ledger.
 
         A claim ends with NodeUnprepareResources. It ends here only when the kubelet does not count it as prepared,
         no process of its pods can run, and the API server, naming the claim, says that it is deleted or allocated
         elsewhere. What cannot be asked about stays.
 
-        Args:
-            named: UIDs of the claims in the kubelet's claim state.
-            pods: which pods' processes run.
-            unlisted: pods of which it is not known which claims they use.
-            sweep: whether to remove CDI files of claims that the ledger does not know. Not before
-                they were heard as evidence: the ledger may be the one that is wrong.
-
+        named: UIDs of the claims in the kubelet's claim state. pods: which pods' processes run. unlisted: pods of
+        which it is not known which claims they use. sweep: whether to remove CDI files of claims that the ledger does
+        not know; not before the ledger was given these files as evidence, for the ledger may be the one that is wrong.
         """
-        lists: dict[str, list[str]] = {item.name: [] for item in dataclasses.fields(Reconciled)}
+        uids: dict[str, list[str]] = {}
 
-        async def look(claim: Claim) -> None:
-            async with self._turns.of(claim.uid):
-                said = await self._reconcile_one(claim, frozenset(named), pods, frozenset(unlisted))
-            if said:
-                lists[said].append(claim.uid)
+        async def reconcile_one(claim: Claim) -> None:
+            async with self.records.locked(claim.uid):
+                done = await self._reconcile_one(claim.uid, frozenset(named), pods, frozenset(unlisted))
+            if done:
+                uids.setdefault(done, []).append(claim.uid)
 
-        mine = [claim for claim in self._ledger.snapshot.claims.values() if claim.driver == self._driver]
-        for batch in (mine[at : at + 16] for at in range(0, len(mine), 16)):
-            await asyncio.gather(*(look(claim) for claim in batch))
-        for uid in await self._files.claims() if sweep else ():
-            if self._known(uid) is None and uid not in self._preparing and uid not in named:
-                async with self._turns.of(uid):
-                    if self._known(uid) is None:
+        claims = self.records.all()
+        for batch in (claims[at : at + 16] for at in range(0, len(claims), 16)):
+            await asyncio.gather(*map(reconcile_one, batch))
+        for uid in await self.files.claims() if sweep else ():
+            if self.records.get(uid) is None and uid not in self.preparation.preparing and uid not in named:
+                async with self.records.locked(uid):
+                    if self.records.get(uid) is None:
                         with contextlib.suppress(cdi.CdiError):
-                            await self._files.remove(uid)
-                            lists["removed"].append(uid)
-        done = Reconciled(**{name: tuple(sorted(uids)) for name, uids in lists.items()})
-        if done != Reconciled():
-            _LOG.info("%s: claims reconciled: %s", self._driver, done)
+                            await self.files.remove(uid)
+                            uids.setdefault("removed", []).append(uid)
+        done = ReconciledClaims(**{what: tuple(sorted(of)) for what, of in uids.items()})
+        if uids:
+            _LOG.info("%s: claims reconciled: %s", self.records.driver, done)
         return done
 
     async def _reconcile_one(
-        self, claim: Claim, named: frozenset[str], pods: PodProcesses, unlisted: frozenset[str]
+        self, uid: str, named: frozenset[str], pods: PodProcesses, unlisted: frozenset[str]
     ) -> str:
-        known = self._known(claim.uid)
+        """Return what was done to a claim: a field of `ReconciledClaims`, or "" for nothing."""
+        known = self.records.get(uid)
         if known is None:
             return ""
         prepared = prepared_of(known)
         # A ledger of schema 1 has no pods: whether containers of this boot use the claim is not known.
-        unknown = not known.pods and prepared is not None and prepared.boot == self._files.boot
+        unknown = not known.pods and prepared is not None and prepared.boot == self.files.boot
         try:
             users = known.pods | unlisted
-            over = known.name and not unknown and holders.claim_is_over(known.uid, users, named, pods)
-            if over and not await self._still(known):
-                await self._unprepare(known.uid)
+            over = known.name and not unknown and holders.claim_is_over(uid, users, named, pods)
+            if over and not await self._allocated(known):
+                await self.preparation.end(uid)
                 return "unprepared"
         except Exception as error:  # the API server's, a hook's, the disk's: another time
-            _LOG.info("%s: claim %s stays as it is for now: %s", self._driver, known.title, error)
+            _LOG.info("%s: claim %s stays as it is for now: %s", self.records.driver, known.title, error)
             return "unknown"
         if prepared is None:
             return ""
         try:
-            if prepared.boot != self._files.boot:
-                await self._ledger.do(ledger.reopen(self._driver, known.uid))
+            if prepared.boot != self.files.boot:
+                await self.records.ledger.do(ledger.reopen(self.records.driver, uid))
                 return "reopened"
-            written = await self._files.write(known.uid, prepared)
+            written = await self.files.write(uid, prepared)
         except (cdi.CdiError, LedgerError) as error:
-            _LOG.warning("%s: claim %s: %s", self._driver, known.title, error)
+            _LOG.warning("%s: claim %s: %s", self.records.driver, known.title, error)
             return "unknown"
         return "rewritten" if written else ""
 
-    async def _still(self, known: Claim) -> bool:
-        """Whether the API server still has this claim, allocated to the same devices."""
-        ref = ClaimRef(known.namespace, known.name, known.uid)
-        async with asyncio.timeout(self._deadline):
-            claim = await self._claims.get_claim(known.namespace, known.name)
+    async def _allocated(self, known: Claim) -> bool:
+        """Return whether the API server still has this claim, allocated to the same devices."""
+        async with asyncio.timeout(self.deadline):
+            claim = await self.api.get_claim(known.namespace, known.name)
         try:
-            allocation = parse_allocation(claim, ref, self._driver, self._pool)
+            ref = ClaimRef(known.namespace, known.name, known.uid)
+            allocation = parse_allocation(claim, ref, self.records.driver, self.records.pool)
         except ClaimError as error:
             if error.reason == "malformed":
                 raise
@@ -162,6 +129,3 @@ class ClaimReconciler:
         prepared = prepared_of(known)
         allocated = {(result.device, result.share_id or "") for result in allocation.results}
         return prepared is None or allocated == {(device.device, device.share) for device in prepared.devices}
-
-    def _known(self, uid: str) -> Claim | None:
-        return self._ledger.snapshot.claims.get((self._driver, uid))

@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from deviceplugin import naming
-from deviceplugin.device import Device
-from deviceplugin.inventory import Inventory
+from deviceplugin.device import Device, Health
+from deviceplugin.inventory import GONE, Inventory
 from deviceplugin.source import DeviceSource
-from dra_bridge.driver.claims import Result
-
-__all__ = ["Group", "ServedDevices", "ServedResource"]
+from dra_bridge.driver.claims import Allocation, ClaimError, Result, decoded_config
+from dra_bridge.ledger import Claim
 
 
 class ServedResource(NamedTuple):
-    """One resource that the driver serves: who makes its devices, and the live set of them."""
+    """One resource that the driver serves: the source of its devices, and the live set of them."""
 
     source: DeviceSource
     inventory: Inventory
@@ -24,7 +23,7 @@ class ServedResource(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """The devices of one request that come from one source."""
+    """The devices of one request that come from one source. request: without the subrequest."""
 
     request: str
     served: ServedResource
@@ -35,41 +34,83 @@ class Group:
 
 
 class ServedDevices:
-    """The devices of a driver's resources by their published names.
-
-    Args:
-        served: the resources.
-        qualifiers: returns those of resources, as in the names of published devices; a resource for
-            which it has none has no published devices yet.
-
-    """
+    """The devices of a driver's resources. qualifiers, ready: see `Driver`."""
 
     def __init__(
-        self, served: Sequence[ServedResource], qualifiers: Callable[[Sequence[str]], Mapping[str, str]]
+        self,
+        driver: str,
+        resources: Sequence[ServedResource],
+        qualifiers: Callable[[Sequence[str]], Mapping[str, str]],
+        ready: Callable[[str, str], bool],
     ) -> None:
+        self._driver = driver
         self._qualifiers = qualifiers
-        self._served = tuple(served)
+        self._ready = ready
+        self.resources = tuple(resources)
         self._names: tuple[object, dict[str, tuple[ServedResource, Device]]] = (None, {})
 
-    def replace(self, served: Sequence[ServedResource]) -> None:
+    def replace(self, resources: Sequence[ServedResource]) -> None:
         """Serve other resources from now on."""
-        self._served = tuple(served)
+        self.resources = tuple(resources)
         self._names = (None, {})
-
-    @property
-    def resources(self) -> tuple[ServedResource, ...]:
-        """The resources."""
-        return self._served
 
     @property
     def by_name(self) -> Mapping[str, tuple[ServedResource, Device]]:
         """The devices by the name that slices and claims use."""
-        snapshots = [served.inventory.snapshot for served in self._served]
-        words = self._qualifiers([snapshot.resource for snapshot in snapshots])
-        key = tuple((snapshot.resource, snapshot.version) for snapshot in snapshots), tuple(words.items())
+        snapshots = [served.inventory.snapshot for served in self.resources]
+        qualifiers = self._qualifiers([snapshot.resource for snapshot in snapshots])
+        key = tuple((snapshot.resource, snapshot.version) for snapshot in snapshots), tuple(qualifiers.items())
         if self._names[0] != key:
-            served = {one.inventory.snapshot.resource: one for one in self._served}
+            served = {one.inventory.snapshot.resource: one for one in self.resources}
             ids = {snapshot.resource: snapshot.devices for snapshot in snapshots}
-            names = naming.published_names(words, ids)
+            names = naming.published_names(qualifiers, ids)
             self._names = key, {name: (served[of], ids[of][one]) for name, (of, one) in names.items()}
         return self._names[1]
+
+    def of_claim(self, claim: Claim, *, held: bool = False) -> Iterator[tuple[ServedResource, list[Device]]]:
+        """Yield the devices of a claim by resource, also unplugged ones. held: without administrative access."""
+        for served in self.resources:
+            resource, listed = served.source.resource, served.inventory.snapshot.devices
+            ids = dict.fromkeys(d.device for d in claim.devices if d.resource == resource and not (held and d.admin))
+            if ids:
+                yield served, [listed.get(name) or Device(name, health=Health.UNHEALTHY, message=GONE) for name in ids]
+
+    def groups(self, allocation: Allocation) -> list[Group]:
+        """Find the devices and decode the parameters of each request.
+
+        Raises ClaimError: a device is missing, gone or unhealthy, or the parameters are wrong.
+        """
+        found: dict[tuple[str, str, bool], list[tuple[Device, Result]]] = {}
+        by_name = self.by_name
+        for result in allocation.results:
+            if result.device not in by_name:
+                raise ClaimError(
+                    "missing", f"request {result.request!r}: driver {self._driver} has no device {result.device!r} here"
+                )
+            served, device = by_name[result.device]
+            admin = bool(result.admin_access)
+            if not admin:
+                self._check_usable(served, device, result)
+            found.setdefault((result.request, served.source.resource, admin), []).append((device, result))
+        by_resource = {served.source.resource: served for served in self.resources}
+        return [
+            Group(
+                request.partition("/")[0],
+                by_resource[resource],
+                tuple(device for device, _ in items),
+                tuple(result for _, result in items),
+                decoded_config(by_resource[resource].source.config_type, allocation.config, request),
+                admin,
+            )
+            for (request, resource, admin), items in found.items()
+        ]
+
+    def _check_usable(self, served: ServedResource, device: Device, result: Result) -> None:
+        what = f"request {result.request!r}: device {result.device!r}"
+        if not device.health.usable:
+            accepted = {None, "", f"{self._driver}/unhealthy"}
+            tolerated = any(toleration.get("key") in accepted for toleration in result.tolerations or ())
+            if device.message == GONE or not tolerated:
+                raise ClaimError("unhealthy", f"{what} is unhealthy: {device.message or 'no reason was given'}")
+        if not self._ready(served.source.resource, device.id):
+            raise ClaimError("starting", f"{what}: its holder is not known yet, the agent has just started")

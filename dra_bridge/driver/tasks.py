@@ -1,18 +1,18 @@
-"""Tasks that nobody waits for."""
+"""Tasks that run in the background, and calls that a cancellation does not tear apart."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine
-from typing import Any, TypeVar
+import logging
+from collections.abc import Callable, Coroutine
+from typing import Any, Final, TypeVar
 
-__all__ = ["Tasks"]
-
+_LOG: Final = logging.getLogger(__name__)
 _T = TypeVar("_T")
 
 
 class Tasks:
-    """Keeps tasks until they end, and ends those that are left."""
+    """Keeps tasks until they end. What one raises is logged, since perhaps nobody waits for it."""
 
     def __init__(self) -> None:
         self._tasks: set[asyncio.Task[Any]] = set()
@@ -27,17 +27,42 @@ class Tasks:
         task.add_done_callback(self._ended)
         return task
 
-    async def wait(self) -> None:
-        """Wait until those that run now have ended."""
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+    async def wait(self, timeout: float | None = None) -> None:  # as asyncio.wait has it
+        """Wait until the tasks that run now have ended, or until so many seconds are over."""
+        if self._tasks:
+            await asyncio.wait(self._tasks, timeout=timeout)
 
     async def close(self) -> None:
-        """Cancel all and wait for their ends."""
+        """Cancel all tasks and wait for their ends."""
         for task in tuple(self._tasks):
             task.cancel()
         await self.wait()
 
     def _ended(self, task: asyncio.Task[Any]) -> None:
         self._tasks.discard(task)
-        if not task.cancelled():
-            task.exception()  # retrieved: a caller that went away does not ask for it
+        if not task.cancelled() and (error := task.exception()) is not None:
+            _LOG.error("a task in the background failed: %s", task.get_name(), exc_info=error)
+
+
+async def in_thread(function: Callable[..., _T], *args: object) -> _T:
+    """Call a function in a thread; if this task is cancelled meanwhile, raise that when the call has ended.
+
+    A thread cannot be cancelled. If a claim's lock were released before it ended, the next call for this claim would
+    work on the same file beside it.
+    """
+    return await ended(asyncio.get_running_loop().run_in_executor(None, function, *args))
+
+
+async def ended(future: asyncio.Future[_T]) -> _T:
+    """Wait for the end of a future, and only then raise the cancellation of this task, if there was one."""
+    cancelled: asyncio.CancelledError | None = None
+    while not future.done():
+        try:
+            await asyncio.wait({future})
+        except asyncio.CancelledError as error:
+            cancelled = error
+    if cancelled is not None:
+        if not future.cancelled():
+            future.exception()  # retrieved; the cancellation counts
+        raise cancelled
+    return future.result()

@@ -8,33 +8,31 @@ from dataclasses import dataclass
 from deviceplugin.exclusion import Key
 from deviceplugin.topology import natural
 from dra_bridge.handover.share import Drain, Share
-from dra_bridge.ledger import (
-    Side,
-    Snapshot,
-    State,
-)
-
-__all__ = ["Group", "Plan", "followers", "in_hands", "led", "plan"]
+from dra_bridge.ledger import Side, Snapshot, State
 
 
-def in_hands(now: Snapshot, resource: str) -> tuple[frozenset[str], frozenset[str]]:
-    """Return the devices that a pod or a claim holds, and those that move because a claim came for them.
+def held_and_expected(now: Snapshot) -> tuple[frozenset[Key], frozenset[Key]]:
+    """Return the devices that a pod or a claim holds, and those that move to DRA because a claim came for them (R2).
 
-    One that a pod took while it moved is not expected any more: that claim waits for the pod.
+    A device that a pod was given while it moved is held, not expected: the claim waits for the pod.
     """
-    records = now.of(resource)
-    given = {hold.device for hold in now.holds_on(resource, records)}
-    claimed = {name for claim in now.claims_on(resource, records) for of, name in claim.held if of == resource}
-    pulled = {name for name, record in records.items() if record.pulled}
-    return frozenset(given | claimed), frozenset(pulled - given)
+    by_pods = frozenset((one.resource, one.device) for one in now.allocations.values())
+    by_claims = frozenset().union(*(claim.held for claim in now.claims.values()))
+    pulled = frozenset(key for key, record in now.devices.items() if record.pulled)
+    return by_pods | by_claims, pulled - by_pods
+
+
+def in_state(now: Snapshot, resource: str, state: State) -> tuple[str, ...]:
+    """Return the devices of a resource that are in this state."""
+    return tuple(sorted(name for name, record in now.of(resource).items() if record.state is state))
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What is to begin now; to turn round under way is to begin the other way.
+    """Which moves are to begin now; a device that moves the other way turns round.
 
-    to_dra, to_plugin: devices whose move begins. draining: devices on the plugin's side that are to
-    move once they are idle (drain: wait); new pods had better get others.
+    draining: devices on the plugin side that are to move once they are idle (drain: wait); new pods had better get
+    others.
     """
 
     to_dra: tuple[str, ...] = ()
@@ -55,34 +53,28 @@ def plan(
 ) -> Plan:
     """Choose the devices that move so that as many as `share` says are on, or on their way to, DRA.
 
-    states: of every device that counts; quarantined ones are on no side and stay where they are.
-    held: devices in the hands of a pod or a claim. groups: devices that belong together (links,
-    a switch, a NUMA node), which move whole rather than in fragments. expected: devices on their
-    way to DRA because a claim came for them (R2); those are not turned round, or no retry of that
-    claim would ever find its device.
+    Moves under way go on where they serve the share. Idle devices move before held ones, and held ones only with
+    `cordon`.
 
-    Moves under way are kept where they serve the share: first those that ended on DRA, then those
-    still moving. Idle devices move before held ones, and held ones only with `cordon`.
+    states: of every device that counts; quarantined ones are on no side and stay where they are.
+    held: devices that a pod or a claim holds.
+    groups: devices that belong together (links, a switch, a NUMA node) and move whole rather than in fragments.
+    expected: devices on their way to DRA because a claim came for them (R2). Those are not turned round, or no retry
+    of that claim would ever find its device.
     """
     devices = sorted((name for name, state in states.items() if state is not State.QUARANTINED), key=natural)
-    want = share.of(len(devices))
-    bound = [name for name in devices if states[name] in (State.DRA, State.TO_DRA)]
-    if len(bound) < want:
-        rest = [name for name in devices if name not in set(bound)]
-        chosen = _choose(rest, want - len(bound), bound, held, groups, turning=State.TO_PLUGIN, states=states)
-        if drain == "cordon":
-            return Plan(to_dra=chosen)
-        now = tuple(name for name in chosen if name not in held or states[name] is State.TO_PLUGIN)
-        return Plan(to_dra=now, draining=frozenset(chosen) - frozenset(now))
-    if len(bound) > want:
-        rest = [name for name in devices if name not in set(bound)]
-        free = [name for name in bound if states[name] is not State.TO_DRA or name not in expected]
-        count = min(len(bound) - want, len(free))
-        back = _choose(free, count, rest, held, groups, turning=State.TO_DRA, states=states)
-        if drain == "cordon":
-            return Plan(to_plugin=back)
-        return Plan(to_plugin=tuple(name for name in back if name not in held or states[name] is State.TO_DRA))
-    return Plan()
+    dra = [name for name in devices if states[name] in (State.DRA, State.TO_DRA)]
+    plugin = [name for name in devices if states[name] not in (State.DRA, State.TO_DRA)]
+    missing = share.of(len(devices)) - len(dra)
+    if missing > 0:
+        turning, candidates, there = State.TO_PLUGIN, plugin, dra
+    else:
+        turning, there = State.TO_DRA, plugin
+        candidates = [name for name in dra if states[name] is not State.TO_DRA or name not in expected]
+    chosen = _choose(candidates, min(abs(missing), len(candidates)), there, held, groups, turning, states)
+    at_once = [name for name in chosen if drain == "cordon" or name not in held or states[name] is turning]
+    begin = tuple(at_once)
+    return Plan(begin, (), frozenset(chosen) - frozenset(begin)) if missing > 0 else Plan((), begin)
 
 
 def _choose(
@@ -91,42 +83,40 @@ def _choose(
     there: Collection[str],
     held: Collection[str],
     groups: Sequence[frozenset[str]],
-    *,
     turning: State,
     states: Mapping[str, State],
 ) -> tuple[str, ...]:
-    """Choose `count` candidates to go where `there` are already.
+    """Choose `count` candidates to go to the side where `there` are already.
 
-    Devices whose own move is turned round by it go first (they are held by nobody on the other
-    side), then whole groups: those begun already, then those that fit, idle ones before held ones.
+    Devices in the state `turning` come first: they are on their way back, and nobody on the other side holds them.
+    Then come whole groups: those begun already, then those that fit, idle ones before held ones.
     """
     at = {name: index for index, name in enumerate(candidates)}
-    chosen: list[str] = [name for name in candidates if states[name] is turning][:count]
-    groups = [group for group in groups if group & at.keys()] or []
-    grouped = frozenset().union(*groups) if groups else frozenset()
-    parts = [*groups, *(frozenset({name}) for name in candidates if name not in grouped)]
+    chosen = [name for name in candidates if states[name] is turning][:count]
+    parts = [group for group in groups if group & at.keys()]
+    grouped = frozenset().union(*parts)
+    parts += [frozenset({name}) for name in candidates if name not in grouped]
     while len(chosen) < count:
         missing = count - len(chosen)
-        left = [members for group in parts if (members := [n for n in group if n in at and n not in chosen])]
+        left = [(group, rest) for group in parts if (rest := [n for n in group if n in at and n not in chosen])]
 
-        def price(members: list[str], missing: int = missing) -> tuple[bool, int, bool, int, int]:
-            whole = next(group for group in parts if members[0] in group)
-            begun = len(whole & set(there)) + len(whole & set(chosen))
-            idle = [name for name in members if name not in held]
+        def price(part: tuple[frozenset[str], list[str]], missing: int = missing) -> tuple[bool, int, bool, int, int]:
+            group, rest = part
+            begun = len(group & set(there)) + len(group & set(chosen))
+            idle = sum(name not in held for name in rest)
             return (
-                not idle,  # something to be had at once
-                -begun if len(whole) > 1 else 0,  # a group that is broken up already
-                len(members) > missing,  # a group that would be broken up
-                -min(len(idle), missing),  # much of it idle
-                min(at[name] for name in members),
+                not idle,  # at least one device moves at once
+                -begun if len(group) > 1 else 0,  # the group is broken up already
+                len(rest) > missing,  # the group would be broken up
+                -min(idle, missing),  # most devices move at once
+                min(at[name] for name in rest),
             )
 
-        members = min(left, key=price)
-        idle_first = sorted(members, key=lambda name: (name in held, at[name]))
-        idle = [name for name in idle_first if name not in held]
-        others_idle = any(name not in held for group in left if group is not members for name in group)
-        take = idle if idle and others_idle else idle_first
-        chosen.extend(take[:missing])
+        best, rest = min(left, key=price)
+        rest.sort(key=lambda name: (name in held, at[name]))
+        idle = [name for name in rest if name not in held]
+        idle_elsewhere = any(name not in held for group, others in left if group is not best for name in others)
+        chosen.extend((idle if idle and idle_elsewhere else rest)[:missing])
     return tuple(chosen)
 
 
@@ -134,7 +124,7 @@ Group = Callable[[str], tuple[Key, ...]]
 """Returns a device and those of its driver that move together with it, the one that leads first."""
 
 
-def led(
+def leading(
     now: Snapshot, resource: str, states: Mapping[str, State], group: Group
 ) -> tuple[dict[str, State], frozenset[str], frozenset[str]]:
     """Return what `plan` decides about: the states of devices that lead or are by themselves, held and expected ones.
@@ -142,42 +132,31 @@ def led(
     The others follow (`followers`), so the parts of one device count as one. A leader is held, or expected, if any
     device of its group is.
     """
-    held, expected = _hands(now)
-    leaders, busy, awaited = {}, set(), set()
-    for name, state in states.items():
-        members = group(name)
-        if members[0] == (resource, name):
-            leaders[name] = state
-            if not held.isdisjoint(members):
-                busy.add(name)
-            if not expected.isdisjoint(members):
-                awaited.add(name)
-                if state is State.DRA:  # it arrived before others that the claim waits for
-                    leaders[name] = State.TO_DRA
-    return leaders, frozenset(busy), frozenset(awaited)
+    held, expected = held_and_expected(now)
+    groups = {name: members for name in states if (members := group(name))[0] == (resource, name)}
+    awaited = frozenset(name for name, members in groups.items() if not expected.isdisjoint(members))
+    leaders = {
+        # A leader that has arrived before others that the claim waits for counts as moving.
+        name: State.TO_DRA if name in awaited and states[name] is State.DRA else states[name]
+        for name in groups
+    }
+    return leaders, frozenset(name for name, members in groups.items() if not held.isdisjoint(members)), awaited
 
 
 def followers(now: Snapshot, resource: str, devices: Iterable[str], group: Group) -> list[tuple[str, Side, str]]:
-    """Return the devices that are to move because of others that they belong together with: where to, and why.
+    """Return the devices that are to move with others of their group: where to, and why.
 
-    A device follows the one that leads its group. Where a claim came for one of them, all move to DRA.
+    A device follows the one that leads its group. If a claim came for one of them, all move to DRA.
     """
-    _, expected = _hands(now)
+    _, expected = held_and_expected(now)
     moves: list[tuple[str, Side, str]] = []
     for name in devices:
         members = group(name)
         awaited = next((now.device(*key) for key in members if key in expected), None)
         leader = now.device(*members[0])
-        goal = Side.DRA if awaited is not None else leader.state.goal
+        goal, reason = leader.state.goal, f"it moves with {leader.device}"
+        if awaited is not None:
+            goal, reason = Side.DRA, awaited.reason
         if len(members) > 1 and goal is not None and now.device(resource, name).state.goal not in (goal, None):
-            moves.append((name, goal, awaited.reason if awaited is not None else f"it moves with {leader.device}"))
+            moves.append((name, goal, reason))
     return moves
-
-
-def _hands(now: Snapshot) -> tuple[frozenset[Key], frozenset[Key]]:
-    """Return what is held, and what a claim waits for, of all resources (`in_hands`)."""
-    hands = {resource: in_hands(now, resource) for resource in {key[0] for key in now.devices}}
-    return (
-        frozenset((resource, name) for resource, (held, _) in hands.items() for name in held),
-        frozenset((resource, name) for resource, (_, expected) in hands.items() for name in expected),
-    )

@@ -7,14 +7,12 @@ import re
 from dataclasses import dataclass
 from typing import Literal
 
-__all__ = ["Drain", "Share", "ShareError", "parse_share"]
-
 Drain = Literal["cordon", "wait"]
-"""What pods that hold a device on its way get: the device stays out of new pods, or is only avoided."""
+"""How devices that are held leave the plugin side: withdrawn at once, or when they are idle (new pods avoid them)."""
 
 
 class ShareError(ValueError):
-    """Raised when a share is not one."""
+    """Raised when a text is not a share."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,12 +35,7 @@ class Share:
 
 
 def parse_share(text: str | int) -> Share:
-    """Read a share: none, all, a count, or a percentage.
-
-    Raises:
-        ShareError: it is none of them.
-
-    """
+    """Read a share: none, all, a count, or a percentage; raise ShareError if it is none of them."""
     word = str(text).strip()
     if word == "none":
         return Share(0)

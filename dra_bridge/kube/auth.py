@@ -1,4 +1,4 @@
-"""How the API server is reached: its address, whom to trust, and what to say who one is.
+"""How the API server is reached: its address, its CA, and the client's credentials.
 
 In a pod that is the service account, whose token the kubelet renews. Everywhere else it is a
 kubeconfig, which kubernetes_asyncio reads; it is loaded only then, because it takes 45 MB.
@@ -15,12 +15,7 @@ import urllib.parse
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
-
-if TYPE_CHECKING:
-    from kubernetes_asyncio.client import Configuration
-
-__all__ = ["Access", "AccessError", "from_environment", "from_server"]
+from typing import Any, Final
 
 SERVICE_ACCOUNT: Final = Path("/var/run/secrets/kubernetes.io/serviceaccount")
 """Where the kubelet puts a pod's token and the cluster's CA."""
@@ -28,12 +23,12 @@ SERVICE_ACCOUNT: Final = Path("/var/run/secrets/kubernetes.io/serviceaccount")
 TOKEN_AGE: Final = 60.0
 """Seconds after which a token's file is read again, as client-go does; it is renewed long before it expires."""
 
-EXEC_PATIENCE: Final = 120.0
-"""Seconds that a credential plugin may take: somebody may have to log in."""
+EXEC_TIMEOUT: Final = 120.0
+"""Seconds that a credential plugin may take: it may ask a person to log in."""
 
 
-class AccessError(Exception):
-    """Raised when there is no configuration to reach an API server with, or it cannot be used."""
+class KubeConfigError(Exception):
+    """Raised when a kubeconfig is missing or wrong, or gives no credentials."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +36,7 @@ class Access:
     """One way to a server.
 
     authorize: returns the Authorization header, "" for none. It takes whether the last one was
-    refused (401) and a new one is wanted; it raises AccessError or OSError where there is none.
+    refused (401) and a new one is needed; it raises KubeConfigError or OSError where there is none.
     proxy: the URL of the proxy that the configuration names, "" if it names none.
     server_name: the name in the server's certificate if it is not the URL's host.
     """
@@ -56,36 +51,24 @@ class Access:
 async def from_environment(kubeconfig: str | os.PathLike[str] | None = None) -> Access:
     """Return what a kubeconfig file says, else the pod's service account, else KUBECONFIG or ~/.kube/config.
 
-    Raises:
-        AccessError: there is none of these, or it makes no sense.
-        OSError: a file cannot be read.
-
+    Raises KubeConfigError if there is none of these or it cannot be used, OSError if a file cannot be read.
     """
-    if kubeconfig:
-        return await _KubeConfig(os.fspath(kubeconfig)).load()
     host = os.environ.get("KUBERNETES_SERVICE_HOST")
-    if host and (SERVICE_ACCOUNT / "token").exists():
+    if not kubeconfig and host and (SERVICE_ACCOUNT / "token").exists():
         host = f"[{host}]" if ":" in host else host
         url = f"https://{host}:{os.environ.get('KUBERNETES_SERVICE_PORT') or 443}"
         return from_server(url, token_file=SERVICE_ACCOUNT / "token", ca_file=str(SERVICE_ACCOUNT / "ca.crt"))
-    return await _KubeConfig(os.environ.get("KUBECONFIG") or "~/.kube/config").load()
+    return await _KubeConfig(os.fspath(kubeconfig or os.environ.get("KUBECONFIG") or "~/.kube/config")).load()
 
 
-def from_server(url: str, *, token: str = "", token_file: Path | None = None, ca_file: str = "") -> Access:
-    """Return the access to a server with a bearer token, or the file of one."""
+def from_server(url: str, *, token_file: Path | None = None, ca_file: str = "") -> Access:
+    """Return the access to a server, with the bearer token in a file if one is given."""
     tls = _tls(ca_file) if urllib.parse.urlsplit(url).scheme == "https" else None
-    if token_file is not None:
-        return Access(url, tls, _TokenFile(token_file))
-    header = f"Bearer {token}" if token else ""
-
-    async def authorize(again: bool) -> str:
-        return header
-
-    return Access(url, tls, authorize)
+    return Access(url, tls, _TokenFile(token_file))
 
 
 def _tls(ca_file: str | None) -> ssl.SSLContext:
-    """Return what servers are verified with: the cluster's own CA, else those of the system.
+    """Return the context that verifies servers: by the cluster's own CA, else by those of the system.
 
     A cluster's CA is verified as client-go does: Go takes CAs and certificates without key identifiers,
     which Python refuses by default since 3.13 (VERIFY_X509_STRICT), and an intermediate CA as the root.
@@ -98,16 +81,16 @@ def _tls(ca_file: str | None) -> ssl.SSLContext:
 
 
 class _TokenFile:
-    """A bearer token that somebody renews."""
+    """A bearer token in a file that is renewed; no token without a file."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path | None) -> None:
         self._path = path
         self._header = ""
         self._read_at = float("-inf")
 
-    async def __call__(self, again: bool) -> str:
+    async def __call__(self, refused: bool) -> str:
         now = time.monotonic()
-        if again or now - self._read_at >= TOKEN_AGE:
+        if self._path is not None and (refused or now - self._read_at >= TOKEN_AGE):
             self._header = f"Bearer {self._path.read_text().strip()}"
             self._read_at = now
         return self._header
@@ -118,7 +101,7 @@ class _KubeConfig:
 
     def __init__(self, paths: str) -> None:
         self._paths = paths
-        self._turn = asyncio.Lock()
+        self._refreshing = asyncio.Lock()
         self._loads = 0
 
     async def load(self) -> Access:
@@ -127,22 +110,19 @@ class _KubeConfig:
             from kubernetes_asyncio.client import Configuration
             from kubernetes_asyncio.config.kube_config import KubeConfigLoader, KubeConfigMerger
         except ImportError as error:
-            raise AccessError(f"a kubeconfig needs kubernetes_asyncio (the extra `cli`): {error}") from error
-        logging.getLogger("kubernetes_asyncio").setLevel(logging.CRITICAL)  # what it logs, it raises too
+            raise KubeConfigError(f"a kubeconfig needs kubernetes_asyncio (the extra `cli`): {error}") from error
+        logging.getLogger("kubernetes_asyncio").setLevel(logging.CRITICAL)  # it raises what it logs, too
         if not any(Path(path).expanduser().is_file() for path in self._paths.split(os.pathsep) if path):
-            raise AccessError(f"there is no kubeconfig {self._paths}")
+            raise KubeConfigError(f"there is no kubeconfig {self._paths}")
         try:
             merged = KubeConfigMerger(self._paths).config
             self._plugin = _plugin(merged)
             self._loader = KubeConfigLoader(merged, config_base_path=None)
-            self._configuration = Configuration()
+            self._configuration = found = Configuration()
         except Exception as error:
-            raise AccessError(f"{self._paths}: {error or type(error).__name__}") from error
+            raise KubeConfigError(f"{self._paths}: {error or type(error).__name__}") from error
         await self._refresh()
         self._loads += 1
-        return self._access(self._configuration)
-
-    def _access(self, found: Configuration) -> Access:
         tls, url = None, str(found.host)
         if url.startswith("https:"):
             tls = _tls(found.ssl_ca_cert)
@@ -153,10 +133,10 @@ class _KubeConfig:
                 tls.load_cert_chain(found.cert_file, found.key_file)
         return Access(url, tls, self, found.proxy or "", found.tls_server_name or "")
 
-    async def __call__(self, again: bool) -> str:
+    async def __call__(self, refused: bool) -> str:
         loads = self._loads
-        async with self._turn:
-            if again and loads == self._loads:  # nobody else has had it loaded meanwhile
+        async with self._refreshing:
+            if refused and loads == self._loads:  # no other request has loaded it meanwhile
                 await self.load()
             elif self._is_due():
                 await self._refresh()
@@ -169,24 +149,24 @@ class _KubeConfig:
         return time.monotonic() - self._refreshed_at >= TOKEN_AGE
 
     async def _refresh(self) -> None:
-        who = f"credential plugin {self._plugin['command']}" if self._plugin else self._paths
+        source = f"credential plugin {self._plugin['command']}" if self._plugin else self._paths
         try:
-            async with asyncio.timeout(EXEC_PATIENCE):
+            async with asyncio.timeout(EXEC_TIMEOUT):
                 await self._loader.load_and_set(self._configuration)
         except TimeoutError:
-            raise AccessError(f"no credentials: {who} did not end in {EXEC_PATIENCE:g} s") from None
+            raise KubeConfigError(f"no credentials: {source} did not end in {EXEC_TIMEOUT:g} s") from None
         except Exception as error:
             hint = f"; {hint.strip()}" if (hint := self._plugin.get("installHint")) else ""
-            raise AccessError(f"no credentials: {who}: {error or type(error).__name__}{hint}") from error
+            raise KubeConfigError(f"no credentials: {source}: {error or type(error).__name__}{hint}") from error
         if self._plugin and "BearerToken" not in self._configuration.api_key and not self._configuration.cert_file:
-            raise AccessError(f"no credentials: {who} printed neither a token nor a certificate")
+            raise KubeConfigError(f"no credentials: {source} printed neither a token nor a certificate")
         self._refreshed_at = time.monotonic()
 
 
 def _plugin(merged: Any) -> dict[str, Any]:
     """Return the credential plugin of the current context, empty if it has none.
 
-    A command with a slash in it begins where its file lies, which the library does not know.
+    A command with a slash in it is relative to the directory of its file, which the library does not know.
     """
     context = merged["contexts"].get_with_name(merged["current-context"])
     name = context["context"].safe_get("user")

@@ -2,8 +2,8 @@
 
 Objects are plain dicts as JSON has them, so no model classes are loaded.
 
-Many agents talk to one API server. Nothing here polls, a lost server is asked again after random
-waits that grow to half a minute, and what is lost or back is logged once.
+Many agents talk to one API server. Nothing here polls. A lost server is asked again after random waits that grow to
+half a minute, and a loss or a recovery is logged once.
 """
 
 from __future__ import annotations
@@ -12,84 +12,73 @@ import asyncio
 import os
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
-from typing import Any, Final, Literal, Self
+from typing import Final, Self, TypedDict, Unpack
 
-import dra_bridge.kube.auth as auth
 from deviceplugin.backoff import Backoff
+from dra_bridge.kube import auth
 from dra_bridge.kube.auth import Access
-from dra_bridge.kube.connection import Connection
+from dra_bridge.kube.connection import Connection, RequestStatistics
 from dra_bridge.kube.discovery import Discovery
 from dra_bridge.kube.errors import GoneError, UnavailableError, VersionChangedError
 from dra_bridge.kube.kinds import EVENTS, Kind, Object, path_of, selectors_of
-from dra_bridge.kube.traffic import RequestStatistics, Traffic
 from dra_bridge.kube.watch import SILENCE, Changed, Listed, Listing, Positions, Watches
 
-__all__ = ["Cluster"]
+COMPONENT: Final = "dra-bridge"
+"""The field manager of patches and the source of Events."""
 
-DEADLINE: Final = 10.0
-"""Seconds for one request and its answer, retries not counted."""
 
-_PATCHES: Final[Mapping[str, str]] = {
-    "merge": "application/merge-patch+json",
-    "strategic": "application/strategic-merge-patch+json",
-    "json": "application/json-patch+json",
-    "apply": "application/apply-patch+yaml",
-}
+class Options(TypedDict, total=False):
+    """The options of a Cluster; see there."""
+
+    deadline: float
+    backoff: Backoff
+    watch_seconds: tuple[float, float]
+    silence: tuple[float, float]
 
 
 class Cluster:
     """One API server, asynchronously. Belongs to one event loop; every request has a deadline.
 
     Use as an async context manager, or call `aclose`. Methods raise the errors of `dra_bridge.kube.errors`:
-    ApiError and what derives from it, UnsupportedError where resource.k8s.io is asked for and not
-    served, AccessError when the configuration cannot be used.
+    ApiError and what derives from it, UnsupportedError for kinds of resource.k8s.io that the server
+    does not serve, AccessError when the configuration cannot be used.
     """
 
     def __init__(
         self,
         configuration: Callable[[], Awaitable[Access]],
         *,
-        deadline: float = DEADLINE,
+        deadline: float = 10.0,
         backoff: Backoff | None = None,
         watch_seconds: tuple[float, float] = (240.0, 480.0),
         silence: tuple[float, float] = SILENCE,
-        user_agent: str = "dra-bridge",
     ) -> None:
         """Connect to nothing yet.
 
         configuration: read at the first request, and again when the server cannot be reached.
-        deadline: seconds for one request. backoff: the waits of watches after failures.
-        watch_seconds: how long the server is asked to keep a watch open, drawn between the two.
-        silence: how long a watch is believed that sends nothing, drawn between the two.
+        deadline: seconds for one request and its answer. backoff: the waits of watches after failures.
+        watch_seconds: how long the server is asked to keep a watch open. silence: how long a watch that sends nothing
+        is trusted. Both are drawn between two bounds.
         """
         self.backoff = backoff or Backoff()
-        self._connection = Connection(configuration, Traffic(), deadline=deadline, user_agent=user_agent)
+        self._connection = Connection(configuration, deadline)
         self._discovery = Discovery(self._connection)
         self._positions = Positions()
         self._watches = Watches(
-            self._connection,
-            self._discovery,
-            self._positions,
-            self.list,
-            backoff=self.backoff,
-            seconds=watch_seconds,
-            silence=silence,
+            self._connection, self._discovery, self._positions, self.list, self.backoff, watch_seconds, silence
         )
 
     @classmethod
-    def from_environment(cls, kubeconfig: str | os.PathLike[str] | None = None, **options: Any) -> Cluster:
-        """Reach the server that a kubeconfig file names, else the one of the pod, else KUBECONFIG or ~/.kube/config.
-
-        options: as of the class.
-        """
+    def from_environment(cls, kubeconfig: str | os.PathLike[str] | None = None, **options: Unpack[Options]) -> Cluster:
+        """Reach the server that a kubeconfig file names, else the one of the pod, else KUBECONFIG or ~/.kube/config."""
         return cls(lambda: auth.from_environment(kubeconfig), **options)
 
     @classmethod
-    def from_server(cls, url: str, *, token: str = "", ca_file: str = "", **options: Any) -> Cluster:
-        """Reach the server at a URL, with a bearer token and a file of CA certificates if given."""
+    def from_server(cls, url: str, **options: Unpack[Options]) -> Cluster:
+        """Reach the server at a URL, without credentials."""
 
         async def configuration() -> Access:
-            return auth.from_server(url, token=token, ca_file=ca_file)
+            return auth.from_server(url)
 
         return cls(configuration, **options)
 
@@ -103,60 +92,39 @@ class Cluster:
         return f"<Cluster {self._connection.url or 'not connected'}>"
 
     def configure(self) -> None:
-        """Read the configuration now, so that a wrong one is known before anything else is begun.
+        """Read the configuration now, before there is an event loop; may block.
 
-        Before there is an event loop; may block.
-
-        Raises:
-            AccessError: there is none, or it cannot be used.
-
+        Raises AccessError if there is none, or it cannot be used.
         """
         asyncio.run(self._connection.connect())
 
     async def aclose(self) -> None:
-        """Close all connections; watches that are still followed fail."""
+        """Close all connections; open watches fail."""
         await self._connection.aclose()
 
     @property
     def statistics(self) -> RequestStatistics:
         """What went to the API server so far."""
-        return self._connection.traffic.statistics(self._discovery.chosen)
+        return self._connection.traffic.statistics
 
-    async def version(self, *, older_than: float | None = None) -> str:
-        """Return the version of resource.k8s.io to speak: v1, v1beta2 or v1beta1.
+    async def version(self) -> str:
+        """Return the version of resource.k8s.io to use: v1, v1beta2 or v1beta1.
 
-        Asked of the server once, again after an outage, after a 404 that means the whole kind, and
-        when the answer is older than `older_than` seconds.
-
-        Raises:
-            UnsupportedError: the server serves none of them.
-
+        The server is asked once, again after an outage, and after a 404 that means the whole kind.
+        Raises UnsupportedError if the server serves none of them.
         """
-        return await self._discovery.version(older_than=older_than)
+        return await self._discovery.version()
 
     async def api_version(self, kind: Kind) -> str:
         """Return the `apiVersion` of objects of a kind."""
-        version = kind.version or await self.version()
-        return f"{kind.group}/{version}" if kind.group else version
+        return kind.api_version(kind.version or await self.version())
 
-    async def get(self, kind: Kind, name: str, namespace: str = "", *, deadline: float | None = None) -> Object:
-        """Read one object.
-
-        Raises:
-            NotFoundError: there is none.
-
-        """
-        return await self._request("GET", kind, name, namespace, deadline=deadline)
+    async def get(self, kind: Kind, name: str, namespace: str = "") -> Object:
+        """Read one object. Raises NotFoundError if there is none."""
+        return await self._request("GET", kind, name, namespace)
 
     async def list(
-        self,
-        kind: Kind,
-        namespace: str = "",
-        *,
-        field_selector: str = "",
-        label_selector: str = "",
-        page: int = 500,
-        deadline: float | None = None,
+        self, kind: Kind, namespace: str = "", *, field_selector: str = "", label_selector: str = "", page: int = 500
     ) -> Listing:
         """Read all objects of a kind as of now (a consistent read), in all namespaces unless one is given.
 
@@ -171,7 +139,7 @@ class Cluster:
             if follow:
                 parameters["continue"] = follow
             try:
-                answer = await self._request("GET", kind, "", namespace, parameters=parameters, deadline=deadline)
+                answer = await self._request("GET", kind, "", namespace, parameters=parameters)
             except GoneError:
                 if not page:
                     raise
@@ -185,100 +153,41 @@ class Cluster:
                 self._positions.moved(kind, position, before)
                 return Listing(items, position)
 
-    async def create(
-        self, kind: Kind, body: Object, namespace: str = "", *, dry_run: bool = False, deadline: float | None = None
-    ) -> Object:
+    async def create(self, kind: Kind, body: Object, namespace: str = "", *, dry_run: bool = False) -> Object:
         """Create an object and return it as the server has it.
 
-        dry_run: only see what would come of it.
-
-        Raises:
-            AlreadyExistsError: there is one of that name.
-            InvalidError: the server refuses its content.
-            VersionChangedError: it was made for another version than the chosen one.
-
+        dry_run: the server checks and returns the object without storing it.
+        Raises ConflictError if there is one of that name, InvalidError if the server refuses its content, and
+        VersionChangedError if it was made for another version than the chosen one.
         """
         parameters = {"dryRun": "All"} if dry_run else {}
-        return await self._request("POST", kind, "", namespace, parameters=parameters, body=body, deadline=deadline)
+        return await self._request("POST", kind, "", namespace, parameters=parameters, body=body)
 
-    async def replace(self, kind: Kind, body: Object, namespace: str = "", *, deadline: float | None = None) -> Object:
-        """Replace the object that is named like this one, if it still has its `metadata.resourceVersion`.
+    async def replace(self, kind: Kind, body: Object, namespace: str = "") -> Object:
+        """Replace the object of this name, if it still has this `metadata.resourceVersion`.
 
-        Raises:
-            ConflictError: it changed meanwhile. NotFoundError: there is none.
-            InvalidError, VersionChangedError: as for `create`.
-
+        Raises ConflictError if it has another, NotFoundError if there is no object, and otherwise as `create`.
         """
-        return await self._request("PUT", kind, body["metadata"]["name"], namespace, body=body, deadline=deadline)
+        return await self._request("PUT", kind, body["metadata"]["name"], namespace, body=body)
 
     async def patch(
-        self,
-        kind: Kind,
-        name: str,
-        patch: object,
-        namespace: str = "",
-        *,
-        subresource: str = "",
-        content: Literal["merge", "strategic", "json", "apply"] = "merge",
-        field_manager: str = "dra-bridge",
-        deadline: float | None = None,
+        self, kind: Kind, name: str, patch: object, namespace: str = "", *, subresource: str = ""
     ) -> Object:
-        """Change parts of an object, by a merge, strategic merge or JSON patch, or by server-side apply (forced)."""
-        parameters = {"fieldManager": field_manager}
-        if content == "apply":
-            parameters["force"] = "true"
+        """Change parts of an object by a merge patch."""
+        parameters = {"fieldManager": COMPONENT}
         return await self._request(
-            "PATCH",
-            kind,
-            name,
-            namespace,
-            subresource=subresource,
-            parameters=parameters,
-            body=patch,
-            content_type=_PATCHES[content],
-            deadline=deadline,
+            "PATCH", kind, name, namespace, subresource=subresource, parameters=parameters, body=patch
         )
 
-    async def patch_status(
-        self, kind: Kind, name: str, patch: object, namespace: str = "", *, deadline: float | None = None
-    ) -> Object:
-        """Change parts of an object's status by a merge patch `{"status": ...}`."""
-        return await self.patch(kind, name, patch, namespace, subresource="status", deadline=deadline)
-
-    async def delete(
-        self,
-        kind: Kind,
-        name: str,
-        namespace: str = "",
-        *,
-        uid: str = "",
-        resource_version: str = "",
-        deadline: float | None = None,
-    ) -> None:
-        """Delete an object, if it still has this UID and resourceVersion where they are given.
-
-        Raises:
-            NotFoundError: there is none. ConflictError: it is another one by now.
-
-        """
-        wanted = {"uid": uid, "resourceVersion": resource_version}
-        conditions = {key: value for key, value in wanted.items() if value}
+    async def delete(self, kind: Kind, name: str, namespace: str = "", *, uid: str = "") -> None:
+        """Delete an object. Raises NotFoundError if there is none, ConflictError if it has another UID than given."""
         options: Object = {"apiVersion": "v1", "kind": "DeleteOptions"}
-        if conditions:
-            options["preconditions"] = conditions
-        await self._request("DELETE", kind, name, namespace, body=options, deadline=deadline)
+        if uid:
+            options["preconditions"] = {"uid": uid}
+        await self._request("DELETE", kind, name, namespace, body=options)
 
-    async def event(
-        self,
-        regarding: Object,
-        reason: str,
-        message: str,
-        *,
-        warning: bool = True,
-        node: str = "",
-        component: str = "dra-bridge",
-    ) -> None:
-        """Tell about an object where `kubectl describe` shows it; `message` is cut at 1024 bytes.
+    async def event(self, regarding: Object, reason: str, message: str, *, node: str = "") -> None:
+        """Write a warning Event, which `kubectl describe` shows; `message` is cut at 1024 bytes.
 
         regarding: the object, or its apiVersion, kind, metadata.name, .namespace and .uid.
         """
@@ -290,17 +199,14 @@ class Cluster:
             "kind": "Event",
             "metadata": {"generateName": f"{str(metadata.get('name', ''))[:200]}.", "namespace": namespace},
             "involvedObject": {
-                "apiVersion": regarding.get("apiVersion", ""),
-                "kind": regarding.get("kind", ""),
-                "name": metadata.get("name", ""),
-                "namespace": metadata.get("namespace", ""),
-                "uid": metadata.get("uid", ""),
+                **{key: regarding.get(key, "") for key in ("apiVersion", "kind")},
+                **{key: metadata.get(key, "") for key in ("name", "namespace", "uid")},
             },
             "reason": reason,
             "message": message.encode()[:1024].decode(errors="ignore"),
-            "type": "Warning" if warning else "Normal",
-            "source": {"component": component, **({"host": node} if node else {})},
-            "reportingComponent": component,
+            "type": "Warning",
+            "source": {"component": COMPONENT, **({"host": node} if node else {})},
+            "reportingComponent": COMPONENT,
             "reportingInstance": node,
             "firstTimestamp": now,
             "lastTimestamp": now,
@@ -324,10 +230,11 @@ class Cluster:
         Outages, refusals and servers without DRA are waited out, whatever they last. Close the
         generator (`contextlib.aclosing`) to end the watch.
         """
-        return self._watches.follow(kind, namespace, field_selector=field_selector, label_selector=label_selector)
+        selectors = {"field_selector": field_selector, "label_selector": label_selector}
+        return self._watches.follow(kind, namespace, selectors)
 
     async def pause(self, seconds: float) -> None:
-        """Wait before trying again: some seconds, or less if the server is lost and another request finds it back."""
+        """Wait before another try; a wait while the server is lost ends early when another request is answered."""
         await self._connection.traffic.pause(seconds)
 
     async def _request(
@@ -340,25 +247,21 @@ class Cluster:
         subresource: str = "",
         parameters: Mapping[str, str] | None = None,
         body: object = None,
-        content_type: str = "application/json",
-        deadline: float | None = None,
     ) -> Object:
         for again in (True, False):
             version = kind.version or await self.version()
             if method in ("POST", "PUT") and isinstance(body, dict):
-                made = f"{kind.group}/{version}" if kind.group else version
-                if body.setdefault("apiVersion", made) != made:
-                    raise VersionChangedError(
-                        f"the object is in {body['apiVersion']}, the server is spoken to in {made}"
-                    )
+                api_version = kind.api_version(version)
+                if body.setdefault("apiVersion", api_version) != api_version:
+                    raise VersionChangedError(f"the object is in {body['apiVersion']}, the server uses {api_version}")
                 body.setdefault("kind", kind.kind)
             path = path_of(kind, version, name, namespace, subresource)
             try:
-                answer = await self._connection.send(method, path, parameters, body, content_type, deadline, kind, name)
+                answer = await self._connection.send(method, path, parameters, body, kind, name)
             except UnavailableError as error:
                 if error.code != 404 or kind.version or not again:
                     raise
-                self._discovery.forget()  # perhaps the version is missing: the server is another one now
+                self._discovery.forget()  # perhaps the version is not served: the server is another one now
             else:
                 _check(answer, method, path, kind, name)
                 return answer
@@ -377,4 +280,4 @@ def _check(answer: Object, method: str, path: str, kind: Kind, name: str) -> Non
         or (name and metadata.get("name") != name)
         or (listed and not metadata.get("resourceVersion"))
     ):
-        raise UnavailableError(f"{method} {path}: the answer is not what was asked for")
+        raise UnavailableError(f"{method} {path}: the answer is not the requested object")

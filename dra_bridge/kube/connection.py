@@ -1,61 +1,113 @@
-"""The connection to one API server: its configuration, one request and its answer, one stream of lines."""
+"""The connection to one API server: configuration, credentials, requests, streams of lines, and their statistics."""
 
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 import urllib.parse
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping
-from contextlib import AsyncExitStack, asynccontextmanager
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterator, Mapping
+from contextlib import AsyncExitStack, asynccontextmanager, contextmanager, suppress
+from dataclasses import dataclass, field, replace
 from typing import Final
 
 import msgspec
 
-import dra_bridge.kube.auth as auth
-from dra_bridge.kube.auth import Access
-from dra_bridge.kube.errors import AccessError, ApiError, UnauthorizedError, UnavailableError, error_of
+from dra_bridge.kube.auth import Access, KubeConfigError
+from dra_bridge.kube.errors import AccessError, ApiError, UnavailableError, error_of
 from dra_bridge.kube.http import HttpClient, HttpError, Response, proxy_of
 from dra_bridge.kube.kinds import Kind, Object
-from dra_bridge.kube.traffic import Traffic
 
-__all__ = ["Connection"]
+logger: Final = logging.getLogger(__name__)
 
+USER_AGENT: Final = "dra-bridge"
 _RENEW: Final = 10.0
-"""Seconds between two readings of the configuration when the server cannot be reached or does not know us."""
+"""Seconds between two readings of the configuration while the server is unreachable or refuses the credentials."""
+_FAILURES: Final = (HttpError, TimeoutError, OSError, KubeConfigError, ValueError, RecursionError)
+"""What a request without an answer raises, also when a token file or plugin fails, or the answer is not JSON."""
 
-_FAILURES: Final = (
-    HttpError,
-    TimeoutError,
-    OSError,
-    auth.AccessError,
-    ValueError,
-    RecursionError,
-)
-"""What a request without an answer ends with: also a token file or plugin that fails, and JSON that is none."""
+
+@dataclass(frozen=True, slots=True)
+class RequestStatistics:
+    """What went to the API server so far.
+
+    requests: answered or not, by HTTP method. failures: those not answered, or with a 429 or 5xx.
+    watches: streams opened. lost_since: time.monotonic() of the first failure since the last
+    answer, None while the server answers.
+    """
+
+    requests: Mapping[str, int] = field(default_factory=dict)
+    failures: int = 0
+    watches: int = 0
+    lost_since: float | None = None
+
+    @property
+    def writes(self) -> int:
+        """Requests that change something."""
+        return sum(count for method, count in self.requests.items() if method != "GET")
+
+
+class Traffic:
+    """Counts requests and failures, and logs once when the API server is lost or back.
+
+    recoveries: how often the server answered again after it was lost.
+    """
+
+    def __init__(self) -> None:
+        self.statistics = RequestStatistics()
+        self.recoveries = 0
+        self._answers = asyncio.Event()
+        """Set when the server answers again after it was lost."""
+
+    def count(self, method: str, *, watch: bool = False) -> None:
+        """Count a request; opening a watch is one too."""
+        before = self.statistics
+        requests = {**before.requests, method: before.requests.get(method, 0) + 1}
+        self.statistics = replace(before, requests=requests, watches=before.watches + watch)
+
+    def failed(self) -> None:
+        """Count a request that the server could not serve now."""
+        self.statistics = replace(self.statistics, failures=self.statistics.failures + 1)
+
+    def unanswered(self, server: str, reason: str) -> None:
+        """Count a request without an answer: the server is lost from the first one on."""
+        self.failed()
+        if self.statistics.lost_since is None:
+            self.statistics = replace(self.statistics, lost_since=time.monotonic())
+            self._answers.clear()
+            logger.warning("the API server %s is lost: %s", server, reason)
+
+    def answered(self, server: str) -> None:
+        """Note an answer: the server is reachable."""
+        if (lost_since := self.statistics.lost_since) is not None:
+            self.statistics = replace(self.statistics, lost_since=None)
+            self._answers.set()
+            self.recoveries += 1
+            logger.info("the API server %s is back after %.1f s", server, time.monotonic() - lost_since)
+
+    async def pause(self, seconds: float) -> None:
+        """Wait before another try; a wait while the server is lost ends early when another request is answered."""
+        if self.statistics.lost_since is None:
+            await asyncio.sleep(seconds)
+            return
+        with suppress(TimeoutError):
+            async with asyncio.timeout(seconds):
+                await self._answers.wait()
 
 
 class Connection:
-    """One API server as it is configured; the configuration is read again when the server cannot be reached."""
+    """One API server, reached by a configuration.
 
-    def __init__(
-        self,
-        configuration: Callable[[], Awaitable[Access]],
-        traffic: Traffic,
-        *,
-        deadline: float,
-        user_agent: str,
-    ) -> None:
-        """Connect to nothing yet.
+    configuration: read at the first request, and again when the server cannot be reached.
+    deadline: seconds for one request and its answer.
+    """
 
-        configuration: read at the first request, and again when the server cannot be reached.
-        traffic: counts what is sent and what fails. deadline: seconds for one request.
-        """
-        self.traffic = traffic
+    def __init__(self, configuration: Callable[[], Awaitable[Access]], deadline: float) -> None:
+        self.traffic = Traffic()
         self.url = ""
         """Of the server; empty until the configuration is read."""
         self._configuration = configuration
         self._deadline = deadline
-        self._user_agent = user_agent
         self._reached: tuple[Access, HttpClient] | None = None
         self._made_at = 0.0
         self._renew = False
@@ -65,10 +117,8 @@ class Connection:
     async def aclose(self) -> None:
         """Close all connections; streams that are still read fail."""
         reached, self._reached = self._reached, None
-        if reached is not None:
-            await reached[1].aclose()
-        for former in self._former:
-            await former.aclose()
+        for client in [*([reached[1]] if reached else []), *self._former]:
+            await client.aclose()
 
     async def send(
         self,
@@ -76,38 +126,26 @@ class Connection:
         path: str,
         parameters: Mapping[str, str] | None = None,
         body: object = None,
-        content_type: str = "application/json",
-        deadline: float | None = None,
         kind: Kind | None = None,
         name: str = "",
     ) -> Object:
-        """Send a request and return its answer.
+        """Send a request and return its answer. Raises ApiError if it is refused or not answered.
 
-        kind, name: the object that is asked for, if it is one.
-
-        Raises:
-            ApiError: it was refused, or not answered.
-
+        body: of a PATCH, a merge patch. kind, name: the requested object, if the request is for one.
         """
         content = b"" if body is None else msgspec.json.encode(body)
+        content_type = "application/merge-patch+json" if method == "PATCH" else "application/json"
         more = {"Content-Type": content_type} if content else {}
         target = f"{path}?{urllib.parse.urlencode(parameters)}" if parameters else path
 
-        async def once(connected: tuple[HttpClient, dict[str, str]]) -> Response:
-            server, headers = connected
-            self.traffic.asked(method)
-            async with asyncio.timeout(deadline or self._deadline):
-                return await server.request(method, target, headers | more, content)
+        async def request(server: HttpClient, headers: dict[str, str]) -> Response:
+            self.traffic.count(method)
+            return await server.request(method, target, headers | more, content)
 
-        try:
-            connected = await self._connected()
-            response = await once(connected)
-            if response.status == 401 and (renewed := await self._connected(refused=True))[1] != connected[1]:
-                response = await once(renewed)
+        with self._failures(method, path):
+            response = await self._authorized(request)
             if response.status >= 300:
                 raise self._refused(response, kind, name)
-        except _FAILURES as error:
-            raise self._failed(method, path, error) from error
         self._answered()
         try:
             answer = msgspec.json.decode(response.body)
@@ -117,23 +155,35 @@ class Connection:
 
     @asynccontextmanager
     async def stream(self, path: str) -> AsyncGenerator[AsyncIterator[bytes], None]:
-        """Ask for a stream and give its lines; what fails while they are read and understood ends with ApiError."""
-        self.traffic.streamed()
+        """Open a stream and give its lines; what fails while they are read and decoded ends with ApiError."""
+        self.traffic.count("GET", watch=True)
         async with AsyncExitStack() as stack:
-            try:
-                server, headers = await self._connected()
-                async with asyncio.timeout(self._deadline):
-                    response, lines = await stack.enter_async_context(server.stream("GET", path, headers))
-                if response.status == 401 and (renewed := await self._connected(refused=True))[1] != headers:
-                    server, headers = renewed
-                    async with asyncio.timeout(self._deadline):
-                        response, lines = await stack.enter_async_context(server.stream("GET", path, headers))
+            streams: list[AsyncIterator[bytes]] = []
+
+            async def request(server: HttpClient, headers: dict[str, str]) -> Response:
+                response, lines = await stack.enter_async_context(server.stream("GET", path, headers))
+                streams.append(lines)
+                return response
+
+            with self._failures("GET", path.partition("?")[0]):
+                response = await self._authorized(request)
                 if response.status != 200:
                     raise self._refused(response)
                 self._answered()
-                yield lines
-            except _FAILURES as error:
-                raise self._failed("GET", path.partition("?")[0], error) from error
+                yield streams[-1]
+
+    async def _authorized(self, request: Callable[[HttpClient, dict[str, str]], Awaitable[Response]]) -> Response:
+        """Make a request, and make it again with new credentials if the server refuses the old ones (401)."""
+
+        async def once(server: HttpClient, headers: dict[str, str]) -> Response:
+            async with asyncio.timeout(self._deadline):
+                return await request(server, headers)
+
+        connected = await self._connected()
+        response = await once(*connected)
+        if response.status == 401 and (renewed := await self._connected(refused=True))[1] != connected[1]:
+            response = await once(*renewed)
+        return response
 
     def _refused(self, response: Response, kind: Kind | None = None, name: str = "") -> ApiError:
         retry_after = response.headers.get("retry-after", "")
@@ -142,53 +192,52 @@ class Connection:
             self.traffic.failed()
         else:
             self._answered()
-        if isinstance(error, UnauthorizedError):
+        if error.code == 401:
             self._renew = True
         return error
 
-    def _failed(self, method: str, path: str, error: BaseException) -> ApiError:
-        self._renew = True
-        said = "no answer in time" if isinstance(error, TimeoutError) else str(error)
-        said = said or type(error).__name__
-        self.traffic.unanswered(self.url, said)
-        return UnavailableError(f"{method} {path}: {said}")
+    @contextmanager
+    def _failures(self, method: str, path: str) -> Iterator[None]:
+        """Count a request without an answer, and raise UnavailableError."""
+        try:
+            yield
+        except _FAILURES as error:
+            self._renew = True
+            reason = "no answer in time" if isinstance(error, TimeoutError) else str(error) or type(error).__name__
+            self.traffic.unanswered(self.url, reason)
+            raise UnavailableError(f"{method} {path}: {reason}") from error
 
     def _answered(self) -> None:
-        self._renew = False  # it is there, and knows us, by the configuration as it was read
+        self._renew = False  # address and credentials of the configuration are still right
         self.traffic.answered(self.url)
 
     async def connect(self) -> None:
-        """Read the configuration; one that cannot be used leaves what there is.
-
-        Raises:
-            AccessError: there is none, or it cannot be used, and there was none before.
-
-        """
+        """Read the configuration; if that fails the one before stays. Raises AccessError if there was none before."""
         try:
-            made = await self._configuration()
-            server = HttpClient(made.url, made.tls, made.proxy or proxy_of(made.url), made.server_name)
-        except (auth.AccessError, OSError, ValueError) as error:
+            access = await self._configuration()
+            server = HttpClient(access.url, access.tls, access.proxy or proxy_of(access.url), access.server_name)
+        except (KubeConfigError, OSError, ValueError) as error:
             if self._reached is None:
                 raise AccessError(f"cannot reach an API server: {error}") from error
         else:
-            old, self._reached = self._reached, (made, server)
-            self.url = made.url
-            # Watches that live on its connections go on: to cut them would look like the next outage.
+            old, self._reached = self._reached, (access, server)
+            self.url = access.url
+            # Watches on the old connections go on: cutting them would look like another outage.
             former = self._former if old is None else [*self._former, old[1]]
             self._former = [one for one in former if await one.retire()]
         self._made_at, self._renew = time.monotonic(), False
 
     async def _connected(self, *, refused: bool = False) -> tuple[HttpClient, dict[str, str]]:
-        """Return the server and the headers that tell it who asks; refused: it did not know the last ones.
+        """Return the server and the headers with the credentials; refused: the server refused the last ones.
 
-        Not bound by a request's deadline: somebody may have to log in for a credential plugin.
+        Not bound by a request's deadline: a credential plugin may ask a person to log in.
         """
         async with self._connecting:
             if self._reached is None or (self._renew and time.monotonic() - self._made_at >= _RENEW):
                 await self.connect()
         assert self._reached is not None
-        reached, server = self._reached
-        headers = {"User-Agent": self._user_agent, "Accept": "application/json"}
-        if authorization := await reached.authorize(refused):
+        access, server = self._reached
+        headers = {"User-Agent": USER_AGENT, "Accept": "application/json"}
+        if authorization := await access.authorize(refused):
             headers["Authorization"] = authorization
         return server, headers

@@ -1,7 +1,7 @@
-"""HTTP to one API server, by aiohttp: bounds, the proxy, and errors of our own.
+"""HTTP to one API server, by aiohttp: bounds, the proxy, and one error class.
 
-Deadlines are the caller's (`asyncio.timeout`). Nothing here follows a redirect, keeps a cookie or
-takes a compressed answer.
+Deadlines are the caller's (`asyncio.timeout`). The client follows no redirect, keeps no cookie and takes no compressed
+answer.
 """
 
 from __future__ import annotations
@@ -19,12 +19,10 @@ import aiohttp
 import yarl
 from aiohttp.http import HttpProcessingError
 
-__all__ = ["HttpClient", "HttpError", "Response", "proxy_of"]
-
-MOST: Final = 32
+MAX_CONNECTIONS: Final = 32
 """Connections at one time, those of watches included."""
 IDLE: Final = 60.0
-"""Seconds after which a kept connection is not used any more."""
+"""Seconds after which an idle connection is not used any more."""
 MAX_BODY: Final = 64 * 2**20
 """Bytes of one answer: 500 objects (a page of a list) of 128 KiB each."""
 MAX_LINE: Final = 8 * 2**20
@@ -40,8 +38,11 @@ _KEEPALIVE: Final = (
 """A peer that is gone without a FIN (node or load balancer lost) is noticed after 30 s, also by a silent watch."""
 
 
+_Address = ipaddress.IPv4Address | ipaddress.IPv6Address
+
+
 class HttpError(Exception):
-    """Raised when there is no answer, or one that is no HTTP or too large."""
+    """Raised when there is no answer, or one that is not HTTP or too large."""
 
 
 class Response(NamedTuple):
@@ -49,18 +50,18 @@ class Response(NamedTuple):
 
     status: int
     headers: Mapping[str, str]
-    body: bytes = b""
+    body: bytes
 
 
 @contextlib.contextmanager
-def _own_errors() -> Iterator[None]:
+def _http_errors() -> Iterator[None]:
     try:
         yield
     except (aiohttp.ClientError, HttpProcessingError) as error:
         raise HttpError(str(error) or type(error).__name__) from error
 
 
-def _socket(address: aiohttp.AddrInfoType) -> socket.socket:
+def _keepalive_socket(address: aiohttp.AddrInfoType) -> socket.socket:
     made = socket.socket(*address[:3])
     for option in _KEEPALIVE:
         with contextlib.suppress(OSError):
@@ -76,7 +77,7 @@ class _Connector(aiohttp.TCPConnector):
     """
 
     async def connect(self, *args: Any, **kwargs: Any) -> aiohttp.connector.Connection:
-        for _ in range(MOST + 1):
+        for _ in range(MAX_CONNECTIONS + 1):
             connection = await super().connect(*args, **kwargs)
             if connection.protocol is None or not connection.protocol.should_close:
                 return connection
@@ -85,16 +86,10 @@ class _Connector(aiohttp.TCPConnector):
 
 
 class HttpClient:
-    """One HTTP server. Belongs to one event loop.
+    """One HTTP server. Belongs to one event loop. All methods raise OSError and HttpError.
 
-    Raises of all methods: OSError and HttpError.
-
-    Args:
-        url: scheme, host, port and perhaps the beginning of all paths.
-        tls: for https.
-        proxy: the URL of an HTTP proxy on the way, "" for none.
-        server_name: the name in the server's certificate if it is not the host, "" if it is.
-
+    url: scheme, host, port and perhaps the beginning of all paths. tls: for https. proxy: the URL of an HTTP proxy on
+    the way, "" for none. server_name: the name in the server's certificate if it is not the host, "" if it is.
     """
 
     def __init__(self, url: str, tls: ssl.SSLContext | None = None, proxy: str = "", server_name: str = "") -> None:
@@ -103,7 +98,6 @@ class HttpClient:
             raise ValueError(f"{url!r} is not the URL of an HTTP server")
         if proxy and (via.scheme not in ("http", "https") or not via.hostname):
             raise ValueError(f"{via.hostname or proxy!r} is not the URL of an HTTP proxy")
-        self.url = url
         self._base = url.rstrip("/")
         self._options: dict[str, Any] = {"allow_redirects": False}
         if proxy:
@@ -116,24 +110,21 @@ class HttpClient:
             self._options["server_hostname"] = server_name
         self._tls = tls
         self._session: aiohttp.ClientSession | None = None
-        self._busy = 0
+        self._requests = 0
         self._retired = False
 
-    def __repr__(self) -> str:
-        return f"<Server {self.url}: {self._busy} requests under way>"
-
     async def aclose(self) -> None:
-        """Close all connections; requests under way fail."""
+        """Close all connections; current requests fail."""
         session, self._session = self._session, None
         if session is not None:
             await session.close()
 
     async def retire(self) -> bool:
-        """Take no more requests; return whether any is under way, which goes on. The last one closes."""
+        """Take no new requests. Current ones go on, and the last one closes. Return whether there are any."""
         self._retired = True
-        if not self._busy:
+        if not self._requests:
             await self.aclose()
-        return bool(self._busy)
+        return bool(self._requests)
 
     async def request(self, method: str, target: str, headers: Mapping[str, str], content: bytes = b"") -> Response:
         """Send a request and read the whole answer. target: path and query."""
@@ -153,30 +144,33 @@ class HttpClient:
     async def _exchange(
         self, method: str, target: str, headers: Mapping[str, str], content: bytes
     ) -> AsyncIterator[aiohttp.ClientResponse]:
-        self._busy += 1
+        self._requests += 1
         try:
-            with _own_errors():
+            with _http_errors():
                 url = yarl.URL(f"{self._base}{target}", encoded=True)
-                asked = self._opened().request(method, url, headers=headers, data=content or None, **self._options)
-                async with asked as response:
+                request = self._open().request(method, url, headers=headers, data=content or None, **self._options)
+                async with request as response:
                     try:
                         yield response
                     finally:
-                        # What is left unread is not closed politely: TLS would wait for the server's answer, and
-                        # nobody would wait for TLS.
+                        # An unread rest is not closed politely: TLS would wait for the server's answer in vain.
                         connection = response.connection
                         if connection is not None and connection.transport is not None:
                             connection.transport.abort()
         finally:
-            self._busy -= 1
-            if self._retired and not self._busy:
+            self._requests -= 1
+            if self._retired and not self._requests:
                 await self.aclose()
 
-    def _opened(self) -> aiohttp.ClientSession:
+    def _open(self) -> aiohttp.ClientSession:
         if self._session is None:
-            connector = _Connector(limit=MOST, keepalive_timeout=IDLE, ssl=self._tls or True, socket_factory=_socket)
             self._session = aiohttp.ClientSession(
-                connector=connector,
+                connector=_Connector(
+                    limit=MAX_CONNECTIONS,
+                    keepalive_timeout=IDLE,
+                    ssl=self._tls or True,
+                    socket_factory=_keepalive_socket,
+                ),
                 timeout=aiohttp.ClientTimeout(total=None),
                 cookie_jar=aiohttp.DummyCookieJar(),
                 auto_decompress=False,
@@ -195,16 +189,16 @@ class HttpClient:
 
     @staticmethod
     async def _lines(response: aiohttp.ClientResponse) -> AsyncIterator[bytes]:
-        with _own_errors():
+        with _http_errors():
             while line := await response.content.readline(max_line_length=MAX_LINE):
                 yield line
 
 
 def proxy_of(url: str) -> str:
-    """Return the proxy that the environment names for a server, "" for none, as client-go reads it.
+    """Return the proxy that the environment names for a server, "" for none.
 
-    The rules of golang.org/x/net/http/httpproxy: HTTPS_PROXY or HTTP_PROXY by the server's scheme;
-    NO_PROXY with names, addresses and CIDR ranges; localhost and loopback addresses never by a proxy.
+    As client-go, by the rules of golang.org/x/net/http/httpproxy: HTTPS_PROXY or HTTP_PROXY by the server's scheme;
+    NO_PROXY with names, addresses and CIDR ranges; never a proxy for localhost and loopback addresses.
     """
     parts = urllib.parse.urlsplit(url)
     proxy = _variable(f"{parts.scheme}_proxy")
@@ -222,30 +216,29 @@ def _is_direct(host: str, port: int, rules: str) -> bool:
     address = _address(host)
     if host == "localhost" or (address is not None and address.is_loopback):
         return True
-    for rule in filter(None, (one.strip().lower() for one in rules.split(","))):
-        if rule == "*":
-            return True
-        if "/" in rule:
-            with contextlib.suppress(ValueError):
-                if address is not None and address in ipaddress.ip_network(rule, strict=False):
-                    return True
-            continue
-        name, wanted = _split_port(rule)
-        if not name or wanted not in ("", str(port)):
-            continue
-        listed = _address(name)
-        if listed is not None or address is not None:
-            direct = listed == address
-        elif name.startswith((".", "*.")):
-            direct = host.endswith(name.removeprefix("*"))
-        else:
-            direct = f".{host}".endswith(f".{name}")
-        if direct:
-            return True
-    return False
+    return any(_matches(rule.strip().lower(), host, port, address) for rule in rules.split(","))
 
 
-def _address(text: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
+def _matches(rule: str, host: str, port: int, address: _Address | None) -> bool:
+    if rule == "*":
+        return True
+    if "/" in rule:
+        try:
+            return address is not None and address in ipaddress.ip_network(rule, strict=False)
+        except ValueError:
+            return False
+    name, wanted = _split_port(rule)
+    if not name or wanted not in ("", str(port)):
+        return False
+    listed = _address(name)
+    if listed is not None or address is not None:
+        return listed == address
+    if name.startswith((".", "*.")):
+        return host.endswith(name.removeprefix("*"))
+    return f".{host}".endswith(f".{name}")
+
+
+def _address(text: str) -> _Address | None:
     try:
         address = ipaddress.ip_address(text)
     except ValueError:

@@ -5,20 +5,6 @@ from __future__ import annotations
 import urllib.parse
 from typing import Any, Final, NamedTuple
 
-__all__ = [
-    "DEVICE_CLASSES",
-    "EVENTS",
-    "GROUP",
-    "NODES",
-    "PODS",
-    "RESOURCE_CLAIMS",
-    "RESOURCE_SLICES",
-    "Kind",
-    "Object",
-    "path_of",
-    "selectors_of",
-]
-
 Object = dict[str, Any]
 """A Kubernetes object as JSON has it."""
 
@@ -34,26 +20,25 @@ class Kind(NamedTuple):
     kind: str
     namespaced: bool
 
+    def api_version(self, version: str) -> str:
+        """Return the `apiVersion` of its objects in a version of its group."""
+        return f"{self.group}/{version}" if self.group else version
+
 
 NODES: Final = Kind("", "v1", "nodes", "Node", False)
 PODS: Final = Kind("", "v1", "pods", "Pod", True)
 EVENTS: Final = Kind("", "v1", "events", "Event", True)
 RESOURCE_SLICES: Final = Kind(GROUP, "", "resourceslices", "ResourceSlice", False)
 RESOURCE_CLAIMS: Final = Kind(GROUP, "", "resourceclaims", "ResourceClaim", True)
-DEVICE_CLASSES: Final = Kind(GROUP, "", "deviceclasses", "DeviceClass", False)
 
 
 def path_of(kind: Kind, version: str, name: str, namespace: str, subresource: str = "") -> str:
     """Return the path of one object, or of all of a kind if `name` is empty."""
-    parts = ["", "apis", kind.group, version] if kind.group else ["", "api", version]
+    parts = ["apis", kind.group, version] if kind.group else ["api", version]
     if kind.namespaced and namespace:
-        parts += ["namespaces", urllib.parse.quote(namespace, safe="")]
-    parts.append(kind.plural)
-    if name:
-        parts.append(urllib.parse.quote(name, safe=""))
-    if subresource:
-        parts.append(subresource)
-    return "/".join(parts)
+        parts += ["namespaces", namespace]
+    parts += [kind.plural, name, subresource]
+    return "/" + "/".join(urllib.parse.quote(part, safe="") for part in parts if part)
 
 
 def selectors_of(field_selector: str, label_selector: str) -> dict[str, str]:

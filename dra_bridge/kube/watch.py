@@ -8,10 +8,10 @@ import math
 import random
 import time
 import urllib.parse
-from collections.abc import AsyncGenerator, AsyncIterator, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import aclosing
-from dataclasses import dataclass
-from typing import Final, Literal, NamedTuple, Protocol
+from dataclasses import dataclass, field
+from typing import Final, Literal, NamedTuple
 
 import msgspec
 
@@ -21,12 +21,10 @@ from dra_bridge.kube.discovery import Discovery
 from dra_bridge.kube.errors import ApiError, GoneError, UnavailableError, UnsupportedError, error_of_status
 from dra_bridge.kube.kinds import Kind, Object, path_of, selectors_of
 
-__all__ = ["SILENCE", "Changed", "Listed", "Lister", "Listing", "Positions", "Watches"]
-
 logger: Final = logging.getLogger(__name__)
 
 SILENCE: Final = (180.0, 300.0)
-"""Seconds for which a watch without event and bookmark is believed, drawn between the two.
+"""Seconds for which a watch without event and bookmark is trusted, drawn between the two.
 
 kube-apiserver sends a bookmark every minute (defaultBookmarkFrequency, cacher.go, 1.36), but only when its
 cache has passed the watch's position. In a cluster where nothing changes the cache moves with etcd's progress
@@ -36,7 +34,7 @@ objects once in about 4 minutes for each watch.
 
 
 class Listing(NamedTuple):
-    """A list and the position in the history at which it is true."""
+    """A list and the resourceVersion at which it is true."""
 
     items: list[Object]
     resource_version: str
@@ -44,13 +42,12 @@ class Listing(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Listed:
-    """All objects there are: at the beginning, and whenever a watch did not end as it was asked to.
+    """All objects there are: at the beginning, and whenever a watch did not end as the client had asked.
 
     version: of resource.k8s.io in which the objects are; empty for other groups.
     """
 
     items: tuple[Object, ...]
-    resource_version: str
     version: str = ""
 
 
@@ -71,22 +68,24 @@ _WATCH_EVENT: Final = msgspec.json.Decoder(_WatchEvent)
 
 
 class Positions:
-    """How far the history of the server's objects was seen, and whether the server went back in it."""
+    """The highest resourceVersions that the server has shown, and whether it went back behind them.
+
+    restored: how often a list was older than what the server had shown before.
+    """
 
     def __init__(self) -> None:
         self.restored = 0
-        """How often a list was older than what had been seen before."""
         self._highest: dict[str, int] = {}
-        """The highest resourceVersion seen, by the kind's plural: kinds may lie in different etcds."""
+        """By the kind's plural: kinds may lie in different etcds."""
         self._reads: set[asyncio.Timeout] = set()
-        """The deadlines of the watches' reads under way."""
+        """The deadlines of the watches' current reads."""
 
     def highest(self, kind: Kind) -> int:
-        """Return the highest resourceVersion that was seen of a kind, 0 for none."""
+        """Return the highest known resourceVersion of a kind, 0 for none."""
         return self._highest.get(kind.plural, 0)
 
     def moved(self, kind: Kind, position: str, before: int = 0) -> None:
-        """Note a resourceVersion; a consistent list's is at least as high as what was seen before it was asked for.
+        """Note a resourceVersion. That of a consistent list is at least `before`, the highest before the request.
 
         If it is not, the server's storage was restored: open watches may be silent from here on.
         """
@@ -103,14 +102,12 @@ class Positions:
             for read in self._reads:
                 if not read.expired():
                     read.reschedule(0.0)
-        self._highest[kind.plural] = max(number, self._highest.get(kind.plural, 0))
+        self._highest[kind.plural] = max(number, self.highest(kind))
 
     async def read(self, lines: AsyncIterator[bytes], silence: float, restored: int) -> bytes:
         """Return the next line of a watch's stream, b"" at its end.
 
-        Raises:
-            GoneError: nothing came for `silence` seconds, or the server went back meanwhile.
-
+        Raises GoneError if nothing came for `silence` seconds, or the server went back meanwhile.
         """
         if self.restored != restored:
             raise GoneError("the API server went back")
@@ -127,50 +124,27 @@ class Positions:
             self._reads.discard(limit)
 
 
-class Lister(Protocol):
-    """Lists all objects of a kind as of now, and notes their position (`Positions.moved`)."""
-
-    async def __call__(
-        self, kind: Kind, namespace: str = "", *, field_selector: str = "", label_selector: str = ""
-    ) -> Listing:
-        """Return the list."""
-
-
+@dataclass(frozen=True)
 class Watches:
-    """Follows kinds of objects on one API server."""
+    """Follows kinds of objects on one API server.
 
-    def __init__(
-        self,
-        connection: Connection,
-        discovery: Discovery,
-        positions: Positions,
-        lister: Lister,
-        *,
-        backoff: Backoff,
-        seconds: tuple[float, float],
-        silence: tuple[float, float],
-    ) -> None:
-        """Open nothing yet.
+    list_all: as `Cluster.list`. backoff, seconds and silence: as of `Cluster`.
+    """
 
-        backoff: the waits after failures. seconds: how long the server is asked to keep a watch
-        open, drawn between the two. silence: how long a watch is believed that sends nothing,
-        drawn between the two.
-        """
-        self._connection = connection
-        self._discovery = discovery
-        self._positions = positions
-        self._list = lister
-        self._backoff = backoff
-        self._seconds = seconds
-        self._silence = silence
-        self._said: set[str] = set()
+    connection: Connection
+    discovery: Discovery
+    positions: Positions
+    list_all: Callable[..., Awaitable[Listing]]
+    backoff: Backoff
+    seconds: tuple[float, float]
+    silence: tuple[float, float]
+    _warned: set[str] = field(default_factory=set, init=False)
 
     async def follow(
-        self, kind: Kind, namespace: str = "", *, field_selector: str = "", label_selector: str = ""
+        self, kind: Kind, namespace: str, selectors: Mapping[str, str]
     ) -> AsyncGenerator[Listed | Changed, None]:
         """Yield all objects now, then each change, for ever: see `Cluster.follow`."""
-        backoff = self._backoff.fresh()
-        selectors = selectors_of(field_selector, label_selector)
+        backoff = self.backoff.fresh()
         what = f"watch {kind.plural}"
         position, listed_in, restored, lost = "", "", 0, False
         while True:
@@ -178,30 +152,29 @@ class Watches:
             try:
                 version = ""
                 if not kind.version:
-                    version = await self._discovery.version(older_than=0.0 if lost else self._seconds[0] / 2)
+                    version = await self.discovery.version(older_than=0.0 if lost else self.seconds[0] / 2)
                 if not position or version != listed_in:
-                    listing = await self._list(
-                        kind, namespace, field_selector=field_selector, label_selector=label_selector
-                    )
-                    restored = self._positions.restored
-                    version = "" if kind.version else await self._discovery.version()
+                    listing = await self.list_all(kind, namespace, **selectors)
+                    restored = self.positions.restored
+                    version = "" if kind.version else await self.discovery.version()
                     position, listed_in = listing.resource_version, version
-                    yield Listed(tuple(listing.items), position, version)
-                seconds = random.uniform(*self._seconds)  # noqa: S311 - no secret
-                changes = self._watch(kind, namespace, selectors, position, listed_in, seconds, restored)
-                async with aclosing(changes):
-                    async for event, found in changes:
-                        if event == "OPEN":
+                    yield Listed(tuple(listing.items), version)
+                seconds = random.uniform(*self.seconds)  # noqa: S311 - no secret
+                path = path_of(kind, kind.version or version, "", namespace)
+                target = _watch_target(path, selectors_of(**selectors), position, seconds)
+                async with aclosing(self._events(target, restored)) as events:
+                    async for event in events:
+                        if event is None:
                             opened, lost = time.monotonic(), False
                             continue
-                        self._said.discard(what)
-                        position = str((found.get("metadata") or {}).get("resourceVersion") or position)
-                        self._positions.moved(kind, position)
-                        if event in ("ADDED", "MODIFIED", "DELETED"):
-                            yield Changed(event, found)  # type: ignore[arg-type]  # just compared
+                        self._warned.discard(what)
+                        position = str((event.object.get("metadata") or {}).get("resourceVersion") or position)
+                        self.positions.moved(kind, position)
+                        if event.type in ("ADDED", "MODIFIED", "DELETED"):
+                            yield Changed(event.type, event.object)  # type: ignore[arg-type]  # just compared
                 if time.monotonic() - opened < seconds - 1.0:
                     raise UnavailableError(f"{what}: it ended before its time")
-                self._said.discard(what)
+                self._warned.discard(what)
                 backoff.reset()
             except (ApiError, UnsupportedError) as error:
                 position = ""
@@ -214,40 +187,35 @@ class Watches:
                 elif isinstance(error, ApiError):
                     lost = lost or isinstance(error, UnavailableError)
                     if error.code == 404 and not kind.version:
-                        self._discovery.forget()  # the version is not served any more
+                        self.discovery.forget()  # the server may not serve the version any more
                     wait = max(wait, min(error.retry_after, backoff.most))
                 if isinstance(error, UnsupportedError) or (error.code and not isinstance(error, GoneError)):
-                    self._say_once(what, f"{error}")
-                await self._connection.traffic.pause(wait)
+                    self._warn_once(what, error)
+                await self.connection.traffic.pause(wait)
 
-    async def _watch(
-        self,
-        kind: Kind,
-        namespace: str,
-        selectors: Mapping[str, str],
-        position: str,
-        version: str,
-        seconds: float,
-        restored: int,
-    ) -> AsyncGenerator[tuple[str, Object], None]:
-        parameters = {
-            **selectors,
-            "watch": "true",
-            "allowWatchBookmarks": "true",
-            "resourceVersion": position,
-            "timeoutSeconds": str(max(1, round(seconds))),
-        }
-        path = f"{path_of(kind, kind.version or version, '', namespace)}?{urllib.parse.urlencode(parameters)}"
-        async with self._connection.stream(path) as lines:
-            yield "OPEN", {}
-            silence = random.uniform(*self._silence)  # noqa: S311 - no secret
-            while line := await self._positions.read(lines, silence, restored):
+    async def _events(self, target: str, restored: int) -> AsyncGenerator[_WatchEvent | None, None]:
+        """Yield None when the watch is open, then each event, bookmarks included."""
+        async with self.connection.stream(target) as lines:
+            yield None
+            silence = random.uniform(*self.silence)  # noqa: S311 - no secret
+            while line := await self.positions.read(lines, silence, restored):
                 event = _WATCH_EVENT.decode(line)
                 if event.type == "ERROR":
                     raise error_of_status(event.object)
-                yield event.type, event.object
+                yield event
 
-    def _say_once(self, what: str, message: str) -> None:
-        if what not in self._said:
-            self._said.add(what)
-            logger.warning("%s: %s; trying again", what, message)
+    def _warn_once(self, what: str, error: Exception) -> None:
+        if what not in self._warned:
+            self._warned.add(what)
+            logger.warning("%s: %s; trying again", what, error)
+
+
+def _watch_target(path: str, selectors: Mapping[str, str], position: str, seconds: float) -> str:
+    parameters = {
+        **selectors,
+        "watch": "true",
+        "allowWatchBookmarks": "true",
+        "resourceVersion": position,
+        "timeoutSeconds": str(max(1, round(seconds))),
+    }
+    return f"{path}?{urllib.parse.urlencode(parameters)}"

@@ -1,20 +1,28 @@
-"""The operations on devices, holds, claims and settings: pure functions that return an answer and changes."""
+"""The operations of the ledger: pure functions that decide by a snapshot, and return an answer and changes.
+
+Each is called without the snapshot and returns an `Operation`, which `Ledger.do` calls with it, perhaps in another
+thread: arguments must not change after the call. Parameters that many have: `resource`, the extended resource's name;
+`devices`, ids of physical devices; `now`, Unix seconds.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+import functools
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Final
+from typing import Concatenate, Final, ParamSpec, TypeVar
 
+from dra_bridge.ledger import rules
 from dra_bridge.ledger.records import (
+    FOR_CLAIM,
     NONE,
-    PULLED,
     RESTING,
+    AllocationRecord,
     Change,
     Claim,
+    ClaimDevice,
     Decision,
     DeviceRecord,
-    Hold,
     Key,
     Operation,
     Setting,
@@ -22,50 +30,17 @@ from dra_bridge.ledger.records import (
     Snapshot,
     State,
 )
-from dra_bridge.ledger.rules import (
-    ClusterEvidence,
-    Held,
-    KubeletEvidence,
-    KubeletSnapshot,
-    Refused,
-    r1_refusal,
-    r2_refusal,
-    r2_taken,
-    r5_waits_for,
-    r6_waits_for,
-    r7_releases,
-)
 
-__all__ = [
-    "WELL_APART",
-    "Committed",
-    "Granted",
-    "Observed",
-    "adopt",
-    "begin_move",
-    "cancel_move",
-    "commit_to_dra",
-    "commit_to_plugin",
-    "describe",
-    "forget",
-    "grant",
-    "identify",
-    "observe",
-    "prepare",
-    "put_device",
-    "reopen",
-    "reserve",
-    "seen_hold",
-    "set_setting",
-    "unprepare",
-]
+_P = ParamSpec("_P")
+_T = TypeVar("_T")
 
-WELL_APART: Final = 10.0
-"""Seconds between the two snapshots that release a grant whose pod was never seen (R7)."""
-
-_LEAVING: Final = {State.PLUGIN: State.TO_DRA, State.DRA: State.TO_PLUGIN}
-_ARRIVED: Final = {State.TO_DRA: State.DRA, State.TO_PLUGIN: State.PLUGIN}
-_CANCELLED: Final = {State.TO_DRA: State.PLUGIN, State.TO_PLUGIN: State.DRA}
+_TURNED: Final = {
+    State.PLUGIN: State.TO_DRA,
+    State.TO_DRA: State.PLUGIN,
+    State.DRA: State.TO_PLUGIN,
+    State.TO_PLUGIN: State.DRA,
+}
+"""By state: the state in which a device moves to the other side, or is back on the side that it was leaving."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +52,7 @@ class Granted:
 
 @dataclass(frozen=True, slots=True)
 class Observed:
-    """What a snapshot led to, by unit: released ones, ones that the ledger did not know."""
+    """What a snapshot led to: kubelet device ids released and newly found, devices quarantined."""
 
     released: tuple[str, ...] = ()
     found: tuple[str, ...] = ()
@@ -92,380 +67,399 @@ class Committed:
     waiting: Mapping[str, str] = field(default_factory=lambda: NONE)
 
 
-def adopt(resource: str, devices: Iterable[str], side: Side, now: float) -> Operation[tuple[str, ...]]:
-    """Take devices that the ledger does not know yet on a side; answer which those were.
+@dataclass(frozen=True, slots=True)
+class Reconciled:
+    """The devices of a resource after their evidence was compared with the ledger. changed: with a new state.
 
-    Args:
-        resource: the extended resource's name.
-        devices: physical devices' ids, known or not.
-        side: where new ones begin, unless somebody holds them on the other.
-        now: Unix seconds.
-
+    doubtful: those that may have a holder on the other side; they must not be offered before there is better evidence.
     """
-    ids = tuple(dict.fromkeys(devices))
 
-    def decide(state: Snapshot) -> Decision[tuple[str, ...]]:
-        new = [device for device in ids if (resource, device) not in state.devices]
-        if not new:
-            return Decision(())
-        held = {hold.device for hold in state.holds_on(resource, new)}
-        claimed = {device for claim in state.claims_on(resource, new) for of, device in claim.held if of == resource}
-        begins = {
-            device: State.PLUGIN if device in held else State.DRA if device in claimed else RESTING[side]
-            for device in new
-        }
-        return Decision(tuple(new), _moved(state, resource, begins, now, ""))
-
-    return decide
+    changed: Mapping[str, State]
+    quarantined: tuple[str, ...]
+    doubtful: tuple[str, ...] = ()
 
 
-def forget(resource: str, devices: Iterable[str]) -> Operation[tuple[str, ...]]:
-    """Drop devices that are no more; answer which. Held ones stay."""
-    ids = tuple(dict.fromkeys(devices))
+def _operation(decide: Callable[Concatenate[Snapshot, _P], Decision[_T]]) -> Callable[_P, Operation[_T]]:
+    """Make a function that takes a snapshot first into one that is called without it and returns an operation."""
 
-    def decide(state: Snapshot) -> Decision[tuple[str, ...]]:
-        gone = tuple(
-            device
-            for device in ids
-            if (resource, device) in state.devices
-            and not state.holds_on(resource, (device,))
-            and not state.claims_on(resource, (device,))
-        )
-        return Decision(gone, tuple(Change("devices", (resource, device), None) for device in gone))
+    @functools.wraps(decide)
+    def with_arguments(*args: _P.args, **kwargs: _P.kwargs) -> Operation[_T]:
+        def operation(state: Snapshot) -> Decision[_T]:
+            return decide(state, *args, **kwargs)
 
-    return decide
+        return operation
+
+    return with_arguments
 
 
-def identify(identities: Mapping[Key, str]) -> Operation[None]:
-    """Record what devices are; one that somebody holds keeps the identity that its holder got, until a reboot."""
+@_operation
+def adopt(
+    state: Snapshot, resource: str, devices: Collection[str], side: Side, now: float
+) -> Decision[tuple[str, ...]]:
+    """Record devices that the ledger does not know yet; answer which those were.
 
-    def decide(state: Snapshot) -> Decision[None]:
-        changes = []
-        for key, identity in identities.items():
-            record = state.devices.get(key)
-            if record is None or not identity or record.identity == identity:
-                continue
-            same_boot = record.identity.split(" ")[0] == identity.split(" ")[0]
-            if same_boot and (state.holds_on(key[0], key[1:]) or state.claims_on(key[0], key[1:])):
-                continue
+    A device that somebody holds begins on its holder's side, any other on `side`.
+    """
+    new = tuple(device for device in dict.fromkeys(devices) if (resource, device) not in state.devices)
+    held = {record.device for record in state.allocations_on(resource, new)}
+    claimed = {device for claim in state.claims_on(resource, new) for of, device in claim.held if of == resource}
+    begins = {
+        device: State.PLUGIN if device in held else State.DRA if device in claimed else RESTING[side] for device in new
+    }
+    return Decision(new, _moved(state, resource, begins, now))
+
+
+@_operation
+def forget(state: Snapshot, resource: str, devices: Collection[str]) -> Decision[tuple[str, ...]]:
+    """Drop devices that are no more; answer which. Those that somebody holds stay."""
+    gone = tuple(
+        device
+        for device in dict.fromkeys(devices)
+        if (resource, device) in state.devices and not _is_held(state, resource, device)
+    )
+    return Decision(gone, tuple(Change("devices", (resource, device), None) for device in gone))
+
+
+@_operation
+def identify(state: Snapshot, identities: Mapping[Key, str]) -> Decision[None]:
+    """Record what devices are. One that somebody holds keeps the identity that its holder got, until a reboot."""
+    changes = []
+    for key, identity in identities.items():
+        record = state.devices.get(key)
+        if record is None or not identity or record.identity == identity:
+            continue
+        same_boot = record.identity.split(" ")[0] == identity.split(" ")[0]
+        if not (same_boot and _is_held(state, *key)):
             changes.append(Change("devices", key, replace(record, identity=identity)))
-        return Decision(None, tuple(changes))
-
-    return decide
+    return Decision(None, tuple(changes))
 
 
-def grant(resource: str, units: Mapping[str, str], now: float) -> Operation[Granted | Refused]:
-    """Give units to a container (R1), all or none.
+@_operation
+def grant(state: Snapshot, resource: str, ids: Mapping[str, str], now: float) -> Decision[Granted | rules.Refused]:
+    """Give devices to a container (R1), all or none.
 
-    Args:
-        resource: the extended resource's name.
-        units: the physical device's id by unit, the id in Allocate (a replica's, or the device's
-            own). A unit that was given before is given anew: the kubelet took it back unseen.
-        now: Unix seconds.
-
+    ids: the physical device by kubelet device id (a replica's, or the device's own). An id that was given before is
+    given anew: the kubelet does not say when it takes a device back.
     """
-
-    def decide(state: Snapshot) -> Decision[Granted | Refused]:
-        for device in dict.fromkeys(units.values()):
-            refusal = r1_refusal(state, resource, device)
-            if refusal is not None:
-                return Decision(refusal)
-        sequence = state.sequence + 1
-        changes = []
-        for unit, device in units.items():
-            before = state.holds.get((resource, unit))
-            # Its earlier holders stay in the record until the witnesses say that they are gone.
-            holders = before.holders if before is not None else frozenset()
-            pod = before.pod if before is not None else ""
-            changes.append(
-                Change("holds", (resource, unit), Hold(resource, unit, device, now, sequence, holders, pod=pod))
-            )
-        return Decision(Granted(sequence), tuple(changes))
-
-    return decide
+    for device in dict.fromkeys(ids.values()):
+        refusal = rules.r1_refusal(state, resource, device)
+        if refusal is not None:
+            return Decision(refusal)
+    granted = Granted(state.sequence + 1)
+    changes = []
+    for device_id, device in ids.items():
+        record = AllocationRecord(resource, device_id, device, now, granted.sequence)
+        before = state.allocations.get((resource, device_id))
+        if before is not None:  # earlier holders stay in the record until evidence says that they are gone
+            record = replace(record, holders=before.holders, pod=before.pod)
+        changes.append(_put_allocation(record))
+    return Decision(granted, tuple(changes))
 
 
-def observe(resource: str, snapshot: KubeletSnapshot, now: float, *, apart: float = WELL_APART) -> Operation[Observed]:
-    """Compare the holds of a resource with what the witnesses say: release what is over (E2, R7).
+@_operation
+def observe(state: Snapshot, resource: str, snapshot: rules.KubeletSnapshot, now: float) -> Decision[Observed]:
+    """Compare the allocations of a resource with what checkpoint and cgroups say; release what is over (E2, R7).
 
-    A hold is over when none of its holders is left, and no grant of it waits for its container to be named. An id
-    that is held and that the ledger does not know becomes a hold; if its device is on the DRA side, the two
-    contradict each other and the device is quarantined.
-
-    Args:
-        resource: the extended resource's name.
-        snapshot: what the witnesses say of all of the resource's ids.
-        now: Unix seconds.
-        apart: seconds between the two checkpoints of R7.
-
+    An allocation is over when none of its holders is left, and no grant of it waits for its container to be named. An
+    id that is held and that the ledger does not know becomes an allocation. If its device is on the DRA side, the two
+    contradict each other, and the device is quarantined.
     """
-
-    def decide(state: Snapshot) -> Decision[Observed]:
-        changes: list[Change] = []
-        released: list[str] = []
-        for key, hold in state.holds.items():
-            if hold.resource != resource or snapshot.sequence < hold.sequence:
-                continue  # given out, perhaps anew, after the witnesses were asked
-            after = _observed(hold, snapshot, apart)
-            if after is None:
-                released.append(hold.unit)
-                changes.append(Change("holds", key, None))
-            elif after != hold:
-                durable = (after.holders, after.pending) != (hold.holders, hold.pending)
-                changes.append(Change("holds", key, after, durable=durable))
-        found, quarantined = _found(state, resource, snapshot.held, now, changes)
-        return Decision(Observed(tuple(released), found, quarantined), tuple(changes))
-
-    return decide
-
-
-def _observed(hold: Hold, snapshot: KubeletSnapshot, apart: float) -> Hold | None:
-    """Return a hold as the witnesses leave it; None if it is over."""
-    held = snapshot.held.get(hold.unit)
-    holders = held.holders if held is not None else frozenset()
-    pod = held.pod if held is not None else hold.pod
-    if held is not None and held.sure and holders - hold.holders:
-        return replace(hold, holders=holders, pending=False, absent_since=None, pod=pod)
-    if not hold.pending:
-        return replace(hold, holders=holders, pod=pod) if holders else None
-    # A new name that only an old checkpoint has may be that of a pod that ended before this grant.
-    holders &= hold.holders
-    if r7_releases(hold, snapshot, apart):
-        return replace(hold, holders=holders, pending=False, absent_since=None, pod=pod) if holders else None
-    absent = snapshot.at if hold.absent_since is None and snapshot.awake else hold.absent_since
-    return replace(hold, holders=holders, absent_since=absent, pod=pod)
-
-
-def _found(
-    state: Snapshot, resource: str, held: Mapping[str, Held], now: float, changes: list[Change]
-) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    changes: list[Change] = []
+    released: list[str] = []
+    for key, record in state.allocations.items():
+        if record.resource != resource or snapshot.sequence < record.sequence:
+            continue  # given out, perhaps anew, after the snapshot was begun
+        after = _observed(record, snapshot)
+        if after is None:
+            released.append(record.device_id)
+            changes.append(Change("allocations", key, None))
+        elif after != record:
+            durable = (after.holders, after.pending) != (record.holders, record.pending)
+            changes.append(_put_allocation(after, durable=durable))
     found: list[str] = []
     quarantined: dict[str, None] = {}
-    for unit, holder in held.items():
-        record = state.device(resource, holder.device)
-        if (resource, unit) in state.holds or (record.state.prepares and not holder.sure):
+    for device_id, observed in snapshot.held.items():
+        at = state.device(resource, observed.device).state
+        if (resource, device_id) in state.allocations or (at.prepares and not observed.sure):
             continue
-        found.append(unit)
-        changes.append(Change("holds", (resource, unit), seen_hold(state, resource, unit, holder, now)))
-        if record.state.prepares and holder.device not in quarantined:
-            quarantined[holder.device] = None
-            reason = f"{record.state.text}, but the kubelet says that pod {holder.pod} holds it"
-            record = DeviceRecord(resource, holder.device, State.QUARANTINED, now, reason=reason)
-            changes.append(put_device(record, state))
-    return tuple(found), tuple(quarantined)
+        found.append(device_id)
+        changes.append(_found(state, resource, device_id, observed, now))
+        if at.prepares and observed.device not in quarantined:
+            quarantined[observed.device] = None
+            reason = f"{at.text}, but the kubelet says that pod {observed.pod} holds it"
+            changes += _moved(state, resource, {observed.device: State.QUARANTINED}, now, reason)
+    return Decision(Observed(tuple(released), tuple(found), tuple(quarantined)), tuple(changes))
 
 
-def seen_hold(state: Snapshot, resource: str, unit: str, held: Held, now: float) -> Hold:
-    """Return the record of an id that is held and was granted by an agent before, or by a ledger that is lost."""
-    return Hold(
-        resource, unit, held.device, now, state.sequence + 1, held.holders, pending=not held.holders, pod=held.pod
-    )
+def _observed(record: AllocationRecord, snapshot: rules.KubeletSnapshot) -> AllocationRecord | None:
+    """Return an allocation as the snapshot leaves it; None if it is over."""
+    observed = snapshot.held.get(record.device_id)
+    holders = observed.holders if observed is not None else frozenset()
+    pod = observed.pod if observed is not None else record.pod
+    if observed is not None and observed.sure and holders - record.holders:
+        return replace(record, holders=holders, pending=False, absent_since=None, pod=pod)
+    if not record.pending:
+        return replace(record, holders=holders, pod=pod) if holders else None
+    # A new name that only an old checkpoint has may be that of a pod that ended before this grant.
+    holders &= record.holders
+    if rules.r7_releases(record, snapshot):
+        return replace(record, holders=holders, pending=False, absent_since=None, pod=pod) if holders else None
+    absent = snapshot.at if record.absent_since is None and snapshot.awake else record.absent_since
+    return replace(record, holders=holders, absent_since=absent, pod=pod)
 
 
-def reserve(claim: Claim, *, durable: bool, pull: bool = False) -> Operation[Claim | Refused]:
-    """Reserve a claim's devices (R2) while its driver works on them; `prepare` completes it.
+@_operation
+def reserve(state: Snapshot, claim: Claim, *, durable: bool, pull: bool = False) -> Decision[Claim | rules.Refused]:
+    """Reserve a claim's devices (R2) while its driver sets them up; `prepare` completes it.
 
-    Answers the claim as the ledger has it already, if it has (a `result` of None: not completed),
-    else the reservation. Without `durable` a crash forgets it; a driver whose work leaves traces
-    on the device wants it durable, so that an Unprepare after a crash can undo them.
-
-    pull: where a device is on the plugin's side and idle, begin its move to DRA.
+    Answers the claim as the ledger has it already, if it has (a `result` of None: not completed), else the
+    reservation. Without `durable` a crash forgets it. With it, an Unprepare after a crash can undo what the driver did
+    to the devices. pull: if it is refused, begin the move of its idle devices to DRA.
     """
-
-    def decide(state: Snapshot) -> Decision[Claim | Refused]:
-        key = (claim.driver, claim.uid)
-        known = state.claims.get(key)
-        same = known is not None and (known.durable, known.devices) == (durable, claim.devices)
-        if known is not None and (same or known.result is not None):
-            return Decision(known)
-        refusal = _claim_refusal(state, claim)
-        if refusal is not None:
-            return _pulled(state, claim, refusal) if pull else Decision(refusal)
-        durably = durable or (known is not None and known.durable)
-        record = replace(claim, result=None, sequence=state.sequence + 1, durable=durably)
-        return Decision(record, (Change("claims", key, record, durable=durably),))
-
-    return decide
+    known = state.claims.get((claim.driver, claim.uid))
+    if known is not None and (known.result is not None or (known.durable, known.devices) == (durable, claim.devices)):
+        return Decision(known)
+    durable = durable or (known is not None and known.durable)
+    return _take(state, replace(claim, result=None, durable=durable), pull=pull)
 
 
-def prepare(claim: Claim, *, pull: bool = False) -> Operation[Claim | Refused]:
-    """Give a claim its devices for good (R2); idempotent by driver and UID.
+@_operation
+def prepare(state: Snapshot, claim: Claim, *, pull: bool = False) -> Decision[Claim | rules.Refused]:
+    """Give a claim its devices until it is unprepared (R2); a claim that is prepared already is answered as it was.
 
-    Devices of administrative access are seen, not held, and need no side. A claim that is
-    prepared already is answered as it was.
-
-    Args:
-        claim: with its result, which restarts answer with.
-        pull: where a device is on the plugin's side and idle, begin its move to DRA.
-
+    Devices of administrative access are not held, and may be on any side. claim: with its result, which is answered
+    after restarts, too. pull: if it is refused, begin the move of its idle devices to DRA.
     """
-
-    def decide(state: Snapshot) -> Decision[Claim | Refused]:
-        key = (claim.driver, claim.uid)
-        known = state.claims.get(key)
-        if known is not None and known.result is not None:
-            return Decision(known)
-        refusal = _claim_refusal(state, claim)
-        if refusal is not None:
-            return _pulled(state, claim, refusal) if pull else Decision(refusal)
-        record = replace(claim, sequence=state.sequence + 1, durable=True)
-        return Decision(record, (Change("claims", key, record),))
-
-    return decide
+    known = state.claims.get((claim.driver, claim.uid))
+    if known is not None and known.result is not None:
+        return Decision(known)
+    return _take(state, replace(claim, durable=True), pull=pull)
 
 
-def _claim_refusal(state: Snapshot, claim: Claim) -> Refused | None:
+def _take(state: Snapshot, claim: Claim, *, pull: bool) -> Decision[Claim | rules.Refused]:
     for device in claim.devices:
         if not device.admin:
-            refusal = r2_refusal(state, device.resource, device.device) or r2_taken(state, claim, device)
+            refusal = rules.r2_refusal(state, device.resource, device.device) or rules.r2_taken(state, claim, device)
             if refusal is not None:
-                return refusal
-    return None
+                return _pulled(state, claim, refusal) if pull else Decision(refusal)
+    record = replace(claim, sequence=state.sequence + 1)
+    return Decision(record, (_put_claim(record),))
 
 
-def _pulled(state: Snapshot, claim: Claim, refusal: Refused) -> Decision[Claim | Refused]:
-    changes = []
+def _pulled(state: Snapshot, claim: Claim, refusal: rules.Refused) -> Decision[Claim | rules.Refused]:
+    changes: list[Change] = []
     for resource, device in sorted(claim.held):
-        record = state.device(resource, device)
-        if record.state is State.PLUGIN and not state.holds_on(resource, (device,)):
-            moved = replace(record, state=State.TO_DRA, since=claim.since, reason=f"{PULLED}{claim.title}")
-            changes.append(put_device(moved, state))
+        if state.device(resource, device).state is State.PLUGIN and not state.allocations_on(resource, (device,)):
+            changes += _moved(state, resource, {device: State.TO_DRA}, claim.since, f"{FOR_CLAIM}{claim.title}")
             if (resource, device) == (refusal.resource, refusal.device):
                 refusal = replace(refusal, state=State.TO_DRA, since=claim.since, moving=True)
     return Decision(refusal, tuple(changes))
 
 
-def reopen(driver: str, uid: str) -> Operation[Claim | None]:
-    """Make a prepared claim one that is about to be again, its devices still held (after a reboot)."""
-
-    def decide(state: Snapshot) -> Decision[Claim | None]:
-        known = state.claims.get((driver, uid))
-        if known is None or known.result is None:
-            return Decision(known)
-        record = replace(known, result=None, sequence=state.sequence + 1)
-        return Decision(record, (Change("claims", (driver, uid), record),))
-
-    return decide
+@_operation
+def reopen(state: Snapshot, driver: str, uid: str) -> Decision[Claim | None]:
+    """Turn a prepared claim back into a reservation: after a reboot its devices must be set up again."""
+    known = state.claims.get((driver, uid))
+    if known is None or known.result is None:
+        return Decision(known)
+    record = replace(known, result=None, sequence=state.sequence + 1)
+    return Decision(record, (_put_claim(record),))
 
 
-def describe(driver: str, uid: str, namespace: str, name: str, pods: Iterable[str] = ()) -> Operation[Claim | None]:
+@_operation
+def describe(
+    state: Snapshot, driver: str, uid: str, namespace: str, name: str, pods: Collection[str] = ()
+) -> Decision[Claim | None]:
     """Add what is known of a claim: its name, where only its CDI file was known, and pods that share it."""
-    more = frozenset(pods)
-
-    def decide(state: Snapshot) -> Decision[Claim | None]:
-        known = state.claims.get((driver, uid))
-        if known is None:
-            return Decision(None)
-        named = known if known.name else replace(known, namespace=namespace, name=name)
-        record = replace(named, pods=known.pods | more)
-        if record == known:
-            return Decision(known)
-        return Decision(record, (Change("claims", (driver, uid), record, durable=known.durable),))
-
-    return decide
+    known = state.claims.get((driver, uid))
+    if known is None:
+        return Decision(None)
+    record = replace(known, pods=known.pods.union(pods))
+    if not known.name:
+        record = replace(record, namespace=namespace, name=name)
+    return Decision(record, (_put_claim(record),) if record != known else ())
 
 
-def unprepare(driver: str, uid: str) -> Operation[Claim | None]:
+@_operation
+def unprepare(state: Snapshot, driver: str, uid: str) -> Decision[Claim | None]:
     """Take back a claim's devices; answer the record that was there, None for an unknown claim."""
-
-    def decide(state: Snapshot) -> Decision[Claim | None]:
-        known = state.claims.get((driver, uid))
-        if known is None:
-            return Decision(None)
-        return Decision(known, (Change("claims", (driver, uid), None, durable=known.durable),))
-
-    return decide
+    known = state.claims.get((driver, uid))
+    if known is None:
+        return Decision(None)
+    return Decision(known, (Change("claims", (driver, uid), None, durable=known.durable),))
 
 
-def set_setting(section: str, key: str, value: str | None) -> Operation[None]:
+@_operation
+def set_setting(state: Snapshot, section: str, key: str, value: str | None) -> Decision[None]:
     """Keep a value, or drop it (None)."""
-
-    def decide(state: Snapshot) -> Decision[None]:
-        if state.setting(section, key) == value:
-            return Decision(None)
-        record = None if value is None else Setting(section, key, value)
-        return Decision(None, (Change("settings", (section, key), record),))
-
-    return decide
+    if state.setting(section, key) == value:
+        return Decision(None)
+    record = None if value is None else Setting(section, key, value)
+    return Decision(None, (Change("settings", (section, key), record),))
 
 
+@_operation
 def begin_move(
-    resource: str, devices: Iterable[str], to: Side, now: float, reason: str = ""
-) -> Operation[Mapping[str, State]]:
-    """Send devices towards a side; answer the new state of those that changed.
+    state: Snapshot, resource: str, devices: Collection[str], to: Side, now: float, reason: str = ""
+) -> Decision[Mapping[str, State]]:
+    """Begin moves to a side; answer the new state of each device that changed.
 
-    One that is moving the other way turns round. Quarantined devices stay.
+    A device that is moving to the other side returns. Quarantined devices stay.
     """
-    ids = tuple(dict.fromkeys(devices))
-
-    def decide(state: Snapshot) -> Decision[Mapping[str, State]]:
-        moves: dict[str, State] = {}
-        for device in ids:
-            at = state.device(resource, device).state
-            if at is not State.QUARANTINED and at.goal is not to:
-                moves[device] = _CANCELLED.get(at) or _LEAVING[at]
-        return Decision(moves, _moved(state, resource, moves, now, reason))
-
-    return decide
+    at = {device: state.device(resource, device).state for device in devices}
+    moves = {device: _TURNED[one] for device, one in at.items() if one in _TURNED and one.goal is not to}
+    return Decision(moves, _moved(state, resource, moves, now, reason))
 
 
-def cancel_move(resource: str, devices: Iterable[str], now: float) -> Operation[Mapping[str, State]]:
-    """Send moving devices back where they came from; answer the new state of those that changed."""
-    ids = tuple(dict.fromkeys(devices))
-
-    def decide(state: Snapshot) -> Decision[Mapping[str, State]]:
-        at = {device: state.device(resource, device).state for device in ids}
-        moves = {device: _CANCELLED[where] for device, where in at.items() if where in _CANCELLED}
-        return Decision(moves, _moved(state, resource, moves, now, "cancelled"))
-
-    return decide
-
-
-def commit_to_dra(resource: str, devices: Iterable[str], evidence: KubeletEvidence, now: float) -> Operation[Committed]:
+@_operation
+def commit_to_dra(
+    state: Snapshot, resource: str, devices: Collection[str], evidence: rules.KubeletEvidence, now: float
+) -> Decision[Committed]:
     """End moves to DRA for which the evidence suffices (R5)."""
-    return _commit(resource, devices, State.TO_DRA, lambda state, record: r5_waits_for(state, record, evidence), now)
+    moving = _in_state(state, resource, devices, State.TO_DRA)
+    waits = {record.device: rules.r5_waits_for(state, record, evidence) for record in moving}
+    return _committed(state, resource, waits, State.DRA, now)
 
 
+@_operation
 def commit_to_plugin(
-    resource: str, devices: Iterable[str], evidence: ClusterEvidence, now: float
-) -> Operation[Committed]:
+    state: Snapshot, resource: str, devices: Collection[str], evidence: rules.ClusterEvidence, now: float
+) -> Decision[Committed]:
     """End moves to the plugin for which the evidence suffices (R6)."""
-    return _commit(resource, devices, State.TO_PLUGIN, lambda state, record: r6_waits_for(state, record, evidence), now)
+    moving = _in_state(state, resource, devices, State.TO_PLUGIN)
+    waits = {record.device: rules.r6_waits_for(state, record, evidence) for record in moving}
+    return _committed(state, resource, waits, State.PLUGIN, now)
 
 
-def _commit(
-    resource: str,
-    devices: Iterable[str],
-    at: State,
-    waits_for: Callable[[Snapshot, DeviceRecord], str],
-    now: float,
-) -> Operation[Committed]:
-    ids = tuple(dict.fromkeys(devices))
-
-    def decide(state: Snapshot) -> Decision[Committed]:
-        moves: dict[str, State] = {}
-        waiting: dict[str, str] = {}
-        for device in ids:
-            record = state.device(resource, device)
-            if record.state is at:
-                reason = waits_for(state, record)
-                if reason:
-                    waiting[device] = reason
-                else:
-                    moves[device] = _ARRIVED[at]
-        return Decision(Committed(tuple(moves), waiting), _moved(state, resource, moves, now, ""))
-
-    return decide
+def _in_state(state: Snapshot, resource: str, devices: Iterable[str], at: State) -> list[DeviceRecord]:
+    records = (state.device(resource, device) for device in dict.fromkeys(devices))
+    return [record for record in records if record.state is at]
 
 
-def _moved(state: Snapshot, resource: str, moves: Mapping[str, State], now: float, reason: str) -> tuple[Change, ...]:
-    return tuple(
-        put_device(DeviceRecord(resource, device, to, now, reason=reason), state) for device, to in moves.items()
-    )
+def _committed(
+    state: Snapshot, resource: str, waits: Mapping[str, str], arrived: State, now: float
+) -> Decision[Committed]:
+    moves = {device: arrived for device, what in waits.items() if not what}
+    waiting = {device: what for device, what in waits.items() if what}
+    return Decision(Committed(tuple(moves), waiting), _moved(state, resource, moves, now))
 
 
-def put_device(record: DeviceRecord, state: Snapshot) -> Change:
-    """Return the change that records a device; it keeps the identity that is known unless it has its own."""
-    identity = record.identity or state.device(record.resource, record.device).identity
-    record = replace(record, sequence=state.sequence + 1, identity=identity)
-    return Change("devices", (record.resource, record.device), record)
+@_operation
+def reconcile_evidence(
+    state: Snapshot, resource: str, evidence: rules.Evidence, devices: Collection[str], side: Side, now: float
+) -> Decision[Reconciled]:
+    """Compare the ledger with evidence, or build it from evidence where it is empty (R8).
+
+    A device that the ledger does not know goes to DRA if a claim's allocation or a CDI file names it, to the plugin if
+    the kubelet's checkpoint does, to quarantine if both do, to `side` if neither. A known one stays, unless a holder on
+    the other side contradicts the ledger. An allocation without a prepared claim does not contradict it, because the
+    scheduler writes some minutes late. Nor does a holder that is not sure: it makes the device doubtful. A
+    quarantined device leaves as soon as the evidence and the ledger's own holders agree. evidence: of all holders of
+    `devices`.
+    """
+    held = sorted(evidence.held.values(), key=lambda one: one.sure)  # sure ones last: they replace the others
+    plugin = {one.device: one for one in held}
+    prepared = {d: c for c in evidence.claims if c.prepared for d in c.devices}
+    claimed = {d: c for c in evidence.claims for d in c.devices}
+    changes: list[Change] = []
+    changed: dict[str, State] = {}
+    quarantined: list[str] = []
+    doubtful: dict[str, None] = {}
+    for device in dict.fromkeys((*devices, *plugin, *claimed)):
+        known = state.devices.get((resource, device))
+        pod, claim = plugin.get(device), claimed.get(device)
+        if known is None or known.state is State.QUARANTINED:
+            for record in state.allocations_on(resource, (device,)):
+                pod = pod or rules.ObservedAllocation(device, record.pod or "unknown")
+            for one in state.claims_on(resource, (device,)):
+                claim = claim or rules.ClaimEvidence(one.driver, one.uid, frozenset((device,)), prepared=True)
+        elif known.state.prepares and pod is not None and not pod.sure:
+            doubtful[device] = None
+            pod = None
+        if pod is None and not evidence.awake and (known is None or not known.state.allocates):
+            doubtful[device] = None  # it may have been given to a pod that the checkpoint does not name yet
+            continue
+        at, reason = _proven(known, pod.pod if pod else None, claim, prepared.get(device), side)
+        if known is None or at is not known.state:
+            changed[device] = at
+            changes += _moved(state, resource, {device: at}, now, reason)
+        if at is State.QUARANTINED:
+            quarantined.append(device)
+    for device_id, observed in evidence.held.items():
+        if (resource, device_id) not in state.allocations and observed.device not in doubtful:
+            changes.append(_found(state, resource, device_id, observed, now))
+    changes += _prepared_claims(state, resource, evidence.claims, now)
+    return Decision(Reconciled(changed, tuple(quarantined), tuple(doubtful)), tuple(changes))
+
+
+def _proven(
+    known: DeviceRecord | None,
+    pod: str | None,
+    claimed: rules.ClaimEvidence | None,
+    prepared: rules.ClaimEvidence | None,
+    side: Side,
+) -> tuple[State, str]:
+    """Return the state in which the evidence leaves a device, and the reason if it is a new state."""
+    if known is None or known.state is State.QUARANTINED:
+        if pod is not None and claimed is not None:
+            return State.QUARANTINED, f"held by pod {pod} and allocated to claim {claimed.uid}"
+        if pod is not None:
+            return State.PLUGIN, f"held by pod {pod}"
+        if claimed is not None:
+            return State.DRA, f"allocated to claim {claimed.uid}"
+        return RESTING[side], ""
+    if pod is not None and (known.state.prepares or prepared is not None):
+        return State.QUARANTINED, f"{known.state.text}, but pod {pod} holds it"
+    if prepared is not None and known.state.allocates:
+        return State.QUARANTINED, f"{known.state.text}, but claim {prepared.uid} is prepared with it"
+    return known.state, known.reason
+
+
+def _prepared_claims(state: Snapshot, resource: str, claims: Iterable[rules.ClaimEvidence], now: float) -> list[Change]:
+    """Return the changes that record claims which evidence says are prepared, and which the ledger has no result of."""
+    changes = []
+    for claim in claims:
+        known = state.claims.get((claim.driver, claim.uid))
+        if not claim.prepared or (known is not None and known.result is not None):
+            continue
+        # A claim over several resources is found once for each of them, so its record may have other devices already.
+        before = known or Claim(claim.driver, claim.uid, claim.namespace, claim.name, (), None, now)
+        recorded = {(one.resource, one.device) for one in before.devices}
+        added = (
+            ClaimDevice(resource, device, claim.shares.get(device, ""))
+            for device in sorted(claim.devices)
+            if (resource, device) not in recorded
+        )
+        after = replace(before, devices=(*before.devices, *added), pods=before.pods | claim.pods)
+        if after != before:
+            changes.append(_put_claim(replace(after, sequence=state.sequence + 1)))
+    return changes
+
+
+def _is_held(state: Snapshot, resource: str, device: str) -> bool:
+    return bool(state.allocations_on(resource, (device,)) or state.claims_on(resource, (device,)))
+
+
+def _found(state: Snapshot, resource: str, device_id: str, observed: rules.ObservedAllocation, now: float) -> Change:
+    """Record an id that is held and that was granted by an earlier agent, or by a ledger that is lost."""
+    record = AllocationRecord(resource, device_id, observed.device, now, state.sequence + 1, observed.holders)
+    return _put_allocation(replace(record, pending=not observed.holders, pod=observed.pod))
+
+
+def _put_allocation(record: AllocationRecord, *, durable: bool = True) -> Change:
+    return Change("allocations", (record.resource, record.device_id), record, durable=durable)
+
+
+def _put_claim(record: Claim) -> Change:
+    return Change("claims", (record.driver, record.uid), record, durable=record.durable)
+
+
+def _moved(
+    state: Snapshot, resource: str, moves: Mapping[str, State], now: float, reason: str = ""
+) -> tuple[Change, ...]:
+    """Return the changes that give devices new states; each keeps the identity that is known."""
+    records = [
+        replace(state.device(resource, device), state=to, since=now, sequence=state.sequence + 1, reason=reason)
+        for device, to in moves.items()
+    ]
+    return tuple(Change("devices", (resource, record.device), record) for record in records)

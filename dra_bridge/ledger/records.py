@@ -1,4 +1,4 @@
-"""What the ledger knows: frozen records of devices, holds, claims and settings, and a snapshot of all of them.
+"""What the ledger knows: frozen records of devices, allocations, claims and settings, and a snapshot of all of them.
 
 It also defines what an operation returns (its answer and its changes) and the errors of the ledger.
 """
@@ -13,29 +13,6 @@ from typing import Any, Final, Generic, TypeVar
 
 import msgspec
 
-__all__ = [
-    "NONE",
-    "PULLED",
-    "RESTING",
-    "Change",
-    "Claim",
-    "ClaimDevice",
-    "Decision",
-    "DeviceRecord",
-    "Hold",
-    "Holder",
-    "Key",
-    "LedgerBusyError",
-    "LedgerError",
-    "LedgerLostError",
-    "Operation",
-    "Record",
-    "Setting",
-    "Side",
-    "Snapshot",
-    "State",
-]
-
 _T = TypeVar("_T")
 _T_co = TypeVar("_T_co", covariant=True)
 
@@ -45,13 +22,13 @@ class LedgerError(Exception):
 
 
 class LedgerBusyError(LedgerError):
-    """Raised when another agent of this node holds the ledger."""
+    """Raised when another agent of this node has the ledger."""
 
 
 class LedgerLostError(LedgerError):
-    """Raised when the files are not those that were opened, or have lost what was written; nothing is granted any more.
+    """Raised when the files are not those that were opened, or have lost what was written.
 
-    The process must begin again: what is held is found out from evidence then.
+    Nothing is granted any more. The process must begin again, and find out from evidence what is held.
     """
 
 
@@ -88,13 +65,15 @@ class State(enum.Enum):
 
     @property
     def offered(self) -> bool:
-        """Whether the slice offers the device without a taint (R4)."""
+        """Whether the slice offers the device (R4)."""
         return self is State.DRA
 
     @property
     def goal(self) -> Side | None:
         """The side where a device is or moves to; None if it is quarantined."""
-        return _GOAL.get(self)
+        if self is State.QUARANTINED:
+            return None
+        return Side.DRA if self in {State.DRA, State.TO_DRA} else Side.PLUGIN
 
     @property
     def text(self) -> str:
@@ -109,28 +88,23 @@ _WORDS: Final = {
     State.TO_PLUGIN: "moving from DRA to the device plugin",
     State.QUARANTINED: "quarantined",
 }
-PULLED: Final = "for claim "
 RESTING: Final = {Side.PLUGIN: State.PLUGIN, Side.DRA: State.DRA}
-_GOAL: Final = {
-    State.PLUGIN: Side.PLUGIN,
-    State.TO_DRA: Side.DRA,
-    State.DRA: Side.DRA,
-    State.TO_PLUGIN: Side.PLUGIN,
-}
+"""The state of a device that is on a side and does not move."""
+FOR_CLAIM: Final = "for claim "
+"""Begins the reason of a move that a claim has begun."""
 
 Key = tuple[str, str]
-"""(resource, device), (resource, unit) or (driver, claim UID)."""
-
+"""(resource, device), (resource, kubelet device id), (driver, claim UID) or (section, key of a setting)."""
 Holder = tuple[str, str]
 """(pod UID, container)."""
 
 
 @dataclass(frozen=True, slots=True)
 class DeviceRecord:
-    """One physical device. `since`: Unix seconds; `sequence`: of the change that led here.
+    """One physical device.
 
-    identity: what it was when it was given to those that hold it, or when it was last listed, in words
-    (`deviceplugin.identity.recorded`); "" if that is not known.
+    since: Unix seconds. sequence: of the change that led to this state. identity: what the device was when its
+    holders got it, or when it was last listed (`deviceplugin.identity.recorded`); "" if that is not known.
     """
 
     resource: str
@@ -143,21 +117,21 @@ class DeviceRecord:
 
     @property
     def pulled(self) -> bool:
-        """Whether it moves to DRA because a claim came for it (R2)."""
-        return self.state is State.TO_DRA and self.reason.startswith(PULLED)
+        """Whether it moves to DRA because a claim for it came (R2)."""
+        return self.state is State.TO_DRA and self.reason.startswith(FOR_CLAIM)
 
 
 @dataclass(frozen=True, slots=True)
-class Hold:
-    """A kubelet device id (the device's own, or a replica's) that Allocate gave away.
+class AllocationRecord:
+    """A kubelet device id (the device's own, or a replica's) that Allocate has given to a container.
 
-    holders: (pod UID, container) of those that the kubelet's checkpoint named since. pending: the container of the
-    last grant has not been named yet. absent_since: when the first checkpoint without it was asked for (monotonic
-    seconds), known to this process only. pod: namespace/name or UID of a holder, for people; likewise.
+    holders: those that the kubelet's checkpoint has named since. pending: the container of the last grant has not
+    been named yet. Only this process knows `absent_since` and `pod`. absent_since: when the first checkpoint without
+    the id was asked for (monotonic seconds). pod: a holder's namespace/name or UID, for people.
     """
 
     resource: str
-    unit: str
+    device_id: str
     device: str
     since: float
     sequence: int
@@ -168,7 +142,7 @@ class Hold:
 
 
 class ClaimDevice(msgspec.Struct, frozen=True, array_like=True):
-    """A device of a claim. admin: seen, not held. share: of consumable capacity, else ""."""
+    """A device of a claim. share: of consumable capacity, else "". admin: access without holding it."""
 
     resource: str
     device: str
@@ -178,10 +152,10 @@ class ClaimDevice(msgspec.Struct, frozen=True, array_like=True):
 
 @dataclass(frozen=True, slots=True)
 class Claim:
-    """A claim that is prepared, or (result None) about to be.
+    """A claim that is prepared, or is being prepared (result None).
 
-    result: what the driver answers with, opaque here. pods: UIDs of the pods that it was reserved for when it was
-    prepared. durable: on disk, not only in this process.
+    result: what the driver answers with; the ledger does not read it. pods: UIDs of the pods that it was reserved
+    for when it was prepared. durable: on disk, not only in this process.
     """
 
     driver: str
@@ -197,7 +171,7 @@ class Claim:
 
     @property
     def held(self) -> frozenset[Key]:
-        """The devices it holds as (resource, device), those of administrative access not among them."""
+        """The devices it holds as (resource, device); those of administrative access are not held."""
         return frozenset((device.resource, device.device) for device in self.devices if not device.admin)
 
     @property
@@ -215,20 +189,17 @@ class Setting:
     value: str
 
 
-Record = DeviceRecord | Hold | Claim | Setting
+Record = DeviceRecord | AllocationRecord | Claim | Setting
 NONE: Final[Mapping[Any, Any]] = MappingProxyType({})
 
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """Everything the ledger knows at one moment; never changed, replaced.
-
-    sequence: of the last change; it only grows.
-    """
+    """Everything the ledger knows at one moment. sequence: of the last change; it only grows."""
 
     sequence: int = 0
     devices: Mapping[Key, DeviceRecord] = field(default_factory=lambda: NONE)
-    holds: Mapping[Key, Hold] = field(default_factory=lambda: NONE)
+    allocations: Mapping[Key, AllocationRecord] = field(default_factory=lambda: NONE)
     claims: Mapping[Key, Claim] = field(default_factory=lambda: NONE)
     settings: Mapping[Key, Setting] = field(default_factory=lambda: NONE)
 
@@ -245,10 +216,10 @@ class Snapshot:
         """Return the devices of a resource by id."""
         return {record.device: record for record in self.devices.values() if record.resource == resource}
 
-    def holds_on(self, resource: str, devices: Iterable[str]) -> list[Hold]:
-        """Return what Allocate gave away of these devices."""
+    def allocations_on(self, resource: str, devices: Iterable[str]) -> list[AllocationRecord]:
+        """Return the allocations of these devices."""
         wanted = frozenset(devices)
-        return [hold for hold in self.holds.values() if hold.device in wanted and hold.resource == resource]
+        return [one for one in self.allocations.values() if one.device in wanted and one.resource == resource]
 
     def claims_on(self, resource: str, devices: Iterable[str]) -> list[Claim]:
         """Return the claims that hold any of these devices."""
@@ -259,19 +230,18 @@ class Snapshot:
         """Return the snapshot that follows."""
         tables: dict[str, dict[Key, Any]] = {}
         for change in changes:
-            table = tables.get(change.table)
-            if table is None:
-                table = tables[change.table] = dict(getattr(self, change.table))
+            if change.table not in tables:
+                tables[change.table] = dict(getattr(self, change.table))
             if change.record is None:
-                table.pop(change.key, None)
+                tables[change.table].pop(change.key, None)
             else:
-                table[change.key] = change.record
+                tables[change.table][change.key] = change.record
         return replace(self, sequence=sequence, **tables)
 
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """One record put (or dropped, record None). durable False: in this process only."""
+    """One record put, or dropped (record None), in a table of the snapshot. durable False: in this process only."""
 
     table: str
     key: Key
@@ -281,11 +251,11 @@ class Change:
 
 @dataclass(frozen=True, slots=True)
 class Decision(Generic[_T_co]):
-    """What a decision comes to: the answer, and the changes that must be on disk before it is given."""
+    """The answer of an operation, and the changes that must be on disk before it is given."""
 
     answer: _T_co
     changes: tuple[Change, ...] = ()
 
 
 Operation = Callable[[Snapshot], Decision[_T]]
-"""A decision waiting for its snapshot; pure. Hand it to `Ledger.do` or `AsyncLedger.do`."""
+"""Decides by a snapshot; pure. `Ledger.do` and `AsyncLedger.do` carry it out."""

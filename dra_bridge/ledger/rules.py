@@ -1,36 +1,24 @@
-"""The rules R1, R2, R5, R6 and R7 as predicates over a snapshot, and the evidence that they are given."""
+"""The rules R1, R2, R5, R6 and R7 as pure functions of a snapshot and evidence, and the types of evidence."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
+from typing import Final
 
-from dra_bridge.ledger.records import NONE, Claim, ClaimDevice, DeviceRecord, Hold, Holder, Snapshot, State
+from dra_bridge.ledger.records import NONE, AllocationRecord, Claim, ClaimDevice, DeviceRecord, Holder, Snapshot, State
 
-__all__ = [
-    "ClaimEvidence",
-    "ClusterEvidence",
-    "Evidence",
-    "Held",
-    "KubeletEvidence",
-    "KubeletSnapshot",
-    "Refused",
-    "r1_refusal",
-    "r2_refusal",
-    "r2_taken",
-    "r5_waits_for",
-    "r6_waits_for",
-    "r7_releases",
-]
+WELL_APART: Final = 10.0
+"""Seconds between the two checkpoints that release a grant whose pod was never seen (R7)."""
 
 
 @dataclass(frozen=True, slots=True)
-class Held:
-    """A kubelet device id in some container's hands, as the witnesses say.
+class ObservedAllocation:
+    """A kubelet device id that containers hold, by the checkpoint and the pod cgroups.
 
-    holders: (pod UID, container) of each. pod: one of them for people. sure: not only an old checkpoint says so;
-    what is not sure counts as held, and proves nobody wrong. reason: why it counts as held, for people.
+    pod: one of its pods, for people. sure: more than an old checkpoint says so. What is not sure counts as held, but
+    does not contradict the ledger. reason: why it counts as held, for people.
     """
 
     device: str
@@ -42,17 +30,17 @@ class Held:
 
 @dataclass(frozen=True, slots=True)
 class KubeletSnapshot:
-    """Who holds what of one resource, by the witnesses (`deviceplugin.kubelet.holders`).
+    """Who holds what of one resource, by the checkpoint and the pod cgroups (`deviceplugin.kubelet.holders`).
 
-    sequence: the ledger's before they were asked. at: when they began to be asked (monotonic seconds). awake: the
-    checkpoint was written after that; no own Allocate was in flight meanwhile. held: by the kubelet's id.
-    registered: devices that the kubelet counts as healthy. problem: why it is not awake.
+    sequence: the ledger's before they were read. at: when reading began (monotonic seconds). awake: the checkpoint
+    was written after that, and no Allocate was in flight meanwhile. held: by kubelet device id. registered: devices
+    that the kubelet counts as healthy. problem: why it is not awake.
     """
 
     sequence: int
     at: float
     awake: bool
-    held: Mapping[str, Held] = field(default_factory=lambda: NONE)
+    held: Mapping[str, ObservedAllocation] = field(default_factory=lambda: NONE)
     registered: frozenset[str] = frozenset()
     problem: str = ""
 
@@ -61,7 +49,7 @@ class KubeletSnapshot:
 class KubeletEvidence:
     """What R5 asks for; times are monotonic seconds of one process.
 
-    sequence: the ledger's before any of it. shown: when the update with the device Unhealthy was sent, by device.
+    sequence: the ledger's before any of it. shown: when ListAndWatch sent the device as Unhealthy, by device.
     snapshot: begun after that.
     """
 
@@ -74,9 +62,9 @@ class KubeletEvidence:
 class ClusterEvidence:
     """What R6 asks for; times are monotonic seconds of one process.
 
-    sequence: the ledger's before any of it. withdrawn: when the API server accepted the slice
-    without the device, by device. listed_at: when a consistent LIST of all claims began.
-    allocated: namespace/name of a claim by the device that its allocation names, prepared or not.
+    sequence: the ledger's before any of it. withdrawn: when the API server accepted the slice without the device, by
+    device. listed_at: when a consistent LIST of all claims began. allocated: namespace/name of the claim whose
+    allocation names a device, by device, whether or not the claim is prepared.
     """
 
     sequence: int
@@ -87,11 +75,11 @@ class ClusterEvidence:
 
 @dataclass(frozen=True, slots=True)
 class ClaimEvidence:
-    """A claim whose allocation names devices of this node, or whose CDI file lies here.
+    """A claim whose allocation names devices of this node, or whose CDI file is on this node.
 
     prepared: there is a CDI file, or the kubelet counts it as prepared. Namespace and name may be unknown ("") then.
-    pods: UIDs of its pods, as far as they are known. shares: by device, the part of it that the claim has, or "";
-    what is not in it is not known.
+    pods: UIDs of its pods that are known. shares: by device, the claim's share of consumable capacity, or "" for the
+    whole device; a device that is missing here has an unknown share.
     """
 
     driver: str
@@ -108,20 +96,21 @@ class ClaimEvidence:
 class Evidence:
     """What is known of one resource's holders without the ledger (R8).
 
-    held: by unit, from the kubelet's checkpoint. claims: from the API server, the kubelet's claim state and the CDI
-    files. awake: the checkpoint was written at our own request; if not, it proves nothing by what it does not name.
+    held: by kubelet device id, from the checkpoint. claims: from the API server, the kubelet's claim state and the
+    CDI files. awake: the checkpoint was written at our own request; otherwise it proves nothing by absence.
     """
 
-    held: Mapping[str, Held] = field(default_factory=lambda: NONE)
+    held: Mapping[str, ObservedAllocation] = field(default_factory=lambda: NONE)
     claims: Sequence[ClaimEvidence] = ()
     awake: bool = True
 
 
 @dataclass(frozen=True, slots=True)
 class Refused:
-    """Why somebody does not get a device. `since`: Unix seconds, 0 if it was always so.
+    """Why a pod or a claim does not get a device.
 
-    moving: a move to the side that was asked for has begun or goes on; another try makes sense.
+    since: Unix seconds, 0 if it was always so. moving: a move to the side that was asked for is under way, so
+    another try makes sense.
     """
 
     resource: str
@@ -133,14 +122,14 @@ class Refused:
 
     @property
     def message(self) -> str:
-        """The refusal for people: device, side, since when, held by whom."""
+        """The refusal for people: device, side, since when, and who holds it."""
         text = f"device {self.device!r} of {self.resource} is {self.state.text}"
         if self.since:
             text += f" since {_utc(self.since)}"
         if self.holder:
             text += f", held by {self.holder}"
         if self.moving:
-            text += "; it is being moved, another try will find it"
+            text += "; it is moving to the side that was asked for, try again"
         return text
 
 
@@ -157,7 +146,7 @@ def r1_refusal(now: Snapshot, resource: str, device: str) -> Refused | None:
 def r2_refusal(now: Snapshot, resource: str, device: str) -> Refused | None:
     """R2: claims are prepared in DRA and TO_PLUGIN; return the refusal elsewhere."""
     record = now.device(resource, device)
-    holder = next((hold.pod or "a pod" for hold in now.holds_on(resource, (device,))), "")
+    holder = next((one.pod or "a pod" for one in now.allocations_on(resource, (device,))), "")
     if not record.state.prepares:
         return Refused(resource, device, record.state, record.since, holder, record.state is State.TO_DRA)
     if holder:
@@ -166,15 +155,15 @@ def r2_refusal(now: Snapshot, resource: str, device: str) -> Refused | None:
 
 
 def r2_taken(state: Snapshot, claim: Claim, wanted: ClaimDevice) -> Refused | None:
-    """R2 between claims: a device that is not shared has one claim, however the second came by it.
+    """R2 between claims: return the refusal if another claim has the device and the two do not share it.
 
-    The scheduler sees to it, too, but of a pod that is deleted by force the API server forgets
-    the claim while its container still runs.
+    The scheduler alone cannot ensure this: when a pod is deleted by force, the API server forgets its claim while
+    its container still runs.
     """
     for other in state.claims_on(wanted.resource, (wanted.device,)):
         if (other.driver, other.uid) == (claim.driver, claim.uid):
             continue
-        # Of a claim that is known from its CDI file alone nobody knows whether it shares.
+        # Whether a claim shares is not known if only its CDI file is.
         known = bool(other.name) or not wanted.share
         if known and any(
             not (wanted.share and one.share)
@@ -187,7 +176,7 @@ def r2_taken(state: Snapshot, claim: Claim, wanted: ClaimDevice) -> Refused | No
 
 
 def r5_waits_for(now: Snapshot, record: DeviceRecord, evidence: KubeletEvidence) -> str:
-    """R5: say what the commit of TO_DRA still waits for; "" if it may be."""
+    """R5: return what the commit of TO_DRA still waits for; "" if it is granted."""
     shown = evidence.shown.get(record.device)
     seen = evidence.snapshot
     if evidence.sequence < record.sequence:
@@ -203,13 +192,13 @@ def r5_waits_for(now: Snapshot, record: DeviceRecord, evidence: KubeletEvidence)
         return "the kubelet to acknowledge that it is Unhealthy"
     if seen.sequence < evidence.sequence:
         return "a snapshot of the kubelet's holders"
-    for hold in now.holds_on(record.resource, (record.device,)):
-        return f"pod {hold.pod}" if hold.pod else f"the pod it was allocated to at {_utc(hold.since)}"
+    for one in now.allocations_on(record.resource, (record.device,)):
+        return f"pod {one.pod}" if one.pod else f"the pod it was allocated to at {_utc(one.since)}"
     return ""
 
 
 def r6_waits_for(now: Snapshot, record: DeviceRecord, evidence: ClusterEvidence) -> str:
-    """R6: say what the commit of TO_PLUGIN still waits for; "" if it may be."""
+    """R6: return what the commit of TO_PLUGIN still waits for; "" if it is granted."""
     accepted = evidence.withdrawn.get(record.device)
     if evidence.sequence < record.sequence:
         return "evidence from after the move began"
@@ -224,13 +213,13 @@ def r6_waits_for(now: Snapshot, record: DeviceRecord, evidence: ClusterEvidence)
     return ""
 
 
-def r7_releases(hold: Hold, snapshot: KubeletSnapshot, apart: float) -> bool:
-    """R7: whether a grant whose pod no checkpoint has ever named is over.
+def r7_releases(record: AllocationRecord, snapshot: KubeletSnapshot) -> bool:
+    """R7: return whether a grant is over whose pod no checkpoint has ever named.
 
-    Its pod may still be on its way from Allocate to the kubelet's checkpoint, so it takes two checkpoints without
-    it, each written at our request, well apart. What counts is when they were asked for, not when they are judged.
+    The pod may still be on its way from Allocate to the kubelet's checkpoint. So two checkpoints without it are
+    needed, each written at our request, and asked for at least WELL_APART seconds after one another.
     """
-    return snapshot.awake and hold.absent_since is not None and snapshot.at - hold.absent_since >= apart
+    return snapshot.awake and record.absent_since is not None and snapshot.at - record.absent_since >= WELL_APART
 
 
 def _utc(seconds: float) -> str:

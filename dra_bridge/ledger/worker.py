@@ -13,18 +13,15 @@ from dra_bridge.ledger.operations import identify
 from dra_bridge.ledger.records import Key, LedgerError, LedgerLostError, Operation, Snapshot
 from dra_bridge.ledger.store import Ledger
 
-__all__ = ["AsyncLedger"]
-
 _T = TypeVar("_T")
 _BATCH: Final = 64
 _Asked = tuple[Operation[Any], "asyncio.Future[Any]"]
 
 
 class AsyncLedger:
-    """The ledger for one event loop: a thread of its own, so that a slow disk blocks nobody else.
+    """The ledger for one event loop: a thread of its own, so that a slow disk blocks nothing else.
 
-    What is asked while a commit is under way is decided and committed together afterwards, so
-    many pods that start at once share their fsyncs.
+    Operations that arrive during a commit are committed together afterwards, so pods that start at once share fsyncs.
     """
 
     def __init__(self, ledger: Ledger) -> None:
@@ -39,38 +36,29 @@ class AsyncLedger:
 
     @classmethod
     async def open(cls, path: str) -> Self:
-        """Open the ledger; stand by as long as another agent of this node has it.
-
-        Raises:
-            LedgerError: see `Ledger.open`.
-
-        """
+        """Open the ledger as `Ledger` does; wait as long as another agent of this node has it."""
         loop = asyncio.get_running_loop()
         opened: asyncio.Future[Ledger] = loop.create_future()
 
-        def answer(ledger: Ledger | None, error: Exception | None) -> None:
-            if opened.done():  # nobody waits any more
-                if ledger is not None:
-                    ledger.close()
-            elif ledger is not None:
-                opened.set_result(ledger)
-            elif error is not None:
-                opened.set_exception(error)
+        def answer(ledger: Ledger | Exception) -> None:
+            if not opened.done():
+                _answer(opened, ledger)
+            elif isinstance(ledger, Ledger):  # the caller was cancelled
+                ledger.close()
 
         def work() -> None:
-            ledger: Ledger | None = None
-            failure: Exception | None = None
+            ledger: Ledger | Exception
             try:
-                ledger = Ledger.open(path, wait=True)
+                ledger = Ledger(path, wait=True)
             except Exception as error:  # passed on
-                failure = error
+                ledger = error
             try:
-                loop.call_soon_threadsafe(answer, ledger, failure)
+                loop.call_soon_threadsafe(answer, ledger)
             except RuntimeError:  # the loop is closed
-                if ledger is not None:
+                if isinstance(ledger, Ledger):
                     ledger.close()
 
-        # A thread that waits for a lock cannot be cancelled; a daemon one does not keep the process.
+        # A thread that waits for a lock cannot be cancelled; a daemon one does not keep the process alive.
         threading.Thread(target=work, name="ledger open", daemon=True).start()
         return cls(await opened)
 
@@ -82,7 +70,7 @@ class AsyncLedger:
     async def do(self, operation: Operation[_T]) -> _T:
         """Decide and record; the answer is durable when it is returned.
 
-        A caller that is cancelled may find the operation done all the same.
+        When the caller is cancelled, the operation may be done all the same.
 
         Raises:
             LedgerError: it could not be recorded, nothing was granted.
@@ -95,12 +83,7 @@ class AsyncLedger:
         return await answered
 
     async def identify(self, identities: Mapping[Key, str]) -> None:
-        """Record what devices are, as `identify` does, if that is anything new.
-
-        Raises:
-            LedgerError: it could not be recorded.
-
-        """
+        """Record what devices are, if that is anything new. Raises LedgerError if it could not be recorded."""
         known = self.snapshot.devices
         if any(identity and key in known and known[key].identity != identity for key, identity in identities.items()):
             await self.do(identify(identities))
@@ -113,41 +96,35 @@ class AsyncLedger:
             await self._loop.run_in_executor(None, self._thread.join)
 
     def _work(self) -> None:
-        while True:
-            batch: list[_Asked] = []
-            asked = self._asked.get()
-            while asked is not None:
-                batch.append(asked)
-                if len(batch) == _BATCH:
-                    break
-                try:
-                    asked = self._asked.get_nowait()
-                except queue.Empty:
-                    break
-            if batch:
-                self._answer(batch)
-            if asked is None:
-                self.ledger.close()
-                return
+        batch: list[_Asked] = []
+        while (asked := self._asked.get()) is not None:
+            batch.append(asked)
+            if len(batch) == _BATCH or self._asked.empty():
+                self._carry_out(batch)
+                batch = []
+        if batch:
+            self._carry_out(batch)
+        self.ledger.close()
 
-    def _answer(self, batch: Sequence[_Asked]) -> None:
+    def _carry_out(self, batch: Sequence[_Asked]) -> None:
         answers: Sequence[Any]
         try:
             answers = self.ledger.do_all([operation for operation, _ in batch])
         except Exception as error:  # a LedgerError for all of them
             answers = [error] * len(batch)
-            if isinstance(error, LedgerLostError):
-                with contextlib.suppress(RuntimeError):  # the loop is closed
-                    self._loop.call_soon_threadsafe(self.lost.set)
         with contextlib.suppress(RuntimeError):  # the loop is closed
-            self._loop.call_soon_threadsafe(_deliver, batch, answers)
+            self._loop.call_soon_threadsafe(self._deliver, batch, answers)
+
+    def _deliver(self, batch: Sequence[_Asked], answers: Sequence[Any]) -> None:
+        for (_, future), answer in zip(batch, answers, strict=True):
+            if isinstance(answer, LedgerLostError):
+                self.lost.set()
+            if not future.done():
+                _answer(future, answer)
 
 
-def _deliver(batch: Sequence[_Asked], answers: Sequence[Any]) -> None:
-    for (_, future), answer in zip(batch, answers, strict=True):
-        if future.done():
-            continue
-        if isinstance(answer, BaseException):
-            future.set_exception(answer)
-        else:
-            future.set_result(answer)
+def _answer(future: asyncio.Future[Any], answer: object) -> None:
+    if isinstance(answer, BaseException):
+        future.set_exception(answer)
+    else:
+        future.set_result(answer)

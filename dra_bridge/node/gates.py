@@ -1,4 +1,4 @@
-"""Which gate decides what pods get of a resource: that of its driver's ledger, or one for all that have no driver."""
+"""Which gate decides what pods get of a resource: its driver's ledger, or one for all that have no driver."""
 
 from __future__ import annotations
 
@@ -9,36 +9,21 @@ import grpc
 
 from deviceplugin.exclusion import Key
 from deviceplugin.identity import Tokens
-from deviceplugin.kubelet.allocation_gate import AllocationGate, Refusal
-from deviceplugin.kubelet.exclusion_guard import Side as ExclusionSide
-
-__all__ = ["DENY_ALL", "DenyAll", "ResourceGates"]
+from deviceplugin.kubelet.allocation_gate import AllocationGate, Refusal, Side
 
 
-class DenyAll:
+class DenyAll(AllocationGate):
     """The allocation gate of a resource whose ledger is not open yet, or not for it any more."""
 
     def offers(self, resource: str, device: str) -> bool:
         """Offer nothing."""
         return False
 
-    def avoids(self, resource: str) -> Collection[str]:
-        """Avoid nothing."""
-        return ()
-
     def claimed(self, resource: str, device: str) -> bool:
         """Count everything as held: nothing is known."""
         return True
 
-    def withheld(self, resource: str) -> Mapping[str, str]:
-        """Name no device of its own."""
-        return {}
-
-    def held(self) -> Mapping[Key, Tokens]:
-        """Leave that to `claimed`."""
-        return {}
-
-    def side(self, resource: str, device: str) -> ExclusionSide:
+    def side(self, resource: str, device: str) -> Side:
         """Return no side."""
         return ""
 
@@ -89,7 +74,7 @@ class ResourceGates:
                 found[key] = found.get(key, frozenset()) | tokens
         return found
 
-    def side(self, resource: str, device: str) -> ExclusionSide:
+    def side(self, resource: str, device: str) -> Side:
         """Return on which side the device is."""
         return self._of(resource).side(resource, device)
 

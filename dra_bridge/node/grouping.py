@@ -7,13 +7,11 @@ from collections.abc import Collection, Mapping, Sequence
 from deviceplugin import topology
 from deviceplugin.node.service import Service
 
-__all__ = ["Order", "groups", "link_groups"]
-
 
 class Order:
     """The order in which a resource's devices are published; found anew only when they or their links change.
 
-    Each Prepare looks at the slices again, and the order of 64 partitions takes longer than a Prepare.
+    The slices are made anew after each Prepare, and the order of 64 partitions takes longer than a Prepare.
     """
 
     def __init__(self) -> None:
@@ -30,7 +28,7 @@ class Order:
 
 
 def groups(service: Service) -> Sequence[frozenset[str]]:
-    """Return devices that belong together: by their closest links, else by NUMA node, where that tells them apart."""
+    """Return devices that belong together: by their closest links, else by NUMA node, where there are several."""
     devices = service.inventory.snapshot.devices
     linked = link_groups(devices, service.source.links)
     if linked:

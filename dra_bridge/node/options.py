@@ -18,8 +18,6 @@ if TYPE_CHECKING:
     from deviceplugin.node.paths import Paths
     from dra_bridge.kube import Cluster
 
-__all__ = ["RunOptions", "add_kubeconfig", "add_run_options", "parse_run", "run_options"]
-
 
 def add_run_options(parser: argparse.ArgumentParser) -> None:
     """Add the options of an agent with both sides."""
@@ -46,7 +44,7 @@ def add_run_options(parser: argparse.ArgumentParser) -> None:
 
 @dataclass(frozen=True, slots=True)
 class RunOptions:
-    """What the options of an agent with both sides say."""
+    """The values of the options of an agent with both sides."""
 
     paths: Paths
     metrics_address: str | None
@@ -71,11 +69,9 @@ def parse_run(argv: Sequence[str] | None = None) -> RunOptions:
 
 
 def run_options(options: argparse.Namespace) -> RunOptions:
-    """Take the options added by `add_run_options` and set up the logs as they say.
+    """Take the options added by `add_run_options` and set up the logs.
 
-    Raises:
-        AccessError: how to reach the API server is not to be found, or not to be read.
-
+    Raises AccessError: how to reach the API server cannot be found or read.
     """
     run = common.run_options(options)
     from dra_bridge.kube import Cluster

@@ -8,8 +8,6 @@ from typing import Final
 from deviceplugin.config import Config, ResourceConfig
 from dra_bridge.handover import Drain, Share, parse_share
 
-__all__ = ["NONE", "HandoverPolicy", "policies_of"]
-
 NONE: Final = Share(0)
 
 

@@ -17,12 +17,9 @@ from dra_bridge.node.policies import HandoverPolicy, policies_of
 
 if TYPE_CHECKING:
     from deviceplugin.config import Config
-    from deviceplugin.node.paths import Paths
     from deviceplugin.source import DeviceSource
     from dra_bridge.handover import Drain
-    from dra_bridge.kube import Cluster
-
-__all__ = ["run", "run_config"]
+    from dra_bridge.node.options import RunOptions
 
 
 def run(
@@ -31,12 +28,10 @@ def run(
     """Serve these sources on both sides until SIGTERM or SIGINT; for an author's own agent.
 
     share: what claims get of each source's devices to begin with, as in a config file; the Node's
-    annotation `<driver>/dra-share` overrides it. The command line (or `argv`) says the rest,
-    `--help` how. Ends the process with status 1 if the node cannot be served.
+    annotation `<driver>/dra-share` overrides it. The command line (or `argv`) has the rest,
+    see `--help`. Ends the process with status 1 if the node cannot be served.
 
-    Raises:
-        ShareError: the share is not one.
-
+    Raises ShareError: the share is not one.
     """
     from dra_bridge.node.options import parse_run
 
@@ -44,16 +39,7 @@ def run(
     options = parse_run(argv)
 
     def make() -> process.Served:
-        bridge = Bridge(
-            sources,
-            policies,
-            options.cluster,
-            options.node,
-            options.paths,
-            cdi_directory=options.cdi_directory,
-            claim_status=options.claim_status,
-            keep_books=options.metrics_address is not None,
-        )
+        bridge = _bridge(sources, policies, options)
         return process.Served(bridge.agent, bridge.run, process.Served.plainly(bridge.agent).take)
 
     status = process.serve(make, metrics_address=options.metrics_address)
@@ -61,24 +47,10 @@ def run(
         sys.exit(status)
 
 
-def run_config(
-    path: Path,
-    paths: Paths,
-    cluster: Cluster,
-    node: str,
-    *,
-    metrics_address: str | None = None,
-    cdi_directory: str = "/var/run/cdi",
-    claim_status: bool = False,
-) -> int:
-    """Serve both sides of what a config file says until SIGTERM, and what it says later when it changes.
+def run_config(path: Path, options: RunOptions) -> int:
+    """Serve both sides of a config file's resources until SIGTERM, following its changes; return the exit status.
 
-    Returns:
-        The process's exit status.
-
-    Raises:
-        ConfigError: the file cannot be used at the start; later that is only said.
-
+    Raises ConfigError: the file cannot be used at the start; later that is only logged.
     """
     from deviceplugin import sources
 
@@ -86,21 +58,24 @@ def run_config(
     first = file[-1]
 
     def make() -> process.Served:
-        built = [sources.build(resource) for resource in first.resources]
-        bridge = Bridge(
-            built,
-            policies_of(first),
-            cluster,
-            node,
-            paths,
-            cdi_directory=cdi_directory,
-            claim_status=claim_status,
-            keep_books=metrics_address is not None,
-        )
+        bridge = _bridge([sources.build(resource) for resource in first.resources], policies_of(first), options)
 
         async def take(now: Config, changed: Mapping[str, DeviceSource], unchanged: Sequence[str]) -> None:
             await bridge.reconfigure(changed, policies_of(now), unchanged)
 
         return process.Served(bridge.agent, bridge.run, take)
 
-    return process.serve(make, metrics_address=metrics_address, config=file)
+    return process.serve(make, metrics_address=options.metrics_address, config=file)
+
+
+def _bridge(sources: Sequence[DeviceSource], policies: Mapping[str, HandoverPolicy], options: RunOptions) -> Bridge:
+    return Bridge(
+        sources,
+        policies,
+        options.cluster,
+        options.node,
+        options.paths,
+        cdi_directory=options.cdi_directory,
+        claim_status=options.claim_status,
+        keep_books=options.metrics_address is not None,
+    )

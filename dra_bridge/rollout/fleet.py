@@ -1,11 +1,10 @@
-"""What is so on the nodes of a cluster, and what to do next: pure functions over snapshots.
+"""How far the nodes of a cluster are, and what to do next: pure functions over what the API server has.
 
-Nothing here asks anybody. Nodes, slices, claims, pods and events come in as the API server has
-them; what comes out is what `status` shows, whether a move is done and what it waits for, and
-which nodes a rollout begins, waits for or stops at. `dra_bridge.rollout.rollout` does it.
+They decide what `dra-bridge status` shows, whether a move is done and what it waits for, and which nodes a rollout
+begins, waits for or stops at. `dra_bridge.rollout.rollout` reads and writes.
 
-A rollout keeps its state on the Nodes: the share that a Node asked for before it was begun stands
-in the annotation `<driver>/dra-share-before`, so that any later run can go on or undo.
+A rollout keeps its state on the Nodes: the share that a Node asked for before it was begun is in the annotation
+`<driver>/dra-share-before`, so that any later run can go on or undo.
 """
 
 from __future__ import annotations
@@ -17,261 +16,180 @@ from typing import Any, Final
 
 import msgspec
 
+from deviceplugin.exclusion import Key
 from deviceplugin.naming import published_names
 from deviceplugin.topology import natural
 from dra_bridge.handover import Share, ShareError, parse_share
 from dra_bridge.ledger import State
-from dra_bridge.rollout import progress
-
-__all__ = [
-    "Before",
-    "Decision",
-    "DeviceView",
-    "Goal",
-    "Limits",
-    "NodeView",
-    "Phase",
-    "before_annotation",
-    "begin_patch",
-    "decide",
-    "distance",
-    "drivers_of",
-    "forget_patch",
-    "obstacles",
-    "order",
-    "phase",
-    "settled",
-    "share_patch",
-    "summary",
-    "troubles",
-    "views",
-]
+from dra_bridge.rollout.progress import DeviceProgress, Progress, annotation, read, share_annotation
 
 Object = Mapping[str, Any]
 
-MOVING: Final = frozenset({State.TO_DRA, State.TO_PLUGIN})
 UID_LENGTH: Final = 8
 """Characters of a pod's UID that tell it from others on its node."""
 
 
 def before_annotation(driver: str) -> str:
-    """Return the key of the annotation in which a rollout keeps what was before it."""
+    """Return the key of the annotation in which a rollout records what was on the Node before it."""
     return f"{driver}/dra-share-before"
 
 
 class Before(msgspec.Struct, frozen=True, omit_defaults=True):
-    """What was on a node before a rollout began with it.
-
-    share: the annotation's text, None without one. failed: the beginnings of the UIDs of pods
-    that were in trouble already.
-    """
+    """What a node asked for before a rollout began with it, and the UIDs' beginnings of pods that were failing then."""
 
     share: str | None
     failed: tuple[str, ...] = ()
 
 
-# What is so.
-
-
-@dataclass(frozen=True, slots=True)
-class DeviceView:
-    """One device. since: Unix seconds of its state. pods: that its claims are reserved for."""
+class DeviceView(DeviceProgress, frozen=True, kw_only=True):
+    """One device as its agent reports it. pods: those that its claims are reserved for."""
 
     resource: str
     name: str
-    state: State
-    since: int
-    holder: str = ""
-    waits: str = ""
-    gone: bool = False
     pods: tuple[str, ...] = ()
 
     @property
     def side(self) -> str:
         """The side that it is on now: plugin, dra, or none."""
-        if self.state in (State.PLUGIN, State.TO_DRA):
-            return "plugin"
-        return "none" if self.state is State.QUARANTINED else "dra"
+        return "plugin" if self.state.allocates else "dra" if self.state.prepares else "none"
 
 
 @dataclass(frozen=True, slots=True)
 class NodeView:
-    """One driver on one node.
-
-    asked: the Node's annotation, None without one. told: what the agent tells, None if nothing.
-    serves: whether there are slices of the driver at all.
-    """
+    """One driver on one node. asked: the Node's annotation. serves: whether there are slices of the driver at all."""
 
     node: str
     driver: str
     asked: str | None = None
     before: Before | None = None
-    told: progress.Progress | None = None
+    reported: Progress | None = None
     devices: tuple[DeviceView, ...] = ()
     serves: bool = True
     ready: bool = True
 
+    @property
+    def taken_in(self) -> bool:
+        """Whether the agent knows what the Node asks for."""
+        return self.reported is not None and self.reported.asked == (self.asked or "")
+
 
 def drivers_of(slices: Iterable[Object]) -> list[str]:
-    """Return the drivers whose agents tell of moves."""
-    return sorted(
-        {
-            driver
-            for one in slices
-            if progress.annotation(driver := one["spec"]["driver"]) in (one["metadata"].get("annotations") or {})
-        }
-    )
+    """Return the drivers whose agents report moves."""
+    found = {(one["spec"]["driver"], key) for one in slices for key in one["metadata"].get("annotations") or ()}
+    return sorted(driver for driver, key in found if key == annotation(driver))
 
 
 def views(
     driver: str, nodes: Iterable[Object], slices: Iterable[Object], claims: Iterable[Object] = ()
 ) -> list[NodeView]:
-    """Return what is so of a driver on these nodes, in the natural order of their names."""
+    """Return how far these nodes are with a driver, in the natural order of their names."""
     by_node: dict[str, list[Object]] = {}
     for one in slices:
         if one["spec"]["driver"] == driver:
             by_node.setdefault(one["spec"].get("nodeName", ""), []).append(one)
-    allocated = _allocated(driver, claims)
+    by_device: dict[Key, list[Object]] = {}
+    for claim in claims:
+        allocation = (claim.get("status") or {}).get("allocation") or {}
+        for result in (allocation.get("devices") or {}).get("results") or ():
+            if result.get("driver") == driver and not result.get("adminAccess"):
+                by_device.setdefault((result.get("pool", ""), result.get("device", "")), []).append(claim)
     found = []
     for node in nodes:
         name, annotations = node["metadata"]["name"], node["metadata"].get("annotations") or {}
-        told = progress.read(driver, by_node.get(name, ()))
+        reported = read(driver, by_node.get(name, ()))
+        conditions = (node.get("status") or {}).get("conditions") or ()
         found.append(
             NodeView(
                 name,
                 driver,
-                annotations.get(progress.share_annotation(driver)),
+                annotations.get(share_annotation(driver)),
                 _before(annotations.get(before_annotation(driver))),
-                told,
-                _devices(told, allocated.get(name, {})) if told is not None else (),
+                reported,
+                _devices(name, reported, by_device) if reported is not None else (),
                 name in by_node,
-                _ready(node),
+                all(one.get("status") == "True" for one in conditions if one.get("type") == "Ready"),
             )
         )
-    return sorted(found, key=lambda view: order(view.node))
-
-
-def order(name: str) -> Any:
-    """Return what names are sorted by: node-2 before node-10."""
-    return natural(name)
+    return sorted(found, key=lambda view: natural(view.node))
 
 
 def _before(text: str | None) -> Before | None:
-    if text is None:
-        return None
     try:
-        return msgspec.json.decode(text, type=Before)
+        return msgspec.json.decode(text, type=Before) if text is not None else None
     except msgspec.MsgspecError:
         return None
 
 
-def _ready(node: Object) -> bool:
-    """Whether a node is Ready; one that says nothing is taken to be."""
-    conditions = (node.get("status") or {}).get("conditions") or ()
-    return all(one.get("status") == "True" for one in conditions if one.get("type") == "Ready")
-
-
-def _allocated(driver: str, claims: Iterable[Object]) -> dict[str, dict[str, list[Object]]]:
-    """Return the claims that were given a device by its published name, by pool."""
-    found: dict[str, dict[str, list[Object]]] = {}
-    for claim in claims:
-        status = claim.get("status") or {}
-        for result in ((status.get("allocation") or {}).get("devices") or {}).get("results") or ():
-            if result.get("driver") == driver and not result.get("adminAccess"):
-                found.setdefault(result.get("pool", ""), {}).setdefault(result.get("device", ""), []).append(claim)
-    return found
-
-
-def _devices(told: progress.Progress, allocated: Mapping[str, Sequence[Object]]) -> tuple[DeviceView, ...]:
-    names = published_names(told.words, {resource: one.devices for resource, one in told.resources.items()})
-    claims = {key: allocated.get(name, ()) for name, key in names.items()}
+def _devices(pool: str, reported: Progress, claims: Mapping[Key, Sequence[Object]]) -> tuple[DeviceView, ...]:
+    """Return the devices of a node. claims: by pool and published name of the devices that are allocated to them."""
+    names = published_names(reported.words, {resource: one.devices for resource, one in reported.resources.items()})
+    published = {key: name for name, key in names.items()}
     found = []
-    for resource, one in told.resources.items():
+    for resource, one in reported.resources.items():
         for name, device in one.devices.items():
-            holders = claims.get((resource, name), ())
-            titles = dict.fromkeys(
-                f"claim {claim['metadata']['namespace']}/{claim['metadata']['name']}" for claim in holders
-            )
+            key = (pool, published.get((resource, name), ""))
+            holders = claims.get(key, ()) if device.state.prepares else ()
+            titles = [f"claim {one['metadata']['namespace']}/{one['metadata']['name']}" for one in holders]
             pods = {
                 str(user.get("name", ""))
                 for claim in holders
                 for user in (claim.get("status") or {}).get("reservedFor") or ()
                 if user.get("resource") == "pods"
             }
-            on_claims_side = device.state in (State.DRA, State.TO_PLUGIN)
-            found.append(
-                DeviceView(
-                    resource,
-                    name,
-                    device.state,
-                    device.since,
-                    (on_claims_side and ", ".join(titles)) or device.holder,
-                    device.waits,
-                    device.gone,
-                    tuple(sorted(pods)) if on_claims_side else (),
-                )
-            )
+            fields = msgspec.structs.asdict(device) | {"holder": ", ".join(dict.fromkeys(titles)) or device.holder}
+            found.append(DeviceView(resource=resource, name=name, pods=tuple(sorted(pods)), **fields))
     return tuple(sorted(found, key=lambda view: (natural(view.resource), natural(view.name))))
-
-
-# Moves.
 
 
 def distance(view: NodeView) -> int:
     """Return how many devices have still to move until the node is as it is asked to be."""
-    if view.told is None:
-        return 0
-    asked = _share(view.asked)
     left = 0
-    for resource in view.told.resources.values():
-        share = asked or _share(resource.share)
-        counts = resource.counts
-        total = sum(number for state, number in counts.items() if state != State.QUARANTINED.value)
-        to_dra, to_plugin = counts.get(State.TO_DRA.value, 0), counts.get(State.TO_PLUGIN.value, 0)
-        bound = counts.get(State.DRA.value, 0) + to_dra
-        missing = (share.of(total) if share is not None else bound) - bound
-        # Those under way to the wrong side are turned round before others begin.
-        turned = min(missing, to_plugin) if missing > 0 else min(-missing, to_dra)
-        left += to_dra + to_plugin + abs(missing) - turned
+    for resource in view.reported.resources.values() if view.reported is not None else ():
+        share = _share(view.asked) or _share(resource.share)
+        plugin, to_dra, dra, to_plugin = (
+            resource.counts.get(state.value, 0) for state in (State.PLUGIN, State.TO_DRA, State.DRA, State.TO_PLUGIN)
+        )
+        missing = share.of(plugin + to_dra + dra + to_plugin) - dra - to_dra if share is not None else 0
+        # Devices on the way to the wrong side turn round before others begin to move.
+        left += to_dra + max(missing, to_plugin) if missing > 0 else to_plugin + max(-missing, to_dra)
     return left
 
 
 def settled(view: NodeView) -> bool:
     """Return whether the agent knows what is asked for and every device is where it should be."""
-    return view.told is not None and view.told.asked == (view.asked or "") and distance(view) == 0
+    return view.taken_in and distance(view) == 0
 
 
 def obstacles(view: NodeView) -> list[str]:
     """Return what stands between a node and what it is asked for, for people; nothing if it is settled."""
-    if view.told is None:
+    if view.reported is None:
         if view.serves:
-            return ["its agent tells nothing of moves: it is an older one, or its annotation cannot be read"]
+            return ["its agent reports no moves: it is an older one, or its annotation cannot be read"]
         return [f"there are no slices of {view.driver}: its agent has not run there"]
     if view.asked is not None and _share(view.asked) is None:
-        return [f"its annotation {progress.share_annotation(view.driver)}: {view.asked!r} is not a share"]
-    if view.told.asked != (view.asked or ""):
+        return [f"its annotation {share_annotation(view.driver)}: {view.asked!r} is not a share"]
+    if not view.taken_in:
         ready = "" if view.ready else " (the node is not Ready)"
         return [f"its agent has not taken it in yet; is it running?{ready}"]
     found = []
     for device in view.devices:
-        if device.state in MOVING:
+        if device.state in (State.TO_DRA, State.TO_PLUGIN):
             holder = " for ".join(filter(None, (device.holder, ", ".join(device.pods))))
             waits = device.waits or "its agent"
             held = f", held by {holder}" if holder and holder not in waits else ""
             found.append(f"{device.name} ({device.state.value}) waits for {waits}{held}")
     if not found and distance(view):
-        holders = [f"{one.name} held by {one.holder}" for one in view.devices if one.holder]
-        found.append(f"devices move when they are idle: {', '.join(holders)}" if holders else "its agent")
+        holders = ", ".join(f"{one.name} held by {one.holder}" for one in view.devices if one.holder)
+        found.append(f"devices move when they are idle: {holders}" if holders else "its agent")
     return found
 
 
 def summary(view: NodeView) -> str:
-    """Return a line on a node: what is asked for by whom, and how many devices are where."""
-    if view.told is None:
+    """Return a line on a node: what is asked for, and how many devices are in which state."""
+    if view.reported is None:
         return obstacles(view)[0]
-    asked = "nothing" if view.asked is None else view.asked
-    parts = [f"asked for {asked}"]
-    for name, resource in view.told.resources.items():
+    parts = [f"asked for {'nothing' if view.asked is None else view.asked}"]
+    for name, resource in view.reported.resources.items():
         counts = ", ".join(f"{number} {state}" for state, number in sorted(resource.counts.items())) or "no devices"
         parts.append(f"{name}: {counts} (share {resource.share})")
     return "; ".join(parts)
@@ -284,10 +202,7 @@ def _share(text: str | None) -> Share | None:
         return None
 
 
-# Trouble.
-
-
-def troubles(pods: Iterable[Object], events: Iterable[Object], resources: Collection[str]) -> dict[str, str]:
+def failing_pods(pods: Iterable[Object], events: Iterable[Object], resources: Collection[str]) -> dict[str, str]:
     """Return the pods of a node that devices may have failed, in words, by the beginning of their UIDs.
 
     Such are pods that ask for one of the resources or have claims, and that are Failed (as after
@@ -305,8 +220,8 @@ def troubles(pods: Iterable[Object], events: Iterable[Object], resources: Collec
         if not _asks(pod, resources):
             continue
         if status.get("phase") == "Failed":
-            said = ": ".join(filter(None, (status.get("reason"), status.get("message"))))
-            found[uid[:UID_LENGTH]] = f"pod {name} has failed{f' ({said})' if said else ''}"
+            reason = ": ".join(filter(None, (status.get("reason"), status.get("message"))))
+            found[uid[:UID_LENGTH]] = f"pod {name} has failed{f' ({reason})' if reason else ''}"
         elif status.get("phase") == "Pending" and uid in unprepared:
             found[uid[:UID_LENGTH]] = f"pod {name} cannot start ({unprepared[uid]})"
     return found
@@ -316,16 +231,8 @@ def _asks(pod: Object, resources: Collection[str]) -> bool:
     spec = pod.get("spec") or {}
     if spec.get("resourceClaims") or (pod.get("status") or {}).get("extendedResourceClaimStatus"):
         return True
-    containers = [*(spec.get("containers") or ()), *(spec.get("initContainers") or ())]
-    return any(
-        name in ((container.get("resources") or {}).get(part) or {})
-        for container in containers
-        for part in ("limits", "requests")
-        for name in resources
-    )
-
-
-# Rollouts.
+    asked = [one.get("resources") or {} for key in ("containers", "initContainers") for one in spec.get(key) or ()]
+    return any(name in (one.get(part) or {}) for one in asked for part in ("limits", "requests") for name in resources)
 
 
 @dataclass(frozen=True, slots=True)
@@ -335,38 +242,38 @@ class Goal:
     share: str | None = None
     undo: bool = False
 
-    def wanted(self, view: NodeView) -> str | None:
+    def wanted(self, before: Before | None) -> str | None:
         """Return what a node is to be asked for."""
-        return view.before.share if self.undo and view.before is not None else self.share
+        return before.share if self.undo and before is not None else self.share
 
 
 class Phase(enum.Enum):
-    """How far a node is. OUT: it is none of the rollout's business. AWAY: no agent serves it."""
+    """How far a node is. UNTOUCHED: an undo has nothing to do there. UNSERVED: no agent of the driver serves it."""
 
     WAITING = "waiting"
     MOVING = "moving"
     DONE = "done"
-    OUT = "out"
-    AWAY = "away"
+    UNTOUCHED = "untouched"
+    UNSERVED = "unserved"
 
 
 def phase(goal: Goal, view: NodeView) -> Phase:
     """Return how far a node is."""
     if goal.undo and view.before is None:
-        return Phase.OUT
-    if view.asked != goal.wanted(view):
-        return Phase.WAITING if view.told is not None or goal.undo else Phase.AWAY
-    if view.told is None:
-        return Phase.DONE if goal.undo else Phase.AWAY
-    return Phase.DONE if settled(view) else Phase.MOVING
+        return Phase.UNTOUCHED
+    if view.reported is None and not goal.undo:
+        return Phase.UNSERVED
+    if view.asked != goal.wanted(view.before):
+        return Phase.WAITING
+    return Phase.DONE if view.reported is None or settled(view) else Phase.MOVING
 
 
 @dataclass(frozen=True, slots=True)
 class Decision:
     """What to do now.
 
-    begin: nodes to be asked now. forget: nodes that are as they were, whose record can go. stop:
-    why nothing more is begun, if something went wrong. over: nothing is left to do or to wait for.
+    begin: nodes to ask. forget: nodes that are as before the rollout, whose record can go. stop: what went wrong, so
+    that nothing more is begun. over: nothing is left to do or to wait for.
     """
 
     begin: tuple[str, ...] = ()
@@ -391,85 +298,69 @@ def decide(
     *,
     now: float = 0.0,
     since: Mapping[str, float] | None = None,
-    trouble: Mapping[str, Mapping[str, str]] | None = None,
+    failing: Mapping[str, Mapping[str, str]] | None = None,
     own: Collection[str] = frozenset(),
 ) -> Decision:
     """Decide what a rollout does next.
 
-    since: when each node in the move was first seen so by this run. trouble: pods in trouble by
-    node (`troubles`); those known before the node was begun do not count. own: nodes that this run
-    has begun.
+    since: when this run first saw each node move. failing: `failing_pods` by node; those that were failing before the
+    node was begun do not count. own: nodes that this run has begun.
     """
-    phases = {view.node: phase(goal, view) for view in nodes}
-    by_name = {view.node: view for view in nodes}
-    moving = [name for name, at in phases.items() if at is Phase.MOVING]
-    forget = tuple(name for name, at in phases.items() if at is Phase.DONE) if goal.undo else ()
-    stop = [
-        f"{name}: {said}"
-        for name, pods in (trouble or {}).items()
-        if name in by_name
-        for uid, said in pods.items()
-        if uid not in _known(by_name[name])
-    ]
-    for name in moving:
-        if now - (since or {}).get(name, now) > limits.patience:
-            waits = "; ".join(obstacles(by_name[name])) or "its agent"
-            stop.append(f"{name}: not done after {limits.patience:g} s: {waits}")
+    by_phase: dict[Phase, list[NodeView]] = {one: [] for one in Phase}
+    for view in nodes:
+        by_phase[phase(goal, view)].append(view)
+    moving, waiting = by_phase[Phase.MOVING], by_phase[Phase.WAITING]
+    forget = tuple(view.node for view in by_phase[Phase.DONE]) if goal.undo else ()
+    stop = []
+    for view in nodes:
+        known = view.before.failed if view.before is not None else ()
+        pods = (failing or {}).get(view.node, {})
+        stop += [f"{view.node}: {reason}" for uid, reason in pods.items() if uid not in known]
+    for view in moving:
+        if now - (since or {}).get(view.node, now) > limits.patience:
+            waits = "; ".join(obstacles(view)) or "its agent"
+            stop.append(f"{view.node}: not done after {limits.patience:g} s: {waits}")
     if stop:
         return Decision(forget=forget, stop=tuple(stop))
-    waiting = [name for name, at in phases.items() if at is Phase.WAITING]
     if limits.pause and own:
         return Decision(forget=forget, over=not moving and not forget)
-    # One that moves already, to another share, is in the move whether it is asked or not.
-    restless = [name for name in waiting if by_name[name].told is not None and not settled(by_name[name])]
-    ready = [name for name in waiting if name not in restless and by_name[name].ready]
-    room = max(0, limits.max_unavailable - len(moving) - len(restless))
-    begin = (*restless[: max(0, limits.max_unavailable - len(moving))], *ready[:room])
-    if waiting and not begin and not moving:
-        return Decision(forget=forget, stop=tuple(f"{name}: the node is not Ready" for name in waiting))
-    return Decision(begin, forget, over=not moving and not waiting and not forget)
-
-
-def _known(view: NodeView) -> Collection[str]:
-    return view.before.failed if view.before is not None else ()
+    # A node whose devices move to another share counts as moving whether it is asked or not, so it is asked first.
+    unsettled = [view for view in waiting if view.reported is not None and not settled(view)]
+    ready = [view for view in waiting if view.ready and (view.reported is None or settled(view))]
+    room = max(0, limits.max_unavailable - len(moving))
+    chosen = [*unsettled[:room], *ready[: max(0, room - len(unsettled))]]
+    if waiting and not chosen and not moving:
+        return Decision(forget=forget, stop=tuple(f"{view.node}: the node is not Ready" for view in waiting))
+    return Decision(tuple(view.node for view in chosen), forget, over=not moving and not waiting and not forget)
 
 
 def share_patch(driver: str, share: str | None) -> dict[str, Any]:
     """Return the merge patch of a Node that asks for a share, or (None) for nothing any more."""
-    return {"metadata": {"annotations": {progress.share_annotation(driver): share}}}
+    return {"metadata": {"annotations": {share_annotation(driver): share}}}
 
 
-def begin_patch(goal: Goal, driver: str, node: Object, trouble: Collection[str]) -> dict[str, Any] | None:
+def begin_patch(goal: Goal, driver: str, node: Object, failing: Collection[str]) -> dict[str, Any] | None:
     """Return the merge patch that begins a node, None if it was begun: the share, and what was before it.
 
-    node: as it is, which the patch depends on. trouble: UIDs as of `troubles`. What was before the
+    node: as it is, which the patch depends on. failing: UIDs as of `failing_pods`. What was before the
     first rollout stays known through later ones; one that is undone goes back to it.
     """
     annotations = node["metadata"].get("annotations") or {}
-    key, before_key = progress.share_annotation(driver), before_annotation(driver)
+    key, before_key = share_annotation(driver), before_annotation(driver)
     now, before = annotations.get(key), _before(annotations.get(before_key))
-    wanted = goal.share
-    if goal.undo:
-        if before is None:
-            return None
-        wanted = before.share
-    if now == wanted:
+    wanted = goal.wanted(before)
+    if now == wanted or (goal.undo and before is None):
         return None
-    kept = before or Before(now)
-    kept = msgspec.structs.replace(kept, failed=tuple(sorted(trouble)))
-    return {
-        "metadata": {
-            "annotations": {key: wanted, before_key: msgspec.json.encode(kept).decode()},
-            "resourceVersion": node["metadata"].get("resourceVersion"),
-        }
-    }
+    record = Before(before.share if before is not None else now, tuple(sorted(failing)))
+    return _guarded_patch(node, {key: wanted, before_key: msgspec.json.encode(record).decode()})
 
 
 def forget_patch(driver: str, node: Object) -> dict[str, Any]:
-    """Return the merge patch that removes what a rollout has kept on a node."""
-    return {
-        "metadata": {
-            "annotations": {before_annotation(driver): None},
-            "resourceVersion": node["metadata"].get("resourceVersion"),
-        }
-    }
+    """Return the merge patch that removes what a rollout has recorded on a node."""
+    return _guarded_patch(node, {before_annotation(driver): None})
+
+
+def _guarded_patch(node: Object, annotations: Mapping[str, str | None]) -> dict[str, Any]:
+    """Return a merge patch that the API server refuses if the node has changed meanwhile."""
+    version = node["metadata"].get("resourceVersion")
+    return {"metadata": {"annotations": dict(annotations), "resourceVersion": version}}

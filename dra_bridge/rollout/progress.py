@@ -1,12 +1,13 @@
-"""What an agent tells of its devices on its own slice, and how it is read back.
+"""What an agent reports of its devices on its own slice, and how it is read back.
 
-The agent may not write to Nodes, and nobody needs access to the agent: which side each device is
-on, who holds it and how far a move is stands in one annotation of the node's own ResourceSlice,
-`<driver>/handover`. It changes when a side does, and seldom for a holder alone.
+The agent may not write to Nodes, and nobody needs access to the agent: the side of each device, its holder and the
+progress of moves are in one annotation of the node's own ResourceSlice, `<driver>/handover`. It is written at once when
+a state changes, and seldom for a holder alone.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection, Iterable, Mapping
 from types import MappingProxyType
 from typing import Any, Final
@@ -14,21 +15,20 @@ from typing import Any, Final
 import msgspec
 
 from deviceplugin import naming
+from deviceplugin.exclusion import Key
 from dra_bridge.ledger import Snapshot, State
 
-__all__ = ["DeviceProgress", "Progress", "ResourceProgress", "annotation", "progress", "read", "share_annotation"]
-
-_NONE: Final[Mapping[str, str]] = MappingProxyType({})
+_NONE: Final[Mapping[Any, str]] = MappingProxyType({})
 MAX_DEVICES: Final = 1024
-"""Devices of a resource that are told one by one."""
+"""Of a resource with more devices only their numbers are reported."""
 MAX_BYTES: Final = 192 * 1024
-"""Bytes that all of it may have: an object's annotations may have 256 KiB together, or none of it is taken."""
+"""Of the report: the API server takes 256 KiB for all annotations of an object, and none of them beyond that."""
 
 
 class DeviceProgress(msgspec.Struct, frozen=True, omit_defaults=True):
-    """One device. since: Unix seconds. holder: pod or claim as namespace/name. waits: for what.
+    """One device. since: Unix seconds. holder: pod or claim as namespace/name. waits: what its move waits for.
 
-    gone: the source lists it no more; it counts in no share.
+    gone: the source does not list it any more, so it counts in no share.
     """
 
     state: State
@@ -39,7 +39,7 @@ class DeviceProgress(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class ResourceProgress(msgspec.Struct, frozen=True, omit_defaults=True):
-    """One resource. share: that is striven for. counts: devices by state, those that are gone not among them."""
+    """One resource. share: the one that is in force. counts: devices by state, without those that are gone."""
 
     share: str
     counts: dict[str, int]
@@ -59,7 +59,7 @@ class Progress(msgspec.Struct, frozen=True, omit_defaults=True):
 
     @property
     def words(self) -> Mapping[str, str]:
-        """The qualifiers; of an agent that does not tell them yet those that its resources had."""
+        """The qualifiers; of an agent that does not report them yet those that its resources had."""
         return self.qualifiers or naming.qualifiers(self.resources)
 
 
@@ -75,88 +75,57 @@ def share_annotation(driver: str) -> str:
 
 def progress(
     now: Snapshot,
-    resources: Mapping[str, str],
-    waits: Mapping[tuple[str, str], str] | None = None,
+    shares: Mapping[str, str],
+    waits: Mapping[Key, str] = _NONE,
     *,
     asked: str = "",
-    gone: Collection[tuple[str, str]] = (),
+    gone: Collection[Key] = (),
     qualifiers: Mapping[str, str] = _NONE,
 ) -> Progress:
-    """Return what is to be told; of resources with too many devices only how many of them are where.
+    """Return the report; of resources with too many devices only their numbers.
 
-    resources: the share that is striven for by resource. waits: what moves wait for by
-    (resource, device). asked: the Node's annotation. gone: devices that no source lists now.
-    qualifiers: of published names.
+    shares: those in force, by resource. waits: what moves wait for. asked: the Node's annotation. gone: devices that
+    no source lists now. qualifiers: of published names.
     """
-    told = {resource: _resource(now, resource, share, waits or {}, gone) for resource, share in resources.items()}
-    while len(encoded(Progress(told, asked, dict(qualifiers))).encode()) > MAX_BYTES:
-        name = max(told, key=lambda name: len(told[name].devices))
-        if not told[name].devices:
-            break
-        told[name] = msgspec.structs.replace(told[name], devices={})
-    return Progress(told, asked, dict(qualifiers))
-
-
-def _resource(
-    now: Snapshot,
-    resource: str,
-    share: str,
-    waits: Mapping[tuple[str, str], str],
-    gone: Collection[tuple[str, str]],
-) -> ResourceProgress:
-    records = now.of(resource)
-    holders: dict[str, str] = {}
-    for claim in now.claims.values():
-        for of, device in claim.held:
-            if of == resource:
-                holders[device] = f"claim {claim.title}"
-    for hold in now.holds.values():
-        if hold.resource == resource:
-            holders[hold.device] = f"pod {hold.pod}" if hold.pod else "a pod"
-    counts: dict[str, int] = {}
-    for name, record in records.items():
-        if (resource, name) not in gone:
-            counts[record.state.value] = counts.get(record.state.value, 0) + 1
-    devices = {
-        name: DeviceProgress(
-            record.state,
-            int(record.since),
-            holders.get(name, ""),
-            waits.get((resource, name), ""),
-            (resource, name) in gone,
-        )
-        for name, record in sorted(records.items())
-    }
-    return ResourceProgress(share, counts, devices if len(devices) <= MAX_DEVICES else {})
-
-
-def encoded(told: Progress) -> str:
-    """Return the annotation's value."""
-    return msgspec.json.encode(told, order="deterministic").decode()
-
-
-def without_holders(told: Progress) -> Progress:
-    """Return what changes only with sides and moves, not with each pod."""
-    return msgspec.structs.replace(
-        told,
-        resources={
-            name: msgspec.structs.replace(
-                resource,
-                devices={
-                    key: msgspec.structs.replace(one, holder="", waits="") for key, one in resource.devices.items()
-                },
+    holders = {key: f"claim {claim.title}" for claim in now.claims.values() for key in claim.held}
+    for one in now.allocations.values():
+        holders[one.resource, one.device] = f"pod {one.pod}" if one.pod else "a pod"
+    resources: dict[str, ResourceProgress] = {}
+    for resource, share in shares.items():
+        devices = {}
+        for name, record in sorted(now.of(resource).items()):
+            key = (resource, name)
+            devices[name] = DeviceProgress(
+                record.state, int(record.since), holders.get(key, ""), waits.get(key, ""), key in gone
             )
-            for name, resource in told.resources.items()
-        },
-    )
+        counts = Counter(device.state.value for device in devices.values() if not device.gone)
+        resources[resource] = ResourceProgress(share, dict(counts), devices if len(devices) <= MAX_DEVICES else {})
+    while len(encoded(report := Progress(resources, asked, dict(qualifiers))).encode()) > MAX_BYTES:
+        name = max(resources, key=lambda name: len(resources[name].devices))
+        if not resources[name].devices:
+            break
+        resources[name] = msgspec.structs.replace(resources[name], devices={})
+    return report
+
+
+def encoded(report: Progress) -> str:
+    """Return the annotation's value."""
+    return msgspec.json.encode(report, order="deterministic").decode()
+
+
+def without_holders(report: Progress) -> Progress:
+    """Return the part that changes only with states, not with each pod."""
+    resources = {}
+    for name, one in report.resources.items():
+        devices = {key: msgspec.structs.replace(device, holder="", waits="") for key, device in one.devices.items()}
+        resources[name] = msgspec.structs.replace(one, devices=devices)
+    return msgspec.structs.replace(report, resources=resources)
 
 
 def read(driver: str, slices: Iterable[Mapping[str, Any]]) -> Progress | None:
-    """Return what a node's slices of a driver tell; None if they tell nothing that can be read."""
+    """Return the report in a node's slices of a driver; None if there is none that can be read."""
     for body in slices:
-        metadata = body.get("metadata") or {}
-        text = (metadata.get("annotations") or {}).get(annotation(driver))
-        if text:
+        if text := ((body.get("metadata") or {}).get("annotations") or {}).get(annotation(driver)):
             try:
                 return msgspec.json.decode(text, type=Progress)
             except msgspec.MsgspecError:

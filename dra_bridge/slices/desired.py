@@ -12,37 +12,12 @@ from dataclasses import dataclass, field
 from fractions import Fraction
 from typing import Any, Final, Literal, TypeVar
 
+from deviceplugin import naming
 from deviceplugin.device import AttributeValue, Device, Version
 from deviceplugin.inventory import Snapshot
-from deviceplugin.naming import (
-    EXTENDED_RESOURCE,
-    MAX_CONSUMED_SETS,
-    MAX_ENTRIES,
-    NamingError,
-    canonical_resource,
-    check_attribute,
-    check_capacity,
-    check_counters,
-    device_name,
-    parse_quantity,
-    qualified,
-)
+from deviceplugin.naming import NamingError
 from deviceplugin.topology import natural
 from dra_bridge.kube import Object
-from dra_bridge.slices.versions import in_version
-
-__all__ = [
-    "ALL",
-    "MAX_NAME",
-    "SHARES",
-    "Capabilities",
-    "Desired",
-    "Offer",
-    "Pool",
-    "desired",
-    "slice_name",
-    "taints_of",
-]
 
 _T = TypeVar("_T")
 
@@ -53,29 +28,18 @@ MAX_NAME: Final = 253
 
 SHARES: Final = "shares"
 """Capacity that the DRA side adds to a shared device: how many claims it takes, one a claim unless it asks for more."""
-
-
-@dataclass(frozen=True, slots=True)
-class Capabilities:
-    """What the API server keeps of what it is sent; fields of features that are off it drops without an error."""
-
-    taints: bool = True
-    sharing: bool = True
-    counters: bool = True
-
-
-ALL: Final = Capabilities()
-"""A server with all features on, as 1.36 is."""
+Feature = Literal["taints", "sharing", "counters"]
+"""A feature of the API server. Without it, the server drops the fields of the feature without an error."""
+Counters = Mapping[str, int | str]
 
 
 @dataclass(frozen=True, slots=True)
 class Offer:
     """What one resource gives to its driver's pool.
 
-    snapshot: its devices. offered: ids on the DRA side, None for all of them. replicas: claims that
-    one device takes, or that each takes by its id (one that is not named: 1). order: ids as the
-    scheduler, which takes devices from the front, had better find them; those that are not named
-    follow by their ids. qualifier: in the devices' published names (`deviceplugin.naming`).
+    offered: ids on the DRA side, None for all. replicas: how many claims share each device, or by id (1 if it is not
+    named). order: ids that come first, because the scheduler takes devices from the front; the others follow by their
+    ids. qualifier: in the devices' published names (`deviceplugin.naming`).
     """
 
     snapshot: Snapshot
@@ -95,8 +59,8 @@ class Offer:
         """Return whether a device is on the DRA side."""
         return self.offered is None or device in self.offered
 
-    def takes(self, device: str) -> int:
-        """Return how many claims a device takes."""
+    def replicas_of(self, device: str) -> int:
+        """Return how many claims share a device."""
         return self.replicas if isinstance(self.replicas, int) else self.replicas.get(device, 1)
 
 
@@ -104,9 +68,9 @@ class Offer:
 class Pool:
     """All that one driver has on one node.
 
-    offers: one for each resource of the driver, also those that offer nothing now. unhealthy: the
-    effect of the taint `<driver>/unhealthy`. annotations: on the pool's first slice, names under
-    `<driver>/`; with any, there is a slice even without devices.
+    offers: one for each resource of the driver, also those that offer nothing now. unhealthy: the effect of the taint
+    `<driver>/unhealthy`. annotations: on the pool's first slice, names under `<driver>/`; with any of them there is a
+    slice even without devices.
     """
 
     driver: str
@@ -120,134 +84,134 @@ class Pool:
 class Desired:
     """What the API server should have.
 
-    slices: bodies as resource.k8s.io/v1 has them or in the version asked for, without
-        `spec.pool.generation`, owner and resourceVersion.
-    withheld: names of devices that cannot be offered. problems: why, and what else was left out,
-        one sentence each.
+    slices: bodies as resource.k8s.io/v1 has them, without `spec.pool.generation`, owner and resourceVersion. needs:
+    features that the pool uses where the server has them. withheld: names of devices that cannot be offered. problems:
+    why, and what else was left out, one sentence each.
     """
 
     slices: tuple[Object, ...]
+    needs: frozenset[Feature] = frozenset()
     withheld: frozenset[str] = frozenset()
     problems: tuple[str, ...] = ()
 
 
 def slice_name(node: str, driver: str, number: int) -> str:
-    """Return the name of a pool's slice: the same each time, so that a create that was lost is not done twice."""
+    """Return the name of a pool's slice, the same each time: so a create whose answer was lost is not done twice."""
     mark = hashlib.sha256(f"{node}\0{driver}".encode()).hexdigest()[:5]
     end = f"-{mark}-{number}"
     return f"{node}-{driver}"[: MAX_NAME - len(end)].rstrip("-.") + end
 
 
-def desired(pool: Pool, *, version: str = "v1", capabilities: Capabilities = ALL) -> Desired | None:
+def desired(pool: Pool, *, without: Collection[Feature] = ()) -> Desired | None:
     """Return the slices that this pool should consist of; None while a source has not listed its devices.
 
-    Pure: the same input gives the same bodies. What the API would refuse of a single device is left
-    out and reported instead of spoiling the pool: an attribute, a capacity, or the device.
+    Pure: the same input gives the same bodies. What the API would refuse of a single device is left out and reported,
+    instead of failing the whole pool: an attribute, a capacity, or the device.
 
-    Each device has its place in one slice, also while it is not offered. So a change of one device's
-    side, health or taints changes only the slice with its place, which is one atomic write.
+    Each device has its place in one slice, also while it is not offered. So a change of one device's side, health or
+    taints changes only the slice with its place, which is one atomic write. without: features that the server lacks.
     """
     if not all(offer.snapshot.listed for offer in pool.offers):
         return None
     problems: list[str] = []
-    sets = _counter_sets(pool, problems) if capabilities.counters else {}
+    sets = {} if "counters" in without else _counter_sets(pool, problems)
     used: set[str] = set()
     places: list[Object | None] = []
+    needs: set[Feature] = set()
     withheld: set[str] = set()
     for offer in pool.offers:
         for device in offer.devices:
             offered = offer.offers(device.id)
-            name = device_name(device.id, offer.qualifier)
-            consumed: Mapping[str, Mapping[str, int | str]] = {}
-            if device.consumes and capabilities.counters:
+            name = naming.device_name(device.id, offer.qualifier)
+            consumed: Mapping[str, Counters] = {}
+            if "counters" not in without:
                 consumed = _consumed(device, sets, problems if offered else [])
-                used.update(consumed)
-            taints = taints_of(pool, device)
+            used.update(consumed)
             entry: Object | None = None
-            if offered and ((device.consumes and not consumed) or (taints and not capabilities.taints)):
-                withheld.add(name)
-            elif offered:
-                entry = _entry(name, device, offer, pool.driver, capabilities, problems)
-                if taints:
-                    entry["taints"] = taints
-                if consumed:
-                    entry["consumesCounters"] = [
-                        {"counterSet": one, "counters": _counters(what)} for one, what in sorted(consumed.items())
-                    ]
+            if offered:
+                needed = _needs(device, offer)
+                needs |= needed
+                if (device.consumes and not consumed) or ("taints" in needed and "taints" in without):
+                    withheld.add(name)
+                else:
+                    entry = _entry(name, device, offer, pool, without, problems)
+                    if consumed:
+                        entry["consumesCounters"] = [
+                            {"counterSet": one, "counters": _counters(what)} for one, what in sorted(consumed.items())
+                        ]
             places.append(entry)
-    counters = [{"name": name, "counters": _counters(sets[name])} for name in sorted(used, key=natural)]
+    counters: list[Object] = [{"name": name, "counters": _counters(sets[name])} for name in sorted(used, key=natural)]
     parts: list[Object] = []
     if any(places):
         parts += [{"sharedCounters": part} for part in _chunks(counters, MAX_COUNTER_SETS)]
-        for part in _chunks(places, MAX_DEVICES):
-            devices = [entry for entry in part if entry is not None]
+        for chunk in _chunks(places, MAX_DEVICES):
+            devices = [entry for entry in chunk if entry is not None]
             parts.append({"devices": devices} if devices else {})
     if not parts and pool.annotations:
         parts = [{}]
-    slices = tuple(
-        in_version(
-            {
-                "metadata": {
-                    "name": slice_name(pool.node, pool.driver, number),
-                    **({"annotations": dict(pool.annotations)} if pool.annotations and number == 0 else {}),
-                },
-                "spec": {
-                    "driver": pool.driver,
-                    "nodeName": pool.node,
-                    "pool": {"name": pool.node, "resourceSliceCount": len(parts)},
-                    **part,
-                },
-            },
-            version,
-        )
-        for number, part in enumerate(parts)
-    )
-    return Desired(slices, frozenset(withheld), tuple(dict.fromkeys(problems)))
+    slices: list[Object] = []
+    for number, part in enumerate(parts):
+        metadata: Object = {"name": slice_name(pool.node, pool.driver, number)}
+        if pool.annotations and number == 0:
+            metadata["annotations"] = dict(pool.annotations)
+        whole = {"name": pool.node, "resourceSliceCount": len(parts)}
+        spec = {"driver": pool.driver, "nodeName": pool.node, "pool": whole, **part}
+        slices.append({"metadata": metadata, "spec": spec})
+    return Desired(tuple(slices), frozenset(needs), frozenset(withheld), tuple(dict.fromkeys(problems)))
+
+
+def _needs(device: Device, offer: Offer) -> set[Feature]:
+    needs: Mapping[Feature, object] = {
+        "taints": not device.health.usable,
+        "sharing": offer.replicas_of(device.id) > 1,
+        "counters": device.consumes,
+    }
+    return {feature for feature, needed in needs.items() if needed}
 
 
 def _entry(
-    name: str, device: Device, offer: Offer, driver: str, capabilities: Capabilities, problems: list[str]
+    name: str, device: Device, offer: Offer, pool: Pool, without: Collection[Feature], problems: list[str]
 ) -> Object:
-    replicas = offer.takes(device.id)
-    shared = replicas > 1 and capabilities.sharing
-    attributes: Object = {EXTENDED_RESOURCE: {"string": canonical_resource(offer.snapshot.resource)}}
+    replicas = 1 if "sharing" in without else offer.replicas_of(device.id)
+    attributes: Object = {naming.EXTENDED_RESOURCE: {"string": naming.canonical_resource(offer.snapshot.resource)}}
     capacity: Object = {}
-    if shared:
-        capacity[SHARES] = {
-            "value": str(replicas),
-            "requestPolicy": {"default": "1", "validRange": {"min": "1", "step": "1"}},
-        }
-    # capacity before attributes, so that neither is cut for the sake of the framework's own extras
-    taken = {qualified(key, driver) for key in (*attributes, *capacity)}
+    if replicas > 1:
+        policy = {"default": "1", "validRange": {"min": "1", "step": "1"}}
+        capacity[SHARES] = {"value": str(replicas), "requestPolicy": policy}
+    taken = {naming.qualified(key, pool.driver) for key in (*attributes, *capacity)}
+    room = naming.MAX_ENTRIES - len(taken)
+    # The device's capacity and attributes go before the framework's own "numa" where the room does not suffice.
     wanted: list[tuple[str, Any, bool]] = [(key, value, True) for key, value in device.capacity.items()]
     wanted += [(key, value, False) for key, value in device.attributes.items()]
-    room = MAX_ENTRIES - len(attributes) - len(capacity)
     for key, value, amount in wanted:
-        where = f"{offer.snapshot.resource} device {device.id!r}"
         try:
-            (check_capacity if amount else check_attribute)(key, value)
-            if qualified(key, driver) in taken:
+            (naming.check_capacity if amount else naming.check_attribute)(key, value)
+            if naming.qualified(key, pool.driver) in taken:
                 raise NamingError(f"{key!r} is given twice, or is the framework's own name")
             if not room:
-                raise NamingError(f"{key!r} is one more than the {MAX_ENTRIES} attributes and capacities of a device")
+                raise NamingError(
+                    f"{key!r} is one more than the {naming.MAX_ENTRIES} attributes and capacities of a device"
+                )
         except NamingError as error:
-            problems.append(f"{where}: left out: {error}")
+            problems.append(f"{offer.snapshot.resource} device {device.id!r}: left out: {error}")
             continue
         room -= 1
-        taken.add(qualified(key, driver))
+        taken.add(naming.qualified(key, pool.driver))
         if amount:
-            capacity[key] = _capacity(value, replicas if shared else 1)
+            capacity[key] = _capacity(value, replicas)
         else:
             attributes[key] = _attribute(value)
     numa = device.numa_nodes
-    if room and len(numa) == 1 and qualified("numa", driver) not in taken:
+    if room and len(numa) == 1 and naming.qualified("numa", pool.driver) not in taken:
         # Kubernetes 1.36 has standard attributes for PCI only, none for NUMA
         attributes["numa"] = {"int": numa[0]}
     entry: Object = {"name": name, "attributes": attributes}
     if capacity:
         entry["capacity"] = capacity
-    if shared:
+    if replicas > 1:
         entry["allowMultipleAllocations"] = True
+    if not device.health.usable:
+        entry["taints"] = [{"key": f"{pool.driver}/unhealthy", "effect": pool.unhealthy}]
     return entry
 
 
@@ -260,20 +224,20 @@ def _attribute(value: AttributeValue) -> Object:
 
 
 def _capacity(value: int | str, replicas: int) -> Object:
-    """A capacity; of a shared device, a claim that does not say how much it needs takes a fair part.
+    """Return a capacity. Of a shared device, a claim that does not say how much it needs takes an equal part.
 
     Without a policy such a claim would take all of it, and the device would not be shared
     (k8s.io/api/resource/v1, CapacityRequestPolicy).
     """
     if replicas == 1:
         return {"value": str(value)}
-    number = parse_quantity(value)
+    number = naming.parse_quantity(value)
     part = Fraction(number // replicas) if number.denominator == 1 else Fraction(0)
     return {"value": str(value), "requestPolicy": {"default": _like(str(value), part)}}
 
 
 def _like(text: str, number: Fraction) -> str:
-    """An integer as a quantity, with a suffix of the same kind as `text` has where that is exact."""
+    """Return an integer as a quantity, with a suffix of the same kind as `text` has where that is exact."""
     best = str(number)
     if text.endswith("i") and number:
         for power, suffix in enumerate(("Ki", "Mi", "Gi", "Ti", "Pi", "Ei"), 1):
@@ -282,51 +246,45 @@ def _like(text: str, number: Fraction) -> str:
     return best
 
 
-def taints_of(pool: Pool, device: Device) -> list[Object]:
-    """Return the taints that a device has in its pool."""
-    return [] if device.health.usable else [{"key": f"{pool.driver}/unhealthy", "effect": pool.unhealthy}]
-
-
-def _counter_sets(pool: Pool, problems: list[str]) -> dict[str, Mapping[str, int | str]]:
-    """The counter sets of all devices, offered or not, by name; one that two devices tell differently is none."""
-    sets: dict[str, Mapping[str, int | str]] = {}
+def _counter_sets(pool: Pool, problems: list[str]) -> dict[str, Counters]:
+    """Return the counter sets of all devices, offered or not, by name; without those that two define differently."""
+    sets: dict[str, Counters] = {}
     bad: set[str] = set()
     for offer in pool.offers:
         for device in offer.snapshot.devices.values():
             for name, counters in device.counters.items():
                 try:
-                    check_counters(name, counters)
+                    naming.check_counters(name, counters)
                 except NamingError as error:
                     problems.append(f"{offer.snapshot.resource} device {device.id!r}: left out: {error}")
                     bad.add(name)
                     continue
-                if _same_counters(sets.setdefault(name, counters), counters):
-                    continue
-                problems.append(f"{offer.snapshot.resource}: devices tell counter set {name!r} differently: left out")
-                bad.add(name)
+                if not _same_counters(sets.setdefault(name, counters), counters):
+                    problems.append(f"{offer.snapshot.resource}: left out: devices differ in counter set {name!r}")
+                    bad.add(name)
     return {name: counters for name, counters in sets.items() if name not in bad}
 
 
-def _same_counters(one: Mapping[str, int | str], other: Mapping[str, int | str]) -> bool:
+def _same_counters(one: Counters, other: Counters) -> bool:
     return one is other or (
-        one.keys() == other.keys() and all(parse_quantity(one[key]) == parse_quantity(other[key]) for key in one)
+        one.keys() == other.keys()
+        and all(naming.parse_quantity(one[key]) == naming.parse_quantity(other[key]) for key in one)
     )
 
 
-def _consumed(
-    device: Device, sets: Mapping[str, Mapping[str, int | str]], problems: list[str]
-) -> Mapping[str, Mapping[str, int | str]]:
-    """What a device consumes; nothing if that cannot be told to the API, and then it cannot be offered."""
+def _consumed(device: Device, sets: Mapping[str, Counters], problems: list[str]) -> Mapping[str, Counters]:
+    """Return what a device consumes; nothing if the API would refuse it, and then the device cannot be offered."""
     try:
-        if len(device.consumes) > MAX_CONSUMED_SETS:
-            raise NamingError(f"consumes from {len(device.consumes)} counter sets, {MAX_CONSUMED_SETS} are possible")
+        if len(device.consumes) > naming.MAX_CONSUMED_SETS:
+            raise NamingError(
+                f"consumes from {len(device.consumes)} counter sets, {naming.MAX_CONSUMED_SETS} are possible"
+            )
         for name, counters in device.consumes.items():
-            check_counters(name, counters)
+            naming.check_counters(name, counters)
             if name not in sets:
                 raise NamingError(f"consumes from counter set {name!r}, which no device brings along")
-            for counter in counters:
-                if counter not in sets[name]:
-                    raise NamingError(f"consumes counter {counter!r}, which set {name!r} does not have")
+            if unknown := counters.keys() - sets[name].keys():
+                raise NamingError(f"consumes counter {min(unknown)!r}, which set {name!r} does not have")
     except NamingError as error:
         problems.append(f"device {device.id!r} is not offered: {error}")
         return {}

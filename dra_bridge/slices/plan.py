@@ -1,4 +1,4 @@
-"""The writes that turn the ResourceSlices which the API server has into the wanted ones, and how two slices compare."""
+"""The writes that lead from the ResourceSlices which the API server has to the wanted ones, and how slices compare."""
 
 from __future__ import annotations
 
@@ -11,14 +11,33 @@ import msgspec
 from deviceplugin.naming import NamingError, parse_quantity
 from dra_bridge.kube import Object
 
-__all__ = ["ServerMutations", "Times", "Write", "fingerprint", "generation_of", "plan"]
+
+def in_version(body: Object, version: str) -> Object:
+    """Return a slice of resource.k8s.io/v1 in another version: v1beta2 is the same, v1beta1 wraps each device."""
+    if version == "v1beta1" and "devices" in body["spec"]:
+        devices = [
+            {"name": device["name"], "basic": {key: value for key, value in device.items() if key != "name"}}
+            for device in body["spec"]["devices"]
+        ]
+        body = {**body, "spec": {**body["spec"], "devices": devices}}
+    return {**body, "apiVersion": f"resource.k8s.io/{version}", "kind": "ResourceSlice"}
+
+
+def neutral(body: Object) -> Object:
+    """Return a slice of any version as resource.k8s.io/v1 has it, which is how this package handles slices."""
+    spec = body.get("spec") or {}
+    devices = spec.get("devices") or []
+    if any("basic" in device for device in devices):
+        flat = [{"name": device["name"], **(device.get("basic") or {})} for device in devices]
+        body = {**body, "spec": {**spec, "devices": flat}}
+    return body
 
 
 def fingerprint(body: Object) -> str:
-    """Return what tells the content of two slices apart, however it is written.
+    """Return a digest of a slice's content that does not depend on how it is written.
 
-    Quantities count by their value, empty and left-out fields are the same, so are orders of keys;
-    when a taint was added, the pool's generation and fields that are not spoken here do not count.
+    Quantities count by their value; empty and missing fields are the same, and the order of keys does not matter. When
+    a taint was added, the pool's generation, and fields that this package does not use do not count.
     """
     spec = body["spec"]
     pool = spec.get("pool") or {}
@@ -95,49 +114,37 @@ def plan(
 ) -> list[Write]:
     """Return the fewest writes, in their order, that turn a pool's existing slices into the wanted ones.
 
-    A pool is used by the scheduler only while all slices of its highest generation are there. So a
-    change of one slice is one write that takes effect at once; a change of several goes into a new
-    generation, written slice after slice while the old one is superseded by the first of them, and
-    slices that are left over are deleted last. A plan that was broken off is taken up again.
+    The scheduler uses a pool only while all slices of its highest generation are there. So a change of one slice is
+    one write that takes effect at once. A change of several goes into a new generation, whose first slice supersedes
+    the old one; slices that are left over are deleted last. A plan that was broken off is continued.
 
-    owner: ownerReference of each slice. generation: the highest one that was ever written.
-    mutations: see ServerMutations; a difference that the server itself makes is not fought. times: see Times.
+    owner: ownerReference of each slice. generation: the highest one that was ever written. mutations: a difference
+    that the server itself makes is not written again.
     """
-    names = {body["metadata"]["name"] for body in wanted}
+    bodies = {body["metadata"]["name"]: body for body in wanted}
     current = {body["metadata"]["name"]: body for body in existing}
-    latest = max([generation, *(generation_of(body) for body in existing)], default=0)
-    extras = [body for body in existing if body["metadata"]["name"] not in names]
+    latest = max([generation, *map(generation_of, existing)])
 
-    def same(body: Object) -> bool:
-        found = current.get(body["metadata"]["name"])
-        return found is not None and _as_wanted(body, found, mutations or {})
+    def is_as_wanted(name: str) -> bool:
+        want, have = fingerprint(bodies[name]), fingerprint(current[name])
+        return want == have or (mutations or {}).get(name) == (want, have)
 
-    def settled(body: Object) -> bool:
-        return same(body) and generation_of(current[body["metadata"]["name"]]) == latest
-
-    changed = [body for body in wanted if not settled(body)]
-    now = [body for body in existing if generation_of(body) == latest]
-    one_of_several = (
-        len(wanted) > 1
-        and len(changed) == 1
-        and len(now) == len(existing) == len(wanted)
-        and changed[0]["metadata"]["name"] in current
-        and not extras
-    )
-    if all(body["metadata"]["name"] in names and same(_by_name(wanted, body)) for body in now):
+    same = set(filter(is_as_wanted, bodies.keys() & current.keys()))
+    in_latest = {name for name, body in current.items() if generation_of(body) == latest}
+    extras = [body for name, body in current.items() if name not in bodies]
+    changed = [name for name in bodies if name not in same & in_latest]
+    if in_latest <= same:
         target = max(latest, 1)  # nothing of this generation is wrong: only complete it
-    elif one_of_several:
+    elif len(bodies) > 1 and len(changed) == 1 and in_latest == current.keys() == bodies.keys():
         target = latest
     else:
-        target, changed = latest + 1, list(wanted)
-    rewritten = {body["metadata"]["name"] for body in changed}
+        target, changed = latest + 1, list(bodies)
     writes = []
-    for body in wanted:
-        name = body["metadata"]["name"]
+    for name, body in bodies.items():
         found = current.get(name)
-        if name not in rewritten and found is not None and _same_metadata(body, found, owner):
-            continue
-        writes.append(Write("create" if found is None else "replace", _body(body, found, target, owner, times or {})))
+        if name in changed or found is None or not _same_metadata(body, found, owner):
+            verb: Literal["create", "replace"] = "create" if found is None else "replace"
+            writes.append(Write(verb, _body(body, found, target, owner, times or {})))
     return writes + [Write("delete", body) for body in extras]
 
 
@@ -146,43 +153,31 @@ def generation_of(body: Object) -> int:
     return int((body["spec"].get("pool") or {}).get("generation") or 0)
 
 
-def _by_name(bodies: Sequence[Object], one: Object) -> Object:
-    return next(body for body in bodies if body["metadata"]["name"] == one["metadata"]["name"])
-
-
-def _as_wanted(wanted: Object, found: Object, mutations: ServerMutations) -> bool:
-    want, have = fingerprint(wanted), fingerprint(found)
-    return want == have or mutations.get(wanted["metadata"]["name"]) == (want, have)
-
-
-def _ours(annotations: Mapping[str, str], driver: str) -> dict[str, str]:
-    return {key: value for key, value in annotations.items() if key.startswith(f"{driver}/")}
+def _split(body: Object) -> tuple[dict[str, str], dict[str, str]]:
+    """Return the annotations of a slice that are the driver's, and the others."""
+    prefix = f"{body['spec']['driver']}/"
+    annotations = body["metadata"].get("annotations") or {}
+    own = {key: value for key, value in annotations.items() if key.startswith(prefix)}
+    return own, {key: value for key, value in annotations.items() if key not in own}
 
 
 def _same_metadata(wanted: Object, found: Object, owner: Object | None) -> bool:
-    driver = wanted["spec"]["driver"]
-    want, have = wanted["metadata"], found["metadata"]
-    return _ours(want.get("annotations") or {}, driver) == _ours(have.get("annotations") or {}, driver) and (
-        owner is None or have.get("ownerReferences") == [owner]
+    return _split(wanted)[0] == _split(found)[0] and (
+        owner is None or found["metadata"].get("ownerReferences") == [owner]
     )
 
 
 def _body(wanted: Object, found: Object | None, generation: int, owner: Object | None, times: Times) -> Object:
     metadata = dict(wanted["metadata"])
-    driver = wanted["spec"]["driver"]
     if found is not None:
         have = found["metadata"]
-        kept = {
-            key: value for key, value in (have.get("annotations") or {}).items() if not key.startswith(f"{driver}/")
-        }
-        metadata.update({key: have[key] for key in ("uid", "resourceVersion", "labels", "finalizers") if key in have})
-        annotations = {**kept, **(metadata.pop("annotations", None) or {})}
+        kept = ("uid", "resourceVersion", "labels", "finalizers", "ownerReferences")
+        metadata.update({key: have[key] for key in kept if key in have})
+        annotations = {**_split(found)[1], **(metadata.pop("annotations", None) or {})}
         if annotations:
             metadata["annotations"] = annotations
     if owner is not None:
         metadata["ownerReferences"] = [owner]
-    elif found is not None and "ownerReferences" in found["metadata"]:
-        metadata["ownerReferences"] = found["metadata"]["ownerReferences"]
     spec = {**wanted["spec"], "pool": {**wanted["spec"]["pool"], "generation": generation}}
     if "devices" in spec:
         spec["devices"] = [_with_times(device, times) for device in spec["devices"]]

@@ -5,36 +5,17 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Iterable
-from contextlib import aclosing
+from contextlib import aclosing, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Final
 
-from dra_bridge.kube import (
-    NODES,
-    RESOURCE_SLICES,
-    ApiError,
-    Backoff,
-    Changed,
-    Cluster,
-    ConflictError,
-    InvalidError,
-    Listed,
-    NotFoundError,
-    Object,
-    RequestStatistics,
-    UnavailableError,
-    UnsupportedError,
-    VersionChangedError,
-)
+from dra_bridge import kube
+from dra_bridge.kube import RESOURCE_SLICES, ApiError, Cluster, NotFoundError, Object
 from dra_bridge.slices.desired import Desired, Pool, desired
-from dra_bridge.slices.features import WITHOUT, ServerFeatures, features_of, needs_of
+from dra_bridge.slices.features import WITHOUT, ServerFeatures, features_of
 from dra_bridge.slices.mirror import Mirror
-from dra_bridge.slices.plan import Write, generation_of, plan
-from dra_bridge.slices.rate_limit import RateLimit
-from dra_bridge.slices.versions import in_version, neutral
-
-__all__ = ["PoolState", "Publisher", "remove_slices"]
+from dra_bridge.slices.plan import Write, generation_of, in_version, neutral, plan
 
 logger: Final = logging.getLogger(__name__)
 
@@ -44,12 +25,11 @@ ROUNDS: Final = 6
 
 @dataclass(frozen=True, slots=True)
 class PoolState:
-    """How far a driver's pool is; never changed, replaced.
+    """How far a driver's pool is.
 
-    wanted, accepted: the tickets of the newest `want` and of the newest one that the API server has.
-    generation: the pool's. slices: how many there are. devices: names of the devices in them.
-    unsupported: features that the server lacks. problems: what was left out and why, or what
-    keeps the server from accepting it. writes: successful ones so far.
+    wanted, accepted: the tickets of the newest `want` and of the newest one that the API server has. generation: the
+    pool's. slices: how many there are. devices: names of the devices in them. unsupported: features that the server
+    lacks. problems: what was left out and why, or what keeps the server from accepting it. writes: successful ones.
     """
 
     driver: str
@@ -63,24 +43,53 @@ class PoolState:
     writes: int = 0
 
 
+class _RateLimit:
+    """Makes rounds of writes wait when there were too many lately: agents that disagree must not flood the server.
+
+    The first round for a ticket is what this node itself wants (each device that moves takes two or three): ten times
+    as many of these are allowed.
+    """
+
+    def __init__(self, burst: int, per_second: float) -> None:
+        self._burst = burst
+        self._per_second = per_second
+        self._ticket = 0
+        self._rounds: tuple[list[float], list[float]] = ([], [])
+        """When rounds of writes began: again for the same ticket, and the first for each."""
+
+    async def round(self, ticket: int) -> bool:
+        """Count a round of writes; wait first, and return True, if there were too many lately."""
+        now = asyncio.get_running_loop().time()
+        first = ticket != self._ticket
+        self._ticket = ticket
+        rounds, times = self._rounds[first], 10 if first else 1
+        window = self._burst / self._per_second if self._per_second else 0.0
+        rounds[:] = [at for at in rounds if now - at < window]
+        many = len(rounds) >= self._burst * times
+        if many and self._per_second:
+            await asyncio.sleep(1.0 / (self._per_second * times))
+        rounds.append(now)
+        return many
+
+
 class _Driver:
     """What the publisher remembers of one driver."""
 
-    def __init__(self, pool: Pool, rate_limit: RateLimit) -> None:
+    def __init__(self, pool: Pool, rate_limit: _RateLimit) -> None:
         self.pool = pool
         self.state = PoolState(pool.driver)
         self.wake = asyncio.Event()
         self.mirror = Mirror()
         self.rate_limit = rate_limit
-        self.said: set[str] = set()
+        self.warned: set[str] = set()
 
 
 class Publisher:
     """Makes the API server have this node's slices as they are wanted, and keeps it so.
 
-    One watch for all drivers. Slices of other drivers, nodes and pools are not touched. It writes
-    when something changed or was taken away (the kubelet deletes all slices of its node when it
-    starts) and never else. What it cannot do it tries again, as long as it takes.
+    One watch for all drivers. Slices of other drivers, nodes and pools are not touched. It writes only when something
+    changed or was deleted (the kubelet deletes all slices of its node when it starts). What fails is tried again, as
+    long as it takes.
     """
 
     def __init__(
@@ -88,36 +97,28 @@ class Publisher:
         cluster: Cluster,
         node: str,
         *,
-        say: Callable[[str, str], None] | None = None,
-        backoff: Backoff | None = None,
+        warn: Callable[[str, str], None] | None = None,
         burst: int = 10,
         per_second: float = 0.5,
         probe_again: float = 60.0,
     ) -> None:
         """Do nothing yet; `want` says what, `run` does it.
 
-        say: called with driver and message, once for each message; by default a warning is logged.
-        backoff: waits after failures. burst, per_second: how many rounds of writes a driver may
-        make at once, and how fast that is regained: two agents that disagree do not flood the server.
-        Ten times as much for what is newly wanted.
-        probe_again: seconds after which a feature that the server lacked may be asked for again, when
+        warn: called with driver and message, once for each message; by default a warning is logged. burst, per_second:
+        how many rounds of writes a driver may make at once, and how fast that is regained; ten times as much for what
+        is newly wanted. probe_again: seconds after which a feature that the server lacked may be asked for again, when
         there is reason to believe that it is another server.
         """
-        self._cluster = cluster
+        self.cluster: Final = cluster
         self._node = node
-        self._say = say or (lambda driver, message: logger.warning("%s: %s", driver, message))
-        self._backoff = backoff or cluster.backoff
-        self._rate_limit = partial(RateLimit, burst, per_second)
+        self._warn = warn or partial(logger.warning, "%s: %s")
+        self._rate_limit = partial(_RateLimit, burst, per_second)
         self._features = ServerFeatures(cluster, probe_again)
         self._drivers: dict[str, _Driver] = {}
-        self._workers: dict[str, asyncio.Task[None]] = {}
         self._group: asyncio.TaskGroup | None = None
         self._listed = asyncio.Event()
         self._owner: Object | None = None
         self._changed = asyncio.Event()
-
-    def __repr__(self) -> str:
-        return f"<Publisher {self._node}: {', '.join(self._drivers) or 'no drivers'}>"
 
     def want(self, pool: Pool) -> int:
         """Say what a driver's pool should be from now on; return a ticket for `accepted`.
@@ -140,11 +141,6 @@ class Publisher:
         driver.wake.set()
         return driver.state.wanted
 
-    @property
-    def statistics(self) -> RequestStatistics:
-        """What went to the API server so far."""
-        return self._cluster.statistics
-
     def state(self, driver: str) -> PoolState:
         """Return how far a driver's pool is."""
         found = self._drivers.get(driver)
@@ -158,63 +154,50 @@ class Publisher:
 
     async def run(self) -> None:
         """Publish until cancelled. Slices are left as they are then: claims in use need them."""
-        try:
-            async with asyncio.TaskGroup() as group:
-                self._group = group
-                for driver in self._drivers.values():
-                    self._start(driver)
-                try:
-                    await self._watch()
-                finally:
-                    self._group = None  # a group that is ending takes no more workers
-        finally:
-            self._workers.clear()
+        async with asyncio.TaskGroup() as group:
+            self._group = group
+            for driver in self._drivers.values():
+                self._start(driver)
+            try:
+                await self._watch()
+            finally:
+                self._group = None  # a group that is ending takes no more workers
 
     async def _watch(self) -> None:
         selector = f"spec.nodeName={self._node}"
-        async with aclosing(self._cluster.follow(RESOURCE_SLICES, field_selector=selector)) as events:
+        async with aclosing(self.cluster.follow(RESOURCE_SLICES, field_selector=selector)) as events:
             async for event in events:
-                if isinstance(event, Listed):
+                if isinstance(event, kube.Listed):
                     self._replace_mirror(event.items)
                     self._listed.set()
-                elif isinstance(event, Changed):
+                elif isinstance(event, kube.Changed):
                     self._observe(event.object, deleted=event.type == "DELETED")
 
     def _replace_mirror(self, items: Iterable[Object]) -> None:
-        self._owner = None  # perhaps the Node is another one
+        self._owner = None  # the Node may be another one
         for driver in self._drivers.values():
-            driver.mirror.restart()
+            driver.mirror.relist(new_watch=True)
         for item in items:
             self._keep(item)
         self._features.forget_missing()
         for driver in self._drivers.values():
             driver.wake.set()
 
-    def _observe(self, item: Object, *, deleted: bool = False) -> None:
+    def _observe(self, item: Object, *, deleted: bool) -> None:
         driver = self._driver_of(item)
-        if driver is None:
-            return
-        metadata = item["metadata"]
-        known = driver.mirror.bodies.get(metadata["name"])
-        if driver.mirror.is_echo(item, deleted=deleted):
+        if driver is None or not driver.mirror.observe(neutral(item), deleted=deleted):
             return
         if deleted:
-            if not driver.mirror.drop(metadata["name"]):
-                return
-            self._owner = None  # perhaps the Node is another one
+            self._owner = None  # the Node may be another one
         else:
-            self._keep(item)
-            if known is not None and known["metadata"].get("resourceVersion") == metadata.get("resourceVersion"):
-                return
+            self._features.learn(neutral(item))
         driver.wake.set()
 
     def _keep(self, item: Object) -> None:
         driver = self._driver_of(item)
-        if driver is None:
-            return
-        body = neutral(item)
-        driver.mirror.keep(body)
-        self._features.learn(body)
+        if driver is not None:
+            driver.mirror.keep(neutral(item))
+            self._features.learn(neutral(item))
 
     def _driver_of(self, item: Object) -> _Driver | None:
         spec = item.get("spec") or {}
@@ -224,25 +207,22 @@ class Publisher:
 
     def _start(self, driver: _Driver) -> None:
         assert self._group is not None
-        name = driver.pool.driver
-        self._workers[name] = self._group.create_task(self._work(driver), name=f"slices of {name}")
+        self._group.create_task(self._work(driver), name=f"slices of {driver.pool.driver}")
 
     async def _work(self, driver: _Driver) -> None:
-        backoff = self._backoff.fresh()
+        backoff = self.cluster.backoff.fresh()
         conflicts = 0
         while True:
             await driver.wake.wait()
             await self._listed.wait()
             driver.wake.clear()
-            wait = 0.0
+            wait, done = 0.0, False
             try:
                 if not driver.mirror.listed:  # it joined after the watch began, or what the server has is in doubt
                     await self._refresh(driver)
-                if not await self._reconcile(driver):
-                    wait = backoff.longest()
-                    driver.wake.set()
-            except (ConflictError, NotFoundError, VersionChangedError) as error:
-                # What the server has is not what the watch said: read it, and try again.
+                done = await self._reconcile(driver)
+            except (kube.ConflictError, NotFoundError, kube.VersionChangedError) as error:
+                # What the server has is not what the watch reported: read it, and try again.
                 driver.mirror.doubt()
                 conflicts += 1
                 if isinstance(error, NotFoundError):
@@ -251,47 +231,46 @@ class Publisher:
                     wait = backoff.next()
                 if conflicts == 5:
                     self._problem(driver, f"the slices cannot be written: {error}")
-                driver.wake.set()
-            except InvalidError as error:
+            except kube.InvalidError as error:
                 self._problem(driver, f"the API server refuses the slices: {_explained(error)}")
-                # It may be a policy that was just changed and is not known to every server yet. Once the waits have
-                # grown to their most, only something else that is wanted will help.
+                # It may be a policy that was just changed and that not every server knows yet. Once the waits have
+                # grown to their maximum, only something else that is wanted will help.
                 wait = backoff.next()
-                if wait > self._backoff.most / 2:
+                if wait > backoff.most / 2:
                     wait = 10 * backoff.longest()
-                driver.wake.set()
-            except (ApiError, UnsupportedError) as error:
-                if not isinstance(error, UnavailableError) or error.code:
+            except (ApiError, kube.UnsupportedError) as error:
+                if not isinstance(error, kube.UnavailableError) or error.code:
                     self._problem(driver, f"the slices cannot be written: {error}")
                 wait = backoff.next()
                 if isinstance(error, ApiError):
                     wait = max(wait, min(error.retry_after, backoff.most))
-                driver.wake.set()
             else:
                 conflicts = 0
                 backoff.reset()
+                wait = 0.0 if done else backoff.longest()
+            if not done:
+                driver.wake.set()
             if wait:
                 await self._pause(driver, wait)
 
     async def _pause(self, driver: _Driver, seconds: float) -> None:
-        """Wait; something newer that is wanted does not wait for an older failure if the server answers."""
+        """Wait after a failure; end early when something else is wanted and the server answers."""
         ticket = driver.state.wanted
-        pause = asyncio.ensure_future(self._cluster.pause(seconds))
+
+        async def newer() -> None:
+            while driver.state.wanted == ticket or self.cluster.statistics.lost_since is not None:
+                await self._changed.wait()
+
+        waits = {asyncio.ensure_future(self.cluster.pause(seconds)), asyncio.ensure_future(newer())}
         try:
-            while not pause.done():
-                changed = asyncio.ensure_future(self._changed.wait())
-                try:
-                    await asyncio.wait({pause, changed}, return_when=asyncio.FIRST_COMPLETED)
-                finally:
-                    changed.cancel()
-                if driver.state.wanted != ticket and self._cluster.statistics.lost_since is None:
-                    return
+            await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
         finally:
-            pause.cancel()
+            for one in waits:
+                one.cancel()
 
     async def _refresh(self, driver: _Driver) -> None:
         selector = f"spec.nodeName={self._node},spec.driver={driver.pool.driver}"
-        listing = await self._cluster.list(RESOURCE_SLICES, field_selector=selector)
+        listing = await self.cluster.list(RESOURCE_SLICES, field_selector=selector)
         driver.mirror.relist()
         for item in listing.items:
             self._keep(item)
@@ -299,9 +278,9 @@ class Publisher:
     async def _reconcile(self, driver: _Driver) -> bool:
         """Make the slices as they are wanted; return False if that does not end."""
         pool, ticket = driver.pool, driver.state.wanted
-        version = await self._cluster.version()
+        version = await self.cluster.version()
         for _ in range(ROUNDS):
-            wanted = desired(pool, capabilities=self._features.capabilities)
+            wanted = desired(pool, without=self._features.missing)
             if wanted is None:
                 return True
             if await self._features.probe(pool, wanted, version):
@@ -319,23 +298,23 @@ class Publisher:
                 self._finish(driver, wanted, ticket)
                 return True
             if await driver.rate_limit.round(ticket) and driver.state.wanted != ticket:
-                return True  # something newer is wanted and has set the worker going
+                return True  # something newer is wanted and has woken the worker
             for write in writes:
                 try:
                     await self._write(driver, write, version)
-                except UnavailableError as error:
+                except kube.UnavailableError as error:
                     if error.code != 429:
                         # It may have been carried out, or may be later. So the slices are read again and written in
-                        # a generation that is newer than all: the late write names an older resourceVersion and is
-                        # refused, or it makes a slice of an older generation, which the scheduler does not use.
+                        # a generation that is newer than all. The late write then names an older resourceVersion and
+                        # is refused, or it makes a slice of an older generation, which the scheduler does not use.
                         driver.mirror.unanswered(write.body)
                     raise
-        self._problem(driver, "the API server makes something else of the slices each time they are written")
+        self._problem(driver, f"the API server still has other slices after {ROUNDS} rounds of writes")
         return False
 
     async def _know_owner(self, wanted: Desired) -> None:
         if self._owner is None and wanted.slices:
-            node = await self._cluster.get(NODES, self._node)
+            node = await self.cluster.get(kube.NODES, self._node)
             self._owner = {
                 "apiVersion": "v1",
                 "kind": "Node",
@@ -346,63 +325,54 @@ class Publisher:
 
     async def _write(self, driver: _Driver, write: Write, version: str) -> None:
         metadata = write.body["metadata"]
-        name = metadata["name"]
         if write.verb == "delete":
-            try:
-                await self._cluster.delete(RESOURCE_SLICES, name, uid=metadata.get("uid", ""))
-            except NotFoundError:
-                pass
+            with suppress(NotFoundError):
+                await self.cluster.delete(RESOURCE_SLICES, metadata["name"], uid=metadata.get("uid", ""))
             driver.mirror.deleted(write.body)
         else:
             body = in_version(write.body, version)
-            send = self._cluster.create if write.verb == "create" else self._cluster.replace
+            send = self.cluster.create if write.verb == "create" else self.cluster.replace
             driver.mirror.sending()
             answer = neutral(await send(RESOURCE_SLICES, body))
-            self._compare(driver, write.body, answer)
+            # What the server dropped or changed is not sent again.
+            missing = features_of(write.body) - features_of(answer)
+            self._features.lacks(missing)
+            if driver.mirror.compare(write.body, answer) and not missing:
+                message = (
+                    "the API server, or an admission webhook, changes slices as they are written; they are left so"
+                )
+                self._warn_once(driver, message)
             if driver.mirror.is_gone(answer):
-                driver.wake.set()  # the watch was faster: somebody has deleted it since
-            elif not driver.mirror.has_newer(answer):
+                driver.wake.set()  # it has been deleted since, and the watch was faster than the answer
+            else:
                 self._keep(answer)
         self._set(driver, writes=driver.state.writes + 1)
 
-    def _compare(self, driver: _Driver, sent: Object, answer: Object) -> None:
-        """See what the server dropped or changed; once it is known it is not sent again, nor fought over."""
-        missing = features_of(sent) - features_of(answer)
-        for feature in missing:
-            self._features.lacks(feature)
-        if driver.mirror.compare(sent, answer) and not missing:
-            message = "the API server, or an admission webhook, changes the slices on their way; they are left so"
-            self._say_once(driver, message)
-
     def _finish(self, driver: _Driver, wanted: Desired, ticket: int) -> None:
-        unsupported = self._features.missing & needs_of(driver.pool)
-        for feature in unsupported:
-            self._say_once(driver, WITHOUT[feature])
-        for problem in wanted.problems:
-            self._say_once(driver, problem)
-        names = frozenset(
-            device["name"] for body in driver.mirror.bodies.values() for device in body["spec"].get("devices") or ()
-        )
+        unsupported = self._features.missing & wanted.needs
+        for message in (*(WITHOUT[feature] for feature in sorted(unsupported)), *wanted.problems):
+            self._warn_once(driver, message)
+        bodies = driver.mirror.bodies.values()
         self._set(
             driver,
             accepted=max(ticket, driver.state.accepted),
-            generation=max((generation_of(body) for body in driver.mirror.bodies.values()), default=0),
-            slices=len(driver.mirror.bodies),
-            devices=names,
+            generation=max(map(generation_of, bodies), default=0),
+            slices=len(bodies),
+            devices=frozenset(device["name"] for body in bodies for device in body["spec"].get("devices") or ()),
             unsupported=frozenset(unsupported),
             problems=wanted.problems,
         )
 
     def _problem(self, driver: _Driver, message: str) -> None:
         self._set(driver, problems=tuple(dict.fromkeys((*driver.state.problems, message)))[-20:])
-        self._say_once(driver, message)
+        self._warn_once(driver, message)
 
-    def _say_once(self, driver: _Driver, message: str) -> None:
-        if message not in driver.said:
-            if len(driver.said) >= 1000:
-                driver.said.clear()
-            driver.said.add(message)
-            self._say(driver.pool.driver, message)
+    def _warn_once(self, driver: _Driver, message: str) -> None:
+        if message not in driver.warned:
+            if len(driver.warned) >= 1000:
+                driver.warned.clear()
+            driver.warned.add(message)
+            self._warn(driver.pool.driver, message)
 
     def _set(self, driver: _Driver, **changes: Any) -> None:
         driver.state = replace(driver.state, **changes)

@@ -1,5 +1,5 @@
 """Speed and memory of the agent, measured from outside its process, against the limits that it promises.
 
 `python -m tests.bench` (or `tox -e bench`) runs all of it in some minutes; `python -m tests.bench restart allocate`
-runs parts, `--quick` with fewer repetitions. It ends with 1 when a limit is missed. Run it on a quiet machine.
+runs parts, `--quick` with fewer repetitions. It ends with 1 when a limit is missed. Run it on an idle machine.
 """

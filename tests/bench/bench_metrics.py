@@ -91,7 +91,7 @@ def agent() -> None:
         from deviceplugin.metrics import collectors as metrics
         from deviceplugin.metrics import web
 
-        web.SHARED, web.REST = 0.0, 0  # type: ignore[misc]  # each scrape renders
+        web.LIFETIME, web.LIFETIME_FACTOR = 0.0, 0  # type: ignore[misc]  # each scrape renders
         with metrics.serving("127.0.0.1:0", running) as server:
             print(json.dumps({"address": server.address}), flush=True)
             reading = asyncio.create_task(asyncio.to_thread(sys.stdin.read))

@@ -6,10 +6,10 @@ its Python, our packages and the distributions that they require, and the shared
 
 from __future__ import annotations
 
-import compileall
 import configparser
 import hashlib
 import importlib.metadata
+import importlib.util
 import io
 import json
 import os
@@ -82,22 +82,32 @@ def write_busybox(busybox: str, path: Path) -> None:
     _write(path, buffer.getvalue(), config, [IMAGE])
 
 
-def write_agent(path: Path, extras: Iterable[str], entrypoint: Sequence[str], names: Sequence[str]) -> None:
+def write_agent(
+    path: Path,
+    extras: Iterable[str],
+    entrypoint: Sequence[str],
+    names: Sequence[str],
+    environment: Mapping[str, str],
+) -> None:
     """Write an image with this process's Python and our packages, under several names.
 
     extras: of our distribution, what it requires with these is there, and nothing else that this environment has.
+    environment: variables of the image; its bytecode is compiled with them.
     Python and libraries lie where they lie on this machine, so that they find each other.
     """
     python = os.path.realpath(sys.executable)
     standard = {sysconfig.get_path("stdlib"), sysconfig.get_path("platstdlib")}
     buffer = io.BytesIO()
-    with tempfile.TemporaryDirectory() as directory, tarfile.open(fileobj=buffer, mode="w") as archive:
+    with (
+        tempfile.TemporaryDirectory() as directory,
+        tempfile.TemporaryDirectory() as compiled,
+        tarfile.open(fileobj=buffer, mode="w") as archive,
+    ):
         site = Path(directory)
         scripts = _install(site, extras)
-        compileall.compile_dir(site, quiet=2, stripdir=directory, prependdir=_SITE)
-        files = {python: python}
-        files |= {source: _SITE + source.removeprefix(directory) for source in _below(directory)}
-        files |= {source: source for top in standard for source in _below(top, without=_LEFT_OUT)}
+        sources = {source: _SITE + source.removeprefix(directory) for source in _below(directory)}
+        sources |= {source: source for top in standard for source in _below(top, without=_LEFT_OUT)}
+        files = {python: python, **sources, **_compiled(sources, Path(compiled), environment)}
         files |= {source: source for source in _libraries(files)}
         _begin(archive)
         for source, target in files.items():
@@ -106,7 +116,8 @@ def write_agent(path: Path, extras: Iterable[str], entrypoint: Sequence[str], na
             text = f"#!{python}\nimport sys\n\nfrom {module} import {function}\n\nsys.exit({function}())\n"
             _file(archive, f"usr/local/bin/{name}", text.encode(), 0o755)
         _link(archive, "usr/local/bin/python", python)
-    config = {"Entrypoint": list(entrypoint), "Env": ["PATH=/usr/local/bin:/bin", f"PYTHONPATH={_SITE}"]}
+    variables = {"PATH": "/usr/local/bin:/bin", "PYTHONPATH": _SITE, **environment}
+    config = {"Entrypoint": list(entrypoint), "Env": [f"{name}={value}" for name, value in variables.items()]}
     _write(path, buffer.getvalue(), config, names)
 
 
@@ -121,8 +132,27 @@ def _below(top: str, without: Collection[str] = ()) -> Iterator[str]:
     for directory, names, files in os.walk(top):
         names[:] = [name for name in names if name not in without]
         for name in files:
-            if not re.search(r"\.opt-\d\.pyc$|\.a$|^_tkinter\.", name):
+            if not re.search(r"\.pyc$|\.a$|^_tkinter\.", name):
                 yield os.path.join(directory, name)
+
+
+def _compiled(sources: Mapping[str, str], directory: Path, environment: Mapping[str, str]) -> dict[str, str]:
+    """Compile modules into a directory; return where each file of bytecode belongs, beside its module's place."""
+    modules = "\n".join(source for source in sources if source.endswith(".py"))
+    python = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
+    python |= {**environment, "PYTHONPYCACHEPREFIX": str(directory)}
+    # Some distributions ship templates that are no Python; nothing imports these.
+    command = [sys.executable, "-m", "compileall", "-qq", "-j", "2", "-i", "-"]
+    subprocess.run(command, input=modules, env=python, text=True)
+    places = {}
+    for source, target in sources.items():
+        if source.endswith(".py"):
+            optimization = environment.get("PYTHONOPTIMIZE", "")
+            name = os.path.basename(importlib.util.cache_from_source(source, optimization=optimization))
+            file = f"{directory}{os.path.dirname(source)}/{name}"
+            if os.path.exists(file):
+                places[file] = f"{os.path.dirname(target)}/__pycache__/{name}"
+    return places
 
 
 def _install(site: Path, extras: Iterable[str]) -> dict[str, tuple[str, str]]:

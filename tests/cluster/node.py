@@ -9,9 +9,9 @@ Where it differs from a cluster of others:
 
 * There is no kube-proxy and no DNS. The API server has the address of the ``kubernetes`` service itself and listens on
   port 443, so clients in pods that use the in-cluster configuration work.
-* The kubelet looks at its node status every second and not every 10 (``nodeStatusUpdateFrequency``), so what a device
+* The kubelet updates its node status every second and not every 10 (``nodeStatusUpdateFrequency``), so what a device
   plugin advertises is in ``allocatable`` sooner.
-* The kubelet's own port lets everybody in.
+* The kubelet's own port needs no authentication.
 * Images cannot be pulled; pods run ``image.IMAGE``, a busybox, and what ``Cluster.import_image`` brings.
 """
 

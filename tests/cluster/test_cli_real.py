@@ -1,4 +1,4 @@
-"""The command line against the real node: what it says is true, and what it asks for comes about.
+"""The command line against the real node: what it shows is true, and what it asks for is done.
 
 It runs with the rights of an operator, who may read and patch Nodes but is not the agent, and not
 an administrator.

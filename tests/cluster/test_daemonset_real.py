@@ -30,6 +30,7 @@ from deviceplugin.sources.path import device_id
 from tests.cluster import image, isolate
 from tests.cluster.bridge import Bridge
 from tests.cluster.node import Cluster, Pod
+from tests.programs import image_environment
 
 DRIVER = "board.example.net"
 RESOURCE = "example.net/board"
@@ -51,7 +52,7 @@ def archive() -> Iterator[Path]:
     (entrypoint,) = re.findall(r"^ENTRYPOINT (.+)$", text, re.MULTILINE)
     with tempfile.TemporaryDirectory() as directory:
         path = Path(directory) / "agent.tar"
-        image.write_agent(path, extras.split(","), json.loads(entrypoint), IMAGES)
+        image.write_agent(path, extras.split(","), json.loads(entrypoint), IMAGES, image_environment())
         yield path
 
 

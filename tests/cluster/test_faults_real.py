@@ -1,6 +1,6 @@
 """Faults that never led to two holders of one device: components that die or hang, shares that flap, hot plug, names.
 
-The scenes are those of ``tests.cluster.test_witnesses_real``; ``tests.cluster.locks`` tells how an overlap is noticed.
+The scenes are those of ``tests.cluster.test_witnesses_real``; ``tests.cluster.locks`` has how an overlap is noticed.
 With CLUSTER_LONG in the environment the scenarios last longer.
 """
 

@@ -2,7 +2,7 @@
 
 Every container writes down which device it holds, from when to when, on the clock that all
 containers share (/proc/uptime). A checker then proves that no two ever held one device at once.
-CHURN_SECONDS says for how long; the default suits CI.
+CHURN_SECONDS is for how long; the default suits CI.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The harness itself: if one of these fails, a failure of another test says nothing."""
+"""The harness itself: if one of these fails, a failure of another test proves nothing."""
 
 from __future__ import annotations
 

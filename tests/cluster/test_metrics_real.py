@@ -1,6 +1,6 @@
-"""A real Prometheus looks at the agent on the real node, while pods of all kinds come and go.
+"""A real Prometheus scrapes the agent on the real node, while pods of all kinds come and go.
 
-What it answers is compared with what the pods themselves say they hold. Wants Debian's packages
+What it answers is compared with the devices that the pods themselves report. Wants Debian's packages
 prometheus and chromium.
 """
 

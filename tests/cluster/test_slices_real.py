@@ -158,7 +158,7 @@ async def test_three_devices(cluster: Cluster) -> None:
         assert body["metadata"]["ownerReferences"][0]["kind"] == "Node"
         assert publisher.state(DRIVER).devices == {"gpu0", "gpu1", "gpu2"}
     async with publishing(cluster, wanted) as publisher:
-        assert publisher.statistics.writes == 0
+        assert publisher.cluster.statistics.writes == 0
     assert published(cluster) == [body]
 
 
@@ -167,14 +167,14 @@ async def test_three_hundred_devices(cluster: Cluster) -> None:
     async with publishing(cluster, pool(cluster, *many(300))) as publisher:
         bodies = published(cluster)
         assert [len(body["spec"]["devices"]) for body in bodies] == [64, 64, 64, 64, 44]
-        writes = publisher.statistics.writes
+        writes = publisher.cluster.statistics.writes
         devices = many(300)
         devices[0] = devices[0].with_health(Health.UNHEALTHY)
         await became(publisher, pool(cluster, *devices))
         bodies = published(cluster)
         assert len({body["spec"]["pool"]["generation"] for body in bodies}) == 1
         # The dry run that shows whether the server keeps taints is a request of its own.
-        assert publisher.statistics.writes - writes <= 2
+        assert publisher.cluster.statistics.writes - writes <= 2
         sizes = [64 if cluster.minor >= 33 else 63, 64, 64, 64, 44]
         assert [len(body["spec"]["devices"]) for body in bodies] == sizes
         cluster.api.create(device_class(cluster))
@@ -465,14 +465,14 @@ async def test_rights(cluster: Cluster) -> None:
                     "lastTransitionTime": "2026-01-01T00:00:00Z",
                 }
                 patch = {"status": {"devices": [{**device, "conditions": [condition]}]}}
-                done = await connection.patch_status(kube.RESOURCE_CLAIMS, "c", patch, "default")
+                done = await connection.patch(kube.RESOURCE_CLAIMS, "c", patch, "default", subresource="status")
                 assert done["status"]["devices"][0]["conditions"][0]["type"] == "Ready"
                 theirs = {"status": {"devices": [{**device, "driver": "other.example.com"}]}}
                 nothing = {"status": {"allocation": None, "reservedFor": None}}
                 wrongs: tuple[Any, ...] = ({"status": {"reservedFor": []}}, nothing, theirs)
                 for wrong in wrongs:
                     with pytest.raises((kube.ForbiddenError, kube.InvalidError)):
-                        await connection.patch_status(kube.RESOURCE_CLAIMS, "c", wrong, "default")
+                        await connection.patch(kube.RESOURCE_CLAIMS, "c", wrong, "default", subresource="status")
                 await remove_slices(connection, [DRIVER], node)
     finally:
         remove(cluster, applied)

@@ -19,13 +19,14 @@ from pathlib import Path
 import pytest
 
 from deviceplugin.config import parse
+from deviceplugin.config.types import NvidiaConfig, PciConfig
 from deviceplugin.device import Device
 from deviceplugin.node.agent import Agent
 from deviceplugin.source import DeviceSource
 from deviceplugin.sources import build
 from deviceplugin.sources.nvidia import NvidiaSource
 from deviceplugin.sources.path import PathSource
-from deviceplugin.sources.pci import PciFilter, PciSource
+from deviceplugin.sources.pci import PciSource
 from tests.cluster import isolate
 from tests.cluster.node import Cluster, ExecError, Pod
 from tests.nvml.world import DGX1V, World, dgx_1v
@@ -95,7 +96,7 @@ def null(path: Path) -> Path:
 
 
 def pci_source(tree: Tree, name: str, class_: str) -> PciSource:
-    return PciSource(PciFilter(class_=class_), resource=name, **tree.options)
+    return PciSource(PciConfig(class_=class_), resource=name, **tree.options)
 
 
 def pci(tree: Tree, address: str, numa: int, class_: str = "03") -> None:
@@ -192,7 +193,7 @@ def test_path_devices_are_aligned_with_each_other(restricted: Cluster, directory
 
 def test_pci_device_of_this_machine_reaches_a_container(cluster: Cluster) -> None:
     """A real PCI device, found by the config file's entry: the container finds its address, and its nodes if any."""
-    devices = PciSource(PciFilter(address="*")).look()
+    devices = PciSource(PciConfig(address="*")).scan()
     assert devices, "this machine has no PCI bus"
     device = min(devices, key=lambda one: len(one.container_edits.device_nodes))
     vendor, address = device.attributes["vendor"], device.id
@@ -251,7 +252,7 @@ def test_gpus_of_a_made_library_reach_containers_with_their_numa_nodes(
     for name in ("nvidiactl", "nvidia-uvm", *(f"nvidia{number}" for number in range(8))):
         (dev / name).unlink(missing_ok=True)
         null(dev / name)
-    gpus = NvidiaSource(injection="nodes", places=world.places, resource="nvidia.com/gpu", period=1)
+    gpus = NvidiaSource(NvidiaConfig(injection="nodes"), places=world.places, resource="nvidia.com/gpu", period=1)
     with served(gpus):
         restricted.wait_allocatable("nvidia.com/gpu", 8)
         pod = restricted.start_pod("pair", {"nvidia.com/gpu": 2}).wait_running()

@@ -1,4 +1,4 @@
-"""No device has two holders, whatever kubelet, API server, runtime or operator do; the kernel's locks tell.
+"""No device has two holders, whatever kubelet, API server, runtime or operator do, as the kernel's locks show.
 
 See ``tests.cluster.locks`` for how an overlap is noticed. In most scenarios resource a has devices that pods hold and
 that are asked for by claims (TO_DRA), resource b the other way round (TO_PLUGIN), and a pod waits for each: whoever
@@ -570,7 +570,7 @@ def test_plugin_follows_bridge(scene: Scene, how: str) -> None:
     plugin = agents.start_plugin()
     scene.stack.callback(plugin.kill)
     if how == "overlapping":
-        scene.cluster.wait_for(lambda: "waiting for it to go" in agents.log(), LIMIT, "the plugin waits")
+        scene.cluster.wait_for(lambda: "waiting for it to end" in agents.log(), LIMIT, "the plugin waits")
         late()
         agents.stop()
     scene.observe(6)
@@ -582,7 +582,7 @@ def test_plugin_follows_bridge(scene: Scene, how: str) -> None:
     agents.start()
     agents.wait_registered()
     if how == "overlapping":
-        scene.cluster.wait_for(lambda: "waiting for it to go" in agents.log(), LIMIT, "the bridge waits")
+        scene.cluster.wait_for(lambda: "waiting for it to end" in agents.log(), LIMIT, "the bridge waits")
         plugin.terminate()
         plugin.wait(20)
     # With nothing on the plugin's side, a pod with limits is served by claims too.

@@ -7,6 +7,7 @@ from typing import Any
 
 from hypothesis import example, given
 from hypothesis import strategies as st
+from msgspec import Meta
 
 from deviceplugin import naming
 from deviceplugin.config import texts
@@ -14,8 +15,8 @@ from deviceplugin.device import Version
 from tests.config.files import WORD
 
 
-def matches(annotated: Any, text: str) -> bool:
-    (meta,) = annotated.__metadata__
+def matches(meta: Meta, text: str) -> bool:
+    assert meta.pattern is not None
     return (meta.max_length is None or len(text) <= meta.max_length) and re.fullmatch(meta.pattern, text) is not None
 
 
@@ -35,7 +36,7 @@ def allowed(check: Any, *args: Any) -> bool:
 @example("requests.a/b")
 def test_resource_names_are_those_of_the_api(name: str) -> None:
     """The pattern for resource names takes what the API server takes."""
-    assert matches(texts.ResourceName, name) == allowed(naming.check_resource, name)
+    assert matches(texts.RESOURCE_NAME, name) == allowed(naming.check_resource, name)
 
 
 @given(st.from_regex(r"\A[-a-zA-Z0-9.]{1,20}\Z") | WORD)
@@ -43,7 +44,7 @@ def test_resource_names_are_those_of_the_api(name: str) -> None:
 @example("a" * 64)
 def test_driver_names_are_those_of_the_api(name: str) -> None:
     """The pattern for drivers' names takes what the API server takes."""
-    assert matches(texts.DriverName, name) == allowed(naming.check_driver, name)
+    assert matches(texts.DRIVER_NAME, name) == allowed(naming.check_driver, name)
 
 
 @given(st.from_regex(r"\A([-a-z.]{1,9}/)?[-a-zA-Z0-9_]{1,20}\Z") | WORD)
@@ -52,16 +53,16 @@ def test_driver_names_are_those_of_the_api(name: str) -> None:
 @example("a" * 64 + "/b")
 def test_attribute_names_are_those_of_the_api(name: str) -> None:
     """The pattern for attributes' names takes what the API server takes."""
-    assert matches(texts.AttributeName, name) == allowed(naming.check_attribute_name, name)
+    assert matches(texts.ATTRIBUTE_NAME, name) == allowed(naming.check_attribute_name, name)
 
 
 @given(st.from_regex(r"\A[0-9.]{1,5}(-[0-9a-z.-]{1,5})?(\+[0-9a-z.-]{1,5})?\Z"))
 def test_versions_are_those_of_the_api(version: str) -> None:
     """The pattern for versions takes what the API server takes."""
-    assert matches(texts.SemVer, version) == allowed(naming.check_attribute, "a", Version(version))
+    assert matches(texts.SEMVER, version) == allowed(naming.check_attribute, "a", Version(version))
 
 
 @given(st.from_regex(r"\A[+0-9.]{1,4}([a-zA-Z]{0,2}|e[+-]?[0-9]{1,2})\Z"))
 def test_quantities_are_those_of_the_api(quantity: str) -> None:
     """The pattern for quantities takes what the API server takes, but for what is too much."""
-    assert matches(texts.Quantity, quantity) == allowed(naming.parse_quantity, quantity)
+    assert matches(texts.QUANTITY, quantity) == allowed(naming.parse_quantity, quantity)

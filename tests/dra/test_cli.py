@@ -351,7 +351,7 @@ def test_status_of_some_nodes(world: World, bridge: Callable[..., Ran]) -> None:
 def test_status_without_anything(bridge: Callable[..., Ran]) -> None:
     """Where no agent tells anything, that is said, and it is no failure."""
     ran = bridge("status")
-    assert (ran.status, ran.out, ran.err) == (0, "", "no node has slices that tell of moves\n")
+    assert (ran.status, ran.out, ran.err) == (0, "", "no node has slices that report moves\n")
 
 
 def test_status_of_a_wrong_driver(world: World, bridge: Callable[..., Ran]) -> None:
@@ -473,7 +473,7 @@ def test_migrate_without_wait(world: World, bridge: Callable[..., Ran]) -> None:
         (["n1", "n7", "--driver", D, "--share", "all"], "there is no node n7"),
         (["n1", "--driver", "x.example.com", "--share", "all"], "no node has slices of driver x.example.com"),
         (["n1", "bare", "--driver", D, "--share", "all"], f"node bare: there are no slices of {D}"),
-        (["n1", "old", "--driver", D, "--share", "all"], "node old: its agent tells nothing of moves"),
+        (["n1", "old", "--driver", D, "--share", "all"], "node old: its agent reports no moves"),
         (["n1", "--driver", D], "one of the arguments --share --unset is required"),
     ],
 )
@@ -514,7 +514,7 @@ def test_migrate_that_takes_too_long(world: World, bridge: Callable[..., Ran]) -
 
 def test_waiting_says_for_what(world: World, bridge: Callable[..., Ran], monkeypatch: pytest.MonkeyPatch) -> None:
     """When nothing moves for a while it is said what the devices wait for, once, with the claims as they are now."""
-    monkeypatch.setattr(rollout, "QUIET", 0.2)
+    monkeypatch.setattr(rollout, "EXPLAIN", 0.2)
     agent = world.agent("n1", count=2)
     agent.ask(dra_share="all")
     world.wait_for(lambda: agent.told == "all")
@@ -528,8 +528,8 @@ def test_rollout_says_what_it_waits_for(
     world: World, bridge: Callable[..., Ran], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """So does a rollout."""
-    monkeypatch.setattr(rollout, "QUIET", 0.1)
-    monkeypatch.setattr(rollout, "LOOK", 0.1)
+    monkeypatch.setattr(rollout, "EXPLAIN", 0.1)
+    monkeypatch.setattr(rollout, "POLL", 0.1)
     world.agent("n1", held={"gpu-3": "pod default/p"})
     ran = bridge("rollout", "--driver", D, "--share", "all", "-l", "pool=gpu", "--timeout-per-node", "1")
     assert ran.status == 1

@@ -55,7 +55,7 @@ def allocated(*names: str, **more: Any) -> dict[str, Any]:
 
 
 def test_a_device_is_given_once() -> None:
-    """A device in another claim's allocation is taken, unless that claim only looks at it."""
+    """A device in another claim's allocation is taken, unless that claim has administrative access to it."""
     slices = pool(device("a"), device("b"))
     assert given(claim(), slices) == ["a"]
     assert given(claim(), slices, taken=(allocated("a"),)) == ["b"]

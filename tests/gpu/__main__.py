@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from deviceplugin import naming, topology
+from deviceplugin.config.types import NvidiaConfig
 from deviceplugin.device import Device, Health
 from deviceplugin.metrics.load import QUANTITIES, checked
 from deviceplugin.sources.nvidia import CDI_KIND, NvidiaSource, NvmlError, Places, Session
@@ -52,7 +53,8 @@ class Checks:
         self.devices: list[Device] = []
 
     def source(self, **options: Any) -> NvidiaSource:
-        return NvidiaSource(**{"places": self.places, "resource": "nvidia.com/gpu", **options})
+        period = options.pop("period", 10.0)
+        return NvidiaSource(NvidiaConfig(**options), places=self.places, resource="nvidia.com/gpu", period=period)
 
     def run(self) -> bool:
         """Run them all; the first one tells whether there is a GPU at all."""
@@ -103,7 +105,7 @@ class Checks:
         expect(looks[1] == looks[2], "two looks at a quiet machine differ")
         expect(times[2] < 2.0, f"a later look took {times[2]:.3f} s")
         source = self.source()
-        source.take(look)
+        source.update(look)
         self.devices = source.devices()
 
     def describe(self) -> None:
@@ -150,14 +152,14 @@ class Checks:
     def nodes(self) -> None:
         """Injection by nodes names nodes that exist; what CDI specs there are is recorded."""
         source = self.source(injection="nodes")
-        source.take(self._looked())
+        source.update(self._looked())
         paths = sorted({node.host for one in source.devices() for node in one.container_edits.device_nodes})
         self.seen["nodes"] = {path: os.path.exists(path) for path in paths}
         missing = [path for path in paths if not os.path.exists(path)]
         expect(not missing, f"there is no {', '.join(missing)}")
         expect(any(path.endswith("nvidiactl") for path in paths), "nvidiactl is missing")
         source = self.source(injection="cdi")
-        source.take(self._looked())
+        source.update(self._looked())
         self.seen["cdi"] = {one.id: list(one.edits.cdi) or f"none of {CDI_KIND}" for one in source.devices()}
 
     def partitions(self) -> None:
@@ -168,7 +170,7 @@ class Checks:
         }
         for profile in {part.profile for gpu in look.gpus for part in gpu.partitions or ()}:
             source = self.source(profile=profile)
-            source.take(look)
+            source.update(look)
             for device in source.devices():
                 naming.check_device(device, "gpu.example.com")
                 expect(device.attributes["profile"] == profile, f"{device.id} is of another profile")
@@ -176,7 +178,7 @@ class Checks:
     def choose(self) -> None:
         """Links lead to a choice, in time."""
         source = self.source()
-        source.take(self._looked())
+        source.update(self._looked())
         ids = [device.id for device in source.devices()]
         chosen: dict[str, Any] = {}
         for size in range(1, len(ids) + 1):
@@ -268,7 +270,7 @@ class Checks:
         expect(env["NVIDIA_VISIBLE_DEVICES"] == given[0], f"the pod got {env}")
 
     def _session(self) -> Session:
-        return Session(self.places.library, sysfs_root=self.places.sysfs, proc=self.places.proc)
+        return Session(self.places)
 
     def _looked(self) -> Any:
         session = self._session()

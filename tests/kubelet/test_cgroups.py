@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from deviceplugin.kubelet.cgroups import CgroupReader, PodProcesses, own_pod, read_directories
+from deviceplugin.kubelet.cgroups import PodProcesses, own_pod, pod_cgroups, read_directories
 from deviceplugin.testing.cgroups import CgroupLayout, CgroupTree
 
 U1 = "5f0a3b1e-8d1c-4a52-9a63-0d7f3f1f2b11"
@@ -18,9 +18,9 @@ STATIC = "b3f1c0ffee00aa11bb22cc33dd44ee55"
 LAYOUTS: list[CgroupLayout] = ["v2", "v2-systemd", "v1", "v1-systemd"]
 
 
-def running(root: Path) -> set[str] | None:
-    found = CgroupReader(root).running()
-    return None if found is None else set(found)
+def running(root: Path, own: str = "") -> set[str] | None:
+    found = pod_cgroups(root, own)
+    return None if found is None else {uid for uid, populated in found.items() if populated}
 
 
 @pytest.fixture(params=LAYOUTS)
@@ -147,8 +147,8 @@ def test_a_tree_without_the_agents_own_pod_tells_nothing(tmp_path: Path) -> None
     (tmp_path / "cgroup.controllers").touch()
     made(tmp_path / "kubepods" / f"pod{U2}", populated=True)
     made(tmp_path / "kubepods" / f"pod{U2}" / "container" / "kubepods" / f"pod{U1}", populated=True)
-    assert CgroupReader(tmp_path, U1).running() is None
-    assert CgroupReader(tmp_path, U2).running() == frozenset({U2})
+    assert running(tmp_path, U1) is None
+    assert running(tmp_path, U2) == {U2}
 
 
 def test_the_agents_own_pod_is_found_by_its_hosts_file(tmp_path: Path) -> None:

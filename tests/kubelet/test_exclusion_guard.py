@@ -16,7 +16,8 @@ from deviceplugin.exclusion import Key, Things, thing_of
 from deviceplugin.hooks import HookTimeoutError
 from deviceplugin.identity import Tokens
 from deviceplugin.inventory import Inventory
-from deviceplugin.kubelet.exclusion_guard import ConflictError, ExclusionGuard, NoHolders, Side
+from deviceplugin.kubelet.allocation_gate import AllowAll, Side
+from deviceplugin.kubelet.exclusion_guard import ConflictError, ExclusionGuard
 from deviceplugin.kubelet.granted import Granted
 
 R = "example.com/r"
@@ -148,7 +149,7 @@ def test_whatever_is_granted_in_turn_never_overlaps(devices: dict[str, tuple[Tok
 # The guard.
 
 
-class Known(NoHolders):
+class Known(AllowAll):
     """What a ledger would say."""
 
     def __init__(self) -> None:
@@ -328,7 +329,7 @@ def test_slices_offer_parts_beside_parts_that_claims_hold() -> None:
 
 
 def test_subscribers_hear_of_holders_that_matter() -> None:
-    """A change is told once."""
+    """Subscribers are called once for a change."""
     world = World(a="n1", b="n1")
     world.guard.notify()
     calls: list[None] = []

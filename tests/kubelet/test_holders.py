@@ -1,4 +1,4 @@
-"""Who still holds which device: what each witness proves, and what it does not."""
+"""Who still holds which device: what each kind of evidence proves, and what it does not."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from deviceplugin.kubelet.cgroups import PodProcesses
 from deviceplugin.kubelet.checkpoint import Allocation, Checkpoint
-from deviceplugin.kubelet.holders import HolderSnapshot, Holding, Witnesses, holders, needs_request, shows_present
+from deviceplugin.kubelet.holders import HolderEvidence, HolderSnapshot, Holding, holders, needs_request, shows_present
 
 R = "example.com/r"
 A = Allocation("u1", "main", R, "a")
@@ -20,15 +20,15 @@ DIRECTORY = PodProcesses(None, frozenset({"u1"}))
 NO_DIRECTORY = PodProcesses(None, frozenset())
 
 
-def seen(*named: Allocation, awake: bool = True, pods: PodProcesses = ENDED, problem: str = "") -> Witnesses:
-    return Witnesses([Checkpoint(frozenset(named), {R: frozenset({"a"})})], awake, pods, problem)
+def seen(*named: Allocation, awake: bool = True, pods: PodProcesses = ENDED, problem: str = "") -> HolderEvidence:
+    return HolderEvidence([Checkpoint(frozenset(named), {R: frozenset({"a"})})], awake, pods, problem)
 
 
-MISSING = Witnesses((), False, ENDED, "kubelet_internal_checkpoint: No such file or directory")
+MISSING = HolderEvidence((), False, ENDED, "kubelet_internal_checkpoint: No such file or directory")
 
 
 @pytest.mark.parametrize(
-    ("known", "witnesses", "holding"),
+    ("known", "evidence", "holding"),
     [
         # The checkpoint names it: held, whatever else is seen. It is certain if awake or if the pod runs.
         ([], seen(A, awake=True), Holding(True, True, "the kubelet's checkpoint names it")),
@@ -75,10 +75,10 @@ MISSING = Witnesses((), False, ENDED, "kubelet_internal_checkpoint: No such file
     ],
 )
 def test_whether_an_allocation_counts_as_held(
-    known: list[Allocation], witnesses: Witnesses, holding: Holding | None
+    known: list[Allocation], evidence: HolderEvidence, holding: Holding | None
 ) -> None:
     """Unknown counts as held, and says why."""
-    assert holders(known, witnesses, 1.0).held.get(A) == holding
+    assert holders(known, evidence, 1.0).held.get(A) == holding
 
 
 def test_a_holder_is_a_pod_and_a_container_and_an_id() -> None:
@@ -105,13 +105,13 @@ def test_what_a_scan_knows_of_the_checkpoint() -> None:
     assert (now.at, now.awake, now.registered, now.problem) == (7.0, True, {R: frozenset({"a"})}, "")
     assert now.of(R) == {"a": {A: now.held[A]}}
     assert now.of("example.com/other") == {}
-    missing = holders([A], Witnesses((), True, ENDED, "why"))
+    missing = holders([A], HolderEvidence((), True, ENDED, "why"))
     assert (missing.awake, missing.registered, missing.problem) == (False, None, "why")
     assert not HolderSnapshot().awake
 
 
 @pytest.mark.parametrize(
-    ("known", "witnesses", "asks"),
+    ("known", "evidence", "asks"),
     [
         ([A], seen(A, awake=False, pods=RUNS), False),
         ([A], seen(A, awake=False), True),
@@ -121,18 +121,18 @@ def test_what_a_scan_knows_of_the_checkpoint() -> None:
     ],
 )
 def test_of_which_allocations_a_newer_checkpoint_is_asked_for(
-    known: list[Allocation], witnesses: Witnesses, asks: bool
+    known: list[Allocation], evidence: HolderEvidence, asks: bool
 ) -> None:
     """Not of one that is named and whose pod runs: nothing about it can change by a write."""
-    held = holders(known, witnesses).held
-    assert needs_request(held, witnesses.pods) == (frozenset({A}) if asks else frozenset())
+    held = holders(known, evidence).held
+    assert needs_request(held, evidence.pods) == (frozenset({A}) if asks else frozenset())
 
 
 def test_an_allocation_that_one_of_the_checkpoints_names_is_held() -> None:
     """Any of them may be the newest; it is certain only if all name it, since an older one may name an ended pod."""
     files = [Checkpoint(frozenset({A}), {R: frozenset({"a"})}), Checkpoint(frozenset({A, B}), {R: frozenset({"b"})})]
     for order in (files, files[::-1]):
-        now = holders([A, B], Witnesses(order, True, ENDED))
+        now = holders([A, B], HolderEvidence(order, True, ENDED))
         assert {one: holding.certain for one, holding in now.held.items()} == {A: True, B: False}
         assert now.registered == {R: frozenset("ab")}
 
@@ -155,26 +155,26 @@ _allocations = st.sets(
     )
 )
 _uids = st.frozensets(st.sampled_from(["u1", "u2"]))
-_witnesses = st.builds(
-    Witnesses,
+_evidence = st.builds(
+    HolderEvidence,
     st.lists(_allocations.map(lambda named: Checkpoint(frozenset(named), {})), max_size=3),
     st.booleans(),
     st.builds(PodProcesses, st.none() | _uids, st.none() | _uids),
 )
 
 
-@given(_allocations, st.lists(_witnesses, max_size=6))
-def test_nothing_ends_without_proof(known: set[Allocation], scans: list[Witnesses]) -> None:
+@given(_allocations, st.lists(_evidence, max_size=6))
+def test_nothing_ends_without_proof(known: set[Allocation], scans: list[HolderEvidence]) -> None:
     """Whatever is seen, a holder ends only if no awake checkpoint names it and no process of its pod runs."""
     held = frozenset(known)
-    for witnesses in scans:
-        after = holders(held, witnesses).held
+    for evidence in scans:
+        after = holders(held, evidence).held
         for ended in held - after.keys():
-            assert witnesses.awake
-            assert witnesses.checkpoints
-            assert not any(ended in one.allocations for one in witnesses.checkpoints)
-            assert not witnesses.pods.may_run(ended.pod_uid)
-        assert after.keys() - held <= frozenset().union(*(one.allocations for one in witnesses.checkpoints))
+            assert evidence.awake
+            assert evidence.checkpoints
+            assert not any(ended in one.allocations for one in evidence.checkpoints)
+            assert not evidence.pods.may_run(ended.pod_uid)
+        assert after.keys() - held <= frozenset().union(*(one.allocations for one in evidence.checkpoints))
         held = frozenset(after)
 
 

@@ -201,7 +201,8 @@ async def test_the_gate_withholds_and_offers_again(tmp_path: Path, caplog: pytes
     """What a claim holds is neither offered nor granted, with one line in the log when it begins and one at the end."""
     caplog.set_level("INFO")
     written.write(tmp_path, [claim("a", driver=OLD)])
-    gate = OrphanedClaimGate(of(tmp_path), lambda resource: D)
+    claims = of(tmp_path)
+    gate = OrphanedClaimGate(lambda resource, device: claims.holder(resource, device, D))
     for _ in range(2):
         assert [gate.offers(R, "a"), gate.offers(R, "b")] == [False, True]
         assert [gate.claimed(R, "a"), gate.claimed(R, "b")] == [True, False]

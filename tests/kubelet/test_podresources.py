@@ -10,6 +10,7 @@ import pytest
 
 from deviceplugin.kubelet.podresources import (
     AllocationsInFlight,
+    ClaimUse,
     Holder,
     PodResources,
     PodResourcesError,
@@ -19,48 +20,43 @@ from deviceplugin.kubelet.podresources import (
 from deviceplugin.testing import FakeKubelet
 from deviceplugin.wire import podresources_pb2 as pb
 
-R = "example.com/r"
-
-
 # The answer of List.
 
 
-def test_list_is_read_per_container() -> None:
-    """Devices of one resource in several entries (one per NUMA node) come together; a shared one has both holders."""
-    devices = [
-        pb.ContainerDevices(resource_name=R, device_ids=["a"]),
-        pb.ContainerDevices(resource_name=R, device_ids=["b"]),
-    ]
-    pods = [
-        pb.PodResources(name=name, namespace="ns", containers=[pb.ContainerResources(name="main", devices=devices)])
-        for name in ("one", "two")
-    ]
+def test_list_names_pods_and_the_use_of_claims() -> None:
+    """Each device that a container uses through a claim is reported with the container."""
+    used = pb.DynamicResource(
+        claim_name="c",
+        claim_resources=[pb.ClaimResource(driver_name="d", pool_name="p", device_name=one) for one in ("a", "b")],
+    )
+    container = pb.ContainerResources(name="main", dynamic_resources=[used])
+    pods = [pb.PodResources(name="one", namespace="ns", containers=[container]), pb.PodResources(name="two")]
     parsed = parse_list(pb.ListPodResourcesResponse(pod_resources=pods))
-    both = frozenset({Holder("ns", "one", "main"), Holder("ns", "two", "main")})
-    assert parsed.held == {R: {"a": both, "b": both}}
-    assert parsed.pods == {("ns", "one"), ("ns", "two")}
+    holder = Holder("ns", "one", "main")
+    assert parsed.claims == {ClaimUse("d", "p", one, "c", holder) for one in ("a", "b")}
+    assert parsed.pods == {("ns", "one"), ("", "two")}
 
 
 # When to ask.
 
 
-async def test_quiet_waits_for_allocations_to_land() -> None:
+async def test_list_waits_for_allocations_in_flight() -> None:
     """Nobody asks `List` while an own Allocate is in flight or was a moment ago."""
     in_flight = AllocationsInFlight()
     await in_flight.wait()
     before = time.monotonic()
-    assert in_flight.quiet_since(before)
+    assert in_flight.none_since(before)
     with in_flight.busy(0.02):
         with in_flight.busy(0.02):
             waiting = asyncio.create_task(in_flight.wait())
         done, _ = await asyncio.wait({waiting}, timeout=0.05)
         assert not done
-        assert not in_flight.quiet_since(before)
-        landed = time.monotonic()
+        assert not in_flight.none_since(before)
+        ended = time.monotonic()
     await waiting
-    assert time.monotonic() >= landed + 0.02
-    assert not in_flight.quiet_since(before)
-    assert in_flight.quiet_since(time.monotonic())
+    assert time.monotonic() >= ended + 0.02
+    assert not in_flight.none_since(before)
+    assert in_flight.none_since(time.monotonic())
 
 
 # The service.
@@ -69,7 +65,7 @@ async def test_quiet_waits_for_allocations_to_land() -> None:
 async def test_asking_a_kubelet(fake_kubelet: FakeKubelet) -> None:
     """`List` of a kubelet without pods answers with nothing."""
     service = PodResources(fake_kubelet.pod_resources_socket)
-    assert await service.list() == PodResourcesReport({})
+    assert await service.list() == PodResourcesReport()
 
 
 async def test_a_kubelet_that_others_ask_too_often(fake_kubelet: FakeKubelet) -> None:

@@ -257,10 +257,10 @@ async def test_four_mebibytes_are_the_limit(serve: Serve) -> None:
 
 
 async def test_streams_end_when_told(serve: Serve) -> None:
-    """`end_streams` ends every stream, and the end of the last one is told."""
+    """`end_streams` ends every stream, and the end of the last one is reported."""
     served = await serve(Source(), "a")
     ends = []
-    served.endpoint.on_stream_end = lambda: ends.append(served.endpoint.live)
+    served.endpoint.start(lambda: ends.append(served.endpoint.live))
     async with served.listening() as one, served.listening() as two:
         await one.next()
         await two.next()
@@ -275,7 +275,7 @@ async def test_streams_end_when_told(serve: Serve) -> None:
 async def test_stream_that_begins_while_closing_ends_at_once(serve: Serve) -> None:
     """A stream that the kubelet begins while the plugin ends does not hold it up."""
     served = await serve(Source(), "a")
-    served.endpoint.serving = False
+    served.endpoint.stop()
     async with served.listening() as lists:
         assert await lists.ended()
 
@@ -284,7 +284,7 @@ async def test_kubelet_that_leaves_is_noticed(serve: Serve) -> None:
     """A stream that the kubelet cancels is gone at once, without waiting for the next change."""
     served = await serve(Source(), "a")
     ended = asyncio.Event()
-    served.endpoint.on_stream_end = ended.set
+    served.endpoint.start(ended.set)
     async with served.listening() as lists:
         await lists.next()
         lists.call.cancel()
@@ -439,7 +439,7 @@ async def test_failing_edits_cost_their_own_call(serve: Serve) -> None:
         hanging = asyncio.create_task(served.allocate("hangs"))
         with refused(grpc.StatusCode.INTERNAL, f"edits of {R} failed: OSError: no such hardware"):
             await served.allocate("raises")
-        with refused(grpc.StatusCode.INTERNAL, f"{R}: the edits cannot be told to the kubelet"):
+        with refused(grpc.StatusCode.INTERNAL, f"{R}: the edits cannot be sent to the kubelet"):
             await served.allocate("odd")
         with refused(grpc.StatusCode.INTERNAL, "returned dict, not ContainerEdits"):
             await served.allocate("wrong")
@@ -484,8 +484,8 @@ class Known:
         self.withheld = unnamed
         self.runs = dict(runs or {})
 
-    def unnamed(self, resource: str) -> Sequence[str]:
-        return self.withheld
+    def unnamed_reasons(self, resource: str) -> Mapping[str, str]:
+        return dict.fromkeys(self.withheld, "")
 
     async def still_held(self, resource: str, device_ids: Collection[str]) -> Mapping[str, str]:
         return {name: pod for name, pod in self.runs.items() if name in device_ids}

@@ -11,12 +11,11 @@ from types import SimpleNamespace
 
 import pytest
 
-from deviceplugin.kubelet import tracker as module
-from deviceplugin.kubelet.cgroups import CgroupReader
+from deviceplugin.kubelet import cgroups, podresources
 from deviceplugin.kubelet.checkpoint import Allocation
 from deviceplugin.kubelet.holders import HolderSnapshot
 from deviceplugin.kubelet.podresources import AllocationsInFlight, Holder, PodResources, PodResourcesReport
-from deviceplugin.kubelet.tracker import HolderTracker, pod_names
+from deviceplugin.kubelet.tracker import MOST_REQUEST, HolderTracker, pod_names
 from deviceplugin.testing import FakeKubelet, FakePod
 from deviceplugin.testing.devicemanager import PluginCallError
 from deviceplugin.testing.kubelet import Damage
@@ -132,7 +131,7 @@ async def test_requests_about_the_same_holders_grow_rarer(world: World, monkeypa
     """What no write settles is asked about at growing distances, with jitter, and not at every scan."""
     clock = 1000.0
     monkeypatch.setattr("deviceplugin.kubelet.tracker.time", SimpleNamespace(monotonic=lambda: clock))
-    monkeypatch.setattr(world.in_flight, "quiet_since", lambda moment: True)
+    monkeypatch.setattr(world.in_flight, "none_since", lambda moment: True)
     world.listens = False
     world.tracker.remember([Allocation("ended", "main", R, "a")])
     asked = []
@@ -145,8 +144,8 @@ async def test_requests_about_the_same_holders_grow_rarer(world: World, monkeypa
     gaps = [second - first for first, second in itertools.pairwise(asked)]
     assert asked[0] == 1000.0, "what the kubelet has dropped is asked about at once"
     assert gaps[0] < 1.0
-    assert max(gaps) <= 1.2 * module.MOST_REQUEST + 0.1
-    assert max(gaps) >= 0.8 * module.MOST_REQUEST - 0.1
+    assert max(gaps) <= 1.2 * MOST_REQUEST + 0.1
+    assert max(gaps) >= 0.8 * MOST_REQUEST - 0.1
     assert len(asked) < 15
     assert set(world.tracker.snapshot.held) == {Allocation("ended", "main", R, "a")}
 
@@ -197,7 +196,7 @@ async def test_others_use_up_the_limit_of_pod_resources(world: World, monkeypatc
     assert dict((await world.scan()).held) == {}
     assert len(tries) == 3
     world.kubelet.pod_resources_refused = 1.0
-    monkeypatch.setattr(module, "LIST_TRIES", 3)
+    monkeypatch.setattr(podresources, "LIST_TRIES", 3)
     monkeypatch.setattr(service, "list", original)
     now = await world.scan("a", "b")
     assert now.awake, "nothing safe depends on List"
@@ -230,7 +229,7 @@ async def test_a_checkpoint_that_cannot_be_read(world: World, damage: Damage) ->
     assert (now.awake, now.registered) == (False, None)
     assert "kubelet_internal_checkpoint" in world.tracker.unnamed_reasons(R)[pod.device_ids[0]]
     assert set(now.held) == {allocation(pod)}
-    assert world.tracker.unnamed(R) == set(pod.device_ids)
+    assert world.tracker.snapshot.unnamed(R) == set(pod.device_ids)
     if damage == "unreadable":
         world.kubelet.checkpoint.rmdir()
     world.listens = True
@@ -253,7 +252,7 @@ async def test_a_lost_checkpoint_of_a_restarted_kubelet(world: World) -> None:
     assert now.awake
     assert set(now.held) == {allocation(pod)}
     assert "processes of its pod run" in now.held[allocation(pod)].reason
-    assert world.tracker.unnamed(R) == set(pod.device_ids)
+    assert world.tracker.snapshot.unnamed(R) == set(pod.device_ids)
     assert await world.tracker.still_held(R, ["a", "b"]) == {pod.device_ids[0]: "processes of pod default/p run"}
     assert await world.tracker.still_held("example.com/other", ["a", "b"]) == {}
     await asyncio.to_thread(pod.delete)
@@ -331,12 +330,12 @@ async def test_what_the_kubelet_would_give_away_is_withheld_from_it_soon(world: 
     await world.scan()
     await asyncio.to_thread(pod.force_delete, hang=True)
     await world.scan()
-    assert not world.tracker.unnamed(R), "no request is made for a holder whose processes run"
+    assert not world.tracker.snapshot.unnamed(R), "no request is made for a holder whose processes run"
     await PodResources(world.kubelet.paths.pod_resources).list()  # the kubelet drops it
     assert set(await world.tracker.still_held(R, pod.device_ids)) == set(pod.device_ids)
     assert world.woken
     await world.scan()
-    assert world.tracker.unnamed(R) == set(pod.device_ids)
+    assert world.tracker.snapshot.unnamed(R) == set(pod.device_ids)
 
 
 async def test_an_empty_list_lets_nobody_go(world: World) -> None:
@@ -362,14 +361,14 @@ async def test_an_allocate_in_between_makes_a_scan_worthless(world: World) -> No
     pod = await world.run_pod()
     await world.scan()
     before = world.tracker.snapshot
-    original = world.tracker._request
+    original = world.tracker._checkpoint._request
 
     def request() -> bool:
         with world.in_flight.busy():
             pass
         return original()
 
-    world.tracker._request = request
+    world.tracker._checkpoint._request = request
     assert await world.tracker.scan({(R, "a"), (R, "b")}) is None
     assert world.tracker.snapshot is before
     assert set(before.held) == {allocation(pod)}
@@ -399,7 +398,7 @@ async def test_where_cgroups_cannot_be_seen(world: World, caplog: pytest.LogCapt
     for tracker in (both, plugin_alone):
         await tracker.start()
     assert "comes free only when its pod is deleted" in caplog.text
-    assert "comes free when the kubelet says so" in caplog.text
+    assert "comes free when the kubelet counts its pod as ended" in caplog.text
     hidden.rename(world.kubelet.cgroup_root)  # the kubelet needs it
     await asyncio.to_thread(pod.complete)
     world.kubelet.cgroup_root.rename(hidden)
@@ -423,7 +422,7 @@ async def test_cgroups_without_the_agents_own_pod_are_not_believed(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The pod's directory decides then, as where no cgroups are visible; the agent says so at its start."""
-    monkeypatch.setattr(module, "own_pod", lambda kubelet_root: "own")
+    monkeypatch.setattr(cgroups, "own_pod", lambda kubelet_root: "own")
     world.tracker = world.made()
     pod = await world.run_pod()
     await asyncio.to_thread(pod.complete)
@@ -440,10 +439,10 @@ async def test_cgroups_that_cannot_be_read_any_more_prove_nothing(
     """A read that fails, for want of descriptors say, is not a pod that has ended."""
     pod = await world.run_pod()
     await world.scan()
-    monkeypatch.setattr(CgroupReader, "pods", lambda self: None)
+    monkeypatch.setattr(cgroups, "pod_cgroups", lambda root, own: None)
     assert set(await world.tracker.still_held(R, pod.device_ids)) == set(pod.device_ids)
     with pytest.raises(OSError, match="cannot be read now"):
-        world.tracker.running_pods()
+        world.tracker.pods.running()
 
 
 async def test_of_two_pods_of_one_name_a_list_does_not_tell_which(world: World) -> None:
@@ -455,7 +454,7 @@ async def test_of_two_pods_of_one_name_a_list_does_not_tell_which(world: World) 
     await world.scan("a", "b")
     assert not world.tracker.all_pods_listed
     other = await world.run_pod("other")
-    assert await world.tracker.listed(world.tracker.running_pods()) == {other.uid}
+    assert await world.tracker.listed(world.tracker.pods.running()) == {other.uid}
 
 
 async def test_pods_are_listed_while_the_kubelet_counts_them_as_active(
@@ -463,11 +462,11 @@ async def test_pods_are_listed_while_the_kubelet_counts_them_as_active(
 ) -> None:
     """A pod that was deleted by force is not, and none is while the kubelet cannot be asked."""
     pods = [await world.run_pod(name) for name in ("p", "q")]
-    running = world.tracker.running_pods()
+    running = world.tracker.pods.running()
     assert running == {pod.uid for pod in pods}
     assert await world.tracker.listed(running) == running
     await asyncio.to_thread(pods[0].force_delete, hang=True)
-    assert world.tracker.running_pods() == running
+    assert world.tracker.pods.running() == running
     assert await world.tracker.listed(running) == {pods[1].uid}
     monkeypatch.setattr(world.tracker, "_pod_logs", world.kubelet.root / "none")
     assert not await world.tracker.listed(running)

@@ -38,7 +38,7 @@ from deviceplugin.metrics import load, web
 from deviceplugin.metrics.collectors import AgentCollector, Options
 from deviceplugin.metrics.load import Reading
 from deviceplugin.metrics.report import DeviceLocation, PreparedClaim, ProviderReport
-from deviceplugin.metrics.views import Hold
+from deviceplugin.metrics.views import DeviceHolder
 from deviceplugin.node.agent import Agent
 from deviceplugin.node.paths import Paths
 from deviceplugin.node.process import Served as Whole
@@ -158,8 +158,8 @@ class Loop:
 @pytest.fixture(autouse=True)
 def unshared(monkeypatch: pytest.MonkeyPatch) -> None:
     """Have each request answered with what is known then."""
-    monkeypatch.setattr(web, "SHARED", 0.0)
-    monkeypatch.setattr(web, "REST", 0)
+    monkeypatch.setattr(web, "LIFETIME", 0.0)
+    monkeypatch.setattr(web, "LIFETIME_FACTOR", 0)
 
 
 @pytest.fixture
@@ -186,7 +186,7 @@ def watched(
 class TestRunningAgent:
     """From the kubelet to the text."""
 
-    def test_resource_is_told(self, watched: Callable[..., tuple[FakeKubelet, Seen]]) -> None:
+    def test_resource_is_shown(self, watched: Callable[..., tuple[FakeKubelet, Seen]]) -> None:
         """Devices, registration and what was sent are there as soon as the kubelet knows the resource."""
         kubelet, seen = watched(Gpus())
         assert seen.value("devices", health="healthy", side="plugin", state="plugin") == 4
@@ -273,7 +273,7 @@ class TestRunningAgent:
     def test_losing_the_kubelet_is_seen(self, watched: Callable[..., tuple[FakeKubelet, Seen]]) -> None:
         """Without the kubelet the agent is not ready but alive."""
         kubelet, seen = watched(Gpus())
-        # An event is a difference to what the observer saw before: its first look is over when the loop has turned.
+        # An event is a difference to the status before, which the observer has noted when the loop has turned.
         assert seen.get("/healthz")[0] == 200
         kubelet.stop()
         seen.wait(lambda: seen.get("/readyz")[0] == 503)
@@ -286,7 +286,7 @@ class TestRunningAgent:
         seen.wait(lambda: "registered with the kubelet" in seen.events())
 
     def test_a_loop_that_has_ended_is_not_alive(self) -> None:
-        """Should the server outlive the loop, it says so."""
+        """A server that outlives the loop answers 503."""
         ended = asyncio.new_event_loop()
         ended.close()
         still = Still(resource("a")).observer()
@@ -298,7 +298,7 @@ class TestRunningAgent:
         self, watched: Callable[..., tuple[FakeKubelet, Seen]], monkeypatch: pytest.MonkeyPatch, served: Any
     ) -> None:
         """/healthz tells, while /metrics goes on from its own threads."""
-        monkeypatch.setattr(metrics, "LOOP_PATIENCE", 0.2)
+        monkeypatch.setattr(metrics, "LOOP_TIMEOUT", 0.2)
         source, released = Gpus(), threading.Event()
         stuck = threading.Event()
 
@@ -332,7 +332,7 @@ class Bridge:
         return ProviderReport(
             families=[*registry.collect(), own],
             unready=["slices are not published"],
-            places={(RESOURCE, "a"): DeviceLocation("dra", "to-plugin", 12.0)},
+            locations={(RESOURCE, "a"): DeviceLocation("dra", "to-plugin", 12.0)},
             claims=[PreparedClaim(RESOURCE, "a", "team", "mine")],
         )
 
@@ -340,7 +340,7 @@ class Bridge:
 class TestCollector:
     """What a view becomes."""
 
-    def test_what_a_bridge_tells_is_told(self, loop: Loop) -> None:
+    def test_a_report_of_the_bridge_is_shown(self, loop: Loop) -> None:
         """Sides, states, claims and families of other parts of the process are among the metrics."""
         still = Still(resource("a", "b"))
         bridge = Bridge()
@@ -446,10 +446,10 @@ class TestCollector:
         assert samples[("deviceplugin_device_lane_errors", (key[0], ("part", "0"), key[1]))] == ("gauge", 1)
 
     def test_no_source_can_give_a_metric_that_is_there_already(self) -> None:
-        """Which names behind `deviceplugin_device_` are taken is known where measured names are checked."""
+        """The check of measured names knows all other names after `deviceplugin_device_`."""
         view = Still(resource("a")).observer().view()
         (one,) = view.resources
-        placed = replace(one.devices[0], place=DeviceLocation("dra", "dra", 1.0))
+        placed = replace(one.devices[0], location=DeviceLocation("dra", "dra", 1.0))
         view = replace(view, resources=(replace(one, devices=(placed,)),))
         names = {family.name for family in AgentCollector(lambda: view).collect()}
         assert {name.removeprefix("deviceplugin_device_") for name in names if "_device_" in name} == load.TAKEN
@@ -458,9 +458,9 @@ class TestCollector:
         """Two holders that cannot be told apart (init containers of unknown pods) are no duplicate series."""
         held = {"a::0": [Holder(container="init", uid="1")], "a::1": [Holder(container="init", uid="2")]}
         view = Still(resource("a", held=held, replicas=2)).observer().view()
-        assert view.resources[0].devices[0].holds == (
-            Hold("plugin", "", "", "init", "", "1"),
-            Hold("plugin", "", "", "init", "", "2"),
+        assert view.resources[0].devices[0].holders == (
+            DeviceHolder("plugin", "", "", "init", "", "1"),
+            DeviceHolder("plugin", "", "", "init", "", "2"),
         )
         rows = [
             sample
@@ -470,10 +470,10 @@ class TestCollector:
         ]
         assert len(rows) == 1
 
-    def test_holders_are_absent_when_nobody_knows(self, loop: Loop) -> None:
+    def test_holders_are_absent_when_they_are_unknown(self, loop: Loop) -> None:
         """Without the kubelet's checkpoint there is no count of 0 that would look like a free device."""
         still = Still(resource("a", held={"a": [Holder("n", "p", "c")]}))
-        still.looked_at = None
+        still.scanned_at = None
         seen = loop.serving(still.agent)
         assert seen.value("holders_known") == 0
         assert seen.value("device_holders") is None
@@ -503,7 +503,7 @@ class TestStart:
         assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout == "[]\n"
 
     def test_metrics_load_nothing_for_pages(self) -> None:
-        """Who only scrapes pays neither for the page nor for a codec of host names."""
+        """An agent that is only scraped loads neither the page nor a codec of host names."""
         code = (
             "import sys, deviceplugin.metrics.collectors\n"
             "deviceplugin.metrics.web.listen('127.0.0.1:0').close()\n"
@@ -582,11 +582,11 @@ class TestStart:
         assert Options.of(config.parse(head).metrics) == Options()
         text = "metrics: {certificate: /c/tls.crt, key: /c/tls.key, token: /t, period: 5, dcgm: true}"
         assert Options.of(config.parse(head + text).metrics) == Options(
-            certificate=Path("/c/tls.crt"), key=Path("/c/tls.key"), token=Path("/t"), period=5, dcgm=True
+            certificate="/c/tls.crt", key="/c/tls.key", token="/t", period=5, dcgm=True
         )
         text = "metrics: {certificate: /c/tls.crt, client_ca: /c/ca.crt, min_version: '1.3'}"
         assert Options.of(config.parse(head + text).metrics) == Options(
-            certificate=Path("/c/tls.crt"), client_ca=Path("/c/ca.crt"), min_version="1.3"
+            certificate="/c/tls.crt", client_ca="/c/ca.crt", min_version="1.3"
         )
         for alone in ("key: /k", "client_ca: /c"):
             with pytest.raises(config.ConfigError, match="there is no TLS without `certificate`"):

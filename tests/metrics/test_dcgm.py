@@ -89,7 +89,7 @@ MIG: dict[str, str | int] = {
 }
 
 
-def test_a_partition_is_told_apart() -> None:
+def test_a_partition_has_its_own_labels() -> None:
     """A MIG partition carries its GPU's number and UUID and, in the labels made for it, its profile and instance."""
     still = Still(resource(Device("MIG-7", attributes=MIG), Device("MIG-8", attributes={**MIG, "computeInstance": 1})))
     observer = still.observer()
@@ -108,5 +108,5 @@ def test_what_is_not_measured_is_absent() -> None:
 
 
 def test_every_name_has_a_known_quantity() -> None:
-    """What sources are told to measure is what is looked for here."""
+    """Every quantity here is one of the known quantities."""
     assert {name.quantity for name in dcgm.NAMES} <= load.QUANTITIES.keys()

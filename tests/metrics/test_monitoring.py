@@ -43,7 +43,7 @@ class Bridge:
 
     def report(self) -> ProviderReport:
         return ProviderReport(
-            places={(RESOURCE, "a"): DeviceLocation("dra", "dra", 1.0)},
+            locations={(RESOURCE, "a"): DeviceLocation("dra", "dra", 1.0)},
             claims=[PreparedClaim(RESOURCE, "a", "ns", "c")],
         )
 

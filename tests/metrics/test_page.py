@@ -63,7 +63,7 @@ class Bridge:
     def report(self) -> ProviderReport:
         return ProviderReport(
             status={"slices": 1},
-            places={
+            locations={
                 (RESOURCE, "c"): DeviceLocation("plugin", "to-dra", time.time(), "asked for by the node's annotation")
             },
         )
@@ -149,7 +149,7 @@ class TestPage:
     def test_what_is_wrong_stands_on_top(self) -> None:
         """Everything that an operator must know is said in words."""
         still = Still(resource("a", registered=False, source_error="OSError: no bus"))
-        still.looked_at = None
+        still.scanned_at = None
         still.double = 2
         observer = still.observer()
         gauge = Gauge(Source(), 10)

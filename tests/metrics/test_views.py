@@ -14,17 +14,19 @@ from deviceplugin.device import Device, Health
 from deviceplugin.inventory import merged
 from deviceplugin.kubelet.podresources import ClaimUse, Holder
 from deviceplugin.kubelet.status import ResourceStatus
-from deviceplugin.metrics import views as observe
+from deviceplugin.metrics import views
 from deviceplugin.metrics.report import DeviceLocation, Event, PreparedClaim, ProviderReport
-from deviceplugin.metrics.views import HOLDERS_STALE, Hold, View, happened
+from deviceplugin.metrics.views import HOLDERS_STALE, DeviceHolder, View, events_between
 from deviceplugin.naming import device_name
 from tests.metrics.views import RESOURCE, Source, Still, resource
 
 MAIN = Holder("team", "train", "main")
 
 
-def holds(view: View, device: str = "a") -> list[Hold]:
-    return [hold for one in view.resources for seen in one.devices if seen.device.id == device for hold in seen.holds]
+def holders(view: View, device: str = "a") -> list[DeviceHolder]:
+    return [
+        holder for one in view.resources for seen in one.devices if seen.device.id == device for holder in seen.holders
+    ]
 
 
 class Telling:
@@ -37,13 +39,13 @@ class Telling:
 
 
 class TestHolders:
-    """Who holds what."""
+    """The holders of devices."""
 
     def test_containers_hold_devices(self) -> None:
-        """What the kubelet's checkpoint say is in the view, free devices have nobody."""
+        """The holders in the kubelet's checkpoint are in the view; a free device has none."""
         view = Still(resource("a", "b", held={"a": [MAIN]})).observer().view()
-        assert holds(view) == [Hold("plugin", "team", "train", "main")]
-        assert holds(view, "b") == []
+        assert holders(view) == [DeviceHolder("plugin", "team", "train", "main")]
+        assert holders(view, "b") == []
         assert view.holders_known
 
     def test_a_shared_device_has_many_holders(self) -> None:
@@ -51,7 +53,7 @@ class TestHolders:
         other = Holder("team", "serve", "main")
         held = {"a::0": [MAIN], "a::1": [other], "a::3": [MAIN]}
         view = Still(resource("a", held=held, replicas=4)).observer().view()
-        assert [hold.pod for hold in holds(view)] == ["serve", "train"]
+        assert [hold.pod for hold in holders(view)] == ["serve", "train"]
 
     def test_devices_of_a_source_may_be_shared_differently(self) -> None:
         """How many containers may have a device is asked of its source, which may fail."""
@@ -66,14 +68,14 @@ class TestHolders:
         still.sources = {RESOURCE: Some()}
         assert [seen.replicas for seen in still.observer().view().resources[0].devices] == [4, 1, 4]
 
-    def test_nobody_knows_when_the_books_are_old(self) -> None:
+    def test_holders_are_unknown_when_the_checkpoint_is_old(self) -> None:
         """When the kubelet cannot be asked for long, or was not yet, its last answer does not stay for ever."""
         still = Still(resource("a", held={"a": [MAIN]}))
         observer = still.observer()
-        for looked_at in (None, time.monotonic() - HOLDERS_STALE - 1):
-            still.looked_at = looked_at
+        for scanned_at in (None, time.monotonic() - HOLDERS_STALE - 1):
+            still.scanned_at = scanned_at
             assert not observer.view().holders_known
-            assert holds(observer.view()) == []
+            assert holders(observer.view()) == []
 
     def test_containers_that_use_a_claim_hold_its_devices(self) -> None:
         """Devices of claims are found by driver and by their name in slices, whatever their id."""
@@ -89,12 +91,12 @@ class TestHolders:
             }
         )
         view = still.observer().view()
-        assert holds(view, "GPU_1") == [Hold("dra", "team", "train", "main", "mine")]
-        assert holds(view, "a") == []
+        assert holders(view, "GPU_1") == [DeviceHolder("dra", "team", "train", "main", "mine")]
+        assert holders(view, "a") == []
 
     @pytest.mark.parametrize("kept", [{}, {"example.com/big": "", "example.com/small": "small--"}])
-    def test_one_driver_with_two_resources_is_told_apart(self, kept: dict[str, str]) -> None:
-        """Resources of one driver may have devices with the same ids; the bridge says how they are published."""
+    def test_resources_of_one_driver_are_distinguished(self, kept: dict[str, str]) -> None:
+        """Resources of one driver may have devices with the same ids; the bridge reports how they are published."""
         sources = {}
         for name in ("example.com/big", "example.com/small"):
             sources[name] = Source()
@@ -105,7 +107,7 @@ class TestHolders:
         still.claims = frozenset({ClaimUse("gpu.example.com", "n", device_name("a", word), "mine", MAIN)})
         still.providers.append(Telling(lambda: ProviderReport(qualifiers=kept)))
         view = still.observer().view()
-        assert [len(one.devices[0].holds) for one in view.resources] == [0, 1]
+        assert [len(one.devices[0].holders) for one in view.resources] == [0, 1]
 
     def test_a_prepared_claim_that_nobody_uses_holds_its_device(self) -> None:
         """The ledger's claims count from their preparation on; with its container seen, a claim is there once."""
@@ -117,16 +119,16 @@ class TestHolders:
         claims = [PreparedClaim(RESOURCE, "a", "team", "used"), PreparedClaim(RESOURCE, "b", "team", "waiting")]
         still.providers.append(Telling(lambda: ProviderReport(claims=claims)))
         view = still.observer().view()
-        assert holds(view, "a") == [Hold("dra", "team", "train", "main", "used")]
-        assert holds(view, "b") == [Hold("dra", "team", "", "", "waiting")]
-        assert holds(view, "b")[0].text == "claim team/waiting"
+        assert holders(view, "a") == [DeviceHolder("dra", "team", "train", "main", "used")]
+        assert holders(view, "b") == [DeviceHolder("dra", "team", "", "", "waiting")]
+        assert holders(view, "b")[0].text == "claim team/waiting"
 
 
 class TestReadiness:
     """What keeps an agent from being ready."""
 
     def test_ready_when_everything_is_registered(self) -> None:
-        """Nothing is missing, nothing is said."""
+        """Without a problem there is no reason."""
         assert Still(resource("a")).observer().view().unready == ()
 
     @pytest.mark.parametrize(
@@ -153,7 +155,7 @@ class TestProviders:
 
     @pytest.fixture
     def released(self, monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
-        monkeypatch.setattr(observe, "PATIENCE", 0.05)
+        monkeypatch.setattr(views, "REPORT_TIMEOUT", 0.05)
         event = threading.Event()
         yield event
         event.set()
@@ -164,10 +166,10 @@ class TestProviders:
         place = DeviceLocation("dra", "to-plugin", 5.0, "asked for")
         still = Still(resource("a", "b"))
         still.providers.append(
-            Telling(lambda: ProviderReport(unready=["no slices"], places={(RESOURCE, "a"): place}, events=[event]))
+            Telling(lambda: ProviderReport(unready=["no slices"], locations={(RESOURCE, "a"): place}, events=[event]))
         )
         view = still.observer().view()
-        assert [seen.place for seen in view.resources[0].devices] == [place, DeviceLocation()]
+        assert [seen.location for seen in view.resources[0].devices] == [place, DeviceLocation()]
         assert view.unready == ("bridge: no slices",)
         assert view.events == (event,)
 
@@ -217,28 +219,28 @@ class TestProviders:
 
 
 class TestEvents:
-    """What happened between two looks."""
+    """What changed between two states."""
 
-    def said(self, before: ResourceStatus, now: ResourceStatus) -> list[tuple[str, bool]]:
-        return [(event.text, event.bad) for event in happened(before, now, 0.0)]
+    def changes(self, before: ResourceStatus, now: ResourceStatus) -> list[tuple[str, bool]]:
+        return [(event.text, event.bad) for event in events_between(before, now, 0.0)]
 
     def test_nothing_happened_is_nothing_said(self) -> None:
-        """Two looks at the same, and the very first one, have nothing to say."""
+        """Equal states, and the very first one, give no event."""
         one = resource("a", held={"a": [MAIN]})
-        assert self.said(one, one) == []
-        assert list(happened(None, one, 0.0)) == []
+        assert self.changes(one, one) == []
+        assert list(events_between(None, one, 0.0)) == []
 
     def test_devices_change(self) -> None:
         """Devices that come, go, fall ill and get well again."""
         before = resource("a", "b", "c")
         ill = Device("a", health=Health.UNHEALTHY, message="XID 79")
         now = replace(before, snapshot=merged(before.snapshot, [ill, Device("b"), Device("d")]))
-        assert self.said(before, now) == [
+        assert self.changes(before, now) == [
             ("a is unhealthy: XID 79", True),
             ("d appeared", False),
             ("c is unhealthy: the device is gone", True),
         ]
-        assert self.said(now, before) == [
+        assert self.changes(now, before) == [
             ("a is healthy", False),
             ("c is healthy", False),
             ("d was forgotten", False),
@@ -246,30 +248,30 @@ class TestEvents:
 
     def test_the_first_list_is_no_event(self) -> None:
         """Devices that are there from the start did not appear."""
-        assert self.said(resource(listed=False), resource("a")) == []
+        assert self.changes(resource(listed=False), resource("a")) == []
 
     def test_registration_and_restarts_are_said(self) -> None:
         """Losing the kubelet is bad, finding it again is not."""
         on, off = resource("a"), resource("a", registered=False)
-        assert self.said(on, off) == [("not registered with the kubelet any more", True)]
-        assert self.said(off, on) == [("registered with the kubelet", False)]
+        assert self.changes(on, off) == [("not registered with the kubelet any more", True)]
+        assert self.changes(off, on) == [("registered with the kubelet", False)]
         later = replace(on, registration=replace(on.registration, kubelet_restarts=2))
-        assert self.said(on, later) == [("the kubelet restarted (2 times so far)", False)]
+        assert self.changes(on, later) == [("the kubelet restarted (2 times so far)", False)]
 
     def test_trouble_is_said(self) -> None:
         """A source that fails and allocations that were refused."""
         before, now = resource("a"), resource("a", source_error="OSError: no", refusals={"unhealthy": 2})
-        assert self.said(before, now) == [
+        assert self.changes(before, now) == [
             ("its source failed: OSError: no", True),
             ("2 allocations refused: unhealthy", True),
         ]
-        assert self.said(replace(before, source_error="x"), before) == [("its source works again", False)]
+        assert self.changes(replace(before, source_error="x"), before) == [("its source works again", False)]
 
     def test_holders_come_and_go(self) -> None:
-        """Who got a device, and that it came free."""
+        """A device that is allocated, and that is free again, is an event."""
         free, held = resource("a"), resource("a", held={"a": [MAIN]})
-        assert self.said(free, held) == [("a went to team/train (main)", False)]
-        assert self.said(held, free) == [("a came free", False)]
+        assert self.changes(free, held) == [("a went to team/train (main)", False)]
+        assert self.changes(held, free) == [("a came free", False)]
 
     async def test_events_are_kept_but_not_for_ever(self) -> None:
         """The last hundred stay."""
@@ -283,10 +285,10 @@ class TestEvents:
         still.resources = []
         await observer.note(still.status())
 
-    async def test_a_look_that_fails_does_not_end_the_watch(
+    async def test_an_error_does_not_end_the_watch(
         self, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
     ) -> None:
-        """Whatever goes wrong is logged, and the next look follows."""
+        """Whatever goes wrong is logged, and the next status is noted."""
         still = Still(resource("a"))
         observer = still.observer()
         monkeypatch.setattr(observer, "TICK", 0.001)

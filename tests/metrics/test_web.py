@@ -62,6 +62,7 @@ def serve() -> Iterator[Callable[..., Server]]:
 
         def start(address: str = "127.0.0.1:0", **options: Any) -> Server:
             pages = options.pop("routes", None) or routes()
+            options.setdefault("limits", Limits(linger=0.2))
             return stack.enter_context(serving(Server(listen(address), pages, **options)))
 
         yield start
@@ -191,7 +192,7 @@ class TestAnswers:
 
     def test_one_connection_is_one_request(self, serve: Callable[..., Server]) -> None:
         """Who sends several requests at once gets one answer, and the end of the connection a while later."""
-        server = serve(limits=Limits(hold=0.3))
+        server = serve(limits=Limits(linger=0.3))
         with connect(server) as client:
             began = time.monotonic()
             client.sendall(b"GET /healthz HTTP/1.1\r\n\r\n" * 300)
@@ -201,9 +202,9 @@ class TestAnswers:
             client.sendall(b"GET /healthz HTTP/1.1\r\n\r\n")
             assert read(client).endswith(b"\r\n\r\nok\n")
 
-    def test_held_connections_take_no_place(self, serve: Callable[..., Server]) -> None:
+    def test_lingering_connections_take_no_place(self, serve: Callable[..., Server]) -> None:
         """Connections that wait for their end are not counted, and end with the server."""
-        server = serve(limits=Limits(hold=600, connections=1))
+        server = serve(limits=Limits(linger=600, connections=1))
         with contextlib.ExitStack() as stack:
             clients = [stack.enter_context(connect(server)) for _ in range(4)]
             for client in clients:
@@ -335,7 +336,7 @@ class TestSharing:
         """After its time an answer is not used again."""
         renderings = iter(range(10))
         server = serve(routes={"/page": Route(lambda key: Answer(b"%d" % next(renderings)), seconds=0.0)})
-        monkeypatch.setattr(web, "REST", 0)
+        monkeypatch.setattr(web, "LIFETIME_FACTOR", 0)
         assert [get(server, "/page")[1] for _ in range(2)] == [b"0", b"1"]
 
     def test_what_takes_long_is_used_long(self, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -367,7 +368,7 @@ class TestSharing:
         rendering = threading.Thread(target=other.answer, args=(request,))
         rendering.start()
         assert begun.wait(10)
-        now[0] += 1.5 * web.SHARED
+        now[0] += 1.5 * web.LIFETIME
         assert old.answer(request).body == b"100"
         released.set()
         rendering.join(10)

@@ -68,13 +68,13 @@ class Still:
     def __init__(self, *resources: ResourceStatus) -> None:
         self.resources = list(resources)
         self.claims: frozenset[ClaimUse] = frozenset()
-        self.looked_at: float | None = time.monotonic()
+        self.scanned_at: float | None = time.monotonic()
         self.double = 0
         self.providers: list[Provider] = []
         self.sources: dict[str, DeviceSource] = {}
 
     def status(self) -> Status:
-        return Status(tuple(self.resources), self.double, self.claims, self.looked_at)
+        return Status(tuple(self.resources), self.double, self.claims, self.scanned_at)
 
     @property
     def services(self) -> Mapping[str, Any]:

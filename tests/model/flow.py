@@ -1,6 +1,6 @@
-"""The agent's flow on one node, real but for its sockets: ledger, driver with its CDI files, handover, keeper.
+"""The agent's flow on one node, real but for its sockets: ledger, driver with its CDI files, handover, gate.
 
-What outlives the agent is told as it happens (`say`): who got a device, what the API server has.
+What outlives the agent is recorded as it happens (`record`): who got a device, what the API server has.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from deviceplugin.kubelet import holders
 from deviceplugin.kubelet.allocation_gate import Refusal
 from deviceplugin.kubelet.cgroups import PodProcesses
 from deviceplugin.kubelet.checkpoint import Allocation, Checkpoint
-from deviceplugin.kubelet.holders import HolderSnapshot, Witnesses
+from deviceplugin.kubelet.holders import HolderEvidence, HolderSnapshot
 from deviceplugin.source import DeviceSource
 from dra_bridge import ledger
-from dra_bridge.driver import ClaimError, ClaimRef, Driver, Prepared, ServedResource
-from dra_bridge.handover import Handover, LedgerGate, Share, allocations_of, held_units
+from dra_bridge.driver import ClaimError, ClaimRef, ClusterClaims, Driver, Prepared, ServedResource
+from dra_bridge.handover import Handover, LedgerGate, Share, allocations_of, held_ids
 from dra_bridge.ledger import AsyncLedger, Evidence, Ledger, LedgerError, Side, State
 
 R: Final = "example.com/fpga"
@@ -59,7 +59,7 @@ class Plain(DeviceSource):
 
 
 @dataclass
-class Outside:
+class Outside(ClusterClaims):
     """Kubelet and API server.
 
     pods: devices held by pods; a pod's UID and container are its device's id. running: devices held by claims'
@@ -70,7 +70,7 @@ class Outside:
     allocated: dict[str, str] = field(default_factory=dict)
     running: dict[str, str] = field(default_factory=dict)
 
-    def say(self, word: str, name: str) -> None:
+    def record(self, word: str, name: str) -> None:
         """Take in what happened."""
         if word == "granted":
             self.pods.add(name)
@@ -86,10 +86,10 @@ class Outside:
         elif word == "deallocated":
             self.allocated.pop(name, None)
 
-    def witnesses(self) -> Witnesses:
+    def evidence(self) -> HolderEvidence:
         """Return what the kubelet's checkpoint, written at our request, and the cgroups say."""
         named = frozenset(Allocation(name, "c", R, name) for name in self.pods)
-        return Witnesses([Checkpoint(named, {})], awake=True, pods=PodProcesses(running=frozenset(self.pods)))
+        return HolderEvidence([Checkpoint(named, {})], awake=True, pods=PodProcesses(running=frozenset(self.pods)))
 
     # The API server, for the driver and the handover.
 
@@ -151,13 +151,15 @@ class Flow:
             self.inventory,
             async_ledger,
             self._scan,
-            self,
-            self,
+            list_claims=lambda: self.allocated(),
+            read_claim=lambda *of: self.allocates(*of),
+            withdrawn=self.withdrawn,
+            publish=self.publish,
             share=Share(0),
             waits=lambda: Backoff(first=0.0, most=0.0),
         )
         self._clock = itertools.count(11, 11)
-        self._names = {name: device.id for name, (_, device) in self.driver.devices.items()}
+        self._names = {name: device.id for name, (_, device) in self.driver.devices.by_name.items()}
 
     @classmethod
     async def begin(
@@ -168,8 +170,8 @@ class Flow:
         step: Step = lambda name: None,
         connect: Callable[[str], Any] | None = None,
     ) -> Self:
-        """Open the ledger, hear the evidence, begin to offer."""
-        async_ledger = AsyncLedger(Ledger.open(str(directory / "ledger.db"), step=step, connect=connect))
+        """Open the ledger, reconcile the evidence, begin to offer."""
+        async_ledger = AsyncLedger(Ledger(str(directory / "ledger.db"), step=step, connect=connect))
         flow = cls(directory, async_ledger, outside, source, step)
         await flow.patiently(flow.place)
         flow.publish()
@@ -182,7 +184,7 @@ class Flow:
 
     async def place(self) -> None:
         """Compare the ledger with what is held (R8)."""
-        held = held_units(holders.holders((), self.outside.witnesses()), R, str)
+        held = held_ids(holders.holders((), self.outside.evidence()), R, str)
         claims = [
             claim for claim in self.driver.cdi_evidence()[R] if (D, claim.uid) not in self.async_ledger.snapshot.claims
         ]
@@ -198,7 +200,7 @@ class Flow:
     async def _scan(self, wanted: Collection[tuple[str, str]]) -> HolderSnapshot:
         before = self.ledger_gate.before_scan()
         known = allocations_of(self.async_ledger.snapshot)
-        now = holders.holders(known, self.outside.witnesses(), float(next(self._clock)))
+        now = holders.holders(known, self.outside.evidence(), float(next(self._clock)))
         await self.ledger_gate.after_scan(before, now)
         return now
 
@@ -212,7 +214,7 @@ class Flow:
 
     def publish(self) -> None:
         """Write the slice: one atomic write, as the API server takes it."""
-        body = json.dumps([name for name in DEVICES if self.handover.offered(name)])
+        body = json.dumps([name for name in DEVICES if self.state(name).offered])
         path = self.directory / "slice.json"
         if not path.exists() or path.read_text() != body:
             self.step("slice")
@@ -287,23 +289,23 @@ class Flow:
         return self.async_ledger.snapshot.device(R, device).state
 
 
-async def story(flow: Flow, say: Callable[[str, str], None]) -> None:
+async def story(flow: Flow, record: Callable[[str, str], None]) -> None:
     """Grant, begin, commit, prepare, unprepare, commit back, grant: each side once, each move both ways."""
     await flow.allocate("a")
-    say("granted", "a")
+    record("granted", "a")
     await flow.move(1)
-    say("allocated", "1=b")
+    record("allocated", "1=b")
     await flow.prepare("1")
-    say("prepared", "1")
+    record("prepared", "1")
     await flow.move(0, lambda: flow.state("b") is State.TO_PLUGIN)
-    say("stopped", "1")
+    record("stopped", "1")
     await flow.unprepare("1")
-    say("deallocated", "1")
+    record("deallocated", "1")
     await flow.move(0)
     await flow.allocate("b")
-    say("granted", "b")
+    record("granted", "b")
     await flow.move(2, lambda: flow.state("a") is State.TO_DRA)
-    say("ended", "a")
+    record("ended", "a")
     await flow.move(2, lambda: flow.state("a") is State.DRA)
     await flow.move(0, lambda: flow.state("a") is State.PLUGIN)
 
@@ -316,10 +318,10 @@ async def aftermath(directory: Path, outside: Outside, source: DeviceSource) -> 
             assert flow.state(device) is not State.QUARANTINED, flow.async_ledger.snapshot
             assert not (flow.ledger_gate.offers(R, device) and device in flow.slice())
         for device in sorted(outside.pods):
-            outside.say("allocated", f"late-{device}={device}")
+            outside.record("allocated", f"late-{device}={device}")
             late = ClaimRef("default", f"late-{device}", f"late-{device}")
             assert isinstance((await flow.driver.prepare([late]))[late.uid], ClaimError)
-            outside.say("deallocated", f"late-{device}")
+            outside.record("deallocated", f"late-{device}")
         for uid, device in sorted(outside.running.items()):
             try:
                 await flow.ledger_gate.grant(R, [device], [device])
@@ -332,11 +334,11 @@ async def aftermath(directory: Path, outside: Outside, source: DeviceSource) -> 
             if outside.allocated[uid] not in outside.pods:
                 await flow.prepare(uid)
         for uid in sorted(outside.allocated):
-            outside.say("stopped", uid)
+            outside.record("stopped", uid)
             await flow.unprepare(uid)
-            outside.say("deallocated", uid)
+            outside.record("deallocated", uid)
         outside.pods.clear()
-        await flow.driver.reconcile((), PodProcesses(running=frozenset()))
+        await flow.driver.reconciler.reconcile((), PodProcesses(running=frozenset()))
         await flow.move(2)
         assert flow.slice() == list(DEVICES)
         await flow.move(0)
@@ -388,10 +390,10 @@ def watched(step: Step, directory: str) -> Iterator[None]:
 watching = contextlib.contextmanager(watched)
 
 
-def reconciled(lines: Iterable[str]) -> Outside:
-    """Return what is outside after all this was said."""
+def replayed(lines: Iterable[str]) -> Outside:
+    """Return what is outside after all this was recorded."""
     outside = Outside()
     for line in lines:
         word, name = line.split()
-        outside.say(word, name)
+        outside.record(word, name)
     return outside

@@ -1,4 +1,4 @@
-"""All that can happen to two devices, tens of millions of worlds, without looking at each of them.
+"""All that can happen to two devices, tens of millions of worlds, without visiting each of them.
 
 A world is what belongs to no device (`Shared`) and two halves, each a device with its pod and its
 claims. A step is one of two kinds. Most belong to one device: they change its half, whatever the
@@ -17,7 +17,7 @@ The steps are those of `Small.successors`, tried on worlds of two halves; nothin
 here once more but the facts. That they are all that a half has to know of the other is what
 `Halves.after` is for: tests compare it with `Small.successors`, world by world, and of smaller
 nodes all worlds with those that `explore` finds. What is wrong with a world is wrong with one of
-its devices, so each half is looked at once, with a partner that nothing can be wrong with.
+its devices, so each half is checked once, with a partner that nothing can be wrong with.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class Half(NamedTuple):
     pods: tuple[Pod, ...] = ()
     claims: tuple[Request, ...] = ()
     sent: bool = False
-    reconciled: bool = False
+    received: bool = False
     want: bool = False
     slice: bool = False
     moving: bool = False
@@ -66,8 +66,8 @@ class Half(NamedTuple):
 
 Parts = tuple[Shared, Half, Half]
 
-QUIET: Final = Half(Device(STATES.index(State.PLUGIN)))
-SETTLED: Final = QUIET._replace(sent=True, reconciled=True)
+IDLE_HALF: Final = Half(Device(STATES.index(State.PLUGIN)))
+SETTLED: Final = IDLE_HALF._replace(sent=True, received=True)
 
 
 def parted(world: World) -> Parts:
@@ -82,7 +82,7 @@ def parted(world: World) -> Parts:
             tuple(pods),
             tuple(claims),
             bool(world.sent) and world.sent[number],
-            world.reconciled[number],
+            world.received[number],
             bool(world.want) and world.want[number],
             world.slice[number],
             stage.moving[number],
@@ -115,7 +115,7 @@ def joined(shared: Shared, one: Half, two: Half) -> World:
         (pods[0], pods[1]),
         (claims[0], claims[1]),
         (one.sent, two.sent) if shared.sent else (),
-        (one.reconciled, two.reconciled),
+        (one.received, two.received),
         (one.want, two.want) if shared.want else (),
         (one.slice, two.slice),
         Stage(
@@ -154,7 +154,7 @@ def unlisted(half: Half) -> bool:
 Steps = Callable[[Small, World], Iterator[tuple[str, World]]]
 
 FACTS: Final[dict[str, tuple[Steps, Callable[[Half], Hashable]]]] = {
-    "hear": (Small.kubelet, nothing),
+    "receive": (Small.kubelet, nothing),
     "write": (Small.kubelet, nothing),
     "draft": (Small.kubelet, nothing),
     "write late": (Small.kubelet, nothing),
@@ -191,7 +191,7 @@ GATHERING: Final = (
 
 def possible(small: Small, shared: Shared) -> tuple[str, ...]:
     """Return the steps of everybody that may be possible."""
-    found = ["hear", "write", "tick"]
+    found = ["receive", "write", "tick"]
     if small.slow:
         found.append("write late" if shared.writing else "draft")
     if "lose" in small.faults:
@@ -301,7 +301,7 @@ class Block:
         new = partners & ~self.rows[number]
         if new:
             if not self.rows[number] and not self.all.problem:
-                self.all.problem = self.all.wrong(joined(self.shared, self.halves[number], QUIET))
+                self.all.problem = self.all.wrong(joined(self.shared, self.halves[number], IDLE_HALF))
             self.rows[number] |= new
             self.fresh[number] = self.fresh.get(number, 0) | new
 
@@ -310,7 +310,7 @@ class Block:
         known = self._own.get(number)
         if known is None:
             half = self.halves[number]
-            world = joined(self.shared, half, QUIET)
+            world = joined(self.shared, half, IDLE_HALF)
             found: dict[int, None] = {}
             everybodys = dict.fromkeys((word for word in self.words if FACTS[word][1] is nothing), world)
             for what, after in self.all.small.successors(world):
@@ -319,7 +319,7 @@ class Block:
                 elif what not in FACTS:
                     shared, one, two = parted(after)
                     assert shared == self.shared
-                    assert half == one or two == QUIET, f"{what} changes both"
+                    assert half == one or two == IDLE_HALF, f"{what} changes both"
                     found[self.number(one)] = None
             for word, after in everybodys.items():
                 self.way(word, ()).learn(number, after)
@@ -393,7 +393,7 @@ class Found:
 class Halves:
     """Every world of two devices that the steps of a `Small` lead to.
 
-    wrong: what must not be, of one device; `Small.wrong` unless told.
+    wrong: what must not be, of one device; `Small.wrong` unless given.
     """
 
     def __init__(self, small: Small, wrong: Callable[[World], str] | None = None) -> None:
@@ -411,7 +411,7 @@ class Halves:
         return known
 
     def explore(self, first: World) -> Found:
-        """Look at all worlds, until something is wrong."""
+        """Visit all worlds, until something is wrong."""
         shared, one, two = parted(first)
         block = self.block(shared)
         block.add(block.number(one), 1 << block.number(two))
@@ -472,7 +472,7 @@ class Halves:
         for shared, block in self.blocks.items():
             ways = {}
             for half in block.halves:
-                after = [parted(world) for world in self.small.ending(joined(shared, half, QUIET), serve=serve)]
+                after = [parted(world) for world in self.small.ending(joined(shared, half, IDLE_HALF), serve=serve)]
                 ways[half] = {one for here, one, _ in after if here == shared and one != half}
             try:
                 TopologicalSorter(ways).prepare()

@@ -1,4 +1,4 @@
-"""Rules and witnesses switched off, one at a time, to see that the model finds the double allocation."""
+"""Rules and kinds of evidence switched off, one at a time, to see that the model finds the double allocation."""
 
 from __future__ import annotations
 
@@ -18,7 +18,6 @@ from dra_bridge.ledger import (
     KubeletSnapshot,
     Refused,
     Snapshot,
-    operations,
     rules,
 )
 
@@ -42,10 +41,10 @@ def _r1_by_state(now: Snapshot, resource: str, device: str) -> Refused | None:
 
 
 def _r2_by_state(now: Snapshot, resource: str, device: str) -> Refused | None:
-    return _R2(replace(now, holds={}), resource, device)
+    return _R2(replace(now, allocations={}), resource, device)
 
 
-BY_STATE: Final = ((operations, "r1_refusal", _r1_by_state), (operations, "r2_refusal", _r2_by_state))
+BY_STATE: Final = ((rules, "r1_refusal", _r1_by_state), (rules, "r2_refusal", _r2_by_state))
 """R1 and R2 by the device's state alone, without the other side's holders: they would hide that a move ended early."""
 
 
@@ -57,22 +56,22 @@ def _old_r6(now: Snapshot, record: DeviceRecord, evidence: ClusterEvidence) -> s
     return _R6(now, replace(record, sequence=0), evidence)
 
 
-def _released_at_once(_hold: object, snapshot: KubeletSnapshot, _apart: float) -> bool:
+def _released_at_once(_record: object, snapshot: KubeletSnapshot) -> bool:
     return snapshot.awake
 
 
-def _witnesses(change: Callable[[holders.Witnesses], holders.Witnesses]) -> Replacement:
-    def decide(known: Any, seen: holders.Witnesses, at: float = 0.0) -> holders.HolderSnapshot:
+def _with_evidence(change: Callable[[holders.HolderEvidence], holders.HolderEvidence]) -> Replacement:
+    def decide(known: Any, seen: holders.HolderEvidence, at: float = 0.0) -> holders.HolderSnapshot:
         return _HOLDERS(known, change(seen), at)
 
     return decide
 
 
-def _unnamed(seen: holders.Witnesses) -> holders.Witnesses:
+def _unnamed(seen: holders.HolderEvidence) -> holders.HolderEvidence:
     return replace(seen, checkpoints=[replace(one, allocations=frozenset()) for one in seen.checkpoints])
 
 
-def _without_uids(known: Any, seen: holders.Witnesses, at: float = 0.0) -> holders.HolderSnapshot:
+def _without_uids(known: Any, seen: holders.HolderEvidence, at: float = 0.0) -> holders.HolderSnapshot:
     named = [replace(one, allocations=_anonymous(one.allocations)) for one in seen.checkpoints]
     return _HOLDERS(_anonymous(known), replace(seen, checkpoints=named), at)
 
@@ -94,19 +93,19 @@ def _over_unless_running(uid: str, pods: Any, _named: object, processes: PodProc
 
 
 MUTATIONS: Final[dict[str, tuple[tuple[object, str, Replacement], ...]]] = {
-    "R1": ((operations, "r1_refusal", _nobody),),
-    "R2": ((operations, "r2_refusal", _nobody),),
-    "R2 between claims": ((operations, "r2_taken", _nobody),),
-    "R5": ((operations, "r5_waits_for", _nothing), *BY_STATE),
-    "R6": ((operations, "r6_waits_for", _nothing), *BY_STATE),
-    "R7": ((operations, "r7_releases", _released_at_once), *BY_STATE),
-    "R5: evidence from after the move began": ((operations, "r5_waits_for", _old_r5), *BY_STATE),
-    "R6: evidence from after the move began": ((operations, "r6_waits_for", _old_r6), *BY_STATE),
-    "the checkpoint must be awake": ((holders, "holders", _witnesses(lambda seen: replace(seen, awake=True))),),
+    "R1": ((rules, "r1_refusal", _nobody),),
+    "R2": ((rules, "r2_refusal", _nobody),),
+    "R2 between claims": ((rules, "r2_taken", _nobody),),
+    "R5": ((rules, "r5_waits_for", _nothing), *BY_STATE),
+    "R6": ((rules, "r6_waits_for", _nothing), *BY_STATE),
+    "R7": ((rules, "r7_releases", _released_at_once), *BY_STATE),
+    "R5: evidence from after the move began": ((rules, "r5_waits_for", _old_r5), *BY_STATE),
+    "R6: evidence from after the move began": ((rules, "r6_waits_for", _old_r6), *BY_STATE),
+    "the checkpoint must be awake": ((holders, "holders", _with_evidence(lambda seen: replace(seen, awake=True))),),
     "more checkpoints than writers": ((holders, "shows_present", bool),),
-    "the checkpoint's names": ((holders, "holders", _witnesses(_unnamed)),),
+    "the checkpoint's names": ((holders, "holders", _with_evidence(_unnamed)),),
     "processes": (
-        (holders, "holders", _witnesses(lambda seen: replace(seen, pods=PodProcesses(running=frozenset())))),
+        (holders, "holders", _with_evidence(lambda seen: replace(seen, pods=PodProcesses(running=frozenset())))),
     ),
     "processes at a grant": ((holders, "running", _nobody_runs),),
     "E0: pod UIDs": ((holders, "holders", _without_uids),),
@@ -117,7 +116,7 @@ MUTATIONS: Final[dict[str, tuple[tuple[object, str, Replacement], ...]]] = {
 
 @contextmanager
 def without(what: str) -> Iterator[None]:
-    """Switch a rule or a witness off."""
+    """Switch a rule or a kind of evidence off."""
     with patched(MUTATIONS[what]):
         yield
 

@@ -3,8 +3,8 @@
 A world is a tuple of small numbers; `successors` are all worlds that one step leads to: of the
 kubelet, the scheduler, the API server, the agent, or of fate. Whatever can be late is a step of
 its own, so that everything else may come in between. What the agent does is the real thing: the
-ledger's operations, the combination of the witnesses (`deviceplugin.kubelet.holders`), the
-handover's gathering of evidence and its plan; only their disk and their sockets are missing.
+ledger's operations, the decision who holds a device (`deviceplugin.kubelet.holders`), the
+handover's evidence and its plan; only their disk and their sockets are missing.
 
 Faults are steps like any other: the kubelet restarts with what its checkpoint says; the checkpoint
 is lost or torn (a scan waits for the next one then); a pod is deleted by force while its container
@@ -37,19 +37,20 @@ from typing import Final, NamedTuple
 from deviceplugin.kubelet import holders
 from deviceplugin.kubelet.cgroups import PodProcesses
 from deviceplugin.kubelet.checkpoint import Allocation, Checkpoint
-from deviceplugin.kubelet.holders import HolderSnapshot, Witnesses
+from deviceplugin.kubelet.holders import HolderEvidence, HolderSnapshot
 from dra_bridge import ledger
-from dra_bridge.handover import Share
-from dra_bridge.handover import gate as ledger_gate
-from dra_bridge.handover.evidence import ToDra, ToPlugin
-from dra_bridge.handover.planner import in_hands, plan
+from dra_bridge.handover import Share, held_ids
+from dra_bridge.handover.evidence import kubelet_snapshot, shown_unhealthy
+from dra_bridge.handover.planner import held_and_expected, in_state, plan
 from dra_bridge.ledger import (
+    AllocationRecord,
     Claim,
     ClaimDevice,
     ClaimEvidence,
+    ClusterEvidence,
     DeviceRecord,
     Evidence,
-    Hold,
+    KubeletEvidence,
     Operation,
     Refused,
     Side,
@@ -162,8 +163,8 @@ IDLE: Final = Stage()
 
 
 class World(NamedTuple):
-    """All of it. sent: healthy devices as the agent said last, () without a listener. heard: as
-    the kubelet knows. want: the devices in the slice that the agent wants, () before it has said.
+    """All of it. sent: healthy devices as the agent said last, () without a listener. received: as
+    the kubelet has them. want: the devices in the slice that the agent wants, () before it has said.
     slice: as the API server has it. writing: a slow writer of the checkpoint is at work.
     """
 
@@ -171,7 +172,7 @@ class World(NamedTuple):
     pods: tuple[Pod, ...]
     claims: tuple[Request, ...]
     sent: tuple[bool, bool] | tuple[()]
-    reconciled: tuple[bool, bool]
+    received: tuple[bool, bool]
     want: tuple[bool, bool] | tuple[()]
     slice: tuple[bool, bool]
     stage: Stage
@@ -181,7 +182,7 @@ class World(NamedTuple):
 
 
 def start(*states: State) -> World:
-    """Return a quiet node."""
+    """Return a node on which nothing has happened."""
     one, *more = (Device(STATES.index(state)) for state in states)
     return World(
         (one, more[0] if more else Device(UNKNOWN)),
@@ -214,7 +215,7 @@ def snapshot(world: World) -> Snapshot:
         if recorded or device.pending:
             absent = (None, RECENT, OLD)[device.absent]
             sequence = LATER if device.fresh else FORMER
-            holds[R, name] = Hold(R, name, name, 0.0, sequence, recorded, device.pending, absent)
+            holds[R, name] = AllocationRecord(R, name, name, 0.0, sequence, recorded, device.pending, absent)
     for uid, claim in zip("01", world.claims, strict=True):
         if claim.record:
             claims[D, uid] = replace(claim_of(uid, claim), result="r" if claim.record == 3 else None)
@@ -238,7 +239,7 @@ def written(world: World, now: Snapshot) -> World:
     stage = world.stage.what
     devices = []
     for name, moving in zip(NAMES, world.stage.moving, strict=True):
-        record, hold = now.devices.get((R, name)), now.holds.get((R, name))
+        record, hold = now.devices.get((R, name)), now.allocations.get((R, name))
         device = Device(UNKNOWN)
         if record is not None:
             device = Device(STATES.index(record.state), moving and record.sequence > FORMER, record.pulled)
@@ -259,7 +260,7 @@ def written(world: World, now: Snapshot) -> World:
 
 def named(now: Snapshot, uid: str, pod: Pod) -> bool:
     """Return whether the ledger names a pod as a holder, be it by its container's name alone (a mutation)."""
-    hold = now.holds.get((R, NAMES[pod.device])) if pod.at else None
+    hold = now.allocations.get((R, NAMES[pod.device])) if pod.at else None
     return hold is not None and not hold.holders.isdisjoint({(uid, CONTAINER), ("", CONTAINER)})
 
 
@@ -332,8 +333,8 @@ class Small:
 
     def do(self, world: World, key: Hashable, operation: Callable[[], Operation[object]]) -> tuple[object, World]:
         """Let the ledger decide what it has not decided yet. key: tells the operation from others."""
-        books = tuple((pod.device, pod.recorded) for pod in world.pods)
-        asked = (world.devices, books, world.claims, world.stage.what, world.stage.moving, key)
+        holders_known = tuple((pod.device, pod.recorded) for pod in world.pods)
+        asked = (world.devices, holders_known, world.claims, world.stage.what, world.stage.moving, key)
         known = self._known.get(asked)
         if known is None:
             now = snapshot(world)
@@ -376,7 +377,7 @@ class Small:
         for number, pod in enumerate(world.pods):
             if pod.at == 0:
                 for device in TWO if more else ():
-                    if world.reconciled[device] and device not in taken:
+                    if world.received[device] and device not in taken:
                         yield f"choose p{number} {device}", with_pod(world, number, Pod(CHOSEN, device))
             elif pod.at == ANSWERED:
                 yield f"insert p{number}", with_pod(world, number, pod._replace(at=ADMITTED, memory=True))
@@ -388,8 +389,8 @@ class Small:
                 yield f"delete p{number}", with_pod(world, number, pod._replace(memory=False))
             if pod.at == OVER and pod.memory:
                 yield f"forget p{number}", with_pod(world, number, kept(pod._replace(memory=False)))
-        if world.sent and world.reconciled != world.sent:
-            yield "hear", world._replace(reconciled=world.sent)
+        if world.sent and world.received != world.sent:
+            yield "receive", world._replace(received=world.sent)
         after = self.filed(world, *(pod.memory for pod in world.pods))
         if after != world:
             yield "write", after
@@ -524,17 +525,18 @@ class Small:
         stage = world.stage
         if stage.what == 0:
             if world.sent:
-                moving = ToDra.begun(R, snapshot(world)).showing((1.0, frozenset(names(world.sent))), str)
-                shown = flags(moving.shown)
-                if moving.shown or not moving.devices:
-                    yield "request", settled(world, Stage(1, shown))
-            free = ToPlugin.begun(R, snapshot(world))
-            if free.free:
-                yield "withdrawn", self.withdrawn(world, free)
+                moving = in_state(snapshot(world), R, State.TO_DRA)
+                shown = shown_unhealthy(moving, (1.0, frozenset(names(world.sent))), str)
+                if shown or not moving:
+                    yield "request", settled(world, Stage(1, flags(shown)))
+            now = snapshot(world)
+            moving = in_state(now, R, State.TO_PLUGIN)
+            if free := [name for name in moving if not now.claims_on(R, (name,))]:
+                yield "withdrawn", self.withdrawn(world, moving, free)
         elif stage.what == 1:
             pods = [pod._replace(seen=2 * pod.file) for pod in world.pods]
             read = world._replace(pods=(pods[0], pods[1]))
-            one, two = (reconciled and moved for reconciled, moved in zip(world.reconciled, stage.moving, strict=True))
+            one, two = (received and moved for received, moved in zip(world.received, stage.moving, strict=True))
             stage = stage._replace(what=2, first=(one, two))
             if self.slow and stage.written and not holders.shows_present([ANY_FILE]):
                 stage = stage._replace(what=3, written=False)
@@ -543,47 +545,42 @@ class Small:
             pods = [pod._replace(seen=(pod.seen + 2 * pod.file) // 2) for pod in world.pods]
             yield "read another", settled(world._replace(pods=(pods[0], pods[1])), stage._replace(what=2))
         elif stage.what == 2:
-            now = self.scanned(world)
-            seen = ledger_gate.kubelet_snapshot(BEGUN, now, R, str)
-            asked = ("observe", now.at, now.awake, *now.held.items())
+            scan = self.scanned(world)
+            seen = kubelet_snapshot(BEGUN, scan, R, str)
+            asked = ("observe", scan.at, scan.awake, *scan.held.items())
             _, after = self.do(world, asked, partial(ledger.observe, R, seen, 0.0))
-            held = {one.pod_uid for one in now.held}
+            held = {one.pod_uid for one in scan.held}
             pods = [
                 kept(pod._replace(seen=2 * (str(uid) in held and stage.moving[pod.device])))
                 for uid, pod in enumerate(after.pods)
             ]
             after = after._replace(pods=(pods[0], pods[1]))
-            goes_on = now.awake and stage.moving != NOTHING
+            goes_on = scan.awake and stage.moving != NOTHING
             yield "observe", settled(after, stage._replace(what=4, written=True, late=False) if goes_on else IDLE)
         elif stage.what == 4:
-            moving = ToDra(R, names(stage.moving), BEGUN, dict.fromkeys(names(stage.moving), SHOWN))
+            moving = names(stage.moving)
             still = dict.fromkeys(allocations(world, "seen"), holders.Holding(named=True, certain=True, reason=""))
-            now = HolderSnapshot(RECENT, True, still, {R: frozenset(names(stage.first))})
-            evidence = moving.looking(BEGUN).scanned(now, str)
-            assert evidence is not None
+            scan = HolderSnapshot(RECENT, True, still, {R: frozenset(names(stage.first))})
+            seen = kubelet_snapshot(BEGUN, scan, R, str)
+            evidence = KubeletEvidence(BEGUN, dict.fromkeys(moving, SHOWN), seen)
             _, after = self.do(
-                world, ("to dra", stage, *still), partial(ledger.commit_to_dra, R, moving.devices, evidence, 0.0)
+                world, ("to dra", stage, *still), partial(ledger.commit_to_dra, R, moving, evidence, 0.0)
             )
             yield "commit to dra", settled(after, IDLE)
         elif stage.what == 5:
-            allocated = self.allocated(world)
-            yield "list claims", settled(world, stage._replace(what=6, second=flags(allocated)))
+            yield "list claims", settled(world, stage._replace(what=6, second=flags(self.allocated(world))))
         else:
-            listed = ToPlugin(R, names(stage.moving), frozenset(), BEGUN, dict.fromkeys(names(stage.first), 1.0))
-            proof = listed.listed(2.0, dict.fromkeys(names(stage.second), "default/c"))
-            _, after = self.do(
-                world, ("to plugin", stage), partial(ledger.commit_to_plugin, R, sorted(listed.withdrawn), proof, 0.0)
-            )
+            withdrawn = names(stage.first)
+            allocated = dict.fromkeys(names(stage.second), "default/c")
+            proof = ClusterEvidence(BEGUN, dict.fromkeys(withdrawn, 1.0), 2.0, allocated)
+            _, after = self.do(world, ("to plugin", stage), partial(ledger.commit_to_plugin, R, withdrawn, proof, 0.0))
             yield "commit to plugin", settled(after, IDLE)
 
-    def withdrawn(self, world: World, moving: ToPlugin) -> World:
+    def withdrawn(self, world: World, moving: Collection[str], free: Collection[str]) -> World:
         """Go on if the API server has taken the slice that the agent wants, without the devices."""
         taken = bool(world.want) and world.want == world.slice
-        accepted = {n: 1.0 if taken and not world.slice[int(n)] else None for n in sorted(moving.free)}
-        moving = moving.withdrawing(accepted)
-        if not moving.withdrawn:
-            return world
-        return settled(world, Stage(5, flags(moving.devices), first=flags(moving.withdrawn)))
+        accepted = [name for name in free if taken and not world.slice[int(name)]]
+        return settled(world, Stage(5, flags(moving), first=flags(accepted))) if accepted else world
 
     def allocated(self, world: World) -> Mapping[str, str]:
         """Return what a list of claims says now."""
@@ -603,7 +600,7 @@ class Small:
             Checkpoint(frozenset(one for one in allocations(world, "seen") if seen_in(world, one) >= count), registered)
             for count in (1, 2)
         ]
-        seen = Witnesses(checkpoints, stage.written, self.processes(world))
+        seen = HolderEvidence(checkpoints, stage.written, self.processes(world))
         return holders.holders(recorded(world), seen, OLD if stage.late else RECENT)
 
     # What befalls them.
@@ -638,8 +635,8 @@ class Small:
         """Compare the ledger with what is held, by a checkpoint written at the agent's request."""
         world = self.filed(world, *(pod.memory for pod in world.pods))
         checkpoint = Checkpoint(frozenset(allocations(world, "file")), {})
-        now = holders.holders(recorded(world), Witnesses([checkpoint], True, self.processes(world)), RECENT)
-        held = ledger_gate.held_units(now, R, str)
+        now = holders.holders(recorded(world), HolderEvidence([checkpoint], True, self.processes(world)), RECENT)
+        held = held_ids(now, R, str)
         fresh = all(device.state == UNKNOWN for device in world.devices)
         claims = [
             ClaimEvidence(D, uid, frozenset({NAMES[claim.device]}), prepared=claim.file)
@@ -661,7 +658,7 @@ class Small:
             return problem
         for device in range(len(self.names)):
             if not world.damaged:
-                if (world.reconciled[device] or (world.sent and world.sent[device])) and world.slice[device]:
+                if (world.received[device] or (world.sent and world.sent[device])) and world.slice[device]:
                     return f"device {device} is offered on both sides"
                 if STATES[world.devices[device].state] is State.QUARANTINED:
                     return f"device {device} is quarantined without a reason"
@@ -716,7 +713,7 @@ class Small:
         if not world.alive:
             return
         now = snapshot(world)
-        in_use, expected = in_hands(now, R)
+        in_use, expected = (frozenset(name for _, name in keys) for keys in held_and_expected(now))
         states = {name: record.state for name, record in now.of(R).items()}
         wish = plan(states, in_use, share, "cordon", (), expected)
         for devices, side in ((wish.to_dra, Side.DRA), (wish.to_plugin, Side.PLUGIN)):
@@ -733,7 +730,7 @@ class Small:
     def lost(self, world: World, share: Share) -> str:
         """Say what is lost for ever when all is calm; "" if nothing is."""
         for device in range(len(self.names)):
-            plugin, dra = world.reconciled[device], world.slice[device]
+            plugin, dra = world.received[device], world.slice[device]
             if plugin == dra:
                 return f"device {device} is offered on {'both sides' if plugin else 'no side'}"
         if world.slice.count(True) != share.of(len(self.names)):
@@ -794,7 +791,7 @@ def died(world: World) -> World:
         pods=(one, two),
         claims=tuple(claims),
         sent=(),
-        reconciled=NOTHING,
+        received=NOTHING,
         want=(),
         stage=IDLE,
         alive=False,
@@ -809,7 +806,7 @@ def restarted(world: World) -> World:
         if pod.at in {CHOSEN, ANSWERED} or (pod.at == ADMITTED and not pod.file):
             after = after._replace(at=OVER)
         pods.append(kept(after))
-    return world._replace(pods=(pods[0], pods[1]), sent=(), reconciled=NOTHING, writing=False)
+    return world._replace(pods=(pods[0], pods[1]), sent=(), received=NOTHING, writing=False)
 
 
 def drafted(world: World, *names: bool) -> World:
@@ -881,7 +878,7 @@ def swapped(world: World) -> World:
         (pods[0], pods[1]),
         (claims[0], claims[1]),
         swap(world.sent) if world.sent else (),
-        swap(world.reconciled),
+        swap(world.received),
         swap(world.want) if world.want else (),
         swap(world.slice),
         Stage(
@@ -918,9 +915,9 @@ def explore(
     visit: Callable[[World], None] = lambda world: None,
     traced: bool = True,
 ) -> Explored:
-    """Look at all worlds, breadth first, until `most` are known or the time is over.
+    """Visit all worlds, breadth first, until `most` are known or the time is over.
 
-    wrong: what must not be, `Small.wrong` unless told. traced: remember the way to each world,
+    wrong: what must not be, `Small.wrong` unless given. traced: remember the way to each world,
     which takes much memory; else a world is remembered by 64 bits.
     """
     wrong = wrong or small.wrong

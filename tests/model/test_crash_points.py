@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 from deviceplugin.source import DeviceSource
-from tests.model.flow import Flow, Outside, Plain, Source, aftermath, reconciled, story, watching
+from tests.model.flow import Flow, Outside, Plain, Source, aftermath, replayed, story, watching
 
 EVERY = 1 if os.environ.get("DEVICEPLUGIN_MODEL") == "long" else 3
 """One of how many places is tried."""
@@ -32,7 +32,7 @@ def memory() -> Iterator[Path]:
 
 
 async def live(directory: Path, kind: str, die_at: int) -> None:
-    """Live the story; die at the given step. What happens outside is told as soon as it is so."""
+    """Live the story; die at the given step. What happens outside is recorded at once."""
     count = 0
 
     def step(_name: str) -> None:
@@ -43,13 +43,13 @@ async def live(directory: Path, kind: str, die_at: int) -> None:
 
     outside = Outside()
 
-    def say(word: str, name: str) -> None:
-        outside.say(word, name)
+    def record(word: str, name: str) -> None:
+        outside.record(word, name)
         os.write(1, f"{word} {name}\n".encode())
 
     with watching(step, str(directory)):
         flow = await Flow.begin(directory, outside, SOURCES[kind](), step)
-        await story(flow, say)
+        await story(flow, record)
         await flow.end()
 
 
@@ -62,8 +62,8 @@ def kill_everywhere(directory: str, kind: str) -> None:
         if not child:
             status = 1
             try:
-                told = os.open(home / "told", os.O_WRONLY | os.O_CREAT, 0o600)
-                os.dup2(told, 1)
+                recorded = os.open(home / "recorded", os.O_WRONLY | os.O_CREAT, 0o600)
+                os.dup2(recorded, 1)
                 asyncio.run(live(home, kind, die_at))
                 status = 0
             finally:
@@ -85,7 +85,7 @@ def test_a_kill_at_any_step_gives_nothing_twice_and_loses_nothing(memory: Path, 
     print(f"{kind}: {len(lines) - 1} places to die")
     for die_at, _ in lines:
         home = memory / str(die_at)
-        outside = reconciled((home / "told").read_text().splitlines())
+        outside = replayed((home / "recorded").read_text().splitlines())
         try:
             asyncio.run(aftermath(home, outside, SOURCES[kind]()))
         except Exception as error:
@@ -145,7 +145,7 @@ async def suffer(home: Path, disk: Disk) -> bool:
 
     with watching(step, str(home)):
         flow = await Flow.begin(home, outside, Source(), step, connect=lambda path: Failing(path, disk))
-        await story(flow, outside.say)
+        await story(flow, outside.record)
         await flow.end()
     await aftermath(home, outside, Source())
     return disk.count >= disk.at

@@ -1,4 +1,4 @@
-"""All that can happen on a small node, looked at one by one; `tox -e model` looks at more."""
+"""All that can happen on a small node, state by state; `tox -e model` visits more."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ BOTH = (State.PLUGIN, State.DRA)
 at_length = pytest.mark.skipif(not AT_LENGTH, reason="minutes; tox -e model")
 
 
-def told(what: str, found: Explored) -> None:
+def report(what: str, found: Explored) -> None:
     """Print how much was seen (pytest -s, or tox -e model)."""
     print(f"{what}: {found.worlds} states, {'all there are' if found.whole else 'not all'}, {found.depth} steps deep")
 
 
-def told_of_two(what: str, found: Found) -> None:
+def report_two(what: str, found: Found) -> None:
     """Print how much of two devices was seen."""
     whole = "not all" if found.problem else "all there are"
     print(f"two devices, {what}: {found.worlds} states, {whole}, of {found.halves} halves")
@@ -61,17 +61,17 @@ def test_one_device_never_has_two_holders_whatever_happens(
         pytest.skip("minutes; tox -e model")
     small = Small(devices=1, **options)
     found = explore(small, start(state), visit=Calm(small) if AT_LENGTH else lambda world: None)
-    told(f"one device, {what}, from {state.value}", found)
+    report(f"one device, {what}, from {state.value}", found)
     assert found.trace == ()
     assert found.whole
 
 
 def test_the_rules_without_their_second_net_suffice() -> None:
-    """R1 to R6 alone keep the sides apart, without looking at the other side's holders."""
+    """R1 to R6 alone keep the sides apart, without a check of the other side's holders."""
     small = Small(devices=1, pods=2 if AT_LENGTH else 1, claims=2 if AT_LENGTH else 1, crashes=False)
     with patched(BY_STATE):
         found = explore(small, start(State.PLUGIN), wrong=small.through_both)
-    told("one device, holders not looked at", found)
+    report("one device, without the other side's holders", found)
     assert found.trace == ()
     assert found.whole
 
@@ -81,7 +81,7 @@ def test_without_cgroups_pod_directories_decide() -> None:
     """One device, a directory for as long as a container of the pod runs."""
     small = Small(devices=1, claims=1, crashes=False, cgroups=False)
     found = explore(small, start(State.PLUGIN))
-    told("one device, two pods, one claim, cgroups not visible", found)
+    report("one device, two pods, one claim, cgroups not visible", found)
     assert found.trace == ()
     assert found.whole
 
@@ -91,7 +91,7 @@ def test_moves_that_turn_round_while_evidence_is_gathered_go_nowhere_wrong() -> 
     """One device, whatever order moves and evidence come in."""
     small = Small(devices=1, claims=1, crashes=False, turns=True)
     found = explore(small, start(State.PLUGIN))
-    told("one device, one claim, moves turn round at any time", found)
+    report("one device, one claim, moves turn round at any time", found)
     assert found.trace == ()
     assert found.whole
 
@@ -101,7 +101,7 @@ def test_a_checkpoint_that_is_written_late_ends_no_allocation() -> None:
     """The kubelet makes up the contents under its lock and writes the file without it (1.36, writeCheckpoint)."""
     small = Small(devices=1, pods=1, claims=1, crashes=False, faults=(), slow=True)
     found = explore(small, start(State.PLUGIN), wrong=small.doubled)
-    told("one device, one pod, one claim, a late write", found)
+    report("one device, one pod, one claim, a late write", found)
     assert found.trace == ()
     assert found.whole
 
@@ -110,7 +110,7 @@ def test_a_lost_ledger_is_rebuilt_so_that_no_device_has_two_holders() -> None:
     """One device, the ledger lost at any moment."""
     small = Small(devices=1, pods=2 if AT_LENGTH else 1, claims=1, damage=True)
     found = explore(small, start(State.PLUGIN), most=10**9 if AT_LENGTH else 10_000, traced=False)
-    told("one device, one claim, a lost ledger", found)
+    report("one device, one claim, a lost ledger", found)
     assert found.trace == ()
     assert found.whole or not AT_LENGTH
 
@@ -125,7 +125,7 @@ def test_two_devices_never_go_wrong_whatever_happens() -> None:
     small = Small() if AT_LENGTH else Small(pods=1, claims=0, crashes=False)
     halves = Halves(small)
     found = halves.explore(start(*BOTH))
-    told_of_two("two pods, two claims, all faults and crashes" if AT_LENGTH else "one pod, no crashes", found)
+    report_two("two pods, two claims, all faults and crashes" if AT_LENGTH else "one pod, no crashes", found)
     assert found.problem == ""
     agree(halves, 20_000 if AT_LENGTH else 100)
     calm = Calm(small)
@@ -146,19 +146,19 @@ def test_a_lost_ledger_of_two_devices_is_rebuilt_so_that_neither_has_two_holders
     """Two devices, one pod, one claim, all faults and crashes, the ledger lost at any moment: every state there is."""
     halves = Halves(Small(pods=1, claims=1, damage=True, reasons=False))
     found = halves.explore(start(*BOTH))
-    told_of_two("one pod, one claim, all faults and crashes, a lost ledger", found)
+    report_two("one pod, one claim, all faults and crashes, a lost ledger", found)
     assert found.problem == ""
     agree(halves, 2000)
 
 
 @at_length
-def test_two_devices_are_kept_apart_without_the_second_net() -> None:
-    """R1 to R6 alone keep the sides of two devices apart, without looking at the other side's holders."""
+def test_two_devices_are_kept_apart_by_the_states_alone() -> None:
+    """R1 to R6 alone keep the sides of two devices apart, without a check of the other side's holders."""
     small = Small(claims=1, reasons=False)
     with patched(BY_STATE):
         halves = Halves(small, small.through_both)
         found = halves.explore(start(*BOTH))
-        told_of_two("two pods, one claim, all faults and crashes, holders not looked at", found)
+        report_two("two pods, one claim, all faults and crashes, without the other side's holders", found)
         assert found.problem == ""
         agree(halves, 2000)
 
@@ -168,7 +168,7 @@ SMALLER = [(0, 0, True, False), (1, 0, True, False), (0, 1, True, True), (1, 1, 
 
 @pytest.mark.parametrize(("pods", "claims", "crashes", "damage"), SMALLER if AT_LENGTH else SMALLER[:1])
 def test_halves_are_all_worlds_and_no_other(pods: int, claims: int, crashes: bool, damage: bool) -> None:
-    """Of smaller nodes the halves make up the very worlds that are found when each is looked at."""
+    """Of smaller nodes the halves make up the very worlds that are found when each is visited."""
     small = Small(pods=pods, claims=claims, crashes=crashes, damage=damage)
     halves = Halves(small)
     found = halves.explore(start(*BOTH))
@@ -178,7 +178,7 @@ def test_halves_are_all_worlds_and_no_other(pods: int, claims: int, crashes: boo
         assert halves.seen(world)
 
     plain = explore(small, first, visit=visit, traced=False)
-    told(f"two devices, {pods} pods, {claims} claims, one by one", plain)
+    report(f"two devices, {pods} pods, {claims} claims, one by one", plain)
     assert plain.whole
     assert plain.worlds == found.worlds
     assert halves.seen(first)
@@ -193,11 +193,11 @@ SMALLEST: dict[str, dict[str, Any]] = {
     "E0: pod UIDs": {"pods": 2, "claims": 0, "faults": ("force",)},
     "claims: processes": {"pods": 1, "faults": ("claims",)},
 }
-"""What a node must have for a mutation to do harm; a pod, a claim and no fault unless told."""
+"""What a node must have for a mutation to do harm; a pod, a claim and no fault unless given."""
 
 
 @pytest.mark.parametrize("what", MUTATIONS)
-def test_without_a_rule_or_a_witness_the_model_finds_the_double_allocation(what: str) -> None:
+def test_without_a_rule_or_some_evidence_the_model_finds_the_double_allocation(what: str) -> None:
     """Each is needed, and the model notices; evidence that is too old has a device offered on both sides."""
     options: dict[str, Any] = {"pods": 1, "claims": 1, "faults": (), **SMALLEST.get(what, {})}
     side = State.DRA if what.startswith(("R2", "R6", "claims")) else State.PLUGIN
@@ -205,7 +205,7 @@ def test_without_a_rule_or_a_witness_the_model_finds_the_double_allocation(what:
     small = Small(devices=1, crashes=False, turns=old, **options)
     with without(what):
         found = explore(small, start(side), wrong=None if old else small.doubled)
-    told(f"without {what}", found)
+    report(f"without {what}", found)
     assert found.trace, "no harm without it: the model does not see it, or nobody needs it"
     assert found.trace[-1].endswith("is offered on both sides" if old else "has 2 holders")
     print("  " + ", ".join(found.trace))
@@ -218,6 +218,6 @@ def test_without_a_rule_two_devices_come_to_harm_too(what: str) -> None:
     with without(what):
         halves = Halves(small, small.through_both)
         found = halves.explore(start(*BOTH))
-        told_of_two(f"without {what}", found)
+        report_two(f"without {what}", found)
         assert found.problem.endswith("is held on both sides")
         agree(halves, 2000 if AT_LENGTH else 50)

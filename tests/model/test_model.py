@@ -1,4 +1,4 @@
-"""A node at random: the real ledger on its disk, the real witness code and handover, everything else late at will.
+"""A node at random: the real ledger on its disk, the real evidence and handover, everything else late at will.
 
 What the agent does at the same time are coroutines that the machine takes forward one step at a
 time, so that anything may come between any two of them. Who holds a device is judged by what
@@ -30,9 +30,9 @@ from deviceplugin.kubelet import holders
 from deviceplugin.kubelet.allocation_gate import Refusal
 from deviceplugin.kubelet.cgroups import PodProcesses
 from deviceplugin.kubelet.checkpoint import Allocation, Checkpoint
-from deviceplugin.kubelet.holders import HolderSnapshot, Witnesses
+from deviceplugin.kubelet.holders import HolderEvidence, HolderSnapshot
 from dra_bridge import ledger
-from dra_bridge.handover import Drain, Handover, LedgerGate, Share, allocations_of, held_units
+from dra_bridge.handover import Drain, Handover, LedgerGate, Share, allocations_of, held_ids
 from dra_bridge.ledger import (
     AsyncLedger,
     Claim,
@@ -67,12 +67,12 @@ class Pause:
 
 
 class SlowLedger:
-    """The ledger's face without a loop: before and after each operation something else may come."""
+    """`AsyncLedger` without an event loop: before and after each operation something else may come."""
 
     identify = AsyncLedger.identify
 
-    def __init__(self, book: Ledger) -> None:
-        self.ledger = book
+    def __init__(self, store: Ledger) -> None:
+        self.ledger = store
 
     @property
     def snapshot(self) -> ledger.Snapshot:
@@ -126,7 +126,7 @@ class Node(RuleBasedStateMachine):
         self.numbers = 0
         self.pods: list[Pod] = []
         self.claims: dict[str, Request] = {}
-        self.reconciled: frozenset[str] = frozenset()
+        self.received: frozenset[str] = frozenset()
         self.checkpoint: Checkpoint | None = Checkpoint(frozenset(), {})
         self.written = False
         self.drafts: list[Checkpoint] = []
@@ -144,7 +144,7 @@ class Node(RuleBasedStateMachine):
         try:
             self.leave_alone()
         finally:
-            self.book.close()
+            self.store.close()
             shutil.rmtree(self.home)
 
     def number(self) -> str:
@@ -157,14 +157,14 @@ class Node(RuleBasedStateMachine):
     # The agent.
 
     def start_agent(self) -> None:
-        """Start it: the ledger as it is on disk, the evidence heard before anything is offered."""
-        self.book = Ledger.open(str(self.home / "ledger.db"), connect=self.connect)
-        self.async_ledger = SlowLedger(self.book)
+        """Start it: the ledger as it is on disk, the evidence reconciled before anything is offered."""
+        self.store = Ledger(str(self.home / "ledger.db"), connect=self.connect)
+        self.async_ledger = SlowLedger(self.store)
         self.work: list[tuple[str, Coroutine[Any, Any, None]]] = []
         self.sent: tuple[float, frozenset[str]] | None = None
         self.want: frozenset[str] | None = None
         self.accepted: dict[str, float] = {}
-        self.known = frozenset(allocations_of(self.book.snapshot))
+        self.known = frozenset(allocations_of(self.store.snapshot))
         if self.checkpoint is not None:
             self.known |= self.checkpoint.allocations
         self.flying, self.disturbed, self.scanning = 0, False, False
@@ -178,8 +178,10 @@ class Node(RuleBasedStateMachine):
             inventory,
             cast("Any", self.async_ledger),
             self.scan,
-            cast("Any", SimpleNamespace(withdrawn=self.withdrawn, publish=lambda: None)),
-            cast("Any", SimpleNamespace(allocated=self.list_claims, allocates=self.read_claim)),
+            list_claims=self.list_claims,
+            read_claim=self.read_claim,
+            withdrawn=self.withdrawn,
+            publish=lambda: None,
             share=self.share,
             drain=self.drain,
             errors=(ServerError,),
@@ -207,23 +209,23 @@ class Node(RuleBasedStateMachine):
         return Connection()
 
     def reconcile(self, *, awake: bool = False) -> None:
-        """Hear the evidence (R8): what the witnesses say, and the CDI files that the ledger does not know."""
+        """Reconcile the evidence (R8): the checkpoint, the processes and unknown CDI files."""
         if self.checkpoint is None:
             return
-        now = holders.holders(self.known, Witnesses([self.checkpoint], awake, self.processes()), self.clock())
-        held = held_units(now, R, str)
-        snapshot = self.book.snapshot
+        now = holders.holders(self.known, HolderEvidence([self.checkpoint], awake, self.processes()), self.clock())
+        held = held_ids(now, R, str)
+        snapshot = self.store.snapshot
         files = [claim for claim in self.claims.values() if claim.file and (D, claim.uid) not in snapshot.claims]
         evidence = [ClaimEvidence(D, claim.uid, frozenset({claim.device}), prepared=True) for claim in files]
         quarantined = any(record.state is State.QUARANTINED for record in snapshot.devices.values())
-        if self.book.fresh or self.book.set_aside or quarantined:
+        if self.store.fresh or self.store.set_aside or quarantined:
             evidence += [
                 ClaimEvidence(D, claim.uid, frozenset({claim.device}), prepared=False)
                 for claim in self.claims.values()
                 if claim.allocated and not claim.file
             ]
         try:
-            done = self.book.do(
+            done = self.store.do(
                 ledger.reconcile_evidence(R, Evidence(held, evidence, now.awake), DEVICES, Side.PLUGIN, time.time())
             )
         except LedgerError:
@@ -236,7 +238,7 @@ class Node(RuleBasedStateMachine):
         return PodProcesses(frozenset(running))
 
     async def scan(self, wanted: object = None) -> HolderSnapshot | None:
-        """Ask the witnesses in steps, as the agent does."""
+        """Scan for holders in steps, as the agent does."""
         while self.scanning or self.flying:
             await Pause()
         self.scanning = True
@@ -250,7 +252,7 @@ class Node(RuleBasedStateMachine):
             if not awake:
                 files = [self.checkpoint] if self.checkpoint is not None else []
             await Pause()
-            now = holders.holders(self.known, Witnesses(files, awake, self.processes(), "late"), at)
+            now = holders.holders(self.known, HolderEvidence(files, awake, self.processes(), "late"), at)
             if self.disturbed or self.flying:
                 return None
             self.known = frozenset(now.held)
@@ -387,7 +389,7 @@ class Node(RuleBasedStateMachine):
             self.ask(share, "cordon")
         for _ in range(rounds):
             self.list_is_sent()
-            self.kubelet_hears()
+            self.kubelet_receives_list()
             if not any(what == "move" for what, _ in self.work):
                 self.handover_begins()
             self.prompt = True
@@ -402,7 +404,7 @@ class Node(RuleBasedStateMachine):
     def pod_starts_well(self, device: str, written: bool) -> None:
         """All of a pod's start without anything in between."""
         self.list_is_sent()
-        self.kubelet_hears()
+        self.kubelet_receives_list()
         self.kubelet_chooses(device)
         self.allocate_arrives()
         self.finish("allocate")
@@ -449,15 +451,17 @@ class Node(RuleBasedStateMachine):
         self.sent = self.clock(), frozenset(name for name in DEVICES if self.ledger_gate.offers(R, name))
 
     @rule()
-    def kubelet_hears(self) -> None:
+    def kubelet_receives_list(self) -> None:
         if self.sent is not None:
-            self.reconciled = self.sent[1]
+            self.received = self.sent[1]
 
     @precondition(lambda self: self.alive)
     @rule()
     def slice_is_written(self) -> None:
         self.want = frozenset(
-            name for name in DEVICES if (R, name) in self.ledger_gate.reconciled and self.handover.offered(name)
+            name
+            for name in DEVICES
+            if (R, name) in self.ledger_gate.reconciled and self.store.snapshot.device(R, name).state.offered
         )
         for name in self.want:
             self.accepted.pop(name, None)
@@ -474,7 +478,7 @@ class Node(RuleBasedStateMachine):
     @rule(device=st.sampled_from(DEVICES))
     def kubelet_chooses(self, device: str) -> None:
         taken = {pod.device for pod in self.pods if pod.at in {"chosen", "answered"} or pod.memory}
-        if device in self.reconciled and device not in taken:
+        if device in self.received and device not in taken:
             self.pods.append(Pod(device, self.number()))
 
     @precondition(lambda self: self.alive)
@@ -498,7 +502,7 @@ class Node(RuleBasedStateMachine):
         self.forget_pods()
 
     def made_up(self) -> Checkpoint:
-        return Checkpoint(frozenset(pod.allocation for pod in self.pods if pod.memory), {R: self.reconciled})
+        return Checkpoint(frozenset(pod.allocation for pod in self.pods if pod.memory), {R: self.received})
 
     @precondition(lambda self: len(self.drafts) < 2)
     @rule()
@@ -525,7 +529,7 @@ class Node(RuleBasedStateMachine):
 
     def recorded(self, pod: Pod) -> bool:
         """Return whether the ledger knows a pod as a holder."""
-        hold = self.book.snapshot.holds.get((R, pod.device))
+        hold = self.store.snapshot.allocations.get((R, pod.device))
         return hold is not None and (pod.uid, "c") in hold.holders
 
     def unlisted(self) -> bool:
@@ -637,17 +641,17 @@ class Node(RuleBasedStateMachine):
         for uid, claim in list(self.claims.items()):
             if uid in busy:
                 continue
-            known = self.book.snapshot.claims.get((D, uid))
+            known = self.store.snapshot.claims.get((D, uid))
             states = {uid} if claim.named and claim.node != "none" else set()
             pods = known.pods if known is not None else frozenset()
             over = holders.claim_is_over(uid, pods, states, self.processes())
             if over and (claim.file if known is None else not claim.allocated):
                 claim.file = False
                 try:
-                    self.book.do(ledger.unprepare(D, uid))
+                    self.store.do(ledger.unprepare(D, uid))
                 except LedgerError:
                     return
-            left = claim.exists or claim.file or (D, uid) in self.book.snapshot.claims
+            left = claim.exists or claim.file or (D, uid) in self.store.snapshot.claims
             if not left and claim.node in {"none", "stopped"}:
                 del self.claims[uid]
 
@@ -664,7 +668,7 @@ class Node(RuleBasedStateMachine):
             if pod.at in {"chosen", "answered"} or (pod.at == "admitted" and not pod.memory):
                 pod.at = "over"
         self.forget_pods()
-        self.sent, self.reconciled, self.drafts = None, frozenset(), []
+        self.sent, self.received, self.drafts = None, frozenset(), []
 
     @rule(up=st.booleans())
     def api_server(self, up: bool) -> None:
@@ -684,8 +688,8 @@ class Node(RuleBasedStateMachine):
         for claim in self.claims.values():
             if claim.node == "busy":
                 claim.node = "none"
-        self.book.close()
-        self.sent, self.reconciled, self.want = None, frozenset(), None
+        self.store.close()
+        self.sent, self.received, self.want = None, frozenset(), None
 
     @precondition(lambda self: not self.alive and not self.unlisted())
     @rule(damage=st.sampled_from(["", "", "", "lost"]))
@@ -701,8 +705,8 @@ class Node(RuleBasedStateMachine):
     @precondition(lambda self: self.alive)
     @rule()
     def doubt_is_resolved(self) -> None:
-        """Look again at devices in doubt or in quarantine."""
-        quarantined = any(record.state is State.QUARANTINED for record in self.book.snapshot.devices.values())
+        """Reconcile devices in doubt or in quarantine again."""
+        quarantined = any(record.state is State.QUARANTINED for record in self.store.snapshot.devices.values())
         if quarantined or len(self.ledger_gate.reconciled) < len(DEVICES):
             self.checkpoint_is_written()
             self.reconcile(awake=True)
@@ -719,13 +723,13 @@ class Node(RuleBasedStateMachine):
     @invariant()
     def no_device_is_offered_on_both_sides(self) -> None:
         if not self.damaged:
-            shown = self.reconciled | (self.sent[1] if self.sent is not None else frozenset())
+            shown = self.received | (self.sent[1] if self.sent is not None else frozenset())
             assert not shown & self.slice
 
     @invariant()
     def no_device_is_quarantined_without_damage(self) -> None:
         if not self.damaged and self.alive:
-            for record in self.book.snapshot.devices.values():
+            for record in self.store.snapshot.devices.values():
                 assert record.state is not State.QUARANTINED, record
 
     def leave_alone(self) -> None:
@@ -743,7 +747,7 @@ class Node(RuleBasedStateMachine):
             self.agent_scans,
             self.doubt_is_resolved,
             self.list_is_sent,
-            self.kubelet_hears,
+            self.kubelet_receives_list,
             self.handover_begins,
             self.slice_is_written,
             self.slice_is_accepted,
@@ -766,16 +770,16 @@ class Node(RuleBasedStateMachine):
             if self.at_rest():
                 return
         raise AssertionError(
-            f"not at rest: {self.book.snapshot}, heard {self.reconciled}, slice {self.slice}, {self.claims}, "
+            f"not at rest: {self.store.snapshot}, received {self.received}, slice {self.slice}, {self.claims}, "
             f"share {self.share}, waiting {self.handover.waiting}"
         )
 
     def at_rest(self) -> bool:
         return (
             len(self.slice) == self.share.of(len(DEVICES))
-            and self.reconciled == frozenset(DEVICES) - self.slice
-            and not self.book.snapshot.claims
-            and not self.book.snapshot.holds
+            and self.received == frozenset(DEVICES) - self.slice
+            and not self.store.snapshot.claims
+            and not self.store.snapshot.allocations
         )
 
 

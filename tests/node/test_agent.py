@@ -9,6 +9,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
@@ -24,6 +25,7 @@ from deviceplugin.device import ContainerEdits, Device, Health
 from deviceplugin.kubelet import ids_in_use as grants
 from deviceplugin.kubelet.checkpoint import Allocation
 from deviceplugin.kubelet.holders import HolderSnapshot, Holding
+from deviceplugin.kubelet.servicer import Stream
 from deviceplugin.node import process as process_module
 from deviceplugin.node import service as service_module
 from deviceplugin.node.agent import Agent, AgentError
@@ -122,9 +124,14 @@ def test_plain_generator_may_block(fake_kubelet: FakeKubelet, served: Serve) -> 
 
 
 @pytest.mark.parametrize("name", ["a%2Fb", "100%", "a b#c?d", "ä"])
-def test_sockets_may_lie_anywhere(tmp_path: Path, name: str) -> None:
+def test_sockets_may_lie_anywhere(name: str) -> None:
     """No character of the kubelet's directory means something else in a socket's address."""
-    with FakeKubelet(tmp_path / name) as kubelet, serve([source(1)], kubelet):
+    # Not tmp_path: the path of a socket has 107 bytes at most.
+    with (
+        tempfile.TemporaryDirectory() as directory,
+        FakeKubelet(Path(directory, name)) as kubelet,
+        serve([source(1)], kubelet),
+    ):
         kubelet.wait_allocatable(R, 1)
         assert kubelet.run_pod("p", {R: 1}).device_ids
 
@@ -659,7 +666,7 @@ async def service(tmp_path: Path) -> service_module.Service:
     """A service of a shared device to which a kubelet listens; the scans' results are what a test says."""
     made = Agent([Shared(2)], Paths(tmp_path)).services[R]
     made.inventory.publish(made.source.devices)  # type: ignore[attr-defined]
-    made.endpoint._streams[object()] = asyncio.Event()
+    made.endpoint._streams.add(Stream())
     return made
 
 

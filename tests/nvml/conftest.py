@@ -35,7 +35,7 @@ def unload() -> None:
     """Have the library loaded anew, with none of its state."""
     import pynvml  # type: ignore[import-untyped]
 
-    from deviceplugin.sources.nvidia.library import unload as unload_library
+    from deviceplugin.sources.nvidia.nvml import unload as unload_library
 
     if pynvml.nvmlLib is not None:
         unload_library(pynvml)

@@ -8,12 +8,14 @@ import json
 import os
 from collections.abc import Callable, Sequence
 from contextlib import aclosing
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
 import pytest
 
 from deviceplugin import config, naming, sources
+from deviceplugin.config.types import NvidiaConfig
 from deviceplugin.device import ContainerEdits, Device, Health, Version
 from deviceplugin.health import Rules, Verdict
 from deviceplugin.naming import PCI_BUS_ID, PCIE_ROOT
@@ -27,15 +29,16 @@ QUICK = Rules(failures=1, successes=1, quiet=0.0)
 
 
 def source(world: World, **options: Any) -> NvidiaSource:
-    return NvidiaSource(**{"places": world.places, "period": 0.05, "rules": QUICK, **options})
+    wanted = NvidiaConfig(**{name: options.pop(name) for name in NvidiaConfig.__struct_fields__ if name in options})
+    return NvidiaSource(wanted, **{"places": world.places, "period": 0.05, "rules": QUICK, **options})
 
 
 def looked(world: World, **options: Any) -> dict[str, Device]:
     """Look once, without a loop."""
-    session, made = Session(world.places.library, sysfs_root=world.places.sysfs, proc=world.places.proc), None
+    session, made = Session(world.places), None
     try:
         made = source(world, **options)
-        made.take(session.scan())
+        made.update(session.scan())
         return {device.id: device for device in made.devices()}
     finally:
         session.close()
@@ -238,8 +241,8 @@ def test_without_mig_a_partitioned_gpu_is_given_out_whole_and_that_is_told(world
     uuid = world.gpu(0)
     world.partition(0, 0, "1g.5gb")
     made = source(world)
-    session = Session(world.places.library, sysfs_root=world.places.sysfs, proc=world.places.proc)
-    made.take(session.scan())
+    session = Session(world.places)
+    made.update(session.scan())
     assert [device.id for device in made.devices()] == [uuid]
     assert made.notes == ("GPU 0 is in MIG mode and given out whole; see mig: single and mixed",)
     session.close()
@@ -293,7 +296,7 @@ async def test_mixed_brings_a_resource_for_each_profile_along(world: World) -> N
         world.xid(0, -1)
         found = await anext(child_sources)
         assert [branch.resource for branch in found] == ["nvidia.com/mig-1g.5gb", "nvidia.com/mig-1g.5gb.me"]
-        assert found[1].entries[0].profile == "1g.5gb+me"
+        assert found[1].entries[0].wanted.profile == "1g.5gb+me"
         await child_sources.aclose()
 
 
@@ -320,9 +323,9 @@ def score(one: int, other: int, uuids: list[str], links: dict[frozenset[str], fl
 
 
 def links_of(world: World, **options: Any) -> dict[frozenset[str], float]:
-    session = Session(world.places.library, sysfs_root=world.places.sysfs, proc=world.places.proc)
+    session = Session(world.places)
     made = source(world, **options)
-    made.take(session.scan())
+    made.update(session.scan())
     made.devices()
     session.close()
     return dict(made.links)
@@ -436,11 +439,11 @@ async def test_application_xids_are_counted_but_not_held_against_the_gpu(world: 
 def test_storm_of_xids_does_not_fill_the_log(caplog: pytest.LogCaptureFixture) -> None:
     """A thousand XIDs of a program in a loop are counted, and make ten lines."""
     made = NvidiaSource()
-    made.take(nvidia.NvmlScan((nvidia.Gpu("GPU-0", 0),), {"GPU-0": (Verdict.GOOD, "")}))
+    made.update(nvidia.NvmlScan((nvidia.Gpu("GPU-0", 0),), {"GPU-0": (Verdict.GOOD, "")}))
     with caplog.at_level("INFO"):
         for _ in range(1000):
-            made.take(nvidia.Xid("GPU-0", 13))
-    assert made._health._counts == {"GPU-0": {"13": 1000}}
+            made.update(nvidia.Xid("GPU-0", 13))
+    assert made.health.counts == {"GPU-0": {"13": 1000}}
     assert len([record for record in caplog.records if "XID 13" in record.getMessage()]) == 10
 
 
@@ -453,10 +456,10 @@ def test_xids_of_applications_are_ignored_by_default(code: int, configured: bool
     if configured:
         text = "resources: [{name: nvidia.com/gpu, devices: [{nvidia: {}}]}]"
         (made,) = sources.build(config.parse(text).resources[0]).entries
-    made.take(nvidia.NvmlScan((gpu,), {"GPU-0": (Verdict.GOOD, "")}))
-    made.take(nvidia.Xid("GPU-0", code))
+    made.update(nvidia.NvmlScan((gpu,), {"GPU-0": (Verdict.GOOD, "")}))
+    made.update(nvidia.Xid("GPU-0", code))
     assert [device.health for device in made.devices()] == [Health.HEALTHY]
-    made.take(nvidia.Xid("GPU-0", 48))
+    made.update(nvidia.Xid("GPU-0", 48))
     assert [device.health for device in made.devices()] == [Health.UNHEALTHY]
 
 
@@ -566,7 +569,7 @@ async def test_unexpected_error_of_a_look_is_not_the_gpus(
             found = await until(lists, lambda found: found[uuid].health is Health.UNKNOWN)
             assert found[uuid].message == "ZeroDivisionError: division by zero"
         await until(lists, lambda found: found[uuid].health is Health.HEALTHY)
-    assert "looking at the GPUs failed" in caplog.text
+    assert "the scan of the GPUs failed" in caplog.text
 
 
 def test_missing_python_package_is_said(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -576,7 +579,7 @@ def test_missing_python_package_is_said(world: World, monkeypatch: pytest.Monkey
     with monkeypatch.context() as patch:
         patch.setitem(sys.modules, "pynvml", None)
         with pytest.raises(NvmlError, match=r"pip install 'deviceplugin\[nvidia\]'"):
-            Session(world.places.library).scan()
+            Session(world.places).scan()
 
 
 @pytest.mark.parametrize("function", ["nvmlDeviceGetCount_v2", "nvmlInitWithFlags"])
@@ -602,7 +605,7 @@ async def test_driver_without_events_is_looked_at_alone(world: World, until: Unt
     async with closing(made) as lists:
         found = await until(lists, len)
         assert found[uuid].health is Health.HEALTHY
-        assert made.notes == ("the driver has no events: XIDs will not be heard of",)
+        assert made.notes == ("the driver has no events, so XIDs are not received",)
         world.write(gpu0__lost=1)
         await until(lists, lambda found: found[uuid].health is Health.UNHEALTHY)
 
@@ -611,7 +614,7 @@ def test_gpu_that_was_lost_from_the_start_is_noted(world: World) -> None:
     """A GPU that never could be read has no identity to be listed by; the others are, and a note tells of it."""
     world.gpu(0, lost=1)
     second = world.gpu(1)
-    session = Session(world.places.library, sysfs_root=world.places.sysfs, proc=world.places.proc)
+    session = Session(world.places)
     look = session.scan()
     session.close()
     assert [gpu.uuid for gpu in look.gpus] == [second]
@@ -852,7 +855,7 @@ def test_library_is_found_by_its_name_where_it_is_loaded(world: World, library: 
     """Without a path the library is taken by name, as pynvml would."""
     loaded = ctypes.CDLL(str(library))
     uuid = world.gpu(0)
-    session = Session(sysfs_root=world.places.sysfs, proc=world.places.proc)
+    session = Session(replace(world.places, library=""))
     try:
         assert [gpu.uuid for gpu in session.scan().gpus] == [uuid]
     finally:

@@ -21,9 +21,9 @@ Serve = Callable[..., Served]
 @pytest.fixture
 def configured(world: World, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], ConfiguredSource]:
     """Build a source of nvidia.com/gpu from the config file, on the made machine."""
-    from deviceplugin.sources.nvidia import source
+    from deviceplugin.sources import nvidia
 
-    monkeypatch.setattr(source, "Places", lambda **_: world.places)
+    monkeypatch.setattr(nvidia, "Places", lambda **_: world.places)
 
     def build(fields: str, entry: str = "{}") -> ConfiguredSource:
         text = f"resources: [{{name: nvidia.com/gpu, devices: [{{nvidia: {entry}}}], health: {{period: 1}}, {fields}}}]"

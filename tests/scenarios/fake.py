@@ -121,7 +121,7 @@ class FakeNode:
     @classmethod
     @contextmanager
     def running(cls, directory: Path) -> Iterator[FakeNode]:
-        """Run a node; at the end its agents are ended, and their logs printed for whoever looks."""
+        """Run a node; at the end its agents are ended, and their logs printed."""
         with FakeKubelet(check_nodes=True) as kubelet:
             node = cls(kubelet, directory)
             try:
@@ -138,7 +138,7 @@ class FakeNode:
         file.write_text(script or config)
         arguments = [str(file)] if script else ["-m", "deviceplugin", "run", "--config", str(file)]
         agent = AgentProcess(
-            [*arguments, *self.kubelet.arguments],
+            ["-m", "tests.scenarios.quick", *arguments, *self.kubelet.arguments],
             None if script else file,
             self.directory / f"agent-{number}.log",
         )

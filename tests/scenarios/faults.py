@@ -1,4 +1,4 @@
-"""What an author of a device plugin may rely on while the kubelet errs; for the fake and a real kubelet.
+"""What an author of a device plugin may rely on while the kubelet makes mistakes; for the fake and a real kubelet.
 
 `released` is not called for a device while a container has it, nobody else gets it, and `released` is called
 afterwards. Derive a test class from `FaultScenarios` where there is a fixture `node` that is a `FaultyNode`.
@@ -11,7 +11,7 @@ import itertools
 import pytest
 
 from tests.scenarios.node import FaultyNode, FaultyPod, wait_for
-from tests.scenarios.plugin import RESOURCE, SCRIPT, told
+from tests.scenarios.plugin import RESOURCE, SCRIPT, hook_calls
 
 __all__ = ["FaultScenarios"]
 
@@ -36,13 +36,13 @@ class Plugin:
 
     def released(self, device: str) -> int:
         """Return how often a device was released."""
-        return sum(call.count(device) for call in told(self._notes, "released"))
+        return sum(call.count(device) for call in hook_calls(self._notes, "released"))
 
     def wait_released(self, device: str, before: int) -> None:
         """Wait until a device was released more often than before."""
         wait_for(f"{device} to be released", lambda: self.released(device) > before, self._node.patience)
 
-    def look(self, held: str) -> None:
+    def wait_scanned(self, held: str) -> None:
         """Wait until the agent has seen who holds what: until it has released the device of a pod that came and went.
 
         held: a device that this pod must not get. A pod that the kubelet would have given it to fails, and the
@@ -73,7 +73,7 @@ class FaultScenarios:
     def hold(plugin: Plugin, pod: FaultyPod) -> tuple[str, int]:
         """Return the device of a pod that the agent has seen with it, and how often it was released before."""
         device = pod.wait_running().env()["WIDGETS"]
-        plugin.look(device)
+        plugin.wait_scanned(device)
         return device, plugin.released(device)
 
     def test_a_kubelet_without_its_api_server(self, node: FaultyNode, plugin: Plugin) -> None:
@@ -85,7 +85,7 @@ class FaultScenarios:
         node.start_kubelet()
         node.wait_allocatable(RESOURCE, COUNT)
         node.reconnect()
-        plugin.look(device)
+        plugin.wait_scanned(device)
         assert plugin.released(device) == before
         pod.delete()
         plugin.wait_released(device, before)
@@ -95,7 +95,7 @@ class FaultScenarios:
         pod = node.start_pod("holder", {RESOURCE: 1})
         device, before = self.hold(plugin, pod)
         pod.force_delete(hang=True)
-        plugin.look(device)
+        plugin.wait_scanned(device)
         assert pod.runs()
         assert plugin.released(device) == before
         pod.end_containers()
@@ -106,7 +106,7 @@ class FaultScenarios:
         pod = node.start_static_pod("static", {RESOURCE: 1})
         device, before = self.hold(plugin, pod)
         pod.remove_manifest()
-        plugin.look(device)
+        plugin.wait_scanned(device)
         assert pod.runs()
         assert plugin.released(device) == before
         pod.end_containers()
@@ -124,7 +124,7 @@ class FaultScenarios:
         calls = [plugin.released(f"w{number}") for number in range(COUNT)]
         node.restore_network()
         device = pod.wait_running().env()["WIDGETS"]
-        plugin.look(device)
+        plugin.wait_scanned(device)
         assert plugin.released(device) == calls[int(device[1:])]
         pod.delete()
         plugin.wait_released(device, calls[int(device[1:])])
@@ -137,7 +137,7 @@ class FaultScenarios:
         node.checkpoint.unlink()
         node.start_kubelet()
         node.wait_allocatable(RESOURCE, COUNT)
-        plugin.look(device)
+        plugin.wait_scanned(device)
         assert pod.runs()
         assert plugin.released(device) == before
         pod.delete()

@@ -1,6 +1,6 @@
 """What a scenario needs of a node; the fake kubelet and a real one both give it.
 
-Whatever waits has a deadline, `patience` seconds unless it says otherwise, and fails the test past it.
+Whatever waits has a deadline, `patience` seconds unless it is given another, and fails the test past it.
 """
 
 from __future__ import annotations

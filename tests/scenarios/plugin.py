@@ -249,27 +249,27 @@ class PluginScenarios:
         node.wait_allocatable(RESOURCE, 4)
         pod = node.start_pod("one", {RESOURCE: 1}).wait_running()
         assert pod.env()["WIDGETS"] == "w3"
-        assert told(notes, "prefer")[0] == ["w0", "w1", "w2", "w3"]
-        assert told(notes, "reset") == [["w3"]]
+        assert hook_calls(notes, "prefer")[0] == ["w0", "w1", "w2", "w3"]
+        assert hook_calls(notes, "reset") == [["w3"]]
         two = node.start_pod("two", {RESOURCE: 2}).wait_running()
         assert two.env()["WIDGETS"] == "w1 w2"
-        assert told(notes, "reset") == [["w3"], ["w1", "w2"]]
+        assert hook_calls(notes, "reset") == [["w3"], ["w1", "w2"]]
         pod.restart_container()
-        assert told(notes, "reset") == [["w3"], ["w1", "w2"], ["w3"]]
+        assert hook_calls(notes, "reset") == [["w3"], ["w1", "w2"], ["w3"]]
 
     def test_released_is_called(self, node: Node) -> None:
-        """After a pod has ended, an author's `released` hears of its devices, and not before."""
+        """After a pod has ended, an author's `released` is called with its devices, and not before."""
         notes = node.directory / "notes"
         node.start_agent(script=f"NOTES = {str(notes)!r}\n{SCRIPT}")
         node.wait_allocatable(RESOURCE, 4)
-        # At its start it is told of all devices that nobody holds.
-        wait_for("the first released", lambda: bool(told(notes, "released")), node.patience)
-        assert told(notes, "released") == [["w0", "w1", "w2", "w3"]]
+        # At its start it is called with all devices that nobody holds.
+        wait_for("the first released", lambda: bool(hook_calls(notes, "released")), node.patience)
+        assert hook_calls(notes, "released") == [["w0", "w1", "w2", "w3"]]
         one, two = (node.start_pod(name, {RESOURCE: 1}).wait_running() for name in ("one", "two"))
         assert (one.env()["WIDGETS"], two.env()["WIDGETS"]) == ("w3", "w2")
         one.delete()
-        wait_for("released after the pod's end", lambda: len(told(notes, "released")) > 1, node.patience)
-        assert told(notes, "released")[1:] == [["w3"]]
+        wait_for("released after the pod's end", lambda: len(hook_calls(notes, "released")) > 1, node.patience)
+        assert hook_calls(notes, "released")[1:] == [["w3"]]
         assert two.phase() == "Running"
 
     def test_two_resources(self, node: Node) -> None:
@@ -345,7 +345,7 @@ def serial(node: Node, **more: Any) -> dict[str, Any]:
     return {"name": RESOURCE, "devices": [{"path": f"{node.directory}/dev/tty*"}], **more}
 
 
-def told(notes: Path, hook: str) -> list[list[str]]:
+def hook_calls(notes: Path, hook: str) -> list[list[str]]:
     """Return the devices that a hook was called with, call by call."""
     if not notes.exists():
         return []

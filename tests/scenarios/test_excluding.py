@@ -131,10 +131,10 @@ def test_a_reload_that_renames_a_resource_knows_who_holds_its_devices(
 def test_a_device_that_is_another_thing_than_listed_is_refused(
     fake_kubelet: FakeKubelet, served: Serve, tmp_path: Path
 ) -> None:
-    """The grant looks again what is there; the next one gets the new thing."""
+    """A grant checks again what is there; the next one gets the new thing."""
     (tmp_path / "node").touch()
     source = PathSource(f"{tmp_path}/node", resource=A)
-    (device,) = source.look()
+    (device,) = source.scan()
     served(Listed(A, device))
     fake_kubelet.wait_allocatable(A, 1)
     (tmp_path / "other").touch()

@@ -10,12 +10,12 @@ from typing import cast
 
 import pytest
 
-from deviceplugin import sources
 from deviceplugin.config import parse
 from deviceplugin.device import ContainerEdits, Device, DeviceNode, Mount, Version
 from deviceplugin.identity import identities
 from deviceplugin.source import DeviceSource
 from deviceplugin.sources import ConfiguredSource, build
+from deviceplugin.sources import configured as configured_source
 
 
 def configured(fields: str) -> ConfiguredSource:
@@ -147,7 +147,7 @@ async def test_failing_entry_costs_itself_only(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """An entry that fails is tried again; its last list stays, and the other entries go on."""
-    monkeypatch.setattr(sources, "RETRY", (0.01, 0.02))
+    monkeypatch.setattr(configured_source, "RETRY", (0.01, 0.02))
     one, other = Scripted([Device("a")], RuntimeError("out of luck")), Scripted([Device("b")])
     source = scripted(one, other)
     async with lists(source) as watch:
@@ -161,7 +161,7 @@ async def test_failing_entry_costs_itself_only(
 
 async def test_entry_that_fails_at_once_holds_nothing_up(monkeypatch: pytest.MonkeyPatch) -> None:
     """An entry that fails before its first list does not keep the others from being served."""
-    monkeypatch.setattr(sources, "RETRY", (0.01, 0.02))
+    monkeypatch.setattr(configured_source, "RETRY", (0.01, 0.02))
     source = scripted(Scripted(RuntimeError("no driver"), [Device("late")]), Scripted([Device("b")]))
     async with lists(source) as watch:
         devices = await following(watch)
@@ -172,7 +172,7 @@ async def test_entry_that_fails_at_once_holds_nothing_up(monkeypatch: pytest.Mon
 
 async def test_slow_entry_joins_later(monkeypatch: pytest.MonkeyPatch) -> None:
     """The first list waits for an entry that is slow, but not for ever."""
-    monkeypatch.setattr(sources, "FIRST_LIST", 0.05)
+    monkeypatch.setattr(configured_source, "FIRST_LIST", 0.05)
     slow = Scripted()
     async with lists(scripted(slow, Scripted([Device("b")]))) as watch:
         assert [device.id for device in await following(watch)] == ["b"]

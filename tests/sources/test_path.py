@@ -68,7 +68,7 @@ async def watching(source: PathSource | GroupSource) -> AsyncIterator[Callable[.
 
 def test_node_is_given_as_node(tmp_path: Path) -> None:
     """A device node is given to containers as one, with the permissions asked for."""
-    (device,) = PathSource("/dev/null", permissions="r").look()
+    (device,) = PathSource("/dev/null", permissions="r").scan()
     (node,) = device.container_edits.device_nodes
     assert (node.host, node.path, node.permissions) == ("/dev/null", "/dev/null", "r")
     assert not device.edits
@@ -78,7 +78,7 @@ def test_alias_is_kept_inside(tmp_path: Path) -> None:
     """A symlink is resolved on the host and kept as the container's path and the device's name."""
     null(tmp_path / "second")
     (tmp_path / "first").symlink_to("second")
-    (device,) = PathSource(f"{tmp_path}/fir*").look()
+    (device,) = PathSource(f"{tmp_path}/fir*").scan()
     (node,) = device.container_edits.device_nodes
     assert (node.host, node.path) == ("/dev/null", f"{tmp_path}/first")
     assert device.id == device_id(f"{tmp_path}/first")
@@ -89,7 +89,7 @@ def test_path_below_a_linked_directory_is_resolved(tmp_path: Path) -> None:
     (tmp_path / "real").mkdir()
     (tmp_path / "real" / "x").touch()
     (tmp_path / "link").symlink_to("real")
-    (device,) = PathSource(f"{tmp_path}/link/*").look()
+    (device,) = PathSource(f"{tmp_path}/link/*").scan()
     assert device.edits.mounts == (Mount(f"{tmp_path}/real/x", f"{tmp_path}/link/x", readonly=False),)
 
 
@@ -97,7 +97,7 @@ def test_path_below_a_linked_directory_is_resolved(tmp_path: Path) -> None:
 def test_plain_file_is_mounted(tmp_path: Path, permissions: str, readonly: bool) -> None:
     """A plain file is no device node: it is mounted, writable if the permissions say so."""
     (tmp_path / "file").touch()
-    (device,) = PathSource(f"{tmp_path}/file", permissions=permissions).look()
+    (device,) = PathSource(f"{tmp_path}/file", permissions=permissions).scan()
     assert not device.nodes
     assert device.edits.mounts == (Mount(f"{tmp_path}/file", f"{tmp_path}/file", readonly=readonly),)
 
@@ -107,7 +107,7 @@ def test_directory_is_left_out(tmp_path: Path) -> None:
     (tmp_path / "a").mkdir()
     (tmp_path / "b").touch()
     source = PathSource(f"{tmp_path}/*")
-    assert aliases(source.look()) == ["b"]
+    assert aliases(source.scan()) == ["b"]
 
 
 async def test_glob_that_finds_directories_alone_says_so(tmp_path: Path) -> None:
@@ -136,7 +136,7 @@ def test_dangling_symlink_is_left_out(tmp_path: Path) -> None:
     """A symlink that leads nowhere, or in a circle, is no device."""
     (tmp_path / "a").symlink_to("nowhere")
     (tmp_path / "b").symlink_to("b")
-    assert PathSource(f"{tmp_path}/*").look() == []
+    assert PathSource(f"{tmp_path}/*").scan() == []
 
 
 def test_name_that_is_not_text_is_left_out(tmp_path: Path) -> None:
@@ -144,7 +144,7 @@ def test_name_that_is_not_text_is_left_out(tmp_path: Path) -> None:
     (tmp_path / "a").touch()
     with contextlib.suppress(OSError):  # a file system that takes no such names
         os.close(os.open(os.fsencode(tmp_path) + b"/\xff", os.O_CREAT))
-    assert aliases(PathSource(f"{tmp_path}/*").look()) == ["a"]
+    assert aliases(PathSource(f"{tmp_path}/*").scan()) == ["a"]
 
 
 @pytest.mark.skipif(ROOT, reason="root may read everything")
@@ -152,7 +152,7 @@ def test_directory_that_cannot_be_read_is_said(tmp_path: Path) -> None:
     """A directory that may not be read gives no devices, and a note."""
     (tmp_path / "dark").mkdir(mode=0)
     source = PathSource(f"{tmp_path}/dark/*")
-    look = source._look()
+    look = source._scan()
     assert look.devices == []
     assert "cannot be read" in look.notes[0]
 
@@ -161,7 +161,7 @@ def test_order_is_that_of_people(tmp_path: Path) -> None:
     """Numbers in names count as numbers: 2 comes before 10."""
     for number in (10, 2, 1):
         (tmp_path / f"tty{number}").touch()
-    assert aliases(PathSource(f"{tmp_path}/tty*").look()) == ["tty1", "tty2", "tty10"]
+    assert aliases(PathSource(f"{tmp_path}/tty*").scan()) == ["tty1", "tty2", "tty10"]
 
 
 def test_relative_glob_is_refused() -> None:
@@ -187,7 +187,7 @@ def test_globs_match_as_in_python(
             (root.joinpath(*names[:-1])).mkdir(parents=True, exist_ok=True)
             root.joinpath(*names).touch()
     glob = f"{root}/{'/'.join(pattern)}"
-    found = {path for device in PathSource(glob).look() for path in paths(device)}
+    found = {path for device in PathSource(glob).scan() for path in paths(device)}
     assert found == {path for path in standard.glob(glob) if not os.path.isdir(path)}
 
 
@@ -257,13 +257,13 @@ def sysfs(root: Path, *, numa: str, kind: str = "char", numbers: str = "1:3") ->
 
 def test_numa_node_is_that_of_the_nearest_ancestor(tmp_path: Path) -> None:
     """A device node is on the NUMA node of the nearest ancestor in sysfs that names one."""
-    (device,) = PathSource("/dev/null", sysfs=sysfs(tmp_path, numa="1\n")).look()
+    (device,) = PathSource("/dev/null", sysfs=sysfs(tmp_path, numa="1\n")).scan()
     assert device.numa_nodes == (1,)
 
 
 def test_ancestor_without_knowledge_is_passed_over(tmp_path: Path) -> None:
     """An ancestor that says -1 does not know; the next one is asked."""
-    (device,) = PathSource("/dev/null", sysfs=sysfs(tmp_path, numa="-1\n")).look()
+    (device,) = PathSource("/dev/null", sysfs=sysfs(tmp_path, numa="-1\n")).scan()
     assert device.numa_nodes == (7,)
 
 
@@ -298,7 +298,7 @@ def parts(devices: Sequence[Device]) -> list[tuple[str, ...]]:
 def test_nth_of_each_make_one_device(tmp_path: Path) -> None:
     """The n-th matches of each glob make one device, named after the first of them."""
     touch(tmp_path, "a1", "a3", "b2", "b3")
-    devices = GroupSource([f"{tmp_path}/a*", f"{tmp_path}/b*"]).look()
+    devices = GroupSource([f"{tmp_path}/a*", f"{tmp_path}/b*"]).scan()
     assert parts(devices) == [("a1", "b2"), ("a3", "b3")]
     assert ids(devices) == [device_id(f"{tmp_path}/a1"), device_id(f"{tmp_path}/a3")]
 
@@ -307,7 +307,7 @@ def test_surplus_is_left_out(tmp_path: Path) -> None:
     """Of unequal numbers the surplus is left out, and said with the numbers."""
     touch(tmp_path, "a0", "a1", "a2", "b0", "b1")
     source = GroupSource([f"{tmp_path}/a*", f"{tmp_path}/b*"])
-    look = source._look()
+    look = source._scan()
     assert parts(look.devices) == [("a0", "b0"), ("a1", "b1")]
     assert look.notes == [
         f"unequal numbers of parts (3 of {tmp_path}/a*, 2 of {tmp_path}/b*); what is left over is left out"
@@ -317,14 +317,14 @@ def test_surplus_is_left_out(tmp_path: Path) -> None:
 def test_unequal_numbers_are_matched_by_text(tmp_path: Path) -> None:
     """Of unequal numbers those belong together whose wildcards stand for the same text."""
     touch(tmp_path, "a1", "a2", "a10", "b2", "b10")
-    assert parts(GroupSource([f"{tmp_path}/a*", f"{tmp_path}/b*"]).look()) == [("a2", "b2"), ("a10", "b10")]
+    assert parts(GroupSource([f"{tmp_path}/a*", f"{tmp_path}/b*"]).scan()) == [("a2", "b2"), ("a10", "b10")]
 
 
 def test_nodes_and_files_can_be_grouped(tmp_path: Path) -> None:
     """A group's device node is given as a node, its plain file is mounted."""
     null(tmp_path / "a0")
     touch(tmp_path, "b0")
-    (device,) = GroupSource([f"{tmp_path}/a*", f"{tmp_path}/b*"], permissions="r").look()
+    (device,) = GroupSource([f"{tmp_path}/a*", f"{tmp_path}/b*"], permissions="r").scan()
     assert hosts(device) == ["/dev/null", f"{tmp_path}/b0"]
 
 
@@ -335,7 +335,7 @@ def test_group_is_close_to_all_its_numa_nodes(tmp_path: Path) -> None:
     other.mkdir()
     (other / "numa_node").write_text("0")
     (tmp_path / "sys" / "dev" / "char" / "1:5").symlink_to("../../devices/other")
-    (device,) = GroupSource(["/dev/null", "/dev/zero"], sysfs=root).look()
+    (device,) = GroupSource(["/dev/null", "/dev/zero"], sysfs=root).scan()
     assert device.numa_nodes == (0, 1)
 
 
@@ -454,9 +454,9 @@ async def test_unchanged_devices_are_the_same_objects(tmp_path: Path) -> None:
     """A look that finds the same gives the same devices, so that telling what changed costs little."""
     touch(tmp_path, "a", "b")
     source = PathSource(f"{tmp_path}/*")
-    before = source.look()
+    before = source.scan()
     touch(tmp_path, "c")
-    after = source.look()
+    after = source.scan()
     assert [one is other for one, other in zip(before, after, strict=False)] == [True, True]
 
 
@@ -466,10 +466,10 @@ def test_replaced_node_is_another(tmp_path: Path) -> None:
     node = tmp_path / "node"
     source = PathSource(str(node), sysfs=sysfs(tmp_path, numa="1", numbers="1:3"))
     os.mknod(node, stat.S_IFCHR | 0o600, os.makedev(1, 5))
-    assert source.look()[0].numa_nodes == ()
+    assert source.scan()[0].numa_nodes == ()
     node.unlink()
     os.mknod(node, stat.S_IFCHR | 0o600, os.makedev(1, 3))
-    assert source.look()[0].numa_nodes == (1,)
+    assert source.scan()[0].numa_nodes == (1,)
 
 
 @pytest.mark.skipif(not ROOT, reason="only root makes device nodes")

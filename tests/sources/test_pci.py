@@ -13,10 +13,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from deviceplugin import config, naming, sources
+from deviceplugin.config.types import PciConfig
 from deviceplugin.device import ContainerEdits, Device
 from deviceplugin.naming import PCI_BUS_ID, PCIE_ROOT
 from deviceplugin.sources import sysfs
-from deviceplugin.sources.pci import PciFilter, PciSource
+from deviceplugin.sources.pci import PciSource
 from tests.sources.trees import Tree
 
 IDS = """
@@ -38,7 +39,7 @@ def tree(tmp_path: Path) -> Tree:
 
 
 def found(tree: Tree, ids: tuple[str, ...] = (), **wanted: Any) -> dict[str, Device]:
-    return {device.id: device for device in PciSource(PciFilter(**wanted), ids=ids, **tree.options).look()}
+    return {device.id: device for device in PciSource(PciConfig(**wanted), ids=ids, **tree.options).scan()}
 
 
 def test_device_is_described_by_its_ids_place_and_names(tree: Tree, tmp_path: Path) -> None:
@@ -155,8 +156,8 @@ async def test_addresses_are_in_a_variable_of_the_container(tree: Tree) -> None:
     """A container finds the addresses of all its devices in one variable, named after the resource."""
     for number in (1, 2, 3):
         tree.pci(f"0000:0{number}:00.0")
-    source = PciSource(PciFilter(vendor="8086"), resource="example.com/nic-10g", **tree.options)
-    edits = source.edits(source.look()[1::-1])  # as the kubelet does, in any order
+    source = PciSource(PciConfig(vendor="8086"), resource="example.com/nic-10g", **tree.options)
+    edits = source.edits(source.scan()[1::-1])  # as the kubelet does, in any order
     assert dict(edits.env) == {"PCIDEVICE_EXAMPLE_COM_NIC_10G": "0000:01:00.0,0000:02:00.0"}
 
 
@@ -181,7 +182,7 @@ async def test_driver_that_is_bound_later_is_seen(tree: Tree) -> None:
     """Binding to vfio-pci makes a node under /dev/vfio, which is the hint to look again."""
     (tree.dev / "vfio").mkdir()
     directory = tree.pci("0000:01:00.0", driver="i40e", group=12)
-    source = PciSource(PciFilter(driver="vfio-pci"), rescan=3600, **tree.options)
+    source = PciSource(PciConfig(driver="vfio-pci"), rescan=3600, **tree.options)
     async with asyncio.timeout(20), aclosing(cast("Any", source.watch())) as lists:
         assert await anext(lists) == []
         assert list(source.notes) == ["none of 1 PCI devices has driver vfio-pci"]
@@ -193,7 +194,7 @@ async def test_driver_that_is_bound_later_is_seen(tree: Tree) -> None:
 
 async def test_device_that_is_hot_plugged_is_seen_at_the_next_look(tree: Tree) -> None:
     """What makes no node at all is found by looking again."""
-    source = PciSource(PciFilter(vendor="8086"), rescan=0.05, **tree.options)
+    source = PciSource(PciConfig(vendor="8086"), rescan=0.05, **tree.options)
     async with asyncio.timeout(20), aclosing(cast("Any", source.watch())) as lists:
         assert await anext(lists) == []
         tree.pci("0000:01:00.0")
@@ -202,8 +203,8 @@ async def test_device_that_is_hot_plugged_is_seen_at_the_next_look(tree: Tree) -
 
 def test_without_a_pci_bus_there_are_no_devices(tmp_path: Path) -> None:
     """A machine without PCI has a note, no error."""
-    source = PciSource(PciFilter(vendor="8086"), sysfs_root=str(tmp_path))
-    assert source.look() == []
+    source = PciSource(PciConfig(vendor="8086"), sysfs_root=str(tmp_path))
+    assert source.scan() == []
     assert "cannot be read" in source.notes[0]
 
 
@@ -228,7 +229,7 @@ def test_devices_of_this_machine_are_read_as_they_are() -> None:
     """Each PCI device that this machine has is found, by its own address and ids, and can be published."""
     here = Path("/sys/bus/pci/devices")
     addresses = sorted(os.listdir(here)) if here.is_dir() else []
-    devices = {device.id: device for device in PciSource(PciFilter(address="*")).look()}
+    devices = {device.id: device for device in PciSource(PciConfig(address="*")).scan()}
     assert sorted(devices) == addresses
     for address, device in devices.items():
         naming.check_device(device, "pci.example.com")

@@ -151,4 +151,4 @@ def test_unknown_names_in_the_file_are_said(tmp_path: Path, caplog: pytest.LogCa
     source._read(str(file))
     source._read(str(file))
     assert unhealthy(source.devices) == {}
-    assert [record.message for record in caplog.records] == [f"{file} names devices that there are not: sim-7"]
+    assert [record.message for record in caplog.records] == [f"{file} names devices that do not exist: sim-7"]

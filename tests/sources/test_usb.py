@@ -15,9 +15,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from deviceplugin import config, naming, sources
+from deviceplugin.config.types import UsbConfig
 from deviceplugin.device import Device
 from deviceplugin.naming import PCIE_ROOT
-from deviceplugin.sources.usb import UsbFilter, UsbSource
+from deviceplugin.sources.usb import UsbSource
 from tests.sources.trees import Tree
 
 
@@ -27,11 +28,11 @@ def tree(tmp_path: Path) -> Tree:
 
 
 def usb(tree: Tree, *, rescan: float = 3600, ids: Sequence[str] = (), **wanted: Any) -> UsbSource:
-    return UsbSource(UsbFilter(**wanted), rescan=rescan, ids=ids, **tree.options)
+    return UsbSource(UsbConfig(**wanted), rescan=rescan, ids=ids, **tree.options)
 
 
 def found(tree: Tree, **wanted: Any) -> dict[str, Device]:
-    return {device.id: device for device in usb(tree, **wanted).look()}
+    return {device.id: device for device in usb(tree, **wanted).scan()}
 
 
 def hosts(device: Device) -> list[str]:
@@ -137,7 +138,7 @@ def test_device_keeps_its_id_when_another_one_with_its_serial_number_comes(tree:
     source = usb(tree)
 
     def listed() -> dict[str, str]:
-        return {device.id: hosts(device)[0][-3:] for device in source.look()}
+        return {device.id: hosts(device)[0][-3:] for device in source.scan()}
 
     tree.usb("1-2", 2, serial="00000001")
     assert listed() == {"0403-6001-00000001": "002"}
@@ -155,9 +156,9 @@ def test_serial_number_that_reads_like_a_port_takes_no_other_devices_id(tree: Tr
     """Ids differ even then."""
     source = usb(tree)
     tree.usb("1-2", 2, serial="port-1-1")
-    assert [device.id for device in source.look()] == ["0403-6001-port-1-1"]
+    assert [device.id for device in source.scan()] == ["0403-6001-port-1-1"]
     tree.usb("1-1", 3)
-    assert {device.id for device in source.look()} == {"0403-6001-port-1-1", "0403-6001-port-1-1-003"}
+    assert {device.id for device in source.scan()} == {"0403-6001-port-1-1", "0403-6001-port-1-1-003"}
 
 
 @given(st.lists(st.tuples(st.integers(1, 5), st.sampled_from(["", "A", "B", "C"])), max_size=30))
@@ -180,7 +181,7 @@ def test_any_row_of_plugging_and_pulling_leaves_what_is_plugged_in(steps: list[t
                 apart = serial and all(serial != other for _, other, _ in there.values())
                 there[port] = f"0403-6001-{serial}" if apart else f"0403-6001-port-1-{port}", serial, number
             expected = {name: number for name, _, number in there.values()}
-            assert {device.id: int(hosts(device)[0][-3:]) for device in source.look()} == expected
+            assert {device.id: int(hosts(device)[0][-3:]) for device in source.scan()} == expected
 
 
 async def test_first_device_on_a_machine_without_usb_is_seen(tmp_path: Path) -> None:
@@ -219,5 +220,5 @@ async def test_entry_of_the_config_file_gives_usb_devices(tree: Tree) -> None:
 
 def test_devices_of_this_machine_can_be_published() -> None:
     """Whatever USB devices this machine has are read without an error."""
-    for device in UsbSource(UsbFilter()).look():
+    for device in UsbSource(UsbConfig()).scan():
         naming.check_device(device, "usb.example.com")

@@ -3,110 +3,146 @@
 from __future__ import annotations
 
 import asyncio
+import concurrent.futures
 import contextlib
 import logging
+import queue
+import threading
 import weakref
 from collections import deque
-from collections.abc import Iterator, Sequence
-from typing import Any, Final
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Final, TypeVar
 
 from deviceplugin import filewatch
 from deviceplugin.health import Verdict
-from deviceplugin.sources.nvidia.places import Places
+from deviceplugin.sources.nvidia.nvml import NvmlError, NvmlScan, NvmlUpdate, Places, Xid
 from deviceplugin.sources.nvidia.session import Session
-from deviceplugin.sources.nvidia.thread import NvmlThread
-from deviceplugin.sources.nvidia.values import News, NvmlError, NvmlScan, Xid
 
+_T = TypeVar("_T")
 _LOG: Final = logging.getLogger(__name__)
 
 SCAN_TIMEOUT: Final = 60.0
 """Seconds for a scan; the first one may wake eight sleeping GPUs."""
 EVENT_WAIT: Final = 1.0
-"""Seconds that one wait for events takes at the most; others who want the library wait as long."""
+"""Seconds that one wait for events takes at the most; other calls wait as long for the thread."""
 CALL_GRACE: Final = 10.0
 GAP: Final = 0.5
 """Seconds between two scans at the least, however many hints there are."""
 
 
+class NvmlThread:
+    """One thread in which blocking calls are made, one after another, each with a deadline.
+
+    A call that hangs keeps the thread, and no other call is begun until it returns: a second thread would hang, too.
+    """
+
+    def __init__(self) -> None:
+        self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._overdue: list[threading.Event] = []
+        threading.Thread(target=self._work, name="nvml", daemon=True).start()
+
+    async def call(self, function: Callable[..., _T], *arguments: Any, timeout: float) -> _T:
+        """Return the result of a function; raise NvmlError if it, or one before it, takes longer than `timeout` s."""
+        self._overdue = [job for job in self._overdue if not job.is_set()]
+        if self._overdue:
+            raise NvmlError("NVML still hangs", Verdict.UNREADABLE)
+        future: concurrent.futures.Future[_T] = concurrent.futures.Future()
+        over = threading.Event()
+
+        def run() -> None:
+            try:
+                if future.set_running_or_notify_cancel():
+                    future.set_result(function(*arguments))
+            except Exception as error:  # the caller's
+                future.set_exception(error)
+            finally:
+                over.set()
+
+        self._jobs.put(run)
+        try:
+            async with asyncio.timeout(timeout):
+                return await asyncio.wrap_future(future)
+        except TimeoutError:
+            self._overdue.append(over)
+            raise NvmlError(f"NVML did not answer within {timeout:g} s", Verdict.UNREADABLE) from None
+
+    def close(self, last: Callable[[], None]) -> None:
+        """Have the thread end after a last call."""
+        self._jobs.put(last)
+        self._jobs.put(None)
+
+    def _work(self) -> None:
+        while (job := self._jobs.get()) is not None:
+            job()
+
+
 class Subscription:
-    """What one source has not taken in yet."""
+    """The updates that one source has not processed yet. period: seconds between scans that it wants."""
 
     def __init__(self, period: float) -> None:
         self.period = period
-        self._news: deque[News] = deque(maxlen=10_000)
-        self._came = asyncio.Event()
+        self._updates: deque[NvmlUpdate] = deque(maxlen=10_000)
+        self._ready = asyncio.Event()
 
-    def add(self, news: News) -> None:
-        """Add to what is to be taken in."""
-        self._news.append(news)
-        self._came.set()
+    def add(self, update: NvmlUpdate) -> None:
+        """Add an update; beyond 10,000 the oldest is dropped."""
+        self._updates.append(update)
+        self._ready.set()
 
-    async def take(self) -> list[News]:
-        """Wait for news and return them all."""
-        await self._came.wait()
-        self._came.clear()
-        news = list(self._news)
-        self._news.clear()
-        return news
+    async def next_updates(self) -> list[NvmlUpdate]:
+        """Wait for updates and return them all."""
+        await self._ready.wait()
+        self._ready.clear()
+        updates = list(self._updates)
+        self._updates.clear()
+        return updates
 
 
 class Driver:
-    """Scans all GPUs from time to time and listens in between, for as long as somebody wants to know."""
+    """Scans all GPUs from time to time and listens in between, as long as anybody is subscribed."""
 
     def __init__(self, places: Places) -> None:
-        self.places = places
-        self.session = Session(places.library, sysfs_root=places.sysfs, proc=places.proc)
-        self.thread: NvmlThread | None = None
+        self._places = places
         self._subscriptions: set[Subscription] = set()
-        self._task: asyncio.Task[None] | None = None
-        self._last: News | None = None
+        self._running: tuple[NvmlThread, Session, asyncio.Task[None]] | None = None
+        self._last: NvmlUpdate | None = None
 
     @contextlib.contextmanager
     def subscribe(self, period: float) -> Iterator[Subscription]:
-        """Hear of everything while in the context; scans are made at least each `period` seconds."""
+        """Receive all updates while in the context; scans are made at least each `period` seconds."""
         subscription = Subscription(period)
         if self._last is not None:
             subscription.add(self._last)
         self._subscriptions.add(subscription)
-        if self._task is None:
-            self._task = asyncio.create_task(self._run(), name="nvml")
+        if self._running is None:
+            thread, session = NvmlThread(), Session(self._places)
+            self._running = thread, session, asyncio.create_task(self._run(thread, session), name="nvml")
         try:
             yield subscription
         finally:
             self._subscriptions.discard(subscription)
             if not self._subscriptions:
-                self._task.cancel()
-                self._task = self._last = None
-                if self.thread is not None:
-                    session, self.session = (
-                        self.session,
-                        Session(self.places.library, sysfs_root=self.places.sysfs, proc=self.places.proc),
-                    )
-                    self.thread.close(session.close)
-                    self.thread = None
+                thread, session, task = self._running
+                task.cancel()
+                thread.close(session.close)
+                self._running = self._last = None
 
     async def measure(self, ids: Sequence[str]) -> dict[str, dict[str, Any]]:
-        """Return how busy these are.
-
-        Raises:
-            NvmlError: NVML does not answer.
-
-        """
-        if self.thread is None:
+        """Return the load of these GPUs and partitions; nothing without a subscription. It may raise NvmlError."""
+        if self._running is None:
             return {}
-        return await self.thread.call(self.session.measure, ids, timeout=EVENT_WAIT + CALL_GRACE)
+        thread, session, _ = self._running
+        return await thread.call(session.measure, ids, timeout=EVENT_WAIT + CALL_GRACE)
 
-    def _publish(self, news: News) -> None:
-        if not isinstance(news, Xid):
-            self._last = news
+    def _publish(self, update: NvmlUpdate) -> None:
+        if not isinstance(update, Xid):
+            self._last = update
         for subscription in self._subscriptions:
-            subscription.add(news)
+            subscription.add(update)
 
-    async def _run(self) -> None:
-        thread = self.thread = NvmlThread("nvml")
-        session = self.session
+    async def _run(self, thread: NvmlThread, session: Session) -> None:
         pause = GAP
-        with filewatch.shared().watch([self.places.dev, *self.places.cdi]) as watch:
+        with filewatch.shared().watch([self._places.dev, *self._places.cdi]) as watch:
             while True:
                 period = min((subscription.period for subscription in self._subscriptions), default=10.0)
                 try:
@@ -117,7 +153,7 @@ class Driver:
                     await watch.wait(pause)
                     continue
                 except Exception as error:
-                    _LOG.exception("looking at the GPUs failed")
+                    _LOG.exception("the scan of the GPUs failed")
                     self._publish(NvmlError(f"{type(error).__name__}: {error}", Verdict.UNREADABLE))
                     await watch.wait(period)
                     continue
@@ -128,7 +164,7 @@ class Driver:
     async def _listen(
         self, thread: NvmlThread, session: Session, watch: filewatch.Watch, scan: NvmlScan, period: float
     ) -> None:
-        """Pass on what the driver tells until the next scan is due."""
+        """Publish the driver's events until the next scan is due: after the period, or soon after a hint."""
         loop = asyncio.get_running_loop()
         began = loop.time()
         hinted = False

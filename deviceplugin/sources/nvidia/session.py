@@ -1,124 +1,105 @@
-"""NVML as one thread uses it: what GPUs there are and how they do."""
+"""Blocking calls of NVML, for one thread: scans of all GPUs, and the driver's events between them."""
 
 from __future__ import annotations
 
 import contextlib
 import os
-import re
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, Final
 
 from deviceplugin.health import Finding, Verdict
+from deviceplugin.naming import PCI_BUS_ID, PCIE_ROOT
 from deviceplugin.sources import sysfs
-from deviceplugin.sources.nvidia.events import EventListener
-from deviceplugin.sources.nvidia.library import (
+from deviceplugin.sources.nvidia import nvml, readings
+from deviceplugin.sources.nvidia.nvml import (
     BROKEN,
     GONE,
-    constant_in_words,
-    entered,
-    field_value,
-    left,
-    load,
+    Gpu,
+    NvmlError,
+    NvmlScan,
+    Partition,
+    Places,
+    Xid,
     optional,
-    pci_address,
     text,
-    unload,
 )
-from deviceplugin.sources.nvidia.links import read_links
-from deviceplugin.sources.nvidia.measure import measure
-from deviceplugin.sources.nvidia.mig import PartitionReader
-from deviceplugin.sources.nvidia.values import Gpu, NvmlError, NvmlScan, Xid
 
+FAILED_WAITS: Final = 3
+"""Waits for events that may fail; after that no GPU is listened to until the GPUs change."""
+_TIMEOUT: Final = 10
+_REPLACED: Final = 18
+_XID_EVENT: Final = 0x8
+_MIG_EVENT: Final = 0x100
 _MISSING: Final = {3, 4, 13}
-"""NOT_SUPPORTED, NO_PERMISSION, FUNCTION_NOT_FOUND: nothing is said, neither good nor bad."""
+"""NOT_SUPPORTED, NO_PERMISSION, FUNCTION_NOT_FOUND: they say nothing about the GPU."""
 _RECOVERY_ACTION: Final = 230
-"""The field value by which a driver asks for help; nvidia-ml-py has no name for it before 12.560."""
+"""The field with the action that a driver asks for; nvidia-ml-py has no name for it before 12.560."""
 _ACTIONS: Final = {
     0: "",
     1: "it needs a reset",
     2: "the node needs a reboot",
     3: "its traffic with other GPUs must be drained",
     4: "it needs to be drained and reset",
-    5: "",  # its IMEX domain does: other nodes, not this GPU
+    5: "",  # a reset of the IMEX domain: other nodes, not this GPU
     6: "its bus needs a reset",
     7: "the machine needs a reboot",
 }
 
 
 class Session:
-    """NVML as long as it works; blocking, for one thread.
+    """NVML, opened by the first scan, and opened again when the driver was away or GPUs came or went."""
 
-    library: its path, empty for where programs look. sysfs_root, proc: where these are.
-    """
-
-    def __init__(self, library: str = "", *, sysfs_root: str = "/sys", proc: str = "/proc") -> None:
-        self._library = library
-        self._sysfs = sysfs_root
-        self._gpus_of_proc = f"{proc}/driver/nvidia/gpus"
+    def __init__(self, places: Places) -> None:
+        self._places = places
         self._nv: Any = None
-        self._there: frozenset[str] = frozenset()
-        self._known: dict[str, Gpu] = {}
-        self._order: dict[int, str] = {}
+        self._addresses: frozenset[str] = frozenset()
+        self._gpus: dict[int, Gpu] = {}
         self._handles: dict[str, Any] = {}
-        self._partitions = PartitionReader()
+        self._partitions: dict[str, Partition] = {}
         self._links: Mapping[frozenset[str], float] = MappingProxyType({})
         self._linked: frozenset[str] = frozenset()
         self._events = EventListener()
 
     def close(self) -> None:
-        """Let go of the library."""
+        """Shut NVML down, if it is open."""
         nv, self._nv = self._nv, None
-        self._known.clear()
-        self._partitions.clear()
-        self._order.clear()
+        self._gpus.clear()
         self._handles.clear()
+        self._partitions.clear()
         self._linked = frozenset()
-        self._events.close(nv)
-        if nv is None:
-            return
-        with contextlib.suppress(nv.NVMLError):
-            nv.nvmlShutdown()
-        left(self)
+        if nv is not None:
+            self._events.close(nv)
+            with contextlib.suppress(nv.NVMLError):
+                nv.nvmlShutdown()
+            nvml.remove_user(self)
 
     def _open(self) -> Any:
-        """Return NVML, initialized; again if GPUs came or went, which it only sees then."""
-        there = self._addresses()
-        if self._nv is not None and there != self._there:
+        """Return NVML, initialized; anew if GPUs came or went, for it reads the list of GPUs only then."""
+        try:
+            addresses = frozenset(os.listdir(f"{self._places.proc}/driver/nvidia/gpus"))
+        except OSError:
+            addresses = frozenset()
+        if self._nv is not None and addresses != self._addresses:
             self.close()
         if self._nv is None:
-            nv = load(self._library)
+            nv = nvml.load(self._places.library)
             try:
                 nv.nvmlInit()
             except nv.NVMLError as error:
-                if error.value == 18:
-                    unload(nv)  # the new driver's library may lie there already
-                if error.value in GONE:
-                    raise NvmlError(GONE[error.value]) from error
+                self._raise_if_gone(nv, error)
                 raise NvmlError(f"NVML cannot be used: {error}", Verdict.UNREADABLE) from error
-            self._nv = nv
-            self._there = there
-            entered(self)
+            self._nv, self._addresses = nv, addresses
+            nvml.add_user(self)
         return self._nv
 
-    def _addresses(self) -> frozenset[str]:
-        try:
-            return frozenset(os.listdir(self._gpus_of_proc))
-        except OSError:
-            return frozenset()
-
     def scan(self) -> NvmlScan:
-        """Return what there is.
-
-        Raises:
-            NvmlError: nothing can be learned.
-
-        """
+        """Return all GPUs and their state; raise NvmlError if none can be read."""
         nv = self._open()
         try:
             return self._scan(nv)
         except nv.NVMLError as error:
-            self._raise_if_gone(error)
+            self._raise_if_gone(nv, error)
             raise NvmlError(f"NVML fails: {error}", Verdict.UNREADABLE) from error
 
     def _scan(self, nv: Any) -> NvmlScan:
@@ -130,117 +111,197 @@ class Session:
             try:
                 handle = nv.nvmlDeviceGetHandleByIndex(index)
                 uuid = text(nv.nvmlDeviceGetUUID(handle))
-                gpu = self._known.get(uuid)
-                if gpu is None or gpu.index != index:
-                    gpu = self._identify(nv, handle, uuid, index)
+                known = self._gpus.get(index)
+                gpu = known if known is not None and known.uuid == uuid else self._identify(nv, handle, uuid, index)
                 finding = self._check(nv, handle)
             except nv.NVMLError as error:
-                self._raise_if_gone(error)
-                lost = self._known.get(self._order.get(index, ""))
-                if lost is None:
+                self._raise_if_gone(nv, error)
+                if index not in self._gpus:
                     notes.append(f"GPU {index} cannot be read: {error}")
                     continue
-                gpu, finding, handle = lost, _finding(error), self._handles.get(lost.uuid)
+                gpu, finding = self._gpus[index], _finding(error)
+                handle = self._handles.get(gpu.uuid)
             else:
-                gpu = self._partitions.read(nv, handle, gpu, handles)
-            self._known[gpu.uuid] = gpu
-            self._order[index] = gpu.uuid
+                gpu = readings.with_partitions(nv, handle, gpu, handles, self._partitions)
+            self._gpus[index] = gpu
             if handle is not None:
                 handles[gpu.uuid] = handle
             gpus.append(gpu)
             findings[gpu.uuid] = finding
         self._handles = handles
-        uuids = frozenset(gpu.uuid for gpu in gpus)
+        uuids = frozenset(findings)
         if uuids != self._linked:
-            self._links = read_links(nv, gpus, self._handles)
+            self._links = readings.read_links(nv, gpus, handles)
             self._linked = uuids
-        answering = [gpu for gpu in gpus if findings[gpu.uuid][0] is not Verdict.BAD]
-        self._events.watch(nv, answering, self._handles)  # waiting fails for all while one of them is lost
-        driver = optional(nv, nv.nvmlSystemGetDriverVersion)
+        # Waiting fails for all GPUs while one that is lost is registered.
+        self._events.watch(nv, [gpu for gpu in gpus if findings[gpu.uuid][0] is not Verdict.BAD], handles)
+        driver = text(optional(nv, nv.nvmlSystemGetDriverVersion))
         cuda = optional(nv, nv.nvmlSystemGetCudaDriverVersion)
-        return NvmlScan(
-            tuple(gpus),
-            findings,
-            text(driver),
-            f"{cuda // 1000}.{cuda % 1000 // 10}" if cuda else "",
-            self._links,
-            self._events.listening,
-            (*notes, *self._events.notes),
-        )
+        cuda = f"{cuda // 1000}.{cuda % 1000 // 10}" if cuda else ""
+        notes += self._events.notes
+        return NvmlScan(tuple(gpus), findings, driver, cuda, self._links, bool(self._events.registered), tuple(notes))
 
-    def _raise_if_gone(self, error: Any) -> None:
-        """Raise NvmlError if an error says that nothing will work any more."""
+    def _raise_if_gone(self, nv: Any, error: Any) -> None:
+        """Close NVML and raise NvmlError if no later call can succeed."""
         if error.value in GONE:
-            nv = self._nv
             self.close()
-            if error.value == 18:
-                unload(nv)
+            if error.value == _REPLACED:
+                nvml.unload(nv)  # the new driver's library may be there already
             raise NvmlError(GONE[error.value]) from error
 
     def _identify(self, nv: Any, handle: Any, uuid: str, index: int) -> Gpu:
         pci = optional(nv, nv.nvmlDeviceGetPciInfo, handle)
-        address = pci_address(text(pci.busId)) if pci is not None else ""
-        directory = os.path.realpath(f"{self._sysfs}/bus/pci/devices/{address}") if address else ""
+        address = nvml.pci_address(text(pci.busId)) if pci is not None else ""
+        directory = os.path.realpath(f"{self._places.sysfs}/bus/pci/devices/{address}") if address else ""
         memory = optional(nv, nv.nvmlDeviceGetMemoryInfo, handle)
         numa = sysfs.numa_node(directory) if directory else None
-        root = re.search(r"pci[0-9a-f]{4,8}:[0-9a-f]{2}", directory)
-        return Gpu(
-            uuid,
-            index,
-            optional(nv, nv.nvmlDeviceGetMinorNumber, handle),
-            address,
-            text(optional(nv, nv.nvmlDeviceGetName, handle)),
-            constant_in_words(nv, "NVML_BRAND_", optional(nv, nv.nvmlDeviceGetBrand, handle)),
-            constant_in_words(nv, "NVML_DEVICE_ARCH_", optional(nv, nv.nvmlDeviceGetArchitecture, handle)),
-            optional(nv, nv.nvmlDeviceGetCudaComputeCapability, handle),
-            memory.total >> 20 if memory is not None else 0,
-            text(optional(nv, nv.nvmlDeviceGetSerial, handle)),
-            numa if numa is not None else _near(nv, handle),
-            root[0] if root else "",
-        )
+        numa = _numa_of_memory(nv, handle) if numa is None else numa
+        minor = optional(nv, nv.nvmlDeviceGetMinorNumber, handle)
+        brand = optional(nv, nv.nvmlDeviceGetBrand, handle)
+        architecture = optional(nv, nv.nvmlDeviceGetArchitecture, handle)
+        attributes = {
+            "index": index,
+            "minor": minor,
+            PCI_BUS_ID: address,
+            PCIE_ROOT: sysfs.pcie_root(directory),
+            "numaNode": numa,
+            "productName": text(optional(nv, nv.nvmlDeviceGetName, handle)),
+            "brand": nvml.constant_in_words(nv, "NVML_BRAND_", brand),
+            "serial": text(optional(nv, nv.nvmlDeviceGetSerial, handle)),
+            "architecture": nvml.constant_in_words(nv, "NVML_DEVICE_ARCH_", architecture),
+            "cudaComputeCapability": nvml.version(optional(nv, nv.nvmlDeviceGetCudaComputeCapability, handle)),
+        }
+        return Gpu(uuid, index, minor, address, memory.total >> 20 if memory is not None else 0, numa, attributes)
 
     def _check(self, nv: Any, handle: Any) -> Finding:
-        """Return whether a GPU answers, and what it says of its state."""
+        """Return whether a GPU answers, and what the driver says of its state."""
         for function, arguments in ((nv.nvmlDeviceGetMemoryInfo, ()), (nv.nvmlDeviceGetTemperature, (0,))):
             try:
                 function(handle, *arguments)
             except nv.NVMLError as error:
-                self._raise_if_gone(error)
+                self._raise_if_gone(nv, error)
                 if error.value not in _MISSING:
                     return _finding(error)
-        action = int(field_value(nv, handle, _RECOVERY_ACTION) or 0)
+        action = int(nvml.field_value(nv, handle, _RECOVERY_ACTION) or 0)
         if action not in _ACTIONS:
             return Verdict.UNREADABLE, f"the driver asks for recovery action {action}, which is not known"
-        if _ACTIONS[action]:
-            return Verdict.BAD, _ACTIONS[action]
-        return Verdict.GOOD, ""
+        return (Verdict.BAD if _ACTIONS[action] else Verdict.GOOD), _ACTIONS[action]
 
     def wait(self, seconds: float) -> tuple[list[Xid], bool]:
-        """Wait for events so long; return the XIDs that came, and whether a scan is due now.
+        """Wait for events; return the XIDs that came, and whether a scan is due now.
 
-        Raises:
-            NvmlError: nothing will work any more.
-
+        It raises NvmlError if no later call can succeed.
         """
-        nv = self._nv
-        if nv is None or not self._events.is_open:
+        if self._nv is None:
             return [], True
-        xids, due, error = self._events.wait(nv, seconds)
+        xids, due, error = self._events.wait(self._nv, seconds)
         if error is not None:
-            self._raise_if_gone(error)
-            self._events.failed(error)
+            self._raise_if_gone(self._nv, error)
         return xids, due or error is not None
 
     def measure(self, ids: Sequence[str]) -> dict[str, dict[str, Any]]:
-        """Return how busy GPUs and partitions are, by UUID; what one cannot tell is left out."""
-        return {} if self._nv is None else measure(self._nv, self._handles, self._known, ids)
+        """Return the load of GPUs and partitions by UUID; what one cannot tell is left out."""
+        if self._nv is None:
+            return {}
+        return readings.measure(self._nv, self._handles, {gpu.uuid for gpu in self._gpus.values()}, ids)
 
 
-def _near(nv: Any, handle: Any) -> int | None:
-    """Return the NUMA node that the driver names, where sysfs names none."""
+class EventListener:
+    """The driver's events: XIDs, and partitions that come and go."""
+
+    def __init__(self) -> None:
+        self.notes: tuple[str, ...] = ()
+        self._set: Any = None
+        self.registered: dict[int, str] = {}
+        """UUIDs of the GPUs that report XIDs, by what their handles point to."""
+        self._watched: frozenset[str] = frozenset()
+        self._pending: list[Xid] = []
+        self._failures = 0
+
+    def close(self, nv: Any) -> None:
+        """Free the event set."""
+        self._watched = frozenset()
+        events, self._set = self._set, None
+        if events is not None:
+            with contextlib.suppress(nv.NVMLError):
+                nv.nvmlEventSetFree(events)
+
+    def watch(self, nv: Any, gpus: Sequence[Gpu], handles: Mapping[str, Any]) -> None:
+        """Listen to these GPUs, and to no others."""
+        uuids = frozenset(gpu.uuid for gpu in gpus)
+        if uuids == self._watched:
+            return
+        if self._set is not None:
+            self._pending += self._collect(nv, 0)[0]
+        self.close(nv)
+        self.registered, self._failures = {}, 0
+        self._set = optional(nv, nv.nvmlEventSetCreate)
+        self._watched = uuids
+        if self._set is None:
+            self.notes = ("the driver has no events, so XIDs are not received",)
+            return
+        notes = []
+        for gpu in gpus:
+            if (handle := handles.get(gpu.uuid)) is None:
+                continue
+            if self._register(nv, handle):
+                self.registered[nvml.pointer(handle)] = gpu.uuid
+            else:
+                notes.append(f"GPU {gpu.index} reports no XIDs; its health follows from scans alone")
+        self.notes = tuple(notes)
+
+    def _register(self, nv: Any, handle: Any) -> bool:
+        """Register a GPU for the events that it has; return whether XIDs are among them."""
+        try:
+            wanted = (_XID_EVENT | _MIG_EVENT) & (nv.nvmlDeviceGetSupportedEventTypes(handle) or 0)
+            if wanted & _XID_EVENT:
+                nv.nvmlDeviceRegisterEvents(handle, wanted, self._set)
+                return True
+        except nv.NVMLError:
+            pass
+        return False
+
+    def wait(self, nv: Any, seconds: float) -> tuple[list[Xid], bool, Any]:
+        """Wait for events; return the XIDs that came, whether a scan is due, and the error if waiting failed.
+
+        After FAILED_WAITS errors no GPU is listened to.
+        """
+        if self._set is None:
+            return [], True, None
+        xids, self._pending = self._pending, []
+        came, due, error = self._collect(nv, 0 if xids else max(1, int(seconds * 1000)))
+        self._failures += error is not None
+        if error is not None and self._failures == FAILED_WAITS:
+            self.registered = {}
+            self.notes = (f"the driver's events fail, so XIDs are not received: {error}",)
+        return xids + came, due, error
+
+    def _collect(self, nv: Any, milliseconds: int) -> tuple[list[Xid], bool, Any]:
+        xids: list[Xid] = []
+        due = False
+        for _ in range(1000):  # a storm is taken in portions
+            try:
+                data = nv.nvmlEventSetWait_v2(self._set, milliseconds)
+            except nv.NVMLError as error:
+                return xids, due, None if error.value == _TIMEOUT else error
+            milliseconds = 0
+            if data.eventType == _XID_EVENT:
+                instance, compute = (
+                    None if number == nvml.ANY else int(number)
+                    for number in (data.gpuInstanceId, data.computeInstanceId)
+                )
+                gpu = self.registered.get(nvml.pointer(data.device))
+                xids.append(Xid(gpu, int(data.eventData), instance, compute))
+            else:
+                due = True
+        return xids, due, None
+
+
+def _numa_of_memory(nv: Any, handle: Any) -> int | None:
+    """Return the NUMA node that the driver names; None if it names none, or several."""
     mask = optional(nv, nv.nvmlDeviceGetMemoryAffinity, handle, 1, nv.NVML_AFFINITY_SCOPE_NODE)
     bits = int(mask[0]) if mask is not None else 0
-    return bits.bit_length() - 1 if bits and bits & (bits - 1) == 0 else None
+    return bits.bit_length() - 1 if bits.bit_count() == 1 else None
 
 
 def _finding(error: Any) -> Finding:

@@ -1,4 +1,4 @@
-"""The source of NVIDIA GPUs and partitions: makes devices of what the driver tells."""
+"""The source of NVIDIA GPUs and partitions: their devices, and their health by scans and XIDs."""
 
 from __future__ import annotations
 
@@ -7,162 +7,126 @@ import logging
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Mapping, Sequence
 from types import MappingProxyType
-from typing import Final, Literal
+from typing import Final
 
+from deviceplugin.config.types import NvidiaConfig
 from deviceplugin.device import ContainerEdits, Device, Health
-from deviceplugin.health import Finding, Rules
+from deviceplugin.health import Finding, HealthHistory, Rules
 from deviceplugin.source import DeviceSource, Measured
-from deviceplugin.sources.nvidia.devices import DeviceMaker, place_of
+from deviceplugin.sources.nvidia.devices import DeviceMaker, links_of_devices, position_of
 from deviceplugin.sources.nvidia.driver import shared
-from deviceplugin.sources.nvidia.health import APPLICATION_XIDS, GpuHealth
-from deviceplugin.sources.nvidia.injection import Injection
-from deviceplugin.sources.nvidia.links import links_of_devices
-from deviceplugin.sources.nvidia.mig import SeenProfiles
-from deviceplugin.sources.nvidia.places import Places
-from deviceplugin.sources.nvidia.values import Gpu, News, NvmlError, NvmlScan, Partition, Xid
+from deviceplugin.sources.nvidia.nvml import Gpu, NvmlError, NvmlScan, NvmlUpdate, Partition, Places, Xid
 
 _LOG: Final = logging.getLogger(__name__)
 
 VISIBLE: Final = "NVIDIA_VISIBLE_DEVICES"
-
-Mig = Literal["none", "single", "mixed"]
 
 
 class NvidiaSource(DeviceSource):
     """NVIDIA GPUs, or partitions of them; ids are their UUIDs.
 
     Args:
-        mig: "none" lists whole GPUs; "single" partitions, which must all be of one profile; "mixed" the
-            GPUs that are not partitioned, while `profiles` says which profiles there are.
-        profile: list the partitions of this profile only, whatever `mig` says.
-        injection: how a container gets them: "env", NVIDIA_VISIBLE_DEVICES; "cdi", the names of an
-            existing CDI spec of nvidia.com/gpu; "nodes", device nodes.
-        ignore_xids: XIDs that do not make a GPU unhealthy.
-        rules: when looks and XIDs change a device's health.
-        period: seconds between looks.
-        library: where libnvidia-ml.so.1 is, if not where programs look.
+        wanted: which of them, and how a container gets them.
+        rules: when scans and XIDs change a device's health.
+        period: seconds between scans.
         resource: the resource's name, where the source is used by itself.
-        places: where everything else is; overrides `library`.
-        clock: seconds that only grow.
+        places: paths of the driver's files.
+        clock: monotonic seconds.
 
     """
 
     def __init__(
         self,
+        wanted: NvidiaConfig = NvidiaConfig(),  # noqa: B008  # frozen
         *,
-        mig: Mig = "none",
-        profile: str | None = None,
-        injection: Injection = "env",
-        ignore_xids: Iterable[int] = APPLICATION_XIDS,
         rules: Rules = Rules(quiet=300.0),  # noqa: B008  # frozen
         period: float = 10.0,
-        library: str | None = None,
         resource: str = "",
-        places: Places | None = None,
+        places: Places = Places(),  # noqa: B008  # frozen
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        if resource:
-            self.resource = resource
-        self.mig: Mig = mig
-        self.profile = profile
-        self.injection: Injection = injection
+        self.resource = resource or self.resource
+        self.wanted = wanted
+        self.health = GpuHealth(rules, wanted.ignore_xids, clock)
         self.notes: tuple[str, ...] = ()
         self._period = period
-        self._places = places or Places(library=library or "")
-        self._clock = clock
-        self._health = GpuHealth(rules, ignore_xids)
-        self._maker = DeviceMaker(self._places, injection)
-        self._profiles = SeenProfiles()
+        self._places = places
+        self._maker = DeviceMaker(places, wanted.injection)
+        self._profiles: list[str] = []
+        self._more_profiles = asyncio.Event()
         self._scan = NvmlScan((), {})
         self._links: Mapping[frozenset[str], float] = MappingProxyType({})
         self._error = ""
 
     def __repr__(self) -> str:
-        return f"NvidiaSource(mig={self.mig!r}{f', profile={self.profile!r}' if self.profile else ''})"
-
-    @property
-    def rules(self) -> Rules:
-        """When looks and XIDs change a device's health."""
-        return self._health.rules
-
-    @property
-    def ignore_xids(self) -> frozenset[int]:
-        """XIDs that do not make a GPU unhealthy."""
-        return self._health.ignore_xids
+        return f"NvidiaSource({self.wanted})"
 
     async def watch(self) -> AsyncIterator[Sequence[Device]]:
-        """Yield the devices as soon as NVML was looked at, and whenever they or their health change."""
+        """Yield the devices after the first scan, and whenever they or their health change."""
         listed: list[Device] | None = None
         with shared(self._places).subscribe(self._period) as subscription:
             while True:
-                for news in await subscription.take():
-                    self.take(news)
+                for update in await subscription.next_updates():
+                    self.update(update)
                 devices = await asyncio.to_thread(self.devices)
                 if devices != listed:
                     listed = devices
                     yield devices
 
-    def take(self, news: News) -> None:
-        """Take in what the driver has to tell, and judge the devices' health anew."""
-        now = self._clock()
-        if isinstance(news, Xid):
-            self._health.take_xid(news, self._scan.gpus, now)
-        elif isinstance(news, NvmlError):
-            if str(news) != self._error:
-                self._error = str(news)
-                _LOG.warning("%s; waiting for it", news)
-            self._health.take_error(news, now)
+    def update(self, update: NvmlUpdate) -> None:
+        """Process a scan, an XID or an error of all of NVML."""
+        if isinstance(update, Xid):
+            self.health.count_xid(update, self._scan.gpus)
+        elif isinstance(update, NvmlError):
+            if str(update) != self._error:
+                self._error = str(update)
+                _LOG.warning("no NVIDIA GPU can be read, trying again: %s", update)
+            self.health.judge_error(update)
         else:
             if self._error:
                 self._error = ""
-                _LOG.info("NVML answers again")
-            self._scan = news
-            findings: dict[str, Finding] = {}
-            for gpu in news.gpus:
-                finding = news.findings[gpu.uuid]
-                findings[gpu.uuid] = finding
-                for partition in gpu.partitions or ():
-                    findings[partition.uuid] = finding
-                    self._profiles.add(partition.profile)
-            self._health.take_findings(findings, now)
+                _LOG.info("the NVIDIA GPUs can be read again")
+            self._scan = update
+            for profile in [part.profile for gpu in update.gpus for part in gpu.partitions or ()]:
+                if profile not in self._profiles:
+                    self._profiles.append(profile)
+                    self._more_profiles.set()
+            self.health.judge_scan(update)
 
     def devices(self) -> list[Device]:
-        """Return the devices as of the last news; reads CDI specs and what the driver keeps in proc."""
+        """Return the devices as of the last update; reads CDI specs and proc, blocks."""
         scan, notes = self._scan, list(self._scan.notes)
         if self._error:
             notes.append(self._error)
         listed: list[tuple[Gpu, Partition | None]] = []
-        parents: dict[str, str] = {}
         for gpu in scan.gpus:
-            if self.profile is None and (self.mig == "none" or gpu.partitions is None):
+            if self.wanted.profile is None and (self.wanted.mig == "none" or gpu.partitions is None):
                 listed.append((gpu, None))
                 if gpu.partitions is not None:
                     notes.append(f"GPU {gpu.index} is in MIG mode and given out whole; see mig: single and mixed")
-            elif self.profile is not None or self.mig == "single":
-                for partition in gpu.partitions or ():
-                    if self.profile in (None, partition.profile):
-                        listed.append((gpu, partition))
-                        parents[partition.uuid] = gpu.uuid
+            elif self.wanted.profile is not None or self.wanted.mig == "single":
+                listed += [(gpu, part) for part in gpu.partitions or () if self.wanted.profile in (None, part.profile)]
         made = self._maker.make(listed, scan)
+        parents = {part.uuid: gpu.uuid for gpu, part in listed if part is not None}
         self._links = links_of_devices(scan.links, made, parents)
-        unequal = self._unequal(scan) if self.mig == "single" and self.profile is None else ""
+        unequal = self._unequal(scan) if self.wanted.mig == "single" and self.wanted.profile is None else ""
         if unequal:
             notes.append(unequal)
         self.notes = tuple(notes)
-        return [self._judged(device, unequal) for device in made.values()]
+        return [self._with_health(device, unequal) for device in made.values()]
 
-    def _judged(self, device: Device, unequal: str) -> Device:
-        course = self._health.course_of(device.id)
+    def _with_health(self, device: Device, unequal: str) -> Device:
+        course = self.health.courses[device.id]
         if unequal:
             return device.with_health(Health.UNHEALTHY, unequal)
-        if self.injection == "cdi" and not device.edits.cdi and course.health is not Health.UNHEALTHY:
+        if self.wanted.injection == "cdi" and not device.edits.cdi and course.health is not Health.UNHEALTHY:
             where = " and ".join(self._places.cdi)
             missing = f"no CDI spec in {where} names it; `nvidia-ctk cdi generate` makes one"
             return device.with_health(Health.UNHEALTHY, missing)
         return device.with_health(course.health, course.message)
 
     def _unequal(self, scan: NvmlScan) -> str:
-        """Return what is wrong if mig: single does not fit what is there."""
+        """Return why the GPUs do not fit mig: single; "" if they do."""
         profiles = sorted({part.profile for gpu in scan.gpus for part in gpu.partitions or ()})
         if len(profiles) > 1:
             return f"mig: single wants partitions of one profile, there are {' and '.join(profiles)}; see mig: mixed"
@@ -173,28 +137,98 @@ class NvidiaSource(DeviceSource):
     def edits(self, devices: Sequence[Device]) -> ContainerEdits:
         """Return the variable that the NVIDIA container runtime reads.
 
-        With other ways of injection it says that there is nothing to do: images set it to `all`, and
-        a container would see every GPU where that runtime is the default one.
+        With injection by CDI or nodes the variable is `void`. Images set it to `all`, and where that
+        runtime is the default one, a container would see every GPU.
         """
-        # The kubelet names them in any order; the container numbers its GPUs by this one.
-        ordered = sorted(devices, key=place_of)
-        visible = ",".join(device.id for device in ordered) if self.injection == "env" else "void"
+        # The kubelet passes devices in any order; the container numbers its GPUs by this one.
+        ordered = sorted(devices, key=position_of)
+        visible = ",".join(device.id for device in ordered) if self.wanted.injection == "env" else "void"
         return ContainerEdits(env={VISIBLE: visible})
 
     @property
     def links(self) -> Mapping[frozenset[str], float]:
-        """How close the devices are, as of the last discovery."""
+        """Scores of pairs of devices, as of the last scan."""
         return self._links
 
-    def profiles(self) -> AsyncGenerator[Sequence[str], None]:
-        """Yield the MIG profiles that have been seen, all of them, whenever there is one more."""
-        return self._profiles.watch()
+    async def profiles(self) -> AsyncGenerator[Sequence[str], None]:
+        """Yield all MIG profiles that have been seen, whenever there is one more."""
+        while True:
+            self._more_profiles.clear()
+            if self._profiles:
+                yield tuple(self._profiles)
+            await self._more_profiles.wait()
 
     async def measure(self, devices: Sequence[Device]) -> Measured:
-        """Return how busy the GPUs are, and how often which XID came."""
+        """Return the load of the GPUs, and how often which XID came."""
         ids = [device.id for device in devices]
         found = await shared(self._places).measure(ids)
         for name in ids:
-            if counts := self._health.xids_of(name):
+            if counts := self.health.counts.get(name):
                 found.setdefault(name, {})["xid_errors_total"] = dict(counts)
         return found
+
+
+class GpuHealth:
+    """The health of GPUs and partitions, and the count of their XIDs.
+
+    Attributes:
+        courses: by UUID, of the GPUs and partitions of the last scan.
+        counts: how often each XID came, by UUID and the XID's number.
+
+    """
+
+    def __init__(self, rules: Rules, ignore_xids: Iterable[int], clock: Callable[[], float]) -> None:
+        self.rules = rules
+        self.ignore_xids = frozenset(ignore_xids)
+        self.counts: dict[str, dict[str, int]] = {}
+        self._clock = clock
+        self.courses: dict[str, HealthHistory] = {}
+        self._times: dict[tuple[str | None, int], int] = {}
+
+    def judge_scan(self, scan: NvmlScan) -> None:
+        """Judge all GPUs and partitions of a scan, and forget all others."""
+        findings: dict[str, Finding] = {}
+        for gpu in scan.gpus:
+            for name in (gpu.uuid, *(partition.uuid for partition in gpu.partitions or ())):
+                findings[name] = scan.findings[gpu.uuid]
+        self.courses = {name: self.courses.get(name, HealthHistory()) for name in findings}
+        self._judge(findings)
+
+    def judge_error(self, error: NvmlError) -> None:
+        """Judge all known GPUs and partitions, none of which can be read."""
+        self._judge(dict.fromkeys(self.courses, (error.verdict, str(error))))
+
+    def count_xid(self, xid: Xid, gpus: Iterable[Gpu]) -> None:
+        """Count an XID, and make those of these GPUs and their partitions unhealthy that it concerns."""
+        now = self._clock()
+        ignored = xid.code in self.ignore_xids
+        times = self._times[xid.gpu, xid.code] = self._times.get((xid.gpu, xid.code), 0) + 1
+        if times & (times - 1) == 0:  # powers of two: a program in a loop must not fill the log
+            level = logging.INFO if ignored else logging.WARNING
+            _LOG.log(level, "XID %d of GPU %s, %d so far", xid.code, xid.gpu or "unknown", times)
+        for gpu in gpus:
+            if xid.gpu not in (None, gpu.uuid):
+                continue
+            hit = [gpu.uuid] if xid.instance is None else []
+            hit += [
+                partition.uuid
+                for partition in gpu.partitions or ()
+                if xid.instance in (None, partition.instance) and xid.compute in (None, partition.compute)
+            ]
+            for name in {gpu.uuid, *hit}:
+                counts = self.counts.setdefault(name, {})
+                counts[str(xid.code)] = counts.get(str(xid.code), 0) + 1
+            for name in () if ignored else hit:
+                self._set(name, self.courses[name].faulted(f"XID {xid.code}", now))
+
+    def _judge(self, findings: Mapping[str, Finding]) -> None:
+        now = self._clock()
+        for name, (verdict, message) in findings.items():
+            self._set(name, self.courses[name].checked(verdict, message, now, self.rules))
+
+    def _set(self, name: str, course: HealthHistory) -> None:
+        before = self.courses[name]
+        self.courses[name] = course
+        if before.health is not course.health and (before.known or course.health is Health.UNHEALTHY):
+            level = logging.INFO if course.health is Health.HEALTHY else logging.WARNING
+            _LOG.log(level, "%s is %s%s", name, course.health.value, f": {course.message}" if course.message else "")

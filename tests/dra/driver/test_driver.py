@@ -1,4 +1,4 @@
-"""The claims' side: what a claim gets, what it is told, and that nothing is left behind."""
+"""The claims' side: what a claim gets, its errors, and that nothing is left behind."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from dra_bridge.driver import (
     ClusterClaims,
     Driver,
     Prepared,
-    Reconciled,
+    ReconciledClaims,
     RunningPods,
     ServedResource,
     claim_files,
@@ -93,7 +93,7 @@ def ref(uid: str, name: str = "") -> ClaimRef:
 
 
 @dataclass
-class FakeClaims:
+class FakeClaims(ClusterClaims):
     """The API server as far as a driver sees it."""
 
     claims: dict[str, dict[str, Any]] = field(default_factory=dict)
@@ -181,7 +181,9 @@ class World:
         """Return the world after a restart of the agent, as if it had been killed."""
         await self.driver.close()
         await self.async_ledger.close()
-        return await world(self.cdi.parent, source or self.driver.served[0].source, claims=self.claims, **options)
+        return await world(
+            self.cdi.parent, source or self.driver.devices.resources[0].source, claims=self.claims, **options
+        )
 
 
 async def world(
@@ -243,7 +245,7 @@ async def test_a_claim_gets_its_device_and_is_recorded(here: World) -> None:
         }
     ]
     assert here.async_ledger.snapshot.claims[D, "1"].held == {(R, "d0")}
-    assert here.driver.statistics.prepared == 1
+    assert here.driver.statistics.prepare.done == 1
 
 
 async def test_prepare_again_answers_the_same_without_asking_anybody(here: World) -> None:
@@ -288,7 +290,7 @@ async def test_administrative_access_holds_nothing(here: World) -> None:
 
 
 async def test_administrative_access_disturbs_nobody(tmp_path: Path) -> None:
-    """It resets nothing under a holder's feet, and reaches broken devices: to look at them is what it is for."""
+    """It resets nothing under a holder's feet, and reaches broken devices: to inspect them is what it is for."""
     source = Hooked()
     here = await world(tmp_path, source)
     devices = list(here.inventory.snapshot.devices.values())
@@ -420,7 +422,7 @@ async def test_a_hook_that_fails_costs_its_claim_only_and_is_undone(tmp_path: Pa
     await end(here)
 
 
-# What a claim is told.
+# The errors of a claim.
 
 
 @pytest.mark.parametrize(
@@ -583,7 +585,7 @@ async def test_a_claim_is_given_up_well_before_the_kubelet_does(tmp_path: Path) 
 
 
 async def test_a_call_is_answered_in_time_though_the_undoing_of_a_claim_hangs(tmp_path: Path) -> None:
-    """The claim is told so; the others of the call are not held up, and a try after it succeeds."""
+    """The claim gets an error; the others of the call are not delayed, and a try after it succeeds."""
     go = asyncio.Event()
 
     class Stuck(Hooked):
@@ -686,17 +688,18 @@ async def test_a_prepare_waits_for_a_file_that_is_being_removed(here: World, mon
 
     here.claims.add(claim("1", result("d0")))
     await here.prepared("1")
-    here.driver._deadline = 0.1
+    here = await here.again(deadline=0.1)
     monkeypatch.setattr(cdi.Store, "remove", slow)
     unpreparing = asyncio.create_task(here.unprepare("1"))
     await asyncio.to_thread(removing.wait)
     done, _ = await asyncio.wait({unpreparing}, timeout=0.4)
-    assert not done, "the claim's turn ended while its file was being removed"
+    assert not done, "the claim's lock was released while its file was being removed"
     go.set()
     assert "not done within" in str(await unpreparing)
     monkeypatch.undo()
     await here.prepared("1")
     assert len(here.files) == 1
+    await end(here)
 
 
 async def test_a_caller_that_goes_away_does_not_stop_the_work(here: World) -> None:
@@ -760,10 +763,12 @@ async def test_a_restart_answers_the_same_and_writes_lost_files_again(here: Worl
     (kept,) = here.files
     (here.cdi / kept).rename(here.cdi / f"{D}-claim_leftover.json")
     after = await here.again()
-    assert await after.driver.reconcile((), ENDED) == Reconciled(rewritten=("1",), removed=("leftover",))
+    assert await after.driver.reconciler.reconcile((), ENDED) == ReconciledClaims(
+        rewritten=("1",), removed=("leftover",)
+    )
     assert after.files == [kept]
     assert await after.prepared("1") == first
-    assert await after.driver.reconcile((), ENDED) == Reconciled()
+    assert await after.driver.reconciler.reconcile((), ENDED) == ReconciledClaims()
     await end(after)
 
 
@@ -775,7 +780,7 @@ async def test_after_a_reboot_devices_are_set_up_again(tmp_path: Path) -> None:
     await here.prepared("1")
     source.calls.clear()
     after = await here.again(source, boot="2")
-    assert (await after.driver.reconcile((), ENDED)).reopened == ("1",)
+    assert (await after.driver.reconciler.reconcile((), ENDED)).reopened == ("1",)
     assert after.async_ledger.snapshot.claims_on(R, ["d0"])
     assert (await after.prepared("1")).boot == "2"
     assert [name for name, *_ in source.calls] == ["reset", "edits", "prepare"]
@@ -799,7 +804,7 @@ async def test_files_that_vanish_are_written_again_at_once(
     for uid in ("0", "1", "2"):
         await here.prepared(uid)
     (here.cdi / here.files[0]).unlink()
-    keeping = asyncio.create_task(here.driver.keep_files())
+    keeping = asyncio.create_task(here.driver.files.keep())
     await until("0", "1", "2")
     (here.cdi / here.files[1]).unlink()
     await until("0", "1", "2")
@@ -836,7 +841,7 @@ async def test_claims_that_went_away_while_the_agent_was_down_are_unprepared(tmp
     else:
         here.claims.add(claim("1", result("d3")))
     here.claims.broken = ConnectionError("away")
-    assert (await after.driver.reconcile((), ENDED)).unknown == ("1", "2")
+    assert (await after.driver.reconciler.reconcile((), ENDED)).unknown == ("1", "2")
     here.claims.broken = None
     for named, pods in (
         ({"1"}, ENDED),  # the kubelet counts it as prepared, and will unprepare it
@@ -844,8 +849,8 @@ async def test_claims_that_went_away_while_the_agent_was_down_are_unprepared(tmp
         (set[str](), PodProcesses(None, frozenset({"pod-uid"}))),
         (set[str](), PodProcesses()),  # nobody can say whether its pod runs
     ):
-        assert await after.driver.reconcile(named, pods) == Reconciled()
-    assert (await after.driver.reconcile((), ENDED)).unprepared == ("1",)
+        assert await after.driver.reconciler.reconcile(named, pods) == ReconciledClaims()
+    assert (await after.driver.reconciler.reconcile((), ENDED)).unprepared == ("1",)
     assert ("unprepare", ["d0"]) in source.calls
     assert list(after.async_ledger.snapshot.claims) == [(D, "2")]
     await end(after)
@@ -860,7 +865,7 @@ async def test_a_prepare_that_a_crash_cut_short_can_be_undone_and_done_again(tmp
         started = ledger.Claim(D, uid, "default", f"claim-{uid}", (ledger.ClaimDevice(R, device),), None, T0)
         await here.async_ledger.do(ledger.reserve(started, durable=True))
     after = await here.again(source)
-    assert await after.driver.reconcile((), ENDED) == Reconciled()
+    assert await after.driver.reconciler.reconcile((), ENDED) == ReconciledClaims()
     assert await after.unprepare("1") is None
     assert ("unprepare", ["d0"]) in source.calls
     await after.prepared("2")
@@ -880,7 +885,7 @@ async def test_cdi_files_are_evidence_for_a_lost_ledger(here: World) -> None:
         ledger.reconcile_evidence(R, evidence, after.inventory.snapshot.devices, Side.PLUGIN, T0)
     )
     assert after.async_ledger.snapshot.claims[D, "1"].held == {(R, "d0"), (R, "d2")}
-    assert (await after.driver.reconcile((), ENDED)) == Reconciled()
+    assert (await after.driver.reconciler.reconcile((), ENDED)) == ReconciledClaims()
     assert await after.prepared("1") == first
     await end(after)
 
@@ -891,10 +896,10 @@ async def test_files_of_claims_that_the_kubelet_counts_as_prepared_are_not_swept
     await here.prepared("1")
     (kept,) = here.files
     await here.async_ledger.do(ledger.unprepare(D, "1"))
-    assert await here.driver.reconcile({"1"}, ENDED) == Reconciled()
-    assert await here.driver.reconcile((), ENDED, sweep=False) == Reconciled()
+    assert await here.driver.reconciler.reconcile({"1"}, ENDED) == ReconciledClaims()
+    assert await here.driver.reconciler.reconcile((), ENDED, sweep=False) == ReconciledClaims()
     assert here.files == [kept]
-    assert (await here.driver.reconcile((), ENDED)).removed == ("1",)
+    assert (await here.driver.reconciler.reconcile((), ENDED)).removed == ("1",)
 
 
 def in_claim_state(*devices: tuple[str, str, str], cdi_ids: tuple[str, ...] = ()) -> PreparedClaim:
@@ -917,7 +922,7 @@ async def test_the_kubelets_claim_state_is_evidence(here: World) -> None:
 
 
 async def test_a_claim_over_two_resources_is_unprepared_on_both_after_the_ledger_was_lost(tmp_path: Path) -> None:
-    """Each resource's evidence is heard by itself; `unprepare` and `released` are called for either."""
+    """Each resource's evidence is reconciled by itself; `unprepare` and `released` are called for either."""
 
     class Nic(Hooked):
         resource = "example.com/nic"
@@ -926,8 +931,8 @@ async def test_a_claim_over_two_resources_is_unprepared_on_both_after_the_ledger
     here = await world(tmp_path, fpga)
     inventory = Inventory("example.com/nic")
     inventory.publish([Device("n0")])
-    here.driver.serve([*here.driver.served, ServedResource(nic, inventory)])
-    names = {device.id: name for name, (_, device) in here.driver.devices.items()}
+    here.driver.devices.replace([*here.driver.devices.resources, ServedResource(nic, inventory)])
+    names = {device.id: name for name, (_, device) in here.driver.devices.by_name.items()}
     state = in_claim_state((NODE, names["d0"], ""), (NODE, names["n0"], ""))
     await here.async_ledger.do(ledger.forget(R, ["d0"]))
     for resource, device in ((R, "d0"), ("example.com/nic", "n0")):
@@ -954,13 +959,13 @@ async def test_two_resources_of_one_driver_and_two_drivers_share_a_ledger(tmp_pa
     both = Driver(
         D,
         NODE,
-        [*here.driver.served, ServedResource(Other(), inventory)],
+        [*here.driver.devices.resources, ServedResource(Other(), inventory)],
         here.async_ledger,
         here.claims,
         cdi_directory=str(here.cdi),
         boot="1",
     )
-    names = {f"{served.source.resource} {device.id}": name for name, (served, device) in both.devices.items()}
+    names = {f"{served.source.resource} {device.id}": name for name, (served, device) in both.devices.by_name.items()}
     here.claims.add(claim("1", result(names[f"{R} d0"]), result(names["example.com/nic d0"])))
     answer = (await both.prepare([ref("1")]))["1"]
     assert isinstance(answer, Prepared)
@@ -995,7 +1000,7 @@ async def test_both_versions_of_the_api_answer_alike(here: World, tmp_path: Path
     """v1 has shares, v1beta1 does not; errors are inside the map."""
     here.claims.add(claim("1", result("d0", "fpga/big", shareID="s")), claim("2", result("d9")))
     server = grpc.aio.server()
-    services.add_to_server(here.driver, server)
+    services.add_to_server(here.driver, services.HealthService(here.driver, 10.0), server)
     address = f"unix:{tmp_path}/s"
     server.add_insecure_port(address)
     await server.start()
@@ -1099,7 +1104,7 @@ async def test_an_api_server_that_is_away_is_the_claims_error(tmp_path: Path, se
         driver = Driver(
             D,
             NODE,
-            here.driver.served,
+            here.driver.devices.resources,
             here.async_ledger,
             ClusterClaims(api, NODE),
             cdi_directory=str(here.cdi),
@@ -1225,7 +1230,7 @@ def test_any_request_is_answered_in_full(tmp_path_factory: pytest.TempPathFactor
 
 
 class Pods:
-    """What a driver is told of running pods; error: raised in place of an answer."""
+    """The running pods that a driver is given; error: raised in place of an answer."""
 
     def __init__(self, *running: str, unlisted: Sequence[str] = ()) -> None:
         self.now = RunningPods(frozenset(running), frozenset(unlisted))
@@ -1241,7 +1246,7 @@ class Pods:
 
 
 async def test_a_claim_whose_pods_processes_run_is_not_unprepared(tmp_path: Path) -> None:
-    """The kubelet unprepares claims of pods deleted by force while their containers hang; it is told to try again."""
+    """The kubelet unprepares claims of pods deleted by force while their containers hang; it has to try again."""
     pods = Pods("pod-uid")
     here = await world(tmp_path, running_pods=pods)
     here.claims.add(claim("1", result("d0")))
@@ -1260,15 +1265,14 @@ async def test_a_claim_whose_pods_processes_run_is_not_unprepared(tmp_path: Path
 async def test_pods_that_came_to_share_a_claim_count_before_it_is_unprepared(tmp_path: Path) -> None:
     """The kubelet prepares a claim once; pods that came later are recorded before the ledger is asked."""
     pods = Pods("later")
-    here = await world(tmp_path)
-    here.claims.add(claim("1", result("d0")))
-    await here.prepared("1")
 
     async def recorded() -> RunningPods:
-        await here.async_ledger.do(ledger.describe(D, "1", "default", "claim-1", ["later"]))
+        await made.async_ledger.do(ledger.describe(D, "1", "default", "claim-1", ["later"]))
         return pods.now
 
-    here.driver._running_pods = recorded
+    here = made = await world(tmp_path, running_pods=recorded)
+    here.claims.add(claim("1", result("d0")))
+    await here.prepared("1")
     error = await here.unprepare("1")
     assert error is not None
     assert "processes of pod later run" in str(error)
@@ -1288,7 +1292,7 @@ async def test_a_claim_stays_prepared_while_a_pod_runs_that_may_use_it(tmp_path:
     assert "processes of pod forgotten run" in str(error)
     del here.claims.claims["claim-1"]
     running = PodProcesses(frozenset({"forgotten", "listed"}))
-    assert await here.driver.reconcile((), running, pods.now.unlisted) == Reconciled()
+    assert await here.driver.reconciler.reconcile((), running, pods.now.unlisted) == ReconciledClaims()
     assert (D, "1") in here.async_ledger.snapshot.claims
     pods.now = RunningPods(frozenset({"listed"}))
     assert await here.unprepare("1") is None
@@ -1323,7 +1327,7 @@ async def test_a_claim_of_an_older_ledger_is_not_ended_without_the_kubelet(tmp_p
     await here.async_ledger.do(ledger.unprepare(D, "1"))
     await here.async_ledger.do(ledger.prepare(record))
     del here.claims.claims["claim-1"]
-    assert await here.driver.reconcile((), ENDED) == Reconciled()
+    assert await here.driver.reconciler.reconcile((), ENDED) == ReconciledClaims()
     assert (D, "1") in here.async_ledger.snapshot.claims
     assert await here.unprepare("1") is None
     assert not here.async_ledger.snapshot.claims

@@ -22,16 +22,17 @@ from deviceplugin.device import ContainerEdits, Device, Health
 from deviceplugin.inventory import Inventory
 from deviceplugin.source import DeviceSource
 from dra_bridge import ledger
-from dra_bridge.driver import ClaimRef, Driver, ServedResource
+from dra_bridge.driver import ClaimRef, ClusterClaims, Driver, ServedResource
 from dra_bridge.driver import registrar as registrar_module
-from dra_bridge.driver.registrar import Registrar, RegistrarError, Timing, health_list, socket_path
+from dra_bridge.driver.registrar import Registrar, RegistrarError, Timing, socket_path
+from dra_bridge.driver.services import health_list
 from dra_bridge.ledger import AsyncLedger, Side
 from dra_bridge.testing.kubelet import HEALTH_SERVICES, FakeDraKubelet, FakeDraPod, PodError
 
 D = "fpga.example.com"
 R = "example.com/fpga"
 NODE = "node-1"
-QUICK = Timing(look=0.2, patience=30.0, drain=0.5, keep_alive=10.0)
+QUICK = Timing(check=0.2, patience=30.0, drain=0.5, keep_alive=10.0)
 _T = TypeVar("_T")
 
 
@@ -51,7 +52,7 @@ def claim(name: str, uid: str, *results: tuple[str, str]) -> dict[str, Any]:
     }
 
 
-class Server:
+class Server(ClusterClaims):
     """The API server of both sides."""
 
     def __init__(self) -> None:
@@ -179,7 +180,7 @@ async def test_a_restarted_kubelet_finds_the_driver_and_prepares_again(
         # Kubelet 1.36.3 adds the devices of a second answer to those that it read from its claim state.
         assert {name: set(ids) for name, ids in after.items()} == {name: set(ids) for name, ids in before.items()}
         await aside(kubelet.unprepare_pod, pod)
-        assert not driver._ledger.snapshot.claims
+        assert not driver.records.ledger.snapshot.claims
 
 
 @pytest.mark.parametrize("what", ["plugins_registry", "plugins", "socket"])
@@ -331,8 +332,8 @@ async def test_a_registry_that_cannot_be_written_is_said_and_waited_for(
 
 async def test_health_is_told_at_once_and_kept_alive(driver: Driver, root: Path, kubelet: FakeDraKubelet) -> None:
     """Three states, complete lists, a message; after 30 s of silence the kubelet knows nothing."""
-    inventory = driver.served[0].inventory
-    async with Running(driver, root, replace(QUICK, keep_alive=0.05)) as registrar:
+    inventory = driver.devices.resources[0].inventory
+    async with Running(driver, root, replace(QUICK, keep_alive=0.05)):
         await aside(kubelet.wait_registered, D)
         await aside(kubelet.wait_for, lambda: kubelet.health(D, NODE, "d0").health == "healthy")
         devices = list(inventory.snapshot.devices.values())
@@ -346,7 +347,6 @@ async def test_health_is_told_at_once_and_kept_alive(driver: Driver, root: Path,
         await aside(kubelet.wait_for, lambda: len(kubelet.updates) >= count + 3)
         assert {size for _, size in kubelet.updates} == {3}
         assert kubelet.health(D, NODE, "d2", later=31.0).health == "unknown"
-        assert registrar.statistics.health_lists >= 4
 
 
 @pytest.mark.parametrize(
@@ -375,9 +375,9 @@ async def test_a_kubelet_since_1_37_opens_no_health_stream_that_is_not_listed(
     """Kubernetes#139477; until 1.36 it opened one to any driver."""
     monkeypatch.setattr(registrar_module, "SERVICES", ("v1.DRAPlugin",))
     with FakeDraKubelet(root, server.read, health_services=HEALTH_SERVICES) as kubelet:
-        async with Running(driver, root) as registrar:
+        async with Running(driver, root):
             (plugin,) = await aside(kubelet.wait_registered, D)
-            assert (plugin.health_service, registrar.statistics.health_streams) == ("", 0)
+            assert (plugin.health_service, kubelet.updates) == ("", [])
             assert kubelet.health(D, NODE, "d0").health == "unknown"
 
 
@@ -386,16 +386,16 @@ async def test_health_needs_no_timer_to_be_told(driver: Driver, root: Path, kube
     async with Running(driver, root, replace(QUICK, keep_alive=3600)) as registrar:
         await aside(kubelet.wait_registered, D)
         await aside(kubelet.wait_for, lambda: kubelet.health(D, NODE, "d0").health == "healthy")
-        (first,) = driver.served
+        (first,) = driver.devices.resources
         devices = list(first.inventory.snapshot.devices.values())
         first.inventory.publish([devices[0].with_health(Health.UNHEALTHY, "it smokes"), *devices[1:]])
         await aside(kubelet.wait_for, lambda: kubelet.health(D, NODE, "d0").health == "unhealthy")
         other = type("Other", (Source,), {"resource": "example.com/more"})()
         more = Inventory(other.resource)
         more.publish([Device("m0")])
-        driver.serve([first, ServedResource(other, more)])
+        driver.devices.replace([first, ServedResource(other, more)])
         registrar.follow()
-        (name,) = (name for name, (served, _) in driver.devices.items() if served.inventory is more)
+        (name,) = (name for name, (served, _) in driver.devices.by_name.items() if served.inventory is more)
         await aside(kubelet.wait_for, lambda: kubelet.health(D, NODE, name).health == "healthy")
         more.publish([Device("m0", health=Health.UNHEALTHY)])
         await aside(kubelet.wait_for, lambda: kubelet.health(D, NODE, name).health == "unhealthy")
@@ -408,7 +408,7 @@ async def test_the_keep_alive_is_well_inside_the_kubelets_patience() -> None:
 
 async def test_messages_are_cut(driver: Driver) -> None:
     """The kubelet cuts at 1024 bytes."""
-    inventory = driver.served[0].inventory
+    inventory = driver.devices.resources[0].inventory
     inventory.publish([Device("x", health=Health.UNHEALTHY, message="m\u20ac" * 5000)])
     listed = health_list(driver, 12.7)
     assert {len(entry.message.encode()) for entry in listed.devices} <= {1000, len("the device is gone")}

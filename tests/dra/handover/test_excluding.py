@@ -80,7 +80,7 @@ class World:
     def names(self) -> dict[str, str]:
         """Published names by device."""
         drivers = self.bridge.drivers.values()
-        return {device.id: name for bridge in drivers for name, (_, device) in bridge.driver.devices.items()}
+        return {device.id: name for bridge in drivers for name, (_, device) in bridge.driver.devices.by_name.items()}
 
     async def until(self, what: Callable[[], bool]) -> None:
         try:
@@ -221,7 +221,7 @@ async def test_an_agent_that_starts_after_a_link_was_replaced_knows_the_holder(n
     async with world(node, tmp_path, Listed(A, D, Device("old", identity="x"))) as here:
         await here.until(lambda: here.healthy == {"old"})
         pod = await asyncio.to_thread(node.run_pod, "p", {A: 1})
-        await here.until(lambda: bool(here.bridge.drivers[D].async_ledger.snapshot.holds))
+        await here.until(lambda: bool(here.bridge.drivers[D].async_ledger.snapshot.allocations))
     async with world(node, tmp_path, Listed(A, D, Device("new", identity="x"), Device("third", identity="y"))) as here:
         await here.until(lambda: here.healthy == {"third"})
         assert (A, "new") in here.bridge.drivers[D].ledger_gate.reconciled
@@ -249,7 +249,7 @@ async def test_a_resource_of_another_name_knows_who_holds_its_devices(node: Fake
         await here.until(lambda: here.healthy == {"a"})
         pod = await asyncio.to_thread(node.run_pod, "p", {A: 1})
         await here.until(
-            lambda: any(hold.holders for hold in here.bridge.drivers[D].async_ledger.snapshot.holds.values())
+            lambda: any(hold.holders for hold in here.bridge.drivers[D].async_ledger.snapshot.allocations.values())
         )
     async with world(node, tmp_path, Listed(B, D, Device("a", identity="x"), Device("b", identity="y"))) as here:
         await here.until(lambda: here.healthy == {"b"})

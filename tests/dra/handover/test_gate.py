@@ -9,13 +9,14 @@ from deviceplugin.device import Device
 from deviceplugin.inventory import Inventory
 from deviceplugin.kubelet.cgroups import PodProcesses
 from deviceplugin.kubelet.checkpoint import Allocation, Checkpoint
-from deviceplugin.kubelet.holders import HolderSnapshot, Witnesses, holders
+from deviceplugin.kubelet.holders import HolderEvidence, HolderSnapshot, holders
 from deviceplugin.kubelet.podresources import AllocationsInFlight
 from deviceplugin.kubelet.servicer import Endpoint
 from deviceplugin.source import DeviceSource
 from dra_bridge import ledger
-from dra_bridge.handover import DeviceIdResolver, LedgerGate, allocations_of, held_units, kubelet_snapshot
-from dra_bridge.ledger import AsyncLedger, Held, Ledger, Side
+from dra_bridge.handover import DeviceIdResolver, LedgerGate, allocations_of, held_ids
+from dra_bridge.handover.evidence import kubelet_snapshot
+from dra_bridge.ledger import AsyncLedger, Ledger, ObservedAllocation, Side
 
 R = "example.com/gpu"
 
@@ -30,7 +31,7 @@ def scanned(
     """What a scan says: containers that the checkpoint names, others that are known, pods whose processes run."""
     checkpoint = Checkpoint(frozenset(named), {R: frozenset({"gpu1", "gpu2::1"})})
     pods = PodProcesses(frozenset(runs.split()))
-    return holders(known, Witnesses([checkpoint], awake, pods, "" if awake else "it was not written"), 5.0)
+    return holders(known, HolderEvidence([checkpoint], awake, pods, "" if awake else "it was not written"), 5.0)
 
 
 async def test_replicas_from_before_sharing_ended_hold_their_device() -> None:
@@ -39,28 +40,28 @@ async def test_replicas_from_before_sharing_ended_hold_their_device() -> None:
     inventory.publish([Device("gpu0"), Device("gpu1")])
     endpoint = Endpoint(Gpus(), inventory, AllocationsInFlight())
     now = scanned(*(Allocation("u1", "main", R, name) for name in ("gpu0::3", "gpu1")))
-    units = held_units(now, R, endpoint.ids.device_id_of)
-    assert {unit: one.device for unit, one in units.items()} == {"gpu0::3": "gpu0", "gpu1": "gpu1"}
+    ids = held_ids(now, R, endpoint.ids.device_id_of)
+    assert {name: one.device for name, one in ids.items()} == {"gpu0::3": "gpu0", "gpu1": "gpu1"}
 
 
-def test_all_holders_of_an_id_are_told() -> None:
+def test_all_holders_of_an_id_are_returned() -> None:
     """Of several, one that is certain is shown to people; the reason says why it counts if no checkpoint names it."""
     main, init = Allocation("u1", "main", R, "a"), Allocation("u2", "init", R, "a")
     hidden, other = Allocation("u3", "main", R, "b"), Allocation("u1", "main", "example.com/nic", "a")
     now = scanned(main, init, other, known=(hidden,), runs="u2 u3", awake=False)
-    units = held_units(now, R, str, {"u1": "ml/one", "u2": "ml/two", "u3": "ml/three"}.__getitem__)
-    assert units == {
-        "a": Held("a", "ml/two", True, frozenset({("u1", "main"), ("u2", "init")})),
-        "b": Held("b", "ml/three", True, frozenset({("u3", "main")}), "not known: it was not written"),
+    ids = held_ids(now, R, str, {"u1": "ml/one", "u2": "ml/two", "u3": "ml/three"}.__getitem__)
+    assert ids == {
+        "a": ObservedAllocation("a", "ml/two", True, frozenset({("u1", "main"), ("u2", "init")})),
+        "b": ObservedAllocation("b", "ml/three", True, frozenset({("u3", "main")}), "not known: it was not written"),
     }
 
 
 def test_what_only_an_old_checkpoint_says_is_not_sure() -> None:
     """Its pod may have ended since, unless its processes are seen to run."""
     one = Allocation("u1", "main", R, "a")
-    assert not held_units(scanned(one, awake=False), R, str)["a"].sure
-    assert held_units(scanned(one, awake=False, runs="u1"), R, str)["a"].sure
-    assert held_units(scanned(one), R, str)["a"].sure
+    assert not held_ids(scanned(one, awake=False), R, str)["a"].sure
+    assert held_ids(scanned(one, awake=False, runs="u1"), R, str)["a"].sure
+    assert held_ids(scanned(one), R, str)["a"].sure
 
 
 def test_a_scan_as_the_ledger_takes_it() -> None:
@@ -76,7 +77,7 @@ def test_a_scan_as_the_ledger_takes_it() -> None:
 
 async def test_a_resource_may_be_dropped_during_a_scan(tmp_path: Path) -> None:
     """The ledger takes its time for each of them, and a reload does not wait for it."""
-    async_ledger = AsyncLedger(Ledger.open(str(tmp_path / "ledger.db")))
+    async_ledger = AsyncLedger(Ledger(str(tmp_path / "ledger.db")))
     resources: dict[str, DeviceIdResolver] = {"example.com/a": str, "example.com/b": str}
     ledger_gate = LedgerGate(async_ledger, resources)
     now = scanned(*(Allocation("u1", "main", name, "d") for name in resources))
@@ -84,24 +85,24 @@ async def test_a_resource_may_be_dropped_during_a_scan(tmp_path: Path) -> None:
     await asyncio.sleep(0)  # the ledger is asked about the first
     del resources["example.com/a"]
     await scan
-    assert [hold.resource for hold in async_ledger.snapshot.holds.values()] == ["example.com/a", "example.com/b"]
+    assert [hold.resource for hold in async_ledger.snapshot.allocations.values()] == ["example.com/a", "example.com/b"]
     await async_ledger.close()
 
 
 async def test_holders_are_known_again_after_a_restart(tmp_path: Path) -> None:
-    """The ledger tells the next process which allocations it has to go on asking the witnesses about."""
+    """The ledger tells the next process which allocations it has to go on scanning for."""
     path = str(tmp_path / "ledger.db")
-    with Ledger.open(path) as book:
-        book.do(ledger.adopt(R, ["a", "b"], Side.PLUGIN, 1.0))
-        book.do(ledger.grant(R, {"a::1": "a", "b": "b"}, 1.0))
-    async_ledger = AsyncLedger(Ledger.open(path))
+    with Ledger(path) as store:
+        store.do(ledger.adopt(R, ["a", "b"], Side.PLUGIN, 1.0))
+        store.do(ledger.grant(R, {"a::1": "a", "b": "b"}, 1.0))
+    async_ledger = AsyncLedger(Ledger(path))
     changes: list[str] = []
     ledger_gate = LedgerGate(async_ledger, {R: lambda name: name.partition("::")[0]}, lambda: changes.append("changed"))
     assert set(ledger_gate.awaited()) == {(R, "a::1"), (R, "b")}
     held = {Allocation("u1", "init", R, "a::1"), Allocation("u1", "main", R, "a::1")}
     await ledger_gate.after_scan(ledger_gate.before_scan(), scanned(*held))
     await async_ledger.close()
-    with Ledger.open(path) as book:
-        assert set(allocations_of(book.snapshot)) == held
+    with Ledger(path) as store:
+        assert set(allocations_of(store.snapshot)) == held
     assert set(ledger_gate.awaited()) == {(R, "b")}
     assert changes == []

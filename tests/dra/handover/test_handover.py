@@ -1,4 +1,4 @@
-"""Which devices move, and what a move is told to wait for."""
+"""Which devices move, and what a move waits for."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from deviceplugin.backoff import Backoff
 from deviceplugin.sharing import device_of
 from dra_bridge import ledger
 from dra_bridge.handover import Share
-from dra_bridge.handover.evidence import ToDra, ToPlugin
-from dra_bridge.handover.planner import followers, in_hands, led, plan
+from dra_bridge.handover.evidence import shown_unhealthy
+from dra_bridge.handover.planner import followers, held_and_expected, in_state, leading, plan
 from dra_bridge.ledger import Ledger, Side, State
 from tests.model.flow import DEVICES, Flow, Outside, R, Source
 
@@ -24,7 +24,7 @@ async def test_a_device_leaves_the_slice_at_once_and_waits_for_its_claim(tmp_pat
     outside = Outside()
     flow = await Flow.begin(tmp_path, outside, Source())
     await flow.move(2)
-    outside.say("allocated", "1=a")
+    outside.record("allocated", "1=a")
     await flow.move(0, lambda: flow.state("b") is State.PLUGIN)
     assert flow.state("a") is State.TO_PLUGIN
     assert flow.slice() == []
@@ -32,7 +32,7 @@ async def test_a_device_leaves_the_slice_at_once_and_waits_for_its_claim(tmp_pat
     await flow.prepare("1")
     await flow.move(0, lambda: flow.handover.waiting["a"] == "its claim")
     await flow.unprepare("1")
-    outside.say("deallocated", "1")
+    outside.record("deallocated", "1")
     await flow.move(0)
     await flow.end()
 
@@ -58,7 +58,7 @@ async def test_a_claim_that_keeps_a_device_is_read_seldom_and_claims_are_not_lis
     flow = await Flow.begin(tmp_path, outside, Source())
     await flow.move(1)
     (device,) = (name for name in DEVICES if flow.state(name) is State.DRA)
-    outside.say("allocated", f"1={device}")
+    outside.record("allocated", f"1={device}")
     monkeypatch.setattr("dra_bridge.handover.moves.time", clock)
     monkeypatch.setattr(flow.handover, "_waits", lambda: Backoff(first=0.5, most=300.0))
     lists: list[float] = []
@@ -83,7 +83,7 @@ async def test_a_claim_that_keeps_a_device_is_read_seldom_and_claims_are_not_lis
     assert len(lists) == 1
     assert set(reads) == {("default/1", R, device)}
     assert 12 <= len(reads) <= 40
-    outside.say("deallocated", "1")
+    outside.record("deallocated", "1")
     clock.now += 300.0
     await flow.handover._step()
     assert flow.state(device) is State.PLUGIN
@@ -123,11 +123,11 @@ async def test_a_claim_that_comes_late_finds_its_device_at_another_try(tmp_path:
     """R2: an idle device moves to DRA for it and is not turned round by the share before it is there."""
     outside = Outside()
     flow = await Flow.begin(tmp_path, outside, Source())
-    outside.say("allocated", "1=a")
+    outside.record("allocated", "1=a")
     await flow.prepare("1")
     assert flow.state("a") in {State.DRA, State.TO_PLUGIN}
     await flow.unprepare("1")
-    outside.say("deallocated", "1")
+    outside.record("deallocated", "1")
     await flow.move(0)
     await flow.end()
 
@@ -140,31 +140,30 @@ def test_devices_that_a_claim_came_for_are_not_turned_round() -> None:
     assert plan(states, (), Share(1), expected={"a"}).to_plugin == ("b",)
 
 
-def test_what_is_in_hands_is_not_expected(tmp_path: Path) -> None:
+def test_what_is_held_is_not_expected(tmp_path: Path) -> None:
     """A pod that was given the device while it moved makes the claim wait."""
     claim = ledger.Claim("d", "1", "default", "c", (ledger.ClaimDevice(R, "a"),), None, 1.0)
-    with Ledger.open(str(tmp_path / "ledger.db")) as book:
-        book.do(ledger.adopt(R, DEVICES, Side.PLUGIN, 1.0))
-        book.do(ledger.reserve(claim, durable=True, pull=True))
-        assert in_hands(book.snapshot, R) == (frozenset(), frozenset("a"))
-        book.do(ledger.grant(R, {"a": "a"}, 1.0))
-        assert in_hands(book.snapshot, R) == (frozenset("a"), frozenset())
+    with Ledger(str(tmp_path / "ledger.db")) as store:
+        store.do(ledger.adopt(R, DEVICES, Side.PLUGIN, 1.0))
+        store.do(ledger.reserve(claim, durable=True, pull=True))
+        assert held_and_expected(store.snapshot) == (frozenset(), frozenset({(R, "a")}))
+        store.do(ledger.grant(R, {"a": "a"}, 1.0))
+        assert held_and_expected(store.snapshot) == (frozenset({(R, "a")}), frozenset())
 
 
 @pytest.mark.parametrize("replicas", [1, 2])
 def test_evidence_is_gathered_in_the_order_of_the_rule(tmp_path: Path, replicas: int) -> None:
     """R5: a device counts as shown only with none of its ids healthy; without a listener none does."""
-    with Ledger.open(str(tmp_path / "ledger.db")) as book:
-        book.do(ledger.adopt(R, DEVICES, Side.PLUGIN, 1.0))
-        book.do(ledger.begin_move(R, DEVICES, Side.DRA, 1.0))
-        moving = ToDra.begun(R, book.snapshot)
+    with Ledger(str(tmp_path / "ledger.db")) as store:
+        store.do(ledger.adopt(R, DEVICES, Side.PLUGIN, 1.0))
+        store.do(ledger.begin_move(R, DEVICES, Side.DRA, 1.0))
+        moving = in_state(store.snapshot, R, State.TO_DRA)
         device_id_of = partial(device_of, replicas=replicas)
-        assert moving.devices == DEVICES
-        assert moving.showing(None, device_id_of).shown == {}
+        assert moving == DEVICES
+        assert shown_unhealthy(moving, None, device_id_of) == {}
         healthy = frozenset({"b" if replicas == 1 else "b::1"})
-        assert moving.showing((3.0, healthy), device_id_of).shown == {"a": 3.0}
-        assert moving.looking(5).scanned(None, device_id_of) is None
-        assert ToPlugin.begun(R, book.snapshot).devices == ()
+        assert shown_unhealthy(moving, (3.0, healthy), device_id_of) == {"a": 3.0}
+        assert in_state(store.snapshot, R, State.TO_PLUGIN) == ()
 
 
 # Groups.
@@ -183,46 +182,46 @@ def states(now: ledger.Snapshot, resource: str) -> dict[str, State]:
 
 def test_parts_of_one_device_count_as_one(tmp_path: Path) -> None:
     """Only the first decides; it is held if any part is, through whichever resource."""
-    with Ledger.open(str(tmp_path / "ledger.db")) as book:
-        book.do(ledger.adopt(R, ["a", "b", "d"], Side.PLUGIN, 0.0))
-        book.do(ledger.adopt(S, ["c"], Side.PLUGIN, 0.0))
-        assert led(book.snapshot, S, states(book.snapshot, S), grouped) == ({}, frozenset(), frozenset())
+    with Ledger(str(tmp_path / "ledger.db")) as store:
+        store.do(ledger.adopt(R, ["a", "b", "d"], Side.PLUGIN, 0.0))
+        store.do(ledger.adopt(S, ["c"], Side.PLUGIN, 0.0))
+        assert leading(store.snapshot, S, states(store.snapshot, S), grouped) == ({}, frozenset(), frozenset())
         at = {"a": State.PLUGIN, "d": State.PLUGIN}
-        assert led(book.snapshot, R, states(book.snapshot, R), grouped) == (at, frozenset(), frozenset())
-        book.do(ledger.grant(S, {"c": "c"}, 0.0))
-        assert led(book.snapshot, R, states(book.snapshot, R), grouped) == (at, frozenset("a"), frozenset())
+        assert leading(store.snapshot, R, states(store.snapshot, R), grouped) == (at, frozenset(), frozenset())
+        store.do(ledger.grant(S, {"c": "c"}, 0.0))
+        assert leading(store.snapshot, R, states(store.snapshot, R), grouped) == (at, frozenset("a"), frozenset())
 
 
 def test_parts_follow_the_first(tmp_path: Path) -> None:
     """Wherever it goes; one that is quarantined stays, and leads nobody."""
-    with Ledger.open(str(tmp_path / "ledger.db")) as book:
-        book.do(ledger.adopt(R, ["a", "b", "d"], Side.PLUGIN, 0.0))
-        book.do(ledger.adopt(S, ["c"], Side.PLUGIN, 0.0))
-        assert followers(book.snapshot, R, "abd", grouped) == []
-        book.do(ledger.begin_move(R, ["a", "d"], Side.DRA, 0.0))
-        assert followers(book.snapshot, R, "abd", grouped) == [("b", Side.DRA, "it moves with a")]
-        assert followers(book.snapshot, S, "c", grouped) == [("c", Side.DRA, "it moves with a")]
-        book.do(ledger.begin_move(R, ["b"], Side.DRA, 0.0))
-        book.do(ledger.begin_move(R, ["a"], Side.PLUGIN, 0.0))
-        assert followers(book.snapshot, R, "abd", grouped) == [("b", Side.PLUGIN, "it moves with a")]
+    with Ledger(str(tmp_path / "ledger.db")) as store:
+        store.do(ledger.adopt(R, ["a", "b", "d"], Side.PLUGIN, 0.0))
+        store.do(ledger.adopt(S, ["c"], Side.PLUGIN, 0.0))
+        assert followers(store.snapshot, R, "abd", grouped) == []
+        store.do(ledger.begin_move(R, ["a", "d"], Side.DRA, 0.0))
+        assert followers(store.snapshot, R, "abd", grouped) == [("b", Side.DRA, "it moves with a")]
+        assert followers(store.snapshot, S, "c", grouped) == [("c", Side.DRA, "it moves with a")]
+        store.do(ledger.begin_move(R, ["b"], Side.DRA, 0.0))
+        store.do(ledger.begin_move(R, ["a"], Side.PLUGIN, 0.0))
+        assert followers(store.snapshot, R, "abd", grouped) == [("b", Side.PLUGIN, "it moves with a")]
 
 
 def test_a_claim_for_a_part_takes_all_along(tmp_path: Path) -> None:
     """They move for the claim, also those that arrived before, and are not turned round by the share."""
-    with Ledger.open(str(tmp_path / "ledger.db")) as book:
-        book.do(ledger.adopt(R, ["a", "b"], Side.PLUGIN, 0.0))
-        book.do(ledger.adopt(S, ["c"], Side.PLUGIN, 0.0))
-        book.do(ledger.begin_move(R, ["b"], Side.DRA, 0.0, "for claim default/x"))
+    with Ledger(str(tmp_path / "ledger.db")) as store:
+        store.do(ledger.adopt(R, ["a", "b"], Side.PLUGIN, 0.0))
+        store.do(ledger.adopt(S, ["c"], Side.PLUGIN, 0.0))
+        store.do(ledger.begin_move(R, ["b"], Side.DRA, 0.0, "for claim default/x"))
         for resource, names in ((R, "ab"), (S, "c")):
-            for name, side, reason in followers(book.snapshot, resource, names, grouped):
-                book.do(ledger.begin_move(resource, [name], side, 0.0, reason))
-        assert {record.state for record in book.snapshot.devices.values()} == {State.TO_DRA}
-        leaders, held, expected = led(book.snapshot, R, states(book.snapshot, R), grouped)
+            for name, side, reason in followers(store.snapshot, resource, names, grouped):
+                store.do(ledger.begin_move(resource, [name], side, 0.0, reason))
+        assert {record.state for record in store.snapshot.devices.values()} == {State.TO_DRA}
+        leaders, held, expected = leading(store.snapshot, R, states(store.snapshot, R), grouped)
         assert (leaders, expected) == ({"a": State.TO_DRA}, frozenset("a"))
         assert not plan(leaders, held, Share(0), expected=expected)
-        evidence = ledger.KubeletSnapshot(book.snapshot.sequence, 2.0, True)
-        shown = ledger.KubeletEvidence(book.snapshot.sequence, {"a": 1.0}, evidence)
-        assert book.do(ledger.commit_to_dra(R, ["a"], shown, 0.0)).devices == ("a",)
-        leaders, held, expected = led(book.snapshot, R, states(book.snapshot, R), grouped)
+        evidence = ledger.KubeletSnapshot(store.snapshot.sequence, 2.0, True)
+        shown = ledger.KubeletEvidence(store.snapshot.sequence, {"a": 1.0}, evidence)
+        assert store.do(ledger.commit_to_dra(R, ["a"], shown, 0.0)).devices == ("a",)
+        leaders, held, expected = leading(store.snapshot, R, states(store.snapshot, R), grouped)
         assert not plan(leaders, held, Share(0), expected=expected)
-        assert followers(book.snapshot, R, "ab", grouped) == []
+        assert followers(store.snapshot, R, "ab", grouped) == []

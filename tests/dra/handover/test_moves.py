@@ -84,7 +84,7 @@ class World:
 
     @property
     def waiting(self) -> dict[str, str]:
-        return dict(self.bridge.drivers[D].handovers[R].waiting)
+        return dict(self.bridge.drivers[D].resources[R].handover.waiting)
 
     @property
     def healthy(self) -> set[str]:
@@ -201,18 +201,18 @@ async def test_a_move_to_the_plugin_is_cancelled_after_the_slice_has_lost_the_de
     async with world(node, tmp_path, Source(1)) as here:
         here.ask("all")
         await here.settle(State.DRA)
-        driver, evidence = here.bridge.drivers[D], here.bridge.drivers[D].evidence
-        allocated, asked = evidence.allocated, asyncio.Event()
+        driver, asked = here.bridge.drivers[D], asyncio.Event()
+        handover, allocated = driver.resources[R].handover, driver.devices.evidence.allocated
 
         async def away() -> object:
             # The first list lets the device leave the slices, the second one would end the move.
-            if driver.withdrawn(R, "d0") is not None:
+            if driver.feed.withdrawn(R, "d0") is not None:
                 asked.set()
                 raise ClusterError("the API server is away")
             return await allocated()
 
         with monkeypatch.context() as outage:
-            outage.setattr(evidence, "allocated", away)
+            outage.setattr(handover, "_list_claims", away)
             here.ask("none")
             async with asyncio.timeout(60):
                 await asked.wait()

@@ -20,7 +20,7 @@ import pytest
 
 from dra_bridge.kube import NODES, Cluster, UnavailableError
 from dra_bridge.kube import auth as access
-from dra_bridge.kube.auth import AccessError, from_environment
+from dra_bridge.kube.auth import KubeConfigError, from_environment
 from dra_bridge.testing.apiserver import FakeApiServer
 
 
@@ -169,12 +169,12 @@ async def test_a_token_that_has_ended_is_asked_for_again(tmp_path: Path, ends: s
 )
 async def test_what_exec_plugins_do_wrong(tmp_path: Path, script: str, said: str) -> None:
     """Credentials that cannot be had are an error that names the plugin."""
-    with pytest.raises(AccessError, match=f"no credentials: credential plugin .*/plugin:? .*{said}"):
+    with pytest.raises(KubeConfigError, match=f"no credentials: credential plugin .*/plugin:? .*{said}"):
         await from_environment(plugin_file(tmp_path, script))
 
 
-async def test_a_plugin_that_waits_for_somebody(tmp_path: Path) -> None:
-    """A plugin may take longer than a request's deadline: somebody may have to log in."""
+async def test_a_plugin_that_waits_for_a_person(tmp_path: Path) -> None:
+    """A plugin may take longer than a request's deadline: a person may have to log in."""
     os.mkfifo(tmp_path / "login")
     with FakeApiServer() as server:
         server.create({"apiVersion": "v1", "kind": "Node", "metadata": {"name": "a"}})
@@ -197,7 +197,7 @@ async def test_an_exec_plugin_that_is_not_there(tmp_path: Path) -> None:
             "installHint": "install it from example.com",
         }
     }
-    with pytest.raises(AccessError, match=r"no-such-plugin: .*; install it from example.com"):
+    with pytest.raises(KubeConfigError, match=r"no-such-plugin: .*; install it from example.com"):
         await from_environment(kubeconfig(tmp_path / "config", user))
 
 
@@ -206,14 +206,14 @@ async def test_files_that_make_no_sense(tmp_path: Path, text: str) -> None:
     """A file that is no kubeconfig is an error that names it."""
     file = tmp_path / "config"
     file.write_text(text)
-    with pytest.raises(AccessError, match="config"):
+    with pytest.raises(KubeConfigError, match="config"):
         await from_environment(file)
 
 
 async def test_without_the_reader_of_kubeconfigs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where kubernetes_asyncio is not installed, the error says which extra brings it."""
     monkeypatch.setitem(sys.modules, "kubernetes_asyncio.client", None)
-    with pytest.raises(AccessError, match="the extra `cli`"):
+    with pytest.raises(KubeConfigError, match="the extra `cli`"):
         await from_environment(kubeconfig(tmp_path / "config", {}))
 
 

@@ -19,14 +19,12 @@ from dra_bridge.kube import (
     RESOURCE_CLAIMS,
     RESOURCE_SLICES,
     AccessError,
-    AlreadyExistsError,
     ApiError,
     Backoff,
     Changed,
     Cluster,
     ConflictError,
     ForbiddenError,
-    GoneError,
     InvalidError,
     Listed,
     NotFoundError,
@@ -34,8 +32,8 @@ from dra_bridge.kube import (
     UnsupportedError,
     VersionChangedError,
     connection,
-    error_of,
 )
+from dra_bridge.kube.errors import GoneError, error_of
 from dra_bridge.testing.apiserver import FakeApiServer, Fault
 
 
@@ -88,7 +86,7 @@ async def test_status_is_patched_alone(server: FakeApiServer) -> None:
     server.create(claim)
     async with connected(server) as cluster:
         patch = {"spec": {"a": 2}, "status": {"devices": [{"driver": "d"}]}}
-        done = await cluster.patch_status(RESOURCE_CLAIMS, "c", patch, "ns")
+        done = await cluster.patch(RESOURCE_CLAIMS, "c", patch, "ns", subresource="status")
         assert done["spec"] == {"a": 1}
         assert (await cluster.get(RESOURCE_CLAIMS, "c", "ns"))["status"] == {"devices": [{"driver": "d"}]}
 
@@ -97,7 +95,7 @@ async def test_conflicts(server: FakeApiServer) -> None:
     """An object that exists, one that changed and one with another UID are conflicts of their own kinds."""
     made = server.create(node("a"))
     async with connected(server) as cluster:
-        with pytest.raises(AlreadyExistsError):
+        with pytest.raises(ConflictError, match="409 AlreadyExists"):
             await cluster.create(NODES, node("a"))
         await cluster.patch(NODES, "a", {"metadata": {"labels": {"x": "1"}}})
         with pytest.raises(ConflictError):
@@ -178,7 +176,7 @@ async def test_a_404_that_does_not_name_the_object_is_no_answer(server: FakeApiS
         for call in (
             lambda: cluster.get(RESOURCE_CLAIMS, "c", "ns"),
             lambda: cluster.delete(RESOURCE_CLAIMS, "c", "ns"),
-            lambda: cluster.patch_status(RESOURCE_CLAIMS, "c", {}, "ns"),
+            lambda: cluster.patch(RESOURCE_CLAIMS, "c", {}, "ns", subresource="status"),
             lambda: cluster.list(RESOURCE_CLAIMS),
         ):
             server.fail(lambda request: "resourceclaims" in request.path, Fault(code=404, body=body), times=2)
@@ -229,10 +227,10 @@ async def test_a_proxy_that_does_not_know_the_group_is_no_server_without_dra(ser
 async def test_deadline(server: FakeApiServer) -> None:
     """A server that takes a request and does not answer is unavailable once the deadline is over."""
     server.create(node("a"))
-    async with connected(server) as cluster:
+    async with connected(server, deadline=0.5) as cluster:
         server.fail(lambda request: True, Fault(delay=30.0), times=9)
         with pytest.raises(UnavailableError, match="no answer in time"):
-            await cluster.get(NODES, "a", deadline=0.1)
+            await cluster.get(NODES, "a")
         server.heal()
         assert cluster.statistics.lost_since is not None
         await cluster.get(NODES, "a")
@@ -261,7 +259,7 @@ async def test_pages_are_one_list(server: FakeApiServer) -> None:
 async def test_pages_whose_moment_is_gone_are_asked_for_all_at_once(
     server: FakeApiServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What came with the first pages is not told twice."""
+    """What came with the first pages is not in the list twice."""
     for number in range(5):
         server.create(node(f"n{number}"))
     async with connected(server) as cluster:
@@ -595,7 +593,7 @@ async def test_a_watch_that_makes_no_sense_is_listed_again(server: FakeApiServer
 
 
 async def test_failures_are_waited_out(server: FakeApiServer, caplog: pytest.LogCaptureFixture) -> None:
-    """Refusals and errors of the server are said once and tried again."""
+    """Refusals and errors of the server are logged once, and the request is tried again."""
     async with connected(server) as cluster:
         server.fail(lambda request: True, Fault(code=403, message="no"), times=5)
         server.fail(lambda request: True, Fault(code=503), times=5)
@@ -661,7 +659,7 @@ async def test_a_long_outage_is_not_hammered() -> None:
             assert cluster.statistics.failures <= 9
             server.start()
             server.create(node("a"))
-            await cluster.get(NODES, "a")  # somebody else finds the server back: nobody waits on
+            await cluster.get(NODES, "a")  # another request is answered: the wait ends
             assert names(await coming) == ["a"]
 
 

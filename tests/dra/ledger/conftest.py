@@ -18,7 +18,7 @@ def path(tmp_path: Path) -> str:
 
 
 @pytest.fixture
-def book(path: str) -> Iterator[Ledger]:
-    with Ledger.open(path) as opened:
+def store(path: str) -> Iterator[Ledger]:
+    with Ledger(path) as opened:
         opened.do(ledger.adopt(R, ["a", "b"], Side.PLUGIN, T0))
         yield opened

@@ -10,10 +10,10 @@ from dra_bridge.ledger import (
     Claim,
     ClaimDevice,
     ClusterEvidence,
-    Held,
     KubeletEvidence,
     KubeletSnapshot,
     Ledger,
+    ObservedAllocation,
     Side,
     State,
 )
@@ -28,37 +28,40 @@ def claim(uid: str, *devices: str, result: str | None = "ready", admin: bool = F
     return Claim(D, uid, "default", f"claim-{uid}", listed, result, T0)
 
 
-def state(book: Ledger, device: str = "a") -> State:
-    return book.snapshot.device(R, device).state
+def state(store: Ledger, device: str = "a") -> State:
+    return store.snapshot.device(R, device).state
 
 
-def kubelet(book: Ledger, *, held: dict[str, Held] | None = None) -> KubeletEvidence:
+def kubelet(store: Ledger, *, held: dict[str, ObservedAllocation] | None = None) -> KubeletEvidence:
     """Evidence in which everything is as R5 wants it."""
-    sequence = book.snapshot.sequence
+    sequence = store.snapshot.sequence
     return KubeletEvidence(sequence, {"a": 1.0, "b": 1.0}, KubeletSnapshot(sequence, 3.0, True, held or {}))
 
 
-def seen(book: Ledger, at: float = 1.0, *, awake: bool = True, **held: str) -> KubeletSnapshot:
-    """What the witnesses say now; a="u1/main u2/init" is held by these containers."""
+def seen(store: Ledger, at: float = 1.0, *, awake: bool = True, **held: str) -> KubeletSnapshot:
+    """What checkpoint and cgroups say now; a="u1/main u2/init" is held by these containers."""
     return KubeletSnapshot(
-        book.snapshot.sequence, at, awake, {unit: held_by(unit, *them.split()) for unit, them in held.items()}
+        store.snapshot.sequence,
+        at,
+        awake,
+        {device_id: held_by(device_id, *them.split()) for device_id, them in held.items()},
     )
 
 
-def held_by(unit: str, *holders: str, sure: bool = True) -> Held:
+def held_by(device_id: str, *holders: str, sure: bool = True) -> ObservedAllocation:
     """A device held by these containers, each pod/container."""
     pairs = frozenset((pod, container) for pod, container in (one.split("/") for one in holders))
-    return Held(unit, f"default/{holders[0].split('/')[0]}", sure, pairs)
+    return ObservedAllocation(device_id, f"default/{holders[0].split('/')[0]}", sure, pairs)
 
 
-def cluster(book: Ledger, allocated: dict[str, str] | None = None) -> ClusterEvidence:
+def cluster(store: Ledger, allocated: dict[str, str] | None = None) -> ClusterEvidence:
     """Evidence in which everything is as R6 wants it."""
-    return ClusterEvidence(book.snapshot.sequence, {"a": 1.0, "b": 1.0}, 2.0, allocated or {})
+    return ClusterEvidence(store.snapshot.sequence, {"a": 1.0, "b": 1.0}, 2.0, allocated or {})
 
 
-def to_dra(book: Ledger, *devices: str) -> None:
-    book.do(ledger.begin_move(R, devices or ("a",), Side.DRA, T0))
-    done = book.do(ledger.commit_to_dra(R, devices or ("a",), kubelet(book), T0))
+def to_dra(store: Ledger, *devices: str) -> None:
+    store.do(ledger.begin_move(R, devices or ("a",), Side.DRA, T0))
+    done = store.do(ledger.commit_to_dra(R, devices or ("a",), kubelet(store), T0))
     assert done.devices == (devices or ("a",))
 
 

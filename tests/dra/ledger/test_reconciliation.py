@@ -5,7 +5,17 @@ from __future__ import annotations
 from dataclasses import replace
 
 from dra_bridge import ledger
-from dra_bridge.ledger import ClaimDevice, ClaimEvidence, Evidence, Held, KubeletSnapshot, Ledger, Refused, Side, State
+from dra_bridge.ledger import (
+    ClaimDevice,
+    ClaimEvidence,
+    Evidence,
+    KubeletSnapshot,
+    Ledger,
+    ObservedAllocation,
+    Refused,
+    Side,
+    State,
+)
 from tests.dra.ledger.samples import T0, D, R, claim, held_by, seen, state, to_dra
 
 
@@ -18,10 +28,10 @@ def test_an_empty_ledger_is_rebuilt_from_evidence(path: str) -> None:
             ClaimEvidence(D, "2", frozenset({"filed", "both"}), prepared=True),
         ],
     )
-    with Ledger.open(path) as book:
-        assert book.fresh
-        done = book.do(ledger.reconcile_evidence(R, evidence, ["idle"], Side.DRA, T0))
-        assert {name: record.state for name, record in book.snapshot.of(R).items()} == {
+    with Ledger(path) as store:
+        assert store.fresh
+        done = store.do(ledger.reconcile_evidence(R, evidence, ["idle"], Side.DRA, T0))
+        assert {name: record.state for name, record in store.snapshot.of(R).items()} == {
             "p": State.PLUGIN,
             "allocated": State.DRA,
             "filed": State.DRA,
@@ -29,82 +39,84 @@ def test_an_empty_ledger_is_rebuilt_from_evidence(path: str) -> None:
             "idle": State.DRA,
         }
         assert done.quarantined == ("both",)
-        assert book.snapshot.claims[D, "2"].held == {(R, "filed"), (R, "both")}
-        assert list(book.snapshot.holds) == [(R, "p"), (R, "both")]
+        assert store.snapshot.claims[D, "2"].held == {(R, "filed"), (R, "both")}
+        assert list(store.snapshot.allocations) == [(R, "p"), (R, "both")]
         later = replace(evidence, held={})
-        assert book.do(ledger.reconcile_evidence(R, later, [], Side.DRA, T0)).changed == {}, (
-            "the ledger has a hold of it"
+        assert store.do(ledger.reconcile_evidence(R, later, [], Side.DRA, T0)).changed == {}, (
+            "the ledger has an allocation of it"
         )
-        empty = seen(book)
-        assert book.do(ledger.observe(R, empty, T0)).released == ("p", "both")
-        assert book.do(ledger.reconcile_evidence(R, later, [], Side.DRA, T0)).changed == {"both": State.DRA}
+        empty = seen(store)
+        assert store.do(ledger.observe(R, empty, T0)).released == ("p", "both")
+        assert store.do(ledger.reconcile_evidence(R, later, [], Side.DRA, T0)).changed == {"both": State.DRA}
 
 
-def test_a_quarantined_device_stays_while_others_are_reconciled(book: Ledger) -> None:
+def test_a_quarantined_device_stays_while_others_are_reconciled(store: Ledger) -> None:
     """A device that is plugged in brings no evidence about the others; the ledger's claim counts, too."""
-    evidence = Evidence({"a": Held("a", "default/p")}, [ClaimEvidence(D, "1", frozenset({"a"}), prepared=True)])
-    assert book.do(ledger.reconcile_evidence(R, evidence, ["a"], Side.PLUGIN, T0)).quarantined == ("a",)
-    book.do(ledger.reconcile_evidence(R, Evidence(), ["new"], Side.PLUGIN, T0))
-    assert state(book) is State.QUARANTINED
+    evidence = Evidence(
+        {"a": ObservedAllocation("a", "default/p")}, [ClaimEvidence(D, "1", frozenset({"a"}), prepared=True)]
+    )
+    assert store.do(ledger.reconcile_evidence(R, evidence, ["a"], Side.PLUGIN, T0)).quarantined == ("a",)
+    store.do(ledger.reconcile_evidence(R, Evidence(), ["new"], Side.PLUGIN, T0))
+    assert state(store) is State.QUARANTINED
     pod_only = replace(evidence, claims=())
-    assert book.do(ledger.reconcile_evidence(R, pod_only, ["a"], Side.PLUGIN, T0)).quarantined == ("a",)
-    book.do(ledger.unprepare(D, "1"))
-    assert book.do(ledger.reconcile_evidence(R, pod_only, ["a"], Side.PLUGIN, T0)).changed == {"a": State.PLUGIN}
+    assert store.do(ledger.reconcile_evidence(R, pod_only, ["a"], Side.PLUGIN, T0)).quarantined == ("a",)
+    store.do(ledger.unprepare(D, "1"))
+    assert store.do(ledger.reconcile_evidence(R, pod_only, ["a"], Side.PLUGIN, T0)).changed == {"a": State.PLUGIN}
 
 
-def test_a_checkpoint_that_may_be_old_accuses_nobody(book: Ledger) -> None:
+def test_a_checkpoint_that_may_be_old_accuses_nobody(store: Ledger) -> None:
     """It shows ended pods: on the DRA side the device is doubtful, on the plugin's side held."""
-    to_dra(book, "b")
-    held = {unit: held_by(unit, f"uid-{unit}/main", sure=False) for unit in ("a", "b")}
-    found = book.do(ledger.reconcile_evidence(R, Evidence(held), ["a", "b"], Side.PLUGIN, T0))
+    to_dra(store, "b")
+    held = {device_id: held_by(device_id, f"uid-{device_id}/main", sure=False) for device_id in ("a", "b")}
+    found = store.do(ledger.reconcile_evidence(R, Evidence(held), ["a", "b"], Side.PLUGIN, T0))
     assert (found.changed, found.quarantined, found.doubtful) == ({}, (), ("b",))
-    assert [hold.unit for hold in book.snapshot.holds.values()] == ["a"]
-    snapshot = KubeletSnapshot(book.snapshot.sequence, 0.0, True, held)
-    again = book.do(ledger.observe(R, snapshot, T0))
+    assert [record.device_id for record in store.snapshot.allocations.values()] == ["a"]
+    snapshot = KubeletSnapshot(store.snapshot.sequence, 0.0, True, held)
+    again = store.do(ledger.observe(R, snapshot, T0))
     assert (again.found, again.quarantined) == ((), ())
     sure = {"b": replace(held["b"], sure=True)}
-    assert book.do(ledger.reconcile_evidence(R, Evidence(sure), ["b"], Side.PLUGIN, T0)).quarantined == ("b",)
+    assert store.do(ledger.reconcile_evidence(R, Evidence(sure), ["b"], Side.PLUGIN, T0)).quarantined == ("b",)
 
 
-def test_evidence_of_a_sleeping_checkpoint_puts_no_new_device_anywhere(book: Ledger) -> None:
+def test_evidence_of_a_sleeping_checkpoint_puts_no_new_device_anywhere(store: Ledger) -> None:
     """A pod that it does not name yet may have it; one that is on the plugin's side is safe there."""
-    to_dra(book, "b")
-    done = book.do(ledger.reconcile_evidence(R, Evidence(awake=False), ["a", "b", "new"], Side.DRA, T0))
+    to_dra(store, "b")
+    done = store.do(ledger.reconcile_evidence(R, Evidence(awake=False), ["a", "b", "new"], Side.DRA, T0))
     assert (done.changed, done.doubtful) == ({}, ("b", "new"))
-    assert (R, "new") not in book.snapshot.devices
+    assert (R, "new") not in store.snapshot.devices
     held = Evidence({"held": held_by("held", "u1/main")}, awake=False)
-    done = book.do(ledger.reconcile_evidence(R, held, ["held"], Side.DRA, T0))
+    done = store.do(ledger.reconcile_evidence(R, held, ["held"], Side.DRA, T0))
     assert (done.changed, done.doubtful) == ({"held": State.PLUGIN}, ()), "whoever it names has it"
-    done = book.do(ledger.reconcile_evidence(R, Evidence(), ["b", "new"], Side.DRA, T0))
+    done = store.do(ledger.reconcile_evidence(R, Evidence(), ["b", "new"], Side.DRA, T0))
     assert (done.changed, done.doubtful) == ({"new": State.DRA}, ())
 
 
-def test_a_claim_known_from_its_file_gets_its_name_once(book: Ledger) -> None:
+def test_a_claim_known_from_its_file_gets_its_name_once(store: Ledger) -> None:
     """So that it can be asked about; what has a name keeps it, and pods that come to share it are added."""
     file = ClaimEvidence(D, "1", frozenset({"new"}), prepared=True)
-    book.do(ledger.reconcile_evidence(R, Evidence({}, [file]), ["new"], Side.PLUGIN, T0))
+    store.do(ledger.reconcile_evidence(R, Evidence({}, [file]), ["new"], Side.PLUGIN, T0))
     for name, pod in (("first", "u1"), ("second", "u2")):
-        named = book.do(ledger.describe(D, "1", "default", name, [pod]))
+        named = store.do(ledger.describe(D, "1", "default", name, [pod]))
         assert named is not None
         assert named.title == "default/first"
-    assert book.snapshot.claims[D, "1"].pods == {"u1", "u2"}
-    before = book.snapshot
-    book.do(ledger.describe(D, "1", "default", "third", ["u1"]))
-    assert book.snapshot is before, "nothing new is not written"
-    assert book.do(ledger.describe(D, "unknown", "default", "x")) is None
+    assert store.snapshot.claims[D, "1"].pods == {"u1", "u2"}
+    before = store.snapshot
+    store.do(ledger.describe(D, "1", "default", "third", ["u1"]))
+    assert store.snapshot is before, "nothing new is not written"
+    assert store.do(ledger.describe(D, "unknown", "default", "x")) is None
 
 
-def test_a_claim_over_two_resources_is_found_once_for_each_of_them(book: Ledger, path: str) -> None:
+def test_a_claim_over_two_resources_is_found_once_for_each_of_them(store: Ledger, path: str) -> None:
     """The ledger is lost: both resources' evidence goes into one record, which holds and unprepares all of it."""
     other = "example.com/nic"
     state_file = ClaimEvidence(D, "1", frozenset({"a"}), True, "ml", "train", frozenset({"u1"}), {"a": "share-1"})
-    book.do(ledger.forget(R, ["a"]))
-    book.do(ledger.reconcile_evidence(R, Evidence(claims=[state_file]), ["a"], Side.PLUGIN, T0))
+    store.do(ledger.forget(R, ["a"]))
+    store.do(ledger.reconcile_evidence(R, Evidence(claims=[state_file]), ["a"], Side.PLUGIN, T0))
     second = replace(state_file, devices=frozenset({"n"}), pods=frozenset({"u2"}), shares={"n": ""})
     for _ in range(2):
-        book.do(ledger.reconcile_evidence(other, Evidence(claims=[second]), ["n"], Side.PLUGIN, T0))
-    book.close()
-    with Ledger.open(path) as again:
+        store.do(ledger.reconcile_evidence(other, Evidence(claims=[second]), ["n"], Side.PLUGIN, T0))
+    store.close()
+    with Ledger(path) as again:
         record = again.snapshot.claims[D, "1"]
         assert record.devices == (ClaimDevice(R, "a", "share-1"), ClaimDevice(other, "n"))
         assert (record.title, record.pods) == ("ml/train", frozenset({"u1", "u2"}))
@@ -112,19 +124,19 @@ def test_a_claim_over_two_resources_is_found_once_for_each_of_them(book: Ledger,
         assert isinstance(again.do(ledger.prepare(claim("2", "a"))), Refused)
 
 
-def test_evidence_adds_nothing_to_a_claim_that_is_prepared(book: Ledger) -> None:
+def test_evidence_adds_nothing_to_a_claim_that_is_prepared(store: Ledger) -> None:
     """Its record says itself what it holds; seen devices among it."""
-    to_dra(book)
-    book.do(ledger.prepare(claim("1", "a")))
-    known = book.snapshot.claims[D, "1"]
+    to_dra(store)
+    store.do(ledger.prepare(claim("1", "a")))
+    known = store.snapshot.claims[D, "1"]
     found = ClaimEvidence(D, "1", frozenset({"b"}), prepared=True)
-    book.do(ledger.reconcile_evidence(R, Evidence(claims=[found]), [], Side.PLUGIN, T0))
-    assert book.snapshot.claims[D, "1"] == known
+    store.do(ledger.reconcile_evidence(R, Evidence(claims=[found]), [], Side.PLUGIN, T0))
+    assert store.snapshot.claims[D, "1"] == known
 
 
-def test_a_ledger_that_is_whole_is_corrected_by_holders_only(book: Ledger) -> None:
+def test_a_ledger_that_is_whole_is_corrected_by_holders_only(store: Ledger) -> None:
     """An allocation is a scheduler's wish and may be late; a CDI file is a holder."""
     wish = ClaimEvidence(D, "1", frozenset({"a"}), prepared=False)
-    assert book.do(ledger.reconcile_evidence(R, Evidence({}, [wish]), [], Side.PLUGIN, T0)).changed == {}
+    assert store.do(ledger.reconcile_evidence(R, Evidence({}, [wish]), [], Side.PLUGIN, T0)).changed == {}
     filed = replace(wish, prepared=True)
-    assert book.do(ledger.reconcile_evidence(R, Evidence({}, [filed]), [], Side.PLUGIN, T0)).quarantined == ("a",)
+    assert store.do(ledger.reconcile_evidence(R, Evidence({}, [filed]), [], Side.PLUGIN, T0)).quarantined == ("a",)

@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import msgspec
 import pytest
@@ -29,16 +30,16 @@ from dra_bridge.ledger import (
     ClaimEvidence,
     ClusterEvidence,
     Evidence,
-    Granted,
     KubeletEvidence,
     KubeletSnapshot,
     Ledger,
-    LedgerBusyError,
     LedgerError,
-    LedgerLostError,
     Side,
     State,
+    rules,
 )
+from dra_bridge.ledger.operations import Granted
+from dra_bridge.ledger.records import Decision, LedgerBusyError, LedgerLostError
 from tests.dra.ledger.samples import T0, D, Flaky, R, claim, held_by, seen, state
 
 
@@ -48,16 +49,16 @@ def test_a_file_that_can_only_be_read_is_put_aside(path: str) -> None:
     with open(path, "r+b") as file:
         file.seek(18)
         file.write(b"\3")
-    with Ledger.open(path) as again:
+    with Ledger(path) as again:
         assert again.set_aside is not None
         again.do(ledger.adopt(R, ["a"], Side.PLUGIN, T0))
 
 
 def test_a_second_agent_stands_by_until_the_first_ends(path: str) -> None:
     """A rolling update: the next agent has the ledger the moment the old one lets go."""
-    first = Ledger.open(path)
+    first = Ledger(path)
     with pytest.raises(LedgerBusyError):
-        Ledger.open(path)
+        Ledger(path)
 
     async def second() -> int:
         opening = asyncio.create_task(AsyncLedger.open(path))
@@ -75,29 +76,29 @@ def test_a_second_agent_stands_by_until_the_first_ends(path: str) -> None:
 @pytest.mark.parametrize("removed", ["ledger.db", "ledger.db-wal", "ledger.db.lock", "."])
 def test_a_ledger_removed_under_an_agent_grants_nothing_any_more(path: str, removed: str) -> None:
     """Not even when the files are back: another agent may have had the ledger meanwhile."""
-    with Ledger.open(path) as book:
-        book.do(ledger.adopt(R, ["a", "b"], Side.PLUGIN, T0))
-        book.do(ledger.grant(R, {"a": "a"}, T0))
+    with Ledger(path) as store:
+        store.do(ledger.adopt(R, ["a", "b"], Side.PLUGIN, T0))
+        store.do(ledger.grant(R, {"a": "a"}, T0))
         gone = Path(path).parent / removed
         kept = gone.rename(gone.parent.parent / "kept")
         for _ in range(2):
             with pytest.raises(LedgerLostError, match="has to be restarted"):
-                book.do(ledger.grant(R, {"b": "b"}, T0))
+                store.do(ledger.grant(R, {"b": "b"}, T0))
             if kept.exists():
                 kept.rename(gone)
-        assert not book.snapshot.holds_on(R, ["b"])
+        assert not store.snapshot.allocations_on(R, ["b"])
 
 
 def test_a_ledger_that_another_agent_made_anew_grants_nothing_to_the_first(path: str) -> None:
     """With its directory the first one lost its lock."""
-    with Ledger.open(path) as book:
-        book.do(ledger.adopt(R, ["a"], Side.PLUGIN, T0))
+    with Ledger(path) as store:
+        store.do(ledger.adopt(R, ["a"], Side.PLUGIN, T0))
         shutil.rmtree(Path(path).parent)
-        with Ledger.open(path) as other:
+        with Ledger(path) as other:
             other.do(ledger.adopt(R, ["a"], Side.DRA, T0))
             with pytest.raises(LedgerLostError):
-                book.do(ledger.grant(R, {"a": "a"}, T0))
-            assert not book.snapshot.holds
+                store.do(ledger.grant(R, {"a": "a"}, T0))
+            assert not store.snapshot.allocations
 
 
 def test_a_disk_that_loses_what_was_written_ends_the_ledger(path: str) -> None:
@@ -108,18 +109,18 @@ def test_a_disk_that_loses_what_was_written_ends_the_ledger(path: str) -> None:
         if name in failing:
             raise OSError(28, "No space left on device")
 
-    with Ledger.open(path, step=step) as book:
-        book.do(ledger.adopt(R, ["a", "b"], Side.PLUGIN, T0))
+    with Ledger(path, step=step) as store:
+        store.do(ledger.adopt(R, ["a", "b"], Side.PLUGIN, T0))
         old = {suffix: Path(path + suffix).read_bytes() for suffix in ("", "-wal")}
-        book.do(ledger.grant(R, {"a": "a"}, T0))
+        store.do(ledger.grant(R, {"a": "a"}, T0))
         failing.append("commit")
         with pytest.raises(LedgerError):
-            book.do(ledger.grant(R, {"b": "b"}, T0))
+            store.do(ledger.grant(R, {"b": "b"}, T0))
         failing.clear()
         for suffix, content in old.items():
             Path(path + suffix).write_bytes(content)
         with pytest.raises(LedgerLostError, match="has lost what was written"):
-            book.do(ledger.grant(R, {"b": "b"}, T0))
+            store.do(ledger.grant(R, {"b": "b"}, T0))
 
 
 SYNCS = r"""
@@ -152,11 +153,11 @@ from pathlib import Path
 from dra_bridge import ledger
 from tests.dra.ledger.samples import R, T0
 notes = Path({str(notes)!r})
-book = ledger.Ledger.open({str(tmp_path / "l.db")!r})
-book.do(ledger.adopt(R, ["a"], ledger.Side.PLUGIN, T0))
+store = ledger.Ledger({str(tmp_path / "l.db")!r})
+store.do(ledger.adopt(R, ["a"], ledger.Side.PLUGIN, T0))
 for operation in (ledger.grant(R, {{"a": "a"}}, T0), ledger.begin_move(R, ["a"], ledger.Side.DRA, T0)):
     before = len(notes.read_text())
-    book.do(operation)
+    store.do(operation)
     print(len(notes.read_text()) > before)
 """
     environment = {**os.environ, "LD_PRELOAD": str(library), "SYNCS": str(notes)}
@@ -176,19 +177,19 @@ def blocked_at(inode: int) -> None:
 
 def test_what_is_closed_answers_with_an_error(path: str) -> None:
     """Nobody gets a grant from a ledger that another agent may have by now."""
-    book = Ledger.open(path)
-    book.close()
+    store = Ledger(path)
+    store.close()
     with pytest.raises(LedgerError):
-        book.do(ledger.grant(R, {"a": "a"}, T0))
+        store.do(ledger.grant(R, {"a": "a"}, T0))
 
 
 @pytest.mark.parametrize("version", [0, 3, 99])
-def test_a_file_of_another_schema_is_put_aside(book: Ledger, path: str, version: int) -> None:
+def test_a_file_of_another_schema_is_put_aside(store: Ledger, path: str, version: int) -> None:
     """Older or newer: never a reason to stay down, never lost."""
-    book.close()
+    store.close()
     with contextlib.closing(sqlite3.connect(path)) as raw:
         raw.execute(f"PRAGMA user_version = {version}")
-    with Ledger.open(path) as again:
+    with Ledger(path) as again:
         assert again.fresh
         assert again.set_aside is not None
         assert os.path.exists(again.set_aside)
@@ -229,28 +230,28 @@ def test_a_ledger_of_schema_1_is_upgraded(path: str) -> None:
     """Nothing is lost; grants of then wait for their container to be named, and claims' pods are not known."""
     former_ledger(path)
     for _ in range(2):  # upgraded, and then as it is
-        with Ledger.open(path) as book:
-            assert (book.set_aside, book.fresh, book.snapshot.sequence) == (None, False, 4)
-            assert (state(book, "a"), state(book, "b")) == (State.PLUGIN, State.DRA)
-            hold = book.snapshot.holds[R, "a"]
-            assert (hold.device, hold.holders, hold.pending) == ("a", frozenset(), True)
-            record = book.snapshot.claims[D, "1"]
-            assert (record.title, record.held, record.pods) == ("ml/train", frozenset({(R, "b")}), frozenset())
-    with Ledger.open(path) as book:
-        book.do(ledger.observe(R, seen(book, a="u1/main"), T0))
-        book.do(ledger.set_setting("share", R, "1"))
-    with Ledger.open(path) as book:
-        assert book.set_aside is None
-        assert book.snapshot.holds[R, "a"].holders == {("u1", "main")}
+        with Ledger(path) as store:
+            assert (store.set_aside, store.fresh, store.snapshot.sequence) == (None, False, 4)
+            assert (state(store, "a"), state(store, "b")) == (State.PLUGIN, State.DRA)
+            record = store.snapshot.allocations[R, "a"]
+            assert (record.device, record.holders, record.pending) == ("a", frozenset(), True)
+            prepared = store.snapshot.claims[D, "1"]
+            assert (prepared.title, prepared.held, prepared.pods) == ("ml/train", frozenset({(R, "b")}), frozenset())
+    with Ledger(path) as store:
+        store.do(ledger.observe(R, seen(store, a="u1/main"), T0))
+        store.do(ledger.set_setting("share", R, "1"))
+    with Ledger(path) as store:
+        assert store.set_aside is None
+        assert store.snapshot.allocations[R, "a"].holders == {("u1", "main")}
 
 
 def test_a_damaged_ledger_of_schema_1_is_put_aside(path: str) -> None:
     """Its seal is checked before anything of it is taken over."""
     former_ledger(path, seal=1)
-    with Ledger.open(path) as book:
-        assert book.set_aside is not None
-        assert book.fresh
-        assert not book.snapshot.devices
+    with Ledger(path) as store:
+        assert store.set_aside is not None
+        assert store.fresh
+        assert not store.snapshot.devices
 
 
 def test_only_the_latest_damaged_files_are_kept(path: str) -> None:
@@ -258,13 +259,13 @@ def test_only_the_latest_damaged_files_are_kept(path: str) -> None:
     os.makedirs(os.path.dirname(path))
     for _ in range(8):
         Path(path).write_bytes(b"not a database at all, by any measure" * 100)
-        with Ledger.open(path) as opened:
+        with Ledger(path) as opened:
             assert opened.set_aside is not None
     assert sum(".aside-" in name for name in os.listdir(os.path.dirname(path))) == 5
 
 
 def filled(path: str) -> bytes:
-    with Ledger.open(path) as opened:
+    with Ledger(path) as opened:
         opened.do(ledger.adopt(R, [f"device-{n}" for n in range(8)], Side.DRA, T0))
         for number in range(6):
             opened.do(ledger.prepare(claim(str(number), f"device-{number}")))
@@ -280,7 +281,7 @@ def test_any_damage_is_noticed_or_harmless(tmp_path_factory: pytest.TempPathFact
     directory = tmp_path_factory.mktemp("damage")
     path = str(directory / "ledger.db")
     whole = filled(path)
-    with Ledger.open(path) as opened:
+    with Ledger(path) as opened:
         before = opened.snapshot
     damaged = bytearray(whole)
     if data.draw(st.booleans(), "truncate"):
@@ -289,18 +290,18 @@ def test_any_damage_is_noticed_or_harmless(tmp_path_factory: pytest.TempPathFact
         for _ in range(data.draw(st.integers(1, 4), "changes")):
             damaged[data.draw(st.integers(0, len(whole) - 1), "at")] = data.draw(st.integers(0, 255), "to")
     Path(path).write_bytes(damaged)
-    with Ledger.open(path) as opened:
+    with Ledger(path) as opened:
         assert opened.snapshot == before or opened.fresh
         assert opened.fresh or opened.set_aside is None
         opened.do(ledger.adopt(R, ["new"], Side.PLUGIN, T0))
-    with Ledger.open(path) as opened:
+    with Ledger(path) as opened:
         assert (R, "new") in opened.snapshot.devices
 
 
 def test_a_damaged_write_ahead_log_ends_where_it_is_damaged(tmp_path: Path) -> None:
     """SQLite's own checksums: what follows the damage never happened, what precedes it did."""
     path = str(tmp_path / "ledger.db")
-    opened = Ledger.open(path)
+    opened = Ledger(path)
     opened.do(ledger.adopt(R, ["a"], Side.PLUGIN, T0))
     first = opened.snapshot
     size = os.path.getsize(path + "-wal")
@@ -312,7 +313,7 @@ def test_a_damaged_write_ahead_log_ends_where_it_is_damaged(tmp_path: Path) -> N
     for at in range(0, len(wal), 97):
         Path(path).write_bytes(copies[""])
         Path(path + "-wal").write_bytes(wal[:at] + bytes([wal[at] ^ 0x55]) + wal[at + 1 :])
-        with Ledger.open(path) as again:
+        with Ledger(path) as again:
             assert again.snapshot in (first, both) or again.fresh or again.snapshot.sequence < first.sequence
             if at >= size:
                 assert again.snapshot in (first, both)
@@ -341,7 +342,7 @@ def operations() -> Sequence[Any]:
 
 
 def scenario(path: str, die_at: int) -> None:
-    """Run the operations; die at the given step. Each answer is told as soon as it is given."""
+    """Run the operations; die at the given step. Each answer is written to the pipe at once."""
     count = 0
 
     def step(_name: str) -> None:
@@ -350,14 +351,14 @@ def scenario(path: str, die_at: int) -> None:
         if count == die_at:
             os.kill(os.getpid(), signal.SIGKILL)
 
-    with Ledger.open(path, step=step) as opened:
+    with Ledger(path, step=step) as opened:
         for number, operation in enumerate(operations()):
             opened.do(operation)
             os.write(1, b"%d\n" % number)
 
 
 def states(path: str) -> list[ledger.Snapshot]:
-    with Ledger.open(path) as opened:
+    with Ledger(path) as opened:
         found = [opened.snapshot]
         for operation in operations():
             opened.do(operation)
@@ -376,8 +377,8 @@ def kill_everywhere(directory: str) -> None:
             scenario(path, die_at)
             os._exit(0)
         os.close(writer)
-        with os.fdopen(reader) as told:
-            answered = len(told.read().split())
+        with os.fdopen(reader) as pipe:
+            answered = len(pipe.read().split())
         status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
         print(die_at, answered, status)
         if status == 0:
@@ -393,7 +394,7 @@ def test_a_kill_at_any_step_loses_nothing_that_was_answered(tmp_path: Path) -> N
     assert len(lines) > 50
     for die_at, answered, status in lines:
         assert status == (0 if die_at == len(lines) else -signal.SIGKILL)
-        with Ledger.open(str(tmp_path / f"{die_at}.db")) as again:
+        with Ledger(str(tmp_path / f"{die_at}.db")) as again:
             assert again.set_aside is None
             assert again.snapshot in expected[answered : answered + 2], die_at
 
@@ -405,22 +406,22 @@ import resource, signal, sys
 from dra_bridge import ledger
 from tests.dra.ledger.samples import R, T0
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-book = ledger.Ledger.open({str(tmp_path / "l.db")!r})
-book.do(ledger.adopt(R, ["a", "b"], ledger.Side.PLUGIN, T0))
-before = book.snapshot
+store = ledger.Ledger({str(tmp_path / "l.db")!r})
+store.do(ledger.adopt(R, ["a", "b"], ledger.Side.PLUGIN, T0))
+before = store.snapshot
 soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
 resource.setrlimit(resource.RLIMIT_FSIZE, (4096, hard))
 for _ in range(3):
     try:
-        book.do(ledger.grant(R, {{"a": "a"}}, T0))
+        store.do(ledger.grant(R, {{"a": "a"}}, T0))
     except ledger.LedgerError as error:
         print("refused", error)
-    assert book.snapshot == before, book.snapshot
+    assert store.snapshot == before, store.snapshot
 resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-assert isinstance(book.do(ledger.grant(R, {{"a": "a"}}, T0)), ledger.Granted)
-after = book.snapshot
-book.close()
-again = ledger.Ledger.open({str(tmp_path / "l.db")!r})
+assert isinstance(store.do(ledger.grant(R, {{"a": "a"}}, T0)), ledger.operations.Granted)
+after = store.snapshot
+store.close()
+again = ledger.Ledger({str(tmp_path / "l.db")!r})
 assert again.set_aside is None and again.snapshot == after
 print("healed")
 """
@@ -439,17 +440,17 @@ signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
 soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
 resource.setrlimit(resource.RLIMIT_FSIZE, (0, hard))
 try:
-    ledger.Ledger.open({str(path)!r})
+    ledger.Ledger({str(path)!r})
 except ledger.LedgerError as error:
     print(error)
 resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-with ledger.Ledger.open({str(path)!r}) as book:
-    assert book.set_aside is None and book.fresh
+with ledger.Ledger({str(path)!r}) as store:
+    assert store.set_aside is None and store.fresh
 print("made")
 """
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False, timeout=60)
-    said, made = done.stdout.splitlines()
-    assert said.startswith(f"cannot open the ledger {path}: ")
+    reported, made = done.stdout.splitlines()
+    assert reported.startswith(f"cannot open the ledger {path}: ")
     assert made == "made"
     assert not [*tmp_path.glob("*aside*")]
 
@@ -459,22 +460,22 @@ def test_a_write_that_fails_refuses_and_the_next_one_looks_at_the_disk(tmp_path:
     """An fsync that fails says nothing about what is on disk: it is read again before anything is granted."""
     fails: set[str] = set()
     path = str(tmp_path / "l.db")
-    with Ledger.open(path, connect=lambda where: Flaky(where, fails)) as book:  # type: ignore[arg-type,return-value]
-        book.do(ledger.adopt(R, ["a", "b"], Side.DRA, T0))
-        book.do(ledger.reserve(claim("0", "b"), durable=False))
+    with Ledger(path, connect=lambda where: Flaky(where, fails)) as store:  # type: ignore[arg-type,return-value]
+        store.do(ledger.adopt(R, ["a", "b"], Side.DRA, T0))
+        store.do(ledger.reserve(claim("0", "b"), durable=False))
         fails.add(word)
         for _ in range(2):
             with pytest.raises(LedgerError):
-                book.do(ledger.prepare(claim("1", "a")))
+                store.do(ledger.prepare(claim("1", "a")))
         fails.add("PRAGMA")
         with pytest.raises(LedgerError):
-            book.do(ledger.prepare(claim("1", "a")))
+            store.do(ledger.prepare(claim("1", "a")))
         fails.clear()
-        assert set(book.snapshot.claims) == {(D, "0")}
-        assert isinstance(book.do(ledger.prepare(claim("1", "a"))), Claim)
-        assert set(book.snapshot.claims) == {(D, "0"), (D, "1")}
-        kept = book.snapshot.devices
-    with Ledger.open(path) as again:
+        assert set(store.snapshot.claims) == {(D, "0")}
+        assert isinstance(store.do(ledger.prepare(claim("1", "a"))), Claim)
+        assert set(store.snapshot.claims) == {(D, "0"), (D, "1")}
+        kept = store.snapshot.devices
+    with Ledger(path) as again:
         assert again.snapshot.devices == kept
 
 
@@ -482,37 +483,37 @@ def test_a_file_that_goes_bad_while_it_is_in_use_ends_the_ledger(tmp_path: Path)
     """It is put aside; nothing is granted until a new process has found out from evidence what is held."""
     fails: set[str] = set()
     path = str(tmp_path / "l.db")
-    with Ledger.open(path, connect=lambda where: Flaky(where, fails)) as book:  # type: ignore[arg-type,return-value]
-        book.do(ledger.adopt(R, ["a", "b"], Side.PLUGIN, T0))
+    with Ledger(path, connect=lambda where: Flaky(where, fails)) as store:  # type: ignore[arg-type,return-value]
+        store.do(ledger.adopt(R, ["a", "b"], Side.PLUGIN, T0))
         fails.add("COMMIT")
         with pytest.raises(LedgerError):
-            book.do(ledger.grant(R, {"b": "b"}, T0))
+            store.do(ledger.grant(R, {"b": "b"}, T0))
         fails.clear()
         Path(path).write_bytes(b"\xff" * 8192)
         for _ in range(2):
             with pytest.raises(LedgerLostError):
-                book.do(ledger.grant(R, {"b": "b"}, T0))
-        assert book.set_aside is not None
+                store.do(ledger.grant(R, {"b": "b"}, T0))
+        assert store.set_aside is not None
 
 
 def test_a_directory_that_cannot_be_written_is_an_error_that_says_so(tmp_path: Path) -> None:
     """Not damage: nothing is put aside."""
     (tmp_path / "file").write_text("")
     with pytest.raises(LedgerError, match="cannot open the ledger"):
-        Ledger.open(str(tmp_path / "file" / "ledger.db"))
+        Ledger(str(tmp_path / "file" / "ledger.db"))
 
 
-def test_an_operation_that_fails_costs_its_own_caller_only(book: Ledger) -> None:
+def test_an_operation_that_fails_costs_its_own_caller_only(store: Ledger) -> None:
     """One mistake of ours in a batch does not refuse the pods beside it."""
 
-    def mistaken(_now: ledger.Snapshot) -> ledger.Decision[None]:
+    def mistaken(_now: ledger.Snapshot) -> Decision[None]:
         raise ZeroDivisionError
 
-    answers = book.do_all([mistaken, ledger.grant(R, {"a": "a"}, T0)])
+    answers = store.do_all([mistaken, ledger.grant(R, {"a": "a"}, T0)])
     assert isinstance(answers[0], ZeroDivisionError)
     assert isinstance(answers[1], Granted)
     with pytest.raises(ZeroDivisionError):
-        book.do(mistaken)
+        store.do(mistaken)
 
 
 @settings(max_examples=60, deadline=None)
@@ -532,7 +533,7 @@ def test_memory_and_file_never_differ(tmp_path_factory: pytest.TempPathFactory, 
         st.builds(lambda d: ledger.forget(R, [d]), device),
         st.builds(
             lambda d, held: ledger.observe(
-                R, KubeletSnapshot(1 << 40, 0.0, True, {d: held_by(d, held)} if held else {}), T0, apart=0.0
+                R, KubeletSnapshot(1 << 40, 0.0, True, {d: held_by(d, held)} if held else {}), T0
             ),
             device,
             st.sampled_from(["", "u1/main", "u1/init", "u2/main"]),
@@ -553,16 +554,16 @@ def test_memory_and_file_never_differ(tmp_path_factory: pytest.TempPathFactory, 
             st.booleans(),
         ),
     )
-    with Ledger.open(path) as opened:
+    with patch.object(rules, "WELL_APART", 0.0), Ledger(path) as opened:
         for batch in data.draw(st.lists(st.lists(operation, min_size=1, max_size=3), max_size=10)):
             opened.do_all(batch)
         known = opened.snapshot
-    with Ledger.open(path) as again:
+    with Ledger(path) as again:
         assert again.set_aside is None
         assert again.snapshot.sequence == known.sequence
         assert again.snapshot.devices == known.devices
         assert again.snapshot.claims == {key: value for key, value in known.claims.items() if value.durable}
-        assert again.snapshot.holds == {
-            key: replace(hold, pod="", absent_since=None) for key, hold in known.holds.items()
+        assert again.snapshot.allocations == {
+            key: replace(record, pod="", absent_since=None) for key, record in known.allocations.items()
         }
         assert again.snapshot.settings == known.settings

@@ -1,4 +1,4 @@
-"""The ledger for an event loop: what is asked together, and what its callers are told."""
+"""The ledger for an event loop: what is asked together, and what its callers get."""
 
 from __future__ import annotations
 
@@ -10,7 +10,9 @@ from pathlib import Path
 import pytest
 
 from dra_bridge import ledger
-from dra_bridge.ledger import AsyncLedger, Granted, Ledger, LedgerError, LedgerLostError, Side
+from dra_bridge.ledger import AsyncLedger, Ledger, LedgerError, Side
+from dra_bridge.ledger.operations import Granted
+from dra_bridge.ledger.records import LedgerLostError
 from tests.dra.ledger.samples import T0, Flaky, R
 
 
@@ -38,9 +40,9 @@ async def test_what_is_asked_together_is_committed_together(path: str) -> None:
             begun.set()
             held.wait(10)
 
-    book = Ledger.open(path, step=step)
+    store = Ledger(path, step=step)
     held.set()
-    async_ledger = AsyncLedger(book)
+    async_ledger = AsyncLedger(store)
     await async_ledger.do(ledger.adopt(R, [str(n) for n in range(9)], Side.PLUGIN, T0))
     held.clear()
     begun.clear()
@@ -62,11 +64,11 @@ async def test_what_is_asked_together_is_committed_together(path: str) -> None:
 async def test_the_async_ledger_passes_on_that_a_write_failed(path: str) -> None:
     """Each caller of the batch gets the error."""
     fails: set[str] = set()
-    book = Ledger.open(path, connect=lambda where: Flaky(where, fails))  # type: ignore[arg-type,return-value]
-    async_ledger = AsyncLedger(book)
+    store = Ledger(path, connect=lambda where: Flaky(where, fails))  # type: ignore[arg-type,return-value]
+    async_ledger = AsyncLedger(store)
     fails.add("COMMIT")
     answers = await asyncio.gather(
-        *(async_ledger.do(ledger.grant(R, {unit: unit}, T0)) for unit in "ab"), return_exceptions=True
+        *(async_ledger.do(ledger.grant(R, {device_id: device_id}, T0)) for device_id in "ab"), return_exceptions=True
     )
     assert all(isinstance(answer, LedgerError) for answer in answers)
     fails.clear()
@@ -75,7 +77,7 @@ async def test_the_async_ledger_passes_on_that_a_write_failed(path: str) -> None
 
 async def test_an_async_ledger_that_nobody_waits_for_gives_the_lock_back(path: str) -> None:
     """Standing by is cancelled when the process is told to stop."""
-    first = Ledger.open(path)
+    first = Ledger(path)
     opening = asyncio.create_task(AsyncLedger.open(path))
     await asyncio.sleep(0)
     opening.cancel()

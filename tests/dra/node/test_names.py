@@ -71,7 +71,7 @@ async def running(node: FakeNode, *resources: str) -> AsyncIterator[Bridge]:
 
 async def until(what: Callable[[], object]) -> None:
     async with asyncio.timeout(60):
-        while not what():  # noqa: ASYNC110  # what is waited for tells nobody
+        while not what():  # noqa: ASYNC110  # nothing notifies of what is waited for
             await asyncio.sleep(0.01)
 
 
@@ -89,7 +89,7 @@ def known(bridge: Bridge) -> dict[str, tuple[str, str]]:
     """Return the devices that the driver finds by the names in claims."""
     if D not in bridge.drivers:
         return {}
-    devices = bridge.drivers[D].driver.devices
+    devices = bridge.drivers[D].driver.devices.by_name
     return {name: (served.source.resource, device.id) for name, (served, device) in devices.items()}
 
 

@@ -61,7 +61,7 @@ def bridge(node: FakeNode, tmp_path: Path, *sources: DeviceSource, share: Share 
 
 @contextlib.asynccontextmanager
 async def running(bridge: Bridge) -> AsyncIterator[None]:
-    """Run an agent; it has to end by itself when it is told to."""
+    """Run an agent; it has to end by itself when it is stopped."""
     task = asyncio.create_task(bridge.run())
     try:
         yield
@@ -74,7 +74,7 @@ async def running(bridge: Bridge) -> AsyncIterator[None]:
 async def until(what: Callable[[], bool]) -> None:
     """Wait until something is so."""
     async with asyncio.timeout(60):
-        while not what():  # noqa: ASYNC110  # what is waited for tells nobody
+        while not what():  # noqa: ASYNC110  # nothing notifies of what is waited for
             await asyncio.sleep(0.01)
 
 
@@ -84,7 +84,7 @@ def healthy(node: FakeNode, resource: str) -> set[str]:
 
 
 def held_ledger(bridge: Bridge, driver: str) -> Ledger:
-    return Ledger.open(str(bridge.ledger_path(driver)))
+    return Ledger(str(bridge.ledger_path(driver)))
 
 
 async def test_an_agent_that_stands_by_ends_when_it_is_told_to(
@@ -97,7 +97,7 @@ async def test_an_agent_that_stands_by_ends_when_it_is_told_to(
         async with running(agent):
             await until(lambda: "standing by" in caplog.text)
     assert not node.registrations
-    await asyncio.to_thread(lambda: Ledger.open(str(agent.ledger_path(D)), wait=True).close())  # nobody has it
+    await asyncio.to_thread(lambda: Ledger(str(agent.ledger_path(D)), wait=True).close())  # nobody has it
 
 
 async def test_a_ledger_that_cannot_be_opened_is_an_error_that_names_it(node: FakeNode, tmp_path: Path) -> None:
@@ -162,7 +162,7 @@ async def test_nothing_is_offered_before_its_ledger_is_open(
 
 
 async def test_a_dropped_resource_gives_nothing_out_on_its_way_out(node: FakeNode, tmp_path: Path) -> None:
-    """Its endpoint outlives its keeper by a moment; without a driver it is free again."""
+    """Its endpoint outlives its ledger gate by a moment; without a driver it is free again."""
     agent = bridge(node, tmp_path, Source(A, D))
     async with running(agent):
         await until(lambda: len(healthy(node, A)) == 2)
@@ -193,13 +193,13 @@ async def test_health_of_a_resource_that_a_reload_adds_is_told_at_once(
     monkeypatch.setattr("dra_bridge.driver.registrar.Timing", lambda: Timing(keep_alive=3600))
     agent = bridge(node, tmp_path, Source(A, D))
 
-    def told() -> list[str]:
-        return [node.dra.health(D, NODE, name).health for name in agent.drivers[D].driver.devices]
+    def health() -> list[str]:
+        return [node.dra.health(D, NODE, name).health for name in agent.drivers[D].driver.devices.by_name]
 
     async with running(agent):
-        await until(lambda: D in agent.drivers and told() == ["healthy"] * 2)
+        await until(lambda: D in agent.drivers and health() == ["healthy"] * 2)
         await agent.reconfigure({B: Source(B, D)}, {}, [A])
-        await until(lambda: told() == ["healthy"] * 4)
+        await until(lambda: health() == ["healthy"] * 4)
 
 
 async def test_a_device_that_comes_while_all_ends_begins_nothing(node: FakeNode, tmp_path: Path) -> None:
@@ -248,8 +248,8 @@ async def test_claims_of_a_former_driver_keep_their_devices(
         assert device not in healthy(node, A) | sliced(node, E)
         with pytest.raises(Refusal):
             await agent.gates.grant(A, [device], [device])
-    with Ledger.open(str(agent.ledger_path(D))) as book:
-        assert book.snapshot.claims_on(A, [device]), "the former ledger is as it was"
+    with Ledger(str(agent.ledger_path(D))) as former:
+        assert former.snapshot.claims_on(A, [device]), "the former ledger is as it was"
 
 
 @pytest.mark.parametrize("driver", ["", E])

@@ -21,10 +21,12 @@ from dra_bridge import ledger
 from dra_bridge.handover import LedgerGate, Share
 from dra_bridge.kube import Cluster
 from dra_bridge.ledger import AsyncLedger, Evidence, Ledger, Side, State
-from dra_bridge.node import driver_runtime
+from dra_bridge.node import device_reconciliation, share, slice_feed
 from dra_bridge.node.bridge import Bridge
-from dra_bridge.node.driver_runtime import DriverRuntime
+from dra_bridge.node.device_reconciliation import DeviceReconciler
 from dra_bridge.node.policies import HandoverPolicy
+from dra_bridge.node.resource import ResourceRuntime
+from dra_bridge.node.share import NodeAnnotations
 from dra_bridge.testing.apiserver import FakeApiServer
 from dra_bridge.testing.node import FakeNode
 from tests.dra.classes import device_class
@@ -76,7 +78,7 @@ async def running(node: FakeNode, cdi: Path, share: Share, *, claim_status: bool
 async def until(what: Callable[[], bool], why: str) -> None:
     """Wait until something is so."""
     async with asyncio.timeout(20):
-        while not what():  # noqa: ASYNC110  # what is waited for tells nobody
+        while not what():  # noqa: ASYNC110  # nothing notifies of what is waited for
             await asyncio.sleep(0.01)
     assert what(), why
 
@@ -107,7 +109,7 @@ async def test_a_lost_ledger_is_rebuilt_before_files_are_swept(node: FakeNode, t
         Path(f"{path}{suffix}").unlink(missing_ok=True)
     files = sorted(cdi.iterdir())
     async with running(node, cdi, Share(0)) as bridge:
-        await until(lambda: D in bridge.drivers and len(states(bridge)) == 2, "the evidence to be heard")
+        await until(lambda: D in bridge.drivers and len(states(bridge)) == 2, "the evidence to be reconciled")
         assert states(bridge)[device] in {State.DRA, State.TO_PLUGIN}
         await until(lambda: claims(bridge) == {title}, "the claim to be known by name")
         assert sorted(cdi.iterdir()) == files
@@ -166,26 +168,26 @@ async def test_a_claims_status_is_written_if_wanted(node: FakeNode, tmp_path: Pa
 async def test_a_ledger_that_lost_its_end_is_corrected_and_alarm_raised(
     node: FakeNode, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A pod holds what the ledger says is on the DRA side: quarantined with an Event, until the next look."""
-    monkeypatch.setattr(driver_runtime, "RESOLVE", 3600.0)  # the test looks itself
+    """A pod holds what the ledger says is on the DRA side: quarantined with an Event, until the next check."""
+    monkeypatch.setattr(device_reconciliation, "RESOLVE", 3600.0)  # the test checks itself
     async with running(node, tmp_path / "cdi", Share(0)) as bridge:
         await moved(bridge, State.PLUGIN)
         pod = await asyncio.to_thread(lambda: node.start_pod("train", {R: 1}).wait_running(20))
         (device,) = node.devices_of(pod)
         path = bridge.ledger_path(D)
     Path(path).unlink()
-    with Ledger.open(str(path)) as book:  # as if all of it since had been lost
-        book.do(ledger.adopt(R, ["d0", "d1"], Side.DRA, 1.0))
+    with Ledger(str(path)) as made:  # as if all of it since had been lost
+        made.do(ledger.adopt(R, ["d0", "d1"], Side.DRA, 1.0))
     async with running(node, tmp_path / "cdi", Share(part=1.0)) as bridge:
-        # Whether books or evidence find it first is open; the evidence after the books ends it at once.
+        # A scan or the reconciliation finds it first; the reconciliation after a scan ends it at once.
         await until(
             lambda: "DeviceQuarantined" in {event["reason"] for event in node.server.objects("events")}, "the Event"
         )
         body = json.dumps([one["spec"].get("devices", []) for one in node.server.objects()])
         assert f'"{device}"' not in body
-        await bridge.drivers[D].resolve()
+        await bridge.drivers[D].devices.resolve()
         assert states(bridge)[device] in {State.PLUGIN, State.TO_DRA}, "the pod holds it, and nobody else does"
-        assert bridge.drivers[D].async_ledger.snapshot.holds_on(R, (device,)), "the pod is in the books"
+        assert bridge.drivers[D].async_ledger.snapshot.allocations_on(R, (device,)), "the ledger has the pod"
         await asyncio.to_thread(pod.delete, 20)
         await moved(bridge, State.DRA)
 
@@ -198,7 +200,7 @@ async def test_a_checkpoint_that_shows_an_ended_pod_alarms_nobody(node: FakeNode
         checkpoint = node.device_plugin_dir / "kubelet_internal_checkpoint"
         stale = checkpoint.read_bytes()
         await asyncio.to_thread(pod.delete, 20)
-        bridge.drivers[D].ask(Share(part=1.0))
+        bridge.drivers[D].read_share({f"{D}/dra-share": "all"})
         await moved(bridge, State.DRA)
     checkpoint.write_bytes(stale)
     async with running(node, tmp_path / "cdi", Share(part=1.0)) as bridge:
@@ -208,24 +210,24 @@ async def test_a_checkpoint_that_shows_an_ended_pod_alarms_nobody(node: FakeNode
         assert set(states(bridge).values()) == {State.DRA}
 
 
-async def test_no_slice_has_a_device_before_its_evidence_was_heard(
+async def test_no_slice_has_a_device_before_its_evidence_was_reconciled(
     node: FakeNode, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Who is in doubt holds up nobody else, and is published as soon as the doubt is gone."""
-    confront, doubt = DriverRuntime._confront, True
+    reconcile, doubt = DeviceReconciler.reconcile, True
 
-    async def doubting(self: DriverRuntime, resource: str, devices: Sequence[str]) -> tuple[str, ...]:
+    async def doubting(self: DeviceReconciler, one: ResourceRuntime, devices: Sequence[str]) -> tuple[str, ...]:
         left = {"d1"} if doubt else set()
-        return (*await confront(self, resource, [one for one in devices if one not in left]), *left)
+        return (*await reconcile(self, one, [device for device in devices if device not in left]), *left)
 
     def published() -> set[str]:
         return {device["name"] for one in node.server.objects() for device in one["spec"].get("devices") or ()}
 
-    monkeypatch.setattr(DriverRuntime, "_confront", doubting)
-    monkeypatch.setattr(driver_runtime, "FIRST", 0.1)
+    monkeypatch.setattr(DeviceReconciler, "reconcile", doubting)
+    monkeypatch.setattr(slice_feed, "FIRST", 0.1)
     path = Path(node.root) / "plugins" / D / "ledger.db"
-    with Ledger.open(str(path)) as book:
-        book.do(ledger.adopt(R, ["d0", "d1"], Side.DRA, 1.0))
+    with Ledger(str(path)) as made:
+        made.do(ledger.adopt(R, ["d0", "d1"], Side.DRA, 1.0))
     async with running(node, tmp_path / "cdi", Share(part=1.0)) as bridge:
         await until(lambda: published() == {"d0"}, "the slice")
         assert bridge.drivers[D].ledger_gate.reconciled == {(R, "d0")}
@@ -237,27 +239,27 @@ async def test_nothing_moves_before_the_node_was_read(
     node: FakeNode, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """An agent that starts in an outage of the API server does not take the config's share for what is asked for."""
-    follow, back = Bridge._follow_node, asyncio.Event()
+    follow, back = NodeAnnotations.run, asyncio.Event()
 
-    async def later(self: Bridge) -> None:
+    async def later(self: NodeAnnotations) -> None:
         await back.wait()
         await follow(self)
 
-    monkeypatch.setattr(Bridge, "_follow_node", later)
-    monkeypatch.setattr("dra_bridge.node.bridge.NODE_READ", 0.1)
+    monkeypatch.setattr(NodeAnnotations, "run", later)
+    monkeypatch.setattr(share, "NODE_READ", 0.1)
     body = node.server.get("nodes", NODE)
     body["metadata"].setdefault("annotations", {})[f"{D}/dra-share"] = "none"
     node.server.replace(body)
     path = Path(node.root) / "plugins" / D / "ledger.db"
-    with Ledger.open(str(path)) as book:
-        book.do(ledger.adopt(R, ["d0", "d1"], Side.PLUGIN, 1.0))
+    with Ledger(str(path)) as made:
+        made.do(ledger.adopt(R, ["d0", "d1"], Side.PLUGIN, 1.0))
     async with running(node, tmp_path / "cdi", Share(part=1.0)) as bridge:
         await until(lambda: "no device moves until its annotations are known" in caplog.text, "the warning")
         await asyncio.to_thread(node.run_pod, "p", {R: 2})
         back.set()
-        await until(lambda: bridge.drivers[D].handovers[R].share == Share(0), "what the Node asks for")
+        await until(lambda: bridge.drivers[D].resources[R].handover.share == Share(0), "what the Node asks for")
         await moved(bridge, State.PLUGIN)
-        assert bridge.drivers[D].handovers[R].statistics.begun == {"to-dra": 0, "to-plugin": 0}
+        assert bridge.drivers[D].resources[R].handover.statistics.begun == {"to-dra": 0, "to-plugin": 0}
 
 
 def annotate(node: FakeNode, share: str) -> None:
@@ -279,21 +281,21 @@ async def test_an_invalid_share_keeps_the_last_valid_one_over_a_restart(
         body = node.server.get("nodes", NODE)
         body["metadata"]["annotations"]["other"] = "changed"
         node.server.replace(body)
-        await until(lambda: "other" in bridge._node_annotations, "the change to be seen")
+        await until(lambda: "other" in (bridge.annotations.current or ()), "the change to be seen")
         assert caplog.text.count("'most' is not a share") == 1
-        assert bridge.drivers[D].handovers[R].share == Share(part=1.0)
+        assert bridge.drivers[D].resources[R].handover.share == Share(part=1.0)
     async with running(node, tmp_path / "cdi", Share(0)) as bridge:
         await until(lambda: caplog.text.count("'most' is not a share; ") == 2, "the error of the new agent")
         assert "the share all from before stays" in caplog.text
-        await until(lambda: D in bridge.drivers and R in bridge.drivers[D].handovers, "the resource to be served")
-        assert bridge.drivers[D].handovers[R].share == Share(part=1.0)
+        await until(lambda: D in bridge.drivers and R in bridge.drivers[D].resources, "the resource to be served")
+        assert bridge.drivers[D].resources[R].handover.share == Share(part=1.0)
         assert set(states(bridge).values()) == {State.DRA}
 
 
 async def test_an_agent_whose_ledger_is_removed_ends_and_the_next_one_knows_the_holders(
     node: FakeNode, tmp_path: Path
 ) -> None:
-    """It grants nothing more; evidence tells the next one what pods hold."""
+    """It grants nothing more; the next one learns from evidence what pods hold."""
     bridge = Bridge(
         [Source()],
         {R: HandoverPolicy(Share(0))},
@@ -318,21 +320,21 @@ async def test_an_agent_whose_ledger_is_removed_ends_and_the_next_one_knows_the_
         assert states(after)[device] is State.TO_DRA
 
 
-# The keeper.
+# The ledger gate.
 
 
-async def test_nothing_is_offered_or_given_before_its_evidence_was_heard(tmp_path: Path) -> None:
+async def test_nothing_is_offered_or_given_before_its_evidence_was_reconciled(tmp_path: Path) -> None:
     """A ledger that says so may have lost what came last."""
-    async_ledger = AsyncLedger(Ledger.open(str(tmp_path / "ledger.db")))
+    async_ledger = AsyncLedger(Ledger(str(tmp_path / "ledger.db")))
     await async_ledger.do(ledger.reconcile_evidence(R, Evidence(), ["a"], Side.PLUGIN, 1.0))
     ledger_gate = LedgerGate(async_ledger, {R: str})
     assert not ledger_gate.offers(R, "a")
     with pytest.raises(Refusal) as refused:
         await ledger_gate.grant(R, ["a"], ["a"])
     assert refused.value.code is grpc.StatusCode.UNAVAILABLE
-    assert not async_ledger.snapshot.holds
+    assert not async_ledger.snapshot.allocations
     ledger_gate.reconciled.add((R, "a"))
     assert ledger_gate.offers(R, "a")
     await ledger_gate.grant(R, ["a"], ["a"])
-    assert list(async_ledger.snapshot.holds) == [(R, "a")]
+    assert list(async_ledger.snapshot.allocations) == [(R, "a")]
     await async_ledger.close()

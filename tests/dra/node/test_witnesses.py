@@ -70,7 +70,7 @@ class Witnessed(World):
         await self.scans()
 
     async def reconcile(self) -> None:
-        await self.bridge.drivers[D].reconcile(sweep=True)
+        await self.bridge.drivers[D].claims.reconcile(sweep=True)
 
 
 @contextlib.asynccontextmanager
@@ -222,8 +222,8 @@ async def test_a_claims_second_pod_that_the_kubelet_has_forgotten(
         bridge = here.bridge.drivers[D]
         assert second.uid not in next(iter(bridge.async_ledger.snapshot.claims.values())).pods
         ending = asyncio.create_task(asyncio.to_thread(first.delete, 60))
-        await here.until(lambda: "unknown" in bridge.driver.statistics.unprepare_failures)
-        await bridge.reconcile(sweep=True)
+        await here.until(lambda: "unknown" in bridge.driver.statistics.unprepare.failures)
+        await bridge.claims.reconcile(sweep=True)
         assert here.claims == {"default/mine"}
         assert source.wiped == wiped
         await asyncio.to_thread(second.end_containers, 60)
@@ -245,7 +245,7 @@ async def test_claims_end_while_other_pods_run(node: FakeNode, tmp_path: Path) -
         await asyncio.to_thread(bystander.wait_running, 60)
         await asyncio.to_thread(pod.delete, 60)
         await here.until(lambda: not here.claims)
-        assert not here.bridge.drivers[D].driver.statistics.unprepare_failures
+        assert not here.bridge.drivers[D].driver.statistics.unprepare.failures
         await asyncio.to_thread(other.end_containers, 60)
 
 
@@ -371,7 +371,9 @@ async def test_agent_and_checkpoint_are_lost_soon_after_a_grant(node: FakeNode, 
         node.lose_network()
         pod = node.start_pod("p", ONE)
         async_ledger = here.bridge.drivers[D].async_ledger
-        await here.until(lambda: any(pod.uid in dict(hold.holders) for hold in async_ledger.snapshot.holds.values()))
+        await here.until(
+            lambda: any(pod.uid in dict(hold.holders) for hold in async_ledger.snapshot.allocations.values())
+        )
     node.restore_network()
     await asyncio.to_thread(pod.wait_running, 60)
     await asyncio.to_thread(node.stop)
@@ -477,7 +479,7 @@ async def test_the_agent_dies_before_it_learns_the_pod_and_the_checkpoint_is_los
         await here.bridge.agent._scanning.acquire()  # no scan learns the pod
         pod = await run(node)
         (held,) = pod.device_ids
-        assert [hold.pending for hold in here.bridge.drivers[D].async_ledger.snapshot.holds.values()] == [True]
+        assert [hold.pending for hold in here.bridge.drivers[D].async_ledger.snapshot.allocations.values()] == [True]
     await asyncio.to_thread(node.stop)
     node.damage_checkpoint("deleted")
     await asyncio.to_thread(node.start)
@@ -487,7 +489,9 @@ async def test_the_agent_dies_before_it_learns_the_pod_and_the_checkpoint_is_los
         await here.until(lambda: here.states[idle] is State.DRA)
         await here.until(lambda: idle in here.source.wiped)
         async_ledger = here.bridge.drivers[D].async_ledger
-        await here.until(lambda: [hold.holders for hold in async_ledger.snapshot.holds.values()] == [{(pod.uid, "")}])
+        await here.until(
+            lambda: [hold.holders for hold in async_ledger.snapshot.allocations.values()] == [{(pod.uid, "")}]
+        )
         assert here.states[held] is State.TO_DRA
         await asyncio.to_thread(pod.delete, 60)
         await here.until(lambda: held in here.source.wiped)

@@ -1,4 +1,4 @@
-"""What is so and what to do next: views, distances, obstacles, and the decisions of rollouts."""
+"""How far nodes are and what to do next: views, distances, obstacles, and the decisions of rollouts."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from deviceplugin.naming import device_name
 from dra_bridge.handover import parse_share
-from dra_bridge.ledger import DeviceRecord, Hold, Snapshot, State
+from dra_bridge.ledger import AllocationRecord, DeviceRecord, Snapshot, State
 from dra_bridge.rollout import fleet, progress
 from dra_bridge.rollout.fleet import Before, Goal, Limits, NodeView, Phase
 from dra_bridge.rollout.progress import DeviceProgress, Progress, ResourceProgress
@@ -24,13 +24,13 @@ SHARE = progress.share_annotation(D)
 BEFORE = fleet.before_annotation(D)
 
 
-def told(counts: Mapping[str, int], asked: str = "", share: str = "none", **devices: DeviceProgress) -> Progress:
+def report(counts: Mapping[str, int], asked: str = "", share: str = "none", **devices: DeviceProgress) -> Progress:
     return Progress({R: ResourceProgress(share, dict(counts), devices)}, asked)
 
 
 def view(node: str = "n1", asked: str | None = None, counts: Mapping[str, int] | None = None, **more: Any) -> NodeView:
-    known = told(counts or {"plugin": 4}, asked or "", asked or "none")
-    return NodeView(node, D, asked, told=known, **more)
+    known = report(counts or {"plugin": 4}, asked or "", asked or "none")
+    return NodeView(node, D, asked, reported=known, **more)
 
 
 @pytest.mark.parametrize(
@@ -56,8 +56,8 @@ def test_settled_only_once_the_agent_knows() -> None:
     """A node is not settled before its agent has taken in what is asked for, whatever the counts."""
     at_rest = view(asked="all", counts={"dra": 4})
     assert fleet.settled(at_rest)
-    assert at_rest.told is not None
-    assert not fleet.settled(replace(at_rest, told=msgspec.structs.replace(at_rest.told, asked="none")))
+    assert at_rest.reported is not None
+    assert not fleet.settled(replace(at_rest, reported=msgspec.structs.replace(at_rest.reported, asked="none")))
     assert not fleet.settled(replace(at_rest, asked=None))
     assert not fleet.settled(NodeView("n1", D, "all"))
 
@@ -65,7 +65,7 @@ def test_settled_only_once_the_agent_knows() -> None:
 def test_gone_devices_do_not_count() -> None:
     """A device that the source lists no more is shown, and no share waits for it."""
     device = DeviceProgress(State.PLUGIN, 1, gone=True)
-    slices = [slice_of("n1", told({"dra": 1}, "all", "all", a=DeviceProgress(State.DRA, 1), b=device))]
+    slices = [slice_of("n1", report({"dra": 1}, "all", "all", a=DeviceProgress(State.DRA, 1), b=device))]
     (found,) = fleet.views(D, [node("n1", {SHARE: "all"})], slices)
     assert fleet.settled(found)
     assert [(one.name, one.gone) for one in found.devices] == [("a", False), ("b", True)]
@@ -104,20 +104,20 @@ def test_holders_are_found_by_the_names_that_the_agent_kept() -> None:
 
 
 def test_views_read_what_the_server_has() -> None:
-    """A view has the annotations, readiness and what the agent tells; garbage in any of them tells nothing."""
+    """A view has the annotations, readiness and what the agent reports; garbage in any of them is ignored."""
     nodes = [node("n10", {SHARE: "1", BEFORE: '{"share":null}'}), node("n9", {BEFORE: "garbage"}, "False"), node("n8")]
     broken = slice_of("n9", None)
     broken["metadata"]["annotations"] = {progress.annotation(D): "garbage"}
-    found = fleet.views(D, nodes, [slice_of("n10", told({"plugin": 1})), broken])
-    assert [(one.node, one.asked, one.before, one.ready, one.serves, one.told is None) for one in found] == [
+    found = fleet.views(D, nodes, [slice_of("n10", report({"plugin": 1})), broken])
+    assert [(one.node, one.asked, one.before, one.ready, one.serves, one.reported is None) for one in found] == [
         ("n8", None, None, True, False, True),
         ("n9", None, None, False, True, True),
         ("n10", "1", Before(None), True, True, False),
     ]
-    assert fleet.drivers_of([slice_of("n1", told({})), slice_of("n2", None)]) == [D]
+    assert fleet.drivers_of([slice_of("n1", report({})), slice_of("n2", None)]) == [D]
 
 
-def test_claims_tell_holders_of_a_shared_device() -> None:
+def test_claims_name_holders_of_a_shared_device() -> None:
     """A device that several claims have names all of them and their pods; admin access holds nothing."""
 
     def claim(name: str, **result: Any) -> dict[str, Any]:
@@ -127,7 +127,7 @@ def test_claims_tell_holders_of_a_shared_device() -> None:
         return {"metadata": {"namespace": "ns", "name": name}, "status": status}
 
     claims = [claim("x"), claim("y"), claim("z", adminAccess=True), claim("w", pool="n2"), claim("v", driver="other")]
-    said = told({"dra": 1}, a=DeviceProgress(State.DRA, 1, "claim ns/earlier"))
+    said = report({"dra": 1}, a=DeviceProgress(State.DRA, 1, "claim ns/earlier"))
     (found,) = fleet.views(D, [node("n1")], [slice_of("n1", said)], claims)
     assert found.devices[0].holder == "claim ns/x, claim ns/y"
     assert found.devices[0].pods == ("pod-x", "pod-y")
@@ -136,7 +136,7 @@ def test_claims_tell_holders_of_a_shared_device() -> None:
 @pytest.mark.parametrize(
     ("found", "said"),
     [
-        (NodeView("n1", D), "its agent tells nothing of moves"),
+        (NodeView("n1", D), "its agent reports no moves"),
         (NodeView("n1", D, serves=False), f"there are no slices of {D}"),
         (view(asked="half"), f"its annotation {SHARE}: 'half' is not a share"),
         (replace(view(), asked="all"), "its agent has not taken it in yet; is it running?"),
@@ -151,11 +151,13 @@ def test_obstacles_of_a_node(found: NodeView, said: str) -> None:
 
 
 def test_obstacles_of_devices() -> None:
-    """Each moving device is told with what it waits for and its holder, idle-only moves with all holders."""
-    moving = told({"to-dra": 1, "plugin": 1}, "all", "all", a=DeviceProgress(State.TO_DRA, 1, "pod d/p", "its holder"))
+    """Each moving device is shown with what it waits for and its holder, idle-only moves with all holders."""
+    moving = report(
+        {"to-dra": 1, "plugin": 1}, "all", "all", a=DeviceProgress(State.TO_DRA, 1, "pod d/p", "its holder")
+    )
     (found,) = fleet.views(D, [node("n1", {SHARE: "all"})], [slice_of("n1", moving)])
     assert fleet.obstacles(found) == ["a (to-dra) waits for its holder, held by pod d/p"]
-    waiting = told({"plugin": 1}, "all", "all", a=DeviceProgress(State.PLUGIN, 1, "pod d/p"))
+    waiting = report({"plugin": 1}, "all", "all", a=DeviceProgress(State.PLUGIN, 1, "pod d/p"))
     (found,) = fleet.views(D, [node("n1", {SHARE: "all"})], [slice_of("n1", waiting)])
     assert fleet.obstacles(found) == ["devices move when they are idle: a held by pod d/p"]
     assert fleet.obstacles(view(asked="all", counts={"dra": 4})) == []
@@ -169,7 +171,7 @@ def pod(name: str, phase: str = "Failed", limits: Mapping[str, str] | None = Non
     }
 
 
-def test_troubles_are_those_of_devices() -> None:
+def test_failing_pods_are_those_of_devices() -> None:
     """Only pods that ask for the devices count: Failed ones, and Pending ones that cannot be prepared."""
     pods = [
         pod("a", limits={R: "1"}),
@@ -183,7 +185,7 @@ def test_troubles_are_those_of_devices() -> None:
         {"reason": "FailedPrepareDynamicResources", "involvedObject": {"uid": f"{name}-uid-and-more"}, "message": "no"}
         for name in ("c", "e")
     ] + [{"reason": "Pulled", "involvedObject": {"uid": "f-uid-and-more"}}]
-    assert fleet.troubles(pods, events, [R]) == {
+    assert fleet.failing_pods(pods, events, [R]) == {
         "a-uid-an": "pod d/a has failed (UnexpectedAdmissionError)",
         "c-uid-an": "pod d/c cannot start (no)",
         "g-uid-an": "pod d/g has failed (UnexpectedAdmissionError)",
@@ -199,8 +201,8 @@ def test_phases() -> None:
     assert fleet.phase(goal, view()) is Phase.WAITING
     assert fleet.phase(goal, view(asked="all", counts={"dra": 1, "to-dra": 3})) is Phase.MOVING
     assert fleet.phase(goal, view(asked="all", counts={"dra": 4})) is Phase.DONE
-    assert fleet.phase(goal, NodeView("n1", D)) is Phase.AWAY
-    assert fleet.phase(undo, view(asked="all")) is Phase.OUT
+    assert fleet.phase(goal, NodeView("n1", D)) is Phase.UNSERVED
+    assert fleet.phase(undo, view(asked="all")) is Phase.UNTOUCHED
     assert fleet.phase(undo, view(asked="all", counts={"dra": 4}, before=Before("1"))) is Phase.WAITING
     assert fleet.phase(undo, NodeView("n1", D, "1", Before("1"))) is Phase.DONE
 
@@ -263,7 +265,7 @@ class World:
             dra = parse_share(self.at[name] or "none").of(4)
             under_way = self.asked[name] != self.at[name]
             counts = {"dra": dra, "plugin": 4 - dra} if not under_way else {"to-dra": 4}
-            slices.append(slice_of(name, told(counts, self.asked[name], self.asked[name] or "none")))
+            slices.append(slice_of(name, report(counts, self.asked[name], self.asked[name] or "none")))
         return fleet.views(D, nodes, slices)
 
     def patch(self, name: str, patch: Mapping[str, Any] | None) -> None:
@@ -343,8 +345,8 @@ def test_pause_ends_after_the_first_nodes() -> None:
     assert fleet.decide(Goal("all"), done, limits).begin == ("n2",)
 
 
-def test_what_is_told_of_many_devices_fits_into_an_annotation() -> None:
-    """Where all of it would not, the resource with the most devices is told by numbers alone; no slice is refused."""
+def test_the_report_of_many_devices_fits_into_an_annotation() -> None:
+    """Where all of it would not, of the resource with the most devices only numbers are; no slice is refused."""
     resources = {"example.com/many": 1000, "example.com/more": 1020, "example.com/few": 3}
     devices = {
         (resource, name): DeviceRecord(resource, name, State.PLUGIN, 1.7e9)
@@ -352,15 +354,15 @@ def test_what_is_told_of_many_devices_fits_into_an_annotation() -> None:
         for name in (f"GPU-{number:036}" for number in range(count))
     }
     holds = {
-        key: Hold(*key, key[1], 1.7e9, 1, pod=f"a-namespace/a-training-job-with-a-long-name-{key[1]}")
+        key: AllocationRecord(*key, key[1], 1.7e9, 1, pod=f"a-namespace/a-training-job-with-a-long-name-{key[1]}")
         for key in devices
     }
     now = Snapshot(1, devices, holds)
-    told = progress.progress(now, dict.fromkeys(resources, "none"))
-    assert len(progress.encoded(told).encode()) <= 192 * 1024
-    assert {name: len(one.devices) for name, one in told.resources.items()} == {
+    reported = progress.progress(now, dict.fromkeys(resources, "none"))
+    assert len(progress.encoded(reported).encode()) <= 192 * 1024
+    assert {name: len(one.devices) for name, one in reported.resources.items()} == {
         "example.com/many": 1000,
         "example.com/more": 0,
         "example.com/few": 3,
     }
-    assert [one.counts for one in told.resources.values()] == [{"plugin": count} for count in resources.values()]
+    assert [one.counts for one in reported.resources.values()] == [{"plugin": count} for count in resources.values()]

@@ -16,20 +16,10 @@ from hypothesis import strategies as st
 
 from deviceplugin.device import Device, Health, Version
 from deviceplugin.inventory import Snapshot, merged
-from dra_bridge.kube import RESOURCE_SLICES, SILENCE, Backoff, Cluster, ConflictError, UnavailableError
-from dra_bridge.slices import (
-    Capabilities,
-    Offer,
-    Pool,
-    Publisher,
-    desired,
-    fingerprint,
-    in_version,
-    neutral,
-    plan,
-    remove_slices,
-    slice_name,
-)
+from dra_bridge.kube import RESOURCE_SLICES, Backoff, Cluster, ConflictError, UnavailableError
+from dra_bridge.kube.watch import SILENCE
+from dra_bridge.slices import Offer, Pool, Publisher, desired, remove_slices, slice_name
+from dra_bridge.slices.plan import fingerprint, in_version, neutral, plan
 from dra_bridge.testing.apiserver import FEATURES, FakeApiServer, Fault
 
 DRIVER = "gpu.example.com"
@@ -133,7 +123,7 @@ def test_unhealthy_devices_are_tainted() -> None:
 def test_without_taints_such_devices_are_withheld() -> None:
     """Where the server drops taints, unhealthy devices are not in the slices."""
     wanted = pool(Device("a", health=Health.UNHEALTHY), Device("b"))
-    found = desired(wanted, capabilities=Capabilities(taints=False))
+    found = desired(wanted, without={"taints"})
     assert found is not None
     assert [one["name"] for one in found.slices[0]["spec"]["devices"]] == ["b"]
     assert found.withheld == {"a"}
@@ -177,9 +167,7 @@ def test_shared_devices() -> None:
         "odd": {"value": "3", "requestPolicy": {"default": "0"}},
         "half": {"value": "500m", "requestPolicy": {"default": "0"}},
     }
-    exclusive = entry(
-        pool(Device("a", capacity={"memory": "16Gi"}), replicas=4), capabilities=Capabilities(sharing=False)
-    )
+    exclusive = entry(pool(Device("a", capacity={"memory": "16Gi"}), replicas=4), without={"sharing"})
     assert "allowMultipleAllocations" not in exclusive
     assert exclusive["capacity"] == {"memory": {"value": "16Gi"}}
 
@@ -210,7 +198,7 @@ def test_shared_counters() -> None:
 
 def test_without_counters_partitions_are_withheld() -> None:
     """Where the server has no counters, devices that exclude each other are not offered at all."""
-    found = desired(pool(*partitions()), capabilities=Capabilities(counters=False))
+    found = desired(pool(*partitions()), without={"counters"})
     assert found is not None
     assert found.withheld == {"whole", "part0"}
     assert len(found.slices) == 1
@@ -230,7 +218,7 @@ def test_without_counters_partitions_are_withheld() -> None:
     ],
 )
 def test_what_the_api_would_refuse_is_left_out(device: Device, word: str) -> None:
-    """A bad attribute or capacity is left out and told; the device and the others are published."""
+    """A bad attribute or capacity is left out and reported; the device and the others are published."""
     found = desired(pool(device, Device("b")))
     assert found is not None
     assert [one["name"] for one in found.slices[0]["spec"]["devices"]] == ["a", "b"]
@@ -260,7 +248,6 @@ def test_v1beta1_wraps_devices() -> None:
     old = in_version(body, "v1beta1")
     assert old["apiVersion"] == "resource.k8s.io/v1beta1"
     assert old["spec"]["devices"][0]["basic"]["attributes"]["model"] == {"string": "x"}
-    assert slices(pool(Device("a", attributes={"model": "x"})), version="v1beta1") == [old]
     assert neutral(old)["spec"] == body["spec"]
 
 
@@ -563,7 +550,7 @@ async def test_foreign_slices_are_left_alone(server: FakeApiServer) -> None:
 
 @pytest.mark.parametrize("missing", ["taints", "sharing", "counters"])
 async def test_dropped_fields_are_noticed(missing: str, caplog: pytest.LogCaptureFixture) -> None:
-    """What the server drops is found by a dry run, said once, and not sent again and again."""
+    """What the server drops is found by a dry run, reported once, and not sent again and again."""
     caplog.set_level(logging.WARNING)
     with FakeApiServer(features=FEATURES - {missing}) as server:
         server.create({"apiVersion": "v1", "kind": "Node", "metadata": {"name": NODE}})
@@ -575,8 +562,8 @@ async def test_dropped_fields_are_noticed(missing: str, caplog: pytest.LogCaptur
                 publisher, pool(*partitions(), Device("bad", health=Health.UNHEALTHY, message="x"), replicas=2)
             )
             assert len(server.writes) == first
-            said = [record.getMessage() for record in caplog.records if "feature gate" in record.getMessage()]
-            assert len(said) == 1
+            reported = [record.getMessage() for record in caplog.records if "feature gate" in record.getMessage()]
+            assert len(reported) == 1
             gone = {"taints": {"bad"}, "sharing": set(), "counters": {"whole", "part0"}}[missing]
             assert set(published(server)) == {"whole", "part0", "free", "bad"} - gone
             dry = [entry for entry in server.log if "dryRun" in entry.query]
@@ -689,19 +676,19 @@ async def test_the_generation_never_goes_back(server: FakeApiServer) -> None:
 
 
 async def test_what_the_server_refuses_is_told(server: FakeApiServer) -> None:
-    """A refusal shows in the state with the server's reason, is said once, and ends with what is wanted next."""
-    said: asyncio.Queue[str] = asyncio.Queue()
-    async with publishing(server, pool(*many(3)), say=lambda _, message: said.put_nowait(message)) as publisher:
+    """A refusal shows in the state with the server's reason, is reported once, and ends with what is wanted next."""
+    reported: asyncio.Queue[str] = asyncio.Queue()
+    async with publishing(server, pool(*many(3)), warn=lambda _, message: reported.put_nowait(message)) as publisher:
         server.fail(lambda request: request.method == "PUT", Fault(code=422, message="no"), times=1000)
         publisher.want(pool(*many(4)))
         await asyncio.to_thread(server.wait_for, lambda it: len(it.requests("PUT")) >= 2)
-        assert await said.get() == "the API server refuses the slices: no"
+        assert await reported.get() == "the API server refuses the slices: no"
         assert publisher.state(DRIVER).problems == ("the API server refuses the slices: no",)
         server.heal()
         await became(publisher, pool(*many(5)))
         assert len(published(server)) == 5
         assert publisher.state(DRIVER).problems == ()
-        assert said.empty()
+        assert reported.empty()
 
 
 async def test_a_server_that_asks_for_time_gets_it(server: FakeApiServer, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -725,18 +712,18 @@ async def test_a_server_that_asks_for_time_gets_it(server: FakeApiServer, monkey
 
 
 async def test_outage(server: FakeApiServer, caplog: pytest.LogCaptureFixture) -> None:
-    """What is wanted while the server is away is there when it is back; lost and back are said once each."""
+    """What is wanted while the server is away is there when it is back; lost and back are reported once each."""
     caplog.set_level(logging.INFO)
     async with publishing(server, pool(*many(3))) as publisher:
         with server.outage():
             ticket = publisher.want(pool(*many(6)))
-            while publisher.statistics.lost_since is None:  # noqa: ASYNC110
+            while publisher.cluster.statistics.lost_since is None:  # noqa: ASYNC110
                 await asyncio.sleep(0.005)
         await publisher.accepted(DRIVER, ticket)
         assert len(published(server)) == 6
-    said = [record.getMessage() for record in caplog.records]
-    assert sum("is lost" in text for text in said) == 1
-    assert sum("is back" in text for text in said) == 1
+    reported = [record.getMessage() for record in caplog.records]
+    assert sum("is lost" in text for text in reported) == 1
+    assert sum("is back" in text for text in reported) == 1
 
 
 @pytest.mark.parametrize("end_streams", [True, False], ids=["lost", "silent"])
@@ -879,8 +866,7 @@ def test_publisher_reaches_what_is_wanted(
             elif accident == "break":
                 server.break_watches()
             await publisher.accepted(DRIVER, publisher.state(DRIVER).wanted)
-            capabilities = Capabilities(**{name: name in features for name in FEATURES})
-            goal = sorted(fingerprint(body) for body in slices(sequence[-1], capabilities=capabilities))
+            goal = sorted(fingerprint(body) for body in slices(sequence[-1], without=FEATURES - features))
 
             def reached(it: FakeApiServer) -> bool:
                 bodies = it.objects()
@@ -916,7 +902,7 @@ async def test_a_deletion_overtakes_the_answer_to_a_write(
                 server.wipe(NODE)
                 async with asyncio.timeout(10):
                     while not publisher._drivers[DRIVER].mirror._gone:  # noqa: ASYNC110  # nobody tells
-                        await asyncio.sleep(0.001)  # until the watch has told
+                        await asyncio.sleep(0.001)  # until the watch has reported it
                 overtaken += 1
             return answer
 

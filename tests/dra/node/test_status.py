@@ -1,9 +1,10 @@
-"""What the bridge tells those who look at the agent."""
+"""What the bridge reports to metrics and status pages."""
 
 from __future__ import annotations
 
 import json
 import re
+from collections import Counter
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -13,11 +14,13 @@ from prometheus_client.openmetrics.parser import text_string_to_metric_families 
 
 from deviceplugin.metrics.collectors import AgentCollector
 from deviceplugin.metrics.report import DeviceLocation, PreparedClaim
-from dra_bridge import handover
 from dra_bridge.driver import ClaimStatistics, registrar
+from dra_bridge.driver.preparation import CallStatistics
+from dra_bridge.handover import Share
+from dra_bridge.handover.moves import MoveStatistics
 from dra_bridge.kube import RequestStatistics
 from dra_bridge.ledger import Claim, ClaimDevice, DeviceRecord, Snapshot, State
-from dra_bridge.node.metrics import Told
+from dra_bridge.node.status import BridgeStatus
 from dra_bridge.slices import PoolState
 from tests.metrics.views import RESOURCE, Source, Still, resource
 
@@ -29,7 +32,7 @@ def claim(name: str, *devices: ClaimDevice, result: str | None = "{}") -> Claim:
 
 
 def bridge(**changes: Any) -> Any:
-    """Return what a report looks at of a bridge."""
+    """Return the parts of a bridge that a report reads."""
     records = {
         (RESOURCE, name): DeviceRecord(RESOURCE, name, state, 5.0, reason="the share is 2")
         for name, state in (("a", State.DRA), ("b", State.TO_DRA), ("c", State.TO_PLUGIN), ("d", State.QUARANTINED))
@@ -38,21 +41,22 @@ def bridge(**changes: Any) -> Any:
         claim("mine", ClaimDevice(RESOURCE, "a"), ClaimDevice(RESOURCE, "c", admin=True)),
         claim("soon", ClaimDevice(RESOURCE, "c"), result=None),
     ]
-    moves = handover.MoveStatistics()
+    moves = MoveStatistics()
     moves.begun["to-dra"], moves.finished["to-dra"], moves.seconds["to-dra"] = 3, 2, 1.5
+    moving = SimpleNamespace(statistics=moves, waiting={"b": "team/train"}, share=Share(2))
     source = Source()
     source.driver = DRIVER
     one = SimpleNamespace(
         name=DRIVER,
-        qualifiers={},
         async_ledger=SimpleNamespace(snapshot=Snapshot(1, records, {}, {(DRIVER, one.uid): one for one in claims})),
         driver=SimpleNamespace(
+            records=SimpleNamespace(all=lambda: claims),
             statistics=ClaimStatistics(
-                prepared=4, prepared_again=1, prepare_failures={"side": 2}, prepare_seconds=0.7, in_flight=1
-            )
+                CallStatistics(done=5, failures=Counter({"side": 2}), seconds=0.7), prepared_again=1, in_flight=1
+            ),
         ),
         registrar=SimpleNamespace(statistics=registrar.RegistrarStatistics(registered=True, registrations=2)),
-        handovers={RESOURCE: SimpleNamespace(statistics=moves, waiting={"b": "team/train"}, share=handover.Share(2))},
+        resources={RESOURCE: SimpleNamespace(handover=moving)},
     )
     parts: dict[str, Any] = {
         "drivers": {DRIVER: one},
@@ -60,23 +64,23 @@ def bridge(**changes: Any) -> Any:
         "publisher": SimpleNamespace(
             state=lambda name: PoolState(name, 3, 3, 7, 1, frozenset({"a", "c"}), frozenset(), (), 9)
         ),
-        "cluster": SimpleNamespace(statistics=RequestStatistics({"GET": 5, "PATCH": 2}, 1, 3, None, "v1")),
+        "cluster": SimpleNamespace(statistics=RequestStatistics({"GET": 5, "PATCH": 2}, 1, 3, None)),
         **changes,
     }
     return SimpleNamespace(**parts)
 
 
-def values(told: Told) -> dict[str, float]:
+def values(status: BridgeStatus) -> dict[str, float]:
     return {
         f"{sample.name.removeprefix('deviceplugin_')} {' '.join(sample.labels.values())}".strip(): sample.value
-        for family in told.report().families
+        for family in status.report().families
         for sample in family.samples
     }
 
 
 def test_places_are_those_of_the_ledger() -> None:
     """Side, state and since when; what a move waits for is its reason."""
-    places = Told(bridge()).report().places
+    places = BridgeStatus(bridge()).report().locations
     assert places[RESOURCE, "a"] == DeviceLocation("dra", "dra", 5.0, "the share is 2")
     assert places[RESOURCE, "b"] == DeviceLocation("plugin", "to-dra", 5.0, "waits for team/train")
     assert places[RESOURCE, "c"].side == "dra"
@@ -85,13 +89,13 @@ def test_places_are_those_of_the_ledger() -> None:
 
 def test_claims_hold_devices_but_administrators_do_not() -> None:
     """A claim that is being prepared holds its devices already; administrative access holds nothing."""
-    claims = Told(bridge()).report().claims
+    claims = BridgeStatus(bridge()).report().claims
     assert set(claims) == {PreparedClaim(RESOURCE, "a", "team", "mine"), PreparedClaim(RESOURCE, "c", "team", "soon")}
 
 
-def test_figures_are_those_of_the_rooms() -> None:
+def test_figures_are_those_of_the_parts() -> None:
     """Claims, moves, slices and the API server."""
-    found = values(Told(bridge()))
+    found = values(BridgeStatus(bridge()))
     assert {
         f"dra_registered {DRIVER}": 1,
         f"dra_prepared_claims {DRIVER}": 1,
@@ -115,7 +119,7 @@ def test_figures_are_those_of_the_rooms() -> None:
 
 def test_ready_when_registered_and_published() -> None:
     """With all of it in place there is nothing to wait for."""
-    assert Told(bridge()).report().unready == []
+    assert BridgeStatus(bridge()).report().unready == []
 
 
 @pytest.mark.parametrize(
@@ -131,7 +135,7 @@ def test_ready_when_registered_and_published() -> None:
 )
 def test_what_is_missing_is_said(changes: dict[str, Any], why: str) -> None:
     """What keeps the other side unready is a reason not to be ready."""
-    (reason,) = Told(bridge(**changes)).report().unready
+    (reason,) = BridgeStatus(bridge(**changes)).report().unready
     assert re.search(why, reason)
 
 
@@ -139,12 +143,14 @@ def test_a_driver_that_the_kubelet_refused_is_said() -> None:
     """With the kubelet's own words."""
     made = bridge()
     made.drivers[DRIVER].registrar.statistics = registrar.RegistrarStatistics(error="unsupported version")
-    assert Told(made).report().unready == [f"driver {DRIVER} is not registered with the kubelet: unsupported version"]
+    assert BridgeStatus(made).report().unready == [
+        f"driver {DRIVER} is not registered with the kubelet: unsupported version"
+    ]
 
 
 def test_status_is_made_for_json() -> None:
     """Everything in it can be written."""
-    status = json.loads(json.dumps(Told(bridge()).report().status))
+    status = json.loads(json.dumps(BridgeStatus(bridge()).report().status))
     assert status[DRIVER]["waiting"] == {RESOURCE: {"b": "team/train"}}
     assert status[DRIVER]["shares"] == {RESOURCE: "2"}
     assert status[DRIVER]["published"] is True
@@ -153,7 +159,7 @@ def test_status_is_made_for_json() -> None:
 def test_all_of_it_is_valid_text() -> None:
     """Together with the agent's own families, in the stricter of the formats."""
     still = Still(resource("a", "b", "c", "d"))
-    still.providers.append(Told(cast("Any", bridge())))
+    still.providers.append(BridgeStatus(cast("Any", bridge())))
     text = generate_open(AgentCollector(still.observer().view)).decode()  # type: ignore[no-untyped-call]
     names = {family.name for family in read_open(text)}  # type: ignore[no-untyped-call]
     assert {"deviceplugin_dra_prepare_duration_seconds", "deviceplugin_slice_writes"} <= names

@@ -1,0 +1,348 @@
+"""The source of a resource of the config file: the devices of all its entries, with the resource's settings.
+
+Entries differ in where devices come from. What all kinds have in common is here: `include` and `exclude`, health
+probes, replicas by name, and what the resource adds to each device. A source of an entry yields from an async `watch`.
+It may have `notes`, sentences for the log such as a glob that matches nothing, and the hooks `edits` and `measure`,
+which get its own devices only.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import inspect
+import logging
+import re
+from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Mapping, Sequence
+from dataclasses import replace
+from fnmatch import fnmatchcase
+from typing import Any, Final, NamedTuple, cast
+
+import msgspec
+
+from deviceplugin import health, identity
+from deviceplugin.config.rules import sides_conflict
+from deviceplugin.config.types import DeviceEntry, DraConfig, ResourceConfig
+from deviceplugin.device import ContainerEdits, Device, DeviceNode, Mount
+from deviceplugin.naming import PCI_BUS_ID
+from deviceplugin.source import DeviceSource, Measured
+from deviceplugin.sources.path import GroupSource, PathSource
+from deviceplugin.sources.probes import ProbedHealth
+from deviceplugin.sources.simulated import SimulatedSource
+
+_LOG: Final = logging.getLogger(__name__)
+FIRST_LIST: Final = 2.0
+"""Seconds that the first list waits for all entries; one that takes longer joins later."""
+RETRY: Final = (1.0, 30.0)
+"""Seconds before an entry that failed is tried again, the first time and at the most."""
+
+
+def build(resource: ResourceConfig) -> ConfiguredSource:
+    """Return the source of a resource's devices."""
+    return ConfiguredSource(resource)
+
+
+def build_entry(entry: DeviceEntry, resource: ResourceConfig, number: int) -> DeviceSource:
+    """Return the source of an entry; `number` is how many of its kind come before it. NVML is loaded if needed."""
+    permissions = resource.permissions
+    if entry.path is not None:
+        return PathSource(entry.path, permissions=permissions)
+    if entry.group is not None:
+        return GroupSource(entry.group, permissions=permissions)
+    if entry.pci is not None:
+        from deviceplugin.sources.pci import PciSource
+
+        return PciSource(entry.pci, permissions=permissions, resource=resource.name)
+    if entry.usb is not None:
+        from deviceplugin.sources.usb import UsbSource
+
+        return UsbSource(entry.usb, permissions=permissions)
+    if entry.nvidia is not None:
+        from deviceplugin.sources.nvidia import NvidiaSource, Places
+
+        quiet = None if entry.nvidia.recovery == "never" else entry.nvidia.recovery
+        return NvidiaSource(
+            entry.nvidia,
+            rules=health.Rules(resource.health.failures, resource.health.successes, quiet),
+            period=resource.health.period,
+            places=Places(library=entry.nvidia.library or ""),
+        )
+    assert entry.simulated is not None
+    simulated, prefix = entry.simulated, f"sim{number}" if number else "sim"
+    return SimulatedSource(simulated.count, numa=simulated.numa, unhealthy_file=simulated.unhealthy_file, prefix=prefix)
+
+
+def overlaps(resources: Iterable[ResourceConfig]) -> list[str]:
+    """Return a sentence for each pair of ids, of one resource or two, whose paths are one device now. Blocks."""
+    owners: dict[str, tuple[str, str]] = {}
+    configured: dict[str, ResourceConfig] = {}
+    known: dict[tuple[str, str], identity.Tokens] = {}
+    notes: dict[str, None] = {}
+    for resource in resources:
+        configured[resource.name] = resource
+        entries = [
+            PathSource(entry.path) if entry.path else GroupSource(entry.group or ())
+            for entry in resource.devices
+            if entry.path or entry.group
+        ]
+        found = {device.id: device for entry in entries for device in entry.scan() if is_wanted(device, resource)}
+        for name, tokens in identity.identities(list(found.values())).items():
+            known[resource.name, name] = tokens
+            for token in sorted(tokens):
+                other, one = owners.setdefault(token, (resource.name, name)), (resource.name, name)
+                if other != one:
+                    text = f"{name} of {resource.name} and {other[1]} of {other[0]} are one thing"
+                    text += f" ({identity.shown({token})}): while one is held, the other is given to nobody"
+                    if sides_conflict(resource, configured[other[0]]):
+                        text += "; neither is offered, since their drivers' shares put them on different sides"
+                    if tokens - known[other] and known[other] - tokens:
+                        text += "; a node that they only share belongs under `nodes`"
+                    notes[text] = None
+    return list(notes)
+
+
+def is_wanted(device: Device, resource: ResourceConfig) -> bool:
+    """Return whether a resource's `include` and `exclude` let a device through."""
+    if not (resource.include or resource.exclude):
+        return True
+    names = _names(device)
+    included = not resource.include or any(_fits(pattern, names) for pattern in resource.include)
+    return included and not any(_fits(pattern, names) for pattern in resource.exclude)
+
+
+class _Served(NamedTuple):
+    """A device that is served: the index of its entry, as the entry lists it, and as the resource serves it."""
+
+    entry: int
+    listed: Device
+    device: Device
+
+
+class ConfiguredSource(DeviceSource):
+    """The devices of all of a resource's entries."""
+
+    def __init__(self, config: ResourceConfig) -> None:
+        self.config = config
+        self.resource = config.name
+        self.driver = config.driver
+        self.replicas = config.sharing.most
+        self.topology = config.topology
+        self.policy = config.prefer
+        kinds = [entry.kind for entry in config.devices]
+        self.entries = tuple(
+            build_entry(entry, config, kinds[:index].count(entry.kind)) for index, entry in enumerate(config.devices)
+        )
+        self._edits = ContainerEdits(
+            env=config.env,
+            nodes=[DeviceNode(path, permissions=config.permissions) for path in config.nodes],
+            mounts=[Mount(mount.host, mount.container, mount.readonly) for mount in config.mounts],
+            annotations=config.annotations,
+            cdi=config.cdi,
+        )
+        self._attributes = config.device_attributes
+        self._served: Mapping[str, _Served] = {}
+        self._doubles: Mapping[str, None] = {}
+        self._probed = None if config.health.probe == "none" else ProbedHealth(config.name, config.health)
+
+    def __repr__(self) -> str:
+        return f"<ConfiguredSource {self.resource}: {', '.join(map(repr, self.entries))}>"
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """Sentences for the log about the last lists of the entries."""
+        return (*(note for entry in self.entries for note in getattr(entry, "notes", ())), *self._doubles)
+
+    @property
+    def hooks(self) -> frozenset[str]:
+        """The hooks that its entries have."""
+        return frozenset(name for entry in self.entries for name in entry.hooks if name in {"edits", "measure"})
+
+    @property
+    def links(self) -> Mapping[frozenset[str], float]:
+        """How close the devices are to each other, pair by pair, as far as the entries know."""
+        return {pair: score for entry in self.entries for pair, score in entry.links.items()}
+
+    def replicas_of(self, device: Device) -> int:
+        """Return how often this device is offered."""
+        replicas = self.config.sharing.replicas
+        if isinstance(replicas, int):
+            return replicas
+        names = [name.casefold() for name in (*_names(device), *_words(device))]
+        fitting = (count for pattern, count in replicas.items() if _fits(pattern.casefold(), names))
+        return next(fitting, 1)
+
+    async def edits(self, devices: Sequence[Device]) -> ContainerEdits:
+        """Return the edits of the entries for their devices in one container; the resource's own win over them."""
+        found = []
+        for entry, own in self._by_entry(devices):
+            if "edits" in entry.hooks:
+                edits = entry.edits(own)
+                found.append(await edits if inspect.isawaitable(edits) else edits)
+        return ContainerEdits.merge(found, winner=self._edits) if found else ContainerEdits()
+
+    async def measure(self, devices: Sequence[Device]) -> Measured:
+        """Return what the entries measure of their devices."""
+        found: dict[str, Any] = {}
+        for entry, own in self._by_entry(devices):
+            if "measure" in entry.hooks:
+                measured = entry.measure(own)
+                found.update(await measured if inspect.isawaitable(measured) else measured)
+        return found
+
+    def _by_entry(self, devices: Sequence[Device]) -> list[tuple[DeviceSource, list[Device]]]:
+        """Return the entries' own devices among these, as the entries list them."""
+        own: dict[int, list[Device]] = {}
+        for device in devices:
+            if (served := self._served.get(device.id)) is not None:
+                own.setdefault(served.entry, []).append(served.listed)
+        return [(self.entries[index], listed) for index, listed in own.items()]
+
+    async def child_sources(self) -> AsyncIterator[Sequence[DeviceSource]]:
+        """Yield the sources of further resources that its entries bring along: partitions by profile.
+
+        They have no driver and serve pods alone. A driver publishes devices under names made from its resources, so
+        a resource that joins later would rename devices that are allocated.
+        """
+        domain = self.resource.partition("/")[0]
+        built: dict[str, DeviceSource] = {}
+        for entry, source in zip(self.config.devices, self.entries, strict=True):
+            if entry.nvidia is None or entry.nvidia.mig != "mixed" or entry.nvidia.profile is not None:
+                continue
+            from deviceplugin.sources.nvidia import NvidiaSource, resource_of
+
+            assert isinstance(source, NvidiaSource)
+            async with contextlib.aclosing(source.profiles()) as seen:
+                async for profiles in seen:
+                    for profile in profiles:
+                        name = f"{domain}/{resource_of(profile)}"
+                        if name not in built:
+                            only = msgspec.structs.replace(entry.nvidia, mig="single", profile=profile)
+                            built[name] = ConfiguredSource(
+                                msgspec.structs.replace(
+                                    self.config,
+                                    name=name,
+                                    devices=(DeviceEntry(nvidia=only),),
+                                    driver=None,
+                                    dra=DraConfig(),
+                                )
+                            )
+                    yield tuple(built.values())
+
+    async def watch(self) -> AsyncIterator[Sequence[Device]]:
+        """Yield the devices of all entries now, and whenever one entry's change."""
+        lists: list[Sequence[Device] | None] = [None] * len(self.entries)
+        changed = asyncio.Event()
+        tasks: set[asyncio.Task[Any]] = {
+            asyncio.create_task(self._follow(index, lists, changed)) for index in range(len(lists))
+        }
+        if self._probed is not None:
+            tasks.add(asyncio.create_task(self._probed.run(self._listed, changed)))
+        try:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(FIRST_LIST):
+                    while None in lists:
+                        await changed.wait()
+                        changed.clear()
+            while True:
+                changed.clear()
+                devices = self._together(lists)
+                if self._probed is not None:
+                    devices = await self._probed.judged(devices, changed, tasks)
+                yield devices
+                await changed.wait()
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    def _listed(self) -> list[Device]:
+        return [served.listed for served in self._served.values()]
+
+    async def _follow(self, index: int, lists: list[Sequence[Device] | None], changed: asyncio.Event) -> None:
+        """Keep one entry's list up to date; its failure is not the others'."""
+        delay, longest = RETRY
+        while True:
+            try:
+                generator = cast("AsyncGenerator[Sequence[Device]]", self.entries[index].watch())
+                async with contextlib.aclosing(generator) as watch:
+                    async for devices in watch:
+                        lists[index] = devices
+                        changed.set()
+                        delay = RETRY[0]
+                return  # its last list stays valid
+            except Exception:
+                _LOG.exception("%s: %r failed; it is started again in %g s", self.resource, self.entries[index], delay)
+                if lists[index] is None:
+                    lists[index] = ()
+                    changed.set()
+            await asyncio.sleep(delay)
+            delay = min(2 * delay, longest)
+
+    def _together(self, lists: Iterable[Sequence[Device] | None]) -> list[Device]:
+        """Return what is to be served: each wanted device once, as the resource serves it."""
+        served: dict[str, _Served] = {}
+        owners: dict[str, str] = {}
+        """Ids by the host path of their nodes and mounts."""
+        doubles: dict[str, None] = {}
+        found = ((index, device) for index, listed in enumerate(lists) for device in listed or ())
+        for index, device in found:
+            if not is_wanted(device, self.config):
+                continue
+            if device.id in served:
+                doubles[f"{device.id} is found by two entries and served once"] = None
+                continue
+            hosts = [node.host for node in device.nodes]  # type: ignore[union-attr]  # Device made them so
+            if device.edits.mounts:
+                hosts += [mount.host for mount in device.edits.mounts]
+            double = next(filter(owners.__contains__, hosts), None)
+            if double is not None:
+                other = owners[double]
+                # The id that is served already stays: a pod may hold it, and the new id is the same device.
+                if device.id not in self._served or other in self._served:
+                    doubles[f"{device.id} is left out: it leads to {double}, which is served as {other}"] = None
+                    continue
+                doubles[f"{other} is left out: it leads to {double}, which is served as {device.id}"] = None
+                del served[other]
+                owners = {host: owner for host, owner in owners.items() if owner != other}
+            owners.update(dict.fromkeys(hosts, device.id))
+            known = self._served.get(device.id)
+            made = known.device if known is not None and known.listed is device else self._with_settings(device)
+            served[device.id] = _Served(index, device, made)
+        for double in doubles.keys() - self._doubles.keys():
+            _LOG.warning("%s: %s", self.resource, double)
+        self._served, self._doubles = served, doubles
+        return [one.device for one in served.values()]
+
+    def _with_settings(self, device: Device) -> Device:
+        """Return a device with the edits, attributes and capacity of the resource."""
+        if not (self._edits or self._attributes or self.config.capacity):
+            return device
+        return replace(
+            device,
+            edits=ContainerEdits.merge([self._edits], winner=device.edits) if device.edits else self._edits,
+            attributes={**device.attributes, **self._attributes},
+            capacity={**device.capacity, **self.config.capacity},
+        )
+
+
+def _names(device: Device) -> list[str]:
+    """Return the names by which patterns choose a device: id, PCI address, paths on the host and in the container."""
+    edits = device.container_edits
+    names = [device.id]
+    if address := device.attributes.get(PCI_BUS_ID):
+        names.append(str(address))
+    for node in edits.device_nodes:
+        names += (node.host, node.path)
+    for mount in edits.mounts:
+        names += (mount.host, mount.container)
+    return names
+
+
+def _words(device: Device) -> list[str]:
+    """Return the product's name and its words."""
+    products = [str(device.attributes[key]) for key in ("productName", "product", "model") if key in device.attributes]
+    return [word for product in products for word in (product, *re.findall(r"[A-Za-z0-9]+", product))]
+
+
+def _fits(pattern: str, names: Iterable[str]) -> bool:
+    return any(fnmatchcase(name, pattern) for name in names)

@@ -1,0 +1,199 @@
+"""The NVML library behind nvidia-ml-py: how it is loaded and unloaded, and its answers as Python values."""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from types import MappingProxyType, ModuleType
+from typing import Any, Final, cast
+
+from deviceplugin.device import AttributeValue, Version
+from deviceplugin.health import Finding, Verdict
+
+LIBRARY: Final = "libnvidia-ml.so.1"
+
+GONE: Final = {1: "NVML was shut down", 9: "the NVIDIA driver is not loaded", 18: "the NVIDIA driver was replaced"}
+"""Error codes after which no GPU answers."""
+BROKEN: Final = {15: "it has fallen off the bus", 16: "it needs a reset", 28: "it is gone"}
+"""Error codes of one broken GPU."""
+ANY: Final = 0xFFFFFFFF
+"""NVML's number for all links, and for no partition."""
+
+_lock: Final = threading.Lock()
+_replaced: Final[list[Any]] = []
+"""Libraries to unload as soon as no session can be in a call."""
+_users: Final[set[object]] = set()
+"""Sessions that have initialized the library; any of them may be in a call."""
+
+
+@dataclass(frozen=True, slots=True)
+class Places:
+    """Paths of the driver's files. library: empty for the linker's search path. cdi: directories of CDI specs."""
+
+    library: str = ""
+    sysfs: str = "/sys"
+    proc: str = "/proc"
+    dev: str = "/dev"
+    cdi: tuple[str, ...] = ("/etc/cdi", "/var/run/cdi")
+
+
+@dataclass(frozen=True, slots=True)
+class Partition:
+    """A MIG device.
+
+    instance, compute: ids of its GPU instance and compute instance. memory: MiB.
+    placement: its first memory slice and their number; None if the driver does not say.
+    """
+
+    uuid: str
+    index: int
+    profile: str
+    instance: int
+    compute: int
+    memory: int
+    placement: tuple[int, int] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Gpu:
+    """A GPU. memory: MiB. attributes: what its devices have in common. partitions: None without MIG mode."""
+
+    uuid: str
+    index: int
+    minor: int | None = None
+    address: str = ""
+    memory: int = 0
+    numa: int | None = None
+    attributes: Mapping[str, AttributeValue | None] = field(default_factory=lambda: MappingProxyType({}))
+    partitions: tuple[Partition, ...] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class NvmlScan:
+    """Result of one scan of all GPUs.
+
+    findings: by the GPU's UUID. links: scores by pairs of UUIDs. listening: whether any GPU reports XIDs.
+    """
+
+    gpus: tuple[Gpu, ...]
+    findings: Mapping[str, Finding]
+    driver: str = ""
+    cuda: str = ""
+    links: Mapping[frozenset[str], float] = field(default_factory=lambda: MappingProxyType({}))
+    listening: bool = False
+    notes: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Xid:
+    """An error that the driver reported of a GPU, or of a partition of it. gpu: None if the driver could not say."""
+
+    gpu: str | None
+    code: int
+    instance: int | None = None
+    compute: int | None = None
+
+
+class NvmlError(Exception):
+    """Raised when no GPU can be read; `verdict` is what that means for the GPUs known so far."""
+
+    def __init__(self, message: str, verdict: Verdict = Verdict.BAD) -> None:
+        super().__init__(message)
+        self.verdict = verdict
+
+
+NvmlUpdate = NvmlScan | Xid | NvmlError
+
+
+def load(library: str) -> ModuleType:
+    """Return nvidia-ml-py with the library loaded; raise NvmlError if one of them is not there."""
+    try:
+        import pynvml  # type: ignore[import-untyped]
+    except ImportError as error:
+        raise NvmlError("nvidia-ml-py is not installed; pip install 'deviceplugin[nvidia]'") from error
+    with _lock:
+        if pynvml.nvmlLib is None:
+            try:
+                # pynvml itself takes no path, and never loads another library later.
+                pynvml.nvmlLib = ctypes.CDLL(library or LIBRARY)
+            except OSError as error:
+                raise NvmlError(f"NVML is not there: {error}") from error
+    return cast("ModuleType", pynvml)
+
+
+def unload(nv: Any) -> None:
+    """Have the next `load` load the library again; another file may have taken its place."""
+    import _ctypes
+
+    with _lock:
+        library, nv.nvmlLib = nv.nvmlLib, None
+        nv._nvmlGetFunctionPointer_cache.clear()  # noqa: SLF001  # of functions of the old library
+        if library is not None:
+            _replaced.append(library)
+        if not _users:
+            while _replaced:
+                _ctypes.dlclose(_replaced.pop()._handle)  # noqa: SLF001
+
+
+def add_user(user: object) -> None:
+    """Note that a session has initialized the library, so it must stay loaded."""
+    with _lock:
+        _users.add(user)
+
+
+def remove_user(user: object) -> None:
+    """Note that a session makes no more calls."""
+    with _lock:
+        _users.discard(user)
+
+
+def optional(nv: Any, function: Callable[..., Any], *arguments: Any) -> Any:
+    """Call a function that a driver or GPU may not support; None if this one does not, or does not know."""
+    try:
+        return function(*arguments)
+    except nv.NVMLError as error:
+        if error.value in BROKEN or error.value in GONE:
+            raise
+        return None
+
+
+def field_value(nv: Any, handle: Any, *wanted: Any) -> float | None:
+    """Return a field value by its id, or its id and scope; None where it is not supported."""
+    values = optional(nv, nv.nvmlDeviceGetFieldValues, handle, [wanted if len(wanted) > 1 else wanted[0]])
+    if values is None or values[0].nvmlReturn != 0:
+        return None
+    kinds = {0: "dVal", 1: "uiVal", 2: "ulVal", 3: "ullVal", 4: "sllVal", 5: "siVal", 6: "usVal"}
+    name = kinds.get(values[0].valueType)
+    return None if name is None else cast("float", getattr(values[0].value, name, None))
+
+
+def pointer(handle: Any) -> int:
+    """Return the address in a handle; handles of one GPU have the same."""
+    return ctypes.cast(handle, ctypes.c_void_p).value or 0
+
+
+def text(value: Any) -> str:
+    """Return NVML's text as str; "" for None."""
+    return value.decode(errors="replace") if isinstance(value, bytes) else value or ""
+
+
+def pci_address(bus_id: str) -> str:
+    """Return a PCI address as sysfs writes it; NVML writes the domain with eight digits."""
+    domain, _, rest = bus_id.lower().partition(":")
+    return f"{int(domain, 16):04x}:{rest}" if rest else bus_id.lower()
+
+
+def constant_in_words(nv: Any, prefix: str, value: int | None) -> str:
+    """Return the name of one of NVML's constants in words, such as Ampere or Tesla; "" if there is none."""
+    for name, number in vars(nv).items():
+        if name.startswith(prefix) and number == value and not name.endswith(("_UNKNOWN", "_COUNT")):
+            return str(name.removeprefix(prefix)).replace("_", " ").title()
+    return ""
+
+
+def version(numbers: Sequence[int | str] | None) -> Version | None:
+    """Return up to three numbers as a semantic version: 535.104.05 is 535.104.5, 12.2 is 12.2.0."""
+    parts = [str(int(number)) for number in (numbers or ())[:3]]
+    return Version(".".join((*parts, "0", "0")[:3])) if parts else None

@@ -1,0 +1,201 @@
+"""Readings of GPUs by NVML: their partitions, the links between them, their load."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import re
+from collections import Counter
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from dataclasses import replace
+from itertools import combinations
+from types import MappingProxyType
+from typing import Any, Final
+
+from deviceplugin.sources.nvidia.nvml import ANY, BROKEN, GONE, Gpu, Partition, field_value, optional, pci_address, text
+
+_LOG: Final = logging.getLogger(__name__)
+
+SAME_BOARD: Final = 60.0
+NVLINK: Final = 100.0
+_LEVELS: Final = {0: SAME_BOARD, 10: 50.0, 20: 40.0, 30: 30.0, 40: 20.0, 50: 10.0}
+"""Scores of NVML's PCIe levels: same board, one switch, several switches, host bridge, CPU, across CPUs."""
+_SWITCH: Final = 2
+_NO_SUCH_LINK: Final = 2
+_THROTTLED: Final = {
+    0x4: "sw_power_cap",
+    0x8: "hw_slowdown",
+    0x10: "sync_boost",
+    0x20: "sw_thermal",
+    0x40: "hw_thermal",
+    0x80: "hw_power_brake",
+}
+_CLOCKS: Final = {0: "graphics", 1: "sm", 2: "memory", 3: "video"}
+
+
+def profile_of(compute: int, slices: int, memory: int, whole: int) -> str:
+    """Return a MIG profile's name from its slices and its memory and the GPU's, both in MiB.
+
+    NVIDIA names the memory by eighths of the GPU's, rounded up, in whole GiB. A compute instance that is
+    a part of its GPU instance carries its own slices in front.
+    """
+    gib = -(-whole // 1024)
+    eighths = -(-memory * 8 // whole) if whole else 0
+    size = round(eighths * gib / 8) if whole else round(memory / 1024)
+    return f"{slices}g.{size}gb" if compute == slices else f"{compute}c.{slices}g.{size}gb"
+
+
+def with_partitions(nv: Any, handle: Any, gpu: Gpu, handles: dict[str, Any], known: dict[str, Partition]) -> Gpu:
+    """Return the GPU with the partitions that it has now.
+
+    handles: the partitions' handles are added. known: partitions read before, which are not read again.
+    """
+    mode = optional(nv, nv.nvmlDeviceGetMigMode, handle)
+    if mode is None or mode[0] != 1:
+        return gpu if gpu.partitions is None else replace(gpu, partitions=None)
+    found = []
+    for index in range(optional(nv, nv.nvmlDeviceGetMaxMigDeviceCount, handle) or 0):
+        mig = optional(nv, nv.nvmlDeviceGetMigDeviceHandleByIndex, handle, index)
+        if mig is None:
+            continue
+        uuid = text(optional(nv, nv.nvmlDeviceGetUUID, mig))
+        if not uuid:
+            continue
+        handles[uuid] = mig
+        if uuid not in known or known[uuid].index != index:
+            known[uuid] = _read_partition(nv, handle, mig, uuid, index, gpu)
+        found.append(known[uuid])
+    partitions = tuple(found)
+    return gpu if gpu.partitions == partitions else replace(gpu, partitions=partitions)
+
+
+def _read_partition(nv: Any, parent: Any, mig: Any, uuid: str, index: int, gpu: Gpu) -> Partition:
+    instance = optional(nv, nv.nvmlDeviceGetGpuInstanceId, mig)
+    compute = optional(nv, nv.nvmlDeviceGetComputeInstanceId, mig)
+    attributes = optional(nv, nv.nvmlDeviceGetAttributes_v2, mig)
+    memory = int(attributes.memorySizeMB) if attributes is not None else 0
+    profile = "unknown"
+    if named := re.search(r" MIG (\S+)$", text(optional(nv, nv.nvmlDeviceGetName, mig))):
+        profile = named[1]
+    elif attributes is not None:
+        slices = (int(attributes.computeInstanceSliceCount), int(attributes.gpuInstanceSliceCount))
+        profile = profile_of(*slices, memory, gpu.memory)
+    placement = info = None
+    if instance is not None and (own := optional(nv, nv.nvmlDeviceGetGpuInstanceById, parent, instance)) is not None:
+        info = optional(nv, nv.nvmlGpuInstanceGetInfo, own)
+    if info is not None:
+        placement = (int(info.placement.start), int(info.placement.size))
+    instance, compute = (-1 if number is None else number for number in (instance, compute))
+    return Partition(uuid, index, profile, instance, compute, memory, placement)
+
+
+def read_links(nv: Any, gpus: Sequence[Gpu], handles: Mapping[str, Any]) -> Mapping[frozenset[str], float]:
+    """Return the scores of pairs of GPUs. A GPU that reports no links has none; no error of NVML is raised."""
+    direct: Counter[frozenset[str]] = Counter()
+    switched: Counter[str] = Counter()
+    by_address = {gpu.address: gpu.uuid for gpu in gpus if gpu.address}
+    for gpu in gpus:
+        if (handle := handles.get(gpu.uuid)) is None:
+            continue
+        with contextlib.suppress(nv.NVMLError):
+            for address in _nvlink_peers(nv, handle):
+                if address is None:
+                    switched[gpu.uuid] += 1
+                elif (peer := by_address.get(address)) is not None and peer != gpu.uuid:
+                    direct[frozenset((gpu.uuid, peer))] += 1
+    scores: dict[frozenset[str], float] = {}
+    for one, other in combinations((gpu.uuid for gpu in gpus), 2):
+        pair = frozenset((one, other))
+        # Both ends report a direct link, so it is counted twice. Switches connect every GPU with every other.
+        count = -(-direct[pair] // 2) + min(switched[one], switched[other])
+        level = None
+        if one in handles and other in handles:
+            with contextlib.suppress(nv.NVMLError):
+                level = optional(nv, nv.nvmlDeviceGetTopologyCommonAncestor, handles[one], handles[other])
+        if score := NVLINK * count + _LEVELS.get(-1 if level is None else level, 0.0):
+            scores[pair] = score
+    return MappingProxyType(scores)
+
+
+def _nvlink_peers(nv: Any, handle: Any) -> Iterator[str | None]:
+    """Yield, for each NVLink that is up, the PCI address of its other end, or None for a switch."""
+    for link in range(nv.NVML_NVLINK_MAX_LINKS):
+        try:
+            if not nv.nvmlDeviceGetNvLinkState(handle, link):
+                continue
+        except nv.NVMLError as error:
+            if error.value in BROKEN or error.value in GONE:
+                raise
+            if error.value == _NO_SUCH_LINK:  # nor any after it
+                return
+            continue
+        if optional(nv, nv.nvmlDeviceGetNvLinkRemoteDeviceType, handle, link) == _SWITCH:
+            yield None
+        elif (pci := optional(nv, nv.nvmlDeviceGetNvLinkRemotePciInfo, handle, link)) is not None:
+            yield pci_address(text(pci.busId))
+
+
+def measure(nv: Any, handles: Mapping[str, Any], gpus: Container[str], ids: Sequence[str]) -> dict[str, dict[str, Any]]:
+    """Return the load by UUID, in base units; what a device cannot tell is left out.
+
+    handles: of GPUs and partitions. gpus: which of them are GPUs.
+    """
+    found: dict[str, dict[str, Any]] = {}
+    for name in ids:
+        if (handle := handles.get(name)) is not None:
+            try:
+                found[name] = _measure_gpu(nv, handle) if name in gpus else _measure_memory(nv, handle)
+            except nv.NVMLError as error:
+                _LOG.debug("the load of %s cannot be read: %s", name, error)
+    return found
+
+
+def _measure_memory(nv: Any, handle: Any) -> dict[str, Any]:
+    memory = optional(nv, nv.nvmlDeviceGetMemoryInfo, handle)
+    if memory is None:
+        return {}
+    return {"memory_used_bytes": memory.used, "memory_total_bytes": memory.total}
+
+
+def _measure_gpu(nv: Any, handle: Any) -> dict[str, Any]:
+    def scaled(factor: float, function: Callable[..., Any], *arguments: Any) -> float | None:
+        value = optional(nv, function, handle, *arguments)
+        value = value[0] if isinstance(value, list) else value
+        return None if value is None else value * factor
+
+    def nvlink_bytes(field: int) -> float | None:
+        kib = field_value(nv, handle, field, ANY)  # of all links together
+        return None if kib is None else kib * 1024
+
+    values = _measure_memory(nv, handle)
+    if (busy := optional(nv, nv.nvmlDeviceGetUtilizationRates, handle)) is not None:
+        values |= {"utilization_ratio": busy.gpu / 100, "memory_utilization_ratio": busy.memory / 100}
+    values |= {
+        "encoder_utilization_ratio": scaled(0.01, nv.nvmlDeviceGetEncoderUtilization),
+        "decoder_utilization_ratio": scaled(0.01, nv.nvmlDeviceGetDecoderUtilization),
+        "temperature_celsius": {
+            "gpu": scaled(1, nv.nvmlDeviceGetTemperature, 0),
+            "memory": field_value(nv, handle, nv.NVML_FI_DEV_MEMORY_TEMP) or None,
+        },
+        "power_watts": scaled(0.001, nv.nvmlDeviceGetPowerUsage),
+        "power_limit_watts": scaled(0.001, nv.nvmlDeviceGetEnforcedPowerLimit),
+        "energy_joules_total": scaled(0.001, nv.nvmlDeviceGetTotalEnergyConsumption),
+        "clock_hertz": {name: scaled(1e6, nv.nvmlDeviceGetClockInfo, kind) for kind, name in _CLOCKS.items()},
+        "ecc_errors_total": {
+            "corrected": scaled(1, nv.nvmlDeviceGetTotalEccErrors, 0, 1),
+            "uncorrected": scaled(1, nv.nvmlDeviceGetTotalEccErrors, 1, 1),
+        },
+        "pcie_bytes_per_second": {
+            "transmit": scaled(1000, nv.nvmlDeviceGetPcieThroughput, 0),
+            "receive": scaled(1000, nv.nvmlDeviceGetPcieThroughput, 1),
+        },
+        "pcie_replays_total": scaled(1, nv.nvmlDeviceGetPcieReplayCounter),
+        "nvlink_bytes_total": {
+            "transmit": nvlink_bytes(nv.NVML_FI_DEV_NVLINK_THROUGHPUT_DATA_TX),
+            "receive": nvlink_bytes(nv.NVML_FI_DEV_NVLINK_THROUGHPUT_DATA_RX),
+        },
+        "fan_ratio": scaled(0.01, nv.nvmlDeviceGetFanSpeed),
+    }
+    if (reasons := optional(nv, nv.nvmlDeviceGetCurrentClocksThrottleReasons, handle)) is not None:
+        values["throttled"] = {name: int(bool(reasons & bit)) for bit, name in _THROTTLED.items()}
+    return values

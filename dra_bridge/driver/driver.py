@@ -1,0 +1,174 @@
+"""One DRA driver of this node: what the kubelet asks of it, and what evidence it has of its claims."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
+from typing import Any, Final, TypeVar
+
+from deviceplugin import cdi, naming
+from deviceplugin.identity import boot_id
+from deviceplugin.kubelet.claim_state import PreparedClaim
+from deviceplugin.kubelet.exclusion_guard import ExclusionGuard
+from deviceplugin.kubelet.orphaned_claims import only_seen
+from dra_bridge.driver.claim_api import ClaimEvents, ClusterClaims
+from dra_bridge.driver.claim_files import ClaimFiles
+from dra_bridge.driver.claims import ClaimError, ClaimRef
+from dra_bridge.driver.preparation import ClaimGrants, ClaimHooks, ClaimPreparation, ClaimStatistics, RunningPods
+from dra_bridge.driver.reconciliation import ClaimReconciler
+from dra_bridge.driver.records import ClaimRecords, Prepared
+from dra_bridge.driver.served import ServedDevices, ServedResource
+from dra_bridge.driver.tasks import Tasks
+from dra_bridge.ledger import AsyncLedger, ClaimEvidence
+
+_T = TypeVar("_T")
+
+DEADLINE: Final = 30.0
+"""Seconds for one claim; the kubelet gives a call 45 (kubelet 1.36, cm/dra/plugin)."""
+
+PATIENCE: Final = 40.0
+"""Seconds for a call: also for what undoes a claim that failed at its deadline, whose hooks may hang, too."""
+
+
+async def _no_pods() -> RunningPods:
+    return RunningPods()
+
+
+class Driver:
+    """One DRA driver of this node. Belongs to one event loop.
+
+    Args:
+        name: the driver's name.
+        pool: the pool's name, which is the node's.
+        served: the resources whose devices it offers.
+        async_ledger: the ledger, which drivers of one process may share.
+        api: the API server.
+        cdi_directory: where the runtime finds CDI files.
+        deadline: seconds for one claim.
+        patience: seconds for a call; what is not done then is an error in the answer, and it goes on.
+        pull: whether a claim for an idle device of the plugin's side begins its move (R2).
+        report: whether to write `status.devices` of claims, which costs a GET and a PATCH for each.
+        boot: identifies the node's boot; None: as the kernel does.
+        changed: called after claims came or went.
+        ready: whether a device (resource, id) may be given to claims yet.
+        running_pods: records in the ledger which pods use which claims, and returns the pods whose processes run.
+        qualifiers: returns those of resources, as in the names of published devices; a resource for
+            which it has none has no published devices yet.
+        guard: keeps devices that are one thing, or parts of one, from holders that exclude each other.
+
+    """
+
+    def __init__(
+        self,
+        name: str,
+        pool: str,
+        served: Sequence[ServedResource],
+        async_ledger: AsyncLedger,
+        api: ClusterClaims,
+        *,
+        cdi_directory: str = cdi.DIRECTORY,
+        deadline: float = DEADLINE,
+        patience: float = PATIENCE,
+        pull: bool = False,
+        report: bool = False,
+        boot: str | None = None,
+        changed: Callable[[], None] = lambda: None,
+        ready: Callable[[str, str], bool] = lambda resource, device: True,
+        running_pods: Callable[[], Awaitable[RunningPods]] = _no_pods,
+        qualifiers: Callable[[Sequence[str]], Mapping[str, str]] = naming.qualifiers,
+        guard: ExclusionGuard | None = None,
+    ) -> None:
+        self.name: Final = name
+        self.pool: Final = pool
+        self.statistics = ClaimStatistics()
+        self.records = ClaimRecords(name, pool, async_ledger)
+        self.devices = ServedDevices(name, served, qualifiers, ready)
+        self.files = ClaimFiles(self.records, cdi_directory, boot_id() if boot is None else boot)
+        self._patience = patience
+        self._tasks = Tasks()
+        guard = guard or ExclusionGuard()
+        events = ClaimEvents(self.records, api, self._tasks, report)
+        self._preparation = ClaimPreparation(
+            self.records,
+            api,
+            self.devices,
+            self.files,
+            ClaimHooks(self.records, self.devices, guard, self.statistics),
+            ClaimGrants(self.records, guard, events, changed, pull),
+            events,
+            self._tasks,
+            self.statistics,
+            running_pods,
+            deadline,
+            changed,
+        )
+        self.reconciler = ClaimReconciler(self.records, api, self.files, self._preparation, deadline)
+
+    async def prepare(self, claims: Iterable[ClaimRef]) -> dict[str, Prepared | ClaimError]:
+        """Prepare claims, each on its own; an answer by UID for every one of them."""
+        return await self._each(claims, self._preparation.prepare)
+
+    async def unprepare(self, claims: Iterable[ClaimRef]) -> dict[str, ClaimError | None]:
+        """Unprepare claims, each on its own, known or not; None by UID where it is done."""
+        return await self._each(claims, self._preparation.unprepare)
+
+    async def _each(
+        self, claims: Iterable[ClaimRef], work: Callable[[ClaimRef], Coroutine[Any, Any, _T]]
+    ) -> dict[str, _T | ClaimError]:
+        refs = {claim.uid: claim for claim in claims}
+        tasks = {uid: self._tasks.start(work(ref)) for uid, ref in refs.items()}
+        # A caller that goes away does not stop what has begun: its next try finds it done.
+        if tasks:
+            await asyncio.wait(tasks.values(), timeout=self._patience)
+        late = f"not done within {self._patience:g} s; it goes on"
+        return {
+            uid: _answer(task) if task.done() else ClaimError("timeout", f"claim {refs[uid].title}: {late}")
+            for uid, task in tasks.items()
+        }
+
+    def claim_evidence(self, prepared: Iterable[PreparedClaim], resource: str) -> Iterator[ClaimEvidence]:
+        """Yield the evidence of the kubelet's claim state about devices of one resource (R8)."""
+        by_name = self.devices.by_name
+        for claim in prepared:
+            shares = {
+                by_name[name][1].id: share
+                for pool, name, share in claim.devices.get(self.name, ())
+                if pool == self.pool
+                and name in by_name
+                and by_name[name][0].source.resource == resource
+                and name not in only_seen(claim, self.name)
+            }
+            if shares:
+                yield ClaimEvidence(
+                    self.name,
+                    claim.uid,
+                    frozenset(shares),
+                    prepared=True,
+                    namespace=claim.namespace,
+                    name=claim.name,
+                    pods=claim.pod_uids,
+                    shares=shares,
+                )
+
+    def cdi_evidence(self) -> dict[str, list[ClaimEvidence]]:
+        """Return the evidence of the CDI files about prepared claims, by resource (R8). Blocks for their reading."""
+        found: dict[str, list[ClaimEvidence]] = {served.source.resource: [] for served in self.devices.resources}
+        by_name = self.devices.by_name
+        for uid, names in self.files.holding():
+            devices: dict[str, set[str]] = {}
+            for served, device in (by_name[name] for name in names if name in by_name):
+                devices.setdefault(served.source.resource, set()).add(device.id)
+            for resource, ids in devices.items():
+                found[resource].append(ClaimEvidence(self.name, uid, frozenset(ids), prepared=True))
+        return found
+
+    async def close(self) -> None:
+        """End what runs in the background."""
+        await self._tasks.close()
+
+
+def _answer(task: asyncio.Task[_T]) -> _T | ClaimError:
+    if task.cancelled():  # before it began
+        return ClaimError("stopped", "the driver is stopping")
+    error = task.exception()
+    return task.result() if error is None else ClaimError("internal", f"internal error: {error!r}")

@@ -1,0 +1,73 @@
+"""What a driver's ledger has of its claims, with the answers that the kubelet got."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator
+
+import msgspec
+
+from dra_bridge.ledger import AsyncLedger, Claim
+
+
+class PreparedDevice(msgspec.Struct, frozen=True, omit_defaults=True):
+    """One device of an answer to the kubelet. request: without the subrequest."""
+
+    request: str
+    pool: str
+    device: str
+    cdi_ids: tuple[str, ...] = ()
+    share: str = ""
+
+
+class Prepared(msgspec.Struct, frozen=True, omit_defaults=True):
+    """A claim's answer as the ledger keeps it.
+
+    spec: the CDI file's text, "" if none is needed. boot: the node's boot in which it was prepared.
+    """
+
+    devices: tuple[PreparedDevice, ...]
+    spec: str = ""
+    boot: str = ""
+
+
+def prepared_of(claim: Claim) -> Prepared | None:
+    """Return the answer that a ledger keeps of a claim; None if there is none, or an older agent's."""
+    if claim.result is None:
+        return None
+    try:
+        return msgspec.json.decode(claim.result, type=Prepared)
+    except msgspec.DecodeError:
+        return None
+
+
+class ClaimRecords:
+    """The claims of one driver in its ledger, with a lock for each claim that is worked on."""
+
+    def __init__(self, driver: str, pool: str, async_ledger: AsyncLedger) -> None:
+        self.driver = driver
+        self.pool = pool
+        self.ledger = async_ledger
+        self._locks: dict[str, tuple[asyncio.Lock, int]] = {}
+
+    def get(self, uid: str) -> Claim | None:
+        """Return the record of a claim."""
+        return self.ledger.snapshot.claims.get((self.driver, uid))
+
+    def all(self) -> list[Claim]:
+        """Return the records of all claims of the driver."""
+        return [claim for claim in self.ledger.snapshot.claims.values() if claim.driver == self.driver]
+
+    @contextlib.asynccontextmanager
+    async def locked(self, uid: str) -> AsyncIterator[None]:
+        """Hold the lock of a claim."""
+        lock, users = self._locks.get(uid) or (asyncio.Lock(), 0)
+        self._locks[uid] = lock, users + 1
+        try:
+            async with lock:
+                yield
+        finally:
+            lock, users = self._locks.pop(uid)
+            if users > 1:
+                self._locks[uid] = lock, users - 1

@@ -1,0 +1,136 @@
+"""Which pods use which claims of a driver, and which claims are over."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+from deviceplugin.backoff import Backoff
+from deviceplugin.kubelet import claim_state
+from deviceplugin.kubelet.cgroups import PodProcesses
+from deviceplugin.kubelet.claim_state import ClaimStateError, PreparedClaim
+from deviceplugin.kubelet.tracker import HolderTracker
+from dra_bridge import ledger
+from dra_bridge.driver import ClaimRef, Driver, RunningPods
+from dra_bridge.kube import RESOURCE_CLAIMS, Cluster, ClusterError
+from dra_bridge.ledger import AsyncLedger, LedgerError
+from dra_bridge.node.resource import ResourceRuntime
+
+_LOG: Final = logging.getLogger(__name__)
+
+RECONCILE: Final = 20.0
+"""Seconds between two checks whether prepared claims are over; the API server is asked only of those that seem so."""
+
+
+class ClaimPods:
+    """Records in a ledger which pods use the claims of one driver, before the kubelet forgets it.
+
+    tracker: sees the pods' processes, and asks the kubelet for its active pods. kubelet_root: where the kubelet's
+    claim state lies.
+    """
+
+    def __init__(self, driver: str, async_ledger: AsyncLedger, tracker: HolderTracker, kubelet_root: Path) -> None:
+        self._driver = driver
+        self._ledger = async_ledger
+        self._tracker = tracker
+        self._kubelet_root = kubelet_root
+        self._recorded: frozenset[str] = frozenset()
+        """UIDs of running pods of which the ledger has all claims of this driver."""
+
+    async def running(self) -> RunningPods:
+        """Record in the ledger which pods use which claims; return the pods whose processes run.
+
+        The kubelet drops a pod that was deleted by force from the claim state. So the claim state has all claims of a
+        pod only if the kubelet counts the pod as active after the file was read, and if the pod's processes ran
+        before: its claims are in the file by then.
+
+        Raises:
+            ClaimStateError: the kubelet's claim state cannot be read.
+            LedgerError: the pods cannot be recorded.
+            OSError: cgroups were visible before, and cannot be read now.
+
+        """
+        tracker = self._tracker
+        running = await asyncio.to_thread(tracker.pods.running)
+        prepared = await self.record()
+        if running - self._recorded:
+            known = self._ledger.snapshot.claims
+            lost = {pod for claim in prepared if (self._driver, claim.uid) not in known for pod in claim.pod_uids}
+            self._recorded |= await tracker.listed(running) - lost
+        self._recorded &= running
+        return RunningPods(running, running - self._recorded)
+
+    async def record(self) -> list[PreparedClaim]:
+        """Record the pods that came to share a claim after it was prepared, and names that CDI files do not have.
+
+        Returns this driver's claims in the kubelet's claim state.
+        """
+        prepared = await asyncio.to_thread(claim_state.read, self._kubelet_root)
+        mine = [claim for claim in prepared if self._driver in claim.devices]
+        for claim in mine:
+            known = self._ledger.snapshot.claims.get((self._driver, claim.uid))
+            if known is not None and not (known.name and claim.pod_uids <= known.pods):
+                await self._ledger.do(
+                    ledger.describe(self._driver, claim.uid, claim.namespace, claim.name, claim.pod_uids)
+                )
+        return mine
+
+
+@dataclass(frozen=True, slots=True)
+class ClaimReconciliation:
+    """Ends claims of one driver that are over by all evidence (E2), and writes what is missing of the others."""
+
+    driver: Driver
+    pods: ClaimPods
+    tracker: HolderTracker
+    cluster: Cluster
+
+    async def run(self, resources: Mapping[str, ResourceRuntime]) -> None:
+        """Reconcile at once and from time to time, until cancelled."""
+        backoff = Backoff(first=1.0, most=60.0)
+        while True:
+            # CDI files are evidence: they must not be removed before the ledger was given them.
+            waits = [one.reconciled for one in resources.values() if not one.reconciled.is_set()]
+            try:
+                await self.reconcile(sweep=not waits)
+            except (ClaimStateError, ClusterError, LedgerError, OSError) as error:
+                _LOG.info("%s: prepared claims cannot be reconciled now: %s", self.driver.name, error)
+                await asyncio.sleep(backoff.next())
+                continue
+            backoff.reset()
+            for reconciled in waits:
+                await reconciled.wait()
+            if not waits:
+                await asyncio.sleep(RECONCILE * random.uniform(0.8, 1.2))  # noqa: S311  # jitter
+
+    async def reconcile(self, *, sweep: bool) -> None:
+        """Reconcile once. sweep: whether to remove CDI files of claims that the ledger does not know.
+
+        Raises ClaimStateError: the kubelet's claim state cannot be read; nothing is ended then.
+        """
+        unlisted = (await self.pods.running()).unlisted
+        named = frozenset(claim.uid for claim in await self.pods.record())
+        processes = await asyncio.to_thread(self.tracker.pods.read)
+        await self._name_from_server(named, processes)
+        await self.driver.reconciler.reconcile(named, processes, unlisted, sweep=sweep)
+
+    async def _name_from_server(self, named: Collection[str], processes: PodProcesses) -> None:
+        """Name claims that are known from their CDI files alone, or unprepare those that the API server has not."""
+        records = self.driver.records
+        nameless = [claim for claim in records.all() if not claim.name and claim.uid not in named]
+        if not nameless:
+            return
+        listed = (await self.cluster.list(RESOURCE_CLAIMS)).items
+        known = {claim["metadata"]["uid"]: claim["metadata"] for claim in listed}
+        for claim in nameless:
+            if metadata := known.get(claim.uid):
+                described = ledger.describe(records.driver, claim.uid, metadata["namespace"], metadata["name"])
+                await records.ledger.do(described)
+            elif not any(processes.may_run(uid) for uid in claim.pods):
+                _LOG.info("%s: claim %s, known from its CDI file, does not exist", records.driver, claim.uid)
+                await self.driver.unprepare([ClaimRef("", "", claim.uid)])

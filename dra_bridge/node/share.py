@@ -1,0 +1,109 @@
+"""The share that the Node's annotation `<driver>/dra-share` asks for."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Mapping
+from contextlib import aclosing
+from typing import Final
+
+from dra_bridge import ledger
+from dra_bridge.driver.tasks import Tasks
+from dra_bridge.handover import Share, ShareError, parse_share
+from dra_bridge.kube import NODES, Cluster, Listed
+from dra_bridge.ledger import AsyncLedger, LedgerError
+from dra_bridge.node.policies import HandoverPolicy
+from dra_bridge.rollout import progress
+
+_LOG: Final = logging.getLogger(__name__)
+
+NODE_READ: Final = 5.0
+"""Seconds after which a warning is logged that the Node's annotations are not known yet."""
+
+SHARE: Final = "share"
+"""The section of the ledger's settings that has the last valid share of the Node's annotation, by driver."""
+
+
+class NodeAnnotations:
+    """Follows the annotations of this node's Node. changed: called when they are other ones.
+
+    Attribute current: the annotations, None while they are not known.
+    """
+
+    def __init__(self, cluster: Cluster, node: str, changed: Callable[[], None]) -> None:
+        self.current: Mapping[str, str] | None = None
+        self._cluster = cluster
+        self._node = node
+        self._changed = changed
+        self._known = asyncio.Event()
+
+    async def run(self) -> None:
+        """Follow them until cancelled."""
+        async with aclosing(self._cluster.follow(NODES, field_selector=f"metadata.name={self._node}")) as events:
+            async for event in events:
+                if isinstance(event, Listed):
+                    found = event.items[0] if event.items else {}
+                else:
+                    found = event.object if event.type != "DELETED" else {}
+                annotations = (found.get("metadata") or {}).get("annotations") or {}
+                if annotations != self.current:
+                    self.current = annotations
+                    self._known.set()
+                    self._changed()
+
+    async def known(self) -> None:
+        """Wait until they are known: an agent that starts while the API server is away moves nothing back."""
+        try:
+            async with asyncio.timeout(NODE_READ):
+                await self._known.wait()
+        except TimeoutError:
+            _LOG.warning("node %s cannot be read yet; no device moves until its annotations are known", self._node)
+            await self._known.wait()
+
+
+class DriverShare:
+    """The share that the Node asks of one driver. The ledger keeps the last valid one, for use beside an invalid one.
+
+    Attributes: share, None if the config's shares apply; text, the annotation, "" if there is none.
+    """
+
+    def __init__(self, driver: str, async_ledger: AsyncLedger, tasks: Tasks) -> None:
+        self.share: Share | None = None
+        self.text = ""
+        self._driver = driver
+        self._ledger = async_ledger
+        self._tasks = tasks
+        self._refused: str | None = None
+        """The text that is not a share and was logged."""
+
+    def of(self, policy: HandoverPolicy) -> Share:
+        """Return the share of a resource with this policy."""
+        return self.share if self.share is not None else policy.share
+
+    def read(self, annotations: Mapping[str, str] | None) -> bool:
+        """Take the share from the Node's annotations; return whether anything changed."""
+        before = self.share, self.text
+        key = progress.share_annotation(self._driver)
+        kept = self._ledger.snapshot.setting(SHARE, self._driver)
+        text = kept if annotations is None else annotations.get(key)
+        self.text = text or ""
+        try:
+            self.share = parse_share(text) if text is not None else None
+        except ShareError as error:
+            self.share = parse_share(kept) if kept is not None else None
+            if text != self._refused:
+                stays = f"the share {kept} from before" if kept is not None else "the configuration's share"
+                _LOG.error("annotation %s of the node: %s; %s stays", key, error, stays)
+            self._refused = text
+        else:
+            self._refused = None
+            if text != kept:
+                self._tasks.start(self._keep(text))
+        return before != (self.share, self.text)
+
+    async def _keep(self, text: str | None) -> None:
+        try:
+            await self._ledger.do(ledger.set_setting(SHARE, self._driver, text))
+        except LedgerError as error:
+            _LOG.warning("%s: the share %s cannot be recorded for the next start: %s", self._driver, text, error)

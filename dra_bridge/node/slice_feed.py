@@ -1,0 +1,183 @@
+"""What the slices of one driver should be: offered devices, their names, and the progress of moves."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import Mapping
+from typing import Final
+
+from deviceplugin import naming
+from dra_bridge import ledger
+from dra_bridge.driver import Registrar
+from dra_bridge.kube import RESOURCE_SLICES
+from dra_bridge.ledger import Snapshot
+from dra_bridge.node.resource import DriverContext
+from dra_bridge.rollout import progress
+from dra_bridge.slices import Offer, Pool
+
+FIRST: Final = 5.0
+"""Seconds that the first slices wait for the kubelet to register the driver, and for all evidence."""
+HOLDERS: Final = 10.0
+"""Seconds between two writes of the slices if only holders changed."""
+SETTLE: Final = 0.002
+"""Seconds from a change to the new slices; many changes make one."""
+
+QUALIFIER: Final = "qualifier"
+"""The section of the ledger's settings that has the qualifiers of published names, by resource."""
+
+
+def qualifiers_of(now: Snapshot) -> Mapping[str, str]:
+    """Return what distinguishes a driver's resources in the names of published devices, by resource."""
+    return {resource: kept.value for (section, resource), kept in now.settings.items() if section == QUALIFIER}
+
+
+async def decide_names(context: DriverContext, resource: str) -> bool:
+    """Decide how a resource's devices are named in slices, once and durably; return False if that was done before.
+
+    What is published or allocated keeps its name. If the ledger does not have the names, it was lost or
+    is new: the slices that the API server has show how devices were named before.
+
+    Raises LedgerError, ClusterError, TimeoutError: it cannot be decided now.
+    """
+    kept = qualifiers_of(context.ledger.snapshot)
+    if resource in kept:
+        return False
+    services = context.node.agent.services.values()
+    served = [service.resource for service in services if service.source.driver == context.name]
+    if not kept:
+        selector = f"spec.nodeName={context.node.name},spec.driver={context.name}"
+        async with asyncio.timeout(5.0):
+            slices = await context.node.cluster.list(RESOURCE_SLICES, field_selector=selector)
+        before = progress.read(context.name, slices.items)
+        known = [name for name in served if context.ledger.snapshot.of(name)]
+        kept = before.words if before is not None else naming.qualifiers(known or served)
+    for name, qualifier in naming.kept_qualifiers(kept, served).items():
+        await context.ledger.do(ledger.set_setting(QUALIFIER, name, qualifier))
+    return True
+
+
+class SliceFeed:
+    """Passes to the publisher what the slices of one driver should be, and to its handovers what is withdrawn."""
+
+    def __init__(self, context: DriverContext, registrar: Registrar) -> None:
+        self._context = context
+        self._registrar = registrar
+        self._changed = asyncio.Event()
+        self._passed = asyncio.Event()
+        self._without: dict[tuple[str, str], tuple[int, float | None]] = {}
+        """Devices that the slices are to be without: the ticket of the first such slices, and since when the API
+        server has had them (monotonic seconds)."""
+        self._reported: tuple[progress.Progress, str, float] | None = None
+        """The last annotation, its text without holders, and when it was made (monotonic seconds)."""
+
+    def publish(self) -> None:
+        """Make the slices anew soon."""
+        self._changed.set()
+
+    def withdrawn(self, resource: str, device: str) -> float | None:
+        """Return since when (monotonic seconds) the API server has had slices without the device, if it has."""
+        ticket, at = self._without.get((resource, device), (0, None))
+        if at is None and ticket and self._context.node.publisher.state(self._context.name).accepted >= ticket:
+            at = time.monotonic()
+            self._without[resource, device] = ticket, at
+        return at
+
+    async def run(self) -> None:
+        """Make the slices whenever something changes, until cancelled."""
+        first = time.monotonic() + FIRST
+        rest: float | None = 0.0
+        while True:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(rest):
+                    await self._changed.wait()
+            await asyncio.sleep(SETTLE)
+            self._changed.clear()
+            for one in self._context.resources.values():
+                one.changed.set()  # a device may be listed again in the moment in which it is forgotten
+            rest = first - time.monotonic()
+            # Pods that come before the driver is registered fail first and are tried again a minute later, and what
+            # is in the slices from before stays until the evidence was reconciled.
+            reconciled = all(one.reconciled.is_set() for one in self._context.resources.values())
+            if rest <= 0 or (self._registrar.statistics.registrations and reconciled):
+                rest = self._pass_on() if self._may_publish() else None
+
+    async def follow_accepted(self) -> None:
+        """Wake the handovers when the API server has accepted what they wait for, until cancelled."""
+        publisher = self._context.node.publisher
+        while True:
+            self._passed.clear()
+            state = publisher.state(self._context.name)
+            if state.accepted < state.wanted:
+                await publisher.accepted(self._context.name, state.wanted)
+                for one in self._context.resources.values():
+                    one.handover.wake()
+            else:
+                await self._passed.wait()
+
+    def _may_publish(self) -> bool:
+        """Return whether the slices may be changed: what is in them from before stays until it is reconciled."""
+        if not qualifiers_of(self._context.ledger.snapshot):
+            return False
+        snapshots = {resource: one.service.inventory.snapshot for resource, one in self._context.resources.items()}
+        return any(
+            (resource, name) in self._context.gate.reconciled
+            for resource, snapshot in snapshots.items()
+            for name in snapshot.devices
+        ) or all(snapshot.listed and not snapshot.devices for snapshot in snapshots.values())
+
+    def _pass_on(self) -> float | None:
+        """Pass the slices on; return after how many seconds they are to be made again without a change."""
+        offers, without, qualifiers = [], [], qualifiers_of(self._context.ledger.snapshot)
+        for resource, one in self._context.resources.items():
+            source, snapshot = one.service.source, one.service.inventory.snapshot
+            known = self._context.ledger.snapshot.of(resource)
+            offered = frozenset(
+                name
+                for name in snapshot.devices
+                if (resource, name) in self._context.gate.reconciled and name in known and known[name].state.offered
+            )
+            offered -= self._context.node.agent.guard.withheld(resource, "dra").keys()
+            without += [(resource, name) for name in (snapshot.devices.keys() | known.keys()) - offered]
+            replicas = {name: source.replicas_of(device) for name, device in snapshot.devices.items()}
+            order = one.order.of(snapshot.devices.keys(), source.links)
+            offers.append(Offer(snapshot, offered, replicas, tuple(order), qualifiers.get(resource, "")))
+        effects = {one.policy.unhealthy for one in self._context.resources.values()}
+        unhealthy = "NoExecute" if "NoExecute" in effects else "NoSchedule"
+        annotations, rest = self._annotations()
+        pool = Pool(self._context.name, self._context.node.name, tuple(offers), unhealthy, annotations)  # type: ignore[arg-type]
+        ticket = self._context.node.publisher.want(pool)
+        self._without = {key: self._without.get(key, (ticket, None)) for key in without}
+        self._passed.set()
+        return rest
+
+    def _annotations(self) -> tuple[Mapping[str, str], float | None]:
+        """Return the progress of moves, and the seconds until holders that changed are in it.
+
+        It changes at once when a side changed, and rarely if only holders did.
+        """
+        handovers = {resource: one.handover for resource, one in self._context.resources.items()}
+        waits = {(name, device): what for name, one in handovers.items() for device, what in one.waiting.items()}
+        listed = {resource: one.service.inventory.snapshot for resource, one in self._context.resources.items()}
+        gone = {
+            (resource, device)
+            for resource, snapshot in listed.items()
+            for device in self._context.ledger.snapshot.of(resource).keys() - (snapshot.devices.keys() - snapshot.gone)
+        }
+        now, rest = time.monotonic(), None
+        current = progress.progress(
+            self._context.ledger.snapshot,
+            {resource: str(one.share) for resource, one in handovers.items()},
+            waits,
+            asked=self._context.share.text,
+            gone=gone,
+            qualifiers=qualifiers_of(self._context.ledger.snapshot),
+        )
+        sides = progress.encoded(progress.without_holders(current))
+        if self._reported is None or current != self._reported[0]:
+            if self._reported is not None and sides == self._reported[1] and self._reported[2] + HOLDERS > now:
+                current, rest = self._reported[0], self._reported[2] + HOLDERS - now
+            else:
+                self._reported = current, sides, now
+        return {progress.annotation(self._context.name): progress.encoded(current)}, rest
