@@ -5,7 +5,7 @@ from __future__ import annotations
 import fcntl
 import os
 from pathlib import Path
-from typing import Final, NamedTuple
+from typing import NamedTuple
 
 
 class FileIdentity(NamedTuple):
@@ -22,9 +22,6 @@ class FileIdentity(NamedTuple):
     def of(cls, status: os.stat_result) -> FileIdentity:
         """Return the identity of the file with this status."""
         return cls(status.st_dev, status.st_ino, status.st_mtime_ns)
-
-
-NO_FILE: Final = FileIdentity(0, 0, 0)
 
 
 def file_identity(path: str | Path) -> FileIdentity | None:
