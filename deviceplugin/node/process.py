@@ -107,7 +107,7 @@ def plugin_agent(sources: Sequence[DeviceSource], paths: Paths, *, names: bool) 
 
     claims = OrphanedClaims(paths.kubelet_root)
     gate = OrphanedClaimGate(claims, driver_of)
-    agent = Agent(sources, paths, keep_books=names, allocation_gate=gate, observers=[gate], orphaned=claims.held)
+    agent = Agent(sources, paths, report_holders=names, allocation_gate=gate, observers=[gate], orphaned=claims.held)
     return agent
 
 

@@ -70,7 +70,7 @@ class Bridge:
         cdi_directory: str = "/var/run/cdi",
         claim_status: bool = False,
         period: float = 2.0,
-        keep_books: bool = False,
+        report_holders: bool = False,
     ) -> None:
         self.paths = paths or Paths()
         self.cluster = cluster
@@ -89,10 +89,9 @@ class Bridge:
             sources,
             self.paths,
             period=period,
-            keep_books=keep_books,
+            report_holders=report_holders,
             allocation_gate=allocation_gate,
             observers=[gate],
-            before_end=self._end_claims,
             believe_checkpoint=False,
             orphaned=self.orphaned.held,
         )
@@ -138,7 +137,7 @@ class Bridge:
                             group.create_task(self._follow_node(), name="node"),
                         ]
                         self._tasks += [group.create_task(one.run(), name=one.name) for one in self.drivers.values()]
-                        await self.agent.run()
+                        await self.agent.run(before_end=self._end_claims)
                 finally:
                     self._group = None
                     for task in self._tasks:
@@ -202,7 +201,7 @@ class Bridge:
                     async_ledger.ledger.set_aside,
                 )
             self.drivers[name] = DriverRuntime(self._shared, name, async_ledger)
-            self.agent.observers.append(self.drivers[name].ledger_gate)
+            self.agent.scanner.observers.append(self.drivers[name].ledger_gate)
         self._ask(self.drivers[name])
         self.drivers[name].serve(service, self._policies.get(service.resource, HandoverPolicy()))
 

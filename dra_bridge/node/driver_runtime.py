@@ -16,7 +16,7 @@ from deviceplugin.kubelet.cgroups import PodProcesses
 from deviceplugin.kubelet.checkpoint import CheckpointError
 from deviceplugin.kubelet.claim_state import ClaimStateError
 from deviceplugin.kubelet.registration import Backoff
-from deviceplugin.node.agent import Agent, AgentError
+from deviceplugin.node.agent import Agent
 from deviceplugin.node.service import Service
 from dra_bridge import ledger
 from dra_bridge.driver import ClaimRef, ClusterClaims, Driver, Registrar, ServedResource
@@ -169,7 +169,7 @@ class DriverRuntime:
                 service.endpoint,
                 service.inventory,
                 self.async_ledger,
-                self._node.agent.scan,
+                self._node.agent.scanner.scan,
                 self,
                 self.evidence,
                 share=self._share(resource),
@@ -309,7 +309,7 @@ class DriverRuntime:
     async def _end_with_ledger(self) -> None:
         """End the agent when its ledger is lost; it begins again from evidence."""
         await self.async_ledger.lost.wait()
-        self._node.agent.fail(AgentError(f"{self.name}: the ledger was lost while it was in use"))
+        self._node.agent.fail(f"{self.name}: the ledger was lost while it was in use")
 
     def _move(self, resource: str) -> None:
         if self._group is not None and resource not in self._movers:

@@ -48,7 +48,7 @@ class EvidenceReader:
         resource, device_id_of = service.resource, service.endpoint.ids.device_id_of
         wanted = frozenset(devices)
         ids = {(resource, one) for device in devices for one in service.endpoint.ids.ids_of(device)}
-        now = await self._agent.scan(ids)
+        now = await self._agent.scanner.scan(ids)
         if now is None:
             raise CheckpointError("an Allocate came in between")
         if now.registered is None:

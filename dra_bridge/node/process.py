@@ -52,7 +52,7 @@ def run(
             options.paths,
             cdi_directory=options.cdi_directory,
             claim_status=options.claim_status,
-            keep_books=options.metrics_address is not None,
+            report_holders=options.metrics_address is not None,
         )
         return process.Served(bridge.agent, bridge.run, process.Served.plainly(bridge.agent).take)
 
@@ -95,7 +95,7 @@ def run_config(
             paths,
             cdi_directory=cdi_directory,
             claim_status=claim_status,
-            keep_books=metrics_address is not None,
+            report_holders=metrics_address is not None,
         )
 
         async def take(now: Config, changed: Mapping[str, DeviceSource], unchanged: Sequence[str]) -> None:

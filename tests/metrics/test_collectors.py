@@ -174,7 +174,7 @@ def watched(
     """Run an agent against the fake kubelet and serve its metrics."""
 
     def start(*sources: DeviceSource, **options: Any) -> tuple[FakeKubelet, Seen]:
-        agent = served(*sources, keep_books=True, period=0.1).agent
+        agent = served(*sources, report_holders=True, period=0.1).agent
         # In the agent's own loop, whose health is asked for.
         assert agent._loop is not None
         return fake_kubelet, loop.serving(agent, Options(**options), agent._loop)
