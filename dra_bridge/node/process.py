@@ -43,7 +43,7 @@ def run(
     policies = {source.resource: HandoverPolicy(parse_share(share), drain) for source in sources}
     options = parse_run(argv)
 
-    def make() -> process.Served:
+    def make() -> process.Program:
         bridge = Bridge(
             sources,
             policies,
@@ -54,7 +54,7 @@ def run(
             claim_status=options.claim_status,
             report_holders=options.metrics_address is not None,
         )
-        return process.Served(bridge.agent, bridge.run, process.Served.plainly(bridge.agent).take)
+        return process.Program(bridge.agent, bridge.run, process.Program.of(bridge.agent).take)
 
     status = process.serve(make, metrics_address=options.metrics_address)
     if status:
@@ -77,7 +77,7 @@ def run_config(
         The process's exit status.
 
     Raises:
-        ConfigError: the file cannot be used at the start; later that is only said.
+        ConfigError: the file cannot be used at the start; later that is only logged.
 
     """
     from deviceplugin import sources
@@ -85,7 +85,7 @@ def run_config(
     file = process.read(path)
     first = file[-1]
 
-    def make() -> process.Served:
+    def make() -> process.Program:
         built = [sources.build(resource) for resource in first.resources]
         bridge = Bridge(
             built,
@@ -101,6 +101,6 @@ def run_config(
         async def take(now: Config, changed: Mapping[str, DeviceSource], unchanged: Sequence[str]) -> None:
             await bridge.reconfigure(changed, policies_of(now), unchanged)
 
-        return process.Served(bridge.agent, bridge.run, take)
+        return process.Program(bridge.agent, bridge.run, take)
 
     return process.serve(make, metrics_address=metrics_address, config=file)

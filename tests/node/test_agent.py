@@ -80,7 +80,7 @@ def test_places_follow_the_root_and_can_be_given() -> None:
 
 def test_every_path_that_can_be_given_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each option of the command line reaches the agent."""
-    monkeypatch.setattr("deviceplugin.node.options._set_up_logs", lambda options: None)
+    monkeypatch.setattr("deviceplugin.node.logs.setup", lambda *_: None)
     parser = argparse.ArgumentParser()
     add_run_options(parser)
     names = ("kubelet_root", "device_plugin_dir", "pod_resources_socket", "cgroup_root", "pod_log_dir")
