@@ -51,32 +51,22 @@ class CommandLine:
     def main(self, argv: Sequence[str] | None) -> int:
         """Run the command that the arguments name; return the exit status."""
         options = self.parser.parse_args(argv)
+        from deviceplugin.config import ConfigError
+
         try:
             return int(options.command(options))
         except CommandError as error:
             print(error, file=sys.stderr)
             return error.status
+        except ConfigError as error:
+            print(explained(error), file=sys.stderr)
+            return 2
         except KeyboardInterrupt:
             return 130
         except BrokenPipeError:
             # The reader of our output has closed it; keep the interpreter from failing at its flush.
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             return 0
-
-
-def load_config(path: Path) -> Config:
-    """Read a config file.
-
-    Raises:
-        CommandError: it cannot be used; says why, with the places.
-
-    """
-    from deviceplugin import config
-
-    try:
-        return config.load(path)
-    except config.ConfigError as error:
-        raise CommandError(explained(error)) from error
 
 
 def explained(error: ConfigError) -> str:
@@ -161,22 +151,24 @@ def _run(options: argparse.Namespace) -> int:
         return run_config(options.config, run.paths, run.metrics_address)
     except ConfigError as error:
         if options.log_format != "json":
-            raise CommandError(explained(error)) from error
+            raise
         _LOG.error("%s", error, extra={"file": error.file, "line": error.line, "path": error.path})
         return 2
 
 
 def _validate(options: argparse.Namespace) -> int:
+    from deviceplugin import config
+
     files = [*options.files, *options.config]
     if not files:
         raise CommandError("deviceplugin validate: name a config file")
     status = 0
     for file in files:
         try:
-            found = load_config(file)
-        except CommandError as error:
-            print(error, file=sys.stderr)
-            status = error.status
+            found = config.load(file)
+        except config.ConfigError as error:
+            print(explained(error), file=sys.stderr)
+            status = 2
             continue
         print(f"{file}: good, {count(len(found.resources), 'resource')}")
         if any(entry.path or entry.group for resource in found.resources for entry in resource.devices):
@@ -190,11 +182,11 @@ def _validate(options: argparse.Namespace) -> int:
 def _devices(options: argparse.Namespace) -> int:
     import asyncio
 
+    from deviceplugin import config
     from deviceplugin.node import logs
 
     logs.setup("text", "error")
-    found = load_config(options.config)
-    listed, status = asyncio.run(_list(found))
+    listed, status = asyncio.run(_list(config.load(options.config)))
     if options.output == "json":
         print(json.dumps({"resources": [_as_json(source, devices) for source, devices in listed]}, indent=2))
     else:

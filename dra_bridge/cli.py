@@ -19,7 +19,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
-from deviceplugin.cli import CommandError, CommandLine, count, explained, import_rich, load_config, print_table
+from deviceplugin.cli import CommandError, CommandLine, count, import_rich, print_table
 from dra_bridge.node.options import add_kubeconfig, add_run_options, run_options
 
 if TYPE_CHECKING:
@@ -183,7 +183,6 @@ def _label(text: str) -> tuple[str, str]:
 
 
 def _run(options: argparse.Namespace) -> int:
-    from deviceplugin.config import ConfigError
     from dra_bridge.kube import AccessError
     from dra_bridge.node.process import run_config
 
@@ -198,18 +197,17 @@ def _run(options: argparse.Namespace) -> int:
             cdi_directory=run.cdi_directory,
             claim_status=run.claim_status,
         )
-    except ConfigError as error:
-        raise CommandError(explained(error)) from error
     except AccessError as error:
         raise CommandError(error) from error
 
 
 def _uninstall(options: argparse.Namespace) -> int:
+    from deviceplugin import config
     from dra_bridge.slices import remove_slices
 
     drivers = set(options.driver)
     if options.config:
-        drivers |= {resource.driver for resource in load_config(options.config).resources if resource.driver}
+        drivers |= {resource.driver for resource in config.load(options.config).resources if resource.driver}
     if not drivers:
         raise CommandError("dra-bridge uninstall: name a config file or a driver")
     removed = _ask(options, lambda cluster: remove_slices(cluster, sorted(drivers), options.node))
@@ -230,8 +228,6 @@ def _manifests(options: argparse.Namespace) -> int:
         found = config.parse(text, str(options.config))
     except (OSError, UnicodeDecodeError) as error:
         raise CommandError(f"{options.config} cannot be read: {error}") from error
-    except config.ConfigError as error:
-        raise CommandError(explained(error)) from error
     deployment = Deployment(**given)
     sys.stdout.write(to_yaml(manifests(found, text, deployment)))
     metrics = found.metrics
@@ -354,20 +350,14 @@ def _migrate(options: argparse.Namespace) -> int:
 
     nodes = list(dict.fromkeys(options.nodes))
     share = None if options.share == "default" else options.share
-    with _reporter() as reporter:
-        try:
-            done = _ask(
-                options,
-                lambda cluster: migrate(
-                    cluster, nodes, options.driver, share, reporter, wait=options.wait, timeout=options.timeout
-                ),
-            )
-        except KeyboardInterrupt:
-            reporter.say(
-                f"interrupted; what was asked for stays asked for. dra-bridge status --driver {options.driver} shows "
-                "how far it is, another migrate turns it round"
-            )
-            raise
+    done = _follow(
+        options,
+        lambda cluster, reporter: migrate(
+            cluster, nodes, options.driver, share, reporter, wait=options.wait, timeout=options.timeout
+        ),
+        f"interrupted; what was asked for stays asked for. dra-bridge status --driver {options.driver} shows how far "
+        "it is, another migrate reverses it",
+    )
     return int(not done)
 
 
@@ -377,17 +367,26 @@ def _rollout(options: argparse.Namespace) -> int:
 
     goal = Goal(None if options.share == "default" else options.share, options.undo)
     limits = Limits(options.max_unavailable, options.timeout_per_node, options.pause)
-    with _reporter() as reporter:
-        try:
-            done = _ask(
-                options, lambda cluster: rollout(cluster, options.driver, goal, options.selector, limits, reporter)
-            )
-        except KeyboardInterrupt:
-            reporter.say("interrupted; nodes in the move go on, no other is begun. The same command goes on from here")
-            raise
+    done = _follow(
+        options,
+        lambda cluster, reporter: rollout(cluster, options.driver, goal, options.selector, limits, reporter),
+        "interrupted; nodes in the move go on, no other is begun. The same command goes on from here",
+    )
     if not done and not options.undo:
         print("the same command goes on from here; --undo in place of --share takes it back", file=sys.stderr)
     return int(not done)
+
+
+def _follow(
+    options: argparse.Namespace, work: Callable[[Cluster, _Reporter], Awaitable[bool]], interrupted: str
+) -> bool:
+    """Do something with the API server whose progress is shown; interrupted: what is printed at Ctrl-C."""
+    with _reporter() as reporter:
+        try:
+            return _ask(options, lambda cluster: work(cluster, reporter))
+        except KeyboardInterrupt:
+            reporter.say(interrupted)
+            raise
 
 
 @contextlib.contextmanager
