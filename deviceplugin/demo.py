@@ -14,16 +14,14 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING, Final, TextIO
+from typing import Final, TextIO
 
 from deviceplugin.cli import aligned
 from deviceplugin.device import ContainerEdits, Device, Health
 from deviceplugin.sources.simulated import SimulatedSource
-
-if TYPE_CHECKING:
-    from deviceplugin.testing.kubelet import FakeKubelet
-    from deviceplugin.testing.pods import FakePod
-    from deviceplugin.testing.serving import Served
+from deviceplugin.testing.kubelet import FakeKubelet
+from deviceplugin.testing.pods import FakePod
+from deviceplugin.testing.serving import Served, serve
 
 GPU: Final = "example.com/gpu"
 TIMEOUT: Final = 10.0
@@ -306,8 +304,6 @@ def main(hold: bool = False, stream: TextIO | None = None) -> int:
 
     hold: go on serving after that, until SIGINT or SIGTERM. stream: where it prints, stdout if None.
     """
-    from deviceplugin.testing.kubelet import FakeKubelet
-    from deviceplugin.testing.serving import serve
 
     def scenario(printer: Printer) -> None:
         with FakeKubelet() as kubelet:

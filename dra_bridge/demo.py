@@ -19,15 +19,24 @@ from collections import Counter
 from collections.abc import Callable, Coroutine, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, Self, TextIO
+from typing import Any, Final, Self, TextIO
 
 from deviceplugin import demo as plugin_demo
 from deviceplugin.demo import GPU, DemoError, Printer, check
-
-if TYPE_CHECKING:
-    from deviceplugin.testing.pods import FakePod
-    from dra_bridge.testing.apiserver import FakeApiServer
-    from dra_bridge.testing.node import FakeNode, Holding
+from deviceplugin.inventory import Inventory
+from deviceplugin.testing.pods import FakePod
+from deviceplugin.testing.serving import serve
+from dra_bridge import ledger
+from dra_bridge.driver import ClusterClaims, Driver, ServedResource
+from dra_bridge.driver.registrar import Registrar
+from dra_bridge.kube import Cluster
+from dra_bridge.ledger import AsyncLedger, Side
+from dra_bridge.node.bridge import Bridge
+from dra_bridge.rollout import fleet
+from dra_bridge.slices import Offer, Pool, Publisher
+from dra_bridge.testing import scheduler
+from dra_bridge.testing.apiserver import FakeApiServer
+from dra_bridge.testing.node import FakeNode, Holding, overlaps
 
 DRIVER: Final = "gpu.example.com"
 NODE: Final = "node"
@@ -85,56 +94,6 @@ def in_background(name: str, work: Callable[[], Coroutine[Any, Any, None]]) -> I
         raise DemoError(f"{name} has failed: {errors[0]!r}")
 
 
-async def plain_driver(server: FakeApiServer, node: FakeNode, gpus: Gpus, directory: Path) -> None:
-    """Be a DRA driver without a bridge: it offers every device and knows of no plugin."""
-    from deviceplugin.inventory import Inventory
-    from dra_bridge import ledger
-    from dra_bridge.driver import ClusterClaims, Driver, ServedResource
-    from dra_bridge.driver.registrar import Registrar
-    from dra_bridge.kube import Cluster
-    from dra_bridge.ledger import AsyncLedger, Side
-    from dra_bridge.slices import Offer, Pool, Publisher
-
-    inventory = Inventory(GPU)
-    inventory.publish(gpus.devices)
-    async_ledger = await AsyncLedger.open(str(directory / "plain-driver.db"))
-    await async_ledger.do(ledger.adopt(GPU, inventory.snapshot.devices, Side.DRA, time.time()))
-    async with Cluster.from_server(server.url) as cluster:
-        publisher = Publisher(cluster, node.name)
-        publisher.want(Pool(DRIVER, node.name, (Offer(inventory.snapshot),)))
-        driver = Driver(
-            DRIVER,
-            node.name,
-            [ServedResource(gpus, inventory)],
-            async_ledger,
-            ClusterClaims(cluster, node.name),
-            cdi_directory=str(directory / "cdi"),
-        )
-        try:
-            async with asyncio.TaskGroup() as group:
-                group.create_task(Registrar(driver, node.root).run())
-                group.create_task(publisher.run())
-        finally:
-            await driver.close()
-            await async_ledger.close()
-
-
-async def bridge(server: FakeApiServer, node: FakeNode, gpus: Gpus, directory: Path) -> None:
-    """Be the bridge's agent, as `dra-bridge run` is."""
-    from dra_bridge.kube import Cluster
-    from dra_bridge.node.bridge import Bridge
-
-    await Bridge(
-        [gpus],
-        {},
-        Cluster.from_server(server.url),
-        node.name,
-        node.paths,
-        cdi_directory=str(directory / "cdi"),
-        period=0.05,
-    ).run()
-
-
 @dataclass(frozen=True)
 class Scene:
     """A cluster of one node, and what can be asked of it."""
@@ -143,6 +102,11 @@ class Scene:
     directory: Path
     server: FakeApiServer
     node: FakeNode
+
+    @property
+    def cdi(self) -> Path:
+        """The directory of CDI files."""
+        return self.directory / "cdi"
 
     def device(self, pod: FakePod, side: str) -> str:
         """Return the single device of a running pod, having made sure of its side and of what its container sees."""
@@ -155,7 +119,7 @@ class Scene:
     def visible(self, pod: FakePod) -> str:
         """Return the variable in a pod's container, be it from the plugin or from a CDI file."""
         edits: dict[str, Any] = {}
-        for file in (self.directory / "cdi").glob("*.json"):
+        for file in self.cdi.glob("*.json"):
             spec = json.loads(file.read_bytes())
             edits |= {f"{spec['kind']}={one['name']}": one["containerEdits"] for one in spec["devices"]}
         variables = dict(pod.env)
@@ -165,9 +129,7 @@ class Scene:
 
     def offered(self) -> int:
         """Return how many devices the slices offer."""
-        from dra_bridge.testing.scheduler import offered
-
-        return len(offered(self.server.objects(), NODE))
+        return len(scheduler.offered(self.server.objects(), NODE))
 
     def wait(self, met: Callable[[], bool], what: str, why: Callable[[], str] = str) -> None:
         """Wait until something is so; why: what to add when it is not."""
@@ -178,30 +140,24 @@ class Scene:
 
     def ask(self, share: str) -> float:
         """Ask for a share, as `dra-bridge migrate` does; return when."""
-        from dra_bridge.rollout.fleet import share_patch
-
         node = self.server.get("nodes", NODE)
-        node["metadata"].setdefault("annotations", {}).update(share_patch(DRIVER, share)["metadata"]["annotations"])
+        node["metadata"].setdefault("annotations", {}).update(
+            fleet.share_patch(DRIVER, share)["metadata"]["annotations"]
+        )
         self.server.replace(node)
         return time.monotonic()
 
     def view(self) -> Any:
         """Return what `dra-bridge status` would show."""
-        from dra_bridge.rollout import fleet
-
         (view,) = fleet.views(DRIVER, self.server.objects("nodes"), self.server.objects())
         return view
 
     def settled(self) -> bool:
         """Return whether all devices are where they should be."""
-        from dra_bridge.rollout import fleet
-
         return fleet.settled(self.view())
 
     def obstacles(self) -> str:
         """Return what the move waits for."""
-        from dra_bridge.rollout import fleet
-
         return "; ".join(fleet.obstacles(self.view()))
 
     def counts(self) -> dict[str, int]:
@@ -213,9 +169,6 @@ class Scene:
 @contextlib.contextmanager
 def scene(printer: Printer) -> Iterator[Scene]:
     """Run a cluster of one node while the context lasts."""
-    from dra_bridge.testing.apiserver import FakeApiServer
-    from dra_bridge.testing.node import FakeNode
-
     with (
         tempfile.TemporaryDirectory(prefix="dra-demo-", ignore_cleanup_errors=True) as directory,
         FakeApiServer() as server,
@@ -236,11 +189,28 @@ def scene(printer: Printer) -> Iterator[Scene]:
 # The naive switch.
 
 
+async def plain_driver(scene: Scene, gpus: Gpus) -> None:
+    """Be a DRA driver without a bridge: it offers every device and knows of no plugin."""
+    inventory = Inventory(GPU)
+    inventory.publish(gpus.devices)
+    async_ledger = await AsyncLedger.open(str(scene.directory / "plain-driver.db"))
+    await async_ledger.do(ledger.adopt(GPU, inventory.snapshot.devices, Side.DRA, time.time()))
+    async with Cluster.from_server(scene.server.url) as cluster:
+        publisher = Publisher(cluster, NODE)
+        publisher.want(Pool(DRIVER, NODE, (Offer(inventory.snapshot),)))
+        served, claims = [ServedResource(gpus, inventory)], ClusterClaims(cluster, NODE)
+        driver = Driver(DRIVER, NODE, served, async_ledger, claims, cdi_directory=str(scene.cdi))
+        try:
+            async with asyncio.TaskGroup() as group:
+                group.create_task(Registrar(driver, scene.node.root).run())
+                group.create_task(publisher.run())
+        finally:
+            await driver.close()
+            await async_ledger.close()
+
+
 def naive(scene: Scene) -> None:
     """Stop a plugin while its pods run, with a driver that offers the same devices."""
-    from deviceplugin.testing.serving import serve
-    from dra_bridge.testing.node import overlaps
-
     gpus, node, event = Gpus(2), scene.node, scene.printer.event
     with contextlib.ExitStack() as stack:
         plugin = stack.enter_context(contextlib.ExitStack())
@@ -249,7 +219,7 @@ def naive(scene: Scene) -> None:
         event("plugin", f"a device plugin serves {GPU}: gpu-0, gpu-1")
         olds = [node.start_pod(name, {GPU: 1}).wait_running(TIMEOUT) for name in ("train-1", "train-2")]
         event("pod", "; ".join(f"{pod.name} runs with {scene.device(pod, 'plugin')}" for pod in olds))
-        driver = in_background("plain driver", lambda: plain_driver(scene.server, node, gpus, scene.directory))
+        driver = in_background("plain driver", lambda: plain_driver(scene, gpus))
         stack.enter_context(driver)
         node.dra.wait_registered(DRIVER, timeout=TIMEOUT)
         scene.wait(lambda: scene.offered() == 2, "the driver's slice")
@@ -279,6 +249,12 @@ def naive(scene: Scene) -> None:
 
 
 # The bridge.
+
+
+async def bridge(scene: Scene, gpus: Gpus) -> None:
+    """Be the bridge's agent, as `dra-bridge run` is."""
+    cluster = Cluster.from_server(scene.server.url)
+    await Bridge([gpus], {}, cluster, NODE, scene.node.paths, cdi_directory=str(scene.cdi), period=0.05).run()
 
 
 class Churn:
@@ -327,10 +303,8 @@ class Churn:
         while len(listed) < self._each:
             self.started[kind] += 1
             name = f"{kind}-{self.started[kind]}"
-            if kind == "plain":
-                pod = self._node.start_pod(name, {GPU: 1})
-            else:
-                pod = self._node.start_pod(name, template={DRIVER: 1})
+            plain = kind == "plain"
+            pod = self._node.start_pod(name, {GPU: 1} if plain else None, template=None if plain else {DRIVER: 1})
             listed.append((pod, self._random.uniform(*LIVES)))
 
 
@@ -397,25 +371,21 @@ def timeline(holdings: Sequence[Holding], began: float, ended: float) -> list[tu
     step = (ended - began) / WIDTH
     for device in sorted({one.device for one in holdings}):
         line = ["."] * WIDTH
-        mine = [one for one in holdings if one.device == device]
-        for one in mine:
-            if one.end is not None and one.end <= began:
-                continue
-            first = max(0, int((one.begin - began) / step))
-            last = WIDTH - 1 if one.end is None else min(WIDTH - 1, int((one.end - began) / step))
-            for place in range(first, last + 1):
-                line[place] = "p" if one.side == "plugin" else "c"
-        sides = Counter(one.side for one in mine)
+        own = [one for one in holdings if one.device == device]
+        for one in own:
+            end = ended if one.end is None else one.end
+            if end > began:
+                first, last = max(0, int((one.begin - began) / step)), min(WIDTH - 1, int((end - began) / step))
+                line[first : last + 1] = ("p" if one.side == "plugin" else "c") * (last + 1 - first)
+        sides = Counter(one.side for one in own)
         rows.append((device, "".join(line), str(sides["plugin"]), str(sides["claim"])))
     return rows
 
 
 def bridged(scene: Scene) -> None:
     """Show the second part and prove that no device had two holders."""
-    from dra_bridge.testing.node import overlaps
-
     printer = scene.printer
-    with in_background("bridge", lambda: bridge(scene.server, scene.node, Gpus(4), scene.directory)):
+    with in_background("bridge", lambda: bridge(scene, Gpus(4))):
         began, ended = move_devices(scene, 4)
     holdings = scene.node.holdings()
     printer.title("\nWhat held each device when (p: a pod through the plugin, c: a claim, .: nothing)")
@@ -460,7 +430,7 @@ def serve_on(scene: Scene) -> None:
         "contexts": [{"name": "demo", "context": {"cluster": "demo", "user": "demo"}}],
     }
     kubeconfig.write_text(json.dumps({"apiVersion": "v1", "kind": "Config", "current-context": "demo", **named}))
-    with in_background("bridge", lambda: bridge(scene.server, scene.node, Gpus(4), scene.directory)):
+    with in_background("bridge", lambda: bridge(scene, Gpus(4))):
         plugin_demo.wait_for_signal(
             scene.printer,
             "\nStill serving; Ctrl-C ends it. In another shell:",

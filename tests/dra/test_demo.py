@@ -73,7 +73,7 @@ def test_plain_when_nobody_looks(printed: str) -> None:
 
 def test_a_harmless_naive_switch_is_not_told_as_harmful(monkeypatch: pytest.MonkeyPatch) -> None:
     """If the naive switch gave no device twice, the demo would fail rather than say that it did."""
-    monkeypatch.setattr("dra_bridge.testing.node.overlaps", lambda holdings: [])
+    monkeypatch.setattr(demo, "overlaps", lambda holdings: [])
     out = io.StringIO()
     assert demo.main(stream=out) == 1
     assert "this should be so and is not: one device has two holders" in out.getvalue()

@@ -193,9 +193,7 @@ def node() -> Iterator[FakeNode]:
     """A node with a driver of two devices, and a class for them."""
     with open("/dev/null", "w") as nowhere, demo.scene(Printer(nowhere)) as scene:
         gpus = demo.Gpus(2)
-        with demo.in_background(
-            "plain driver", lambda: demo.plain_driver(scene.server, scene.node, gpus, scene.directory)
-        ):
+        with demo.in_background("plain driver", lambda: demo.plain_driver(scene, gpus)):
             scene.node.dra.wait_registered(D)
             scene.wait(lambda: scene.offered() == 2, "the slice")
             yield scene.node
