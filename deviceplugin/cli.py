@@ -13,6 +13,7 @@ import logging
 import os
 import sys
 from collections.abc import AsyncGenerator, Callable, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, cast
 
@@ -254,10 +255,7 @@ def _as_json(source: ConfiguredSource, devices: Sequence[Device]) -> dict[str, A
                     {"host": node.host, "container": node.path, "permissions": node.permissions}
                     for node in device.container_edits.device_nodes
                 ],
-                "mounts": [
-                    {"host": mount.host, "container": mount.container, "readonly": mount.readonly}
-                    for mount in device.edits.mounts
-                ],
+                "mounts": [asdict(mount) for mount in device.edits.mounts],
             }
             for device in devices
         ],

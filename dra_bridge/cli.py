@@ -68,8 +68,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         "--undo", action="store_true", help="ask each node again for what it was asked for before"
     )
     rollout.add_argument("--selector", "-l", required=True, metavar="LABELS", help="which nodes, such as pool=gpu")
+    nodes = _matching("0*[1-9][0-9]*", "is not a number of nodes, at least 1", int)
     rollout.add_argument(
-        "--max-unavailable", type=_node_count, default=1, metavar="N", help="nodes in the move at once (%(default)s)"
+        "--max-unavailable", type=nodes, default=1, metavar="N", help="nodes in the move at once (%(default)s)"
     )
     rollout.add_argument("--pause", action="store_true", help="stop after the first N nodes; the same command goes on")
     rollout.add_argument(
@@ -123,10 +124,15 @@ def _seconds(text: str) -> float:
     return seconds
 
 
-def _node_count(text: str) -> int:
-    if not text.isascii() or not text.isdecimal() or not int(text):
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number of nodes, at least 1")
-    return int(text)
+def _matching(pattern: str, problem: str, convert: Callable[[str], Any] = str) -> Callable[[str], Any]:
+    """Return what reads an argument that matches a pattern; problem: what follows one that does not."""
+
+    def read(text: str) -> Any:
+        if not re.fullmatch(pattern, text, re.DOTALL):
+            raise argparse.ArgumentTypeError(f"{text!r} {problem}")
+        return convert(text)
+
+    return read
 
 
 def _add_deployment(parser: argparse.ArgumentParser) -> None:
@@ -135,51 +141,36 @@ def _add_deployment(parser: argparse.ArgumentParser) -> None:
     def add(option: str, field: str, about: str, **more: Any) -> None:
         parser.add_argument(option, dest=field, default=argparse.SUPPRESS, help=about, **more)
 
+    name = _matching(
+        r"(?!.{64})[a-z0-9]([-a-z0-9]*[a-z0-9])?",
+        "is not a name; write at most 63 small letters, digits and dashes, no dash at either end",
+    )
+    directory = _matching("/.*", "is not an absolute path; write the nodes' own, such as /var/lib/x")
+    label = _matching("[^=]+=.*", "is not KEY=VALUE", lambda text: tuple(text.split("=", 1)))
     apis, policies = ("v1", "v1beta2", "v1beta1"), ("Always", "IfNotPresent", "Never")
     no_names = "leave extendedResourceName out, which servers before 1.34 refuse"
     status = "run the agent with --claim-status, and give it the right to patch the status of claims"
     runtime = "of the agent's pod; `nvidia` where that is not the nodes' default and there are GPUs (none)"
-    label = "a label that nodes must have; may be given several times"
+    selector = "a label that nodes must have; may be given several times"
     add("--image", "image", "the agent's image (deviceplugin:0.1.0)", metavar="IMAGE")
     add("--pull-policy", "pull_policy", "of the image (IfNotPresent)", choices=policies)
-    add("--namespace", "namespace", "where the agent runs (dra-bridge)", type=_name, metavar="NAME")
-    add("--name", "name", "of the DaemonSet and all that belongs to it (dra-bridge)", type=_name, metavar="NAME")
+    add("--namespace", "namespace", "where the agent runs (dra-bridge)", type=name, metavar="NAME")
+    add("--name", "name", "of the DaemonSet and all that belongs to it (dra-bridge)", type=name, metavar="NAME")
     add("--resource-api", "version", "the version of resource.k8s.io for the DeviceClasses (v1)", choices=apis)
     add("--no-extended-resource", "extended_resource", no_names, action="store_false")
-    add("--kubelet-root", "kubelet_root", "the kubelet's --root-dir (/var/lib/kubelet)", type=_directory, metavar="DIR")
-    add("--cdi-dir", "cdi_directory", "where runtimes find CDI specs (/var/run/cdi)", type=_directory, metavar="DIR")
+    add("--kubelet-root", "kubelet_root", "the kubelet's --root-dir (/var/lib/kubelet)", type=directory, metavar="DIR")
+    add("--cdi-dir", "cdi_directory", "where runtimes find CDI specs (/var/run/cdi)", type=directory, metavar="DIR")
     add("--claim-status", "claim_status", status, action="store_true")
     add("--metrics-port", "metrics_port", "0 for no metrics, and no probes (9410)", type=_port, metavar="PORT")
     add("--runtime-class", "runtime_class", runtime, metavar="NAME")
     add("--memory", "memory", "the container's limit (128Mi)", metavar="QUANTITY")
-    add("--node-selector", "node_selector", label, type=_label, action="append", metavar="KEY=VALUE")
-
-
-def _name(text: str) -> str:
-    if len(text) > 63 or not re.fullmatch(r"[a-z0-9]([-a-z0-9]*[a-z0-9])?", text):
-        raise argparse.ArgumentTypeError(
-            f"{text!r} is not a name; write at most 63 small letters, digits and dashes, no dash at either end"
-        )
-    return text
-
-
-def _directory(text: str) -> str:
-    if not text.startswith("/"):
-        raise argparse.ArgumentTypeError(f"{text!r} is not an absolute path; write the nodes' own, such as /var/lib/x")
-    return text
+    add("--node-selector", "node_selector", selector, type=label, action="append", metavar="KEY=VALUE")
 
 
 def _port(text: str) -> int:
     if not text.isascii() or not text.isdecimal() or int(text) > 65535:
         raise argparse.ArgumentTypeError(f"{text!r} is not a port")
     return int(text)
-
-
-def _label(text: str) -> tuple[str, str]:
-    key, equals, value = text.partition("=")
-    if not key or not equals:
-        raise argparse.ArgumentTypeError(f"{text!r} is not KEY=VALUE")
-    return key, value
 
 
 def _run(options: argparse.Namespace) -> int:
