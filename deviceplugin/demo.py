@@ -64,15 +64,7 @@ class Gpus(SimulatedSource):
 class Printer:
     """Prints what happens, in colours on a terminal."""
 
-    COLOURS: Final = {
-        "kubelet": "34",
-        "plugin": "35",
-        "driver": "36",
-        "bridge": "36",
-        "pod": "32",
-        "device": "33",
-        "failed": "31",
-    }
+    COLOURS: Final = {"kubelet": 34, "plugin": 35, "driver": 36, "bridge": 36, "pod": 32, "device": 33, "failed": 31}
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
@@ -81,11 +73,11 @@ class Printer:
 
     def title(self, *lines: str) -> None:
         """Print lines that stand out."""
-        self._print(*(self._styled(line, "1") for line in lines))
+        self._print(*(self._styled(line, 1) for line in lines))
 
     def event(self, subject: str, text: str, *more: str) -> None:
         """Print what happened to what, and when; more: further lines about it."""
-        passed = self._styled(f"{time.monotonic() - self._began:5.2f} s", "2")
+        passed = self._styled(f"{time.monotonic() - self._began:5.2f} s", 2)
         self._print(f"{passed}  {self._styled(f'{subject:<8}', self.COLOURS[subject])} {text}")
         self._print(*(f"{'':18}{line}" for line in more))
 
@@ -95,7 +87,7 @@ class Printer:
         self.title(first)
         self._print(*rest)
 
-    def _styled(self, text: str, code: str) -> str:
+    def _styled(self, text: str, code: int) -> str:
         return f"\033[{code}m{text}\033[0m" if self._coloured else text
 
     def _print(self, *lines: str) -> None:
@@ -247,7 +239,7 @@ class _Demo:
         check(pod.device_ids == (free,), f"nightly got {free}")
 
     def holders(self) -> None:
-        """The plugin reads in the kubelet's checkpoint which pods hold what; Allocate does not say it."""
+        """The plugin reads the holders in the kubelet's checkpoint; Allocate does not name the pod."""
         wanted = {name: pod.name for pod in self.pods if pod.running for name in pod.device_ids}
         until = time.monotonic() + TIMEOUT
         while (known := self.known_holders()) != wanted:

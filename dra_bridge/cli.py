@@ -286,7 +286,7 @@ def _status(options: argparse.Namespace) -> int:
         for line in fleet.obstacles(view) if view.told is not None else ():
             print(f"  {line}")
     if not nodes:
-        print("no node has slices that tell of moves", file=sys.stderr)
+        print("no node has slices that report moves", file=sys.stderr)
     return 0
 
 

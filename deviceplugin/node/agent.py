@@ -22,8 +22,7 @@ from deviceplugin.kubelet.status import Status
 from deviceplugin.kubelet.tracker import HolderTracker
 from deviceplugin.node.paths import Paths
 from deviceplugin.node.scanning import HolderObserver, HolderScanner
-from deviceplugin.node.service import Service, ServiceContext
-from deviceplugin.node.supervisor import Supervisor
+from deviceplugin.node.service import Service, ServiceContext, Supervisor
 from deviceplugin.source import DeviceSource
 
 if TYPE_CHECKING:
@@ -35,18 +34,13 @@ class AgentError(Exception):
 
 
 class Agent:
-    """Serves sources on this node until it is stopped.
+    """Serves sources, one for each resource, on this node until it is stopped.
 
-    Args:
-        sources: one for each resource.
-        paths: where the kubelet is.
-        period: seconds between two scans of who holds what, while that matters.
-        report_holders: whether metrics show who holds what: scan always, and learn the names of pods.
-        allocation_gate: decides which devices the plugin side may offer; None: everything.
-        observers: further parts that are given each scan's result.
-        timing: waits of the registration.
-        believe_checkpoint: see `HolderTracker`; not where devices also go to claims.
-        orphaned: returns what claims of drivers that are not served hold; see `ExclusionGuard`.
+    period: seconds between two scans for holders, while these matter. report_holders: whether metrics show the holders;
+    then it scans always, and learns the names of pods. allocation_gate: decides which devices the plugin side may
+    offer; None: everything. observers: further parts that are given each scan's result. believe_checkpoint: see
+    `HolderTracker`; not where devices also go to claims. orphaned: returns what claims of drivers that are not served
+    hold; see `ExclusionGuard`.
 
     Attributes:
         providers: other parts of this process that metrics and status pages show, too.
@@ -79,7 +73,8 @@ class Agent:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._stopped = asyncio.Event()
         self._stop_asked = threading.Event()
-        self._begun = asyncio.Event()
+        self.begun = asyncio.Event()
+        """Set when `run` has begun to serve."""
         self._error: AgentError | None = None
         gate = allocation_gate or AllowAll()
         in_flight = AllocationsInFlight()
@@ -133,7 +128,7 @@ class Agent:
             await self.tracker.start()
             for service in self.services.values():
                 self._supervisor.start(service)
-            self._begun.set()
+            self.begun.set()
             scanning = asyncio.create_task(self.scanner.run(), name="scan holders")
             try:
                 await self._stopped.wait()
@@ -168,17 +163,13 @@ class Agent:
         self._listen()
         await self._stopped.wait()
 
-    async def begun(self) -> None:
-        """Wait until `run` has begun to serve."""
-        await self._begun.wait()
-
     async def reconfigure(self, wanted: Mapping[str, DeviceSource], unchanged: Sequence[str] = ()) -> None:
         """Serve these sources from now on, those of `unchanged` resources as they are.
 
         Resources that are in neither end; those that are served already take the new source
         without a break. Before `run` has begun it waits for that.
         """
-        await self.begun()
+        await self.begun.wait()
         await self._supervisor.reconfigure(wanted, unchanged)
 
     def _refresh(self) -> None:

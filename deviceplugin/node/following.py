@@ -24,15 +24,8 @@ TAKE_OVER: Final = 3.0
 class SourceFollower:
     """Publishes the lists of a resource's source; starts a source again that failed.
 
-    Args:
-        source: the first one.
-        inventory: takes the lists.
-        take_over: called with another source when its hooks are to answer.
-        listed: called after each list.
-
-    Attributes:
-        error: why its `watch` failed; "" once it has listed again.
-
+    take_over: called with another source when its hooks are to answer. listed: called after each list.
+    error: why `watch` failed; "" once the source has listed again.
     """
 
     def __init__(
@@ -119,12 +112,7 @@ class SourceFollower:
 
 
 async def _listings(source: DeviceSource) -> AsyncIterator[Sequence[Device]]:
-    """Iterate over a source's lists, whichever kind of generator its `watch` is.
-
-    Raises:
-        TypeError: `watch` is neither kind of generator.
-
-    """
+    """Iterate over a source's lists; a `watch` that is no generator of either kind is a TypeError."""
     lists: Any = source.watch()
     if hasattr(lists, "__anext__"):
         async with contextlib.aclosing(lists) as generator:

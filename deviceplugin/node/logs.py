@@ -35,7 +35,7 @@ def setup(format: Format = "text", level: str = "info", stream: TextIO | None = 
     handler.setFormatter(JsonFormatter() if format == "json" else TextFormatter(short=stream.isatty()))
     logging.basicConfig(handlers=[handler], level=level.upper(), force=True)
     logging.captureWarnings(True)
-    # What nobody catches would be written past the handler, as a bare traceback.
+    # Unhandled exceptions would be written past the handler, as a bare traceback.
     sys.excepthook = _uncaught
     threading.excepthook = _uncaught_in_thread
     sys.unraisablehook = _unraisable
@@ -48,7 +48,7 @@ def _uncaught(kind: type[BaseException], error: BaseException, traceback: Traceb
     if issubclass(kind, KeyboardInterrupt):
         sys.__excepthook__(kind, error, traceback)
     else:
-        _LOG.critical("nobody caught this, the process ends", exc_info=(kind, error, traceback))
+        _LOG.critical("unhandled exception, the process ends", exc_info=(kind, error, traceback))
 
 
 def _uncaught_in_thread(args: threading.ExceptHookArgs) -> None:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
+from deviceplugin.node import logs
 from deviceplugin.node.paths import Paths
 
 EXITS: Final = (
@@ -45,25 +46,21 @@ def add_run_options(parser: argparse.ArgumentParser) -> None:
     socket = "the kubelet's PodResources service (pod-resources/kubelet.sock in its root)"
     add("--pod-resources-socket", None, "PATH", socket)
     add("--cgroup-root", paths.cgroup_root, "DIR", "where the host's cgroup file system is mounted (%(default)s)")
-    logs = "the kubelet's podLogsDir, whose directories have pods' names and UIDs (%(default)s)"
-    add("--pod-log-dir", paths.pod_log_dir, "DIR", logs)
+    pod_logs = "the kubelet's podLogsDir, whose directories have pods' names and UIDs (%(default)s)"
+    add("--pod-log-dir", paths.pod_log_dir, "DIR", pod_logs)
     parser.add_argument(
         "--metrics-address",
         type=_address,
         metavar="HOST:PORT",
         help="serve Prometheus metrics there, such as :9410 (not served)",
     )
-    parser.add_argument(
-        "--log-format", choices=("text", "json"), default="text", help="lines for people or for machines (%(default)s)"
-    )
-    levels = ("debug", "info", "warning", "error")
-    parser.add_argument("--log-level", choices=levels, default="info", help="the least level (%(default)s)")
+    formats = "lines for people or for machines (%(default)s)"
+    parser.add_argument("--log-format", choices=logs.FORMATS, default="text", help=formats)
+    parser.add_argument("--log-level", choices=logs.LEVELS, default="info", help="the least level (%(default)s)")
 
 
 def run_options(options: argparse.Namespace) -> RunOptions:
     """Take the options added by `add_run_options` and set up the logs as they say."""
-    from deviceplugin.node import logs
-
     if options.log_format == "json":
         os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # its lines are not JSON
     logs.setup(options.log_format, options.log_level)

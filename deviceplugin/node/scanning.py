@@ -1,4 +1,4 @@
-"""Scans who holds which device, and passes the result to the services and to the observers."""
+"""Scans for the holders of devices, and passes the result to the services and to the observers."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class HolderObserver(Protocol):
 
 
 class HolderScanner:
-    """Scans from time to time while it matters to anybody, and soon after a grant.
+    """Scans from time to time while holders matter, and soon after a grant.
 
     observers: parts that are given each scan's result; more may be added. wanted: set when a scan should come soon.
     always: scan also while nothing is held or awaited. period: seconds between two scans.
@@ -63,13 +63,13 @@ class HolderScanner:
         self._scanning = asyncio.Lock()
 
     async def scan(self, wanted: Collection[tuple[str, str]] | None = None) -> HolderSnapshot | None:
-        """Read now who holds what, and pass the result to everybody.
+        """Find the holders of all devices now, and pass the result to services and observers.
 
         Args:
             wanted: (resource, the kubelet's device id) of which is asked whether they are free (`HolderTracker.scan`).
 
         Returns:
-            Who holds what; None if an own Allocate came in between, and it is worth nothing.
+            The holders; None if an own Allocate came in between: then the result proves nothing.
 
         """
         async with self._scanning:

@@ -1,11 +1,16 @@
-"""Serves one resource: follows its source, registers it, and has `released` called for devices that come free."""
+"""The services of a node's resources, also of those resources that a source brings along.
+
+A service follows its source, registers it, and has `released` called for devices that come free.
+"""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Collection, Sequence
+import logging
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Final
 
 import grpc
 
@@ -18,12 +23,14 @@ from deviceplugin.kubelet.exclusion_guard import ConflictError, ExclusionGuard
 from deviceplugin.kubelet.holders import HolderSnapshot
 from deviceplugin.kubelet.ids_in_use import IdsInUse
 from deviceplugin.kubelet.podresources import AllocationsInFlight
-from deviceplugin.kubelet.registration import Registration, Timing
+from deviceplugin.kubelet.registration import Backoff, Registration, RegistrationError, Timing
 from deviceplugin.kubelet.servicer import Endpoint
 from deviceplugin.kubelet.status import ResourceStatus
 from deviceplugin.kubelet.tracker import HolderTracker
 from deviceplugin.node.following import SourceFollower
 from deviceplugin.source import DeviceSource
+
+_LOG: Final = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +55,6 @@ class Service:
     """One resource: its source, its endpoint and registration, and the release of its devices."""
 
     def __init__(self, source: DeviceSource, context: ServiceContext) -> None:
-        self.resource = source.resource
         self.source = source
         self.inventory = Inventory(source.resource)
         self.follower = SourceFollower(source, self.inventory, self._take_source, self._adopt_existing)
@@ -69,11 +75,16 @@ class Service:
         """Allocations that have ended, and whose devices were released before a grant; they are not forgotten yet."""
         self._first_release_due = True
         self._release_later: frozenset[str] = frozenset()
-        """Devices that came free while somebody holds them under another id."""
+        """Devices that came free while they are held under another id."""
         self._existing: frozenset[str] = frozenset()
         """Ids that pods have from before this process began, and whose devices are not listed yet."""
         self._forgettable: tuple[frozenset[str], frozenset[str]] = (frozenset(), frozenset())
         """Gone devices and legacy ids as of the last scan."""
+
+    @property
+    def resource(self) -> str:
+        """The resource's name."""
+        return self.source.resource
 
     async def run(self) -> None:
         """Serve until cancelled.
@@ -106,7 +117,7 @@ class Service:
             if before != self._existing:
                 self._context.wake_scan()
 
-    # Who holds what.
+    # The holders.
 
     def release_idle(self) -> None:
         """Have `released` called of all idle devices, as after the start: only now all holders are known."""
@@ -120,7 +131,7 @@ class Service:
     def remember(self, pending: Collection[str], held: Collection[Allocation]) -> None:
         """Count ids as pending that a former process granted.
 
-        held: their holders from before the grant; these are not whom it was for.
+        held: their holders from before the grant; it was not for these.
         """
         self._in_use = replace(self._in_use, held=self._in_use.held | set(held)).granted(pending)
 
@@ -141,7 +152,7 @@ class Service:
 
     @property
     def awaited(self) -> frozenset[str]:
-        """The kubelet's ids about which something is to be done once nobody holds them.
+        """The kubelet's ids for which something is to be done once they have no holder.
 
         Those of gone devices and of former sharing are forgotten; after the start, all idle ones are released; grants
         whose container is not named are over after a while.
@@ -153,7 +164,7 @@ class Service:
         return frozenset(self.endpoint.ids.legacy) | frozenset(ids) | self._in_use.pending.keys()
 
     def take_holders(self, now: HolderSnapshot) -> None:
-        """Take who holds what; before any `observe`, since a device may be held under another resource's id."""
+        """Take the holders; before any `observe`, since a device may be held under another resource's id."""
         held = [one for one in now.held if one.resource == self.resource]
         self._in_use = self._in_use.observed(held, now.at, awake=now.awake)
         self._released &= now.held.keys()
@@ -253,8 +264,115 @@ class Service:
         )
 
     def withheld(self) -> dict[str, str]:
-        """Return the devices that are given to nobody for now though their source lists them healthy, and why."""
+        """Return the devices that are not offered for now though their source lists them healthy, and why."""
         reasons = {**self._context.guard.last_withheld(self.resource), **self._context.gate.withheld(self.resource)}
         for device_id, reason in self._context.tracker.unnamed_reasons(self.resource).items():
             reasons.setdefault(self.endpoint.ids.device_id_of(device_id), reason)
         return reasons
+
+
+class Supervisor:
+    """Starts, replaces and ends services; starts one again that failed.
+
+    services: by resource; only this class changes them once the agent runs. fail: called with the reason when a
+    resource cannot be served on this node at all.
+    """
+
+    def __init__(self, services: dict[str, Service], context: ServiceContext, fail: Callable[[str], None]) -> None:
+        self._services = services
+        self._context = context
+        self._fail = fail
+        self._tasks: dict[str, asyncio.Task[None]] = {}
+        self._child_tasks: dict[str, asyncio.Task[None]] = {}
+        self._parents: dict[str, str] = {}
+        """The resource whose source brought another resource along."""
+
+    def start(self, service: Service, *, fatal: bool = True) -> None:
+        """Serve a resource; fatal: end the agent if it cannot be registered at first."""
+        name = service.resource
+        self._tasks[name] = asyncio.create_task(self._supervise(service, fatal=fatal), name=f"serve {name}")
+        self._follow_child_sources(service.source)
+        self._context.wake_scan()
+
+    async def end(self) -> None:
+        """End all services."""
+        await _cancel((*self._child_tasks.values(), *self._tasks.values()))
+
+    async def reconfigure(self, wanted: Mapping[str, DeviceSource], unchanged: Sequence[str]) -> None:
+        """Serve these sources from now on; see `Agent.reconfigure`."""
+        kept = {*wanted, *unchanged}
+        await _cancel(
+            [task for name, task in self._tasks.items() if name not in kept and self._parents.get(name) not in kept]
+        )
+        replaced = [(self._services[name], source) for name, source in wanted.items() if name in self._services]
+        for name, source in wanted.items():
+            self._parents.pop(name, None)
+            self._serve(source)
+        await asyncio.gather(*(service.follower.replaced(source) for service, source in replaced))
+
+    def _serve(self, source: DeviceSource) -> None:
+        """Serve one more source, or another one for a resource that is served."""
+        name = source.resource
+        if name in self._services:
+            self._services[name].follower.replace(source)
+            self._follow_child_sources(source)
+        else:
+            self._services[name] = Service(source, self._context)
+            self.start(self._services[name], fatal=False)
+
+    def _follow_child_sources(self, source: DeviceSource) -> None:
+        """Serve the further resources that a source brings along, in place of those of the source before it."""
+        name = source.resource
+        if (before := self._child_tasks.pop(name, None)) is not None:
+            before.cancel()
+        if type(source).child_sources is not DeviceSource.child_sources:
+            self._child_tasks[name] = asyncio.create_task(
+                self._serve_child_sources(source), name=f"child sources of {name}"
+            )
+
+    async def _serve_child_sources(self, parent: DeviceSource) -> None:
+        served: set[str] = set()
+        try:
+            async for children in parent.child_sources():
+                for child in children:
+                    name = child.resource
+                    if name in served:
+                        continue
+                    served.add(name)
+                    if name in self._services and self._parents.get(name) != parent.resource:
+                        _LOG.info("%s has a source of its own; that of %s is not served", name, parent.resource)
+                        continue
+                    self._parents[name] = parent.resource
+                    self._serve(child)
+        except Exception:
+            _LOG.exception("%s: its child sources failed; they are not followed any more", parent.resource)
+
+    async def _supervise(self, service: Service, *, fatal: bool) -> None:
+        """Run a service; start it again if it ends by an error that is not its user's to mend."""
+        backoff = Backoff(first=1.0, most=30.0)
+        name = service.resource
+        try:
+            while True:
+                try:
+                    await service.run()
+                except RegistrationError as error:
+                    if fatal and not service.registration.statistics.registrations:
+                        self._fail(str(error))
+                        return
+                    _LOG.error("%s; trying again", error)  # no traceback for what a user must mend
+                except Exception:
+                    _LOG.exception("%s: serving failed; trying again", name)
+                await asyncio.sleep(backoff.next())
+        finally:
+            if self._services.get(name) is service:
+                del self._services[name]
+                self._tasks.pop(name, None)
+                self._parents.pop(name, None)
+                if (child_task := self._child_tasks.pop(name, None)) is not None:
+                    child_task.cancel()
+
+
+async def _cancel(tasks: Sequence[asyncio.Task[None]]) -> None:
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)

@@ -239,7 +239,7 @@ class Bridge:
         self, sources: Mapping[str, DeviceSource], policies: Mapping[str, HandoverPolicy], unchanged: Sequence[str]
     ) -> None:
         """Serve these sources from now on, those of `unchanged` resources as they are, all on these terms."""
-        await self.agent.begun()
+        await self.agent.begun.wait()
         self._policies = dict(policies)
         drivers = {name: service.source.driver for name, service in self.agent.services.items()}
         kept = {*sources, *unchanged}

@@ -351,7 +351,7 @@ def test_status_of_some_nodes(world: World, bridge: Callable[..., Ran]) -> None:
 def test_status_without_anything(bridge: Callable[..., Ran]) -> None:
     """Where no agent tells anything, that is said, and it is no failure."""
     ran = bridge("status")
-    assert (ran.status, ran.out, ran.err) == (0, "", "no node has slices that tell of moves\n")
+    assert (ran.status, ran.out, ran.err) == (0, "", "no node has slices that report moves\n")
 
 
 def test_status_of_a_wrong_driver(world: World, bridge: Callable[..., Ran]) -> None:
