@@ -7,6 +7,7 @@ differs. Nothing on the machine is touched but a directory of its own under the 
 
 from __future__ import annotations
 
+import io
 import logging
 import os
 import signal
@@ -95,36 +96,27 @@ class Printer:
         self._stream.flush()
 
 
-class _LogLines(logging.Handler):
-    """Keeps what is logged, for the case that the demo fails."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.lines: list[str] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.lines.append(f"{record.levelname} {record.name}: {record.getMessage()}")
-
-
 def show(scenario: Callable[[Printer], None], stream: TextIO | None) -> int:
     """Run a scenario; return the exit status: 0, or 1 if something was not as it should be.
 
-    stream: where it prints, stdout if None.
+    stream: where it prints, stdout if None. What is logged is printed only if the scenario fails.
     """
-    printer, kept = Printer(stream or sys.stdout), _LogLines()
+    printer, logged = Printer(stream or sys.stdout), io.StringIO()
+    handler = logging.StreamHandler(logged)
+    handler.setFormatter(logging.Formatter("%(levelname)s %(name)s: %(message)s"))
     loggers = {logging.getLogger(name): logging.getLogger(name).propagate for name in ("deviceplugin", "dra_bridge")}
     for log in loggers:
         log.propagate = False
-        log.addHandler(kept)
+        log.addHandler(handler)
     try:
         scenario(printer)
     except (DemoError, RuntimeError, TimeoutError) as error:
-        printer.event("failed", str(error), *kept.lines[-20:])
+        printer.event("failed", str(error), *logged.getvalue().splitlines()[-20:])
         return 1
     finally:
         for log, propagated in loggers.items():
             log.propagate = propagated
-            log.removeHandler(kept)
+            log.removeHandler(handler)
     return 0
 
 
@@ -225,7 +217,9 @@ class _Demo:
 
     def failure_and_recovery(self) -> None:
         """A free device fails and recovers; a pod waits for it."""
-        (free,) = self.kubelet.devices(GPU).keys() - self.in_use()
+        idle = self.kubelet.devices(GPU).keys() - self.in_use()
+        check(len(idle) == 1, f"one device is free, not {idle}")
+        free = idle.pop()
         self.gpus.set_health(free, Health.UNHEALTHY, "fell off the bus")
         self.kubelet.wait_allocatable(GPU, 3, TIMEOUT)
         check(self.kubelet.devices(GPU)[free].health == "Unhealthy", f"{free} is unhealthy")

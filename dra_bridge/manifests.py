@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from importlib import resources
 from itertools import takewhile
 from pathlib import PurePosixPath
@@ -26,10 +26,9 @@ Object = dict[str, Any]
 class Deployment:
     """How the agent is to run; the defaults suit a cluster made by kubeadm.
 
-    version: of resource.k8s.io for the DeviceClasses. extended_resource: whether these name the
-    extended resource, so that unchanged pods get devices through DRA (servers before 1.34 refuse
-    the field). claim_status: whether the agent writes status.devices of claims. metrics_port: 0 for
-    none, and then there are no probes either. memory: the limit.
+    version: of resource.k8s.io for the DeviceClasses. extended_resource: whether these name the extended resource, so
+    that unchanged pods get devices through DRA (servers before 1.34 refuse the field). claim_status: whether the agent
+    writes status.devices of claims. metrics_port: 0 for none, and then there are no probes either. memory: the limit.
     runtime_class: of the agent's pod, none if empty; the agent gets NVIDIA's library from the runtime.
     """
 
@@ -57,20 +56,13 @@ def manifests(config: Config, text: str, deployment: Deployment | None = None) -
     drivers = sorted({resource.driver for resource in config.resources if resource.driver})
     nvidia = [entry.nvidia for resource in config.resources for entry in resource.devices if entry.nvidia]
     values = {
+        **asdict(how),
         "arguments": _arguments(how),
-        "cdi_directory": how.cdi_directory,
-        "claim_status": how.claim_status,
         "config": text,
         "driver_list": "[" + ", ".join(f'"{driver}"' for driver in drivers) + "]",
         "drivers": drivers,
-        "image": how.image,
-        "memory": how.memory,
-        "metrics_port": how.metrics_port,
-        "name": how.name,
-        "namespace": how.namespace,
         "node_selector": {"kubernetes.io/os": "linux", **(how.node_selector or {})},
         "nvidia": nvidia,
-        "pull_policy": how.pull_policy,
         "root": how.kubelet_root.rstrip("/"),
         "runtime_class": how.runtime_class or None,
         "scheme": None if config.metrics.certificate is None else "HTTPS",
