@@ -14,7 +14,7 @@ import json
 import re
 import sys
 import time
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, TypeVar
@@ -371,29 +371,22 @@ def _rollout(options: argparse.Namespace) -> int:
 def _follow(
     options: argparse.Namespace, work: Callable[[Cluster, _Reporter], Awaitable[bool]], interrupted: str
 ) -> bool:
-    """Do something with the API server whose progress is shown; interrupted: what is printed at Ctrl-C."""
-    with _reporter() as reporter:
+    """Do something with the API server and show its progress; interrupted: what is printed at Ctrl-C."""
+    bars: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
+    if sys.stdout.isatty() and (rich := import_rich()):
+        bars = rich.progress.Progress(
+            rich.progress.TextColumn("{task.description}"),
+            rich.progress.BarColumn(),
+            rich.progress.TextColumn("{task.completed} of {task.total}"),
+            rich.progress.TimeElapsedColumn(),
+        )
+    with bars as shown:
+        reporter = _Reporter(shown)
         try:
             return _ask(options, lambda cluster: work(cluster, reporter))
         except KeyboardInterrupt:
             reporter.say(interrupted)
             raise
-
-
-@contextlib.contextmanager
-def _reporter() -> Iterator[_Reporter]:
-    rich = import_rich() if sys.stdout.isatty() else None
-    if rich is None:
-        yield _Reporter(None)
-        return
-    columns = (
-        rich.progress.TextColumn("{task.description}"),
-        rich.progress.BarColumn(),
-        rich.progress.TextColumn("{task.completed} of {task.total}"),
-        rich.progress.TimeElapsedColumn(),
-    )
-    with rich.progress.Progress(*columns) as bars:
-        yield _Reporter(bars)
 
 
 class _Reporter:
