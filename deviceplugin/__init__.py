@@ -1,7 +1,6 @@
 """Kubernetes device plugins in Python: describe a device once, serve it to the kubelet.
 
-This is the face of the package: what an author of a device needs. Everything else is imported
-from its own module.
+These names are what an author of a device needs. Everything else is imported from its own module.
 """
 
 from __future__ import annotations

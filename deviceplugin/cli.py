@@ -1,7 +1,7 @@
-"""The command line: run, validate, devices, schema, demo.
+"""The command line: run, validate, devices, schema, demo; and what the bridge's command line shares with it.
 
-What a command does not need it does not import: `validate` never loads gRPC, and `run` has little
-between the start of the process and the kubelet.
+A command imports what it needs: `validate` never loads gRPC, and `run` has little between the start of the process and
+the kubelet.
 """
 
 from __future__ import annotations
@@ -12,7 +12,8 @@ import json
 import logging
 import os
 import sys
-from collections.abc import AsyncGenerator, Iterable, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, cast
 
@@ -23,58 +24,115 @@ if TYPE_CHECKING:
     from deviceplugin.device import Device
     from deviceplugin.sources import ConfiguredSource
 
-__all__ = ["main"]
-
 _LOG: Final = logging.getLogger(__name__)
 _LIST_TIMEOUT: Final = 10.0
 
 
+class CommandError(Exception):
+    """Raised when a command cannot go on; the message is for its user. status: the exit status."""
+
+    def __init__(self, message: object, status: int = 2) -> None:
+        super().__init__(str(message))
+        self.status = status
+
+
+class CommandLine:
+    """A program with commands, each of which is a function from its options to the exit status."""
+
+    def __init__(self, program: str, about: str) -> None:
+        self.parser = argparse.ArgumentParser(prog=program, description=about, epilog=EXITS, allow_abbrev=False)
+        self._commands = self.parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
+
+    def add(self, name: str, command: Callable[[argparse.Namespace], int], about: str) -> argparse.ArgumentParser:
+        """Add a command; return the parser that takes its options."""
+        parser = self._commands.add_parser(name, help=about, description=about, epilog=EXITS, allow_abbrev=False)
+        parser.set_defaults(command=command)
+        return parser
+
+    def main(self, argv: Sequence[str] | None) -> int:
+        """Run the command that the arguments name; return the exit status."""
+        options = self.parser.parse_args(argv)
+        from deviceplugin.config import ConfigError
+
+        try:
+            return int(options.command(options))
+        except CommandError as error:
+            print(error, file=sys.stderr)
+            return error.status
+        except ConfigError as error:
+            print(explained(error), file=sys.stderr)
+            return 2
+        except KeyboardInterrupt:
+            return 130
+        except BrokenPipeError:
+            # The reader of our output has closed it; keep the interpreter from failing at its flush.
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            return 0
+
+
+def explained(error: ConfigError) -> str:
+    """Return what is wrong with a config file, and how many problems these are if there are several."""
+    number = len(error.problems)
+    return f"{error}\n{error.file} cannot be used: {number} problems" if number > 1 else str(error)
+
+
+def count(number: int, what: str) -> str:
+    """Return a number with its noun."""
+    return f"{number} {what}" if number == 1 else f"{number} {what}s"
+
+
+def print_table(header: Sequence[str], rows: Sequence[Sequence[str]], red: Sequence[Sequence[str]] = ()) -> None:
+    """Print aligned columns; on a terminal with rich, where the extra `cli` is installed. red: rows in this colour."""
+    if sys.stdout.isatty() and (rich := import_rich()):
+        table = rich.table.Table(*header, box=None, pad_edge=False)
+        for row in rows:
+            table.add_row(*(rich.text.Text(cell, style="red" if row in red else "") for cell in row))
+        rich.console.Console().print(table)
+    else:
+        print("\n".join(aligned((header, *rows))))
+
+
+def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
+    """Return rows as lines with aligned columns."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+
+
+def import_rich() -> Any:
+    """Return the package rich, or None where the extra `cli` is not installed."""
+    try:
+        import rich.console
+        import rich.progress
+        import rich.table
+        import rich.text
+    except ImportError:
+        return None
+    return rich
+
+
+# The commands of `deviceplugin`.
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line; return the exit status."""
-    options = _parser().parse_args(argv)
-    try:
-        return int(options.command(options))
-    except KeyboardInterrupt:
-        return 130
-    except BrokenPipeError:
-        # Whoever read our output has seen enough; keep the interpreter from failing at its flush.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 0
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="deviceplugin", description="Kubernetes device plugins from a file.", epilog=EXITS, allow_abbrev=False
-    )
-    parser.add_argument("--version", action=_Version, help="show the version and exit")
-    commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
-
-    def add(name: str, command: Any, about: str) -> argparse.ArgumentParser:
-        one = commands.add_parser(name, help=about, description=about, epilog=EXITS, allow_abbrev=False)
-        one.set_defaults(command=command)
-        return one
-
-    run = add("run", _run, "Serve the devices of a config file to this node's kubelet.")
+    line = CommandLine("deviceplugin", "Kubernetes device plugins from a file.")
+    line.parser.add_argument("--version", action=_Version, nargs=0, help="show the version and exit")
+    run = line.add("run", _run, "Serve the devices of a config file to this node's kubelet.")
     run.add_argument("--config", type=Path, required=True, metavar="FILE", help="the config file (YAML)")
     add_run_options(run)
-    validate = add("validate", _validate, "Check config files.")
+    validate = line.add("validate", _validate, "Check config files.")
     validate.add_argument("files", type=Path, nargs="*", metavar="FILE", help="config files (YAML)")
     validate.add_argument("--config", type=Path, action="append", default=[], metavar="FILE", help="one more of them")
-    devices = add("devices", _devices, "List the devices that would be served on this node now.")
+    devices = line.add("devices", _devices, "List the devices that would be served on this node now.")
     devices.add_argument("--config", type=Path, required=True, metavar="FILE", help="the config file (YAML)")
-    devices.add_argument(
-        "-o", "--output", choices=("table", "json"), default="table", help="how they are shown (%(default)s)"
-    )
-    add("schema", _schema, "Print the config file's JSON schema.")
-    demo = add("demo", _demo, "Show it all at work, with simulated devices and a kubelet in this process.")
+    devices.add_argument("-o", "--output", choices=("table", "json"), default="table", help="the form (%(default)s)")
+    line.add("schema", _schema, "Print the config file's JSON schema.")
+    demo = line.add("demo", _demo, "Show a device plugin at work, with simulated devices and an embedded kubelet.")
     demo.add_argument("--hold", action="store_true", help="go on serving until interrupted")
-    return parser
+    return line.main(argv)
 
 
 class _Version(argparse.Action):
-    def __init__(self, option_strings: Sequence[str], dest: str, **more: Any) -> None:
-        super().__init__(option_strings, dest, nargs=0, **more)
-
     def __call__(self, parser: argparse.ArgumentParser, *_: object) -> None:
         from importlib.metadata import PackageNotFoundError, version
 
@@ -90,14 +148,12 @@ def _run(options: argparse.Namespace) -> int:
     from deviceplugin.node.process import run_config
 
     run = run_options(options)
-
     try:
         return run_config(options.config, run.paths, run.metrics_address)
     except ConfigError as error:
-        if options.log_format == "json":
-            _LOG.error("%s", error, extra={"file": error.file, "line": error.line, "path": error.path})
-        else:
-            _say(error)
+        if options.log_format != "json":
+            raise
+        _LOG.error("%s", error, extra={"file": error.file, "line": error.line, "path": error.path})
         return 2
 
 
@@ -106,22 +162,21 @@ def _validate(options: argparse.Namespace) -> int:
 
     files = [*options.files, *options.config]
     if not files:
-        print("deviceplugin validate: name a config file", file=sys.stderr)
-        return 2
+        raise CommandError("deviceplugin validate: name a config file")
     status = 0
     for file in files:
         try:
             found = config.load(file)
         except config.ConfigError as error:
-            _say(error)
+            print(explained(error), file=sys.stderr)
             status = 2
-        else:
-            print(f"{file}: good, {_count(len(found.resources), 'resource')}")
-            if any(entry.path or entry.group for resource in found.resources for entry in resource.devices):
-                from deviceplugin import sources
+            continue
+        print(f"{file}: good, {count(len(found.resources), 'resource')}")
+        if any(entry.path or entry.group for resource in found.resources for entry in resource.devices):
+            from deviceplugin import sources
 
-                for note in sources.overlaps(found.resources):
-                    print(f"{file}: warning: {note}", file=sys.stderr)
+            for note in sources.overlaps(found.resources):
+                print(f"{file}: warning: {note}", file=sys.stderr)
     return status
 
 
@@ -132,16 +187,11 @@ def _devices(options: argparse.Namespace) -> int:
     from deviceplugin.node import logs
 
     logs.setup("text", "error")
-    try:
-        found = config.load(options.config)
-    except config.ConfigError as error:
-        _say(error)
-        return 2
-    listed, status = asyncio.run(_list(found))
+    listed, status = asyncio.run(_list(config.load(options.config)))
     if options.output == "json":
         print(json.dumps({"resources": [_as_json(source, devices) for source, devices in listed]}, indent=2))
     else:
-        _print_table(listed)
+        _print_devices(listed)
     return status
 
 
@@ -158,21 +208,12 @@ def _demo(options: argparse.Namespace) -> int:
     return demo.main(options.hold)
 
 
-def _say(error: ConfigError) -> None:
-    more = _count(len(error.problems), "problem")
-    print(f"{error}\n{error.file} cannot be used: {more}" if len(error.problems) > 1 else error, file=sys.stderr)
-
-
-def _count(number: int, what: str) -> str:
-    return f"{number} {what}" if number == 1 else f"{number} {what}s"
-
-
-# What would be served.
-
 _Listed = list[tuple["ConfiguredSource", Sequence["Device"]]]
+"""What would be served."""
 
 
 async def _list(found: Config) -> tuple[_Listed, int]:
+    """Return the devices of each resource that can be listed, and the exit status."""
     import asyncio
 
     from deviceplugin import sources
@@ -180,17 +221,13 @@ async def _list(found: Config) -> tuple[_Listed, int]:
     built = [sources.build(resource) for resource in found.resources]
     lists = await asyncio.gather(*map(_first_list, built), return_exceptions=True)
     listed: _Listed = []
-    status = 0
     for source, devices in zip(built, lists, strict=True):
         if isinstance(devices, BaseException):
-            print(
-                f"{source.resource}: its devices cannot be listed: {str(devices) or type(devices).__name__}",
-                file=sys.stderr,
-            )
-            status = 1
+            reason = str(devices) or type(devices).__name__
+            print(f"{source.resource}: its devices cannot be listed: {reason}", file=sys.stderr)
         else:
             listed.append((source, devices))
-    return listed, status
+    return listed, int(len(listed) < len(built))
 
 
 async def _first_list(source: ConfiguredSource) -> Sequence[Device]:
@@ -218,10 +255,7 @@ def _as_json(source: ConfiguredSource, devices: Sequence[Device]) -> dict[str, A
                     {"host": node.host, "container": node.path, "permissions": node.permissions}
                     for node in device.container_edits.device_nodes
                 ],
-                "mounts": [
-                    {"host": mount.host, "container": mount.container, "readonly": mount.readonly}
-                    for mount in device.edits.mounts
-                ],
+                "mounts": [asdict(mount) for mount in device.edits.mounts],
             }
             for device in devices
         ],
@@ -229,10 +263,7 @@ def _as_json(source: ConfiguredSource, devices: Sequence[Device]) -> dict[str, A
     }
 
 
-_COLUMNS: Final = ("RESOURCE", "DEVICE", "HEALTH", "REPLICAS", "NUMA", "NODES")
-
-
-def _print_table(listed: _Listed) -> None:
+def _print_devices(listed: _Listed) -> None:
     rows = [
         (
             source.resource,
@@ -246,14 +277,15 @@ def _print_table(listed: _Listed) -> None:
         for device in devices
     ]
     if rows:
-        _print_rows(rows)
+        header = ("RESOURCE", "DEVICE", "HEALTH", "REPLICAS", "NUMA", "NODES")
+        print_table(header, rows, red=[row for row in rows if row[2].startswith("unhealthy")])
         print()
     for source, devices in listed:
         healthy = sum(device.health.usable for device in devices)
         unwell = f", {len(devices) - healthy} of them unhealthy" if healthy < len(devices) else ""
         offered = sum(map(source.replicas_of, devices))
         shared = f", offered {offered} times in all" if offered > len(devices) else ""
-        print(f"{source.resource}: {_count(len(devices), 'device')}{unwell}{shared}")
+        print(f"{source.resource}: {count(len(devices), 'device')}{unwell}{shared}")
         for note in source.notes:
             print(f"  {note}")
 
@@ -264,28 +296,3 @@ def _nodes(source: ConfiguredSource, device: Device) -> str:
     places = [(node.host, node.path) for node in device.container_edits.device_nodes]
     places += [(mount.host, mount.container) for mount in device.edits.mounts if mount.container not in general]
     return ", ".join(host if host == inside else f"{inside} -> {host}" for host, inside in places) or "-"
-
-
-def _print_rows(rows: Iterable[Sequence[str]]) -> None:
-    if sys.stdout.isatty() and _print_rich(rows):
-        return
-    lines = [_COLUMNS, *rows]
-    widths = [max(len(line[index]) for line in lines) for index in range(len(_COLUMNS) - 1)]
-    for line in lines:
-        print("  ".join([*(cell.ljust(width) for cell, width in zip(line, widths, strict=False)), line[-1]]))
-
-
-def _print_rich(rows: Iterable[Sequence[str]]) -> bool:
-    """Print with rich, where the extra `cli` is installed."""
-    try:
-        from rich.console import Console
-        from rich.table import Table
-        from rich.text import Text
-    except ImportError:
-        return False
-    table = Table(*_COLUMNS, box=None, pad_edge=False)
-    for row in rows:
-        style = "red" if row[2].startswith("unhealthy") else ""
-        table.add_row(*(Text(cell, style=style) for cell in row))
-    Console().print(table)
-    return True

@@ -26,7 +26,7 @@ def test_story_is_true_and_short() -> None:
     text = out.getvalue()
     for told in ("registered again", "waited, now runs", "fell off the bus", "recovered", "`released` hook"):
         assert told in text
-    table = text.split("Who held what\n")[1].splitlines()
+    table = text.split("Which pod held what\n")[1].splitlines()
     assert [line.split()[0] for line in table] == ["POD", "trainer", "notebook", "batch", "nightly", "evening"]
 
 
@@ -48,9 +48,9 @@ def test_coloured_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("NO_COLOR", raising=False)
     monkeypatch.setenv("TERM", "xterm")
     coloured, plain = Terminal(), Terminal()
-    demo.Teller(coloured).tell("pod", "text")
+    demo.Printer(coloured).event("pod", "text")
     monkeypatch.setenv("NO_COLOR", "1")
-    demo.Teller(plain).tell("pod", "text")
+    demo.Printer(plain).event("pod", "text")
     assert "\033[" in coloured.getvalue()
     assert "\033" not in plain.getvalue()
 

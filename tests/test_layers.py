@@ -102,8 +102,6 @@ MAY_IMPORT = {
     "dra_bridge.top": {
         "deviceplugin.base",
         "deviceplugin.config",
-        "deviceplugin.node",
-        "deviceplugin.sources",
         "deviceplugin.testing",
         "deviceplugin.top",
         "dra_bridge.driver",

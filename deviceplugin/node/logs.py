@@ -1,7 +1,6 @@
-"""What the process says while it runs: lines for people, or one JSON object a line for machines.
+"""The form of the log: lines for people, or one JSON object a line for machines.
 
-Everything logs under the name of its module; this module alone decides what that looks like. It is
-set up by the command line, never by importing the framework.
+The command line sets it up, never the import of the framework.
 """
 
 from __future__ import annotations
@@ -14,8 +13,6 @@ from datetime import UTC, datetime
 from types import TracebackType
 from typing import Any, Final, Literal, TextIO
 
-__all__ = ["FORMATS", "LEVELS", "JsonFormatter", "TextFormatter", "setup"]
-
 Format = Literal["text", "json"]
 FORMATS: Final = ("text", "json")
 LEVELS: Final = ("debug", "info", "warning", "error")
@@ -26,11 +23,6 @@ _STANDARD: Final = frozenset(logging.makeLogRecord({}).__dict__) | {"message", "
 
 def setup(format: Format = "text", level: str = "info", stream: TextIO | None = None) -> None:  # noqa: A002
     """Make the root logger write to `stream` (standard error), and nothing else.
-
-    Args:
-        format: "text" or "json".
-        level: "debug", "info", "warning" or "error"; what is less is not written.
-        stream: where to, if not standard error.
 
     Raises:
         ValueError: there is no such format or level.
@@ -43,11 +35,11 @@ def setup(format: Format = "text", level: str = "info", stream: TextIO | None = 
     handler.setFormatter(JsonFormatter() if format == "json" else TextFormatter(short=stream.isatty()))
     logging.basicConfig(handlers=[handler], level=level.upper(), force=True)
     logging.captureWarnings(True)
-    # What nobody caught would be written past all this, as a bare traceback.
+    # Unhandled exceptions would be written past the handler, as a bare traceback.
     sys.excepthook = _uncaught
     threading.excepthook = _uncaught_in_thread
     sys.unraisablehook = _unraisable
-    # Libraries speak up from warnings on; their inner life is nobody's.
+    # Of libraries only warnings and errors are logged.
     for library in ("asyncio", "grpc", "watchdog", "aiohttp"):
         logging.getLogger(library).setLevel(logging.WARNING)
 
@@ -56,7 +48,7 @@ def _uncaught(kind: type[BaseException], error: BaseException, traceback: Traceb
     if issubclass(kind, KeyboardInterrupt):
         sys.__excepthook__(kind, error, traceback)
     else:
-        _LOG.critical("nobody caught this, the process ends", exc_info=(kind, error, traceback))
+        _LOG.critical("unhandled exception, the process ends", exc_info=(kind, error, traceback))
 
 
 def _uncaught_in_thread(args: threading.ExceptHookArgs) -> None:
@@ -91,21 +83,20 @@ class JsonFormatter(logging.Formatter):
 
     def format(self, record: logging.LogRecord) -> str:
         """Return the record as one line of JSON."""
-        ts = datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
-        line = {
-            **_fields(record),
-            "ts": ts,
+        at = datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds")
+        # These first: people read JSON logs too.
+        own = {
+            "ts": at.replace("+00:00", "Z"),
             "level": record.levelname.lower(),
             "logger": record.name,
             "msg": _message(record),
         }
+        line = own | _fields(record) | own
         if exc := _exception(self, record):
             line["exc"] = exc
-        # ts, level, logger and msg first: people read JSON logs too.
-        line = {name: line.pop(name) for name in ("ts", "level", "logger", "msg")} | line
         try:
             return json.dumps(line, default=str, allow_nan=False)
-        except Exception:  # keys, cycles, numbers that JSON does not know, objects that cannot be told
+        except Exception:  # keys, cycles, numbers that JSON does not know, objects that have no text
             return json.dumps({name: _text(value) for name, value in line.items()})
 
 

@@ -1,7 +1,4 @@
-"""The options that every agent has, on whichever command line: where the kubelet is, metrics, logs.
-
-A module of its own, since an author's own plugin reads them as well as `deviceplugin run` does.
-"""
+"""The options that every agent has: where the kubelet is, metrics, logs; for command lines and for authors' plugins."""
 
 from __future__ import annotations
 
@@ -10,14 +7,11 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 from deviceplugin.addresses import parse_address
-
-if TYPE_CHECKING:
-    from deviceplugin.node.paths import Paths
-
-__all__ = ["EXITS", "RunOptions", "add_run_options", "parse_run", "run_options"]
+from deviceplugin.node import logs
+from deviceplugin.node.paths import Paths
 
 EXITS: Final = (
     "exit status: 0 all is well, 1 it failed while running, 2 wrong usage or a config file that cannot be used"
@@ -26,7 +20,7 @@ EXITS: Final = (
 
 @dataclass(frozen=True)
 class RunOptions:
-    """What the options that every agent has say."""
+    """The values of the options that every agent has."""
 
     paths: Paths
     metrics_address: str | None
@@ -43,51 +37,34 @@ def parse_run(argv: Sequence[str] | None = None) -> RunOptions:
 
 def add_run_options(parser: argparse.ArgumentParser) -> None:
     """Add the options that every agent has; dra-bridge has them too."""
-    parser.add_argument(
-        "--kubelet-root",
-        type=_path,
-        default=Path("/var/lib/kubelet"),
-        metavar="DIR",
-        help="the kubelet's --root-dir (%(default)s)",
-    )
-    parser.add_argument(
-        "--device-plugin-dir",
-        type=_path,
-        metavar="DIR",
-        help="where kubelet.sock is (device-plugins in the kubelet's root)",
-    )
-    parser.add_argument(
-        "--pod-resources-socket",
-        type=_path,
-        metavar="PATH",
-        help="the kubelet's PodResources service (pod-resources/kubelet.sock in its root)",
-    )
-    parser.add_argument(
-        "--cgroup-root",
-        type=_path,
-        metavar="DIR",
-        help="where the host's cgroup file system is mounted (/sys/fs/cgroup)",
-    )
-    parser.add_argument(
-        "--pod-log-dir",
-        type=_path,
-        metavar="DIR",
-        help="the kubelet's podLogsDir, which tells pods' names by their UIDs (/var/log/pods)",
-    )
+    paths = Paths()
+
+    def add(option: str, default: Path | None, metavar: str, about: str) -> None:
+        parser.add_argument(option, type=_path, default=default, metavar=metavar, help=about)
+
+    add("--kubelet-root", paths.kubelet_root, "DIR", "the kubelet's --root-dir (%(default)s)")
+    add("--device-plugin-dir", None, "DIR", "where kubelet.sock is (device-plugins in the kubelet's root)")
+    socket = "the kubelet's PodResources service (pod-resources/kubelet.sock in its root)"
+    add("--pod-resources-socket", None, "PATH", socket)
+    add("--cgroup-root", paths.cgroup_root, "DIR", "where the host's cgroup file system is mounted (%(default)s)")
+    pod_logs = "the kubelet's podLogsDir, whose directories have pods' names and UIDs (%(default)s)"
+    add("--pod-log-dir", paths.pod_log_dir, "DIR", pod_logs)
     parser.add_argument(
         "--metrics-address",
         type=_address,
         metavar="HOST:PORT",
         help="serve Prometheus metrics there, such as :9410 (not served)",
     )
-    _add_log_options(parser)
+    formats = "lines for people or for machines (%(default)s)"
+    parser.add_argument("--log-format", choices=logs.FORMATS, default="text", help=formats)
+    parser.add_argument("--log-level", choices=logs.LEVELS, default="info", help="the least level (%(default)s)")
 
 
 def run_options(options: argparse.Namespace) -> RunOptions:
     """Take the options added by `add_run_options` and set up the logs as they say."""
-    _set_up_logs(options)
-    from deviceplugin.node.paths import Paths
-
+    if options.log_format == "json":
+        os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # its lines are not JSON
+    logs.setup(options.log_format, options.log_level)
     paths = Paths(
         options.kubelet_root,
         options.device_plugin_dir,
@@ -96,26 +73,6 @@ def run_options(options: argparse.Namespace) -> RunOptions:
         options.pod_log_dir,
     )
     return RunOptions(paths, options.metrics_address)
-
-
-def _add_log_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--log-format", choices=("text", "json"), default="text", help="lines for people or for machines (%(default)s)"
-    )
-    parser.add_argument(
-        "--log-level",
-        choices=("debug", "info", "warning", "error"),
-        default="info",
-        help="how much is said (%(default)s)",
-    )
-
-
-def _set_up_logs(options: argparse.Namespace) -> None:
-    from deviceplugin.node import logs
-
-    if options.log_format == "json":
-        os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # its lines are not JSON
-    logs.setup(options.log_format, options.log_level)
 
 
 def _path(text: str) -> Path:

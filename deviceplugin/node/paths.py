@@ -5,12 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-__all__ = ["Paths"]
-
 
 @dataclass(frozen=True, slots=True)
 class Paths:
-    """Where the kubelet keeps its sockets.
+    """Where the kubelet keeps its files and sockets.
 
     The device plugin directory is fixed at /var/lib/kubelet/device-plugins whatever the kubelet's
     --root-dir says, while the PodResources socket follows it (kubernetes#68567; k3s, k0s and
@@ -21,8 +19,8 @@ class Paths:
     kubelet_root: Path = Path("/var/lib/kubelet")
     device_plugin_dir: Path | None = None
     pod_resources_socket: Path | None = None
-    cgroup_root: Path | None = None
-    pod_log_dir: Path | None = None
+    cgroup_root: Path = Path("/sys/fs/cgroup")
+    pod_log_dir: Path = Path("/var/log/pods")
 
     @property
     def plugins(self) -> Path:
@@ -33,13 +31,3 @@ class Paths:
     def pod_resources(self) -> Path:
         """The PodResources service's socket."""
         return self.pod_resources_socket or self.kubelet_root / "pod-resources" / "kubelet.sock"
-
-    @property
-    def pod_logs(self) -> Path:
-        """The kubelet's directory of pod logs."""
-        return self.pod_log_dir or Path("/var/log/pods")
-
-    @property
-    def cgroups(self) -> Path:
-        """The mount of the host's cgroup file system."""
-        return self.cgroup_root or Path("/sys/fs/cgroup")

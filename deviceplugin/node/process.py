@@ -1,7 +1,4 @@
-"""Running as a process: signals, the config file and its changes, the metrics address, the exit status.
-
-The agent itself knows nothing of these; the bridge's process is made of the same parts.
-"""
+"""An agent as a process: signals, the config file and its changes, the metrics address, the exit status."""
 
 from __future__ import annotations
 
@@ -26,8 +23,6 @@ from deviceplugin.source import DeviceSource
 if TYPE_CHECKING:
     from deviceplugin.config import Config
 
-__all__ = ["Served", "read", "run", "run_config", "serve"]
-
 _LOG: Final = logging.getLogger(__name__)
 
 Take = Callable[["Config", Mapping[str, DeviceSource], Sequence[str]], Awaitable[None]]
@@ -37,7 +32,7 @@ File = tuple[Path, bytes | None, "Config"]
 
 
 @dataclass(frozen=True, slots=True)
-class Served:
+class Program:
     """What a process runs: an agent, how it is run, and what takes a changed config."""
 
     agent: Agent
@@ -45,8 +40,8 @@ class Served:
     take: Take
 
     @classmethod
-    def plainly(cls, agent: Agent) -> Served:
-        """Return an agent with the plugin side alone."""
+    def of(cls, agent: Agent) -> Program:
+        """Return the program of an agent with the plugin side alone."""
 
         async def take(config: Config, changed: Mapping[str, DeviceSource], unchanged: Sequence[str]) -> None:
             await agent.reconfigure(changed, unchanged)
@@ -64,8 +59,8 @@ def run(*sources: DeviceSource, argv: Sequence[str] | None = None) -> None:
 
     options = parse_run(argv)
 
-    def make() -> Served:
-        return Served.plainly(plugin_agent(sources, options.paths, names=options.metrics_address is not None))
+    def make() -> Program:
+        return Program.of(plugin_agent(sources, options.paths, report_holders=options.metrics_address is not None))
 
     status = serve(make, metrics_address=options.metrics_address)
     if status:
@@ -79,7 +74,7 @@ def run_config(path: Path, paths: Paths, metrics_address: str | None = None) -> 
         The process's exit status.
 
     Raises:
-        ConfigError: the file cannot be used at the start; later that is only said.
+        ConfigError: the file cannot be used at the start; later that is only logged.
 
     """
     from deviceplugin import sources
@@ -87,18 +82,15 @@ def run_config(path: Path, paths: Paths, metrics_address: str | None = None) -> 
     file = read(path)
     first = file[-1]
 
-    def make() -> Served:
+    def make() -> Program:
         built = [sources.build(resource) for resource in first.resources]
-        return Served.plainly(plugin_agent(built, paths, names=metrics_address is not None))
+        return Program.of(plugin_agent(built, paths, report_holders=metrics_address is not None))
 
     return serve(make, metrics_address=metrics_address, config=file)
 
 
-def plugin_agent(sources: Sequence[DeviceSource], paths: Paths, *, names: bool) -> Agent:
-    """Return an agent that serves pods only, and withholds what claims of a bridge that was here before hold.
-
-    names: whether metrics show the names of pods.
-    """
+def plugin_agent(sources: Sequence[DeviceSource], paths: Paths, *, report_holders: bool) -> Agent:
+    """Return an agent that serves pods only, and withholds what claims of a former bridge hold."""
     agent: Agent
 
     def holder(resource: str, device: str) -> str:
@@ -107,7 +99,9 @@ def plugin_agent(sources: Sequence[DeviceSource], paths: Paths, *, names: bool) 
 
     claims = OrphanedClaims(paths.kubelet_root)
     gate = OrphanedClaimGate(holder)
-    agent = Agent(sources, paths, keep_books=names, allocation_gate=gate, observers=[gate], orphaned=claims.held)
+    agent = Agent(
+        sources, paths, report_holders=report_holders, allocation_gate=gate, observers=[gate], orphaned=claims.held
+    )
     return agent
 
 
@@ -124,7 +118,7 @@ def read(path: Path) -> File:
     return path, content, config.load(path)
 
 
-def serve(make: Callable[[], Served], *, metrics_address: str | None = None, config: File | None = None) -> int:
+def serve(make: Callable[[], Program], *, metrics_address: str | None = None, config: File | None = None) -> int:
     """Run what `make` makes in a loop of its own with the process's signals; return the exit status.
 
     config: the file to follow.
@@ -137,38 +131,34 @@ def serve(make: Callable[[], Served], *, metrics_address: str | None = None, con
     return 0
 
 
-async def _serve(make: Callable[[], Served], metrics_address: str | None, config: File | None) -> None:
-    served = make()
+async def _serve(make: Callable[[], Program], metrics_address: str | None, config: File | None) -> None:
+    program = make()
     loop = asyncio.get_running_loop()
     reload = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, served.agent.stop)
+        loop.add_signal_handler(number, program.agent.stop)
     loop.add_signal_handler(signal.SIGHUP, reload.set)
+    if config is None:
+        loop.add_signal_handler(signal.SIGHUP, _LOG.info, "SIGHUP: there is no config file to read again")
     with contextlib.ExitStack() as stack:
         if metrics_address is not None:
             from deviceplugin.metrics import collectors as metrics
 
             try:
                 how = metrics.Options.of(config[-1].metrics) if config else None
-                stack.enter_context(metrics.serving(metrics_address, served.agent, how))
+                stack.enter_context(metrics.serving(metrics_address, program.agent, how))
             except OSError as error:
                 raise AgentError(f"cannot serve metrics at {metrics_address}: {error.strerror or error}") from error
             # A page is rendered in another thread; the default, 5 ms, is what each step of the others may wait for it.
             sys.setswitchinterval(0.0005)
         gc.freeze()  # what is loaded stays: a collection takes 5 ms instead of 35
-        follower = asyncio.create_task(_follow_config(served.take, *config, reload) if config else _no_config(reload))
+        following = [asyncio.create_task(_follow_config(program.take, *config, reload))] if config else []
         try:
-            await served.run()
+            await program.run()
         finally:
-            follower.cancel()
-            await asyncio.gather(follower, return_exceptions=True)
-
-
-async def _no_config(reload: asyncio.Event) -> None:
-    while True:
-        await reload.wait()
-        reload.clear()
-        _LOG.info("SIGHUP: there is no config file to read again")
+            for task in following:
+                task.cancel()
+            await asyncio.gather(*following, return_exceptions=True)
 
 
 SETTLE: Final = 0.05
@@ -178,31 +168,25 @@ SETTLE: Final = 0.05
 async def _follow_config(take: Take, path: Path, content: bytes | None, current: Config, reload: asyncio.Event) -> None:
     """Read the file again at SIGHUP and whenever it changes, a ConfigMap's `..data` swap included.
 
-    content: what stood in it before it was read as `current`.
+    content: what stood in it before it was read as `current`. reload: set when SIGHUP came before this began.
     """
     with filewatch.shared().watch([str(path.absolute().parent)], writes=True) as watch:
-        asked = asyncio.create_task(_wake_on(reload, watch))
-        try:
-            while True:
-                now = await asyncio.to_thread(_content, path)
-                if now != content or reload.is_set():
-                    reload.clear()
-                    content = now
-                    current = await _reload(take, path, current)
-                hinted = await watch.wait(30.0)
-                if hinted and not reload.is_set():
-                    deadline = time.monotonic() + 2.0
-                    while await watch.wait(SETTLE) and time.monotonic() < deadline:
-                        pass
-        finally:
-            asked.cancel()
 
+        def read_again() -> None:
+            reload.set()
+            watch.wake()
 
-async def _wake_on(event: asyncio.Event, watch: filewatch.Watch) -> None:
-    while True:
-        await event.wait()
-        watch.wake()
-        await asyncio.sleep(SETTLE)
+        asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, read_again)
+        while True:
+            now = await asyncio.to_thread(_content, path)
+            if now != content or reload.is_set():
+                reload.clear()
+                content = now
+                current = await _reload(take, path, current)
+            if await watch.wait(30.0) and not reload.is_set():
+                deadline = time.monotonic() + 2.0
+                while await watch.wait(SETTLE) and time.monotonic() < deadline:
+                    pass
 
 
 def _content(path: Path) -> bytes | None:
@@ -227,31 +211,23 @@ async def _reload(take: Take, path: Path, current: Config) -> Config:
     except Exception as error:  # whatever is wrong with it, what runs goes on
         _LOG.error("the config file was not taken, everything goes on as it was:\n%s", error)
         return current
-    gone = before.keys() - after.keys()
+    differences = {
+        "new": after.keys() - before.keys(),
+        "changed": changed.keys() & before.keys(),
+        "gone": before.keys() - after.keys(),
+    }
     if wanted.metrics != current.metrics:
         _LOG.warning("%s: `metrics` is read at the start; the change is taken when the agent is started again", path)
-    if not changed and not gone:
+    if not any(differences.values()):
         _LOG.info("%s was read again: nothing changed", path)
         return wanted
     try:
         await take(wanted, changed, [name for name in after if name not in changed])
     except AgentError as error:  # what a user must mend, no traceback
         _LOG.error("%s was read again, but not all of it is served: %s", path, error)
-        return wanted
     except Exception:  # the file is followed all the same
         _LOG.exception("%s was read again, but not all of it is served", path)
-        return wanted
-    _LOG.info(
-        "%s was read again: %s",
-        path,
-        "; ".join(
-            f"{what} {', '.join(sorted(names))}"
-            for what, names in (
-                ("new", after.keys() - before.keys()),
-                ("changed", changed.keys() & before.keys()),
-                ("gone", gone),
-            )
-            if names
-        ),
-    )
+    else:
+        listed = (f"{what} {', '.join(sorted(names))}" for what, names in differences.items() if names)
+        _LOG.info("%s was read again: %s", path, "; ".join(listed))
     return wanted

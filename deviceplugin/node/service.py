@@ -1,17 +1,20 @@
-"""Serves one resource: follows its source, registers it, and has `released` called for devices that come free."""
+"""The services of a node's resources, also of those resources that a source brings along.
+
+A service follows its source, registers it, and has `released` called for devices that come free.
+"""
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
-from collections.abc import Callable, Collection, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Final
 
 import grpc
 
-from deviceplugin import hooks, identity
+from deviceplugin import hooks
 from deviceplugin.backoff import Backoff
 from deviceplugin.device import Device
 from deviceplugin.inventory import Inventory
@@ -21,67 +24,63 @@ from deviceplugin.kubelet.exclusion_guard import ConflictError, ExclusionGuard
 from deviceplugin.kubelet.holders import HolderSnapshot
 from deviceplugin.kubelet.ids_in_use import IdsInUse
 from deviceplugin.kubelet.podresources import AllocationsInFlight
-from deviceplugin.kubelet.registration import Registration, Timing
+from deviceplugin.kubelet.registration import Registration, RegistrationError, Timing
 from deviceplugin.kubelet.servicer import Endpoint
 from deviceplugin.kubelet.status import ResourceStatus
 from deviceplugin.kubelet.tracker import HolderTracker
-from deviceplugin.node.listings import listings
-from deviceplugin.node.paths import Paths
+from deviceplugin.node.following import SourceFollower
 from deviceplugin.source import DeviceSource
-
-__all__ = ["Service"]
 
 _LOG: Final = logging.getLogger(__name__)
 
-TAKE_OVER: Final = 3.0
-"""Seconds that a new source has to list its devices while the old one's hooks still answer."""
+
+@dataclass(frozen=True, slots=True)
+class ServiceContext:
+    """What all services of a node share.
+
+    plugins: the device plugin directory. turn: held while a resource registers. timing: waits of the registration.
+    wake_scan: has a scan for holders come soon.
+    """
+
+    plugins: Path
+    in_flight: AllocationsInFlight
+    turn: asyncio.Lock
+    tracker: HolderTracker
+    guard: ExclusionGuard
+    gate: AllocationGate
+    timing: Timing | None
+    wake_scan: Callable[[], None]
 
 
 class Service:
-    """One resource: its source followed, its endpoint registered, its releases told."""
+    """One resource: its source, its endpoint and registration, and the release of its devices."""
 
-    def __init__(
-        self,
-        source: DeviceSource,
-        paths: Paths,
-        in_flight: AllocationsInFlight,
-        turn: asyncio.Lock,
-        tracker: HolderTracker,
-        guard: ExclusionGuard,
-        *,
-        allocation_gate: AllocationGate | None,
-        timing: Timing | None,
-        wake_scan: Callable[[], None],
-    ) -> None:
+    def __init__(self, source: DeviceSource, context: ServiceContext) -> None:
         self.source = source
         self.inventory = Inventory(source.resource)
-        self._allocation_gate = allocation_gate
-        self._tracker = tracker
-        self._guard = guard
+        self.follower = SourceFollower(source, self.inventory, self._take_source, self._adopt_existing)
         self.endpoint = Endpoint(
             source,
             self.inventory,
-            in_flight,
+            context.in_flight,
             granted=self._granted,
             release_former=self._release_former,
-            allocation_gate=allocation_gate,
-            holders=tracker,
-            guard=guard,
+            allocation_gate=context.gate,
+            holders=context.tracker,
+            guard=context.guard,
         )
-        self.registration = Registration(self.endpoint, paths.plugins, turn, timing)
-        self.source_error = ""
+        self.registration = Registration(self.endpoint, context.plugins, context.turn, context.timing)
+        self._context = context
         self._in_use = IdsInUse()
         self._released: frozenset[Allocation] = frozenset()
         """Allocations that have ended, and whose devices were released before a grant; they are not forgotten yet."""
         self._first_release_due = True
         self._release_later: frozenset[str] = frozenset()
-        """Devices that came free while somebody holds them under another id."""
-        self._inherited: frozenset[str] = frozenset()
-        self._gone_before: frozenset[str] = frozenset()
-        self._former_before: frozenset[str] = frozenset()
-        self._taken = asyncio.Event()
-        self._wake_scan = wake_scan
-        self._follower: asyncio.Task[None] | None = None
+        """Devices that came free while they are held under another id."""
+        self._existing: frozenset[str] = frozenset()
+        """Ids that pods have from before this process began, and whose devices are not listed yet."""
+        self._forgettable: tuple[frozenset[str], frozenset[str]] = (frozenset(), frozenset())
+        """Gone devices and legacy ids as of the last scan."""
 
     @property
     def resource(self) -> str:
@@ -95,98 +94,45 @@ class Service:
             RegistrationError: it cannot be served on this node at all.
 
         """
-        self.inventory.subscribe(lambda snapshot: self._wake_scan() if snapshot.gone else None)
-        self.inventory.subscribe(lambda snapshot: self._guard.notify())
-        self._inherited = frozenset(self._tracker.snapshot.of(self.resource))
-        self._follower = asyncio.create_task(self._follow(self.source), name=f"follow {self.resource}")
+        context = self._context
+        self.inventory.subscribe(lambda snapshot: context.wake_scan() if snapshot.gone else None)
+        self.inventory.subscribe(lambda _: context.guard.notify())
+        self._existing = frozenset(context.tracker.snapshot.of(self.resource))
+        self.follower.start()
         try:
             await self.registration.run()
         finally:
-            self._follower.cancel()
-            await asyncio.wait((self._follower,), timeout=1.0)
+            await self.follower.end()
 
-    def replace(self, source: DeviceSource) -> None:
-        """Take another source for the same resource; what is served and registered goes on.
-
-        The old source's hooks answer until the new one has listed its devices: it cannot speak of them
-        before. The inventory stays, so that devices the new source does not know become unhealthy
-        instead of vanishing from under their holders.
-        """
-        if self._follower is None:
-            self._take(source)
-            return
-        self._taken.clear()
-        self._follower.cancel()
-        self._follower = asyncio.create_task(self._follow(source), name=f"follow {self.resource}")
-
-    async def replaced(self, source: DeviceSource) -> None:
-        """Wait until this source, given to `replace`, has taken over; one that does not list in time takes over."""
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(TAKE_OVER):
-                await self._taken.wait()
-        if source is not self.source:
-            self._take(source)
-
-    def _take(self, source: DeviceSource) -> None:
-        """Ask this source's hooks from now on."""
-        self._taken.set()
-        before, self.source = self.source, source
+    def _take_source(self, source: DeviceSource) -> None:
+        former, self.source = self.source, source
         self.endpoint.replace(source)
-        if source.hooks != before.hooks:
+        if source.hooks != former.hooks:
             self.registration.wake()
-        self._wake_scan()
+        self._context.wake_scan()
 
-    async def _follow(self, source: DeviceSource) -> None:
-        """Take a source's lists for as long as it lives, and begin again when it fails."""
-        backoff = Backoff(first=0.5, most=60.0)
-        while True:
-            try:
-                async for devices in listings(source):
-                    if source is not self.source:
-                        self._take(source)
-                    await identity.publish(self.inventory, devices)
-                    self._inherit()
-                    self.source_error = ""
-                    backoff.reset()
-            except Exception as error:
-                self.source_error = f"{type(error).__name__}: {error}"
-                delay = backoff.next()
-                _LOG.exception(
-                    "%s: the source failed; its last list of %d devices stays, trying again in %.1f s",
-                    self.resource,
-                    len(self.inventory.snapshot.devices),
-                    delay,
-                )
-                await asyncio.sleep(delay)
-            else:
-                if source is not self.source:
-                    self._take(source)
-                if not self.inventory.snapshot.listed:
-                    self.inventory.publish(())
-                return
-
-    def _inherit(self) -> None:
+    def _adopt_existing(self) -> None:
         """Take over the ids that pods have from before; sharing may have changed while no agent ran."""
-        if self._inherited:
-            before, self._inherited = self._inherited, self.endpoint.adopt_existing(self._inherited)
-            if before != self._inherited:
-                self._wake_scan()
+        if self._existing:
+            before, self._existing = self._existing, self.endpoint.adopt_existing(self._existing)
+            if before != self._existing:
+                self._context.wake_scan()
 
-    # Who holds what.
+    # The holders.
 
     def release_idle(self) -> None:
         """Have `released` called of all idle devices, as after the start: only now all holders are known."""
         self._first_release_due = True
-        self._wake_scan()
+        self._context.wake_scan()
 
     def _granted(self, names: Sequence[str]) -> None:
         self._in_use = self._in_use.granted(names)
-        self._wake_scan()
+        self._context.wake_scan()
 
     def remember(self, pending: Collection[str], held: Collection[Allocation]) -> None:
         """Count ids as pending that a former process granted.
 
-        held: their holders from before the grant; these are not whom it was for.
+        held: their holders from before the grant; it was not for these.
         """
         self._in_use = replace(self._in_use, held=self._in_use.held | set(held)).granted(pending)
 
@@ -198,7 +144,7 @@ class Service:
     @property
     def held_devices(self) -> frozenset[str]:
         """The devices that pods hold or were just given."""
-        ids = self._in_use.ids | self._tracker.snapshot.of(self.resource).keys()
+        ids = self._in_use.ids | self._context.tracker.snapshot.of(self.resource).keys()
         return frozenset(map(self.endpoint.ids.device_id_of, ids))
 
     def device_of(self, device_id: str) -> str:
@@ -207,7 +153,7 @@ class Service:
 
     @property
     def awaited(self) -> frozenset[str]:
-        """The kubelet's ids about which something is to be done once nobody holds them.
+        """The kubelet's ids for which something is to be done once they have no holder.
 
         Those of gone devices and of former sharing are forgotten; after the start, all idle ones are released; grants
         whose container is not named are over after a while.
@@ -219,7 +165,7 @@ class Service:
         return frozenset(self.endpoint.ids.legacy) | frozenset(ids) | self._in_use.pending.keys()
 
     def take_holders(self, now: HolderSnapshot) -> None:
-        """Take in who holds what; first of all services, since a device may be held under another resource's id."""
+        """Take the holders; before any `observe`, since a device may be held under another resource's id."""
         held = [one for one in now.held if one.resource == self.resource]
         self._in_use = self._in_use.observed(held, now.at, awake=now.awake)
         self._released &= now.held.keys()
@@ -228,18 +174,17 @@ class Service:
         """Draw the conclusions of a scan: what came free, and what may be forgotten."""
         device_id_of = self.endpoint.ids.device_id_of
         in_use = self._in_use.ids
-        self._inherited &= in_use
+        self._existing &= in_use
         snapshot = self.inventory.snapshot
         busy = set(map(device_id_of, in_use))
-        if (gate := self._allocation_gate) is not None:
-            busy |= {device for device in snapshot.devices if gate.claimed(self.resource, device)}
+        busy |= {device for device in snapshot.devices if self._context.gate.claimed(self.resource, device)}
         freed = set(map(device_id_of, self._in_use.freed)) - busy
-        if self._first_release_due and snapshot.listed and self._tracker.all_pods_listed:
+        if self._first_release_due and snapshot.listed and self._context.tracker.all_pods_listed:
             # What was given back while no agent ran is not known one by one.
             self._first_release_due = False
             freed = snapshot.devices.keys() - busy
         freed |= self._release_later - busy
-        used = self._guard.in_use((self.resource, name) for name in freed) if freed else frozenset()
+        used = self._context.guard.in_use((self.resource, name) for name in freed) if freed else frozenset()
         self._release_later = frozenset(name for _, name in used)
         devices = [
             device for name, device in snapshot.devices.items() if name in freed and (self.resource, name) not in used
@@ -249,16 +194,17 @@ class Service:
         if now.awake and now.registered is not None and self.endpoint.live:
             # Gone at the scan before, too: a grant between would be known by now.
             registered = now.registered.get(self.resource, frozenset())
-            former = self.endpoint.ids.legacy.keys() & self._former_before
-            self.endpoint.forget(former - in_use - registered)
-            self.inventory.forget((snapshot.gone & self._gone_before) - busy - set(map(device_id_of, registered)))
-        self._gone_before, self._former_before = snapshot.gone, frozenset(self.endpoint.ids.legacy)
+            gone_before, legacy_before = self._forgettable
+            legacy = self.endpoint.ids.legacy.keys() & legacy_before
+            self.endpoint.forget(legacy - in_use - registered)
+            self.inventory.forget((snapshot.gone & gone_before) - busy - set(map(device_id_of, registered)))
+        self._forgettable = snapshot.gone, frozenset(self.endpoint.ids.legacy)
         self.endpoint.refresh()
 
     def _release(self, devices: Sequence[Device]) -> asyncio.Task[str]:
         source = self.source
         work = hooks.call(f"released of {self.resource}", source.released, devices, timeout=source.hook_timeout)
-        return self._guard.release([(self.resource, device.id) for device in devices], work)
+        return self._context.guard.release([(self.resource, device.id) for device in devices], work)
 
     async def _release_former(self, names: Sequence[str]) -> None:
         """Have `released` called of devices whose holders have ended, before these ids are granted.
@@ -278,20 +224,21 @@ class Service:
             if device in known
         }
         keys = {(self.resource, device) for device in ids}
+        context = self._context
         try:
-            await self._guard.wait_released(keys)
-            ended, others = await self._tracker.ended(self.resource, [name for those in ids.values() for name in those])
+            await context.guard.wait_released(keys)
+            every = [name for those in ids.values() for name in those]
+            ended, others = await context.tracker.ended(self.resource, every)
             in_use = {one.device_id for one in others} | (self._in_use.pending.keys() - set(names))
             former = {one.device_id for one in ended - self._released}
-            gate = self._allocation_gate
-            idle = keys - self._guard.in_use(keys) if former else keys
+            idle = keys - context.guard.in_use(keys) if former else keys
             devices = [
                 known[device]
                 for device, those in ids.items()
                 if not former.isdisjoint(those)
                 and in_use.isdisjoint(those)
                 and (self.resource, device) in idle
-                and not (gate is not None and gate.claimed(self.resource, device))
+                and not context.gate.claimed(self.resource, device)
             ]
             # The hook goes on though the kubelet may give up the call.
             if devices and (error := await asyncio.shield(self._release(devices))):
@@ -304,25 +251,129 @@ class Service:
 
     def status(self) -> ResourceStatus:
         """Return what is known now."""
-        holders = self._tracker.holders(self.resource)
         return ResourceStatus(
             self.resource,
             self.inventory.snapshot,
             self.source.replicas,
             self.registration.statistics.registered,
             self.endpoint.live,
-            holders,
+            self._context.tracker.holders(self.resource),
             self.endpoint.statistics,
             self.registration.statistics,
-            self.source_error,
+            self.follower.error,
             self.withheld(),
         )
 
     def withheld(self) -> dict[str, str]:
-        """Return the devices that are given to nobody for now though their source lists them healthy, and why."""
-        reasons = dict(self._guard.last_withheld(self.resource))
-        if self._allocation_gate is not None:
-            reasons |= self._allocation_gate.withheld(self.resource)
-        for device_id, reason in self._tracker.unnamed_reasons(self.resource).items():
+        """Return the devices that are not offered for now though their source lists them healthy, and why."""
+        reasons = {**self._context.guard.last_withheld(self.resource), **self._context.gate.withheld(self.resource)}
+        for device_id, reason in self._context.tracker.unnamed_reasons(self.resource).items():
             reasons.setdefault(self.endpoint.ids.device_id_of(device_id), reason)
         return reasons
+
+
+class Supervisor:
+    """Starts, replaces and ends services; starts one again that failed.
+
+    services: by resource; only this class changes them once the agent runs. fail: called with the reason when a
+    resource cannot be served on this node at all.
+    """
+
+    def __init__(self, services: dict[str, Service], context: ServiceContext, fail: Callable[[str], None]) -> None:
+        self._services = services
+        self._context = context
+        self._fail = fail
+        self._tasks: dict[str, asyncio.Task[None]] = {}
+        self._child_tasks: dict[str, asyncio.Task[None]] = {}
+        self._parents: dict[str, str] = {}
+        """The resource whose source brought another resource along."""
+
+    def start(self, service: Service, *, fatal: bool = True) -> None:
+        """Serve a resource; fatal: end the agent if it cannot be registered at first."""
+        name = service.resource
+        self._tasks[name] = asyncio.create_task(self._supervise(service, fatal=fatal), name=f"serve {name}")
+        self._follow_child_sources(service.source)
+        self._context.wake_scan()
+
+    async def end(self) -> None:
+        """End all services."""
+        await _cancel((*self._child_tasks.values(), *self._tasks.values()))
+
+    async def reconfigure(self, wanted: Mapping[str, DeviceSource], unchanged: Sequence[str]) -> None:
+        """Serve these sources from now on; see `Agent.reconfigure`."""
+        kept = {*wanted, *unchanged}
+        await _cancel(
+            [task for name, task in self._tasks.items() if name not in kept and self._parents.get(name) not in kept]
+        )
+        replaced = [(self._services[name], source) for name, source in wanted.items() if name in self._services]
+        for name, source in wanted.items():
+            self._parents.pop(name, None)
+            self._serve(source)
+        await asyncio.gather(*(service.follower.replaced(source) for service, source in replaced))
+
+    def _serve(self, source: DeviceSource) -> None:
+        """Serve one more source, or another one for a resource that is served."""
+        name = source.resource
+        if name in self._services:
+            self._services[name].follower.replace(source)
+            self._follow_child_sources(source)
+        else:
+            self._services[name] = Service(source, self._context)
+            self.start(self._services[name], fatal=False)
+
+    def _follow_child_sources(self, source: DeviceSource) -> None:
+        """Serve the further resources that a source brings along, in place of those of the source before it."""
+        name = source.resource
+        if (before := self._child_tasks.pop(name, None)) is not None:
+            before.cancel()
+        if type(source).child_sources is not DeviceSource.child_sources:
+            self._child_tasks[name] = asyncio.create_task(
+                self._serve_child_sources(source), name=f"child sources of {name}"
+            )
+
+    async def _serve_child_sources(self, parent: DeviceSource) -> None:
+        served: set[str] = set()
+        try:
+            async for children in parent.child_sources():
+                for child in children:
+                    name = child.resource
+                    if name in served:
+                        continue
+                    served.add(name)
+                    if name in self._services and self._parents.get(name) != parent.resource:
+                        _LOG.info("%s has a source of its own; that of %s is not served", name, parent.resource)
+                        continue
+                    self._parents[name] = parent.resource
+                    self._serve(child)
+        except Exception:
+            _LOG.exception("%s: its child sources failed; they are not followed any more", parent.resource)
+
+    async def _supervise(self, service: Service, *, fatal: bool) -> None:
+        """Run a service; start it again if it ends by an error that is not its user's to mend."""
+        backoff = Backoff(first=1.0, most=30.0)
+        name = service.resource
+        try:
+            while True:
+                try:
+                    await service.run()
+                except RegistrationError as error:
+                    if fatal and not service.registration.statistics.registrations:
+                        self._fail(str(error))
+                        return
+                    _LOG.error("%s; trying again", error)  # no traceback for what a user must mend
+                except Exception:
+                    _LOG.exception("%s: serving failed; trying again", name)
+                await asyncio.sleep(backoff.next())
+        finally:
+            if self._services.get(name) is service:
+                del self._services[name]
+                self._tasks.pop(name, None)
+                self._parents.pop(name, None)
+                if (child_task := self._child_tasks.pop(name, None)) is not None:
+                    child_task.cancel()
+
+
+async def _cancel(tasks: Sequence[asyncio.Task[None]]) -> None:
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)

@@ -44,7 +44,7 @@ class Bridge:
         node: this node's name, which is the pool's.
         cdi_directory: where the runtime finds CDI files.
         claim_status: whether to write `status.devices` of prepared claims.
-        period, keep_books: see `Agent`.
+        period, report_holders: see `Agent`.
 
     Attributes:
         agent: the plugin side, and what both sides share.
@@ -65,7 +65,7 @@ class Bridge:
         cdi_directory: str = "/var/run/cdi",
         claim_status: bool = False,
         period: float = 2.0,
-        keep_books: bool = False,
+        report_holders: bool = False,
     ) -> None:
         self.cluster = cluster
         self.drivers: dict[str, DriverRuntime] = {}
@@ -80,10 +80,9 @@ class Bridge:
             sources,
             paths,
             period=period,
-            keep_books=keep_books,
+            report_holders=report_holders,
             allocation_gate=self.gates,
             observers=[undriven],
-            before_end=self._end_claims,
             believe_checkpoint=False,
             orphaned=self._orphaned.held,
         )
@@ -122,7 +121,7 @@ class Bridge:
                             group.create_task(self.annotations.run(), name="node"),
                         ]
                         self._tasks += [group.create_task(one.run(), name=one.name) for one in self.drivers.values()]
-                        await self.agent.run()
+                        await self.agent.run(before_end=self._end_claims)
                 finally:
                     self._group = None
                     for task in self._tasks:
@@ -140,7 +139,7 @@ class Bridge:
 
         Raises AgentError: a ledger cannot be opened; the other resources are served all the same.
         """
-        await self.agent.begun()
+        await self.agent.begun.wait()
         self._policies = dict(policies)
         kept = {*sources, *unchanged}
         for name, service in self.agent.services.items():
@@ -193,7 +192,7 @@ class Bridge:
             return
         if name not in self.drivers:
             self.drivers[name] = DriverRuntime(self._node, name, await self._open_ledger(name))
-            self.agent.observers.append(self.drivers[name].ledger_gate)
+            self.agent.scanner.observers.append(self.drivers[name].ledger_gate)
         driver = self.drivers[name]
         driver.read_share(self.annotations.current)
         driver.serve(service, self._policies.get(service.resource, HandoverPolicy()))

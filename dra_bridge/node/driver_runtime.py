@@ -9,7 +9,6 @@ from collections.abc import Awaitable, Callable, Mapping
 from typing import Final
 
 from deviceplugin.backoff import Backoff
-from deviceplugin.node.agent import AgentError
 from deviceplugin.node.service import Service
 from dra_bridge.driver import Driver, Registrar, ServedResource
 from dra_bridge.driver.tasks import Tasks
@@ -114,7 +113,7 @@ class DriverRuntime:
             service.endpoint,
             service.inventory,
             self.async_ledger,
-            agent.scan,
+            agent.scanner.scan,
             list_claims=self.devices.evidence.allocated,
             read_claim=self.devices.evidence.allocates,
             withdrawn=self.feed.withdrawn,
@@ -201,7 +200,7 @@ class DriverRuntime:
     async def _end_with_ledger(self) -> None:
         """End the agent when its ledger is lost; it begins again from evidence."""
         await self.async_ledger.lost.wait()
-        self._context.node.agent.fail(AgentError(f"{self.name}: the ledger was lost while it was in use"))
+        self._context.node.agent.fail(f"{self.name}: the ledger was lost while it was in use")
 
     def _start(self, one: ResourceRuntime) -> None:
         if self._group is not None and one.task is None:

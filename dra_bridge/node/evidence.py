@@ -39,7 +39,7 @@ class EvidenceReader:
 
         """
         resource, ids, wanted = service.resource, service.endpoint.ids, frozenset(devices)
-        now = await self.agent.scan({(resource, one) for device in devices for one in ids.ids_of(device)})
+        now = await self.agent.scanner.scan({(resource, one) for device in devices for one in ids.ids_of(device)})
         if now is None:
             raise CheckpointError("an Allocate came in between")
         if now.registered is None:

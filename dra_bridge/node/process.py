@@ -38,9 +38,9 @@ def run(
     policies = {source.resource: HandoverPolicy(parse_share(share), drain) for source in sources}
     options = parse_run(argv)
 
-    def make() -> process.Served:
+    def make() -> process.Program:
         bridge = _bridge(sources, policies, options)
-        return process.Served(bridge.agent, bridge.run, process.Served.plainly(bridge.agent).take)
+        return process.Program(bridge.agent, bridge.run, process.Program.of(bridge.agent).take)
 
     status = process.serve(make, metrics_address=options.metrics_address)
     if status:
@@ -57,13 +57,13 @@ def run_config(path: Path, options: RunOptions) -> int:
     file = process.read(path)
     first = file[-1]
 
-    def make() -> process.Served:
+    def make() -> process.Program:
         bridge = _bridge([sources.build(resource) for resource in first.resources], policies_of(first), options)
 
         async def take(now: Config, changed: Mapping[str, DeviceSource], unchanged: Sequence[str]) -> None:
             await bridge.reconfigure(changed, policies_of(now), unchanged)
 
-        return process.Served(bridge.agent, bridge.run, take)
+        return process.Program(bridge.agent, bridge.run, take)
 
     return process.serve(make, metrics_address=options.metrics_address, config=file)
 
@@ -77,5 +77,5 @@ def _bridge(sources: Sequence[DeviceSource], policies: Mapping[str, HandoverPoli
         options.paths,
         cdi_directory=options.cdi_directory,
         claim_status=options.claim_status,
-        keep_books=options.metrics_address is not None,
+        report_holders=options.metrics_address is not None,
     )

@@ -10,7 +10,7 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Mapping
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,30 +22,42 @@ from tests.programs import running
 
 
 @pytest.fixture(scope="module")
-def told() -> tuple[int, str]:
-    """The story told once: exit status, text."""
-    out = io.StringIO()
-    status = demo.main(stream=out)
-    return status, out.getvalue()
+def holding() -> Iterator[tuple[subprocess.Popen[str], str]]:
+    """The demo that serves on: its process, and what it printed until then."""
+    with running([sys.executable, "-u", "-m", "dra_bridge", "demo", "--hold"], stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        lines = []
+        for line in process.stdout:
+            lines.append(line)
+            if "dra-bridge migrate" in line:
+                break
+        yield process, "".join(lines)
 
 
-def test_story_is_true(told: tuple[int, str]) -> None:
-    """The demo ends with 0: what it told was so."""
-    status, text = told
-    assert status == 0, text
+@pytest.fixture
+def printed(holding: tuple[subprocess.Popen[str], str]) -> str:
+    """What the demo printed before it began to serve on."""
+    return holding[1].split("\nStill serving")[0]
 
 
-def test_naive_switch_gives_a_device_twice(told: tuple[int, str]) -> None:
+def test_story_is_true(holding: tuple[subprocess.Popen[str], str]) -> None:
+    """The demo comes to its end: what it printed was so."""
+    process, text = holding
+    assert process.poll() is None, text
+    assert "Still serving" in text
+
+
+def test_naive_switch_gives_a_device_twice(printed: str) -> None:
     """The first part shows one device in two containers, each of which sees it, on one side each."""
-    first = told[1].split("2. The same with the bridge")[0]
+    first = printed.split("2. The same with the bridge")[0]
     rows = re.findall(r"^(gpu-\d)\s+(\S+)\s+(plugin|claim)\s+GPU_VISIBLE_DEVICES=(gpu-\d)$", first, re.MULTILINE)
     twice = [row for row in rows if row[1] == "batch"] + [row for row in rows if row[1] == "train-1"]
     assert [(row[0], row[2], row[3]) for row in twice] == [("gpu-0", "claim", "gpu-0"), ("gpu-0", "plugin", "gpu-0")]
 
 
-def test_bridge_gives_none_twice(told: tuple[int, str]) -> None:
+def test_bridge_gives_none_twice(printed: str) -> None:
     """The second part moves devices there and back under churn, shows who held what when, and finds no overlap."""
-    second = told[1].split("2. The same with the bridge")[1]
+    second = printed.split("2. The same with the bridge")[1]
     assert "never by two at once" in second
     assert len(re.findall(r"is asked for \S+ +[\d.]+ s later", second)) == len(demo.SHARES)
     counts = re.findall(r"^gpu-\d   [pc.]{72} +(\d+) +(\d+) *$", second, re.MULTILINE)
@@ -53,15 +65,15 @@ def test_bridge_gives_none_twice(told: tuple[int, str]) -> None:
     assert len(re.findall(r"^gpu-\d   (?=.*p)(?=.*c)[pc.]{72} ", second, re.MULTILINE)) == 4
 
 
-def test_plain_when_nobody_looks(told: tuple[int, str]) -> None:
+def test_plain_when_nobody_looks(printed: str) -> None:
     """Without a terminal the output has no escape sequences and no line wider than a page."""
-    assert "\033" not in told[1]
-    assert max(map(len, told[1].splitlines())) <= 105
+    assert "\033" not in printed
+    assert max(map(len, printed.splitlines())) <= 105
 
 
 def test_a_harmless_naive_switch_is_not_told_as_harmful(monkeypatch: pytest.MonkeyPatch) -> None:
     """If the naive switch gave no device twice, the demo would fail rather than say that it did."""
-    monkeypatch.setattr("dra_bridge.testing.node.overlaps", lambda holdings: [])
+    monkeypatch.setattr(demo, "overlaps", lambda holdings: [])
     out = io.StringIO()
     assert demo.main(stream=out) == 1
     assert "this should be so and is not: one device has two holders" in out.getvalue()
@@ -75,15 +87,15 @@ def test_a_bridge_that_gives_twice_fails(monkeypatch: pytest.MonkeyPatch) -> Non
         found = holdings(self)
         return [*found, Holding(found[-1].device, "ghost", "claim", found[-1].begin, None)]
 
-    played = demo.Bridged.play
+    move_devices = demo.move_devices
 
-    def play(self: demo.Bridged) -> tuple[float, float]:
-        ended = played(self)
+    def move(scene: demo.Scene, count: int) -> tuple[float, float]:
+        ended = move_devices(scene, count)
         monkeypatch.setattr(FakeNode, "holdings", twice)
         return ended
 
     monkeypatch.setattr(demo, "SHARES", ("none", "all", "none"))
-    monkeypatch.setattr(demo.Bridged, "play", play)
+    monkeypatch.setattr(demo, "move_devices", move)
     out = io.StringIO()
     assert demo.main(stream=out) == 1
     assert "this should be so and is not: no device had two holders" in out.getvalue()
@@ -97,7 +109,7 @@ def test_what_ends_a_background_is_told(monkeypatch: pytest.MonkeyPatch) -> None
         raise OSError("no agent today")
 
     monkeypatch.setattr(demo, "bridge", broken)
-    monkeypatch.setattr(demo, "PATIENCE", 1.0)
+    monkeypatch.setattr(demo, "TIMEOUT", 1.0)
     out = io.StringIO()
     assert demo.main(stream=out) == 1
     assert "failed" in out.getvalue()
@@ -113,19 +125,8 @@ def test_a_background_that_is_interrupted_at_its_beginning_ends(monkeypatch: pyt
         finally:
             ended.set()
 
-    class Interrupted(threading.Event):
-        waits = 0
-
-        def wait(self, timeout: float | None = None) -> bool:
-            self.waits += 1
-            if self.waits == 1:
-                raise KeyboardInterrupt
-            return super().wait(timeout)
-
-    background = demo.Background("driver", work)
-    background._made = Interrupted()
-    with pytest.raises(KeyboardInterrupt), background:
-        pytest.fail("it was interrupted before")
+    with pytest.raises(KeyboardInterrupt), demo.in_background("driver", work):
+        raise KeyboardInterrupt
     assert ended.is_set()
 
 
@@ -139,26 +140,23 @@ def test_demo_needs_nothing_of_the_tests() -> None:
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
 
 
-def test_hold_serves_the_command_line(capsys: pytest.CaptureFixture[str]) -> None:
+def test_hold_serves_the_command_line(
+    holding: tuple[subprocess.Popen[str], str], capsys: pytest.CaptureFixture[str]
+) -> None:
     """With --hold it serves on; `status` and `migrate` work against it until SIGTERM ends it with 0."""
-    command = [sys.executable, "-u", "-m", "dra_bridge", "demo", "--hold"]
-    with running(command, stdout=subprocess.PIPE) as process:
-        assert process.stdout is not None
-        said: Mapping[str, str] = {}
-        for line in process.stdout:
-            if found := re.search(r"migrate (?P<node>\S+) --driver (?P<driver>\S+) .*--kubeconfig (?P<file>\S+)", line):
-                said = found.groupdict()
-                break
-        assert said, f"it ended with {process.wait()} and never held"
-        kubeconfig = ["--kubeconfig", said["file"]]
-        asked = ["migrate", said["node"], "--driver", said["driver"], "--share", "3", "--wait", "--timeout", "20"]
-        assert cli.main([*asked, *kubeconfig]) == 0
-        capsys.readouterr()
-        assert cli.main(["status", "-o", "json", *kubeconfig]) == 0
-        (node,) = json.loads(capsys.readouterr().out)["nodes"]
-        assert node["settled"]
-        assert node["resources"][0]["counts"] == {"dra": 3, "plugin": 1}
-        process.send_signal(signal.SIGTERM)
-        process.stdout.read()
-        assert process.wait(20) == 0
+    process, text = holding
+    found = re.search(r"migrate (?P<node>\S+) --driver (?P<driver>\S+) .*--kubeconfig (?P<file>\S+)", text)
+    assert found, f"it ended with {process.wait()} and never held"
+    said = found.groupdict()
+    kubeconfig = ["--kubeconfig", said["file"]]
+    asked = ["migrate", said["node"], "--driver", said["driver"], "--share", "3", "--wait", "--timeout", "20"]
+    assert cli.main([*asked, *kubeconfig]) == 0
+    capsys.readouterr()
+    assert cli.main(["status", "-o", "json", *kubeconfig]) == 0
+    (node,) = json.loads(capsys.readouterr().out)["nodes"]
+    assert node["settled"]
+    assert node["resources"][0]["counts"] == {"dra": 3, "plugin": 1}
+    process.send_signal(signal.SIGTERM)
+    process.communicate()
+    assert process.wait(20) == 0
     assert not Path(said["file"]).exists()

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
-from deviceplugin.demo import Teller
+from deviceplugin.demo import Printer
 from deviceplugin.testing import ContainerSpec, claim_state
 from deviceplugin.testing.serving import serve
 from dra_bridge import demo
@@ -192,13 +191,9 @@ def test_overlaps() -> None:
 @pytest.fixture
 def node() -> Iterator[FakeNode]:
     """A node with a driver of two devices, and a class for them."""
-    scene = demo.Scene(Teller(open("/dev/null", "w")))  # noqa: SIM115
-    with contextlib.closing(scene.teller._stream), scene:
+    with open("/dev/null", "w") as nowhere, demo.scene(Printer(nowhere)) as scene:
         gpus = demo.Gpus(2)
-        driver = demo.Background(
-            "plain driver", lambda: demo.plain_driver(scene.server, scene.node, gpus, scene.directory)
-        )
-        with driver:
+        with demo.in_background("plain driver", lambda: demo.plain_driver(scene, gpus)):
             scene.node.dra.wait_registered(D)
             scene.wait(lambda: scene.offered() == 2, "the slice")
             yield scene.node

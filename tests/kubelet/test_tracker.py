@@ -44,11 +44,11 @@ class World:
         return HolderTracker(
             paths.plugins,
             paths.kubelet_root,
-            paths.cgroups,
+            paths.cgroup_root,
             PodResources(paths.pod_resources),
             self.in_flight,
             self.request,
-            pod_logs=paths.pod_logs,
+            pod_logs=paths.pod_log_dir,
             believe_checkpoint=believe_checkpoint,
             wake=self.wake,
         )

@@ -41,8 +41,7 @@ from deviceplugin.metrics.report import DeviceLocation, PreparedClaim, ProviderR
 from deviceplugin.metrics.views import DeviceHolder
 from deviceplugin.node.agent import Agent
 from deviceplugin.node.paths import Paths
-from deviceplugin.node.process import Served as Whole
-from deviceplugin.node.process import serve
+from deviceplugin.node.process import Program, serve
 from deviceplugin.source import DeviceSource, Measured
 from deviceplugin.testing.devicemanager import ContainerSpec
 from deviceplugin.testing.kubelet import FakeKubelet
@@ -175,7 +174,7 @@ def watched(
     """Run an agent against the fake kubelet and serve its metrics."""
 
     def start(*sources: DeviceSource, **options: Any) -> tuple[FakeKubelet, Seen]:
-        agent = served(*sources, keep_books=True, period=0.1).agent
+        agent = served(*sources, report_holders=True, period=0.1).agent
         # In the agent's own loop, whose health is asked for.
         assert agent._loop is not None
         return fake_kubelet, loop.serving(agent, Options(**options), agent._loop)
@@ -523,8 +522,8 @@ class TestStart:
         async def ended() -> None:
             pass
 
-        def make() -> Whole:
-            return Whole(Mock(), ended, Mock())
+        def make() -> Program:
+            return Program(Mock(), ended, Mock())
 
         assert serve(make) == 0
         assert (intervals, frozen) == ([], [True])
@@ -537,7 +536,7 @@ class TestStart:
         """The agent does not run without the metrics that were asked for."""
         with contextlib.closing(web.listen("127.0.0.1:0")) as taken:
             address = f"127.0.0.1:{taken.getsockname()[1]}"
-            code = serve(lambda: Whole.plainly(Agent([Gpus()], Paths(tmp_path))), metrics_address=address)
+            code = serve(lambda: Program.of(Agent([Gpus()], Paths(tmp_path))), metrics_address=address)
         assert code == 1
         assert f"cannot serve metrics at {address}: Address already in use" in caplog.text
 

@@ -26,6 +26,7 @@ from deviceplugin.kubelet import ids_in_use as grants
 from deviceplugin.kubelet.checkpoint import Allocation
 from deviceplugin.kubelet.holders import HolderSnapshot, Holding
 from deviceplugin.kubelet.servicer import Stream
+from deviceplugin.node import following
 from deviceplugin.node import process as process_module
 from deviceplugin.node import service as service_module
 from deviceplugin.node.agent import Agent, AgentError
@@ -80,7 +81,7 @@ def test_places_follow_the_root_and_can_be_given() -> None:
 
 def test_every_path_that_can_be_given_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each option of the command line reaches the agent."""
-    monkeypatch.setattr("deviceplugin.node.options._set_up_logs", lambda options: None)
+    monkeypatch.setattr("deviceplugin.node.logs.setup", lambda *_: None)
     parser = argparse.ArgumentParser()
     add_run_options(parser)
     names = ("kubelet_root", "device_plugin_dir", "pod_resources_socket", "cgroup_root", "pod_log_dir")
@@ -616,7 +617,7 @@ def test_hooks_change_with_the_list(fake_kubelet: FakeKubelet, served: Serve, mo
     new.may_list.set()
     taken.result(10)
     assert fake_kubelet.run_pod("after", {R: 1}).env["MARK"] == "new"
-    monkeypatch.setattr(service_module, "TAKE_OVER", 0.01)
+    monkeypatch.setattr(following, "TAKE_OVER", 0.01)
     in_loop(agent, lambda: agent.agent.reconfigure({R: mute}))
     assert fake_kubelet.run_pod("later", {R: 1}).env["MARK"] == "mute"
     mute.may_list.set()
@@ -640,7 +641,7 @@ async def test_why_a_device_is_withheld_is_logged_once(tmp_path: Path, caplog: p
     for reason in ("unasked", "running", "unasked", "running", "", "running"):
         holding = {Allocation("u1", "main", R, "sim-0"): Holding(False, True, reason)} if reason else {}
         agent.tracker.snapshot = HolderSnapshot(held=holding)
-        agent._log_withheld()
+        agent.scanner.log.withheld(agent.services)
         said.append([record.getMessage().rpartition(": ")[2].partition(" (")[0] for record in caplog.records])
         caplog.clear()
     assert said == [["unasked"], ["running"], [], [], ["device sim-0 is not withheld any more"], ["running"]]
@@ -655,7 +656,7 @@ async def test_an_unreadable_checkpoint_is_warned_of_once_it_lasts(
     said = []
     for now in (lost, there, lost, lost, lost, there):
         with caplog.at_level("INFO"):
-            agent._report_problem(now)
+            agent.scanner.log.problem(now)
         said.append([record.levelname for record in caplog.records])
         caplog.clear()
     assert said == [[], [], [], ["WARNING"], [], ["INFO"]]
@@ -695,7 +696,7 @@ async def test_an_id_from_before_is_forgotten_when_nobody_has_or_gets_it(
     service: service_module.Service, held: tuple[str, ...], registered: frozenset[str], stays: set[str]
 ) -> None:
     """That takes two scans in which no pod has it and the kubelet would not give it out: one may overlook a grant."""
-    service.replace(Shared(1))
+    service.follower.replace(Shared(1))
     assert set(service.endpoint.ids.legacy) == {"sim-0::0", "sim-0::1"}
     taken(service, scan(1.0, *held, registered=registered))
     assert set(service.endpoint.ids.legacy) == {"sim-0::0", "sim-0::1"}
@@ -738,10 +739,10 @@ async def test_grants_of_a_former_process_are_in_use_until_two_checkpoints_do_no
 
 async def test_what_ended_before_its_device_came_is_not_inherited(service: service_module.Service) -> None:
     """A pod had a device that was away when the agent began, and has ended since: nobody has to be waited for."""
-    service._inherited = frozenset({"late", "later"})
+    service._existing = frozenset({"late", "later"})
     taken(service, scan(1.0, "later"))
     service.inventory.publish([Device(name) for name in ("sim-0", "late", "later")])
-    service._inherit()
+    service._adopt_existing()
     assert set(service.endpoint.ids.legacy) == {"later"}
 
 

@@ -148,7 +148,7 @@ def test_paths(fake_kubelet: FakeKubelet) -> None:
     paths = fake_kubelet.paths
     assert paths.plugins == fake_kubelet.device_plugin_dir
     assert paths.pod_resources == fake_kubelet.pod_resources_socket
-    assert paths.cgroups == fake_kubelet.root / "cgroup"
+    assert paths.cgroup_root == fake_kubelet.root / "cgroup"
 
 
 def test_the_claim_state_is_there_from_the_first_start(fake_kubelet: FakeKubelet) -> None:

@@ -160,7 +160,7 @@ async def test_a_pod_that_is_deleted_by_force_and_runs_on(node: FakeNode, tmp_pa
         here.ask("all")
         await here.settle(State.TO_DRA)
         pod.force_delete(hang=True)
-        await here.bridge.agent.scan({(R, "free")})  # the kubelet writes its checkpoint
+        await here.bridge.agent.scanner.scan({(R, "free")})  # the kubelet writes its checkpoint
         assert not checkpointed(node)
         await here.scans()
         assert here.states == {"d0": State.TO_DRA}
@@ -257,7 +257,7 @@ async def test_a_static_pod_whose_manifest_is_removed(node: FakeNode, tmp_path: 
         pod.remove_manifest()
         here.ask("all")
         await here.settle(State.TO_DRA)
-        await here.bridge.agent.scan({(R, "free")})  # the kubelet writes its checkpoint
+        await here.bridge.agent.scanner.scan({(R, "free")})  # the kubelet writes its checkpoint
         assert not checkpointed(node)
         await here.scans()
         assert here.states == {"d0": State.TO_DRA}
@@ -365,8 +365,8 @@ async def test_agent_and_checkpoint_are_lost_soon_after_a_grant(node: FakeNode, 
     """The next agent knows the holder, though no process of it ran when the former agent last asked the witnesses."""
     async with world(node, tmp_path) as here:
         await here.until(lambda: here.source.wiped == ["d0"])
-        here.bridge.agent._period = 1000.0  # from the next scan on there is only that after a grant
-        here.bridge.agent._wanted.set()
+        here.bridge.agent.scanner._period = 1000.0  # from the next scan on there is only that after a grant
+        here.bridge.agent.scanner._wanted.set()
         await here.scans(1)
         node.lose_network()
         pod = node.start_pod("p", ONE)
@@ -476,7 +476,7 @@ async def test_the_agent_dies_before_it_learns_the_pod_and_the_checkpoint_is_los
     """A grant that the ledger records without a holder counts as in use: its device is neither released nor moved."""
     async with world(node, tmp_path, 2) as here:
         await here.until(lambda: sorted(here.source.wiped) == ["d0", "d1"])
-        await here.bridge.agent._scanning.acquire()  # no scan learns the pod
+        await here.bridge.agent.scanner._scanning.acquire()  # no scan learns the pod
         pod = await run(node)
         (held,) = pod.device_ids
         assert [hold.pending for hold in here.bridge.drivers[D].async_ledger.snapshot.allocations.values()] == [True]

@@ -1,0 +1,155 @@
+"""Follows the lists of a resource's source, whichever kind of generator yields them."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import threading
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from typing import Any, Final
+
+from deviceplugin import identity
+from deviceplugin.backoff import Backoff
+from deviceplugin.device import Device
+from deviceplugin.inventory import Inventory
+from deviceplugin.source import DeviceSource
+
+_LOG: Final = logging.getLogger(__name__)
+
+TAKE_OVER: Final = 3.0
+"""Seconds that a new source has to list its devices while the old one's hooks still answer."""
+
+
+class SourceFollower:
+    """Publishes the lists of a resource's source; starts a source again that failed.
+
+    take_over: called with another source when its hooks are to answer. listed: called after each list.
+    error: why `watch` failed; "" once the source has listed again.
+    """
+
+    def __init__(
+        self,
+        source: DeviceSource,
+        inventory: Inventory,
+        take_over: Callable[[DeviceSource], None],
+        listed: Callable[[], None],
+    ) -> None:
+        self.error = ""
+        self._source = source
+        self._inventory = inventory
+        self._on_take_over = take_over
+        self._on_list = listed
+        self._taken_over = asyncio.Event()
+        self._task: asyncio.Task[None] | None = None
+
+    def start(self) -> None:
+        """Begin to follow the source."""
+        self._follow(self._source)
+
+    async def end(self) -> None:
+        """Follow it no more."""
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.wait((self._task,), timeout=1.0)
+
+    def replace(self, source: DeviceSource) -> None:
+        """Take another source for the same resource; what is served and registered goes on.
+
+        The old source's hooks answer until the new one has listed its devices: it cannot speak of them
+        before. The inventory stays, so that devices the new source does not know become unhealthy
+        instead of vanishing from under their holders.
+        """
+        if self._task is None:
+            self._take_over(source)
+            return
+        self._taken_over.clear()
+        self._task.cancel()
+        self._follow(source)
+
+    async def replaced(self, source: DeviceSource) -> None:
+        """Wait until this source, given to `replace`, has taken over; one that does not list in time takes over."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(TAKE_OVER):
+                await self._taken_over.wait()
+        self._take_over(source)
+
+    def _take_over(self, source: DeviceSource) -> None:
+        """Call this source's hooks from now on."""
+        if source is not self._source:
+            self._source = source
+            self._taken_over.set()
+            self._on_take_over(source)
+
+    def _follow(self, source: DeviceSource) -> None:
+        self._task = asyncio.create_task(self._publish_lists(source), name=f"follow {source.resource}")
+
+    async def _publish_lists(self, source: DeviceSource) -> None:
+        backoff = Backoff(first=0.5, most=60.0)
+        while True:
+            try:
+                async for devices in _listings(source):
+                    self._take_over(source)
+                    await identity.publish(self._inventory, devices)
+                    self._on_list()
+                    self.error = ""
+                    backoff.reset()
+            except Exception as error:
+                self.error = f"{type(error).__name__}: {error}"
+                delay = backoff.next()
+                _LOG.exception(
+                    "%s: the source failed; its last list of %d devices stays, trying again in %.1f s",
+                    source.resource,
+                    len(self._inventory.snapshot.devices),
+                    delay,
+                )
+                await asyncio.sleep(delay)
+            else:
+                self._take_over(source)
+                if not self._inventory.snapshot.listed:
+                    self._inventory.publish(())
+                return
+
+
+async def _listings(source: DeviceSource) -> AsyncIterator[Sequence[Device]]:
+    """Iterate over a source's lists; a `watch` that is no generator of either kind is a TypeError."""
+    lists: Any = source.watch()
+    if hasattr(lists, "__anext__"):
+        async with contextlib.aclosing(lists) as generator:
+            async for devices in generator:
+                yield devices
+    elif hasattr(lists, "__next__"):
+        async for devices in _threaded(lists, source.resource):
+            yield devices
+    else:
+        raise TypeError(f"{type(source).__name__}.watch must yield lists of devices (a generator, async or not)")
+
+
+async def _threaded(lists: Iterator[Sequence[Device]], name: str) -> AsyncIterator[Sequence[Device]]:
+    """Drive a plain generator in a daemon thread of its own, which may block for ever."""
+    loop = asyncio.get_running_loop()
+    queue: asyncio.Queue[Sequence[Device] | BaseException | None] = asyncio.Queue()
+    over = threading.Event()
+
+    def drive() -> None:
+        end: BaseException | None = None
+        try:
+            for devices in lists:
+                if over.is_set():
+                    return
+                loop.call_soon_threadsafe(queue.put_nowait, devices)
+        except Exception as error:  # an author's code: raised where the lists are read
+            end = error
+        except BaseException as error:  # SystemExit and the like: a thread is no place for them
+            end = RuntimeError(f"{type(error).__name__}: {error}")
+        with contextlib.suppress(RuntimeError):  # the loop is closed
+            loop.call_soon_threadsafe(queue.put_nowait, end)
+
+    threading.Thread(target=drive, name=f"watch {name}", daemon=True).start()
+    try:
+        while (devices := await queue.get()) is not None:
+            if isinstance(devices, BaseException):
+                raise devices
+            yield devices
+    finally:
+        over.set()

@@ -1,0 +1,171 @@
+"""Scans for the holders of devices, and passes the result to the services and to the observers."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import random
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from typing import Final, Protocol
+
+from deviceplugin.backoff import Backoff
+from deviceplugin.kubelet.exclusion_guard import ExclusionGuard
+from deviceplugin.kubelet.holders import HolderSnapshot
+from deviceplugin.kubelet.tracker import HolderTracker
+from deviceplugin.node.service import Service
+
+_LOG: Final = logging.getLogger(__name__)
+
+SOON: Final = 0.3
+"""Seconds from a grant to the scan that finds out which pod it was for."""
+
+
+class HolderObserver(Protocol):
+    """Another part of the process that is given each scan's result; the ledger, by way of its gate."""
+
+    def awaited(self) -> Collection[tuple[str, str]]:
+        """Return (resource, the kubelet's id) of which it matters whether they are free."""
+
+    def before_scan(self) -> object:
+        """Return what is to be remembered from before the evidence is read."""
+
+    async def after_scan(self, before: object, now: HolderSnapshot) -> None:
+        """Take the result; `before` is what `before_scan` returned."""
+
+
+class HolderScanner:
+    """Scans from time to time while holders matter, and soon after a grant.
+
+    observers: parts that are given each scan's result; more may be added. wanted: set when a scan should come soon.
+    always: scan also while nothing is held or awaited. period: seconds between two scans.
+    """
+
+    def __init__(
+        self,
+        services: Mapping[str, Service],
+        tracker: HolderTracker,
+        guard: ExclusionGuard,
+        observers: Sequence[HolderObserver],
+        wanted: asyncio.Event,
+        period: float,
+        *,
+        always: bool,
+    ) -> None:
+        self.observers = list(observers)
+        self.log = ScanLog(tracker)
+        self._services = services
+        self._tracker = tracker
+        self._guard = guard
+        self._wanted = wanted
+        self._period = period
+        self._always = always
+        self._scanning = asyncio.Lock()
+
+    async def scan(self, wanted: Collection[tuple[str, str]] | None = None) -> HolderSnapshot | None:
+        """Find the holders of all devices now, and pass the result to services and observers.
+
+        Args:
+            wanted: (resource, the kubelet's device id) of which is asked whether they are free (`HolderTracker.scan`).
+
+        Returns:
+            The holders; None if an own Allocate came in between: then the result proves nothing.
+
+        """
+        async with self._scanning:
+            remembered = [(observer, observer.before_scan()) for observer in self.observers]
+            now = await self._tracker.scan(wanted)
+            if now is None:
+                return None
+            self.log.count_double_allocations()
+            services = tuple(self._services.values())
+            for service in services:
+                service.take_holders(now)
+            self._guard.notify(scanned=True)
+            for service in services:
+                service.observe(now)
+            self.log.withheld(self._services)
+            for observer, before in remembered:
+                await observer.after_scan(before, now)
+            self._guard.notify()
+            return now
+
+    async def run(self) -> None:
+        """Scan until cancelled."""
+        backoff = Backoff(first=1.0, most=30.0)
+        while True:
+            awaited = self._awaited_by_observers() | {
+                (name, one) for name, service in self._services.items() for one in service.awaited
+            }
+            in_use = any(service.in_use for service in self._services.values())
+            if not (self._always or awaited or in_use or self._tracker.snapshot.held or self._guard.unsettled):
+                await self._wanted.wait()
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(self._period * random.uniform(0.9, 1.1)):  # noqa: S311  # jitter
+                    await self._wanted.wait()
+                    # The kubelet writes its checkpoint some milliseconds after Allocate was answered.
+                    await asyncio.sleep(SOON)
+                    # Before its processes run, only a checkpoint that was asked for proves which pod a grant was for. A
+                    # ledger is to have it at once: agent and checkpoint may be lost together.
+                    awaited = self._awaited_by_observers()
+            self._wanted.clear()
+            try:
+                now = await self.scan(awaited)
+            except Exception:
+                _LOG.exception("the scan for the holders of devices failed; trying again")
+                await asyncio.sleep(backoff.next())
+            else:
+                self.log.problem(now)
+                backoff.reset()
+
+    def _awaited_by_observers(self) -> frozenset[tuple[str, str]]:
+        return frozenset().union(*(observer.awaited() for observer in self.observers))
+
+
+class ScanLog:
+    """Logs what scans find out, each thing once for as long as it lasts."""
+
+    def __init__(self, tracker: HolderTracker) -> None:
+        self.double_allocations = 0
+        self._tracker = tracker
+        self._doubled: frozenset[tuple[str, str]] = frozenset()
+        self._withheld: dict[tuple[str, str], set[str]] = {}
+        self._problem = ""
+        self._problem_before = False
+
+    def withheld(self, resources: Iterable[str]) -> None:
+        """Log each reason once for which an id is withheld that the kubelet may give away though it is held."""
+        now = {(name, one): why for name in resources for one, why in self._tracker.unnamed_reasons(name).items()}
+        for key, why in now.items():
+            # Between two requests for a checkpoint the reason is another one each time.
+            if why not in (logged := self._withheld.setdefault(key, set())):
+                logged.add(why)
+                _LOG.warning("%s: device %s is withheld: %s", *key, why)
+        for key in self._withheld.keys() - now.keys():
+            del self._withheld[key]
+            _LOG.info("%s: device %s is not withheld any more", *key)
+
+    def problem(self, now: HolderSnapshot | None) -> None:
+        """Log why the kubelet's checkpoint cannot be read, if two scans in a row could not.
+
+        The kubelet of a new node has none until the first plugin has registered.
+        """
+        problem = now.problem if now is not None and now.registered is None else ""
+        first, self._problem_before = bool(problem) and not self._problem_before, bool(problem)
+        if problem != self._problem and not first:
+            self._problem = problem
+            if problem:
+                _LOG.warning("devices that may be held count as held: %s", problem)
+            else:
+                _LOG.info("the kubelet's checkpoint can be read again")
+
+    def count_double_allocations(self) -> None:
+        """Count and log devices that the kubelet gave to several pods."""
+        doubled = self._tracker.double_held()
+        for resource, device in doubled.keys() - self._doubled:
+            self.double_allocations += 1
+            pods = ", ".join(doubled[resource, device])
+            _LOG.error(
+                "the kubelet gave device %s of %s to several pods: %s (kubernetes#137534)", device, resource, pods
+            )
+        self._doubled = frozenset(doubled)
