@@ -443,3 +443,38 @@ async def test_open_probe_of_a_path_opens_what_is_mounted(tmp_path: Path) -> Non
     assert stat.S_ISFIFO(node.stat().st_mode)
     async with asyncio.timeout(30), aclosing(cast("Any", source.watch())) as lists:
         assert [device.health for device in await anext(lists)] == [Health.HEALTHY]
+
+
+async def test_all_probes_are_of_the_devices_own_nodes(tmp_path: Path) -> None:
+    """The first probe is of the same nodes as later ones: those of the device, not the resource's `nodes`."""
+    node, log = tmp_path / "a", tmp_path / "log"
+    node.symlink_to("/dev/null")
+    text = f"""
+        resources:
+        - name: example.com/x
+          devices: [{{path: "{node}"}}]
+          nodes: [/dev/tty]
+          health: {{period: 1, probe: {{command: [/bin/sh, -c, "echo $DEVICE_NODES >>{log}"]}}}}
+    """
+    source = sources.build(config.parse(text).resources[0])
+    async with asyncio.timeout(30), aclosing(cast("Any", source.watch())) as lists:
+        await anext(lists)
+        while len(log.read_text().split()) < 2:
+            await asyncio.sleep(0.05)
+    assert set(log.read_text().split()) == {"/dev/null"}
+
+
+async def test_missing_host_directory_of_a_mount_makes_no_device_unhealthy(tmp_path: Path) -> None:
+    """The mounts of a resource are not the device's: no probe of it, not even the first, looks at them."""
+    node = tmp_path / "a"
+    node.touch()
+    text = f"""
+        resources:
+        - name: example.com/x
+          devices: [{{path: "{node}"}}]
+          mounts: [{{host: "{tmp_path}/missing", container: /opt/missing}}]
+          health: {{probe: open}}
+    """
+    source = sources.build(config.parse(text).resources[0])
+    async with asyncio.timeout(30), aclosing(cast("Any", source.watch())) as lists:
+        assert [device.health for device in await anext(lists)] == [Health.HEALTHY]

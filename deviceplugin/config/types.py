@@ -89,8 +89,7 @@ class PciConfig(_Strict, frozen=True, kw_only=True):
         Pattern | None, Meta(description="The kernel driver bound to it, such as vfio-pci; a pattern.")
     ] = None
     address: Annotated[
-        Pattern | None,
-        Meta(description="Its address, such as 0000:3b:00.0; a pattern.", examples=["0000:3b:*"]),
+        Pattern | None, Meta(description="Its address, such as 0000:3b:00.0; a pattern.", examples=["0000:3b:*"])
     ] = None
     functions: Annotated[
         Literal["all", "physical", "virtual"],
@@ -311,9 +310,7 @@ class ResourceConfig(_Strict, frozen=True, kw_only=True, eq=False):
         return msgspec.json.encode(self, order="deterministic") + msgspec.json.encode(self.sharing)
 
 
-def typed_attributes(
-    attributes: Mapping[str, bool | int | str | VersionAttribute],
-) -> dict[str, AttributeValue]:
+def typed_attributes(attributes: Mapping[str, bool | int | str | VersionAttribute]) -> dict[str, AttributeValue]:
     """Return a file's attributes as a Device has them."""
     return {
         name: Version(value.version) if isinstance(value, VersionAttribute) else value

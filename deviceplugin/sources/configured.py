@@ -247,7 +247,8 @@ class ConfiguredSource(DeviceSource):
                 changed.clear()
                 devices = self._together(lists)
                 if self._probed is not None:
-                    devices = await self._probed.judged(devices, changed, tasks)
+                    await self._probed.probe_new(self._listed(), changed, tasks)
+                    devices = [self._probed.judged(device) for device in devices]
                 yield devices
                 await changed.wait()
         finally:
@@ -256,6 +257,7 @@ class ConfiguredSource(DeviceSource):
             await asyncio.gather(*tasks, return_exceptions=True)
 
     def _listed(self) -> list[Device]:
+        """Return the devices as their entries list them: a probe must not take the resource's mounts for theirs."""
         return [served.listed for served in self._served.values()]
 
     async def _follow(self, index: int, lists: list[Sequence[Device] | None], changed: asyncio.Event) -> None:
