@@ -21,6 +21,7 @@ from deviceplugin.config.types import PciConfig
 from deviceplugin.device import NO_EDITS, ContainerEdits, Device, DeviceNode
 from deviceplugin.naming import PCI_BUS_ID, PCIE_ROOT
 from deviceplugin.sources import sysfs
+from deviceplugin.sources.scanned import Scan
 
 VFIO: Final = "vfio-pci"
 
@@ -48,20 +49,18 @@ class PciSource(sysfs.SysfsSource[PciConfig]):
     IDS = sysfs.ids_files("pci", "pciutils")
     SETTLE = 0.2
 
-    def scan(self) -> list[Device]:
-        """Return the devices that are there now; blocks."""
+    def _scan(self, thorough: bool = True) -> Scan:
+        directories = set(self._directories())
         try:
             addresses = sorted(os.listdir(self._root))
         except OSError as error:
-            self.notes = (f"{self._root} cannot be read: {error.strerror}",)
-            return []
+            return Scan([], directories, [f"{self._root} cannot be read: {error.strerror}"])
         found = [one for address in addresses if (one := self._read(address)) is not None and self._fits(one)]
-        self.notes = () if found else (f"none of {len(addresses)} PCI devices has {sysfs.in_words(self.wanted)}",)
+        notes = [] if found else [f"none of {len(addresses)} PCI devices has {sysfs.in_words(self.wanted)}"]
         names = self._names.of({(one.vendor, one.device) for one in found})
-        return [self._device(one, *names[one.vendor, one.device]) for one in found]
+        return Scan([self._device(one, *names[one.vendor, one.device]) for one in found], directories, notes)
 
-    def directories(self) -> list[str]:
-        """Return the directories in which device nodes come and go."""
+    def _directories(self) -> list[str]:
         return [self._dev, f"{self._dev}/vfio"]
 
     def edits(self, devices: Sequence[Device]) -> ContainerEdits:

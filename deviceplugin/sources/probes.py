@@ -38,9 +38,7 @@ class ProbedHealth:
         self._pending: set[str] = set()
         """Devices whose first probe has not ended."""
 
-    async def probe_new(
-        self, devices: Sequence[Device], changed: asyncio.Event, tasks: set[asyncio.Task[Any]]
-    ) -> None:
+    async def probe_new(self, devices: Sequence[Device], changed: asyncio.Event, tasks: set[asyncio.Task[Any]]) -> None:
         """Probe the devices that were not there before, and forget those that are gone.
 
         If that takes longer than FIRST_PROBE, it goes on among `tasks` and sets `changed` at its end.

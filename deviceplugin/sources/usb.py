@@ -25,10 +25,9 @@ from deviceplugin.device import Device, DeviceNode
 from deviceplugin.naming import PCIE_ROOT
 from deviceplugin.sources import sysfs
 from deviceplugin.sources.path import LONGEST_ID
+from deviceplugin.sources.scanned import Scan
 
 _HUB: Final = "09"
-
-
 _Plugged = tuple[str, str, str, str]
 """What stays the same while a device is plugged in: port, node, vendor, product."""
 
@@ -61,25 +60,23 @@ class UsbSource(sysfs.SysfsSource[UsbConfig]):
 
     _ids: Mapping[_Plugged, str] = MappingProxyType({})
 
-    def scan(self) -> list[Device]:
-        """Return the devices that are there now; blocks."""
+    def _scan(self, thorough: bool = True) -> Scan:
+        directories = set(self._directories())
         try:
             ports = sorted(os.listdir(self._root))
         except FileNotFoundError:
             ports = []  # no USB at all, until a controller is plugged in
         except OSError as error:
-            self.notes = (f"{self._root} cannot be read: {error.strerror}",)
-            return []
+            return Scan([], directories, [f"{self._root} cannot be read: {error.strerror}"])
         there = [one for port in ports if ":" not in port and (one := self._read(port)) is not None]
         found = [one for one in there if self._fits(one)]
         wanted = sysfs.in_words(self.wanted)
-        self.notes = () if found else (f"none of {len(there)} USB devices has {wanted}; plugged in later it is found",)
+        notes = [] if found else [f"none of {len(there)} USB devices has {wanted}; plugged in later it is found"]
         names = self._names.of({(one.vendor, one.product) for one in found})
         self._ids = _ids(there, self._ids)
-        return [self._device(one, *names[one.vendor, one.product]) for one in found]
+        return Scan([self._device(one, *names[one.vendor, one.product]) for one in found], directories, notes)
 
-    def directories(self) -> list[str]:
-        """Return the directories in which device nodes come and go; blocks."""
+    def _directories(self) -> list[str]:
         buses = f"{self._dev}/bus/usb"
         try:
             with os.scandir(buses) as entries:
