@@ -7,7 +7,6 @@ runtimes take only device nodes as devices. A directory is left out.
 
 from __future__ import annotations
 
-import bisect
 import hashlib
 import logging
 import os
@@ -26,13 +25,12 @@ from deviceplugin.sources.sysfs import numa_node_above
 from deviceplugin.topology import natural
 
 _LOG: Final = logging.getLogger(__name__)
-
 LONGEST_ID: Final = 52
 """Characters of an id; leaves room for a replica's number within the kubelet's 63."""
 _UNKNOWN: Final = -1
 """Stands for the inode of a path whose directory was not read."""
-
 _MAGIC: Final = re.compile(r"[*?[]")
+_SURROGATE: Final = re.compile("[\ud800-\udfff]")
 _PLAIN: Final = re.compile(r"[A-Za-z0-9](?:[A-Za-z0-9_.]|-(?!-))*(?<![-_.])")
 _HASHED: Final = re.compile(r".*-[0-9a-f]{8}")
 
@@ -55,10 +53,7 @@ def device_id(path: str) -> str:
 
 
 def numa_of(mode: int, rdev: int, sysfs: str = "/sys") -> int | None:
-    """Return the NUMA node of a device node's hardware; None if sysfs names none.
-
-    mode, rdev: st_mode and st_rdev of the node.
-    """
+    """Return the NUMA node of the hardware of a node with this st_mode and st_rdev; None if sysfs names none."""
     if not (stat.S_ISCHR(mode) or stat.S_ISBLK(mode)):
         return None
     kind = "char" if stat.S_ISCHR(mode) else "block"
@@ -156,7 +151,6 @@ class PathSource(ScannedSource):
                 raise ValueError(f"a glob of devices must be an absolute path, not {one!r}")
         self._sysfs = sysfs
         self._matches: Mapping[str, _Match] = {}
-        self._orders: dict[str, list[str]] = {}
         self._devices: Mapping[str, tuple[tuple[_Match, ...], Device]] = {}
 
     def __repr__(self) -> str:
@@ -186,7 +180,7 @@ class PathSource(ScannedSource):
         return scan
 
     def _groups(self, scan: _PathScan) -> Iterable[tuple[_Match, ...]]:
-        """Return by device the paths that make it."""
+        """Return, for each device, the paths that make it."""
         return [(match,) for match in self._matching(self.globs[0], scan)]
 
     def _device(self, matches: tuple[_Match, ...]) -> Device:
@@ -205,7 +199,7 @@ class PathSource(ScannedSource):
         """Return what a glob matches now, in natural order: 2 before 10."""
         found: dict[str, _Match] = {}
         known = {} if scan.thorough else self._matches
-        skipped = 0
+        directories = False
         for base, entries in _expand(glob, scan):
             real = scan.resolve(base or "/")
             for alias, is_link, entry in entries:
@@ -217,17 +211,16 @@ class PathSource(ScannedSource):
                     if match.directories:
                         scan.directories.update(match.directories)
                     if stat.S_ISDIR(match.mode):
-                        skipped += 1
+                        directories = True
                         _LOG.debug("%s is a directory, not a device; left out", alias)
                         continue
                 found[alias] = match
         scan.matches.update(found)
-        if skipped and not found:
+        if directories and not found:
             scan.notes.append(f"{glob} matches a directory, which is not a device; name what lies in it: {glob}/*")
         elif not found:
             scan.notes.append(f"{glob} matches nothing now; what is plugged in later is found")
-        order = self._orders[glob] = _ordered(self._orders.get(glob, []), found)
-        return [found[alias] for alias in order]
+        return [found[alias] for alias in sorted(found, key=natural)]
 
     def _match(self, alias: str, real: str, entry: int, scan: _PathScan, *, is_link: bool) -> _Match | None:
         try:
@@ -250,8 +243,6 @@ class PathSource(ScannedSource):
             host, directories = scan.follow(alias)
         else:
             host, directories = os.path.join(real, os.path.basename(alias)), ()
-        if host == alias:
-            host = alias  # one string for both
         return _Match(alias, host, real, entry, seen, mode, scan.numa[numbers], directories, identity.token(status))
 
 
@@ -337,28 +328,8 @@ def _entries(base: str, step: str, scan: _PathScan) -> list[os.DirEntry[str]]:
     except OSError as error:
         scan.notes.append(f"{base or '/'} cannot be read: {error.strerror}")
     scan.directories.add(base or "/")
-    return [entry for entry in found if entry.name.isascii() or _is_text(entry.name)]
-
-
-def _is_text(name: str) -> bool:
-    """Whether a name is UTF-8, as the kubelet needs it; a file's name may be any bytes."""
-    try:
-        name.encode()
-    except UnicodeEncodeError:
-        _LOG.debug("%r is left out: its name is not UTF-8", name)
-        return False
-    return True
-
-
-def _ordered(before: list[str], now: Mapping[str, object]) -> list[str]:
-    """Return these paths in natural order; most of them are in order already."""
-    order = [alias for alias in before if alias in now]
-    new = now.keys() - set(order)
-    if len(new) > 100:
-        return sorted(now, key=natural)
-    for alias in new:
-        bisect.insort(order, alias, key=natural)
-    return order
+    # The kubelet needs UTF-8, and a file's name may be any bytes: those that are no UTF-8 are surrogates here.
+    return [entry for entry in found if entry.name.isascii() or not _SURROGATE.search(entry.name)]
 
 
 def _captures(glob: str) -> re.Pattern[str]:

@@ -1,11 +1,9 @@
 """PCI devices, chosen by what sysfs says of them: vendor, device, class, driver, address.
 
-A device bound to vfio-pci gives a container the node of its group, /dev/vfio/<group>, and /dev/vfio/vfio. Any other
-device gives the nodes that its driver made (/dev/dri/renderD128, /dev/nvme0n1). A network function has no node: the
-software in the container finds its address in a variable.
+A device bound to vfio-pci gives a container /dev/vfio/<group> and /dev/vfio/vfio. Any other device gives the nodes that
+its driver made (/dev/dri/renderD128). A network function has no node: the container finds its address in a variable.
 
-sysfs makes no inotify events. New nodes under /dev do (a driver that is bound, a new group); other changes are found
-by the next scan.
+sysfs makes no inotify events. New nodes under /dev do; other changes are found by the next scan.
 """
 
 from __future__ import annotations

@@ -26,12 +26,12 @@ class ProbedHealth:
         self._resource = resource
         self._period = config.period
         self._rules = health.Rules(config.failures, config.successes)
+        probe: Callable[[Device], health.Finding] = health.open_probe
+        timeout = OPEN_TIMEOUT
         if isinstance(config.probe, CommandProbeConfig):
             probe = health.command_probe(config.probe.command, config.probe.timeout)
-            # The command's own limit comes first, and its message says more.
-            self._prober = health.Prober(probe, timeout=config.probe.timeout + 5.0)
-        else:
-            self._prober = health.Prober(health.open_probe, timeout=OPEN_TIMEOUT)
+            timeout = config.probe.timeout + 5.0  # the command's own limit comes first, and its message says more
+        self._prober = health.Prober(probe, timeout=timeout)
         self._histories: dict[str, health.HealthHistory] = {}
         self._begun: set[str] = set()
         """Devices whose first probe was begun."""

@@ -1,12 +1,10 @@
 """USB devices, chosen by what sysfs says of them: vendor, product, serial number.
 
-A container gets the device's own node, /dev/bus/usb/001/004, and the nodes that its drivers made (/dev/ttyUSB0,
-/dev/video0). A device that is pulled and plugged in again gets another number, but keeps its id. The id consists of
-vendor, product and serial number. The port stands in place of a serial number that is missing, or that two devices
-claim. Of these two the first one keeps its id as long as it is plugged in, because a pod may hold it: under another
-name it would be allocated twice. If both are there when the agent starts, both are named after their ports.
-
-Nodes come and go under /dev/bus/usb, which is watched. sysfs itself makes no inotify events.
+A container gets the device's own node, /dev/bus/usb/001/004, and those that its drivers made (/dev/ttyUSB0). A device
+that is plugged in again gets another number, but keeps its id: vendor, product and serial number. The port stands in
+place of a serial number that is missing, or that two devices claim. Of these two the first one keeps its id as long as
+it is plugged in, because a pod may hold it: under another name it would be allocated twice. If both are there when the
+agent starts, both are named after their ports.
 """
 
 from __future__ import annotations

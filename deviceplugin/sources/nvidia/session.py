@@ -253,10 +253,7 @@ class EventListener:
         self.notes = tuple(notes)
 
     def wait(self, nv: Any, seconds: float) -> tuple[list[Xid], bool, Any]:
-        """Wait for events; return the XIDs that came, whether a scan is due, and the error if waiting failed.
-
-        After FAILED_WAITS errors no GPU is listened to.
-        """
+        """Wait for events; return the XIDs that came, whether a scan is due, and the error if waiting failed."""
         if self._set is None:
             return [], True, None
         xids, self._pending = self._pending, []
@@ -276,15 +273,12 @@ class EventListener:
             except nv.NVMLError as error:
                 return xids, due, None if error.value == _TIMEOUT else error
             milliseconds = 0
-            if data.eventType == _XID_EVENT:
-                instance, compute = (
-                    None if number == nvml.ANY else int(number)
-                    for number in (data.gpuInstanceId, data.computeInstanceId)
-                )
-                gpu = self.registered.get(nvml.pointer(data.device))
-                xids.append(Xid(gpu, int(data.eventData), instance, compute))
-            else:
+            if data.eventType != _XID_EVENT:
                 due = True
+                continue
+            gpu = self.registered.get(nvml.pointer(data.device))
+            ids = (int(data.gpuInstanceId), int(data.computeInstanceId))
+            xids.append(Xid(gpu, int(data.eventData), *(None if number == nvml.ANY else number for number in ids)))
         return xids, due, None
 
 

@@ -19,21 +19,13 @@ from deviceplugin.sources.nvidia.driver import shared
 from deviceplugin.sources.nvidia.nvml import Gpu, NvmlError, NvmlScan, NvmlUpdate, Partition, Places, Xid
 
 _LOG: Final = logging.getLogger(__name__)
-
 VISIBLE: Final = "NVIDIA_VISIBLE_DEVICES"
 
 
 class NvidiaSource(DeviceSource):
     """NVIDIA GPUs, or partitions of them; ids are their UUIDs.
 
-    Args:
-        wanted: which of them, and how a container gets them.
-        rules: when scans and XIDs change a device's health.
-        period: seconds between scans.
-        resource: the resource's name, where the source is used by itself.
-        places: paths of the driver's files.
-        clock: monotonic seconds.
-
+    period: seconds between scans. resource: its name, where the source is used by itself. clock: monotonic seconds.
     """
 
     links: Mapping[frozenset[str], float] = MappingProxyType({})
@@ -201,11 +193,8 @@ class GpuHealth:
             if xid.gpu not in (None, gpu.uuid):
                 continue
             hit = [gpu.uuid] if xid.instance is None else []
-            hit += [
-                partition.uuid
-                for partition in gpu.partitions or ()
-                if xid.instance in (None, partition.instance) and xid.compute in (None, partition.compute)
-            ]
+            parts = (part for part in gpu.partitions or () if xid.instance in (None, part.instance))
+            hit += [part.uuid for part in parts if xid.compute in (None, part.compute)]
             for name in {gpu.uuid, *hit}:
                 self.counts.setdefault(name, Counter())[str(xid.code)] += 1
             for name in () if ignored else hit:
