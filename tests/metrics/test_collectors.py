@@ -175,6 +175,11 @@ def watched(
 
     def start(*sources: DeviceSource, **options: Any) -> tuple[FakeKubelet, Seen]:
         agent = served(*sources, report_holders=True, period=0.1).agent
+        # The kubelet knows the resource before the agent has read the answer to Register.
+        deadline = time.monotonic() + 10.0
+        while not all(one.registered for one in agent.status().resources):
+            assert time.monotonic() < deadline, "the agent is not registered"
+            time.sleep(0.01)
         # In the agent's own loop, whose health is asked for.
         assert agent._loop is not None
         return fake_kubelet, loop.serving(agent, Options(**options), agent._loop)
