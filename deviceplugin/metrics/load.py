@@ -29,10 +29,7 @@ TICK: Final = 0.5
 
 
 class Quantity(NamedTuple):
-    """Something that can be measured of a device.
-
-    label: what its parts differ in; "" if it has no parts. With parts, a source gives a mapping by that label's value.
-    """
+    """What can be measured of a device. label: if it has parts, a source gives a mapping by this label's value."""
 
     about: str
     label: str = ""
@@ -126,7 +123,7 @@ def _number(name: str, value: object) -> float | None:
 class Gauge:
     """Measures one source's devices; belongs to one event loop, is read by any thread.
 
-    calls, failures, seconds: of `measure`, so far. error: why there is no reading now, for people.
+    calls, failures, seconds: of `measure`, so far. error: why there is no reading now.
     """
 
     def __init__(self, source: DeviceSource, period: float) -> None:

@@ -138,9 +138,6 @@ class Route:
         return _Rendering(answer, time.monotonic(), max(self._seconds, LIFETIME_FACTOR * (time.thread_time() - began)))
 
 
-# Addresses.
-
-
 def listen(address: str) -> socket.socket:
     """Return a socket that listens at the address; without a host, on all addresses of both families.
 
@@ -158,9 +155,6 @@ def listen(address: str) -> socket.socket:
     except socket.gaierror as error:
         raise OSError(errno.EADDRNOTAVAIL, f"{host}: {error.strerror}") from error
     return socket.create_server(found[:2], family=family, backlog=BACKLOG)
-
-
-# Secrets that change while the process runs.
 
 
 class _Watched:
@@ -274,9 +268,6 @@ class Token(_Watched):
         elif scheme.lower() != "bearer":
             return False
         return hmac.compare_digest(given, self._token)
-
-
-# Connections.
 
 
 @dataclass(frozen=True, slots=True)
