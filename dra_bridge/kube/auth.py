@@ -33,7 +33,7 @@ class KubeConfigError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Access:
-    """One way to a server.
+    """How a server is reached.
 
     authorize: returns the Authorization header, "" for none. It takes whether the last one was
     refused (401) and a new one is needed; it raises KubeConfigError or OSError where there is none.
