@@ -32,8 +32,7 @@ if TYPE_CHECKING:
     from deviceplugin.config import MetricsConfig
 
 _LOG: Final = logging.getLogger(__name__)
-LOOP_TIMEOUT: Final = 2.0
-"""Seconds within which a living loop answers /healthz."""
+LOOP_TIMEOUT: Final = 2.0  # seconds within which a living loop answers /healthz
 OPEN_METRICS: Final = "application/openmetrics-text"
 HEALTHS: Final = ("healthy", "unhealthy", "unknown")
 STATES: Final = ("plugin", "to-dra", "dra", "to-plugin", "quarantined")

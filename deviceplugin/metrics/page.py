@@ -20,8 +20,7 @@ if TYPE_CHECKING:
     from deviceplugin.metrics.report import Event
     from deviceplugin.metrics.views import DeviceView, ResourceView, View
 
-SHOWN_HOLDERS: Final = 4
-"""Holders of one device that are shown at once; the others on demand."""
+SHOWN_HOLDERS: Final = 4  # holders of one device that are shown at once; the others on demand
 STATES: Final = {
     "plugin": "device plugin",
     "to-dra": "moving to DRA",

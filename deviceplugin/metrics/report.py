@@ -1,8 +1,4 @@
-"""What another part of the agent's process reports of itself, such as the bridge to DRA.
-
-The bridge reports the states of devices and the prepared claims. `deviceplugin.metrics.views` adds that to what the
-agent knows.
-"""
+"""What another part of the agent's process reports of itself: the bridge to DRA, its devices' states and claims."""
 
 from __future__ import annotations
 
@@ -34,8 +30,7 @@ class DeviceLocation:
     reason: str = ""
 
 
-DEFAULT_LOCATION: Final = DeviceLocation()
-"""Where a device is that no provider reports."""
+DEFAULT_LOCATION: Final = DeviceLocation()  # where a device is that no provider reports
 
 
 @dataclass(frozen=True, slots=True)

@@ -28,11 +28,9 @@ if TYPE_CHECKING:
     from deviceplugin.source import DeviceSource
 
 _LOG: Final = logging.getLogger(__name__)
-HOLDERS_STALE: Final = 60.0
-"""Seconds after the last reading of the kubelet's checkpoint from which on the holders are unknown."""
+HOLDERS_STALE: Final = 60.0  # seconds after the kubelet's checkpoint was read from which on holders are unknown
 SHOWN_EVENTS: Final = 100
-REPORT_TIMEOUT: Final = 1.0
-"""Seconds that a provider may take for its report."""
+REPORT_TIMEOUT: Final = 1.0  # seconds that a provider may take for its report
 
 
 class ObservedService(Protocol):
@@ -212,10 +210,7 @@ class _ProviderCalls:
 
 
 class Observer:
-    """Observes an agent: `view` for any thread, `watch` for its loop.
-
-    period: seconds between readings of the load.
-    """
+    """Observes an agent: `view` in any thread, the rest in its loop. period: seconds between readings of the load."""
 
     TICK: Final = 1.0
 
@@ -228,8 +223,6 @@ class Observer:
         self._published: dict[str, tuple[object, dict[str, tuple[str, str]]]] = {}
         self._calls: dict[int, _ProviderCalls] = {}
         self._reporting = threading.Lock()
-
-    # In the loop.
 
     async def watch(self) -> None:
         """Take readings and note what happens, until cancelled."""
@@ -272,8 +265,6 @@ class Observer:
             self._before[one.resource] = kept
         for gone in self._before.keys() - {one.resource for one in status.resources}:
             del self._before[gone]
-
-    # In any thread.
 
     def view(self) -> View:
         """Return what is known now."""

@@ -8,8 +8,7 @@ from typing import Any, Final, Literal, NamedTuple
 
 import msgspec
 
-Object = dict[str, Any]
-"""A Kubernetes object as JSON has it."""
+Object = dict[str, Any]  # a Kubernetes object as JSON has it
 
 GROUP: Final = "resource.k8s.io"
 

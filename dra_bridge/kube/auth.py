@@ -23,8 +23,7 @@ SERVICE_ACCOUNT: Final = Path("/var/run/secrets/kubernetes.io/serviceaccount")
 TOKEN_AGE: Final = 60.0
 """Seconds after which a token's file is read again, as client-go does; it is renewed long before it expires."""
 
-EXEC_TIMEOUT: Final = 120.0
-"""Seconds that a credential plugin may take: it may ask a person to log in."""
+EXEC_TIMEOUT: Final = 120.0  # seconds that a credential plugin may take: it may ask a person to log in
 
 
 class KubeConfigError(Exception):

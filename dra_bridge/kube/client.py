@@ -30,8 +30,7 @@ from dra_bridge.kube.watch import SILENCE, Changed, Listed, Listing, Positions, 
 
 logger: Final = logging.getLogger(__name__)
 
-COMPONENT: Final = "dra-bridge"
-"""The field manager of patches and the source of Events."""
+COMPONENT: Final = "dra-bridge"  # the field manager of patches and the source of Events
 
 
 class Options(TypedDict, total=False):

@@ -61,8 +61,7 @@ class Traffic:
     def __init__(self) -> None:
         self.statistics = RequestStatistics()
         self.recoveries = 0
-        self._answers = asyncio.Event()
-        """Set when the server answers again after it was lost."""
+        self._answers = asyncio.Event()  # set when the server answers again after it was lost
 
     def count(self, method: str, *, watch: bool = False) -> None:
         """Count a request; opening a watch is one too."""
@@ -250,8 +249,7 @@ class Discovery:
         self._connection = connection
         self._chosen = ""  # while the version is in doubt
         self._chosen_at = 0.0
-        self._recoveries = 0
-        """Those of the traffic when the version was chosen."""
+        self._recoveries = 0  # those of the traffic when the version was chosen
         self._choosing = asyncio.Lock()
 
     async def version(self, *, older_than: float | None = None) -> str:

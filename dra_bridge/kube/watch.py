@@ -58,20 +58,15 @@ class WatchEvent(msgspec.Struct):
 
 
 class Positions:
-    """The highest resourceVersions that the server has shown, and whether it went back behind them.
-
-    restored: how often a list was older than what the server had shown before.
-    """
+    """The highest resourceVersions that the server has shown; restored: how often it went back behind them."""
 
     def __init__(self) -> None:
         self.restored = 0
-        self._highest: dict[str, int] = {}
-        """By the kind's plural: kinds may lie in different etcds."""
-        self._reads: set[asyncio.Timeout] = set()
-        """The deadlines of the watches' current reads."""
+        self._highest: dict[str, int] = {}  # by the kind's plural: kinds may lie in different etcds
+        self._reads: set[asyncio.Timeout] = set()  # the deadlines of the watches' current reads
 
     def highest(self, kind: Kind) -> int:
-        """Return the highest known resourceVersion of a kind, 0 for none."""
+        """Return the highest resourceVersion of a kind, 0 if none is known."""
         return self._highest.get(kind.plural, 0)
 
     def moved(self, kind: Kind, position: str, before: int = 0) -> None:
@@ -81,12 +76,8 @@ class Positions:
         """
         number = int(position) if position.isdecimal() and len(position) < 20 else 0
         if number < before:
-            logger.warning(
-                "the API server went back from resourceVersion %d to %d of %s; all watches list again",
-                before,
-                number,
-                kind.plural,
-            )
+            text = "the API server went back from resourceVersion %d to %d of %s; all watches list again"
+            logger.warning(text, before, number, kind.plural)
             self.restored += 1
             self._highest.clear()
             for read in self._reads:
