@@ -17,8 +17,7 @@ import msgspec
 
 if TYPE_CHECKING:
     from deviceplugin.metrics.load import Value
-    from deviceplugin.metrics.report import Event
-    from deviceplugin.metrics.views import DeviceView, ResourceView, View
+    from deviceplugin.metrics.views import DeviceView, Event, ResourceView, View
 
 SHOWN_HOLDERS: Final = 4  # holders of one device that are shown at once; the others on demand
 STATES: Final = {

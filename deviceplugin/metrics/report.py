@@ -11,16 +11,6 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True)
-class Event:
-    """Something that happened; at: Unix seconds."""
-
-    at: float
-    resource: str
-    text: str
-    bad: bool = False
-
-
-@dataclass(frozen=True, slots=True)
 class DeviceLocation:
     """Where a device is: its side (plugin or dra), its state in the ledger, since when (Unix seconds), and why."""
 
@@ -56,7 +46,6 @@ class ProviderReport:
     unready: Sequence[str] = ()
     locations: Mapping[tuple[str, str], DeviceLocation] = field(default_factory=dict)
     claims: Sequence[PreparedClaim] = ()
-    events: Sequence[Event] = ()
     qualifiers: Mapping[str, str] = field(default_factory=dict)
 
 

@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Final, Protocol
 
 from deviceplugin.metrics import load
-from deviceplugin.metrics.report import DEFAULT_LOCATION, DeviceLocation, Event, Provider, ProviderReport
+from deviceplugin.metrics.report import DEFAULT_LOCATION, DeviceLocation, Provider, ProviderReport
 from deviceplugin.sharing import device_of
 
 if TYPE_CHECKING:
@@ -98,6 +98,16 @@ class ResourceView:
     status: ResourceStatus
     devices: tuple[DeviceView, ...]
     measured: load.Gauge | None
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """Something that happened; at: Unix seconds."""
+
+    at: float
+    resource: str
+    text: str
+    bad: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -273,7 +283,6 @@ class Observer:
         known = status.scanned_at is not None and time.monotonic() - status.scanned_at < HOLDERS_STALE
         holders = self._holders(status, reports, known=known)
         locations = {key: location for report in reports.values() for key, location in report.locations.items()}
-        events = [*self._events, *(event for report in reports.values() for event in report.events)]
         return View(
             time.time(),
             tuple(self._resource(one, locations, holders) for one in status.resources),
@@ -286,7 +295,7 @@ class Observer:
                 *(f"{name}: {reason}" for name, report in reports.items() for reason in report.unready),
                 *(f"{name} {error}" for name, error in silent.items()),
             ),
-            tuple(sorted(events, key=lambda event: event.at)[-SHOWN_EVENTS:]),
+            self._events,
         )
 
     def _resource(

@@ -80,20 +80,13 @@ class Cluster:
     @classmethod
     def from_server(cls, url: str, **options: Unpack[Options]) -> Cluster:
         """Reach the server at a URL, without credentials."""
-
-        async def configuration() -> Access:
-            return auth.from_server(url)
-
-        return cls(configuration, **options)
+        return cls(lambda: auth.from_server(url), **options)
 
     async def __aenter__(self) -> Self:
         return self
 
     async def __aexit__(self, *_: object) -> None:
         await self.aclose()
-
-    def __repr__(self) -> str:
-        return f"<Cluster {self._connection.url or 'not connected'}>"
 
     def configure(self) -> None:
         """Read the configuration now, before there is an event loop; may block.

@@ -15,7 +15,7 @@ from deviceplugin.inventory import merged
 from deviceplugin.kubelet.podresources import ClaimUse, Holder
 from deviceplugin.kubelet.status import ResourceStatus
 from deviceplugin.metrics import views
-from deviceplugin.metrics.report import DeviceLocation, Event, PreparedClaim, ProviderReport
+from deviceplugin.metrics.report import DeviceLocation, PreparedClaim, ProviderReport
 from deviceplugin.metrics.views import HOLDERS_STALE, DeviceHolder, View, events_between
 from deviceplugin.naming import device_name
 from tests.metrics.views import RESOURCE, Source, Still, resource
@@ -161,17 +161,15 @@ class TestProviders:
         event.set()
 
     def test_their_reports_are_part_of_the_view(self) -> None:
-        """Places, reasons and events of theirs are shown with the rest."""
-        event = Event(1.0, RESOURCE, "a moved")
+        """Places and reasons of theirs are shown with the rest."""
         place = DeviceLocation("dra", "to-plugin", 5.0, "asked for")
         still = Still(resource("a", "b"))
         still.providers.append(
-            Telling(lambda: ProviderReport(unready=["no slices"], locations={(RESOURCE, "a"): place}, events=[event]))
+            Telling(lambda: ProviderReport(unready=["no slices"], locations={(RESOURCE, "a"): place}))
         )
         view = still.observer().view()
         assert [seen.location for seen in view.resources[0].devices] == [place, DeviceLocation()]
         assert view.unready == ("bridge: no slices",)
-        assert view.events == (event,)
 
     def test_one_that_raises_is_said_and_left_out(self, caplog: pytest.LogCaptureFixture) -> None:
         """The rest of the view is there; it is logged once, and again when it is another error."""
