@@ -33,7 +33,7 @@ from dra_bridge.kube import (
     VersionChangedError,
     connection,
 )
-from dra_bridge.kube.errors import GoneError, error_of
+from dra_bridge.kube.api import GoneError, error_of
 from dra_bridge.testing.apiserver import FakeApiServer, Fault
 
 
