@@ -1,7 +1,4 @@
-"""The options of an agent with both sides, on whichever command line: the API server, and what every agent has.
-
-A module of its own, since an author's own agent reads them as well as `dra-bridge run` does.
-"""
+"""The options of an agent with both sides, for an author's own agent and for `dra-bridge run`."""
 
 from __future__ import annotations
 

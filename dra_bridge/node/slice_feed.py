@@ -36,8 +36,8 @@ def qualifiers_of(now: Snapshot) -> Mapping[str, str]:
 async def decide_names(context: DriverContext, resource: str) -> bool:
     """Decide how a resource's devices are named in slices, once and durably; return False if that was done before.
 
-    What is published or allocated keeps its name. If the ledger does not have the names, it was lost or
-    is new: the slices that the API server has show how devices were named before.
+    What is published or allocated keeps its name. If the ledger has no names, it was lost or is new: then the API
+    server's slices show how devices were named before.
 
     Raises LedgerError, ClusterError, TimeoutError: it cannot be decided now.
     """
@@ -97,8 +97,8 @@ class SliceFeed:
             for one in self._context.resources.values():
                 one.changed.set()  # a device may be listed again in the moment in which it is forgotten
             rest = first - time.monotonic()
-            # Pods that come before the driver is registered fail first and are tried again a minute later, and what
-            # is in the slices from before stays until the evidence was reconciled.
+            # Pods that come before the driver is registered fail first and are tried again a minute later. What is in
+            # the slices from before stays until the evidence was reconciled.
             reconciled = all(one.reconciled.is_set() for one in self._context.resources.values())
             if rest <= 0 or (self._registrar.statistics.registrations and reconciled):
                 rest = self._pass_on() if self._may_publish() else None
@@ -117,7 +117,6 @@ class SliceFeed:
                 await self._passed.wait()
 
     def _may_publish(self) -> bool:
-        """Return whether the slices may be changed: what is in them from before stays until it is reconciled."""
         if not qualifiers_of(self._context.ledger.snapshot):
             return False
         snapshots = {resource: one.service.inventory.snapshot for resource, one in self._context.resources.items()}

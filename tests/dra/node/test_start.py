@@ -24,9 +24,8 @@ from dra_bridge.ledger import AsyncLedger, Evidence, Ledger, Side, State
 from dra_bridge.node import device_reconciliation, share, slice_feed
 from dra_bridge.node.bridge import Bridge
 from dra_bridge.node.device_reconciliation import DeviceReconciler
-from dra_bridge.node.policies import HandoverPolicy
 from dra_bridge.node.resource import ResourceRuntime
-from dra_bridge.node.share import NodeAnnotations
+from dra_bridge.node.share import HandoverPolicy, NodeAnnotations
 from dra_bridge.testing.apiserver import FakeApiServer
 from dra_bridge.testing.node import FakeNode
 from tests.dra.classes import device_class
