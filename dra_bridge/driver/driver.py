@@ -14,7 +14,7 @@ from deviceplugin.kubelet.orphaned_claims import only_seen
 from dra_bridge.driver.claim_api import ClaimEvents, ClusterClaims
 from dra_bridge.driver.claim_files import ClaimFiles
 from dra_bridge.driver.claims import ClaimError, ClaimRef
-from dra_bridge.driver.preparation import ClaimGrants, ClaimHooks, ClaimPreparation, ClaimStatistics, RunningPods
+from dra_bridge.driver.preparation import ClaimDevices, ClaimPreparation, ClaimStatistics, RunningPods
 from dra_bridge.driver.reconciliation import ClaimReconciler
 from dra_bridge.driver.records import ClaimRecords, Prepared
 from dra_bridge.driver.served import ServedDevices, ServedResource
@@ -38,12 +38,8 @@ class Driver:
     """One DRA driver of this node. Belongs to one event loop.
 
     Args:
-        name: the driver's name.
         pool: the pool's name, which is the node's.
-        served: the resources whose devices it offers.
         async_ledger: the ledger, which drivers of one process may share.
-        api: the API server.
-        cdi_directory: where the runtime finds CDI files.
         deadline: seconds for one claim.
         patience: seconds for a call; what is not done then is an error in the answer, and it goes on.
         pull: whether a claim for an idle device of the plugin's side begins its move (R2).
@@ -52,8 +48,8 @@ class Driver:
         changed: called after claims came or went.
         ready: whether a device (resource, id) may be given to claims yet.
         running_pods: records in the ledger which pods use which claims, and returns the pods whose processes run.
-        qualifiers: returns those of resources, as in the names of published devices; a resource for
-            which it has none has no published devices yet.
+        qualifiers: returns those of resources in the names of published devices; a resource without one has no
+            published devices yet.
         guard: keeps devices that are one thing, or parts of one, from holders that exclude each other.
 
     """
@@ -86,15 +82,15 @@ class Driver:
         self.files = ClaimFiles(self.records, cdi_directory, boot_id() if boot is None else boot)
         self._patience = patience
         self._tasks = Tasks()
-        guard = guard or ExclusionGuard()
         events = ClaimEvents(self.records, api, self._tasks, report)
+        guard = guard or ExclusionGuard()
+        devices = ClaimDevices(self.records, self.devices, guard, events, self.statistics, changed, pull)
         self._preparation = ClaimPreparation(
             self.records,
             api,
             self.devices,
+            devices,
             self.files,
-            ClaimHooks(self.records, self.devices, guard, self.statistics),
-            ClaimGrants(self.records, guard, events, changed, pull),
             events,
             self._tasks,
             self.statistics,

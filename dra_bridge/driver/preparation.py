@@ -1,21 +1,20 @@
 """Prepares and unprepares claims, one call at a time for each claim.
 
-The steps of Prepare: fetch the claim, check that it is the one meant and allocated here, find its devices, decode its
-parameters, ask the ledger (R2), call the source's hooks, write the CDI file, record, answer. Unprepare works in the
-opposite order: hook, file, record.
+Prepare fetches the claim, checks that it is the one meant and allocated here, finds its devices, decodes its
+parameters, asks the ledger (R2), calls the source's hooks, writes the CDI file, records and answers. Unprepare calls
+the hook, removes the file and then the record.
 
 Crashes. The ledger's record comes last and has the whole answer and the CDI spec: what is in it was set up
 completely, and a restart answers the same and can write the file again. Before the hooks the devices are reserved, on
 disk if the source has a `prepare` hook (its traces must be undone after a crash), else in memory. So a claim costs one
 fsync, with such a hook two, and an unprepare one.
 
-A late Prepare leaves nothing behind (nvidia k8s-dra-driver-gpu#1162): calls for one claim wait
-for each other, an Unprepare ends the Prepares of its claim that are still under way, and a Prepare
-for a claim that is gone, deallocated or reserved for no pod is refused.
+A late Prepare leaves nothing behind (nvidia k8s-dra-driver-gpu#1162): calls for one claim wait for each other, an
+Unprepare ends the Prepares of its claim that are still under way, and a Prepare for a claim that is gone, deallocated
+or reserved for no pod is refused.
 
-A container that is given several requests of one driver gets the edits of each; where they set the same variable, the
-runtime takes the last. A driver does not learn which container wants what, so this cannot be settled here
-as it is for the device plugin.
+A container that is given several requests of one driver gets the edits of each. Where they set the same variable, the
+runtime takes the last: a driver does not learn which container wants what.
 """
 
 from __future__ import annotations
@@ -47,6 +46,7 @@ from dra_bridge.ledger import Claim, ClaimDevice, LedgerError, Refused
 
 _LOG: Final = logging.getLogger(__name__)
 _T = TypeVar("_T")
+_Hook = Callable[..., _T | Awaitable[_T]]
 
 _MAX_MESSAGE: Final = 1000
 _OVERTAKEN: Final = "overtaken by Unprepare"
@@ -85,99 +85,19 @@ class ClaimStatistics:
 
 
 @dataclass(frozen=True, slots=True)
-class ClaimHooks:
-    """Calls the sources' hooks around the use of their devices by claims.
-
-    guard: has the devices that are in use, also by pods. statistics: get the seconds that hooks took.
-    """
-
-    records: ClaimRecords
-    devices: ServedDevices
-    guard: ExclusionGuard
-    statistics: ClaimStatistics
-
-    async def edits(self, uid: str, group: Group) -> ContainerEdits:
-        """Set up the devices of a group for a claim and return what its containers get.
-
-        The same as on the plugin side: the devices' own edits, then those of the hooks.
-
-        Raises ClaimError: a hook failed, or the edits contradict each other.
-        """
-        source, devices = group.served.source, tuple(dict.fromkeys(group.devices))
-        if "reset" in source.hooks and not group.admin:
-            # A device that another claim shares is not reset while that claim uses it.
-            others = {
-                key
-                for claim in self.records.ledger.snapshot.claims_on(source.resource, (one.id for one in devices))
-                if (claim.driver, claim.uid) != (self.records.driver, uid)
-                for key in claim.held
-            }
-            idle = [device for device in devices if (source.resource, device.id) not in others]
-            if idle:
-                await self._call("reset", source, source.reset, idle)
-        extra = ContainerEdits()
-        if "edits" in source.hooks:
-            extra = _edits_of(source, "edits", await self._call("edits", source, source.edits, devices))
-        if "prepare" in source.hooks:
-            made = await self._call("prepare", source, source.prepare, devices, group.config)
-            if made is not None:
-                extra = ContainerEdits.merge((extra,), winner=_edits_of(source, "prepare", made))
-        try:
-            return ContainerEdits.merge((device.container_edits for device in devices), winner=extra)
-        except EditConflictError as error:
-            raise ClaimError("conflict", f"request {group.request!r}: the devices' edits: {error}") from error
-
-    async def unprepare(self, claim: Claim) -> None:
-        """Undo what `prepare` hooks did for a claim; raises ClaimError if a hook failed."""
-        for served, devices in self.devices.of_claim(claim):
-            if "unprepare" in served.source.hooks:
-                await self._call("unprepare", served.source, served.source.unprepare, devices)
-
-    def released(self, claim: Claim) -> None:
-        """Have `released` called for devices of an ended claim that nobody holds any more."""
-        now = self.records.ledger.snapshot
-        for served, devices in self.devices.of_claim(claim, held=True):
-            source = served.source
-            used = self.guard.in_use((source.resource, device.id) for device in devices)
-            idle = [
-                device
-                for device in devices
-                if not now.claims_on(source.resource, (device.id,)) and (source.resource, device.id) not in used
-            ]
-            if idle and "released" in source.hooks:
-                work = self._timed("released", source, source.released, idle)
-                self.guard.release([(source.resource, device.id) for device in idle], work)
-
-    async def _call(
-        self, name: str, source: DeviceSource, hook: Callable[..., _T | Awaitable[_T]], *args: object
-    ) -> _T:
-        try:
-            return await self._timed(name, source, hook, *args)
-        except hooks.HookError as error:
-            raise ClaimError("hook", str(error)) from error
-
-    async def _timed(
-        self, name: str, source: DeviceSource, hook: Callable[..., _T | Awaitable[_T]], *args: object
-    ) -> _T:
-        began = time.perf_counter()
-        try:
-            return await hooks.call(f"{name} of {source.resource}", hook, *args, timeout=source.hook_timeout)
-        finally:
-            self.statistics.hook_seconds += time.perf_counter() - began
-
-
-@dataclass(frozen=True, slots=True)
-class ClaimGrants:
-    """Asks the ledger, and the guard of devices that exclude each other, for the devices of claims.
+class ClaimDevices:
+    """Asks the ledger for the devices of claims, and calls the sources' hooks around their use.
 
     guard: keeps devices that are one thing, or parts of one, from holders that exclude each other. events: get the
-    refusals. changed: called after a move was begun. pull: whether a claim for an idle device of the plugin's side
-    begins its move (R2).
+    refusals. statistics: get the seconds that hooks took. changed: called after a move was begun. pull: whether a claim
+    for an idle device of the plugin's side begins its move (R2).
     """
 
     records: ClaimRecords
+    served: ServedDevices
     guard: ExclusionGuard
     events: ClaimEvents
+    statistics: ClaimStatistics
     changed: Callable[[], None]
     pull: bool
 
@@ -218,22 +138,83 @@ class ClaimGrants:
         self.events.refused(ref, kind, message)
         return ClaimError("refused", message)
 
+    async def edits(self, uid: str, group: Group) -> ContainerEdits:
+        """Set up a group's devices for a claim and return the edits of the devices, then those of the hooks.
+
+        Raises ClaimError: a hook failed, or the edits contradict each other.
+        """
+        source, devices = group.served.source, tuple(dict.fromkeys(group.devices))
+        if "reset" in source.hooks and not group.admin:
+            # A device that another claim shares is not reset while that claim uses it.
+            others = {
+                key
+                for claim in self.records.ledger.snapshot.claims_on(source.resource, (one.id for one in devices))
+                if (claim.driver, claim.uid) != (self.records.driver, uid)
+                for key in claim.held
+            }
+            idle = [device for device in devices if (source.resource, device.id) not in others]
+            if idle:
+                await self._call("reset", source, source.reset, idle)
+        extra = ContainerEdits()
+        if "edits" in source.hooks:
+            extra = _edits_of(source, "edits", await self._call("edits", source, source.edits, devices))
+        if "prepare" in source.hooks:
+            made = await self._call("prepare", source, source.prepare, devices, group.config)
+            if made is not None:
+                extra = ContainerEdits.merge((extra,), winner=_edits_of(source, "prepare", made))
+        try:
+            return ContainerEdits.merge((device.container_edits for device in devices), winner=extra)
+        except EditConflictError as error:
+            raise ClaimError("conflict", f"request {group.request!r}: the devices' edits: {error}") from error
+
+    async def unprepare(self, claim: Claim) -> None:
+        """Undo what `prepare` hooks did for a claim; raises ClaimError if a hook failed."""
+        for served, devices in self.served.of_claim(claim):
+            if "unprepare" in served.source.hooks:
+                await self._call("unprepare", served.source, served.source.unprepare, devices)
+
+    def released(self, claim: Claim) -> None:
+        """Have `released` called for devices of an ended claim that nobody holds any more."""
+        now = self.records.ledger.snapshot
+        for served, devices in self.served.of_claim(claim, held=True):
+            source = served.source
+            used = self.guard.in_use((source.resource, device.id) for device in devices)
+            idle = [
+                device
+                for device in devices
+                if not now.claims_on(source.resource, (device.id,)) and (source.resource, device.id) not in used
+            ]
+            if idle and "released" in source.hooks:
+                work = self._timed("released", source, source.released, idle)
+                self.guard.release([(source.resource, device.id) for device in idle], work)
+
+    async def _call(self, name: str, source: DeviceSource, hook: _Hook[_T], *args: object) -> _T:
+        try:
+            return await self._timed(name, source, hook, *args)
+        except hooks.HookError as error:
+            raise ClaimError("hook", str(error)) from error
+
+    async def _timed(self, name: str, source: DeviceSource, hook: _Hook[_T], *args: object) -> _T:
+        began = time.perf_counter()
+        try:
+            return await hooks.call(f"{name} of {source.resource}", hook, *args, timeout=source.hook_timeout)
+        finally:
+            self.statistics.hook_seconds += time.perf_counter() - began
+
 
 @dataclass(frozen=True, slots=True)
 class ClaimPreparation:
     """Prepares and unprepares the claims of one driver.
 
-    tasks: run the work that must not be cancelled. running_pods: records in the ledger which pods use which claims,
-    and returns the pods whose processes run. deadline: seconds for one claim. changed: called after claims came or
-    went. preparing: the calls that prepare a claim now, by UID.
+    tasks: run the work that must not be cancelled. running_pods, deadline, changed: see `Driver`. preparing: the calls
+    that prepare a claim now, by UID.
     """
 
     records: ClaimRecords
     api: ClusterClaims
-    devices: ServedDevices
+    served: ServedDevices
+    devices: ClaimDevices
     files: ClaimFiles
-    hooks: ClaimHooks
-    grants: ClaimGrants
     events: ClaimEvents
     tasks: Tasks
     statistics: ClaimStatistics
@@ -299,7 +280,7 @@ class ClaimPreparation:
         allocation = parse_allocation(claim, ref, driver, self.records.pool)
         if not allocation.reserved:
             raise ClaimError("unreserved", f"claim {ref.title} is not reserved for a pod (any more)")
-        groups = self.devices.groups(allocation)
+        groups = self.served.groups(allocation)
         if known is not None and known.result is not None:
             # Prepared before a reboot: the devices have to be set up again.
             await self.records.ledger.do(ledger.reopen(driver, ref.uid))
@@ -314,14 +295,14 @@ class ClaimPreparation:
     async def _set_up(self, ref: ClaimRef, record: Claim, groups: Sequence[Group]) -> Prepared:
         """Reserve the devices, call the hooks, write the CDI file and record the answer; undo all if that fails."""
         traces = any("prepare" in group.served.source.hooks for group in groups)
-        await self.grants.reserve(ref, record, durable=traces)
+        await self.devices.reserve(ref, record, durable=traces)
         try:
             edits: dict[str, list[ContainerEdits]] = {}
             for group in groups:
-                edits.setdefault(group.request, []).append(await self.hooks.edits(ref.uid, group))
+                edits.setdefault(group.request, []).append(await self.devices.edits(ref.uid, group))
             prepared = await in_thread(self.files.answer, ref.uid, groups, edits)
             # This verifies the devices after their numbers were read for the CDI file.
-            await self.grants.confirm(ref, dataclasses.replace(record, result=msgspec.json.encode(prepared).decode()))
+            await self.devices.confirm(ref, dataclasses.replace(record, result=msgspec.json.encode(prepared).decode()))
         except BaseException:
             await ended(self.tasks.start(self._undo(ref, record, traces=traces)))  # also if this task is cancelled
             raise
@@ -336,7 +317,7 @@ class ClaimPreparation:
         try:
             await self.files.remove(ref.uid)
             if traces:
-                await self.hooks.unprepare(record)
+                await self.devices.unprepare(record)
             await self.records.ledger.do(ledger.unprepare(driver, ref.uid))
         except (ClaimError, hooks.HookError, cdi.CdiError, LedgerError) as error:
             _LOG.warning("%s: the failed Prepare of claim %s is not wholly undone: %s", driver, ref.title, error)
@@ -369,14 +350,14 @@ class ClaimPreparation:
         """Undo all that was prepared for a claim. The caller has its lock, and knows that no container uses it."""
         known = self.records.get(uid)
         if known is not None:
-            await self.hooks.unprepare(known)
+            await self.devices.unprepare(known)
         if is_uid(uid):
             await self.files.remove(uid)
         if known is not None:
             await self.records.ledger.do(ledger.unprepare(self.records.driver, uid))
             self.statistics.unprepare.done += 1
             self.changed()
-            self.hooks.released(known)
+            self.devices.released(known)
 
 
 def _as_claim_error(error: BaseException, what: str, deadline: float) -> ClaimError:

@@ -1,4 +1,4 @@
-"""What a driver's ledger has of its claims, with the answers that the kubelet got."""
+"""What the ledger has of a driver's claims, with the answers that the kubelet got."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class ClaimRecords:
         self._locks: dict[str, tuple[asyncio.Lock, int]] = {}
 
     def get(self, uid: str) -> Claim | None:
-        """Return the record of a claim."""
+        """Return a claim's record."""
         return self.ledger.snapshot.claims.get((self.driver, uid))
 
     def all(self) -> list[Claim]:

@@ -51,10 +51,6 @@ SERVICES: Final = ("v1.DRAPlugin", "v1beta1.DRAPlugin", "v1.DRAResourceHealth", 
 _SERVER_OPTIONS: Final = (("grpc.so_reuseport", 0), ("grpc.max_send_message_length", -1))
 
 
-class RegistrarError(Exception):
-    """Raised when the kubelet's directories cannot be used."""
-
-
 @dataclass(frozen=True, slots=True)
 class Timing:
     """Waits, in seconds; tests make them short.
@@ -80,17 +76,6 @@ class RegistrarStatistics:
     error: str = ""
 
 
-def socket_path(directory: Path, name: str, tail: str) -> Path:
-    """Return directory/name+tail, the name shortened (and made unique by a hash) where it is too long.
-
-    Raises RegistrarError: the directory's own path leaves no room.
-    """
-    try:
-        return addresses.socket_path(directory, name, tail)
-    except ValueError as error:
-        raise RegistrarError(str(error)) from None
-
-
 def _unlink(path: Path) -> None:
     with contextlib.suppress(OSError):
         path.unlink()
@@ -104,13 +89,11 @@ class _Registration(RegistrationServicer):
         self._answered = answered
 
     async def GetInfo(self, request: object, context: object) -> pb.PluginInfo:  # noqa: N802  # the API's name
-        """Name the driver, its endpoint and its services."""
         return self._info
 
     async def NotifyRegistrationStatus(self, request: pb.RegistrationStatus, context: object) -> Any:  # noqa: N802
-        """Note whether the kubelet accepted the driver; an error here would deregister it."""
         self._answered(request.plugin_registered, request.error)
-        return pb.RegistrationStatusResponse()
+        return pb.RegistrationStatusResponse()  # an error here would deregister the driver
 
 
 @dataclass(slots=True)
@@ -128,10 +111,7 @@ class _Socket:
 
 
 class Registrar:
-    """Serves one driver and keeps it registered until it is cancelled.
-
-    kubelet_root: the kubelet's --root-dir. changed: called when the registration came or went.
-    """
+    """Serves one driver and keeps it registered. changed: called when the registration came or went."""
 
     def __init__(
         self,
@@ -159,7 +139,7 @@ class Registrar:
     @property
     def directory(self) -> Path:
         """The driver's own directory among the kubelet's plugins."""
-        return socket_path(self._plugins, self.driver.name, "/dra-12345678.sock").parent
+        return addresses.socket_path(self._plugins, self.driver.name, "/dra-12345678.sock").parent
 
     def follow(self) -> None:
         """Report the health of the resources that the driver serves now; call it when they are other ones."""
@@ -169,7 +149,7 @@ class Registrar:
     async def run(self) -> None:
         """Serve and be registered until cancelled, then end calls in flight and remove the own sockets.
 
-        Raises RegistrarError: the kubelet's root has a path too long for any socket.
+        Raises ValueError: the kubelet's root has a path too long for any socket.
         """
         directories = [str(self._registry), str(self.directory)]
         try:
@@ -194,12 +174,8 @@ class Registrar:
             # Once a refusal: the next try is later each time.
             self._refused = False
             delay = self._backoff.next()
-            _LOG.error(
-                "%s: the kubelet refused the registration: %s; trying again in %.1f s",
-                self.driver.name,
-                self.statistics.error,
-                delay,
-            )
+            what = f"the kubelet refused the registration: {self.statistics.error}"
+            _LOG.error("%s: %s; trying again in %.1f s", self.driver.name, what, delay)
             await asyncio.sleep(delay)
             if self.statistics.registered:  # the kubelet's own next try was sooner
                 return self._timing.check
@@ -224,7 +200,7 @@ class Registrar:
         await self._bind(service, endpoint)
         info = pb.PluginInfo(type=PLUGIN_TYPE, name=name, endpoint=str(endpoint), supported_versions=list(SERVICES))
         add_RegistrationServicer_to_server(_Registration(info, self._answered), registration)
-        await self._bind(registration, socket_path(self._registry, name, f"-{instance}-reg.sock"))
+        await self._bind(registration, addresses.socket_path(self._registry, name, f"-{instance}-reg.sock"))
         self._made_at = time.monotonic()
         _LOG.debug("%s: serving at %s, waiting for the kubelet", name, endpoint)
 
@@ -237,7 +213,6 @@ class Registrar:
         self._sockets.append(_Socket(path, server, file_identity(path)))
 
     def _answered(self, registered: bool, error: str) -> None:
-        """Take note of the kubelet's answer to the registration."""
         self.statistics.registered = registered
         if registered:
             self._backoff.reset()
@@ -263,12 +238,10 @@ class Registrar:
     def _sweep(self) -> None:
         """Remove sockets of instances of this driver that were killed: nobody answers there."""
         tail = "-12345678-reg.sock"
-        prefix = socket_path(self._registry, self.driver.name, tail).name.removesuffix(tail)
-        kinds = (
-            (self._registry, re.compile(rf"{re.escape(prefix)}-[0-9a-f]{{8}}-reg\.sock")),
-            (self.directory, re.compile(r"dra-[0-9a-f]{8}\.sock")),
-        )
-        for directory, pattern in kinds:
+        prefix = addresses.socket_path(self._registry, self.driver.name, tail).name.removesuffix(tail)
+        registration = re.compile(rf"{re.escape(prefix)}-[0-9a-f]{{8}}-reg\.sock")
+        service = re.compile(r"dra-[0-9a-f]{8}\.sock")
+        for directory, pattern in ((self._registry, registration), (self.directory, service)):
             for path in directory.iterdir():
                 if pattern.fullmatch(path.name) and addresses.is_abandoned(path):
                     _unlink(path)

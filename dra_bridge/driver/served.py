@@ -1,4 +1,4 @@
-"""The devices that a driver serves, and those of them that one request of a claim gets."""
+"""The devices that a driver serves, and those that a claim's requests get."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from dra_bridge.ledger import Claim
 
 
 class ServedResource(NamedTuple):
-    """One resource that the driver serves: the source of its devices, and the live set of them."""
+    """One resource that a driver serves."""
 
     source: DeviceSource
     inventory: Inventory

@@ -31,7 +31,7 @@ _HEALTH: Final = {
 }
 
 
-class ClaimService(dra_v1_pb2_grpc.DRAPluginServicer, dra_v1beta1_pb2_grpc.DRAPluginServicer):
+class _ClaimService(dra_v1_pb2_grpc.DRAPluginServicer, dra_v1beta1_pb2_grpc.DRAPluginServicer):
     """DRAPlugin in one version, whose messages `pb` are. Both have the same messages, but v1beta1 has no `share_id`."""
 
     def __init__(self, driver: Driver, pb: Any) -> None:
@@ -40,7 +40,6 @@ class ClaimService(dra_v1_pb2_grpc.DRAPluginServicer, dra_v1beta1_pb2_grpc.DRAPl
         self._shares = "share_id" in pb.Device.DESCRIPTOR.fields_by_name
 
     async def NodePrepareResources(self, request: Any, context: object) -> Any:  # noqa: N802  # the API's name
-        """Prepare claims before the sandbox of a pod is made."""
         response = self._pb.NodePrepareResourcesResponse()
         for uid, answer in (await self._driver.prepare(_refs(request))).items():
             entry = response.claims[uid]
@@ -59,7 +58,6 @@ class ClaimService(dra_v1_pb2_grpc.DRAPluginServicer, dra_v1beta1_pb2_grpc.DRAPl
         return response
 
     async def NodeUnprepareResources(self, request: Any, context: object) -> Any:  # noqa: N802
-        """Unprepare claims after their last pod."""
         response = self._pb.NodeUnprepareResourcesResponse()
         for uid, answer in (await self._driver.unprepare(_refs(request))).items():
             response.claims[uid].error = "" if answer is None else str(answer)
@@ -133,7 +131,7 @@ class HealthService(
 
 def add_to_server(driver: Driver, health: HealthService, server: grpc.aio.Server) -> None:
     """Serve a driver's claims and the health of its devices in all versions of the kubelet's API."""
-    dra_v1_pb2_grpc.add_DRAPluginServicer_to_server(ClaimService(driver, dra_v1_pb2), server)
-    dra_v1beta1_pb2_grpc.add_DRAPluginServicer_to_server(ClaimService(driver, dra_v1beta1_pb2), server)
+    dra_v1_pb2_grpc.add_DRAPluginServicer_to_server(_ClaimService(driver, dra_v1_pb2), server)
+    dra_v1beta1_pb2_grpc.add_DRAPluginServicer_to_server(_ClaimService(driver, dra_v1beta1_pb2), server)
     dra_health_v1_pb2_grpc.add_DRAResourceHealthServicer_to_server(health, server)
     dra_health_v1alpha1_pb2_grpc.add_DRAResourceHealthServicer_to_server(health, server)

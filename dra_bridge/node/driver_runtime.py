@@ -16,8 +16,7 @@ from dra_bridge.handover import DeviceIdResolver, Handover, LedgerGate, allocati
 from dra_bridge.kube import ClusterError
 from dra_bridge.ledger import AsyncLedger
 from dra_bridge.node.claim_reconciliation import ClaimPods, ClaimReconciliation
-from dra_bridge.node.device_reconciliation import DeviceReconciler
-from dra_bridge.node.evidence import EvidenceReader
+from dra_bridge.node.device_reconciliation import DeviceReconciler, EvidenceReader
 from dra_bridge.node.gates import DENY_ALL
 from dra_bridge.node.resource import DriverContext, Node, ResourceRuntime, groups
 from dra_bridge.node.share import DriverShare, HandoverPolicy

@@ -17,6 +17,7 @@ from typing import Any, TypeVar
 import pytest
 
 from deviceplugin import filewatch
+from deviceplugin.addresses import socket_path
 from deviceplugin.backoff import Backoff
 from deviceplugin.device import ContainerEdits, Device, Health
 from deviceplugin.inventory import Inventory
@@ -24,7 +25,7 @@ from deviceplugin.source import DeviceSource
 from dra_bridge import ledger
 from dra_bridge.driver import ClaimRef, ClusterClaims, Driver, ServedResource
 from dra_bridge.driver import registrar as registrar_module
-from dra_bridge.driver.registrar import Registrar, RegistrarError, Timing, socket_path
+from dra_bridge.driver.registrar import Registrar, Timing
 from dra_bridge.driver.services import health_list
 from dra_bridge.ledger import AsyncLedger, Side
 from dra_bridge.testing.kubelet import HEALTH_SERVICES, FakeDraKubelet, FakeDraPod, PodError
@@ -434,5 +435,5 @@ def test_paths_fit_and_stay_apart(length: int) -> None:
     paths = {socket_path(directory, letter * length, "-12345678-reg.sock") for letter in "ab"}
     assert len(paths) == 2
     assert all(len(str(path)) <= 107 for path in paths)
-    with pytest.raises(RegistrarError):
+    with pytest.raises(ValueError):
         socket_path(Path("/" + "x" * 90), "a" * length, "-12345678-reg.sock")
