@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
@@ -73,17 +73,13 @@ class EvidenceReader:
 
     async def _allocations(self, resource: str, devices: frozenset[str], but: set[str]) -> list[ClaimEvidence]:
         found = []
-        async for metadata, keys in self._listed():
-            names = frozenset(device for of, device in keys if of == resource and device in devices)
-            if names and metadata["uid"] not in but:
-                evidence = ClaimEvidence(self.driver.name, metadata["uid"], names, False)
-                found.append(replace(evidence, namespace=metadata["namespace"], name=metadata["name"]))
-        return found
-
-    async def _listed(self) -> AsyncIterator[tuple[Mapping[str, str], set[tuple[str, str]]]]:
-        """List all claims, consistently; yield the metadata of each, and the devices that its allocation names."""
         for claim in (await self.cluster.list(RESOURCE_CLAIMS)).items:
-            yield claim["metadata"], self._allocated(claim)
+            data = claim["metadata"]
+            names = frozenset(device for of, device in self._allocated(claim) if of == resource and device in devices)
+            if names and data["uid"] not in but:
+                evidence = ClaimEvidence(self.driver.name, data["uid"], names, False)
+                found.append(replace(evidence, namespace=data["namespace"], name=data["name"]))
+        return found
 
     def _allocated(self, claim: Mapping[str, Any]) -> set[tuple[str, str]]:
         """Return (resource, device) of this node that a claim's allocation names, without administrative access."""
@@ -100,7 +96,11 @@ class EvidenceReader:
 
     async def allocated(self) -> Mapping[tuple[str, str], str]:
         """List all claims, consistently; return namespace/name by the (resource, device) allocated here."""
-        return {key: f"{data['namespace']}/{data['name']}" async for data, keys in self._listed() for key in keys}
+        found: dict[tuple[str, str], str] = {}
+        for claim in (await self.cluster.list(RESOURCE_CLAIMS)).items:
+            data = claim["metadata"]
+            found |= dict.fromkeys(self._allocated(claim), f"{data['namespace']}/{data['name']}")
+        return found
 
     async def allocates(self, claim: str, resource: str, device: str) -> bool:
         """Read one claim, by namespace/name; return whether its allocation names the device of this node."""
@@ -155,9 +155,8 @@ class DeviceReconciler:
                     one.reconciled.set()
                     one.service.release_idle()
                 return
-            holders = {
-                name: self.context.node.foreign_holder(resource, name, self.context.name) for name in unreconciled
-            }
+            foreign = self.context.node.foreign_holder
+            holders = {name: foreign(resource, name, self.context.name) for name in unreconciled}
             reasons = {name: holder for name, holder in holders.items() if holder}
             try:
                 if await decide_names(self.context, resource):
@@ -180,7 +179,6 @@ class DeviceReconciler:
             await asyncio.sleep(backoff.next())
 
     def _unreconciled(self, resource: str, one: ResourceRuntime) -> list[str]:
-        """Return the devices about which no evidence was reconciled yet, or that the ledger does not have."""
         known, reconciled = self.context.ledger.snapshot.devices, self.context.gate.reconciled
         keys = {name: (resource, name) for name in one.service.inventory.snapshot.devices}
         return [name for name, key in keys.items() if key not in reconciled or key not in known]

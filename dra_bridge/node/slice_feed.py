@@ -156,23 +156,17 @@ class SliceFeed:
 
         It changes at once when a side changed, and rarely if only holders did.
         """
-        handovers = {resource: one.handover for resource, one in self._context.resources.items()}
-        waits = {(name, device): what for name, one in handovers.items() for device, what in one.waiting.items()}
-        listed = {resource: one.service.inventory.snapshot for resource, one in self._context.resources.items()}
-        gone = {
-            (resource, device)
-            for resource, snapshot in listed.items()
-            for device in self._context.ledger.snapshot.of(resource).keys() - (snapshot.devices.keys() - snapshot.gone)
-        }
-        now, rest = time.monotonic(), None
-        current = progress.progress(
-            self._context.ledger.snapshot,
-            {resource: str(one.share) for resource, one in handovers.items()},
-            waits,
-            asked=self._context.share.text,
-            gone=gone,
-            qualifiers=qualifiers_of(self._context.ledger.snapshot),
-        )
+        records, now, rest = self._context.ledger.snapshot, time.monotonic(), None
+        shares: dict[str, str] = {}
+        waits: dict[tuple[str, str], str] = {}
+        gone: set[tuple[str, str]] = set()
+        for resource, one in self._context.resources.items():
+            listed = one.service.inventory.snapshot
+            shares[resource] = str(one.handover.share)
+            waits |= {(resource, device): what for device, what in one.handover.waiting.items()}
+            gone |= {(resource, name) for name in records.of(resource).keys() - (listed.devices.keys() - listed.gone)}
+        asked, qualifiers = self._context.share.text, qualifiers_of(records)
+        current = progress.progress(records, shares, waits, asked=asked, gone=gone, qualifiers=qualifiers)
         sides = progress.encoded(progress.without_holders(current))
         if self._reported is None or current != self._reported[0]:
             if self._reported is not None and sides == self._reported[1] and self._reported[2] + HOLDERS > now:

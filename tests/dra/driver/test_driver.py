@@ -37,7 +37,7 @@ from dra_bridge.driver import (
     RunningPods,
     ServedResource,
     claim_files,
-    services,
+    registrar,
 )
 from dra_bridge.driver.claims import Config, Opaque, decoded_config
 from dra_bridge.kube import Cluster
@@ -1000,7 +1000,7 @@ async def test_both_versions_of_the_api_answer_alike(here: World, tmp_path: Path
     """v1 has shares, v1beta1 does not; errors are inside the map."""
     here.claims.add(claim("1", result("d0", "fpga/big", shareID="s")), claim("2", result("d9")))
     server = grpc.aio.server()
-    services.add_to_server(here.driver, services.HealthService(here.driver, 10.0), server)
+    registrar.add_to_server(here.driver, registrar.HealthService(here.driver, 10.0), server)
     address = f"unix:{tmp_path}/s"
     server.add_insecure_port(address)
     await server.start()

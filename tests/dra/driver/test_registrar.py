@@ -25,8 +25,7 @@ from deviceplugin.source import DeviceSource
 from dra_bridge import ledger
 from dra_bridge.driver import ClaimRef, ClusterClaims, Driver, ServedResource
 from dra_bridge.driver import registrar as registrar_module
-from dra_bridge.driver.registrar import Registrar, Timing
-from dra_bridge.driver.services import health_list
+from dra_bridge.driver.registrar import Registrar, Timing, health_list
 from dra_bridge.ledger import AsyncLedger, Side
 from dra_bridge.testing.kubelet import HEALTH_SERVICES, FakeDraKubelet, FakeDraPod, PodError
 
