@@ -50,7 +50,7 @@ class ClaimFiles:
                 merged = ContainerEdits.merge(of_request)
             except EditConflictError as error:
                 raise ClaimError("conflict", f"request {request!r}: {error}") from error
-            members = [(group, result) for group in groups if group.request == request for result in group.results]
+            members = [(group, result) for group in groups if group.request == request for _, result in group.members]
             ids = list(merged.cdi)
             if merged.env or merged.nodes or merged.mounts:
                 kind = _ADMIN if all(group.admin for group, _ in members) else _HOLDING
@@ -69,7 +69,7 @@ class ClaimFiles:
         return Prepared(tuple(devices), data.decode(), self.boot)
 
     async def write(self, uid: str, prepared: Prepared) -> bool:
-        """Write a prepared claim's CDI file under its lock; return False if it was there already or is not needed."""
+        """Write a prepared claim's file, under the claim's lock; return False if it was there or is not needed."""
         return bool(prepared.spec) and await in_thread(self._store.write, uid, prepared.spec.encode())
 
     async def remove(self, uid: str) -> None:

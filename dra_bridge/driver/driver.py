@@ -101,11 +101,11 @@ class Driver:
         self.reconciler = ClaimReconciler(self.records, api, self.files, self._preparation, deadline)
 
     async def prepare(self, claims: Iterable[ClaimRef]) -> dict[str, Prepared | ClaimError]:
-        """Prepare claims, each on its own; an answer by UID for every one of them."""
+        """Prepare claims, each on its own; return an answer by UID for every one of them."""
         return await self._each(claims, self._preparation.prepare)
 
     async def unprepare(self, claims: Iterable[ClaimRef]) -> dict[str, ClaimError | None]:
-        """Unprepare claims, each on its own, known or not; None by UID where it is done."""
+        """Unprepare claims, each on its own, known or not; return None by UID where it is done."""
         return await self._each(claims, self._preparation.unprepare)
 
     async def _each(
@@ -117,10 +117,8 @@ class Driver:
         if tasks:
             await asyncio.wait(tasks.values(), timeout=self._patience)
         late = f"not done within {self._patience:g} s; it goes on"
-        return {
-            uid: _answer(task) if task.done() else ClaimError("timeout", f"claim {refs[uid].title}: {late}")
-            for uid, task in tasks.items()
-        }
+        timeouts = {uid: ClaimError("timeout", f"claim {ref.title}: {late}") for uid, ref in refs.items()}
+        return {uid: _answer(task) if task.done() else timeouts[uid] for uid, task in tasks.items()}
 
     def claim_evidence(self, prepared: Iterable[PreparedClaim], resource: str) -> Iterator[ClaimEvidence]:
         """Yield the evidence of the kubelet's claim state about devices of one resource (R8)."""
@@ -151,11 +149,10 @@ class Driver:
         found: dict[str, list[ClaimEvidence]] = {served.source.resource: [] for served in self.devices.resources}
         by_name = self.devices.by_name
         for uid, names in self.files.holding():
-            devices: dict[str, set[str]] = {}
-            for served, device in (by_name[name] for name in names if name in by_name):
-                devices.setdefault(served.source.resource, set()).add(device.id)
-            for resource, ids in devices.items():
-                found[resource].append(ClaimEvidence(self.name, uid, frozenset(ids), prepared=True))
+            devices = [by_name[name] for name in names if name in by_name]
+            for resource in {served.source.resource for served, _ in devices}:
+                ids = frozenset(device.id for served, device in devices if served.source.resource == resource)
+                found[resource].append(ClaimEvidence(self.name, uid, ids, prepared=True))
         return found
 
     async def close(self) -> None:

@@ -143,17 +143,13 @@ class ClaimDevices:
 
         Raises ClaimError: a hook failed, or the edits contradict each other.
         """
-        source, devices = group.served.source, tuple(dict.fromkeys(group.devices))
+        source, devices = group.served.source, tuple(dict.fromkeys(device for device, _ in group.members))
         if "reset" in source.hooks and not group.admin:
             # A device that another claim shares is not reset while that claim uses it.
-            others = {
-                key
-                for claim in self.records.ledger.snapshot.claims_on(source.resource, (one.id for one in devices))
-                if (claim.driver, claim.uid) != (self.records.driver, uid)
-                for key in claim.held
-            }
-            idle = [device for device in devices if (source.resource, device.id) not in others]
-            if idle:
+            claims = self.records.ledger.snapshot.claims_on(source.resource, (one.id for one in devices))
+            others = [claim.held for claim in claims if (claim.driver, claim.uid) != (self.records.driver, uid)]
+            shared = frozenset().union(*others)
+            if idle := [device for device in devices if (source.resource, device.id) not in shared]:
                 await self._call("reset", source, source.reset, idle)
         extra = ContainerEdits()
         if "edits" in source.hooks:
@@ -287,7 +283,7 @@ class ClaimPreparation:
         devices = tuple(
             ClaimDevice(group.served.source.resource, device.id, result.share_id or "", group.admin)
             for group in groups
-            for device, result in zip(group.devices, group.results, strict=True)
+            for device, result in group.members
         )
         record = Claim(driver, ref.uid, ref.namespace, ref.name, devices, None, time.time(), pods=allocation.pods)
         return await self._set_up(ref, record, groups)

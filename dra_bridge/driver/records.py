@@ -61,7 +61,7 @@ class ClaimRecords:
 
     @contextlib.asynccontextmanager
     async def locked(self, uid: str) -> AsyncIterator[None]:
-        """Hold the lock of a claim."""
+        """Lock a claim while the context lasts."""
         lock, users = self._locks.get(uid) or (asyncio.Lock(), 0)
         self._locks[uid] = lock, users + 1
         try:

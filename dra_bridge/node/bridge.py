@@ -107,11 +107,9 @@ class Bridge:
                 self._group = group
                 try:
                     if await self._opened():
-                        self._tasks = [
-                            group.create_task(self.publisher.run(), name="slices"),
-                            group.create_task(self.annotations.run(), name="node"),
-                        ]
-                        self._tasks += [group.create_task(one.run(), name=one.name) for one in self.drivers.values()]
+                        drivers = [one.run() for one in self.drivers.values()]
+                        for work in (self.publisher.run(), self.annotations.run(), *drivers):
+                            self._tasks.append(group.create_task(work))
                         await self.agent.run(before_end=self._end_claims)
                 finally:
                     self._group = None
@@ -152,7 +150,7 @@ class Bridge:
                 errors.append(str(error))
             for driver in self.drivers.keys() - there:
                 if self._group is not None:
-                    self._tasks.append(self._group.create_task(self.drivers[driver].run(), name=driver))
+                    self._tasks.append(self._group.create_task(self.drivers[driver].run()))
         if errors:
             raise AgentError("; ".join(dict.fromkeys(errors)))
 

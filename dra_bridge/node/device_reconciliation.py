@@ -138,7 +138,7 @@ class DeviceReconciler:
             await one.changed.wait()
 
     def forget_unlisted(self, one: ResourceRuntime) -> None:
-        """Reconcile devices that are unplugged again when they come back: somebody may hold them then."""
+        """Reconcile unplugged devices again when they come back: they may have holders then."""
         resource, listed = one.service.resource, one.service.inventory.snapshot.devices
         gone = {key for key in self.context.gate.reconciled if key[0] == resource and key[1] not in listed}
         self.context.gate.reconciled.difference_update(gone)

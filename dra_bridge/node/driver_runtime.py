@@ -173,11 +173,8 @@ class DriverRuntime:
 
     async def _keep_files(self) -> None:
         await self.driver.files.keep()
-        _LOG.error(
-            "%s was deleted on the host while it is mounted here, no claim can be prepared; the agent ends, "
-            "so that its next container mounts the directory that is there then",
-            self._context.node.cdi_directory,
-        )
+        what = f"{self._context.node.cdi_directory} was deleted on the host while it is mounted here"
+        _LOG.error("%s, no claim can be prepared; the agent ends, so that its next container mounts a new one", what)
         self._context.node.agent.stop()
 
     async def _end_with_ledger(self) -> None:

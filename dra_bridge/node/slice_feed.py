@@ -132,11 +132,8 @@ class SliceFeed:
         for resource, one in self._context.resources.items():
             source, snapshot = one.service.source, one.service.inventory.snapshot
             known = self._context.ledger.snapshot.of(resource)
-            offered = frozenset(
-                name
-                for name in snapshot.devices
-                if (resource, name) in self._context.gate.reconciled and name in known and known[name].state.offered
-            )
+            names = snapshot.devices.keys() & {name for name, record in known.items() if record.state.offered}
+            offered = frozenset(name for name in names if (resource, name) in self._context.gate.reconciled)
             offered -= self._context.node.agent.guard.withheld(resource, "dra").keys()
             without += [(resource, name) for name in (snapshot.devices.keys() | known.keys()) - offered]
             replicas = {name: source.replicas_of(device) for name, device in snapshot.devices.items()}
