@@ -92,7 +92,7 @@ class ClaimReconciler:
         if known is None:
             return ""
         prepared = prepared_of(known)
-        # A ledger of schema 1 has no pods: whether containers of this boot use the claim is not known.
+        # A claim known by its CDI file alone may have no pods: whether containers of this boot use the claim is not known.
         unknown = not known.pods and prepared is not None and prepared.boot == self.files.boot
         try:
             users = known.pods | unlisted

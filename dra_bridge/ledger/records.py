@@ -21,10 +21,6 @@ class LedgerError(Exception):
     """Raised when something could not be recorded; nothing was granted then."""
 
 
-class LedgerBusyError(LedgerError):
-    """Raised when another agent of this node has the ledger."""
-
-
 class LedgerLostError(LedgerError):
     """Raised when the files are not those that were opened, or have lost what was written.
 

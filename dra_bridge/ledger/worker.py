@@ -49,7 +49,7 @@ class AsyncLedger:
         def work() -> None:
             ledger: Ledger | Exception
             try:
-                ledger = Ledger(path, wait=True)
+                ledger = Ledger(path)
             except Exception as error:  # passed on
                 ledger = error
             try:

@@ -1319,7 +1319,7 @@ async def test_a_claim_stays_prepared_while_its_pods_cannot_be_known(tmp_path: P
 
 
 async def test_a_claim_of_an_older_ledger_is_not_ended_without_the_kubelet(tmp_path: Path) -> None:
-    """A ledger of schema 1 has no pods: whether containers of this boot use the claim is not known."""
+    """Its pods are not known: whether containers of this boot use the claim is not known."""
     here = await world(tmp_path)
     here.claims.add(claim("1", result("d0")))
     await here.prepared("1")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import hashlib
 import os
 import shutil
 import signal
@@ -18,7 +17,6 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
-import msgspec
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -35,12 +33,11 @@ from dra_bridge.ledger import (
     Ledger,
     LedgerError,
     Side,
-    State,
     rules,
 )
 from dra_bridge.ledger.operations import Granted
-from dra_bridge.ledger.records import Decision, LedgerBusyError, LedgerLostError
-from tests.dra.ledger.samples import T0, D, Flaky, R, claim, held_by, seen, state
+from dra_bridge.ledger.records import Decision, LedgerLostError
+from tests.dra.ledger.samples import T0, D, Flaky, R, claim, held_by
 
 
 def test_a_file_that_can_only_be_read_is_put_aside(path: str) -> None:
@@ -57,12 +54,10 @@ def test_a_file_that_can_only_be_read_is_put_aside(path: str) -> None:
 def test_a_second_agent_stands_by_until_the_first_ends(path: str) -> None:
     """A rolling update: the next agent has the ledger the moment the old one lets go."""
     first = Ledger(path)
-    with pytest.raises(LedgerBusyError):
-        Ledger(path)
 
     async def second() -> int:
         opening = asyncio.create_task(AsyncLedger.open(path))
-        await asyncio.sleep(0)
+        assert not (await asyncio.wait([opening], timeout=0.1))[0]
         first.do(ledger.adopt(R, ["a"], Side.PLUGIN, T0))
         first.close()
         async_ledger = await opening
@@ -183,7 +178,7 @@ def test_what_is_closed_answers_with_an_error(path: str) -> None:
         store.do(ledger.grant(R, {"a": "a"}, T0))
 
 
-@pytest.mark.parametrize("version", [0, 3, 99])
+@pytest.mark.parametrize("version", [0, 2, 4, 99])
 def test_a_file_of_another_schema_is_put_aside(store: Ledger, path: str, version: int) -> None:
     """Older or newer: never a reason to stay down, never lost."""
     store.close()
@@ -194,64 +189,6 @@ def test_a_file_of_another_schema_is_put_aside(store: Ledger, path: str, version
         assert again.set_aside is not None
         assert os.path.exists(again.set_aside)
         again.do(ledger.adopt(R, ["a"], Side.PLUGIN, T0))
-
-
-FORMER = """
-CREATE TABLE devices (resource, device, state, since, sequence, reason, PRIMARY KEY (resource, device)) WITHOUT ROWID;
-CREATE TABLE holds (resource, unit, device, since, sequence, PRIMARY KEY (resource, unit)) WITHOUT ROWID;
-CREATE TABLE claims (driver, uid, namespace, name, devices, result, since, sequence, PRIMARY KEY (driver, uid))
-    WITHOUT ROWID;
-CREATE TABLE seal (id INTEGER PRIMARY KEY, sequence INTEGER NOT NULL, seal INTEGER NOT NULL);
-PRAGMA application_id = 1685089383;
-PRAGMA user_version = 1;
-"""
-FORMER_ROWS: dict[str, list[tuple[object, ...]]] = {
-    "devices": [(R, "a", "plugin", T0, 1, ""), (R, "b", "dra", T0, 2, "the share is 1")],
-    "holds": [(R, "a", "a", T0, 3)],
-    "claims": [(D, "1", "ml", "train", f'[["{R}","b","",false]]', "ready", T0, 4)],
-}
-
-
-def former_ledger(path: str, *, seal: int = 0) -> None:
-    """Write a ledger as an agent of schema 1 left it; `seal` other than 0 damages it."""
-    os.makedirs(os.path.dirname(path))
-    with contextlib.closing(sqlite3.connect(path)) as raw:
-        raw.executescript(FORMER)
-        for table, rows in FORMER_ROWS.items():
-            for row in rows:
-                raw.execute(f"INSERT INTO {table} VALUES ({', '.join('?' * len(row))})", row)
-                digest = hashlib.blake2b(msgspec.msgpack.encode((table, *row)), digest_size=8).digest()
-                seal ^= int.from_bytes(digest, "big", signed=True)
-        raw.execute("INSERT INTO seal VALUES (1, 4, ?)", (seal,))
-        raw.commit()
-
-
-def test_a_ledger_of_schema_1_is_upgraded(path: str) -> None:
-    """Nothing is lost; grants of then wait for their container to be named, and claims' pods are not known."""
-    former_ledger(path)
-    for _ in range(2):  # upgraded, and then as it is
-        with Ledger(path) as store:
-            assert (store.set_aside, store.fresh, store.snapshot.sequence) == (None, False, 4)
-            assert (state(store, "a"), state(store, "b")) == (State.PLUGIN, State.DRA)
-            record = store.snapshot.allocations[R, "a"]
-            assert (record.device, record.holders, record.pending) == ("a", frozenset(), True)
-            prepared = store.snapshot.claims[D, "1"]
-            assert (prepared.title, prepared.held, prepared.pods) == ("ml/train", frozenset({(R, "b")}), frozenset())
-    with Ledger(path) as store:
-        store.do(ledger.observe(R, seen(store, a="u1/main"), T0))
-        store.do(ledger.set_setting("share", R, "1"))
-    with Ledger(path) as store:
-        assert store.set_aside is None
-        assert store.snapshot.allocations[R, "a"].holders == {("u1", "main")}
-
-
-def test_a_damaged_ledger_of_schema_1_is_put_aside(path: str) -> None:
-    """Its seal is checked before anything of it is taken over."""
-    former_ledger(path, seal=1)
-    with Ledger(path) as store:
-        assert store.set_aside is not None
-        assert store.fresh
-        assert not store.snapshot.devices
 
 
 def test_only_the_latest_damaged_files_are_kept(path: str) -> None:
