@@ -12,13 +12,13 @@ from typing import Final
 from deviceplugin import cdi
 from deviceplugin.kubelet import holders
 from deviceplugin.kubelet.cgroups import PodProcesses
-from dra_bridge import ledger
 from dra_bridge.driver.claim_api import ClusterClaims
 from dra_bridge.driver.claim_files import ClaimFiles
 from dra_bridge.driver.claims import ClaimError, ClaimRef, parse_allocation
 from dra_bridge.driver.preparation import ClaimPreparation
 from dra_bridge.driver.records import ClaimRecords, prepared_of
-from dra_bridge.ledger import Claim, LedgerError
+from dra_bridge.ledger import operations
+from dra_bridge.ledger.records import Claim, LedgerError
 
 _LOG: Final = logging.getLogger(__name__)
 
@@ -92,7 +92,7 @@ class ClaimReconciler:
         if known is None:
             return ""
         prepared = prepared_of(known)
-        # A claim known by its CDI file alone may have no pods: whether containers of this boot use the claim is not known.
+        # A claim known by its CDI file alone has no pods: whether containers of this boot use it is not known.
         unknown = not known.pods and prepared is not None and prepared.boot == self.files.boot
         try:
             users = known.pods | unlisted
@@ -107,7 +107,7 @@ class ClaimReconciler:
             return ""
         try:
             if prepared.boot != self.files.boot:
-                await self.records.ledger.do(ledger.reopen(self.records.driver, uid))
+                await self.records.ledger.do(operations.reopen(self.records.driver, uid))
                 return "reopened"
             written = await self.files.write(uid, prepared)
         except (cdi.CdiError, LedgerError) as error:

@@ -18,9 +18,11 @@ from deviceplugin.identity import Tokens
 from deviceplugin.kubelet.allocation_gate import Refusal, Side
 from deviceplugin.kubelet.exclusion_guard import ExclusionGuard
 from deviceplugin.kubelet.holders import HolderSnapshot
-from dra_bridge import ledger
 from dra_bridge.handover.evidence import DeviceIdResolver, kubelet_snapshot
-from dra_bridge.ledger import AsyncLedger, LedgerError
+from dra_bridge.ledger import operations
+from dra_bridge.ledger.records import LedgerError
+from dra_bridge.ledger.rules import Refused
+from dra_bridge.ledger.worker import AsyncLedger
 
 _LOG: Final = logging.getLogger(__name__)
 
@@ -90,11 +92,11 @@ class LedgerGate:
         ids = {name: self._device_id_of[resource](name) for name in names}
         try:
             await self._ledger.identify({(resource, one): self._guard.identity(resource, one) for one in devices})
-            answer = await self._ledger.do(ledger.grant(resource, ids, time.time()))
+            answer = await self._ledger.do(operations.grant(resource, ids, time.time()))
         except LedgerError as error:
             details = f"{resource}: the ledger cannot be written: {error}"
             raise Refusal(grpc.StatusCode.UNAVAILABLE, "ledger", details) from error
-        if isinstance(answer, ledger.Refused):
+        if isinstance(answer, Refused):
             raise Refusal(grpc.StatusCode.FAILED_PRECONDITION, "side", answer.message)
 
     def avoids(self, resource: str) -> Collection[str]:
@@ -143,7 +145,7 @@ class LedgerGate:
         for resource, device_id_of in tuple(self._device_id_of.items()):  # a reload may drop one meanwhile
             seen = kubelet_snapshot(cast("int", before), scan, resource, device_id_of, self._title)
             try:
-                done = await self._ledger.do(ledger.observe(resource, seen, time.time()))
+                done = await self._ledger.do(operations.observe(resource, seen, time.time()))
             except LedgerError as error:
                 _LOG.warning("%s: the ledger cannot be written: %s", resource, error)
                 continue

@@ -18,11 +18,13 @@ from deviceplugin.exclusion import Key
 from deviceplugin.inventory import Inventory
 from deviceplugin.kubelet.holders import HolderSnapshot
 from deviceplugin.kubelet.servicer import Endpoint
-from dra_bridge import ledger
 from dra_bridge.handover.evidence import kubelet_snapshot, shown_unhealthy
 from dra_bridge.handover.planner import Group, followers, held_and_expected, in_state, leading, plan
 from dra_bridge.handover.share import Drain, Share
-from dra_bridge.ledger import AsyncLedger, ClusterEvidence, KubeletEvidence, LedgerError, Side, Snapshot, State
+from dra_bridge.ledger import operations
+from dra_bridge.ledger.records import Claim, LedgerError, Side, Snapshot, State
+from dra_bridge.ledger.rules import ClusterEvidence, KubeletEvidence
+from dra_bridge.ledger.worker import AsyncLedger
 
 _LOG: Final = logging.getLogger(__name__)
 
@@ -184,11 +186,11 @@ class Handover:
             if name not in devices and (self.resource, name) not in held
         }
         if leaving := [name for name, state in gone.items() if state in (State.DRA, State.TO_DRA)]:
-            back = ledger.begin_move(self.resource, leaving, Side.PLUGIN, time.time(), "it is unplugged")
+            back = operations.begin_move(self.resource, leaving, Side.PLUGIN, time.time(), "it is unplugged")
             await self._ledger.do(back)
             self._publish()
         over = [name for name, state in gone.items() if state in (State.PLUGIN, State.QUARANTINED)]
-        if over and (forgotten := await self._ledger.do(ledger.forget(self.resource, over))):
+        if over and (forgotten := await self._ledger.do(operations.forget(self.resource, over))):
             _LOG.info(
                 "%s: devices are unplugged and held by nobody, removed from the ledger: %s",
                 self.resource,
@@ -219,7 +221,7 @@ class Handover:
             self._notify()
 
     async def _begin_move(self, devices: Sequence[str], side: Side, reason: str) -> None:
-        moves = await self._ledger.do(ledger.begin_move(self.resource, devices, side, time.time(), reason))
+        moves = await self._ledger.do(operations.begin_move(self.resource, devices, side, time.time(), reason))
         for state in moves.values():
             if state.value in self.statistics.begun:
                 self.statistics.begun[state.value] += 1
@@ -247,7 +249,7 @@ class Handover:
         seen = kubelet_snapshot(before.sequence, scan, self.resource, device_id_of, self._title)
         evidence = KubeletEvidence(before.sequence, shown, seen)
         before = self._ledger.snapshot
-        done = await self._ledger.do(ledger.commit_to_dra(self.resource, devices, evidence, time.time()))
+        done = await self._ledger.do(operations.commit_to_dra(self.resource, devices, evidence, time.time()))
         waiting.update(done.waiting)
         return self._committed("to-dra", done.devices, before)
 
@@ -276,13 +278,11 @@ class Handover:
         for name in withdrawn:
             queries[name].claim = allocated.get(name, "")
         evidence = ClusterEvidence(before.sequence, withdrawn, at, allocated)
-        done = await self._ledger.do(ledger.commit_to_plugin(self.resource, withdrawn, evidence, time.time()))
+        done = await self._ledger.do(operations.commit_to_plugin(self.resource, withdrawn, evidence, time.time()))
         waiting.update(done.waiting)
         return self._committed("to-plugin", done.devices, before)
 
-    def _queries_of(
-        self, now: Snapshot, devices: Iterable[str], claims: Mapping[str, ledger.Claim]
-    ) -> dict[str, _ClaimQuery]:
+    def _queries_of(self, now: Snapshot, devices: Iterable[str], claims: Mapping[str, Claim]) -> dict[str, _ClaimQuery]:
         """Return what is known of the claims that name these devices. claims: those that are prepared, by device."""
         keys = {name: (name, now.device(self.resource, name).sequence) for name in devices}
         self._queries = {key: self._queries.get(key) or _ClaimQuery(self._waits()) for key in keys.values()}

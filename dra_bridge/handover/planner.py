@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from deviceplugin.exclusion import Key
 from deviceplugin.topology import natural
 from dra_bridge.handover.share import Drain, Share
-from dra_bridge.ledger import Side, Snapshot, State
+from dra_bridge.ledger.records import Side, Snapshot, State
 
 
 def held_and_expected(now: Snapshot) -> tuple[frozenset[Key], frozenset[Key]]:

@@ -93,23 +93,6 @@ def _operation(decide: Callable[Concatenate[Snapshot, _P], Decision[_T]]) -> Cal
 
 
 @_operation
-def adopt(
-    state: Snapshot, resource: str, devices: Collection[str], side: Side, now: float
-) -> Decision[tuple[str, ...]]:
-    """Record devices that the ledger does not know yet; answer which those were.
-
-    A device that somebody holds begins on its holder's side, any other on `side`.
-    """
-    new = tuple(device for device in dict.fromkeys(devices) if (resource, device) not in state.devices)
-    held = {record.device for record in state.allocations_on(resource, new)}
-    claimed = {device for claim in state.claims_on(resource, new) for of, device in claim.held if of == resource}
-    begins = {
-        device: State.PLUGIN if device in held else State.DRA if device in claimed else RESTING[side] for device in new
-    }
-    return Decision(new, _moved(state, resource, begins, now))
-
-
-@_operation
 def forget(state: Snapshot, resource: str, devices: Collection[str]) -> Decision[tuple[str, ...]]:
     """Drop devices that are no more; answer which. Those that somebody holds stay."""
     gone = tuple(
@@ -251,8 +234,9 @@ def _pulled(state: Snapshot, claim: Claim, refusal: rules.Refused) -> Decision[C
     for resource, device in sorted(claim.held):
         if state.device(resource, device).state is State.PLUGIN and not state.allocations_on(resource, (device,)):
             changes += _moved(state, resource, {device: State.TO_DRA}, claim.since, f"{FOR_CLAIM}{claim.title}")
-            if (resource, device) == (refusal.resource, refusal.device):
-                refusal = replace(refusal, state=State.TO_DRA, since=claim.since, moving=True)
+            at = refusal.record
+            if (resource, device) == (at.resource, at.device):
+                refusal = replace(refusal, record=replace(at, state=State.TO_DRA, since=claim.since), moving=True)
     return Decision(refusal, tuple(changes))
 
 

@@ -19,7 +19,8 @@ from deviceplugin.node.service import Service
 from deviceplugin.source import DeviceSource
 from dra_bridge.driver import ClusterClaims
 from dra_bridge.kube import Cluster
-from dra_bridge.ledger import AsyncLedger, LedgerError
+from dra_bridge.ledger.records import LedgerError
+from dra_bridge.ledger.worker import AsyncLedger
 from dra_bridge.node.driver_runtime import DriverRuntime
 from dra_bridge.node.gates import DENY_ALL, ResourceGates
 from dra_bridge.node.policies import HandoverPolicy

@@ -14,7 +14,7 @@ from dra_bridge.driver import Driver, Registrar, ServedResource
 from dra_bridge.driver.tasks import Tasks
 from dra_bridge.handover import DeviceIdResolver, Handover, LedgerGate, allocations_of
 from dra_bridge.kube import ClusterError
-from dra_bridge.ledger import AsyncLedger
+from dra_bridge.ledger.worker import AsyncLedger
 from dra_bridge.node.claim_reconciliation import ClaimPods, ClaimReconciliation
 from dra_bridge.node.device_reconciliation import DeviceReconciler
 from dra_bridge.node.evidence import EvidenceReader

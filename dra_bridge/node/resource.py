@@ -13,7 +13,7 @@ from deviceplugin.node.service import Service
 from dra_bridge.driver import ClusterClaims
 from dra_bridge.handover import Handover, LedgerGate
 from dra_bridge.kube import Cluster, ClusterError
-from dra_bridge.ledger import AsyncLedger
+from dra_bridge.ledger.worker import AsyncLedger
 from dra_bridge.node.gates import ResourceGates
 from dra_bridge.node.grouping import Order
 from dra_bridge.node.policies import HandoverPolicy

@@ -16,7 +16,7 @@ import msgspec
 
 from deviceplugin import naming
 from deviceplugin.exclusion import Key
-from dra_bridge.ledger import Snapshot, State
+from dra_bridge.ledger.records import Snapshot, State
 
 _NONE: Final[Mapping[Any, str]] = MappingProxyType({})
 MAX_DEVICES: Final = 1024
