@@ -35,7 +35,8 @@ from dra_bridge.ledger.rules import Evidence
 from dra_bridge.ledger.worker import AsyncLedger
 from dra_bridge.node.bridge import Bridge
 from dra_bridge.rollout import fleet
-from dra_bridge.slices import Offer, Pool, Publisher
+from dra_bridge.slices.desired import Offer, Pool
+from dra_bridge.slices.publisher import Publisher
 from dra_bridge.testing import scheduler
 from dra_bridge.testing.apiserver import FakeApiServer
 from dra_bridge.testing.node import FakeNode, Holding, overlaps

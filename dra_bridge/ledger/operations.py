@@ -1,8 +1,7 @@
 """The operations of the ledger: pure functions that decide by a snapshot, and return an answer and changes.
 
 Each is called without the snapshot and returns an `Operation`, which `Ledger.do` calls with it, perhaps in another
-thread: arguments must not change after the call. Parameters that many have: `resource`, the extended resource's name;
-`devices`, ids of physical devices; `now`, Unix seconds.
+thread: arguments must not change after the call. `devices` are ids of physical devices, `now` is in Unix seconds.
 """
 
 from __future__ import annotations
@@ -176,28 +175,25 @@ def observe(state: Snapshot, resource: str, snapshot: rules.KubeletSnapshot, now
 
 def _observed(record: AllocationRecord, snapshot: rules.KubeletSnapshot) -> AllocationRecord | None:
     """Return an allocation as the snapshot leaves it; None if it is over."""
-    observed = snapshot.held.get(record.device_id)
-    holders = observed.holders if observed is not None else frozenset()
-    pod = observed.pod if observed is not None else record.pod
-    if observed is not None and observed.sure and holders - record.holders:
-        return replace(record, holders=holders, pending=False, absent_since=None, pod=pod)
-    if not record.pending:
-        return replace(record, holders=holders, pod=pod) if holders else None
-    # A new name that only an old checkpoint has may be that of a pod that ended before this grant.
-    holders &= record.holders
-    if rules.r7_releases(record, snapshot):
-        return replace(record, holders=holders, pending=False, absent_since=None, pod=pod) if holders else None
-    absent = snapshot.at if record.absent_since is None and snapshot.awake else record.absent_since
-    return replace(record, holders=holders, absent_since=absent, pod=pod)
+    nobody = rules.ObservedAllocation(record.device, record.pod, sure=False)
+    observed = snapshot.held.get(record.device_id, nobody)
+    holders, named = observed.holders, observed.sure and not observed.holders <= record.holders
+    if record.pending and not named:
+        # A new name that only an old checkpoint has may be that of a pod that ended before this grant.
+        holders &= record.holders
+        if not rules.r7_releases(record, snapshot):
+            absent = snapshot.at if record.absent_since is None and snapshot.awake else record.absent_since
+            return replace(record, holders=holders, absent_since=absent, pod=observed.pod)
+    return replace(record, holders=holders, pending=False, absent_since=None, pod=observed.pod) if holders else None
 
 
 @_operation
 def reserve(state: Snapshot, claim: Claim, *, durable: bool, pull: bool = False) -> Decision[Claim | rules.Refused]:
     """Reserve a claim's devices (R2) while its driver sets them up; `prepare` completes it.
 
-    Answers the claim as the ledger has it already, if it has (a `result` of None: not completed), else the
-    reservation. Without `durable` a crash forgets it. With it, an Unprepare after a crash can undo what the driver did
-    to the devices. pull: if it is refused, begin the move of its idle devices to DRA.
+    Answers the claim as the ledger has it already (with a `result` of None it is not completed), else the reservation.
+    Without `durable` a crash forgets it. With it, an Unprepare after a crash can undo what the driver did to the
+    devices. pull: if it is refused, begin the move of its idle devices to DRA.
     """
     known = state.claims.get((claim.driver, claim.uid))
     if known is not None and (known.result is not None or (known.durable, known.devices) == (durable, claim.devices)):

@@ -135,11 +135,8 @@ def _is_damage(error: Exception) -> bool:
     return code is None or (code & 0xFF) in _DAMAGE
 
 
-def _no_step(_name: str) -> None:
-    pass
-
-
-def _connected(path: str) -> sqlite3.Connection:
+def connected(path: str) -> sqlite3.Connection:
+    """Open a database whose transactions begin only where BEGIN is executed."""
     return sqlite3.connect(path, timeout=1.0, isolation_level=None, check_same_thread=False, cached_statements=32)
 
 
@@ -155,8 +152,8 @@ class Ledger:
         self,
         path: str,
         *,
-        step: Callable[[str], None] | None = None,
-        connect: Callable[[str], sqlite3.Connection] | None = None,
+        step: Callable[[str], None] = lambda name: None,
+        connect: Callable[[str], sqlite3.Connection] = connected,
     ) -> None:
         """Open the ledger, or make it, once no other agent has it; put aside what cannot be used.
 
@@ -167,8 +164,8 @@ class Ledger:
         self.path: Final = path
         self.set_aside: str | None = None
         self.fresh = False
-        self._step = step or _no_step
-        self._connect = connect or _connected
+        self._step = step
+        self._connect = connect
         self._guard = threading.RLock()
         self._connection: sqlite3.Connection | None = None
         self._seal = 0
@@ -193,12 +190,7 @@ class Ledger:
         self.close()
 
     def do(self, operation: Operation[_T]) -> _T:
-        """Decide and record; the answer is durable when it is returned.
-
-        Raises:
-            LedgerError: it could not be recorded, nothing was granted.
-
-        """
+        """Decide and record as `do_all` does; the answer is durable when it is returned."""
         answer = self.do_all([operation])[0]
         if isinstance(answer, BaseException):
             raise answer
@@ -207,17 +199,14 @@ class Ledger:
     def do_all(self, operations: Sequence[Operation[Any]]) -> list[Any]:
         """Decide one after the other and record all in one transaction; return an answer each.
 
-        The answer of an operation that fails (a mistake of ours) is its exception.
-
-        Raises:
-            LedgerError: it could not be recorded, nothing was granted.
-            LedgerLostError: the files were removed, replaced or damaged; nothing is granted any more.
-
+        The answer of an operation that fails (a mistake of ours) is its exception. Raises LedgerError if it could not
+        be recorded; nothing was granted then. Raises LedgerLostError if the files were removed, replaced or damaged.
         """
         with self._guard:
             if self._lock_file < 0:
                 raise LedgerError(f"the ledger {self.path} is closed")
-            if not self._lost and not self._in_place():
+            count = 2 if self._connection is None else 3  # SQLite removes the log with a connection
+            if not self._lost and self._found_files()[:count] != self._files[:count]:
                 self._lose("its files were removed or replaced while it was in use")
             if self._lost:
                 raise LedgerLostError(self._lost)
@@ -255,11 +244,6 @@ class Ledger:
         if connection is not None:
             with contextlib.suppress(sqlite3.Error):
                 connection.close()
-
-    def _in_place(self) -> bool:
-        """Return whether the next agent will find what is written; SQLite removes the log with a connection."""
-        count = 2 if self._connection is None else 3
-        return self._found_files()[:count] == self._files[:count]
 
     def _found_files(self) -> tuple[tuple[int, int] | None, ...]:
         """Return what the paths of lock, database and log lead to."""
@@ -328,13 +312,8 @@ class Ledger:
             if again or not _is_damage(error):
                 raise LedgerError(f"cannot open the ledger {self.path}: {error}") from error
             self.set_aside = self._put_aside()
-            _LOG.error(
-                "the ledger %s cannot be used (%s); it was moved to %s, and a new one is built from what the kubelet, "
-                "the API server and CDI files say",
-                self.path,
-                error,
-                self.set_aside,
-            )
+            message = "the ledger %s cannot be used (%s); it was moved to %s, and a new one is built from evidence"
+            _LOG.error(message, self.path, error, self.set_aside)
         return self._load(again=True)
 
     def _read(self) -> Snapshot:

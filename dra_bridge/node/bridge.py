@@ -27,7 +27,7 @@ from dra_bridge.node.policies import HandoverPolicy
 from dra_bridge.node.resource import Node
 from dra_bridge.node.share import NodeAnnotations
 from dra_bridge.node.status import BridgeStatus
-from dra_bridge.slices import Publisher
+from dra_bridge.slices.publisher import Publisher
 
 _LOG: Final = logging.getLogger(__name__)
 

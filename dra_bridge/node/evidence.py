@@ -12,7 +12,7 @@ from deviceplugin.kubelet.checkpoint import CheckpointError
 from deviceplugin.node.agent import Agent
 from deviceplugin.node.service import Service
 from dra_bridge.driver import Driver
-from dra_bridge.handover import held_ids
+from dra_bridge.handover.evidence import held_ids
 from dra_bridge.kube import RESOURCE_CLAIMS, Cluster, NotFoundError
 from dra_bridge.ledger.records import State
 from dra_bridge.ledger.rules import ClaimEvidence, Evidence

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from deviceplugin.config import Config, ResourceConfig
-from dra_bridge.handover import Drain, Share, parse_share
+from dra_bridge.handover.share import Drain, Share, parse_share
 
 NONE: Final = Share(0)
 

@@ -9,7 +9,7 @@ from contextlib import aclosing
 from typing import Final
 
 from dra_bridge.driver.tasks import Tasks
-from dra_bridge.handover import Share, ShareError, parse_share
+from dra_bridge.handover.share import Share, ShareError, parse_share
 from dra_bridge.kube import NODES, Cluster, Listed
 from dra_bridge.ledger import operations
 from dra_bridge.ledger.records import LedgerError

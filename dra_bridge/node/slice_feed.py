@@ -15,7 +15,7 @@ from dra_bridge.ledger import operations
 from dra_bridge.ledger.records import Snapshot
 from dra_bridge.node.resource import DriverContext
 from dra_bridge.rollout import progress
-from dra_bridge.slices import Offer, Pool
+from dra_bridge.slices.desired import Offer, Pool
 
 FIRST: Final = 5.0
 """Seconds that the first slices wait for the kubelet to register the driver, and for all evidence."""

@@ -26,11 +26,14 @@ from deviceplugin.kubelet.checkpoint import Allocation, Checkpoint
 from deviceplugin.kubelet.holders import HolderEvidence, HolderSnapshot
 from deviceplugin.source import DeviceSource
 from dra_bridge.driver import ClaimError, ClaimRef, ClusterClaims, Driver, Prepared, ServedResource
-from dra_bridge.handover import Handover, LedgerGate, Share, allocations_of, held_ids
+from dra_bridge.handover.evidence import allocations_of, held_ids
+from dra_bridge.handover.gate import LedgerGate
+from dra_bridge.handover.moves import Handover
+from dra_bridge.handover.share import Share
 from dra_bridge.ledger import operations
 from dra_bridge.ledger.records import LedgerError, Side, State
 from dra_bridge.ledger.rules import Evidence
-from dra_bridge.ledger.store import Ledger
+from dra_bridge.ledger.store import Ledger, connected
 from dra_bridge.ledger.worker import AsyncLedger
 
 R: Final = "example.com/fpga"
@@ -171,7 +174,7 @@ class Flow:
         outside: Outside,
         source: DeviceSource,
         step: Step = lambda name: None,
-        connect: Callable[[str], Any] | None = None,
+        connect: Callable[[str], Any] = connected,
     ) -> Self:
         """Open the ledger, reconcile the evidence, begin to offer."""
         async_ledger = AsyncLedger(Ledger(str(directory / "ledger.db"), step=step, connect=connect))

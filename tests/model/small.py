@@ -38,9 +38,9 @@ from deviceplugin.kubelet import holders
 from deviceplugin.kubelet.cgroups import PodProcesses
 from deviceplugin.kubelet.checkpoint import Allocation, Checkpoint
 from deviceplugin.kubelet.holders import HolderEvidence, HolderSnapshot
-from dra_bridge.handover import Share, held_ids
-from dra_bridge.handover.evidence import kubelet_snapshot, shown_unhealthy
+from dra_bridge.handover.evidence import held_ids, kubelet_snapshot, shown_unhealthy
 from dra_bridge.handover.planner import held_and_expected, in_state, plan
+from dra_bridge.handover.share import Share
 from dra_bridge.ledger import operations
 from dra_bridge.ledger.records import (
     AllocationRecord,

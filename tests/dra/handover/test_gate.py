@@ -13,8 +13,8 @@ from deviceplugin.kubelet.holders import HolderEvidence, HolderSnapshot, holders
 from deviceplugin.kubelet.podresources import AllocationsInFlight
 from deviceplugin.kubelet.servicer import Endpoint
 from deviceplugin.source import DeviceSource
-from dra_bridge.handover import DeviceIdResolver, LedgerGate, allocations_of, held_ids
-from dra_bridge.handover.evidence import kubelet_snapshot
+from dra_bridge.handover.evidence import DeviceIdResolver, allocations_of, held_ids, kubelet_snapshot
+from dra_bridge.handover.gate import LedgerGate
 from dra_bridge.ledger import operations
 from dra_bridge.ledger.records import Side
 from dra_bridge.ledger.rules import ObservedAllocation

@@ -11,9 +11,9 @@ import pytest
 
 from deviceplugin.backoff import Backoff
 from deviceplugin.sharing import device_of
-from dra_bridge.handover import Share
 from dra_bridge.handover.evidence import shown_unhealthy
 from dra_bridge.handover.planner import followers, held_and_expected, in_state, leading, plan
+from dra_bridge.handover.share import Share
 from dra_bridge.ledger import operations
 from dra_bridge.ledger.records import Claim, ClaimDevice, LedgerError, Side, Snapshot, State
 from dra_bridge.ledger.rules import KubeletEvidence, KubeletSnapshot
@@ -63,7 +63,7 @@ async def test_a_claim_that_keeps_a_device_is_read_seldom_and_claims_are_not_lis
     (device,) = (name for name in DEVICES if flow.state(name) is State.DRA)
     outside.record("allocated", f"1={device}")
     monkeypatch.setattr("dra_bridge.handover.moves.time", clock)
-    monkeypatch.setattr(flow.handover, "_waits", lambda: Backoff(first=0.5, most=300.0))
+    monkeypatch.setattr(flow.handover._queries, "_waits", lambda: Backoff(first=0.5, most=300.0))
     lists: list[float] = []
     reads: list[tuple[str, str, str]] = []
     allocated, allocates = flow.allocated, flow.allocates
@@ -100,7 +100,7 @@ async def test_a_list_that_fails_is_not_tried_at_every_step(tmp_path: Path, monk
     flow = await Flow.begin(tmp_path, outside, Source())
     await flow.move(2)
     monkeypatch.setattr("dra_bridge.handover.moves.time", clock)
-    monkeypatch.setattr(flow.handover, "_waits", lambda: Backoff(first=0.5, most=300.0))
+    monkeypatch.setattr(flow.handover._queries, "_waits", lambda: Backoff(first=0.5, most=300.0))
     tries = []
 
     async def fails() -> dict[tuple[str, str], str]:

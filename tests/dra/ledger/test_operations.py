@@ -56,7 +56,7 @@ def test_allocate_is_refused_elsewhere_and_says_which_device_where_since_when(st
     assert not store.snapshot.allocations_on(R, ["b"]), "all or none"
 
 
-def test_a_unit_given_again_is_a_new_grant(store: Ledger) -> None:
+def test_an_id_given_again_is_a_new_grant(store: Ledger) -> None:
     """The kubelet takes devices back without a word and gives them to the next pod."""
     first = store.do(operations.grant(R, {"a": "a"}, T0))
     second = store.do(operations.grant(R, {"a": "a"}, T0 + 1))

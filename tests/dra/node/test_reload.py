@@ -15,7 +15,7 @@ from deviceplugin.node.agent import AgentError
 from deviceplugin.source import DeviceSource
 from deviceplugin.testing import FakePod
 from dra_bridge.driver.registrar import Timing
-from dra_bridge.handover import Share
+from dra_bridge.handover.share import Share
 from dra_bridge.kube import Cluster
 from dra_bridge.ledger.records import Side
 from dra_bridge.ledger.store import Ledger

@@ -17,7 +17,8 @@ from deviceplugin.device import ContainerEdits, Device
 from deviceplugin.kubelet.allocation_gate import Refusal
 from deviceplugin.node.agent import AgentError
 from deviceplugin.source import DeviceSource
-from dra_bridge.handover import LedgerGate, Share
+from dra_bridge.handover.gate import LedgerGate
+from dra_bridge.handover.share import Share
 from dra_bridge.kube import Cluster
 from dra_bridge.ledger import operations
 from dra_bridge.ledger.records import Side, State
