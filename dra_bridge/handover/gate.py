@@ -1,8 +1,4 @@
-"""The ledger as the allocation gate of the plugin side.
-
-It says what the plugin side may offer (R3) and records a grant before Allocate is answered (R1). After each scan for
-holders it has the ledger release what nobody holds any more (R7) and quarantine what contradicts it.
-"""
+"""The ledger as the allocation gate of the plugin side."""
 
 from __future__ import annotations
 
@@ -28,7 +24,9 @@ _LOG: Final = logging.getLogger(__name__)
 
 
 class LedgerGate:
-    """Asks the ledger for the plugin side.
+    """Asks the ledger what the plugin side may offer (R3), and records a grant before Allocate is answered (R1).
+
+    After each scan for holders the ledger releases what nobody holds (R7), and quarantines what contradicts it.
 
     Args:
         device_id_of: returns the device of an id of the kubelet's, by resource. Resources that are not in it have no

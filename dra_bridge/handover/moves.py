@@ -232,11 +232,7 @@ class Handover:
             self._publish()
         over = [name for name, state in gone.items() if state in (State.PLUGIN, State.QUARANTINED)]
         if over and (forgotten := await self._ledger.do(operations.forget(self.resource, over))):
-            _LOG.info(
-                "%s: devices are unplugged and held by nobody, removed from the ledger: %s",
-                self.resource,
-                ", ".join(forgotten),
-            )
+            _LOG.info("%s: unplugged devices that nobody holds are forgotten: %s", self.resource, ", ".join(forgotten))
             self._publish()
 
     async def _begin(self) -> None:

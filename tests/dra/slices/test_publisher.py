@@ -902,7 +902,7 @@ async def test_a_deletion_overtakes_the_answer_to_a_write(
             if not overtaken:
                 server.wipe(NODE)
                 async with asyncio.timeout(10):
-                    while not publisher._drivers[DRIVER].mirror._gone:  # noqa: ASYNC110  # nobody tells
+                    while not publisher._drivers[DRIVER].mirror.gone:  # noqa: ASYNC110  # nobody tells
                         await asyncio.sleep(0.001)  # until the watch has reported it
                 overtaken += 1
             return answer
