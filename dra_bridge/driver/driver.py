@@ -19,7 +19,8 @@ from dra_bridge.driver.reconciliation import ClaimReconciler
 from dra_bridge.driver.records import ClaimRecords, Prepared
 from dra_bridge.driver.served import ServedDevices, ServedResource
 from dra_bridge.driver.tasks import Tasks
-from dra_bridge.ledger import AsyncLedger, ClaimEvidence
+from dra_bridge.ledger.rules import ClaimEvidence
+from dra_bridge.ledger.worker import AsyncLedger
 
 _T = TypeVar("_T")
 

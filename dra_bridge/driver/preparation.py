@@ -35,14 +35,15 @@ from deviceplugin.device import ContainerEdits, EditConflictError
 from deviceplugin.kubelet.claim_state import ClaimStateError
 from deviceplugin.kubelet.exclusion_guard import ConflictError, ExclusionGuard
 from deviceplugin.source import DeviceSource
-from dra_bridge import ledger
 from dra_bridge.driver.claim_api import ClaimEvents, ClusterClaims
 from dra_bridge.driver.claim_files import ClaimFiles
 from dra_bridge.driver.claims import ClaimError, ClaimRef, check_ref, is_uid, parse_allocation
 from dra_bridge.driver.records import ClaimRecords, Prepared, prepared_of
 from dra_bridge.driver.served import Group, ServedDevices
 from dra_bridge.driver.tasks import Tasks, ended, in_thread
-from dra_bridge.ledger import Claim, ClaimDevice, LedgerError, Refused
+from dra_bridge.ledger import operations
+from dra_bridge.ledger.records import Claim, ClaimDevice, LedgerError, Operation
+from dra_bridge.ledger.rules import Refused
 
 _LOG: Final = logging.getLogger(__name__)
 _T = TypeVar("_T")
@@ -112,7 +113,7 @@ class ClaimDevices:
             await self.guard.verify(keys)
             with self.guard.reserve(keys):
                 await self.records.ledger.identify({key: self.guard.identity(*key) for key in keys})
-                await self._ask(ref, ledger.reserve(record, durable=durable, pull=self.pull))
+                await self._ask(ref, operations.reserve(record, durable=durable, pull=self.pull))
         except ConflictError as error:
             raise self._refused(ref, str(error), str(error)) from error
 
@@ -125,14 +126,14 @@ class ClaimDevices:
             await self.guard.verify_granted(record.held)
         except ConflictError as error:
             raise self._refused(ref, str(error), str(error)) from error
-        await self._ask(ref, ledger.prepare(record, pull=self.pull))
+        await self._ask(ref, operations.prepare(record, pull=self.pull))
 
-    async def _ask(self, ref: ClaimRef, operation: ledger.Operation[Claim | Refused]) -> None:
+    async def _ask(self, ref: ClaimRef, operation: Operation[Claim | Refused]) -> None:
         answer = await self.records.ledger.do(operation)
         if isinstance(answer, Refused):
             if answer.moving:
                 self.changed()
-            raise self._refused(ref, answer.state.value, answer.message)
+            raise self._refused(ref, answer.record.state.value, answer.message)
 
     def _refused(self, ref: ClaimRef, kind: str, message: str) -> ClaimError:
         self.events.refused(ref, kind, message)
@@ -279,7 +280,7 @@ class ClaimPreparation:
         groups = self.served.groups(allocation)
         if known is not None and known.result is not None:
             # Prepared before a reboot: the devices have to be set up again.
-            await self.records.ledger.do(ledger.reopen(driver, ref.uid))
+            await self.records.ledger.do(operations.reopen(driver, ref.uid))
         devices = tuple(
             ClaimDevice(group.served.source.resource, device.id, result.share_id or "", group.admin)
             for group in groups
@@ -314,7 +315,7 @@ class ClaimPreparation:
             await self.files.remove(ref.uid)
             if traces:
                 await self.devices.unprepare(record)
-            await self.records.ledger.do(ledger.unprepare(driver, ref.uid))
+            await self.records.ledger.do(operations.unprepare(driver, ref.uid))
         except (ClaimError, hooks.HookError, cdi.CdiError, LedgerError) as error:
             _LOG.warning("%s: the failed Prepare of claim %s is not wholly undone: %s", driver, ref.title, error)
 
@@ -350,7 +351,7 @@ class ClaimPreparation:
         if is_uid(uid):
             await self.files.remove(uid)
         if known is not None:
-            await self.records.ledger.do(ledger.unprepare(self.records.driver, uid))
+            await self.records.ledger.do(operations.unprepare(self.records.driver, uid))
             self.statistics.unprepare.done += 1
             self.changed()
             self.devices.released(known)

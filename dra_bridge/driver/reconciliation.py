@@ -12,13 +12,13 @@ from typing import Final
 from deviceplugin import cdi
 from deviceplugin.kubelet import holders
 from deviceplugin.kubelet.cgroups import PodProcesses
-from dra_bridge import ledger
 from dra_bridge.driver.claim_api import ClusterClaims
 from dra_bridge.driver.claim_files import ClaimFiles
 from dra_bridge.driver.claims import ClaimError, ClaimRef, parse_allocation
 from dra_bridge.driver.preparation import ClaimPreparation
 from dra_bridge.driver.records import ClaimRecords, prepared_of
-from dra_bridge.ledger import Claim, LedgerError
+from dra_bridge.ledger import operations
+from dra_bridge.ledger.records import Claim, LedgerError
 
 _LOG: Final = logging.getLogger(__name__)
 
@@ -106,7 +106,7 @@ class ClaimReconciler:
             return ""
         try:
             if prepared.boot != self.files.boot:
-                await self.records.ledger.do(ledger.reopen(self.records.driver, uid))
+                await self.records.ledger.do(operations.reopen(self.records.driver, uid))
                 return "reopened"
             written = await self.files.write(uid, prepared)
         except (cdi.CdiError, LedgerError) as error:

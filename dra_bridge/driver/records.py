@@ -8,7 +8,8 @@ from collections.abc import AsyncIterator
 
 import msgspec
 
-from dra_bridge.ledger import AsyncLedger, Claim
+from dra_bridge.ledger.records import Claim
+from dra_bridge.ledger.worker import AsyncLedger
 
 
 class PreparedDevice(msgspec.Struct, frozen=True, omit_defaults=True):

@@ -11,7 +11,7 @@ from deviceplugin.device import Device, Health
 from deviceplugin.inventory import GONE, Inventory
 from deviceplugin.source import DeviceSource
 from dra_bridge.driver.claims import Allocation, ClaimError, Result, decoded_config
-from dra_bridge.ledger import Claim
+from dra_bridge.ledger.records import Claim
 
 
 class ServedResource(NamedTuple):

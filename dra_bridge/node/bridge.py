@@ -15,13 +15,14 @@ from deviceplugin.node.service import Service
 from deviceplugin.source import DeviceSource
 from dra_bridge.driver import ClusterClaims
 from dra_bridge.kube import Cluster
-from dra_bridge.ledger import AsyncLedger, LedgerError
+from dra_bridge.ledger.records import LedgerError
+from dra_bridge.ledger.worker import AsyncLedger
 from dra_bridge.node.driver_runtime import DriverRuntime
 from dra_bridge.node.gates import DENY_ALL, ResourceGates
 from dra_bridge.node.resource import Node
 from dra_bridge.node.share import HandoverPolicy, NodeAnnotations
 from dra_bridge.node.status import BridgeStatus
-from dra_bridge.slices import Publisher
+from dra_bridge.slices.publisher import Publisher
 
 _LOG: Final = logging.getLogger(__name__)
 

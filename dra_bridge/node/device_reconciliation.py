@@ -15,11 +15,12 @@ from deviceplugin.kubelet.checkpoint import CheckpointError
 from deviceplugin.kubelet.claim_state import ClaimStateError
 from deviceplugin.node.agent import Agent
 from deviceplugin.node.service import Service
-from dra_bridge import ledger
 from dra_bridge.driver import Driver
-from dra_bridge.handover import held_ids
+from dra_bridge.handover.evidence import held_ids
 from dra_bridge.kube import RESOURCE_CLAIMS, Cluster, ClusterError, NotFoundError
-from dra_bridge.ledger import ClaimEvidence, Evidence, LedgerError, Side, State
+from dra_bridge.ledger import operations
+from dra_bridge.ledger.records import LedgerError, Side, State
+from dra_bridge.ledger.rules import ClaimEvidence, Evidence
 from dra_bridge.node.resource import DriverContext, ResourceRuntime
 from dra_bridge.node.slice_feed import decide_names, qualifiers_of
 
@@ -196,7 +197,9 @@ class DeviceReconciler:
             return ()  # it was dropped meanwhile
         count = len(one.service.inventory.snapshot.devices)
         side = Side.DRA if self.context.share.of(one.policy).of(count) == count else Side.PLUGIN
-        done = await self.context.ledger.do(ledger.reconcile_evidence(resource, evidence, devices, side, time.time()))
+        done = await self.context.ledger.do(
+            operations.reconcile_evidence(resource, evidence, devices, side, time.time())
+        )
         guard = self.context.node.agent.guard
         await self.context.ledger.identify({(resource, name): guard.identity(resource, name) for name in devices})
         self.context.gate.reconciled.update((resource, name) for name in devices if name not in done.doubtful)

@@ -12,9 +12,11 @@ from deviceplugin.backoff import Backoff
 from deviceplugin.node.service import Service
 from dra_bridge.driver import Driver, Registrar, ServedResource
 from dra_bridge.driver.tasks import Tasks
-from dra_bridge.handover import DeviceIdResolver, Handover, LedgerGate, allocations_of
+from dra_bridge.handover.evidence import DeviceIdResolver, allocations_of
+from dra_bridge.handover.gate import LedgerGate
+from dra_bridge.handover.moves import Handover
 from dra_bridge.kube import ClusterError
-from dra_bridge.ledger import AsyncLedger
+from dra_bridge.ledger.worker import AsyncLedger
 from dra_bridge.node.claim_reconciliation import ClaimPods, ClaimReconciliation
 from dra_bridge.node.device_reconciliation import DeviceReconciler, EvidenceReader
 from dra_bridge.node.gates import DENY_ALL

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Final
 from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric, SummaryMetricFamily
 
 from dra_bridge.kube import Cluster
-from dra_bridge.slices import PoolState, Publisher
+from dra_bridge.slices.publisher import PoolState, Publisher
 
 if TYPE_CHECKING:
     from dra_bridge.node.driver_runtime import DriverRuntime

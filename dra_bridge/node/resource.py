@@ -12,12 +12,13 @@ from deviceplugin import topology
 from deviceplugin.node.agent import Agent
 from deviceplugin.node.service import Service
 from dra_bridge.driver import ClusterClaims
-from dra_bridge.handover import Handover, LedgerGate
+from dra_bridge.handover.gate import LedgerGate
+from dra_bridge.handover.moves import Handover
 from dra_bridge.kube import Cluster, ClusterError
-from dra_bridge.ledger import AsyncLedger
+from dra_bridge.ledger.worker import AsyncLedger
 from dra_bridge.node.gates import ResourceGates
 from dra_bridge.node.share import DriverShare, HandoverPolicy, NodeAnnotations
-from dra_bridge.slices import Publisher
+from dra_bridge.slices.publisher import Publisher
 
 _LOG: Final = logging.getLogger(__name__)
 

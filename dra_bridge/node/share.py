@@ -10,11 +10,12 @@ from dataclasses import dataclass
 from typing import Final
 
 from deviceplugin.config import Config
-from dra_bridge import ledger
 from dra_bridge.driver.tasks import Tasks
-from dra_bridge.handover import Drain, Share, ShareError, parse_share
+from dra_bridge.handover.share import Drain, Share, ShareError, parse_share
 from dra_bridge.kube import NODES, Cluster, Listed
-from dra_bridge.ledger import AsyncLedger, LedgerError
+from dra_bridge.ledger import operations
+from dra_bridge.ledger.records import LedgerError
+from dra_bridge.ledger.worker import AsyncLedger
 from dra_bridge.rollout import progress
 
 _LOG: Final = logging.getLogger(__name__)
@@ -124,6 +125,6 @@ class DriverShare:
 
     async def _keep(self, text: str | None) -> None:
         try:
-            await self._ledger.do(ledger.set_setting(SHARE, self._driver, text))
+            await self._ledger.do(operations.set_setting(SHARE, self._driver, text))
         except LedgerError as error:
             _LOG.warning("%s: the share %s cannot be recorded for the next start: %s", self._driver, text, error)

@@ -9,13 +9,13 @@ from collections.abc import Mapping
 from typing import Final
 
 from deviceplugin import naming
-from dra_bridge import ledger
 from dra_bridge.driver import Registrar
 from dra_bridge.kube import RESOURCE_SLICES
-from dra_bridge.ledger import Snapshot
+from dra_bridge.ledger import operations
+from dra_bridge.ledger.records import Snapshot
 from dra_bridge.node.resource import DriverContext
 from dra_bridge.rollout import progress
-from dra_bridge.slices import Offer, Pool
+from dra_bridge.slices.desired import Offer, Pool
 
 FIRST: Final = 5.0
 """Seconds that the first slices wait for the kubelet to register the driver, and for all evidence."""
@@ -54,7 +54,7 @@ async def decide_names(context: DriverContext, resource: str) -> bool:
         known = [name for name in served if context.ledger.snapshot.of(name)]
         kept = before.words if before is not None else naming.qualifiers(known or served)
     for name, qualifier in naming.kept_qualifiers(kept, served).items():
-        await context.ledger.do(ledger.set_setting(QUALIFIER, name, qualifier))
+        await context.ledger.do(operations.set_setting(QUALIFIER, name, qualifier))
     return True
 
 

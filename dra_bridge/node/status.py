@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Final
 
 from deviceplugin.metrics.report import DeviceLocation, PreparedClaim, ProviderReport
-from dra_bridge.ledger import State
+from dra_bridge.ledger.records import State
 from dra_bridge.node.slice_feed import qualifiers_of
 
 if TYPE_CHECKING:

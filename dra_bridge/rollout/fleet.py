@@ -19,8 +19,8 @@ import msgspec
 from deviceplugin.exclusion import Key
 from deviceplugin.naming import published_names
 from deviceplugin.topology import natural
-from dra_bridge.handover import Share, ShareError, parse_share
-from dra_bridge.ledger import State
+from dra_bridge.handover.share import Share, ShareError, parse_share
+from dra_bridge.ledger.records import State
 from dra_bridge.rollout.progress import DeviceProgress, Progress, annotation, read, share_annotation
 
 Object = Mapping[str, Any]

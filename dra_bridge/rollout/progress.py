@@ -16,7 +16,7 @@ import msgspec
 
 from deviceplugin import naming
 from deviceplugin.exclusion import Key
-from dra_bridge.ledger import Snapshot, State
+from dra_bridge.ledger.records import Snapshot, State
 
 _NONE: Final[Mapping[Any, str]] = MappingProxyType({})
 MAX_DEVICES: Final = 1024
@@ -84,8 +84,7 @@ def progress(
 ) -> Progress:
     """Return the report; of resources with too many devices only their numbers.
 
-    shares: those in force, by resource. waits: what moves wait for. asked: the Node's annotation. gone: devices that
-    no source lists now. qualifiers: of published names.
+    shares: those in force, by resource. gone: devices that no source lists now.
     """
     holders = {key: f"claim {claim.title}" for claim in now.claims.values() for key in claim.held}
     for one in now.allocations.values():

@@ -22,12 +22,13 @@ from deviceplugin.backoff import Backoff
 from deviceplugin.device import ContainerEdits, Device, Health
 from deviceplugin.inventory import Inventory
 from deviceplugin.source import DeviceSource
-from dra_bridge import ledger
 from dra_bridge.driver import ClaimRef, ClusterClaims, Driver, ServedResource
 from dra_bridge.driver import registrar as registrar_module
 from dra_bridge.driver.registrar import Registrar, Timing, health_list
-from dra_bridge.ledger import AsyncLedger, Side
+from dra_bridge.ledger.records import Side
+from dra_bridge.ledger.worker import AsyncLedger
 from dra_bridge.testing.kubelet import HEALTH_SERVICES, FakeDraKubelet, FakeDraPod, PodError
+from tests.dra.ledger.samples import adopt
 
 D = "fpga.example.com"
 R = "example.com/fpga"
@@ -98,7 +99,7 @@ async def driver(root: Path, server: Server) -> AsyncIterator[Driver]:
     inventory = Inventory(R)
     inventory.publish([Device(f"d{n}", nodes=["/dev/null"], edits=ContainerEdits({f"N{n}": "1"})) for n in range(3)])
     async_ledger = await AsyncLedger.open(str(root / "ledger.db"))
-    await async_ledger.do(ledger.adopt(R, inventory.snapshot.devices, Side.DRA, 1.0))
+    await async_ledger.do(adopt(R, inventory.snapshot.devices, Side.DRA, 1.0))
     made = Driver(D, NODE, [ServedResource(Source(), inventory)], async_ledger, server, cdi_directory=str(root / "cdi"))
     yield made
     await made.close()

@@ -14,7 +14,7 @@ import pytest
 
 from deviceplugin.device import Device
 from deviceplugin.testing import Checkpoint, ContainerSpec, FakePod
-from dra_bridge.ledger import State
+from dra_bridge.ledger.records import State
 from dra_bridge.testing.node import FakeNode, overlaps
 from tests.dra.handover.test_moves import D, R, Source, World
 from tests.dra.handover.test_moves import node as node  # the fixture
