@@ -128,8 +128,7 @@ def leading(
 ) -> tuple[dict[str, State], frozenset[str], frozenset[str]]:
     """Return what `plan` decides about: the states of devices that lead or are by themselves, held and expected ones.
 
-    The others follow (`followers`), so the parts of one device count as one. A leader is held, or expected, if any
-    device of its group is.
+    The others follow (`followers`). A leader is held, or expected, if any device of its group is.
     """
     held, expected = held_and_expected(now)
     groups = {name: members for name in states if (members := group(name))[0] == (resource, name)}

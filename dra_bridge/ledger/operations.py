@@ -93,7 +93,7 @@ def _operation(decide: Callable[Concatenate[Snapshot, _P], Decision[_T]]) -> Cal
 
 @_operation
 def forget(state: Snapshot, resource: str, devices: Collection[str]) -> Decision[tuple[str, ...]]:
-    """Drop devices that are no more; answer which. Those that somebody holds stay."""
+    """Drop devices that are no more; answer which. Those that a pod or a claim holds stay."""
     gone = tuple(
         device
         for device in dict.fromkeys(devices)
@@ -104,7 +104,7 @@ def forget(state: Snapshot, resource: str, devices: Collection[str]) -> Decision
 
 @_operation
 def identify(state: Snapshot, identities: Mapping[Key, str]) -> Decision[None]:
-    """Record what devices are. One that somebody holds keeps the identity that its holder got, until a reboot."""
+    """Record what devices are. One with a holder keeps the identity that its holder got, until a reboot."""
     changes = []
     for key, identity in identities.items():
         record = state.devices.get(key)

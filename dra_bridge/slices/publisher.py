@@ -63,10 +63,9 @@ class _RateLimit:
         first = ticket != self._ticket
         self._ticket = ticket
         rounds, times = self._rounds[first], 10 if first else 1
-        window = self._burst / self._per_second if self._per_second else 0.0
-        rounds[:] = [at for at in rounds if now - at < window]
+        rounds[:] = [at for at in rounds if now - at < self._burst / self._per_second]
         many = len(rounds) >= self._burst * times
-        if many and self._per_second:
+        if many:
             await asyncio.sleep(1.0 / (self._per_second * times))
         rounds.append(now)
         return many
@@ -105,9 +104,8 @@ class Publisher:
         """Do nothing yet; `want` says what, `run` does it.
 
         warn: called with driver and message, once for each message; by default a warning is logged. burst, per_second:
-        how many rounds of writes a driver may make at once, and how fast that is regained; ten times as much for what
-        is newly wanted. probe_again: seconds after which a feature that the server lacked may be asked for again, when
-        there is reason to believe that it is another server.
+        how many rounds of writes a driver may make at once, and how fast that is regained. probe_again: seconds after
+        which a feature that the server lacked may be asked for again, when it may be another server.
         """
         self.cluster: Final = cluster
         self._node = node
@@ -384,9 +382,7 @@ async def remove_slices(cluster: Cluster, drivers: Iterable[str], node: str = ""
     for driver in drivers:
         selector = f"spec.driver={driver}" + (f",spec.nodeName={node}" if node else "")
         for item in (await cluster.list(RESOURCE_SLICES, field_selector=selector)).items:
-            try:
+            with suppress(NotFoundError):
                 await cluster.delete(RESOURCE_SLICES, item["metadata"]["name"], uid=item["metadata"].get("uid", ""))
-            except NotFoundError:
-                continue
-            removed += 1
+                removed += 1
     return removed
