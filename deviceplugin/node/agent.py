@@ -177,4 +177,4 @@ class Agent:
             service.endpoint.refresh()
 
     def _resend(self) -> bool:
-        return any(service.endpoint.resend() for service in self.services.values() if service.endpoint.live)
+        return any(one.endpoint.streams.resend() for one in self.services.values() if one.endpoint.streams.live)

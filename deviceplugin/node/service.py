@@ -191,7 +191,7 @@ class Service:
         ]
         if devices and "released" in self.source.hooks:
             self._release(devices)
-        if now.awake and now.registered is not None and self.endpoint.live:
+        if now.awake and now.registered is not None and self.endpoint.streams.live:
             # Gone at the scan before, too: a grant between would be known by now.
             registered = now.registered.get(self.resource, frozenset())
             gone_before, legacy_before = self._forgettable
@@ -256,7 +256,7 @@ class Service:
             self.inventory.snapshot,
             self.source.replicas,
             self.registration.statistics.registered,
-            self.endpoint.live,
+            self.endpoint.streams.live,
             self._context.tracker.holders(self.resource),
             self.endpoint.statistics,
             self.registration.statistics,

@@ -24,8 +24,8 @@ from deviceplugin.config import Config, load
 from deviceplugin.device import ContainerEdits, Device, Health
 from deviceplugin.kubelet import ids_in_use as grants
 from deviceplugin.kubelet.checkpoint import Allocation
+from deviceplugin.kubelet.device_list import Stream
 from deviceplugin.kubelet.holders import HolderSnapshot, Holding
-from deviceplugin.kubelet.servicer import Stream
 from deviceplugin.node import following
 from deviceplugin.node import process as process_module
 from deviceplugin.node import service as service_module
@@ -667,7 +667,7 @@ async def service(tmp_path: Path) -> service_module.Service:
     """A service of a shared device to which a kubelet listens; the scans' results are what a test says."""
     made = Agent([Shared(2)], Paths(tmp_path)).services[R]
     made.inventory.publish(made.source.devices)  # type: ignore[attr-defined]
-    made.endpoint._streams.add(Stream())
+    made.endpoint.streams._open.add(Stream())
     return made
 
 
