@@ -204,7 +204,7 @@ class Service:
     def _release(self, devices: Sequence[Device]) -> asyncio.Task[str]:
         source = self.source
         work = hooks.call(f"released of {self.resource}", source.released, devices, timeout=source.hook_timeout)
-        return self._context.guard.release([(self.resource, device.id) for device in devices], work)
+        return self._context.guard.releases.run([(self.resource, device.id) for device in devices], work)
 
     async def _release_former(self, names: Sequence[str]) -> None:
         """Have `released` called of devices whose holders have ended, before these ids are granted.
@@ -226,7 +226,7 @@ class Service:
         keys = {(self.resource, device) for device in ids}
         context = self._context
         try:
-            await context.guard.wait_released(keys)
+            await context.guard.releases.wait(keys)
             every = [name for those in ids.values() for name in those]
             ended, others = await context.tracker.ended(self.resource, every)
             in_use = {one.device_id for one in others} | (self._in_use.pending.keys() - set(names))

@@ -146,7 +146,7 @@ class ClaimHooks:
             ]
             if idle and "released" in source.hooks:
                 work = self._timed("released", source, source.released, idle)
-                self.guard.release([(source.resource, device.id) for device in idle], work)
+                self.guard.releases.run([(source.resource, device.id) for device in idle], work)
 
     async def _call(
         self, name: str, source: DeviceSource, hook: Callable[..., _T | Awaitable[_T]], *args: object
