@@ -9,7 +9,7 @@ deleted by force (kubelet 1.36, apis/podresources/server_v1.go). It only gives n
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any, Final, NamedTuple
 
@@ -17,6 +17,8 @@ from deviceplugin.kubelet.cgroups import PodProcesses
 from deviceplugin.kubelet.checkpoint import Allocation, Checkpoint
 
 _NONE: Final[Mapping[Any, Any]] = MappingProxyType({})
+WELL_APART: Final = 4.0
+"""Seconds between the two checkpoints after which a grant whose container no checkpoint names is over."""
 
 
 class Holding(NamedTuple):
@@ -145,3 +147,37 @@ def needs_request(held: Mapping[Allocation, Holding], pods: PodProcesses) -> fro
     return frozenset(
         allocation for allocation, holding in held.items() if not (holding.named and pods.may_run(allocation.pod_uid))
     )
+
+
+@dataclass(frozen=True, slots=True)
+class IdsInUse:
+    """Which of a resource's ids are in use as of the last observation. freed: those that came free with it.
+
+    Allocate carries no pod. A grant is pending until the kubelet's checkpoint names a container for it that it did not
+    name before, or until two checkpoints, each written at our request and well apart, name none.
+    pending: ids of such grants, with when a checkpoint without a container was first asked for.
+    """
+
+    held: frozenset[Allocation] = frozenset()
+    pending: Mapping[str, float | None] = field(default_factory=dict)
+    freed: frozenset[str] = frozenset()
+
+    @property
+    def ids(self) -> frozenset[str]:
+        """All ids that a container holds or may be about to get."""
+        return frozenset(one.device_id for one in self.held) | self.pending.keys()
+
+    def granted(self, ids: Collection[str]) -> IdsInUse:
+        """Return what is known after an own Allocate granted these ids."""
+        return replace(self, pending={**self.pending, **dict.fromkeys(ids)}, freed=frozenset())
+
+    def observed(self, held: Collection[Allocation], at: float, *, awake: bool) -> IdsInUse:
+        """Return what is known after a scan. at: when it began (monotonic seconds). awake: as in `HolderSnapshot`."""
+        now = frozenset(held)
+        named = {one.device_id for one in now - self.held}
+        pending = {name: since for name, since in self.pending.items() if name not in named}
+        if awake:
+            over = {name for name, since in pending.items() if since is not None and at - since >= WELL_APART}
+            pending = {name: at if since is None else since for name, since in pending.items() if name not in over}
+        after = IdsInUse(now, pending)
+        return replace(after, freed=self.ids - after.ids)

@@ -111,7 +111,7 @@ class Agent:
             tuple(service.status() for service in list(self.services.values())),
             self.scanner.log.double_allocations,
             self.tracker.claim_uses,
-            self.tracker.scanned_at,
+            self.tracker.snapshot.at or None,
         )
 
     async def run(self, before_end: Callable[[], Awaitable[None]] | None = None) -> None:

@@ -21,8 +21,7 @@ from deviceplugin.inventory import Inventory
 from deviceplugin.kubelet.allocation_gate import AllocationGate, Refusal
 from deviceplugin.kubelet.checkpoint import Allocation
 from deviceplugin.kubelet.exclusion_guard import ConflictError, ExclusionGuard
-from deviceplugin.kubelet.holders import HolderSnapshot
-from deviceplugin.kubelet.ids_in_use import IdsInUse
+from deviceplugin.kubelet.holders import HolderSnapshot, IdsInUse
 from deviceplugin.kubelet.podresources import AllocationsInFlight
 from deviceplugin.kubelet.registration import Registration, RegistrationError, Timing
 from deviceplugin.kubelet.servicer import Endpoint

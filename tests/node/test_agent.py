@@ -22,7 +22,7 @@ import pytest
 
 from deviceplugin.config import Config, load
 from deviceplugin.device import ContainerEdits, Device, Health
-from deviceplugin.kubelet import ids_in_use as grants
+from deviceplugin.kubelet import holders as grants
 from deviceplugin.kubelet.checkpoint import Allocation
 from deviceplugin.kubelet.device_list import Stream
 from deviceplugin.kubelet.holders import HolderSnapshot, Holding
@@ -496,10 +496,10 @@ def test_device_that_two_pods_hold_is_said_and_counted_once(
 
 def scanned(agent: Served, count: int = 1) -> None:
     """Wait for so many more scans."""
-    seen = {agent.agent.tracker.scanned_at}
+    seen = {agent.agent.tracker.snapshot.at}
 
     def enough() -> bool:
-        seen.add(agent.agent.tracker.scanned_at)
+        seen.add(agent.agent.tracker.snapshot.at)
         return len(seen) > count
 
     wait(enough)

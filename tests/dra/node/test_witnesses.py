@@ -54,11 +54,11 @@ class Witnessed(World):
 
     async def scans(self, count: int = 5) -> None:
         """Wait for so many more scans, and what follows from them."""
-        seen: set[float | None] = set()
+        seen: set[float] = set()
         tracker = self.bridge.agent.tracker
 
         def enough() -> bool:
-            seen.add(tracker.scanned_at)
+            seen.add(tracker.snapshot.at)
             return len(seen) > count
 
         await self.until(enough)
