@@ -26,9 +26,8 @@ REWRITE: Final = 1.0
 class CheckpointReader:
     """Reads the kubelet's checkpoint, has it written anew, and remembers what devices were when they were granted.
 
-    directory: the device plugin directory. request: sends the list of devices once more; returns whether the kubelet
-    listens to any resource. boot: what tells one boot of the node from another. known: returns the allocations that
-    count as held; what their devices were is remembered.
+    request: sends the list of devices once more; returns whether the kubelet listens to any resource.
+    known: returns the allocations that count as held; what their devices were is remembered.
     """
 
     def __init__(
@@ -80,10 +79,7 @@ class CheckpointReader:
         return self._allocated[1]
 
     async def written(self) -> tuple[Sequence[Checkpoint], str]:
-        """Return checkpoints that the kubelet wrote at our request, and why that was not possible, "" if it was.
-
-        If it was, they show what is allocated now.
-        """
+        """Return checkpoints written at our request, which show what is allocated now, or why there are none."""
         written: list[Checkpoint] = []
         last, problem = checkpoint.identity(self._directory), ""
         while not (problem or holders.shows_present(written)):

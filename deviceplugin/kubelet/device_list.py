@@ -23,8 +23,7 @@ _TOO_LARGE: Final = (
     "%s: the list of %d devices has %d bytes, more than the %d that the kubelet takes; it is not sent. "
     "Use shorter device ids, fewer devices or replicas, or leave the topology out"
 )
-ANY_REPLICAS: Final = 2
-"""As good as any number above 1 for telling which device a replica belongs to."""
+ANY_REPLICAS: Final = 2  # as good as any number above 1 for telling which device a replica belongs to
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,8 +80,7 @@ class DeviceIds:
     def __init__(self, source: DeviceSource, inventory: Inventory) -> None:
         self._source = source
         self._inventory = inventory
-        self.legacy: Mapping[str, str] = {}
-        """The legacy ids and their devices."""
+        self.legacy: Mapping[str, str] = {}  # by id, its device
 
     def offered(self) -> tuple[str, ...]:
         """Return the ids under which the devices are offered now."""
@@ -101,10 +99,7 @@ class DeviceIds:
         self.legacy = {name: device for name, device in self.legacy.items() if name not in drop}
 
     def adopt_existing(self, names: Iterable[str]) -> frozenset[str]:
-        """Make legacy ids of those that pods have from before this agent began.
-
-        Returns those of devices that are not listed: they may be plugged in again, and are not shown until then.
-        """
+        """Make legacy ids of those that pods have from before this agent began; return those of unlisted devices."""
         known, offered = self._inventory.snapshot.devices, {*self.offered(), *self.legacy}
         ids = {name: self.device_id_of(name) for name in names if name not in offered}
         adopted = {name: device for name, device in ids.items() if device in known}

@@ -1,7 +1,7 @@
 """Decides whether a device may be offered or granted beside what others hold, for pods and claims alike.
 
-There is one guard for a process. Devices are reserved while their grant waits for other tasks, so that of two
-conflicting grants at the same time, through whichever side, one is refused.
+There is one guard for a process. A device is reserved during its grant, so that of two conflicting grants at the same
+time, through whichever side, one is refused.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class ConflictError(Exception):
 
 
 class ServedDevices(Protocol):
-    """A resource's devices; `deviceplugin.node.service.Service` is one."""
+    """A resource's devices (`deviceplugin.node.service.Service`)."""
 
     source: DeviceSource
     inventory: Inventory
@@ -177,15 +177,11 @@ class ListedThings:
 class ExclusionGuard:
     """Keeps devices that are one thing, or parts of one thing, from holders that exclude each other.
 
-    Args:
-        served: as in `ListedThings`.
-        gate: knows the holders in ledgers, and on which side devices are.
-        allocated: returns what is known of all that pods hold, also of resources that are served no more, by (resource,
-            the kubelet's device id); the same object until it changes.
-        reread: has `allocated` know what the kubelet's checkpoint names now.
-        orphaned: returns what claims of drivers that are not served hold, under keys for messages; as `allocated`.
-        boot: what tells one boot of the node from another; None: the kernel's own.
-
+    served: as in `ListedThings`. gate: knows the holders in ledgers, and on which side devices are. allocated: returns
+    all that pods hold, also of resources that are served no more, by (resource, the kubelet's device id); the same
+    object until it changes. reread: has `allocated` know what the kubelet's checkpoint names now. orphaned: returns
+    what claims of drivers that are not served hold, under keys for messages; as `allocated`. boot: what tells one boot
+    of the node from another; None: the kernel's own.
     """
 
     def __init__(
@@ -274,7 +270,6 @@ class ExclusionGuard:
         return withheld
 
     def _elsewhere(self, key: Key) -> str:
-        """Return which peer of a device is on another side, in words; "" if none is."""
         mine, services = self._gate.side(*key), self.listed.served()
         for peer in sorted(self.listed.now().peers(key)):
             if self.listed.has(peer) and (theirs := self._gate.side(*peer)) != mine:
@@ -397,10 +392,8 @@ class ExclusionGuard:
             await identity.publish(inventory, there)
         for name in other:
             if listed[name]:
-                raise ConflictError(
-                    f"device {name} of {snapshot.resource} is not what it was listed as: "
-                    f"{shown(listed[name])}, now {shown(now[name])}"
-                )
+                was = f"device {name} of {snapshot.resource} is not what it was listed as"
+                raise ConflictError(f"{was}: {shown(listed[name])}, now {shown(now[name])}")
 
     async def verify_granted(self, keys: Iterable[Key]) -> None:
         """Check that devices still are what they were when they were granted. Raises ConflictError: one is not."""
@@ -413,16 +406,15 @@ class ExclusionGuard:
 
         for key, tokens in (await _tokens_now(devices)).items():
             if tokens.isdisjoint(held[key]):
-                raise ConflictError(
-                    f"{titled(key)} is not what its holder was given: {shown(held[key])}, now {shown(tokens)}"
-                )
+                was = f"{titled(key)} is not what its holder was given"
+                raise ConflictError(f"{was}: {shown(held[key])}, now {shown(tokens)}")
 
     def subscribe(self, callback: Callable[[], None]) -> None:
         """Call `callback` when other devices may be offered than before because of their peers."""
         self._subscribers.append(callback)
 
     def notify(self, *, scanned: bool = False) -> None:
-        """Find out whether other devices may be offered than before; called when holders, sides or devices changed.
+        """Tell the subscribers if other devices may be offered than before; called after any change.
 
         scanned: `allocated` is newer than all that was granted.
         """
@@ -435,17 +427,11 @@ class ExclusionGuard:
         was = {key: tokens | self._granted[key] for key, tokens in held.items()}
         self.unsettled = any(things.excluded(key, tokens) for key, tokens in was.items())
         self._settled = None if self.unsettled else (things, self._allocated(), self._orphaned())
-        noticed: Any = (
-            things.related,
-            # Others exclude nobody, whoever holds them.
-            {
-                key: tokens | things.tokens(key)
-                for key, tokens in held.items()
-                if key in things.related or things.excluded(key, tokens)
-            },
-            {key: self._gate.side(*key) for key in things.related},
-            self.releases.overdue,
-        )
+        # Others exclude nobody, whoever holds them.
+        excluding = [key for key, tokens in held.items() if key in things.related or things.excluded(key, tokens)]
+        was = {key: held[key] | things.tokens(key) for key in excluding}
+        sides = {key: self._gate.side(*key) for key in things.related}
+        noticed: object = things.related, was, sides, self.releases.overdue
         if noticed != self._noticed:
             self._noticed = noticed
             for callback in self._subscribers:

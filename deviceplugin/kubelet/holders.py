@@ -2,8 +2,7 @@
 
 An allocation ends when checkpoints that were written at our own requests do not name it and no process of its pod
 can run any more. Whatever is missing, silent or unreadable means "unknown", and unknown counts as held.
-PodResources `List` takes no part in this: it is empty after the kubelet's start and leaves out pods that were
-deleted by force (kubelet 1.36, apis/podresources/server_v1.go). It only gives names to people.
+PodResources `List` takes no part in this (`deviceplugin.kubelet.podresources` says why).
 """
 
 from __future__ import annotations
@@ -72,8 +71,8 @@ class HolderSnapshot:
     def unnamed(self, resource: str) -> frozenset[str]:
         """Return the ids that the kubelet may give away though they are in use: unnamed, but their pod's processes run.
 
-        Of a holder without processes that is not named it is only not proved yet that it has ended. To show its device
-        unhealthy for that time would fail pods; the next grant reads its processes again.
+        A holder that is not named and has no processes may have ended. To show its device unhealthy until that is
+        proved would fail pods; the next grant reads its processes again.
         """
         mine = [one for one in self.held.items() if one[0].resource == resource]
         named = {allocation.device_id for allocation, holding in mine if holding.named}
@@ -96,10 +95,7 @@ def shows_present(written: Collection[Checkpoint]) -> bool:
 
 
 def holders(known: Iterable[Allocation], seen: HolderEvidence, at: float = 0.0) -> HolderSnapshot:
-    """Decide which allocations count as held.
-
-    known: allocations that were held before. at: when reading the evidence began.
-    """
+    """Decide which allocations count as held. known: those that were held before. at: when reading began."""
     awake = seen.awake and bool(seen.checkpoints)
     named: frozenset[Allocation] = frozenset().union(*(one.allocations for one in seen.checkpoints))
     held: dict[Allocation, Holding] = {}

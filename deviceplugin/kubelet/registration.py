@@ -1,7 +1,7 @@
 """Keeps one resource registered with the kubelet: serve, register, watch, and again.
 
-The kubelet forgets every registration when it restarts, and sometimes without that. The next step is a pure function
-of what is seen (`next_step`). Every event wakes the same loop, so a restart takes the same path as the start.
+The kubelet forgets registrations when it restarts, and sometimes without that. Every event wakes the same loop, and
+the next step is a pure function of what is seen (`next_step`), so a restart takes the same path as the start.
 
 Facts (kubelet 1.36.3): at its start the kubelet deletes every socket in the directory, its own
 last, then makes kubelet.sock; it dials back before it answers Register; when an old ListAndWatch
@@ -81,9 +81,9 @@ def socket_name(resource: str, directory: str, instance: str) -> str:
 class Seen:
     """What is seen at one moment.
 
-    kubelet: kubelet.sock. served: the own server's socket is in its place. live: a ListAndWatch is under way.
-    listened: there was one since the last Register that succeeded. registered: the kubelet.sock of that Register.
-    since: seconds since then. ready: there is a list to serve.
+    kubelet: kubelet.sock. served: the own socket is in its place. live: a ListAndWatch is open. listened: one was since
+    the last Register that succeeded. registered: the kubelet.sock of that Register. since: seconds since then.
+    ready: there is a list to serve.
     """
 
     kubelet: FileIdentity | None
@@ -121,8 +121,7 @@ def next_step(seen: Seen, patience: float) -> Step:
 class InstanceLock:
     """Locks a resource for one process on this node; the kernel ends the lock when the process dies.
 
-    The file is in the device plugin directory, which all instances share, in containers or not. The kubelet deletes
-    only sockets there.
+    The file is in the device plugin directory, which all instances share; the kubelet deletes only sockets there.
     """
 
     def __init__(self, directory: Path, resource: str) -> None:
@@ -227,17 +226,15 @@ class SocketServer:
         """
         if self.lock.acquire():
             return
-        resource, owner = self._endpoint.resource, self.lock.owner()
-        _LOG.warning("%s is served on this node by another process (%s); waiting for it to end", resource, owner)
+        served = f"{self._endpoint.resource} is served on this node by another process already"
+        _LOG.warning("%s (%s); waiting for it to end", served, self.lock.owner())
         until = time.monotonic() + self._timing.takeover
         while time.monotonic() < until:
             await asyncio.sleep(0.1)  # flock has no wait with a deadline
             if self.lock.acquire():
                 return
-        raise InstanceError(
-            f"{resource} is served on this node by another process already ({self.lock.owner()}, "
-            f"which holds {self.lock.path}); stop it, or give this one another resource name"
-        )
+        owner = f"{self.lock.owner()}, which has locked {self.lock.path}"
+        raise InstanceError(f"{served} ({owner}); stop it, or give this one another resource name")
 
     async def serve(self) -> str:
         """Return the name of a socket that is served and in its place; start a server if need be.
@@ -261,10 +258,7 @@ class SocketServer:
         return path.name
 
     def _remove_stale_sockets(self) -> None:
-        """Remove sockets of earlier instances of this resource, which were killed.
-
-        This process holds the resource's lock, and nobody answers there, so no process uses them.
-        """
+        """Remove sockets of killed instances: this process has the lock, and nobody answers there."""
         tail = "x" * 8 + ".sock"
         prefix = socket_name(self._endpoint.resource, str(self._directory), "x" * 8).removesuffix(tail)
         own_name = re.compile(re.escape(prefix) + r"[0-9a-f]{8}\.sock")
@@ -308,8 +302,8 @@ class Accepted:
 class Registration:
     """Keeps one endpoint served and registered until it is cancelled.
 
-    turn: serialises Register between the resources of a process: the kubelet dials back during
-    the call, and leaks memory when registrations follow too fast (kubernetes#124716).
+    turn: serialises Register between the resources of a process: the kubelet dials back during the call, and leaks
+    memory when registrations follow too fast (kubernetes#124716).
     """
 
     def __init__(
@@ -441,11 +435,9 @@ class Registration:
         except grpc.aio.AioRpcError as error:
             self.statistics.failures += 1
             gone = error.code() is grpc.StatusCode.UNAVAILABLE
-            text = f"the kubelet refused the registration ({error.code().name}: {error.details()}); trying again"
-            if gone:
-                text = f"the kubelet does not answer at {self._kubelet}; trying again"
-            key = f"refused {error.code().name} {error.details()}"
-            self._log_once(key, text, logging.INFO if gone else logging.ERROR)
+            why = f"{error.code().name}: {error.details()}"
+            text = f"does not answer at {self._kubelet}" if gone else f"refused the registration ({why})"
+            self._log_once(why, f"the kubelet {text}; trying again", logging.INFO if gone else logging.ERROR)
             return False
         again = " again" if self.statistics.registrations else ""
         self.statistics.registrations += 1

@@ -115,10 +115,7 @@ class Endpoint(DevicePluginServicer):
         return await in_time(self._calls.wait(), timeout)
 
     def replace(self, source: DeviceSource) -> None:
-        """Use another source from now on.
-
-        Ids that it would not offer are shown, unhealthy, until they are forgotten: a pod may have them or get them.
-        """
+        """Use another source. Ids that it does not offer are shown unhealthy until forgotten: a pod may have them."""
         self.source = source
         self.ids.replace(source)
         self.refresh()
@@ -256,7 +253,6 @@ class Endpoint(DevicePluginServicer):
         return list(devices.values())
 
     async def _refuse_held(self, names: Sequence[str]) -> None:
-        """Raise Refusal for ids that the kubelet counts as free while another pod still holds them."""
         held = await self._holders.still_held(self.resource, names) if self._holders is not None else {}
         for name, why in held.items():
             raise self._refusal("held", f"device {name} is still held: {why}")

@@ -1,8 +1,8 @@
 """Finds out and remembers who holds what, for all resources of this process.
 
-One scan reads the kubelet's checkpoint and the pods' cgroups. Only where a newer checkpoint might say that an
-allocation has ended, the kubelet is asked for one (`CheckpointReader.written`). PodResources `List` is called before:
-it makes the kubelet drop ended pods (kubelet 1.36, devicemanager/manager.go).
+A scan reads the kubelet's checkpoint and the pods' cgroups. Where a newer checkpoint might say that an allocation has
+ended, PodResources `List` has the kubelet drop ended pods (kubelet 1.36, devicemanager/manager.go); then the kubelet is
+asked to write its checkpoint (`CheckpointReader.written`).
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from deviceplugin.kubelet.holders import HolderEvidence, HolderSnapshot, of_ids
 from deviceplugin.kubelet.podresources import AllocationsInFlight, ClaimUse, Holder, PodResources, PodResourcesReport
 
 _LOG: Final = logging.getLogger(__name__)
+_EndedAndOthers = tuple[frozenset[Allocation], frozenset[Allocation]]
 
 CLOCK_STEP: Final = 1.0
 """Seconds by which a file's time may lag behind the clock."""
@@ -39,16 +40,9 @@ MOST_REQUEST: Final = 10.0
 class HolderTracker:
     """The holders of this node's plugin allocations.
 
-    Args:
-        plugins: the device plugin directory.
-        cgroups: the mount of the cgroup file system.
-        in_flight: counts this process's own Allocate calls.
-        request: as in `CheckpointReader`.
-        claim_uses: whether to learn which containers use claims, for metrics; `List` is called at each scan then.
-        believe_checkpoint: as in `PodReader`. A device plugin alone may do so: the kubelet itself gives its devices
-            away on no other evidence.
-        wake: called when a scan is due at once.
-
+    plugins: the device plugin directory. cgroups and believe_checkpoint: as in `PodReader`. request: as in
+    `CheckpointReader`. claim_uses: whether to call `List` at each scan, to learn which containers use claims, for
+    metrics. wake: called when a scan is due at once.
     """
 
     def __init__(
@@ -102,10 +96,7 @@ class HolderTracker:
         self._begun |= {one.pod_uid for one in remembered}
 
     def remember_grants(self, grants: Mapping[tuple[str, str], float]) -> None:
-        """Take grants of a former process whose holders its ledger does not know; before `start`.
-
-        grants: when they were made (Unix seconds), by (resource, device id).
-        """
+        """Take grants of a former process whose holders are unknown, and their times (Unix seconds); before `start`."""
         self._grants |= grants
 
     def _possible_holders(self, seen: HolderEvidence) -> frozenset[Allocation]:
@@ -147,13 +138,12 @@ class HolderTracker:
         found: dict[str, str] = {}
         if admitted and not running:
             written, problem = await self._checkpoint.written()
-            named = {
-                (one.pod_uid, one.device_id) for file in written for one in of_ids(file.allocations, resource, wanted)
-            }
+            named: frozenset[Allocation] = frozenset().union(*(file.allocations for file in written))
+            named_ids = {(one.pod_uid, one.device_id) for one in of_ids(named, resource, wanted)}
             why = problem or "is named in the kubelet's checkpoint"
             known, running, admitted = await asyncio.to_thread(self._holders_now, resource, wanted)
             for one in known:  # several of one id: a pod that has ended may have a cgroup for some time
-                if one.pod_uid in admitted and (problem or (one.pod_uid, one.device_id) in named):
+                if one.pod_uid in admitted and (problem or (one.pod_uid, one.device_id) in named_ids):
                     found[one.device_id] = f"pod {self.title(one.pod_uid)} has not started a process yet and {why}"
         self.remember(one for one in known if one.pod_uid in running.values() or one.device_id in found)
         if running:
@@ -170,9 +160,7 @@ class HolderTracker:
         may_run = {uid for uid in uids if pods.may_run(uid)}
         return known, holders.running(known, resource, device_ids, may_run), pods.empty & uids
 
-    async def ended(
-        self, resource: str, device_ids: Collection[str]
-    ) -> tuple[frozenset[Allocation], frozenset[Allocation]]:
+    async def ended(self, resource: str, device_ids: Collection[str]) -> _EndedAndOthers:
         """Return the known allocations of these ids whose pods have ended, and the others; asked before a new Allocate.
 
         The others are those of pods that run, and of pods that were admitted and have not been seen to run: the new
@@ -183,7 +171,7 @@ class HolderTracker:
             return frozenset(), frozenset()
         return await asyncio.to_thread(self._ended, resource, wanted)
 
-    def _ended(self, resource: str, device_ids: frozenset[str]) -> tuple[frozenset[Allocation], frozenset[Allocation]]:
+    def _ended(self, resource: str, device_ids: frozenset[str]) -> _EndedAndOthers:
         known = frozenset(self._known_or_named(resource, device_ids))
         uids = {one.pod_uid for one in known}
         # The kubelet and the runtime make a pod's directories after its admission.
@@ -193,7 +181,6 @@ class HolderTracker:
         return ended, known - ended
 
     def _may_know(self, resource: str, device_ids: frozenset[str]) -> bool:
-        """Whether there may be known or named allocations of these ids; else the checkpoint need not be read."""
         current = self._checkpoint.current()
         return current is None or bool(of_ids(self._known | current.allocations, resource, device_ids))
 
@@ -259,8 +246,7 @@ class HolderTracker:
         """Read the evidence now; return None if an own Allocate came in between: the evidence may be older than it.
 
         wanted: (resource, device id) that may be free. The kubelet is asked for a checkpoint unless each has a holder
-        whose processes run. It is asked too if processes of a holder have ended, and from time to time (`MOST_REQUEST`)
-        if those of a holder have not been seen.
+        whose processes run; also if processes of a holder have ended, and from time to time if none have been seen.
         """
         await self._in_flight.wait()
         at = time.monotonic()
@@ -272,13 +258,14 @@ class HolderTracker:
         if self._requests.due(now, seen.pods, wanted):
             report = report or await self._pod_resources.list_if_possible()
             now = await self._after_request(at)
-        claim_uses, all_pods_listed = self.claim_uses, self.all_pods_listed
+        all_pods_listed = self.all_pods_listed
         if report is not None:
-            claim_uses, running = report.claims, await asyncio.to_thread(self.pods.in_cgroups)
+            running = await asyncio.to_thread(self.pods.in_cgroups)
             all_pods_listed = running is not None and running == await self._listed(report, running)
         if not self._in_flight.none_since(at):  # no await until `_known` is set: an Allocate may add to it
             return None
-        self.claim_uses, self.all_pods_listed = claim_uses, all_pods_listed
+        self.claim_uses = self.claim_uses if report is None else report.claims
+        self.all_pods_listed = all_pods_listed
         self._known = frozenset(now.held)
         begun = self._begun | (seen.pods.running or frozenset())
         self._begun = frozenset(one.pod_uid for one in self._known if one.pod_uid in begun)
@@ -287,7 +274,6 @@ class HolderTracker:
         return now
 
     async def _after_request(self, at: float) -> HolderSnapshot:
-        """Have the kubelet write its checkpoint until the files show what is allocated now; read the evidence again."""
         written, problem = await self._checkpoint.written()
         seen = await asyncio.to_thread(self._read, () if problem else written)
         if problem:
@@ -384,7 +370,7 @@ class PodNames:
         return found
 
     def missing(self) -> str:
-        """Return why no names can be seen, and what that means, for the log; "" if they can."""
+        """Return why no names can be seen, and what that means; "" if they can."""
         if os.path.isdir(self._directory):
             return ""
         return (
