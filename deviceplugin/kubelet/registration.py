@@ -186,20 +186,6 @@ class Timing:
     takeover: float = 5.0  # for another instance to go
 
 
-@dataclass(frozen=True, slots=True)
-class Server:
-    """A gRPC server of the endpoint, and its socket."""
-
-    server: grpc.aio.Server
-    path: Path
-    identity: FileIdentity | None
-
-    @property
-    def in_place(self) -> bool:
-        """Whether the socket is the one that the server made."""
-        return self.identity is not None and file_identity(self.path) == self.identity
-
-
 class SocketServer:
     """Serves an endpoint on a socket in the device plugin directory, under the resource's lock.
 
@@ -211,13 +197,15 @@ class SocketServer:
         self._endpoint = endpoint
         self._directory = directory
         self._timing = timing
-        self._server: Server | None = None
+        self._server: grpc.aio.Server | None = None
+        self._socket = directory
+        self._identity: FileIdentity | None = None
         self._stopping: set[asyncio.Task[None]] = set()
 
     @property
     def in_place(self) -> bool:
-        """Whether there is a server and its socket is in its place."""
-        return self._server is not None and self._server.in_place
+        """Whether there is a server, and its path leads to the socket that it made."""
+        return self._identity is not None and file_identity(self._socket) == self._identity
 
     async def lock_resource(self) -> None:
         """Take the lock of this resource on this node; wait a little for another instance to end.
@@ -242,8 +230,8 @@ class SocketServer:
         Raises DirectoryError or InstanceError.
         """
         await self.lock_resource()
-        if self._server is not None and self._server.in_place:
-            return self._server.path.name
+        if self.in_place:
+            return self._socket.name
         self.retire()
         self._remove_stale_sockets()
         path = self._directory / socket_name(self._endpoint.resource, str(self._directory), secrets.token_hex(4))
@@ -254,7 +242,7 @@ class SocketServer:
         except RuntimeError as error:
             raise DirectoryError(f"{self._directory}: cannot make a socket there: {error}; {_NEEDED}") from error
         await server.start()
-        self._server = Server(server, path, file_identity(path))
+        self._server, self._socket, self._identity = server, path, file_identity(path)
         return path.name
 
     def _remove_stale_sockets(self) -> None:
@@ -270,16 +258,16 @@ class SocketServer:
     def retire(self) -> None:
         """Stop the server; calls in flight may end."""
         if self._server is not None:
-            task = asyncio.create_task(self._server.server.stop(self._timing.drain))
-            self._server = None
+            task = asyncio.create_task(self._server.stop(self._timing.drain))
+            self._server = self._identity = None
             self._stopping.add(task)
             task.add_done_callback(self._stopping.discard)
 
     def remove_socket(self) -> None:
         """Remove the own socket, so that nobody connects any more."""
-        if self._server is not None and self._server.in_place:
+        if self.in_place:
             with contextlib.suppress(OSError):
-                self._server.path.unlink()
+                self._socket.unlink()
 
     async def end(self) -> None:
         """Wait for the servers to end, and release the lock."""
