@@ -183,7 +183,7 @@ class ClaimDevices:
             ]
             if idle and "released" in source.hooks:
                 work = self._timed("released", source, source.released, idle)
-                self.guard.release([(source.resource, device.id) for device in idle], work)
+                self.guard.releases.run([(source.resource, device.id) for device in idle], work)
 
     async def _call(self, name: str, source: DeviceSource, hook: _Hook[_T], *args: object) -> _T:
         try:

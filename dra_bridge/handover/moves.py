@@ -272,7 +272,7 @@ class Handover:
         if not devices:
             return False
         self._endpoint.refresh()
-        sent = self._endpoint.shown()
+        sent = self._endpoint.streams.shown()
         shown = shown_unhealthy(devices, sent, device_id_of)
         if not shown:
             missing = "the kubelet to listen" if sent is None else "ListAndWatch to show it Unhealthy"

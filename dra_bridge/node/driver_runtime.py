@@ -111,7 +111,7 @@ class DriverRuntime:
             groups=functools.partial(groups, service),
             errors=(ClusterError,),
             title=agent.tracker.title,
-            group=functools.partial(agent.guard.group, service.resource),
+            group=functools.partial(agent.guard.listed.group, service.resource),
             moved=self._moved,
         )
 

@@ -151,7 +151,8 @@ class Flow:
             ready=lambda resource, device: (resource, device) in self.ledger_gate.reconciled,
         )
         ids = SimpleNamespace(device_id_of=str, ids_of=lambda device: (device,))
-        endpoint = SimpleNamespace(resource=R, source=source, ids=ids, refresh=lambda: None, shown=self._shown)
+        streams = SimpleNamespace(shown=self._shown)
+        endpoint = SimpleNamespace(resource=R, source=source, ids=ids, refresh=lambda: None, streams=streams)
         self.handover = Handover(
             cast("Any", endpoint),
             self.inventory,

@@ -166,7 +166,8 @@ class Node(RuleBasedStateMachine):
         inventory.publish([Device(name) for name in DEVICES])
         self.ledger_gate = LedgerGate(cast("Any", self.async_ledger), {R: str})
         ids = SimpleNamespace(device_id_of=str, ids_of=lambda device: (device,))
-        endpoint = SimpleNamespace(resource=R, ids=ids, refresh=lambda: None, shown=lambda: self.sent)
+        streams = SimpleNamespace(shown=lambda: self.sent)
+        endpoint = SimpleNamespace(resource=R, ids=ids, refresh=lambda: None, streams=streams)
         self.handover = Handover(
             cast("Any", endpoint),
             inventory,
