@@ -16,7 +16,8 @@ from deviceplugin.device import Device, Health, Version
 from deviceplugin.inventory import Snapshot, merged
 from dra_bridge import kube
 from dra_bridge.manifests import Deployment, manifests, to_yaml
-from dra_bridge.slices import Offer, Pool, Publisher, remove_slices, slice_name
+from dra_bridge.slices.desired import Offer, Pool, slice_name
+from dra_bridge.slices.publisher import Publisher, remove_slices
 from tests.cluster import build
 from tests.cluster.api import ApiError
 from tests.cluster.node import FEATURE_GATES, Cluster

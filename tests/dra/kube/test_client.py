@@ -733,7 +733,7 @@ def rss():
 import grpc.aio, watchdog.observers, prometheus_client, msgspec, yaml, sqlite3
 before = rss()
 from dra_bridge.kube import Cluster, NODES
-import dra_bridge.slices
+import dra_bridge.slices.publisher
 async def main():
     async with Cluster.from_server(sys.argv[1]) as cluster:
         for _ in range(20):
