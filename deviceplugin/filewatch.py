@@ -1,10 +1,9 @@
 """Hints that something in a directory changed: one watcher for the whole process.
 
-inotify events are hints, not facts: a deleted directory ends them silently, an overflow drops them. So a watch says
-only "read again", covers the directory and its parent, notices on a slow timer that a directory is another one than
-before (inode), and whoever waits on it reads at the latest after a time of its own. All watches share one watchdog
-observer, hence one inotify instance (a machine has 128 for a user; "too many open files" is a well-known end of device
-plugins).
+inotify events are hints: a deleted directory ends them silently, an overflow drops them. So a watch says only "read
+again", covers the directory and its parent, and notices by the inode that a directory is another one; its user reads
+again after some time in any case. All watches share one watchdog observer, hence one inotify instance (a user has 128;
+"too many open files" is a well-known end of device plugins).
 """
 
 from __future__ import annotations
@@ -17,33 +16,19 @@ import threading
 from collections.abc import Iterable
 from typing import Final, Self
 
-from watchdog.events import (
-    DirCreatedEvent,
-    DirDeletedEvent,
-    DirMovedEvent,
-    FileClosedEvent,
-    FileCreatedEvent,
-    FileDeletedEvent,
-    FileMovedEvent,
-    FileSystemEvent,
-    FileSystemEventHandler,
-)
+from watchdog import events
 from watchdog.observers import Observer
 from watchdog.observers.api import BaseObserver, ObservedWatch
 
 from deviceplugin.files import inode_of
 
 _LOG: Final = logging.getLogger(__name__)
-_NAMES: Final[list[type[FileSystemEvent]]] = [
-    DirCreatedEvent,
-    DirDeletedEvent,
-    DirMovedEvent,
-    FileCreatedEvent,
-    FileDeletedEvent,
-    FileMovedEvent,
+_NAMES: Final[list[type[events.FileSystemEvent]]] = [
+    *(events.DirCreatedEvent, events.DirDeletedEvent, events.DirMovedEvent),
+    *(events.FileCreatedEvent, events.FileDeletedEvent, events.FileMovedEvent),
 ]
 # Not for device directories: every close of /dev/null would be one.
-_NAMES_AND_WRITES: Final[list[type[FileSystemEvent]]] = [*_NAMES, FileClosedEvent]
+_NAMES_AND_WRITES: Final = [*_NAMES, events.FileClosedEvent]
 
 _Key = tuple[str, bool]  # directory, writes
 
@@ -74,7 +59,7 @@ class Watcher:
             observer.join(timeout=5.0)
 
     def arm(self, watch: Watch, key: _Key) -> None:
-        """Make `watch` hear of the directory from now on; again if it is another directory now."""
+        """Give hints of the directory to `watch`; begin anew if there is another directory of this name."""
         directory, writes = key
         with self._lock:
             armed, identity = self._armed.get(directory), inode_of(directory)
@@ -90,7 +75,7 @@ class Watcher:
                 self._fit(directory, armed)
 
     def disarm(self, watch: Watch, key: _Key) -> None:
-        """Let `watch` hear of the directory no more."""
+        """Give no more hints of the directory to `watch`."""
         directory, writes = key
         with self._lock:
             armed = self._armed.get(directory)
@@ -103,10 +88,9 @@ class Watcher:
                 self._unschedule(self._armed.pop(directory))
 
     def _fit(self, directory: str, armed: _Armed) -> None:
-        """Hear of files written if, and only if, somebody wants to.
+        """Observe writes if, and only if, a watch wants them.
 
-        By one watch for all: of two on one directory the kernel keeps what the later one asks for (inotify_add_watch in
-        one instance, which watchdog's observers have).
+        All share one inotify watch: of two on one directory the kernel keeps only what the later one asks for.
         """
         if armed.writes != any(writes for _, writes in armed.wants):
             self._unschedule(self._armed.pop(directory))
@@ -123,12 +107,8 @@ class Watcher:
         except OSError as error:
             if not self._complained:
                 self._complained = True
-                _LOG.warning(
-                    "cannot watch %s (%s); checking it from time to time instead. "
-                    "fs.inotify.max_user_instances or max_user_watches may be too low",
-                    directory,
-                    error,
-                )
+                text = "cannot watch %s (%s); fs.inotify.max_user_instances or max_user_watches may be too low. "
+                _LOG.warning(text + "Directories are read from time to time instead.", directory, error)
             return
         self._armed[directory] = armed
 
@@ -147,8 +127,8 @@ class Watcher:
                 self._observer.unschedule(armed.observed)
 
 
-class _Armed(FileSystemEventHandler):
-    """One directory under watch and who wants to hear of it, of writes or not; runs in the observer's thread."""
+class _Armed(events.FileSystemEventHandler):
+    """A directory that is observed, and the watches that want hints, of writes or not; in the observer's thread."""
 
     def __init__(self, identity: tuple[int, int], wants: set[tuple[Watch, bool]]) -> None:
         self.identity = identity
@@ -156,16 +136,16 @@ class _Armed(FileSystemEventHandler):
         self.wants = wants
         self.writes = any(writes for _, writes in wants)
 
-    def dispatch(self, event: FileSystemEvent) -> None:
+    def dispatch(self, event: events.FileSystemEvent) -> None:
         # Only enqueue: an exception here would end the observer's thread.
-        written = isinstance(event, FileClosedEvent)
+        written = isinstance(event, events.FileClosedEvent)
         for watch, writes in tuple(self.wants):
             if writes or not written:
                 watch.hint(os.fsdecode(event.src_path), os.fsdecode(event.dest_path))
 
 
 class Watch:
-    """Somebody's interest in some directories; coalesces hints."""
+    """Hints of some directories for one reader; several hints become one."""
 
     def __init__(self, watcher: Watcher, directories: Iterable[str], *, writes: bool = False) -> None:
         self._watcher = watcher
@@ -174,7 +154,6 @@ class Watch:
         self._hinted = asyncio.Event()
         self._wanted: frozenset[str] = frozenset()
         self._armed_keys: frozenset[_Key] = frozenset()
-        self._closed = False
         self.set(directories)
 
     def __enter__(self) -> Self:
@@ -189,12 +168,7 @@ class Watch:
         self._rearm()
 
     async def wait(self, timeout: float) -> bool:
-        """Wait for a hint, `timeout` seconds at the most.
-
-        Returns:
-            True when a hint came (perhaps a spurious one), False when the time is over; read in either case.
-
-        """
+        """Wait for a hint; return False if none came in `timeout` seconds. Read in either case."""
         try:
             async with asyncio.timeout(timeout):
                 await self._hinted.wait()
@@ -212,20 +186,17 @@ class Watch:
 
     def hint(self, *paths: str) -> None:
         """Take note of an event at these paths, from any thread."""
-        for path in paths:
-            if path and (os.path.dirname(path) in self._wanted or self._leads(path)):
+        for path in filter(None, paths):
+            leads_to = any(f"{wanted}/".startswith(f"{path}/") for wanted in self._wanted)
+            if leads_to or os.path.dirname(path) in self._wanted:
                 self.wake()
                 return
 
     def close(self) -> None:
         """End the watch."""
-        if not self._closed:
-            self._closed = True
-            for key in self._armed_keys:
-                self._watcher.disarm(self, key)
-
-    def _leads(self, path: str) -> bool:
-        return path in self._wanted or any(wanted.startswith(path + "/") for wanted in self._wanted)
+        for key in self._armed_keys:
+            self._watcher.disarm(self, key)
+        self._armed_keys = frozenset()
 
     def _rearm(self) -> None:
         parents = {_nearest(os.path.dirname(directory)) for directory in self._wanted}
