@@ -31,6 +31,7 @@ _NAMES: Final[list[type[events.FileSystemEvent]]] = [
 _NAMES_AND_WRITES: Final = [*_NAMES, events.FileClosedEvent]
 
 _Key = tuple[str, bool]  # directory, writes
+_Wants = frozenset[tuple["Watch", bool]]
 
 
 class Watcher:
@@ -60,45 +61,36 @@ class Watcher:
 
     def arm(self, watch: Watch, key: _Key) -> None:
         """Give hints of the directory to `watch`; begin anew if there is another directory of this name."""
-        directory, writes = key
         with self._lock:
-            armed, identity = self._armed.get(directory), inode_of(directory)
-            if armed is None:
-                if identity is not None:
-                    self._schedule(directory, identity, {(watch, writes)})
-            elif armed.identity != identity:
-                self._unschedule(self._armed.pop(directory))
-                if identity is not None:
-                    self._schedule(directory, identity, {*armed.wants, (watch, writes)})
-            else:
-                armed.wants.add((watch, writes))
-                self._fit(directory, armed)
+            self._observe(key[0], self._wants(key[0]) | {(watch, key[1])})
 
     def disarm(self, watch: Watch, key: _Key) -> None:
         """Give no more hints of the directory to `watch`."""
-        directory, writes = key
         with self._lock:
-            armed = self._armed.get(directory)
-            if armed is None:
-                return
-            armed.wants.discard((watch, writes))
-            if armed.wants:
-                self._fit(directory, armed)
-            else:
-                self._unschedule(self._armed.pop(directory))
+            self._observe(key[0], self._wants(key[0]) - {(watch, key[1])})
 
-    def _fit(self, directory: str, armed: _Armed) -> None:
-        """Observe writes if, and only if, a watch wants them.
+    def _wants(self, directory: str) -> _Wants:
+        return self._armed[directory].wants if directory in self._armed else frozenset()
+
+    def _observe(self, directory: str, wants: _Wants) -> None:
+        """Observe the directory that is there now for these watches, and its writes if one of them wants those.
 
         All share one inotify watch: of two on one directory the kernel keeps only what the later one asks for.
         """
-        if armed.writes != any(writes for _, writes in armed.wants):
-            self._unschedule(self._armed.pop(directory))
-            self._schedule(directory, armed.identity, armed.wants)
-            for watch, _ in tuple(armed.wants):
-                watch.wake()  # for what came in between
+        before, identity = self._armed.pop(directory, None), inode_of(directory)
+        if before is not None:
+            if wants and (before.identity, before.writes) == (identity, any(writes for _, writes in wants)):
+                before.wants = wants
+                self._armed[directory] = before
+                return
+            self._unschedule(before)
+        if wants and identity is not None:
+            self._schedule(directory, identity, wants)
+            if before is not None and before.identity == identity:
+                for watch, _ in wants:
+                    watch.wake()  # for what came in between
 
-    def _schedule(self, directory: str, identity: tuple[int, int], wants: set[tuple[Watch, bool]]) -> None:
+    def _schedule(self, directory: str, identity: tuple[int, int], wants: _Wants) -> None:
         armed = _Armed(identity, wants)
         try:
             armed.observed = self._running().schedule(
@@ -130,7 +122,7 @@ class Watcher:
 class _Armed(events.FileSystemEventHandler):
     """A directory that is observed, and the watches that want hints, of writes or not; in the observer's thread."""
 
-    def __init__(self, identity: tuple[int, int], wants: set[tuple[Watch, bool]]) -> None:
+    def __init__(self, identity: tuple[int, int], wants: _Wants) -> None:
         self.identity = identity
         self.observed: ObservedWatch | None = None
         self.wants = wants
@@ -139,7 +131,7 @@ class _Armed(events.FileSystemEventHandler):
     def dispatch(self, event: events.FileSystemEvent) -> None:
         # Only enqueue: an exception here would end the observer's thread.
         written = isinstance(event, events.FileClosedEvent)
-        for watch, writes in tuple(self.wants):
+        for watch, writes in self.wants:
             if writes or not written:
                 watch.hint(os.fsdecode(event.src_path), os.fsdecode(event.dest_path))
 
