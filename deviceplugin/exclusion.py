@@ -20,7 +20,7 @@ from deviceplugin.topology import natural
 Key = tuple[str, str]
 """(resource, device)."""
 Held = Mapping[Key, Tokens]
-"""What is held, and what it was when it was granted, as far as that is known."""
+"""The devices that have holders, and their tokens when they were granted, as far as these are known."""
 Counters = Mapping[str, Mapping[str, Fraction]]
 """Amounts by counter set and counter."""
 

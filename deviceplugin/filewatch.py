@@ -30,6 +30,10 @@ _NAMES: Final[list[type[events.FileSystemEvent]]] = [
 # Not for device directories: every close of /dev/null would be one.
 _NAMES_AND_WRITES: Final = [*_NAMES, events.FileClosedEvent]
 
+_CANNOT_WATCH: Final = (
+    "cannot watch %s (%s); it is read from time to time instead. "
+    "fs.inotify.max_user_instances or max_user_watches may be too low"
+)
 _Key = tuple[str, bool]  # directory, writes
 _Wants = frozenset[tuple["Watch", bool]]
 
@@ -99,8 +103,7 @@ class Watcher:
         except OSError as error:
             if not self._complained:
                 self._complained = True
-                text = "cannot watch %s (%s); fs.inotify.max_user_instances or max_user_watches may be too low. "
-                _LOG.warning(text + "Directories are read from time to time instead.", directory, error)
+                _LOG.warning(_CANNOT_WATCH, directory, error)
             return
         self._armed[directory] = armed
 

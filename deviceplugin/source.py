@@ -79,7 +79,7 @@ class DeviceSource:
         raise NotImplementedError
 
     def released(self, devices: Sequence[Device]) -> Awaitable[None] | None:
-        """Take note that the last pod that held these devices is gone.
+        """Take note that the last pod that had these devices is gone.
 
         The device plugin API has no Deallocate: this follows from the kubelet's PodResources service, some seconds
         later, at least once. At the start of the process it is called for all devices without a holder.

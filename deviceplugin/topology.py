@@ -27,8 +27,7 @@ Score = Mapping[frozenset[str], float]
 """How close two devices are, by frozenset({a, b}); higher is closer, a pair that is missing has 0."""
 
 _DIGITS: Final = re.compile(r"([0-9]+)")
-_BITS: Final = 64
-"""Bits of each number in a long integer that has a number for each set; the type code of such an array is Q."""
+_WIDTHS: Final = {16: "H", 32: "I", 64: "Q"}  # bits of a number, and the type code of an array of such numbers
 _EXACT: Final = 1 << 16  # sets of devices (interchangeable ones counted) up to which all are compared
 _USUAL: Final = ((4, 2), (2, 4))  # requests that may follow one for a single device: their size, and how many
 _BUDGET: Final = 40_000  # steps after which the search for requests that are all served alike gives up
@@ -38,10 +37,7 @@ _DENSE: Final = 256  # devices up to which scores are kept as a matrix
 
 
 class Link(enum.IntEnum):
-    """How near two devices are, on the scale that `preferred` is used with.
-
-    The levels of PCIe are exclusive; NVLinks come on top, NVLINK for each.
-    """
+    """How near two devices are: one of the levels of PCIe, and NVLINK for each link."""
 
     NVLINK = 100
     SAME_BOARD = 60
@@ -334,38 +330,41 @@ def _interchangeable(matrix: Sequence[list[int]], bonus: Sequence[int]) -> list[
 
 
 class _Sets:
-    """All sets of some devices, where interchangeable devices are counted instead of told apart.
+    """All sets of some devices, at most 2^16; of interchangeable devices only the number counts.
 
-    A set is a number whose digits say how many devices of each class it has: digit `c` has the weight `weights[c]` and
-    goes up to the size of class `c`. So a part taken out of a set is a subtraction. There are at most 2^16 sets. Long
-    integers have a number for each of them, so that one addition adds to all, or a bit, so that one AND filters all.
+    A set is a number with a digit for each class: how many devices of it the set has. So a part taken out of a set is a
+    subtraction. Long integers have a number for each set, so that one addition adds to all, or a bit, so that one AND
+    filters all.
     """
 
     def __init__(self, matrix: Matrix, bonus: Sequence[int], classes: list[list[int]]) -> None:
         self.classes = classes
         self.weights: list[int] = []
         sizes = bytes(1)
+        most = sum(map(sum, matrix)) + sum(bonus)
+        width = next(width for width in _WIDTHS if most >> width == 0)  # no sum reaches the next number
         totals, ones = 0, [1]
         for place, members in enumerate(classes):
             weight, count, row = len(sizes), len(members), matrix[members[0]]
-            near, within = _linear(classes[:place], row, ones), row[members[-1]] * ones[-1]
-            totals = _joined(totals, near, within, count, _BITS * weight)
-            ones.append(_joined(ones[-1], 0, 0, count, _BITS * weight))
+            near, within = _linear(classes[:place], row, ones, width), row[members[-1]] * ones[-1]
+            totals = _joined(totals, near, within, count, width * weight)
+            ones.append(_joined(ones[-1], 0, 0, count, width * weight))
             sizes = b"".join(sizes.translate(bytes(range(n, 256)) + bytes(n)) for n in range(count + 1))
             self.weights.append(weight)
         self.whole = len(sizes) - 1
         """The set of all devices; less a set it is the complement."""
         self.sizes = sizes + b"\xff" * len(sizes)
-        """How many devices each set has; 255 for a negative number. One set is a part of another if, and only if, their
-        difference has as many devices fewer."""
-        self.totals = self._numbers(totals)
+        """How many devices each set has; 255 for a negative number.
+
+        One set is a part of another if, and only if, their difference has as many devices fewer."""
+        self.totals = self._numbers(totals, width)
         """The total of all pairs' scores in each set."""
-        self.firsts = self._numbers(totals + _linear(classes, bonus, ones)) if any(bonus) else self.totals
+        self.firsts = self._numbers(totals + _linear(classes, bonus, ones, width), width) if any(bonus) else self.totals
         """The same with the required devices."""
 
-    def _numbers(self, table: int) -> array[int]:
-        numbers = array("Q")
-        numbers.frombytes(table.to_bytes((self.whole + 1) * _BITS // 8, "little"))
+    def _numbers(self, table: int, width: int) -> array[int]:
+        numbers = array(_WIDTHS[width])
+        numbers.frombytes(table.to_bytes((self.whole + 1) * width // 8, "little"))
         if sys.byteorder == "big":
             numbers.byteswap()
         return numbers
@@ -466,9 +465,9 @@ class _Sets:
         return format(bits, f"0{count}b")[::-1]
 
 
-def _linear(classes: Iterable[Sequence[int]], values: Sequence[int], ones: Iterable[int]) -> int:
-    """Return the sum of its devices' values for each set of these classes."""
-    sums, shift = 0, _BITS
+def _linear(classes: Iterable[Sequence[int]], values: Sequence[int], ones: Iterable[int], width: int) -> int:
+    """Return the sum of its devices' values for each set of these classes, in numbers of `width` bits."""
+    sums, shift = 0, width
     for members, one in zip(classes, ones, strict=False):
         sums = _joined(sums, values[members[0]] * one, 0, len(members), shift)
         shift *= len(members) + 1
@@ -482,7 +481,7 @@ def _joined(layer: int, step: int, growth: int, count: int, shift: int) -> int:
     """
     joined = layer
     for n in range(1, count + 1):
-        layer += step + (n - 1) * growth
+        layer += step + (n - 1) * growth if growth else step
         joined |= layer << shift * n
     return joined
 
