@@ -156,16 +156,14 @@ def _nodes(node: DeviceNode) -> Iterator[dict[str, Any]]:
 
 def _within(directory: str, node: DeviceNode) -> Iterator[dict[str, Any]]:
     count = 0
-    for root, _, names in os.walk(directory):
-        for name in sorted(names):
-            host = os.path.join(root, name)
-            with contextlib.suppress(OSError):  # it has just gone
-                if _is_node((status := os.lstat(host)).st_mode):
-                    count += 1
-                    if count > _MAX_NODES:
-                        raise CdiError(f"device node {node.host}: more than {_MAX_NODES} device nodes in it")
-                    inside = os.path.join(node.path, os.path.relpath(host, directory))
-                    yield _node(host, status, inside, node.permissions)
+    for host in (os.path.join(root, name) for root, _, names in os.walk(directory) for name in sorted(names)):
+        with contextlib.suppress(OSError):  # it has just gone
+            if _is_node((status := os.lstat(host)).st_mode):
+                count += 1
+                if count > _MAX_NODES:
+                    raise CdiError(f"device node {node.host}: more than {_MAX_NODES} device nodes in it")
+                inside = os.path.join(node.path, os.path.relpath(host, directory))
+                yield _node(host, status, inside, node.permissions)
 
 
 def _is_node(mode: int) -> bool:
@@ -285,7 +283,7 @@ class Store:
         return frozenset(found)
 
     def deleted(self) -> bool:
-        """Return whether the directory was deleted while it is mounted here: nothing can be written any more."""
+        """Return whether the directory was deleted while it is mounted here, so that nothing can be written."""
         try:
             return os.stat(self.directory).st_nlink == 0
         except OSError:

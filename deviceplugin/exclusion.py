@@ -129,7 +129,7 @@ class Things:
         """
         beside = dict(held)
         taken = self._taken(held)
-        for key in dict.fromkeys(wanted):
+        for key in wanted:
             if reason := self._conflict(key, beside, taken, beside):
                 return reason
             if key not in beside:

@@ -103,8 +103,7 @@ def open_probe(device: Device) -> Finding:
 
     A node that another process has exclusively (EBUSY) is good. A missing right says nothing about the device.
     """
-    nodes = device.container_edits.device_nodes
-    for node in nodes:
+    for node in device.container_edits.device_nodes:
         flags = os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
         flags |= os.O_RDWR if {"r", "w"} <= set(node.permissions) else os.O_WRONLY if "w" in node.permissions else 0
         try:

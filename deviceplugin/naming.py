@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import re
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from fractions import Fraction
 from typing import Final
@@ -60,9 +61,7 @@ _HASH: Final = 10
 
 
 def parse_quantity(value: int | str) -> Fraction:
-    """Return the number that a Kubernetes quantity stands for, exactly.
-
-    An int stands for itself, a string is a quantity such as "16Gi", "1.5" or "250m".
+    """Return the exact number that an int or a Kubernetes quantity such as "16Gi", "1.5" or "250m" stands for.
 
     Raises:
         NamingError: it is no quantity (apimachinery, pkg/api/resource).
@@ -77,7 +76,7 @@ def parse_quantity(value: int | str) -> Fraction:
         raise NamingError(f"must be a quantity such as 16Gi, 250m or 4, not {value!r}")
     suffix = found["suffix"]
     factor = _FACTORS[suffix] if suffix in _FACTORS else Fraction(10) ** int(suffix[1:])
-    number = Fraction(found["number"].rstrip(".") if found["number"][0] != "." else f"0{found['number']}") * factor
+    number = Fraction(f"0{found['number']}".rstrip(".")) * factor
     return -number if found["sign"] == "-" else number
 
 
@@ -92,8 +91,7 @@ def check_label(name: str, what: str = "the name") -> None:
 def check_driver(name: str) -> None:
     """Raise NamingError unless this can name a DRA driver: a DNS subdomain of at most 63 characters.
 
-    The API would let upper-case letters pass with a warning; a taint whose key is made from the name would then be
-    refused, so they are refused here.
+    The API lets upper-case letters pass with a warning, but refuses a taint whose key is made from such a name.
     """
     if len(name) > _MAX_DRIVER:
         raise NamingError(f"a driver's name has at most {_MAX_DRIVER} characters, {name!r} has {len(name)}")
@@ -200,11 +198,10 @@ def canonical_resource(resource: str) -> str:
 
 
 def device_name(device: str, qualifier: str = "") -> str:
-    """Return the name under which the DRA side publishes the device with this id: a DNS label, unique.
+    """Return the name under which the DRA side publishes the device with this id, always the same DNS label.
 
-    An id that is a DNS label is its own name. Any other (and a label that ends like a hashed name) becomes what can be
-    kept of it, `--` and ten digits of its SHA-256, so that two ids never share a name and the same id always has the
-    same one.
+    An id that is a DNS label is its own name. Any other (and a label that ends like a hashed name) is shortened to a
+    label, with `--` and ten digits of its SHA-256 at its end, so that two ids never share a name.
 
     qualifier: which resource the device belongs to (`qualifiers`); it goes in front, with `--` between.
     """
@@ -221,17 +218,14 @@ def device_name(device: str, qualifier: str = "") -> str:
 def qualifiers(resources: Iterable[str]) -> dict[str, str]:
     """Return by resource what `device_name` needs to keep one driver's resources apart.
 
-    Empty for a driver's only resource; else what stands after the slash, or something made from the whole name where
-    that is no label or occurs twice.
+    Empty for a driver's only resource; else what is after the slash, or a hash where that is no label or not unique.
     """
-    names = list(dict.fromkeys(resources))
-    if len(names) < 2:
-        return dict.fromkeys(names, "")
-    short = {name: name.rpartition("/")[2] for name in names}
-    last = list(short.values())
+    words = {name: name.rpartition("/")[2] for name in resources}
+    if len(words) < 2:
+        return dict.fromkeys(words, "")
+    count = Counter(words.values())
     return {
-        name: word if last.count(word) == 1 and _plain_word(word) else _hashed_word(name)
-        for name, word in short.items()
+        name: word if count[word] == 1 and _plain_word(word) else _hashed_word(name) for name, word in words.items()
     }
 
 
