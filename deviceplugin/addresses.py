@@ -28,7 +28,7 @@ def parse_address(address: str) -> tuple[str, int]:
 
 
 def socket_path(directory: str | Path, name: str, tail: str) -> Path:
-    """Return directory/name+tail, the name shortened (and made unique by a hash) where it is too long.
+    """Return directory/name+tail; a name that is too long is shortened, and made unique by a hash.
 
     Raises:
         ValueError: the directory's own path leaves no room.
@@ -38,16 +38,14 @@ def socket_path(directory: str | Path, name: str, tail: str) -> Path:
     if len(name) > room:
         digest = hashlib.sha256(name.encode()).hexdigest()[:8]
         if room < len(digest):
-            raise ValueError(
-                f"{directory}: the path is too long for a unix socket in it ({MAX_SOCKET_PATH} bytes in all); "
-                "use a shorter directory"
-            )
+            text = f"the path is too long for a unix socket in it ({MAX_SOCKET_PATH} bytes in all)"
+            raise ValueError(f"{directory}: {text}; use a shorter directory")
         name = f"{name[: max(0, room - len(digest) - 1)]}-{digest}"[-room:].lstrip("-")
     return Path(directory) / f"{name}{tail}"
 
 
 def is_abandoned(path: Path) -> bool:
-    """Return whether nobody listens at a Unix socket any more: whoever made it has ended."""
+    """Return whether no process listens at a Unix socket any more."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
         probe.setblocking(False)
         try:

@@ -26,7 +26,7 @@ class Backoff:
         return self.draw(whole / 2, whole)
 
     def longest(self) -> float:
-        """Return the seconds to wait where only time will help, or somebody else."""
+        """Return the seconds to wait where trying again soon will not help."""
         return self.draw(self.most / 2, self.most)
 
     def reset(self) -> None:

@@ -1,12 +1,10 @@
 """Container edits as CDI specs: what a claim's containers get, in a file that the runtime reads.
 
-The Container Device Interface (tags.cncf.io/container-device-interface 1.0) lets a container runtime find, in JSON
-files of a few directories, what a named device puts into a container. A claim gets one file, named after its UID.
-`build` makes the contents, without writing; `Store` puts them into place, one rename each.
+The Container Device Interface (tags.cncf.io/container-device-interface 1.0) describes in JSON files what a named device
+puts into a container. A claim gets one file, named after its UID.
 
-The file is a copy: whoever wrote it can make it again from the ledger, and does so at each start. So it is renamed into
-place but not synced; after a power failure an empty or missing file is found and replaced. (/var/run is a tmpfs on most
-nodes anyhow.)
+The file is renamed into place but not synced: it is written again from the ledger at each start, so an empty or missing
+one is replaced after a power failure. (/var/run is a tmpfs on most nodes anyhow.)
 """
 
 from __future__ import annotations
@@ -26,10 +24,8 @@ from deviceplugin.device import ContainerEdits, DeviceNode
 
 DIRECTORY: Final = "/var/run/cdi"
 """Where runtimes look for files that do not outlive a reboot."""
-
 CLASS: Final = "claim"
 """The class half of the kind; the vendor half is the driver's name."""
-
 _VENDOR: Final = re.compile(r"[A-Za-z]([A-Za-z0-9_.-]*[A-Za-z0-9])?")
 _NAME: Final = re.compile(r"[A-Za-z0-9]([A-Za-z0-9_.:-]*[A-Za-z0-9])?")
 _UID: Final = re.compile(r"[A-Za-z0-9]([A-Za-z0-9-]{0,62}[A-Za-z0-9])?")
@@ -37,13 +33,11 @@ _MAX_NODES: Final = 1024
 
 
 class CdiError(ValueError):
-    """Raised when edits cannot be said in CDI, or a file cannot be written; the text is for people."""
+    """Raised when edits cannot be expressed in CDI, or a file cannot be written."""
 
 
 def vendor_of(driver: str) -> str:
-    """Return the vendor half of a driver's kind.
-
-    It is the driver's name; CDI wants a letter in front, which a DNS name need not have.
+    """Return the vendor half of a driver's kind: its name, with a letter in front as CDI wants it.
 
     Raises:
         CdiError: the name cannot be made one.
@@ -63,15 +57,12 @@ def qualified(driver: str, device: str) -> str:
 def build(driver: str, devices: Mapping[str, ContainerEdits]) -> dict[str, Any]:
     """Return a CDI spec, valid and of the lowest version that its content allows.
 
-    Host paths of device nodes are resolved here, since runtimes look at the node itself and refuse a symbolic link
-    (containerd#12060); the container keeps the name that was asked for. A directory stands for the device nodes in it.
-    Device numbers are those of now: with them a runtime does not look at the host path (container-device-interface 1.0,
-    container-edits_unix.go: fillMissingInfo), so a container that starts again gets the same device, whatever has that
-    path then. Annotations are the plugin side's.
+    devices: edits by the CDI device's name, at least one and none of them empty. Their annotations are left out.
 
-    Args:
-        driver: the DRA driver's name.
-        devices: edits by the CDI device's name, at least one and none of them empty.
+    Host paths of device nodes are resolved here, since runtimes refuse a symbolic link (containerd#12060). A container
+    sees the path that was asked for. A directory stands for the device nodes in it. With device numbers a runtime does
+    not look at the host path (container-device-interface 1.0, container-edits_unix.go: fillMissingInfo), so a container
+    that starts again gets the same device, whatever has that path then.
 
     Raises:
         CdiError: a name, path or variable is not allowed, or a node is missing on the host.
@@ -94,7 +85,7 @@ def encode(spec: Mapping[str, Any]) -> bytes:
     """Return a spec as the bytes of its file.
 
     Raises:
-        CdiError: it holds text that is not Unicode.
+        CdiError: some text is not Unicode.
 
     """
     try:
@@ -106,9 +97,8 @@ def encode(spec: Mapping[str, Any]) -> bytes:
 def _version(devices: list[dict[str, Any]]) -> str:
     """Return the lowest version of the CDI spec that knows all that is used.
 
-    0.3.0 is the first; 0.4.0 brought a mount's type, 0.5.0 host paths of nodes and names that begin with a digit, 0.6.0
-    annotations and dots in the class, 0.7.0 RDT and groups. Types, annotations, dots, RDT and groups are never written
-    here.
+    0.3.0 is the first, 0.5.0 brought host paths of nodes and names that begin with a digit. What 0.4.0, 0.6.0 and 0.7.0
+    brought (a mount's type, annotations, dots in the class, RDT, groups) is never written here.
     """
     newer = any(
         not device["name"][0].isalpha()
@@ -121,7 +111,9 @@ def _version(devices: list[dict[str, Any]]) -> str:
 def _edits(edits: ContainerEdits) -> dict[str, Any]:
     contents: dict[str, Any] = {}
     if edits.env:
-        contents["env"] = [f"{_variable(name)}={_text(value, name)}" for name, value in edits.env.items()]
+        if wrong := [name for name in edits.env if not name or "=" in name or "\0" in name]:
+            raise CdiError(f"{wrong[0]!r} cannot be the name of an environment variable")
+        contents["env"] = [f"{name}={_text(value, name)}" for name, value in edits.env.items()]
     if nodes := {found["path"]: found for node in edits.device_nodes for found in _nodes(node)}:
         contents["deviceNodes"] = list(nodes.values())
     if edits.mounts:
@@ -135,12 +127,6 @@ def _edits(edits: ContainerEdits) -> dict[str, Any]:
             for mount in edits.mounts
         ]
     return contents
-
-
-def _variable(name: str) -> str:
-    if not name or "=" in name or "\0" in name:
-        raise CdiError(f"{name!r} cannot be the name of an environment variable")
-    return name
 
 
 def _text(value: str, what: str) -> str:
@@ -170,16 +156,14 @@ def _nodes(node: DeviceNode) -> Iterator[dict[str, Any]]:
 
 def _within(directory: str, node: DeviceNode) -> Iterator[dict[str, Any]]:
     count = 0
-    for root, _, names in os.walk(directory):
-        for name in sorted(names):
-            host = os.path.join(root, name)
-            with contextlib.suppress(OSError):  # it has just gone
-                if _is_node((status := os.lstat(host)).st_mode):
-                    count += 1
-                    if count > _MAX_NODES:
-                        raise CdiError(f"device node {node.host}: more than {_MAX_NODES} device nodes in it")
-                    inside = os.path.join(node.path, os.path.relpath(host, directory))
-                    yield _node(host, status, inside, node.permissions)
+    for host in (os.path.join(root, name) for root, _, names in os.walk(directory) for name in sorted(names)):
+        with contextlib.suppress(OSError):  # it has just gone
+            if _is_node((status := os.lstat(host)).st_mode):
+                count += 1
+                if count > _MAX_NODES:
+                    raise CdiError(f"device node {node.host}: more than {_MAX_NODES} device nodes in it")
+                inside = os.path.join(node.path, os.path.relpath(host, directory))
+                yield _node(host, status, inside, node.permissions)
 
 
 def _is_node(mode: int) -> bool:
@@ -197,20 +181,19 @@ def _node(host: str, status: os.stat_result, path: str, permissions: str) -> dic
 
 
 class Store:
-    """The CDI files of one driver's claims. Safe from any thread, blocks for a rename at most."""
+    """The CDI files of one driver's claims. Thread-safe, blocks for a file's writing at most.
+
+    Raises:
+        CdiError: the driver's name cannot be a CDI vendor.
+
+    """
 
     def __init__(self, driver: str, directory: str = DIRECTORY) -> None:
-        """Make one; nothing is touched yet.
-
-        Raises:
-            CdiError: the driver's name cannot be a CDI vendor.
-
-        """
         self.directory: Final = directory
         self._prefix: Final = f"{vendor_of(driver)}-{CLASS}_"
         self._lock = threading.Lock()
         self._drafts: set[str] = set()
-        """Those that are being written."""
+        """Names of files that are being written."""
 
     def __repr__(self) -> str:
         return f"<Store {self.directory}/{self._prefix}*>"
@@ -227,9 +210,7 @@ class Store:
         return os.path.join(self.directory, f"{self._prefix}{uid}.json")
 
     def write(self, uid: str, data: bytes) -> bool:
-        """Put a claim's file into place; return False if the very same was there already.
-
-        The file appears whole or not at all; it is not synced (see the module).
+        """Put a claim's file into place, whole or not at all; return False if the very same was there already.
 
         Raises:
             CdiError: it could not be written.
@@ -244,11 +225,11 @@ class Store:
         with self._lock:
             self._drafts.add(name)
         try:
-            try:
-                self._draft(draft, data)
-            except FileNotFoundError:
-                os.makedirs(self.directory, mode=0o755, exist_ok=True)
-                self._draft(draft, data)
+            os.makedirs(self.directory, mode=0o755, exist_ok=True)
+            # O_EXCL: nothing that is there already is opened, a symbolic link neither.
+            flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+            with open(os.open(draft, flags, 0o644), "wb") as file:
+                file.write(data)
             os.rename(draft, path)
         except OSError as error:
             with contextlib.suppress(OSError):
@@ -258,13 +239,6 @@ class Store:
             with self._lock:
                 self._drafts.discard(name)
         return True
-
-    @staticmethod
-    def _draft(path: str, data: bytes) -> None:
-        # O_EXCL: nothing that is there already is opened, a symbolic link neither.
-        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
-        with open(os.open(path, flags, 0o644), "wb") as file:
-            file.write(data)
 
     def read(self, uid: str) -> bytes | None:
         """Return the bytes of a claim's file, None if there is none."""
@@ -309,7 +283,7 @@ class Store:
         return frozenset(found)
 
     def deleted(self) -> bool:
-        """Return whether the directory was deleted while it is mounted here: nothing can be written any more."""
+        """Return whether the directory was deleted while it is mounted here, so that nothing can be written."""
         try:
             return os.stat(self.directory).st_nlink == 0
         except OSError:
@@ -330,4 +304,6 @@ class _SpecDevice(msgspec.Struct):
 
 
 class _Spec(msgspec.Struct):
+    """The part of a spec that is read here."""
+
     devices: list[_SpecDevice]

@@ -1,26 +1,21 @@
-"""Values that describe devices and what a container gets with them.
-
-Frozen values, no I/O, no clock. Sources make them, the inventory keeps them, both sides read them.
-"""
+"""Values that describe devices and what a container gets with them: frozen, no I/O."""
 
 from __future__ import annotations
 
 import enum
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import chain
 from types import MappingProxyType
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
+_T = TypeVar("_T")
 _NO_STRINGS: Final[Mapping[str, str]] = MappingProxyType({})
 _NO_ATTRIBUTES: Final[Mapping[str, Any]] = MappingProxyType({})
 
 
 class Health(enum.Enum):
-    """What is known of a device's health.
-
-    Three states, because "could not be read" is not "broken": a device of unknown health goes on being offered, only a
-    device known to be unhealthy is withdrawn.
-    """
+    """What is known of a device's health. A device of unknown health is still offered, since it need not be broken."""
 
     HEALTHY = "healthy"
     UNHEALTHY = "unhealthy"
@@ -123,49 +118,42 @@ class ContainerEdits:
 
     @classmethod
     def merge(cls, edits: Iterable[ContainerEdits], winner: ContainerEdits | None = None) -> ContainerEdits:
-        """Put edits together into one; what is said twice in the same way is kept once.
-
-        winner: edits laid over the others; where they speak, they win.
+        """Put edits together into one; equal entries are kept once, those of `winner` replace the others'.
 
         Raises:
             EditConflictError: two edits give one variable, annotation, node or mount point different contents, and
-                `winner` does not settle it. A value that devices must share (a list of ids, say) is made by the
-                source's `edits` hook, which sees all devices of the container.
+                `winner` does not. A value that devices must share (a list of ids, say) is made by the source's `edits`
+                hook, which gets all devices of the container.
 
         """
-        edits = tuple(edits)
-        if len(edits) == 1 and not winner and _said_once(edits[0]):  # one device: nearly every container
-            return edits[0]
-        over = winner or NO_EDITS
-        env = dict(over.env)
-        nodes = {node.path: node for node in over.device_nodes}
-        mounts = {mount.container: mount for mount in over.mounts}
-        annotations = dict(over.annotations)
-        settled = (frozenset(env), frozenset(nodes), frozenset(mounts), frozenset(annotations))
-        cdi: dict[str, None] = {}
-        for edit in edits:
-            _put(env, edit.env.items(), settled[0], "environment variable")
-            _put(nodes, ((node.path, node) for node in edit.device_nodes), settled[1], "device node")
-            _put(mounts, ((mount.container, mount) for mount in edit.mounts), settled[2], "mount at")
-            _put(annotations, edit.annotations.items(), settled[3], "annotation")
-            cdi.update(dict.fromkeys(edit.cdi))
-        cdi.update(dict.fromkeys(over.cdi))
-        return cls(env, tuple(nodes.values()), tuple(mounts.values()), annotations, tuple(cdi))
+        edits, over = tuple(edits), winner or NO_EDITS
+        nodes = _united("device node", map(_by_path, edits), _by_path(over))
+        mounts = _united("mount at", map(_by_place, edits), _by_place(over))
+        return cls(
+            _united("environment variable", [edit.env.items() for edit in edits], over.env.items()),
+            tuple(nodes.values()),
+            tuple(mounts.values()),
+            _united("annotation", [edit.annotations.items() for edit in edits], over.annotations.items()),
+            tuple(dict.fromkeys(name for edit in (*edits, over) for name in edit.cdi)),
+        )
 
 
-def _said_once(edits: ContainerEdits) -> bool:
-    """Return whether nothing in these edits is said twice."""
-    return (
-        (len(edits.nodes) < 2 or len({node.path for node in edits.device_nodes}) == len(edits.nodes))
-        and (len(edits.mounts) < 2 or len({mount.container for mount in edits.mounts}) == len(edits.mounts))
-        and (len(edits.cdi) < 2 or len(set(edits.cdi)) == len(edits.cdi))
-    )
+def _by_path(edits: ContainerEdits) -> list[tuple[str, DeviceNode]]:
+    return [(node.path, node) for node in edits.device_nodes]
 
 
-def _put(into: dict[str, Any], items: Iterable[tuple[str, Any]], settled: frozenset[str], what: str) -> None:
-    for key, value in items:
-        if key not in settled and into.setdefault(key, value) != value:
-            raise EditConflictError(f"{what} {key!r} is given twice: {into[key]!r} and {value!r}")
+def _by_place(edits: ContainerEdits) -> list[tuple[str, Mount]]:
+    return [(mount.container, mount) for mount in edits.mounts]
+
+
+def _united(what: str, parts: Iterable[Iterable[tuple[str, _T]]], winner: Iterable[tuple[str, _T]]) -> dict[str, _T]:
+    """Return the entries of all parts; the winner's replace theirs."""
+    settled = dict(winner)
+    found = settled.copy()
+    for key, value in chain.from_iterable(parts):
+        if key not in settled and found.setdefault(key, value) != value:
+            raise EditConflictError(f"{what} {key!r} is given twice: {found[key]!r} and {value!r}")
+    return found
 
 
 def _nodes(nodes: Sequence[DeviceNode | str]) -> tuple[DeviceNode, ...]:
@@ -175,7 +163,6 @@ def _nodes(nodes: Sequence[DeviceNode | str]) -> tuple[DeviceNode, ...]:
 
 
 NO_EDITS: Final = ContainerEdits()
-"""Nothing at all."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,11 +175,9 @@ class Device:
     attributes: what claims select on; unqualified names belong to the driver's domain.
     capacity: amounts by name, an int or a Kubernetes quantity such as "16Gi".
     message: why it is not healthy, for people.
-    consumes: what of which shared counters it takes while somebody has it, by counter set and counter; partitions of
-        one physical device that cannot be given out together say so with it. A device whose counters do not suffice
-        beside what others hold is not given out.
-    counters: the counter sets that it brings along, whole, by name; the sets of all devices of a driver are put
-        together, so each partition may carry the same ones.
+    consumes: what it takes of shared counters while it has a holder, by counter set and counter. Partitions of one
+        physical device exclude each other by it: none is granted if the counters do not suffice.
+    counters: whole counter sets that it brings along, by name; several partitions may bring the same one.
     identity: what it is, beyond its id (a serial number, say), without spaces; two devices of one identity are one
         thing, and never have two holders. The numbers of `nodes` that no other device of the list has identify it, too.
     """
@@ -236,9 +221,9 @@ class Device:
 
     def with_health(self, health: Health, message: str = "") -> Device:
         """Return the same device in another state of health."""
-        return (
-            self if (self.health, self.message) == (health, message) else replace(self, health=health, message=message)
-        )
+        if (self.health, self.message) == (health, message):
+            return self
+        return replace(self, health=health, message=message)
 
 
 MAX_ID: Final = 63

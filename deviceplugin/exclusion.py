@@ -1,7 +1,7 @@
-"""Which devices exclude each other, whichever ids and resources they are reached through. Pure.
+"""Which devices exclude each other, whatever their ids and resources. Pure.
 
-Two devices exclude each other as aliases if they are one thing (a token of their identities is the same), and as parts
-if they consume the same counters and what is left of these does not suffice for both.
+Two devices exclude each other as aliases if their identities have a token in common, and as parts if they consume the
+same counters and these do not suffice for both.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from deviceplugin.topology import natural
 Key = tuple[str, str]
 """(resource, device)."""
 Held = Mapping[Key, Tokens]
-"""What is held, and what it was when it was granted, as far as that is known."""
+"""The devices that have holders, and their tokens when they were granted, as far as these are known."""
 Counters = Mapping[str, Mapping[str, Fraction]]
 """Amounts by counter set and counter."""
 
@@ -45,18 +45,17 @@ class Thing:
 
 def thing_of(device: Device, tokens: Tokens, scope: str, *, shared: bool = False) -> Thing:
     """Return a device as the rules here see it."""
-    return Thing(tokens, scope, _amounts(device.consumes), _amounts(device.counters), shared)
 
+    def amount(value: int | str) -> Fraction:
+        try:
+            return parse_quantity(value)
+        except NamingError:
+            return Fraction(-1)  # not known: nothing fits beside it
 
-def _amounts(counters: Mapping[str, Mapping[str, int | str]]) -> Counters:
-    return {name: {one: _amount(value) for one, value in amounts.items()} for name, amounts in counters.items()}
+    def amounts(counters: Mapping[str, Mapping[str, int | str]]) -> Counters:
+        return {name: {one: amount(value) for one, value in values.items()} for name, values in counters.items()}
 
-
-def _amount(value: int | str) -> Fraction:
-    try:
-        return parse_quantity(value)
-    except NamingError:
-        return Fraction(-1)  # not known: nothing fits beside it
+    return Thing(tokens, scope, amounts(device.consumes), amounts(device.counters), shared)
 
 
 def titled(key: Key) -> str:
@@ -84,14 +83,14 @@ class Things:
                 self._by_set.setdefault((thing.scope, name), set()).add(key)
             for name, amounts in thing.counters.items():
                 if self._capacity.setdefault((thing.scope, name), amounts) != amounts:
-                    self._capacity[thing.scope, name] = {}  # told in two ways: not known
+                    self._capacity[thing.scope, name] = {}  # two devices disagree: not known
         together = [*self._by_token.values(), *self._by_set.values()]
         self.related = frozenset(key for keys in together if len(keys) > 1 for key in keys)
         """Devices that have peers."""
         self.shared_tokens = frozenset(token for thing in things.values() if thing.shared for token in thing.tokens)
 
     def tokens(self, key: Key) -> Tokens:
-        """Return what a device is, as far as it is known."""
+        """Return a device's tokens, none if they are not known."""
         return self._things[key].tokens if key in self._things else _NO_TOKENS
 
     def shared(self, key: Key) -> bool:
@@ -99,7 +98,7 @@ class Things:
         return key in self._things and self._things[key].shared
 
     def excluded(self, key: Key, tokens: Tokens) -> bool:
-        """Return whether a holder of what these tokens tell, by this id, excludes more than this id's next holder."""
+        """Return whether a holder that got these tokens by this id excludes more than this id's next holder."""
         other = tokens - self.tokens(key)
         return not same_thing(tokens, self.tokens(key)) or any(token in self._by_token for token in other)
 
@@ -116,7 +115,7 @@ class Things:
         return (self.aliases(key) | frozenset(parts)) - {key}
 
     def group(self, key: Key, within: Iterable[Key]) -> tuple[Key, ...]:
-        """Return a device and those of the others that it belongs together with, directly or by way of others."""
+        """Return a device with its peers among `within`, their peers and so on."""
         allowed, found, new = frozenset(within), {key}, {key}
         while new:
             new = {peer for one in new for peer in self.peers(one)} & allowed - found
@@ -124,14 +123,13 @@ class Things:
         return tuple(sorted(found, key=natural_key))
 
     def conflict(self, wanted: Iterable[Key], held: Held) -> str:
-        """Say why devices cannot be given to one holder beside what is held; "" if they can.
+        """Return why devices cannot be given to one holder beside what is held; "" if they can.
 
-        A device that is held already does not exclude itself: who may share it is another question. It does if it is
-        not what its holder got.
+        A device that is held already excludes itself only if it is not what its holder got.
         """
         beside = dict(held)
         taken = self._taken(held)
-        for key in dict.fromkeys(wanted):
+        for key in wanted:
             if reason := self._conflict(key, beside, taken, beside):
                 return reason
             if key not in beside:
@@ -141,7 +139,7 @@ class Things:
         return ""
 
     def conflicts(self, wanted: Iterable[Key], held: Held, counted: Collection[Key] | None = None) -> dict[Key, str]:
-        """Return those devices that could not be given away now, each by itself, and why.
+        """Return those devices that could not be granted now, each by itself, and why.
 
         counted: the held devices whose counters count; all if None.
         """

@@ -39,7 +39,7 @@ def inode_of(path: str | Path) -> tuple[int, int] | None:
 
 
 def locked(path: str | Path, *, wait: bool = False) -> int:
-    """Make the file if it is missing, and lock it; return the open file. The kernel unlocks it when its owner ends.
+    """Make the file if it is missing, lock it, and return the open file. The kernel unlocks it when the process ends.
 
     Raises:
         BlockingIOError: another process has the lock, and `wait` is False.
@@ -55,7 +55,7 @@ def locked(path: str | Path, *, wait: bool = False) -> int:
             raise
         if leads_to(path, lock):
             return lock
-        os.close(lock)  # it was removed meanwhile: whoever held it may have made itself another one
+        os.close(lock)  # it was removed meanwhile, and another one may be there
 
 
 def leads_to(path: str | Path, file: int) -> bool:

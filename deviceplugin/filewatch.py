@@ -1,10 +1,9 @@
 """Hints that something in a directory changed: one watcher for the whole process.
 
-inotify events are hints, not facts: a deleted directory ends them silently, an overflow drops them. So a watch says
-only "read again", covers the directory and its parent, notices on a slow timer that a directory is another one than
-before (inode), and whoever waits on it reads at the latest after a time of its own. All watches share one watchdog
-observer, hence one inotify instance (a machine has 128 for a user; "too many open files" is a well-known end of device
-plugins).
+inotify events are hints: a deleted directory ends them silently, an overflow drops them. So a watch says only "read
+again", covers the directory and its parent, and notices by the inode that a directory is another one; its user reads
+again after some time in any case. All watches share one watchdog observer, hence one inotify instance (a user has 128;
+"too many open files" is a well-known end of device plugins).
 """
 
 from __future__ import annotations
@@ -17,35 +16,26 @@ import threading
 from collections.abc import Iterable
 from typing import Final, Self
 
-from watchdog.events import (
-    DirCreatedEvent,
-    DirDeletedEvent,
-    DirMovedEvent,
-    FileClosedEvent,
-    FileCreatedEvent,
-    FileDeletedEvent,
-    FileMovedEvent,
-    FileSystemEvent,
-    FileSystemEventHandler,
-)
+from watchdog import events
 from watchdog.observers import Observer
 from watchdog.observers.api import BaseObserver, ObservedWatch
 
 from deviceplugin.files import inode_of
 
 _LOG: Final = logging.getLogger(__name__)
-_NAMES: Final[list[type[FileSystemEvent]]] = [
-    DirCreatedEvent,
-    DirDeletedEvent,
-    DirMovedEvent,
-    FileCreatedEvent,
-    FileDeletedEvent,
-    FileMovedEvent,
+_NAMES: Final[list[type[events.FileSystemEvent]]] = [
+    *(events.DirCreatedEvent, events.DirDeletedEvent, events.DirMovedEvent),
+    *(events.FileCreatedEvent, events.FileDeletedEvent, events.FileMovedEvent),
 ]
 # Not for device directories: every close of /dev/null would be one.
-_NAMES_AND_WRITES: Final[list[type[FileSystemEvent]]] = [*_NAMES, FileClosedEvent]
+_NAMES_AND_WRITES: Final = [*_NAMES, events.FileClosedEvent]
 
+_CANNOT_WATCH: Final = (
+    "cannot watch %s (%s); it is read from time to time instead. "
+    "fs.inotify.max_user_instances or max_user_watches may be too low"
+)
 _Key = tuple[str, bool]  # directory, writes
+_Wants = frozenset[tuple["Watch", bool]]
 
 
 class Watcher:
@@ -74,47 +64,37 @@ class Watcher:
             observer.join(timeout=5.0)
 
     def arm(self, watch: Watch, key: _Key) -> None:
-        """Make `watch` hear of the directory from now on; again if it is another directory now."""
-        directory, writes = key
+        """Give hints of the directory to `watch`; begin anew if there is another directory of this name."""
         with self._lock:
-            armed, identity = self._armed.get(directory), inode_of(directory)
-            if armed is None:
-                if identity is not None:
-                    self._schedule(directory, identity, {(watch, writes)})
-            elif armed.identity != identity:
-                self._unschedule(self._armed.pop(directory))
-                if identity is not None:
-                    self._schedule(directory, identity, {*armed.wants, (watch, writes)})
-            else:
-                armed.wants.add((watch, writes))
-                self._fit(directory, armed)
+            self._observe(key[0], self._wants(key[0]) | {(watch, key[1])})
 
     def disarm(self, watch: Watch, key: _Key) -> None:
-        """Let `watch` hear of the directory no more."""
-        directory, writes = key
+        """Give no more hints of the directory to `watch`."""
         with self._lock:
-            armed = self._armed.get(directory)
-            if armed is None:
-                return
-            armed.wants.discard((watch, writes))
-            if armed.wants:
-                self._fit(directory, armed)
-            else:
-                self._unschedule(self._armed.pop(directory))
+            self._observe(key[0], self._wants(key[0]) - {(watch, key[1])})
 
-    def _fit(self, directory: str, armed: _Armed) -> None:
-        """Hear of files written if, and only if, somebody wants to.
+    def _wants(self, directory: str) -> _Wants:
+        return self._armed[directory].wants if directory in self._armed else frozenset()
 
-        By one watch for all: of two on one directory the kernel keeps what the later one asks for (inotify_add_watch in
-        one instance, which watchdog's observers have).
+    def _observe(self, directory: str, wants: _Wants) -> None:
+        """Observe the directory that is there now for these watches, and its writes if one of them wants those.
+
+        All share one inotify watch: of two on one directory the kernel keeps only what the later one asks for.
         """
-        if armed.writes != any(writes for _, writes in armed.wants):
-            self._unschedule(self._armed.pop(directory))
-            self._schedule(directory, armed.identity, armed.wants)
-            for watch, _ in tuple(armed.wants):
-                watch.wake()  # for what came in between
+        before, identity = self._armed.pop(directory, None), inode_of(directory)
+        if before is not None:
+            if wants and (before.identity, before.writes) == (identity, any(writes for _, writes in wants)):
+                before.wants = wants
+                self._armed[directory] = before
+                return
+            self._unschedule(before)
+        if wants and identity is not None:
+            self._schedule(directory, identity, wants)
+            if before is not None and before.identity == identity:
+                for watch, _ in wants:
+                    watch.wake()  # for what came in between
 
-    def _schedule(self, directory: str, identity: tuple[int, int], wants: set[tuple[Watch, bool]]) -> None:
+    def _schedule(self, directory: str, identity: tuple[int, int], wants: _Wants) -> None:
         armed = _Armed(identity, wants)
         try:
             armed.observed = self._running().schedule(
@@ -123,12 +103,7 @@ class Watcher:
         except OSError as error:
             if not self._complained:
                 self._complained = True
-                _LOG.warning(
-                    "cannot watch %s (%s); checking it from time to time instead. "
-                    "fs.inotify.max_user_instances or max_user_watches may be too low",
-                    directory,
-                    error,
-                )
+                _LOG.warning(_CANNOT_WATCH, directory, error)
             return
         self._armed[directory] = armed
 
@@ -147,25 +122,25 @@ class Watcher:
                 self._observer.unschedule(armed.observed)
 
 
-class _Armed(FileSystemEventHandler):
-    """One directory under watch and who wants to hear of it, of writes or not; runs in the observer's thread."""
+class _Armed(events.FileSystemEventHandler):
+    """A directory that is observed, and the watches that want hints, of writes or not; in the observer's thread."""
 
-    def __init__(self, identity: tuple[int, int], wants: set[tuple[Watch, bool]]) -> None:
+    def __init__(self, identity: tuple[int, int], wants: _Wants) -> None:
         self.identity = identity
         self.observed: ObservedWatch | None = None
         self.wants = wants
         self.writes = any(writes for _, writes in wants)
 
-    def dispatch(self, event: FileSystemEvent) -> None:
+    def dispatch(self, event: events.FileSystemEvent) -> None:
         # Only enqueue: an exception here would end the observer's thread.
-        written = isinstance(event, FileClosedEvent)
-        for watch, writes in tuple(self.wants):
+        written = isinstance(event, events.FileClosedEvent)
+        for watch, writes in self.wants:
             if writes or not written:
                 watch.hint(os.fsdecode(event.src_path), os.fsdecode(event.dest_path))
 
 
 class Watch:
-    """Somebody's interest in some directories; coalesces hints."""
+    """Hints of some directories for one reader; several hints become one."""
 
     def __init__(self, watcher: Watcher, directories: Iterable[str], *, writes: bool = False) -> None:
         self._watcher = watcher
@@ -174,7 +149,6 @@ class Watch:
         self._hinted = asyncio.Event()
         self._wanted: frozenset[str] = frozenset()
         self._armed_keys: frozenset[_Key] = frozenset()
-        self._closed = False
         self.set(directories)
 
     def __enter__(self) -> Self:
@@ -189,12 +163,7 @@ class Watch:
         self._rearm()
 
     async def wait(self, timeout: float) -> bool:
-        """Wait for a hint, `timeout` seconds at the most.
-
-        Returns:
-            True when a hint came (perhaps a spurious one), False when the time is over; read in either case.
-
-        """
+        """Wait for a hint; return False if none came in `timeout` seconds. Read in either case."""
         try:
             async with asyncio.timeout(timeout):
                 await self._hinted.wait()
@@ -212,20 +181,17 @@ class Watch:
 
     def hint(self, *paths: str) -> None:
         """Take note of an event at these paths, from any thread."""
-        for path in paths:
-            if path and (os.path.dirname(path) in self._wanted or self._leads(path)):
+        for path in filter(None, paths):
+            leads_to = any(f"{wanted}/".startswith(f"{path}/") for wanted in self._wanted)
+            if leads_to or os.path.dirname(path) in self._wanted:
                 self.wake()
                 return
 
     def close(self) -> None:
         """End the watch."""
-        if not self._closed:
-            self._closed = True
-            for key in self._armed_keys:
-                self._watcher.disarm(self, key)
-
-    def _leads(self, path: str) -> bool:
-        return path in self._wanted or any(wanted.startswith(path + "/") for wanted in self._wanted)
+        for key in self._armed_keys:
+            self._watcher.disarm(self, key)
+        self._armed_keys = frozenset()
 
     def _rearm(self) -> None:
         parents = {_nearest(os.path.dirname(directory)) for directory in self._wanted}

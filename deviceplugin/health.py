@@ -1,8 +1,5 @@
 """From single probes of a device to its health: rules against flapping, and the probes.
 
-Three states, because what could not be read is not broken, and a device that came back is not yet trusted.
-`HealthHistory` is a pure value, clock and evidence come from outside; `Prober` calls the probes.
-
 The rules, of which the tests have a model of their own:
 
 1. Before any evidence a device's health is unknown. Its first probe counts by itself.
@@ -26,7 +23,7 @@ import subprocess
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Final
 
 from deviceplugin import hooks
@@ -47,12 +44,7 @@ Finding = tuple[Verdict, str]
 
 @dataclass(frozen=True, slots=True)
 class Rules:
-    """When probes change a device's health.
-
-    failures: bad probes in a row that make it unhealthy. successes: good probes in a row that make it healthy again.
-    quiet: seconds that must have gone by since its last fault before good probes count; None: a fault stays until the
-    process ends.
-    """
+    """The numbers in the rules. quiet: None if a fault stays until the process ends."""
 
     failures: int = 3
     successes: int = 2
@@ -61,7 +53,7 @@ class Rules:
 
 @dataclass(frozen=True, slots=True)
 class HealthHistory:
-    """What has been seen of a device so far, and what follows from it; never changed, only followed."""
+    """What is known of a device so far, and its health."""
 
     health: Health = Health.UNKNOWN
     message: str = "not probed yet"
@@ -95,28 +87,23 @@ class HealthHistory:
 
 
 def worst(*findings: tuple[Health, str]) -> tuple[Health, str]:
-    """Return the worst of several opinions about one device: unhealthy, then unknown, then healthy."""
+    """Return the worst of several findings about one device: unhealthy, then unknown, then healthy."""
     order = (Health.UNHEALTHY, Health.UNKNOWN, Health.HEALTHY)
     return min(findings, key=lambda finding: order.index(finding[0]))
 
 
-# --- probes ---------------------------------------------------------------------------------------
-
 _ABSENT: Final = {errno.ENOENT, errno.ENXIO, errno.ENODEV, errno.EIO, errno.ENOTDIR, errno.ETIMEDOUT}
-TEMPFAIL: Final = 75
-"""Exit status of a command that could not tell (EX_TEMPFAIL of sysexits.h)."""
+_TEMPFAIL: Final = 75  # exit status of a command that could not tell (EX_TEMPFAIL of sysexits.h)
 _SHOWN: Final = 200
-_KEPT: Final = 4096
-"""Bytes of a command's output that are kept; the last line of them is shown."""
+_KEPT: Final = 4096  # bytes of a command's output, of which the last line is shown
 
 
 def open_probe(device: Device) -> Finding:
     """Open each of a device's nodes, and close it; blocks.
 
-    That somebody else has it for himself (EBUSY) is good. A missing right says nothing about the device.
+    A node that another process has exclusively (EBUSY) is good. A missing right says nothing about the device.
     """
-    nodes = device.container_edits.device_nodes
-    for node in nodes:
+    for node in device.container_edits.device_nodes:
         flags = os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
         flags |= os.O_RDWR if {"r", "w"} <= set(node.permissions) else os.O_WRONLY if "w" in node.permissions else 0
         try:
@@ -135,8 +122,8 @@ def open_probe(device: Device) -> Finding:
 def command_probe(argv: Sequence[str], timeout: float) -> Callable[[Device], Finding]:
     """Return a probe that runs a command: 0 is good, 75 tells nothing, any other status is bad.
 
-    argv: the program and its arguments; `{id}` and `{node}` in them stand for the device's id and its first node. The
-        command also finds them as DEVICE_ID and DEVICE_NODES (several with ':' between).
+    argv: `{id}` and `{node}` in it stand for the device's id and its first node. The command also has DEVICE_ID and
+        DEVICE_NODES (with ':' between) in its environment.
     timeout: seconds after which it is killed, with all processes it started, and the probe is bad.
     """
 
@@ -156,28 +143,28 @@ def command_probe(argv: Sequence[str], timeout: float) -> Callable[[Device], Fin
             return Verdict.UNREADABLE, f"{argv[0]} cannot be run: {getattr(error, 'strerror', None) or error}"
         with process:
             try:
-                said = _last_words(process, timeout)
+                output = _output(process, timeout)
             except subprocess.TimeoutExpired:
                 _kill(process)
                 return Verdict.BAD, f"{argv[0]} did not end within {timeout:g} s"
         if process.returncode == 0:
             return Verdict.GOOD, ""
-        last = said.decode(errors="replace").strip().rpartition("\n")[2][:_SHOWN]
+        last = output.decode(errors="replace").strip().rpartition("\n")[2][:_SHOWN]
         why = f"{argv[0]} ended with {process.returncode}" + (f": {last}" if last else "")
-        return Verdict.UNREADABLE if process.returncode == TEMPFAIL else Verdict.BAD, why
+        return Verdict.UNREADABLE if process.returncode == _TEMPFAIL else Verdict.BAD, why
 
     return probe
 
 
-def _last_words(process: subprocess.Popen[bytes], timeout: float) -> bytes:
-    """Wait for a command's end and return the end of what it said, for it may say more than there is memory.
+def _output(process: subprocess.Popen[bytes], timeout: float) -> bytes:
+    """Wait for a command's end and return the end of its output, which may be longer than fits into memory.
 
     Raises:
-        TimeoutExpired: it, or a child that holds its output, did not end in time.
+        TimeoutExpired: it, or a child that has its output open, did not end in time.
 
     """
     assert process.stdout is not None
-    deadline, said = time.monotonic() + timeout, b""
+    deadline, output = time.monotonic() + timeout, b""
     poll = select.poll()
     poll.register(process.stdout, select.POLLIN)
     while (left := deadline - time.monotonic()) > 0:
@@ -185,13 +172,13 @@ def _last_words(process: subprocess.Popen[bytes], timeout: float) -> bytes:
             piece = os.read(process.stdout.fileno(), 65536)
             if not piece:
                 process.wait(max(0.0, deadline - time.monotonic()))
-                return said
-            said = (said + piece)[-_KEPT:]
+                return output
+            output = (output + piece)[-_KEPT:]
     raise subprocess.TimeoutExpired(process.args, timeout)
 
 
 def _kill(process: subprocess.Popen[bytes]) -> None:
-    """Kill a command and what it started; a child that holds the pipe must not keep us."""
+    """Kill a command and what it started; a child that has the pipe open is not waited for."""
     try:
         os.killpg(process.pid, signal.SIGKILL)
     except ProcessLookupError:
@@ -200,8 +187,17 @@ def _kill(process: subprocess.Popen[bytes]) -> None:
         process.stdout.close()
 
 
+@dataclass(slots=True)
+class _Call:
+    """One call of a probe, as its thread and the loop see it. deadline: of the loop's clock."""
+
+    deadline: float
+    begun: bool = False
+    over: threading.Event = field(default_factory=threading.Event)
+
+
 class Prober:
-    """Looks at devices with a probe, a few at a time; one that hangs keeps only its own device waiting.
+    """Probes devices, a few at a time; a probe that hangs delays its own device only.
 
     probe: a plain function, run in a thread. timeout: seconds that a call may take.
     """
@@ -213,7 +209,7 @@ class Prober:
         self._calls: dict[str, _Call] = {}
 
     async def check(self, devices: Iterable[Device]) -> dict[str, Finding]:
-        """Return what the probe says of each device; never raises."""
+        """Return what the probe finds of each device; never raises."""
         turn = asyncio.Semaphore(self._at_once)
         found: dict[str, Finding] = {}
 
@@ -230,7 +226,7 @@ class Prober:
         now = asyncio.get_running_loop().time()
         self._calls = {name: call for name, call in self._calls.items() if not call.over.is_set()}
         if before := self._calls.get(device.id):
-            # Whoever waited for it may have gone before its time was over: that it goes on says nothing yet.
+            # Its caller may have been cancelled before the deadline: that it goes on says nothing yet.
             if now < before.deadline:
                 return Verdict.UNREADABLE, "the probe was begun before and is not over yet"
             return Verdict.BAD, "the probe still hangs"
@@ -255,12 +251,3 @@ class Prober:
             return Verdict.BAD, str(error)
         except hooks.HookError as error:
             return Verdict.UNREADABLE, str(error)
-
-
-class _Call:
-    """One call of a probe, as its thread and the loop see it. deadline: of the loop's clock."""
-
-    def __init__(self, deadline: float) -> None:
-        self.deadline = deadline
-        self.begun = False
-        self.over = threading.Event()

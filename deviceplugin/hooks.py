@@ -1,8 +1,8 @@
 """Calling the hooks that an author wrote, each with a deadline.
 
-A hook may be a plain function or a coroutine function, fail, or never return. Whatever it does costs its own call and
-nothing else. Plain functions run in a daemon thread of their own: hanging ones would use up a pool, and would keep the
-process from ending. A coroutine that does not end when it is cancelled is abandoned.
+A hook may fail or never return: that costs its own call and nothing else. Plain functions run in a daemon thread of
+their own, since hanging ones would use up a pool, and keep the process from ending. A coroutine that does not end when
+it is cancelled is abandoned.
 """
 
 from __future__ import annotations
@@ -42,13 +42,10 @@ async def call(what: str, hook: Callable[..., Awaitable[_T]], *args: object, tim
 @overload
 async def call(what: str, hook: Callable[..., _T | Awaitable[_T]], *args: object, timeout: float) -> _T: ...
 async def call(what: str, hook: Callable[..., Any], *args: object, timeout: float) -> Any:
-    """Call a hook and return what it returns.
+    """Call a plain or coroutine function with `args` and return what it returns.
 
-    Args:
-        what: the hook's name for messages, "reset of example.com/fpga".
-        hook: a plain function or a coroutine function.
-        args: its arguments.
-        timeout: seconds; then the call is given up, though a thread cannot be stopped.
+    what: the hook's name for messages, "reset of example.com/fpga". timeout: seconds after which the call is abandoned,
+    since a thread cannot be stopped.
 
     Raises:
         HookTimeoutError: it did not answer in time, or too many before it still hang.
@@ -71,7 +68,7 @@ async def call(what: str, hook: Callable[..., Any], *args: object, timeout: floa
 
 
 async def _finish(what: str, future: asyncio.Future[Any], rest: float, timeout: float) -> Any:
-    """Wait for what is left of the hook's time; `timeout` is all of it."""
+    """Wait for what is left of the hook's time, in seconds; `timeout` is all of it."""
     try:
         done, _ = await asyncio.wait({future}, timeout=rest)
     except asyncio.CancelledError:
@@ -100,7 +97,7 @@ def _abandon(future: asyncio.Future[Any]) -> None:
 def _forget(kept: set[Any], done: asyncio.Future[Any]) -> None:
     kept.discard(done)
     if not done.cancelled():
-        done.exception()  # taken note of: nobody else will
+        done.exception()  # else asyncio logs that it was never retrieved
 
 
 def _run(
@@ -108,13 +105,13 @@ def _run(
 ) -> None:
     try:
         outcome, error = hook(*args), None
-    except Exception as raised:  # whatever an author's code raises is his own call's end
+    except Exception as raised:
         outcome, error = None, raised
-    except BaseException as raised:  # SystemExit and the like: a thread is no place for them
+    except BaseException as raised:  # SystemExit and the like must not end this thread without a result
         outcome, error = None, RuntimeError(f"{type(raised).__name__}: {raised}")
     try:
         loop.call_soon_threadsafe(_settle, future, outcome, error)
-    except RuntimeError:  # the loop is closed: nobody waits any more, but the thread hangs no more either
+    except RuntimeError:  # the loop is closed: nothing waits for the result, but the thread has ended
         _stuck.discard(future)
 
 

@@ -1,8 +1,7 @@
-"""What a device is, beyond its id: tokens made of the numbers of its device nodes and of what its source says.
+"""What a device is, beyond its id: tokens made of the numbers of its device nodes and of its source's `identity`.
 
-Two devices are one thing when a token of theirs is the same. A device number identifies a device unless another
-device of the same list has it, too: then it is a control node that they share. A list in which several devices have
-nothing but the same numbers names one thing several times.
+Two devices are one thing when they have a token in common. A device number that several devices of a list have is of a
+control node that they share. If several have only the same numbers, the list names one thing several times.
 """
 
 from __future__ import annotations
@@ -23,11 +22,11 @@ Stat = Callable[[str], os.stat_result]
 Kind = Literal["char", "block"]
 
 MEMORY: Final = 1
-"""The major number of null, zero, random and the like: character devices that stand for no hardware."""
+"""The major number of null, zero, random: character devices that stand for no hardware."""
 
 
 def token(status: os.stat_result) -> str:
-    """Return what a path stands for: the number of a device node, else file system and inode; "" if for nothing."""
+    """Return the token of a file's status: a device node's number ("" for no hardware), else file system and inode."""
     mode = status.st_mode
     if not (stat.S_ISCHR(mode) or stat.S_ISBLK(mode)):
         return f"file:{status.st_dev}:{status.st_ino}"
@@ -61,7 +60,7 @@ def _numbers(device: Device, stat: Stat) -> Tokens:
 
 
 def identities(devices: Sequence[Device], stat: Stat = os.stat) -> dict[str, Tokens]:
-    """Return the tokens of each device of a list by id; none for a device of which nothing tells what it is. Blocks."""
+    """Return the tokens of each device of a list by id, none for a device of which nothing is known. Blocks."""
     numbers = {device.id: _numbers(device, stat) for device in devices}
     counts = Counter(number for own in numbers.values() for number in own)
     found = {}
@@ -74,7 +73,7 @@ def identities(devices: Sequence[Device], stat: Stat = os.stat) -> dict[str, Tok
 
 
 def tokens_now(device: Device, stat: Stat = os.stat) -> Tokens:
-    """Return everything that a device could be identified by now. Blocks."""
+    """Return all tokens that could identify a device now. Blocks."""
     now = _numbers(device, stat)
     if device.identity.startswith("file:"):
         return now | identity_of((mount.host for mount in device.edits.mounts), stat)
@@ -91,7 +90,7 @@ def is_quick(device: Device) -> bool:
 
 
 def same_thing(one: Tokens, other: Tokens) -> bool:
-    """Return whether two sets of tokens may be of one thing; an empty one is not known, and says nothing."""
+    """Return whether two sets of tokens may be of one thing; an empty one may be of anything."""
     return not (one and other) or not one.isdisjoint(other)
 
 
@@ -102,7 +101,7 @@ def shown(tokens: Collection[str]) -> str:
 
 @functools.cache
 def boot_id() -> str:
-    """Return what tells this boot of the node from others; "" if the kernel does not say."""
+    """Return the id of this boot of the node; "" if it cannot be read."""
     try:
         with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
             return file.read().strip()
@@ -111,18 +110,18 @@ def boot_id() -> str:
 
 
 def recorded(tokens: Tokens, boot: str) -> str:
-    """Return tokens as a ledger records them; "" for none. They mean something during one boot of the node only."""
+    """Return tokens as a ledger records them; "" for none. They are valid during one boot of the node only."""
     return " ".join((f"boot:{boot}", *sorted(tokens))) if tokens else ""
 
 
 def tokens_of(record: str, boot: str) -> Tokens:
-    """Return the tokens that a ledger recorded; none of another boot: containers that run now were started after it."""
+    """Return the tokens that a ledger recorded; none of another boot, whose containers run no more."""
     of, *tokens = record.split() or [""]
     return frozenset(tokens) if of == f"boot:{boot}" else frozenset()
 
 
 async def publish(inventory: Inventory, devices: Sequence[Device]) -> bool:
-    """Have an inventory take a list, with what its devices are; return whether anything changed."""
+    """Publish a list in an inventory, with the devices' tokens; return whether anything changed."""
     if any(device.identity or device.nodes for device in devices):
         return inventory.publish(devices, await asyncio.to_thread(identities, devices))
     return inventory.publish(devices)

@@ -1,14 +1,12 @@
 """The live set of one resource's devices; both sides subscribe to it.
 
-A source lists, the inventory remembers. A device that vanishes from the list may still be held
-by a pod, or be on its way into one: the kubelet crashes when a device disappears while its Allocate is in flight
-(kubelet 1.36.3, devicemanager). So it stays here, unhealthy and marked as gone, until somebody who knows the holders
-lets the inventory forget it.
+A device that vanishes from the source's list may still have a holder, or its Allocate may be in flight: the kubelet
+crashes if it disappears then (kubelet 1.36.3, devicemanager). So it stays here, unhealthy and marked as gone, until
+who knows the holders calls `forget`.
 """
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
@@ -27,7 +25,7 @@ class DuplicateDeviceError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """What is known at one moment; never changed, replaced by a newer one.
+    """What is known at one moment.
 
     version: 0 before the source's first list, then one more with each change.
     devices: by id, in the source's order, the gone ones last.
@@ -53,7 +51,7 @@ def merged(
     """Return the snapshot that follows when a source lists these devices; `before` if it is the same.
 
     Raises:
-        DuplicateDeviceError: two devices carry one id.
+        DuplicateDeviceError: two devices have one id.
 
     """
     devices: dict[str, Device] = {}
@@ -85,12 +83,11 @@ def without(before: Snapshot, forgotten: Iterable[str]) -> Snapshot:
 
 
 class Inventory:
-    """One resource's devices now, and word of every change. Belongs to one event loop."""
+    """One resource's devices now; tells subscribers of every change. Belongs to one event loop."""
 
     def __init__(self, resource: str) -> None:
         self._snapshot = Snapshot(resource)
         self._subscribers: dict[object, Callable[[Snapshot], None]] = {}
-        self._changed = asyncio.Event()
 
     def __repr__(self) -> str:
         now = self._snapshot
@@ -102,16 +99,16 @@ class Inventory:
         return self._snapshot
 
     def publish(self, listed: Iterable[Device], identities: Mapping[str, frozenset[str]] = _NO_IDENTITIES) -> bool:
-        """Take a source's full list, and what its devices are; return whether anything changed.
+        """Take a source's full list, and the devices' identities; return whether anything changed.
 
         Raises:
-            DuplicateDeviceError: two devices carry one id; the inventory stays as it was.
+            DuplicateDeviceError: two devices have one id; the inventory stays as it was.
 
         """
         return self._replace(merged(self._snapshot, listed, identities))
 
     def forget(self, ids: Iterable[str]) -> bool:
-        """Drop devices that are gone and that nobody holds; return whether anything changed."""
+        """Drop those of the devices that are gone; return whether anything changed."""
         return self._replace(without(self._snapshot, ids))
 
     def subscribe(self, callback: Callable[[Snapshot], None]) -> Callable[[], None]:
@@ -120,18 +117,10 @@ class Inventory:
         self._subscribers[key] = callback
         return lambda: self._subscribers.pop(key, None) and None
 
-    async def newer(self, version: int) -> Snapshot:
-        """Wait for a snapshot newer than `version` and return the newest one then."""
-        while self._snapshot.version <= version:
-            await self._changed.wait()
-        return self._snapshot
-
     def _replace(self, snapshot: Snapshot) -> bool:
         if snapshot is self._snapshot:
             return False
         self._snapshot = snapshot
-        self._changed.set()
-        self._changed = asyncio.Event()
         for callback in tuple(self._subscribers.values()):
             callback(snapshot)
         return True

@@ -1,15 +1,15 @@
-"""Names and quantities as the Kubernetes API takes them: what it would refuse is refused here first.
+"""Names and quantities as the Kubernetes API takes them: what it would refuse is refused here first. Pure.
 
-Pure functions, no I/O. The configuration calls them so that a mistake is reported with its place and before anything is
-published; the DRA side calls them again for what a source says at runtime. The rules are those of kube-apiserver 1.36
-(pkg/apis/resource/validation, pkg/apis/core/validation).
+The configuration's are checked when it is read, a source's before they are published. The rules are those of
+kube-apiserver 1.36 (pkg/apis/resource/validation, pkg/apis/core/validation).
 """
 
 from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Iterable, Mapping
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
 from fractions import Fraction
 from typing import Final
 
@@ -29,15 +29,14 @@ PCI_BUS_ID: Final = "resource.kubernetes.io/pciBusID"
 EXTENDED_RESOURCE: Final = "extendedResource"
 """Attribute that the DRA side adds to each device: which resource of its driver it belongs to."""
 
-MAX_DRIVER: Final = 63
-MAX_LABEL: Final = 63
-MAX_IDENTIFIER: Final = 32
-MAX_VALUE: Final = 64
 MAX_ENTRIES: Final = 32
 """Attributes and capacities of one device together."""
-MAX_COUNTERS: Final = 32
-"""Counters of one set, and of one set that a device consumes from."""
 MAX_CONSUMED_SETS: Final = 2
+_MAX_LABEL: Final = 63
+_MAX_DRIVER: Final = 63
+_MAX_IDENTIFIER: Final = 32
+_MAX_VALUE: Final = 64
+_MAX_COUNTERS: Final = 32  # of one set, and of one set that a device consumes from
 
 _LABEL: Final = re.compile(r"[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?")
 _SUBDOMAIN: Final = re.compile(r"[a-z0-9]([-a-z0-9]*[a-z0-9])?(\.[a-z0-9]([-a-z0-9]*[a-z0-9])?)*")
@@ -62,9 +61,7 @@ _HASH: Final = 10
 
 
 def parse_quantity(value: int | str) -> Fraction:
-    """Return the number that a Kubernetes quantity stands for, exactly.
-
-    An int stands for itself, a string is a quantity such as "16Gi", "1.5" or "250m".
+    """Return the exact number that an int or a Kubernetes quantity such as "16Gi", "1.5" or "250m" stands for.
 
     Raises:
         NamingError: it is no quantity (apimachinery, pkg/api/resource).
@@ -79,26 +76,25 @@ def parse_quantity(value: int | str) -> Fraction:
         raise NamingError(f"must be a quantity such as 16Gi, 250m or 4, not {value!r}")
     suffix = found["suffix"]
     factor = _FACTORS[suffix] if suffix in _FACTORS else Fraction(10) ** int(suffix[1:])
-    number = Fraction(found["number"].rstrip(".") if found["number"][0] != "." else f"0{found['number']}") * factor
+    number = Fraction(f"0{found['number']}".rstrip(".")) * factor
     return -number if found["sign"] == "-" else number
 
 
 def check_label(name: str, what: str = "the name") -> None:
-    """Raise NamingError unless this is a DNS label: 1 to 63 of a-z, 0-9 and '-', not at its ends."""
+    """Raise NamingError unless this is a DNS label."""
     if not _LABEL.fullmatch(name):
         raise NamingError(
-            f"{what} must be 1 to {MAX_LABEL} lower-case letters, digits and '-' (not at the ends), not {name!r}"
+            f"{what} must be 1 to {_MAX_LABEL} lower-case letters, digits and '-' (not at the ends), not {name!r}"
         )
 
 
 def check_driver(name: str) -> None:
     """Raise NamingError unless this can name a DRA driver: a DNS subdomain of at most 63 characters.
 
-    The API would let upper-case letters pass with a warning; a taint whose key is made from the name would then be
-    refused, so they are refused here.
+    The API lets upper-case letters pass with a warning, but refuses a taint whose key is made from such a name.
     """
-    if len(name) > MAX_DRIVER:
-        raise NamingError(f"a driver's name has at most {MAX_DRIVER} characters, {name!r} has {len(name)}")
+    if len(name) > _MAX_DRIVER:
+        raise NamingError(f"a driver's name has at most {_MAX_DRIVER} characters, {name!r} has {len(name)}")
     if not _SUBDOMAIN.fullmatch(name):
         raise NamingError(f"a driver's name must be a DNS name in lower case such as gpu.example.com, not {name!r}")
 
@@ -120,17 +116,15 @@ def check_resource(name: str) -> None:
 
 
 def check_attribute_name(name: str) -> None:
-    """Raise NamingError unless this can name an attribute or capacity: identifier, or domain/identifier.
-
-    An identifier is 1 to 32 letters, digits and '_' and does not begin with a digit; the domain a DNS subdomain of at
-    most 63 characters.
-    """
+    """Raise NamingError unless this can name an attribute or capacity: identifier, or domain/identifier."""
     domain, slash, identifier = name.rpartition("/")
-    if slash and (len(domain) > MAX_DRIVER or not _SUBDOMAIN.fullmatch(domain)):
-        raise NamingError(f"the domain of {name!r} must be a DNS name in lower case of at most {MAX_DRIVER} characters")
-    if len(identifier) > MAX_IDENTIFIER or not _IDENTIFIER.fullmatch(identifier):
+    if slash and (len(domain) > _MAX_DRIVER or not _SUBDOMAIN.fullmatch(domain)):
         raise NamingError(
-            f"{name!r}: a name is 1 to {MAX_IDENTIFIER} letters, digits and '_', not beginning with a digit"
+            f"the domain of {name!r} must be a DNS name in lower case of at most {_MAX_DRIVER} characters"
+        )
+    if len(identifier) > _MAX_IDENTIFIER or not _IDENTIFIER.fullmatch(identifier):
+        raise NamingError(
+            f"{name!r}: a name is 1 to {_MAX_IDENTIFIER} letters, digits and '_', not beginning with a digit"
             " (a domain and a slash may stand before it)"
         )
 
@@ -146,8 +140,8 @@ def check_attribute(name: str, value: object) -> None:
         return
     if not isinstance(value, str):
         raise NamingError(f"attribute {name!r} must be a string, an integer, a boolean or a Version, not {value!r}")
-    if len(value.encode()) > MAX_VALUE:
-        raise NamingError(f"attribute {name!r} has at most {MAX_VALUE} bytes, not {value!r}")
+    if len(value.encode()) > _MAX_VALUE:
+        raise NamingError(f"attribute {name!r} has at most {_MAX_VALUE} bytes, not {value!r}")
     if isinstance(value, Version) and not _SEMVER.fullmatch(value):
         raise NamingError(f"attribute {name!r} must be a semantic version such as 1.2.3, not {str(value)!r}")
 
@@ -159,47 +153,36 @@ def check_capacity(name: str, value: object) -> None:
 
 
 def check_counters(set_name: str, counters: Mapping[str, int | str]) -> None:
-    """Raise NamingError unless a set has a DNS label as name, and 1 to 32 such counters of quantities not below 0."""
+    """Raise NamingError unless the set and its 1 to 32 counters have DNS labels as names, and quantities from 0."""
     check_label(set_name, "a counter set's name")
-    if not 0 < len(counters) <= MAX_COUNTERS:
-        raise NamingError(f"counter set {set_name!r} must have 1 to {MAX_COUNTERS} counters, not {len(counters)}")
+    if not 0 < len(counters) <= _MAX_COUNTERS:
+        raise NamingError(f"counter set {set_name!r} must have 1 to {_MAX_COUNTERS} counters, not {len(counters)}")
     for name, value in counters.items():
         check_label(name, f"a counter's name in set {set_name!r}")
         _check_quantity(f"counter {name!r} of set {set_name!r}", value)
 
 
-def check_device(device: Device, driver: str) -> None:
-    """Raise NamingError if the API would refuse a part of what the DRA side publishes of a device."""
-    for problem in (*attribute_problems(device, driver), *capacity_problems(device)):
-        raise NamingError(f"device {device.id!r}: {problem}")
-    # one entry goes to the attribute that names the resource, one to the shares of a shared device
-    entries = len(device.attributes) + len(device.capacity)
-    if entries > MAX_ENTRIES - 2:
-        raise NamingError(
-            f"device {device.id!r} has {entries} attributes and capacities, at most {MAX_ENTRIES - 2} can be published"
-        )
-
-
-def attribute_problems(device: Device, driver: str) -> Iterable[str]:
-    """Yield what the API would refuse of a device's attributes, one sentence for each."""
-    seen: dict[str, str] = {}
+def problems(device: Device, driver: str) -> Iterator[tuple[str, str]]:
+    """Yield what the API would refuse of a device: "attributes" or "capacity", and a sentence."""
+    names: dict[str, str] = {}
     for name, value in device.attributes.items():
         try:
             check_attribute(name, value)
         except NamingError as error:
-            yield str(error)
+            yield "attributes", str(error)
         full = qualified(name, driver)
-        if seen.setdefault(full, name) != name:
-            yield f"attributes {seen[full]!r} and {name!r} are the same to driver {driver}"
-
-
-def capacity_problems(device: Device) -> Iterable[str]:
-    """Yield what the API would refuse of a device's capacity, one sentence for each."""
+        if names.setdefault(full, name) != name:
+            yield "attributes", f"attributes {names[full]!r} and {name!r} are the same to driver {driver}"
     for name, value in device.capacity.items():
         try:
             check_capacity(name, value)
         except NamingError as error:
-            yield str(error)
+            yield "capacity", str(error)
+    # One entry goes to the attribute that names the resource, one to the shares of a shared device.
+    most, count = MAX_ENTRIES - 2, len(device.attributes) + len(device.capacity)
+    if count > most:
+        where = "attributes" if device.attributes else "capacity"
+        yield where, f"a device has {most} attributes and capacities at the most, not {count}"
 
 
 def qualified(name: str, driver: str) -> str:
@@ -209,20 +192,18 @@ def qualified(name: str, driver: str) -> str:
 
 def canonical_resource(resource: str) -> str:
     """Return a resource's name as the value of EXTENDED_RESOURCE: itself, or its end and a hash if it is long."""
-    if len(resource) <= MAX_VALUE:
+    if len(resource) <= _MAX_VALUE:
         return resource
-    return f"{resource[-(MAX_VALUE - _HASH - 1) :]}-{_hash(resource)}"
+    return f"{resource[-(_MAX_VALUE - _HASH - 1) :]}-{_hash(resource)}"
 
 
 def device_name(device: str, qualifier: str = "") -> str:
-    """Return the name under which the DRA side publishes the device with this id: a DNS label, unique.
+    """Return the name under which the DRA side publishes the device with this id, always the same DNS label.
 
-    An id that is a DNS label is its own name. Any other (and a label that ends like a hashed name) becomes what can be
-    kept of it, `--` and ten digits of its SHA-256, so that two ids never share a name and the same id always has the
-    same one.
+    An id that is a DNS label is its own name. Any other (and a label that ends like a hashed name) is shortened to a
+    label, with `--` and ten digits of its SHA-256 at its end, so that two ids never share a name.
 
-    qualifier: which resource the device belongs to where one driver serves several (`qualifiers`); it goes in front,
-    with `--` between.
+    qualifier: which resource the device belongs to (`qualifiers`); it goes in front, with `--` between.
     """
     plain = _LABEL.fullmatch(device) and not _HASHED.fullmatch(device)
     if not qualifier:
@@ -237,27 +218,23 @@ def device_name(device: str, qualifier: str = "") -> str:
 def qualifiers(resources: Iterable[str]) -> dict[str, str]:
     """Return by resource what `device_name` needs to keep one driver's resources apart.
 
-    Empty for a driver's only resource; else what stands after the slash, or something made from the whole name where
-    that is no label or occurs twice.
+    Empty for a driver's only resource; else what is after the slash, or a hash where that is no label or not unique.
     """
-    names = list(dict.fromkeys(resources))
-    if len(names) < 2:
-        return dict.fromkeys(names, "")
-    short = {name: name.rpartition("/")[2] for name in names}
-    last = list(short.values())
+    words = {name: name.rpartition("/")[2] for name in resources}
+    if len(words) < 2:
+        return dict.fromkeys(words, "")
+    count = Counter(words.values())
     return {
-        name: word if last.count(word) == 1 and _plain_word(word) else _hashed_word(name)
-        for name, word in short.items()
+        name: word if count[word] == 1 and _plain_word(word) else _hashed_word(name) for name, word in words.items()
     }
 
 
 def class_name(resource: str, driver: str) -> str:
     """Return the name of the DeviceClass of a resource.
 
-    It depends on these two names alone, so it does not change when the driver gets or loses another resource. The class
-    of example.com/fpga and driver fpga.example.com is called like the driver; that of example.com/half and the same
-    driver is half.fpga.example.com. Where the resource's domain is not the driver's, or its name is no label, a hash of
-    the whole name keeps the classes of one driver apart.
+    It does not change when the driver gets or loses another resource. With driver fpga.example.com, that of
+    example.com/fpga is called like the driver, that of example.com/half half.fpga.example.com. Where the resource's
+    domain is not the driver's, or its name is no label, a hash of the whole name keeps a driver's classes apart.
     """
     domain, _, word = resource.partition("/")
     if f"{word}.{domain}" == driver:
@@ -269,8 +246,8 @@ def class_name(resource: str, driver: str) -> str:
 def kept_qualifiers(kept: Mapping[str, str], resources: Iterable[str]) -> dict[str, str]:
     """Return the qualifiers of one driver's resources: those that are kept, and new ones that differ from them.
 
-    kept: those that devices were published with before, also of resources that the driver has no longer. They never
-    change, so a published name does not change when another resource is added.
+    kept: those that devices were published with before, also of resources that the driver has no longer. They stay, so
+    that a published name does not change when another resource is added.
     """
     made = qualifiers((*kept, *resources))
     end = "--" if "" in kept.values() else ""
@@ -280,7 +257,7 @@ def kept_qualifiers(kept: Mapping[str, str], resources: Iterable[str]) -> dict[s
 def published_names(words: Mapping[str, str], devices: Mapping[str, Iterable[str]]) -> dict[str, tuple[str, str]]:
     """Return (resource, device id) by the name under which one driver publishes the device.
 
-    words: qualifiers by resource; devices of others have no name yet. devices: ids by resource.
+    words: qualifiers by resource; devices of other resources have no name yet. devices: ids by resource.
     """
     return {
         device_name(one, words[resource]): (resource, one)
@@ -307,7 +284,6 @@ def _check_quantity(what: str, value: object) -> None:
 
 
 def _plain_word(word: str) -> bool:
-    """Return whether what stands after a resource's slash can be a part of a name as it is."""
     return len(word) <= 20 and "--" not in word and _LABEL.fullmatch(word) is not None
 
 
@@ -326,4 +302,4 @@ def _slug(text: str) -> str:
 
 def _hashed(readable: str, whole: str) -> str:
     head = "--".join(_slug(part) for part in readable.split("--"))
-    return f"{head[: MAX_LABEL - _HASH - 2].rstrip('-')}--{_hash(whole)}"
+    return f"{head[: _MAX_LABEL - _HASH - 2].rstrip('-')}--{_hash(whole)}"

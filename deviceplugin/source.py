@@ -1,8 +1,7 @@
 """What an author writes: a source of devices, and hooks around their use.
 
-A source knows devices and nothing of Kubernetes. It yields full lists; whoever asks for changes compares them. Hooks
-may be plain functions (run in a thread of their own, they never block the loop) or coroutine functions; each has a
-deadline, and one that fails costs its own call only.
+Hooks may be plain functions, which run in a thread of their own, or coroutine functions. Each has a deadline, and one
+that fails costs its own call only.
 """
 
 from __future__ import annotations
@@ -50,17 +49,16 @@ class DeviceSource:
     def watch(self) -> AsyncIterator[Sequence[Device]] | Iterator[Sequence[Device]]:
         """Yield the full list of devices now, and again whenever anything about it changes.
 
-        An async generator, or a plain generator, which then runs in a thread of its own and may block. A generator that
-        ends means that its last list stays true. One that raises is started again after a while; its last list stays
-        meanwhile.
+        An async generator, or a plain one, which runs in a thread of its own and may block. When it ends, its last list
+        stays valid. When it raises, it is started again after a while; its last list stays valid meanwhile.
         """
         raise NotImplementedError(f"{type(self).__name__} must define watch()")
 
     def edits(self, devices: Sequence[Device]) -> ContainerEdits | Awaitable[ContainerEdits]:
         """Return what a container with these devices gets beyond what they carry themselves.
 
-        Called once a container, before it exists, and again if it is admitted again. Where a device and this hook speak
-        of the same variable, node or mount, the hook wins.
+        Called once a container, before it exists, and again if it is admitted again. Its variables, nodes and mounts
+        replace those of the devices.
         """
         return ContainerEdits()
 
@@ -81,11 +79,10 @@ class DeviceSource:
         raise NotImplementedError
 
     def released(self, devices: Sequence[Device]) -> Awaitable[None] | None:
-        """Take note that the last pod that held these devices is gone.
+        """Take note that the last pod that had these devices is gone.
 
         The device plugin API has no Deallocate: this follows from the kubelet's PodResources service, some seconds
-        after the fact, at least once. At the start of the process it is called for all devices that nobody holds, since
-        their last holder may have gone unseen.
+        later, at least once. At the start of the process it is called for all devices without a holder.
         """
         return None
 
@@ -113,8 +110,8 @@ class DeviceSource:
 
         `deviceplugin.metrics.load` knows the common quantities (`utilization_ratio`, `memory_used_bytes`); others
         become metrics of their own, in base units, with `_total` at the end if they only grow. What a device cannot
-        tell is left out or None, never 0. An error or a call that takes too long leaves nothing to be shown; the next
-        call follows when this one has ended.
+        tell is left out or None, never 0. After an error or a timeout nothing is shown; the next call follows when this
+        one has ended.
         """
         raise NotImplementedError
 
@@ -126,17 +123,16 @@ class DeviceSource:
     def links(self) -> Mapping[frozenset[str], float]:
         """How close two devices are, frozenset of their ids -> number, higher is closer; cheap to ask.
 
-        What goes together is chosen by it. The scale that users know: the number of NVLinks times 100,
-        plus the PCIe level: same board 60, one switch 50, several switches 40, same host bridge 30, same CPU 20, across
-        CPUs 10.
+        The usual scale is the number of NVLinks times 100, plus the PCIe level: same board 60, one switch 50, several
+        switches 40, same host bridge 30, same CPU 20, across CPUs 10.
         """
         return {}
 
     async def child_sources(self) -> AsyncIterator[Sequence[DeviceSource]]:
         """Yield the sources of further resources that come with this one, all of them, when one more is known.
 
-        They are served like this one, until this one ends. Partitions are such: which kinds there are, and so which
-        resources, shows only when the hardware is read.
+        They are served until this one ends. Which kinds of partitions there are, for example, is known only when the
+        hardware is read.
         """
         none: Sequence[Sequence[DeviceSource]] = ()
         for child_sources in none:

@@ -1,8 +1,6 @@
 """Which devices a container had best get together: pure functions over ids, NUMA nodes and link scores.
 
-The servicer asks which devices to prefer, the DRA side in which order to publish. Nothing here does I/O or knows a
-Device. An id of which nothing is known gets a low place, never an error. Ids are compared naturally: "sim-2" comes
-before "sim-10".
+An id of which nothing is known gets a low place, never an error. Ids are compared naturally: sim-2 before sim-10.
 """
 
 from __future__ import annotations
@@ -29,27 +27,17 @@ Score = Mapping[frozenset[str], float]
 """How close two devices are, by frozenset({a, b}); higher is closer, a pair that is missing has 0."""
 
 _DIGITS: Final = re.compile(r"([0-9]+)")
-_WIDTHS: Final = {16: "H", 32: "I", 64: "Q"}
-"""Bits of a number, and the type code of an array of such numbers."""
-_EXACT: Final = 1 << 16
-"""Sets of devices (interchangeable ones counted) up to which all are compared."""
-_USUAL: Final = ((4, 2), (2, 4))
-"""Requests that may follow one for a single device: their size, and how many are considered."""
-_BUDGET: Final = 40_000
-"""Steps after which the search for requests that are all served alike gives up."""
-_STARTS: Final = 24
-"""Sets that the heuristic improves."""
-_SWAPS: Final = 32
-"""Swaps that it tries on each of them."""
-_DENSE: Final = 256
-"""Devices up to which scores are kept as a matrix."""
+_WIDTHS: Final = {16: "H", 32: "I", 64: "Q"}  # bits of a number, and the type code of an array of such numbers
+_EXACT: Final = 1 << 16  # sets of devices (interchangeable ones counted) up to which all are compared
+_USUAL: Final = ((4, 2), (2, 4))  # requests that may follow one for a single device: their size, and how many
+_BUDGET: Final = 40_000  # steps after which the search for requests that are all served alike gives up
+_STARTS: Final = 24  # sets that the heuristic improves
+_SWAPS: Final = 32  # swaps that it tries on each of them
+_DENSE: Final = 256  # devices up to which scores are kept as a matrix
 
 
 class Link(enum.IntEnum):
-    """How near two devices are, on the scale that `preferred` is used with.
-
-    The levels of PCIe are exclusive; NVLinks come on top, NVLINK for each.
-    """
+    """How near two devices are: one of the levels of PCIe, and NVLINK for each link."""
 
     NVLINK = 100
     SAME_BOARD = 60
@@ -89,9 +77,8 @@ def preferred(available: Ids, must_include: Ids, size: int, score: Score, *, dea
     one after the other, and then, among equals, what four requests for two.
 
     All of this is exact for up to 16 devices, and beyond as long as enough of them are interchangeable. Otherwise a
-    heuristic follows 1, 3 and 4 as far as it gets in a fixed number of steps (some 10 ms for 64 devices) or, should the
-    machine be that slow, until `deadline` seconds have
-    passed: only then can two calls differ. The order and the repetitions of the input never matter.
+    heuristic follows 1, 3 and 4 as far as it gets in a fixed number of steps (some 10 ms for 64 devices), or until
+    `deadline` seconds have passed: only then can two calls differ. Order and repetitions of the input never matter.
 
     `must_include` is always kept, even if it is longer than `size` or not `available`; if there are too few devices,
     all of them are returned. Scores that are no integers are rounded to twelve digits of the largest. The list is in
@@ -117,16 +104,12 @@ def preferred(available: Ids, must_include: Ids, size: int, score: Score, *, dea
 
 
 class Policy(enum.StrEnum):
-    """What makes devices go well together."""
+    """What makes devices go well together; `choose` has a function for each."""
 
     LINKS = "links"
-    """Devices that are closely linked, as `preferred` says; replicas of different devices."""
     PACKED = "packed"
-    """Replicas of as few devices as possible."""
     DISTRIBUTED = "distributed"
-    """Replicas of the devices that are used least."""
     NONE = "none"
-    """Any, in natural order."""
 
 
 def choose(
@@ -188,8 +171,8 @@ def packed(available: Ids, must_include: Ids, size: int, physical: Mapping[str, 
 def distributed(available: Ids, must_include: Ids, size: int, physical: Mapping[str, str]) -> list[str]:
     """Choose replicas one by one, each of the device that has the fewest in use by then.
 
-    In use are those that `physical` has and that are not `available`, and what is chosen. Among equals the device with
-    the most free replicas, then the smallest id.
+    In use are those of `physical` that are not `available`, and what is chosen. Ties: the device with the most free
+    replicas, then the smallest id.
     """
     taken = set(must_include)
     free = _by_device(set(available) - taken, physical)
@@ -222,8 +205,8 @@ def _by_device(ids: Iterable[str], physical: Mapping[str, str]) -> dict[str, lis
 def arranged(devices: Collection[str], score: Score) -> list[str]:
     """Return the devices in an order whose blocks of 2, 4, 8 and so on are close together.
 
-    Who takes devices from the front, as the scheduler does with those of a slice, then takes good
-    sets: the first half (up to the next power of two) is what `preferred` gives, and so on in both.
+    The scheduler takes devices from the front of a slice. The first half (up to a power of two) is what `preferred`
+    gives, and so on in both halves.
     """
     ids = _in_order(devices)
     if len(ids) < 3 or not score:
@@ -236,8 +219,7 @@ def arranged(devices: Collection[str], score: Score) -> list[str]:
 def numa_scores(devices: Mapping[str, Sequence[int]]) -> dict[frozenset[str], float]:
     """Return scores from NUMA nodes alone: 20 for devices that share one, 10 across nodes.
 
-    devices: id to its NUMA nodes; one without any has no scores. There are n^2/2 pairs: for many devices use
-    `numa_compact`, which needs none.
+    A device without nodes has no scores. There are n^2/2 pairs: for many devices use `numa_compact`.
     """
     known = [(device, frozenset(nodes)) for device, nodes in devices.items() if nodes]
     return {
@@ -250,13 +232,10 @@ def numa_compact(devices: Mapping[str, Sequence[int]], available: Ids, must_incl
     """Choose `size` of the `available` ids on as few NUMA nodes as possible; O(n log n).
 
     devices: id to its NUMA nodes, empty (or no entry) if unknown; a device near several nodes counts for each of them.
-    The nodes of `must_include` come first; one of them that can hold all that is missing is enough. Otherwise they are
-    emptied, and what is still missing comes from the node with the fewest free devices that holds it all, or, while
+    The nodes of `must_include` come first; one of them that has all that is missing is enough. Otherwise all of theirs
+    are taken, and what is still missing comes from the node with the fewest free devices that has it all, or, while
     there is none, from the node with the most. Devices of unknown NUMA come last. Ties: the lower node, then the
-    smaller id.
-
-    `must_include` is always kept, even if it is longer than `size` or not `available`; if there are too few devices,
-    all of them are returned. The list is in the natural order of the ids.
+    smaller id. `must_include` and too few devices are treated as by `preferred`.
     """
     taken = set(must_include)
     free = set(available) - taken
@@ -279,9 +258,8 @@ def numa_compact(devices: Mapping[str, Sequence[int]], available: Ids, must_incl
             missing -= 1
 
     by_use = sorted(opened.keys() & nodes.keys(), key=lambda node: (-opened[node], node))
-    holding = [node for node in by_use if len(nodes[node]) >= missing]
-    if holding:
-        take(nodes[min(holding, key=lambda node: (-opened[node], len(nodes[node]), node))].copy())
+    if enough := [node for node in by_use if len(nodes[node]) >= missing]:
+        take(nodes[min(enough, key=lambda node: (-opened[node], len(nodes[node]), node))].copy())
     for node in by_use:
         take(nodes[node].copy())
     # Sizes only shrink (by devices near several nodes), so a stale entry is put back with its true size.
@@ -352,11 +330,11 @@ def _interchangeable(matrix: Sequence[list[int]], bonus: Sequence[int]) -> list[
 
 
 class _Sets:
-    """All sets of some devices, where interchangeable devices are counted instead of told apart.
+    """All sets of some devices, at most 2^16; of interchangeable devices only the number counts.
 
-    A set is a number whose digits say how many devices of each class it has: digit `c` has the weight `weights[c]` and
-    goes up to the size of class `c`. So a part taken out of a set is a subtraction. There are at most 2^16 sets. Long
-    integers have a number for each of them, so that one addition adds to all, or a bit, so that one AND filters all.
+    A set is a number with a digit for each class: how many devices of it the set has. So a part taken out of a set is a
+    subtraction. Long integers have a number for each set, so that one addition adds to all, or a bit, so that one AND
+    filters all.
     """
 
     def __init__(self, matrix: Matrix, bonus: Sequence[int], classes: list[list[int]]) -> None:
@@ -376,8 +354,9 @@ class _Sets:
         self.whole = len(sizes) - 1
         """The set of all devices; less a set it is the complement."""
         self.sizes = sizes + b"\xff" * len(sizes)
-        """How many devices each set has; 255 for a negative number. One set is a part of another if, and only if, their
-        difference has as many devices fewer."""
+        """How many devices each set has; 255 for a negative number.
+
+        One set is a part of another if, and only if, their difference has as many devices fewer."""
         self.totals = self._numbers(totals, width)
         """The total of all pairs' scores in each set."""
         self.firsts = self._numbers(totals + _linear(classes, bonus, ones, width), width) if any(bonus) else self.totals
@@ -427,10 +406,9 @@ class _Sets:
         return sorted(by_ids, key=lambda one: -self.totals[self.whole - one])
 
     def _best_left(self, ties: list[int], candidates: list[int], later: int, enough: int | None) -> list[int]:
-        """Return the ties that leave most for `later` requests, one after another.
+        """Return the ties that leave most for `later` requests, one after another; the first `enough` of them may do.
 
-        candidates: all sets of the requests' size. enough: how many ties to return if there are more, the first ones;
-        None for all.
+        candidates: all sets of the requests' size.
         """
         sizes, size = self.sizes, self.sizes[candidates[0]]
         # What can be left, and a bit for each tie that leads there.
@@ -451,7 +429,7 @@ class _Sets:
         return [tie for at, tie in enumerate(ties) if origins >> at & 1]
 
     def _served_alike(self, ties: list[int], best: list[int], later: int, enough: int | None) -> list[int]:
-        """Return the first of the ties that leave `later` of the best sets, none if that takes too long."""
+        """Return the ties that leave `later` of the best sets, `enough` at the most; none if that takes too long."""
         budget, sizes, size = _BUDGET, self.sizes, self.sizes[best[0]]
 
         def serves(remainder: int, some: Sequence[int], requests: int) -> bool:
@@ -509,7 +487,6 @@ def _joined(layer: int, step: int, growth: int, count: int, shift: int) -> int:
 
 
 def _highest(sets: list[int], totals: Sequence[int]) -> list[int]:
-    """Return those of the sets that have the highest total."""
     found = list(map(totals.__getitem__, sets))
     highest = max(found)
     return [one for one, total in zip(sets, found, strict=True) if total == highest]
@@ -518,8 +495,8 @@ def _highest(sets: list[int], totals: Sequence[int]) -> list[int]:
 def _approximate(matrix: Matrix, bonus: Sequence[int], missing: int, firsts: Collection[int], stop: float) -> list[int]:
     """Return a set with a high total that leaves a high total, found in a fixed number of steps.
 
-    Swaps improve several sets, each of a device and those that are closest to it. firsts: devices to begin with.
-    stop: when to end at the latest, on the clock of perf_counter.
+    Swaps improve several sets, each of one of `firsts` and the devices closest to it. stop: the latest end, by
+    perf_counter.
     """
     degrees = [sum(row) for row in matrix]
     order = sorted(range(len(matrix)), key=lambda one: -bonus[one] - sum(heapq.nlargest(missing - 1, matrix[one])))
@@ -537,7 +514,7 @@ def _approximate(matrix: Matrix, bonus: Sequence[int], missing: int, firsts: Col
 
 
 def _gains(pairs: Matrix, nodes: Sequence[int], chosen: Iterable[int]) -> list[int]:
-    """Return what each device adds to the chosen ones."""
+    """Return what each device adds to the chosen ones: its own number, and those of its pairs."""
     return [value + sum(map(row.__getitem__, chosen)) for value, row in zip(nodes, pairs, strict=True)]
 
 

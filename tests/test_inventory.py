@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -96,17 +94,6 @@ def test_subscriber_may_leave_while_told() -> None:
     inventory.publish([Device("a")])
     inventory.publish([])
     assert reconciled == ["one", "two", "two"]
-
-
-async def test_newer_waits_for_the_next_version_and_gives_the_newest() -> None:
-    """Whoever waits for something newer than what he knows gets the newest there is."""
-    inventory = Inventory(R)
-    waiting = asyncio.create_task(inventory.newer(0))
-    await asyncio.sleep(0)
-    inventory.publish([Device("a")])
-    inventory.publish([Device("a"), Device("b")])
-    assert (await waiting).version == 2
-    assert (await inventory.newer(1)).version == 2
 
 
 class Lists(RuleBasedStateMachine):

@@ -17,7 +17,6 @@ from deviceplugin.naming import (
     check_attribute_name,
     check_capacity,
     check_counters,
-    check_device,
     check_driver,
     check_label,
     check_resource,
@@ -26,6 +25,7 @@ from deviceplugin.naming import (
     kept_qualifiers,
     parse_quantity,
     possible_names,
+    problems,
     published_names,
     qualified,
     qualifiers,
@@ -190,12 +190,18 @@ def test_capacity_and_counters() -> None:
 
 
 def test_device_is_checked_whole() -> None:
-    """A device's own attributes and capacity are checked with the device's name in the message."""
-    check_device(Device("a", attributes={"x": 1}, capacity={"y": "1Gi"}), "d.example.com")
-    with pytest.raises(NamingError, match="device 'a'"):
-        check_device(Device("a", attributes={"x": 1, "d.example.com/x": 2}), "d.example.com")
-    with pytest.raises(NamingError, match="at most 30"):
-        check_device(Device("a", attributes={f"x{number}": 1 for number in range(31)}), "d.example.com")
+    """A device's own attributes and capacity are checked, and how many it has."""
+
+    def found(device: Device) -> list[tuple[str, str]]:
+        return list(problems(device, "d.example.com"))
+
+    assert not found(Device("a", attributes={"x": 1}, capacity={"y": "1Gi"}))
+    assert found(Device("a", attributes={"x": 1, "d.example.com/x": 2})) == [
+        ("attributes", "attributes 'x' and 'd.example.com/x' are the same to driver d.example.com")
+    ]
+    ((where, message),) = found(Device("a", attributes={f"x{number}": 1 for number in range(31)}))
+    assert where == "attributes"
+    assert "30 attributes and capacities at the most" in message
 
 
 def test_qualified_and_canonical() -> None:

@@ -120,14 +120,8 @@ class Rules:
         # These limits are those of the API server; no pattern expresses them.
         attributes, capacity = resource.values.get("attributes", {}), resource.values.get("capacity", {})
         device = Device("x", attributes=typed_attributes(attributes), capacity=capacity)
-        for problem in naming.attribute_problems(device, resource.values.get("driver") or "example.com"):
-            resource.report("attributes", problem)
-        for problem in naming.capacity_problems(device):
-            resource.report("capacity", problem)
-        most, count = naming.MAX_ENTRIES - 2, len(attributes) + len(capacity)  # as naming.check_device
-        if count > most:
-            message = f"a device has {most} attributes and capacities at the most, not {count}"
-            resource.report("attributes" if attributes else "capacity", message)
+        for key, problem in naming.problems(device, resource.values.get("driver") or "example.com"):
+            resource.report(key, problem)
 
     def _check_config(self, config: Checked) -> None:
         """Refuse drivers over the same devices whose shares put these on different sides: neither would offer them."""

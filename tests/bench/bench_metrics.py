@@ -71,7 +71,8 @@ def agent() -> None:
         task = asyncio.create_task(running.run())
         while not running.services:  # noqa: ASYNC110
             await asyncio.sleep(0.05)
-        await running.services["example.com/gpu"].inventory.newer(0)
+        while not running.services["example.com/gpu"].inventory.snapshot.listed:  # noqa: ASYNC110
+            await asyncio.sleep(0.05)
         held = {
             Allocation(
                 f"0a1b2c3d-{n:04d}",

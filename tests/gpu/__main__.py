@@ -125,7 +125,7 @@ class Checks:
             for device in self.devices
         ]
         for device in self.devices:
-            naming.check_device(device, "gpu.example.com")
+            assert not list(naming.problems(device, "gpu.example.com"))
             wanted = {"uuid", "index", "productName", "driverVersion", "cudaDriverVersion", naming.PCI_BUS_ID}
             missing = wanted - device.attributes.keys()
             expect(not missing, f"{device.id} does not tell {', '.join(sorted(missing))}")
@@ -175,7 +175,7 @@ class Checks:
             source = self.source(profile=profile)
             source.update(look)
             for device in source.devices():
-                naming.check_device(device, "gpu.example.com")
+                assert not list(naming.problems(device, "gpu.example.com"))
                 expect(device.attributes["profile"] == profile, f"{device.id} is of another profile")
 
     def choose(self) -> None:

@@ -91,7 +91,7 @@ def test_gpu_is_described_by_what_claims_select_on(world: World) -> None:
         "cudaDriverVersion": "12.2.0",
     }
     assert isinstance(device.attributes["driverVersion"], Version)
-    naming.check_device(device, "gpu.example.com")
+    assert not list(naming.problems(device, "gpu.example.com"))
 
 
 def test_what_a_gpu_does_not_support_is_left_out_and_not_unhealthy(world: World) -> None:
@@ -210,7 +210,7 @@ def test_partition_is_described_with_parent_and_placement(world: World) -> None:
     assert (told["placementStart"], told["placementSize"]) == (2, 2)
     assert device.numa == 1
     assert device.capacity == {"memory": "10140Mi"}
-    naming.check_device(device, "gpu.example.com")
+    assert not list(naming.problems(device, "gpu.example.com"))
 
 
 @pytest.mark.parametrize(
@@ -634,7 +634,7 @@ def test_partition_of_which_nothing_is_known_is_listed_all_the_same(world: World
     device = looked(world, mig="single")[part]
     assert device.attributes["profile"] == "unknown"
     assert device.health is Health.HEALTHY
-    naming.check_device(device, "gpu.example.com")
+    assert not list(naming.problems(device, "gpu.example.com"))
 
 
 def test_partitions_cdi_names_are_those_of_the_spec(world: World) -> None:

@@ -55,7 +55,7 @@ def test_device_is_described_by_its_ids_serial_number_and_names(tree: Tree, tmp_
         "vendorName": "Future Technology Devices",
         "product": "FT232 Serial",
     }
-    naming.check_device(device, "usb.example.com")
+    assert not list(naming.problems(device, "usb.example.com"))
 
 
 def test_names_are_the_devices_own_where_no_file_has_them(tree: Tree) -> None:
@@ -115,7 +115,7 @@ def test_serial_number_may_be_anything(tree: Tree) -> None:
     tree.usb("1-1", 2, serial="AB /\u00e9 \u20ac 1", name="\u00e9" * 50)
     (device,) = found(tree).values()
     assert device.id == "0403-6001-AB-1"
-    naming.check_device(device, "usb.example.com")
+    assert not list(naming.problems(device, "usb.example.com"))
 
 
 async def test_plugging_in_and_pulling_are_seen_by_their_events(tree: Tree) -> None:
@@ -221,4 +221,4 @@ async def test_entry_of_the_config_file_gives_usb_devices(tree: Tree) -> None:
 def test_devices_of_this_machine_can_be_published() -> None:
     """Whatever USB devices this machine has are read without an error."""
     for device in UsbSource(UsbConfig()).scan():
-        naming.check_device(device, "usb.example.com")
+        assert not list(naming.problems(device, "usb.example.com"))
