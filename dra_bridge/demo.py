@@ -339,8 +339,8 @@ def move_under_churn(scene: Scene, count: int) -> tuple[float, float]:
         raise DemoError(f"a pod was not deleted: {churn.error}")
     ended = time.monotonic()
     made = f"{churn.started['plain']} pods by resource, {churn.started['claim']} by claim were made"
-    where = ["where a device was withdrawn between scheduling and admission:"] if churn.failed else []
-    event("pod", f"{made}, {len(churn.failed)} failed", *where, *churn.failed[:3])
+    why = ["where a device was withdrawn between scheduling and admission:"] if churn.failed else []
+    event("pod", f"{made}, {len(churn.failed)} failed", *why, *churn.failed[:3])
     return began, ended
 
 
