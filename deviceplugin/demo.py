@@ -43,7 +43,7 @@ def joined(ids: Iterable[str]) -> str:
 
 
 class Gpus(SimulatedSource):
-    """Devices that exist in name only, and whose containers see which they are."""
+    """Simulated devices whose containers see which they are."""
 
     resource = GPU
 

@@ -171,9 +171,6 @@ def scene(printer: Printer) -> Iterator[Scene]:
             yield Scene(printer, Path(directory), server, node)
 
 
-# The naive switch.
-
-
 async def plain_driver(scene: Scene, gpus: Gpus) -> None:
     """Be a DRA driver without a bridge: it offers every device and knows of no plugin."""
     inventory = Inventory(GPU)
@@ -204,8 +201,7 @@ def naive(scene: Scene) -> None:
         event("plugin", f"a device plugin serves {GPU}: gpu-0, gpu-1")
         olds = [node.start_pod(name, {GPU: 1}).wait_running(TIMEOUT) for name in ("train-1", "train-2")]
         event("pod", "; ".join(f"{pod.name} runs with {scene.device(pod, 'plugin')}" for pod in olds))
-        driver = in_background("plain driver", lambda: plain_driver(scene, gpus))
-        stack.enter_context(driver)
+        stack.enter_context(in_background("plain driver", lambda: plain_driver(scene, gpus)))
         node.dra.wait_registered(DRIVER, timeout=TIMEOUT)
         scene.wait(lambda: scene.offered() == 2, "the driver's slice")
         event("driver", "a DRA driver is installed beside it, its slice offers gpu-0, gpu-1")
@@ -218,22 +214,15 @@ def naive(scene: Scene) -> None:
         new.wait_running(TIMEOUT)
         name = scene.device(new, "claim")
         holder = next(pod for pod in olds if scene.visible(pod) == name)
-        event("pod", f"batch starts through DRA, with {name}: nothing is allocatable, but the slice has it")
-        twice = overlaps(node.holdings())
-        check(len(twice) == 1 and holder.running and new.running, "one device has two holders")
-        scene.printer.table(
-            ("DEVICE", "HOLDER", "THROUGH", "ITS CONTAINER SEES"),
-            [
-                (one.device, one.pod, one.side, f"GPU_VISIBLE_DEVICES={scene.visible(node.pods[f'default/{one.pod}'])}")
-                for one in sorted(node.holdings(), key=lambda one: (one.device, one.begin))
-            ],
-        )
+        event("pod", f"batch starts through DRA with {name}: none is allocatable, but the slice has it")
+        check(len(overlaps(node.holdings())) == 1 and holder.running and new.running, "one device has two holders")
+        sees = {pod.name: f"GPU_VISIBLE_DEVICES={scene.visible(pod)}" for pod in (new, *olds)}
+        holdings = sorted(node.holdings(), key=lambda one: (one.device, one.begin))
+        rows = [(one.device, one.pod, one.side, sees[one.pod]) for one in holdings]
+        scene.printer.table(("DEVICE", "HOLDER", "THROUGH", "ITS CONTAINER SEES"), rows)
         event("device", f"{name} is held by {holder.name} and by batch at the same time")
         for pod in (new, *olds):
             pod.delete(TIMEOUT)
-
-
-# The bridge.
 
 
 async def bridge(scene: Scene, gpus: Gpus) -> None:
@@ -330,11 +319,9 @@ def move_under_churn(scene: Scene, count: int) -> tuple[float, float]:
             where = ", ".join(f"{number} {state}" for state, number in sorted(scene.counts().items()))
             event("bridge", f"is asked for {share:<5} {time.monotonic() - asked:.2f} s later: {where}")
             enough, until = churn.started.total() + 4, time.monotonic() + DWELL
-            scene.node.wait_until(
-                lambda: churn.started.total() > enough and time.monotonic() > until,  # noqa: B023  # ends before both
-                TIMEOUT,
-                "pods to come and go",
-            )
+            while churn.started.total() <= enough or time.monotonic() <= until:
+                check(time.monotonic() < until + TIMEOUT, "pods come and go")
+                time.sleep(0.01)
     if churn.error is not None:
         raise DemoError(f"a pod was not deleted: {churn.error}")
     ended = time.monotonic()
