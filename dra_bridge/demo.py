@@ -355,7 +355,7 @@ def bridged(scene: Scene) -> None:
         began, ended = move_devices(scene, 4)
     holdings = scene.node.holdings()
     printer.title("\nWhat held each device when (p: a pod through the plugin, c: a claim, .: nothing)")
-    printer.table(("DEVICE", f"{ended - began:.1f} s", "BY PLUGIN", "BY CLAIM"), timeline(holdings, began, ended))
+    printer.table(("DEVICE", f"{ended - began:.1f} s", "PLUGIN", "CLAIM"), timeline(holdings, began, ended))
     twice = overlaps(holdings)
     sides = Counter(one.side for one in holdings)
     check(min(sides["plugin"], sides["claim"]) > 10, "devices were held on both sides")
