@@ -26,10 +26,11 @@ if TYPE_CHECKING:
 
 _LOG: Final = logging.getLogger(__name__)
 _LIST_TIMEOUT: Final = 10.0
+_Listed = list[tuple["ConfiguredSource", Sequence["Device"]]]
 
 
 class CommandError(Exception):
-    """Raised when a command cannot go on; the message is for its user. status: the exit status."""
+    """Raised when a command cannot go on. status: the exit status."""
 
     def __init__(self, message: object, status: int = 2) -> None:
         super().__init__(str(message))
@@ -208,10 +209,6 @@ def _demo(options: argparse.Namespace) -> int:
     return demo.main(options.hold)
 
 
-_Listed = list[tuple["ConfiguredSource", Sequence["Device"]]]
-"""What would be served."""
-
-
 async def _list(found: Config) -> tuple[_Listed, int]:
     """Return the devices of each resource that can be listed, and the exit status."""
     import asyncio
@@ -277,8 +274,8 @@ def _print_devices(listed: _Listed) -> None:
         for device in devices
     ]
     if rows:
-        header = ("RESOURCE", "DEVICE", "HEALTH", "REPLICAS", "NUMA", "NODES")
-        print_table(header, rows, red=[row for row in rows if row[2].startswith("unhealthy")])
+        unhealthy = [row for row in rows if row[2].startswith("unhealthy")]
+        print_table(("RESOURCE", "DEVICE", "HEALTH", "REPLICAS", "NUMA", "NODES"), rows, red=unhealthy)
         print()
     for source, devices in listed:
         healthy = sum(device.health.usable for device in devices)

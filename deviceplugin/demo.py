@@ -1,8 +1,6 @@
 """`deviceplugin demo`: a node in one process, and what happens on it; and what the bridge's demo shares with it.
 
-An embedded kubelet (the one authors test with), a plugin with four simulated devices, pods that come and go, a device
-that fails and recovers, a kubelet restart. Every line is checked before it is printed; the demo fails when reality
-differs. Nothing on the machine is touched but a directory of its own under the temporary ones.
+Every line is checked before it is printed; the demo fails when it is not so. Only a temporary directory is written.
 """
 
 from __future__ import annotations
@@ -34,12 +32,7 @@ class DemoError(Exception):
 
 
 def check(met: bool, what: str) -> None:
-    """Make sure that something is so.
-
-    Raises:
-        DemoError: it is not.
-
-    """
+    """Raise DemoError unless something is so."""
     if not met:
         raise DemoError(f"this should be so and is not: {what}")
 
@@ -50,7 +43,7 @@ def joined(ids: Iterable[str]) -> str:
 
 
 class Gpus(SimulatedSource):
-    """Devices that exist in name only, and whose containers see which they are."""
+    """Simulated devices whose containers see which they are."""
 
     resource = GPU
 
@@ -104,19 +97,15 @@ def show(scenario: Callable[[Printer], None], stream: TextIO | None) -> int:
     printer, logged = Printer(stream or sys.stdout), io.StringIO()
     handler = logging.StreamHandler(logged)
     handler.setFormatter(logging.Formatter("%(levelname)s %(name)s: %(message)s"))
-    loggers = {logging.getLogger(name): logging.getLogger(name).propagate for name in ("deviceplugin", "dra_bridge")}
-    for log in loggers:
-        log.propagate = False
-        log.addHandler(handler)
+    root = logging.getLogger()
+    root.handlers, before = [handler], root.handlers
     try:
         scenario(printer)
     except (DemoError, RuntimeError, TimeoutError) as error:
         printer.event("failed", str(error), *logged.getvalue().splitlines()[-20:])
         return 1
     finally:
-        for log, propagated in loggers.items():
-            log.propagate = propagated
-            log.removeHandler(handler)
+        root.handlers = before
     return 0
 
 
@@ -189,9 +178,9 @@ class _Demo:
         self.event("plugin", f"registered {GPU}; allocatable: 4", "   ".join(nodes))
 
     def pod(self, name: str, count: int) -> FakePod:
-        pod = self.kubelet.start_pod(name, {GPU: count}).wait_running(TIMEOUT)
+        pod = self.kubelet.start_pod(name, {GPU: count})
         self.pods.append(pod)
-        self.check_devices(pod, count)
+        self.check_runs(pod)
         env = " ".join(f"{key}={value}" for key, value in sorted(pod.env.items()))
         self.event("pod", f"{name} asks for {count}, runs with {' and '.join(pod.device_ids)}", f"env: {env}")
         return pod
@@ -206,8 +195,7 @@ class _Demo:
         return pod
 
     def starts_at_last(self, pod: FakePod) -> None:
-        pod.wait_running(TIMEOUT)
-        self.check_devices(pod, *pod.requests.values())
+        self.check_runs(pod)
         self.event("pod", f"{pod.name} waited, now runs with {' and '.join(pod.device_ids)}")
 
     def end(self, pod: FakePod) -> None:
@@ -235,15 +223,13 @@ class _Demo:
     def holders(self) -> None:
         """The plugin reads the holders in the kubelet's checkpoint; Allocate does not name the pod."""
         wanted = {name: pod.name for pod in self.pods if pod.running for name in pod.device_ids}
-        until = time.monotonic() + TIMEOUT
-        while (known := self.known_holders()) != wanted:
+        until, known = time.monotonic() + TIMEOUT, None
+        while known != wanted:
             check(time.monotonic() < until, f"the plugin knows the holders {wanted}, not {known}")
             time.sleep(0.01)  # nothing notifies of the plugin's scans
+            (resource,) = self.served.agent.status().resources
+            known = {name: holder.pod for name, holders in resource.holders.items() for holder in holders}
         self.event("plugin", "reads the holders: " + ", ".join(map(" ".join, sorted(wanted.items()))))
-
-    def known_holders(self) -> dict[str, str]:
-        (resource,) = self.served.agent.status().resources
-        return {name: holder.pod for name, holders in resource.holders.items() for holder in holders}
 
     def kubelet_restart(self) -> None:
         """The kubelet forgets its plugins; pods run on, the plugin comes back by itself."""
@@ -266,12 +252,14 @@ class _Demo:
         for pod in self.pods:
             check(set(pod.device_ids) <= set(self.gpus.reset_ids), f"{pod.name}'s devices were reset")
             (count,) = pod.requests.values()
-            numa = " ".join(sorted({str(self.numa(name)) for name in pod.device_ids}))
-            rows.append((pod.name, str(count), " ".join(pod.device_ids), numa, "runs" if pod.running else "is done"))
+            numa = sorted({str(self.numa(name)) for name in pod.device_ids})
+            now = "runs" if pod.running else "is done"
+            rows.append((pod.name, str(count), " ".join(pod.device_ids), " ".join(numa), now))
         return rows
 
-    def check_devices(self, pod: FakePod, count: int) -> None:
-        """Make sure that a pod has as many devices as it asked for, and no other pod has them."""
+    def check_runs(self, pod: FakePod) -> None:
+        """Wait until a pod runs; check that it has as many devices as it asked for, and that no other pod has them."""
+        (count,) = pod.wait_running(TIMEOUT).requests.values()
         check(pod.running and len(pod.device_ids) == count, f"{pod.name} runs with {count} devices")
         others = {name for other in self.pods if other.running and other is not pod for name in other.device_ids}
         check(others.isdisjoint(pod.device_ids), f"{pod.name} has {pod.device_ids} to itself")

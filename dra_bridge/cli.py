@@ -46,41 +46,28 @@ def main(argv: Sequence[str] | None = None) -> int:
     uninstall.add_argument("--config", type=Path, metavar="FILE", help="the config file (YAML)")
     uninstall.add_argument("--driver", action="append", default=[], metavar="NAME", help="a driver's name")
     uninstall.add_argument("--node", default="", metavar="NAME", help="of this node alone (all nodes)")
-    add_kubeconfig(uninstall)
     status = line.add("status", _status, "Show per node and device: side, state, holder and since when.")
     status.add_argument("--driver", default="", metavar="NAME", help="of this driver alone (all that report moves)")
     status.add_argument("--node", action="append", default=[], metavar="NAME", help="this node; may be repeated (all)")
     status.add_argument("-o", "--output", choices=("table", "json"), default="table", help="the form (%(default)s)")
-    add_kubeconfig(status)
     migrate = line.add("migrate", _migrate, "Ask nodes for a share: how many of a driver's devices claims are to have.")
     migrate.add_argument("nodes", nargs="+", metavar="NODE", help="a node's name")
-    _add_share(migrate).add_argument(
-        "--unset", dest="share", action="store_const", const="default", help="the same as default"
-    )
+    same = "the same as --share default"
+    _add_share(migrate).add_argument("--unset", dest="share", action="store_const", const="default", help=same)
     migrate.add_argument("--wait", action="store_true", help="follow the move until it is done")
     migrate.add_argument("--timeout", type=_seconds, default=0.0, metavar="SECONDS", help="wait no longer (for ever)")
-    add_kubeconfig(migrate)
-    rollout = line.add(
-        "rollout", _rollout, "Ask many nodes for a share, some at a time; stop when one stalls or pods fail."
-    )
+    rollout = line.add("rollout", _rollout, "Ask nodes for a share, some at a time; stop when one stalls or pods fail.")
     rollout.description = _ROLLOUT
-    _add_share(rollout).add_argument(
-        "--undo", action="store_true", help="ask each node again for what it was asked for before"
-    )
+    _add_share(rollout).add_argument("--undo", action="store_true", help="restore what each node was asked for before")
     rollout.add_argument("--selector", "-l", required=True, metavar="LABELS", help="which nodes, such as pool=gpu")
     nodes = _matching("0*[1-9][0-9]*", "is not a number of nodes, at least 1", int)
-    rollout.add_argument(
-        "--max-unavailable", type=nodes, default=1, metavar="N", help="nodes in the move at once (%(default)s)"
-    )
+    most = "nodes in the move at once (%(default)s)"
+    rollout.add_argument("--max-unavailable", type=nodes, default=1, metavar="N", help=most)
     rollout.add_argument("--pause", action="store_true", help="stop after the first N nodes; the same command goes on")
-    rollout.add_argument(
-        "--timeout-per-node",
-        type=_seconds,
-        default=600.0,
-        metavar="SECONDS",
-        help="a node that takes longer has stalled (%(default)g)",
-    )
-    add_kubeconfig(rollout)
+    longest = "a node that takes longer has stalled (%(default)g)"
+    rollout.add_argument("--timeout-per-node", type=_seconds, default=600.0, metavar="SECONDS", help=longest)
+    for command in (uninstall, status, migrate, rollout):
+        add_kubeconfig(command)
     demo = line.add("demo", _demo, "Show both sides at work, with an embedded kubelet and API server.")
     demo.add_argument("--hold", action="store_true", help="go on serving until interrupted")
     manifests = line.add("manifests", _manifests, "Print what to apply to a cluster to have the agent on its nodes.")
@@ -93,12 +80,8 @@ def _add_share(parser: argparse.ArgumentParser) -> argparse._MutuallyExclusiveGr
     """Add a driver and the share that is asked for; return the group of what may stand in place of the share."""
     parser.add_argument("--driver", required=True, metavar="NAME", help="the driver's name")
     group = parser.add_mutually_exclusive_group(required=True)
-    group.add_argument(
-        "--share",
-        type=_share,
-        metavar="SHARE",
-        help="what claims get: none, all, a number of devices, a percentage; default removes what was asked for",
-    )
+    about = "what claims get: none, all, a number of devices, a percentage; default removes what was asked for"
+    group.add_argument("--share", type=_share, metavar="SHARE", help=about)
     return group
 
 
@@ -226,12 +209,7 @@ def _demo(options: argparse.Namespace) -> int:
 
 
 def _ask(options: argparse.Namespace, question: Callable[[Cluster], Awaitable[_T]]) -> _T:
-    """Ask the API server and return the answer.
-
-    Raises:
-        CommandError: it cannot be reached (2), or refuses or fails (1).
-
-    """
+    """Ask the API server; raise CommandError if it cannot be reached (status 2), or if it refuses or fails (1)."""
     from dra_bridge.kube import AccessError, Cluster, ClusterError
     from dra_bridge.rollout.rollout import RolloutError
 
@@ -318,7 +296,7 @@ def _as_json(view: NodeView) -> dict[str, Any]:
 
 
 def _age(seconds: float) -> str:
-    """Return a length of time as kubectl shows ages."""
+    """Return a length of time as kubectl shows it."""
     left = max(0, int(seconds))
     for unit, size, below in (("s", 1, 120), ("m", 60, 120), ("h", 3600, 48)):
         if left < size * below:
@@ -393,23 +371,20 @@ class _Reporter:
         """Move each node's bar, or print a line for each node of which something changed."""
         from dra_bridge.rollout import fleet
 
-        for view in nodes:
-            if self._bars is not None and view.node not in self._tasks:
-                self._tasks[view.node] = self._bars.add_task(view.node, total=None)
+        for node, view in ((view.node, view) for view in nodes):
+            if self._bars is not None and node not in self._tasks:
+                self._tasks[node] = self._bars.add_task(node, total=None)
             # Without an annotation only the agent knows what it is to be.
-            if view.reported is not None and (view.asked is not None or not view.reported.asked):
-                self._show(view.node, fleet.distance(view))
-
-    def _show(self, node: str, left: int) -> None:
-        """Show how many devices of a node have still to move."""
-        most = self._most[node] = max(self._most.get(node, 0), left)
-        if self._bars is not None:
-            self._bars.update(self._tasks[node], total=max(most, 1), completed=most - left if most else 1)
-            return
-        text = f"{most - left} of {most} devices moved" if most else "nothing to move"
-        if self._printed.get(node) != text:
-            self._printed[node] = text
-            self.say(f"{node}: {text}")
+            if view.reported is None or (view.asked is None and view.reported.asked):
+                continue
+            left = fleet.distance(view)
+            most = self._most[node] = max(self._most.get(node, 0), left)
+            text = f"{node}: {most - left} of {most} devices moved" if most else f"{node}: nothing to move"
+            if self._bars is not None:
+                self._bars.update(self._tasks[node], total=max(most, 1), completed=most - left if most else 1)
+            elif self._printed.get(node) != text:
+                self._printed[node] = text
+                self.say(text)
 
     def explain(self, nodes: Sequence[NodeView]) -> None:
         """Print what nodes wait for, where that is not what was printed before."""

@@ -1,9 +1,7 @@
 """`dra-bridge demo`: one node in one process, first switched naively to DRA, then moved by the bridge.
 
-The kubelet, the scheduler and the API server are those that authors test with; the plugin, the
-driver and the bridge are real and talk to them over their sockets. Nothing is acted: the first part
-fails if the naive switch does not give a device away twice, the second if the bridge does. Nothing
-on the machine is touched but a directory under the temporary ones.
+The kubelet, the scheduler and the API server are those of `testing`; the plugin, the driver and the bridge are real.
+The first part fails if the naive switch does not give a device to two holders, the second part if the bridge does.
 """
 
 from __future__ import annotations
@@ -11,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import math
 import random
 import tempfile
 import threading
@@ -69,24 +68,17 @@ def in_background(name: str, work: Callable[[], Coroutine[Any, Any, None]]) -> I
 
     """
     over = threading.Event()
-    errors: list[BaseException] = []
+    errors: list[Exception] = []
 
     async def main() -> None:
         task = asyncio.create_task(work())
         ending = asyncio.create_task(asyncio.to_thread(over.wait))
         await asyncio.wait({task, ending}, return_when=asyncio.FIRST_COMPLETED)
         task.cancel()
-        await task
+        results = await asyncio.gather(task, return_exceptions=True)
+        errors.extend(one for one in results if isinstance(one, Exception))
 
-    def run() -> None:
-        try:
-            asyncio.run(main())
-        except asyncio.CancelledError:
-            pass
-        except BaseException as error:  # raised where the context ends
-            errors.append(error)
-
-    thread = threading.Thread(target=run, name=name, daemon=True)
+    thread = threading.Thread(target=lambda: asyncio.run(main()), name=name, daemon=True)
     try:
         thread.start()
         yield
@@ -143,10 +135,8 @@ class Scene:
 
     def ask(self, share: str) -> float:
         """Ask for a share, as `dra-bridge migrate` does; return when."""
-        node = self.server.get("nodes", NODE)
-        node["metadata"].setdefault("annotations", {}).update(
-            fleet.share_patch(DRIVER, share)["metadata"]["annotations"]
-        )
+        node, patch = self.server.get("nodes", NODE), fleet.share_patch(DRIVER, share)
+        node["metadata"].setdefault("annotations", {}).update(patch["metadata"]["annotations"])
         self.server.replace(node)
         return time.monotonic()
 
@@ -159,10 +149,6 @@ class Scene:
         """Return whether all devices are where they should be."""
         return fleet.settled(self.view())
 
-    def obstacles(self) -> str:
-        """Return what the move waits for."""
-        return "; ".join(fleet.obstacles(self.view()))
-
     def counts(self) -> dict[str, int]:
         """Return how many devices are in each state."""
         reported = self.view().reported
@@ -172,24 +158,20 @@ class Scene:
 @contextlib.contextmanager
 def scene(printer: Printer) -> Iterator[Scene]:
     """Run a cluster of one node while the context lasts."""
+    selector = {"cel": {"expression": f'device.driver == "{DRIVER}"'}}
+    device_class = {
+        "apiVersion": "resource.k8s.io/v1",
+        "kind": "DeviceClass",
+        "metadata": {"name": DRIVER},
+        "spec": {"extendedResourceName": GPU, "selectors": [selector]},
+    }
     with (
         tempfile.TemporaryDirectory(prefix="dra-demo-", ignore_cleanup_errors=True) as directory,
         FakeApiServer() as server,
     ):
-        selector = {"cel": {"expression": f'device.driver == "{DRIVER}"'}}
-        server.create(
-            {
-                "apiVersion": "resource.k8s.io/v1",
-                "kind": "DeviceClass",
-                "metadata": {"name": DRIVER},
-                "spec": {"extendedResourceName": GPU, "selectors": [selector]},
-            }
-        )
+        server.create(device_class)
         with FakeNode(server, NODE) as node:
             yield Scene(printer, Path(directory), server, node)
-
-
-# The naive switch.
 
 
 async def plain_driver(scene: Scene, gpus: Gpus) -> None:
@@ -224,8 +206,7 @@ def naive(scene: Scene) -> None:
         event("plugin", f"a device plugin serves {GPU}: gpu-0, gpu-1")
         olds = [node.start_pod(name, {GPU: 1}).wait_running(TIMEOUT) for name in ("train-1", "train-2")]
         event("pod", "; ".join(f"{pod.name} runs with {scene.device(pod, 'plugin')}" for pod in olds))
-        driver = in_background("plain driver", lambda: plain_driver(scene, gpus))
-        stack.enter_context(driver)
+        stack.enter_context(in_background("plain driver", lambda: plain_driver(scene, gpus)))
         node.dra.wait_registered(DRIVER, timeout=TIMEOUT)
         scene.wait(lambda: scene.offered() == 2, "the driver's slice")
         event("driver", "a DRA driver is installed beside it, its slice offers gpu-0, gpu-1")
@@ -238,22 +219,15 @@ def naive(scene: Scene) -> None:
         new.wait_running(TIMEOUT)
         name = scene.device(new, "claim")
         holder = next(pod for pod in olds if scene.visible(pod) == name)
-        event("pod", f"batch starts at once, through DRA, with {name}: nothing is allocatable, the slice has it")
-        twice = overlaps(node.holdings())
-        check(len(twice) == 1 and holder.running and new.running, "one device has two holders")
-        scene.printer.table(
-            ("DEVICE", "HOLDER", "THROUGH", "ITS CONTAINER SEES"),
-            [
-                (one.device, one.pod, one.side, f"GPU_VISIBLE_DEVICES={scene.visible(node.pods[f'default/{one.pod}'])}")
-                for one in sorted(node.holdings(), key=lambda one: (one.device, one.begin))
-            ],
-        )
+        event("pod", f"batch starts through DRA with {name}: none is allocatable, but the slice has it")
+        check(len(overlaps(node.holdings())) == 1 and holder.running and new.running, "one device has two holders")
+        sees = {pod.name: f"GPU_VISIBLE_DEVICES={scene.visible(pod)}" for pod in (new, *olds)}
+        holdings = sorted(node.holdings(), key=lambda one: (one.device, one.begin))
+        rows = [(one.device, one.pod, one.side, sees[one.pod]) for one in holdings]
+        scene.printer.table(("DEVICE", "HOLDER", "THROUGH", "ITS CONTAINER SEES"), rows)
         event("device", f"{name} is held by {holder.name} and by batch at the same time")
         for pod in (new, *olds):
             pod.delete(TIMEOUT)
-
-
-# The bridge.
 
 
 async def bridge(scene: Scene, gpus: Gpus) -> None:
@@ -273,7 +247,8 @@ class Churn:
         self._each = each
         self._over = threading.Event()
         self._random = random.Random(7)  # noqa: S311 - no secret
-        self._pods: dict[str, list[tuple[FakePod, float]]] = {"plain": [], "claim": []}
+        self._lives: dict[str, dict[FakePod, float]] = {"plain": {}, "claim": {}}
+        """The pods that exist, and the seconds that each is to run, by kind."""
         self._thread = threading.Thread(target=self._main, name="churn", daemon=True)
 
     def __enter__(self) -> Self:
@@ -283,34 +258,31 @@ class Churn:
     def __exit__(self, *_: object) -> None:
         self._over.set()
         self._thread.join(TIMEOUT)
-        for listed in self._pods.values():
-            for last, _life in listed:
-                last.delete(TIMEOUT)
+        for pod in (pod for lives in self._lives.values() for pod in lives):
+            pod.delete(TIMEOUT)
 
     def _main(self) -> None:
         try:
             while not self._over.wait(0.02):
-                for kind, listed in self._pods.items():
-                    self._turn(kind, listed)
+                for kind, lives in self._lives.items():
+                    self._replace_ended(kind, lives)
         except Exception as error:
             self.error = error
 
-    def _turn(self, kind: str, listed: list[tuple[FakePod, float]]) -> None:
+    def _replace_ended(self, kind: str, lives: dict[FakePod, float]) -> None:
         now = time.monotonic()
-        for entry in list(listed):
-            pod, life = entry
+        for pod, life in list(lives.items()):
             if pod.phase == "Failed":
-                self.failed.append(f"  {pod.name}: {pod.reason}: {pod.message}"[:90])
+                self.failed.append(f"  {pod.name}: {pod.reason}: {pod.message}"[:82])
             elif not pod.running or now - pod.container().starts[0] < life:
                 continue
-            listed.remove(entry)
+            del lives[pod]
             pod.delete(TIMEOUT)
-        while len(listed) < self._each:
+        while len(lives) < self._each:
             self.started[kind] += 1
-            name = f"{kind}-{self.started[kind]}"
-            plain = kind == "plain"
-            pod = self._node.start_pod(name, {GPU: 1} if plain else None, template=None if plain else {DRIVER: 1})
-            listed.append((pod, self._random.uniform(*LIVES)))
+            name, wanted = f"{kind}-{self.started[kind]}", ({GPU: 1}, None) if kind == "plain" else (None, {DRIVER: 1})
+            pod = self._node.start_pod(name, wanted[0], template=wanted[1])
+            lives[pod] = self._random.uniform(*LIVES)
 
 
 def move_devices(scene: Scene, count: int) -> tuple[float, float]:
@@ -348,25 +320,19 @@ def move_under_churn(scene: Scene, count: int) -> tuple[float, float]:
     with Churn(scene.node, count) as churn:
         for share in SHARES:
             asked = scene.ask(share)
-            scene.wait(scene.settled, f"the move to {share}", scene.obstacles)
+            scene.wait(scene.settled, f"the move to {share}", lambda: "; ".join(fleet.obstacles(scene.view())))
             where = ", ".join(f"{number} {state}" for state, number in sorted(scene.counts().items()))
             event("bridge", f"is asked for {share:<5} {time.monotonic() - asked:.2f} s later: {where}")
             enough, until = churn.started.total() + 4, time.monotonic() + DWELL
-            scene.node.wait_until(
-                lambda: churn.started.total() > enough and time.monotonic() > until,  # noqa: B023  # ends before both
-                TIMEOUT,
-                "pods to come and go",
-            )
+            while churn.started.total() <= enough or time.monotonic() <= until:
+                check(time.monotonic() < until + TIMEOUT, "pods come and go")
+                time.sleep(0.01)
     if churn.error is not None:
         raise DemoError(f"a pod was not deleted: {churn.error}")
     ended = time.monotonic()
-    event(
-        "pod",
-        f"{churn.started['plain']} pods by resource, {churn.started['claim']} by claim were made, "
-        f"{len(churn.failed)} failed",
-        *(("where a device was withdrawn between scheduling and admission:",) if churn.failed else ()),
-        *churn.failed[:3],
-    )
+    made = f"{churn.started['plain']} pods by resource, {churn.started['claim']} by claim were made"
+    why = ["where a device was withdrawn between scheduling and admission:"] if churn.failed else []
+    event("pod", f"{made}, {len(churn.failed)} failed", *why, *churn.failed[:3])
     return began, ended
 
 
@@ -378,10 +344,10 @@ def timeline(holdings: Sequence[Holding], began: float, ended: float) -> list[tu
         line = ["."] * WIDTH
         own = [one for one in holdings if one.device == device]
         for one in own:
-            end = ended if one.end is None else one.end
-            if end > began:
-                first, last = max(0, int((one.begin - began) / step)), min(WIDTH - 1, int((end - began) / step))
-                line[first : last + 1] = ("p" if one.side == "plugin" else "c") * (last + 1 - first)
+            first = math.floor((one.begin - began) / step)
+            last = math.floor(((one.end or ended) - began) / step)
+            for moment in range(max(0, first), min(WIDTH - 1, last) + 1):
+                line[moment] = one.side[0]
         sides = Counter(one.side for one in own)
         rows.append((device, "".join(line), str(sides["plugin"]), str(sides["claim"])))
     return rows
@@ -394,7 +360,7 @@ def bridged(scene: Scene) -> None:
         began, ended = move_devices(scene, 4)
     holdings = scene.node.holdings()
     printer.title("\nWhat held each device when (p: a pod through the plugin, c: a claim, .: nothing)")
-    printer.table(("DEVICE", f"{ended - began:.1f} s", "BY PLUGIN", "BY CLAIM"), timeline(holdings, began, ended))
+    printer.table(("DEVICE", f"{ended - began:.1f} s", "PLUGIN", "CLAIM"), timeline(holdings, began, ended))
     twice = overlaps(holdings)
     sides = Counter(one.side for one in holdings)
     check(min(sides["plugin"], sides["claim"]) > 10, "devices were held on both sides")

@@ -27,9 +27,8 @@ class Deployment:
     """How the agent is to run; the defaults suit a cluster made by kubeadm.
 
     version: of resource.k8s.io for the DeviceClasses. extended_resource: whether these name the extended resource, so
-    that unchanged pods get devices through DRA (servers before 1.34 refuse the field). claim_status: whether the agent
-    writes status.devices of claims. metrics_port: 0 for none, and then there are no probes either. memory: the limit.
-    runtime_class: of the agent's pod, none if empty; the agent gets NVIDIA's library from the runtime.
+    that unchanged pods get devices through DRA (servers before 1.34 refuse the field). metrics_port: 0 for none, and
+    then there are no probes either. runtime_class: none if empty; the agent gets NVIDIA's library from the runtime.
     """
 
     image: str = "deviceplugin:0.1.0"
@@ -48,35 +47,34 @@ class Deployment:
 
 
 def manifests(config: Config, text: str, deployment: Deployment | None = None) -> list[Object]:
-    """Return the objects to apply, in their order.
-
-    config: the configuration. text: the same as it is in the file, for the ConfigMap.
-    """
+    """Return the objects to apply, in their order; text: the configuration as it is in the file, for the ConfigMap."""
     how = deployment or Deployment()
     drivers = sorted({resource.driver for resource in config.resources if resource.driver})
     nvidia = [entry.nvidia for resource in config.resources for entry in resource.devices if entry.nvidia]
+    root = how.kubelet_root.rstrip("/")
     values = {
         **asdict(how),
-        "arguments": _arguments(how),
+        "arguments": _arguments(how, root),
         "config": text,
         "driver_list": "[" + ", ".join(f'"{driver}"' for driver in drivers) + "]",
         "drivers": drivers,
         "node_selector": {"kubernetes.io/os": "linux", **(how.node_selector or {})},
         "nvidia": nvidia,
-        "root": how.kubelet_root.rstrip("/"),
+        "root": root,
         "runtime_class": how.runtime_class or None,
         "scheme": None if config.metrics.certificate is None else "HTTPS",
         "writes_status": how.claim_status and drivers,
     }
     template = yaml.safe_load(resources.files(__package__).joinpath("manifests.yaml").read_bytes())
-    *first, config_map, daemon_set = _filled(template, values)
+    *first, device_class, config_map, daemon_set = template
+    classes = [_filled(device_class, {**values, **_class_values(how, one)}) for one in config.resources if one.driver]
+    *first, config_map, daemon_set = _filled([*first, config_map, daemon_set], values)
     pod = daemon_set["spec"]["template"]["spec"]
     for number, directory in enumerate(_directories(config)):
         _mount(pod, f"devices-{number}", directory, "Directory", mountPropagation="HostToContainer")
     if any(one.injection == "cdi" for one in nvidia) and how.cdi_directory != "/etc/cdi":
         # The names of GPUs are in a spec that NVIDIA's own tools wrote.
         _mount(pod, "etc-cdi", "/etc/cdi", "DirectoryOrCreate")
-    classes = [_device_class(how, one, one.driver) for one in config.resources if one.driver]
     return [*first, *classes, config_map, daemon_set]
 
 
@@ -112,16 +110,11 @@ def _mount(pod: Object, name: str, path: str, kind: str, **more: str) -> None:
     pod["containers"][0]["volumeMounts"].append({"name": name, "mountPath": path, "readOnly": True, **more})
 
 
-def _arguments(how: Deployment) -> list[str]:
-    arguments = [
-        "run",
-        "--config=/etc/dra-bridge/config.yaml",
-        f"--cdi-dir={how.cdi_directory}",
-        "--cgroup-root=/host/sys/fs/cgroup",
-    ]
+def _arguments(how: Deployment, root: str) -> list[str]:
+    arguments = ["run", "--config=/etc/dra-bridge/config.yaml", f"--cdi-dir={how.cdi_directory}"]
+    arguments.append("--cgroup-root=/host/sys/fs/cgroup")
     if how.claim_status:
         arguments.append("--claim-status")
-    root = how.kubelet_root.rstrip("/")
     if root != "/var/lib/kubelet":
         arguments += [f"--kubelet-root={root}", "--device-plugin-dir=/var/lib/kubelet/device-plugins"]
     if how.metrics_port:
@@ -129,26 +122,19 @@ def _arguments(how: Deployment) -> list[str]:
     return arguments
 
 
-def _device_class(how: Deployment, resource: ResourceConfig, driver: str) -> Object:
-    expression = (
-        f'device.driver == "{driver}" && '
-        f'device.attributes["{driver}"].{EXTENDED_RESOURCE} == "{canonical_resource(resource.name)}"'
-    )
-    spec: Object = {"selectors": [{"cel": {"expression": expression}}]}
-    if how.extended_resource:
-        spec["extendedResourceName"] = resource.name
-    labels = {"app.kubernetes.io/name": how.name, "app.kubernetes.io/managed-by": "dra-bridge"}
+def _class_values(how: Deployment, resource: ResourceConfig) -> Object:
     return {
-        "apiVersion": f"resource.k8s.io/{how.version}",
-        "kind": "DeviceClass",
-        "metadata": {"name": class_name(resource.name, driver), "labels": labels},
-        "spec": spec,
+        "attribute": EXTENDED_RESOURCE,
+        "canonical": canonical_resource(resource.name),
+        "class_name": class_name(resource.name, resource.driver or ""),
+        "driver": resource.driver,
+        "extended_resource_name": resource.name if how.extended_resource else None,
     }
 
 
 def _directories(config: Config) -> list[str]:
     """Return the host's directories, other than /dev, in which the configuration looks for devices."""
-    found: set[str] = set()
+    found: set[PurePosixPath] = set()
     for resource in config.resources:
         globs = list(resource.nodes)
         for entry in resource.devices:
@@ -156,18 +142,14 @@ def _directories(config: Config) -> list[str]:
             if entry.simulated is not None and entry.simulated.unhealthy_file:
                 globs.append(entry.simulated.unhealthy_file)
         found.update(map(_fixed, globs))
-    wanted = sorted(directory for directory in found if directory != "/" and not _within(directory, "/dev"))
-    return [one for one in wanted if not any(other != one and _within(one, other) for other in wanted)]
+    wanted = sorted(one for one in found if one != PurePosixPath("/") and not one.is_relative_to("/dev"))
+    return [str(one) for one in wanted if not any(other in one.parents for other in wanted)]
 
 
-def _fixed(glob: str) -> str:
+def _fixed(glob: str) -> PurePosixPath:
     """Return the directory of a glob down to where its wildcards begin."""
-    steps = glob.rpartition("/")[0].split("/")
-    return "/".join(takewhile(lambda step: not re.search(r"[*?\[]", step), steps)) or "/"
-
-
-def _within(path: str, directory: str) -> bool:
-    return PurePosixPath(path).is_relative_to(directory)
+    steps = PurePosixPath(glob).parent.parts
+    return PurePosixPath(*takewhile(lambda step: not re.search(r"[*?\[]", step), steps))
 
 
 class _Dumper(yaml.SafeDumper):

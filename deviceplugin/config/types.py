@@ -1,6 +1,7 @@
 """The types of the config file: what is annotated here is checked, and becomes the JSON schema under api/.
 
 A new kind of device is one more field of `DeviceEntry`, and a case in `deviceplugin.sources.configured.build_entry`.
+A class's description in the schema is set as `__doc__`: `python -OO`, which the image runs, removes docstrings.
 These are values only; nothing here reads devices.
 """
 
@@ -32,7 +33,7 @@ class _Strict(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 
 class SimulatedConfig(_Strict, frozen=True, kw_only=True):
-    """Devices that exist in name only, for trying things out and for tests; ids sim-0, sim-1, ..."""
+    __doc__ = "Devices that exist in name only, for trying things out and for tests; ids sim-0, sim-1, ..."
 
     count: Annotated[int, Meta(ge=1, le=65536, description="How many.")]
     numa: (
@@ -48,7 +49,7 @@ class SimulatedConfig(_Strict, frozen=True, kw_only=True):
 
 
 class NvidiaConfig(_Strict, frozen=True, kw_only=True):
-    """NVIDIA GPUs, or their MIG partitions; needs the extra `nvidia`."""
+    __doc__ = "NVIDIA GPUs, or their MIG partitions; needs the extra `nvidia`."
 
     mig: Annotated[
         Literal["none", "single", "mixed"],
@@ -83,7 +84,7 @@ class NvidiaConfig(_Strict, frozen=True, kw_only=True):
 
 
 class PciConfig(_Strict, frozen=True, kw_only=True):
-    """PCI devices that have all of this."""
+    __doc__ = "PCI devices that have all of this."
 
     vendor: HexId | None = None
     device: HexId | None = None
@@ -99,7 +100,7 @@ class PciConfig(_Strict, frozen=True, kw_only=True):
 
 
 class UsbConfig(_Strict, frozen=True, kw_only=True):
-    """USB devices that have all of this. Hubs are none."""
+    __doc__ = "USB devices that have all of this. Hubs are none."
 
     vendor: HexId | None = None
     product: HexId | None = None
@@ -107,7 +108,7 @@ class UsbConfig(_Strict, frozen=True, kw_only=True):
 
 
 class DeviceEntry(_Strict, frozen=True, kw_only=True):
-    """Where devices come from; exactly one of these."""
+    __doc__ = "Where devices come from; exactly one of these."
 
     path: Annotated[
         Glob | None,
@@ -139,7 +140,7 @@ class DeviceEntry(_Strict, frozen=True, kw_only=True):
 
 
 class MountConfig(_Strict, frozen=True, kw_only=True):
-    """A file or directory of the host that containers with a device see."""
+    __doc__ = "A file or directory of the host that containers with a device see."
 
     host: Annotated[AbsolutePath, _about("Where it is on the host.")]
     container: Annotated[AbsolutePath, _about("Where the container finds it.")]
@@ -147,7 +148,7 @@ class MountConfig(_Strict, frozen=True, kw_only=True):
 
 
 class SharingConfig(_Strict, frozen=True, kw_only=True):
-    """How many containers may have one device at the same time."""
+    __doc__ = "How many containers may have one device at the same time."
 
     replicas: Annotated[
         Annotated[int, Meta(ge=1, le=10_000)]
@@ -168,7 +169,7 @@ class SharingConfig(_Strict, frozen=True, kw_only=True):
 
 
 class CommandProbeConfig(_Strict, frozen=True, kw_only=True):
-    """A command that looks at one device: status 0 is good, 75 tells nothing, any other is bad."""
+    __doc__ = "A command that looks at one device: status 0 is good, 75 tells nothing, any other is bad."
 
     command: Annotated[
         tuple[Annotated[str, texts.WORD], ...],
@@ -182,7 +183,7 @@ class CommandProbeConfig(_Strict, frozen=True, kw_only=True):
 
 
 class HealthConfig(_Strict, frozen=True, kw_only=True):
-    """How the devices' health is looked at, and when looks change it."""
+    __doc__ = "How the devices' health is looked at, and when looks change it."
 
     probe: Annotated[
         Literal["none", "open"] | CommandProbeConfig,
@@ -197,7 +198,7 @@ class HealthConfig(_Strict, frozen=True, kw_only=True):
 
 
 class DraConfig(_Strict, frozen=True, kw_only=True):
-    """How the devices are divided between pods (extended resource) and claims (DRA); for dra-bridge."""
+    __doc__ = "How the devices are divided between pods (extended resource) and claims (DRA); for dra-bridge."
 
     share: Annotated[
         Annotated[int, Meta(ge=0, le=1_000_000)] | Annotated[str, texts.SHARE],
@@ -220,13 +221,13 @@ class DraConfig(_Strict, frozen=True, kw_only=True):
 
 
 class VersionAttribute(_Strict, frozen=True, kw_only=True):
-    """An attribute that selectors compare as a version."""
+    __doc__ = "An attribute that selectors compare as a version."
 
     version: Annotated[str, texts.SEMVER]
 
 
 class ResourceConfig(_Strict, frozen=True, kw_only=True, eq=False):
-    """A resource and its devices. Two that are equal are served alike: a reload leaves it alone."""
+    __doc__ = "A resource and its devices. Two that are equal are served alike: a reload leaves it alone."
 
     name: Annotated[str, texts.RESOURCE_NAME]
     driver: Annotated[str, texts.DRIVER_NAME] | None = None
@@ -312,7 +313,7 @@ def typed_attributes(attributes: Mapping[str, bool | int | str | VersionAttribut
 
 
 class MetricsConfig(_Strict, frozen=True, kw_only=True):
-    """How metrics are served where --metrics-address says; read at the agent's start."""
+    __doc__ = "How metrics are served where --metrics-address says; read at the agent's start."
 
     certificate: Annotated[
         AbsolutePath | None, _about("A certificate (PEM) for TLS, read again when it is renewed.")
@@ -334,7 +335,7 @@ class MetricsConfig(_Strict, frozen=True, kw_only=True):
 
 
 class Config(_Strict, frozen=True, kw_only=True):
-    """What a node agent serves."""
+    __doc__ = "What a node agent serves."
 
     resources: Annotated[tuple[ResourceConfig, ...], Meta(min_length=1, description="The resources, each once.")]
     metrics: MetricsConfig = MetricsConfig()

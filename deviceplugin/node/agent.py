@@ -1,8 +1,4 @@
-"""The node agent: one process, one loop, many resources; start, reload, and end of all of it.
-
-Data flows one way: from the source to the inventory and the servicer, and from the kubelet's checkpoint
-back to the source's `released` hook.
-"""
+"""The node agent: one process, one loop, many resources; start, reload, and end of all of it."""
 
 from __future__ import annotations
 
@@ -37,15 +33,9 @@ class Agent:
     """Serves sources, one for each resource, on this node until it is stopped.
 
     period: seconds between two scans for holders, while these matter. report_holders: whether metrics show the holders;
-    then it scans always, and learns the names of pods. allocation_gate: decides which devices the plugin side may
-    offer; None: everything. observers: further parts that are given each scan's result. believe_checkpoint: see
+    then it scans always, and learns the names of pods. allocation_gate: None offers everything. believe_checkpoint: see
     `HolderTracker`; not where devices also go to claims. orphaned: returns what claims of drivers that are not served
-    hold; see `ExclusionGuard`.
-
-    Attributes:
-        providers: other parts of this process that metrics and status pages show, too.
-        services: by resource.
-
+    hold; see `ExclusionGuard`. providers: other parts of this process that metrics and status pages show, too.
     """
 
     def __init__(
@@ -76,9 +66,7 @@ class Agent:
         self.begun = asyncio.Event()
         """Set when `run` has begun to serve."""
         self._error: AgentError | None = None
-        gate = allocation_gate or AllowAll()
-        in_flight = AllocationsInFlight()
-        scan_wanted = asyncio.Event()
+        gate, in_flight, scan_wanted = allocation_gate or AllowAll(), AllocationsInFlight(), asyncio.Event()
         self.tracker = HolderTracker(
             self.paths.plugins,
             self.paths.kubelet_root,
@@ -117,13 +105,10 @@ class Agent:
     async def run(self, before_end: Callable[[], Awaitable[None]] | None = None) -> None:
         """Serve until `stop`, then drain and clean up.
 
-        before_end: awaited when the agent is to stop, while its resources are still its own.
-
-        Raises:
-            AgentError: a resource cannot be served on this node at all.
-
+        before_end: awaited when the agent is to stop, while its resources are still its own. Raises AgentError if a
+        resource cannot be served on this node at all.
         """
-        self._listen()
+        self._accept_stop()
         if not self._stopped.is_set():
             await self.tracker.start()
             for service in self.services.values():
@@ -152,22 +137,21 @@ class Agent:
         self._error = self._error or AgentError(message)
         self._stopped.set()
 
-    def _listen(self) -> None:
-        """Let `stop` reach this loop."""
+    def _accept_stop(self) -> None:
+        """Let `stop` end the wait of this loop, also if it was called before."""
         self._loop = asyncio.get_running_loop()
         if self._stop_asked.is_set():
             self._stopped.set()
 
     async def stopping(self) -> None:
         """Wait until `stop` is called, also before `run` is."""
-        self._listen()
+        self._accept_stop()
         await self._stopped.wait()
 
     async def reconfigure(self, wanted: Mapping[str, DeviceSource], unchanged: Sequence[str] = ()) -> None:
-        """Serve these sources from now on, those of `unchanged` resources as they are.
+        """Serve these sources from now on, those of `unchanged` resources as they are; resources in neither end.
 
-        Resources that are in neither end; those that are served already take the new source
-        without a break. Before `run` has begun it waits for that.
+        A resource that is served already takes its new source without a break. Waits until `run` has begun to serve.
         """
         await self.begun.wait()
         await self._supervisor.reconfigure(wanted, unchanged)

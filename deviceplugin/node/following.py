@@ -24,7 +24,7 @@ TAKE_OVER: Final = 3.0
 class SourceFollower:
     """Publishes the lists of a resource's source; starts a source again that failed.
 
-    take_over: called with another source when its hooks are to answer. listed: called after each list.
+    on_take_over: called with another source when its hooks are to answer. on_list: called after each list.
     error: why `watch` failed; "" once the source has listed again.
     """
 
@@ -32,14 +32,14 @@ class SourceFollower:
         self,
         source: DeviceSource,
         inventory: Inventory,
-        take_over: Callable[[DeviceSource], None],
-        listed: Callable[[], None],
+        on_take_over: Callable[[DeviceSource], None],
+        on_list: Callable[[], None],
     ) -> None:
         self.error = ""
         self._source = source
         self._inventory = inventory
-        self._on_take_over = take_over
-        self._on_list = listed
+        self._on_take_over = on_take_over
+        self._on_list = on_list
         self._taken_over = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
 
@@ -56,16 +56,15 @@ class SourceFollower:
     def replace(self, source: DeviceSource) -> None:
         """Take another source for the same resource; what is served and registered goes on.
 
-        The old source's hooks answer until the new one has listed its devices: it cannot speak of them
-        before. The inventory stays, so that devices the new source does not know become unhealthy
-        instead of vanishing from under their holders.
+        The old source's hooks answer until the new one has listed its devices. The inventory stays, so that devices
+        the new source does not list become unhealthy instead of vanishing from under their holders.
         """
         if self._task is None:
             self._take_over(source)
-            return
-        self._taken_over.clear()
-        self._task.cancel()
-        self._follow(source)
+        else:
+            self._taken_over.clear()
+            self._task.cancel()
+            self._follow(source)
 
     async def replaced(self, source: DeviceSource) -> None:
         """Wait until this source, given to `replace`, has taken over; one that does not list in time takes over."""
@@ -75,7 +74,6 @@ class SourceFollower:
         self._take_over(source)
 
     def _take_over(self, source: DeviceSource) -> None:
-        """Call this source's hooks from now on."""
         if source is not self._source:
             self._source = source
             self._taken_over.set()
@@ -96,13 +94,9 @@ class SourceFollower:
                     backoff.reset()
             except Exception as error:
                 self.error = f"{type(error).__name__}: {error}"
-                delay = backoff.next()
-                _LOG.exception(
-                    "%s: the source failed; its last list of %d devices stays, trying again in %.1f s",
-                    source.resource,
-                    len(self._inventory.snapshot.devices),
-                    delay,
-                )
+                count, delay = len(self._inventory.snapshot.devices), backoff.next()
+                message = "%s: the source failed; its last list of %d devices stays, trying again in %.1f s"
+                _LOG.exception(message, source.resource, count, delay)
                 await asyncio.sleep(delay)
             else:
                 self._take_over(source)
@@ -114,15 +108,13 @@ class SourceFollower:
 async def _listings(source: DeviceSource) -> AsyncIterator[Sequence[Device]]:
     """Iterate over a source's lists; a `watch` that is no generator of either kind is a TypeError."""
     lists: Any = source.watch()
-    if hasattr(lists, "__anext__"):
-        async with contextlib.aclosing(lists) as generator:
-            async for devices in generator:
-                yield devices
-    elif hasattr(lists, "__next__"):
-        async for devices in _threaded(lists, source.resource):
-            yield devices
-    else:
+    if hasattr(lists, "__next__"):
+        lists = _threaded(lists, source.resource)
+    elif not hasattr(lists, "__anext__"):
         raise TypeError(f"{type(source).__name__}.watch must yield lists of devices (a generator, async or not)")
+    async with contextlib.aclosing(lists):
+        async for devices in lists:
+            yield devices
 
 
 async def _threaded(lists: Iterator[Sequence[Device]], name: str) -> AsyncIterator[Sequence[Device]]:

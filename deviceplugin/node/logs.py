@@ -1,7 +1,4 @@
-"""The form of the log: lines for people, or one JSON object a line for machines.
-
-The command line sets it up, never the import of the framework.
-"""
+"""The form of the log: lines for people, or one JSON object a line for machines."""
 
 from __future__ import annotations
 
@@ -24,9 +21,7 @@ _STANDARD: Final = frozenset(logging.makeLogRecord({}).__dict__) | {"message", "
 def setup(format: Format = "text", level: str = "info", stream: TextIO | None = None) -> None:  # noqa: A002
     """Make the root logger write to `stream` (standard error), and nothing else.
 
-    Raises:
-        ValueError: there is no such format or level.
-
+    Raises ValueError if there is no such format or level.
     """
     if format not in FORMATS or level not in LEVELS:
         raise ValueError(f"logs are {' or '.join(FORMATS)}, at {', '.join(LEVELS)}; not {format!r} at {level!r}")
@@ -66,10 +61,9 @@ def _unraisable(args: sys.UnraisableHookArgs) -> None:
 
 
 def _message(record: logging.LogRecord) -> str:
-    """Return the message; one whose arguments do not fit it must not cost the line."""
     try:
         return record.getMessage()
-    except Exception:  # whatever a library's argument raises when it is formatted
+    except Exception:  # arguments that do not fit the message, or whatever a library's argument raises
         return str(record.msg)
 
 

@@ -1,4 +1,4 @@
-"""Where the kubelet keeps its files and sockets."""
+"""Where the node's files and sockets are."""
 
 from __future__ import annotations
 
@@ -8,12 +8,11 @@ from pathlib import Path
 
 @dataclass(frozen=True, slots=True)
 class Paths:
-    """Where the kubelet keeps its files and sockets.
+    """Where the kubelet keeps its files and sockets, and where the host's cgroup file system is mounted.
 
-    The device plugin directory is fixed at /var/lib/kubelet/device-plugins whatever the kubelet's
-    --root-dir says, while the PodResources socket follows it (kubernetes#68567; k3s, k0s and
-    microk8s differ): each can be given. cgroup_root: where the host's cgroup file system is mounted.
-    pod_log_dir: the kubelet's podLogsDir, where pods have directories named namespace_name_uid.
+    The device plugin directory is /var/lib/kubelet/device-plugins whatever the kubelet's --root-dir says, while the
+    PodResources socket follows it (kubernetes#68567; k3s, k0s and microk8s differ): each can be given. pod_log_dir:
+    the kubelet's podLogsDir, where pods have directories named namespace_name_uid.
     """
 
     kubelet_root: Path = Path("/var/lib/kubelet")

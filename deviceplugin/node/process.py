@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 
 _LOG: Final = logging.getLogger(__name__)
 
+SETTLE: Final = 0.05
+"""Seconds without another change after which a file counts as written."""
 Take = Callable[["Config", Mapping[str, DeviceSource], Sequence[str]], Awaitable[None]]
 """Serve what a config says now: the new and changed sources by resource, and the names of unchanged ones."""
 File = tuple[Path, bytes | None, "Config"]
@@ -42,18 +44,13 @@ class Program:
     @classmethod
     def of(cls, agent: Agent) -> Program:
         """Return the program of an agent with the plugin side alone."""
-
-        async def take(config: Config, changed: Mapping[str, DeviceSource], unchanged: Sequence[str]) -> None:
-            await agent.reconfigure(changed, unchanged)
-
-        return cls(agent, agent.run, take)
+        return cls(agent, agent.run, lambda _, changed, unchanged: agent.reconfigure(changed, unchanged))
 
 
 def run(*sources: DeviceSource, argv: Sequence[str] | None = None) -> None:
     """Serve these sources until SIGTERM or SIGINT; what the last line of an author's file calls.
 
-    The command line (or `argv`) may name the kubelet's directories and the log's form; `--help`
-    says how. Ends the process with status 1 if the node cannot be served.
+    The command line (or `argv`) has options; see `--help`. Ends the process with status 1 if the node cannot be served.
     """
     from deviceplugin.node.options import parse_run
 
@@ -68,14 +65,9 @@ def run(*sources: DeviceSource, argv: Sequence[str] | None = None) -> None:
 
 
 def run_config(path: Path, paths: Paths, metrics_address: str | None = None) -> int:
-    """Serve what a config file says until SIGTERM or SIGINT, and what it says later when it changes.
+    """Serve what a config file says until SIGTERM or SIGINT, following its changes; return the exit status.
 
-    Returns:
-        The process's exit status.
-
-    Raises:
-        ConfigError: the file cannot be used at the start; later that is only logged.
-
+    Raises ConfigError if the file cannot be used at the start; later that is only logged.
     """
     from deviceplugin import sources
 
@@ -106,12 +98,7 @@ def plugin_agent(sources: Sequence[DeviceSource], paths: Paths, *, report_holder
 
 
 def read(path: Path) -> File:
-    """Read a config file that is to be followed.
-
-    Raises:
-        ConfigError: it cannot be used.
-
-    """
+    """Read a config file that is to be followed. Raises ConfigError if it cannot be used."""
     from deviceplugin import config
 
     content = _content(path)  # first: what changes from here on is noticed
@@ -119,10 +106,7 @@ def read(path: Path) -> File:
 
 
 def serve(make: Callable[[], Program], *, metrics_address: str | None = None, config: File | None = None) -> int:
-    """Run what `make` makes in a loop of its own with the process's signals; return the exit status.
-
-    config: the file to follow.
-    """
+    """Run a program until a signal ends it, following a config file; return the process's exit status."""
     try:
         asyncio.run(_serve(make, metrics_address, config))
     except AgentError as error:
@@ -159,10 +143,6 @@ async def _serve(make: Callable[[], Program], metrics_address: str | None, confi
             for task in following:
                 task.cancel()
             await asyncio.gather(*following, return_exceptions=True)
-
-
-SETTLE: Final = 0.05
-"""Seconds without another change after which a file counts as written."""
 
 
 async def _follow_config(take: Take, path: Path, content: bytes | None, current: Config, reload: asyncio.Event) -> None:
@@ -211,11 +191,8 @@ async def _reload(take: Take, path: Path, current: Config) -> Config:
     except Exception as error:  # whatever is wrong with it, what runs goes on
         _LOG.error("the config file was not taken, everything goes on as it was:\n%s", error)
         return current
-    differences = {
-        "new": after.keys() - before.keys(),
-        "changed": changed.keys() & before.keys(),
-        "gone": before.keys() - after.keys(),
-    }
+    gone = before.keys() - after.keys()
+    differences = {"new": after.keys() - before.keys(), "changed": changed.keys() & before.keys(), "gone": gone}
     if wanted.metrics != current.metrics:
         _LOG.warning("%s: `metrics` is read at the start; the change is taken when the agent is started again", path)
     if not any(differences.values()):

@@ -28,7 +28,7 @@ class HolderObserver(Protocol):
         """Return (resource, the kubelet's id) of which it matters whether they are free."""
 
     def before_scan(self) -> object:
-        """Return what is to be remembered from before the evidence is read."""
+        """Return what `after_scan` needs from before the evidence is read."""
 
     async def after_scan(self, before: object, now: HolderSnapshot) -> None:
         """Take the result; `before` is what `before_scan` returned."""
@@ -37,8 +37,8 @@ class HolderObserver(Protocol):
 class HolderScanner:
     """Scans from time to time while holders matter, and soon after a grant.
 
-    observers: parts that are given each scan's result; more may be added. wanted: set when a scan should come soon.
-    always: scan also while nothing is held or awaited. period: seconds between two scans.
+    observers: more may be added. wanted: set when a scan should come soon. period: seconds between two scans. always:
+    scan also while nothing is held or awaited.
     """
 
     def __init__(
@@ -63,14 +63,10 @@ class HolderScanner:
         self._scanning = asyncio.Lock()
 
     async def scan(self, wanted: Collection[tuple[str, str]] | None = None) -> HolderSnapshot | None:
-        """Find the holders of all devices now, and pass the result to services and observers.
+        """Find the holders of all devices now, pass them to services and observers, and return them.
 
-        Args:
-            wanted: (resource, the kubelet's device id) of which is asked whether they are free (`HolderTracker.scan`).
-
-        Returns:
-            The holders; None if an own Allocate came in between: then the result proves nothing.
-
+        wanted: (resource, the kubelet's device id) of which is asked whether they are free (`HolderTracker.scan`).
+        None is returned if an own Allocate came in between: then the result proves nothing.
         """
         async with self._scanning:
             remembered = [(observer, observer.before_scan()) for observer in self.observers]
@@ -165,7 +161,6 @@ class ScanLog:
         for resource, device in doubled.keys() - self._doubled:
             self.double_allocations += 1
             pods = ", ".join(doubled[resource, device])
-            _LOG.error(
-                "the kubelet gave device %s of %s to several pods: %s (kubernetes#137534)", device, resource, pods
-            )
+            message = "the kubelet gave device %s of %s to several pods: %s (kubernetes#137534)"
+            _LOG.error(message, device, resource, pods)
         self._doubled = frozenset(doubled)

@@ -1,7 +1,4 @@
-"""The services of a node's resources, also of those resources that a source brings along.
-
-A service follows its source, registers it, and has `released` called for devices that come free.
-"""
+"""The services of a node's resources, also of those resources that a source brings along."""
 
 from __future__ import annotations
 
@@ -52,7 +49,7 @@ class ServiceContext:
 
 
 class Service:
-    """One resource: its source, its endpoint and registration, and the release of its devices."""
+    """One resource: follows its source, registers it, and has `released` called for devices that come free."""
 
     def __init__(self, source: DeviceSource, context: ServiceContext) -> None:
         self.source = source
@@ -87,12 +84,7 @@ class Service:
         return self.source.resource
 
     async def run(self) -> None:
-        """Serve until cancelled.
-
-        Raises:
-            RegistrationError: it cannot be served on this node at all.
-
-        """
+        """Serve until cancelled. Raises RegistrationError if that is not possible on this node at all."""
         context = self._context
         self.inventory.subscribe(lambda snapshot: context.wake_scan() if snapshot.gone else None)
         self.inventory.subscribe(lambda _: context.guard.notify())
@@ -117,8 +109,6 @@ class Service:
             if before != self._existing:
                 self._context.wake_scan()
 
-    # The holders.
-
     def release_idle(self) -> None:
         """Have `released` called of all idle devices, as after the start: only now all holders are known."""
         self._first_release_due = True
@@ -129,10 +119,7 @@ class Service:
         self._context.wake_scan()
 
     def remember(self, pending: Collection[str], held: Collection[Allocation]) -> None:
-        """Count ids as pending that a former process granted.
-
-        held: their holders from before the grant; it was not for these.
-        """
+        """Count ids as pending that a former process granted; held: their holders from before the grant."""
         self._in_use = replace(self._in_use, held=self._in_use.held | set(held)).granted(pending)
 
     @property
@@ -157,11 +144,10 @@ class Service:
         Those of gone devices and of former sharing are forgotten; after the start, all idle ones are released; grants
         whose container is not named are over after a while.
         """
-        snapshot = self.inventory.snapshot
-        first = self._first_release_due and "released" in self.source.hooks
-        devices = snapshot.devices if first else snapshot.gone
-        ids = (name for one in devices for name in self.endpoint.ids.names_of(snapshot.devices[one]))
-        return frozenset(self.endpoint.ids.legacy) | frozenset(ids) | self._in_use.pending.keys()
+        snapshot, known = self.inventory.snapshot, self.endpoint.ids
+        devices = snapshot.devices if self._first_release_due and "released" in self.source.hooks else snapshot.gone
+        ids = frozenset(name for one in devices for name in known.names_of(snapshot.devices[one]))
+        return ids | known.legacy.keys() | self._in_use.pending.keys()
 
     def take_holders(self, now: HolderSnapshot) -> None:
         """Take the holders; before any `observe`, since a device may be held under another resource's id."""
@@ -185,9 +171,8 @@ class Service:
         freed |= self._release_later - busy
         used = self._context.guard.in_use((self.resource, name) for name in freed) if freed else frozenset()
         self._release_later = frozenset(name for _, name in used)
-        devices = [
-            device for name, device in snapshot.devices.items() if name in freed and (self.resource, name) not in used
-        ]
+        freed -= self._release_later
+        devices = [device for name, device in snapshot.devices.items() if name in freed]
         if devices and "released" in self.source.hooks:
             self._release(devices)
         if now.awake and now.registered is not None and self.endpoint.streams.live:
@@ -208,22 +193,14 @@ class Service:
     async def _release_former(self, names: Sequence[str]) -> None:
         """Have `released` called of devices whose holders have ended, before these ids are granted.
 
-        The kubelet may give an id to the next pod before a scan sees that its holder has ended.
-
-        Raises:
-            Refusal: `released` failed, or still works on one of the devices.
-
+        The kubelet may give an id to the next pod before a scan sees that its holder has ended. Raises Refusal if
+        `released` failed, or still works on one of the devices.
         """
         if "released" not in self.source.hooks:
             return
-        known = self.inventory.snapshot.devices
-        ids = {
-            device: self.endpoint.ids.ids_of(device)
-            for device in map(self.endpoint.ids.device_id_of, names)
-            if device in known
-        }
+        context, known, resolver = self._context, self.inventory.snapshot.devices, self.endpoint.ids
+        ids = {one: resolver.ids_of(one) for one in map(resolver.device_id_of, names) if one in known}
         keys = {(self.resource, device) for device in ids}
-        context = self._context
         try:
             await context.guard.releases.wait(keys)
             every = [name for those in ids.values() for name in those]
@@ -250,25 +227,22 @@ class Service:
 
     def status(self) -> ResourceStatus:
         """Return what is known now."""
+        name, context = self.resource, self._context
+        withheld = {**context.guard.last_withheld(name), **context.gate.withheld(name)}
+        for device_id, reason in context.tracker.unnamed_reasons(name).items():
+            withheld.setdefault(self.endpoint.ids.device_id_of(device_id), reason)
         return ResourceStatus(
-            self.resource,
+            name,
             self.inventory.snapshot,
             self.source.replicas,
             self.registration.statistics.registered,
             self.endpoint.streams.live,
-            self._context.tracker.holders(self.resource),
+            context.tracker.holders(name),
             self.endpoint.statistics,
             self.registration.statistics,
             self.follower.error,
-            self.withheld(),
+            withheld,
         )
-
-    def withheld(self) -> dict[str, str]:
-        """Return the devices that are not offered for now though their source lists them healthy, and why."""
-        reasons = {**self._context.guard.last_withheld(self.resource), **self._context.gate.withheld(self.resource)}
-        for device_id, reason in self._context.tracker.unnamed_reasons(self.resource).items():
-            reasons.setdefault(self.endpoint.ids.device_id_of(device_id), reason)
-        return reasons
 
 
 class Supervisor:
@@ -301,9 +275,8 @@ class Supervisor:
     async def reconfigure(self, wanted: Mapping[str, DeviceSource], unchanged: Sequence[str]) -> None:
         """Serve these sources from now on; see `Agent.reconfigure`."""
         kept = {*wanted, *unchanged}
-        await _cancel(
-            [task for name, task in self._tasks.items() if name not in kept and self._parents.get(name) not in kept]
-        )
+        gone = [name for name in self._tasks if name not in kept and self._parents.get(name) not in kept]
+        await _cancel([self._tasks[name] for name in gone])
         replaced = [(self._services[name], source) for name, source in wanted.items() if name in self._services]
         for name, source in wanted.items():
             self._parents.pop(name, None)
@@ -326,9 +299,8 @@ class Supervisor:
         if (before := self._child_tasks.pop(name, None)) is not None:
             before.cancel()
         if type(source).child_sources is not DeviceSource.child_sources:
-            self._child_tasks[name] = asyncio.create_task(
-                self._serve_child_sources(source), name=f"child sources of {name}"
-            )
+            work = self._serve_child_sources(source)
+            self._child_tasks[name] = asyncio.create_task(work, name=f"child sources of {name}")
 
     async def _serve_child_sources(self, parent: DeviceSource) -> None:
         served: set[str] = set()

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +38,13 @@ def test_schema_file_is_that_of_the_code() -> None:
     """api/config.schema.json is what `deviceplugin schema` prints."""
     file = ROOT / "api" / "config.schema.json"
     assert json.loads(file.read_text()) == config.schema(), "run: deviceplugin schema > api/config.schema.json"
+
+
+def test_schema_is_the_same_without_docstrings() -> None:
+    """The image runs `python -OO`, which removes docstrings and not the descriptions in the schema."""
+    command = [sys.executable, "-OO", "-m", "deviceplugin", "schema"]
+    printed = subprocess.run(command, check=True, capture_output=True, timeout=60)
+    assert json.loads(printed.stdout) == config.schema()
 
 
 def test_schema_is_a_schema() -> None:

@@ -68,7 +68,7 @@ def test_bridge_gives_none_twice(printed: str) -> None:
 def test_plain_when_nobody_looks(printed: str) -> None:
     """Without a terminal the output has no escape sequences and no line wider than a page."""
     assert "\033" not in printed
-    assert max(map(len, printed.splitlines())) <= 105
+    assert max(map(len, printed.splitlines())) <= 100
 
 
 def test_a_harmless_naive_switch_is_not_told_as_harmful(monkeypatch: pytest.MonkeyPatch) -> None:
