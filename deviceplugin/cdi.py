@@ -226,10 +226,7 @@ class Store:
             self._drafts.add(name)
         try:
             os.makedirs(self.directory, mode=0o755, exist_ok=True)
-            # O_EXCL: nothing that is there already is opened, a symbolic link neither.
-            flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
-            with open(os.open(draft, flags, 0o644), "wb") as file:
-                file.write(data)
+            self._draft(draft, data)
             os.rename(draft, path)
         except OSError as error:
             with contextlib.suppress(OSError):
@@ -239,6 +236,13 @@ class Store:
             with self._lock:
                 self._drafts.discard(name)
         return True
+
+    @staticmethod
+    def _draft(path: str, data: bytes) -> None:
+        # O_EXCL: nothing that is there already is opened, a symbolic link neither.
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+        with open(os.open(path, flags, 0o644), "wb") as file:
+            file.write(data)
 
     def read(self, uid: str) -> bytes | None:
         """Return the bytes of a claim's file, None if there is none."""
