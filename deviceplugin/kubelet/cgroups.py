@@ -29,9 +29,8 @@ _DEPTH: Final = 6
 class PodProcesses:
     """What was seen of pods at one moment, by pod UIDs.
 
-    running: pods in whose cgroup there is a process; None if no cgroup tree of this kubelet is visible.
-    directories: pods that have a directory; None if that is not visible either.
-    empty: pods that have a cgroup without a process.
+    running: pods in whose cgroup there is a process; None if no cgroup tree of this kubelet is visible. directories:
+    pods that have a directory; None if they are not visible either. empty: pods whose cgroup has no process.
     """
 
     running: frozenset[str] | None = None

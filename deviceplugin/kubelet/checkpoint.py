@@ -35,10 +35,7 @@ class Allocation(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """One version of the file.
-
-    registered: ids that the kubelet counts as healthy, by resource. responses: the answers to Allocate, in base64.
-    """
+    """One version of the file. registered: healthy ids by resource. responses: the answers to Allocate, in base64."""
 
     allocations: frozenset[Allocation]
     registered: Mapping[str, frozenset[str]]
@@ -79,10 +76,7 @@ def identity(directory: Path) -> FileIdentity | None:
 
 
 def read(directory: Path) -> Checkpoint:
-    """Read the checkpoint in the device plugin directory.
-
-    Raises CheckpointError: there is none, it cannot be read, or it is not a checkpoint.
-    """
+    """Read the checkpoint in the device plugin directory. Raises CheckpointError."""
     path = directory / FILE_NAME
     try:
         with open(path, "rb") as file:

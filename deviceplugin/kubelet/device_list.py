@@ -207,10 +207,7 @@ class ListStreams:
         self._refresh = asyncio.Event()
 
     def resend(self) -> bool:
-        """Send the list once more though nothing changed; return whether the kubelet listens.
-
-        With each list the kubelet writes its checkpoint anew (kubelet 1.36.3, devicemanager).
-        """
+        """Send the list once more, so that the kubelet writes its checkpoint; return whether the kubelet listens."""
         self._resends += 1
         self.refresh()
         return any(stream.shown is not None for stream in self._open)

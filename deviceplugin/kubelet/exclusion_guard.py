@@ -50,7 +50,7 @@ class ServedDevices(Protocol):
 
 
 async def _nothing() -> None:
-    """Read nothing."""
+    pass
 
 
 async def _tokens_now(devices: Mapping[_K, Device]) -> dict[_K, Tokens]:
@@ -116,10 +116,7 @@ class Releases:
         self._changed()
 
     async def wait(self, keys: Iterable[Key]) -> None:
-        """Wait for the hooks of these devices and of others that are the same thing.
-
-        Raises ConflictError: one works on after its timeout.
-        """
+        """Wait for the hooks of these and the same things. Raises ConflictError: one works on after its timeout."""
         if not (self._tasks or self._overdue):
             return
         keys = tuple(keys)

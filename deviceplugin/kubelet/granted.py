@@ -44,14 +44,11 @@ def annotate(response: pb.ContainerAllocateResponse, resource: str, devices: Map
 
 
 def granted(response: str, resource: str, device_id: str, boot: str) -> Granted:
-    """Return what a device was by the answer to Allocate, as the checkpoint has it. May block for device nodes.
-
-    Without the annotation nobody knows whether the holder shares the device.
-    """
+    """Return what a device was by the answer to Allocate, as the checkpoint has it. May block for device nodes."""
     of, devices, paths = _decoded(response, resource)
     if of == boot and device_id in devices:
         return devices[device_id]
-    return Granted(numbers_of(paths), shared=True)
+    return Granted(numbers_of(paths), shared=True)  # without the annotation its holder may share it
 
 
 @functools.lru_cache(maxsize=256)

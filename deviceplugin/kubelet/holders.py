@@ -21,10 +21,7 @@ WELL_APART: Final = 4.0
 
 
 class Holding(NamedTuple):
-    """Why an allocation counts as held.
-
-    named: the checkpoint names it. certain: more than an old checkpoint says so. reason: for people.
-    """
+    """Why an allocation counts as held. named: by the checkpoint. certain: more than an old checkpoint says so."""
 
     named: bool
     certain: bool

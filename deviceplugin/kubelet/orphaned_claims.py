@@ -85,10 +85,7 @@ def _numbers(node: Mapping[str, Any]) -> Tokens:
 
 
 class OrphanedClaims:
-    """The claims of drivers that are not served, as the kubelet's claim state has them now.
-
-    served: returns the drivers that this process serves; it knows their claims itself.
-    """
+    """The claims of drivers that are not served, by the kubelet's claim state. served: returns the drivers that are."""
 
     def __init__(
         self, kubelet_root: Path, served: Callable[[], Collection[str]] = tuple, cdi_directory: str = cdi.DIRECTORY

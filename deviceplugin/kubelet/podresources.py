@@ -47,10 +47,7 @@ def unix_address(path: str | Path) -> str:
 
 
 class PodResourcesError(Exception):
-    """Raised when the kubelet's PodResources service cannot be asked.
-
-    exhausted: all clients together ask more often than the kubelet allows (100 times a second); try again.
-    """
+    """Raised when the kubelet's PodResources service cannot be asked. exhausted: as at `LIST_TRIES`; try again."""
 
     def __init__(self, message: str, *, exhausted: bool = False) -> None:
         super().__init__(message)
@@ -147,10 +144,7 @@ class AllocationsInFlight:
 
 
 class PodResources:
-    """The kubelet's PodResources service on its socket; a fresh channel for each call.
-
-    Calls are seconds apart at the least, and a channel that failed for long is slow to recover.
-    """
+    """The kubelet's PodResources service. Each call has a channel of its own: one that failed is slow to recover."""
 
     def __init__(self, socket: Path, timeout: float = 10.0) -> None:
         self.socket = socket

@@ -67,10 +67,7 @@ def slug(resource: str) -> str:
 
 
 def socket_name(resource: str, directory: str, instance: str) -> str:
-    """Return the file name of an instance's socket, such that the path fits.
-
-    Raises DirectoryError: the directory's own path is too long for any socket in it.
-    """
+    """Return the file name of an instance's socket. Raises DirectoryError: the directory's path is too long."""
     try:
         return socket_path(directory, slug(resource), f"-{instance}.sock").name
     except ValueError as error:
@@ -208,10 +205,7 @@ class SocketServer:
         return self._identity is not None and file_identity(self._socket) == self._identity
 
     async def lock_resource(self) -> None:
-        """Take the lock of this resource on this node; wait a little for another instance to end.
-
-        Raises DirectoryError or InstanceError.
-        """
+        """Take this resource's lock; wait a little for another instance. Raises DirectoryError or InstanceError."""
         if self.lock.acquire():
             return
         served = f"{self._endpoint.resource} is served on this node by another process already"
@@ -225,10 +219,7 @@ class SocketServer:
         raise InstanceError(f"{served} ({owner}); stop it, or give this one another resource name")
 
     async def serve(self) -> str:
-        """Return the name of a socket that is served and in its place; start a server if need be.
-
-        Raises DirectoryError or InstanceError.
-        """
+        """Return the name of the served socket; start a server if need be. Raises DirectoryError or InstanceError."""
         await self.lock_resource()
         if self.in_place:
             return self._socket.name

@@ -33,8 +33,7 @@ _T = TypeVar("_T")
 
 _INVALID: Final = grpc.StatusCode.INVALID_ARGUMENT
 _INTERNAL: Final = grpc.StatusCode.INTERNAL
-SHOWN_IDS: Final = 8
-"""Ids that an error names."""
+SHOWN_IDS: Final = 8  # that an error names
 
 
 @dataclass(slots=True)
