@@ -12,10 +12,12 @@ import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from deviceplugin.demo import Printer
 from dra_bridge import cli, demo
 from dra_bridge.testing.node import FakeNode, Holding
 from tests.programs import running
@@ -69,6 +71,18 @@ def test_plain_when_nobody_looks(printed: str) -> None:
     """Without a terminal the output has no escape sequences and no line wider than a page."""
     assert "\033" not in printed
     assert max(map(len, printed.splitlines())) <= 105
+
+
+def test_the_failure_of_a_pod_fits_on_a_page() -> None:
+    """What the kubelet says of a pod that was given a withdrawn device is cut."""
+    node: Any = None
+    pod: Any = SimpleNamespace(name="claim-100", phase="Failed", reason="x" * 50, message="x" * 200, delete=int)
+    churn = demo.Churn(node, 0)
+    churn._turn("claim", [(pod, 1.0)])
+    out = io.StringIO()
+    Printer(out).event("pod", "was made", *churn.failed)
+    assert "claim-100" in out.getvalue()
+    assert max(map(len, out.getvalue().splitlines())) <= 105
 
 
 def test_a_harmless_naive_switch_is_not_told_as_harmful(monkeypatch: pytest.MonkeyPatch) -> None:
