@@ -103,7 +103,7 @@ def _add_share(parser: argparse.ArgumentParser) -> argparse._MutuallyExclusiveGr
 
 
 def _share(text: str) -> str:
-    from dra_bridge.handover import ShareError, parse_share
+    from dra_bridge.handover.share import ShareError, parse_share
 
     if text == "default":
         return text
@@ -185,7 +185,7 @@ def _run(options: argparse.Namespace) -> int:
 
 def _uninstall(options: argparse.Namespace) -> int:
     from deviceplugin import config
-    from dra_bridge.slices import remove_slices
+    from dra_bridge.slices.publisher import remove_slices
 
     drivers = set(options.driver)
     if options.config:

@@ -26,14 +26,17 @@ from deviceplugin.demo import GPU, DemoError, Printer, check
 from deviceplugin.inventory import Inventory
 from deviceplugin.testing.pods import FakePod
 from deviceplugin.testing.serving import serve
-from dra_bridge import ledger
 from dra_bridge.driver import ClusterClaims, Driver, ServedResource
 from dra_bridge.driver.registrar import Registrar
 from dra_bridge.kube import Cluster
-from dra_bridge.ledger import AsyncLedger, Side
+from dra_bridge.ledger import operations
+from dra_bridge.ledger.records import Side
+from dra_bridge.ledger.rules import Evidence
+from dra_bridge.ledger.worker import AsyncLedger
 from dra_bridge.node.bridge import Bridge
 from dra_bridge.rollout import fleet
-from dra_bridge.slices import Offer, Pool, Publisher
+from dra_bridge.slices.desired import Offer, Pool
+from dra_bridge.slices.publisher import Publisher
 from dra_bridge.testing import scheduler
 from dra_bridge.testing.apiserver import FakeApiServer
 from dra_bridge.testing.node import FakeNode, Holding, overlaps
@@ -196,7 +199,9 @@ async def plain_driver(scene: Scene, gpus: Gpus) -> None:
     inventory = Inventory(GPU)
     inventory.publish(gpus.devices)
     async_ledger = await AsyncLedger.open(str(scene.directory / "plain-driver.db"))
-    await async_ledger.do(ledger.adopt(GPU, inventory.snapshot.devices, Side.DRA, time.time()))
+    await async_ledger.do(
+        operations.reconcile_evidence(GPU, Evidence(), inventory.snapshot.devices, Side.DRA, time.time())
+    )
     async with Cluster.from_server(scene.server.url) as cluster:
         publisher = Publisher(cluster, NODE)
         publisher.want(Pool(DRIVER, NODE, (Offer(inventory.snapshot),)))

@@ -22,7 +22,8 @@ from deviceplugin import config, sources
 from deviceplugin.device import Device, DeviceNode, Health
 from deviceplugin.health import HealthHistory, Prober, Rules, Verdict, command_probe, open_probe, worst
 from deviceplugin.sources import probes
-from deviceplugin.sources.nvidia import Gpu, NvidiaSource, NvmlError, NvmlScan, Xid
+from deviceplugin.sources.nvidia import NvidiaSource
+from deviceplugin.sources.nvidia.nvml import Gpu, NvmlError, NvmlScan, Xid
 
 GOOD, BAD, UNREADABLE = Verdict.GOOD, Verdict.BAD, Verdict.UNREADABLE
 
@@ -441,5 +442,40 @@ async def test_open_probe_of_a_path_opens_what_is_mounted(tmp_path: Path) -> Non
     text = f"resources: [{{name: example.com/x, devices: [{{path: {node}}}], health: {{probe: open}}}}]"
     source = sources.build(config.parse(text).resources[0])
     assert stat.S_ISFIFO(node.stat().st_mode)
+    async with asyncio.timeout(30), aclosing(cast("Any", source.watch())) as lists:
+        assert [device.health for device in await anext(lists)] == [Health.HEALTHY]
+
+
+async def test_all_probes_are_of_the_devices_own_nodes(tmp_path: Path) -> None:
+    """The first probe is of the same nodes as later ones: those of the device, not the resource's `nodes`."""
+    node, log = tmp_path / "a", tmp_path / "log"
+    node.symlink_to("/dev/null")
+    command = f"echo $DEVICE_NODES >>{log}; test $(wc -l <{log}) = 1"
+    text = f"""
+        resources:
+        - name: example.com/x
+          devices: [{{path: "{node}"}}]
+          nodes: [/dev/tty]
+          health: {{period: 1, failures: 1, probe: {{command: [/bin/sh, -c, "{command}"]}}}}
+    """
+    source = sources.build(config.parse(text).resources[0])
+    async with asyncio.timeout(30), aclosing(cast("Any", source.watch())) as lists:
+        assert [device.health for device in await anext(lists)] == [Health.HEALTHY]
+        assert [device.health for device in await anext(lists)] == [Health.UNHEALTHY]
+    assert log.read_text().split() == ["/dev/null", "/dev/null"]
+
+
+async def test_missing_host_directory_of_a_mount_makes_no_device_unhealthy(tmp_path: Path) -> None:
+    """The mounts of a resource are not the device's: no probe of it, not even the first, looks at them."""
+    node = tmp_path / "a"
+    node.touch()
+    text = f"""
+        resources:
+        - name: example.com/x
+          devices: [{{path: "{node}"}}]
+          mounts: [{{host: "{tmp_path}/missing", container: /opt/missing}}]
+          health: {{probe: open}}
+    """
+    source = sources.build(config.parse(text).resources[0])
     async with asyncio.timeout(30), aclosing(cast("Any", source.watch())) as lists:
         assert [device.health for device in await anext(lists)] == [Health.HEALTHY]

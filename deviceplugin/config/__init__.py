@@ -3,19 +3,8 @@
 `types` holds the file format and its JSON schema, `reader` reads a file. gRPC is not imported.
 """
 
-from deviceplugin.config.document import MAX_BYTES, MAX_VALUES, ConfigError, Problem
+from deviceplugin.config.document import MAX_BYTES, ConfigError
 from deviceplugin.config.reader import load, parse
 from deviceplugin.config.types import Config, MetricsConfig, ResourceConfig, schema
 
-__all__ = [
-    "MAX_BYTES",
-    "MAX_VALUES",
-    "Config",
-    "ConfigError",
-    "MetricsConfig",
-    "Problem",
-    "ResourceConfig",
-    "load",
-    "parse",
-    "schema",
-]
+__all__ = ["MAX_BYTES", "Config", "ConfigError", "MetricsConfig", "ResourceConfig", "load", "parse", "schema"]

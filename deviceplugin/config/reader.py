@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from pathlib import Path
 from typing import Any, Final
 
@@ -17,32 +17,20 @@ from deviceplugin.config.types import Config, DeviceEntry
 
 
 def load(path: str | Path) -> Config:
-    """Read a config file.
-
-    Raises:
-        ConfigError: it cannot be read, or what it says cannot be served.
-
-    """
+    """Read a config file; raise ConfigError if it cannot be read, or what it says cannot be served."""
     file = str(path)
     try:
         with open(path, "rb") as stream:
             data = stream.read(document.MAX_BYTES + 1)
     except IsADirectoryError:
         raise document.file_error(file, "is a directory; name the file in it") from None
-    except OSError as error:
-        raise document.file_error(file, f"cannot be read: {error.strerror or error}") from None
-    except ValueError as error:  # a NUL in the path
-        raise document.file_error(file, f"cannot be read: {error}") from None
+    except (OSError, ValueError) as error:  # ValueError: a NUL in the path
+        raise document.file_error(file, f"cannot be read: {getattr(error, 'strerror', None) or error}") from None
     return parse(data, file)
 
 
 def parse(text: str | bytes, file: str = "<config>") -> Config:
-    """Read a config from text; `file` is what errors call it.
-
-    Raises:
-        ConfigError: what it says cannot be served.
-
-    """
+    """Read a config from text; raise ConfigError, which calls it `file`, if what it says cannot be served."""
     reader = Reader(file)
     config = reader.read(document.compose(text, file), _type_info(), "$")
     if reader.problems.found:
@@ -59,6 +47,7 @@ def _type_info() -> Any:
     return msgspec.inspect.type_info(Config)
 
 
+_Pair = tuple[yaml.Node, yaml.Node]
 _BAD: Final = object()
 """Stands for a value about which a problem has been reported."""
 
@@ -75,7 +64,7 @@ class Reader:
     def read(self, node: yaml.Node, info: Any, path: str, advice: Callable[[str], str] | None = None) -> Any:
         """Return a node's value as this type has it, or _BAD with the problem reported.
 
-        advice: what to write in place of a text of the wrong form. ConfigError is raised where the file has too many
+        advice: what to write in place of a text of the wrong form. It raises ConfigError where the file has too many
         values or problems to go on.
         """
         self._count(node)
@@ -189,14 +178,14 @@ class Reader:
             return _BAD
         return info.cls(**{fields[name].name: value for name, value in good.items()})
 
-    def _pairs(self, node: yaml.Node, path: str) -> list[tuple[yaml.Node, yaml.Node]]:
+    def _pairs(self, node: yaml.Node, path: str) -> Collection[_Pair]:
         """Return a mapping's keys and values, with those of merge keys; report keys that are no text, or double."""
-        pairs: dict[str, tuple[yaml.Node, yaml.Node]] = {}
-        merges: list[yaml.Node] = []
+        pairs: dict[str, _Pair] = {}
+        merges = [value for key, value in node.value if document.kind(key) == "merge"]
         for key, value in node.value:
             if document.kind(key) == "merge":
-                merges.append(value)
-            elif document.kind(key) != "str":
+                continue
+            if document.kind(key) != "str":
                 self._report(key, path, f"a key must be text, not {_got(key)}; put it in quotes")
             elif key.value in pairs:
                 first = pairs[key.value][0].start_mark.line + 1
@@ -205,15 +194,13 @@ class Reader:
             else:
                 pairs[key.value] = key, value
         for merge in merges:
-            for key, value in self._merged(merge, path):
-                pairs.setdefault(str(key.value), (key, value))
-        return list(pairs.values())
+            self._merge(merge, pairs, path)
+        return pairs.values()
 
-    def _merged(self, node: yaml.Node, path: str) -> list[tuple[yaml.Node, yaml.Node]]:
+    def _merge(self, node: yaml.Node, pairs: dict[str, _Pair], path: str) -> None:
+        """Add what a merge key names to a mapping's own pairs, which win."""
         self._count(node)
-        parts = node.value if isinstance(node, yaml.SequenceNode) else [node]
-        pairs: dict[str, tuple[yaml.Node, yaml.Node]] = {}
-        for part in parts:
+        for part in node.value if isinstance(node, yaml.SequenceNode) else [node]:
             self._count(part)
             if not isinstance(part, yaml.MappingNode):
                 self._report(node, path, f"`<<` merges a mapping or a list of mappings, not {_got(part)}")
@@ -225,7 +212,6 @@ class Reader:
                     self._count(key)
                     pairs.setdefault(str(key.value), (key, value))
                 self._merging.discard(id(part))
-        return list(pairs.values())
 
 
 _KINDS: Final = {

@@ -136,10 +136,7 @@ ENV_NAME = _text(
     "An environment variable's name.",
 )
 ENV_VALUE = _text(
-    r"[^\x00]*",
-    "a variable cannot contain a NUL character",
-    "An environment variable's value, text.",
-    longest=MAX_TEXT,
+    r"[^\x00]*", "a variable cannot contain a NUL character", "An environment variable's value, text.", longest=MAX_TEXT
 )
 ANNOTATION_NAME = _text(
     _QUALIFIED,

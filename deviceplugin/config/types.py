@@ -22,6 +22,11 @@ HexId = Annotated[str, texts.HEX_ID]
 Pattern = Annotated[str, texts.PATTERN]
 
 
+def _about(description: str, examples: list[Any] | None = None) -> Meta:
+    """Return the description of a key, as the JSON schema has it."""
+    return Meta(description=description, examples=examples)
+
+
 class _Strict(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A mapping of the file: every key known, every value typed."""
 
@@ -35,8 +40,8 @@ class SimulatedConfig(_Strict, frozen=True, kw_only=True):
     ) = None
     unhealthy_file: Annotated[
         AbsolutePath | None,
-        Meta(
-            description="A file, watched, that names the unhealthy ones: on each line an id and, after a space, "
+        _about(
+            "A file, watched, that names the unhealthy ones: on each line an id and, after a space, "
             "why. Missing or empty means that all are healthy."
         ),
     ] = None
@@ -47,8 +52,8 @@ class NvidiaConfig(_Strict, frozen=True, kw_only=True):
 
     mig: Annotated[
         Literal["none", "single", "mixed"],
-        Meta(
-            description="none: whole GPUs. single: the partitions, which must all be of one profile, under this "
+        _about(
+            "none: whole GPUs. single: the partitions, which must all be of one profile, under this "
             "resource's name. mixed: GPUs that are not partitioned under this name, partitions as "
             "mig-<profile> in its domain, such as nvidia.com/mig-1g.10gb; those are for pods, for claims give each "
             "profile a resource with `profile` and `driver`."
@@ -57,26 +62,24 @@ class NvidiaConfig(_Strict, frozen=True, kw_only=True):
     profile: Annotated[str, texts.MIG_PROFILE] | None = None
     injection: Annotated[
         Literal["env", "cdi", "nodes"],
-        Meta(
-            description="How a container gets them. env: NVIDIA_VISIBLE_DEVICES, for the NVIDIA container runtime. "
+        _about(
+            "How a container gets them. env: NVIDIA_VISIBLE_DEVICES, for the NVIDIA container runtime. "
             "cdi: the names of the node's CDI spec for nvidia.com/gpu. nodes: device nodes and nothing else."
         ),
     ] = "env"
     # By default those that programs cause, not the hardware: the list that NVIDIA's own plugin skips.
     ignore_xids: Annotated[
         tuple[Annotated[int, Meta(ge=0, le=65535)], ...],
-        Meta(description="XIDs that say nothing about the GPU; by default those that applications cause."),
+        _about("XIDs that say nothing about the GPU; by default those that applications cause."),
     ] = (13, 31, 43, 45, 68, 109)
     recovery: Annotated[
         Annotated[int, Meta(ge=0, le=31_536_000)] | Literal["never"],
-        Meta(
-            description="Seconds without another fault after which good looks make a GPU healthy again after an XID; "
+        _about(
+            "Seconds without another fault after which good looks make a GPU healthy again after an XID; "
             "never leaves it unhealthy until the agent is started again."
         ),
     ] = 300
-    library: Annotated[
-        AbsolutePath | None, Meta(description="Where libnvidia-ml.so.1 is, if not where programs look.")
-    ] = None
+    library: Annotated[AbsolutePath | None, _about("Where libnvidia-ml.so.1 is, if not where programs look.")] = None
 
 
 class PciConfig(_Strict, frozen=True, kw_only=True):
@@ -85,16 +88,13 @@ class PciConfig(_Strict, frozen=True, kw_only=True):
     vendor: HexId | None = None
     device: HexId | None = None
     class_: Annotated[str, texts.PCI_CLASS] | None = msgspec.field(default=None, name="class")
-    driver: Annotated[
-        Pattern | None, Meta(description="The kernel driver bound to it, such as vfio-pci; a pattern.")
-    ] = None
+    driver: Annotated[Pattern | None, _about("The kernel driver bound to it, such as vfio-pci; a pattern.")] = None
     address: Annotated[
-        Pattern | None,
-        Meta(description="Its address, such as 0000:3b:00.0; a pattern.", examples=["0000:3b:*"]),
+        Pattern | None, _about("Its address, such as 0000:3b:00.0; a pattern.", examples=["0000:3b:*"])
     ] = None
     functions: Annotated[
         Literal["all", "physical", "virtual"],
-        Meta(description="physical leaves out SR-IOV's virtual functions, virtual leaves out all others."),
+        _about("physical leaves out SR-IOV's virtual functions, virtual leaves out all others."),
     ] = "all"
 
 
@@ -103,7 +103,7 @@ class UsbConfig(_Strict, frozen=True, kw_only=True):
 
     vendor: HexId | None = None
     product: HexId | None = None
-    serial: Annotated[Pattern | None, Meta(description="The serial number; a pattern.")] = None
+    serial: Annotated[Pattern | None, _about("The serial number; a pattern.")] = None
 
 
 class DeviceEntry(_Strict, frozen=True, kw_only=True):
@@ -111,8 +111,8 @@ class DeviceEntry(_Strict, frozen=True, kw_only=True):
 
     path: Annotated[
         Glob | None,
-        Meta(
-            description="Each path that the glob matches is a device. A symlink is resolved on the host and "
+        _about(
+            "Each path that the glob matches is a device. A symlink is resolved on the host and "
             "kept as the name inside the container; a plain file or socket is mounted."
         ),
     ] = None
@@ -141,9 +141,9 @@ class DeviceEntry(_Strict, frozen=True, kw_only=True):
 class MountConfig(_Strict, frozen=True, kw_only=True):
     """A file or directory of the host that containers with a device see."""
 
-    host: Annotated[AbsolutePath, Meta(description="Where it is on the host.")]
-    container: Annotated[AbsolutePath, Meta(description="Where the container finds it.")]
-    readonly: Annotated[bool, Meta(description="Whether the container may only read it.")] = True
+    host: Annotated[AbsolutePath, _about("Where it is on the host.")]
+    container: Annotated[AbsolutePath, _about("Where the container finds it.")]
+    readonly: Annotated[bool, _about("Whether the container may only read it.")] = True
 
 
 class SharingConfig(_Strict, frozen=True, kw_only=True):
@@ -153,12 +153,12 @@ class SharingConfig(_Strict, frozen=True, kw_only=True):
         Annotated[int, Meta(ge=1, le=10_000)]
         | Annotated[
             Mapping[Pattern, Annotated[int, Meta(ge=1, le=10_000)]],
-            Meta(
-                description="By name: a pattern that an id, a path, an address or a word of the product's name fits, "
+            _about(
+                "By name: a pattern that an id, a path, an address or a word of the product's name fits, "
                 "upper or lower case. The first that fits counts; what none fits is offered once."
             ),
         ],
-        Meta(description="How often each device is offered.", examples=[4, {"a100": 4, "t4": 2}]),
+        _about("How often each device is offered.", examples=[4, {"a100": 4, "t4": 2}]),
     ] = 1
 
     @property
@@ -186,8 +186,8 @@ class HealthConfig(_Strict, frozen=True, kw_only=True):
 
     probe: Annotated[
         Literal["none", "open"] | CommandProbeConfig,
-        Meta(
-            description="open: open the device's nodes (which resets some serial devices). command: run something. "
+        _about(
+            "open: open the device's nodes (which resets some serial devices). command: run something. "
             "With none there is only what the kind of device tells by itself."
         ),
     ] = "none"
@@ -201,22 +201,19 @@ class DraConfig(_Strict, frozen=True, kw_only=True):
 
     share: Annotated[
         Annotated[int, Meta(ge=0, le=1_000_000)] | Annotated[str, texts.SHARE],
-        Meta(
-            description="Devices that claims get: none, all, a number, or a percentage.",
-            examples=["none", "all", 4, "50%"],
-        ),
+        _about("Devices that claims get: none, all, a number, or a percentage.", examples=["none", "all", 4, "50%"]),
     ] = "none"
     drain: Annotated[
         Literal["cordon", "wait"],
-        Meta(
-            description="What becomes of a device that is to move while a pod holds it: cordon withdraws it at once, "
+        _about(
+            "What becomes of a device that is to move while a pod holds it: cordon withdraws it at once, "
             "wait leaves it alone until it is idle."
         ),
     ] = "cordon"
     unhealthy: Annotated[
         Literal["NoSchedule", "NoExecute"],
-        Meta(
-            description="What the taint on an unhealthy device does: NoSchedule keeps new claims away, NoExecute "
+        _about(
+            "What the taint on an unhealthy device does: NoSchedule keeps new claims away, NoExecute "
             "ends the pods that use it as well. One resource with NoExecute means it for its whole driver."
         ),
     ] = "NoSchedule"
@@ -239,38 +236,38 @@ class ResourceConfig(_Strict, frozen=True, kw_only=True, eq=False):
     permissions: Annotated[str, texts.PERMISSIONS] = "rw"
     env: Annotated[
         Mapping[Annotated[str, texts.ENV_NAME], Annotated[str, texts.ENV_VALUE]],
-        Meta(description="Variables of containers that hold a device."),
+        _about("Variables of containers that hold a device."),
     ] = msgspec.field(default_factory=dict)
     nodes: Annotated[
         tuple[AbsolutePath, ...],
-        Meta(
-            description="Device nodes that such containers get besides, with the same permissions: control nodes, "
+        _about(
+            "Device nodes that such containers get besides, with the same permissions: control nodes, "
             "which devices of this resource and of others share.",
             examples=[["/dev/mapper/control"]],
         ),
     ] = ()
-    mounts: Annotated[tuple[MountConfig, ...], Meta(description="What such containers see of the host.")] = ()
+    mounts: Annotated[tuple[MountConfig, ...], _about("What such containers see of the host.")] = ()
     annotations: Annotated[
         Mapping[Annotated[str, texts.ANNOTATION_NAME], str],
-        Meta(description="Annotations of such containers, for the container runtime (they are not the pod's)."),
+        _about("Annotations of such containers, for the container runtime (they are not the pod's)."),
     ] = msgspec.field(default_factory=dict)
     cdi: Annotated[
-        tuple[Annotated[str, texts.CDI_NAME], ...], Meta(description="CDI devices that such containers get as well.")
+        tuple[Annotated[str, texts.CDI_NAME], ...], _about("CDI devices that such containers get as well.")
     ] = ()
     include: Annotated[
         tuple[Pattern, ...],
-        Meta(description="Only devices that one of these fits: their id, path, PCI address, or a symlink's target."),
+        _about("Only devices that one of these fits: their id, path, PCI address, or a symlink's target."),
     ] = ()
-    exclude: Annotated[tuple[Pattern, ...], Meta(description="No devices that one of these fits.")] = ()
+    exclude: Annotated[tuple[Pattern, ...], _about("No devices that one of these fits.")] = ()
     health: HealthConfig = HealthConfig()
     sharing: SharingConfig = SharingConfig()
-    topology: Annotated[
-        bool, Meta(description="Whether the kubelet is told the devices' NUMA nodes; false leaves them out.")
-    ] = True
+    topology: Annotated[bool, _about("Whether the kubelet is told the devices' NUMA nodes; false leaves them out.")] = (
+        True
+    )
     prefer: Annotated[
         Literal["links", "packed", "distributed", "none"],
-        Meta(
-            description="Which devices a pod gets that wants several. links: closely linked ones, replicas of "
+        _about(
+            "Which devices a pod gets that wants several. links: closely linked ones, replicas of "
             "different devices. packed: replicas of few devices. distributed: replicas of the devices that are used "
             "least. none: the first."
         ),
@@ -283,18 +280,13 @@ class ResourceConfig(_Strict, frozen=True, kw_only=True, eq=False):
             | Annotated[str, texts.ATTRIBUTE_TEXT]
             | VersionAttribute,
         ],
-        Meta(description="What claims can select on; names without a domain fall under the driver's."),
+        _about("What claims can select on; names without a domain fall under the driver's."),
     ] = msgspec.field(default_factory=dict)
     capacity: Annotated[
         Mapping[AttributeName, Annotated[int, Meta(ge=0, le=2**63 - 1)] | Annotated[str, texts.QUANTITY]],
-        Meta(description="Amounts that claims can select on."),
+        _about("Amounts that claims can select on."),
     ] = msgspec.field(default_factory=dict)
     dra: DraConfig = DraConfig()
-
-    @property
-    def device_attributes(self) -> Mapping[str, AttributeValue]:
-        """The attributes as a Device has them."""
-        return typed_attributes(self.attributes)
 
     def __eq__(self, other: object) -> bool:
         # Not field by field: an attribute that was 1 and is now true has changed, and 1 == True.
@@ -311,9 +303,7 @@ class ResourceConfig(_Strict, frozen=True, kw_only=True, eq=False):
         return msgspec.json.encode(self, order="deterministic") + msgspec.json.encode(self.sharing)
 
 
-def typed_attributes(
-    attributes: Mapping[str, bool | int | str | VersionAttribute],
-) -> dict[str, AttributeValue]:
+def typed_attributes(attributes: Mapping[str, bool | int | str | VersionAttribute]) -> dict[str, AttributeValue]:
     """Return a file's attributes as a Device has them."""
     return {
         name: Version(value.version) if isinstance(value, VersionAttribute) else value
@@ -325,25 +315,22 @@ class MetricsConfig(_Strict, frozen=True, kw_only=True):
     """How metrics are served where --metrics-address says; read at the agent's start."""
 
     certificate: Annotated[
-        AbsolutePath | None, Meta(description="A certificate (PEM) for TLS, read again when it is renewed.")
+        AbsolutePath | None, _about("A certificate (PEM) for TLS, read again when it is renewed.")
     ] = None
-    key: Annotated[AbsolutePath | None, Meta(description="Its key; if not given, the same file.")] = None
+    key: Annotated[AbsolutePath | None, _about("Its key; if not given, the same file.")] = None
     client_ca: Annotated[
         AbsolutePath | None,
-        Meta(
-            description="Authorities (PEM) of client certificates; everybody but the kubelet's probes must then "
+        _about(
+            "Authorities (PEM) of client certificates; everybody but the kubelet's probes must then "
             "have one. Needs `certificate`."
         ),
     ] = None
-    min_version: Annotated[Literal["1.2", "1.3"], Meta(description="The least version of TLS.")] = "1.2"
+    min_version: Annotated[Literal["1.2", "1.3"], _about("The least version of TLS.")] = "1.2"
     token: Annotated[
-        AbsolutePath | None,
-        Meta(description="A file with the bearer token that everybody but the kubelet's probes must bring."),
+        AbsolutePath | None, _about("A file with the bearer token that everybody but the kubelet's probes must bring.")
     ] = None
     period: Annotated[int, Meta(ge=1, le=3600, description="Seconds between measurements of the devices' load.")] = 10
-    dcgm: Annotated[
-        bool, Meta(description="Whether the names of NVIDIA's DCGM exporter are given beside the own ones.")
-    ] = False
+    dcgm: Annotated[bool, _about("Whether the names of NVIDIA's DCGM exporter are given beside the own ones.")] = False
 
 
 class Config(_Strict, frozen=True, kw_only=True):

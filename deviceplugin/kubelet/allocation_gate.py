@@ -25,10 +25,7 @@ class Refusal(Exception):  # noqa: N818  # the field's word; it is an answer, no
 
 
 class AllocationGate(Protocol):
-    """Decides which devices the plugin side may offer and allocate; the ledger, if there is one.
-
-    The bodies are the answers of a node without a ledger, for subclasses (`AllowAll`).
-    """
+    """Decides which devices the plugin side may offer and allocate. The bodies are the answers without a ledger."""
 
     def offers(self, resource: str, device: str) -> bool:
         """Return whether the plugin side offers this device."""

@@ -5,8 +5,8 @@ The kubelet makes a pod's cgroup before the pod's sandbox and removes it after t
 `kubepods/burstable/pod<uid>`; systemd driver: `kubepods.slice/kubepods-burstable.slice/
 kubepods-burstable-pod<uid, - as _>.slice`), which may itself lie below the kubelet's cgroup root.
 
-A tree may also be another kubelet's, or one that this kubelet does not use any more (cgroupsPerQOS or cgroupRoot were
-changed). An agent that runs in a pod of its kubelet finds out: the tree must show that pod.
+A tree may be another kubelet's, or one that is out of use (cgroupsPerQOS or cgroupRoot were changed). An agent that
+runs in a pod of its kubelet finds out: the tree must show that pod.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ class PodProcesses:
     def may_run(self, pod_uid: str) -> str:
         """Return why a process of this pod may still run, in words; "" if none can.
 
-        Without cgroups a pod counts as running for as long as its directory exists: of a pod that has completed
-        and is not deleted, and of one that was deleted by force and runs on, the directory is the same.
+        Without cgroups a pod counts as running while its directory exists, which does not tell a pod that has
+        completed from one that was deleted by force and runs on.
         """
         if self.running is not None:
             return "processes of its pod run" if pod_uid in self.running else ""
@@ -54,8 +54,9 @@ class PodProcesses:
 class PodReader:
     """Reads which pods' processes may run: from cgroups, or from pod directories if no cgroups are visible. Blocks.
 
-    cgroups: where the cgroup file system is mounted, `/sys/fs/cgroup` of the host.
-    believe_checkpoint: if no cgroups are visible, no pod counts as running: the checkpoint alone decides.
+    cgroups: the host's `/sys/fs/cgroup`. believe_checkpoint: if no cgroups are visible, no pod counts as running: the
+    checkpoint alone decides. A device plugin alone may do so: the kubelet itself gives its devices away on no other
+    evidence.
     """
 
     def __init__(self, kubelet_root: Path, cgroups: Path, *, believe_checkpoint: bool) -> None:

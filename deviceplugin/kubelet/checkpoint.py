@@ -2,8 +2,8 @@
 
 The kubelet writes it on Allocate and on each ListAndWatch update, and when an endpoint is removed (kubelet
 1.36, devicemanager/manager.go: allocateContainerResources, genericDeviceUpdateCallback, markResourceUnhealthy).
-It survives restarts. It names ended pods until the first write after `UpdateAllocatedDevices`, which PodResources
-`List` calls and which does nothing before all of the kubelet's pod sources are ready.
+It names ended pods until the first write after `UpdateAllocatedDevices`, which PodResources `List` calls and which
+does nothing before all of the kubelet's pod sources are ready.
 """
 
 from __future__ import annotations

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Final
 
 from deviceplugin import filewatch
+from deviceplugin.exclusion import Key
 from deviceplugin.files import FileIdentity
 from deviceplugin.kubelet import checkpoint, holders
 from deviceplugin.kubelet.checkpoint import Allocation, Checkpoint, CheckpointError
@@ -25,9 +26,8 @@ REWRITE: Final = 1.0
 class CheckpointReader:
     """Reads the kubelet's checkpoint, has it written anew, and remembers what devices were when they were granted.
 
-    directory: the device plugin directory. request: sends the list of devices once more; returns whether the kubelet
-    listens to any resource. boot: what tells one boot of the node from another. known: returns the allocations that
-    count as held; what their devices were is remembered.
+    request: sends the list of devices once more; returns whether the kubelet listens to any resource.
+    known: returns the allocations that count as held; what their devices were is remembered.
     """
 
     def __init__(
@@ -40,6 +40,7 @@ class CheckpointReader:
         self._request = request
         self._boot = boot
         self._known = known
+        self._allocated: tuple[tuple[object, ...], Mapping[Key, Granted]] = ((), {})
 
     def current(self) -> Checkpoint | None:
         """Return what was read last if the file is still the same, else None."""
@@ -61,11 +62,24 @@ class CheckpointReader:
                 grants[allocation] = response, granted(response, *allocation[2:], self._boot)
         self.last, self.grants = checkpoints[-1], grants
 
-    async def written(self) -> tuple[Sequence[Checkpoint], str]:
-        """Return checkpoints that the kubelet wrote at our request, and why that was not possible, "" if it was.
+    def allocated(self, held: Collection[Allocation]) -> Mapping[Key, Granted]:
+        """Return what devices were that count as held, by (resource, device id); the same object until it changes.
 
-        If it was, they show what is allocated now.
+        held: by the last scan. What the last checkpoint names besides was allocated since.
         """
+        of = held, self.last, self.grants  # read once: `take` may run in a thread
+        if [id(one) for one in self._allocated[0]] != [id(one) for one in of]:
+            found: dict[Key, Granted] = {}
+            _, last, grants = of
+            for one in last.allocations.union(held):
+                key, grant = (one.resource, one.device_id), grants.get(one, ("", Granted()))[1]
+                before = found.get(key, Granted(shared=True))
+                found[key] = Granted(before.tokens | grant.tokens, before.shared and grant.shared)
+            self._allocated = of, self._allocated[1] if found == self._allocated[1] else found
+        return self._allocated[1]
+
+    async def written(self) -> tuple[Sequence[Checkpoint], str]:
+        """Return checkpoints written at our request, which show what is allocated now, or why there are none."""
         written: list[Checkpoint] = []
         last, problem = checkpoint.identity(self._directory), ""
         while not (problem or holders.shows_present(written)):

@@ -1,9 +1,8 @@
 """The kubelet's own record of prepared claims: `<kubelet root>/dra_manager_state`.
 
-It names each claim that the kubelet has asked drivers to prepare and has not yet had unprepared, with the UIDs of
-its pods and the devices by driver. The kubelet writes it before and after NodePrepareResources and after
-NodeUnprepareResources (kubelet 1.36, cm/dra/manager.go: prepareResources, unprepareResources). It exists from the
-kubelet's first start on. Before NodePrepareResources has answered, a claim stands in it without devices.
+It names each claim that the kubelet has asked drivers to prepare and has not yet had unprepared. The kubelet writes it
+before and after NodePrepareResources and after NodeUnprepareResources (kubelet 1.36, cm/dra/manager.go). It exists from
+the kubelet's first start on. Before NodePrepareResources has answered, a claim stands in it without devices.
 """
 
 from __future__ import annotations
@@ -30,8 +29,8 @@ class ClaimStateMissingError(ClaimStateError):
 class PreparedClaim:
     """A claim that the kubelet counts as prepared.
 
-    devices: (pool, device name, share ID or "") by driver. cdi_ids: the CDI device ids that the drivers answered with.
-    requests: (driver, request, device name) of each answered device; "" for the request where the driver named none.
+    devices: (pool, device name, share ID or "") by driver. cdi_ids: the CDI devices in the drivers' answers.
+    requests: (driver, request or "", device name) of each answered device.
     """
 
     uid: str

@@ -1,8 +1,11 @@
-"""The list of devices as the kubelet gets it, and the ids in it."""
+"""The list of devices as the kubelet gets it, the ids in it, and the streams that send it."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping
+import asyncio
+import logging
+import time
+from collections.abc import AsyncGenerator, Awaitable, Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Final
 
@@ -12,10 +15,15 @@ from deviceplugin.sharing import device_of, replicas_of
 from deviceplugin.source import DeviceSource
 from deviceplugin.wire import deviceplugin_pb2 as pb
 
+_LOG: Final = logging.getLogger(__name__)
+
 MAX_LIST_BYTES: Final = 4 * 1024 * 1024
 """The kubelet takes no larger message and shows a capacity of 0 (kubernetes#109304)."""
-ANY_REPLICAS: Final = 2
-"""As good as any number above 1 for telling which device a replica belongs to."""
+_TOO_LARGE: Final = (
+    "%s: the list of %d devices has %d bytes, more than the %d that the kubelet takes; it is not sent. "
+    "Use shorter device ids, fewer devices or replicas, or leave the topology out"
+)
+ANY_REPLICAS: Final = 2  # as good as any number above 1 for telling which device a replica belongs to
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,16 +45,15 @@ def entries(
 ) -> tuple[Entry, ...]:
     """Return what the kubelet is to see of a snapshot.
 
-    names_of: under which ids the kubelet knows a device; several, if it is shared.
-    offers: whether the plugin side offers a device. withheld: ids that are not offered.
+    names_of: returns a device's ids. withheld: ids that are not offered.
     A device of unknown health is shown healthy: only a device known to be broken is withdrawn.
     A device that is not offered is shown unhealthy, never dropped.
     """
     return tuple(
         Entry(
             name,
-            device.health.usable and offers(device.id) and name not in withheld,
-            device.numa_nodes if with_topology else (),
+            healthy=device.health.usable and offers(device.id) and name not in withheld,
+            numa=device.numa_nodes if with_topology else (),
         )
         for device in snapshot.devices.values()
         for name in names_of(device)
@@ -63,14 +70,6 @@ def rendered(lines: Iterable[Entry]) -> pb.ListAndWatchResponse:
     return response
 
 
-def too_large(resource: str, count: int, size: int) -> str:
-    """Return the error of a list that the kubelet would not take."""
-    return (
-        f"{resource}: the list of {count} devices has {size} bytes, more than the {MAX_LIST_BYTES} that the kubelet "
-        "takes; it is not sent. Use shorter device ids, fewer devices or replicas, or leave the topology out"
-    )
-
-
 class DeviceIds:
     """The ids under which the kubelet knows the devices of one resource.
 
@@ -81,8 +80,7 @@ class DeviceIds:
     def __init__(self, source: DeviceSource, inventory: Inventory) -> None:
         self._source = source
         self._inventory = inventory
-        self.legacy: Mapping[str, str] = {}
-        """The legacy ids and their devices."""
+        self.legacy: Mapping[str, str] = {}  # by id, its device
 
     def offered(self) -> tuple[str, ...]:
         """Return the ids under which the devices are offered now."""
@@ -101,10 +99,7 @@ class DeviceIds:
         self.legacy = {name: device for name, device in self.legacy.items() if name not in drop}
 
     def adopt_existing(self, names: Iterable[str]) -> frozenset[str]:
-        """Make legacy ids of those that pods have from before this agent began.
-
-        Returns those of devices that are not listed: they may be plugged in again, and are not shown until then.
-        """
+        """Make legacy ids of those that pods have from before this agent began; return those of unlisted devices."""
         known, offered = self._inventory.snapshot.devices, {*self.offered(), *self.legacy}
         ids = {name: self.device_id_of(name) for name in names if name not in offered}
         adopted = {name: device for name, device in ids.items() if device in known}
@@ -148,3 +143,118 @@ class DeviceIds:
             if known is not None and (name == device or self.names_of(known) == (device,)):
                 kept.setdefault(device, name)
         return kept
+
+
+@dataclass(eq=False, slots=True)
+class Stream:
+    """One ListAndWatch. shown: when the last list was sent (monotonic seconds), and the healthy ids in it."""
+
+    ending: bool = False
+    shown: tuple[float, frozenset[str]] | None = None
+
+
+class ListStreams:
+    """The ListAndWatch calls of one resource.
+
+    lines: returns the list as it is to be sent now, None before the first one. begun: streams so far.
+    """
+
+    def __init__(self, resource: str, lines: Callable[[], tuple[Entry, ...] | None]) -> None:
+        self.begun = 0
+        self._resource = resource
+        self._lines = lines
+        self._serving = True
+        self._on_end: Callable[[], None] = lambda: None
+        self._open: set[Stream] = set()
+        self._none_open = asyncio.Event()
+        self._none_open.set()
+        self._refresh = asyncio.Event()
+        self._resends = 0
+
+    def start(self, on_end: Callable[[], None]) -> None:
+        """Let streams begin. on_end: called when a stream ends and no other one is open."""
+        self._serving, self._on_end = True, on_end
+
+    def stop(self) -> None:
+        """Let every stream end at its next list, and those that only begin."""
+        self._serving, self._on_end = False, lambda: None
+
+    @property
+    def live(self) -> bool:
+        """Whether a stream is open."""
+        return bool(self._open)
+
+    def shown(self) -> tuple[float, frozenset[str]] | None:
+        """Return when the kubelet was last sent the list (monotonic seconds) and the healthy ids in it.
+
+        None without a stream, or before its first list was sent. With several streams the ids of all of them count.
+        """
+        shown = [stream.shown for stream in self._open if stream.shown is not None]
+        if not shown or len(shown) < len(self._open):
+            return None
+        return max(at for at, _ in shown), frozenset().union(*(ids for _, ids in shown))
+
+    async def end(self, timeout: float) -> bool:
+        """End every stream; return whether all were gone within `timeout` seconds."""
+        for stream in self._open:
+            stream.ending = True
+        self.refresh()
+        return await in_time(self._none_open.wait(), timeout)
+
+    def refresh(self) -> None:
+        """Have every stream send the list again if it has changed."""
+        self._refresh.set()
+        self._refresh = asyncio.Event()
+
+    def resend(self) -> bool:
+        """Send the list once more though nothing changed; return whether the kubelet listens.
+
+        With each list the kubelet writes its checkpoint anew (kubelet 1.36.3, devicemanager).
+        """
+        self._resends += 1
+        self.refresh()
+        return any(stream.shown is not None for stream in self._open)
+
+    async def lists(self) -> AsyncGenerator[pb.ListAndWatchResponse, None]:
+        """Open a stream: yield the list now and after each change, until the stream is ended."""
+        stream = Stream()
+        self._open.add(stream)
+        self._none_open.clear()
+        self.begun += 1
+        _LOG.debug("%s: the kubelet listens", self._resource)
+        try:
+            sent: tuple[Entry, ...] | None = None
+            refused: tuple[Entry, ...] | None = None
+            resends = self._resends
+            while self._serving and not stream.ending:
+                refresh, lines = self._refresh, self._lines()
+                if resends != self._resends:
+                    resends, sent = self._resends, None
+                if lines is None or lines in (sent, refused):
+                    await refresh.wait()
+                    continue
+                message = rendered(lines)  # whatever changes until it is sent is sent as one list after it
+                if (size := message.ByteSize()) <= MAX_LIST_BYTES:
+                    yield message
+                    sent = lines
+                    stream.shown = (time.monotonic(), frozenset(line.name for line in lines if line.healthy))
+                else:
+                    refused = lines
+                    _LOG.error(_TOO_LARGE, self._resource, len(lines), size, MAX_LIST_BYTES)
+                del message
+        finally:
+            self._open.discard(stream)
+            if not self._open:
+                self._none_open.set()
+                _LOG.debug("%s: the kubelet does not listen any more", self._resource)
+                self._on_end()
+
+
+async def in_time(work: Awaitable[object], timeout: float) -> bool:
+    """Wait for something; return whether it came within `timeout` seconds."""
+    try:
+        async with asyncio.timeout(timeout):
+            await work
+    except TimeoutError:
+        return False
+    return True

@@ -1,7 +1,7 @@
 """Decides whether a device may be offered or granted beside what others hold, for pods and claims alike.
 
-There is one guard for a process. Devices are reserved while their grant waits for other tasks, so that of two
-conflicting grants at the same time, through whichever side, one is refused.
+There is one guard for a process. A device is reserved during its grant, so that of two conflicting grants at the same
+time, through whichever side, one is refused.
 """
 
 from __future__ import annotations
@@ -12,14 +12,13 @@ from collections.abc import Awaitable, Callable, Collection, Coroutine, Iterable
 from contextlib import contextmanager
 from typing import Any, Final, Protocol, TypeVar
 
-from deviceplugin import identity
+from deviceplugin import hooks, identity
 from deviceplugin.device import Device
 from deviceplugin.exclusion import Key, Thing, Things, natural_key, thing_of, titled
 from deviceplugin.identity import Tokens, shown
 from deviceplugin.inventory import Inventory
 from deviceplugin.kubelet.allocation_gate import AllocationGate, AllowAll, Side
 from deviceplugin.kubelet.granted import Granted
-from deviceplugin.kubelet.releases import Releases
 from deviceplugin.sharing import device_of
 from deviceplugin.source import DeviceSource
 
@@ -27,6 +26,8 @@ _LOG: Final = logging.getLogger(__name__)
 _K = TypeVar("_K")
 
 RELEASING: Final = "`released` still works on it, after its timeout"
+CANCELLED: Final = 1.0
+"""Seconds that a coroutine has to end after it was cancelled."""
 _WORDS: Final[Mapping[Side, str]] = {"plugin": "for pods", "dra": "for claims", "": "quarantined"}
 
 
@@ -35,7 +36,7 @@ class ConflictError(Exception):
 
 
 class ServedDevices(Protocol):
-    """A resource's devices; `Service` is one."""
+    """A resource's devices (`deviceplugin.node.service.Service`)."""
 
     source: DeviceSource
     inventory: Inventory
@@ -61,18 +62,126 @@ async def _tokens_now(devices: Mapping[_K, Device]) -> dict[_K, Tokens]:
     return read() if all(map(identity.is_quick, devices.values())) else await asyncio.to_thread(read)
 
 
+class Releases:
+    """The `released` hooks that work now; nobody is given a device before its hook has ended.
+
+    Hooks of devices that are one thing run one by one. same_thing: returns devices and those that are the same thing,
+    or parts of it. changed: called when a hook works on after its timeout, and when such a hook has ended.
+    """
+
+    def __init__(self, same_thing: Callable[[Iterable[Key]], set[Key]], changed: Callable[[], None]) -> None:
+        self._same_thing = same_thing
+        self._changed = changed
+        self._tasks: dict[asyncio.Task[str], frozenset[Key]] = {}
+        self._overdue: dict[asyncio.Future[Any], frozenset[Key]] = {}
+
+    @property
+    def overdue(self) -> frozenset[Key]:
+        """The devices on which hooks work on after their timeouts."""
+        return frozenset().union(*self._overdue.values())
+
+    def run(self, keys: Iterable[Key], work: Coroutine[Any, Any, None]) -> asyncio.Task[str]:
+        """Run the `released` hook of devices; the task returns why it failed, "" if it did not.
+
+        The task ends with the hook's timeout, though the hook may work on. work: raises HookError if the hook fails.
+        """
+        keys = frozenset(keys)
+        task = asyncio.create_task(self._run(keys, work, self._of(keys)))
+        self._tasks[task] = keys
+        task.add_done_callback(self._tasks.pop)
+        return task
+
+    async def _run(
+        self, keys: frozenset[Key], work: Coroutine[Any, Any, None], earlier: Collection[asyncio.Task[str]]
+    ) -> str:
+        try:
+            if earlier:
+                await asyncio.wait(earlier)
+            await work
+        except hooks.HookError as error:
+            _LOG.warning("%s", error)
+            work_left = error.work if isinstance(error, hooks.HookTimeoutError) else None
+            if isinstance(work_left, asyncio.Task):
+                await asyncio.wait((work_left,), timeout=CANCELLED)
+            if work_left is not None and not work_left.done():
+                self._overdue[work_left] = keys
+                work_left.add_done_callback(self._overdue_ended)
+                self._changed()
+            return str(error)
+        return ""
+
+    def _overdue_ended(self, work: asyncio.Future[Any]) -> None:
+        keys = self._overdue.pop(work)
+        _LOG.info("`released` has ended, after its timeout: %s", ", ".join(map(titled, sorted(keys))))
+        self._changed()
+
+    async def wait(self, keys: Iterable[Key]) -> None:
+        """Wait for the hooks of these devices and of others that are the same thing.
+
+        Raises ConflictError: one works on after its timeout.
+        """
+        if not (self._tasks or self._overdue):
+            return
+        keys = tuple(keys)
+        if tasks := self._of(keys):
+            await asyncio.wait(tasks)
+        if overdue := self.overdue & self._same_thing(keys):
+            raise ConflictError(f"{titled(min(overdue))}: {RELEASING}")
+
+    def _of(self, keys: Iterable[Key]) -> set[asyncio.Task[str]]:
+        wanted = self._same_thing(keys) if self._tasks else set()
+        return {task for task, of in self._tasks.items() if not wanted.isdisjoint(of)}
+
+
+class ListedThings:
+    """What the devices of this process's resources are. served: returns these resources by name."""
+
+    def __init__(self, served: Callable[[], Mapping[str, ServedDevices]]) -> None:
+        self.served: Final = served
+        self._things = Things({})
+        self._version: object = None
+
+    def now(self) -> Things:
+        """Return all devices; the same object until they change."""
+        services = self.served()
+        version = tuple(
+            (name, id(one.inventory), one.inventory.snapshot.version, id(one.source)) for name, one in services.items()
+        )
+        if self._version != version:
+            found: dict[Key, Thing] = {}
+            for name, one in services.items():
+                now, source = one.inventory.snapshot, one.source
+                for device in now.devices.values():
+                    tokens = now.identities.get(device.id, frozenset())
+                    if tokens or device.consumes or device.counters:
+                        shared = source.replicas > 1 and source.replicas_of(device) > 1
+                        found[name, device.id] = thing_of(device, tokens, source.driver or name, shared=shared)
+            self._version, self._things = version, Things(found)
+        return self._things
+
+    def has(self, key: Key) -> bool:
+        """Whether its source lists a device now."""
+        snapshot = self.served()[key[0]].inventory.snapshot
+        return key[1] in snapshot.devices and key[1] not in snapshot.gone
+
+    def group(self, resource: str, device: str) -> tuple[Key, ...]:
+        """Return a device and those of its driver that move together with it, the first of them leading."""
+        services, things = self.served(), self.now()
+        if (resource, device) not in things.related:
+            return ((resource, device),)
+        driver = services[resource].source.driver
+        mine = {name for name, one in services.items() if name == resource or (driver and one.source.driver == driver)}
+        return things.group((resource, device), (key for key in things.related if key[0] in mine and self.has(key)))
+
+
 class ExclusionGuard:
     """Keeps devices that are one thing, or parts of one thing, from holders that exclude each other.
 
-    Args:
-        served: returns the resources of this process by name.
-        gate: knows the holders in ledgers, and on which side devices are.
-        allocated: returns what is known of all that pods hold, also of resources that are served no more, by (resource,
-            the kubelet's device id); the same object until it changes.
-        reread: has `allocated` know what the kubelet's checkpoint names now.
-        orphaned: returns what claims of drivers that are not served hold, under keys for messages; as `allocated`.
-        boot: what tells one boot of the node from another; None: the kernel's own.
-
+    served: as in `ListedThings`. gate: knows the holders in ledgers, and on which side devices are. allocated: returns
+    all that pods hold, also of resources that are served no more, by (resource, the kubelet's device id); the same
+    object until it changes. reread: has `allocated` know what the kubelet's checkpoint names now. orphaned: returns
+    what claims of drivers that are not served hold, under keys for messages; as `allocated`. boot: what tells one boot
+    of the node from another; None: the kernel's own.
     """
 
     def __init__(
@@ -86,48 +195,26 @@ class ExclusionGuard:
         boot: str | None = None,
     ) -> None:
         self.boot: Final = identity.boot_id() if boot is None else boot
-        self._served = served
+        self.reread: Final = reread
+        self.listed: Final = ListedThings(served)
+        self.releases: Final = Releases(self._with_peers, self.notify)
         self._gate: AllocationGate = gate or AllowAll()
         self._allocated = allocated
         self._orphaned = orphaned
-        self.reread: Final = reread
-        self._checked: tuple[object, object] = (None, None)
-        """What `allocated` and `orphaned` returned when they were last compared with `things`."""
         self._reserved: list[Sequence[Key]] = []
         self._granted: dict[Key, Tokens] = {}
         """What devices that are held now were when this process granted them, or first saw them."""
-        self._things: tuple[object, Things] = (None, Things({}))
-        self._releases = Releases(self._with_peers, self.notify)
         self._subscribers: list[Callable[[], None]] = []
         self._noticed: object = None
-        self._settled: object = None
-        """The version of `things` with which everything held was the same thing as when it was granted."""
+        self._settled: tuple[Things, object, object] | None = None
+        """With these things, `allocated` and `orphaned` everything held is the same thing as when it was granted."""
         self._withheld: dict[tuple[str, Side], Mapping[str, str]] = {}
         self.unsettled = False
         """Whether something held excludes devices under other ids, as of the last `notify`."""
 
-    @property
-    def things(self) -> Things:
-        """All devices as of now."""
-        services = self._served()
-        version = tuple(
-            (name, id(one.inventory), one.inventory.snapshot.version, id(one.source)) for name, one in services.items()
-        )
-        if self._things[0] != version:
-            found: dict[Key, Thing] = {}
-            for name, one in services.items():
-                now, source = one.inventory.snapshot, one.source
-                for device in now.devices.values():
-                    tokens = now.identities.get(device.id, frozenset())
-                    if tokens or device.consumes or device.counters:
-                        shared = source.replicas > 1 and source.replicas_of(device) > 1
-                        found[name, device.id] = thing_of(device, tokens, source.driver or name, shared=shared)
-            self._things = version, Things(found)
-        return self._things[1]
-
     def held(self, *, claims: bool = True) -> dict[Key, Tokens]:
         """Return what is held, reserved grants included. claims: include devices that only claims hold."""
-        things, gate, services = self.things, self._gate, self._served()
+        things, gate, services = self.listed.now(), self._gate, self.listed.served()
         held: dict[Key, Tokens] = {
             (name, one): frozenset() for name, each in services.items() for one in each.held_devices
         }
@@ -137,7 +224,7 @@ class ExclusionGuard:
             # What was granted just before its resource was dropped is in no checkpoint that was read yet.
             if key in held or key[0] not in services:
                 held[key] = held.get(key, frozenset()) | tokens
-        reserved = (*self._reserved, self._releases.overdue)
+        reserved = (*self._reserved, self.releases.overdue)
         held |= {key: frozenset() for keys in reserved for key in keys if key not in held}
         for key, tokens in gate.held().items():
             if claims or not gate.claimed(*key):
@@ -148,7 +235,7 @@ class ExclusionGuard:
 
     def _outside(self) -> Iterator[tuple[Key, Tokens]]:
         """Yield what is held by the kubelet's files, and what it was when it was granted."""
-        things, services = self.things, self._served()
+        things, services = self.listed.now(), self.listed.served()
         for (name, device_id), (tokens, shared) in self._allocated().items():
             if name in services:
                 devices = {services[name].device_of(device_id)}
@@ -168,25 +255,24 @@ class ExclusionGuard:
 
         On the side of claims the scheduler itself fits parts beside others that claims hold.
         """
-        things, held = self.things, self.held()
-        if resource not in self._served() or not (things.related or held):
+        things, held = self.listed.now(), self.held()
+        if resource not in self.listed.served() or not (things.related or held):
             return {}
-        snapshot = self._served()[resource].inventory.snapshot
+        snapshot = self.listed.served()[resource].inventory.snapshot
         keys = [(resource, name) for name in snapshot.devices]
         found = things.conflicts(keys, held, self.held(claims=False) if side == "dra" else None)
         for key in things.related & set(keys) - found.keys():
             if why := self._elsewhere(key) or self._named_before(key, held, side):
                 found[key] = why
-        found |= dict.fromkeys(self._releases.overdue & set(keys), RELEASING)
+        found |= dict.fromkeys(self.releases.overdue & set(keys), RELEASING)
         withheld = {device: why for (_, device), why in found.items()}
         self._log(resource, side, withheld)
         return withheld
 
     def _elsewhere(self, key: Key) -> str:
-        """Return which peer of a device is on another side, in words; "" if none is."""
-        mine, services = self._gate.side(*key), self._served()
-        for peer in sorted(self.things.peers(key)):
-            if self._listed(peer) and (theirs := self._gate.side(*peer)) != mine:
+        mine, services = self._gate.side(*key), self.listed.served()
+        for peer in sorted(self.listed.now().peers(key)):
+            if self.listed.has(peer) and (theirs := self._gate.side(*peer)) != mine:
                 reason = f"{titled(peer)}, which is the same thing or a part of it, is {_WORDS[theirs]}"
                 reason += f" and this one {_WORDS[mine]}"
                 if services[key[0]].source.driver != services[peer[0]].source.driver:
@@ -198,18 +284,14 @@ class ExclusionGuard:
         """Return under which other id an idle device is offered already, so that it counts once; "" if none."""
         if key in held:
             return ""
-        services = self._served()
+        services = self.listed.served()
         mine = services[key[0]].source
-        for other in sorted(self.things.aliases(key), key=natural_key):
+        for other in sorted(self.listed.now().aliases(key), key=natural_key):
             theirs = services[other[0]].source
             together = other[0] == key[0] or (side == "dra" and mine.driver and mine.driver == theirs.driver)
-            if together and mine.replicas == 1 and natural_key(other) < natural_key(key) and self._listed(other):
+            if together and mine.replicas == 1 and natural_key(other) < natural_key(key) and self.listed.has(other):
                 return f"it is offered as {titled(other)}"
         return ""
-
-    def _listed(self, key: Key) -> bool:
-        snapshot = self._served()[key[0]].inventory.snapshot
-        return key[1] in snapshot.devices and key[1] not in snapshot.gone
 
     def _log(self, resource: str, side: Side, withheld: Mapping[str, str]) -> None:
         before = self._withheld.get((resource, side), {})
@@ -222,23 +304,13 @@ class ExclusionGuard:
         """Return what `withheld` answered last for the plugin side; from any thread."""
         return self._withheld.get((resource, "plugin"), {})
 
-    def group(self, resource: str, device: str) -> tuple[Key, ...]:
-        """Return a device and those of its driver that move together with it, the first of them leading."""
-        services = self._served()
-        driver = services[resource].source.driver
-        things = self.things
-        if (resource, device) not in things.related:
-            return ((resource, device),)
-        mine = {name for name, one in services.items() if name == resource or (driver and one.source.driver == driver)}
-        return things.group((resource, device), (key for key in things.related if key[0] in mine and self._listed(key)))
-
     def identity(self, resource: str, device: str) -> str:
         """Return what a device is, as a ledger records it; "" if that is not known."""
-        return identity.recorded(self.things.tokens((resource, device)), self.boot)
+        return identity.recorded(self.listed.now().tokens((resource, device)), self.boot)
 
     def granted(self, resource: str, device: str) -> Granted:
         """Return what a device is now, for the answer to Allocate."""
-        return Granted(self.things.tokens((resource, device)), self.things.shared((resource, device)))
+        return Granted(self.listed.now().tokens((resource, device)), self.listed.now().shared((resource, device)))
 
     @contextmanager
     def reserve(self, keys: Iterable[Key]) -> Iterator[None]:
@@ -265,61 +337,45 @@ class ExclusionGuard:
 
         So it is on nearly every node; then a grant need not compare all holders.
         """
-        things = self.things
+        things, settled = self.listed.now(), self._settled
         tokens = {key: things.tokens(key) for key in wanted}
-        if self._settled is not self._things[0] or not things.related.isdisjoint(wanted):
+        if settled is None or settled[0] is not things or not things.related.isdisjoint(wanted):
             return False
         if any(self._granted.get(key, now) != now for key, now in tokens.items()):
             return False
-        outside = self._allocated(), self._orphaned()
-        if outside[0] is not self._checked[0] or outside[1] is not self._checked[1]:
+        allocated, orphaned = self._allocated(), self._orphaned()
+        if allocated is not settled[1] or orphaned is not settled[2]:
             if any(things.excluded(key, one) for key, one in self._outside()):
                 return False
-            self._checked = outside
+            self._settled = things, allocated, orphaned
         self._granted |= tokens
         return True
 
     def _check(self, wanted: Sequence[Key]) -> None:
-        things, held = self.things, self.held()
+        things, held = self.listed.now(), self.held()
         if reason := things.conflict(wanted, held):
             raise ConflictError(reason)
         for key in wanted:
             if key not in held:
                 self._granted[key] = things.tokens(key)
 
-    def in_use(self, keys: Iterable[Key]) -> frozenset[Key]:
-        """Return those devices that are in use though their own ids are not.
-
-        They are being granted, `released` works on them after its timeout, or they are held under another id or as
-        a part.
-        """
+    def in_use(self, keys: Iterable[Key]) -> set[Key]:
+        """Return those devices that are being granted, that `released` works on, or that another id's holder has."""
         wanted = tuple(keys)
-        granting = {key for keys in self._reserved for key in keys} | self._releases.overdue
-        return frozenset(key for key in wanted if key in granting) | self.things.conflicts(wanted, self.held()).keys()
-
-    def release(self, keys: Iterable[Key], work: Coroutine[Any, Any, None]) -> asyncio.Task[str]:
-        """Run the `released` hook of devices (`Releases.run`); nobody is given one of them before it has ended."""
-        return self._releases.run(keys, work)
-
-    async def wait_released(self, keys: Iterable[Key]) -> None:
-        """Wait for the `released` hooks that work on these devices or on others that are the same thing.
-
-        Raises ConflictError: one works on after its timeout.
-        """
-        if overdue := await self._releases.wait(keys):
-            raise ConflictError(f"{titled(min(overdue))}: {RELEASING}")
+        granting = {key for keys in self._reserved for key in keys} | self.releases.overdue
+        return granting.intersection(wanted) | self.listed.now().conflicts(wanted, self.held()).keys()
 
     def _with_peers(self, keys: Iterable[Key]) -> set[Key]:
-        return {one for key in keys for one in (key, *self.things.peers(key))}
+        return {one for key in keys for one in (key, *self.listed.now().peers(key))}
 
     async def verify(self, keys: Iterable[Key]) -> None:
-        """Wait for `released` hooks (`wait_released`), and check that devices are what they were listed as.
+        """Wait for `released` hooks, and check that devices are what they were listed as.
 
         Raises ConflictError: one is not, or `released` still works on it.
         """
         keys = tuple(keys)
-        await self.wait_released(keys)
-        for resource, served in tuple(self._served().items()):  # a reload may drop one meanwhile
+        await self.releases.wait(keys)
+        for resource, served in tuple(self.listed.served().items()):  # a reload may drop one meanwhile
             if names := [device for of, device in keys if of == resource]:
                 await self._verify(served.inventory, names)
 
@@ -336,14 +392,12 @@ class ExclusionGuard:
             await identity.publish(inventory, there)
         for name in other:
             if listed[name]:
-                raise ConflictError(
-                    f"device {name} of {snapshot.resource} is not what it was listed as: "
-                    f"{shown(listed[name])}, now {shown(now[name])}"
-                )
+                was = f"device {name} of {snapshot.resource} is not what it was listed as"
+                raise ConflictError(f"{was}: {shown(listed[name])}, now {shown(now[name])}")
 
     async def verify_granted(self, keys: Iterable[Key]) -> None:
         """Check that devices still are what they were when they were granted. Raises ConflictError: one is not."""
-        held, services = self.held(), self._served()
+        held, services = self.held(), self.listed.served()
         devices: dict[Key, Device] = {}
         for resource, name in keys:
             listed = services[resource].inventory.snapshot.devices if resource in services else {}
@@ -352,40 +406,32 @@ class ExclusionGuard:
 
         for key, tokens in (await _tokens_now(devices)).items():
             if tokens.isdisjoint(held[key]):
-                raise ConflictError(
-                    f"{titled(key)} is not what its holder was given: {shown(held[key])}, now {shown(tokens)}"
-                )
+                was = f"{titled(key)} is not what its holder was given"
+                raise ConflictError(f"{was}: {shown(held[key])}, now {shown(tokens)}")
 
     def subscribe(self, callback: Callable[[], None]) -> None:
         """Call `callback` when other devices may be offered than before because of their peers."""
         self._subscribers.append(callback)
 
     def notify(self, *, scanned: bool = False) -> None:
-        """Find out whether other devices may be offered than before; called when holders, sides or devices changed.
+        """Tell the subscribers if other devices may be offered than before; called after any change.
 
         scanned: `allocated` is newer than all that was granted.
         """
         if scanned:
-            served, allocated = self._served().keys(), set(self._allocated())
+            served, allocated = self.listed.served().keys(), set(self._allocated())
             allocated |= {(name, device_of(one, 2)) for name, one in allocated}
             self._granted = {key: one for key, one in self._granted.items() if key[0] in served or key in allocated}
-        things, held = self.things, self.held()
+        things, held = self.listed.now(), self.held()
         self._granted = {key: self._granted.get(key) or tokens or things.tokens(key) for key, tokens in held.items()}
         was = {key: tokens | self._granted[key] for key, tokens in held.items()}
         self.unsettled = any(things.excluded(key, tokens) for key, tokens in was.items())
-        self._settled = None if self.unsettled else self._things[0]
-        self._checked = self._allocated(), self._orphaned()
-        noticed: Any = (
-            things.related,
-            # Others exclude nobody, whoever holds them.
-            {
-                key: tokens | things.tokens(key)
-                for key, tokens in held.items()
-                if key in things.related or things.excluded(key, tokens)
-            },
-            {key: self._gate.side(*key) for key in things.related},
-            self._releases.overdue,
-        )
+        self._settled = None if self.unsettled else (things, self._allocated(), self._orphaned())
+        # Others exclude nobody, whoever holds them.
+        excluding = [key for key, tokens in held.items() if key in things.related or things.excluded(key, tokens)]
+        was = {key: held[key] | things.tokens(key) for key in excluding}
+        sides = {key: self._gate.side(*key) for key in things.related}
+        noticed: object = things.related, was, sides, self.releases.overdue
         if noticed != self._noticed:
             self._noticed = noticed
             for callback in self._subscribers:

@@ -1,10 +1,9 @@
 """What devices were when they were granted, as the kubelet's checkpoint keeps it.
 
-The kubelet keeps the answer to Allocate for as long as the allocation (`AllocResp`; kubelet 1.36,
-devicemanager/checkpoint). An annotation in it says what the granted devices were. The kubelet passes annotations on to
-the container runtime and merges those of several resources, so each resource has a key of its own. Answers without it
-(of other plugins, of earlier versions, of another boot) name host paths of device nodes; these are as good as their
-numbers now.
+The kubelet keeps the answer to Allocate with the allocation (`AllocResp`; kubelet 1.36, devicemanager/checkpoint).
+An annotation in it says what the granted devices were. The kubelet merges the annotations of several resources, so each
+has a key of its own. Answers without it (of other plugins or of another boot) name host paths of device nodes, which
+are as good as their numbers now.
 """
 
 from __future__ import annotations

@@ -2,14 +2,13 @@
 
 An allocation ends when checkpoints that were written at our own requests do not name it and no process of its pod
 can run any more. Whatever is missing, silent or unreadable means "unknown", and unknown counts as held.
-PodResources `List` takes no part in this: it is empty after the kubelet's start and leaves out pods that were
-deleted by force (kubelet 1.36, apis/podresources/server_v1.go). It only gives names to people.
+PodResources `List` takes no part in this (`deviceplugin.kubelet.podresources` says why).
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any, Final, NamedTuple
 
@@ -17,6 +16,8 @@ from deviceplugin.kubelet.cgroups import PodProcesses
 from deviceplugin.kubelet.checkpoint import Allocation, Checkpoint
 
 _NONE: Final[Mapping[Any, Any]] = MappingProxyType({})
+WELL_APART: Final = 4.0
+"""Seconds between the two checkpoints after which a grant whose container no checkpoint names is over."""
 
 
 class Holding(NamedTuple):
@@ -70,8 +71,8 @@ class HolderSnapshot:
     def unnamed(self, resource: str) -> frozenset[str]:
         """Return the ids that the kubelet may give away though they are in use: unnamed, but their pod's processes run.
 
-        Of a holder without processes that is not named it is only not proved yet that it has ended. To show its device
-        unhealthy for that time would fail pods; the next grant reads its processes again.
+        A holder that is not named and has no processes may have ended. To show its device unhealthy until that is
+        proved would fail pods; the next grant reads its processes again.
         """
         mine = [one for one in self.held.items() if one[0].resource == resource]
         named = {allocation.device_id for allocation, holding in mine if holding.named}
@@ -94,10 +95,7 @@ def shows_present(written: Collection[Checkpoint]) -> bool:
 
 
 def holders(known: Iterable[Allocation], seen: HolderEvidence, at: float = 0.0) -> HolderSnapshot:
-    """Decide which allocations count as held.
-
-    known: allocations that were held before. at: when reading the evidence began.
-    """
+    """Decide which allocations count as held. known: those that were held before. at: when reading began."""
     awake = seen.awake and bool(seen.checkpoints)
     named: frozenset[Allocation] = frozenset().union(*(one.allocations for one in seen.checkpoints))
     held: dict[Allocation, Holding] = {}
@@ -145,3 +143,37 @@ def needs_request(held: Mapping[Allocation, Holding], pods: PodProcesses) -> fro
     return frozenset(
         allocation for allocation, holding in held.items() if not (holding.named and pods.may_run(allocation.pod_uid))
     )
+
+
+@dataclass(frozen=True, slots=True)
+class IdsInUse:
+    """Which of a resource's ids are in use as of the last observation. freed: those that came free with it.
+
+    Allocate carries no pod. A grant is pending until the kubelet's checkpoint names a container for it that it did not
+    name before, or until two checkpoints, each written at our request and well apart, name none.
+    pending: ids of such grants, with when a checkpoint without a container was first asked for.
+    """
+
+    held: frozenset[Allocation] = frozenset()
+    pending: Mapping[str, float | None] = field(default_factory=dict)
+    freed: frozenset[str] = frozenset()
+
+    @property
+    def ids(self) -> frozenset[str]:
+        """All ids that a container holds or may be about to get."""
+        return frozenset(one.device_id for one in self.held) | self.pending.keys()
+
+    def granted(self, ids: Collection[str]) -> IdsInUse:
+        """Return what is known after an own Allocate granted these ids."""
+        return replace(self, pending={**self.pending, **dict.fromkeys(ids)}, freed=frozenset())
+
+    def observed(self, held: Collection[Allocation], at: float, *, awake: bool) -> IdsInUse:
+        """Return what is known after a scan. at: when it began (monotonic seconds). awake: as in `HolderSnapshot`."""
+        now = frozenset(held)
+        named = {one.device_id for one in now - self.held}
+        pending = {name: since for name, since in self.pending.items() if name not in named}
+        if awake:
+            over = {name for name, since in pending.items() if since is not None and at - since >= WELL_APART}
+            pending = {name: at if since is None else since for name, since in pending.items() if name not in over}
+        after = IdsInUse(now, pending)
+        return replace(after, freed=self.ids - after.ids)

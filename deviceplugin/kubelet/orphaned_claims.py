@@ -2,9 +2,8 @@
 
 There are such claims after `dra-bridge run` was replaced by `deviceplugin run`, and after a resource's driver was
 renamed or taken out of the configuration. The kubelet's claim state names them, even if the bridge's ledger is lost.
-It names devices as their driver published them. Such names are made of device ids, so a device is withheld if a
-claim of a driver that is not served holds one of that name. It also names CDI devices. Their files tell the device
-nodes, so that a device under another name is withheld, too.
+It has the names that the driver published, which are made of device ids, and CDI devices, whose files tell the device
+nodes; so a device under another name is withheld, too.
 """
 
 from __future__ import annotations
@@ -29,8 +28,7 @@ from deviceplugin.kubelet.holders import HolderSnapshot
 
 _LOG: Final = logging.getLogger(__name__)
 
-_KINDS: Final[Mapping[str, Kind]] = {"c": "char", "u": "char", "b": "block"}
-"""Device nodes by their types in CDI files."""
+_KINDS: Final[Mapping[str, Kind]] = {"c": "char", "u": "char", "b": "block"}  # by the type in a CDI file
 
 
 def orphaned(claims: Iterable[PreparedClaim], served: Collection[str] = ()) -> dict[str, str]:
@@ -48,7 +46,7 @@ def only_seen(claim: PreparedClaim, driver: str) -> frozenset[str]:
     """Return the names of a driver's devices that a claim has administrative access to and does not hold.
 
     The bridge's CDI ids tell: `<driver>/claim=admin_<claim UID>_<request>_<device>...` (dra_bridge.driver). A device
-    of the same name of another driver, or in another request of the claim, is held.
+    that is also in another request of the claim is held.
     """
     prefix = cdi.qualified(driver, f"admin_{claim.uid}_")
     ids = (name.removeprefix(prefix).split("_") for name in claim.cdi_ids if name.startswith(prefix))
@@ -90,7 +88,6 @@ class OrphanedClaims:
     """The claims of drivers that are not served, as the kubelet's claim state has them now.
 
     served: returns the drivers that this process serves; it knows their claims itself.
-    cdi_directory: where the drivers write CDI files.
     """
 
     def __init__(
@@ -156,8 +153,8 @@ class OrphanedClaims:
 class OrphanedClaimGate(AllowAll):
     """An allocation gate for resources that this process serves to pods only: it withholds what such claims hold.
 
-    It is also an observer of scans, so that they go on while something is withheld.
-    holder: returns which claim that is not this process's own holds a device, or may, in words; "" if none.
+    As an observer of scans it keeps them going while something is withheld.
+    holder: returns which claim of others holds a device, or may, in words; "" if none.
     """
 
     def __init__(self, holder: Callable[[str, str], str]) -> None:

@@ -2,7 +2,6 @@
 
 `List` proves nothing about who holds a device: it is empty after the kubelet's start, and leaves out pods that were
 deleted by force and init containers that are not sidecars (kubelet 1.36, apis/podresources/server_v1.go).
-`deviceplugin.kubelet.holders` decides that from other evidence.
 
 `List` makes the device manager compute its allocated devices anew, and the choice of an Allocate in flight is not
 among them yet (kubernetes#137534). So it is called only while no own call is in flight (`AllocationsInFlight`).

@@ -48,10 +48,7 @@ def choice(
 def as_names(
     ids: Iterable[str], available: Iterable[str], must_include: Iterable[str], device_of: Callable[[str], str]
 ) -> list[str] | None:
-    """Turn device ids that a hook prefers into ids of the kubelet's; None if one is not available.
-
-    device_of: returns the device of an id of the kubelet's.
-    """
+    """Turn device ids that a hook prefers into ids of the kubelet's; None if one is not available."""
     chosen = list(dict.fromkeys(must_include))
     free: dict[str, list[str]] = {}
     for name in available:

@@ -1,7 +1,7 @@
 """Keeps one resource registered with the kubelet: serve, register, watch, and again.
 
-The kubelet forgets every registration when it restarts, and sometimes without that. The next step is a pure function
-of what is seen (`next_step`). Every event wakes the same loop, so a restart takes the same path as the start.
+The kubelet forgets registrations when it restarts, and sometimes without that. Every event wakes the same loop, and
+the next step is a pure function of what is seen (`next_step`), so a restart takes the same path as the start.
 
 Facts (kubelet 1.36.3): at its start the kubelet deletes every socket in the directory, its own
 last, then makes kubelet.sock; it dials back before it answers Register; when an old ListAndWatch
@@ -81,9 +81,9 @@ def socket_name(resource: str, directory: str, instance: str) -> str:
 class Seen:
     """What is seen at one moment.
 
-    kubelet: kubelet.sock. served: the own server's socket is in its place. live: a ListAndWatch is under way.
-    listened: there was one since the last Register that succeeded. registered: the kubelet.sock of that Register.
-    since: seconds since then. ready: there is a list to serve.
+    kubelet: kubelet.sock. served: the own socket is in its place. live: a ListAndWatch is open. listened: one was since
+    the last Register that succeeded. registered: the kubelet.sock of that Register. since: seconds since then.
+    ready: there is a list to serve.
     """
 
     kubelet: FileIdentity | None
@@ -121,8 +121,7 @@ def next_step(seen: Seen, patience: float) -> Step:
 class InstanceLock:
     """Locks a resource for one process on this node; the kernel ends the lock when the process dies.
 
-    The file is in the device plugin directory, which all instances share, in containers or not. The kubelet deletes
-    only sockets there.
+    The file is in the device plugin directory, which all instances share; the kubelet deletes only sockets there.
     """
 
     def __init__(self, directory: Path, resource: str) -> None:
@@ -187,18 +186,95 @@ class Timing:
     takeover: float = 5.0  # for another instance to go
 
 
-@dataclass(frozen=True, slots=True)
-class Server:
-    """A gRPC server of the endpoint, and its socket."""
+class SocketServer:
+    """Serves an endpoint on a socket in the device plugin directory, under the resource's lock.
 
-    server: grpc.aio.Server
-    path: Path
-    identity: FileIdentity | None
+    Each socket has a name of its own that is never used again, so that a server's stop() unlinks nobody's socket.
+    """
+
+    def __init__(self, endpoint: Endpoint, directory: Path, timing: Timing) -> None:
+        self.lock = InstanceLock(directory, endpoint.resource)
+        self._endpoint = endpoint
+        self._directory = directory
+        self._timing = timing
+        self._server: grpc.aio.Server | None = None
+        self._socket = directory
+        self._identity: FileIdentity | None = None
+        self._stopping: set[asyncio.Task[None]] = set()
 
     @property
     def in_place(self) -> bool:
-        """Whether the socket is the one that the server made."""
-        return self.identity is not None and file_identity(self.path) == self.identity
+        """Whether there is a server, and its path leads to the socket that it made."""
+        return self._identity is not None and file_identity(self._socket) == self._identity
+
+    async def lock_resource(self) -> None:
+        """Take the lock of this resource on this node; wait a little for another instance to end.
+
+        Raises DirectoryError or InstanceError.
+        """
+        if self.lock.acquire():
+            return
+        served = f"{self._endpoint.resource} is served on this node by another process already"
+        _LOG.warning("%s (%s); waiting for it to end", served, self.lock.owner())
+        until = time.monotonic() + self._timing.takeover
+        while time.monotonic() < until:
+            await asyncio.sleep(0.1)  # flock has no wait with a deadline
+            if self.lock.acquire():
+                return
+        owner = f"{self.lock.owner()}, which has locked {self.lock.path}"
+        raise InstanceError(f"{served} ({owner}); stop it, or give this one another resource name")
+
+    async def serve(self) -> str:
+        """Return the name of a socket that is served and in its place; start a server if need be.
+
+        Raises DirectoryError or InstanceError.
+        """
+        await self.lock_resource()
+        if self.in_place:
+            return self._socket.name
+        self.retire()
+        self._remove_stale_sockets()
+        path = self._directory / socket_name(self._endpoint.resource, str(self._directory), secrets.token_hex(4))
+        server = grpc.aio.server(options=(("grpc.so_reuseport", 0), ("grpc.max_send_message_length", -1)))
+        add_DevicePluginServicer_to_server(self._endpoint, server)
+        try:
+            server.add_insecure_port(unix_address(path))
+        except RuntimeError as error:
+            raise DirectoryError(f"{self._directory}: cannot make a socket there: {error}; {_NEEDED}") from error
+        await server.start()
+        self._server, self._socket, self._identity = server, path, file_identity(path)
+        return path.name
+
+    def _remove_stale_sockets(self) -> None:
+        """Remove sockets of killed instances: this process has the lock, and nobody answers there."""
+        tail = "x" * 8 + ".sock"
+        prefix = socket_name(self._endpoint.resource, str(self._directory), "x" * 8).removesuffix(tail)
+        own_name = re.compile(re.escape(prefix) + r"[0-9a-f]{8}\.sock")
+        for path in self._directory.glob("*.sock"):
+            if own_name.fullmatch(path.name) and is_abandoned(path):
+                with contextlib.suppress(OSError):
+                    path.unlink()
+
+    def retire(self) -> None:
+        """Stop the server; calls in flight may end."""
+        if self._server is not None:
+            task = asyncio.create_task(self._server.stop(self._timing.drain))
+            self._server = self._identity = None
+            self._stopping.add(task)
+            task.add_done_callback(self._stopping.discard)
+
+    def remove_socket(self) -> None:
+        """Remove the own socket, so that nobody connects any more."""
+        if self.in_place:
+            with contextlib.suppress(OSError):
+                self._socket.unlink()
+
+    async def end(self) -> None:
+        """Wait for the servers to end, and release the lock."""
+        self.retire()
+        if self._stopping:
+            await asyncio.wait(self._stopping, timeout=self._timing.drain + 1.0)
+        self.lock.release()
 
 
 @dataclass(frozen=True, slots=True)
@@ -214,8 +290,8 @@ class Accepted:
 class Registration:
     """Keeps one endpoint served and registered until it is cancelled.
 
-    turn: serialises Register between the resources of a process: the kubelet dials back during
-    the call, and leaks memory when registrations follow too fast (kubernetes#124716).
+    turn: serialises Register between the resources of a process: the kubelet dials back during the call, and leaks
+    memory when registrations follow too fast (kubernetes#124716).
     """
 
     def __init__(
@@ -223,21 +299,18 @@ class Registration:
     ) -> None:
         self.endpoint = endpoint
         self.statistics = RegistrationStatistics()
-        self._directory = directory
         self._kubelet = directory / KUBELET_SOCKET
         self._timing = timing or Timing()
         self._turn = turn or asyncio.Lock()
         self._backoff = Backoff(first=0.01, most=10.0)
-        self._lock = InstanceLock(directory, endpoint.resource)
-        self._server: Server | None = None
+        self._server = SocketServer(endpoint, directory, self._timing)
         self._accepted: Accepted | None = None
         self._last_kubelet: FileIdentity | None = None  # of the last Register that succeeded, ever
         self._last_logged = ""
         self._wake: Callable[[], None] = lambda: None
-        self._stopping: set[asyncio.Task[None]] = set()
 
     def __repr__(self) -> str:
-        return f"<Registration of {self.endpoint.resource} in {self._directory}>"
+        return f"<Registration of {self.endpoint.resource} in {self._kubelet.parent}>"
 
     async def run(self) -> None:
         """Serve and register until cancelled, then drain and remove the own socket.
@@ -245,9 +318,9 @@ class Registration:
         Raises DirectoryError or InstanceError: the resource cannot be served.
         """
         try:
-            with filewatch.shared().watch([str(self._directory)]) as watch:
+            with filewatch.shared().watch([str(self._kubelet.parent)]) as watch:
                 self._wake = watch.wake
-                self.endpoint.start(watch.wake)
+                self.endpoint.streams.start(watch.wake)
                 forget = self.endpoint.inventory.subscribe(
                     lambda snapshot: None if self._last_logged != "devices" else watch.wake()
                 )
@@ -263,11 +336,11 @@ class Registration:
         self._wake()
 
     async def _loop(self, watch: filewatch.Watch) -> None:
-        timing = self._timing
-        if self._directory.exists():
-            if not self._directory.is_dir():
-                raise DirectoryError(f"{self._directory} is not a directory; use the kubelet's device plugin directory")
-            await self._lock_resource()  # raises at once what no kubelet can repair
+        timing, directory = self._timing, self._kubelet.parent
+        if directory.exists():
+            if not directory.is_dir():
+                raise DirectoryError(f"{directory} is not a directory; use the kubelet's device plugin directory")
+            await self._server.lock_resource()  # raises at once what no kubelet can repair
         while True:
             seen = self._seen()
             step = next_step(seen, timing.patience)
@@ -282,8 +355,8 @@ class Registration:
                 self.statistics.registered = False
                 self._log_once("kubelet", f"waiting for the kubelet ({self._kubelet} is not there)")
                 self._backoff.reset()
-                if not seen.served and self._directory.is_dir():
-                    await self._serve()  # ready before the kubelet is: it deletes sockets before it makes its own
+                if not seen.served and directory.is_dir():
+                    await self._server.serve()  # before the kubelet makes its socket: it deletes others first
             elif step is Step.REST and seen.since >= timing.patience:
                 self._backoff.reset()
             stream_due = max(0.01, timing.patience - seen.since)
@@ -313,9 +386,9 @@ class Registration:
         accepted = self._accepted
         return Seen(
             kubelet=file_identity(self._kubelet),
-            served=self._server is not None and self._server.in_place,
-            live=self.endpoint.live,
-            listened=accepted is not None and self.endpoint.streams_begun > accepted.streams,
+            served=self._server.in_place,
+            live=self.endpoint.streams.live,
+            listened=accepted is not None and self.endpoint.streams.begun > accepted.streams,
             registered=accepted.kubelet if accepted is not None else None,
             since=time.monotonic() - accepted.at if accepted is not None else 0.0,
             ready=self.endpoint.inventory.snapshot.listed,
@@ -324,22 +397,22 @@ class Registration:
     async def _register(self, watch: filewatch.Watch) -> bool:
         """Serve if need be, end the old stream, register once; return whether the kubelet took it."""
         resource, timing = self.endpoint.resource, self._timing
-        if self.endpoint.live and self._accepted is not None and self._accepted.kubelet == file_identity(self._kubelet):
+        kubelet, accepted, self._accepted = file_identity(self._kubelet), self._accepted, None
+        if self.endpoint.streams.live and accepted is not None and accepted.kubelet == kubelet:
             await self.endpoint.settled(timing.calls)  # the kubelet ends them with the stream
-        self._accepted = None
         self.statistics.registered = False
-        if not await self.endpoint.end_streams(timing.stream):
+        if not await self.endpoint.streams.end(timing.stream):
             _LOG.warning("%s: an old ListAndWatch did not end in time; starting a new server", resource)
-            self._retire()
-        await self._serve()
+            self._server.retire()
+        await self._server.serve()
         options = self.endpoint.options
         try:
             async with self._turn:
                 # In this order: a kubelet deletes sockets before it makes its own, and may have
                 # done so while another resource had its turn. It would dial a lost one for 10 s.
                 kubelet = file_identity(self._kubelet)
-                name = (await self._serve()).path.name
-                streams = self.endpoint.streams_begun
+                name = await self._server.serve()
+                streams = self.endpoint.streams.begun
                 request = pb.RegisterRequest(version=VERSION, endpoint=name, resource_name=resource, options=options)
                 # A fresh channel each time: one that failed for long took 3 s to recover, a fresh one 1 ms.
                 async with grpc.aio.insecure_channel(unix_address(self._kubelet), options=CHANNEL_OPTIONS) as channel:
@@ -350,11 +423,9 @@ class Registration:
         except grpc.aio.AioRpcError as error:
             self.statistics.failures += 1
             gone = error.code() is grpc.StatusCode.UNAVAILABLE
-            text = f"the kubelet refused the registration ({error.code().name}: {error.details()}); trying again"
-            if gone:
-                text = f"the kubelet does not answer at {self._kubelet}; trying again"
-            key = f"refused {error.code().name} {error.details()}"
-            self._log_once(key, text, logging.INFO if gone else logging.ERROR)
+            why = f"{error.code().name}: {error.details()}"
+            text = f"does not answer at {self._kubelet}" if gone else f"refused the registration ({why})"
+            self._log_once(why, f"the kubelet {text}; trying again", logging.INFO if gone else logging.ERROR)
             return False
         again = " again" if self.statistics.registrations else ""
         self.statistics.registrations += 1
@@ -384,79 +455,18 @@ class Registration:
         finally:
             call.cancel()
 
-    async def _lock_resource(self) -> None:
-        """Take the lock of this resource on this node; wait a little for another instance to end."""
-        if self._lock.acquire():
-            return
-        resource, owner = self.endpoint.resource, self._lock.owner()
-        _LOG.warning("%s is served on this node by another process (%s); waiting for it to end", resource, owner)
-        until = time.monotonic() + self._timing.takeover
-        while time.monotonic() < until:
-            await asyncio.sleep(0.1)  # flock has no wait with a deadline
-            if self._lock.acquire():
-                return
-        raise InstanceError(
-            f"{resource} is served on this node by another process already ({self._lock.owner()}, "
-            f"which holds {self._lock.path}); stop it, or give this one another resource name"
-        )
-
-    async def _serve(self) -> Server:
-        """Return a server whose socket is in its place; start one if need be, on a socket of a name of its own."""
-        await self._lock_resource()
-        if self._server is not None and self._server.in_place:
-            return self._server
-        self._retire()
-        self._remove_stale_sockets()
-        path = self._directory / socket_name(self.endpoint.resource, str(self._directory), secrets.token_hex(4))
-        server = grpc.aio.server(options=(("grpc.so_reuseport", 0), ("grpc.max_send_message_length", -1)))
-        add_DevicePluginServicer_to_server(self.endpoint, server)
-        try:
-            server.add_insecure_port(unix_address(path))
-        except RuntimeError as error:
-            raise DirectoryError(f"{self._directory}: cannot make a socket there: {error}; {_NEEDED}") from error
-        await server.start()
-        self._server = Server(server, path, file_identity(path))
-        return self._server
-
-    def _remove_stale_sockets(self) -> None:
-        """Remove sockets of earlier instances of this resource, which were killed.
-
-        This process holds the resource's lock, and nobody answers there, so no process uses them.
-        """
-        tail = "x" * 8 + ".sock"
-        prefix = socket_name(self.endpoint.resource, str(self._directory), "x" * 8).removesuffix(tail)
-        own_name = re.compile(re.escape(prefix) + r"[0-9a-f]{8}\.sock")
-        for path in self._directory.glob("*.sock"):
-            if own_name.fullmatch(path.name) and is_abandoned(path):
-                with contextlib.suppress(OSError):
-                    path.unlink()
-
-    def _retire(self) -> None:
-        """Stop the server, whose socket is lost; calls in flight may end."""
-        if self._server is not None:
-            # Its socket's name is never used again, so that its stop() unlinks nobody's socket.
-            task = asyncio.create_task(self._server.server.stop(self._timing.drain))
-            self._server = None
-            self._stopping.add(task)
-            task.add_done_callback(self._stopping.discard)
-
     async def _close(self) -> None:
         """Remove the own socket, let calls in flight end, end the streams.
 
         In this order: with the stream the kubelet closes its connection, and fails pods whose Allocate is in flight.
         """
         self.statistics.registered = False
-        if self._server is not None and self._server.in_place:
-            with contextlib.suppress(OSError):
-                self._server.path.unlink()
-        if self.endpoint.live:
+        self._server.remove_socket()
+        if self.endpoint.streams.live:
             await self.endpoint.settled(self._timing.calls)
-        self.endpoint.stop()  # a stream that the kubelet is just beginning would be waited for
-        await self.endpoint.end_streams(self._timing.stream)
-        self._retire()
-        if self._stopping:
-            await asyncio.wait(self._stopping, timeout=self._timing.drain + 1.0)
-        self._lock.release()
+        self.endpoint.streams.stop()  # a stream that the kubelet is just beginning would be waited for
+        await self.endpoint.streams.end(self._timing.stream)
+        await self._server.end()
 
     def _log_once(self, key: str, message: str, level: int = logging.INFO) -> None:
         """Log a message once, until another one is logged."""

@@ -1,18 +1,15 @@
-"""The servicer of one resource: the five calls of device plugin API v1beta1.
-
-It reads the inventory, calls the source's hooks and has the allocation gate record what it allocates.
-"""
+"""The servicer of one resource: the five calls of device plugin API v1beta1."""
 
 from __future__ import annotations
 
-import asyncio
+import contextlib
 import logging
 import time
 from collections import Counter, defaultdict
-from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Final, Protocol, TypeVar
+from typing import Final, TypeVar
 
 import grpc
 import grpc.aio
@@ -22,10 +19,11 @@ from deviceplugin.device import MAX_ID, NO_EDITS, ContainerEdits, Device, EditCo
 from deviceplugin.inventory import Inventory
 from deviceplugin.kubelet import preference
 from deviceplugin.kubelet.allocation_gate import AllocationGate, AllowAll, Refusal
-from deviceplugin.kubelet.device_list import MAX_LIST_BYTES, DeviceIds, Entry, entries, rendered, too_large
+from deviceplugin.kubelet.device_list import DeviceIds, Entry, ListStreams, entries, in_time
 from deviceplugin.kubelet.exclusion_guard import ConflictError, ExclusionGuard
 from deviceplugin.kubelet.granted import annotate
 from deviceplugin.kubelet.podresources import AllocationsInFlight
+from deviceplugin.kubelet.tracker import HolderTracker
 from deviceplugin.source import DeviceSource
 from deviceplugin.wire import deviceplugin_pb2 as pb
 from deviceplugin.wire.deviceplugin_pb2_grpc import DevicePluginServicer
@@ -34,24 +32,9 @@ _LOG: Final = logging.getLogger(__name__)
 _T = TypeVar("_T")
 
 _INVALID: Final = grpc.StatusCode.INVALID_ARGUMENT
+_INTERNAL: Final = grpc.StatusCode.INTERNAL
 SHOWN_IDS: Final = 8
 """Ids that an error names."""
-
-
-class Holders(Protocol):
-    """Knows who holds a resource's ids, as `HolderTracker` does. The bodies are the answers without a tracker."""
-
-    def unnamed_reasons(self, resource: str) -> Mapping[str, str]:
-        """Return ids that are held though the kubelet may give them away, and why; they are shown unhealthy."""
-        return {}
-
-    async def still_held(self, resource: str, device_ids: Collection[str]) -> Mapping[str, str]:
-        """Return the ids that another pod still holds, and why."""
-        return {}
-
-
-class NoHolders(Holders):
-    """Stands for a tracker where there is none."""
 
 
 @dataclass(slots=True)
@@ -83,18 +66,11 @@ def container_response(edits: ContainerEdits) -> pb.ContainerAllocateResponse:
     )
 
 
-@dataclass(eq=False, slots=True)
-class Stream:
-    """One ListAndWatch. shown: when the last list was sent (monotonic seconds), and the healthy ids in it."""
-
-    ending: bool = False
-    shown: tuple[float, frozenset[str]] | None = None
-
-
 class Endpoint(DevicePluginServicer):
     """The servicer of one resource; survives servers, registrations and changes of its source.
 
-    release_former: has `released` called of devices whose former holders have ended, before these ids are granted.
+    granted: called with the ids of each grant. release_former: has `released` called of devices whose former holders
+    have ended, before these ids are granted.
     """
 
     def __init__(
@@ -106,39 +82,24 @@ class Endpoint(DevicePluginServicer):
         granted: Callable[[Sequence[str]], None] | None = None,
         release_former: Callable[[Sequence[str]], Awaitable[None]] | None = None,
         allocation_gate: AllocationGate | None = None,
-        holders: Holders | None = None,
+        holders: HolderTracker | None = None,
         guard: ExclusionGuard | None = None,
     ) -> None:
         self.resource = source.resource
         self.source = source
         self.inventory = inventory
         self.statistics = ServicerStatistics()
-        self.streams_begun = 0
         self.ids = DeviceIds(source, inventory)
+        self.streams = ListStreams(source.resource, self._lines_if_listed)
         self._allocations = in_flight
         self._calls = AllocationsInFlight()
         """Calls of the kubelet that it should not be cut off from."""
         self._granted = granted or (lambda names: None)
         self._release_former = release_former
         self._allocation_gate: AllocationGate = allocation_gate or AllowAll()
-        self._holders: Holders = holders or NoHolders()
+        self._holders = holders
         self._guard = guard or ExclusionGuard()
-        self._serving = True
-        self._on_stream_end: Callable[[], None] = lambda: None
-        self._streams: set[Stream] = set()
-        self._streams_gone = asyncio.Event()
-        self._streams_gone.set()
-        self._refresh = asyncio.Event()
-        self._again = 0
         inventory.subscribe(lambda snapshot: self.refresh())
-
-    def start(self, on_stream_end: Callable[[], None]) -> None:
-        """Let streams begin. on_stream_end: called when a ListAndWatch ends and no other one is live."""
-        self._serving, self._on_stream_end = True, on_stream_end
-
-    def stop(self) -> None:
-        """Let every ListAndWatch end at its next list, and those that only begin."""
-        self._serving, self._on_stream_end = False, lambda: None
 
     @property
     def options(self) -> pb.DevicePluginOptions:
@@ -146,40 +107,15 @@ class Endpoint(DevicePluginServicer):
         reset = "reset" in self.source.hooks
         return pb.DevicePluginOptions(pre_start_required=reset, get_preferred_allocation_available=True)
 
-    @property
-    def live(self) -> bool:
-        """Whether a ListAndWatch of the kubelet is open."""
-        return bool(self._streams)
-
-    def shown(self) -> tuple[float, frozenset[str]] | None:
-        """Return when the kubelet was last sent the list (monotonic seconds) and the healthy ids in it.
-
-        None without a stream, or before its first list was sent. With several streams the ids of all of them count.
-        """
-        shown = [stream.shown for stream in self._streams if stream.shown is not None]
-        if not shown or len(shown) < len(self._streams):
-            return None
-        return max(at for at, _ in shown), frozenset().union(*(ids for _, ids in shown))
-
-    async def end_streams(self, timeout: float) -> bool:
-        """End every ListAndWatch; return whether all were gone within `timeout` seconds."""
-        for stream in self._streams:
-            stream.ending = True
-        self.refresh()
-        return await _in_time(self._streams_gone.wait(), timeout)
-
     async def settled(self, timeout: float) -> bool:
         """Wait until no Allocate or PreStartContainer is in flight; return whether that was within `timeout` seconds.
 
         When the stream ends the kubelet closes their connection (kubelet 1.36.3, devicemanager).
         """
-        return await _in_time(self._calls.wait(), timeout)
+        return await in_time(self._calls.wait(), timeout)
 
     def replace(self, source: DeviceSource) -> None:
-        """Use another source from now on.
-
-        Ids that it would not offer are shown, unhealthy, until they are forgotten: a pod may have them or get them.
-        """
+        """Use another source. Ids that it does not offer are shown unhealthy until forgotten: a pod may have them."""
         self.source = source
         self.ids.replace(source)
         self.refresh()
@@ -197,21 +133,11 @@ class Endpoint(DevicePluginServicer):
 
     def refresh(self) -> None:
         """Have every stream send the list again if it has changed."""
-        self._refresh.set()
-        self._refresh = asyncio.Event()
+        self.streams.refresh()
 
-    def resend(self) -> bool:
-        """Send the list once more though nothing changed; return whether the kubelet listens.
+    # The names of the methods below are the API's.
 
-        With each list the kubelet writes its checkpoint anew (kubelet 1.36.3, devicemanager).
-        """
-        self._again += 1
-        self.refresh()
-        return any(stream.shown is not None for stream in self._streams)
-
-    async def GetDevicePluginOptions(  # noqa: N802  # the API's name, as below
-        self, request: pb.Empty, context: object
-    ) -> pb.DevicePluginOptions:
+    async def GetDevicePluginOptions(self, request: pb.Empty, context: object) -> pb.DevicePluginOptions:  # noqa: N802
         """Answer which of the optional calls this plugin wants."""
         return self.options
 
@@ -219,39 +145,11 @@ class Endpoint(DevicePluginServicer):
         self, request: pb.Empty, context: object
     ) -> AsyncIterator[pb.ListAndWatchResponse]:
         """Send the list now and after each change, until the kubelet goes or the stream is ended."""
-        stream = Stream()
-        self._streams.add(stream)
-        self._streams_gone.clear()
-        self.streams_begun += 1
-        _LOG.debug("%s: the kubelet listens", self.resource)
-        try:
-            sent: tuple[Entry, ...] | None = None
-            refused: tuple[Entry, ...] | None = None
-            again = self._again
-            while self._serving and not stream.ending:
-                refresh = self._refresh
-                lines = self.lines()
-                if again != self._again:
-                    again, sent = self._again, None
-                if lines in (sent, refused) or not self.inventory.snapshot.listed:
-                    await refresh.wait()
-                    continue
-                message = rendered(lines)  # whatever changes until it is sent is sent as one list after it
-                if (size := message.ByteSize()) <= MAX_LIST_BYTES:
-                    self.statistics.lists_sent += 1
-                    yield message
-                    sent = lines
-                    stream.shown = (time.monotonic(), frozenset(line.name for line in lines if line.healthy))
-                else:
-                    refused = lines
-                    _LOG.error("%s", too_large(self.resource, len(lines), size))
-                del message
-        finally:
-            self._streams.discard(stream)
-            if not self._streams:
-                self._streams_gone.set()
-                _LOG.debug("%s: the kubelet does not listen any more", self.resource)
-                self._on_stream_end()
+        async with contextlib.aclosing(self.streams.lists()) as lists:
+            async for message in lists:
+                self.statistics.lists_sent += 1
+                yield message
+                del message  # it may have megabytes, and the next one may be hours away
 
     async def Allocate(  # noqa: N802
         self, request: pb.AllocateRequest, context: grpc.aio.ServicerContext[pb.AllocateRequest, pb.AllocateResponse]
@@ -307,27 +205,28 @@ class Endpoint(DevicePluginServicer):
                 with self._calls.busy(0.0):
                     await self._guard.verify_granted((self.resource, device.id) for device in devices)
                     await self._hook("reset", self.source.reset, devices)
-        except ConflictError as error:
+        except (ConflictError, hooks.HookError) as error:
             _LOG.warning("%s", error)
-            await context.abort(grpc.StatusCode.FAILED_PRECONDITION, str(error))
-        except hooks.HookError as error:
-            _LOG.warning("%s", error)
-            await context.abort(grpc.StatusCode.INTERNAL, str(error))
+            conflict = isinstance(error, ConflictError)
+            await context.abort(grpc.StatusCode.FAILED_PRECONDITION if conflict else _INTERNAL, str(error))
         return pb.PreStartContainerResponse()
 
-    def lines(self) -> tuple[Entry, ...]:
-        """Return the list as the kubelet is to see it now."""
+    def _lines_if_listed(self) -> tuple[Entry, ...] | None:
+        """Return the list as the kubelet is to see it now; None before the source's first list."""
+        snapshot, with_topology = self.inventory.snapshot, self.source.topology
+        if not snapshot.listed:
+            return None
         withheld = self.ids.kept().keys() | self._guard.withheld(self.resource, "plugin").keys()
         lines = entries(
-            self.inventory.snapshot,
+            snapshot,
             names_of=self.ids.names_of,
-            with_topology=self.source.topology,
+            with_topology=with_topology,
             offers=lambda device: device not in withheld and self._allocation_gate.offers(self.resource, device),
-            withheld=self._holders.unnamed_reasons(self.resource),
+            withheld=self._holders.unnamed_reasons(self.resource) if self._holders is not None else (),
         )
-        known, wanted = self.inventory.snapshot.devices, self.source.topology
+        known = snapshot.devices
         return lines + tuple(
-            Entry(name, healthy=False, numa=known[device].numa_nodes if wanted and device in known else ())
+            Entry(name, healthy=False, numa=known[device].numa_nodes if with_topology and device in known else ())
             for name, device in self.ids.legacy.items()
         )
 
@@ -354,8 +253,8 @@ class Endpoint(DevicePluginServicer):
         return list(devices.values())
 
     async def _refuse_held(self, names: Sequence[str]) -> None:
-        """Raise Refusal for ids that the kubelet counts as free while another pod still holds them."""
-        for name, why in (await self._holders.still_held(self.resource, names)).items():
+        held = await self._holders.still_held(self.resource, names) if self._holders is not None else {}
+        for name, why in held.items():
             raise self._refusal("held", f"device {name} is still held: {why}")
 
     async def _grant(self, names: Sequence[str]) -> None:
@@ -380,18 +279,17 @@ class Endpoint(DevicePluginServicer):
         except hooks.HookTimeoutError as error:
             raise Refusal(grpc.StatusCode.DEADLINE_EXCEEDED, "timeout", str(error)) from error
         except hooks.HookError as error:
-            raise Refusal(grpc.StatusCode.INTERNAL, "edits", str(error)) from error
+            raise Refusal(_INTERNAL, "edits", str(error)) from error
         if not isinstance(extra, ContainerEdits):
             details = f"edits of {self.resource} returned {type(extra).__name__}, not ContainerEdits"
-            raise Refusal(grpc.StatusCode.INTERNAL, "edits", details)
+            raise Refusal(_INTERNAL, "edits", details)
         try:
             return container_response(ContainerEdits.merge((one.container_edits for one in devices), winner=extra))
         except EditConflictError as error:
             text = f"the edits of {', '.join(names)} contradict each other: {error}"
             raise self._refusal("conflict", text) from error
         except (TypeError, ValueError, AttributeError) as error:  # a number for a variable, say
-            text = f"the edits cannot be sent to the kubelet: {error}"
-            raise self._refusal("edits", text, grpc.StatusCode.INTERNAL) from error
+            raise self._refusal("edits", f"the edits cannot be sent to the kubelet: {error}", _INTERNAL) from error
 
     def _refusal(self, reason: str, text: str, code: grpc.StatusCode = grpc.StatusCode.FAILED_PRECONDITION) -> Refusal:
         return Refusal(code, reason, f"{self.resource}: {text}")
@@ -423,9 +321,8 @@ class Endpoint(DevicePluginServicer):
             return None
         chosen = preference.as_names(ids, available, must_include, self.ids.offered_as)
         if chosen is None or len(chosen) != size:
-            _LOG.warning(
-                "prefer of %s answered %s for %d of %s; choosing without it", self.resource, ids, size, available
-            )
+            text = "prefer of %s answered %s for %d of %s; choosing without it"
+            _LOG.warning(text, self.resource, ids, size, available)
             return None
         return chosen
 
@@ -439,13 +336,3 @@ class Endpoint(DevicePluginServicer):
             raise
         finally:
             statistics.hook_seconds[name] += time.perf_counter() - began
-
-
-async def _in_time(work: Awaitable[object], timeout: float) -> bool:
-    """Wait for something; return whether it came within `timeout` seconds."""
-    try:
-        async with asyncio.timeout(timeout):
-            await work
-    except TimeoutError:
-        return False
-    return True

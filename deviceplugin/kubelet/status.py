@@ -13,11 +13,7 @@ from deviceplugin.kubelet.servicer import ServicerStatistics
 
 @dataclass(frozen=True, slots=True)
 class ResourceStatus:
-    """One resource as of now.
-
-    holders: by the kubelet's device ids, as of the last scan. withheld: devices that are offered to nobody because
-    something that the kubelet does not count as a holder holds them, or may; and why.
-    """
+    """One resource as of now. holders: by the kubelet's device ids. withheld: as in `Service.withheld`."""
 
     resource: str
     snapshot: Snapshot
@@ -33,11 +29,7 @@ class ResourceStatus:
 
 @dataclass(frozen=True, slots=True)
 class Status:
-    """The agent as of now.
-
-    claims: what containers use through claims. scanned_at: when holders were last scanned (monotonic seconds), None
-    before.
-    """
+    """The agent as of now. scanned_at: when holders were last scanned (monotonic seconds), None before."""
 
     resources: tuple[ResourceStatus, ...]
     double_allocations: int

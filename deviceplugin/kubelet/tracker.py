@@ -1,8 +1,8 @@
 """Finds out and remembers who holds what, for all resources of this process.
 
-One scan reads the kubelet's checkpoint and the pods' cgroups. Only where a newer checkpoint might say that an
-allocation has ended, the kubelet is asked for one (`CheckpointReader.written`). PodResources `List` is called before:
-it makes the kubelet drop ended pods (kubelet 1.36, devicemanager/manager.go).
+A scan reads the kubelet's checkpoint and the pods' cgroups. Where a newer checkpoint might say that an allocation has
+ended, PodResources `List` has the kubelet drop ended pods (kubelet 1.36, devicemanager/manager.go); then the kubelet is
+asked to write its checkpoint (`CheckpointReader.written`).
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import os
 import random
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Final
 
@@ -28,9 +28,8 @@ from deviceplugin.kubelet.holders import HolderEvidence, HolderSnapshot, of_ids
 from deviceplugin.kubelet.podresources import AllocationsInFlight, ClaimUse, Holder, PodResources, PodResourcesReport
 
 _LOG: Final = logging.getLogger(__name__)
+_EndedAndOthers = tuple[frozenset[Allocation], frozenset[Allocation]]
 
-POD_LOGS: Final = Path("/var/log/pods")
-"""Where the kubelet keeps a directory for each pod, named namespace_name_uid."""
 CLOCK_STEP: Final = 1.0
 """Seconds by which a file's time may lag behind the clock."""
 FIRST_REQUEST: Final = 0.5
@@ -41,20 +40,9 @@ MOST_REQUEST: Final = 10.0
 class HolderTracker:
     """The holders of this node's plugin allocations.
 
-    Args:
-        plugins: the device plugin directory.
-        kubelet_root: the kubelet's root directory.
-        cgroups: the mount of the cgroup file system.
-        pod_resources: the kubelet's PodResources service.
-        in_flight: counts this process's own Allocate calls.
-        request: as in `CheckpointReader`.
-        pod_logs: the kubelet's directory of pod logs, which tells pods' names.
-        claim_uses: whether to learn which containers use claims, for metrics; `List` is called at each scan then.
-        believe_checkpoint: as in `PodReader`. A device plugin alone may do so: the kubelet itself gives its devices
-            away on no other evidence.
-        boot: what tells one boot of the node from another; None: the kernel's own.
-        wake: called when a scan is due at once.
-
+    plugins: the device plugin directory. cgroups and believe_checkpoint: as in `PodReader`. request: as in
+    `CheckpointReader`. claim_uses: whether to call `List` at each scan, to learn which containers use claims, for
+    metrics. wake: called when a scan is due at once.
     """
 
     def __init__(
@@ -66,44 +54,39 @@ class HolderTracker:
         in_flight: AllocationsInFlight,
         request: Callable[[], bool],
         *,
-        pod_logs: Path = POD_LOGS,
+        pod_logs: Path,
         claim_uses: bool = False,
         believe_checkpoint: bool = False,
-        boot: str | None = None,
-        wake: Callable[[], None] = lambda: None,
+        wake: Callable[[], None],
     ) -> None:
         self.snapshot = HolderSnapshot(problem="the kubelet has not been asked yet")
-        self.scanned_at: float | None = None  # monotonic seconds
         self.claim_uses: frozenset[ClaimUse] = frozenset()
         """What containers use through claims, as of the last `List`."""
         self.all_pods_listed = False
         """Whether the last `List` had all pods that run: none was deleted by force, or is unknown to a new kubelet."""
         self.pods: Final = PodReader(kubelet_root, cgroups, believe_checkpoint=believe_checkpoint)
+        self._names = PodNames(pod_logs)
         self._checkpoint = CheckpointReader(
-            plugins, request, boot_id() if boot is None else boot, lambda: self._known | self.snapshot.held.keys()
+            plugins, request, boot_id(), lambda: self._known | self.snapshot.held.keys()
         )
         self._pod_resources = pod_resources
         self._in_flight = in_flight
-        self._requests = RequestSchedule()
+        self._requests = RequestSchedule(wake)
         self._wants_claim_uses = claim_uses
-        self._pod_logs = pod_logs
-        self._wake = wake
         self._known: frozenset[Allocation] = frozenset()
         self._grants: dict[tuple[str, str], float] = {}
         self._begun: frozenset[str] = frozenset()
         """UIDs of holders whose admission is over: they were known at the start, or were seen to run."""
-        self._allocated: tuple[tuple[object, ...], Mapping[tuple[str, str], Granted]] = ((), {})
-        self._pod_names: dict[str, tuple[str, str]] = {}
 
     async def start(self) -> None:
         """Take what the checkpoint names now as held; before anything is served."""
         seen = await asyncio.to_thread(self._read)
-        self._known |= frozenset(await asyncio.to_thread(lambda: list(self._possible_holders(seen))))
-        self.snapshot = holders.holders(self._known, seen, time.monotonic())
+        self._known |= await asyncio.to_thread(self._possible_holders, seen)
+        self.snapshot = holders.holders(self._known, seen)
         self._known = frozenset(self.snapshot.held)
         self._begun = frozenset(one.pod_uid for one in self._known)
-        await self._name_pods()
-        for problem in await asyncio.to_thread(lambda: list(self.missing())):
+        await self._names.update({one.pod_uid for one in self._known})
+        for problem in await asyncio.to_thread(self.missing):
             _LOG.warning("%s", problem)
 
     def remember(self, allocations: Iterable[Allocation]) -> None:
@@ -113,32 +96,30 @@ class HolderTracker:
         self._begun |= {one.pod_uid for one in remembered}
 
     def remember_grants(self, grants: Mapping[tuple[str, str], float]) -> None:
-        """Take grants of a former process whose holders its ledger does not know; before `start`.
-
-        grants: when they were made (Unix seconds), by (resource, device id).
-        """
+        """Take grants of a former process whose holders are unknown, and their times (Unix seconds); before `start`."""
         self._grants |= grants
 
-    def _possible_holders(self, seen: HolderEvidence) -> Iterator[Allocation]:
-        """Yield allocations, of no container, of pods that may be the unknown holders of grants.
+    def _possible_holders(self, seen: HolderEvidence) -> frozenset[Allocation]:
+        """Return allocations, of no container, of pods that may be the unknown holders of grants.
 
         The kubelet lists the resources that it knows in its checkpoint. If it does not list a grant's resource before
         this process has registered, it has lost its checkpoint since, and does not name the holder. A pod whose log
         directory is older than the grant is not its holder.
         """
+        found: set[Allocation] = set()
         registered = {resource for one in seen.checkpoints for resource in one.registered}
-        grants = {key: since for key, since in self._grants.items() if key[0] not in registered}
-        if not grants:
-            return
         pods = seen.pods.directories or () if seen.pods.running is None else seen.pods.running
-        changed = log_directory_times(self._pod_logs)
-        for (resource, device_id), since in grants.items():
+        changed = self._names.changed() if self._grants else {}
+        for (resource, device_id), since in self._grants.items():
+            if resource in registered:
+                continue
             for pod_uid in sorted(set(pods) - {self.pods.own_pod}):
                 if changed.get(pod_uid, since) >= since - CLOCK_STEP:
                     why = "it was granted shortly before the agent ended, and the kubelet has lost its checkpoint since"
                     text = "%s: device %s counts as held while processes of pod %s run: %s"
                     _LOG.warning(text, resource, device_id, pod_uid, why)
-                    yield Allocation(pod_uid, "", resource, device_id)
+                    found.add(Allocation(pod_uid, "", resource, device_id))
+        return frozenset(found)
 
     async def still_held(self, resource: str, device_ids: Collection[str]) -> Mapping[str, str]:
         """Return those ids that another pod still holds, and why; asked before a new Allocate.
@@ -157,18 +138,16 @@ class HolderTracker:
         found: dict[str, str] = {}
         if admitted and not running:
             written, problem = await self._checkpoint.written()
-            named = {
-                (one.pod_uid, one.device_id) for file in written for one in of_ids(file.allocations, resource, wanted)
-            }
+            named: frozenset[Allocation] = frozenset().union(*(file.allocations for file in written))
+            named_ids = {(one.pod_uid, one.device_id) for one in of_ids(named, resource, wanted)}
             why = problem or "is named in the kubelet's checkpoint"
             known, running, admitted = await asyncio.to_thread(self._holders_now, resource, wanted)
             for one in known:  # several of one id: a pod that has ended may have a cgroup for some time
-                if one.pod_uid in admitted and (problem or (one.pod_uid, one.device_id) in named):
+                if one.pod_uid in admitted and (problem or (one.pod_uid, one.device_id) in named_ids):
                     found[one.device_id] = f"pod {self.title(one.pod_uid)} has not started a process yet and {why}"
         self.remember(one for one in known if one.pod_uid in running.values() or one.device_id in found)
         if running:
-            self._requests.disputed = True
-            self._wake()
+            self._requests.dispute()
         return found | {name: f"processes of pod {self.title(uid)} run" for name, uid in running.items()}
 
     def _holders_now(
@@ -176,16 +155,12 @@ class HolderTracker:
     ) -> tuple[Sequence[Allocation], Mapping[str, str], frozenset[str]]:
         """Return the known or named allocations of these ids, running pods by id, and pods with empty cgroups."""
         known = self._known_or_named(resource, device_ids)
-        if not known:
-            return known, {}, frozenset()
-        pods = self.pods.read()
+        pods = self.pods.read() if known else PodProcesses()
         uids = {one.pod_uid for one in known}
         may_run = {uid for uid in uids if pods.may_run(uid)}
         return known, holders.running(known, resource, device_ids, may_run), pods.empty & uids
 
-    async def ended(
-        self, resource: str, device_ids: Collection[str]
-    ) -> tuple[frozenset[Allocation], frozenset[Allocation]]:
+    async def ended(self, resource: str, device_ids: Collection[str]) -> _EndedAndOthers:
         """Return the known allocations of these ids whose pods have ended, and the others; asked before a new Allocate.
 
         The others are those of pods that run, and of pods that were admitted and have not been seen to run: the new
@@ -196,17 +171,16 @@ class HolderTracker:
             return frozenset(), frozenset()
         return await asyncio.to_thread(self._ended, resource, wanted)
 
-    def _ended(self, resource: str, device_ids: frozenset[str]) -> tuple[frozenset[Allocation], frozenset[Allocation]]:
+    def _ended(self, resource: str, device_ids: frozenset[str]) -> _EndedAndOthers:
         known = frozenset(self._known_or_named(resource, device_ids))
         uids = {one.pod_uid for one in known}
         # The kubelet and the runtime make a pod's directories after its admission.
-        begun = self._begun | self._pod_names.keys() | pod_names(uids, self._pod_logs).keys()
+        begun = self._begun | self._names.known.keys() | self._names.read(uids).keys()
         begun |= read_directories(self.pods.kubelet_root) or frozenset()
         ended = holders.ended(known, self.pods.read(), begun)
         return ended, known - ended
 
     def _may_know(self, resource: str, device_ids: frozenset[str]) -> bool:
-        """Whether there may be known or named allocations of these ids; else the checkpoint need not be read."""
         current = self._checkpoint.current()
         return current is None or bool(of_ids(self._known | current.allocations, resource, device_ids))
 
@@ -230,44 +204,26 @@ class HolderTracker:
         report = await self._pod_resources.list_if_possible()
         return frozenset() if report is None else await self._listed(report, running)
 
-    def missing(self) -> Iterator[str]:
-        """Yield what cannot be seen of this node, and what that means; for the log at the start. Blocks."""
-        if problem := self.pods.missing():
-            yield problem
-        if not os.path.isdir(self._pod_logs):
-            yield (
-                f"pod log directories are not visible in {self._pod_logs}: pods are shown by their UIDs, "
-                "and no claim is unprepared while a pod's processes run; mount them, read-only"
-            )
+    def missing(self) -> list[str]:
+        """Return what cannot be seen of this node, and what that means; for the log at the start. Blocks."""
+        return [problem for problem in (self.pods.missing(), self._names.missing()) if problem]
 
     def title(self, pod_uid: str) -> str:
         """Return namespace and name of a pod as far as they are known, else its UID."""
-        return "/".join(self._pod_names.get(pod_uid, (pod_uid,)))
+        return "/".join(self._names.known.get(pod_uid, (pod_uid,)))
 
     def holders(self, resource: str) -> Mapping[str, frozenset[Holder]]:
         """Return who holds which of a resource's ids, with names as far as they are known."""
         return {
             device_id: frozenset(
-                Holder(*self._pod_names.get(one.pod_uid, ("", "")), one.container, one.pod_uid) for one in allocations
+                Holder(*self._names.known.get(one.pod_uid, ("", "")), one.container, one.pod_uid) for one in allocations
             )
             for device_id, allocations in self.snapshot.of(resource).items()
         }
 
     def allocated(self) -> Mapping[tuple[str, str], Granted]:
-        """Return what is known of all that counts as held, by (resource, device id); the same object until it changes.
-
-        What the last checkpoint names and the last scan does not was allocated since.
-        """
-        of = self.snapshot, self._checkpoint.last, self._checkpoint.grants
-        if [id(one) for one in self._allocated[0]] != [id(one) for one in of]:
-            found: dict[tuple[str, str], Granted] = {}
-            snapshot, last, grants = of
-            for one in snapshot.held.keys() | last.allocations:
-                key, grant = (one.resource, one.device_id), grants.get(one, ("", Granted()))[1]
-                before = found.get(key, Granted(shared=True))
-                found[key] = Granted(before.tokens | grant.tokens, before.shared and grant.shared)
-            self._allocated = of, self._allocated[1] if found == self._allocated[1] else found
-        return self._allocated[1]
+        """Return what counts as held; see `CheckpointReader.allocated`."""
+        return self._checkpoint.allocated(self.snapshot.held)
 
     def double_held(self) -> dict[tuple[str, str], tuple[str, ...]]:
         """Return the ids that several pods are known to hold at once (kubernetes#137534), and these pods."""
@@ -290,8 +246,7 @@ class HolderTracker:
         """Read the evidence now; return None if an own Allocate came in between: the evidence may be older than it.
 
         wanted: (resource, device id) that may be free. The kubelet is asked for a checkpoint unless each has a holder
-        whose processes run. It is asked too if processes of a holder have ended, and from time to time (`MOST_REQUEST`)
-        if those of a holder have not been seen.
+        whose processes run; also if processes of a holder have ended, and from time to time if none have been seen.
         """
         await self._in_flight.wait()
         at = time.monotonic()
@@ -303,22 +258,22 @@ class HolderTracker:
         if self._requests.due(now, seen.pods, wanted):
             report = report or await self._pod_resources.list_if_possible()
             now = await self._after_request(at)
-        claim_uses, all_pods_listed = self.claim_uses, self.all_pods_listed
+        all_pods_listed = self.all_pods_listed
         if report is not None:
-            claim_uses, running = report.claims, await asyncio.to_thread(self.pods.in_cgroups)
+            running = await asyncio.to_thread(self.pods.in_cgroups)
             all_pods_listed = running is not None and running == await self._listed(report, running)
         if not self._in_flight.none_since(at):  # no await until `_known` is set: an Allocate may add to it
             return None
-        self.claim_uses, self.all_pods_listed = claim_uses, all_pods_listed
+        self.claim_uses = self.claim_uses if report is None else report.claims
+        self.all_pods_listed = all_pods_listed
         self._known = frozenset(now.held)
         begun = self._begun | (seen.pods.running or frozenset())
         self._begun = frozenset(one.pod_uid for one in self._known if one.pod_uid in begun)
-        await self._name_pods()
-        self.snapshot, self.scanned_at = now, at
+        await self._names.update({one.pod_uid for one in self._known})
+        self.snapshot = now
         return now
 
     async def _after_request(self, at: float) -> HolderSnapshot:
-        """Have the kubelet write its checkpoint until the files show what is allocated now; read the evidence again."""
         written, problem = await self._checkpoint.written()
         seen = await asyncio.to_thread(self._read, () if problem else written)
         if problem:
@@ -338,31 +293,28 @@ class HolderTracker:
             read, problem = [], str(error)
         return HolderEvidence(read, False, self.pods.read(), problem)
 
-    async def _name_pods(self) -> None:
-        uids = {one.pod_uid for one in self._known}
-        if uids - self._pod_names.keys():
-            self._pod_names |= await asyncio.to_thread(pod_names, uids, self._pod_logs)
-        self._pod_names = {uid: name for uid, name in self._pod_names.items() if uid in uids}
-
     async def _listed(self, report: PodResourcesReport, running: Collection[str]) -> frozenset[str]:
-        names = await asyncio.to_thread(pod_names, running, self._pod_logs)
+        names = await asyncio.to_thread(self._names.read, running)
         # Of two pods of one name that run, one was deleted by force: a list that has the name does not tell which.
         counts = Counter(names.values())
         return frozenset(uid for uid, name in names.items() if name in report.pods and counts[name] == 1)
 
 
 class RequestSchedule:
-    """Decides at which scans the kubelet is asked for a newer checkpoint.
+    """Decides at which scans the kubelet is asked for a newer checkpoint. wake: called when a scan is due at once."""
 
-    disputed: the kubelet has counted as free what is held, since the last request: it has dropped the holder.
-    """
-
-    def __init__(self) -> None:
-        self.disputed = False
+    def __init__(self, wake: Callable[[], None]) -> None:
+        self._wake = wake
+        self._disputed = False
         self._running: frozenset[str] = frozenset()
         self._asked_for: frozenset[tuple[Allocation, bool]] = frozenset()
         self._next = 0.0
         self._delay = FIRST_REQUEST
+
+    def dispute(self) -> None:
+        """Note that the kubelet has counted as free what is held: it has dropped the holder."""
+        self._disputed = True
+        self._wake()
 
     def due(self, now: HolderSnapshot, pods: PodProcesses, wanted: Collection[tuple[str, str]] | None) -> bool:
         """Return whether to ask at this scan. wanted: as in `HolderTracker.scan`."""
@@ -370,8 +322,8 @@ class RequestSchedule:
         ended = any(one.pod_uid in self._running for one in doubtful)
         self._running = frozenset(one.pod_uid for one in now.held.keys() - doubtful)
         held = {(one.resource, one.device_id) for one in now.held.keys() - doubtful}
-        if ended or self.disputed or (wanted is not None and not held.issuperset(wanted)):
-            self.disputed = False
+        if ended or self._disputed or (wanted is not None and not held.issuperset(wanted)):
+            self._disputed = False
             return True
         asking = frozenset((one, now.held[one].named) for one in doubtful)
         if asking != self._asked_for:
@@ -386,22 +338,42 @@ class RequestSchedule:
         return True
 
 
-def pod_names(uids: Iterable[str], directory: Path) -> dict[str, tuple[str, str]]:
-    """Return namespace and name of pods by UID, as far as the kubelet's log directories show them."""
-    wanted = set(uids)
-    try:
-        # Neither a namespace nor a pod's name has an underscore.
-        split = [name.split("_") for name in os.listdir(directory)]
-    except OSError:
-        return {}
-    return {parts[2]: (parts[0], parts[1]) for parts in split if len(parts) == 3 and parts[2] in wanted}
+class PodNames:
+    """Names of pods by UID, as far as the kubelet's log directories (`<namespace>_<name>_<uid>`) show."""
 
+    def __init__(self, directory: Path) -> None:
+        self.known: dict[str, tuple[str, str]] = {}
+        self._directory = directory
 
-def log_directory_times(directory: Path) -> dict[str, float]:
-    """Return when pods' log directories last changed (Unix seconds), by UID."""
-    found: dict[str, float] = {}
-    with contextlib.suppress(OSError), os.scandir(directory) as entries:
-        for entry in entries:
-            with contextlib.suppress(OSError):
-                found[entry.name.rpartition("_")[2]] = entry.stat().st_mtime
-    return found
+    async def update(self, uids: Collection[str]) -> None:
+        """Know the names of these pods, and of no others."""
+        if not self.known.keys() >= set(uids):
+            self.known |= await asyncio.to_thread(self.read, uids)
+        self.known = {uid: name for uid, name in self.known.items() if uid in uids}
+
+    def read(self, uids: Collection[str]) -> dict[str, tuple[str, str]]:
+        """Return the names of these pods as of now. Blocks."""
+        try:
+            # Neither a namespace nor a pod's name has an underscore.
+            split = [name.split("_") for name in os.listdir(self._directory)]
+        except OSError:
+            return {}
+        return {parts[2]: (parts[0], parts[1]) for parts in split if len(parts) == 3 and parts[2] in uids}
+
+    def changed(self) -> dict[str, float]:
+        """Return when pods' log directories last changed (Unix seconds). Blocks."""
+        found: dict[str, float] = {}
+        with contextlib.suppress(OSError), os.scandir(self._directory) as entries:
+            for entry in entries:
+                with contextlib.suppress(OSError):
+                    found[entry.name.rpartition("_")[2]] = entry.stat().st_mtime
+        return found
+
+    def missing(self) -> str:
+        """Return why no names can be seen, and what that means; "" if they can."""
+        if os.path.isdir(self._directory):
+            return ""
+        return (
+            f"pod log directories are not visible in {self._directory}: pods are shown by their UIDs, "
+            "and no claim is unprepared while a pod's processes run; mount them, read-only"
+        )

@@ -1,7 +1,6 @@
-"""The Prometheus metrics of an agent, and the server that gives them, the status and the page.
+"""The Prometheus metrics of an agent, and the routes of its HTTP server. Loaded only when metrics are wanted.
 
-One collector turns one view into families at each scrape. Nothing is counted here, and no registry of the process
-is used. Loaded only when metrics are wanted.
+Each scrape turns a view into families. Nothing is counted here, and no registry of the process is used.
 """
 
 from __future__ import annotations
@@ -12,9 +11,7 @@ import logging
 import threading
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, Literal
+from typing import TYPE_CHECKING, Any, Final
 
 from prometheus_client import CollectorRegistry
 from prometheus_client.exposition import choose_encoder
@@ -35,29 +32,10 @@ if TYPE_CHECKING:
     from deviceplugin.config import MetricsConfig
 
 _LOG: Final = logging.getLogger(__name__)
-LOOP_TIMEOUT: Final = 2.0
-"""Seconds within which a living loop answers /healthz."""
+LOOP_TIMEOUT: Final = 2.0  # seconds within which a living loop answers /healthz
 OPEN_METRICS: Final = "application/openmetrics-text"
 HEALTHS: Final = ("healthy", "unhealthy", "unknown")
 STATES: Final = ("plugin", "to-dra", "dra", "to-plugin", "quarantined")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Options:
-    """How metrics are served; the fields are those of the config's `metrics`, which documents them."""
-
-    certificate: str | Path | None = None
-    key: str | Path | None = None
-    client_ca: str | Path | None = None
-    min_version: Literal["1.2", "1.3"] = "1.2"
-    token: str | Path | None = None
-    period: float = 10.0
-    dcgm: bool = False
-
-    @classmethod
-    def of(cls, config: MetricsConfig) -> Options:
-        """Return what a config file says."""
-        return cls(**{name: getattr(config, name) for name in config.__struct_fields__})
 
 
 _GAUGES: Final = {
@@ -287,29 +265,30 @@ class Pages:
 
 
 def _format(request: web.Request) -> str:
-    """Return one of the few known formats as an Accept header; a client may invent versions without end."""
+    """Return a known format as an Accept header; a client may invent versions without end."""
     _, content_type = choose_encoder(request.headers.get("accept", ""))
     kind = OPEN_METRICS if content_type.startswith(OPEN_METRICS) else "text/plain"
     return f"{kind};version=1.0.0;escaping=allow-utf-8" if content_type.endswith("allow-utf-8") else kind
 
 
 @contextlib.contextmanager
-def serving(address: str, agent: ObservedAgent, options: Options | None = None) -> Iterator[web.Server]:
+def serving(address: str, agent: ObservedAgent, config: MetricsConfig | None = None) -> Iterator[web.Server]:
     """Serve an agent's metrics at `address` while the context lasts; to be entered in the agent's loop.
 
-    address: host:port, [v6 address]:port, or :port for all addresses.
+    address: host:port, [v6 address]:port, or :port for all addresses. config: None for its defaults.
     Raises OSError if it cannot listen there, or a certificate or token cannot be read.
     """
-    options = options or Options()
     loop = asyncio.get_running_loop()
-    certificate = None
-    if options.certificate:
-        certificate = web.Certificate(options.certificate, options.key, options.client_ca, options.min_version)
-    token = web.Token(options.token) if options.token else None
+    observer, certificate, token = Observer(agent), None, None
+    if config is not None:
+        observer = Observer(agent, config.period)
+        if config.certificate:
+            certificate = web.Certificate(config.certificate, config.key, config.client_ca, config.min_version)
+        token = web.Token(config.token) if config.token else None
     if token and not certificate:
         _LOG.warning("the token of the metrics crosses the network in clear text; set a certificate")
-    observer = Observer(agent, options.period)
-    pages = Pages(observer.view, AgentCollector(observer.view, dcgm=options.dcgm), loop)
+    dcgm = config is not None and config.dcgm
+    pages = Pages(observer.view, AgentCollector(observer.view, dcgm=dcgm), loop)
     server = web.Server(web.listen(address), pages.routes, certificate=certificate, token=token)
     watching = loop.create_task(observer.watch(), name="observe")
     server.start()

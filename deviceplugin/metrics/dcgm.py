@@ -1,9 +1,8 @@
 """The metric names of NVIDIA's DCGM exporter, beside the own names, for dashboards made for that exporter.
 
-Only what a source really measures appears. Labels: gpu, UUID, device, modelName and Hostname, for
-MIG partitions GPU_I_PROFILE and GPU_I_ID with the UUID of their GPU, and
-namespace, pod and container where exactly one container holds the device. A shared device has
-many holders, and its series would count its load many times: join `deviceplugin_allocation_info`.
+Only what a source really measures appears. MIG partitions have the UUID of their GPU. The labels namespace, pod and
+container are set where exactly one container holds the device: series for each holder of a shared device would count
+its load many times. Join `deviceplugin_allocation_info` for those.
 """
 
 from __future__ import annotations
@@ -23,21 +22,13 @@ MIB: Final = 1024 * 1024
 
 
 class Name(NamedTuple):
-    """One name: the quantity that it shows (and which part of it), and the size of its unit in the quantity's.
-
-    Counters have the type "unknown", since OpenMetrics wants a counter's name to end with _total.
-    """
+    """One name: the quantity that it shows (and which part of it), and the size of its unit in the quantity's."""
 
     name: str
     about: str
     quantity: str
     unit: float = 1.0
     part: str = ""
-
-    @property
-    def family(self) -> type[GaugeMetricFamily | UnknownMetricFamily]:
-        """The family's class."""
-        return UnknownMetricFamily if self.quantity.endswith("_total") else GaugeMetricFamily
 
 
 NAMES: Final = (
@@ -73,7 +64,9 @@ def families(view: View) -> Iterable[Metric]:
 
     def add(name: Name, labels: Mapping[str, str], value: float) -> None:
         if name.name not in made:
-            made[name.name] = name.family(name.name, name.about, labels=tuple(labels))
+            # OpenMetrics wants a counter's name to end with _total.
+            make = UnknownMetricFamily if name.quantity.endswith("_total") else GaugeMetricFamily
+            made[name.name] = make(name.name, name.about, labels=tuple(labels))
         made[name.name].add_metric(tuple(labels.values()), value / name.unit)
 
     for resource in view.resources:

@@ -1,7 +1,6 @@
 """The load of the devices: what a source's `measure` returns, read in the background.
 
-No scrape waits for hardware. Readings are taken at a period, kept with their time, and dropped when they are old.
-What could not be read is absent, never zero or the value before.
+No scrape waits for hardware. What could not be read lately is absent, never zero or the value before.
 """
 
 from __future__ import annotations
@@ -22,17 +21,12 @@ if TYPE_CHECKING:
     from deviceplugin.source import DeviceSource
 
 _LOG: Final = logging.getLogger(__name__)
-STALE: Final = 2.5
-"""Periods after which a reading is too old."""
-TICK: Final = 0.5
-"""Seconds between two checks of what is due."""
+STALE: Final = 2.5  # periods after which a reading is too old
+TICK: Final = 0.5  # seconds between two checks of what is due
 
 
 class Quantity(NamedTuple):
-    """Something that can be measured of a device.
-
-    label: what its parts differ in; "" if it has no parts. With parts, a source gives a mapping by that label's value.
-    """
+    """What can be measured of a device. label: if it has parts, a source gives a mapping by this label's value."""
 
     about: str
     label: str = ""
@@ -64,8 +58,7 @@ _NAME: Final = re.compile(r"[a-z][a-z0-9_]*")
 TAKEN: Final = frozenset({"health", "holders", "replicas", "state", "state_since_seconds"})
 """The names after `deviceplugin_device_` of other metrics, which a source must not give."""
 
-Value = float | dict[str, float]
-"""One number, or numbers by the value of the quantity's label."""
+Value = float | dict[str, float]  # one number, or numbers by the value of the quantity's label
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,7 +119,7 @@ def _number(name: str, value: object) -> float | None:
 class Gauge:
     """Measures one source's devices; belongs to one event loop, is read by any thread.
 
-    calls, failures, seconds: of `measure`, so far. error: why there is no reading now, for people.
+    calls, failures, seconds: of `measure`, so far. error: why there is no reading now.
     """
 
     def __init__(self, source: DeviceSource, period: float) -> None:
@@ -137,8 +130,7 @@ class Gauge:
         self.error = ""
         self._period = period
         self._reading: Reading | None = None
-        self._hanging: asyncio.Future[Any] | None = None
-        """Done when the call that did not answer in time has ended."""
+        self._hanging: asyncio.Future[Any] | None = None  # done when the call that did not answer in time has ended
 
     @property
     def reading(self) -> Reading | None:

@@ -17,11 +17,9 @@ import msgspec
 
 if TYPE_CHECKING:
     from deviceplugin.metrics.load import Value
-    from deviceplugin.metrics.report import Event
-    from deviceplugin.metrics.views import DeviceView, ResourceView, View
+    from deviceplugin.metrics.views import DeviceView, Event, ResourceView, View
 
-SHOWN_HOLDERS: Final = 4
-"""Holders of one device that are shown at once; the others on demand."""
+SHOWN_HOLDERS: Final = 4  # holders of one device that are shown at once; the others on demand
 STATES: Final = {
     "plugin": "device plugin",
     "to-dra": "moving to DRA",

@@ -1,8 +1,4 @@
-"""What another part of the agent's process reports of itself, such as the bridge to DRA.
-
-The bridge reports the states of devices and the prepared claims. `deviceplugin.metrics.views` adds that to what the
-agent knows.
-"""
+"""What another part of the agent's process reports of itself: the bridge to DRA, its devices' states and claims."""
 
 from __future__ import annotations
 
@@ -15,16 +11,6 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True)
-class Event:
-    """Something that happened; at: Unix seconds."""
-
-    at: float
-    resource: str
-    text: str
-    bad: bool = False
-
-
-@dataclass(frozen=True, slots=True)
 class DeviceLocation:
     """Where a device is: its side (plugin or dra), its state in the ledger, since when (Unix seconds), and why."""
 
@@ -34,8 +20,7 @@ class DeviceLocation:
     reason: str = ""
 
 
-DEFAULT_LOCATION: Final = DeviceLocation()
-"""Where a device is that no provider reports."""
+DEFAULT_LOCATION: Final = DeviceLocation()  # where a device is that no provider reports
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +46,6 @@ class ProviderReport:
     unready: Sequence[str] = ()
     locations: Mapping[tuple[str, str], DeviceLocation] = field(default_factory=dict)
     claims: Sequence[PreparedClaim] = ()
-    events: Sequence[Event] = ()
     qualifiers: Mapping[str, str] = field(default_factory=dict)
 
 

@@ -1,8 +1,6 @@
-"""The view of an agent: its devices with side, holders and load, its problems, and what happened.
+"""The view of an agent at one moment, which metrics, /status and the page show.
 
-A view is put together at one moment from what other parts know. Metrics, /status and the page all show a view.
-Nothing here asks the kubelet or the hardware, so a scrape costs only the putting together. What is too old
-counts as unknown.
+It is put together from what other parts know; the kubelet and the hardware are not asked. What is too old is unknown.
 """
 
 from __future__ import annotations
@@ -18,7 +16,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Final, Protocol
 
 from deviceplugin.metrics import load
-from deviceplugin.metrics.report import DEFAULT_LOCATION, DeviceLocation, Event, Provider, ProviderReport
+from deviceplugin.metrics.report import DEFAULT_LOCATION, DeviceLocation, Provider, ProviderReport
 from deviceplugin.sharing import device_of
 
 if TYPE_CHECKING:
@@ -30,11 +28,9 @@ if TYPE_CHECKING:
     from deviceplugin.source import DeviceSource
 
 _LOG: Final = logging.getLogger(__name__)
-HOLDERS_STALE: Final = 60.0
-"""Seconds after the last reading of the kubelet's checkpoint from which on the holders are unknown."""
+HOLDERS_STALE: Final = 60.0  # seconds after the kubelet's checkpoint was read from which on holders are unknown
 SHOWN_EVENTS: Final = 100
-REPORT_TIMEOUT: Final = 1.0
-"""Seconds that a provider may take for its report."""
+REPORT_TIMEOUT: Final = 1.0  # seconds that a provider may take for its report
 
 
 class ObservedService(Protocol):
@@ -98,19 +94,25 @@ class DeviceView:
 class ResourceView:
     """One resource as of now. measured: its gauge, None if the source cannot measure."""
 
+    name: str
     status: ResourceStatus
     devices: tuple[DeviceView, ...]
     measured: load.Gauge | None
 
-    @property
-    def name(self) -> str:
-        """The resource's name."""
-        return self.status.resource
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """Something that happened; at: Unix seconds."""
+
+    at: float
+    resource: str
+    text: str
+    bad: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class View:
-    """Everything at one moment.
+    """Everything at one moment; at: Unix seconds.
 
     holders_known: whether the kubelet's checkpoint was read lately. providers: their reports by name.
     silent: why a provider has none, by its name. unready: why the agent is not ready.
@@ -138,11 +140,10 @@ def unready(status: Status) -> Iterable[str]:
             yield f"{one.resource}: not registered with the kubelet"
 
 
-def events_between(before: ResourceStatus | None, now: ResourceStatus, at: float) -> Iterable[Event]:
-    """Yield what changed between two states of a resource."""
-    if before is not None:
-        for text, bad in _changes(before, now):
-            yield Event(at, now.resource, text, bad)
+def events_between(before: ResourceStatus | None, now: ResourceStatus, at: float) -> list[Event]:
+    """Return what changed between two states of a resource; nothing if there was none before."""
+    changes = _changes(before, now) if before is not None else ()
+    return [Event(at, now.resource, text, bad) for text, bad in changes]
 
 
 def _changes(before: ResourceStatus, now: ResourceStatus) -> Iterable[tuple[str, bool]]:
@@ -219,10 +220,7 @@ class _ProviderCalls:
 
 
 class Observer:
-    """Observes an agent: `view` for any thread, `watch` for its loop.
-
-    period: seconds between readings of the load.
-    """
+    """Observes an agent: `view` in any thread, the rest in its loop. period: seconds between readings of the load."""
 
     TICK: Final = 1.0
 
@@ -236,15 +234,13 @@ class Observer:
         self._calls: dict[int, _ProviderCalls] = {}
         self._reporting = threading.Lock()
 
-    # In the loop.
-
     async def watch(self) -> None:
         """Take readings and note what happens, until cancelled."""
         measuring = asyncio.create_task(load.measure_for_ever(self.due, self._period), name="measure")
         try:
             while True:
                 try:
-                    await self.note(self._agent.status())
+                    self.note(self._agent.status())
                 except Exception:
                     _LOG.exception("events could not be noted")
                 await asyncio.sleep(self.TICK)
@@ -267,29 +263,26 @@ class Observer:
         self._gauges = gauges
         return due
 
-    async def note(self, status: Status) -> None:
+    def note(self, status: Status) -> None:
         """Note what happened since the last status."""
         now = time.time()
         for one in status.resources:
             # Statistics go on counting: keep them as they are now.
             endpoint = replace(one.endpoint, refusals=dict(one.endpoint.refusals))
             kept = replace(one, endpoint=endpoint, registration=replace(one.registration))
-            if new := tuple(events_between(self._before.get(one.resource), kept, now)):
-                self._events = (*self._events, *new)[-SHOWN_EVENTS:]
+            new = events_between(self._before.get(one.resource), kept, now)
+            self._events = (*self._events, *new)[-SHOWN_EVENTS:]
             self._before[one.resource] = kept
         for gone in self._before.keys() - {one.resource for one in status.resources}:
             del self._before[gone]
 
-    # In any thread.
-
     def view(self) -> View:
-        """Put together what is known now."""
+        """Return what is known now."""
         status = self._agent.status()
         reports, silent = self._reports()
         known = status.scanned_at is not None and time.monotonic() - status.scanned_at < HOLDERS_STALE
         holders = self._holders(status, reports, known=known)
         locations = {key: location for report in reports.values() for key, location in report.locations.items()}
-        events = [*self._events, *(event for report in reports.values() for event in report.events)]
         return View(
             time.time(),
             tuple(self._resource(one, locations, holders) for one in status.resources),
@@ -302,7 +295,7 @@ class Observer:
                 *(f"{name}: {reason}" for name, report in reports.items() for reason in report.unready),
                 *(f"{name} {error}" for name, error in silent.items()),
             ),
-            tuple(sorted(events, key=lambda event: event.at)[-SHOWN_EVENTS:]),
+            self._events,
         )
 
     def _resource(
@@ -325,7 +318,7 @@ class Observer:
             )
             for name, device in one.snapshot.devices.items()
         )
-        return ResourceView(one, tuple(devices), gauge)
+        return ResourceView(one.resource, one, tuple(devices), gauge)
 
     def _replicas(self, status: ResourceStatus, device: Device) -> int:
         if status.replicas == 1 or (service := self._agent.services.get(status.resource)) is None:
@@ -338,10 +331,7 @@ class Observer:
     def _holders(
         self, status: Status, reports: Mapping[str, ProviderReport], *, known: bool
     ) -> Mapping[tuple[str, str], tuple[DeviceHolder, ...]]:
-        """Return the holders by (resource, device id): of the plugin side, then of the DRA side.
-
-        known: whether what the kubelet said of containers counts.
-        """
+        """Return the holders by (resource, device id), plugin side first. known: whether those of containers count."""
         found: dict[tuple[str, str], set[DeviceHolder]] = defaultdict(set)
         for one in status.resources if known else ():
             service = self._agent.services.get(one.resource)

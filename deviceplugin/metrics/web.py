@@ -35,20 +35,14 @@ from deviceplugin.addresses import parse_address
 
 _LOG: Final = logging.getLogger(__name__)
 TEXT: Final = "text/plain; charset=utf-8"
-LIFETIME: Final = 0.5
-"""Seconds for which an answer is used at least."""
-LIFETIME_FACTOR: Final = 10
-"""An answer is used at least so many times as long as its rendering took of the processor."""
+LIFETIME: Final = 0.5  # seconds for which an answer is used at least
+LIFETIME_FACTOR: Final = 10  # an answer is used at least so many times as long as its rendering took of the processor
 MAX_WAITING: Final = 8
 """Clients that wait for the rendering of a page. More are turned away, so that they leave connections to others."""
-SMALL: Final = 1024
-"""Bytes up to which an answer is not compressed."""
-MAX_HEAD: Final = 16 * 1024
-"""Bytes of a request's head."""
-MAX_LINGERING: Final = 256
-"""Connections that are kept open although their clients have been answered."""
-BACKLOG: Final = 1024
-"""Connections that the kernel keeps while the server accepts no more."""
+SMALL: Final = 1024  # bytes up to which an answer is not compressed
+MAX_HEAD: Final = 16 * 1024  # bytes of a request's head
+MAX_LINGERING: Final = 256  # connections that are kept open although their clients have been answered
+BACKLOG: Final = 1024  # connections that the kernel keeps while the server accepts no more
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,9 +76,10 @@ class _Rendering(NamedTuple):
 class Route:
     """A page whose answers are shared by all clients for a while.
 
-    render: makes an answer for a key. key: what the answer depends on in a request; it has few
-    values. seconds: how long an answer is used. If its rendering took long it is used longer, so that clients
-    cause a tenth of a processor's load at most; it is used twice as long while a rendering is under way. public: no
+    An answer whose rendering took long is used longer, so that clients cause a tenth of a processor's load at most. It
+    is used twice as long while a rendering is under way.
+
+    render: makes an answer for a key. key: what the answer depends on in a request; it has few values. public: no
     credentials are needed. lock: routes with the same lock render one after the other.
     """
 
@@ -93,14 +88,12 @@ class Route:
         render: Callable[[Any], Answer],
         *,
         key: Callable[[Request], Hashable] = lambda request: None,
-        seconds: float | None = None,
         public: bool = False,
         lock: threading.Lock | None = None,
     ) -> None:
         self.public = public
         self._render = render
         self._key = key
-        self._seconds = LIFETIME if seconds is None else seconds
         self._lock = lock or threading.Lock()
         self._waiting = threading.BoundedSemaphore(MAX_WAITING)
         self._renderings: dict[tuple[Hashable, bool], _Rendering] = {}
@@ -135,10 +128,7 @@ class Route:
         if packed and len(answer.body) > SMALL:
             body = gzip.compress(answer.body, 1)
             answer = replace(answer, body=body, headers={**answer.headers, "Content-Encoding": "gzip"})
-        return _Rendering(answer, time.monotonic(), max(self._seconds, LIFETIME_FACTOR * (time.thread_time() - began)))
-
-
-# Addresses.
+        return _Rendering(answer, time.monotonic(), max(LIFETIME, LIFETIME_FACTOR * (time.thread_time() - began)))
 
 
 def listen(address: str) -> socket.socket:
@@ -158,9 +148,6 @@ def listen(address: str) -> socket.socket:
     except socket.gaierror as error:
         raise OSError(errno.EADDRNOTAVAIL, f"{host}: {error.strerror}") from error
     return socket.create_server(found[:2], family=family, backlog=BACKLOG)
-
-
-# Secrets that change while the process runs.
 
 
 class _Watched:
@@ -199,7 +186,7 @@ class _Watched:
 
 
 class Certificate(_Watched):
-    """A server's certificate chain and key in PEM files, read again when they are renewed.
+    """A server's certificate chain and key in PEM files.
 
     client_ca: a PEM file with the authorities of client certificates; all clients but the kubelet's
     probes must then have one. Raises OSError at the start if the files cannot be read or do not belong together.
@@ -246,10 +233,7 @@ class Certificate(_Watched):
 
 
 class Token(_Watched):
-    """A bearer token in a file, read again when it changes.
-
-    Raises OSError at the start if it cannot be read or is empty.
-    """
+    """A bearer token in a file. Raises OSError at the start if it cannot be read or is empty."""
 
     def _load(self) -> None:
         (path,) = self.paths
@@ -276,38 +260,26 @@ class Token(_Watched):
         return hmac.compare_digest(given, self._token)
 
 
-# Connections.
-
-
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """How long a client may take, in seconds, and how many there may be at a time.
+    """How long a client may take, in seconds, and how many there may be at a time."""
 
-    request: from connecting to the end of the request's head. answer: to take the answer. grace:
-    for each of both, when other clients wait. linger: how long a client that has sent several
-    requests at once waits for the end of its connection, so that it comes back no sooner.
-    """
-
-    request: float = 10.0
-    answer: float = 30.0
-    grace: float = 0.1
-    linger: float = 5.0
+    request: float = 10.0  # from connecting to the end of the request's head
+    answer: float = 30.0  # to take the answer
+    grace: float = 0.1  # for each of both, when other clients wait
+    linger: float = 5.0  # to the end of a connection with several requests, so that its client comes back no sooner
     connections: int = 32
 
 
 @dataclass(slots=True, eq=False)
 class _Client:
-    """A connection.
-
-    since: when the server began to wait for the client, inf while it does not. deadline: when the
-    connection ends at the latest. answered: whether the server waits for the answer to be taken.
-    """
+    """A connection."""
 
     sock: socket.socket
     thread: threading.Thread
-    since: float
-    deadline: float
-    answered: bool = False
+    since: float  # when the server began to wait for the client, inf while it does not
+    deadline: float  # when the connection ends at the latest
+    answered: bool = False  # whether the server waits for the answer to be taken
     pipelined: bool = False
 
     def cut(self) -> None:

@@ -111,7 +111,7 @@ class Agent:
             tuple(service.status() for service in list(self.services.values())),
             self.scanner.log.double_allocations,
             self.tracker.claim_uses,
-            self.tracker.scanned_at,
+            self.tracker.snapshot.at or None,
         )
 
     async def run(self, before_end: Callable[[], Awaitable[None]] | None = None) -> None:
@@ -177,4 +177,4 @@ class Agent:
             service.endpoint.refresh()
 
     def _resend(self) -> bool:
-        return any(service.endpoint.resend() for service in self.services.values() if service.endpoint.live)
+        return any(one.endpoint.streams.resend() for one in self.services.values() if one.endpoint.streams.live)

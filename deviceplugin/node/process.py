@@ -145,7 +145,7 @@ async def _serve(make: Callable[[], Program], metrics_address: str | None, confi
             from deviceplugin.metrics import collectors as metrics
 
             try:
-                how = metrics.Options.of(config[-1].metrics) if config else None
+                how = config[-1].metrics if config else None
                 stack.enter_context(metrics.serving(metrics_address, program.agent, how))
             except OSError as error:
                 raise AgentError(f"cannot serve metrics at {metrics_address}: {error.strerror or error}") from error

@@ -21,8 +21,7 @@ from deviceplugin.inventory import Inventory
 from deviceplugin.kubelet.allocation_gate import AllocationGate, Refusal
 from deviceplugin.kubelet.checkpoint import Allocation
 from deviceplugin.kubelet.exclusion_guard import ConflictError, ExclusionGuard
-from deviceplugin.kubelet.holders import HolderSnapshot
-from deviceplugin.kubelet.ids_in_use import IdsInUse
+from deviceplugin.kubelet.holders import HolderSnapshot, IdsInUse
 from deviceplugin.kubelet.podresources import AllocationsInFlight
 from deviceplugin.kubelet.registration import Registration, RegistrationError, Timing
 from deviceplugin.kubelet.servicer import Endpoint
@@ -191,7 +190,7 @@ class Service:
         ]
         if devices and "released" in self.source.hooks:
             self._release(devices)
-        if now.awake and now.registered is not None and self.endpoint.live:
+        if now.awake and now.registered is not None and self.endpoint.streams.live:
             # Gone at the scan before, too: a grant between would be known by now.
             registered = now.registered.get(self.resource, frozenset())
             gone_before, legacy_before = self._forgettable
@@ -204,7 +203,7 @@ class Service:
     def _release(self, devices: Sequence[Device]) -> asyncio.Task[str]:
         source = self.source
         work = hooks.call(f"released of {self.resource}", source.released, devices, timeout=source.hook_timeout)
-        return self._context.guard.release([(self.resource, device.id) for device in devices], work)
+        return self._context.guard.releases.run([(self.resource, device.id) for device in devices], work)
 
     async def _release_former(self, names: Sequence[str]) -> None:
         """Have `released` called of devices whose holders have ended, before these ids are granted.
@@ -226,7 +225,7 @@ class Service:
         keys = {(self.resource, device) for device in ids}
         context = self._context
         try:
-            await context.guard.wait_released(keys)
+            await context.guard.releases.wait(keys)
             every = [name for those in ids.values() for name in those]
             ended, others = await context.tracker.ended(self.resource, every)
             in_use = {one.device_id for one in others} | (self._in_use.pending.keys() - set(names))
@@ -256,7 +255,7 @@ class Service:
             self.inventory.snapshot,
             self.source.replicas,
             self.registration.statistics.registered,
-            self.endpoint.live,
+            self.endpoint.streams.live,
             self._context.tracker.holders(self.resource),
             self.endpoint.statistics,
             self.registration.statistics,

@@ -1,28 +1,26 @@
 """The source of a resource of the config file: the devices of all its entries, with the resource's settings.
 
-Entries differ in where devices come from. What all kinds have in common is here: `include` and `exclude`, health
-probes, replicas by name, and what the resource adds to each device. A source of an entry yields from an async `watch`.
-It may have `notes`, sentences for the log such as a glob that matches nothing, and the hooks `edits` and `measure`,
-which get its own devices only.
+The source of an entry yields from an async `watch`. It may have `notes`, sentences for the log such as a glob that
+matches nothing, and the hooks `edits` and `measure`, which get its own devices only.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import inspect
 import logging
 import re
 from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Mapping, Sequence
-from dataclasses import replace
 from fnmatch import fnmatchcase
 from typing import Any, Final, NamedTuple, cast
 
-import msgspec
+from msgspec.structs import replace
 
 from deviceplugin import health, identity
 from deviceplugin.config.rules import sides_conflict
-from deviceplugin.config.types import DeviceEntry, DraConfig, ResourceConfig
+from deviceplugin.config.types import DeviceEntry, DraConfig, ResourceConfig, typed_attributes
 from deviceplugin.device import ContainerEdits, Device, DeviceNode, Mount
 from deviceplugin.naming import PCI_BUS_ID
 from deviceplugin.source import DeviceSource, Measured
@@ -139,7 +137,7 @@ class ConfiguredSource(DeviceSource):
             annotations=config.annotations,
             cdi=config.cdi,
         )
-        self._attributes = config.device_attributes
+        self._attributes = typed_attributes(config.attributes)
         self._served: Mapping[str, _Served] = {}
         self._doubles: Mapping[str, None] = {}
         self._probed = None if config.health.probe == "none" else ProbedHealth(config.name, config.health)
@@ -149,7 +147,7 @@ class ConfiguredSource(DeviceSource):
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """Sentences for the log about the last lists of the entries."""
+        """Sentences for the log about the last lists."""
         return (*(note for entry in self.entries for note in getattr(entry, "notes", ())), *self._doubles)
 
     @property
@@ -216,16 +214,9 @@ class ConfiguredSource(DeviceSource):
                     for profile in profiles:
                         name = f"{domain}/{resource_of(profile)}"
                         if name not in built:
-                            only = msgspec.structs.replace(entry.nvidia, mig="single", profile=profile)
-                            built[name] = ConfiguredSource(
-                                msgspec.structs.replace(
-                                    self.config,
-                                    name=name,
-                                    devices=(DeviceEntry(nvidia=only),),
-                                    driver=None,
-                                    dra=DraConfig(),
-                                )
-                            )
+                            only = DeviceEntry(nvidia=replace(entry.nvidia, mig="single", profile=profile))
+                            config = replace(self.config, name=name, devices=(only,), driver=None, dra=DraConfig())
+                            built[name] = ConfiguredSource(config)
                     yield tuple(built.values())
 
     async def watch(self) -> AsyncIterator[Sequence[Device]]:
@@ -247,7 +238,8 @@ class ConfiguredSource(DeviceSource):
                 changed.clear()
                 devices = self._together(lists)
                 if self._probed is not None:
-                    devices = await self._probed.judged(devices, changed, tasks)
+                    await self._probed.probe_new(self._listed(), changed, tasks)
+                    devices = [self._probed.judged(device) for device in devices]
                 yield devices
                 await changed.wait()
         finally:
@@ -256,6 +248,7 @@ class ConfiguredSource(DeviceSource):
             await asyncio.gather(*tasks, return_exceptions=True)
 
     def _listed(self) -> list[Device]:
+        """Return the devices as their entries list them: a probe must not take the resource's mounts for theirs."""
         return [served.listed for served in self._served.values()]
 
     async def _follow(self, index: int, lists: list[Sequence[Device] | None], changed: asyncio.Event) -> None:
@@ -281,19 +274,16 @@ class ConfiguredSource(DeviceSource):
     def _together(self, lists: Iterable[Sequence[Device] | None]) -> list[Device]:
         """Return what is to be served: each wanted device once, as the resource serves it."""
         served: dict[str, _Served] = {}
-        owners: dict[str, str] = {}
-        """Ids by the host path of their nodes and mounts."""
+        owners: dict[str, str] = {}  # ids by the host path of their nodes and mounts
         doubles: dict[str, None] = {}
-        found = ((index, device) for index, listed in enumerate(lists) for device in listed or ())
-        for index, device in found:
+        for index, device in ((index, device) for index, listed in enumerate(lists) for device in listed or ()):
             if not is_wanted(device, self.config):
                 continue
             if device.id in served:
                 doubles[f"{device.id} is found by two entries and served once"] = None
                 continue
             hosts = [node.host for node in device.nodes]  # type: ignore[union-attr]  # Device made them so
-            if device.edits.mounts:
-                hosts += [mount.host for mount in device.edits.mounts]
+            hosts += [mount.host for mount in device.edits.mounts]
             double = next(filter(owners.__contains__, hosts), None)
             if double is not None:
                 other = owners[double]
@@ -317,7 +307,7 @@ class ConfiguredSource(DeviceSource):
         """Return a device with the edits, attributes and capacity of the resource."""
         if not (self._edits or self._attributes or self.config.capacity):
             return device
-        return replace(
+        return dataclasses.replace(
             device,
             edits=ContainerEdits.merge([self._edits], winner=device.edits) if device.edits else self._edits,
             attributes={**device.attributes, **self._attributes},

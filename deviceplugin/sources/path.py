@@ -7,42 +7,30 @@ runtimes take only device nodes as devices. A directory is left out.
 
 from __future__ import annotations
 
-import asyncio
-import bisect
 import hashlib
 import logging
 import os
-import random
 import re
 import stat
 import sys
-import time
-from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import translate
 from typing import Final
 
-from deviceplugin import filewatch, hooks, identity
+from deviceplugin import identity
 from deviceplugin.device import NO_EDITS, ContainerEdits, Device, DeviceNode, Mount
-from deviceplugin.source import DeviceSource
-from deviceplugin.sources.sysfs import log_new, numa_node_above
+from deviceplugin.sources.scanned import Scan, ScannedSource
+from deviceplugin.sources.sysfs import numa_node_above
 from deviceplugin.topology import natural
 
 _LOG: Final = logging.getLogger(__name__)
-
 LONGEST_ID: Final = 52
 """Characters of an id; leaves room for a replica's number within the kubelet's 63."""
-RESCAN: Final = 30.0
-"""Seconds, give or take a fifth, after which a source scans again without a hint."""
-SCAN_TIMEOUT: Final = 60.0
-"""Seconds after which a scan is given up (a network file system that hangs)."""
-MAX_PAUSE: Final = 0.5
-"""Seconds between scans under a storm of hints that change nothing."""
-
 _UNKNOWN: Final = -1
 """Stands for the inode of a path whose directory was not read."""
-
 _MAGIC: Final = re.compile(r"[*?[]")
+_SURROGATE: Final = re.compile("[\ud800-\udfff]")
 _PLAIN: Final = re.compile(r"[A-Za-z0-9](?:[A-Za-z0-9_.]|-(?!-))*(?<![-_.])")
 _HASHED: Final = re.compile(r".*-[0-9a-f]{8}")
 
@@ -65,10 +53,7 @@ def device_id(path: str) -> str:
 
 
 def numa_of(mode: int, rdev: int, sysfs: str = "/sys") -> int | None:
-    """Return the NUMA node of a device node's hardware; None if sysfs names none.
-
-    mode, rdev: st_mode and st_rdev of the node.
-    """
+    """Return the NUMA node of the hardware of a node with this st_mode and st_rdev; None if sysfs names none."""
     if not (stat.S_ISCHR(mode) or stat.S_ISBLK(mode)):
         return None
     kind = "char" if stat.S_ISCHR(mode) else "block"
@@ -104,13 +89,10 @@ class _Match:
 
 
 @dataclass(slots=True)
-class _Scan:
-    """One scan of the file system."""
+class _PathScan(Scan):
+    """A scan under way: what it has read already is not read twice."""
 
-    thorough: bool
-    devices: list[Device] = field(default_factory=list)
-    directories: set[str] = field(default_factory=set)
-    notes: list[str] = field(default_factory=list)
+    thorough: bool = True
     matches: dict[str, _Match] = field(default_factory=dict)
     real: dict[str, str] = field(default_factory=dict)
     numa: dict[tuple[int, int], int | None] = field(default_factory=dict)
@@ -143,15 +125,13 @@ class _Scan:
         return link, tuple(directories)
 
 
-class PathSource(DeviceSource):
+class PathSource(ScannedSource):
     """Each path that a glob matches is a device.
 
     Args:
         glob: an absolute path; `*`, `?` and `[abc]` match within one directory. `GroupSource` takes several.
-        permissions: what a container may do with the node, of r, w and m.
-        resource: the resource's name, where the source is used by itself.
+        permissions, resource, rescan: as of `ScannedSource`.
         sysfs: the directory of sysfs.
-        rescan: seconds after which it scans again without a hint.
 
     """
 
@@ -162,69 +142,32 @@ class PathSource(DeviceSource):
         permissions: str = "rw",
         resource: str = "",
         sysfs: str = "/sys",
-        rescan: float = RESCAN,
+        rescan: float = 30.0,
     ) -> None:
+        super().__init__(permissions, resource, rescan)
         self.globs = (glob,) if isinstance(glob, str) else tuple(glob)
         for one in self.globs:
             if not one.startswith("/"):
                 raise ValueError(f"a glob of devices must be an absolute path, not {one!r}")
-        self.permissions = permissions
-        self.notes: tuple[str, ...] = ()
-        self.resource = resource or self.resource
         self._sysfs = sysfs
-        self._rescan = rescan
         self._matches: Mapping[str, _Match] = {}
-        self._orders: dict[str, list[str]] = {}
         self._devices: Mapping[str, tuple[tuple[_Match, ...], Device]] = {}
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({', '.join(map(repr, self.globs))})"
 
-    def scan(self) -> list[Device]:
-        """Return the devices that are there now; blocks."""
-        return self._scan().devices
+    def _directories(self) -> list[str]:
+        """Return the first directory that each glob reads."""
+        wild = ((glob, _MAGIC.search(glob)) for glob in self.globs)
+        return [os.path.dirname(glob[: first.start()] if first else glob) or "/" for glob, first in wild]
 
-    async def watch(self) -> AsyncIterator[Sequence[Device]]:
-        """Yield the devices now and whenever one comes, goes, or leads elsewhere."""
-        watched = {_first_directory(glob) for glob in self.globs}
-        listed: list[Device] | None = None
-        hinted = thorough = True
-        pause = 0.0
-        with filewatch.shared().watch(watched) as watch:
-            while True:
-                began = time.monotonic()
-                what = f"the scan for {', '.join(self.globs)}"
-                scan = await hooks.call(what, self._scan, thorough, timeout=SCAN_TIMEOUT)
-                took = time.monotonic() - began
-                log_new(_LOG, scan.notes, self.notes)
-                self.notes = tuple(scan.notes)
-                fresh = scan.directories - watched
-                if scan.directories != watched:
-                    watched = scan.directories
-                    watch.set(watched)
-                if scan.devices != listed:
-                    listed = scan.devices
-                    yield listed
-                    pause = 0.0
-                elif hinted:
-                    pause = min(MAX_PAUSE, max(took, 2 * pause))
-                thorough = False
-                if fresh:  # something may have changed there before it was watched
-                    continue
-                if pause:
-                    # A directory in which other names come and go must not keep a CPU busy.
-                    await asyncio.sleep(pause)
-                hinted = await watch.wait(self._rescan * random.uniform(0.8, 1.2))  # noqa: S311  # no secret
-                if not hinted:
-                    thorough, pause = True, 0.0
-
-    def _scan(self, thorough: bool = True) -> _Scan:
-        """Scan the file system once.
+    def _scan(self, thorough: bool = True) -> Scan:
+        """Scan once.
 
         Unless thorough, a path that its directory lists with the same inode as before is taken as unchanged. Where
         inodes are not used again (devtmpfs) it is.
         """
-        scan = _Scan(thorough)
+        scan = _PathScan(thorough=thorough)
         devices: dict[str, tuple[tuple[_Match, ...], Device]] = {}
         for matches in self._groups(scan):
             alias = matches[0].alias
@@ -236,8 +179,8 @@ class PathSource(DeviceSource):
         self._matches, self._devices = scan.matches, devices
         return scan
 
-    def _groups(self, scan: _Scan) -> Iterable[tuple[_Match, ...]]:
-        """Return by device the paths that make it."""
+    def _groups(self, scan: _PathScan) -> Iterable[tuple[_Match, ...]]:
+        """Return, for each device, the paths that make it."""
         return [(match,) for match in self._matching(self.globs[0], scan)]
 
     def _device(self, matches: tuple[_Match, ...]) -> Device:
@@ -252,11 +195,11 @@ class PathSource(DeviceSource):
             identity=matches[0].identity,
         )
 
-    def _matching(self, glob: str, scan: _Scan) -> list[_Match]:
+    def _matching(self, glob: str, scan: _PathScan) -> list[_Match]:
         """Return what a glob matches now, in natural order: 2 before 10."""
         found: dict[str, _Match] = {}
         known = {} if scan.thorough else self._matches
-        skipped = 0
+        directories = False
         for base, entries in _expand(glob, scan):
             real = scan.resolve(base or "/")
             for alias, is_link, entry in entries:
@@ -268,19 +211,18 @@ class PathSource(DeviceSource):
                     if match.directories:
                         scan.directories.update(match.directories)
                     if stat.S_ISDIR(match.mode):
-                        skipped += 1
+                        directories = True
                         _LOG.debug("%s is a directory, not a device; left out", alias)
                         continue
                 found[alias] = match
         scan.matches.update(found)
-        if skipped and not found:
+        if directories and not found:
             scan.notes.append(f"{glob} matches a directory, which is not a device; name what lies in it: {glob}/*")
         elif not found:
             scan.notes.append(f"{glob} matches nothing now; what is plugged in later is found")
-        order = self._orders[glob] = _ordered(self._orders.get(glob, []), found)
-        return [found[alias] for alias in order]
+        return [found[alias] for alias in sorted(found, key=natural)]
 
-    def _match(self, alias: str, real: str, entry: int, scan: _Scan, *, is_link: bool) -> _Match | None:
+    def _match(self, alias: str, real: str, entry: int, scan: _PathScan, *, is_link: bool) -> _Match | None:
         try:
             target = os.readlink(alias) if is_link else ""
             status = os.stat(alias)
@@ -301,8 +243,6 @@ class PathSource(DeviceSource):
             host, directories = scan.follow(alias)
         else:
             host, directories = os.path.join(real, os.path.basename(alias)), ()
-        if host == alias:
-            host = alias  # one string for both
         return _Match(alias, host, real, entry, seen, mode, scan.numa[numbers], directories, identity.token(status))
 
 
@@ -315,7 +255,7 @@ class GroupSource(PathSource):
 
     _together: Sequence[tuple[str, ...]] = ()
 
-    def _groups(self, scan: _Scan) -> Iterable[tuple[_Match, ...]]:
+    def _groups(self, scan: _PathScan) -> Iterable[tuple[_Match, ...]]:
         columns = [{match.alias: match for match in self._matching(glob, scan)} for glob in self.globs]
         counts = [len(column) for column in columns]
         groups = [
@@ -353,7 +293,7 @@ class GroupSource(PathSource):
                 yield group
 
 
-def _expand(glob: str, scan: _Scan) -> Iterator[tuple[str, Iterable[tuple[str, bool, int]]]]:
+def _expand(glob: str, scan: _PathScan) -> Iterator[tuple[str, Iterable[tuple[str, bool, int]]]]:
     """Yield by directory the paths that an absolute glob matches, as glob.glob does: path, is a symlink, inode.
 
     The directories that were read are added to `scan.directories`. The path of a glob without wildcards need not exist.
@@ -374,7 +314,7 @@ def _expand(glob: str, scan: _Scan) -> Iterator[tuple[str, Iterable[tuple[str, b
             yield base, [(path, os.path.islink(path), _UNKNOWN)]
 
 
-def _entries(base: str, step: str, scan: _Scan) -> list[os.DirEntry[str]]:
+def _entries(base: str, step: str, scan: _PathScan) -> list[os.DirEntry[str]]:
     fits = re.compile(translate(step)).match
     hidden = step.startswith(".")
     found: list[os.DirEntry[str]] = []
@@ -388,34 +328,8 @@ def _entries(base: str, step: str, scan: _Scan) -> list[os.DirEntry[str]]:
     except OSError as error:
         scan.notes.append(f"{base or '/'} cannot be read: {error.strerror}")
     scan.directories.add(base or "/")
-    return [entry for entry in found if entry.name.isascii() or _is_text(entry.name)]
-
-
-def _is_text(name: str) -> bool:
-    """Whether a name is UTF-8, as the kubelet needs it; a file's name may be any bytes."""
-    try:
-        name.encode()
-    except UnicodeEncodeError:
-        _LOG.debug("%r is left out: its name is not UTF-8", name)
-        return False
-    return True
-
-
-def _first_directory(glob: str) -> str:
-    """Return the first directory that a glob reads."""
-    first = _MAGIC.search(glob)
-    return os.path.dirname(glob[: first.start()] if first else glob) or "/"
-
-
-def _ordered(before: list[str], now: Mapping[str, object]) -> list[str]:
-    """Return these paths in natural order; most of them are in order already."""
-    order = [alias for alias in before if alias in now]
-    new = now.keys() - set(order)
-    if len(new) > 100:
-        return sorted(now, key=natural)
-    for alias in new:
-        bisect.insort(order, alias, key=natural)
-    return order
+    # The kubelet needs UTF-8, and a file's name may be any bytes: those that are no UTF-8 are surrogates here.
+    return [entry for entry in found if entry.name.isascii() or not _SURROGATE.search(entry.name)]
 
 
 def _captures(glob: str) -> re.Pattern[str]:

@@ -1,11 +1,9 @@
 """PCI devices, chosen by what sysfs says of them: vendor, device, class, driver, address.
 
-A device bound to vfio-pci gives a container the node of its group, /dev/vfio/<group>, and /dev/vfio/vfio. Any other
-device gives the nodes that its driver made (/dev/dri/renderD128, /dev/nvme0n1). A network function has no node: the
-software in the container finds its address in a variable.
+A device bound to vfio-pci gives a container /dev/vfio/<group> and /dev/vfio/vfio. Any other device gives the nodes that
+its driver made (/dev/dri/renderD128). A network function has no node: the container finds its address in a variable.
 
-sysfs makes no inotify events. New nodes under /dev do (a driver that is bound, a new group); other changes are found
-by the next scan.
+sysfs makes no inotify events. New nodes under /dev do; other changes are found by the next scan.
 """
 
 from __future__ import annotations
@@ -21,6 +19,7 @@ from deviceplugin.config.types import PciConfig
 from deviceplugin.device import NO_EDITS, ContainerEdits, Device, DeviceNode
 from deviceplugin.naming import PCI_BUS_ID, PCIE_ROOT
 from deviceplugin.sources import sysfs
+from deviceplugin.sources.scanned import Scan
 
 VFIO: Final = "vfio-pci"
 
@@ -48,20 +47,18 @@ class PciSource(sysfs.SysfsSource[PciConfig]):
     IDS = sysfs.ids_files("pci", "pciutils")
     SETTLE = 0.2
 
-    def scan(self) -> list[Device]:
-        """Return the devices that are there now; blocks."""
+    def _scan(self, thorough: bool = True) -> Scan:
+        directories = set(self._directories())
         try:
             addresses = sorted(os.listdir(self._root))
         except OSError as error:
-            self.notes = (f"{self._root} cannot be read: {error.strerror}",)
-            return []
+            return Scan([], directories, [f"{self._root} cannot be read: {error.strerror}"])
         found = [one for address in addresses if (one := self._read(address)) is not None and self._fits(one)]
-        self.notes = () if found else (f"none of {len(addresses)} PCI devices has {sysfs.in_words(self.wanted)}",)
+        notes = [] if found else [f"none of {len(addresses)} PCI devices has {sysfs.in_words(self.wanted)}"]
         names = self._names.of({(one.vendor, one.device) for one in found})
-        return [self._device(one, *names[one.vendor, one.device]) for one in found]
+        return Scan([self._device(one, *names[one.vendor, one.device]) for one in found], directories, notes)
 
-    def directories(self) -> list[str]:
-        """Return the directories in which device nodes come and go."""
+    def _directories(self) -> list[str]:
         return [self._dev, f"{self._dev}/vfio"]
 
     def edits(self, devices: Sequence[Device]) -> ContainerEdits:

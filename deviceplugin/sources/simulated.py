@@ -1,7 +1,4 @@
-"""Devices without hardware or device nodes, for demonstrations and tests.
-
-Their health is set from code (any thread), or by a file that names the unhealthy ones.
-"""
+"""Devices without hardware or device nodes, for demonstrations and tests."""
 
 from __future__ import annotations
 
@@ -16,7 +13,6 @@ from deviceplugin.device import Device, Health
 from deviceplugin.source import DeviceSource
 
 _LOG: Final = logging.getLogger(__name__)
-_RESCAN: Final = 30.0
 
 
 class SimulatedSource(DeviceSource):
@@ -41,7 +37,7 @@ class SimulatedSource(DeviceSource):
         unhealthy_file: str | None = None,
         prefix: str = "sim",
         resource: str = "",
-        rescan: float = _RESCAN,
+        rescan: float = 30.0,
     ) -> None:
         self.resource = resource or self.resource
         self._file = unhealthy_file

@@ -5,21 +5,16 @@ The functions take paths, so they work on any tree. A value that is not there is
 
 from __future__ import annotations
 
-import asyncio
-import logging
 import os
-import random
 import re
-from collections.abc import AsyncIterator, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping
 from typing import ClassVar, Final, Generic, TypeVar
 
 import msgspec
 
-from deviceplugin import filewatch, hooks
-from deviceplugin.device import AttributeValue, Device
-from deviceplugin.source import DeviceSource
+from deviceplugin.device import AttributeValue
+from deviceplugin.sources.scanned import ScannedSource
 
-_LOG: Final = logging.getLogger(__name__)
 _Filter = TypeVar("_Filter", bound=msgspec.Struct)
 
 PCI_ADDRESS: Final = re.compile(r"[0-9a-f]{4,8}:[0-9a-f]{2}:[0-9a-f]{2}\.[0-7]")
@@ -27,29 +22,21 @@ _PCIE_ROOT: Final = re.compile(r"pci[0-9a-f]{4,8}:[0-9a-f]{2}")
 _USB_NAME: Final = re.compile(r"usb[0-9]+|[0-9]+-[0-9]+(\.[0-9]+)*")
 LONGEST_VALUE: Final = 64
 """Bytes of an attribute's value."""
-RESCAN: Final = 10.0
-"""Seconds, give or take a fifth, after which a source scans again without a hint."""
-SCAN_TIMEOUT: Final = 60.0
-"""Seconds after which a scan is given up."""
 
 
-class SysfsSource(DeviceSource, Generic[_Filter]):
+class SysfsSource(ScannedSource, Generic[_Filter]):
     """The devices of one bus that a filter lets through.
 
     Args:
         wanted: the filter; a field that is None allows any value.
-        permissions: what a container may do with the device nodes, of r, w and m.
-        resource: the resource's name, where the source is used by itself or a hook needs it.
+        permissions, resource, rescan: as of `ScannedSource`.
         sysfs_root, dev: directories of sysfs and of the device nodes.
         ids: files with the names of vendors and products; the first that exists counts.
-        rescan: seconds after which it scans again without a hint.
 
     """
 
     BUS: ClassVar[str]
     IDS: ClassVar[tuple[str, ...]]
-    SETTLE: ClassVar[float]
-    """Seconds from a hint to the scan: a driver makes several nodes, and some of them later than sysfs."""
 
     def __init__(
         self,
@@ -60,55 +47,16 @@ class SysfsSource(DeviceSource, Generic[_Filter]):
         sysfs_root: str = "/sys",
         dev: str = "/dev",
         ids: Collection[str] | None = None,
-        rescan: float = RESCAN,
+        rescan: float = 10.0,
     ) -> None:
-        self.resource = resource or self.resource
+        super().__init__(permissions, resource, rescan)
         self.wanted = wanted
-        self.permissions = permissions
-        self.notes: tuple[str, ...] = ()
         self._root = f"{sysfs_root}/bus/{self.BUS}/devices"
         self._dev = dev
         self._names = Names(self.IDS if ids is None else ids)
-        self._rescan = rescan
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.wanted})"
-
-    def scan(self) -> list[Device]:
-        """Return the devices that are there now; blocks."""
-        raise NotImplementedError
-
-    def directories(self) -> list[str]:
-        """Return the directories in which device nodes come and go; blocks."""
-        raise NotImplementedError
-
-    async def watch(self) -> AsyncIterator[Sequence[Device]]:
-        """Yield the devices now and whenever they change."""
-        listed: list[Device] | None = None
-        watched: list[str] = []
-        with filewatch.shared().watch(watched) as watch:
-            while True:
-                directories = await asyncio.to_thread(self.directories)
-                if directories != watched:
-                    watched = directories
-                    watch.set(watched)
-                noted = self.notes
-                devices = await hooks.call(f"the scan of {self.BUS} devices", self.scan, timeout=SCAN_TIMEOUT)
-                log_new(_LOG, self.notes, noted)
-                if devices != listed:
-                    listed = devices
-                    yield listed
-                if await asyncio.to_thread(self.directories) != watched:
-                    continue
-                if await watch.wait(self._rescan * random.uniform(0.8, 1.2)):  # noqa: S311  # no secret
-                    await asyncio.sleep(self.SETTLE)
-
-
-def log_new(log: logging.Logger, notes: Collection[str], before: Collection[str]) -> None:
-    """Log the notes that were not there before."""
-    for note in notes:
-        if note not in before:
-            log.info("%s", note)
 
 
 def ids_files(bus: str, package: str) -> tuple[str, ...]:

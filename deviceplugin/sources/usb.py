@@ -1,12 +1,10 @@
 """USB devices, chosen by what sysfs says of them: vendor, product, serial number.
 
-A container gets the device's own node, /dev/bus/usb/001/004, and the nodes that its drivers made (/dev/ttyUSB0,
-/dev/video0). A device that is pulled and plugged in again gets another number, but keeps its id. The id consists of
-vendor, product and serial number. The port stands in place of a serial number that is missing, or that two devices
-claim. Of these two the first one keeps its id as long as it is plugged in, because a pod may hold it: under another
-name it would be allocated twice. If both are there when the agent starts, both are named after their ports.
-
-Nodes come and go under /dev/bus/usb, which is watched. sysfs itself makes no inotify events.
+A container gets the device's own node, /dev/bus/usb/001/004, and those that its drivers made (/dev/ttyUSB0). A device
+that is plugged in again gets another number, but keeps its id: vendor, product and serial number. The port stands in
+place of a serial number that is missing, or that two devices claim. Of these two the first one keeps its id as long as
+it is plugged in, because a pod may hold it: under another name it would be allocated twice. If both are there when the
+agent starts, both are named after their ports.
 """
 
 from __future__ import annotations
@@ -25,10 +23,9 @@ from deviceplugin.device import Device, DeviceNode
 from deviceplugin.naming import PCIE_ROOT
 from deviceplugin.sources import sysfs
 from deviceplugin.sources.path import LONGEST_ID
+from deviceplugin.sources.scanned import Scan
 
 _HUB: Final = "09"
-
-
 _Plugged = tuple[str, str, str, str]
 """What stays the same while a device is plugged in: port, node, vendor, product."""
 
@@ -61,25 +58,23 @@ class UsbSource(sysfs.SysfsSource[UsbConfig]):
 
     _ids: Mapping[_Plugged, str] = MappingProxyType({})
 
-    def scan(self) -> list[Device]:
-        """Return the devices that are there now; blocks."""
+    def _scan(self, thorough: bool = True) -> Scan:
+        directories = set(self._directories())
         try:
             ports = sorted(os.listdir(self._root))
         except FileNotFoundError:
             ports = []  # no USB at all, until a controller is plugged in
         except OSError as error:
-            self.notes = (f"{self._root} cannot be read: {error.strerror}",)
-            return []
+            return Scan([], directories, [f"{self._root} cannot be read: {error.strerror}"])
         there = [one for port in ports if ":" not in port and (one := self._read(port)) is not None]
         found = [one for one in there if self._fits(one)]
         wanted = sysfs.in_words(self.wanted)
-        self.notes = () if found else (f"none of {len(there)} USB devices has {wanted}; plugged in later it is found",)
+        notes = [] if found else [f"none of {len(there)} USB devices has {wanted}; plugged in later it is found"]
         names = self._names.of({(one.vendor, one.product) for one in found})
         self._ids = _ids(there, self._ids)
-        return [self._device(one, *names[one.vendor, one.product]) for one in found]
+        return Scan([self._device(one, *names[one.vendor, one.product]) for one in found], directories, notes)
 
-    def directories(self) -> list[str]:
-        """Return the directories in which device nodes come and go; blocks."""
+    def _directories(self) -> list[str]:
         buses = f"{self._dev}/bus/usb"
         try:
             with os.scandir(buses) as entries:

@@ -44,10 +44,9 @@ class ClusterClaims:
                 "metadata": {"uid": claim.uid, "resourceVersion": now["metadata"]["resourceVersion"]},
                 "status": {"devices": [*others, *devices]},
             }
+            name, namespace = claim.name, claim.namespace
             try:
-                made = await self._api.patch(
-                    kube.RESOURCE_CLAIMS, claim.name, patch, claim.namespace, subresource="status"
-                )
+                made = await self._api.patch(kube.RESOURCE_CLAIMS, name, patch, namespace, subresource="status")
             except kube.ConflictError:
                 continue
             except kube.ForbiddenError as error:
@@ -75,8 +74,7 @@ class ClusterClaims:
 class ClaimEvents:
     """Writes Events and conditions of claims in the background; one that cannot be written is lost.
 
-    tasks: run the writes. report: whether to write `status.devices`, which costs a GET and a PATCH for each claim.
-    refusals: the kind of the last refusal that has an Event, by claim UID.
+    report: whether to write `status.devices`. refusals: the kind of the last refusal that has an Event, by claim UID.
     """
 
     records: ClaimRecords

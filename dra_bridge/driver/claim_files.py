@@ -29,11 +29,7 @@ _ADMIN: Final = "admin"
 
 
 class ClaimFiles:
-    """The CDI files of one driver's claims.
-
-    directory: where the runtime finds CDI files. boot: identifies the node's boot; after a reboot devices are set up
-    again.
-    """
+    """The CDI files of one driver's claims. boot: the node's boot; after a reboot devices are set up again."""
 
     def __init__(self, records: ClaimRecords, directory: str, boot: str) -> None:
         self.boot: Final = boot
@@ -44,7 +40,7 @@ class ClaimFiles:
     def answer(self, uid: str, groups: Sequence[Group], edits: Mapping[str, Sequence[ContainerEdits]]) -> Prepared:
         """Make a claim's answer and its CDI file. Blocks, also for reading device nodes.
 
-        A CDI device is made for each request, so that a container gets the edits of its own requests, and each once.
+        Each request has a CDI device, so that a container gets the edits of its own requests, and each once.
         The request's first device carries it. Its name has the devices, as evidence (R8).
         """
         listed: dict[str, ContainerEdits] = {}
@@ -54,7 +50,7 @@ class ClaimFiles:
                 merged = ContainerEdits.merge(of_request)
             except EditConflictError as error:
                 raise ClaimError("conflict", f"request {request!r}: {error}") from error
-            members = [(group, result) for group in groups if group.request == request for result in group.results]
+            members = [(group, result) for group in groups if group.request == request for _, result in group.members]
             ids = list(merged.cdi)
             if merged.env or merged.nodes or merged.mounts:
                 kind = _ADMIN if all(group.admin for group, _ in members) else _HOLDING
@@ -73,7 +69,7 @@ class ClaimFiles:
         return Prepared(tuple(devices), data.decode(), self.boot)
 
     async def write(self, uid: str, prepared: Prepared) -> bool:
-        """Write a prepared claim's CDI file under its lock; return False if it was there already or is not needed."""
+        """Write a prepared claim's file, under the claim's lock; return False if it was there or is not needed."""
         return bool(prepared.spec) and await in_thread(self._store.write, uid, prepared.spec.encode())
 
     async def remove(self, uid: str) -> None:
@@ -94,8 +90,8 @@ class ClaimFiles:
         """Write CDI files again soon after they were removed, until cancelled.
 
         Without its file a container cannot be restarted, and the kubelet prepares a claim only once.
-        Returns when the directory was deleted on the host while a container has it mounted: the host
-        may have another one in its place, but this mount shows the deleted one until it is made anew.
+        Returns when the directory was deleted on the host while it is mounted here: this mount shows the deleted one
+        even if the host has another one in its place.
         """
         backoff = Backoff(first=1.0, most=60.0)
         with filewatch.shared().watch([os.path.realpath(self._store.directory)]) as watch:

@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any, Final, NamedTuple, TypeVar
+from typing import Any, Final, NamedTuple, TypeVar, cast
 
 import msgspec
 
@@ -57,7 +57,6 @@ def check_ref(ref: ClaimRef) -> None:
 
 class _Meta(msgspec.Struct):
     uid: str = ""
-    name: str = ""
 
 
 class Result(msgspec.Struct, frozen=True, rename="camel"):
@@ -137,9 +136,8 @@ def parse_allocation(claim: Mapping[str, Any] | None, ref: ClaimRef, driver: str
     except msgspec.ValidationError as error:
         raise ClaimError("malformed", f"claim {ref.title} is not understood: {error}") from error
     if parsed.metadata.uid != ref.uid:
-        raise ClaimError(
-            "replaced", f"claim {ref.title} is another one by now: its UID is {parsed.metadata.uid}, not {ref.uid}"
-        )
+        uids = f"its UID is {parsed.metadata.uid}, not {ref.uid}"
+        raise ClaimError("replaced", f"claim {ref.title} is another one by now: {uids}")
     allocation = parsed.status.allocation if parsed.status else None
     if allocation is None or parsed.status is None:
         raise ClaimError("unallocated", f"claim {ref.title} is not allocated")
@@ -149,11 +147,8 @@ def parse_allocation(claim: Mapping[str, Any] | None, ref: ClaimRef, driver: str
         raise ClaimError("foreign", f"the allocation of claim {ref.title} names no device of driver {driver}")
     for result in results:
         if result.pool != pool:
-            raise ClaimError(
-                "foreign",
-                f"device {result.device!r} of request {result.request!r} is in pool {result.pool!r}, "
-                f"this node's is {pool!r}",
-            )
+            what = f"device {result.device!r} of request {result.request!r}"
+            raise ClaimError("foreign", f"{what} is in pool {result.pool!r}, this node's is {pool!r}")
     ours = [config for config in devices.config or () if config.opaque is not None and config.opaque.driver == driver]
     # Within each of the two the API server keeps the author's order.
     ordered = sorted(ours, key=lambda config: config.source != "FromClass")
@@ -165,14 +160,13 @@ def parse_allocation(claim: Mapping[str, Any] | None, ref: ClaimRef, driver: str
 def decoded_config(config_type: type[_T] | None, config: Sequence[Config], request: str) -> _T | None:
     """Return the parameters of one request, decoded strictly.
 
-    Objects are laid over each other, fields of the claim over fields of the class. `apiVersion`
-    and `kind` may be there or not; any other field that the type does not know is an error.
+    Fields of the claim override fields of the class. `apiVersion` and `kind` are allowed; any other field that the type
+    does not know is an error.
 
-    config_type: the author's type, None if the driver takes no parameters. config: this driver's, class before claim.
-    request: the request as the allocation names it, with its subrequest ("gpu/big").
+    config_type: None if the driver takes no parameters. config: this driver's, class before claim. request: as the
+    allocation names it, with its subrequest ("gpu/big").
 
-    Raises ClaimError: an unknown field, a wrong type, a value that is refused, or no parameters at all where some are
-    needed. The message names the field.
+    Raises ClaimError, which names the field: unknown, missing, of a wrong type, or with a value that is refused.
     """
     main = request.partition("/")[0]
     merged: dict[str, Any] = {}
@@ -192,8 +186,7 @@ def decoded_config(config_type: type[_T] | None, config: Sequence[Config], reque
         _convert(config_type, parameters, request, origin, partly=True)
     if config_type is None:
         return None
-    converted: _T = _convert(config_type, merged, request, origin, origins)
-    return converted
+    return cast(_T, _convert(config_type, merged, request, origin, origins))
 
 
 def _convert(
@@ -205,9 +198,9 @@ def _convert(
     *,
     partly: bool = False,
 ) -> Any:
-    """Convert parameters, or only see whether all fields are known (partly).
+    """Convert parameters, or only check that all fields are known (partly).
 
-    origin: what they are, for people. origins: where each field is from, if not all are from there.
+    origin: where they are from, in words. origins: the same for each field, if not all are from there.
     """
     try:
         info = msgspec.inspect.type_info(config_type)

@@ -14,12 +14,13 @@ from deviceplugin.kubelet.orphaned_claims import only_seen
 from dra_bridge.driver.claim_api import ClaimEvents, ClusterClaims
 from dra_bridge.driver.claim_files import ClaimFiles
 from dra_bridge.driver.claims import ClaimError, ClaimRef
-from dra_bridge.driver.preparation import ClaimGrants, ClaimHooks, ClaimPreparation, ClaimStatistics, RunningPods
+from dra_bridge.driver.preparation import ClaimDevices, ClaimPreparation, ClaimStatistics, RunningPods
 from dra_bridge.driver.reconciliation import ClaimReconciler
 from dra_bridge.driver.records import ClaimRecords, Prepared
 from dra_bridge.driver.served import ServedDevices, ServedResource
 from dra_bridge.driver.tasks import Tasks
-from dra_bridge.ledger import AsyncLedger, ClaimEvidence
+from dra_bridge.ledger.rules import ClaimEvidence
+from dra_bridge.ledger.worker import AsyncLedger
 
 _T = TypeVar("_T")
 
@@ -38,12 +39,8 @@ class Driver:
     """One DRA driver of this node. Belongs to one event loop.
 
     Args:
-        name: the driver's name.
         pool: the pool's name, which is the node's.
-        served: the resources whose devices it offers.
         async_ledger: the ledger, which drivers of one process may share.
-        api: the API server.
-        cdi_directory: where the runtime finds CDI files.
         deadline: seconds for one claim.
         patience: seconds for a call; what is not done then is an error in the answer, and it goes on.
         pull: whether a claim for an idle device of the plugin's side begins its move (R2).
@@ -52,8 +49,8 @@ class Driver:
         changed: called after claims came or went.
         ready: whether a device (resource, id) may be given to claims yet.
         running_pods: records in the ledger which pods use which claims, and returns the pods whose processes run.
-        qualifiers: returns those of resources, as in the names of published devices; a resource for
-            which it has none has no published devices yet.
+        qualifiers: returns those of resources in the names of published devices; a resource without one has no
+            published devices yet.
         guard: keeps devices that are one thing, or parts of one, from holders that exclude each other.
 
     """
@@ -86,15 +83,15 @@ class Driver:
         self.files = ClaimFiles(self.records, cdi_directory, boot_id() if boot is None else boot)
         self._patience = patience
         self._tasks = Tasks()
-        guard = guard or ExclusionGuard()
         events = ClaimEvents(self.records, api, self._tasks, report)
+        guard = guard or ExclusionGuard()
+        devices = ClaimDevices(self.records, self.devices, guard, events, self.statistics, changed, pull)
         self._preparation = ClaimPreparation(
             self.records,
             api,
             self.devices,
+            devices,
             self.files,
-            ClaimHooks(self.records, self.devices, guard, self.statistics),
-            ClaimGrants(self.records, guard, events, changed, pull),
             events,
             self._tasks,
             self.statistics,
@@ -105,11 +102,11 @@ class Driver:
         self.reconciler = ClaimReconciler(self.records, api, self.files, self._preparation, deadline)
 
     async def prepare(self, claims: Iterable[ClaimRef]) -> dict[str, Prepared | ClaimError]:
-        """Prepare claims, each on its own; an answer by UID for every one of them."""
+        """Prepare claims, each on its own; return an answer by UID for every one of them."""
         return await self._each(claims, self._preparation.prepare)
 
     async def unprepare(self, claims: Iterable[ClaimRef]) -> dict[str, ClaimError | None]:
-        """Unprepare claims, each on its own, known or not; None by UID where it is done."""
+        """Unprepare claims, each on its own, known or not; return None by UID where it is done."""
         return await self._each(claims, self._preparation.unprepare)
 
     async def _each(
@@ -121,10 +118,8 @@ class Driver:
         if tasks:
             await asyncio.wait(tasks.values(), timeout=self._patience)
         late = f"not done within {self._patience:g} s; it goes on"
-        return {
-            uid: _answer(task) if task.done() else ClaimError("timeout", f"claim {refs[uid].title}: {late}")
-            for uid, task in tasks.items()
-        }
+        timeouts = {uid: ClaimError("timeout", f"claim {ref.title}: {late}") for uid, ref in refs.items()}
+        return {uid: _answer(task) if task.done() else timeouts[uid] for uid, task in tasks.items()}
 
     def claim_evidence(self, prepared: Iterable[PreparedClaim], resource: str) -> Iterator[ClaimEvidence]:
         """Yield the evidence of the kubelet's claim state about devices of one resource (R8)."""
@@ -155,11 +150,10 @@ class Driver:
         found: dict[str, list[ClaimEvidence]] = {served.source.resource: [] for served in self.devices.resources}
         by_name = self.devices.by_name
         for uid, names in self.files.holding():
-            devices: dict[str, set[str]] = {}
-            for served, device in (by_name[name] for name in names if name in by_name):
-                devices.setdefault(served.source.resource, set()).add(device.id)
-            for resource, ids in devices.items():
-                found[resource].append(ClaimEvidence(self.name, uid, frozenset(ids), prepared=True))
+            devices = [by_name[name] for name in names if name in by_name]
+            for resource in {served.source.resource for served, _ in devices}:
+                ids = frozenset(device.id for served, device in devices if served.source.resource == resource)
+                found[resource].append(ClaimEvidence(self.name, uid, ids, prepared=True))
         return found
 
     async def close(self) -> None:

@@ -1,21 +1,20 @@
 """Prepares and unprepares claims, one call at a time for each claim.
 
-The steps of Prepare: fetch the claim, check that it is the one meant and allocated here, find its devices, decode its
-parameters, ask the ledger (R2), call the source's hooks, write the CDI file, record, answer. Unprepare works in the
-opposite order: hook, file, record.
+Prepare fetches the claim, checks that it is the one meant and allocated here, finds its devices, decodes its
+parameters, asks the ledger (R2), calls the source's hooks, writes the CDI file, records and answers. Unprepare calls
+the hook, removes the file and then the record.
 
 Crashes. The ledger's record comes last and has the whole answer and the CDI spec: what is in it was set up
 completely, and a restart answers the same and can write the file again. Before the hooks the devices are reserved, on
 disk if the source has a `prepare` hook (its traces must be undone after a crash), else in memory. So a claim costs one
 fsync, with such a hook two, and an unprepare one.
 
-A late Prepare leaves nothing behind (nvidia k8s-dra-driver-gpu#1162): calls for one claim wait
-for each other, an Unprepare ends the Prepares of its claim that are still under way, and a Prepare
-for a claim that is gone, deallocated or reserved for no pod is refused.
+A late Prepare leaves nothing behind (nvidia k8s-dra-driver-gpu#1162): calls for one claim wait for each other, an
+Unprepare ends the Prepares of its claim that are still under way, and a Prepare for a claim that is gone, deallocated
+or reserved for no pod is refused.
 
-A container that is given several requests of one driver gets the edits of each; where they set the same variable, the
-runtime takes the last. A driver does not learn which container wants what, so this cannot be settled here
-as it is for the device plugin.
+A container that is given several requests of one driver gets the edits of each. Where they set the same variable, the
+runtime takes the last: a driver does not learn which container wants what.
 """
 
 from __future__ import annotations
@@ -36,17 +35,19 @@ from deviceplugin.device import ContainerEdits, EditConflictError
 from deviceplugin.kubelet.claim_state import ClaimStateError
 from deviceplugin.kubelet.exclusion_guard import ConflictError, ExclusionGuard
 from deviceplugin.source import DeviceSource
-from dra_bridge import ledger
 from dra_bridge.driver.claim_api import ClaimEvents, ClusterClaims
 from dra_bridge.driver.claim_files import ClaimFiles
 from dra_bridge.driver.claims import ClaimError, ClaimRef, check_ref, is_uid, parse_allocation
 from dra_bridge.driver.records import ClaimRecords, Prepared, prepared_of
 from dra_bridge.driver.served import Group, ServedDevices
 from dra_bridge.driver.tasks import Tasks, ended, in_thread
-from dra_bridge.ledger import Claim, ClaimDevice, LedgerError, Refused
+from dra_bridge.ledger import operations
+from dra_bridge.ledger.records import Claim, ClaimDevice, LedgerError, Operation
+from dra_bridge.ledger.rules import Refused
 
 _LOG: Final = logging.getLogger(__name__)
 _T = TypeVar("_T")
+_Hook = Callable[..., _T | Awaitable[_T]]
 
 _MAX_MESSAGE: Final = 1000
 _OVERTAKEN: Final = "overtaken by Unprepare"
@@ -85,35 +86,71 @@ class ClaimStatistics:
 
 
 @dataclass(frozen=True, slots=True)
-class ClaimHooks:
-    """Calls the sources' hooks around the use of their devices by claims.
+class ClaimDevices:
+    """Asks the ledger for the devices of claims, and calls the sources' hooks around their use.
 
-    guard: has the devices that are in use, also by pods. statistics: get the seconds that hooks took.
+    guard: keeps devices that are one thing, or parts of one, from holders that exclude each other. events: get the
+    refusals. statistics: get the seconds that hooks took. changed: called after a move was begun. pull: whether a claim
+    for an idle device of the plugin's side begins its move (R2).
     """
 
     records: ClaimRecords
-    devices: ServedDevices
+    served: ServedDevices
     guard: ExclusionGuard
+    events: ClaimEvents
     statistics: ClaimStatistics
+    changed: Callable[[], None]
+    pull: bool
+
+    async def reserve(self, ref: ClaimRef, record: Claim, *, durable: bool) -> None:
+        """Have the ledger reserve a claim's devices, if nobody holds what excludes them.
+
+        Raises ClaimError: a device is not to be had.
+        """
+        keys = sorted(record.held)
+        try:
+            await self.guard.reread()
+            await self.guard.verify(keys)
+            with self.guard.reserve(keys):
+                await self.records.ledger.identify({key: self.guard.identity(*key) for key in keys})
+                await self._ask(ref, operations.reserve(record, durable=durable, pull=self.pull))
+        except ConflictError as error:
+            raise self._refused(ref, str(error), str(error)) from error
+
+    async def confirm(self, ref: ClaimRef, record: Claim) -> None:
+        """Record a claim with its answer, if its devices still are what they were when they were reserved.
+
+        Raises ClaimError: one is not, or the ledger does not grant it any more.
+        """
+        try:
+            await self.guard.verify_granted(record.held)
+        except ConflictError as error:
+            raise self._refused(ref, str(error), str(error)) from error
+        await self._ask(ref, operations.prepare(record, pull=self.pull))
+
+    async def _ask(self, ref: ClaimRef, operation: Operation[Claim | Refused]) -> None:
+        answer = await self.records.ledger.do(operation)
+        if isinstance(answer, Refused):
+            if answer.moving:
+                self.changed()
+            raise self._refused(ref, answer.record.state.value, answer.message)
+
+    def _refused(self, ref: ClaimRef, kind: str, message: str) -> ClaimError:
+        self.events.refused(ref, kind, message)
+        return ClaimError("refused", message)
 
     async def edits(self, uid: str, group: Group) -> ContainerEdits:
-        """Set up the devices of a group for a claim and return what its containers get.
-
-        The same as on the plugin side: the devices' own edits, then those of the hooks.
+        """Set up a group's devices for a claim and return the edits of the devices, then those of the hooks.
 
         Raises ClaimError: a hook failed, or the edits contradict each other.
         """
-        source, devices = group.served.source, tuple(dict.fromkeys(group.devices))
+        source, devices = group.served.source, tuple(dict.fromkeys(device for device, _ in group.members))
         if "reset" in source.hooks and not group.admin:
             # A device that another claim shares is not reset while that claim uses it.
-            others = {
-                key
-                for claim in self.records.ledger.snapshot.claims_on(source.resource, (one.id for one in devices))
-                if (claim.driver, claim.uid) != (self.records.driver, uid)
-                for key in claim.held
-            }
-            idle = [device for device in devices if (source.resource, device.id) not in others]
-            if idle:
+            claims = self.records.ledger.snapshot.claims_on(source.resource, (one.id for one in devices))
+            others = [claim.held for claim in claims if (claim.driver, claim.uid) != (self.records.driver, uid)]
+            shared = frozenset().union(*others)
+            if idle := [device for device in devices if (source.resource, device.id) not in shared]:
                 await self._call("reset", source, source.reset, idle)
         extra = ContainerEdits()
         if "edits" in source.hooks:
@@ -129,14 +166,14 @@ class ClaimHooks:
 
     async def unprepare(self, claim: Claim) -> None:
         """Undo what `prepare` hooks did for a claim; raises ClaimError if a hook failed."""
-        for served, devices in self.devices.of_claim(claim):
+        for served, devices in self.served.of_claim(claim):
             if "unprepare" in served.source.hooks:
                 await self._call("unprepare", served.source, served.source.unprepare, devices)
 
     def released(self, claim: Claim) -> None:
         """Have `released` called for devices of an ended claim that nobody holds any more."""
         now = self.records.ledger.snapshot
-        for served, devices in self.devices.of_claim(claim, held=True):
+        for served, devices in self.served.of_claim(claim, held=True):
             source = served.source
             used = self.guard.in_use((source.resource, device.id) for device in devices)
             idle = [
@@ -146,19 +183,15 @@ class ClaimHooks:
             ]
             if idle and "released" in source.hooks:
                 work = self._timed("released", source, source.released, idle)
-                self.guard.release([(source.resource, device.id) for device in idle], work)
+                self.guard.releases.run([(source.resource, device.id) for device in idle], work)
 
-    async def _call(
-        self, name: str, source: DeviceSource, hook: Callable[..., _T | Awaitable[_T]], *args: object
-    ) -> _T:
+    async def _call(self, name: str, source: DeviceSource, hook: _Hook[_T], *args: object) -> _T:
         try:
             return await self._timed(name, source, hook, *args)
         except hooks.HookError as error:
             raise ClaimError("hook", str(error)) from error
 
-    async def _timed(
-        self, name: str, source: DeviceSource, hook: Callable[..., _T | Awaitable[_T]], *args: object
-    ) -> _T:
+    async def _timed(self, name: str, source: DeviceSource, hook: _Hook[_T], *args: object) -> _T:
         began = time.perf_counter()
         try:
             return await hooks.call(f"{name} of {source.resource}", hook, *args, timeout=source.hook_timeout)
@@ -167,73 +200,18 @@ class ClaimHooks:
 
 
 @dataclass(frozen=True, slots=True)
-class ClaimGrants:
-    """Asks the ledger, and the guard of devices that exclude each other, for the devices of claims.
-
-    guard: keeps devices that are one thing, or parts of one, from holders that exclude each other. events: get the
-    refusals. changed: called after a move was begun. pull: whether a claim for an idle device of the plugin's side
-    begins its move (R2).
-    """
-
-    records: ClaimRecords
-    guard: ExclusionGuard
-    events: ClaimEvents
-    changed: Callable[[], None]
-    pull: bool
-
-    async def reserve(self, ref: ClaimRef, record: Claim, *, durable: bool) -> None:
-        """Have the ledger reserve a claim's devices, if nobody holds what excludes them.
-
-        Raises ClaimError: a device is not to be had.
-        """
-        keys = sorted(record.held)
-        try:
-            await self.guard.reread()
-            await self.guard.verify(keys)
-            with self.guard.reserve(keys):
-                await self.records.ledger.identify({key: self.guard.identity(*key) for key in keys})
-                await self._ask(ref, ledger.reserve(record, durable=durable, pull=self.pull))
-        except ConflictError as error:
-            raise self._refused(ref, str(error), str(error)) from error
-
-    async def confirm(self, ref: ClaimRef, record: Claim) -> None:
-        """Record a claim with its answer, if its devices still are what they were when they were reserved.
-
-        Raises ClaimError: one is not, or the ledger does not grant it any more.
-        """
-        try:
-            await self.guard.verify_granted(record.held)
-        except ConflictError as error:
-            raise self._refused(ref, str(error), str(error)) from error
-        await self._ask(ref, ledger.prepare(record, pull=self.pull))
-
-    async def _ask(self, ref: ClaimRef, operation: ledger.Operation[Claim | Refused]) -> None:
-        answer = await self.records.ledger.do(operation)
-        if isinstance(answer, Refused):
-            if answer.moving:
-                self.changed()
-            raise self._refused(ref, answer.state.value, answer.message)
-
-    def _refused(self, ref: ClaimRef, kind: str, message: str) -> ClaimError:
-        self.events.refused(ref, kind, message)
-        return ClaimError("refused", message)
-
-
-@dataclass(frozen=True, slots=True)
 class ClaimPreparation:
     """Prepares and unprepares the claims of one driver.
 
-    tasks: run the work that must not be cancelled. running_pods: records in the ledger which pods use which claims,
-    and returns the pods whose processes run. deadline: seconds for one claim. changed: called after claims came or
-    went. preparing: the calls that prepare a claim now, by UID.
+    tasks: run the work that must not be cancelled. running_pods, deadline, changed: see `Driver`. preparing: the calls
+    that prepare a claim now, by UID.
     """
 
     records: ClaimRecords
     api: ClusterClaims
-    devices: ServedDevices
+    served: ServedDevices
+    devices: ClaimDevices
     files: ClaimFiles
-    hooks: ClaimHooks
-    grants: ClaimGrants
     events: ClaimEvents
     tasks: Tasks
     statistics: ClaimStatistics
@@ -299,14 +277,14 @@ class ClaimPreparation:
         allocation = parse_allocation(claim, ref, driver, self.records.pool)
         if not allocation.reserved:
             raise ClaimError("unreserved", f"claim {ref.title} is not reserved for a pod (any more)")
-        groups = self.devices.groups(allocation)
+        groups = self.served.groups(allocation)
         if known is not None and known.result is not None:
             # Prepared before a reboot: the devices have to be set up again.
-            await self.records.ledger.do(ledger.reopen(driver, ref.uid))
+            await self.records.ledger.do(operations.reopen(driver, ref.uid))
         devices = tuple(
             ClaimDevice(group.served.source.resource, device.id, result.share_id or "", group.admin)
             for group in groups
-            for device, result in zip(group.devices, group.results, strict=True)
+            for device, result in group.members
         )
         record = Claim(driver, ref.uid, ref.namespace, ref.name, devices, None, time.time(), pods=allocation.pods)
         return await self._set_up(ref, record, groups)
@@ -314,14 +292,14 @@ class ClaimPreparation:
     async def _set_up(self, ref: ClaimRef, record: Claim, groups: Sequence[Group]) -> Prepared:
         """Reserve the devices, call the hooks, write the CDI file and record the answer; undo all if that fails."""
         traces = any("prepare" in group.served.source.hooks for group in groups)
-        await self.grants.reserve(ref, record, durable=traces)
+        await self.devices.reserve(ref, record, durable=traces)
         try:
             edits: dict[str, list[ContainerEdits]] = {}
             for group in groups:
-                edits.setdefault(group.request, []).append(await self.hooks.edits(ref.uid, group))
+                edits.setdefault(group.request, []).append(await self.devices.edits(ref.uid, group))
             prepared = await in_thread(self.files.answer, ref.uid, groups, edits)
             # This verifies the devices after their numbers were read for the CDI file.
-            await self.grants.confirm(ref, dataclasses.replace(record, result=msgspec.json.encode(prepared).decode()))
+            await self.devices.confirm(ref, dataclasses.replace(record, result=msgspec.json.encode(prepared).decode()))
         except BaseException:
             await ended(self.tasks.start(self._undo(ref, record, traces=traces)))  # also if this task is cancelled
             raise
@@ -336,8 +314,8 @@ class ClaimPreparation:
         try:
             await self.files.remove(ref.uid)
             if traces:
-                await self.hooks.unprepare(record)
-            await self.records.ledger.do(ledger.unprepare(driver, ref.uid))
+                await self.devices.unprepare(record)
+            await self.records.ledger.do(operations.unprepare(driver, ref.uid))
         except (ClaimError, hooks.HookError, cdi.CdiError, LedgerError) as error:
             _LOG.warning("%s: the failed Prepare of claim %s is not wholly undone: %s", driver, ref.title, error)
 
@@ -369,14 +347,14 @@ class ClaimPreparation:
         """Undo all that was prepared for a claim. The caller has its lock, and knows that no container uses it."""
         known = self.records.get(uid)
         if known is not None:
-            await self.hooks.unprepare(known)
+            await self.devices.unprepare(known)
         if is_uid(uid):
             await self.files.remove(uid)
         if known is not None:
-            await self.records.ledger.do(ledger.unprepare(self.records.driver, uid))
+            await self.records.ledger.do(operations.unprepare(self.records.driver, uid))
             self.statistics.unprepare.done += 1
             self.changed()
-            self.hooks.released(known)
+            self.devices.released(known)
 
 
 def _as_claim_error(error: BaseException, what: str, deadline: float) -> ClaimError:

@@ -12,13 +12,13 @@ from typing import Final
 from deviceplugin import cdi
 from deviceplugin.kubelet import holders
 from deviceplugin.kubelet.cgroups import PodProcesses
-from dra_bridge import ledger
 from dra_bridge.driver.claim_api import ClusterClaims
 from dra_bridge.driver.claim_files import ClaimFiles
 from dra_bridge.driver.claims import ClaimError, ClaimRef, parse_allocation
 from dra_bridge.driver.preparation import ClaimPreparation
 from dra_bridge.driver.records import ClaimRecords, prepared_of
-from dra_bridge.ledger import Claim, LedgerError
+from dra_bridge.ledger import operations
+from dra_bridge.ledger.records import Claim, LedgerError
 
 _LOG: Final = logging.getLogger(__name__)
 
@@ -27,8 +27,8 @@ _LOG: Final = logging.getLogger(__name__)
 class ReconciledClaims:
     """What was done to claims, by UID.
 
-    reopened: to be prepared again after a reboot. rewritten, removed: their CDI files. unknown: it could not be found
-    out whether they are over; they stay as they are.
+    reopened: to be prepared again after a reboot. rewritten, removed: their CDI files. unknown: nothing was done, since
+    it is not known whether they are over.
     """
 
     unprepared: tuple[str, ...] = ()
@@ -53,9 +53,8 @@ class ClaimReconciler:
     ) -> ReconciledClaims:
         """End claims that are over by all evidence (E2), and compare the CDI files with the ledger.
 
-        A claim ends with NodeUnprepareResources. It ends here only when the kubelet does not count it as prepared,
-        no process of its pods can run, and the API server, naming the claim, says that it is deleted or allocated
-        elsewhere. What cannot be asked about stays.
+        A claim ends here only when the kubelet does not count it as prepared, no process of its pods can run, and the
+        API server, naming the claim, says that it is deleted or allocated elsewhere. What is not known stays.
 
         named: UIDs of the claims in the kubelet's claim state. pods: which pods' processes run. unlisted: pods of
         which it is not known which claims they use. sweep: whether to remove CDI files of claims that the ledger does
@@ -92,7 +91,7 @@ class ClaimReconciler:
         if known is None:
             return ""
         prepared = prepared_of(known)
-        # A ledger of schema 1 has no pods: whether containers of this boot use the claim is not known.
+        # Without pods it is not known whether containers of this boot use the claim.
         unknown = not known.pods and prepared is not None and prepared.boot == self.files.boot
         try:
             users = known.pods | unlisted
@@ -100,14 +99,14 @@ class ClaimReconciler:
             if over and not await self._allocated(known):
                 await self.preparation.end(uid)
                 return "unprepared"
-        except Exception as error:  # the API server's, a hook's, the disk's: another time
+        except Exception as error:  # the API server's, a hook's, the disk's: the next run tries again
             _LOG.info("%s: claim %s stays as it is for now: %s", self.records.driver, known.title, error)
             return "unknown"
         if prepared is None:
             return ""
         try:
             if prepared.boot != self.files.boot:
-                await self.records.ledger.do(ledger.reopen(self.records.driver, uid))
+                await self.records.ledger.do(operations.reopen(self.records.driver, uid))
                 return "reopened"
             written = await self.files.write(uid, prepared)
         except (cdi.CdiError, LedgerError) as error:

@@ -1,4 +1,4 @@
-"""What a driver's ledger has of its claims, with the answers that the kubelet got."""
+"""What the ledger has of a driver's claims, with the answers that the kubelet got."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from collections.abc import AsyncIterator
 
 import msgspec
 
-from dra_bridge.ledger import AsyncLedger, Claim
+from dra_bridge.ledger.records import Claim
+from dra_bridge.ledger.worker import AsyncLedger
 
 
 class PreparedDevice(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -52,7 +53,7 @@ class ClaimRecords:
         self._locks: dict[str, tuple[asyncio.Lock, int]] = {}
 
     def get(self, uid: str) -> Claim | None:
-        """Return the record of a claim."""
+        """Return a claim's record."""
         return self.ledger.snapshot.claims.get((self.driver, uid))
 
     def all(self) -> list[Claim]:
@@ -61,7 +62,7 @@ class ClaimRecords:
 
     @contextlib.asynccontextmanager
     async def locked(self, uid: str) -> AsyncIterator[None]:
-        """Hold the lock of a claim."""
+        """Lock a claim while the context lasts."""
         lock, users = self._locks.get(uid) or (asyncio.Lock(), 0)
         self._locks[uid] = lock, users + 1
         try:

@@ -1,4 +1,4 @@
-"""Keeps one DRA driver registered with the kubelet, by two sockets.
+"""Serves one DRA driver to the kubelet and keeps it registered, by two sockets.
 
 The kubelet finds a driver by a socket in `plugins_registry/`, asks there for its name and endpoint (GetInfo, 1 s),
 answers whether it accepted it (NotifyRegistrationStatus, 5 s), and then calls the service's own socket. A driver has
@@ -25,7 +25,7 @@ import logging
 import re
 import secrets
 import time
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -34,11 +34,21 @@ import grpc.aio
 
 from deviceplugin import addresses, filewatch
 from deviceplugin.backoff import Backoff
+from deviceplugin.device import Health
 from deviceplugin.files import FileIdentity, file_identity
 from deviceplugin.kubelet.podresources import unix_address
+from dra_bridge.driver.claims import ClaimError, ClaimRef
 from dra_bridge.driver.driver import Driver
-from dra_bridge.driver.services import HealthService, add_to_server
 from dra_bridge.driver.tasks import Tasks
+from dra_bridge.wire import dra_health_v1_pb2 as health_pb
+from dra_bridge.wire import (
+    dra_health_v1_pb2_grpc,
+    dra_health_v1alpha1_pb2_grpc,
+    dra_v1_pb2,
+    dra_v1_pb2_grpc,
+    dra_v1beta1_pb2,
+    dra_v1beta1_pb2_grpc,
+)
 from dra_bridge.wire import pluginregistration_pb2 as pb
 from dra_bridge.wire.pluginregistration_pb2_grpc import RegistrationServicer, add_RegistrationServicer_to_server
 
@@ -48,11 +58,13 @@ PLUGIN_TYPE: Final = "DRAPlugin"
 SERVICES: Final = ("v1.DRAPlugin", "v1beta1.DRAPlugin", "v1.DRAResourceHealth", "v1alpha1.DRAResourceHealth")
 """What the kubelet chooses from, once for claims and once for health."""
 
+_MAX_MESSAGE: Final = 1000
+_HEALTH: Final = {
+    Health.HEALTHY: health_pb.HEALTHY,
+    Health.UNHEALTHY: health_pb.UNHEALTHY,
+    Health.UNKNOWN: health_pb.UNKNOWN,
+}
 _SERVER_OPTIONS: Final = (("grpc.so_reuseport", 0), ("grpc.max_send_message_length", -1))
-
-
-class RegistrarError(Exception):
-    """Raised when the kubelet's directories cannot be used."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,20 +92,112 @@ class RegistrarStatistics:
     error: str = ""
 
 
-def socket_path(directory: Path, name: str, tail: str) -> Path:
-    """Return directory/name+tail, the name shortened (and made unique by a hash) where it is too long.
-
-    Raises RegistrarError: the directory's own path leaves no room.
-    """
-    try:
-        return addresses.socket_path(directory, name, tail)
-    except ValueError as error:
-        raise RegistrarError(str(error)) from None
-
-
 def _unlink(path: Path) -> None:
     with contextlib.suppress(OSError):
         path.unlink()
+
+
+class _ClaimService(dra_v1_pb2_grpc.DRAPluginServicer, dra_v1beta1_pb2_grpc.DRAPluginServicer):
+    """DRAPlugin in one version, whose messages `pb` are. Both have the same messages, but v1beta1 has no `share_id`."""
+
+    def __init__(self, driver: Driver, pb: Any) -> None:
+        self._driver = driver
+        self._pb = pb
+        self._shares = "share_id" in pb.Device.DESCRIPTOR.fields_by_name
+
+    async def NodePrepareResources(self, request: Any, context: object) -> Any:  # noqa: N802  # the API's name
+        response = self._pb.NodePrepareResourcesResponse()
+        for uid, answer in (await self._driver.prepare(_refs(request))).items():
+            entry = response.claims[uid]
+            if isinstance(answer, ClaimError):
+                entry.error = str(answer)
+                continue
+            for device in answer.devices:
+                listed = entry.devices.add(
+                    request_names=[device.request],
+                    pool_name=device.pool,
+                    device_name=device.device,
+                    cdi_device_ids=device.cdi_ids,
+                )
+                if device.share and self._shares:
+                    listed.share_id = device.share
+        return response
+
+    async def NodeUnprepareResources(self, request: Any, context: object) -> Any:  # noqa: N802
+        response = self._pb.NodeUnprepareResourcesResponse()
+        for uid, answer in (await self._driver.unprepare(_refs(request))).items():
+            response.claims[uid].error = "" if answer is None else str(answer)
+        return response
+
+
+def _refs(request: Any) -> list[ClaimRef]:
+    return [ClaimRef(claim.namespace, claim.name, claim.uid) for claim in request.claims]
+
+
+def health_list(driver: Driver, now: float) -> health_pb.NodeWatchResourcesResponse:
+    """Return the complete list of the devices' health. now: Unix seconds."""
+    response = health_pb.NodeWatchResourcesResponse()
+    for name, (_, device) in driver.devices.by_name.items():
+        response.devices.add(
+            device=health_pb.DeviceIdentifier(pool_name=driver.pool, device_name=name),
+            health=_HEALTH[device.health],
+            last_updated_time=int(now),
+            message=device.message.encode(errors="replace")[:_MAX_MESSAGE].decode(errors="ignore"),
+        )
+    return response
+
+
+class HealthService(
+    dra_health_v1_pb2_grpc.DRAResourceHealthServicer, dra_health_v1alpha1_pb2_grpc.DRAResourceHealthServicer
+):
+    """DRAResourceHealth, v1 and v1alpha1. Sends the list at once, with each change, and every `keep_alive` seconds."""
+
+    def __init__(self, driver: Driver, keep_alive: float) -> None:
+        self._driver = driver
+        self._keep_alive = keep_alive
+        self._changed = asyncio.Event()
+        self._ended = False
+        self._unsubscribe: list[Callable[[], None]] = []
+        self.follow()
+
+    def follow(self) -> None:
+        """Follow the inventories that the driver serves now, and send their lists."""
+        self._leave()
+        resources = self._driver.devices.resources
+        self._unsubscribe = [served.inventory.subscribe(lambda _: self._wake()) for served in resources]
+        self._wake()
+
+    async def NodeWatchResources(self, request: object, context: object) -> AsyncIterator[Any]:  # noqa: N802
+        """Send lists until the kubelet goes or the service ends."""
+        while not self._ended:
+            changed = self._changed
+            yield health_list(self._driver, time.time())
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(self._keep_alive):
+                    await changed.wait()
+
+    def end(self) -> None:
+        """End all streams."""
+        self._ended = True
+        self._leave()
+        self._wake()
+
+    def _wake(self) -> None:
+        self._changed.set()
+        self._changed = asyncio.Event()
+
+    def _leave(self) -> None:
+        for unsubscribe in self._unsubscribe:
+            unsubscribe()
+        self._unsubscribe = []
+
+
+def add_to_server(driver: Driver, health: HealthService, server: grpc.aio.Server) -> None:
+    """Serve a driver's claims and the health of its devices in all versions of the kubelet's API."""
+    dra_v1_pb2_grpc.add_DRAPluginServicer_to_server(_ClaimService(driver, dra_v1_pb2), server)
+    dra_v1beta1_pb2_grpc.add_DRAPluginServicer_to_server(_ClaimService(driver, dra_v1beta1_pb2), server)
+    dra_health_v1_pb2_grpc.add_DRAResourceHealthServicer_to_server(health, server)
+    dra_health_v1alpha1_pb2_grpc.add_DRAResourceHealthServicer_to_server(health, server)
 
 
 class _Registration(RegistrationServicer):
@@ -104,13 +208,11 @@ class _Registration(RegistrationServicer):
         self._answered = answered
 
     async def GetInfo(self, request: object, context: object) -> pb.PluginInfo:  # noqa: N802  # the API's name
-        """Name the driver, its endpoint and its services."""
         return self._info
 
     async def NotifyRegistrationStatus(self, request: pb.RegistrationStatus, context: object) -> Any:  # noqa: N802
-        """Note whether the kubelet accepted the driver; an error here would deregister it."""
         self._answered(request.plugin_registered, request.error)
-        return pb.RegistrationStatusResponse()
+        return pb.RegistrationStatusResponse()  # an error here would deregister the driver
 
 
 @dataclass(slots=True)
@@ -128,10 +230,7 @@ class _Socket:
 
 
 class Registrar:
-    """Serves one driver and keeps it registered until it is cancelled.
-
-    kubelet_root: the kubelet's --root-dir. changed: called when the registration came or went.
-    """
+    """Serves one driver and keeps it registered. changed: called when the registration came or went."""
 
     def __init__(
         self,
@@ -159,7 +258,7 @@ class Registrar:
     @property
     def directory(self) -> Path:
         """The driver's own directory among the kubelet's plugins."""
-        return socket_path(self._plugins, self.driver.name, "/dra-12345678.sock").parent
+        return addresses.socket_path(self._plugins, self.driver.name, "/dra-12345678.sock").parent
 
     def follow(self) -> None:
         """Report the health of the resources that the driver serves now; call it when they are other ones."""
@@ -169,7 +268,7 @@ class Registrar:
     async def run(self) -> None:
         """Serve and be registered until cancelled, then end calls in flight and remove the own sockets.
 
-        Raises RegistrarError: the kubelet's root has a path too long for any socket.
+        Raises ValueError: the kubelet's root has a path too long for any socket.
         """
         directories = [str(self._registry), str(self.directory)]
         try:
@@ -194,12 +293,8 @@ class Registrar:
             # Once a refusal: the next try is later each time.
             self._refused = False
             delay = self._backoff.next()
-            _LOG.error(
-                "%s: the kubelet refused the registration: %s; trying again in %.1f s",
-                self.driver.name,
-                self.statistics.error,
-                delay,
-            )
+            what = f"the kubelet refused the registration: {self.statistics.error}"
+            _LOG.error("%s: %s; trying again in %.1f s", self.driver.name, what, delay)
             await asyncio.sleep(delay)
             if self.statistics.registered:  # the kubelet's own next try was sooner
                 return self._timing.check
@@ -224,7 +319,7 @@ class Registrar:
         await self._bind(service, endpoint)
         info = pb.PluginInfo(type=PLUGIN_TYPE, name=name, endpoint=str(endpoint), supported_versions=list(SERVICES))
         add_RegistrationServicer_to_server(_Registration(info, self._answered), registration)
-        await self._bind(registration, socket_path(self._registry, name, f"-{instance}-reg.sock"))
+        await self._bind(registration, addresses.socket_path(self._registry, name, f"-{instance}-reg.sock"))
         self._made_at = time.monotonic()
         _LOG.debug("%s: serving at %s, waiting for the kubelet", name, endpoint)
 
@@ -237,7 +332,6 @@ class Registrar:
         self._sockets.append(_Socket(path, server, file_identity(path)))
 
     def _answered(self, registered: bool, error: str) -> None:
-        """Take note of the kubelet's answer to the registration."""
         self.statistics.registered = registered
         if registered:
             self._backoff.reset()
@@ -263,12 +357,10 @@ class Registrar:
     def _sweep(self) -> None:
         """Remove sockets of instances of this driver that were killed: nobody answers there."""
         tail = "-12345678-reg.sock"
-        prefix = socket_path(self._registry, self.driver.name, tail).name.removesuffix(tail)
-        kinds = (
-            (self._registry, re.compile(rf"{re.escape(prefix)}-[0-9a-f]{{8}}-reg\.sock")),
-            (self.directory, re.compile(r"dra-[0-9a-f]{8}\.sock")),
-        )
-        for directory, pattern in kinds:
+        prefix = addresses.socket_path(self._registry, self.driver.name, tail).name.removesuffix(tail)
+        registration = re.compile(rf"{re.escape(prefix)}-[0-9a-f]{{8}}-reg\.sock")
+        service = re.compile(r"dra-[0-9a-f]{8}\.sock")
+        for directory, pattern in ((self._registry, registration), (self.directory, service)):
             for path in directory.iterdir():
                 if pattern.fullmatch(path.name) and addresses.is_abandoned(path):
                     _unlink(path)

@@ -1,4 +1,4 @@
-"""The devices that a driver serves, and those of them that one request of a claim gets."""
+"""The devices that a driver serves, and those that a claim's requests get."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from deviceplugin.device import Device, Health
 from deviceplugin.inventory import GONE, Inventory
 from deviceplugin.source import DeviceSource
 from dra_bridge.driver.claims import Allocation, ClaimError, Result, decoded_config
-from dra_bridge.ledger import Claim
+from dra_bridge.ledger.records import Claim
 
 
 class ServedResource(NamedTuple):
-    """One resource that the driver serves: the source of its devices, and the live set of them."""
+    """One resource that a driver serves."""
 
     source: DeviceSource
     inventory: Inventory
@@ -27,8 +27,7 @@ class Group:
 
     request: str
     served: ServedResource
-    devices: tuple[Device, ...]
-    results: tuple[Result, ...]
+    members: tuple[tuple[Device, Result], ...]
     config: Any
     admin: bool
 
@@ -84,9 +83,8 @@ class ServedDevices:
         by_name = self.by_name
         for result in allocation.results:
             if result.device not in by_name:
-                raise ClaimError(
-                    "missing", f"request {result.request!r}: driver {self._driver} has no device {result.device!r} here"
-                )
+                what = f"driver {self._driver} has no device {result.device!r} here"
+                raise ClaimError("missing", f"request {result.request!r}: {what}")
             served, device = by_name[result.device]
             admin = bool(result.admin_access)
             if not admin:
@@ -97,12 +95,11 @@ class ServedDevices:
             Group(
                 request.partition("/")[0],
                 by_resource[resource],
-                tuple(device for device, _ in items),
-                tuple(result for _, result in items),
+                tuple(members),
                 decoded_config(by_resource[resource].source.config_type, allocation.config, request),
                 admin,
             )
-            for (request, resource, admin), items in found.items()
+            for (request, resource, admin), members in found.items()
         ]
 
     def _check_usable(self, served: ServedResource, device: Device, result: Result) -> None:

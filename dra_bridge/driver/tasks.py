@@ -1,4 +1,4 @@
-"""Tasks that run in the background, and calls that a cancellation does not tear apart."""
+"""Tasks that run in the background, and calls that a cancellation does not interrupt."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _T = TypeVar("_T")
 
 
 class Tasks:
-    """Keeps tasks until they end. What one raises is logged, since perhaps nobody waits for it."""
+    """Keeps references to tasks until they end, and logs what they raise: nobody may wait for them."""
 
     def __init__(self) -> None:
         self._tasks: set[asyncio.Task[Any]] = set()
@@ -47,8 +47,8 @@ class Tasks:
 async def in_thread(function: Callable[..., _T], *args: object) -> _T:
     """Call a function in a thread; if this task is cancelled meanwhile, raise that when the call has ended.
 
-    A thread cannot be cancelled. If a claim's lock were released before it ended, the next call for this claim would
-    work on the same file beside it.
+    A thread cannot be cancelled. If a claim's lock were released earlier, the next call for this claim would work on
+    the same file at the same time.
     """
     return await ended(asyncio.get_running_loop().run_in_executor(None, function, *args))
 

@@ -1,8 +1,4 @@
-"""The ledger as the allocation gate of the plugin side.
-
-It says what the plugin side may offer (R3) and records a grant before Allocate is answered (R1). After each scan for
-holders it has the ledger release what nobody holds any more (R7) and quarantine what contradicts it.
-"""
+"""The ledger as the allocation gate of the plugin side."""
 
 from __future__ import annotations
 
@@ -18,15 +14,19 @@ from deviceplugin.identity import Tokens
 from deviceplugin.kubelet.allocation_gate import Refusal, Side
 from deviceplugin.kubelet.exclusion_guard import ExclusionGuard
 from deviceplugin.kubelet.holders import HolderSnapshot
-from dra_bridge import ledger
 from dra_bridge.handover.evidence import DeviceIdResolver, kubelet_snapshot
-from dra_bridge.ledger import AsyncLedger, LedgerError
+from dra_bridge.ledger import operations
+from dra_bridge.ledger.records import LedgerError
+from dra_bridge.ledger.rules import Refused
+from dra_bridge.ledger.worker import AsyncLedger
 
 _LOG: Final = logging.getLogger(__name__)
 
 
 class LedgerGate:
-    """Asks the ledger for the plugin side.
+    """Asks the ledger what the plugin side may offer (R3), and records a grant before Allocate is answered (R1).
+
+    After each scan for holders the ledger releases what nobody holds (R7), and quarantines what contradicts it.
 
     Args:
         device_id_of: returns the device of an id of the kubelet's, by resource. Resources that are not in it have no
@@ -90,11 +90,11 @@ class LedgerGate:
         ids = {name: self._device_id_of[resource](name) for name in names}
         try:
             await self._ledger.identify({(resource, one): self._guard.identity(resource, one) for one in devices})
-            answer = await self._ledger.do(ledger.grant(resource, ids, time.time()))
+            answer = await self._ledger.do(operations.grant(resource, ids, time.time()))
         except LedgerError as error:
             details = f"{resource}: the ledger cannot be written: {error}"
             raise Refusal(grpc.StatusCode.UNAVAILABLE, "ledger", details) from error
-        if isinstance(answer, ledger.Refused):
+        if isinstance(answer, Refused):
             raise Refusal(grpc.StatusCode.FAILED_PRECONDITION, "side", answer.message)
 
     def avoids(self, resource: str) -> Collection[str]:
@@ -143,7 +143,7 @@ class LedgerGate:
         for resource, device_id_of in tuple(self._device_id_of.items()):  # a reload may drop one meanwhile
             seen = kubelet_snapshot(cast("int", before), scan, resource, device_id_of, self._title)
             try:
-                done = await self._ledger.do(ledger.observe(resource, seen, time.time()))
+                done = await self._ledger.do(operations.observe(resource, seen, time.time()))
             except LedgerError as error:
                 _LOG.warning("%s: the ledger cannot be written: %s", resource, error)
                 continue

@@ -18,13 +18,18 @@ from deviceplugin.exclusion import Key
 from deviceplugin.inventory import Inventory
 from deviceplugin.kubelet.holders import HolderSnapshot
 from deviceplugin.kubelet.servicer import Endpoint
-from dra_bridge import ledger
 from dra_bridge.handover.evidence import kubelet_snapshot, shown_unhealthy
 from dra_bridge.handover.planner import Group, followers, held_and_expected, in_state, leading, plan
 from dra_bridge.handover.share import Drain, Share
-from dra_bridge.ledger import AsyncLedger, ClusterEvidence, KubeletEvidence, LedgerError, Side, Snapshot, State
+from dra_bridge.ledger import operations
+from dra_bridge.ledger.records import Claim, LedgerError, Side, Snapshot, State
+from dra_bridge.ledger.rules import ClusterEvidence, KubeletEvidence
+from dra_bridge.ledger.worker import AsyncLedger
 
 _LOG: Final = logging.getLogger(__name__)
+
+ReadClaim = Callable[[str, str, str], Awaitable[bool]]
+"""Reads a claim, by namespace/name; returns whether its allocation names a device of this node (resource, id)."""
 
 
 @dataclass(slots=True)
@@ -34,6 +39,50 @@ class _ClaimQuery:
     waits: Backoff
     claim: str = ""
     due: float = 0.0
+
+
+class _ClaimQueries:
+    """Asks which claims' allocations name devices of one resource that move to the plugin side, as seldom as it can.
+
+    A device costs one list of the claims once the API server has taken the slice without it (one list for all devices
+    that wait then). While a claim's allocation names it, that claim is read after 0.5 s at first and 5 min at most, and
+    the claims are listed again when it names it no longer. A list that fails is tried again after 30 s at most.
+    """
+
+    def __init__(self, resource: str, read_claim: ReadClaim, waits: Callable[[], Backoff]) -> None:
+        self._resource = resource
+        self._read_claim = read_claim
+        self._waits = waits
+        self._queries: dict[tuple[str, int], _ClaimQuery] = {}
+        """By device and the sequence of its record: each move asks anew."""
+
+    def of(self, now: Snapshot, devices: Iterable[str], prepared: Mapping[str, Claim]) -> dict[str, _ClaimQuery]:
+        """Return what is known of the claims that name these devices. prepared: claims by device."""
+        keys = {name: (name, now.device(self._resource, name).sequence) for name in devices}
+        self._queries = {key: self._queries.get(key) or _ClaimQuery(self._waits()) for key in keys.values()}
+        for name, key in keys.items():
+            if (claim := prepared.get(name)) is not None:  # when it is unprepared, it is read first, and soon
+                self._queries[key] = _ClaimQuery(self._waits(), claim.title if claim.name else "")
+        return {name: self._queries[key] for name, key in keys.items()}
+
+    async def read(self, queries: Mapping[str, _ClaimQuery], devices: Iterable[str]) -> bool:
+        """Read the claims that are due; return whether it is time to list the claims.
+
+        It is when no claim is known, or none any more, that names one of the devices that are due.
+        """
+        now = time.monotonic()
+        due = {name: queries[name] for name in devices if queries[name].due <= now}
+        for name, query in due.items():
+            query.due = now + query.waits.next()  # also if the API server does not answer
+            if query.claim and not await self._read_claim(query.claim, self._resource, name):
+                query.claim = ""
+        if all(query.claim for query in due.values()):
+            return False
+        unnamed = [queries[name] for name in devices if not queries[name].claim]
+        again = min(max(query.due for query in unnamed), now + 30.0)
+        for query in unnamed:
+            query.due = again
+        return True
 
 
 @dataclass(slots=True)
@@ -48,16 +97,13 @@ class MoveStatistics:
 class Handover:
     """Moves one resource's devices between the sides until their sides are as the share says.
 
-    A device that moves to the plugin side costs one list of the claims once the API server has taken the slice without
-    it (one list for all devices that wait then). While a claim's allocation names it, that claim is read after 0.5 s at
-    first and 5 min at most, and the claims are listed again when it names it no longer. A list that fails is tried
-    again after 30 s at most. A device on the way to DRA costs the API server nothing.
+    `_ClaimQueries` says what a device that moves to the plugin side costs the API server. One that moves to DRA costs
+    it nothing.
 
     Args:
         scan: finds out who holds devices (`Agent.scan`); None if an Allocate came in between.
         list_claims: lists all claims, consistently; returns namespace/name by the device of this node that a claim's
             allocation names.
-        read_claim: reads a claim, by namespace/name; returns whether its allocation names a device of this node.
         withdrawn: returns since when (monotonic seconds) the API server has had slices without a device, if it has.
         publish: has the slices written again if they have changed.
         groups: returns the devices that had best move together.
@@ -81,7 +127,7 @@ class Handover:
         scan: Callable[[Collection[Key]], Awaitable[HolderSnapshot | None]],
         *,
         list_claims: Callable[[], Awaitable[Mapping[Key, str]]],
-        read_claim: Callable[[str, str, str], Awaitable[bool]],
+        read_claim: ReadClaim,
         withdrawn: Callable[[str, str], float | None],
         publish: Callable[[], None],
         share: Share,
@@ -103,19 +149,16 @@ class Handover:
         self._ledger = async_ledger
         self._scan = scan
         self._list_claims = list_claims
-        self._read_claim = read_claim
         self._withdrawn = withdrawn
         self._publish = publish
         self._drain: Drain = drain
         self._groups = groups
         self._errors: tuple[type[Exception], ...] = (LedgerError, *errors)
         self._title = title
-        self._waits = waits
+        self._queries = _ClaimQueries(self.resource, read_claim, waits)
         self._group: Group = group or (lambda name: ((self.resource, name),))
         self._moved = moved
         self._wake = asyncio.Event()
-        self._queries: dict[tuple[str, int], _ClaimQuery] = {}
-        """By device and the sequence of its record: each move asks anew."""
 
     def ask(self, share: Share, drain: Drain | None = None) -> None:
         """Ask for another share from now on."""
@@ -184,16 +227,12 @@ class Handover:
             if name not in devices and (self.resource, name) not in held
         }
         if leaving := [name for name, state in gone.items() if state in (State.DRA, State.TO_DRA)]:
-            back = ledger.begin_move(self.resource, leaving, Side.PLUGIN, time.time(), "it is unplugged")
+            back = operations.begin_move(self.resource, leaving, Side.PLUGIN, time.time(), "it is unplugged")
             await self._ledger.do(back)
             self._publish()
         over = [name for name, state in gone.items() if state in (State.PLUGIN, State.QUARANTINED)]
-        if over and (forgotten := await self._ledger.do(ledger.forget(self.resource, over))):
-            _LOG.info(
-                "%s: devices are unplugged and held by nobody, removed from the ledger: %s",
-                self.resource,
-                ", ".join(forgotten),
-            )
+        if over and (forgotten := await self._ledger.do(operations.forget(self.resource, over))):
+            _LOG.info("%s: unplugged devices that nobody holds are forgotten: %s", self.resource, ", ".join(forgotten))
             self._publish()
 
     async def _begin(self) -> None:
@@ -219,7 +258,7 @@ class Handover:
             self._notify()
 
     async def _begin_move(self, devices: Sequence[str], side: Side, reason: str) -> None:
-        moves = await self._ledger.do(ledger.begin_move(self.resource, devices, side, time.time(), reason))
+        moves = await self._ledger.do(operations.begin_move(self.resource, devices, side, time.time(), reason))
         for state in moves.values():
             if state.value in self.statistics.begun:
                 self.statistics.begun[state.value] += 1
@@ -233,7 +272,7 @@ class Handover:
         if not devices:
             return False
         self._endpoint.refresh()
-        sent = self._endpoint.shown()
+        sent = self._endpoint.streams.shown()
         shown = shown_unhealthy(devices, sent, device_id_of)
         if not shown:
             missing = "the kubelet to listen" if sent is None else "ListAndWatch to show it Unhealthy"
@@ -247,7 +286,7 @@ class Handover:
         seen = kubelet_snapshot(before.sequence, scan, self.resource, device_id_of, self._title)
         evidence = KubeletEvidence(before.sequence, shown, seen)
         before = self._ledger.snapshot
-        done = await self._ledger.do(ledger.commit_to_dra(self.resource, devices, evidence, time.time()))
+        done = await self._ledger.do(operations.commit_to_dra(self.resource, devices, evidence, time.time()))
         waiting.update(done.waiting)
         return self._committed("to-dra", done.devices, before)
 
@@ -256,7 +295,7 @@ class Handover:
         before = self._ledger.snapshot
         devices = in_state(before, self.resource, State.TO_PLUGIN)
         claims = {name: one for one in before.claims.values() for of, name in one.held if of == self.resource}
-        queries = self._queries_of(before, devices, claims)
+        queries = self._queries.of(before, devices, claims)
         withdrawn = {}
         for name in devices:
             if name in claims:
@@ -265,7 +304,7 @@ class Handover:
                 waiting[name] = "the API server to accept the slice without it"
             else:
                 withdrawn[name] = at
-        lists = await self._read_claims(queries, withdrawn)
+        lists = await self._queries.read(queries, withdrawn)
         for name in withdrawn:
             waiting[name] = f"claim {queries[name].claim}" if queries[name].claim else "a list of claims"
         if not lists:
@@ -276,39 +315,9 @@ class Handover:
         for name in withdrawn:
             queries[name].claim = allocated.get(name, "")
         evidence = ClusterEvidence(before.sequence, withdrawn, at, allocated)
-        done = await self._ledger.do(ledger.commit_to_plugin(self.resource, withdrawn, evidence, time.time()))
+        done = await self._ledger.do(operations.commit_to_plugin(self.resource, withdrawn, evidence, time.time()))
         waiting.update(done.waiting)
         return self._committed("to-plugin", done.devices, before)
-
-    def _queries_of(
-        self, now: Snapshot, devices: Iterable[str], claims: Mapping[str, ledger.Claim]
-    ) -> dict[str, _ClaimQuery]:
-        """Return what is known of the claims that name these devices. claims: those that are prepared, by device."""
-        keys = {name: (name, now.device(self.resource, name).sequence) for name in devices}
-        self._queries = {key: self._queries.get(key) or _ClaimQuery(self._waits()) for key in keys.values()}
-        for name, key in keys.items():
-            if (claim := claims.get(name)) is not None:  # when it is unprepared, it is read first, and soon
-                self._queries[key] = _ClaimQuery(self._waits(), claim.title if claim.name else "")
-        return {name: self._queries[key] for name, key in keys.items()}
-
-    async def _read_claims(self, queries: Mapping[str, _ClaimQuery], devices: Iterable[str]) -> bool:
-        """Read the claims that are due; return whether it is time to list the claims.
-
-        It is when no claim is known, or none any more, that names one of the devices that are due.
-        """
-        now = time.monotonic()
-        due = {name: queries[name] for name in devices if queries[name].due <= now}
-        for name, query in due.items():
-            query.due = now + query.waits.next()  # also if the API server does not answer
-            if query.claim and not await self._read_claim(query.claim, self.resource, name):
-                query.claim = ""
-        if all(query.claim for query in due.values()):
-            return False
-        unnamed = [queries[name] for name in devices if not queries[name].claim]
-        again = min(max(query.due for query in unnamed), now + 30.0)
-        for query in unnamed:
-            query.due = again
-        return True
 
     def _committed(self, way: str, devices: Sequence[str], before: Snapshot) -> bool:
         """Count and log the moves that ended; return whether any did."""

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from deviceplugin.exclusion import Key
 from deviceplugin.topology import natural
 from dra_bridge.handover.share import Drain, Share
-from dra_bridge.ledger import Side, Snapshot, State
+from dra_bridge.ledger.records import Side, Snapshot, State
 
 
 def held_and_expected(now: Snapshot) -> tuple[frozenset[Key], frozenset[Key]]:
@@ -23,7 +23,7 @@ def held_and_expected(now: Snapshot) -> tuple[frozenset[Key], frozenset[Key]]:
 
 
 def in_state(now: Snapshot, resource: str, state: State) -> tuple[str, ...]:
-    """Return the devices of a resource that are in this state."""
+    """Return the devices of a resource that are in a state."""
     return tuple(sorted(name for name, record in now.of(resource).items() if record.state is state))
 
 
@@ -72,8 +72,7 @@ def plan(
         turning, there = State.TO_DRA, plugin
         candidates = [name for name in dra if states[name] is not State.TO_DRA or name not in expected]
     chosen = _choose(candidates, min(abs(missing), len(candidates)), there, held, groups, turning, states)
-    at_once = [name for name in chosen if drain == "cordon" or name not in held or states[name] is turning]
-    begin = tuple(at_once)
+    begin = tuple(name for name in chosen if drain == "cordon" or name not in held or states[name] is turning)
     return Plan(begin, (), frozenset(chosen) - frozenset(begin)) if missing > 0 else Plan((), begin)
 
 
@@ -129,8 +128,7 @@ def leading(
 ) -> tuple[dict[str, State], frozenset[str], frozenset[str]]:
     """Return what `plan` decides about: the states of devices that lead or are by themselves, held and expected ones.
 
-    The others follow (`followers`), so the parts of one device count as one. A leader is held, or expected, if any
-    device of its group is.
+    The others follow (`followers`). A leader is held, or expected, if any device of its group is.
     """
     held, expected = held_and_expected(now)
     groups = {name: members for name in states if (members := group(name))[0] == (resource, name)}

@@ -36,13 +36,9 @@ class Share:
 
 def parse_share(text: str | int) -> Share:
     """Read a share: none, all, a count, or a percentage; raise ShareError if it is none of them."""
-    word = str(text).strip()
-    if word == "none":
-        return Share(0)
-    if word == "all":
-        return Share(part=1.0)
-    if re.fullmatch(r"[0-9]{1,7}", word):
-        return Share(int(word))
-    if re.fullmatch(r"100%|[1-9]?[0-9]%", word):
-        return Share(part=int(word[:-1]) / 100)
-    raise ShareError(f"{word!r} is not a share; write none, all, a number of devices, or a percentage such as 50%")
+    value = {"none": "0", "all": "100%"}.get(str(text).strip(), str(text).strip())
+    if re.fullmatch(r"[0-9]{1,7}", value):
+        return Share(int(value))
+    if re.fullmatch(r"100%|[1-9]?[0-9]%", value):
+        return Share(part=int(value[:-1]) / 100)
+    raise ShareError(f"{value!r} is not a share; write none, all, a number of devices, or a percentage such as 50%")

@@ -1,44 +1,24 @@
 """The client of the API server: HTTP, authentication, typed requests, watches."""
 
-from deviceplugin.backoff import Backoff
-from dra_bridge.kube.client import Cluster
-from dra_bridge.kube.connection import RequestStatistics
-from dra_bridge.kube.errors import (
-    AccessError,
-    ApiError,
-    ClusterError,
-    ConflictError,
-    ForbiddenError,
-    InvalidError,
-    NotFoundError,
-    UnavailableError,
-    UnsupportedError,
-    VersionChangedError,
-)
-from dra_bridge.kube.kinds import EVENTS, NODES, PODS, RESOURCE_CLAIMS, RESOURCE_SLICES, Kind, Object
-from dra_bridge.kube.watch import Changed, Listed
-
-__all__ = [
-    "EVENTS",
-    "NODES",
-    "PODS",
-    "RESOURCE_CLAIMS",
-    "RESOURCE_SLICES",
-    "AccessError",
-    "ApiError",
-    "Backoff",
-    "Changed",
-    "Cluster",
-    "ClusterError",
-    "ConflictError",
-    "ForbiddenError",
-    "InvalidError",
-    "Kind",
-    "Listed",
-    "NotFoundError",
-    "Object",
-    "RequestStatistics",
-    "UnavailableError",
-    "UnsupportedError",
-    "VersionChangedError",
-]
+from deviceplugin.backoff import Backoff as Backoff
+from dra_bridge.kube.api import EVENTS as EVENTS
+from dra_bridge.kube.api import NODES as NODES
+from dra_bridge.kube.api import PODS as PODS
+from dra_bridge.kube.api import RESOURCE_CLAIMS as RESOURCE_CLAIMS
+from dra_bridge.kube.api import RESOURCE_SLICES as RESOURCE_SLICES
+from dra_bridge.kube.api import AccessError as AccessError
+from dra_bridge.kube.api import ApiError as ApiError
+from dra_bridge.kube.api import ClusterError as ClusterError
+from dra_bridge.kube.api import ConflictError as ConflictError
+from dra_bridge.kube.api import ForbiddenError as ForbiddenError
+from dra_bridge.kube.api import InvalidError as InvalidError
+from dra_bridge.kube.api import Kind as Kind
+from dra_bridge.kube.api import NotFoundError as NotFoundError
+from dra_bridge.kube.api import Object as Object
+from dra_bridge.kube.api import UnavailableError as UnavailableError
+from dra_bridge.kube.api import UnsupportedError as UnsupportedError
+from dra_bridge.kube.api import VersionChangedError as VersionChangedError
+from dra_bridge.kube.client import Cluster as Cluster
+from dra_bridge.kube.connection import RequestStatistics as RequestStatistics
+from dra_bridge.kube.watch import Changed as Changed
+from dra_bridge.kube.watch import Listed as Listed

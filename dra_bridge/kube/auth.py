@@ -23,8 +23,7 @@ SERVICE_ACCOUNT: Final = Path("/var/run/secrets/kubernetes.io/serviceaccount")
 TOKEN_AGE: Final = 60.0
 """Seconds after which a token's file is read again, as client-go does; it is renewed long before it expires."""
 
-EXEC_TIMEOUT: Final = 120.0
-"""Seconds that a credential plugin may take: it may ask a person to log in."""
+EXEC_TIMEOUT: Final = 120.0  # seconds that a credential plugin may take: it may ask a person to log in
 
 
 class KubeConfigError(Exception):
@@ -33,7 +32,7 @@ class KubeConfigError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Access:
-    """One way to a server.
+    """How a server is reached.
 
     authorize: returns the Authorization header, "" for none. It takes whether the last one was
     refused (401) and a new one is needed; it raises KubeConfigError or OSError where there is none.
@@ -57,11 +56,11 @@ async def from_environment(kubeconfig: str | os.PathLike[str] | None = None) -> 
     if not kubeconfig and host and (SERVICE_ACCOUNT / "token").exists():
         host = f"[{host}]" if ":" in host else host
         url = f"https://{host}:{os.environ.get('KUBERNETES_SERVICE_PORT') or 443}"
-        return from_server(url, token_file=SERVICE_ACCOUNT / "token", ca_file=str(SERVICE_ACCOUNT / "ca.crt"))
+        return await from_server(url, token_file=SERVICE_ACCOUNT / "token", ca_file=str(SERVICE_ACCOUNT / "ca.crt"))
     return await _KubeConfig(os.fspath(kubeconfig or os.environ.get("KUBECONFIG") or "~/.kube/config")).load()
 
 
-def from_server(url: str, *, token_file: Path | None = None, ca_file: str = "") -> Access:
+async def from_server(url: str, *, token_file: Path | None = None, ca_file: str = "") -> Access:
     """Return the access to a server, with the bearer token in a file if one is given."""
     tls = _tls(ca_file) if urllib.parse.urlsplit(url).scheme == "https" else None
     return Access(url, tls, _TokenFile(token_file))

@@ -9,26 +9,32 @@ half a minute, and a loss or a recovery is logged once.
 from __future__ import annotations
 
 import asyncio
+import logging
+import math
 import os
+import random
 import time
+import urllib.parse
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
+from contextlib import aclosing
 from typing import Final, Self, TypedDict, Unpack
 
-from deviceplugin.backoff import Backoff
-from dra_bridge.kube import auth
-from dra_bridge.kube.auth import Access
-from dra_bridge.kube.connection import Connection, RequestStatistics
-from dra_bridge.kube.discovery import Discovery
-from dra_bridge.kube.errors import GoneError, UnavailableError, VersionChangedError
-from dra_bridge.kube.kinds import EVENTS, Kind, Object, path_of, selectors_of
-from dra_bridge.kube.watch import SILENCE, Changed, Listed, Listing, Positions, Watches
+import msgspec
 
-COMPONENT: Final = "dra-bridge"
-"""The field manager of patches and the source of Events."""
+from deviceplugin.backoff import Backoff
+from dra_bridge.kube import api, auth
+from dra_bridge.kube.api import ApiError, GoneError, Kind, Object, UnavailableError
+from dra_bridge.kube.auth import Access
+from dra_bridge.kube.connection import Connection, Discovery, RequestStatistics
+from dra_bridge.kube.watch import SILENCE, Changed, Listed, Listing, Positions, WatchEvent
+
+logger: Final = logging.getLogger(__name__)
+
+COMPONENT: Final = "dra-bridge"  # the field manager of patches and the source of Events
 
 
 class Options(TypedDict, total=False):
-    """The options of a Cluster; see there."""
+    """See `Cluster`."""
 
     deadline: float
     backoff: Backoff
@@ -39,9 +45,8 @@ class Options(TypedDict, total=False):
 class Cluster:
     """One API server, asynchronously. Belongs to one event loop; every request has a deadline.
 
-    Use as an async context manager, or call `aclose`. Methods raise the errors of `dra_bridge.kube.errors`:
-    ApiError and what derives from it, UnsupportedError for kinds of resource.k8s.io that the server
-    does not serve, AccessError when the configuration cannot be used.
+    Methods raise ApiError and what derives from it, UnsupportedError for kinds of resource.k8s.io that the server does
+    not serve, AccessError when the configuration cannot be used.
     """
 
     def __init__(
@@ -64,9 +69,8 @@ class Cluster:
         self._connection = Connection(configuration, deadline)
         self._discovery = Discovery(self._connection)
         self._positions = Positions()
-        self._watches = Watches(
-            self._connection, self._discovery, self._positions, self.list, self.backoff, watch_seconds, silence
-        )
+        self._watch_seconds = watch_seconds
+        self._silence = silence
 
     @classmethod
     def from_environment(cls, kubeconfig: str | os.PathLike[str] | None = None, **options: Unpack[Options]) -> Cluster:
@@ -76,20 +80,13 @@ class Cluster:
     @classmethod
     def from_server(cls, url: str, **options: Unpack[Options]) -> Cluster:
         """Reach the server at a URL, without credentials."""
-
-        async def configuration() -> Access:
-            return auth.from_server(url)
-
-        return cls(configuration, **options)
+        return cls(lambda: auth.from_server(url), **options)
 
     async def __aenter__(self) -> Self:
         return self
 
     async def __aexit__(self, *_: object) -> None:
         await self.aclose()
-
-    def __repr__(self) -> str:
-        return f"<Cluster {self._connection.url or 'not connected'}>"
 
     def configure(self) -> None:
         """Read the configuration now, before there is an event loop; may block.
@@ -126,11 +123,8 @@ class Cluster:
     async def list(
         self, kind: Kind, namespace: str = "", *, field_selector: str = "", label_selector: str = "", page: int = 500
     ) -> Listing:
-        """Read all objects of a kind as of now (a consistent read), in all namespaces unless one is given.
-
-        page: objects an answer; the pages together are one moment's state.
-        """
-        selectors = selectors_of(field_selector, label_selector)
+        """Read all objects of a kind as of one moment (a consistent read), `page` objects a request."""
+        selectors = api.selectors_of(field_selector, label_selector)
         before = self._positions.highest(kind)
         items: list[Object] = []
         follow = ""
@@ -139,7 +133,7 @@ class Cluster:
             if follow:
                 parameters["continue"] = follow
             try:
-                answer = await self._request("GET", kind, "", namespace, parameters=parameters)
+                answer = await self._request("GET", kind, "", namespace, parameters)
             except GoneError:
                 if not page:
                     raise
@@ -154,14 +148,12 @@ class Cluster:
                 return Listing(items, position)
 
     async def create(self, kind: Kind, body: Object, namespace: str = "", *, dry_run: bool = False) -> Object:
-        """Create an object and return it as the server has it.
+        """Create an object and return it as the server has it; dry_run: the server checks it and does not store it.
 
-        dry_run: the server checks and returns the object without storing it.
         Raises ConflictError if there is one of that name, InvalidError if the server refuses its content, and
         VersionChangedError if it was made for another version than the chosen one.
         """
-        parameters = {"dryRun": "All"} if dry_run else {}
-        return await self._request("POST", kind, "", namespace, parameters=parameters, body=body)
+        return await self._request("POST", kind, "", namespace, {"dryRun": "All"} if dry_run else None, body)
 
     async def replace(self, kind: Kind, body: Object, namespace: str = "") -> Object:
         """Replace the object of this name, if it still has this `metadata.resourceVersion`.
@@ -174,10 +166,8 @@ class Cluster:
         self, kind: Kind, name: str, patch: object, namespace: str = "", *, subresource: str = ""
     ) -> Object:
         """Change parts of an object by a merge patch."""
-        parameters = {"fieldManager": COMPONENT}
-        return await self._request(
-            "PATCH", kind, name, namespace, subresource=subresource, parameters=parameters, body=patch
-        )
+        manager = {"fieldManager": COMPONENT}
+        return await self._request("PATCH", kind, name, namespace, manager, patch, subresource=subresource)
 
     async def delete(self, kind: Kind, name: str, namespace: str = "", *, uid: str = "") -> None:
         """Delete an object. Raises NotFoundError if there is none, ConflictError if it has another UID than given."""
@@ -212,9 +202,9 @@ class Cluster:
             "lastTimestamp": now,
             "count": 1,
         }
-        await self.create(EVENTS, body, namespace)
+        await self.create(api.EVENTS, body, namespace)
 
-    def follow(
+    async def follow(
         self, kind: Kind, namespace: str = "", *, field_selector: str = "", label_selector: str = ""
     ) -> AsyncGenerator[Listed | Changed, None]:
         """Yield all objects now, then each change, for ever.
@@ -230,11 +220,77 @@ class Cluster:
         Outages, refusals and servers without DRA are waited out, whatever they last. Close the
         generator (`contextlib.aclosing`) to end the watch.
         """
-        selectors = {"field_selector": field_selector, "label_selector": label_selector}
-        return self._watches.follow(kind, namespace, selectors)
+        backoff = self.backoff.fresh()
+        position, listed_in, restored, lost, warned = "", "", 0, False, False
+        while True:
+            opened = math.inf
+            try:
+                version = ""
+                if not kind.version:
+                    version = await self._discovery.version(older_than=0.0 if lost else self._watch_seconds[0] / 2)
+                if not position or version != listed_in:
+                    listing = await self.list(
+                        kind, namespace, field_selector=field_selector, label_selector=label_selector
+                    )
+                    restored = self._positions.restored
+                    version = "" if kind.version else await self._discovery.version()
+                    position, listed_in = listing.resource_version, version
+                    yield Listed(tuple(listing.items), version)
+                seconds = random.uniform(*self._watch_seconds)  # noqa: S311 - no secret
+                parameters = {
+                    **api.selectors_of(field_selector, label_selector),
+                    "watch": "true",
+                    "allowWatchBookmarks": "true",
+                    "resourceVersion": position,
+                    "timeoutSeconds": str(max(1, round(seconds))),
+                }
+                path = api.path_of(kind, kind.version or version, "", namespace)
+                async with aclosing(self._events(f"{path}?{urllib.parse.urlencode(parameters)}", restored)) as events:
+                    async for event in events:
+                        if event is None:
+                            opened, lost = time.monotonic(), False
+                            continue
+                        warned = False
+                        position = str((event.object.get("metadata") or {}).get("resourceVersion") or position)
+                        self._positions.moved(kind, position)
+                        if event.type in ("ADDED", "MODIFIED", "DELETED"):
+                            yield Changed(event.type, event.object)  # type: ignore[arg-type]  # just compared
+                if time.monotonic() - opened < seconds - 1.0:
+                    raise UnavailableError(f"watch {kind.plural}: it ended before its time")
+                warned = False
+                backoff.reset()
+            except (ApiError, api.UnsupportedError) as error:
+                position = ""
+                if time.monotonic() - opened >= 1.0:
+                    backoff.reset()  # a server that ends watches at once is not asked at once
+                wait = backoff.next()
+                if isinstance(error, GoneError):
+                    if wait <= backoff.first:
+                        wait = 0.0  # the first time there is nothing to wait for
+                elif isinstance(error, ApiError):
+                    lost = lost or isinstance(error, UnavailableError)
+                    if error.code == 404 and not kind.version:
+                        self._discovery.forget()  # the server may not serve the version any more
+                    wait = max(wait, min(error.retry_after, backoff.most))
+                refused = isinstance(error, api.UnsupportedError) or (error.code and not isinstance(error, GoneError))
+                if refused and not warned:
+                    warned = True
+                    logger.warning("watch %s: %s; trying again", kind.plural, error)
+                await self.pause(wait)
+
+    async def _events(self, target: str, restored: int) -> AsyncGenerator[WatchEvent | None, None]:
+        """Yield None when the watch is open, then each event, bookmarks included."""
+        async with self._connection.stream(target) as lines:
+            yield None
+            silence = random.uniform(*self._silence)  # noqa: S311 - no secret
+            while line := await self._positions.read(lines, silence, restored):
+                event = msgspec.json.decode(line, type=WatchEvent)
+                if event.type == "ERROR":
+                    raise api.error_of_status(event.object)
+                yield event
 
     async def pause(self, seconds: float) -> None:
-        """Wait before another try; a wait while the server is lost ends early when another request is answered."""
+        """See `Traffic.pause`."""
         await self._connection.traffic.pause(seconds)
 
     async def _request(
@@ -243,28 +299,29 @@ class Cluster:
         kind: Kind,
         name: str,
         namespace: str,
-        *,
-        subresource: str = "",
         parameters: Mapping[str, str] | None = None,
         body: object = None,
+        subresource: str = "",
     ) -> Object:
         for again in (True, False):
             version = kind.version or await self.version()
             if method in ("POST", "PUT") and isinstance(body, dict):
                 api_version = kind.api_version(version)
                 if body.setdefault("apiVersion", api_version) != api_version:
-                    raise VersionChangedError(f"the object is in {body['apiVersion']}, the server uses {api_version}")
+                    raise api.VersionChangedError(
+                        f"the object is in {body['apiVersion']}, the server uses {api_version}"
+                    )
                 body.setdefault("kind", kind.kind)
-            path = path_of(kind, version, name, namespace, subresource)
+            path = api.path_of(kind, version, name, namespace, subresource)
             try:
                 answer = await self._connection.send(method, path, parameters, body, kind, name)
             except UnavailableError as error:
                 if error.code != 404 or kind.version or not again:
                     raise
                 self._discovery.forget()  # perhaps the version is not served: the server is another one now
-            else:
-                _check(answer, method, path, kind, name)
-                return answer
+                continue
+            _check(answer, method, path, kind, name)
+            return answer
         raise AssertionError("not reached")
 
 

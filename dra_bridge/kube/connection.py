@@ -1,9 +1,10 @@
-"""The connection to one API server: configuration, credentials, requests, streams of lines, and their statistics."""
+"""The connection to one API server: configuration, credentials, requests, streams, and the version of the API."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import time
 import urllib.parse
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterator, Mapping
@@ -13,14 +14,26 @@ from typing import Final
 
 import msgspec
 
+from dra_bridge.kube.api import (
+    GROUP,
+    RESOURCE_SLICES,
+    AccessError,
+    ApiError,
+    Kind,
+    Object,
+    UnavailableError,
+    UnsupportedError,
+    error_of,
+)
 from dra_bridge.kube.auth import Access, KubeConfigError
-from dra_bridge.kube.errors import AccessError, ApiError, UnavailableError, error_of
 from dra_bridge.kube.http import HttpClient, HttpError, Response, proxy_of
-from dra_bridge.kube.kinds import Kind, Object
 
 logger: Final = logging.getLogger(__name__)
 
 USER_AGENT: Final = "dra-bridge"
+VERSIONS: Final = ("v1", "v1beta2", "v1beta1")
+"""The versions of resource.k8s.io of this client, the best first (v1 since 1.34, v1beta2 1.33, v1beta1 1.32)."""
+
 _RENEW: Final = 10.0
 """Seconds between two readings of the configuration while the server is unreachable or refuses the credentials."""
 _FAILURES: Final = (HttpError, TimeoutError, OSError, KubeConfigError, ValueError, RecursionError)
@@ -41,23 +54,14 @@ class RequestStatistics:
     watches: int = 0
     lost_since: float | None = None
 
-    @property
-    def writes(self) -> int:
-        """Requests that change something."""
-        return sum(count for method, count in self.requests.items() if method != "GET")
-
 
 class Traffic:
-    """Counts requests and failures, and logs once when the API server is lost or back.
-
-    recoveries: how often the server answered again after it was lost.
-    """
+    """Counts requests and failures, and logs once when the API server is lost or back."""
 
     def __init__(self) -> None:
         self.statistics = RequestStatistics()
         self.recoveries = 0
-        self._answers = asyncio.Event()
-        """Set when the server answers again after it was lost."""
+        self._answers = asyncio.Event()  # set when the server answers again after it was lost
 
     def count(self, method: str, *, watch: bool = False) -> None:
         """Count a request; opening a watch is one too."""
@@ -70,7 +74,7 @@ class Traffic:
         self.statistics = replace(self.statistics, failures=self.statistics.failures + 1)
 
     def unanswered(self, server: str, reason: str) -> None:
-        """Count a request without an answer: the server is lost from the first one on."""
+        """Count a failure; the server is lost from the first one on."""
         self.failed()
         if self.statistics.lost_since is None:
             self.statistics = replace(self.statistics, lost_since=time.monotonic())
@@ -78,7 +82,7 @@ class Traffic:
             logger.warning("the API server %s is lost: %s", server, reason)
 
     def answered(self, server: str) -> None:
-        """Note an answer: the server is reachable."""
+        """Note that the server is reachable."""
         if (lost_since := self.statistics.lost_since) is not None:
             self.statistics = replace(self.statistics, lost_since=None)
             self._answers.set()
@@ -96,16 +100,11 @@ class Traffic:
 
 
 class Connection:
-    """One API server, reached by a configuration.
-
-    configuration: read at the first request, and again when the server cannot be reached.
-    deadline: seconds for one request and its answer.
-    """
+    """One API server, reached by a configuration; the arguments are those of `Cluster`."""
 
     def __init__(self, configuration: Callable[[], Awaitable[Access]], deadline: float) -> None:
         self.traffic = Traffic()
-        self.url = ""
-        """Of the server; empty until the configuration is read."""
+        self.url = ""  # until the configuration is read
         self._configuration = configuration
         self._deadline = deadline
         self._reached: tuple[Access, HttpClient] | None = None
@@ -241,3 +240,59 @@ class Connection:
         if authorization := await access.authorize(refused):
             headers["Authorization"] = authorization
         return server, headers
+
+
+class Discovery:
+    """Chooses the best version of resource.k8s.io that the server serves, and remembers it."""
+
+    def __init__(self, connection: Connection) -> None:
+        self._connection = connection
+        self._chosen = ""  # while the version is in doubt
+        self._chosen_at = 0.0
+        self._recoveries = 0  # those of the traffic when the version was chosen
+        self._choosing = asyncio.Lock()
+
+    async def version(self, *, older_than: float | None = None) -> str:
+        """See `Cluster.version`. older_than: seconds after which the server is asked again."""
+        async with self._choosing:
+            if self._chosen and (older_than is None or self._age() <= older_than):
+                return self._chosen
+            before, chosen = self._chosen, ""
+            served = {entry.get("version") for entry in (await self._group()).get("versions") or ()}
+            for version in VERSIONS:
+                if version in served and (version == before or await self._has_slices(version)):
+                    chosen = version
+                    break
+            self._chosen, self._chosen_at = chosen, time.monotonic()
+            self._recoveries = self._connection.traffic.recoveries
+            if not chosen:
+                raise UnsupportedError(
+                    f"the API server serves none of {GROUP}/{', '.join(VERSIONS)}: Dynamic Resource Allocation is off"
+                )
+            if chosen != before:
+                logger.info("the API server is used in version %s/%s", GROUP, chosen)
+            return chosen
+
+    async def _has_slices(self, version: str) -> bool:
+        found = await self._connection.send("GET", f"/apis/{GROUP}/{version}")
+        return any(entry.get("name") == RESOURCE_SLICES.plural for entry in found.get("resources") or ())
+
+    async def _group(self) -> Object:
+        """Return what the server serves of resource.k8s.io; empty if its list of groups is without it."""
+        try:
+            return await self._connection.send("GET", f"/apis/{GROUP}")
+        except ApiError as error:
+            if error.code != 404:
+                raise
+        groups = (await self._connection.send("GET", "/apis")).get("groups")
+        if not isinstance(groups, list):
+            raise UnavailableError("GET /apis: the answer is no list of API groups")
+        return next((group for group in groups if group.get("name") == GROUP), {})
+
+    def forget(self) -> None:
+        """Have the server asked again: it may not serve the chosen version any more."""
+        self._chosen = ""
+
+    def _age(self) -> float:
+        lost_since = self._recoveries != self._connection.traffic.recoveries  # it may have been upgraded
+        return math.inf if lost_since else time.monotonic() - self._chosen_at

@@ -19,14 +19,10 @@ import aiohttp
 import yarl
 from aiohttp.http import HttpProcessingError
 
-MAX_CONNECTIONS: Final = 32
-"""Connections at one time, those of watches included."""
-IDLE: Final = 60.0
-"""Seconds after which an idle connection is not used any more."""
-MAX_BODY: Final = 64 * 2**20
-"""Bytes of one answer: 500 objects (a page of a list) of 128 KiB each."""
-MAX_LINE: Final = 8 * 2**20
-"""Bytes of one watch event: kube-apiserver takes objects of up to 3 MiB, etcd of 1.5 MiB."""
+MAX_CONNECTIONS: Final = 32  # connections at one time, those of watches included
+IDLE: Final = 60.0  # seconds after which an idle connection is not used any more
+MAX_BODY: Final = 64 * 2**20  # bytes of one answer: 500 objects (a page of a list) of 128 KiB each
+MAX_LINE: Final = 8 * 2**20  # bytes of one watch event: kube-apiserver takes objects of up to 3 MiB, etcd of 1.5 MiB
 
 _KEEPALIVE: Final = (
     (socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1),

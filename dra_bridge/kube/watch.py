@@ -1,25 +1,16 @@
-"""List-and-watch: all objects of a kind and then each change, across outages and restored storages."""
+"""What lists and watches yield, and how a silent watch or a restored storage of the server is noticed."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
-import math
-import random
-import time
-import urllib.parse
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping
-from contextlib import aclosing
-from dataclasses import dataclass, field
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
 from typing import Final, Literal, NamedTuple
 
 import msgspec
 
-from deviceplugin.backoff import Backoff
-from dra_bridge.kube.connection import Connection
-from dra_bridge.kube.discovery import Discovery
-from dra_bridge.kube.errors import ApiError, GoneError, UnavailableError, UnsupportedError, error_of_status
-from dra_bridge.kube.kinds import Kind, Object, path_of, selectors_of
+from dra_bridge.kube.api import GoneError, Kind, Object
 
 logger: Final = logging.getLogger(__name__)
 
@@ -59,29 +50,23 @@ class Changed:
     object: Object
 
 
-class _WatchEvent(msgspec.Struct):
+class WatchEvent(msgspec.Struct):
+    """One line of a watch's stream."""
+
     type: str
     object: Object
 
 
-_WATCH_EVENT: Final = msgspec.json.Decoder(_WatchEvent)
-
-
 class Positions:
-    """The highest resourceVersions that the server has shown, and whether it went back behind them.
-
-    restored: how often a list was older than what the server had shown before.
-    """
+    """The highest resourceVersions that the server has shown; restored: how often it went back behind them."""
 
     def __init__(self) -> None:
         self.restored = 0
-        self._highest: dict[str, int] = {}
-        """By the kind's plural: kinds may lie in different etcds."""
-        self._reads: set[asyncio.Timeout] = set()
-        """The deadlines of the watches' current reads."""
+        self._highest: dict[str, int] = {}  # by the kind's plural: kinds may lie in different etcds
+        self._reads: set[asyncio.Timeout] = set()  # the deadlines of the watches' current reads
 
     def highest(self, kind: Kind) -> int:
-        """Return the highest known resourceVersion of a kind, 0 for none."""
+        """Return the highest resourceVersion of a kind, 0 if none is known."""
         return self._highest.get(kind.plural, 0)
 
     def moved(self, kind: Kind, position: str, before: int = 0) -> None:
@@ -91,12 +76,8 @@ class Positions:
         """
         number = int(position) if position.isdecimal() and len(position) < 20 else 0
         if number < before:
-            logger.warning(
-                "the API server went back from resourceVersion %d to %d of %s; all watches list again",
-                before,
-                number,
-                kind.plural,
-            )
+            text = "the API server went back from resourceVersion %d to %d of %s; all watches list again"
+            logger.warning(text, before, number, kind.plural)
             self.restored += 1
             self._highest.clear()
             for read in self._reads:
@@ -122,100 +103,3 @@ class Positions:
             raise
         finally:
             self._reads.discard(limit)
-
-
-@dataclass(frozen=True)
-class Watches:
-    """Follows kinds of objects on one API server.
-
-    list_all: as `Cluster.list`. backoff, seconds and silence: as of `Cluster`.
-    """
-
-    connection: Connection
-    discovery: Discovery
-    positions: Positions
-    list_all: Callable[..., Awaitable[Listing]]
-    backoff: Backoff
-    seconds: tuple[float, float]
-    silence: tuple[float, float]
-    _warned: set[str] = field(default_factory=set, init=False)
-
-    async def follow(
-        self, kind: Kind, namespace: str, selectors: Mapping[str, str]
-    ) -> AsyncGenerator[Listed | Changed, None]:
-        """Yield all objects now, then each change, for ever: see `Cluster.follow`."""
-        backoff = self.backoff.fresh()
-        what = f"watch {kind.plural}"
-        position, listed_in, restored, lost = "", "", 0, False
-        while True:
-            opened = math.inf
-            try:
-                version = ""
-                if not kind.version:
-                    version = await self.discovery.version(older_than=0.0 if lost else self.seconds[0] / 2)
-                if not position or version != listed_in:
-                    listing = await self.list_all(kind, namespace, **selectors)
-                    restored = self.positions.restored
-                    version = "" if kind.version else await self.discovery.version()
-                    position, listed_in = listing.resource_version, version
-                    yield Listed(tuple(listing.items), version)
-                seconds = random.uniform(*self.seconds)  # noqa: S311 - no secret
-                path = path_of(kind, kind.version or version, "", namespace)
-                target = _watch_target(path, selectors_of(**selectors), position, seconds)
-                async with aclosing(self._events(target, restored)) as events:
-                    async for event in events:
-                        if event is None:
-                            opened, lost = time.monotonic(), False
-                            continue
-                        self._warned.discard(what)
-                        position = str((event.object.get("metadata") or {}).get("resourceVersion") or position)
-                        self.positions.moved(kind, position)
-                        if event.type in ("ADDED", "MODIFIED", "DELETED"):
-                            yield Changed(event.type, event.object)  # type: ignore[arg-type]  # just compared
-                if time.monotonic() - opened < seconds - 1.0:
-                    raise UnavailableError(f"{what}: it ended before its time")
-                self._warned.discard(what)
-                backoff.reset()
-            except (ApiError, UnsupportedError) as error:
-                position = ""
-                if time.monotonic() - opened >= 1.0:
-                    backoff.reset()  # a server that ends watches at once is not asked at once
-                wait = backoff.next()
-                if isinstance(error, GoneError):
-                    if wait <= backoff.first:
-                        wait = 0.0  # the first time there is nothing to wait for
-                elif isinstance(error, ApiError):
-                    lost = lost or isinstance(error, UnavailableError)
-                    if error.code == 404 and not kind.version:
-                        self.discovery.forget()  # the server may not serve the version any more
-                    wait = max(wait, min(error.retry_after, backoff.most))
-                if isinstance(error, UnsupportedError) or (error.code and not isinstance(error, GoneError)):
-                    self._warn_once(what, error)
-                await self.connection.traffic.pause(wait)
-
-    async def _events(self, target: str, restored: int) -> AsyncGenerator[_WatchEvent | None, None]:
-        """Yield None when the watch is open, then each event, bookmarks included."""
-        async with self.connection.stream(target) as lines:
-            yield None
-            silence = random.uniform(*self.silence)  # noqa: S311 - no secret
-            while line := await self.positions.read(lines, silence, restored):
-                event = _WATCH_EVENT.decode(line)
-                if event.type == "ERROR":
-                    raise error_of_status(event.object)
-                yield event
-
-    def _warn_once(self, what: str, error: Exception) -> None:
-        if what not in self._warned:
-            self._warned.add(what)
-            logger.warning("%s: %s; trying again", what, error)
-
-
-def _watch_target(path: str, selectors: Mapping[str, str], position: str, seconds: float) -> str:
-    parameters = {
-        **selectors,
-        "watch": "true",
-        "allowWatchBookmarks": "true",
-        "resourceVersion": position,
-        "timeoutSeconds": str(max(1, round(seconds))),
-    }
-    return f"{path}?{urllib.parse.urlencode(parameters)}"

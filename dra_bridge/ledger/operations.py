@@ -1,8 +1,7 @@
 """The operations of the ledger: pure functions that decide by a snapshot, and return an answer and changes.
 
 Each is called without the snapshot and returns an `Operation`, which `Ledger.do` calls with it, perhaps in another
-thread: arguments must not change after the call. Parameters that many have: `resource`, the extended resource's name;
-`devices`, ids of physical devices; `now`, Unix seconds.
+thread: arguments must not change after the call. `devices` are ids of physical devices, `now` is in Unix seconds.
 """
 
 from __future__ import annotations
@@ -97,25 +96,8 @@ def _operation(decide: Callable[Concatenate[Snapshot, _P], Decision[_T]]) -> Cal
 
 
 @_operation
-def adopt(
-    state: Snapshot, resource: str, devices: Collection[str], side: Side, now: float
-) -> Decision[tuple[str, ...]]:
-    """Record devices that the ledger does not know yet; answer which those were.
-
-    A device that somebody holds begins on its holder's side, any other on `side`.
-    """
-    new = tuple(device for device in dict.fromkeys(devices) if (resource, device) not in state.devices)
-    held = {record.device for record in state.allocations_on(resource, new)}
-    claimed = {device for claim in state.claims_on(resource, new) for of, device in claim.held if of == resource}
-    begins = {
-        device: State.PLUGIN if device in held else State.DRA if device in claimed else RESTING[side] for device in new
-    }
-    return Decision(new, _moved(state, resource, begins, now))
-
-
-@_operation
 def forget(state: Snapshot, resource: str, devices: Collection[str]) -> Decision[tuple[str, ...]]:
-    """Drop devices that are no more; answer which. Those that somebody holds stay."""
+    """Drop devices that are no more; answer which. Those that a pod or a claim holds stay."""
     gone = tuple(
         device
         for device in dict.fromkeys(devices)
@@ -126,7 +108,7 @@ def forget(state: Snapshot, resource: str, devices: Collection[str]) -> Decision
 
 @_operation
 def identify(state: Snapshot, identities: Mapping[Key, str]) -> Decision[None]:
-    """Record what devices are. One that somebody holds keeps the identity that its holder got, until a reboot."""
+    """Record what devices are. One with a holder keeps the identity that its holder got, until a reboot."""
     changes = []
     for key, identity in identities.items():
         record = state.devices.get(key)
@@ -197,28 +179,25 @@ def observe(state: Snapshot, resource: str, snapshot: rules.KubeletSnapshot, now
 
 def _observed(record: AllocationRecord, snapshot: rules.KubeletSnapshot) -> AllocationRecord | None:
     """Return an allocation as the snapshot leaves it; None if it is over."""
-    observed = snapshot.held.get(record.device_id)
-    holders = observed.holders if observed is not None else frozenset()
-    pod = observed.pod if observed is not None else record.pod
-    if observed is not None and observed.sure and holders - record.holders:
-        return replace(record, holders=holders, pending=False, absent_since=None, pod=pod)
-    if not record.pending:
-        return replace(record, holders=holders, pod=pod) if holders else None
-    # A new name that only an old checkpoint has may be that of a pod that ended before this grant.
-    holders &= record.holders
-    if rules.r7_releases(record, snapshot):
-        return replace(record, holders=holders, pending=False, absent_since=None, pod=pod) if holders else None
-    absent = snapshot.at if record.absent_since is None and snapshot.awake else record.absent_since
-    return replace(record, holders=holders, absent_since=absent, pod=pod)
+    nobody = rules.ObservedAllocation(record.device, record.pod, sure=False)
+    observed = snapshot.held.get(record.device_id, nobody)
+    holders, named = observed.holders, observed.sure and not observed.holders <= record.holders
+    if record.pending and not named:
+        # A new name that only an old checkpoint has may be that of a pod that ended before this grant.
+        holders &= record.holders
+        if not rules.r7_releases(record, snapshot):
+            absent = snapshot.at if record.absent_since is None and snapshot.awake else record.absent_since
+            return replace(record, holders=holders, absent_since=absent, pod=observed.pod)
+    return replace(record, holders=holders, pending=False, absent_since=None, pod=observed.pod) if holders else None
 
 
 @_operation
 def reserve(state: Snapshot, claim: Claim, *, durable: bool, pull: bool = False) -> Decision[Claim | rules.Refused]:
     """Reserve a claim's devices (R2) while its driver sets them up; `prepare` completes it.
 
-    Answers the claim as the ledger has it already, if it has (a `result` of None: not completed), else the
-    reservation. Without `durable` a crash forgets it. With it, an Unprepare after a crash can undo what the driver did
-    to the devices. pull: if it is refused, begin the move of its idle devices to DRA.
+    Answers the claim as the ledger has it already (with a `result` of None it is not completed), else the reservation.
+    Without `durable` a crash forgets it. With it, an Unprepare after a crash can undo what the driver did to the
+    devices. pull: if it is refused, begin the move of its idle devices to DRA.
     """
     known = state.claims.get((claim.driver, claim.uid))
     if known is not None and (known.result is not None or (known.durable, known.devices) == (durable, claim.devices)):
@@ -255,8 +234,9 @@ def _pulled(state: Snapshot, claim: Claim, refusal: rules.Refused) -> Decision[C
     for resource, device in sorted(claim.held):
         if state.device(resource, device).state is State.PLUGIN and not state.allocations_on(resource, (device,)):
             changes += _moved(state, resource, {device: State.TO_DRA}, claim.since, f"{FOR_CLAIM}{claim.title}")
-            if (resource, device) == (refusal.resource, refusal.device):
-                refusal = replace(refusal, state=State.TO_DRA, since=claim.since, moving=True)
+            at = refusal.record
+            if (resource, device) == (at.resource, at.device):
+                refusal = replace(refusal, record=replace(at, state=State.TO_DRA, since=claim.since), moving=True)
     return Decision(refusal, tuple(changes))
 
 

@@ -1,7 +1,4 @@
-"""What the ledger knows: frozen records of devices, allocations, claims and settings, and a snapshot of all of them.
-
-It also defines what an operation returns (its answer and its changes) and the errors of the ledger.
-"""
+"""The ledger's frozen records, a snapshot of all of them, what an operation returns, and the ledger's errors."""
 
 from __future__ import annotations
 
@@ -21,10 +18,6 @@ class LedgerError(Exception):
     """Raised when something could not be recorded; nothing was granted then."""
 
 
-class LedgerBusyError(LedgerError):
-    """Raised when another agent of this node has the ledger."""
-
-
 class LedgerLostError(LedgerError):
     """Raised when the files are not those that were opened, or have lost what was written.
 
@@ -33,7 +26,7 @@ class LedgerLostError(LedgerError):
 
 
 class Side(enum.Enum):
-    """The two sides."""
+    """PLUGIN: devices are given to pods as an extended resource. DRA: devices are given to claims."""
 
     PLUGIN = "plugin"
     DRA = "dra"
@@ -222,7 +215,7 @@ class Snapshot:
         return None if found is None else found.value
 
     def device(self, resource: str, device: str) -> DeviceRecord:
-        """Return the record of a device; an unknown one is on the plugin's side."""
+        """Return a device's record; an unknown one is on the plugin's side."""
         return self.devices.get((resource, device)) or DeviceRecord(resource, device, State.PLUGIN, 0.0)
 
     def of(self, resource: str) -> dict[str, DeviceRecord]:

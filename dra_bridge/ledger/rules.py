@@ -109,23 +109,20 @@ class Evidence:
 class Refused:
     """Why a pod or a claim does not get a device.
 
-    since: Unix seconds, 0 if it was always so. moving: a move to the side that was asked for is under way, so
-    another try makes sense.
+    moving: a move to the side that was asked for is under way, so another try makes sense.
     """
 
-    resource: str
-    device: str
-    state: State
-    since: float
+    record: DeviceRecord
     holder: str = ""
     moving: bool = False
 
     @property
     def message(self) -> str:
         """The refusal for people: device, side, since when, and who holds it."""
-        text = f"device {self.device!r} of {self.resource} is {self.state.text}"
-        if self.since:
-            text += f" since {_utc(self.since)}"
+        record = self.record
+        text = f"device {record.device!r} of {record.resource} is {record.state.text}"
+        if record.since:  # 0: it was always so
+            text += f" since {_utc(record.since)}"
         if self.holder:
             text += f", held by {self.holder}"
         if self.moving:
@@ -137,9 +134,9 @@ def r1_refusal(now: Snapshot, resource: str, device: str) -> Refused | None:
     """R1: Allocate is granted in PLUGIN and TO_DRA; return the refusal elsewhere."""
     record = now.device(resource, device)
     if not record.state.allocates:
-        return Refused(resource, device, record.state, record.since, moving=record.state is State.TO_PLUGIN)
+        return Refused(record, moving=record.state is State.TO_PLUGIN)
     for claim in now.claims_on(resource, (device,)):
-        return Refused(resource, device, record.state, record.since, f"claim {claim.title}")
+        return Refused(record, f"claim {claim.title}")
     return None
 
 
@@ -148,9 +145,9 @@ def r2_refusal(now: Snapshot, resource: str, device: str) -> Refused | None:
     record = now.device(resource, device)
     holder = next((one.pod or "a pod" for one in now.allocations_on(resource, (device,))), "")
     if not record.state.prepares:
-        return Refused(resource, device, record.state, record.since, holder, record.state is State.TO_DRA)
+        return Refused(record, holder, record.state is State.TO_DRA)
     if holder:
-        return Refused(resource, device, record.state, record.since, holder)
+        return Refused(record, holder)
     return None
 
 
@@ -170,8 +167,7 @@ def r2_taken(state: Snapshot, claim: Claim, wanted: ClaimDevice) -> Refused | No
             for one in other.devices
             if (one.resource, one.device, one.admin) == (wanted.resource, wanted.device, False)
         ):
-            record = state.device(wanted.resource, wanted.device)
-            return Refused(wanted.resource, wanted.device, record.state, record.since, f"claim {other.title}")
+            return Refused(state.device(wanted.resource, wanted.device), f"claim {other.title}")
     return None
 
 

@@ -18,7 +18,7 @@ import logging
 import os
 import sqlite3
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from datetime import UTC, datetime
 from typing import Any, Final, Self, TypeVar, cast
@@ -33,7 +33,7 @@ _LOG: Final = logging.getLogger(__name__)
 _T = TypeVar("_T")
 _Row = tuple[str | int | float | None, ...]
 
-SCHEMA: Final = 2
+SCHEMA: Final = 3
 """The schema's version (PRAGMA user_version); a file of any other is put aside."""
 _APPLICATION: Final = 0x64706C67  # "dplg"
 _KEEP_ASIDE: Final = 5
@@ -52,47 +52,29 @@ _RECORDS: Final = {
     "claims": records.Claim,
     "settings": records.Setting,
 }
-_FIELDS: Final = {
+_TABLES: Final = {
     "devices": ("resource", "device", "state", "since", "sequence", "reason", "identity"),
     "allocations": ("resource", "device_id", "device", "since", "sequence", "holders", "pending"),
     "claims": ("driver", "uid", "namespace", "name", "devices", "result", "since", "sequence", "pods"),
     "settings": ("section", "key", "value"),
 }
-"""By table of the snapshot: the fields of its records that are kept in the file. The first two are the key."""
-_IN_FILE: Final = {"allocations": "holds", "device_id": "unit"}
-"""Tables and columns that have another name in the file: they keep the one that the schema has."""
-_TABLES: Final = {
-    table: (_IN_FILE.get(table, table), [_IN_FILE.get(field, field) for field in fields])
-    for table, fields in _FIELDS.items()
-}
-"""By table of the snapshot: the table in the file, and its columns."""
+"""By table, which is also a field of `Snapshot`: the fields of its records that are kept. The first two are the key."""
 _CREATE: Final = (
     *(
         f"CREATE TABLE {name} ({', '.join(columns)}, PRIMARY KEY ({columns[0]}, {columns[1]})) WITHOUT ROWID"
-        for name, columns in _TABLES.values()
+        for name, columns in _TABLES.items()
     ),
     "CREATE TABLE seal (id INTEGER PRIMARY KEY, sequence INTEGER NOT NULL, seal INTEGER NOT NULL)",
     "INSERT INTO seal VALUES (1, 0, 0)",
 )
-_COLUMNS: Final = dict.fromkeys(_TABLES)
-_COLUMNS_OF_1: Final = {"devices": 6, "allocations": 5, "claims": 8}
-"""How many of its columns each table has (None: all), and has in schema 1."""
-_UPGRADE_FROM_1: Final = (
-    "ALTER TABLE devices ADD COLUMN identity DEFAULT ''",
-    "ALTER TABLE holds ADD COLUMN holders DEFAULT '[]'",
-    "ALTER TABLE holds ADD COLUMN pending DEFAULT 1",
-    "ALTER TABLE claims ADD COLUMN pods DEFAULT '[]'",
-    "CREATE TABLE settings (section, key, value, PRIMARY KEY (section, key)) WITHOUT ROWID",
-)
 # ruff: noqa: S608  # the names in the statements are those above
 _PUT: Final = {
-    table: f"INSERT OR REPLACE INTO {name} VALUES ({', '.join('?' * len(columns))})"
-    for table, (name, columns) in _TABLES.items()
+    name: f"INSERT OR REPLACE INTO {name} VALUES ({', '.join('?' * len(columns))})" for name, columns in _TABLES.items()
 }
 _DROP: Final = {
-    table: f"DELETE FROM {name} WHERE {columns[0]} = ? AND {columns[1]} = ?"
-    for table, (name, columns) in _TABLES.items()
+    name: f"DELETE FROM {name} WHERE {columns[0]} = ? AND {columns[1]} = ?" for name, columns in _TABLES.items()
 }
+_SELECT: Final = {name: f"SELECT {', '.join(columns)} FROM {name}" for name, columns in _TABLES.items()}
 _DECODERS: Final[dict[str, Callable[[Any], Any]]] = {
     "state": records.State,
     "holders": msgspec.json.Decoder(frozenset[records.Holder]).decode,
@@ -103,13 +85,8 @@ _DECODERS: Final[dict[str, Callable[[Any], Any]]] = {
 """By field: the function from the column's value to the field's; other values are equal."""
 
 
-def _select(table: str, count: int | None = None) -> str:
-    name, columns = _TABLES[table]
-    return f"SELECT {', '.join(columns[:count])} FROM {name}"
-
-
 def _row(table: str, record: records.Record) -> _Row:
-    return tuple(_encoded(getattr(record, field)) for field in _FIELDS[table])
+    return tuple(_encoded(getattr(record, field)) for field in _TABLES[table])
 
 
 def _encoded(value: Any) -> Any:
@@ -121,24 +98,15 @@ def _encoded(value: Any) -> Any:
 
 
 def _record(table: str, row: Sequence[Any]) -> Any:
-    fields = dict(zip(_FIELDS[table], row, strict=True))
+    fields = dict(zip(_TABLES[table], row, strict=True))
     for field in _DECODERS.keys() & fields.keys():
         fields[field] = _DECODERS[field](fields[field])
     return _RECORDS[table](**fields)
 
 
 def _digest(table: str, row: _Row) -> int:
-    data = msgspec.msgpack.encode((_TABLES[table][0], *row))
+    data = msgspec.msgpack.encode((table, *row))
     return int.from_bytes(hashlib.blake2b(data, digest_size=8).digest(), "big", signed=True)
-
-
-def _seal(connection: sqlite3.Connection, columns: Mapping[str, int | None]) -> int:
-    """Return the XOR of the digests of all rows, with so many of their columns."""
-    seal = 0
-    for table, count in columns.items():
-        for row in connection.execute(_select(table, count)):
-            seal ^= _digest(table, row)
-    return seal
 
 
 class _DamagedError(Exception):
@@ -167,28 +135,8 @@ def _is_damage(error: Exception) -> bool:
     return code is None or (code & 0xFF) in _DAMAGE
 
 
-def _locked(path: str, *, wait: bool = False) -> int:
-    """Lock the ledger at this path; return the open lock.
-
-    Raises:
-        LedgerBusyError: another agent has it, and `wait` is False.
-        LedgerError: the directory or the disk does not let us.
-
-    """
-    try:
-        os.makedirs(os.path.dirname(path) or ".", mode=0o750, exist_ok=True)
-        return locked(path + ".lock", wait=wait)
-    except BlockingIOError as error:
-        raise records.LedgerBusyError(f"another agent holds the ledger {path}") from error
-    except OSError as error:
-        raise records.LedgerError(f"cannot open the ledger {path}: {error}") from error
-
-
-def _no_step(_name: str) -> None:
-    pass
-
-
-def _connected(path: str) -> sqlite3.Connection:
+def connected(path: str) -> sqlite3.Connection:
+    """Open a database whose transactions begin only where BEGIN is executed."""
     return sqlite3.connect(path, timeout=1.0, isolation_level=None, check_same_thread=False, cached_statements=32)
 
 
@@ -204,32 +152,31 @@ class Ledger:
         self,
         path: str,
         *,
-        wait: bool = False,
-        step: Callable[[str], None] | None = None,
-        connect: Callable[[str], sqlite3.Connection] | None = None,
+        step: Callable[[str], None] = lambda name: None,
+        connect: Callable[[str], sqlite3.Connection] = connected,
     ) -> None:
-        """Open the ledger, or make it; put aside what cannot be used.
+        """Open the ledger, or make it, once no other agent has it; put aside what cannot be used.
 
-        path: of the database; `path + ".lock"` is the lock. Missing directories are made. wait: wait while another
-        agent has it. For tests: step is called before and after each durable step, connect opens the database.
-
-        Raises:
-            LedgerBusyError: another agent has it, and `wait` is False.
-            LedgerError: the directory or the disk does not let us; another try may succeed.
-
+        path: of the database; `path + ".lock"` is the lock. Missing directories are made. For tests: step is called
+        before and after each durable step, connect opens the database. Raises LedgerError if the directory or the disk
+        does not let us; another try may succeed.
         """
         self.path: Final = path
         self.set_aside: str | None = None
         self.fresh = False
-        self._step = step or _no_step
-        self._connect = connect or _connected
+        self._step = step
+        self._connect = connect
         self._guard = threading.RLock()
         self._connection: sqlite3.Connection | None = None
         self._seal = 0
         self._files: tuple[tuple[int, int] | None, ...] = ()
         self._lost = ""
-        self._lock_file = _locked(path, wait=wait)
-        """-1 when the ledger is closed."""
+        try:
+            os.makedirs(os.path.dirname(path) or ".", mode=0o750, exist_ok=True)
+            self._lock_file = locked(path + ".lock", wait=True)
+            """-1 when the ledger is closed."""
+        except OSError as error:
+            raise LedgerError(f"cannot open the ledger {path}: {error}") from error
         try:
             self.snapshot = self._load()
         except BaseException:
@@ -243,12 +190,7 @@ class Ledger:
         self.close()
 
     def do(self, operation: Operation[_T]) -> _T:
-        """Decide and record; the answer is durable when it is returned.
-
-        Raises:
-            LedgerError: it could not be recorded, nothing was granted.
-
-        """
+        """Decide and record as `do_all` does; the answer is durable when it is returned."""
         answer = self.do_all([operation])[0]
         if isinstance(answer, BaseException):
             raise answer
@@ -257,17 +199,14 @@ class Ledger:
     def do_all(self, operations: Sequence[Operation[Any]]) -> list[Any]:
         """Decide one after the other and record all in one transaction; return an answer each.
 
-        The answer of an operation that fails (a mistake of ours) is its exception.
-
-        Raises:
-            LedgerError: it could not be recorded, nothing was granted.
-            LedgerLostError: the files were removed, replaced or damaged; nothing is granted any more.
-
+        The answer of an operation that fails (a mistake of ours) is its exception. Raises LedgerError if it could not
+        be recorded; nothing was granted then. Raises LedgerLostError if the files were removed, replaced or damaged.
         """
         with self._guard:
             if self._lock_file < 0:
                 raise LedgerError(f"the ledger {self.path} is closed")
-            if not self._lost and not self._in_place():
+            count = 2 if self._connection is None else 3  # SQLite removes the log with a connection
+            if not self._lost and self._found_files()[:count] != self._files[:count]:
                 self._lose("its files were removed or replaced while it was in use")
             if self._lost:
                 raise LedgerLostError(self._lost)
@@ -305,11 +244,6 @@ class Ledger:
         if connection is not None:
             with contextlib.suppress(sqlite3.Error):
                 connection.close()
-
-    def _in_place(self) -> bool:
-        """Return whether the next agent will find what is written; SQLite removes the log with a connection."""
-        count = 2 if self._connection is None else 3
-        return self._found_files()[:count] == self._files[:count]
 
     def _found_files(self) -> tuple[tuple[int, int] | None, ...]:
         """Return what the paths of lock, database and log lead to."""
@@ -379,13 +313,8 @@ class Ledger:
             if again or not _is_damage(error):
                 raise LedgerError(f"cannot open the ledger {self.path}: {error}") from error
             self.set_aside = self._put_aside()
-            _LOG.error(
-                "the ledger %s cannot be used (%s); it was moved to %s, and a new one is built from what the kubelet, "
-                "the API server and CDI files say",
-                self.path,
-                error,
-                self.set_aside,
-            )
+            message = "the ledger %s cannot be used (%s); it was moved to %s, and a new one is built from evidence"
+            _LOG.error(message, self.path, error, self.set_aside)
         return self._load(again=True)
 
     def _read(self) -> Snapshot:
@@ -396,12 +325,10 @@ class Ledger:
         version = connection.execute("PRAGMA user_version").fetchone()[0]
         if version == 0 and not connection.execute("SELECT count(*) FROM sqlite_master").fetchone()[0]:
             self._create(connection)
-        elif version not in {1, SCHEMA}:
+        elif version != SCHEMA:
             raise _DamagedError(f"its schema is {version}, this agent's is {SCHEMA}")
         elif connection.execute("PRAGMA application_id").fetchone()[0] != _APPLICATION:
             raise _DamagedError("it is another program's database")
-        elif version == 1:
-            self._upgrade(connection)
         check = connection.execute("PRAGMA quick_check(1)").fetchone()
         if check is None or check[0] != "ok":
             raise _DamagedError(str(check[0] if check else "no answer from quick_check"))
@@ -428,26 +355,17 @@ class Ledger:
         connection.execute("COMMIT")
         self._step("created")
 
-    def _upgrade(self, connection: sqlite3.Connection) -> None:
-        """Make a database of schema 1 one of this schema, if its seal fits."""
-        connection.execute("BEGIN IMMEDIATE")
-        if connection.execute("SELECT seal FROM seal WHERE id = 1").fetchone() != (_seal(connection, _COLUMNS_OF_1),):
-            raise _DamagedError("the seal does not fit the rows")
-        for statement in _UPGRADE_FROM_1:
-            connection.execute(statement)
-        connection.execute("UPDATE seal SET seal = ? WHERE id = 1", (_seal(connection, _COLUMNS),))
-        connection.execute(f"PRAGMA user_version = {SCHEMA}")
-        connection.execute("COMMIT")
-
     def _rows(self, connection: sqlite3.Connection) -> Snapshot:
         tables: dict[str, dict[records.Key, Any]] = {table: {} for table in _TABLES}
+        seal = 0
         for table, found in tables.items():
-            for row in connection.execute(_select(table)):
+            for row in connection.execute(_SELECT[table]):
                 found[row[0], row[1]] = record = _record(table, row)
                 if _row(table, record) != row or not isinstance(row[0], str) or not isinstance(row[1], str):
-                    raise _DamagedError(f"a row of {_TABLES[table][0]} is not in order")
+                    raise _DamagedError(f"a row of table {table} is not in order")
+                seal ^= _digest(table, row)
         row = connection.execute("SELECT sequence, seal FROM seal WHERE id = 1").fetchone()
-        if row is None or row[1] != _seal(connection, _COLUMNS) or not isinstance(row[0], int):
+        if row is None or row[1] != seal or not isinstance(row[0], int):
             raise _DamagedError("the seal does not fit the rows")
         sequence, self._seal = row
         self.fresh = sequence == 0

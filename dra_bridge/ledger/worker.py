@@ -49,7 +49,7 @@ class AsyncLedger:
         def work() -> None:
             ledger: Ledger | Exception
             try:
-                ledger = Ledger(path, wait=True)
+                ledger = Ledger(path)
             except Exception as error:  # passed on
                 ledger = error
             try:
@@ -70,11 +70,8 @@ class AsyncLedger:
     async def do(self, operation: Operation[_T]) -> _T:
         """Decide and record; the answer is durable when it is returned.
 
-        When the caller is cancelled, the operation may be done all the same.
-
-        Raises:
-            LedgerError: it could not be recorded, nothing was granted.
-
+        When the caller is cancelled, the operation may be done all the same. Raises LedgerError if it could not be
+        recorded; nothing was granted then.
         """
         if self._closed:
             raise LedgerError(f"the ledger {self.ledger.path} is closed")

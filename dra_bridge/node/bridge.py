@@ -1,8 +1,4 @@
-"""Both sides of one node: the plugin agent, and beside it a runtime for each DRA driver.
-
-A resource that names a driver is decided about by that driver's ledger, on either side. Here the parts of the node are
-made, run and ended.
-"""
+"""Makes, runs and ends both sides of one node: the plugin agent, and beside it a runtime for each DRA driver."""
 
 from __future__ import annotations
 
@@ -19,14 +15,14 @@ from deviceplugin.node.service import Service
 from deviceplugin.source import DeviceSource
 from dra_bridge.driver import ClusterClaims
 from dra_bridge.kube import Cluster
-from dra_bridge.ledger import AsyncLedger, LedgerError
+from dra_bridge.ledger.records import LedgerError
+from dra_bridge.ledger.worker import AsyncLedger
 from dra_bridge.node.driver_runtime import DriverRuntime
 from dra_bridge.node.gates import DENY_ALL, ResourceGates
-from dra_bridge.node.policies import HandoverPolicy
 from dra_bridge.node.resource import Node
-from dra_bridge.node.share import NodeAnnotations
+from dra_bridge.node.share import HandoverPolicy, NodeAnnotations
 from dra_bridge.node.status import BridgeStatus
-from dra_bridge.slices import Publisher
+from dra_bridge.slices.publisher import Publisher
 
 _LOG: Final = logging.getLogger(__name__)
 
@@ -40,17 +36,13 @@ class Bridge:
     Args:
         sources: one for each resource; those with a driver are bridged.
         policies: by resource; the default is the plugin side alone.
-        cluster: the API server.
         node: this node's name, which is the pool's.
-        cdi_directory: where the runtime finds CDI files.
         claim_status: whether to write `status.devices` of prepared claims.
         period, report_holders: see `Agent`.
 
     Attributes:
         agent: the plugin side, and what both sides share.
         drivers: the DRA side, by driver. A driver stays when no resource names it any more: it has claims to unprepare.
-        publisher: writes the slices of all drivers.
-        gates: what pods may be given.
 
     """
 
@@ -116,11 +108,9 @@ class Bridge:
                 self._group = group
                 try:
                     if await self._opened():
-                        self._tasks = [
-                            group.create_task(self.publisher.run(), name="slices"),
-                            group.create_task(self.annotations.run(), name="node"),
-                        ]
-                        self._tasks += [group.create_task(one.run(), name=one.name) for one in self.drivers.values()]
+                        drivers = [one.run() for one in self.drivers.values()]
+                        for work in (self.publisher.run(), self.annotations.run(), *drivers):
+                            self._tasks.append(group.create_task(work))
                         await self.agent.run(before_end=self._end_claims)
                 finally:
                     self._group = None
@@ -161,18 +151,13 @@ class Bridge:
                 errors.append(str(error))
             for driver in self.drivers.keys() - there:
                 if self._group is not None:
-                    self._tasks.append(self._group.create_task(self.drivers[driver].run(), name=driver))
+                    self._tasks.append(self._group.create_task(self.drivers[driver].run()))
         if errors:
             raise AgentError("; ".join(dict.fromkeys(errors)))
 
     async def _opened(self) -> bool:
         """Bridge what is to be served; return False if the agent is stopped before that is done."""
-
-        async def open_all() -> None:
-            for service in self.agent.services.values():
-                await self._open(service)
-
-        stopping, opening = asyncio.create_task(self.agent.stopping()), asyncio.create_task(open_all())
+        stopping, opening = asyncio.create_task(self.agent.stopping()), asyncio.create_task(self._open_all())
         try:
             await asyncio.wait({stopping, opening}, return_when=asyncio.FIRST_COMPLETED)
             if opening.done():
@@ -182,6 +167,10 @@ class Bridge:
                 task.cancel()
             await asyncio.wait({stopping, opening})
         return not opening.cancelled()
+
+    async def _open_all(self) -> None:
+        for service in self.agent.services.values():
+            await self._open(service)
 
     async def _open(self, service: Service) -> None:
         """Bridge a resource, if it names a driver. Raises AgentError: the ledger cannot be opened."""
@@ -204,14 +193,11 @@ class Bridge:
         try:
             done, _ = await asyncio.wait({opening}, timeout=STANDBY)
             if not done:
-                _LOG.warning(
-                    "%s: another agent on this node has the ledger %s; standing by until it ends", driver, path
-                )
+                _LOG.warning("%s: another agent has the ledger %s; standing by until it ends", driver, path)
             opened = await opening
         except LedgerError as error:
-            raise AgentError(
-                f"{driver}: {error}; the agent needs write access to {path.parent}, and free space there"
-            ) from error
+            needs = f"the agent needs write access to {path.parent}, and free space there"
+            raise AgentError(f"{driver}: {error}; {needs}") from error
         finally:
             opening.cancel()
         if aside := opened.ledger.set_aside:
@@ -219,9 +205,9 @@ class Bridge:
         return opened
 
     def holder(self, resource: str, device: str, driver: str | None = None) -> str:
-        """Say which claim of another driver than this one holds a device, or why that is not known; "" if none does.
+        """Return which claim of another driver than this one holds a device, or why that is not known; "" if none does.
 
-        There are some after the resource's driver was renamed or taken away.
+        There are such claims after the resource's driver was renamed or taken away.
         """
         for name, one in self.drivers.items():
             if name != driver:

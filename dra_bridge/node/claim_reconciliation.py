@@ -15,10 +15,11 @@ from deviceplugin.kubelet import claim_state
 from deviceplugin.kubelet.cgroups import PodProcesses
 from deviceplugin.kubelet.claim_state import ClaimStateError, PreparedClaim
 from deviceplugin.kubelet.tracker import HolderTracker
-from dra_bridge import ledger
 from dra_bridge.driver import ClaimRef, Driver, RunningPods
 from dra_bridge.kube import RESOURCE_CLAIMS, Cluster, ClusterError
-from dra_bridge.ledger import AsyncLedger, LedgerError
+from dra_bridge.ledger import operations
+from dra_bridge.ledger.records import LedgerError
+from dra_bridge.ledger.worker import AsyncLedger
 from dra_bridge.node.resource import ResourceRuntime
 
 _LOG: Final = logging.getLogger(__name__)
@@ -76,7 +77,7 @@ class ClaimPods:
             known = self._ledger.snapshot.claims.get((self._driver, claim.uid))
             if known is not None and not (known.name and claim.pod_uids <= known.pods):
                 await self._ledger.do(
-                    ledger.describe(self._driver, claim.uid, claim.namespace, claim.name, claim.pod_uids)
+                    operations.describe(self._driver, claim.uid, claim.namespace, claim.name, claim.pod_uids)
                 )
         return mine
 
@@ -129,7 +130,7 @@ class ClaimReconciliation:
         known = {claim["metadata"]["uid"]: claim["metadata"] for claim in listed}
         for claim in nameless:
             if metadata := known.get(claim.uid):
-                described = ledger.describe(records.driver, claim.uid, metadata["namespace"], metadata["name"])
+                described = operations.describe(records.driver, claim.uid, metadata["namespace"], metadata["name"])
                 await records.ledger.do(described)
             elif not any(processes.may_run(uid) for uid in claim.pods):
                 _LOG.info("%s: claim %s, known from its CDI file, does not exist", records.driver, claim.uid)

@@ -1,21 +1,26 @@
-"""Has the ledger reconcile the evidence about devices, before any of them is offered (R8)."""
+"""Reads the evidence about devices, and has the ledger reconcile it before any of them is offered (R8)."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Final
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Final
 
 from deviceplugin.backoff import Backoff
+from deviceplugin.kubelet import claim_state
 from deviceplugin.kubelet.checkpoint import CheckpointError
 from deviceplugin.kubelet.claim_state import ClaimStateError
-from dra_bridge import ledger
-from dra_bridge.kube import ClusterError
-from dra_bridge.ledger import LedgerError, Side, State
-from dra_bridge.node.evidence import EvidenceReader
+from deviceplugin.node.agent import Agent
+from deviceplugin.node.service import Service
+from dra_bridge.driver import Driver
+from dra_bridge.handover.evidence import held_ids
+from dra_bridge.kube import RESOURCE_CLAIMS, Cluster, ClusterError, NotFoundError
+from dra_bridge.ledger import operations
+from dra_bridge.ledger.records import LedgerError, Side, State
+from dra_bridge.ledger.rules import ClaimEvidence, Evidence
 from dra_bridge.node.resource import DriverContext, ResourceRuntime
 from dra_bridge.node.slice_feed import decide_names, qualifiers_of
 
@@ -28,12 +33,92 @@ EVIDENCE_ERRORS: Final = (LedgerError, CheckpointError, ClaimStateError, Cluster
 """Raised where the evidence cannot be read now."""
 
 
+@dataclass(eq=False)
+class EvidenceReader:
+    """Reads who holds one driver's devices, from all sources of evidence but the ledger."""
+
+    driver: Driver
+    agent: Agent
+    cluster: Cluster
+
+    async def read(self, service: Service, devices: Sequence[str]) -> Evidence:
+        """Read who holds these devices of a resource.
+
+        Raises one of `EVIDENCE_ERRORS`; CheckpointError also where an own Allocate came in between.
+        """
+        resource, ids, wanted = service.resource, service.endpoint.ids, frozenset(devices)
+        now = await self.agent.scanner.scan({(resource, one) for device in devices for one in ids.ids_of(device)})
+        if now is None:
+            raise CheckpointError("an Allocate came in between")
+        if now.registered is None:
+            raise CheckpointError(now.problem)
+        held = held_ids(now, resource, ids.device_id_of, self.agent.tracker.title)
+        prepared = await asyncio.to_thread(claim_state.read, self.agent.paths.kubelet_root)
+        files = await asyncio.to_thread(self.driver.cdi_evidence)
+        found = (*self.driver.claim_evidence(prepared, resource), *files.get(resource, ()))
+        claims = [replace(claim, devices=claim.devices & wanted) for claim in found if claim.devices & wanted]
+        claims = [claim for claim in claims if not self._recorded(claim)]
+        store, known = self.driver.records.ledger.ledger, self.driver.records.ledger.snapshot
+        quarantined = any(known.device(resource, name).state is State.QUARANTINED for name in devices)
+        if store.fresh or store.set_aside or quarantined:
+            # What is allocated: a claim that the kubelet has not prepared yet keeps its device on the DRA side.
+            async with asyncio.timeout(5.0):
+                claims += await self._allocations(resource, wanted, {claim.uid for claim in claims})
+        held = {device_id: one for device_id, one in held.items() if one.device in wanted}
+        return Evidence(held, tuple(claims), awake=now.awake)
+
+    def _recorded(self, claim: ClaimEvidence) -> bool:
+        """Return whether the ledger has all of a claim. From evidence alone it learns one resource at a time."""
+        known = self.driver.records.get(claim.uid)
+        return known is not None and (known.result is not None or not known.durable)
+
+    async def _allocations(self, resource: str, devices: frozenset[str], but: set[str]) -> list[ClaimEvidence]:
+        found = []
+        for claim in (await self.cluster.list(RESOURCE_CLAIMS)).items:
+            data = claim["metadata"]
+            names = frozenset(device for of, device in self._allocated(claim) if of == resource and device in devices)
+            if names and data["uid"] not in but:
+                evidence = ClaimEvidence(self.driver.name, data["uid"], names, False)
+                found.append(replace(evidence, namespace=data["namespace"], name=data["name"]))
+        return found
+
+    def _allocated(self, claim: Mapping[str, Any]) -> set[tuple[str, str]]:
+        """Return (resource, device) of this node that a claim's allocation names, without administrative access."""
+        results = (((claim.get("status") or {}).get("allocation") or {}).get("devices") or {}).get("results") or ()
+        devices = self.driver.devices.by_name
+        return {
+            (devices[name][0].source.resource, devices[name][1].id)
+            for result in results
+            if result.get("driver") == self.driver.name
+            and result.get("pool") == self.driver.pool
+            and not result.get("adminAccess")
+            and (name := result.get("device", "")) in devices
+        }
+
+    async def allocated(self) -> Mapping[tuple[str, str], str]:
+        """List all claims, consistently; return namespace/name by the (resource, device) allocated here."""
+        found: dict[tuple[str, str], str] = {}
+        for claim in (await self.cluster.list(RESOURCE_CLAIMS)).items:
+            data = claim["metadata"]
+            found |= dict.fromkeys(self._allocated(claim), f"{data['namespace']}/{data['name']}")
+        return found
+
+    async def allocates(self, claim: str, resource: str, device: str) -> bool:
+        """Read one claim, by namespace/name; return whether its allocation names the device of this node."""
+        namespace, _, name = claim.partition("/")
+        try:
+            found = await self.cluster.get(RESOURCE_CLAIMS, name, namespace)
+        except NotFoundError:
+            return False
+        return (resource, device) in self._allocated(found)
+
+
 @dataclass(frozen=True, slots=True)
 class DeviceReconciler:
     """Reconciles the devices of one driver.
 
     named: called after devices were given names. changed: called after the ledger changed. quarantined: called with
-    (resource, device) after a device was quarantined.
+    the resource and the id of a device that was quarantined.
     """
 
     context: DriverContext
@@ -54,7 +139,7 @@ class DeviceReconciler:
             await one.changed.wait()
 
     def forget_unlisted(self, one: ResourceRuntime) -> None:
-        """Reconcile devices that are unplugged again when they come back: somebody may hold them then."""
+        """Reconcile unplugged devices again when they come back: they may have holders then."""
         resource, listed = one.service.resource, one.service.inventory.snapshot.devices
         gone = {key for key in self.context.gate.reconciled if key[0] == resource and key[1] not in listed}
         self.context.gate.reconciled.difference_update(gone)
@@ -71,9 +156,8 @@ class DeviceReconciler:
                     one.reconciled.set()
                     one.service.release_idle()
                 return
-            holders = {
-                name: self.context.node.foreign_holder(resource, name, self.context.name) for name in unreconciled
-            }
+            foreign = self.context.node.foreign_holder
+            holders = {name: foreign(resource, name, self.context.name) for name in unreconciled}
             reasons = {name: holder for name, holder in holders.items() if holder}
             try:
                 if await decide_names(self.context, resource):
@@ -96,7 +180,6 @@ class DeviceReconciler:
             await asyncio.sleep(backoff.next())
 
     def _unreconciled(self, resource: str, one: ResourceRuntime) -> list[str]:
-        """Return the devices about which no evidence was reconciled yet, or that the ledger does not have."""
         known, reconciled = self.context.ledger.snapshot.devices, self.context.gate.reconciled
         keys = {name: (resource, name) for name in one.service.inventory.snapshot.devices}
         return [name for name, key in keys.items() if key not in reconciled or key not in known]
@@ -114,7 +197,9 @@ class DeviceReconciler:
             return ()  # it was dropped meanwhile
         count = len(one.service.inventory.snapshot.devices)
         side = Side.DRA if self.context.share.of(one.policy).of(count) == count else Side.PLUGIN
-        done = await self.context.ledger.do(ledger.reconcile_evidence(resource, evidence, devices, side, time.time()))
+        done = await self.context.ledger.do(
+            operations.reconcile_evidence(resource, evidence, devices, side, time.time())
+        )
         guard = self.context.node.agent.guard
         await self.context.ledger.identify({(resource, name): guard.identity(resource, name) for name in devices})
         self.context.gate.reconciled.update((resource, name) for name in devices if name not in done.doubtful)

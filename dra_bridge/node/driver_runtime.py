@@ -12,33 +12,23 @@ from deviceplugin.backoff import Backoff
 from deviceplugin.node.service import Service
 from dra_bridge.driver import Driver, Registrar, ServedResource
 from dra_bridge.driver.tasks import Tasks
-from dra_bridge.handover import DeviceIdResolver, Handover, LedgerGate, allocations_of
+from dra_bridge.handover.evidence import DeviceIdResolver, allocations_of
+from dra_bridge.handover.gate import LedgerGate
+from dra_bridge.handover.moves import Handover
 from dra_bridge.kube import ClusterError
-from dra_bridge.ledger import AsyncLedger
+from dra_bridge.ledger.worker import AsyncLedger
 from dra_bridge.node.claim_reconciliation import ClaimPods, ClaimReconciliation
-from dra_bridge.node.device_reconciliation import DeviceReconciler
-from dra_bridge.node.evidence import EvidenceReader
+from dra_bridge.node.device_reconciliation import DeviceReconciler, EvidenceReader
 from dra_bridge.node.gates import DENY_ALL
-from dra_bridge.node.grouping import groups
-from dra_bridge.node.policies import HandoverPolicy
-from dra_bridge.node.resource import DriverContext, Node, ResourceRuntime
-from dra_bridge.node.share import DriverShare
+from dra_bridge.node.resource import DriverContext, Node, ResourceRuntime, groups
+from dra_bridge.node.share import DriverShare, HandoverPolicy
 from dra_bridge.node.slice_feed import SliceFeed, qualifiers_of
 
 _LOG: Final = logging.getLogger(__name__)
 
 
 class DriverRuntime:
-    """One DRA driver on this node: it makes the driver's parts and runs them.
-
-    Attributes:
-        resources: the resources that name this driver.
-        ledger_gate: decides what pods get of them.
-        driver, registrar: serve claims, and register with the kubelet.
-        devices, claims: reconcile them with the evidence.
-        feed: passes slices to the publisher.
-
-    """
+    """Makes and runs the parts of one DRA driver. resources: those that name this driver."""
 
     def __init__(self, node: Node, name: str, async_ledger: AsyncLedger) -> None:
         self.name = name
@@ -49,8 +39,8 @@ class DriverRuntime:
         self._tasks = Tasks()
         tracker, guard, root = node.agent.tracker, node.agent.guard, node.agent.paths.kubelet_root
         tracker.remember(allocations_of(async_ledger.snapshot))
-        pending = {key: hold.since for key, hold in async_ledger.snapshot.allocations.items() if hold.pending}
-        tracker.remember_grants(pending)
+        allocations = async_ledger.snapshot.allocations.items()
+        tracker.remember_grants({key: allocation.since for key, allocation in allocations if allocation.pending})
         self.ledger_gate = LedgerGate(
             async_ledger,
             self._device_ids,
@@ -88,8 +78,6 @@ class DriverRuntime:
         # The kubelet knows the health of devices by their published names.
         self.devices = DeviceReconciler(context, evidence, self.registrar.follow, self._changed, self._quarantined)
 
-    # What it serves.
-
     def serve(self, service: Service, policy: HandoverPolicy) -> None:
         """Serve a resource, or go on serving it under another policy or with another source."""
         resource = service.resource
@@ -123,15 +111,15 @@ class DriverRuntime:
             groups=functools.partial(groups, service),
             errors=(ClusterError,),
             title=agent.tracker.title,
-            group=functools.partial(agent.guard.group, service.resource),
+            group=functools.partial(agent.guard.listed.group, service.resource),
             moved=self._moved,
         )
 
     def _remember(self, service: Service) -> None:
         """Let a service count as in use what pods were granted before this process began."""
-        now = self.async_ledger.snapshot
-        ids = {one.device_id for one in now.allocations.values() if one.resource == service.resource and one.pending}
-        held = [one for one in allocations_of(now) if one.resource == service.resource and one.device_id in ids]
+        now, resource = self.async_ledger.snapshot, service.resource
+        ids = {one.device_id for one in now.allocations.values() if one.resource == resource and one.pending}
+        held = [one for one in allocations_of(now) if one.resource == resource and one.device_id in ids]
         service.remember(ids, held)
 
     def drop(self, resource: str) -> None:
@@ -158,19 +146,17 @@ class DriverRuntime:
                 one.handover.ask(self._context.share.of(one.policy), one.policy.drain)
             self.publish()
 
-    # Running.
-
     async def run(self) -> None:
         """Serve until cancelled."""
         try:
             async with asyncio.TaskGroup() as group:
                 self._group = group
-                self._registering = group.create_task(self.registrar.run(), name=f"registrar of {self.name}")
-                group.create_task(self.claims.run(self.resources), name=f"claims of {self.name}")
-                group.create_task(self.feed.run(), name=f"slices of {self.name}")
-                group.create_task(self.feed.follow_accepted(), name=f"accepted slices of {self.name}")
-                group.create_task(self._keep_files(), name=f"CDI files of {self.name}")
-                group.create_task(self._end_with_ledger(), name=f"ledger of {self.name}")
+                self._registering = group.create_task(self.registrar.run())
+                group.create_task(self.claims.run(self.resources))
+                group.create_task(self.feed.run())
+                group.create_task(self.feed.follow_accepted())
+                group.create_task(self._keep_files())
+                group.create_task(self._end_with_ledger())
                 for one in self.resources.values():
                     self._start(one)
                 try:
@@ -188,17 +174,12 @@ class DriverRuntime:
             await asyncio.wait({self._registering})
 
     async def _keep_files(self) -> None:
-        """Have missing CDI files written again; end the agent where only a new mount of their directory helps."""
         await self.driver.files.keep()
-        _LOG.error(
-            "%s was deleted on the host while it is mounted here, no claim can be prepared; the agent ends, "
-            "so that its next container mounts the directory that is there then",
-            self._context.node.cdi_directory,
-        )
+        what = f"{self._context.node.cdi_directory} was deleted on the host while it is mounted here"
+        _LOG.error("%s, no claim can be prepared; the agent ends, so that its next container mounts a new one", what)
         self._context.node.agent.stop()
 
     async def _end_with_ledger(self) -> None:
-        """End the agent when its ledger is lost; it begins again from evidence."""
         await self.async_ledger.lost.wait()
         self._context.node.agent.fail(f"{self.name}: the ledger was lost while it was in use")
 
@@ -207,44 +188,38 @@ class DriverRuntime:
             one.task = self._group.create_task(self._run_resource(one), name=f"moves of {one.service.resource}")
 
     async def _run_resource(self, one: ResourceRuntime) -> None:
-        async def move() -> None:
-            await one.reconciled.wait()
-            await self._context.node.annotations.known()  # they may ask for another share than the config
-            await one.handover.run()
-
+        resource = one.service.resource
         async with asyncio.TaskGroup() as group:
-            resource = one.service.resource
-            group.create_task(_again(f"{resource}: comparing devices with evidence", lambda: self.devices.keep(one)))
-            group.create_task(_again(f"{resource}: moving devices", move))
+            group.create_task(_again(f"{resource}: comparing devices with evidence", self.devices.keep, one))
+            group.create_task(_again(f"{resource}: moving devices", self._move, one))
 
-    # What happens.
+    async def _move(self, one: ResourceRuntime) -> None:
+        await one.reconciled.wait()
+        await self._context.node.annotations.known()  # they may ask for another share than the config
+        await one.handover.run()
 
     def _listed(self, one: ResourceRuntime) -> None:
-        """Note that the source listed other devices than before."""
         self.devices.forget_unlisted(one)
         one.changed.set()
         self.publish()
 
     def _draining(self, resource: str) -> frozenset[str]:
-        """Return the devices that new pods had better not get, since they are to move."""
         one = self.resources.get(resource)
         return frozenset() if one is None else one.handover.draining
 
     def _quarantined(self, resource: str, device: str) -> None:
-        """Raise the alarm: in the log, and as an Event of the Node."""
         reason = self.async_ledger.snapshot.device(resource, device).reason
         message = f"device {device} of {resource} is quarantined: {reason}"
         _LOG.error("%s", message)
         self._tasks.start(self._context.node.alarm("DeviceQuarantined", message))
 
     def _moved(self) -> None:
-        """Note that sides changed: devices of other resources may move along, or be offered now."""
         for one in self.resources.values():
-            one.handover.wake()
+            one.handover.wake()  # devices of other resources may move along
         self._context.node.agent.guard.notify()
 
     def _changed(self) -> None:
-        """Note that the ledger changed: who holds what, or on which side."""
+        """Tell the other parts that holders or sides changed in the ledger."""
         for one in self.resources.values():
             one.handover.wake()
             one.service.endpoint.refresh()
@@ -257,12 +232,12 @@ class DriverRuntime:
         self.feed.publish()
 
 
-async def _again(what: str, work: Callable[[], Awaitable[None]]) -> None:
-    """Do something until cancelled; begin again when it fails."""
+async def _again(what: str, work: Callable[[ResourceRuntime], Awaitable[None]], resource: ResourceRuntime) -> None:
+    """Work on a resource until cancelled; begin again when it fails."""
     backoff = Backoff(first=1.0, most=30.0)
     while True:
         try:
-            await work()
+            await work(resource)
         except Exception:
             _LOG.exception("%s failed; trying again", what)
         await asyncio.sleep(backoff.next())

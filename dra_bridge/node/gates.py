@@ -12,27 +12,22 @@ from deviceplugin.identity import Tokens
 from deviceplugin.kubelet.allocation_gate import AllocationGate, Refusal, Side
 
 
-class DenyAll(AllocationGate):
-    """The allocation gate of a resource whose ledger is not open yet, or not for it any more."""
-
+class _DenyAll(AllocationGate):
     def offers(self, resource: str, device: str) -> bool:
-        """Offer nothing."""
         return False
 
     def claimed(self, resource: str, device: str) -> bool:
-        """Count everything as held: nothing is known."""
-        return True
+        return True  # nothing is known, and unknown counts as held
 
     def side(self, resource: str, device: str) -> Side:
-        """Return no side."""
         return ""
 
     async def grant(self, resource: str, names: Sequence[str], devices: Sequence[str]) -> None:
-        """Refuse."""
         raise Refusal(grpc.StatusCode.UNAVAILABLE, "starting", f"{resource}: its ledger is not open now")
 
 
-DENY_ALL: Final = DenyAll()
+DENY_ALL: Final = _DenyAll()
+"""The allocation gate of a resource whose ledger is not open yet, or not for it any more."""
 
 
 class ResourceGates:
@@ -42,7 +37,7 @@ class ResourceGates:
     no resource names any more.
     """
 
-    def __init__(self, free: AllocationGate, ledgers: Callable[[], Iterable[AllocationGate]] = tuple) -> None:
+    def __init__(self, free: AllocationGate, ledgers: Callable[[], Iterable[AllocationGate]]) -> None:
         self.by_resource: dict[str, AllocationGate] = {}
         self._free = free
         self._ledgers = ledgers

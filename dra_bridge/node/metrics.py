@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Final
 from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric, SummaryMetricFamily
 
 from dra_bridge.kube import Cluster
-from dra_bridge.slices import PoolState, Publisher
+from dra_bridge.slices.publisher import PoolState, Publisher
 
 if TYPE_CHECKING:
     from dra_bridge.node.driver_runtime import DriverRuntime
@@ -89,31 +89,24 @@ def _calls(drivers: Sequence[DriverRuntime]) -> Iterator[Metric]:
 def _moves(drivers: Sequence[DriverRuntime]) -> Iterator[Metric]:
     labels = ("resource", "direction")
     begun = CounterMetricFamily("deviceplugin_handover_begun", "Moves of devices begun, by direction", labels=labels)
-    duration = SummaryMetricFamily(
-        "deviceplugin_handover_duration_seconds", "Time from the begin of a move to its commit", labels=labels
-    )
-    for one in drivers:
-        for resource, runtime in list(one.resources.items()):
-            statistics = runtime.handover.statistics
-            for way in ("to-dra", "to-plugin"):
-                begun.add_metric((resource, way), statistics.begun[way])
-                duration.add_metric((resource, way), statistics.finished[way], statistics.seconds[way])
+    about = "Time from the begin of a move to its commit"
+    duration = SummaryMetricFamily("deviceplugin_handover_duration_seconds", about, labels=labels)
+    for resource, runtime in [item for one in drivers for item in list(one.resources.items())]:
+        statistics = runtime.handover.statistics
+        for way in ("to-dra", "to-plugin"):
+            begun.add_metric((resource, way), statistics.begun[way])
+            duration.add_metric((resource, way), statistics.finished[way], statistics.seconds[way])
     yield from (begun, duration)
 
 
 def _requests(cluster: Cluster) -> Iterator[Metric]:
-    made = cluster.statistics
-    requests = CounterMetricFamily(
-        "deviceplugin_api_requests", "Requests to the API server, by method", labels=("method",)
-    )
+    made, about = cluster.statistics, "Requests to the API server, by method"
+    requests = CounterMetricFamily("deviceplugin_api_requests", about, labels=("method",))
     for method, count in sorted(made.requests.items()):
         requests.add_metric((method,), count)
     yield requests
-    yield CounterMetricFamily(
-        "deviceplugin_api_errors",
-        "Requests to the API server without an answer, or answered with 429 or 5xx",
-        value=made.failures,
-    )
+    about = "Requests to the API server without an answer, or answered with 429 or 5xx"
+    yield CounterMetricFamily("deviceplugin_api_errors", about, value=made.failures)
     yield CounterMetricFamily("deviceplugin_api_watches", "Watches opened at the API server", value=made.watches)
     reached = made.lost_since is None or time.monotonic() - made.lost_since < LOST
     yield GaugeMetricFamily("deviceplugin_api_reachable", "1 while the API server answers", value=int(reached))

@@ -1,7 +1,4 @@
-"""The options of an agent with both sides, on whichever command line: the API server, and what every agent has.
-
-A module of its own, since an author's own agent reads them as well as `dra-bridge run` does.
-"""
+"""The options of an agent with both sides, for an author's own agent and for `dra-bridge run`."""
 
 from __future__ import annotations
 
@@ -21,24 +18,14 @@ if TYPE_CHECKING:
 
 def add_run_options(parser: argparse.ArgumentParser) -> None:
     """Add the options of an agent with both sides."""
-    parser.add_argument(
-        "--node-name",
-        default=os.environ.get("NODE_NAME") or socket.gethostname(),
-        metavar="NAME",
-        help="this node's name in the cluster ($NODE_NAME, else the host's name: %(default)s)",
-    )
+    node = os.environ.get("NODE_NAME") or socket.gethostname()
+    about = "this node's name in the cluster ($NODE_NAME, else the host's name: %(default)s)"
+    parser.add_argument("--node-name", default=node, metavar="NAME", help=about)
     add_kubeconfig(parser)
-    parser.add_argument(
-        "--cdi-dir",
-        default="/var/run/cdi",
-        metavar="DIR",
-        help="where the container runtime finds CDI specs (%(default)s)",
-    )
-    parser.add_argument(
-        "--claim-status",
-        action="store_true",
-        help="write status.devices of prepared claims: a GET and a PATCH for each claim, and the right to patch",
-    )
+    about = "where the container runtime finds CDI specs (%(default)s)"
+    parser.add_argument("--cdi-dir", default="/var/run/cdi", metavar="DIR", help=about)
+    about = "write status.devices of prepared claims: a GET and a PATCH for each claim, and the right to patch"
+    parser.add_argument("--claim-status", action="store_true", help=about)
     common.add_run_options(parser)
 
 
@@ -56,9 +43,8 @@ class RunOptions:
 
 def parse_run(argv: Sequence[str] | None = None) -> RunOptions:
     """Read the options of an author's own agent (`dra_bridge.run(Source())`) and set up its logs."""
-    parser = argparse.ArgumentParser(
-        description="Serve devices to this node's pods and claims.", epilog=common.EXITS, allow_abbrev=False
-    )
+    about = "Serve devices to this node's pods and claims."
+    parser = argparse.ArgumentParser(description=about, epilog=common.EXITS, allow_abbrev=False)
     add_run_options(parser)
     from dra_bridge.kube import AccessError
 
@@ -83,8 +69,5 @@ def run_options(options: argparse.Namespace) -> RunOptions:
 
 def add_kubeconfig(parser: argparse.ArgumentParser) -> None:
     """Add the option that says how to reach the API server."""
-    parser.add_argument(
-        "--kubeconfig",
-        metavar="FILE",
-        help="how to reach the API server (the pod's service account, else $KUBECONFIG, else ~/.kube/config)",
-    )
+    about = "how to reach the API server (the pod's service account, else $KUBECONFIG, else ~/.kube/config)"
+    parser.add_argument("--kubeconfig", metavar="FILE", help=about)

@@ -11,14 +11,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from deviceplugin.node import process
-from dra_bridge.handover import parse_share
+from dra_bridge.handover.share import parse_share
 from dra_bridge.node.bridge import Bridge
-from dra_bridge.node.policies import HandoverPolicy, policies_of
+from dra_bridge.node.share import HandoverPolicy, policies_of
 
 if TYPE_CHECKING:
     from deviceplugin.config import Config
     from deviceplugin.source import DeviceSource
-    from dra_bridge.handover import Drain
+    from dra_bridge.handover.share import Drain
     from dra_bridge.node.options import RunOptions
 
 
@@ -55,9 +55,9 @@ def run_config(path: Path, options: RunOptions) -> int:
     from deviceplugin import sources
 
     file = process.read(path)
-    first = file[-1]
 
     def make() -> process.Program:
+        first = file[-1]
         bridge = _bridge([sources.build(resource) for resource in first.resources], policies_of(first), options)
 
         async def take(now: Config, changed: Mapping[str, DeviceSource], unchanged: Sequence[str]) -> None:

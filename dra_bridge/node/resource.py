@@ -4,30 +4,49 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
+from deviceplugin import topology
 from deviceplugin.node.agent import Agent
 from deviceplugin.node.service import Service
 from dra_bridge.driver import ClusterClaims
-from dra_bridge.handover import Handover, LedgerGate
+from dra_bridge.handover.gate import LedgerGate
+from dra_bridge.handover.moves import Handover
 from dra_bridge.kube import Cluster, ClusterError
-from dra_bridge.ledger import AsyncLedger
+from dra_bridge.ledger.worker import AsyncLedger
 from dra_bridge.node.gates import ResourceGates
-from dra_bridge.node.grouping import Order
-from dra_bridge.node.policies import HandoverPolicy
-from dra_bridge.node.share import DriverShare, NodeAnnotations
-from dra_bridge.slices import Publisher
+from dra_bridge.node.share import DriverShare, HandoverPolicy, NodeAnnotations
+from dra_bridge.slices.publisher import Publisher
 
 _LOG: Final = logging.getLogger(__name__)
+
+
+class Order:
+    """The order in which a resource's devices are published; found anew only when they or their links change.
+
+    The slices are made after each Prepare, and finding the order of 64 partitions takes longer than a Prepare.
+    """
+
+    def __init__(self) -> None:
+        self._devices: frozenset[str] = frozenset()
+        self._links: Mapping[frozenset[str], float] = {}
+        self._order: tuple[str, ...] = ()
+
+    def of(self, devices: Collection[str], links: Mapping[frozenset[str], float]) -> tuple[str, ...]:
+        """Return the devices as `topology.arranged` has them; () where no links are known."""
+        if (ids := frozenset(devices)) != self._devices or links != self._links:
+            self._devices, self._links = ids, dict(links)
+            self._order = tuple(topology.arranged(devices, links)) if links else ()
+        return self._order
 
 
 @dataclass(slots=True, eq=False)
 class ResourceRuntime:
     """One resource of a driver on this node.
 
-    unsubscribe: ends the subscription of its inventory. changed: set when its devices may be other ones, or unknown to
+    changed: set when its devices may be other ones, or unknown to
     the ledger. reconciled: set once the evidence about all its devices was reconciled. task: runs while it is served.
     """
 
@@ -85,3 +104,35 @@ class Node:
             await self.cluster.event(regarding, reason, message, node=self.name)
         except ClusterError as error:
             _LOG.info("no Event could be written: %s", error)
+
+
+def groups(service: Service) -> Sequence[frozenset[str]]:
+    """Return devices that belong together: by their closest links, else by NUMA node, where there are several."""
+    devices = service.inventory.snapshot.devices
+    if linked := link_groups(devices, service.source.links):
+        return linked
+    by_numa: dict[tuple[int, ...], set[str]] = {}
+    for name, device in devices.items():
+        if device.numa_nodes:
+            by_numa.setdefault(device.numa_nodes, set()).add(name)
+    return tuple(frozenset(names) for names in by_numa.values()) if len(by_numa) > 1 else ()
+
+
+def link_groups(devices: Collection[str], links: Mapping[frozenset[str], float]) -> tuple[frozenset[str], ...]:
+    """Return what the closest links tie together, if that are several groups; () if it is one, or nothing is tied.
+
+    links: as of a source, higher is closer. Pairs on one board make groups of two; where every
+    device has the same links to every other, nothing belongs together more than all.
+    """
+    pairs = {pair: score for pair, score in links.items() if len(pair) == 2 and pair <= set(devices)}
+    for level in sorted(set(pairs.values()), reverse=True):
+        group = {name: frozenset({name}) for name in devices}
+        for pair, score in pairs.items():
+            if score >= level:
+                one, other = pair
+                together = group[one] | group[other]
+                group.update(dict.fromkeys(together, together))
+        found = {names for names in group.values() if len(names) > 1}
+        if len(found) > 1:
+            return tuple(sorted(found, key=min))
+    return ()

@@ -1,4 +1,4 @@
-"""The share that the Node's annotation `<driver>/dra-share` asks for."""
+"""The share of devices that claims get, by the config file or the Node's annotation `<driver>/dra-share`."""
 
 from __future__ import annotations
 
@@ -6,14 +6,16 @@ import asyncio
 import logging
 from collections.abc import Callable, Mapping
 from contextlib import aclosing
+from dataclasses import dataclass
 from typing import Final
 
-from dra_bridge import ledger
+from deviceplugin.config import Config
 from dra_bridge.driver.tasks import Tasks
-from dra_bridge.handover import Share, ShareError, parse_share
+from dra_bridge.handover.share import Drain, Share, ShareError, parse_share
 from dra_bridge.kube import NODES, Cluster, Listed
-from dra_bridge.ledger import AsyncLedger, LedgerError
-from dra_bridge.node.policies import HandoverPolicy
+from dra_bridge.ledger import operations
+from dra_bridge.ledger.records import LedgerError
+from dra_bridge.ledger.worker import AsyncLedger
 from dra_bridge.rollout import progress
 
 _LOG: Final = logging.getLogger(__name__)
@@ -23,6 +25,25 @@ NODE_READ: Final = 5.0
 
 SHARE: Final = "share"
 """The section of the ledger's settings that has the last valid share of the Node's annotation, by driver."""
+
+NONE: Final = Share(0)
+
+
+@dataclass(frozen=True, slots=True)
+class HandoverPolicy:
+    """How the config divides a resource's devices. unhealthy: the effect of the taint on broken devices."""
+
+    share: Share = NONE
+    drain: Drain = "cordon"
+    unhealthy: str = "NoSchedule"
+
+
+def policies_of(config: Config) -> dict[str, HandoverPolicy]:
+    """Return the policies of a config file's resources."""
+    return {
+        resource.name: HandoverPolicy(parse_share(resource.dra.share), resource.dra.drain, resource.dra.unhealthy)
+        for resource in config.resources
+    }
 
 
 class NodeAnnotations:
@@ -104,6 +125,6 @@ class DriverShare:
 
     async def _keep(self, text: str | None) -> None:
         try:
-            await self._ledger.do(ledger.set_setting(SHARE, self._driver, text))
+            await self._ledger.do(operations.set_setting(SHARE, self._driver, text))
         except LedgerError as error:
             _LOG.warning("%s: the share %s cannot be recorded for the next start: %s", self._driver, text, error)

@@ -9,13 +9,13 @@ from collections.abc import Mapping
 from typing import Final
 
 from deviceplugin import naming
-from dra_bridge import ledger
 from dra_bridge.driver import Registrar
 from dra_bridge.kube import RESOURCE_SLICES
-from dra_bridge.ledger import Snapshot
+from dra_bridge.ledger import operations
+from dra_bridge.ledger.records import Snapshot
 from dra_bridge.node.resource import DriverContext
 from dra_bridge.rollout import progress
-from dra_bridge.slices import Offer, Pool
+from dra_bridge.slices.desired import Offer, Pool
 
 FIRST: Final = 5.0
 """Seconds that the first slices wait for the kubelet to register the driver, and for all evidence."""
@@ -36,8 +36,8 @@ def qualifiers_of(now: Snapshot) -> Mapping[str, str]:
 async def decide_names(context: DriverContext, resource: str) -> bool:
     """Decide how a resource's devices are named in slices, once and durably; return False if that was done before.
 
-    What is published or allocated keeps its name. If the ledger does not have the names, it was lost or
-    is new: the slices that the API server has show how devices were named before.
+    What is published or allocated keeps its name. If the ledger has no names, it was lost or is new: then the API
+    server's slices show how devices were named before.
 
     Raises LedgerError, ClusterError, TimeoutError: it cannot be decided now.
     """
@@ -52,9 +52,9 @@ async def decide_names(context: DriverContext, resource: str) -> bool:
             slices = await context.node.cluster.list(RESOURCE_SLICES, field_selector=selector)
         before = progress.read(context.name, slices.items)
         known = [name for name in served if context.ledger.snapshot.of(name)]
-        kept = before.words if before is not None else naming.qualifiers(known or served)
+        kept = before.published_qualifiers if before is not None else naming.qualifiers(known or served)
     for name, qualifier in naming.kept_qualifiers(kept, served).items():
-        await context.ledger.do(ledger.set_setting(QUALIFIER, name, qualifier))
+        await context.ledger.do(operations.set_setting(QUALIFIER, name, qualifier))
     return True
 
 
@@ -97,8 +97,8 @@ class SliceFeed:
             for one in self._context.resources.values():
                 one.changed.set()  # a device may be listed again in the moment in which it is forgotten
             rest = first - time.monotonic()
-            # Pods that come before the driver is registered fail first and are tried again a minute later, and what
-            # is in the slices from before stays until the evidence was reconciled.
+            # Pods that come before the driver is registered fail first and are tried again a minute later. What is in
+            # the slices from before stays until the evidence was reconciled.
             reconciled = all(one.reconciled.is_set() for one in self._context.resources.values())
             if rest <= 0 or (self._registrar.statistics.registrations and reconciled):
                 rest = self._pass_on() if self._may_publish() else None
@@ -117,7 +117,6 @@ class SliceFeed:
                 await self._passed.wait()
 
     def _may_publish(self) -> bool:
-        """Return whether the slices may be changed: what is in them from before stays until it is reconciled."""
         if not qualifiers_of(self._context.ledger.snapshot):
             return False
         snapshots = {resource: one.service.inventory.snapshot for resource, one in self._context.resources.items()}
@@ -133,11 +132,8 @@ class SliceFeed:
         for resource, one in self._context.resources.items():
             source, snapshot = one.service.source, one.service.inventory.snapshot
             known = self._context.ledger.snapshot.of(resource)
-            offered = frozenset(
-                name
-                for name in snapshot.devices
-                if (resource, name) in self._context.gate.reconciled and name in known and known[name].state.offered
-            )
+            names = snapshot.devices.keys() & {name for name, record in known.items() if record.state.offered}
+            offered = frozenset(name for name in names if (resource, name) in self._context.gate.reconciled)
             offered -= self._context.node.agent.guard.withheld(resource, "dra").keys()
             without += [(resource, name) for name in (snapshot.devices.keys() | known.keys()) - offered]
             replicas = {name: source.replicas_of(device) for name, device in snapshot.devices.items()}
@@ -157,23 +153,17 @@ class SliceFeed:
 
         It changes at once when a side changed, and rarely if only holders did.
         """
-        handovers = {resource: one.handover for resource, one in self._context.resources.items()}
-        waits = {(name, device): what for name, one in handovers.items() for device, what in one.waiting.items()}
-        listed = {resource: one.service.inventory.snapshot for resource, one in self._context.resources.items()}
-        gone = {
-            (resource, device)
-            for resource, snapshot in listed.items()
-            for device in self._context.ledger.snapshot.of(resource).keys() - (snapshot.devices.keys() - snapshot.gone)
-        }
-        now, rest = time.monotonic(), None
-        current = progress.progress(
-            self._context.ledger.snapshot,
-            {resource: str(one.share) for resource, one in handovers.items()},
-            waits,
-            asked=self._context.share.text,
-            gone=gone,
-            qualifiers=qualifiers_of(self._context.ledger.snapshot),
-        )
+        records, now, rest = self._context.ledger.snapshot, time.monotonic(), None
+        shares: dict[str, str] = {}
+        waits: dict[tuple[str, str], str] = {}
+        gone: set[tuple[str, str]] = set()
+        for resource, one in self._context.resources.items():
+            listed = one.service.inventory.snapshot
+            shares[resource] = str(one.handover.share)
+            waits |= {(resource, device): what for device, what in one.handover.waiting.items()}
+            gone |= {(resource, name) for name in records.of(resource).keys() - (listed.devices.keys() - listed.gone)}
+        asked, qualifiers = self._context.share.text, qualifiers_of(records)
+        current = progress.progress(records, shares, waits, asked=asked, gone=gone, qualifiers=qualifiers)
         sides = progress.encoded(progress.without_holders(current))
         if self._reported is None or current != self._reported[0]:
             if self._reported is not None and sides == self._reported[1] and self._reported[2] + HOLDERS > now:

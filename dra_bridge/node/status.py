@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Final
 
 from deviceplugin.metrics.report import DeviceLocation, PreparedClaim, ProviderReport
-from dra_bridge.ledger import State
+from dra_bridge.ledger.records import State
 from dra_bridge.node.slice_feed import qualifiers_of
 
 if TYPE_CHECKING:
@@ -47,7 +47,9 @@ class BridgeStatus:
                 for resource, device in sorted(claim.held)
             ],
             qualifiers={
-                name: word for one in drivers for name, word in qualifiers_of(one.async_ledger.snapshot).items()
+                name: qualifier
+                for one in drivers
+                for name, qualifier in qualifiers_of(one.async_ledger.snapshot).items()
             },
         )
 
@@ -77,9 +79,7 @@ class BridgeStatus:
             "preparedClaims": len(driver.driver.records.all()),
             "prepareFailures": dict(driver.driver.statistics.prepare.failures),
             "shares": {resource: str(one.share) for resource, one in handovers.items()},
-            "waiting": {
-                resource: dict(handover.waiting) for resource, handover in handovers.items() if handover.waiting
-            },
+            "waiting": {resource: dict(one.waiting) for resource, one in handovers.items() if one.waiting},
         }
 
 

@@ -1,8 +1,5 @@
 """How far the nodes of a cluster are, and what to do next: pure functions over what the API server has.
 
-They decide what `dra-bridge status` shows, whether a move is done and what it waits for, and which nodes a rollout
-begins, waits for or stops at. `dra_bridge.rollout.rollout` reads and writes.
-
 A rollout keeps its state on the Nodes: the share that a Node asked for before it was begun is in the annotation
 `<driver>/dra-share-before`, so that any later run can go on or undo.
 """
@@ -19,8 +16,8 @@ import msgspec
 from deviceplugin.exclusion import Key
 from deviceplugin.naming import published_names
 from deviceplugin.topology import natural
-from dra_bridge.handover import Share, ShareError, parse_share
-from dra_bridge.ledger import State
+from dra_bridge.handover.share import Share, ShareError, parse_share
+from dra_bridge.ledger.records import State
 from dra_bridge.rollout.progress import DeviceProgress, Progress, annotation, read, share_annotation
 
 Object = Mapping[str, Any]
@@ -122,7 +119,8 @@ def _before(text: str | None) -> Before | None:
 
 def _devices(pool: str, reported: Progress, claims: Mapping[Key, Sequence[Object]]) -> tuple[DeviceView, ...]:
     """Return the devices of a node. claims: by pool and published name of the devices that are allocated to them."""
-    names = published_names(reported.words, {resource: one.devices for resource, one in reported.resources.items()})
+    devices = {resource: one.devices for resource, one in reported.resources.items()}
+    names = published_names(reported.published_qualifiers, devices)
     published = {key: name for name, key in names.items()}
     found = []
     for resource, one in reported.resources.items():
@@ -327,8 +325,8 @@ def decide(
     # A node whose devices move to another share counts as moving whether it is asked or not, so it is asked first.
     unsettled = [view for view in waiting if view.reported is not None and not settled(view)]
     ready = [view for view in waiting if view.ready and (view.reported is None or settled(view))]
-    room = max(0, limits.max_unavailable - len(moving))
-    chosen = [*unsettled[:room], *ready[: max(0, room - len(unsettled))]]
+    count = max(0, limits.max_unavailable - len(moving))
+    chosen = [*unsettled[:count], *ready[: max(0, count - len(unsettled))]]
     if waiting and not chosen and not moving:
         return Decision(forget=forget, stop=tuple(f"{view.node}: the node is not Ready" for view in waiting))
     return Decision(tuple(view.node for view in chosen), forget, over=not moving and not waiting and not forget)

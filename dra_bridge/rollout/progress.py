@@ -1,8 +1,6 @@
-"""What an agent reports of its devices on its own slice, and how it is read back.
+"""The agent's report on its devices, an annotation (`<driver>/handover`) of its ResourceSlice, and how it is read back.
 
-The agent may not write to Nodes, and nobody needs access to the agent: the side of each device, its holder and the
-progress of moves are in one annotation of the node's own ResourceSlice, `<driver>/handover`. It is written at once when
-a state changes, and seldom for a holder alone.
+The agent may not write to Nodes. The report is written at once when a state changes, and seldom for a holder alone.
 """
 
 from __future__ import annotations
@@ -16,7 +14,7 @@ import msgspec
 
 from deviceplugin import naming
 from deviceplugin.exclusion import Key
-from dra_bridge.ledger import Snapshot, State
+from dra_bridge.ledger.records import Snapshot, State
 
 _NONE: Final[Mapping[Any, str]] = MappingProxyType({})
 MAX_DEVICES: Final = 1024
@@ -58,7 +56,7 @@ class Progress(msgspec.Struct, frozen=True, omit_defaults=True):
     qualifiers: dict[str, str] = {}
 
     @property
-    def words(self) -> Mapping[str, str]:
+    def published_qualifiers(self) -> Mapping[str, str]:
         """The qualifiers; of an agent that does not report them yet those that its resources had."""
         return self.qualifiers or naming.qualifiers(self.resources)
 
@@ -82,11 +80,7 @@ def progress(
     gone: Collection[Key] = (),
     qualifiers: Mapping[str, str] = _NONE,
 ) -> Progress:
-    """Return the report; of resources with too many devices only their numbers.
-
-    shares: those in force, by resource. waits: what moves wait for. asked: the Node's annotation. gone: devices that
-    no source lists now. qualifiers: of published names.
-    """
+    """Return the report. shares: those in force, by resource. gone: devices that no source lists now."""
     holders = {key: f"claim {claim.title}" for claim in now.claims.values() for key in claim.held}
     for one in now.allocations.values():
         holders[one.resource, one.device] = f"pod {one.pod}" if one.pod else "a pod"

@@ -1,7 +1,6 @@
 """The ResourceSlices that a driver's pool should consist of: a pure function of its devices and their sides.
 
-One pool a driver and node, named like the node. The limits are those of Kubernetes 1.36
-(k8s.io/api/resource/v1).
+Each driver has one pool on a node, named like the node. The limits are Kubernetes 1.36's (k8s.io/api/resource/v1).
 """
 
 from __future__ import annotations
@@ -38,8 +37,8 @@ class Offer:
     """What one resource gives to its driver's pool.
 
     offered: ids on the DRA side, None for all. replicas: how many claims share each device, or by id (1 if it is not
-    named). order: ids that come first, because the scheduler takes devices from the front; the others follow by their
-    ids. qualifier: in the devices' published names (`deviceplugin.naming`).
+    named). order: ids that come first, because the scheduler takes devices from the front. qualifier: in the devices'
+    published names (`deviceplugin.naming`).
     """
 
     snapshot: Snapshot
@@ -50,7 +49,7 @@ class Offer:
 
     @property
     def devices(self) -> list[Device]:
-        """All devices in their order, else the natural one (gpu2 before gpu10), whatever their side and health."""
+        """All devices, whatever their side and health: first by `order`, then in natural order (gpu2 before gpu10)."""
         devices = self.snapshot.devices
         at = {name: number for number, name in enumerate(self.order)}
         return [devices[name] for name in sorted(devices, key=lambda name: (at.get(name, len(at)), natural(name)))]
@@ -97,8 +96,8 @@ class Desired:
 
 def slice_name(node: str, driver: str, number: int) -> str:
     """Return the name of a pool's slice, the same each time: so a create whose answer was lost is not done twice."""
-    mark = hashlib.sha256(f"{node}\0{driver}".encode()).hexdigest()[:5]
-    end = f"-{mark}-{number}"
+    digest = hashlib.sha256(f"{node}\0{driver}".encode()).hexdigest()[:5]
+    end = f"-{digest}-{number}"
     return f"{node}-{driver}"[: MAX_NAME - len(end)].rstrip("-.") + end
 
 
@@ -179,8 +178,8 @@ def _entry(
         policy = {"default": "1", "validRange": {"min": "1", "step": "1"}}
         capacity[SHARES] = {"value": str(replicas), "requestPolicy": policy}
     taken = {naming.qualified(key, pool.driver) for key in (*attributes, *capacity)}
-    room = naming.MAX_ENTRIES - len(taken)
-    # The device's capacity and attributes go before the framework's own "numa" where the room does not suffice.
+    free = naming.MAX_ENTRIES - len(taken)
+    # The device's capacity and attributes go before the framework's own "numa" where not all of them fit.
     wanted: list[tuple[str, Any, bool]] = [(key, value, True) for key, value in device.capacity.items()]
     wanted += [(key, value, False) for key, value in device.attributes.items()]
     for key, value, amount in wanted:
@@ -188,21 +187,21 @@ def _entry(
             (naming.check_capacity if amount else naming.check_attribute)(key, value)
             if naming.qualified(key, pool.driver) in taken:
                 raise NamingError(f"{key!r} is given twice, or is the framework's own name")
-            if not room:
+            if not free:
                 raise NamingError(
                     f"{key!r} is one more than the {naming.MAX_ENTRIES} attributes and capacities of a device"
                 )
         except NamingError as error:
             problems.append(f"{offer.snapshot.resource} device {device.id!r}: left out: {error}")
             continue
-        room -= 1
+        free -= 1
         taken.add(naming.qualified(key, pool.driver))
         if amount:
             capacity[key] = _capacity(value, replicas)
         else:
             attributes[key] = _attribute(value)
     numa = device.numa_nodes
-    if room and len(numa) == 1 and naming.qualified("numa", pool.driver) not in taken:
+    if free and len(numa) == 1 and naming.qualified("numa", pool.driver) not in taken:
         # Kubernetes 1.36 has standard attributes for PCI only, none for NUMA
         attributes["numa"] = {"int": numa[0]}
     entry: Object = {"name": name, "attributes": attributes}

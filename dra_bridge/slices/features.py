@@ -31,10 +31,12 @@ _FIELDS: Final[Mapping[Feature, str]] = {
 
 
 class ServerFeatures:
-    """Which features of slices the API server is known to have."""
+    """Which features of slices the API server is known to have.
+
+    probe_again: seconds after which a feature that the server lacked may be asked for again.
+    """
 
     def __init__(self, cluster: Cluster, probe_again: float) -> None:
-        """probe_again: seconds after which a feature that the server lacked may be asked for again."""
         self._cluster = cluster
         self._probe_again = probe_again
         self._probed_at = 0.0

@@ -1,4 +1,4 @@
-"""The mirror of one driver's ResourceSlices on the API server, by what lists, the watch and answers say of them."""
+"""Keeps one driver's ResourceSlices as the API server has them, by lists, the watch, and answers to writes."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ class Mirror:
         self.bodies: dict[str, Object] = {}
         """By name."""
         self.listed = False
-        """Whether the bodies were filled from a list since they were last in doubt."""
+        """Whether the bodies are those of a list and its watch; if not, the slices must be listed again."""
         self.generation = 0
         """The highest one that was ever written, or that an unanswered write makes necessary."""
         self.mutations: dict[str, tuple[str, str]] = {}
@@ -22,8 +22,8 @@ class Mirror:
         """See `plan.Times`."""
         self._deleted: set[str] = set()
         """UIDs of slices that were deleted here and whose deletion the watch has not reported yet."""
-        self._gone: set[str] = set()
-        """UIDs of slices whose deletion the watch has reported since the last write began."""
+        self.gone: set[str] = set()
+        """UIDs of slices whose deletion the watch has reported since the last write began; the writer clears it."""
 
     def relist(self, *, new_watch: bool = False) -> None:
         """Forget the bodies; those of a new list follow, each by `keep`. new_watch: the watch begins anew after it."""
@@ -31,10 +31,6 @@ class Mirror:
         self.listed = True
         if new_watch:
             self._deleted.clear()
-
-    def doubt(self) -> None:
-        """Note that what the server has is not known: it must be listed."""
-        self.listed = False
 
     def keep(self, body: Object) -> None:
         """Take a slice for what the server has, unless a newer state of it is known."""
@@ -54,7 +50,7 @@ class Mirror:
         """Take what the watch reports of a slice; return False if it was known, or is older than the last write."""
         name, uid = body["metadata"]["name"], body["metadata"].get("uid", "")
         if deleted:
-            self._gone.add(uid)
+            self.gone.add(uid)
         if self._has_newer(body) or uid in self._deleted:
             if deleted:
                 self._deleted.discard(uid)
@@ -80,14 +76,6 @@ class Mirror:
         self._deleted.add(body["metadata"].get("uid", ""))
         self.mutations.pop(name, None)
 
-    def sending(self) -> None:
-        """Note that a write begins: `is_gone` is about deletions from here on."""
-        self._gone.clear()
-
-    def is_gone(self, answer: Object) -> bool:
-        """Return whether the watch reported the deletion of a slice before the answer to its write came."""
-        return answer["metadata"].get("uid", "") in self._gone
-
     def compare(self, sent: Object, answer: Object) -> bool:
         """Remember what the server made of a slice; return whether it changed it."""
         want, have = fingerprint(sent), fingerprint(answer)
@@ -99,7 +87,7 @@ class Mirror:
 
     def unanswered(self, body: Object) -> None:
         """Note a write that may have been carried out, or may be later: the next one is of a newer generation."""
-        self.doubt()
+        self.listed = False
         self.generation = max(self.generation, generation_of(body)) + 1
 
 

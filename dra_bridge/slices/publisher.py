@@ -6,7 +6,7 @@ import asyncio
 import logging
 from collections.abc import Callable, Iterable
 from contextlib import aclosing, suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Final
 
@@ -27,9 +27,9 @@ ROUNDS: Final = 6
 class PoolState:
     """How far a driver's pool is.
 
-    wanted, accepted: the tickets of the newest `want` and of the newest one that the API server has. generation: the
-    pool's. slices: how many there are. devices: names of the devices in them. unsupported: features that the server
-    lacks. problems: what was left out and why, or what keeps the server from accepting it. writes: successful ones.
+    wanted, accepted: the tickets of the newest `want` and of the newest one that the API server has. slices: how many
+    there are. devices: names of the devices in them. unsupported: features that the server lacks. problems: what was
+    left out and why, or what keeps the server from accepting it. writes: successful ones.
     """
 
     driver: str
@@ -63,25 +63,24 @@ class _RateLimit:
         first = ticket != self._ticket
         self._ticket = ticket
         rounds, times = self._rounds[first], 10 if first else 1
-        window = self._burst / self._per_second if self._per_second else 0.0
-        rounds[:] = [at for at in rounds if now - at < window]
+        rounds[:] = [at for at in rounds if now - at < self._burst / self._per_second]
         many = len(rounds) >= self._burst * times
-        if many and self._per_second:
+        if many:
             await asyncio.sleep(1.0 / (self._per_second * times))
         rounds.append(now)
         return many
 
 
+@dataclass(slots=True, eq=False)
 class _Driver:
     """What the publisher remembers of one driver."""
 
-    def __init__(self, pool: Pool, rate_limit: _RateLimit) -> None:
-        self.pool = pool
-        self.state = PoolState(pool.driver)
-        self.wake = asyncio.Event()
-        self.mirror = Mirror()
-        self.rate_limit = rate_limit
-        self.warned: set[str] = set()
+    pool: Pool
+    rate_limit: _RateLimit
+    state: PoolState
+    wake: asyncio.Event = field(default_factory=asyncio.Event)
+    mirror: Mirror = field(default_factory=Mirror)
+    warned: set[str] = field(default_factory=set)
 
 
 class Publisher:
@@ -105,9 +104,8 @@ class Publisher:
         """Do nothing yet; `want` says what, `run` does it.
 
         warn: called with driver and message, once for each message; by default a warning is logged. burst, per_second:
-        how many rounds of writes a driver may make at once, and how fast that is regained; ten times as much for what
-        is newly wanted. probe_again: seconds after which a feature that the server lacked may be asked for again, when
-        there is reason to believe that it is another server.
+        how many rounds of writes a driver may make at once, and how fast that is regained. probe_again: seconds after
+        which a feature that the server lacked may be asked for again, when it may be another server.
         """
         self.cluster: Final = cluster
         self._node = node
@@ -123,17 +121,15 @@ class Publisher:
     def want(self, pool: Pool) -> int:
         """Say what a driver's pool should be from now on; return a ticket for `accepted`.
 
-        Raises:
-            ValueError: it is for another node.
-
+        Raises ValueError if the pool is for another node.
         """
         if pool.node != self._node:
             raise ValueError(f"this publisher is for node {self._node}, not {pool.node}")
         driver = self._drivers.get(pool.driver)
         if driver is None:
-            driver = self._drivers[pool.driver] = _Driver(pool, self._rate_limit())
+            driver = self._drivers[pool.driver] = _Driver(pool, self._rate_limit(), PoolState(pool.driver))
             if self._group is not None:
-                self._start(driver)
+                self._start(driver, self._group)
         elif driver.state.wanted and driver.pool == pool:
             return driver.state.wanted
         driver.pool = pool
@@ -157,7 +153,7 @@ class Publisher:
         async with asyncio.TaskGroup() as group:
             self._group = group
             for driver in self._drivers.values():
-                self._start(driver)
+                self._start(driver, group)
             try:
                 await self._watch()
             finally:
@@ -205,9 +201,8 @@ class Publisher:
             return None
         return self._drivers.get(spec.get("driver", ""))
 
-    def _start(self, driver: _Driver) -> None:
-        assert self._group is not None
-        self._group.create_task(self._work(driver), name=f"slices of {driver.pool.driver}")
+    def _start(self, driver: _Driver, group: asyncio.TaskGroup) -> None:
+        group.create_task(self._work(driver), name=f"slices of {driver.pool.driver}")
 
     async def _work(self, driver: _Driver) -> None:
         backoff = self.cluster.backoff.fresh()
@@ -223,7 +218,7 @@ class Publisher:
                 done = await self._reconcile(driver)
             except (kube.ConflictError, NotFoundError, kube.VersionChangedError) as error:
                 # What the server has is not what the watch reported: read it, and try again.
-                driver.mirror.doubt()
+                driver.mirror.listed = False
                 conflicts += 1
                 if isinstance(error, NotFoundError):
                     self._owner = None
@@ -232,7 +227,8 @@ class Publisher:
                 if conflicts == 5:
                     self._problem(driver, f"the slices cannot be written: {error}")
             except kube.InvalidError as error:
-                self._problem(driver, f"the API server refuses the slices: {_explained(error)}")
+                causes = "; ".join(f"{cause.field}: {cause.message}" for cause in error.causes[:5])
+                self._problem(driver, f"the API server refuses the slices: {causes or error.message}")
                 # It may be a policy that was just changed and that not every server knows yet. Once the waits have
                 # grown to their maximum, only something else that is wanted will help.
                 wait = backoff.next()
@@ -332,17 +328,14 @@ class Publisher:
         else:
             body = in_version(write.body, version)
             send = self.cluster.create if write.verb == "create" else self.cluster.replace
-            driver.mirror.sending()
+            driver.mirror.gone.clear()
             answer = neutral(await send(RESOURCE_SLICES, body))
             # What the server dropped or changed is not sent again.
             missing = features_of(write.body) - features_of(answer)
             self._features.lacks(missing)
             if driver.mirror.compare(write.body, answer) and not missing:
-                message = (
-                    "the API server, or an admission webhook, changes slices as they are written; they are left so"
-                )
-                self._warn_once(driver, message)
-            if driver.mirror.is_gone(answer):
+                self._warn_once(driver, "the API server or a webhook changes the slices that are written; they stay so")
+            if answer["metadata"].get("uid", "") in driver.mirror.gone:
                 driver.wake.set()  # it has been deleted since, and the watch was faster than the answer
             else:
                 self._keep(answer)
@@ -380,12 +373,6 @@ class Publisher:
         self._changed = asyncio.Event()
 
 
-def _explained(error: ApiError) -> str:
-    if not error.causes:
-        return error.message
-    return "; ".join(f"{cause.field}: {cause.message}" for cause in error.causes[:5])
-
-
 async def remove_slices(cluster: Cluster, drivers: Iterable[str], node: str = "") -> int:
     """Delete the slices of these drivers, on one node or on all; return how many there were.
 
@@ -395,9 +382,7 @@ async def remove_slices(cluster: Cluster, drivers: Iterable[str], node: str = ""
     for driver in drivers:
         selector = f"spec.driver={driver}" + (f",spec.nodeName={node}" if node else "")
         for item in (await cluster.list(RESOURCE_SLICES, field_selector=selector)).items:
-            try:
+            with suppress(NotFoundError):
                 await cluster.delete(RESOURCE_SLICES, item["metadata"]["name"], uid=item["metadata"].get("uid", ""))
-            except NotFoundError:
-                continue
-            removed += 1
+                removed += 1
     return removed

@@ -81,8 +81,8 @@ def agent() -> None:
             ): Holding(True, True, "the kubelet's checkpoint names it")
             for n in range(200)
         }
-        running.tracker.snapshot = HolderSnapshot(held=held)
-        running.tracker._pod_names = {
+        running.tracker.snapshot = HolderSnapshot(time.monotonic(), held=held)
+        running.tracker._names.known = {
             one.pod_uid: ("team-a", f"train-{n}-7c9f8b6d5-x2x4z") for n, one in enumerate(held)
         }
         assert "deviceplugin.metrics.collectors" not in sys.modules
@@ -96,7 +96,7 @@ def agent() -> None:
             print(json.dumps({"address": server.address}), flush=True)
             reading = asyncio.create_task(asyncio.to_thread(sys.stdin.read))
             while not reading.done():
-                running.tracker.scanned_at = time.monotonic()
+                running.tracker.snapshot = HolderSnapshot(time.monotonic(), held=held)
                 await asyncio.sleep(1)
         running.stop()
         await task

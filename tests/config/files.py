@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 from hypothesis import strategies as st
 
-from deviceplugin import config
-from deviceplugin.config import ConfigError, ResourceConfig, parse
+from deviceplugin.config import ConfigError, ResourceConfig, document, parse
 
 WHOLE = """\
 resources:
@@ -35,7 +34,7 @@ def resource(text: str) -> ResourceConfig:
     return parse(f"resources: [{{name: example.com/a, devices: [path: /dev/x], {text}}}]").resources[0]
 
 
-def problems(text: str) -> tuple[config.Problem, ...]:
+def problems(text: str) -> tuple[document.Problem, ...]:
     """Return what is wrong with this, nothing if it can be used."""
     try:
         parse(text)
@@ -57,7 +56,7 @@ def bombs() -> dict[str, tuple[str, str]]:
     levels += [f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 9)}]" for n in range(1, 10)]
     laughs = "\n".join(levels)
     escapes = '"' + "\\e" * 60_000 + '"'
-    values, aliases = f"more than {config.MAX_VALUES} values", "once its aliases are followed"
+    values, aliases = f"more than {document.MAX_VALUES} values", "once its aliases are followed"
     return {
         "list of lists as a name": (f"{laughs}\nresources: [name: *a9]\n", "expected text, got a list"),
         "list of lists as a number": (f"{laughs}\nmetrics: {{period: !!int [*a9]}}\n", "expected a whole number"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from deviceplugin.config import parse
+from deviceplugin.config.types import typed_attributes
 from deviceplugin.device import Version
 from tests.config.files import WHOLE, resource
 
@@ -40,7 +41,7 @@ def test_what_is_left_out_has_its_default() -> None:
 
 def test_attributes_become_those_of_devices() -> None:
     """Attributes keep their four kinds; a version is one that selectors compare as a version."""
-    attributes = parse(WHOLE).resources[0].device_attributes
+    attributes = typed_attributes(parse(WHOLE).resources[0].attributes)
     assert attributes == {"ports": 2, "fast": True, "model": "x", "firmware": "1.2.3"}
     assert isinstance(attributes["firmware"], Version)
     assert not isinstance(attributes["model"], Version)

@@ -20,8 +20,8 @@ import pytest
 import yaml
 
 from dra_bridge import cli
-from dra_bridge.handover import parse_share
-from dra_bridge.ledger import State
+from dra_bridge.handover.share import parse_share
+from dra_bridge.ledger.records import State
 from dra_bridge.node.options import parse_run
 from dra_bridge.rollout import progress, rollout
 from dra_bridge.rollout.progress import DeviceProgress, Progress, ResourceProgress

@@ -26,7 +26,10 @@ from deviceplugin import naming, topology
 from deviceplugin.config.types import NvidiaConfig
 from deviceplugin.device import Device, Health
 from deviceplugin.metrics.load import QUANTITIES, checked
-from deviceplugin.sources.nvidia import CDI_KIND, NvidiaSource, NvmlError, Places, Session
+from deviceplugin.sources.nvidia import NvidiaSource, Places
+from deviceplugin.sources.nvidia.devices import CDI_KIND
+from deviceplugin.sources.nvidia.nvml import NvmlError
+from deviceplugin.sources.nvidia.session import Session
 from deviceplugin.testing.kubelet import FakeKubelet
 from deviceplugin.testing.plugin import serve
 

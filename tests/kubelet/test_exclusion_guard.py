@@ -354,7 +354,7 @@ async def test_a_grant_waits_for_the_hook_that_releases_its_device() -> None:
         await guard.verify([("example.com/a", device)])
         done.append(device)
 
-    release = guard.release([("example.com/a", "0")], released())
+    release = guard.releases.run([("example.com/a", "0")], released())
     waiting = asyncio.create_task(grant("0"))
     await grant("1")
     assert done == ["1"]
@@ -379,7 +379,7 @@ async def test_hooks_that_release_one_thing_run_one_after_the_other() -> None:
         await go_on.wait()
         running.remove(device)
 
-    tasks = [world.guard.release([key(device)], released(device)) for device in "abc"]
+    tasks = [world.guard.releases.run([key(device)], released(device)) for device in "abc"]
     await two.wait()
     assert running == {"a", "c"}
     go_on.set()
@@ -394,7 +394,7 @@ async def test_nothing_that_released_works_on_after_its_timeout_is_granted() -> 
     async def released() -> None:
         raise HookTimeoutError("released did not answer", work)
 
-    assert await world.guard.release([key("a")], released()) == "released did not answer"
+    assert await world.guard.releases.run([key("a")], released()) == "released did not answer"
     await world.guard.verify([key("c")])
     for device in ("a", "b"):
         with pytest.raises(ConflictError, match=r"a of .*: `released` still works on it"):

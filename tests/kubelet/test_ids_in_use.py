@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from deviceplugin.kubelet.checkpoint import Allocation
-from deviceplugin.kubelet.ids_in_use import WELL_APART, IdsInUse
+from deviceplugin.kubelet.holders import WELL_APART, IdsInUse
 
 
 def held(ids: Iterable[str], pod: str = "u1", container: str = "main") -> set[Allocation]:

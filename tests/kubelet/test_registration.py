@@ -397,7 +397,7 @@ def test_kubelet_that_takes_the_registration_but_does_not_listen(
     """No live ListAndWatch for some seconds after Register: it registers again."""
     agent = served(source(), timing=Timing(patience=0.1))
     fake_kubelet.wait_until(lambda: len(fake_kubelet.updates(R)) == 1)
-    agent.agent.services[R].endpoint.streams_begun = 0  # as if the stream that ends now had never been
+    agent.agent.services[R].endpoint.streams.begun = 0  # as if the stream that ends now had never been
     drop_stream(fake_kubelet)
     fake_kubelet.wait_registered(R, 2)
     assert "took the registration but does not listen" in caplog.text
@@ -537,7 +537,7 @@ def test_directory_that_may_not_be_written_is_an_error(kubelet_root: Path) -> No
         file = kubelet_root / "file"
         file.mkdir()
         registration = Registration(Endpoint(source(), inventory, AllocationsInFlight()), file)
-        (file / registration._lock.path.name).mkdir()
+        (file / registration._server.lock.path.name).mkdir()
 
         async def run() -> None:
             async with asyncio.timeout(5):

@@ -89,7 +89,7 @@ class Served:
         finally:
             call.cancel()
             async with asyncio.timeout(HANGS):
-                await self.endpoint._streams_gone.wait()
+                await self.endpoint.streams._none_open.wait()
 
 
 class Lists:
@@ -196,7 +196,7 @@ async def test_nothing_is_sent_before_the_first_list(serve: Serve) -> None:
     async with served.listening() as lists:
         reading = asyncio.create_task(lists.next())
         async with asyncio.timeout(5):
-            while not served.endpoint.live:  # noqa: ASYNC110  # the call is on its way
+            while not served.endpoint.streams.live:  # noqa: ASYNC110  # the call is on its way
                 await asyncio.sleep(0)
         assert not reading.done()
         served.publish()
@@ -234,7 +234,7 @@ async def test_too_large_list_is_not_sent_and_said(
     serve: Serve, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """A list that the kubelet would not take is refused, with resource, count and size; the next that fits is sent."""
-    monkeypatch.setattr("deviceplugin.kubelet.servicer.MAX_LIST_BYTES", 100)
+    monkeypatch.setattr("deviceplugin.kubelet.device_list.MAX_LIST_BYTES", 100)
     served = await serve(Source(), "a")
     async with served.listening() as lists:
         await lists.next()
@@ -262,25 +262,25 @@ async def test_four_mebibytes_are_the_limit(serve: Serve) -> None:
 
 
 async def test_streams_end_when_told(serve: Serve) -> None:
-    """`end_streams` ends every stream, and the end of the last one is reported."""
+    """`ListStreams.end` ends every stream, and the end of the last one is reported."""
     served = await serve(Source(), "a")
     ends = []
-    served.endpoint.start(lambda: ends.append(served.endpoint.live))
+    served.endpoint.streams.start(lambda: ends.append(served.endpoint.streams.live))
     async with served.listening() as one, served.listening() as two:
         await one.next()
         await two.next()
-        assert served.endpoint.live
-        assert await served.endpoint.end_streams(5)
+        assert served.endpoint.streams.live
+        assert await served.endpoint.streams.end(5)
         assert await one.ended()
         assert await two.ended()
     assert ends == [False]
-    assert not served.endpoint.live
+    assert not served.endpoint.streams.live
 
 
 async def test_stream_that_begins_while_closing_ends_at_once(serve: Serve) -> None:
     """A stream that the kubelet begins while the plugin ends does not hold it up."""
     served = await serve(Source(), "a")
-    served.endpoint.stop()
+    served.endpoint.streams.stop()
     async with served.listening() as lists:
         assert await lists.ended()
 
@@ -289,7 +289,7 @@ async def test_kubelet_that_leaves_is_noticed(serve: Serve) -> None:
     """A stream that the kubelet cancels is gone at once, without waiting for the next change."""
     served = await serve(Source(), "a")
     ended = asyncio.Event()
-    served.endpoint.start(ended.set)
+    served.endpoint.streams.start(ended.set)
     async with served.listening() as lists:
         await lists.next()
         lists.call.cancel()

@@ -15,7 +15,7 @@ from deviceplugin.kubelet import cgroups, podresources
 from deviceplugin.kubelet.checkpoint import Allocation
 from deviceplugin.kubelet.holders import HolderSnapshot
 from deviceplugin.kubelet.podresources import AllocationsInFlight, Holder, PodResources, PodResourcesReport
-from deviceplugin.kubelet.tracker import MOST_REQUEST, HolderTracker, pod_names
+from deviceplugin.kubelet.tracker import MOST_REQUEST, HolderTracker, PodNames
 from deviceplugin.testing import FakeKubelet, FakePod
 from deviceplugin.testing.devicemanager import PluginCallError
 from deviceplugin.testing.kubelet import Damage
@@ -100,7 +100,7 @@ async def test_a_running_pod_costs_no_request(world: World) -> None:
     assert await world.scan(*pod.device_ids) == world.tracker.snapshot
     assert (world.requests, world.lists) == (0, 0)
     assert world.tracker.holders(R) == {pod.device_ids[0]: {Holder("default", "p", "main", pod.uid)}}
-    assert world.tracker.scanned_at is not None
+    assert world.tracker.snapshot.at
 
 
 async def test_a_pod_that_ended_is_let_go_with_the_next_scan(world: World) -> None:
@@ -468,7 +468,7 @@ async def test_pods_are_listed_while_the_kubelet_counts_them_as_active(
     await asyncio.to_thread(pods[0].force_delete, hang=True)
     assert world.tracker.pods.running() == running
     assert await world.tracker.listed(running) == {pods[1].uid}
-    monkeypatch.setattr(world.tracker, "_pod_logs", world.kubelet.root / "none")
+    monkeypatch.setattr(world.tracker._names, "_directory", world.kubelet.root / "none")
     assert not await world.tracker.listed(running)
     monkeypatch.undo()
     await asyncio.to_thread(world.kubelet.stop)
@@ -479,5 +479,5 @@ def test_pod_names_are_found_by_uid(tmp_path: Path) -> None:
     """Log directories are named namespace_name_uid; others, and none at all, are no trouble."""
     for name in ("ns_pod-a_u1", "ns_pod-b_u2", "other", "a_b_c_d"):
         (tmp_path / name).mkdir()
-    assert pod_names(["u1", "u3"], tmp_path) == {"u1": ("ns", "pod-a")}
-    assert pod_names(["u1"], tmp_path / "none") == {}
+    assert PodNames(tmp_path).read(["u1", "u3"]) == {"u1": ("ns", "pod-a")}
+    assert PodNames(tmp_path / "none").read(["u1"]) == {}

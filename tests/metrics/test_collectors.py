@@ -31,11 +31,12 @@ from prometheus_client.parser import text_string_to_metric_families as read_plai
 
 from deviceplugin import config
 from deviceplugin.addresses import parse_address
+from deviceplugin.config import MetricsConfig
 from deviceplugin.device import Device, Health
 from deviceplugin.kubelet.podresources import Holder
 from deviceplugin.metrics import collectors as metrics
 from deviceplugin.metrics import load, web
-from deviceplugin.metrics.collectors import AgentCollector, Options
+from deviceplugin.metrics.collectors import AgentCollector
 from deviceplugin.metrics.load import Reading
 from deviceplugin.metrics.report import DeviceLocation, PreparedClaim, ProviderReport
 from deviceplugin.metrics.views import DeviceHolder
@@ -131,7 +132,7 @@ class Loop:
         self.thread.start()
         self._entered: list[contextlib.AbstractContextManager[Any]] = []
 
-    def serving(self, agent: Agent, options: Options | None = None, loop: Any = None) -> Seen:
+    def serving(self, agent: Agent, options: MetricsConfig | None = None, loop: Any = None) -> Seen:
         async def enter() -> web.Server:
             context = metrics.serving("127.0.0.1:0", agent, options)
             self._entered.append(context)
@@ -175,9 +176,14 @@ def watched(
 
     def start(*sources: DeviceSource, **options: Any) -> tuple[FakeKubelet, Seen]:
         agent = served(*sources, report_holders=True, period=0.1).agent
+        # The kubelet knows the resource before the agent has read the answer to Register.
+        deadline = time.monotonic() + 10.0
+        while not all(one.registered for one in agent.status().resources):
+            assert time.monotonic() < deadline, "the agent is not registered"
+            time.sleep(0.01)
         # In the agent's own loop, whose health is asked for.
         assert agent._loop is not None
-        return fake_kubelet, loop.serving(agent, Options(**options), agent._loop)
+        return fake_kubelet, loop.serving(agent, MetricsConfig(**options), agent._loop)
 
     return start
 
@@ -484,7 +490,7 @@ class TestCollector:
         source = Gpus()
         source.measured = lambda devices: {"a": {"utilization_ratio": 0.5}}
         still.sources = {RESOURCE: source}
-        seen = loop.serving(still.agent, Options(dcgm=True))
+        seen = loop.serving(still.agent, MetricsConfig(dcgm=True))
         seen.wait(lambda: seen.value("DCGM_FI_DEV_GPU_UTIL", UUID="a") == 50)
         assert loop.serving(still.agent).value("DCGM_FI_DEV_GPU_UTIL") is None
 
@@ -542,7 +548,7 @@ class TestStart:
 
     async def test_an_unreadable_certificate_ends_the_start_with_a_word(self, tmp_path: Path) -> None:
         """Metrics are not served in plain text instead."""
-        options = Options(certificate=tmp_path / "no.crt")
+        options = MetricsConfig(certificate=str(tmp_path / "no.crt"))
         with (
             pytest.raises(OSError, match=r"no\.crt: No such file"),
             metrics.serving("127.0.0.1:0", Agent([Gpus()], Paths(tmp_path)), options),
@@ -553,7 +559,7 @@ class TestStart:
         """The kubelet's probes carry no token; everything else needs it."""
         (tmp_path / "token").write_text("s3cret")
         with metrics.serving(
-            "127.0.0.1:0", Agent([Gpus()], Paths(tmp_path)), Options(token=tmp_path / "token")
+            "127.0.0.1:0", Agent([Gpus()], Paths(tmp_path)), MetricsConfig(token=str(tmp_path / "token"))
         ) as server:
             seen = Seen(server)
             answers = {path: (await asyncio.to_thread(seen.get, path))[0] for path in ("/", "/metrics", "/status")}
@@ -569,8 +575,8 @@ class TestStart:
     ) -> None:
         """A token without a certificate is a warning in the log, one with a certificate is none."""
         (tmp_path / "token").write_text("s3cret")
-        certificate, key = make_certificate(tmp_path, "node") if secured else (None, None)
-        options = Options(certificate=certificate, key=key, token=tmp_path / "token")
+        certificate, key = map(str, make_certificate(tmp_path, "node")) if secured else (None, None)
+        options = MetricsConfig(certificate=certificate, key=key, token=str(tmp_path / "token"))
         with metrics.serving("127.0.0.1:0", Agent([Gpus()], Paths(tmp_path)), options):
             assert ("in clear text" in caplog.text) is not secured
         await asyncio.sleep(0)
@@ -578,13 +584,13 @@ class TestStart:
     def test_a_config_file_says_how(self) -> None:
         """The key `metrics` has the options, all of them optional."""
         head = "resources: [{name: example.com/a, devices: [{path: /dev/null}]}]\n"
-        assert Options.of(config.parse(head).metrics) == Options()
+        assert config.parse(head).metrics == MetricsConfig()
         text = "metrics: {certificate: /c/tls.crt, key: /c/tls.key, token: /t, period: 5, dcgm: true}"
-        assert Options.of(config.parse(head + text).metrics) == Options(
+        assert config.parse(head + text).metrics == MetricsConfig(
             certificate="/c/tls.crt", key="/c/tls.key", token="/t", period=5, dcgm=True
         )
         text = "metrics: {certificate: /c/tls.crt, client_ca: /c/ca.crt, min_version: '1.3'}"
-        assert Options.of(config.parse(head + text).metrics) == Options(
+        assert config.parse(head + text).metrics == MetricsConfig(
             certificate="/c/tls.crt", client_ca="/c/ca.crt", min_version="1.3"
         )
         for alone in ("key: /k", "client_ca: /c"):

@@ -317,15 +317,16 @@ class TestRequests:
 class TestSharing:
     """One rendering is for all clients."""
 
-    def test_answers_are_shared(self, serve: Callable[..., Server]) -> None:
+    def test_answers_are_shared(self, serve: Callable[..., Server], monkeypatch: pytest.MonkeyPatch) -> None:
         """Many clients of a page cause one rendering for each form that they take it in."""
+        monkeypatch.setattr(web, "LIFETIME", 600.0)
         renderings: list[object] = []
 
         def render(key: object) -> Answer:
             renderings.append(key)
             return Answer(LONG)
 
-        server = serve(routes={"/page": Route(render, key=lambda request: request.query, seconds=600)})
+        server = serve(routes={"/page": Route(render, key=lambda request: request.query)})
         for _ in range(5):
             assert get(server, "/page")[1] == LONG
             assert gzip.decompress(get(server, "/page", Accept_Encoding="gzip")[1]) == LONG
@@ -335,7 +336,8 @@ class TestSharing:
     def test_answers_are_made_anew(self, serve: Callable[..., Server], monkeypatch: pytest.MonkeyPatch) -> None:
         """After its time an answer is not used again."""
         renderings = iter(range(10))
-        server = serve(routes={"/page": Route(lambda key: Answer(b"%d" % next(renderings)), seconds=0.0)})
+        server = serve(routes={"/page": Route(lambda key: Answer(b"%d" % next(renderings)))})
+        monkeypatch.setattr(web, "LIFETIME", 0.0)
         monkeypatch.setattr(web, "LIFETIME_FACTOR", 0)
         assert [get(server, "/page")[1] for _ in range(2)] == [b"0", b"1"]
 
@@ -415,7 +417,9 @@ class TestSharing:
         server = serve(routes={"/page": Route(render)})
         assert [get(server, "/page")[0] for _ in range(2)] == [500, 200]
 
-    def test_flood_of_requests_keeps_nobody_out(self, serve: Callable[..., Server]) -> None:
+    def test_flood_of_requests_keeps_nobody_out(
+        self, serve: Callable[..., Server], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         """While 60 clients send 300 requests each, again and again, others are answered, and little is rendered."""
         renderings: list[int] = []
 
@@ -423,7 +427,8 @@ class TestSharing:
             renderings.append(1)
             return Answer(LONG)
 
-        server = serve(routes={**routes(), "/status": Route(render, seconds=600)})
+        monkeypatch.setattr(web, "LIFETIME", 600.0)
+        server = serve(routes={**routes(), "/status": Route(render)})
         over = threading.Event()
 
         def flood() -> None:

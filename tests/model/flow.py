@@ -25,10 +25,16 @@ from deviceplugin.kubelet.cgroups import PodProcesses
 from deviceplugin.kubelet.checkpoint import Allocation, Checkpoint
 from deviceplugin.kubelet.holders import HolderEvidence, HolderSnapshot
 from deviceplugin.source import DeviceSource
-from dra_bridge import ledger
 from dra_bridge.driver import ClaimError, ClaimRef, ClusterClaims, Driver, Prepared, ServedResource
-from dra_bridge.handover import Handover, LedgerGate, Share, allocations_of, held_ids
-from dra_bridge.ledger import AsyncLedger, Evidence, Ledger, LedgerError, Side, State
+from dra_bridge.handover.evidence import allocations_of, held_ids
+from dra_bridge.handover.gate import LedgerGate
+from dra_bridge.handover.moves import Handover
+from dra_bridge.handover.share import Share
+from dra_bridge.ledger import operations
+from dra_bridge.ledger.records import LedgerError, Side, State
+from dra_bridge.ledger.rules import Evidence
+from dra_bridge.ledger.store import Ledger, connected
+from dra_bridge.ledger.worker import AsyncLedger
 
 R: Final = "example.com/fpga"
 D: Final = "fpga.example.com"
@@ -145,7 +151,8 @@ class Flow:
             ready=lambda resource, device: (resource, device) in self.ledger_gate.reconciled,
         )
         ids = SimpleNamespace(device_id_of=str, ids_of=lambda device: (device,))
-        endpoint = SimpleNamespace(resource=R, source=source, ids=ids, refresh=lambda: None, shown=self._shown)
+        streams = SimpleNamespace(shown=self._shown)
+        endpoint = SimpleNamespace(resource=R, source=source, ids=ids, refresh=lambda: None, streams=streams)
         self.handover = Handover(
             cast("Any", endpoint),
             self.inventory,
@@ -168,7 +175,7 @@ class Flow:
         outside: Outside,
         source: DeviceSource,
         step: Step = lambda name: None,
-        connect: Callable[[str], Any] | None = None,
+        connect: Callable[[str], Any] = connected,
     ) -> Self:
         """Open the ledger, reconcile the evidence, begin to offer."""
         async_ledger = AsyncLedger(Ledger(str(directory / "ledger.db"), step=step, connect=connect))
@@ -189,7 +196,7 @@ class Flow:
             claim for claim in self.driver.cdi_evidence()[R] if (D, claim.uid) not in self.async_ledger.snapshot.claims
         ]
         evidence = Evidence(held, claims)
-        await self.async_ledger.do(ledger.reconcile_evidence(R, evidence, DEVICES, Side.PLUGIN, time.time()))
+        await self.async_ledger.do(operations.reconcile_evidence(R, evidence, DEVICES, Side.PLUGIN, time.time()))
         self.ledger_gate.reconciled |= {(R, name) for name in DEVICES}
 
     # What the handover asks.

@@ -38,25 +38,21 @@ from deviceplugin.kubelet import holders
 from deviceplugin.kubelet.cgroups import PodProcesses
 from deviceplugin.kubelet.checkpoint import Allocation, Checkpoint
 from deviceplugin.kubelet.holders import HolderEvidence, HolderSnapshot
-from dra_bridge import ledger
-from dra_bridge.handover import Share, held_ids
-from dra_bridge.handover.evidence import kubelet_snapshot, shown_unhealthy
+from dra_bridge.handover.evidence import held_ids, kubelet_snapshot, shown_unhealthy
 from dra_bridge.handover.planner import held_and_expected, in_state, plan
-from dra_bridge.ledger import (
+from dra_bridge.handover.share import Share
+from dra_bridge.ledger import operations
+from dra_bridge.ledger.records import (
     AllocationRecord,
     Claim,
     ClaimDevice,
-    ClaimEvidence,
-    ClusterEvidence,
     DeviceRecord,
-    Evidence,
-    KubeletEvidence,
     Operation,
-    Refused,
     Side,
     Snapshot,
     State,
 )
+from dra_bridge.ledger.rules import ClaimEvidence, ClusterEvidence, Evidence, KubeletEvidence, Refused
 
 R: Final = "example.com/fpga"
 D: Final = "fpga.example.com"
@@ -447,7 +443,7 @@ class Small:
                 if holders.running(known, R, [name], {one.pod_uid for one in known if processes.may_run(one.pod_uid)}):
                     yield f"refuse p{number}", with_pod(world, number, Pod())
                     continue
-                answer, after = self.do(world, ("grant", name), partial(ledger.grant, R, {name: name}, 0.0))
+                answer, after = self.do(world, ("grant", name), partial(operations.grant, R, {name: name}, 0.0))
                 then = Pod() if isinstance(answer, Refused) else after.pods[number]._replace(at=ANSWERED)
                 yield f"grant p{number}", with_pod(after, number, then)
         healthy = self.healthy(world)
@@ -467,7 +463,7 @@ class Small:
                 _, after = self.do(
                     world,
                     ("reserve", uid),
-                    partial(ledger.reserve, claim_of(uid, claim), durable=False, pull=True),
+                    partial(operations.reserve, claim_of(uid, claim), durable=False, pull=True),
                 )
                 if after.claims[number].record:
                     yield f"reserve c{number}", with_claim(after, number, after.claims[number]._replace(node=1))
@@ -477,24 +473,24 @@ class Small:
                 yield f"file c{number}", with_claim(world, number, claim._replace(node=2, file=True))
             elif claim.node == 2:
                 answer, after = self.do(
-                    world, ("prepare", uid), partial(ledger.prepare, claim_of(uid, claim), pull=True)
+                    world, ("prepare", uid), partial(operations.prepare, claim_of(uid, claim), pull=True)
                 )
                 if isinstance(answer, Refused):
                     undone = with_claim(after, number, after.claims[number]._replace(node=0, file=False))
-                    _, after = self.do(undone, ("unprepare", uid), partial(ledger.unprepare, D, uid))
+                    _, after = self.do(undone, ("unprepare", uid), partial(operations.unprepare, D, uid))
                     yield f"undo c{number}", with_claim(after, number, gone(after.claims[number]))
                 else:
                     yield f"record c{number}", with_claim(after, number, after.claims[number]._replace(node=3))
             elif claim.node == 4:
                 yield f"unfile c{number}", with_claim(world, number, claim._replace(node=5, file=False))
             elif claim.node == 5:
-                _, after = self.do(world, ("unprepare", uid), partial(ledger.unprepare, D, uid))
+                _, after = self.do(world, ("unprepare", uid), partial(operations.unprepare, D, uid))
                 yield f"unprepare c{number}", with_claim(after, number, gone(after.claims[number]._replace(node=0)))
             over = claim.api == 0 and claim.record and claim.node in {0, 3, 4, 6, 7}
             states = [uid] if claim.node in {3, 4, 6} else []
             if over and holders.claim_is_over(uid, [f"c{uid}"], states, self.processes(world)):
                 cleared = with_claim(world, number, claim._replace(file=False))
-                _, after = self.do(cleared, ("unprepare", uid), partial(ledger.unprepare, D, uid))
+                _, after = self.do(cleared, ("unprepare", uid), partial(operations.unprepare, D, uid))
                 yield f"reconcile c{number}", with_claim(after, number, gone(after.claims[number]))
             if claim.node == 0 and claim.file and not claim.record:
                 yield f"sweep c{number}", with_claim(world, number, gone(claim._replace(file=False)))
@@ -516,7 +512,9 @@ class Small:
         """Begin a move, or turn one round."""
         for name in self.names:
             for side in Side:
-                answer, after = self.do(world, ("move", name, side), partial(ledger.begin_move, R, [name], side, 0.0))
+                answer, after = self.do(
+                    world, ("move", name, side), partial(operations.begin_move, R, [name], side, 0.0)
+                )
                 if answer:
                     yield f"begin {name} {side.value}", after
 
@@ -548,7 +546,7 @@ class Small:
             scan = self.scanned(world)
             seen = kubelet_snapshot(BEGUN, scan, R, str)
             asked = ("observe", scan.at, scan.awake, *scan.held.items())
-            _, after = self.do(world, asked, partial(ledger.observe, R, seen, 0.0))
+            _, after = self.do(world, asked, partial(operations.observe, R, seen, 0.0))
             held = {one.pod_uid for one in scan.held}
             pods = [
                 kept(pod._replace(seen=2 * (str(uid) in held and stage.moving[pod.device])))
@@ -564,7 +562,7 @@ class Small:
             seen = kubelet_snapshot(BEGUN, scan, R, str)
             evidence = KubeletEvidence(BEGUN, dict.fromkeys(moving, SHOWN), seen)
             _, after = self.do(
-                world, ("to dra", stage, *still), partial(ledger.commit_to_dra, R, moving, evidence, 0.0)
+                world, ("to dra", stage, *still), partial(operations.commit_to_dra, R, moving, evidence, 0.0)
             )
             yield "commit to dra", settled(after, IDLE)
         elif stage.what == 5:
@@ -573,7 +571,9 @@ class Small:
             withdrawn = names(stage.first)
             allocated = dict.fromkeys(names(stage.second), "default/c")
             proof = ClusterEvidence(BEGUN, dict.fromkeys(withdrawn, 1.0), 2.0, allocated)
-            _, after = self.do(world, ("to plugin", stage), partial(ledger.commit_to_plugin, R, withdrawn, proof, 0.0))
+            _, after = self.do(
+                world, ("to plugin", stage), partial(operations.commit_to_plugin, R, withdrawn, proof, 0.0)
+            )
             yield "commit to plugin", settled(after, IDLE)
 
     def withdrawn(self, world: World, moving: Collection[str], free: Collection[str]) -> World:
@@ -646,7 +646,7 @@ class Small:
         _, after = self.do(
             world,
             ("reconcile", *now.held.items(), *((claim.uid, claim.prepared) for claim in claims)),
-            partial(ledger.reconcile_evidence, R, Evidence(held, claims, now.awake), self.names, Side.PLUGIN, 0.0),
+            partial(operations.reconcile_evidence, R, Evidence(held, claims, now.awake), self.names, Side.PLUGIN, 0.0),
         )
         return after._replace(alive=True)
 
@@ -718,7 +718,7 @@ class Small:
         wish = plan(states, in_use, share, "cordon", (), expected)
         for devices, side in ((wish.to_dra, Side.DRA), (wish.to_plugin, Side.PLUGIN)):
             if devices:
-                yield self.do(world, ("moves", devices, side), partial(ledger.begin_move, R, devices, side, 0.0))[1]
+                yield self.do(world, ("moves", devices, side), partial(operations.begin_move, R, devices, side, 0.0))[1]
         yield from (after for what, after in self.fate(world) if what == "tick")
         yield from (after for what, after in self.gathering(world) if what == "withdrawn" and after != world)
         held = any(device.pending or device.state == STATES.index(State.TO_DRA) for device in world.devices)

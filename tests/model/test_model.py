@@ -31,21 +31,15 @@ from deviceplugin.kubelet.allocation_gate import Refusal
 from deviceplugin.kubelet.cgroups import PodProcesses
 from deviceplugin.kubelet.checkpoint import Allocation, Checkpoint
 from deviceplugin.kubelet.holders import HolderEvidence, HolderSnapshot
-from dra_bridge import ledger
-from dra_bridge.handover import Drain, Handover, LedgerGate, Share, allocations_of, held_ids
-from dra_bridge.ledger import (
-    AsyncLedger,
-    Claim,
-    ClaimDevice,
-    ClaimEvidence,
-    Evidence,
-    Ledger,
-    LedgerError,
-    Operation,
-    Refused,
-    Side,
-    State,
-)
+from dra_bridge.handover.evidence import allocations_of, held_ids
+from dra_bridge.handover.gate import LedgerGate
+from dra_bridge.handover.moves import Handover
+from dra_bridge.handover.share import Drain, Share
+from dra_bridge.ledger import operations
+from dra_bridge.ledger.records import Claim, ClaimDevice, LedgerError, Operation, Side, Snapshot, State
+from dra_bridge.ledger.rules import ClaimEvidence, Evidence, Refused
+from dra_bridge.ledger.store import Ledger
+from dra_bridge.ledger.worker import AsyncLedger
 
 R: Final = "example.com/fpga"
 D: Final = "fpga.example.com"
@@ -75,7 +69,7 @@ class SlowLedger:
         self.ledger = store
 
     @property
-    def snapshot(self) -> ledger.Snapshot:
+    def snapshot(self) -> Snapshot:
         return self.ledger.snapshot
 
     async def do(self, operation: Operation[Any]) -> Any:
@@ -172,7 +166,8 @@ class Node(RuleBasedStateMachine):
         inventory.publish([Device(name) for name in DEVICES])
         self.ledger_gate = LedgerGate(cast("Any", self.async_ledger), {R: str})
         ids = SimpleNamespace(device_id_of=str, ids_of=lambda device: (device,))
-        endpoint = SimpleNamespace(resource=R, ids=ids, refresh=lambda: None, shown=lambda: self.sent)
+        streams = SimpleNamespace(shown=lambda: self.sent)
+        endpoint = SimpleNamespace(resource=R, ids=ids, refresh=lambda: None, streams=streams)
         self.handover = Handover(
             cast("Any", endpoint),
             inventory,
@@ -226,7 +221,7 @@ class Node(RuleBasedStateMachine):
             ]
         try:
             done = self.store.do(
-                ledger.reconcile_evidence(R, Evidence(held, evidence, now.awake), DEVICES, Side.PLUGIN, time.time())
+                operations.reconcile_evidence(R, Evidence(held, evidence, now.awake), DEVICES, Side.PLUGIN, time.time())
             )
         except LedgerError:
             return
@@ -323,16 +318,16 @@ class Node(RuleBasedStateMachine):
         try:
             if (R, claim.device) not in self.ledger_gate.reconciled:
                 return
-            answer = await self.async_ledger.do(ledger.reserve(record, durable=durable, pull=True))
+            answer = await self.async_ledger.do(operations.reserve(record, durable=durable, pull=True))
             if isinstance(answer, Refused):
                 return
             claim.file = True
             await Pause()
-            if not isinstance(await self.async_ledger.do(ledger.prepare(record, pull=True)), Refused):
+            if not isinstance(await self.async_ledger.do(operations.prepare(record, pull=True)), Refused):
                 claim.node, answered = "prepared", True
                 return
             claim.file = False
-            await self.async_ledger.do(ledger.unprepare(D, claim.uid))
+            await self.async_ledger.do(operations.unprepare(D, claim.uid))
         except LedgerError:
             pass
         finally:
@@ -344,7 +339,7 @@ class Node(RuleBasedStateMachine):
         try:
             claim.file = False
             await Pause()
-            await self.async_ledger.do(ledger.unprepare(D, claim.uid))
+            await self.async_ledger.do(operations.unprepare(D, claim.uid))
             before = "none"
         except LedgerError:
             pass
@@ -648,7 +643,7 @@ class Node(RuleBasedStateMachine):
             if over and (claim.file if known is None else not claim.allocated):
                 claim.file = False
                 try:
-                    self.store.do(ledger.unprepare(D, uid))
+                    self.store.do(operations.unprepare(D, uid))
                 except LedgerError:
                     return
             left = claim.exists or claim.file or (D, uid) in self.store.snapshot.claims

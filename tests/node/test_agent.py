@@ -22,10 +22,10 @@ import pytest
 
 from deviceplugin.config import Config, load
 from deviceplugin.device import ContainerEdits, Device, Health
-from deviceplugin.kubelet import ids_in_use as grants
+from deviceplugin.kubelet import holders as grants
 from deviceplugin.kubelet.checkpoint import Allocation
+from deviceplugin.kubelet.device_list import Stream
 from deviceplugin.kubelet.holders import HolderSnapshot, Holding
-from deviceplugin.kubelet.servicer import Stream
 from deviceplugin.node import following
 from deviceplugin.node import process as process_module
 from deviceplugin.node import service as service_module
@@ -496,10 +496,10 @@ def test_device_that_two_pods_hold_is_said_and_counted_once(
 
 def scanned(agent: Served, count: int = 1) -> None:
     """Wait for so many more scans."""
-    seen = {agent.agent.tracker.scanned_at}
+    seen = {agent.agent.tracker.snapshot.at}
 
     def enough() -> bool:
-        seen.add(agent.agent.tracker.scanned_at)
+        seen.add(agent.agent.tracker.snapshot.at)
         return len(seen) > count
 
     wait(enough)
@@ -667,7 +667,7 @@ async def service(tmp_path: Path) -> service_module.Service:
     """A service of a shared device to which a kubelet listens; the scans' results are what a test says."""
     made = Agent([Shared(2)], Paths(tmp_path)).services[R]
     made.inventory.publish(made.source.devices)  # type: ignore[attr-defined]
-    made.endpoint._streams.add(Stream())
+    made.endpoint.streams._open.add(Stream())
     return made
 
 

@@ -20,7 +20,10 @@ from deviceplugin.device import ContainerEdits, Device, Health, Version
 from deviceplugin.health import Rules, Verdict
 from deviceplugin.naming import PCI_BUS_ID, PCIE_ROOT
 from deviceplugin.sources import nvidia
-from deviceplugin.sources.nvidia import NvidiaSource, NvmlError, Session, driver
+from deviceplugin.sources.nvidia import NvidiaSource, driver
+from deviceplugin.sources.nvidia.nvml import Gpu, NvmlError, NvmlScan, Xid
+from deviceplugin.sources.nvidia.readings import profile_of
+from deviceplugin.sources.nvidia.session import Session
 from tests.nvml import world as worlds
 from tests.nvml.conftest import Until, unload
 from tests.nvml.world import DGX1V, World, build
@@ -225,7 +228,7 @@ def test_partition_is_described_with_parent_and_placement(world: World) -> None:
 )
 def test_profile_is_named_as_users_know_it(compute: int, slices: int, memory: int, whole: int, profile: str) -> None:
     """Where the driver's name for a partition has no profile, slices and memory give it."""
-    assert nvidia.profile_of(compute, slices, memory, whole) == profile
+    assert profile_of(compute, slices, memory, whole) == profile
 
 
 def test_older_drivers_partitions_get_their_profile_from_their_size(world: World) -> None:
@@ -439,10 +442,10 @@ async def test_application_xids_are_counted_but_not_held_against_the_gpu(world: 
 def test_storm_of_xids_does_not_fill_the_log(caplog: pytest.LogCaptureFixture) -> None:
     """A thousand XIDs of a program in a loop are counted, and make ten lines."""
     made = NvidiaSource()
-    made.update(nvidia.NvmlScan((nvidia.Gpu("GPU-0", 0),), {"GPU-0": (Verdict.GOOD, "")}))
+    made.update(NvmlScan((Gpu("GPU-0", 0),), {"GPU-0": (Verdict.GOOD, "")}))
     with caplog.at_level("INFO"):
         for _ in range(1000):
-            made.update(nvidia.Xid("GPU-0", 13))
+            made.update(Xid("GPU-0", 13))
     assert made.health.counts == {"GPU-0": {"13": 1000}}
     assert len([record for record in caplog.records if "XID 13" in record.getMessage()]) == 10
 
@@ -451,15 +454,15 @@ def test_storm_of_xids_does_not_fill_the_log(caplog: pytest.LogCaptureFixture) -
 @pytest.mark.parametrize("configured", [False, True])
 def test_xids_of_applications_are_ignored_by_default(code: int, configured: bool) -> None:
     """13, 31, 43, 45, 68 and 109 are what programs cause."""
-    gpu = nvidia.Gpu("GPU-0", 0)
+    gpu = Gpu("GPU-0", 0)
     made: Any = NvidiaSource()
     if configured:
         text = "resources: [{name: nvidia.com/gpu, devices: [{nvidia: {}}]}]"
         (made,) = sources.build(config.parse(text).resources[0]).entries
-    made.update(nvidia.NvmlScan((gpu,), {"GPU-0": (Verdict.GOOD, "")}))
-    made.update(nvidia.Xid("GPU-0", code))
+    made.update(NvmlScan((gpu,), {"GPU-0": (Verdict.GOOD, "")}))
+    made.update(Xid("GPU-0", code))
     assert [device.health for device in made.devices()] == [Health.HEALTHY]
-    made.update(nvidia.Xid("GPU-0", 48))
+    made.update(Xid("GPU-0", 48))
     assert [device.health for device in made.devices()] == [Health.UNHEALTHY]
 
 

@@ -8,21 +8,8 @@ A function that the driver does not support says nothing about a GPU. A library 
 or while it is replaced) is waited for.
 """
 
-from deviceplugin.sources.nvidia.devices import CDI_KIND, resource_of
-from deviceplugin.sources.nvidia.nvml import Gpu, NvmlError, NvmlScan, Places, Xid
-from deviceplugin.sources.nvidia.readings import profile_of
-from deviceplugin.sources.nvidia.session import Session
+from deviceplugin.sources.nvidia.devices import resource_of
+from deviceplugin.sources.nvidia.nvml import Places
 from deviceplugin.sources.nvidia.source import NvidiaSource
 
-__all__ = [
-    "CDI_KIND",
-    "Gpu",
-    "NvidiaSource",
-    "NvmlError",
-    "NvmlScan",
-    "Places",
-    "Session",
-    "Xid",
-    "profile_of",
-    "resource_of",
-]
+__all__ = ["NvidiaSource", "Places", "resource_of"]

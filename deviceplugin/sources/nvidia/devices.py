@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import logging
 import os
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from itertools import combinations
+from pathlib import Path
 from types import MappingProxyType
 from typing import Final
 
@@ -22,66 +24,65 @@ CDI_KIND: Final = "nvidia.com/gpu"
 COMMON_NODES: Final = ("nvidiactl", "nvidia-uvm", "nvidia-uvm-tools", "nvidia-modeset")
 
 
-class DeviceMaker:
-    """Makes devices; one of which no fact has changed is made once."""
-
-    def __init__(self, places: Places, injection: str) -> None:
-        self._places = places
-        self._injection = injection
-        self._specs = CdiSpecs(places.cdi)
-        self._made: dict[str, tuple[tuple[object, ...], Device]] = {}
-
-    def make(self, listed: Iterable[tuple[Gpu, Partition | None]], scan: NvmlScan) -> dict[str, Device]:
-        """Return the devices of these GPUs or partitions of them, by UUID; reads CDI specs and proc, blocks."""
-        if self._injection == "cdi":
-            self._specs.read()
-        made: dict[str, tuple[tuple[object, ...], Device]] = {}
-        for gpu, partition in listed:
-            uuid = gpu.uuid if partition is None else partition.uuid
-            cdi = self._specs.name_of(gpu, partition) if self._injection == "cdi" else None
-            facts = (gpu, partition, scan.driver, scan.cuda, cdi)
-            known = self._made.get(uuid)
-            if known is None or known[0] != facts:
-                known = facts, self._describe(uuid, gpu, partition, scan, cdi)
-            made[uuid] = known
-        self._made = made
-        return {uuid: device for uuid, (_, device) in made.items()}
-
-    def _describe(self, uuid: str, gpu: Gpu, partition: Partition | None, scan: NvmlScan, cdi: str | None) -> Device:
-        attributes: dict[str, AttributeValue | None] = {
-            "type": "gpu" if partition is None else "mig",
-            "uuid": uuid,
-            **gpu.attributes,
-            "driverVersion": version(re.findall(r"[0-9]+", scan.driver)),
-            "cudaDriverVersion": version(re.findall(r"[0-9]+", scan.cuda)),
-        }
-        memory = gpu.memory
-        if partition is not None:
-            memory = partition.memory
-            start, size = partition.placement or (None, None)
-            attributes |= {
-                "index": partition.index,
-                "profile": partition.profile,
-                "parentUUID": gpu.uuid,
-                "parentIndex": gpu.index,
-                "parentMinor": gpu.minor,
-                "minor": None,
-                "serial": None,
-                "gpuInstance": partition.instance,
-                "computeInstance": partition.compute,
-                "placementStart": start,
-                "placementSize": size,
-            }
-        own, common = device_nodes(self._places, gpu, partition) if self._injection == "nodes" else ([], [])
-        return Device(
-            uuid,
-            nodes=own,
-            numa=gpu.numa,
-            attributes={key: value for key, value in attributes.items() if value not in (None, "")},
-            capacity={"memory": f"{memory}Mi"} if memory else {},
-            edits=ContainerEdits(nodes=common, cdi=[f"{CDI_KIND}={cdi}"] if cdi else ()),
-            identity=f"uuid:{uuid}",
+def make_devices(
+    listed: Iterable[tuple[Gpu, Partition | None]], scan: NvmlScan, places: Places, injection: str
+) -> list[Device]:
+    """Return the devices of these GPUs or partitions of them, healthy; reads CDI specs and proc, blocks."""
+    names = _cdi_names(places.cdi) if injection == "cdi" else frozenset()
+    return [
+        _make_device(
+            gpu,
+            partition,
+            scan,
+            nodes=_device_nodes(places, gpu, partition) if injection == "nodes" else ((), ()),
+            cdi=_cdi_name_of(gpu, partition, names),
         )
+        for gpu, partition in listed
+    ]
+
+
+_OwnAndShared = tuple[Sequence[DeviceNode], Sequence[DeviceNode]]
+"""The device nodes that are a device's own, and those that it shares with others."""
+
+
+def _make_device(
+    gpu: Gpu, partition: Partition | None, scan: NvmlScan, *, nodes: _OwnAndShared, cdi: str | None
+) -> Device:
+    attributes: dict[str, AttributeValue | None] = {
+        "type": "gpu",
+        "uuid": gpu.uuid,
+        **gpu.attributes,
+        "driverVersion": version(re.findall(r"[0-9]+", scan.driver)),
+        "cudaDriverVersion": version(re.findall(r"[0-9]+", scan.cuda)),
+    }
+    if partition is not None:
+        start, size = partition.placement or (None, None)
+        attributes |= {
+            "type": "mig",
+            "uuid": partition.uuid,
+            "index": partition.index,
+            "profile": partition.profile,
+            "parentUUID": gpu.uuid,
+            "parentIndex": gpu.index,
+            "parentMinor": gpu.minor,
+            "minor": None,
+            "serial": None,
+            "gpuInstance": partition.instance,
+            "computeInstance": partition.compute,
+            "placementStart": start,
+            "placementSize": size,
+        }
+    known = gpu if partition is None else partition
+    own, common = nodes
+    return Device(
+        known.uuid,
+        nodes=own,
+        numa=gpu.numa,
+        attributes={key: value for key, value in attributes.items() if value not in (None, "")},
+        capacity={"memory": f"{known.memory}Mi"} if known.memory else {},
+        edits=ContainerEdits(nodes=common, cdi=[f"{CDI_KIND}={cdi}"] if cdi else ()),
+        identity=f"uuid:{known.uuid}",
+    )
 
 
 def position_of(device: Device) -> tuple[int, int]:
@@ -113,9 +114,7 @@ def links_of_devices(
     return MappingProxyType(scores)
 
 
-def device_nodes(places: Places, gpu: Gpu, partition: Partition | None) -> tuple[list[DeviceNode], list[DeviceNode]]:
-    """Return the device nodes that are a device's own, and those that it shares with others."""
-
+def _device_nodes(places: Places, gpu: Gpu, partition: Partition | None) -> _OwnAndShared:
     def node(name: str) -> DeviceNode:
         return DeviceNode(f"{places.dev}/{name}", f"/dev/{name}")
 
@@ -131,44 +130,29 @@ def device_nodes(places: Places, gpu: Gpu, partition: Partition | None) -> tuple
     return nodes[-1:], [*whole, *common, *nodes[:-1]]
 
 
-class CdiSpecs:
-    """The names that CDI specs have for devices of nvidia.com/gpu; a file is read again when it has changed."""
-
-    def __init__(self, directories: Sequence[str]) -> None:
-        self._directories = directories
-        self._files: dict[str, tuple[tuple[int, ...], frozenset[str]]] = {}
-
-    def read(self) -> None:
-        """Read the files that have changed; blocks."""
-        files: dict[str, tuple[tuple[int, ...], frozenset[str]]] = {}
-        for directory in self._directories:
+def _cdi_names(directories: Iterable[str]) -> frozenset[str]:
+    """Return the names that the CDI specs in these directories have for devices of nvidia.com/gpu; blocks."""
+    names: frozenset[str] = frozenset()
+    for file in (file for directory in directories for file in Path(directory).glob("*")):
+        if file.suffix in {".json", ".yaml", ".yml"}:
             with contextlib.suppress(OSError):
-                for name in sorted(os.listdir(directory)):
-                    file = f"{directory}/{name}"
-                    if name.endswith((".json", ".yaml", ".yml")) and (state := _state_of(file)) is not None:
-                        known = self._files.get(file)
-                        files[file] = known if known and known[0] == state else (state, _names_in_spec(file))
-        self._files = files
-
-    def name_of(self, gpu: Gpu, partition: Partition | None) -> str | None:
-        """Return the name of a GPU or a partition, as of the last `read`."""
-        if partition is None:
-            names = (gpu.uuid, str(gpu.index), f"gpu{gpu.index}")
-        else:
-            place = f"{gpu.index}:{partition.index}"
-            names = (partition.uuid, place, f"mig{place}")
-        return next((name for name in names if any(name in known for _, known in self._files.values())), None)
+                status = file.stat()
+                names |= _names_in_spec(str(file), status.st_ino, status.st_mtime_ns, status.st_size)
+    return names
 
 
-def _state_of(file: str) -> tuple[int, ...] | None:
-    try:
-        status = os.stat(file)
-    except OSError:
-        return None
-    return status.st_ino, status.st_mtime_ns, status.st_size
+def _cdi_name_of(gpu: Gpu, partition: Partition | None, known: Collection[str]) -> str | None:
+    if partition is None:
+        names = (gpu.uuid, str(gpu.index), f"gpu{gpu.index}")
+    else:
+        place = f"{gpu.index}:{partition.index}"
+        names = (partition.uuid, place, f"mig{place}")
+    return next(filter(known.__contains__, names), None)
 
 
-def _names_in_spec(file: str) -> frozenset[str]:
+@functools.lru_cache(maxsize=256)
+def _names_in_spec(file: str, *_state: int) -> frozenset[str]:
+    """Read a CDI spec; again only if its state (inode, time, size) has changed."""
     import yaml
 
     text = _read(file)

@@ -151,15 +151,14 @@ class Driver:
                     self._publish(error)
                     pause = min(2 * pause, max(period, GAP))
                     await watch.wait(pause)
-                    continue
                 except Exception as error:
                     _LOG.exception("the scan of the GPUs failed")
                     self._publish(NvmlError(f"{type(error).__name__}: {error}", Verdict.UNREADABLE))
                     await watch.wait(period)
-                    continue
-                pause = GAP
-                self._publish(scan)
-                await self._listen(thread, session, watch, scan, period)
+                else:
+                    pause = GAP
+                    self._publish(scan)
+                    await self._listen(thread, session, watch, scan, period)
 
     async def _listen(
         self, thread: NvmlThread, session: Session, watch: filewatch.Watch, scan: NvmlScan, period: float
@@ -185,12 +184,10 @@ class Driver:
             hinted |= await watch.wait(0)
 
 
-_drivers: Final[weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, dict[Places, Driver]]] = (
-    weakref.WeakKeyDictionary()
-)
+_Drivers = weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, dict[Places, Driver]]
+_drivers: Final = _Drivers()
 
 
 def shared(places: Places) -> Driver:
     """Return the running loop's one driver for these places."""
-    drivers = _drivers.setdefault(asyncio.get_running_loop(), {})
-    return drivers.setdefault(places, Driver(places))
+    return _drivers.setdefault(asyncio.get_running_loop(), {}).setdefault(places, Driver(places))

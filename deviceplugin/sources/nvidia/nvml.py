@@ -25,7 +25,7 @@ _lock: Final = threading.Lock()
 _replaced: Final[list[Any]] = []
 """Libraries to unload as soon as no session can be in a call."""
 _users: Final[set[object]] = set()
-"""Sessions that have initialized the library; any of them may be in a call."""
+"""Sessions that have loaded the library; any of them may be in a call."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,8 +107,11 @@ class NvmlError(Exception):
 NvmlUpdate = NvmlScan | Xid | NvmlError
 
 
-def load(library: str) -> ModuleType:
-    """Return nvidia-ml-py with the library loaded; raise NvmlError if one of them is not there."""
+def load(library: str, user: object) -> ModuleType:
+    """Return nvidia-ml-py with the library loaded; raise NvmlError if one of them is not there.
+
+    The library stays in memory until `release` of this user, who may be in a call.
+    """
     try:
         import pynvml  # type: ignore[import-untyped]
     except ImportError as error:
@@ -120,6 +123,7 @@ def load(library: str) -> ModuleType:
                 pynvml.nvmlLib = ctypes.CDLL(library or LIBRARY)
             except OSError as error:
                 raise NvmlError(f"NVML is not there: {error}") from error
+        _users.add(user)
     return cast("ModuleType", pynvml)
 
 
@@ -137,13 +141,7 @@ def unload(nv: Any) -> None:
                 _ctypes.dlclose(_replaced.pop()._handle)  # noqa: SLF001
 
 
-def add_user(user: object) -> None:
-    """Note that a session has initialized the library, so it must stay loaded."""
-    with _lock:
-        _users.add(user)
-
-
-def remove_user(user: object) -> None:
+def release(user: object) -> None:
     """Note that a session makes no more calls."""
     with _lock:
         _users.discard(user)

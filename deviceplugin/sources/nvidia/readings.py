@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import contextlib
-import logging
 import re
 from collections import Counter
-from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import combinations
 from types import MappingProxyType
 from typing import Any, Final
 
 from deviceplugin.sources.nvidia.nvml import ANY, BROKEN, GONE, Gpu, Partition, field_value, optional, pci_address, text
-
-_LOG: Final = logging.getLogger(__name__)
 
 SAME_BOARD: Final = 60.0
 NVLINK: Final = 100.0
@@ -135,29 +132,17 @@ def _nvlink_peers(nv: Any, handle: Any) -> Iterator[str | None]:
             yield pci_address(text(pci.busId))
 
 
-def measure(nv: Any, handles: Mapping[str, Any], gpus: Container[str], ids: Sequence[str]) -> dict[str, dict[str, Any]]:
-    """Return the load by UUID, in base units; what a device cannot tell is left out.
-
-    handles: of GPUs and partitions. gpus: which of them are GPUs.
-    """
-    found: dict[str, dict[str, Any]] = {}
-    for name in ids:
-        if (handle := handles.get(name)) is not None:
-            try:
-                found[name] = _measure_gpu(nv, handle) if name in gpus else _measure_memory(nv, handle)
-            except nv.NVMLError as error:
-                _LOG.debug("the load of %s cannot be read: %s", name, error)
-    return found
-
-
-def _measure_memory(nv: Any, handle: Any) -> dict[str, Any]:
+def measure_memory(nv: Any, handle: Any) -> dict[str, Any]:
+    """Return the memory of a GPU or partition, in bytes."""
     memory = optional(nv, nv.nvmlDeviceGetMemoryInfo, handle)
     if memory is None:
         return {}
     return {"memory_used_bytes": memory.used, "memory_total_bytes": memory.total}
 
 
-def _measure_gpu(nv: Any, handle: Any) -> dict[str, Any]:
+def measure_gpu(nv: Any, handle: Any) -> dict[str, Any]:
+    """Return the load of a GPU, in base units; None stands for what it cannot tell."""
+
     def scaled(factor: float, function: Callable[..., Any], *arguments: Any) -> float | None:
         value = optional(nv, function, handle, *arguments)
         value = value[0] if isinstance(value, list) else value
@@ -167,7 +152,7 @@ def _measure_gpu(nv: Any, handle: Any) -> dict[str, Any]:
         kib = field_value(nv, handle, field, ANY)  # of all links together
         return None if kib is None else kib * 1024
 
-    values = _measure_memory(nv, handle)
+    values = measure_memory(nv, handle)
     if (busy := optional(nv, nv.nvmlDeviceGetUtilizationRates, handle)) is not None:
         values |= {"utilization_ratio": busy.gpu / 100, "memory_utilization_ratio": busy.memory / 100}
     values |= {

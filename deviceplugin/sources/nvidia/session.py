@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
@@ -12,18 +13,9 @@ from deviceplugin.health import Finding, Verdict
 from deviceplugin.naming import PCI_BUS_ID, PCIE_ROOT
 from deviceplugin.sources import sysfs
 from deviceplugin.sources.nvidia import nvml, readings
-from deviceplugin.sources.nvidia.nvml import (
-    BROKEN,
-    GONE,
-    Gpu,
-    NvmlError,
-    NvmlScan,
-    Partition,
-    Places,
-    Xid,
-    optional,
-    text,
-)
+from deviceplugin.sources.nvidia.nvml import Gpu, NvmlError, NvmlScan, Partition, Places, Xid, optional, text
+
+_LOG: Final = logging.getLogger(__name__)
 
 FAILED_WAITS: Final = 3
 """Waits for events that may fail; after that no GPU is listened to until the GPUs change."""
@@ -72,7 +64,7 @@ class Session:
             self._events.close(nv)
             with contextlib.suppress(nv.NVMLError):
                 nv.nvmlShutdown()
-            nvml.remove_user(self)
+            nvml.release(self)
 
     def _open(self) -> Any:
         """Return NVML, initialized; anew if GPUs came or went, for it reads the list of GPUs only then."""
@@ -83,14 +75,14 @@ class Session:
         if self._nv is not None and addresses != self._addresses:
             self.close()
         if self._nv is None:
-            nv = nvml.load(self._places.library)
+            nv = nvml.load(self._places.library, self)
             try:
                 nv.nvmlInit()
             except nv.NVMLError as error:
+                nvml.release(self)
                 self._raise_if_gone(nv, error)
                 raise NvmlError(f"NVML cannot be used: {error}", Verdict.UNREADABLE) from error
             self._nv, self._addresses = nv, addresses
-            nvml.add_user(self)
         return self._nv
 
     def scan(self) -> NvmlScan:
@@ -143,11 +135,11 @@ class Session:
 
     def _raise_if_gone(self, nv: Any, error: Any) -> None:
         """Close NVML and raise NvmlError if no later call can succeed."""
-        if error.value in GONE:
+        if error.value in nvml.GONE:
             self.close()
             if error.value == _REPLACED:
                 nvml.unload(nv)  # the new driver's library may be there already
-            raise NvmlError(GONE[error.value]) from error
+            raise NvmlError(nvml.GONE[error.value]) from error
 
     def _identify(self, nv: Any, handle: Any, uuid: str, index: int) -> Gpu:
         pci = optional(nv, nv.nvmlDeviceGetPciInfo, handle)
@@ -200,10 +192,17 @@ class Session:
         return xids, due or error is not None
 
     def measure(self, ids: Sequence[str]) -> dict[str, dict[str, Any]]:
-        """Return the load of GPUs and partitions by UUID; what one cannot tell is left out."""
-        if self._nv is None:
-            return {}
-        return readings.measure(self._nv, self._handles, {gpu.uuid for gpu in self._gpus.values()}, ids)
+        """Return the load of GPUs and partitions by UUID, in base units; what one cannot tell is left out."""
+        found: dict[str, dict[str, Any]] = {}
+        whole = {gpu.uuid for gpu in self._gpus.values()}
+        for name in ids:
+            if (handle := self._handles.get(name)) is not None:
+                measure = readings.measure_gpu if name in whole else readings.measure_memory
+                try:
+                    found[name] = measure(self._nv, handle)
+                except self._nv.NVMLError as error:
+                    _LOG.debug("the load of %s cannot be read: %s", name, error)
+        return found
 
 
 class EventListener:
@@ -244,28 +243,17 @@ class EventListener:
         for gpu in gpus:
             if (handle := handles.get(gpu.uuid)) is None:
                 continue
-            if self._register(nv, handle):
-                self.registered[nvml.pointer(handle)] = gpu.uuid
-            else:
-                notes.append(f"GPU {gpu.index} reports no XIDs; its health follows from scans alone")
+            with contextlib.suppress(nv.NVMLError):
+                wanted = (_XID_EVENT | _MIG_EVENT) & (nv.nvmlDeviceGetSupportedEventTypes(handle) or 0)
+                if wanted & _XID_EVENT:
+                    nv.nvmlDeviceRegisterEvents(handle, wanted, self._set)
+                    self.registered[nvml.pointer(handle)] = gpu.uuid
+                    continue
+            notes.append(f"GPU {gpu.index} reports no XIDs; its health follows from scans alone")
         self.notes = tuple(notes)
 
-    def _register(self, nv: Any, handle: Any) -> bool:
-        """Register a GPU for the events that it has; return whether XIDs are among them."""
-        try:
-            wanted = (_XID_EVENT | _MIG_EVENT) & (nv.nvmlDeviceGetSupportedEventTypes(handle) or 0)
-            if wanted & _XID_EVENT:
-                nv.nvmlDeviceRegisterEvents(handle, wanted, self._set)
-                return True
-        except nv.NVMLError:
-            pass
-        return False
-
     def wait(self, nv: Any, seconds: float) -> tuple[list[Xid], bool, Any]:
-        """Wait for events; return the XIDs that came, whether a scan is due, and the error if waiting failed.
-
-        After FAILED_WAITS errors no GPU is listened to.
-        """
+        """Wait for events; return the XIDs that came, whether a scan is due, and the error if waiting failed."""
         if self._set is None:
             return [], True, None
         xids, self._pending = self._pending, []
@@ -285,15 +273,12 @@ class EventListener:
             except nv.NVMLError as error:
                 return xids, due, None if error.value == _TIMEOUT else error
             milliseconds = 0
-            if data.eventType == _XID_EVENT:
-                instance, compute = (
-                    None if number == nvml.ANY else int(number)
-                    for number in (data.gpuInstanceId, data.computeInstanceId)
-                )
-                gpu = self.registered.get(nvml.pointer(data.device))
-                xids.append(Xid(gpu, int(data.eventData), instance, compute))
-            else:
+            if data.eventType != _XID_EVENT:
                 due = True
+                continue
+            gpu = self.registered.get(nvml.pointer(data.device))
+            ids = (int(data.gpuInstanceId), int(data.computeInstanceId))
+            xids.append(Xid(gpu, int(data.eventData), *(None if number == nvml.ANY else number for number in ids)))
         return xids, due, None
 
 
@@ -305,6 +290,6 @@ def _numa_of_memory(nv: Any, handle: Any) -> int | None:
 
 
 def _finding(error: Any) -> Finding:
-    if error.value in BROKEN:
-        return Verdict.BAD, BROKEN[error.value]
+    if error.value in nvml.BROKEN:
+        return Verdict.BAD, nvml.BROKEN[error.value]
     return Verdict.UNREADABLE, f"it cannot be read: {error}"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections import Counter
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Final
@@ -13,27 +14,21 @@ from deviceplugin.config.types import NvidiaConfig
 from deviceplugin.device import ContainerEdits, Device, Health
 from deviceplugin.health import Finding, HealthHistory, Rules
 from deviceplugin.source import DeviceSource, Measured
-from deviceplugin.sources.nvidia.devices import DeviceMaker, links_of_devices, position_of
+from deviceplugin.sources.nvidia.devices import links_of_devices, make_devices, position_of
 from deviceplugin.sources.nvidia.driver import shared
 from deviceplugin.sources.nvidia.nvml import Gpu, NvmlError, NvmlScan, NvmlUpdate, Partition, Places, Xid
 
 _LOG: Final = logging.getLogger(__name__)
-
 VISIBLE: Final = "NVIDIA_VISIBLE_DEVICES"
 
 
 class NvidiaSource(DeviceSource):
     """NVIDIA GPUs, or partitions of them; ids are their UUIDs.
 
-    Args:
-        wanted: which of them, and how a container gets them.
-        rules: when scans and XIDs change a device's health.
-        period: seconds between scans.
-        resource: the resource's name, where the source is used by itself.
-        places: paths of the driver's files.
-        clock: monotonic seconds.
-
+    period: seconds between scans. resource: its name, where the source is used by itself. clock: monotonic seconds.
     """
+
+    links: Mapping[frozenset[str], float] = MappingProxyType({})
 
     def __init__(
         self,
@@ -51,11 +46,9 @@ class NvidiaSource(DeviceSource):
         self.notes: tuple[str, ...] = ()
         self._period = period
         self._places = places
-        self._maker = DeviceMaker(places, wanted.injection)
         self._profiles: list[str] = []
         self._more_profiles = asyncio.Event()
         self._scan = NvmlScan((), {})
-        self._links: Mapping[frozenset[str], float] = MappingProxyType({})
         self._error = ""
 
     def __repr__(self) -> str:
@@ -106,24 +99,24 @@ class NvidiaSource(DeviceSource):
                     notes.append(f"GPU {gpu.index} is in MIG mode and given out whole; see mig: single and mixed")
             elif self.wanted.profile is not None or self.wanted.mig == "single":
                 listed += [(gpu, part) for part in gpu.partitions or () if self.wanted.profile in (None, part.profile)]
-        made = self._maker.make(listed, scan)
+        made = make_devices(listed, scan, self._places, self.wanted.injection)
         parents = {part.uuid: gpu.uuid for gpu, part in listed if part is not None}
-        self._links = links_of_devices(scan.links, made, parents)
+        self.links = links_of_devices(scan.links, [device.id for device in made], parents)
         unequal = self._unequal(scan) if self.wanted.mig == "single" and self.wanted.profile is None else ""
         if unequal:
             notes.append(unequal)
         self.notes = tuple(notes)
-        return [self._with_health(device, unequal) for device in made.values()]
+        return [self._with_health(device, unequal) for device in made]
 
     def _with_health(self, device: Device, unequal: str) -> Device:
-        course = self.health.courses[device.id]
+        history = self.health.histories[device.id]
         if unequal:
             return device.with_health(Health.UNHEALTHY, unequal)
-        if self.wanted.injection == "cdi" and not device.edits.cdi and course.health is not Health.UNHEALTHY:
+        if self.wanted.injection == "cdi" and not device.edits.cdi and history.health is not Health.UNHEALTHY:
             where = " and ".join(self._places.cdi)
             missing = f"no CDI spec in {where} names it; `nvidia-ctk cdi generate` makes one"
             return device.with_health(Health.UNHEALTHY, missing)
-        return device.with_health(course.health, course.message)
+        return device.with_health(history.health, history.message)
 
     def _unequal(self, scan: NvmlScan) -> str:
         """Return why the GPUs do not fit mig: single; "" if they do."""
@@ -145,11 +138,6 @@ class NvidiaSource(DeviceSource):
         visible = ",".join(device.id for device in ordered) if self.wanted.injection == "env" else "void"
         return ContainerEdits(env={VISIBLE: visible})
 
-    @property
-    def links(self) -> Mapping[frozenset[str], float]:
-        """Scores of pairs of devices, as of the last scan."""
-        return self._links
-
     async def profiles(self) -> AsyncGenerator[Sequence[str], None]:
         """Yield all MIG profiles that have been seen, whenever there is one more."""
         while True:
@@ -169,40 +157,35 @@ class NvidiaSource(DeviceSource):
 
 
 class GpuHealth:
-    """The health of GPUs and partitions, and the count of their XIDs.
-
-    Attributes:
-        courses: by UUID, of the GPUs and partitions of the last scan.
-        counts: how often each XID came, by UUID and the XID's number.
-
-    """
+    """The health of GPUs and partitions, and the count of their XIDs."""
 
     def __init__(self, rules: Rules, ignore_xids: Iterable[int], clock: Callable[[], float]) -> None:
-        self.rules = rules
+        self.histories: dict[str, HealthHistory] = {}
+        """By UUID, of the GPUs and partitions of the last scan."""
+        self.counts: dict[str, Counter[str]] = {}
+        """How often each XID came, by UUID and the XID's number."""
+        self._rules = rules
         self.ignore_xids = frozenset(ignore_xids)
-        self.counts: dict[str, dict[str, int]] = {}
         self._clock = clock
-        self.courses: dict[str, HealthHistory] = {}
-        self._times: dict[tuple[str | None, int], int] = {}
+        self._times: Counter[tuple[str | None, int]] = Counter()
 
     def judge_scan(self, scan: NvmlScan) -> None:
         """Judge all GPUs and partitions of a scan, and forget all others."""
-        findings: dict[str, Finding] = {}
-        for gpu in scan.gpus:
-            for name in (gpu.uuid, *(partition.uuid for partition in gpu.partitions or ())):
-                findings[name] = scan.findings[gpu.uuid]
-        self.courses = {name: self.courses.get(name, HealthHistory()) for name in findings}
+        findings = {gpu.uuid: scan.findings[gpu.uuid] for gpu in scan.gpus}
+        findings |= {part.uuid: findings[gpu.uuid] for gpu in scan.gpus for part in gpu.partitions or ()}
+        self.histories = {name: self.histories.get(name, HealthHistory()) for name in findings}
         self._judge(findings)
 
     def judge_error(self, error: NvmlError) -> None:
         """Judge all known GPUs and partitions, none of which can be read."""
-        self._judge(dict.fromkeys(self.courses, (error.verdict, str(error))))
+        self._judge(dict.fromkeys(self.histories, (error.verdict, str(error))))
 
     def count_xid(self, xid: Xid, gpus: Iterable[Gpu]) -> None:
         """Count an XID, and make those of these GPUs and their partitions unhealthy that it concerns."""
         now = self._clock()
         ignored = xid.code in self.ignore_xids
-        times = self._times[xid.gpu, xid.code] = self._times.get((xid.gpu, xid.code), 0) + 1
+        self._times[xid.gpu, xid.code] += 1
+        times = self._times[xid.gpu, xid.code]
         if times & (times - 1) == 0:  # powers of two: a program in a loop must not fill the log
             level = logging.INFO if ignored else logging.WARNING
             _LOG.log(level, "XID %d of GPU %s, %d so far", xid.code, xid.gpu or "unknown", times)
@@ -210,25 +193,21 @@ class GpuHealth:
             if xid.gpu not in (None, gpu.uuid):
                 continue
             hit = [gpu.uuid] if xid.instance is None else []
-            hit += [
-                partition.uuid
-                for partition in gpu.partitions or ()
-                if xid.instance in (None, partition.instance) and xid.compute in (None, partition.compute)
-            ]
+            parts = (part for part in gpu.partitions or () if xid.instance in (None, part.instance))
+            hit += [part.uuid for part in parts if xid.compute in (None, part.compute)]
             for name in {gpu.uuid, *hit}:
-                counts = self.counts.setdefault(name, {})
-                counts[str(xid.code)] = counts.get(str(xid.code), 0) + 1
+                self.counts.setdefault(name, Counter())[str(xid.code)] += 1
             for name in () if ignored else hit:
-                self._set(name, self.courses[name].faulted(f"XID {xid.code}", now))
+                self._set(name, self.histories[name].faulted(f"XID {xid.code}", now))
 
     def _judge(self, findings: Mapping[str, Finding]) -> None:
         now = self._clock()
         for name, (verdict, message) in findings.items():
-            self._set(name, self.courses[name].checked(verdict, message, now, self.rules))
+            self._set(name, self.histories[name].checked(verdict, message, now, self._rules))
 
-    def _set(self, name: str, course: HealthHistory) -> None:
-        before = self.courses[name]
-        self.courses[name] = course
-        if before.health is not course.health and (before.known or course.health is Health.UNHEALTHY):
-            level = logging.INFO if course.health is Health.HEALTHY else logging.WARNING
-            _LOG.log(level, "%s is %s%s", name, course.health.value, f": {course.message}" if course.message else "")
+    def _set(self, name: str, history: HealthHistory) -> None:
+        before = self.histories[name]
+        self.histories[name] = history
+        if before.health is not history.health and (before.known or history.health is Health.UNHEALTHY):
+            level = logging.INFO if history.health is Health.HEALTHY else logging.WARNING
+            _LOG.log(level, "%s is %s%s", name, history.health.value, f": {history.message}" if history.message else "")

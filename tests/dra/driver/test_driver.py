@@ -26,7 +26,6 @@ from deviceplugin.inventory import Inventory
 from deviceplugin.kubelet.cgroups import PodProcesses
 from deviceplugin.kubelet.claim_state import ClaimStateError, PreparedClaim
 from deviceplugin.source import DeviceSource
-from dra_bridge import ledger
 from dra_bridge.driver import (
     ClaimError,
     ClaimRef,
@@ -37,15 +36,19 @@ from dra_bridge.driver import (
     RunningPods,
     ServedResource,
     claim_files,
-    services,
+    registrar,
 )
 from dra_bridge.driver.claims import Config, Opaque, decoded_config
 from dra_bridge.kube import Cluster
-from dra_bridge.ledger import AsyncLedger, LedgerError, Side, State
+from dra_bridge.ledger import operations
+from dra_bridge.ledger.records import Claim, ClaimDevice, LedgerError, Side, State
+from dra_bridge.ledger.rules import ClaimEvidence, Evidence
+from dra_bridge.ledger.worker import AsyncLedger
 from dra_bridge.testing.apiserver import FakeApiServer, Fault
 from dra_bridge.wire import dra_v1_pb2, dra_v1beta1_pb2
 from dra_bridge.wire.dra_v1_pb2_grpc import DRAPluginStub
 from dra_bridge.wire.dra_v1beta1_pb2_grpc import DRAPluginStub as BetaStub
+from tests.dra.ledger.samples import adopt
 
 R = "example.com/fpga"
 D = "fpga.example.com"
@@ -202,7 +205,7 @@ async def world(
     )
     path = str(directory / "ledger.db")
     async_ledger = await AsyncLedger.open(path)
-    await async_ledger.do(ledger.adopt(source.resource, inventory.snapshot.devices, side, T0))
+    await async_ledger.do(adopt(source.resource, inventory.snapshot.devices, side, T0))
     api = claims or FakeClaims()
     made = Driver(
         D,
@@ -280,7 +283,7 @@ async def test_subrequests_are_stripped_and_shares_named(here: World) -> None:
 
 async def test_administrative_access_holds_nothing(here: World) -> None:
     """Also on a device of the plugin's side."""
-    await here.async_ledger.do(ledger.adopt(R, ["p"], Side.PLUGIN, T0))
+    await here.async_ledger.do(adopt(R, ["p"], Side.PLUGIN, T0))
     here.inventory.publish([*here.inventory.snapshot.devices.values(), Device("p", nodes=["/dev/zero"])])
     here.claims.add(claim("1", result("p", adminAccess=True)))
     (device,) = (await here.prepared("1")).devices
@@ -862,8 +865,8 @@ async def test_a_prepare_that_a_crash_cut_short_can_be_undone_and_done_again(tmp
     here = await world(tmp_path, source)
     for uid, device in (("1", "d0"), ("2", "d1")):
         here.claims.add(claim(uid, result(device)))
-        started = ledger.Claim(D, uid, "default", f"claim-{uid}", (ledger.ClaimDevice(R, device),), None, T0)
-        await here.async_ledger.do(ledger.reserve(started, durable=True))
+        started = Claim(D, uid, "default", f"claim-{uid}", (ClaimDevice(R, device),), None, T0)
+        await here.async_ledger.do(operations.reserve(started, durable=True))
     after = await here.again(source)
     assert await after.driver.reconciler.reconcile((), ENDED) == ReconciledClaims()
     assert await after.unprepare("1") is None
@@ -880,9 +883,9 @@ async def test_cdi_files_are_evidence_for_a_lost_ledger(here: World) -> None:
     await here.async_ledger.close()
     os.remove(here.path)
     after = await here.again()
-    evidence = ledger.Evidence({}, after.driver.cdi_evidence()[R])
+    evidence = Evidence({}, after.driver.cdi_evidence()[R])
     await after.async_ledger.do(
-        ledger.reconcile_evidence(R, evidence, after.inventory.snapshot.devices, Side.PLUGIN, T0)
+        operations.reconcile_evidence(R, evidence, after.inventory.snapshot.devices, Side.PLUGIN, T0)
     )
     assert after.async_ledger.snapshot.claims[D, "1"].held == {(R, "d0"), (R, "d2")}
     assert (await after.driver.reconciler.reconcile((), ENDED)) == ReconciledClaims()
@@ -895,7 +898,7 @@ async def test_files_of_claims_that_the_kubelet_counts_as_prepared_are_not_swept
     here.claims.add(claim("1", result("d0")))
     await here.prepared("1")
     (kept,) = here.files
-    await here.async_ledger.do(ledger.unprepare(D, "1"))
+    await here.async_ledger.do(operations.unprepare(D, "1"))
     assert await here.driver.reconciler.reconcile({"1"}, ENDED) == ReconciledClaims()
     assert await here.driver.reconciler.reconcile((), ENDED, sweep=False) == ReconciledClaims()
     assert here.files == [kept]
@@ -915,7 +918,7 @@ async def test_the_kubelets_claim_state_is_evidence(here: World) -> None:
     elsewhere = in_claim_state(("other-pool", "d3", ""))
     other = PreparedClaim("2", "default", "c", frozenset(), {"other.example.com": frozenset({(NODE, "d0", "")})})
     (found,) = here.driver.claim_evidence([state, elsewhere, other], R)
-    assert found == ledger.ClaimEvidence(
+    assert found == ClaimEvidence(
         D, "1", frozenset({"d0", "d1"}), True, "default", "claim-1", frozenset({"pod-uid"}), {"d0": "", "d1": "s"}
     )
     assert list(here.driver.claim_evidence([state], "example.com/other")) == []
@@ -934,10 +937,10 @@ async def test_a_claim_over_two_resources_is_unprepared_on_both_after_the_ledger
     here.driver.devices.replace([*here.driver.devices.resources, ServedResource(nic, inventory)])
     names = {device.id: name for name, (_, device) in here.driver.devices.by_name.items()}
     state = in_claim_state((NODE, names["d0"], ""), (NODE, names["n0"], ""))
-    await here.async_ledger.do(ledger.forget(R, ["d0"]))
+    await here.async_ledger.do(operations.forget(R, ["d0"]))
     for resource, device in ((R, "d0"), ("example.com/nic", "n0")):
-        evidence = ledger.Evidence(claims=tuple(here.driver.claim_evidence([state], resource)))
-        await here.async_ledger.do(ledger.reconcile_evidence(resource, evidence, [device], Side.PLUGIN, T0))
+        evidence = Evidence(claims=tuple(here.driver.claim_evidence([state], resource)))
+        await here.async_ledger.do(operations.reconcile_evidence(resource, evidence, [device], Side.PLUGIN, T0))
     assert here.async_ledger.snapshot.claims[D, "1"].held == {(R, "d0"), ("example.com/nic", "n0")}
     assert await here.unprepare("1") is None
     assert ("unprepare", ["d0"]) in fpga.calls
@@ -955,7 +958,7 @@ async def test_two_resources_of_one_driver_and_two_drivers_share_a_ledger(tmp_pa
     here = await world(tmp_path)
     inventory = Inventory("example.com/nic")
     inventory.publish([Device("d0", nodes=["/dev/zero"])])
-    await here.async_ledger.do(ledger.adopt("example.com/nic", ["d0"], Side.DRA, T0))
+    await here.async_ledger.do(adopt("example.com/nic", ["d0"], Side.DRA, T0))
     both = Driver(
         D,
         NODE,
@@ -1000,7 +1003,7 @@ async def test_both_versions_of_the_api_answer_alike(here: World, tmp_path: Path
     """v1 has shares, v1beta1 does not; errors are inside the map."""
     here.claims.add(claim("1", result("d0", "fpga/big", shareID="s")), claim("2", result("d9")))
     server = grpc.aio.server()
-    services.add_to_server(here.driver, services.HealthService(here.driver, 10.0), server)
+    registrar.add_to_server(here.driver, registrar.HealthService(here.driver, 10.0), server)
     address = f"unix:{tmp_path}/s"
     server.add_insecure_port(address)
     await server.start()
@@ -1267,7 +1270,7 @@ async def test_pods_that_came_to_share_a_claim_count_before_it_is_unprepared(tmp
     pods = Pods("later")
 
     async def recorded() -> RunningPods:
-        await made.async_ledger.do(ledger.describe(D, "1", "default", "claim-1", ["later"]))
+        await made.async_ledger.do(operations.describe(D, "1", "default", "claim-1", ["later"]))
         return pods.now
 
     here = made = await world(tmp_path, running_pods=recorded)
@@ -1300,7 +1303,7 @@ async def test_a_claim_stays_prepared_while_a_pod_runs_that_may_use_it(tmp_path:
     await end(here)
 
 
-@pytest.mark.parametrize("error", [ClaimStateError("torn"), OSError("cgroups"), ledger.LedgerError("full")])
+@pytest.mark.parametrize("error", [ClaimStateError("torn"), OSError("cgroups"), LedgerError("full")])
 async def test_a_claim_stays_prepared_while_its_pods_cannot_be_known(tmp_path: Path, error: Exception) -> None:
     """Also a claim of which some pods are known: others may have come to share it."""
     pods = Pods()
@@ -1319,13 +1322,13 @@ async def test_a_claim_stays_prepared_while_its_pods_cannot_be_known(tmp_path: P
 
 
 async def test_a_claim_of_an_older_ledger_is_not_ended_without_the_kubelet(tmp_path: Path) -> None:
-    """A ledger of schema 1 has no pods: whether containers of this boot use the claim is not known."""
+    """Its pods are not known: whether containers of this boot use the claim is not known."""
     here = await world(tmp_path)
     here.claims.add(claim("1", result("d0")))
     await here.prepared("1")
     record = dataclasses.replace(here.async_ledger.snapshot.claims[D, "1"], pods=frozenset())
-    await here.async_ledger.do(ledger.unprepare(D, "1"))
-    await here.async_ledger.do(ledger.prepare(record))
+    await here.async_ledger.do(operations.unprepare(D, "1"))
+    await here.async_ledger.do(operations.prepare(record))
     del here.claims.claims["claim-1"]
     assert await here.driver.reconciler.reconcile((), ENDED) == ReconciledClaims()
     assert (D, "1") in here.async_ledger.snapshot.claims

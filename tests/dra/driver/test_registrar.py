@@ -17,17 +17,18 @@ from typing import Any, TypeVar
 import pytest
 
 from deviceplugin import filewatch
+from deviceplugin.addresses import socket_path
 from deviceplugin.backoff import Backoff
 from deviceplugin.device import ContainerEdits, Device, Health
 from deviceplugin.inventory import Inventory
 from deviceplugin.source import DeviceSource
-from dra_bridge import ledger
 from dra_bridge.driver import ClaimRef, ClusterClaims, Driver, ServedResource
 from dra_bridge.driver import registrar as registrar_module
-from dra_bridge.driver.registrar import Registrar, RegistrarError, Timing, socket_path
-from dra_bridge.driver.services import health_list
-from dra_bridge.ledger import AsyncLedger, Side
+from dra_bridge.driver.registrar import Registrar, Timing, health_list
+from dra_bridge.ledger.records import Side
+from dra_bridge.ledger.worker import AsyncLedger
 from dra_bridge.testing.kubelet import HEALTH_SERVICES, FakeDraKubelet, FakeDraPod, PodError
+from tests.dra.ledger.samples import adopt
 
 D = "fpga.example.com"
 R = "example.com/fpga"
@@ -98,7 +99,7 @@ async def driver(root: Path, server: Server) -> AsyncIterator[Driver]:
     inventory = Inventory(R)
     inventory.publish([Device(f"d{n}", nodes=["/dev/null"], edits=ContainerEdits({f"N{n}": "1"})) for n in range(3)])
     async_ledger = await AsyncLedger.open(str(root / "ledger.db"))
-    await async_ledger.do(ledger.adopt(R, inventory.snapshot.devices, Side.DRA, 1.0))
+    await async_ledger.do(adopt(R, inventory.snapshot.devices, Side.DRA, 1.0))
     made = Driver(D, NODE, [ServedResource(Source(), inventory)], async_ledger, server, cdi_directory=str(root / "cdi"))
     yield made
     await made.close()
@@ -434,5 +435,5 @@ def test_paths_fit_and_stay_apart(length: int) -> None:
     paths = {socket_path(directory, letter * length, "-12345678-reg.sock") for letter in "ab"}
     assert len(paths) == 2
     assert all(len(str(path)) <= 107 for path in paths)
-    with pytest.raises(RegistrarError):
+    with pytest.raises(ValueError):
         socket_path(Path("/" + "x" * 90), "a" * length, "-12345678-reg.sock")

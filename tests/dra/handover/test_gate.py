@@ -13,10 +13,14 @@ from deviceplugin.kubelet.holders import HolderEvidence, HolderSnapshot, holders
 from deviceplugin.kubelet.podresources import AllocationsInFlight
 from deviceplugin.kubelet.servicer import Endpoint
 from deviceplugin.source import DeviceSource
-from dra_bridge import ledger
-from dra_bridge.handover import DeviceIdResolver, LedgerGate, allocations_of, held_ids
-from dra_bridge.handover.evidence import kubelet_snapshot
-from dra_bridge.ledger import AsyncLedger, Ledger, ObservedAllocation, Side
+from dra_bridge.handover.evidence import DeviceIdResolver, allocations_of, held_ids, kubelet_snapshot
+from dra_bridge.handover.gate import LedgerGate
+from dra_bridge.ledger import operations
+from dra_bridge.ledger.records import Side
+from dra_bridge.ledger.rules import ObservedAllocation
+from dra_bridge.ledger.store import Ledger
+from dra_bridge.ledger.worker import AsyncLedger
+from tests.dra.ledger.samples import adopt
 
 R = "example.com/gpu"
 
@@ -93,8 +97,8 @@ async def test_holders_are_known_again_after_a_restart(tmp_path: Path) -> None:
     """The ledger tells the next process which allocations it has to go on scanning for."""
     path = str(tmp_path / "ledger.db")
     with Ledger(path) as store:
-        store.do(ledger.adopt(R, ["a", "b"], Side.PLUGIN, 1.0))
-        store.do(ledger.grant(R, {"a::1": "a", "b": "b"}, 1.0))
+        store.do(adopt(R, ["a", "b"], Side.PLUGIN, 1.0))
+        store.do(operations.grant(R, {"a::1": "a", "b": "b"}, 1.0))
     async_ledger = AsyncLedger(Ledger(path))
     changes: list[str] = []
     ledger_gate = LedgerGate(async_ledger, {R: lambda name: name.partition("::")[0]}, lambda: changes.append("changed"))

@@ -8,8 +8,8 @@ import pytest
 from deviceplugin import topology
 from deviceplugin.device import Device
 from deviceplugin.inventory import Snapshot
-from dra_bridge.node.grouping import Order, link_groups
-from dra_bridge.slices import Offer, Pool, desired
+from dra_bridge.node.resource import Order, link_groups
+from dra_bridge.slices.desired import Offer, Pool, desired
 
 GPUS = [f"gpu{number}" for number in range(4)]
 

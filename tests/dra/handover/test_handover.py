@@ -11,11 +11,14 @@ import pytest
 
 from deviceplugin.backoff import Backoff
 from deviceplugin.sharing import device_of
-from dra_bridge import ledger
-from dra_bridge.handover import Share
 from dra_bridge.handover.evidence import shown_unhealthy
 from dra_bridge.handover.planner import followers, held_and_expected, in_state, leading, plan
-from dra_bridge.ledger import Ledger, Side, State
+from dra_bridge.handover.share import Share
+from dra_bridge.ledger import operations
+from dra_bridge.ledger.records import Claim, ClaimDevice, LedgerError, Side, Snapshot, State
+from dra_bridge.ledger.rules import KubeletEvidence, KubeletSnapshot
+from dra_bridge.ledger.store import Ledger
+from tests.dra.ledger.samples import adopt
 from tests.model.flow import DEVICES, Flow, Outside, R, Source
 
 
@@ -60,7 +63,7 @@ async def test_a_claim_that_keeps_a_device_is_read_seldom_and_claims_are_not_lis
     (device,) = (name for name in DEVICES if flow.state(name) is State.DRA)
     outside.record("allocated", f"1={device}")
     monkeypatch.setattr("dra_bridge.handover.moves.time", clock)
-    monkeypatch.setattr(flow.handover, "_waits", lambda: Backoff(first=0.5, most=300.0))
+    monkeypatch.setattr(flow.handover._queries, "_waits", lambda: Backoff(first=0.5, most=300.0))
     lists: list[float] = []
     reads: list[tuple[str, str, str]] = []
     allocated, allocates = flow.allocated, flow.allocates
@@ -97,18 +100,18 @@ async def test_a_list_that_fails_is_not_tried_at_every_step(tmp_path: Path, monk
     flow = await Flow.begin(tmp_path, outside, Source())
     await flow.move(2)
     monkeypatch.setattr("dra_bridge.handover.moves.time", clock)
-    monkeypatch.setattr(flow.handover, "_waits", lambda: Backoff(first=0.5, most=300.0))
+    monkeypatch.setattr(flow.handover._queries, "_waits", lambda: Backoff(first=0.5, most=300.0))
     tries = []
 
     async def fails() -> dict[tuple[str, str], str]:
         tries.append(clock.now)
-        raise ledger.LedgerError("no answer")
+        raise LedgerError("no answer")
 
     with monkeypatch.context() as outage:
         outage.setattr(flow, "allocated", fails)
         flow.handover.ask(Share(0))
         for _ in range(1800):
-            with contextlib.suppress(ledger.LedgerError):
+            with contextlib.suppress(LedgerError):
                 await flow.handover._step()
             flow.publish()
             clock.now += 2.0
@@ -142,12 +145,12 @@ def test_devices_that_a_claim_came_for_are_not_turned_round() -> None:
 
 def test_what_is_held_is_not_expected(tmp_path: Path) -> None:
     """A pod that was given the device while it moved makes the claim wait."""
-    claim = ledger.Claim("d", "1", "default", "c", (ledger.ClaimDevice(R, "a"),), None, 1.0)
+    claim = Claim("d", "1", "default", "c", (ClaimDevice(R, "a"),), None, 1.0)
     with Ledger(str(tmp_path / "ledger.db")) as store:
-        store.do(ledger.adopt(R, DEVICES, Side.PLUGIN, 1.0))
-        store.do(ledger.reserve(claim, durable=True, pull=True))
+        store.do(adopt(R, DEVICES, Side.PLUGIN, 1.0))
+        store.do(operations.reserve(claim, durable=True, pull=True))
         assert held_and_expected(store.snapshot) == (frozenset(), frozenset({(R, "a")}))
-        store.do(ledger.grant(R, {"a": "a"}, 1.0))
+        store.do(operations.grant(R, {"a": "a"}, 1.0))
         assert held_and_expected(store.snapshot) == (frozenset({(R, "a")}), frozenset())
 
 
@@ -155,8 +158,8 @@ def test_what_is_held_is_not_expected(tmp_path: Path) -> None:
 def test_evidence_is_gathered_in_the_order_of_the_rule(tmp_path: Path, replicas: int) -> None:
     """R5: a device counts as shown only with none of its ids healthy; without a listener none does."""
     with Ledger(str(tmp_path / "ledger.db")) as store:
-        store.do(ledger.adopt(R, DEVICES, Side.PLUGIN, 1.0))
-        store.do(ledger.begin_move(R, DEVICES, Side.DRA, 1.0))
+        store.do(adopt(R, DEVICES, Side.PLUGIN, 1.0))
+        store.do(operations.begin_move(R, DEVICES, Side.DRA, 1.0))
         moving = in_state(store.snapshot, R, State.TO_DRA)
         device_id_of = partial(device_of, replicas=replicas)
         assert moving == DEVICES
@@ -176,52 +179,52 @@ def grouped(name: str) -> tuple[tuple[str, str], ...]:
     return GROUP if name in "abc" else ((R, name),)
 
 
-def states(now: ledger.Snapshot, resource: str) -> dict[str, State]:
+def states(now: Snapshot, resource: str) -> dict[str, State]:
     return {name: record.state for name, record in now.of(resource).items()}
 
 
 def test_parts_of_one_device_count_as_one(tmp_path: Path) -> None:
     """Only the first decides; it is held if any part is, through whichever resource."""
     with Ledger(str(tmp_path / "ledger.db")) as store:
-        store.do(ledger.adopt(R, ["a", "b", "d"], Side.PLUGIN, 0.0))
-        store.do(ledger.adopt(S, ["c"], Side.PLUGIN, 0.0))
+        store.do(adopt(R, ["a", "b", "d"], Side.PLUGIN, 0.0))
+        store.do(adopt(S, ["c"], Side.PLUGIN, 0.0))
         assert leading(store.snapshot, S, states(store.snapshot, S), grouped) == ({}, frozenset(), frozenset())
         at = {"a": State.PLUGIN, "d": State.PLUGIN}
         assert leading(store.snapshot, R, states(store.snapshot, R), grouped) == (at, frozenset(), frozenset())
-        store.do(ledger.grant(S, {"c": "c"}, 0.0))
+        store.do(operations.grant(S, {"c": "c"}, 0.0))
         assert leading(store.snapshot, R, states(store.snapshot, R), grouped) == (at, frozenset("a"), frozenset())
 
 
 def test_parts_follow_the_first(tmp_path: Path) -> None:
     """Wherever it goes; one that is quarantined stays, and leads nobody."""
     with Ledger(str(tmp_path / "ledger.db")) as store:
-        store.do(ledger.adopt(R, ["a", "b", "d"], Side.PLUGIN, 0.0))
-        store.do(ledger.adopt(S, ["c"], Side.PLUGIN, 0.0))
+        store.do(adopt(R, ["a", "b", "d"], Side.PLUGIN, 0.0))
+        store.do(adopt(S, ["c"], Side.PLUGIN, 0.0))
         assert followers(store.snapshot, R, "abd", grouped) == []
-        store.do(ledger.begin_move(R, ["a", "d"], Side.DRA, 0.0))
+        store.do(operations.begin_move(R, ["a", "d"], Side.DRA, 0.0))
         assert followers(store.snapshot, R, "abd", grouped) == [("b", Side.DRA, "it moves with a")]
         assert followers(store.snapshot, S, "c", grouped) == [("c", Side.DRA, "it moves with a")]
-        store.do(ledger.begin_move(R, ["b"], Side.DRA, 0.0))
-        store.do(ledger.begin_move(R, ["a"], Side.PLUGIN, 0.0))
+        store.do(operations.begin_move(R, ["b"], Side.DRA, 0.0))
+        store.do(operations.begin_move(R, ["a"], Side.PLUGIN, 0.0))
         assert followers(store.snapshot, R, "abd", grouped) == [("b", Side.PLUGIN, "it moves with a")]
 
 
 def test_a_claim_for_a_part_takes_all_along(tmp_path: Path) -> None:
     """They move for the claim, also those that arrived before, and are not turned round by the share."""
     with Ledger(str(tmp_path / "ledger.db")) as store:
-        store.do(ledger.adopt(R, ["a", "b"], Side.PLUGIN, 0.0))
-        store.do(ledger.adopt(S, ["c"], Side.PLUGIN, 0.0))
-        store.do(ledger.begin_move(R, ["b"], Side.DRA, 0.0, "for claim default/x"))
+        store.do(adopt(R, ["a", "b"], Side.PLUGIN, 0.0))
+        store.do(adopt(S, ["c"], Side.PLUGIN, 0.0))
+        store.do(operations.begin_move(R, ["b"], Side.DRA, 0.0, "for claim default/x"))
         for resource, names in ((R, "ab"), (S, "c")):
             for name, side, reason in followers(store.snapshot, resource, names, grouped):
-                store.do(ledger.begin_move(resource, [name], side, 0.0, reason))
+                store.do(operations.begin_move(resource, [name], side, 0.0, reason))
         assert {record.state for record in store.snapshot.devices.values()} == {State.TO_DRA}
         leaders, held, expected = leading(store.snapshot, R, states(store.snapshot, R), grouped)
         assert (leaders, expected) == ({"a": State.TO_DRA}, frozenset("a"))
         assert not plan(leaders, held, Share(0), expected=expected)
-        evidence = ledger.KubeletSnapshot(store.snapshot.sequence, 2.0, True)
-        shown = ledger.KubeletEvidence(store.snapshot.sequence, {"a": 1.0}, evidence)
-        assert store.do(ledger.commit_to_dra(R, ["a"], shown, 0.0)).devices == ("a",)
+        evidence = KubeletSnapshot(store.snapshot.sequence, 2.0, True)
+        shown = KubeletEvidence(store.snapshot.sequence, {"a": 1.0}, evidence)
+        assert store.do(operations.commit_to_dra(R, ["a"], shown, 0.0)).devices == ("a",)
         leaders, held, expected = leading(store.snapshot, R, states(store.snapshot, R), grouped)
         assert not plan(leaders, held, Share(0), expected=expected)
         assert followers(store.snapshot, R, "ab", grouped) == []

@@ -12,11 +12,11 @@ import pytest
 
 from deviceplugin.device import ContainerEdits, Device
 from deviceplugin.source import DeviceSource
-from dra_bridge.handover import parse_share
+from dra_bridge.handover.share import parse_share
 from dra_bridge.kube import Cluster, ClusterError
-from dra_bridge.ledger import State
+from dra_bridge.ledger.records import State
 from dra_bridge.node.bridge import Bridge
-from dra_bridge.node.policies import HandoverPolicy
+from dra_bridge.node.share import HandoverPolicy
 from dra_bridge.rollout.fleet import share_patch
 from dra_bridge.rollout.progress import DeviceProgress, read
 from dra_bridge.testing.apiserver import FakeApiServer

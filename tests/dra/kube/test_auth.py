@@ -359,7 +359,10 @@ def loaded(code: str) -> set[str]:
 
 def test_a_pod_loads_no_kubernetes_client() -> None:
     """Reaching the cluster from a pod takes no reader of kubeconfigs."""
-    code = "import dra_bridge.node.bridge, dra_bridge.kube.auth as access\naccess.from_server('https://127.0.0.1')\n"
+    code = (
+        "import asyncio, dra_bridge.node.bridge, dra_bridge.kube.auth as access\n"
+        "asyncio.run(access.from_server('https://127.0.0.1'))\n"
+    )
     assert "aiohttp" in (roots := loaded(code))
     assert roots.isdisjoint({"kubernetes_asyncio", "urllib3", "dateutil", "six"})
 

@@ -33,7 +33,7 @@ from dra_bridge.kube import (
     VersionChangedError,
     connection,
 )
-from dra_bridge.kube.errors import GoneError, error_of
+from dra_bridge.kube.api import GoneError, error_of
 from dra_bridge.testing.apiserver import FakeApiServer, Fault
 
 
@@ -733,7 +733,7 @@ def rss():
 import grpc.aio, watchdog.observers, prometheus_client, msgspec, yaml, sqlite3
 before = rss()
 from dra_bridge.kube import Cluster, NODES
-import dra_bridge.slices
+import dra_bridge.slices.publisher
 async def main():
     async with Cluster.from_server(sys.argv[1]) as cluster:
         for _ in range(20):

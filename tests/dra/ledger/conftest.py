@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from dra_bridge import ledger
-from dra_bridge.ledger import Ledger, Side
-from tests.dra.ledger.samples import T0, R
+from dra_bridge.ledger.records import Side
+from dra_bridge.ledger.store import Ledger
+from tests.dra.ledger.samples import T0, R, adopt
 
 
 @pytest.fixture
@@ -20,5 +20,5 @@ def path(tmp_path: Path) -> str:
 @pytest.fixture
 def store(path: str) -> Iterator[Ledger]:
     with Ledger(path) as opened:
-        opened.do(ledger.adopt(R, ["a", "b"], Side.PLUGIN, T0))
+        opened.do(adopt(R, ["a", "b"], Side.PLUGIN, T0))
         yield opened

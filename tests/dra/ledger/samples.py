@@ -3,24 +3,23 @@
 from __future__ import annotations
 
 import sqlite3
+from collections.abc import Collection
 from typing import Any
 
-from dra_bridge import ledger
-from dra_bridge.ledger import (
-    Claim,
-    ClaimDevice,
-    ClusterEvidence,
-    KubeletEvidence,
-    KubeletSnapshot,
-    Ledger,
-    ObservedAllocation,
-    Side,
-    State,
-)
+from dra_bridge.ledger import operations
+from dra_bridge.ledger.operations import Reconciled
+from dra_bridge.ledger.records import Claim, ClaimDevice, Operation, Side, State
+from dra_bridge.ledger.rules import ClusterEvidence, Evidence, KubeletEvidence, KubeletSnapshot, ObservedAllocation
+from dra_bridge.ledger.store import Ledger
 
 R = "example.com/fpga"
 D = "fpga.example.com"
 T0 = 1_700_000_000.0
+
+
+def adopt(resource: str, devices: Collection[str], side: Side, now: float) -> Operation[Reconciled]:
+    """Record devices that nobody holds on this side, unless they are known."""
+    return operations.reconcile_evidence(resource, Evidence(), devices, side, now)
 
 
 def claim(uid: str, *devices: str, result: str | None = "ready", admin: bool = False, share: str = "") -> Claim:
@@ -60,8 +59,8 @@ def cluster(store: Ledger, allocated: dict[str, str] | None = None) -> ClusterEv
 
 
 def to_dra(store: Ledger, *devices: str) -> None:
-    store.do(ledger.begin_move(R, devices or ("a",), Side.DRA, T0))
-    done = store.do(ledger.commit_to_dra(R, devices or ("a",), kubelet(store), T0))
+    store.do(operations.begin_move(R, devices or ("a",), Side.DRA, T0))
+    done = store.do(operations.commit_to_dra(R, devices or ("a",), kubelet(store), T0))
     assert done.devices == (devices or ("a",))
 
 

@@ -6,27 +6,19 @@ from dataclasses import replace
 
 import pytest
 
-from dra_bridge import ledger
-from dra_bridge.ledger import (
-    Claim,
-    Evidence,
-    KubeletEvidence,
-    KubeletSnapshot,
-    Ledger,
-    ObservedAllocation,
-    Refused,
-    Side,
-    State,
-)
+from dra_bridge.ledger import operations
 from dra_bridge.ledger.operations import Granted, identify
-from tests.dra.ledger.samples import T0, D, R, claim, cluster, held_by, kubelet, seen, state, to_dra
+from dra_bridge.ledger.records import Claim, Side, State
+from dra_bridge.ledger.rules import Evidence, KubeletEvidence, KubeletSnapshot, ObservedAllocation, Refused
+from dra_bridge.ledger.store import Ledger
+from tests.dra.ledger.samples import T0, D, R, adopt, claim, cluster, held_by, kubelet, seen, state, to_dra
 
 # R1
 
 
 def test_allocate_is_granted_on_the_plugins_side_and_recorded(store: Ledger, path: str) -> None:
     """A grant is in the file when it is answered."""
-    assert isinstance(store.do(ledger.grant(R, {"a": "a"}, T0)), Granted)
+    assert isinstance(store.do(operations.grant(R, {"a": "a"}, T0)), Granted)
     store.close()
     with Ledger(path) as again:
         assert [record.device_id for record in again.snapshot.allocations.values()] == ["a"]
@@ -35,10 +27,10 @@ def test_allocate_is_granted_on_the_plugins_side_and_recorded(store: Ledger, pat
 
 def test_allocate_is_granted_while_the_device_is_leaving_and_the_move_waits(store: Ledger) -> None:
     """R1 in TO_DRA: the grant makes the device held."""
-    store.do(ledger.begin_move(R, ["a"], Side.DRA, T0))
+    store.do(operations.begin_move(R, ["a"], Side.DRA, T0))
     evidence = kubelet(store)
-    assert isinstance(store.do(ledger.grant(R, {"a": "a"}, T0)), Granted)
-    done = store.do(ledger.commit_to_dra(R, ["a"], evidence, T0))
+    assert isinstance(store.do(operations.grant(R, {"a": "a"}, T0)), Granted)
+    done = store.do(operations.commit_to_dra(R, ["a"], evidence, T0))
     assert done.devices == ()
     assert "allocated" in done.waiting["a"]
 
@@ -48,24 +40,26 @@ def test_allocate_is_refused_elsewhere_and_says_which_device_where_since_when(st
     """The refusal names all that a reader of the pod's event wants to know."""
     to_dra(store)
     if to is State.TO_PLUGIN:
-        store.do(ledger.begin_move(R, ["a"], Side.PLUGIN, T0))
+        store.do(operations.begin_move(R, ["a"], Side.PLUGIN, T0))
     if to is State.QUARANTINED:
         store.do(
-            ledger.reconcile_evidence(R, Evidence({"a": ObservedAllocation("a", "default/p")}), ["a"], Side.PLUGIN, T0)
+            operations.reconcile_evidence(
+                R, Evidence({"a": ObservedAllocation("a", "default/p")}), ["a"], Side.PLUGIN, T0
+            )
         )
-    refusal = store.do(ledger.grant(R, {"b": "b", "a": "a"}, T0))
+    refusal = store.do(operations.grant(R, {"b": "b", "a": "a"}, T0))
     assert isinstance(refusal, Refused)
-    assert (refusal.device, refusal.state, refusal.since) == ("a", to, T0)
+    assert (refusal.record.device, refusal.record.state, refusal.record.since) == ("a", to, T0)
     assert "'a'" in refusal.message
     assert to.text in refusal.message
     assert "2023-11-14T22:13:20Z" in refusal.message
     assert not store.snapshot.allocations_on(R, ["b"]), "all or none"
 
 
-def test_a_unit_given_again_is_a_new_grant(store: Ledger) -> None:
+def test_an_id_given_again_is_a_new_grant(store: Ledger) -> None:
     """The kubelet takes devices back without a word and gives them to the next pod."""
-    first = store.do(ledger.grant(R, {"a": "a"}, T0))
-    second = store.do(ledger.grant(R, {"a": "a"}, T0 + 1))
+    first = store.do(operations.grant(R, {"a": "a"}, T0))
+    second = store.do(operations.grant(R, {"a": "a"}, T0 + 1))
     assert isinstance(first, Granted)
     assert isinstance(second, Granted)
     assert second.sequence > first.sequence
@@ -74,15 +68,17 @@ def test_a_unit_given_again_is_a_new_grant(store: Ledger) -> None:
 
 def test_replicas_hold_one_device_together(store: Ledger) -> None:
     """The device moves as a whole: it is held until its last replica is free."""
-    store.do(ledger.grant(R, {"a::0": "a"}, T0))
-    store.do(ledger.grant(R, {"a::1": "a"}, T0))
-    store.do(ledger.begin_move(R, ["a"], Side.DRA, T0))
+    store.do(operations.grant(R, {"a::0": "a"}, T0))
+    store.do(operations.grant(R, {"a::1": "a"}, T0))
+    store.do(operations.begin_move(R, ["a"], Side.DRA, T0))
     held = {"a::1": ObservedAllocation("a", "default/two", holders=frozenset({("two", "main")}))}
     snapshot = KubeletSnapshot(store.snapshot.sequence, 3.0, True, held)
-    store.do(ledger.observe(R, snapshot, T0))
-    store.do(ledger.observe(R, replace(snapshot, at=63.0), T0))
+    store.do(operations.observe(R, snapshot, T0))
+    store.do(operations.observe(R, replace(snapshot, at=63.0), T0))
     assert list(store.snapshot.allocations) == [(R, "a::1")]
-    assert store.do(ledger.commit_to_dra(R, ["a"], kubelet(store, held=held), T0)).waiting == {"a": "pod default/two"}
+    assert store.do(operations.commit_to_dra(R, ["a"], kubelet(store, held=held), T0)).waiting == {
+        "a": "pod default/two"
+    }
 
 
 # R2
@@ -91,19 +87,19 @@ def test_replicas_hold_one_device_together(store: Ledger) -> None:
 def test_a_claim_is_prepared_once_and_answered_the_same_ever_after(store: Ledger, path: str) -> None:
     """Also after a restart, also if the driver asks with another result."""
     to_dra(store)
-    first = store.do(ledger.prepare(claim("1", "a", result="first")))
+    first = store.do(operations.prepare(claim("1", "a", result="first")))
     assert isinstance(first, Claim)
     store.close()
     with Ledger(path) as again:
-        second = again.do(ledger.prepare(claim("1", "a", result="second")))
+        second = again.do(operations.prepare(claim("1", "a", result="second")))
         assert second == first
 
 
 def test_a_claim_is_refused_on_the_plugins_side_and_pulls_an_idle_device(store: Ledger) -> None:
     """The kubelet tries again; by then the device may have moved."""
-    assert isinstance(store.do(ledger.prepare(claim("1", "a"))), Refused)
+    assert isinstance(store.do(operations.prepare(claim("1", "a"))), Refused)
     assert state(store) is State.PLUGIN
-    refusal = store.do(ledger.prepare(claim("1", "a", "b"), pull=True))
+    refusal = store.do(operations.prepare(claim("1", "a", "b"), pull=True))
     assert isinstance(refusal, Refused)
     assert refusal.moving
     assert (state(store, "a"), state(store, "b")) == (State.TO_DRA, State.TO_DRA)
@@ -112,8 +108,8 @@ def test_a_claim_is_refused_on_the_plugins_side_and_pulls_an_idle_device(store: 
 
 def test_a_claim_does_not_pull_a_held_device(store: Ledger) -> None:
     """A pod has it; the claim waits for a person or the pod."""
-    store.do(ledger.grant(R, {"a": "a"}, T0))
-    refusal = store.do(ledger.reserve(claim("1", "a"), durable=True, pull=True))
+    store.do(operations.grant(R, {"a": "a"}, T0))
+    refusal = store.do(operations.reserve(claim("1", "a"), durable=True, pull=True))
     assert isinstance(refusal, Refused)
     assert refusal.holder == "a pod"
     assert state(store) is State.PLUGIN
@@ -121,8 +117,8 @@ def test_a_claim_does_not_pull_a_held_device(store: Ledger) -> None:
 
 def test_administrative_access_sees_without_holding(store: Ledger) -> None:
     """Whatever side the device is on, and the device may move meanwhile."""
-    assert isinstance(store.do(ledger.prepare(claim("admin", "a", admin=True))), Claim)
-    assert isinstance(store.do(ledger.grant(R, {"a": "a"}, T0)), Granted)
+    assert isinstance(store.do(operations.prepare(claim("admin", "a", admin=True))), Claim)
+    assert isinstance(store.do(operations.grant(R, {"a": "a"}, T0)), Granted)
     assert store.snapshot.claims_on(R, ["a"]) == []
 
 
@@ -130,18 +126,18 @@ def test_several_claims_may_share_a_device_on_the_dra_side(store: Ledger) -> Non
     """Consumable capacity: the scheduler sees to the amounts."""
     to_dra(store)
     for uid in "12":
-        assert isinstance(store.do(ledger.prepare(claim(uid, "a", share=f"share-{uid}"))), Claim)
-    store.do(ledger.begin_move(R, ["a"], Side.PLUGIN, T0))
-    store.do(ledger.unprepare(D, "1"))
-    assert store.do(ledger.commit_to_plugin(R, ["a"], cluster(store), T0)).waiting == {"a": "claim default/claim-2"}
-    store.do(ledger.unprepare(D, "2"))
-    assert store.do(ledger.commit_to_plugin(R, ["a"], cluster(store), T0)).devices == ("a",)
+        assert isinstance(store.do(operations.prepare(claim(uid, "a", share=f"share-{uid}"))), Claim)
+    store.do(operations.begin_move(R, ["a"], Side.PLUGIN, T0))
+    store.do(operations.unprepare(D, "1"))
+    assert store.do(operations.commit_to_plugin(R, ["a"], cluster(store), T0)).waiting == {"a": "claim default/claim-2"}
+    store.do(operations.unprepare(D, "2"))
+    assert store.do(operations.commit_to_plugin(R, ["a"], cluster(store), T0)).devices == ("a",)
 
 
 def test_unprepare_of_an_unknown_claim_changes_nothing(store: Ledger) -> None:
     """The kubelet asks for claims that never got as far as here."""
     before = store.snapshot
-    assert store.do(ledger.unprepare(D, "nobody")) is None
+    assert store.do(operations.unprepare(D, "nobody")) is None
     assert store.snapshot is before
 
 
@@ -149,10 +145,10 @@ def test_a_reservation_in_memory_holds_until_the_process_ends(store: Ledger, pat
     """It keeps a move from ending under a driver's feet, and costs no fsync."""
     to_dra(store)
     sequence = store.snapshot.sequence
-    assert isinstance(store.do(ledger.reserve(claim("1", "a"), durable=False)), Claim)
+    assert isinstance(store.do(operations.reserve(claim("1", "a"), durable=False)), Claim)
     assert store.snapshot.sequence == sequence
-    store.do(ledger.begin_move(R, ["a"], Side.PLUGIN, T0))
-    assert store.do(ledger.commit_to_plugin(R, ["a"], cluster(store), T0)).waiting == {"a": "claim default/claim-1"}
+    store.do(operations.begin_move(R, ["a"], Side.PLUGIN, T0))
+    assert store.do(operations.commit_to_plugin(R, ["a"], cluster(store), T0)).waiting == {"a": "claim default/claim-1"}
     store.close()
     with Ledger(path) as again:
         assert not again.snapshot.claims
@@ -161,15 +157,15 @@ def test_a_reservation_in_memory_holds_until_the_process_ends(store: Ledger, pat
 def test_a_durable_reservation_survives_and_can_be_completed(store: Ledger, path: str) -> None:
     """A driver whose hooks leave traces can undo them after a crash."""
     to_dra(store)
-    store.do(ledger.reserve(claim("1", "a"), durable=False))
-    store.do(ledger.reserve(claim("1", "a"), durable=True))
+    store.do(operations.reserve(claim("1", "a"), durable=False))
+    store.do(operations.reserve(claim("1", "a"), durable=True))
     store.close()
     with Ledger(path) as again:
         assert again.snapshot.claims[D, "1"].result is None
-        done = again.do(ledger.prepare(claim("1", "a")))
+        done = again.do(operations.prepare(claim("1", "a")))
         assert isinstance(done, Claim)
         assert done.result == "ready"
-        reopened = again.do(ledger.reopen(D, "1"))
+        reopened = again.do(operations.reopen(D, "1"))
         assert reopened is not None
         assert reopened.result is None
 
@@ -201,19 +197,19 @@ def broken(evidence: KubeletEvidence) -> dict[str, KubeletEvidence]:
 
 def test_a_move_to_dra_ends_only_with_all_of_its_evidence_in_order(store: Ledger) -> None:
     """Every single piece is needed, and the answer says which one is missing."""
-    store.do(ledger.begin_move(R, ["a"], Side.DRA, T0))
+    store.do(operations.begin_move(R, ["a"], Side.DRA, T0))
     for what, evidence in broken(kubelet(store)).items():
-        done = store.do(ledger.commit_to_dra(R, ["a"], evidence, T0))
+        done = store.do(operations.commit_to_dra(R, ["a"], evidence, T0))
         assert done.devices == (), what
         assert what in done.waiting["a"]
-    assert store.do(ledger.commit_to_dra(R, ["a", "b"], kubelet(store), T0)).devices == ("a",)
+    assert store.do(operations.commit_to_dra(R, ["a", "b"], kubelet(store), T0)).devices == ("a",)
     assert (state(store), state(store, "b")) == (State.DRA, State.PLUGIN)
 
 
 def test_a_move_to_the_plugin_ends_only_with_all_of_its_evidence(store: Ledger) -> None:
     """The slice accepted, then a list without an allocation, and nothing prepared."""
     to_dra(store)
-    store.do(ledger.begin_move(R, ["a"], Side.PLUGIN, T0))
+    store.do(operations.begin_move(R, ["a"], Side.PLUGIN, T0))
     good = cluster(store)
     for what, evidence in {
         "after the move": replace(good, sequence=0),
@@ -221,14 +217,14 @@ def test_a_move_to_the_plugin_ends_only_with_all_of_its_evidence(store: Ledger) 
         "a list": replace(good, listed_at=0.5),
         "claim default/x": replace(good, allocated={"a": "default/x"}),
     }.items():
-        assert what in store.do(ledger.commit_to_plugin(R, ["a"], evidence, T0)).waiting["a"]
-    assert store.do(ledger.commit_to_plugin(R, ["a"], good, T0)).devices == ("a",)
+        assert what in store.do(operations.commit_to_plugin(R, ["a"], evidence, T0)).waiting["a"]
+    assert store.do(operations.commit_to_plugin(R, ["a"], good, T0)).devices == ("a",)
 
 
 def test_a_grant_never_seen_takes_two_snapshots_well_apart(store: Ledger) -> None:
     """The pod may be on its way from Allocate to where the kubelet remembers it."""
     before = seen(store, 0.0)
-    store.do(ledger.grant(R, {"a": "a"}, T0))
+    store.do(operations.grant(R, {"a": "a"}, T0))
     empty = seen(store)
     for snapshot, at, released in (
         (before, 1.0, ()),  # began before the grant: says nothing
@@ -238,103 +234,103 @@ def test_a_grant_never_seen_takes_two_snapshots_well_apart(store: Ledger) -> Non
         (replace(empty, awake=False), 12.0, ()),
         (empty, 12.0, ("a",)),
     ):
-        assert store.do(ledger.observe(R, replace(snapshot, at=at), T0)).released == released
+        assert store.do(operations.observe(R, replace(snapshot, at=at), T0)).released == released
 
 
 def test_a_snapshot_that_is_looked_at_late_is_as_old_as_it_is(store: Ledger) -> None:
     """R7: a slow disk between two snapshots close together does not set them apart."""
-    store.do(ledger.grant(R, {"a": "a"}, T0))
+    store.do(operations.grant(R, {"a": "a"}, T0))
     empty = seen(store)
-    store.do(ledger.observe(R, empty, T0))
-    assert store.do(ledger.observe(R, replace(empty, at=2.0), T0 + 3600)).released == ()
+    store.do(operations.observe(R, empty, T0))
+    assert store.do(operations.observe(R, replace(empty, at=2.0), T0 + 3600)).released == ()
 
 
 def test_a_device_that_is_not_shared_has_one_claim(store: Ledger) -> None:
     """The API server forgets the claim of a pod that is deleted by force; its container may still run."""
     to_dra(store)
-    assert isinstance(store.do(ledger.prepare(claim("1", "a"))), Claim)
+    assert isinstance(store.do(operations.prepare(claim("1", "a"))), Claim)
     for other in (claim("2", "a"), claim("2", "a", share="s")):
-        for operation in (ledger.prepare(other), ledger.reserve(other, durable=False)):
+        for operation in (operations.prepare(other), operations.reserve(other, durable=False)):
             refusal = store.do(operation)
             assert isinstance(refusal, Refused)
             assert refusal.holder == "claim default/claim-1"
-    assert isinstance(store.do(ledger.prepare(claim("2", "a", admin=True))), Claim)
-    store.do(ledger.unprepare(D, "1"))
-    assert isinstance(store.do(ledger.prepare(claim("3", "a"))), Claim)
+    assert isinstance(store.do(operations.prepare(claim("2", "a", admin=True))), Claim)
+    store.do(operations.unprepare(D, "1"))
+    assert isinstance(store.do(operations.prepare(claim("3", "a"))), Claim)
 
 
 def test_a_grant_that_was_seen_is_released_with_the_first_snapshot_without_it(store: Ledger) -> None:
     """A pod that is gone frees its device at once, so that moves are quick."""
-    store.do(ledger.grant(R, {"a": "a"}, T0))
-    store.do(ledger.observe(R, seen(store, a="u1/main"), T0))
+    store.do(operations.grant(R, {"a": "a"}, T0))
+    store.do(operations.observe(R, seen(store, a="u1/main"), T0))
     record = store.snapshot.allocations[R, "a"]
     assert (record.pod, record.holders, record.pending) == ("default/u1", frozenset({("u1", "main")}), False)
-    assert store.do(ledger.observe(R, seen(store), T0)).released == ("a",)
+    assert store.do(operations.observe(R, seen(store), T0)).released == ("a",)
 
 
 def test_a_snapshot_from_before_a_grant_says_nothing_of_its_pod(store: Ledger) -> None:
     """It shows the pod before, which had the device, too; the new one is still to be seen."""
-    store.do(ledger.grant(R, {"a": "a"}, T0))
+    store.do(operations.grant(R, {"a": "a"}, T0))
     before = seen(store, a="former/main")
-    store.do(ledger.grant(R, {"a": "a"}, T0))
-    store.do(ledger.observe(R, before, T0))
+    store.do(operations.grant(R, {"a": "a"}, T0))
+    store.do(operations.observe(R, before, T0))
     assert store.snapshot.allocations[R, "a"].holders == frozenset()
-    assert store.do(ledger.observe(R, seen(store, 2.0), T0)).released == ()
+    assert store.do(operations.observe(R, seen(store, 2.0), T0)).released == ()
 
 
 def test_a_grant_to_the_next_pod_waits_though_the_former_pod_has_ended(store: Ledger) -> None:
     """Its own container is still to be named; that the former one is named no more proves nothing of it."""
-    store.do(ledger.grant(R, {"a": "a"}, T0))
-    store.do(ledger.observe(R, seen(store, 1.0, a="u1/main"), T0))
-    store.do(ledger.grant(R, {"a": "a"}, T0))
+    store.do(operations.grant(R, {"a": "a"}, T0))
+    store.do(operations.observe(R, seen(store, 1.0, a="u1/main"), T0))
+    store.do(operations.grant(R, {"a": "a"}, T0))
     for snapshot in (seen(store, 2.0, a="u1/main"), seen(store, 3.0)):
-        assert store.do(ledger.observe(R, snapshot, T0)).released == ()
+        assert store.do(operations.observe(R, snapshot, T0)).released == ()
     record = store.snapshot.allocations[R, "a"]
     assert (record.holders, record.pending) == (frozenset(), True)
-    store.do(ledger.observe(R, seen(store, 4.0, a="u2/main"), T0))
-    assert store.do(ledger.observe(R, seen(store, 5.0), T0)).released == ("a",)
+    store.do(operations.observe(R, seen(store, 4.0, a="u2/main"), T0))
+    assert store.do(operations.observe(R, seen(store, 5.0), T0)).released == ("a",)
 
 
 def test_an_init_container_named_like_an_earlier_pods_container_holds(store: Ledger) -> None:
     """A holder is a pod's UID and a container, never a name alone (E0)."""
-    store.do(ledger.grant(R, {"a": "a"}, T0))
-    store.do(ledger.observe(R, seen(store, 1.0, a="u1/main"), T0))
-    store.do(ledger.grant(R, {"a": "a"}, T0))
-    store.do(ledger.observe(R, seen(store, 2.0, a="u1/main u2/main"), T0))
-    assert store.do(ledger.observe(R, seen(store, 3.0, a="u2/main"), T0)).released == ()
+    store.do(operations.grant(R, {"a": "a"}, T0))
+    store.do(operations.observe(R, seen(store, 1.0, a="u1/main"), T0))
+    store.do(operations.grant(R, {"a": "a"}, T0))
+    store.do(operations.observe(R, seen(store, 2.0, a="u1/main u2/main"), T0))
+    assert store.do(operations.observe(R, seen(store, 3.0, a="u2/main"), T0)).released == ()
     assert store.snapshot.allocations[R, "a"].holders == {("u2", "main")}
-    store.do(ledger.begin_move(R, ["a"], Side.DRA, T0))
-    done = store.do(ledger.commit_to_dra(R, ["a"], kubelet(store, held={"a": held_by("a", "u2/main")}), T0))
+    store.do(operations.begin_move(R, ["a"], Side.DRA, T0))
+    done = store.do(operations.commit_to_dra(R, ["a"], kubelet(store, held={"a": held_by("a", "u2/main")}), T0))
     assert done.waiting == {"a": "pod default/u2"}
 
 
 def test_init_and_app_container_of_a_pod_hold_one_id_one_after_the_other(store: Ledger) -> None:
     """The kubelet calls Allocate for each; the id is free when the checkpoint names neither."""
-    store.do(ledger.grant(R, {"a": "a"}, T0))
-    store.do(ledger.observe(R, seen(store, 1.0, a="u1/init"), T0))
-    store.do(ledger.grant(R, {"a": "a"}, T0))
-    store.do(ledger.observe(R, seen(store, 2.0, a="u1/init u1/main"), T0))
+    store.do(operations.grant(R, {"a": "a"}, T0))
+    store.do(operations.observe(R, seen(store, 1.0, a="u1/init"), T0))
+    store.do(operations.grant(R, {"a": "a"}, T0))
+    store.do(operations.observe(R, seen(store, 2.0, a="u1/init u1/main"), T0))
     assert not store.snapshot.allocations[R, "a"].pending
-    assert store.do(ledger.observe(R, seen(store, 3.0, a="u1/main"), T0)).released == ()
-    assert store.do(ledger.observe(R, seen(store, 4.0), T0)).released == ("a",)
+    assert store.do(operations.observe(R, seen(store, 3.0, a="u1/main"), T0)).released == ()
+    assert store.do(operations.observe(R, seen(store, 4.0), T0)).released == ("a",)
 
 
 def test_a_grant_whose_pod_was_refused_is_over_while_an_old_holder_stays(store: Ledger) -> None:
     """R7 ends the grant only; who held the id before holds it for as long as the evidence says so."""
-    store.do(ledger.grant(R, {"a": "a"}, T0))
-    store.do(ledger.observe(R, seen(store, 1.0, a="u1/main"), T0))
-    store.do(ledger.grant(R, {"a": "a"}, T0))
+    store.do(operations.grant(R, {"a": "a"}, T0))
+    store.do(operations.observe(R, seen(store, 1.0, a="u1/main"), T0))
+    store.do(operations.grant(R, {"a": "a"}, T0))
     for at in (2.0, 12.0):
-        assert store.do(ledger.observe(R, seen(store, at, a="u1/main"), T0)).released == ()
+        assert store.do(operations.observe(R, seen(store, at, a="u1/main"), T0)).released == ()
     record = store.snapshot.allocations[R, "a"]
     assert (record.holders, record.pending) == (frozenset({("u1", "main")}), False)
-    assert store.do(ledger.observe(R, seen(store, 13.0), T0)).released == ("a",)
+    assert store.do(operations.observe(R, seen(store, 13.0), T0)).released == ("a",)
 
 
 def test_holders_and_whether_a_grant_waits_survive_a_restart(store: Ledger, path: str) -> None:
     """The next agent goes on with (pod UID, container) of each holder, which the scans look for."""
-    store.do(ledger.grant(R, {"a": "a", "b": "b"}, T0))
-    store.do(ledger.observe(R, seen(store, 1.0, a="u1/init u1/main"), T0))
+    store.do(operations.grant(R, {"a": "a", "b": "b"}, T0))
+    store.do(operations.observe(R, seen(store, 1.0, a="u1/init u1/main"), T0))
     store.close()
     with Ledger(path) as again:
         recorded = {
@@ -346,7 +342,7 @@ def test_holders_and_whether_a_grant_waits_survive_a_restart(store: Ledger, path
 def test_a_pod_that_the_ledger_does_not_know_becomes_a_holder_or_an_alarm(store: Ledger) -> None:
     """A ledger younger than its pods learns of them; on the DRA side they are a contradiction."""
     to_dra(store, "b")
-    found = store.do(ledger.observe(R, seen(store, a="u1/main", b="u2/main"), T0))
+    found = store.do(operations.observe(R, seen(store, a="u1/main", b="u2/main"), T0))
     assert (found.found, found.quarantined) == (("a", "b"), ("b",))
     assert store.snapshot.allocations[R, "a"].holders == {("u1", "main")}
     assert not store.snapshot.allocations[R, "a"].pending
@@ -357,37 +353,37 @@ def test_a_pod_that_the_ledger_does_not_know_becomes_a_holder_or_an_alarm(store:
 def test_a_move_turns_round_and_is_cancelled(store: Ledger) -> None:
     """Before its commit nothing is final."""
     for to, begun in ((Side.DRA, State.TO_DRA), (Side.PLUGIN, State.PLUGIN)):
-        assert store.do(ledger.begin_move(R, ["a"], to, T0)) == {"a": begun}
+        assert store.do(operations.begin_move(R, ["a"], to, T0)) == {"a": begun}
     to_dra(store)
-    assert store.do(ledger.begin_move(R, ["a"], Side.PLUGIN, T0)) == {"a": State.TO_PLUGIN}
-    assert store.do(ledger.begin_move(R, ["a"], Side.DRA, T0)) == {"a": State.DRA}
-    assert store.do(ledger.begin_move(R, ["a"], Side.DRA, T0)) == {}
+    assert store.do(operations.begin_move(R, ["a"], Side.PLUGIN, T0)) == {"a": State.TO_PLUGIN}
+    assert store.do(operations.begin_move(R, ["a"], Side.DRA, T0)) == {"a": State.DRA}
+    assert store.do(operations.begin_move(R, ["a"], Side.DRA, T0)) == {}
 
 
 def test_devices_are_adopted_once_and_forgotten_when_free(store: Ledger) -> None:
     """A new default does not move what is known; a held device is not forgotten."""
-    assert store.do(ledger.adopt(R, ["a", "c"], Side.DRA, T0)) == ("c",)
+    assert store.do(adopt(R, ["a", "c"], Side.DRA, T0)).changed == {"c": State.DRA}
     assert (state(store, "a"), state(store, "c")) == (State.PLUGIN, State.DRA)
-    store.do(ledger.grant(R, {"a": "a"}, T0))
-    assert store.do(ledger.forget(R, ["a", "b", "x"])) == ("b",)
-    store.do(ledger.grant(R, {"d": "d"}, T0))
-    store.do(ledger.adopt(R, ["d"], Side.DRA, T0))
+    store.do(operations.grant(R, {"a": "a"}, T0))
+    assert store.do(operations.forget(R, ["a", "b", "x"])) == ("b",)
+    store.do(operations.grant(R, {"d": "d"}, T0))
+    store.do(adopt(R, ["d"], Side.DRA, T0))
     assert state(store, "d") is State.PLUGIN, "somebody holds it there"
 
 
 def test_settings_survive(store: Ledger, path: str) -> None:
     """A value is there after a restart, until it is replaced or dropped; the same value costs no write."""
-    store.do(ledger.set_setting("share", R, "all"))
+    store.do(operations.set_setting("share", R, "all"))
     sequence = store.snapshot.sequence
-    store.do(ledger.set_setting("share", R, "all"))
+    store.do(operations.set_setting("share", R, "all"))
     assert store.snapshot.sequence == sequence
     assert store.snapshot.setting("share", "other") is None
     store.close()
     with Ledger(path) as again:
         assert again.snapshot.setting("share", R) == "all"
-        again.do(ledger.set_setting("share", R, "none"))
-        again.do(ledger.set_setting("share", "x", "1"))
-        again.do(ledger.set_setting("share", "x", None))
+        again.do(operations.set_setting("share", R, "none"))
+        again.do(operations.set_setting("share", "x", "1"))
+        again.do(operations.set_setting("share", "x", None))
     with Ledger(path) as again:
         assert {key: one.value for key, one in again.snapshot.settings.items()} == {("share", R): "none"}
 
@@ -408,17 +404,17 @@ def test_a_device_is_recorded_as_what_it_is(store: Ledger, path: str) -> None:
 def test_a_held_device_is_recorded_as_what_its_holder_got(store: Ledger, side: Side) -> None:
     """Until nobody holds it, or the node was booted since."""
     if side is Side.PLUGIN:
-        store.do(ledger.grant(R, {"a": "a"}, T0))
+        store.do(operations.grant(R, {"a": "a"}, T0))
     else:
         to_dra(store, "a")
-        store.do(ledger.prepare(claim("1", "a")))
+        store.do(operations.prepare(claim("1", "a")))
     for identity, after in (("boot:1 n1", "n1"), ("boot:1 n2", "n1"), ("boot:2 n3", "n3"), ("boot:2 n4", "n3")):
         store.do(identify({(R, "a"): identity}))
         assert store.snapshot.device(R, "a").identity.endswith(after)
     if side is Side.PLUGIN:
-        store.do(ledger.observe(R, seen(store, 1.0), T0))
-        store.do(ledger.observe(R, seen(store, 100.0), T0))
+        store.do(operations.observe(R, seen(store, 1.0), T0))
+        store.do(operations.observe(R, seen(store, 100.0), T0))
     else:
-        store.do(ledger.unprepare(D, "1"))
+        store.do(operations.unprepare(D, "1"))
     store.do(identify({(R, "a"): "boot:2 n4"}))
     assert store.snapshot.device(R, "a").identity == "boot:2 n4"

@@ -6,19 +6,10 @@ from dataclasses import replace
 
 import pytest
 
-from dra_bridge import ledger
-from dra_bridge.ledger import (
-    ClaimDevice,
-    ClaimEvidence,
-    Evidence,
-    KubeletSnapshot,
-    Ledger,
-    ObservedAllocation,
-    Refused,
-    Side,
-    State,
-    operations,
-)
+from dra_bridge.ledger import operations
+from dra_bridge.ledger.records import ClaimDevice, Side, State
+from dra_bridge.ledger.rules import ClaimEvidence, Evidence, KubeletSnapshot, ObservedAllocation, Refused
+from dra_bridge.ledger.store import Ledger
 from tests.dra.ledger.samples import T0, D, R, claim, cluster, held_by, seen, state, to_dra
 
 
@@ -33,7 +24,7 @@ def test_an_empty_ledger_is_rebuilt_from_evidence(path: str) -> None:
     )
     with Ledger(path) as store:
         assert store.fresh
-        done = store.do(ledger.reconcile_evidence(R, evidence, ["idle"], Side.DRA, T0))
+        done = store.do(operations.reconcile_evidence(R, evidence, ["idle"], Side.DRA, T0))
         assert {name: record.state for name, record in store.snapshot.of(R).items()} == {
             "p": State.PLUGIN,
             "allocated": State.DRA,
@@ -45,12 +36,12 @@ def test_an_empty_ledger_is_rebuilt_from_evidence(path: str) -> None:
         assert store.snapshot.claims[D, "2"].held == {(R, "filed"), (R, "both")}
         assert list(store.snapshot.allocations) == [(R, "p"), (R, "both")]
         later = replace(evidence, held={})
-        assert store.do(ledger.reconcile_evidence(R, later, [], Side.DRA, T0)).changed == {}, (
+        assert store.do(operations.reconcile_evidence(R, later, [], Side.DRA, T0)).changed == {}, (
             "the ledger has an allocation of it"
         )
         empty = seen(store)
-        assert store.do(ledger.observe(R, empty, T0)).released == ("p", "both")
-        assert store.do(ledger.reconcile_evidence(R, later, [], Side.DRA, T0)).changed == {"both": State.DRA}
+        assert store.do(operations.observe(R, empty, T0)).released == ("p", "both")
+        assert store.do(operations.reconcile_evidence(R, later, [], Side.DRA, T0)).changed == {"both": State.DRA}
 
 
 def test_a_quarantined_device_stays_while_others_are_reconciled(store: Ledger) -> None:
@@ -58,82 +49,82 @@ def test_a_quarantined_device_stays_while_others_are_reconciled(store: Ledger) -
     evidence = Evidence(
         {"a": ObservedAllocation("a", "default/p")}, [ClaimEvidence(D, "1", frozenset({"a"}), prepared=True)]
     )
-    assert store.do(ledger.reconcile_evidence(R, evidence, ["a"], Side.PLUGIN, T0)).quarantined == ("a",)
-    store.do(ledger.reconcile_evidence(R, Evidence(), ["new"], Side.PLUGIN, T0))
+    assert store.do(operations.reconcile_evidence(R, evidence, ["a"], Side.PLUGIN, T0)).quarantined == ("a",)
+    store.do(operations.reconcile_evidence(R, Evidence(), ["new"], Side.PLUGIN, T0))
     assert state(store) is State.QUARANTINED
     pod_only = replace(evidence, claims=())
-    assert store.do(ledger.reconcile_evidence(R, pod_only, ["a"], Side.PLUGIN, T0)).quarantined == ("a",)
-    store.do(ledger.unprepare(D, "1"))
-    assert store.do(ledger.reconcile_evidence(R, pod_only, ["a"], Side.PLUGIN, T0)).changed == {"a": State.PLUGIN}
+    assert store.do(operations.reconcile_evidence(R, pod_only, ["a"], Side.PLUGIN, T0)).quarantined == ("a",)
+    store.do(operations.unprepare(D, "1"))
+    assert store.do(operations.reconcile_evidence(R, pod_only, ["a"], Side.PLUGIN, T0)).changed == {"a": State.PLUGIN}
 
 
 def test_a_checkpoint_that_may_be_old_accuses_nobody(store: Ledger) -> None:
     """It shows ended pods: on the DRA side the device is doubtful, on the plugin's side held."""
     to_dra(store, "b")
     held = {device_id: held_by(device_id, f"uid-{device_id}/main", sure=False) for device_id in ("a", "b")}
-    found = store.do(ledger.reconcile_evidence(R, Evidence(held), ["a", "b"], Side.PLUGIN, T0))
+    found = store.do(operations.reconcile_evidence(R, Evidence(held), ["a", "b"], Side.PLUGIN, T0))
     assert (found.changed, found.quarantined, found.doubtful) == ({}, (), ("b",))
     assert [record.device_id for record in store.snapshot.allocations.values()] == ["a"]
     snapshot = KubeletSnapshot(store.snapshot.sequence, 0.0, True, held)
-    again = store.do(ledger.observe(R, snapshot, T0))
+    again = store.do(operations.observe(R, snapshot, T0))
     assert (again.found, again.quarantined) == ((), ())
     sure = {"b": replace(held["b"], sure=True)}
-    assert store.do(ledger.reconcile_evidence(R, Evidence(sure), ["b"], Side.PLUGIN, T0)).quarantined == ("b",)
+    assert store.do(operations.reconcile_evidence(R, Evidence(sure), ["b"], Side.PLUGIN, T0)).quarantined == ("b",)
 
 
 def test_evidence_of_a_sleeping_checkpoint_puts_no_new_device_anywhere(store: Ledger) -> None:
     """A pod that it does not name yet may have it; one that is on the plugin's side is safe there."""
     to_dra(store, "b")
-    done = store.do(ledger.reconcile_evidence(R, Evidence(awake=False), ["a", "b", "new"], Side.DRA, T0))
+    done = store.do(operations.reconcile_evidence(R, Evidence(awake=False), ["a", "b", "new"], Side.DRA, T0))
     assert (done.changed, done.doubtful) == ({}, ("b", "new"))
     assert (R, "new") not in store.snapshot.devices
     held = Evidence({"held": held_by("held", "u1/main")}, awake=False)
-    done = store.do(ledger.reconcile_evidence(R, held, ["held"], Side.DRA, T0))
+    done = store.do(operations.reconcile_evidence(R, held, ["held"], Side.DRA, T0))
     assert (done.changed, done.doubtful) == ({"held": State.PLUGIN}, ()), "whoever it names has it"
-    done = store.do(ledger.reconcile_evidence(R, Evidence(), ["b", "new"], Side.DRA, T0))
+    done = store.do(operations.reconcile_evidence(R, Evidence(), ["b", "new"], Side.DRA, T0))
     assert (done.changed, done.doubtful) == ({"new": State.DRA}, ())
 
 
 def test_a_claim_known_from_its_file_gets_its_name_once(store: Ledger) -> None:
     """So that it can be asked about; what has a name keeps it, and pods that come to share it are added."""
     file = ClaimEvidence(D, "1", frozenset({"new"}), prepared=True)
-    store.do(ledger.reconcile_evidence(R, Evidence({}, [file]), ["new"], Side.PLUGIN, T0))
+    store.do(operations.reconcile_evidence(R, Evidence({}, [file]), ["new"], Side.PLUGIN, T0))
     for name, pod in (("first", "u1"), ("second", "u2")):
-        named = store.do(ledger.describe(D, "1", "default", name, [pod]))
+        named = store.do(operations.describe(D, "1", "default", name, [pod]))
         assert named is not None
         assert named.title == "default/first"
     assert store.snapshot.claims[D, "1"].pods == {"u1", "u2"}
     before = store.snapshot
-    store.do(ledger.describe(D, "1", "default", "third", ["u1"]))
+    store.do(operations.describe(D, "1", "default", "third", ["u1"]))
     assert store.snapshot is before, "nothing new is not written"
-    assert store.do(ledger.describe(D, "unknown", "default", "x")) is None
+    assert store.do(operations.describe(D, "unknown", "default", "x")) is None
 
 
 def test_a_claim_over_two_resources_is_found_once_for_each_of_them(store: Ledger, path: str) -> None:
     """The ledger is lost: both resources' evidence goes into one record, which holds and unprepares all of it."""
     other = "example.com/nic"
     state_file = ClaimEvidence(D, "1", frozenset({"a"}), True, "ml", "train", frozenset({"u1"}), {"a": "share-1"})
-    store.do(ledger.forget(R, ["a"]))
-    store.do(ledger.reconcile_evidence(R, Evidence(claims=[state_file]), ["a"], Side.PLUGIN, T0))
+    store.do(operations.forget(R, ["a"]))
+    store.do(operations.reconcile_evidence(R, Evidence(claims=[state_file]), ["a"], Side.PLUGIN, T0))
     second = replace(state_file, devices=frozenset({"n"}), pods=frozenset({"u2"}), shares={"n": ""})
     for _ in range(2):
-        store.do(ledger.reconcile_evidence(other, Evidence(claims=[second]), ["n"], Side.PLUGIN, T0))
+        store.do(operations.reconcile_evidence(other, Evidence(claims=[second]), ["n"], Side.PLUGIN, T0))
     store.close()
     with Ledger(path) as again:
         record = again.snapshot.claims[D, "1"]
         assert record.devices == (ClaimDevice(R, "a", "share-1"), ClaimDevice(other, "n"))
         assert (record.title, record.pods) == ("ml/train", frozenset({"u1", "u2"}))
         assert again.snapshot.device(other, "n").state is State.DRA
-        assert isinstance(again.do(ledger.prepare(claim("2", "a"))), Refused)
+        assert isinstance(again.do(operations.prepare(claim("2", "a"))), Refused)
 
 
 def test_evidence_adds_nothing_to_a_claim_that_is_prepared(store: Ledger) -> None:
     """Its record says itself what it holds; seen devices among it."""
     to_dra(store)
-    store.do(ledger.prepare(claim("1", "a")))
+    store.do(operations.prepare(claim("1", "a")))
     known = store.snapshot.claims[D, "1"]
     found = ClaimEvidence(D, "1", frozenset({"b"}), prepared=True)
-    store.do(ledger.reconcile_evidence(R, Evidence(claims=[found]), [], Side.PLUGIN, T0))
+    store.do(operations.reconcile_evidence(R, Evidence(claims=[found]), [], Side.PLUGIN, T0))
     assert store.snapshot.claims[D, "1"] == known
 
 
@@ -142,19 +133,19 @@ def test_evidence_does_not_bring_back_a_claim_that_was_unprepared(store: Ledger)
     to_dra(store)
     old = Evidence(claims=[ClaimEvidence(D, "1", frozenset({"a"}), prepared=True)])
     for prepared in (claim("1", "a"), replace(claim("1", "a"), result=None, durable=False)):
-        store.do(ledger.prepare(prepared) if prepared.result else ledger.reserve(prepared, durable=False))
-        store.do(ledger.unprepare(D, "1"))
-        assert store.do(ledger.reconcile_evidence(R, old, ["a"], Side.PLUGIN, T0)).changed == {}
+        store.do(operations.prepare(prepared) if prepared.result else operations.reserve(prepared, durable=False))
+        store.do(operations.unprepare(D, "1"))
+        assert store.do(operations.reconcile_evidence(R, old, ["a"], Side.PLUGIN, T0)).changed == {}
         assert store.snapshot.claims == {}
-    store.do(ledger.prepare(claim("1", "a")))
-    store.do(ledger.reconcile_evidence(R, old, ["a"], Side.PLUGIN, T0))
+    store.do(operations.prepare(claim("1", "a")))
+    store.do(operations.reconcile_evidence(R, old, ["a"], Side.PLUGIN, T0))
     assert store.snapshot.claims[D, "1"].result == "ready", "it was prepared again"
-    store.do(ledger.unprepare(D, "1"))
-    store.do(ledger.begin_move(R, ["a"], Side.PLUGIN, T0))
-    store.do(ledger.commit_to_plugin(R, ["a"], cluster(store), T0))
-    assert store.do(ledger.reconcile_evidence(R, old, ["a"], Side.PLUGIN, T0)).quarantined == ()
+    store.do(operations.unprepare(D, "1"))
+    store.do(operations.begin_move(R, ["a"], Side.PLUGIN, T0))
+    store.do(operations.commit_to_plugin(R, ["a"], cluster(store), T0))
+    assert store.do(operations.reconcile_evidence(R, old, ["a"], Side.PLUGIN, T0)).quarantined == ()
     other = Evidence(claims=[ClaimEvidence(D, "2", frozenset({"a"}), prepared=True)])
-    assert store.do(ledger.reconcile_evidence(R, other, ["a"], Side.PLUGIN, T0)).quarantined == ("a",)
+    assert store.do(operations.reconcile_evidence(R, other, ["a"], Side.PLUGIN, T0)).quarantined == ("a",)
 
 
 def test_only_the_last_unprepared_claims_are_remembered(store: Ledger, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -162,17 +153,17 @@ def test_only_the_last_unprepared_claims_are_remembered(store: Ledger, monkeypat
     monkeypatch.setattr(operations, "KEEP_ENDED", 2)
     to_dra(store)
     for uid in ("1", "2", "3"):
-        store.do(ledger.prepare(claim(uid, "a")))
-        store.do(ledger.unprepare(D, uid))
+        store.do(operations.prepare(claim(uid, "a")))
+        store.do(operations.unprepare(D, uid))
     assert list(store.snapshot.ended) == [(D, "2"), (D, "3")]
     found = [ClaimEvidence(D, uid, frozenset({"a"}), prepared=True) for uid in ("1", "2", "3")]
-    store.do(ledger.reconcile_evidence(R, Evidence(claims=found), ["a"], Side.PLUGIN, T0))
+    store.do(operations.reconcile_evidence(R, Evidence(claims=found), ["a"], Side.PLUGIN, T0))
     assert list(store.snapshot.claims) == [(D, "1")]
 
 
 def test_a_ledger_that_is_whole_is_corrected_by_holders_only(store: Ledger) -> None:
     """An allocation is a scheduler's wish and may be late; a CDI file is a holder."""
     wish = ClaimEvidence(D, "1", frozenset({"a"}), prepared=False)
-    assert store.do(ledger.reconcile_evidence(R, Evidence({}, [wish]), [], Side.PLUGIN, T0)).changed == {}
+    assert store.do(operations.reconcile_evidence(R, Evidence({}, [wish]), [], Side.PLUGIN, T0)).changed == {}
     filed = replace(wish, prepared=True)
-    assert store.do(ledger.reconcile_evidence(R, Evidence({}, [filed]), [], Side.PLUGIN, T0)).quarantined == ("a",)
+    assert store.do(operations.reconcile_evidence(R, Evidence({}, [filed]), [], Side.PLUGIN, T0)).quarantined == ("a",)

@@ -9,21 +9,22 @@ from pathlib import Path
 
 import pytest
 
-from dra_bridge import ledger
-from dra_bridge.ledger import AsyncLedger, Ledger, LedgerError, Side
+from dra_bridge.ledger import operations
 from dra_bridge.ledger.operations import Granted
-from dra_bridge.ledger.records import LedgerLostError
-from tests.dra.ledger.samples import T0, Flaky, R
+from dra_bridge.ledger.records import LedgerError, LedgerLostError, Side
+from dra_bridge.ledger.store import Ledger
+from dra_bridge.ledger.worker import AsyncLedger
+from tests.dra.ledger.samples import T0, Flaky, R, adopt
 
 
 async def test_a_lost_ledger_is_reported_to_its_owner(path: str) -> None:
     """The event of the async ledger is set with the first answer that fails so."""
     async_ledger = await AsyncLedger.open(path)
-    await async_ledger.do(ledger.adopt(R, ["a"], Side.PLUGIN, T0))
+    await async_ledger.do(adopt(R, ["a"], Side.PLUGIN, T0))
     assert not async_ledger.lost.is_set()
     shutil.rmtree(Path(path).parent)
     with pytest.raises(LedgerLostError):
-        await async_ledger.do(ledger.grant(R, {"a": "a"}, T0))
+        await async_ledger.do(operations.grant(R, {"a": "a"}, T0))
     async with asyncio.timeout(60):
         await async_ledger.lost.wait()
     await async_ledger.close()
@@ -43,13 +44,13 @@ async def test_what_is_asked_together_is_committed_together(path: str) -> None:
     store = Ledger(path, step=step)
     held.set()
     async_ledger = AsyncLedger(store)
-    await async_ledger.do(ledger.adopt(R, [str(n) for n in range(9)], Side.PLUGIN, T0))
+    await async_ledger.do(adopt(R, [str(n) for n in range(9)], Side.PLUGIN, T0))
     held.clear()
     begun.clear()
     commits.clear()
-    first = asyncio.create_task(async_ledger.do(ledger.grant(R, {"8": "8"}, T0)))
+    first = asyncio.create_task(async_ledger.do(operations.grant(R, {"8": "8"}, T0)))
     await asyncio.to_thread(begun.wait, 10)
-    others = [asyncio.create_task(async_ledger.do(ledger.grant(R, {str(n): str(n)}, T0))) for n in range(8)]
+    others = [asyncio.create_task(async_ledger.do(operations.grant(R, {str(n): str(n)}, T0))) for n in range(8)]
     await asyncio.sleep(0)
     held.set()
     assert all(isinstance(answer, Granted) for answer in await asyncio.gather(first, *others))
@@ -58,7 +59,7 @@ async def test_what_is_asked_together_is_committed_together(path: str) -> None:
         await async_ledger.do(lambda now: 1 // 0)  # type: ignore[arg-type, return-value]
     await async_ledger.close()
     with pytest.raises(LedgerError):
-        await async_ledger.do(ledger.grant(R, {"1": "1"}, T0))
+        await async_ledger.do(operations.grant(R, {"1": "1"}, T0))
 
 
 async def test_the_async_ledger_passes_on_that_a_write_failed(path: str) -> None:
@@ -68,7 +69,8 @@ async def test_the_async_ledger_passes_on_that_a_write_failed(path: str) -> None
     async_ledger = AsyncLedger(store)
     fails.add("COMMIT")
     answers = await asyncio.gather(
-        *(async_ledger.do(ledger.grant(R, {device_id: device_id}, T0)) for device_id in "ab"), return_exceptions=True
+        *(async_ledger.do(operations.grant(R, {device_id: device_id}, T0)) for device_id in "ab"),
+        return_exceptions=True,
     )
     assert all(isinstance(answer, LedgerError) for answer in answers)
     fails.clear()

@@ -11,10 +11,10 @@ import pytest
 from deviceplugin.device import Device
 from deviceplugin.naming import device_name
 from deviceplugin.source import DeviceSource
-from dra_bridge.handover import Share
+from dra_bridge.handover.share import Share
 from dra_bridge.kube import Cluster
 from dra_bridge.node.bridge import Bridge
-from dra_bridge.node.policies import HandoverPolicy
+from dra_bridge.node.share import HandoverPolicy
 from dra_bridge.testing.apiserver import FakeApiServer
 from dra_bridge.testing.node import FakeNode
 from tests.dra.classes import device_class

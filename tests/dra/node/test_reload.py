@@ -14,16 +14,17 @@ from deviceplugin.kubelet.allocation_gate import Refusal
 from deviceplugin.node.agent import AgentError
 from deviceplugin.source import DeviceSource
 from deviceplugin.testing import FakePod
-from dra_bridge import ledger
 from dra_bridge.driver.registrar import Timing
-from dra_bridge.handover import Share
+from dra_bridge.handover.share import Share
 from dra_bridge.kube import Cluster
-from dra_bridge.ledger import Ledger, Side
+from dra_bridge.ledger.records import Side
+from dra_bridge.ledger.store import Ledger
 from dra_bridge.node.bridge import Bridge
-from dra_bridge.node.policies import NONE, HandoverPolicy
+from dra_bridge.node.share import NONE, HandoverPolicy
 from dra_bridge.testing.apiserver import FakeApiServer
 from dra_bridge.testing.node import FakeNode
 from tests.dra.classes import device_class
+from tests.dra.ledger.samples import adopt
 
 A, B = "example.com/a", "example.com/b"
 D, E = "d.example.com", "e.example.com"
@@ -97,7 +98,7 @@ async def test_an_agent_that_stands_by_ends_when_it_is_told_to(
         async with running(agent):
             await until(lambda: "standing by" in caplog.text)
     assert not node.registrations
-    await asyncio.to_thread(lambda: Ledger(str(agent.ledger_path(D)), wait=True).close())  # nobody has it
+    await asyncio.to_thread(lambda: Ledger(str(agent.ledger_path(D))).close())  # nobody has it
 
 
 async def test_a_ledger_that_cannot_be_opened_is_an_error_that_names_it(node: FakeNode, tmp_path: Path) -> None:
@@ -151,7 +152,7 @@ async def test_nothing_is_offered_before_its_ledger_is_open(
     async with running(agent):
         await until(lambda: len(healthy(node, A)) == 2)
         with held_ledger(agent, E) as other:
-            other.do(ledger.adopt(B, ["d0"], Side.DRA, 1.0))
+            other.do(adopt(B, ["d0"], Side.DRA, 1.0))
             reload = asyncio.create_task(agent.reconfigure({B: Source(B, E)}, {B: HandoverPolicy(Share(1))}, [A]))
             await until(lambda: "standing by" in caplog.text and len(node.devices(B)) == 2)
             assert all(update.healthy == 0 for update in node.updates(B))

@@ -18,20 +18,24 @@ from deviceplugin.device import ContainerEdits, Device
 from deviceplugin.kubelet.allocation_gate import Refusal
 from deviceplugin.node.agent import AgentError
 from deviceplugin.source import DeviceSource
-from dra_bridge import ledger
-from dra_bridge.driver import Driver
-from dra_bridge.handover import LedgerGate, Share
+from dra_bridge.driver.driver import Driver
+from dra_bridge.handover.gate import LedgerGate
+from dra_bridge.handover.share import Share
 from dra_bridge.kube import Cluster
-from dra_bridge.ledger import AsyncLedger, ClaimEvidence, Evidence, Ledger, Side, State
+from dra_bridge.ledger import operations
+from dra_bridge.ledger.records import Side, State
+from dra_bridge.ledger.rules import ClaimEvidence, Evidence
+from dra_bridge.ledger.store import Ledger
+from dra_bridge.ledger.worker import AsyncLedger
 from dra_bridge.node import device_reconciliation, share, slice_feed
 from dra_bridge.node.bridge import Bridge
 from dra_bridge.node.device_reconciliation import DeviceReconciler
-from dra_bridge.node.policies import HandoverPolicy
 from dra_bridge.node.resource import ResourceRuntime
-from dra_bridge.node.share import NodeAnnotations
+from dra_bridge.node.share import HandoverPolicy, NodeAnnotations
 from dra_bridge.testing.apiserver import FakeApiServer
 from dra_bridge.testing.node import FakeNode
 from tests.dra.classes import device_class
+from tests.dra.ledger.samples import adopt
 
 R = "example.com/fpga"
 D = "fpga.example.com"
@@ -211,7 +215,7 @@ async def test_a_ledger_that_lost_its_end_is_corrected_and_alarm_raised(
         path = bridge.ledger_path(D)
     Path(path).unlink()
     with Ledger(str(path)) as made:  # as if all of it since had been lost
-        made.do(ledger.adopt(R, ["d0", "d1"], Side.DRA, 1.0))
+        made.do(adopt(R, ["d0", "d1"], Side.DRA, 1.0))
     async with running(node, tmp_path / "cdi", Share(part=1.0)) as bridge:
         # A scan or the reconciliation finds it first; the reconciliation after a scan ends it at once.
         await until(
@@ -261,7 +265,7 @@ async def test_no_slice_has_a_device_before_its_evidence_was_reconciled(
     monkeypatch.setattr(slice_feed, "FIRST", 0.1)
     path = Path(node.root) / "plugins" / D / "ledger.db"
     with Ledger(str(path)) as made:
-        made.do(ledger.adopt(R, ["d0", "d1"], Side.DRA, 1.0))
+        made.do(adopt(R, ["d0", "d1"], Side.DRA, 1.0))
     async with running(node, tmp_path / "cdi", Share(part=1.0)) as bridge:
         await until(lambda: published() == {"d0"}, "the slice")
         assert bridge.drivers[D].ledger_gate.reconciled == {(R, "d0")}
@@ -286,7 +290,7 @@ async def test_nothing_moves_before_the_node_was_read(
     node.server.replace(body)
     path = Path(node.root) / "plugins" / D / "ledger.db"
     with Ledger(str(path)) as made:
-        made.do(ledger.adopt(R, ["d0", "d1"], Side.PLUGIN, 1.0))
+        made.do(adopt(R, ["d0", "d1"], Side.PLUGIN, 1.0))
     async with running(node, tmp_path / "cdi", Share(part=1.0)) as bridge:
         await until(lambda: "no device moves until its annotations are known" in caplog.text, "the warning")
         await asyncio.to_thread(node.run_pod, "p", {R: 2})
@@ -360,7 +364,7 @@ async def test_an_agent_whose_ledger_is_removed_ends_and_the_next_one_knows_the_
 async def test_nothing_is_offered_or_given_before_its_evidence_was_reconciled(tmp_path: Path) -> None:
     """A ledger that says so may have lost what came last."""
     async_ledger = AsyncLedger(Ledger(str(tmp_path / "ledger.db")))
-    await async_ledger.do(ledger.reconcile_evidence(R, Evidence(), ["a"], Side.PLUGIN, 1.0))
+    await async_ledger.do(operations.reconcile_evidence(R, Evidence(), ["a"], Side.PLUGIN, 1.0))
     ledger_gate = LedgerGate(async_ledger, {R: str})
     assert not ledger_gate.offers(R, "a")
     with pytest.raises(Refusal) as refused:

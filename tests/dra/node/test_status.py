@@ -16,12 +16,12 @@ from deviceplugin.metrics.collectors import AgentCollector
 from deviceplugin.metrics.report import DeviceLocation, PreparedClaim
 from dra_bridge.driver import ClaimStatistics, registrar
 from dra_bridge.driver.preparation import CallStatistics
-from dra_bridge.handover import Share
 from dra_bridge.handover.moves import MoveStatistics
+from dra_bridge.handover.share import Share
 from dra_bridge.kube import RequestStatistics
-from dra_bridge.ledger import Claim, ClaimDevice, DeviceRecord, Snapshot, State
+from dra_bridge.ledger.records import Claim, ClaimDevice, DeviceRecord, Snapshot, State
 from dra_bridge.node.status import BridgeStatus
-from dra_bridge.slices import PoolState
+from dra_bridge.slices.publisher import PoolState
 from tests.metrics.views import RESOURCE, Source, Still, resource
 
 DRIVER = "gpu.example.com"

@@ -14,7 +14,7 @@ import pytest
 
 from deviceplugin.device import Device
 from deviceplugin.testing import Checkpoint, ContainerSpec, FakePod
-from dra_bridge.ledger import State
+from dra_bridge.ledger.records import State
 from dra_bridge.testing.node import FakeNode, overlaps
 from tests.dra.handover.test_moves import D, R, Source, World
 from tests.dra.handover.test_moves import node as node  # the fixture
@@ -54,11 +54,11 @@ class Witnessed(World):
 
     async def scans(self, count: int = 5) -> None:
         """Wait for so many more scans, and what follows from them."""
-        seen: set[float | None] = set()
+        seen: set[float] = set()
         tracker = self.bridge.agent.tracker
 
         def enough() -> bool:
-            seen.add(tracker.scanned_at)
+            seen.add(tracker.snapshot.at)
             return len(seen) > count
 
         await self.until(enough)
@@ -66,7 +66,7 @@ class Witnessed(World):
     async def listening(self) -> None:
         """Wait until a kubelet that has restarted listens to the plugin, and was scanned then."""
         endpoint = self.bridge.agent.services[R].endpoint
-        await self.until(lambda: endpoint.shown() is not None and bool(self.node.devices(R)))
+        await self.until(lambda: endpoint.streams.shown() is not None and bool(self.node.devices(R)))
         await self.scans()
 
     async def reconcile(self) -> None:
@@ -451,7 +451,7 @@ async def test_a_checkpoint_that_is_written_late(node: FakeNode, tmp_path: Path)
         await here.until(lambda: not here.healthy)
         node.hold_checkpoint_writes()
         before = len(node.updates(R))
-        here.bridge.agent.services[R].endpoint.resend()
+        here.bridge.agent.services[R].endpoint.streams.resend()
         await here.until(lambda: len(node.updates(R)) > before)
         here.ask("none")
         await here.until(lambda: here.healthy == {"d0"})

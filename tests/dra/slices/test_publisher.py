@@ -18,8 +18,9 @@ from deviceplugin.device import Device, Health, Version
 from deviceplugin.inventory import Snapshot, merged
 from dra_bridge.kube import RESOURCE_SLICES, Backoff, Cluster, ConflictError, UnavailableError
 from dra_bridge.kube.watch import SILENCE
-from dra_bridge.slices import Offer, Pool, Publisher, desired, remove_slices, slice_name
+from dra_bridge.slices.desired import Offer, Pool, desired, slice_name
 from dra_bridge.slices.plan import fingerprint, in_version, neutral, plan
+from dra_bridge.slices.publisher import Publisher, remove_slices
 from dra_bridge.testing.apiserver import FEATURES, FakeApiServer, Fault
 
 DRIVER = "gpu.example.com"
@@ -901,7 +902,7 @@ async def test_a_deletion_overtakes_the_answer_to_a_write(
             if not overtaken:
                 server.wipe(NODE)
                 async with asyncio.timeout(10):
-                    while not publisher._drivers[DRIVER].mirror._gone:  # noqa: ASYNC110  # nobody tells
+                    while not publisher._drivers[DRIVER].mirror.gone:  # noqa: ASYNC110  # nobody tells
                         await asyncio.sleep(0.001)  # until the watch has reported it
                 overtaken += 1
             return answer

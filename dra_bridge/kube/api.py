@@ -1,13 +1,52 @@
-"""Errors of the API server's client, and the error that a refusal or a Status object stands for."""
+"""What the API server and its client exchange: kinds of objects, their paths, and errors."""
 
 from __future__ import annotations
 
+import urllib.parse
 from collections.abc import Mapping, Sequence
-from typing import Final, Literal
+from typing import Any, Final, Literal, NamedTuple
 
 import msgspec
 
-from dra_bridge.kube.kinds import Kind, Object
+Object = dict[str, Any]  # a Kubernetes object as JSON has it
+
+GROUP: Final = "resource.k8s.io"
+
+
+class Kind(NamedTuple):
+    """A kind of objects. `version` empty means the version of resource.k8s.io that was chosen."""
+
+    group: str
+    version: str
+    plural: str
+    kind: str
+    namespaced: bool
+
+    def api_version(self, version: str) -> str:
+        """Return the `apiVersion` of its objects in a version of its group."""
+        return f"{self.group}/{version}" if self.group else version
+
+
+NODES: Final = Kind("", "v1", "nodes", "Node", False)
+PODS: Final = Kind("", "v1", "pods", "Pod", True)
+EVENTS: Final = Kind("", "v1", "events", "Event", True)
+RESOURCE_SLICES: Final = Kind(GROUP, "", "resourceslices", "ResourceSlice", False)
+RESOURCE_CLAIMS: Final = Kind(GROUP, "", "resourceclaims", "ResourceClaim", True)
+
+
+def path_of(kind: Kind, version: str, name: str, namespace: str, subresource: str = "") -> str:
+    """Return the path of one object, or of all of a kind if `name` is empty."""
+    parts = ["apis", kind.group, version] if kind.group else ["api", version]
+    if kind.namespaced and namespace:
+        parts += ["namespaces", namespace]
+    parts += [kind.plural, name, subresource]
+    return "/" + "/".join(urllib.parse.quote(part, safe="") for part in parts if part)
+
+
+def selectors_of(field_selector: str, label_selector: str) -> dict[str, str]:
+    """Return the query parameters of the selectors that are given."""
+    both = {"fieldSelector": field_selector, "labelSelector": label_selector}
+    return {key: value for key, value in both.items() if value}
 
 
 class ClusterError(Exception):
@@ -37,8 +76,8 @@ class Cause(msgspec.Struct, frozen=True):
 class ApiError(ClusterError):
     """Raised when a request was refused, or not answered.
 
-    message: the server's. code: the HTTP status, 0 if there was no answer. reason: the server's, in one word; may be
-    empty. causes: one for each wrong field. retry_after: seconds that the server asks to wait, 0 if it does not.
+    code: the HTTP status, 0 if there was no answer. reason: the server's, in one word; may be empty. causes: one for
+    each wrong field. retry_after: seconds that the server asks to wait, 0 if it does not.
     """
 
     def __init__(
@@ -97,11 +136,8 @@ class _Details(msgspec.Struct):
     retry_after: int = msgspec.field(default=0, name="retryAfterSeconds")
 
     def name_object(self, kind: Kind, name: str) -> bool:
-        """Return whether they name this object, as NewNotFound of k8s.io/apimachinery writes them.
-
-        `kind` is the resource's plural there. A proxy, a missing namespace, and a kind or version that is not served
-        name something else or nothing.
-        """
+        # As NewNotFound of k8s.io/apimachinery writes them: `kind` is the resource's plural there. A proxy, a missing
+        # namespace, and a kind or version that is not served name something else or nothing.
         return (
             bool(name)
             and self.name == name
@@ -111,8 +147,6 @@ class _Details(msgspec.Struct):
 
 
 class _Status(msgspec.Struct):
-    """The fields of a metav1.Status that the client reads."""
-
     kind: Literal["Status"]
     code: int = 500
     reason: str = ""
@@ -133,10 +167,7 @@ class _Status(msgspec.Struct):
 
 
 def error_of(code: int, body: bytes, retry_after: str = "", *, kind: Kind | None = None, name: str = "") -> ApiError:
-    """Return the error that an answer stands for; `body` is a Status object, or any text.
-
-    kind, name: the requested object, if the request was for one.
-    """
+    """Return the error that an answer about an object stands for; `body` is a Status object, or any text."""
     try:
         status = msgspec.json.decode(body, type=_Status)
     except (msgspec.MsgspecError, RecursionError):

@@ -1,0 +1,101 @@
+"""The base of sources that find their devices by scanning the file system: when they scan, and what they log."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+import time
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass, field
+from typing import ClassVar, Final
+
+from deviceplugin import filewatch, hooks
+from deviceplugin.device import Device
+from deviceplugin.source import DeviceSource
+
+_LOG: Final = logging.getLogger(__name__)
+SCAN_TIMEOUT: Final = 60.0
+"""Seconds after which a scan is given up (a network file system that hangs)."""
+MAX_PAUSE: Final = 0.5
+"""Seconds between scans under a storm of hints that change nothing."""
+
+
+@dataclass(slots=True)
+class Scan:
+    """Result of one scan. directories: those to watch. notes: for the log."""
+
+    devices: list[Device] = field(default_factory=list)
+    directories: set[str] = field(default_factory=set)
+    notes: list[str] = field(default_factory=list)
+
+
+class ScannedSource(DeviceSource):
+    """Devices that a scan finds: at once, after a change in a watched directory, and now and then without one.
+
+    Args:
+        permissions: what a container may do with the device nodes, of r, w and m.
+        resource: the resource's name, where the source is used by itself or a hook needs it.
+        rescan: seconds, give or take a fifth, after which it scans again without a hint.
+
+    """
+
+    SETTLE: ClassVar[float] = 0.0
+    """Seconds from a hint to the scan: a driver makes several nodes, and some of them later than sysfs."""
+
+    def __init__(self, permissions: str, resource: str, rescan: float) -> None:
+        self.resource = resource or self.resource
+        self.permissions = permissions
+        self.notes: tuple[str, ...] = ()
+        self._rescan = rescan
+
+    def scan(self) -> list[Device]:
+        """Return the devices that are there now; blocks."""
+        scan = self._scan()
+        self.notes = tuple(scan.notes)
+        return scan.devices
+
+    def _scan(self, thorough: bool = True) -> Scan:
+        """Scan once; blocks. Unless thorough, a source may take as unchanged what seems to be."""
+        raise NotImplementedError
+
+    def _directories(self) -> list[str]:
+        """Return the directories to watch during the first scan; blocks."""
+        raise NotImplementedError
+
+    async def watch(self) -> AsyncIterator[Sequence[Device]]:
+        """Yield the devices now and whenever they change."""
+        watched = set(await asyncio.to_thread(self._directories))
+        listed: list[Device] | None = None
+        hinted = thorough = True
+        pause = 0.0
+        with filewatch.shared().watch(watched) as watch:
+            while True:
+                began = time.monotonic()
+                scan = await hooks.call(f"the scan of {self!r}", self._scan, thorough, timeout=SCAN_TIMEOUT)
+                took = time.monotonic() - began
+                for note in scan.notes:
+                    if note not in self.notes:
+                        _LOG.info("%s", note)
+                self.notes = tuple(scan.notes)
+                fresh = scan.directories - watched
+                if scan.directories != watched:
+                    watched = scan.directories
+                    watch.set(watched)
+                if scan.devices != listed:
+                    listed = scan.devices
+                    yield listed
+                    pause = 0.0
+                elif hinted:
+                    pause = min(MAX_PAUSE, max(took, 2 * pause))
+                thorough = False
+                if fresh:  # something may have changed there before it was watched
+                    continue
+                if pause:
+                    # A directory in which other names come and go must not keep a CPU busy.
+                    await asyncio.sleep(pause)
+                hinted = await watch.wait(self._rescan * random.uniform(0.8, 1.2))  # noqa: S311  # no secret
+                if hinted:
+                    await asyncio.sleep(self.SETTLE)
+                else:
+                    thorough, pause = True, 0.0
