@@ -51,6 +51,8 @@ LIVES: Final = (0.5, 0.9)
 DWELL: Final = 0.7
 """Seconds of churn after each move; the demo's own pace, nothing waits for it."""
 WIDTH: Final = 72
+MOST_TEXT: Final = 80
+"""Characters of a pod's failure that are printed; the line has 18 more."""
 
 
 class Gpus(plugin_demo.Gpus):
@@ -273,7 +275,7 @@ class Churn:
         now = time.monotonic()
         for pod, life in list(lives.items()):
             if pod.phase == "Failed":
-                self.failed.append(f"  {pod.name}: {pod.reason}: {pod.message}"[:82])
+                self.failed.append(f"  {pod.name}: {pod.reason}: {pod.message}"[:MOST_TEXT])
             elif not pod.running or now - pod.container().starts[0] < life:
                 continue
             del lives[pod]

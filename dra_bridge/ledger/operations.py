@@ -22,6 +22,7 @@ from dra_bridge.ledger.records import (
     ClaimDevice,
     Decision,
     DeviceRecord,
+    EndedClaim,
     Key,
     Operation,
     Setting,
@@ -32,6 +33,9 @@ from dra_bridge.ledger.records import (
 
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
+
+KEEP_ENDED: Final = 1024
+"""So many unprepared claims are remembered. It is enough if the kubelet's claim state has forgotten them by then."""
 
 _TURNED: Final = {
     State.PLUGIN: State.TO_DRA,
@@ -263,10 +267,15 @@ def describe(
 @_operation
 def unprepare(state: Snapshot, driver: str, uid: str) -> Decision[Claim | None]:
     """Take back a claim's devices; answer the record that was there, None for an unknown claim."""
-    known = state.claims.get((driver, uid))
+    key = driver, uid
+    known = state.claims.get(key)
     if known is None:
         return Decision(None)
-    return Decision(known, (Change("claims", (driver, uid), None, durable=known.durable),))
+    changes = [Change("claims", key, None, durable=known.durable)]
+    if key not in state.ended and len(state.ended) >= KEEP_ENDED:
+        changes.append(Change("ended", next(iter(state.ended)), None, durable=False))
+    changes.append(Change("ended", key, EndedClaim(driver, uid), durable=False))
+    return Decision(known, tuple(changes))
 
 
 @_operation
@@ -336,11 +345,16 @@ def reconcile_evidence(
     scheduler writes some minutes late. Nor does a holder that is not sure: it makes the device doubtful. A
     quarantined device leaves as soon as the evidence and the ledger's own holders agree. evidence: of all holders of
     `devices`.
+
+    A claim that this process has unprepared is not prepared, whatever the evidence says. The evidence may have been
+    read before the Unprepare, and the kubelet's claim state names the claim until the kubelet has our answer. If the
+    claim was prepared again, the ledger has it.
     """
+    claims = [replace(one, prepared=False) if (one.driver, one.uid) in state.ended else one for one in evidence.claims]
     held = sorted(evidence.held.values(), key=lambda one: one.sure)  # sure ones last: they replace the others
     plugin = {one.device: one for one in held}
-    prepared = {d: c for c in evidence.claims if c.prepared for d in c.devices}
-    claimed = {d: c for c in evidence.claims for d in c.devices}
+    prepared = {d: c for c in claims if c.prepared for d in c.devices}
+    claimed = {d: c for c in claims for d in c.devices}
     changes: list[Change] = []
     changed: dict[str, State] = {}
     quarantined: list[str] = []
@@ -368,7 +382,7 @@ def reconcile_evidence(
     for device_id, observed in evidence.held.items():
         if (resource, device_id) not in state.allocations and observed.device not in doubtful:
             changes.append(_found(state, resource, device_id, observed, now))
-    changes += _prepared_claims(state, resource, evidence.claims, now)
+    changes += _prepared_claims(state, resource, claims, now)
     return Decision(Reconciled(changed, tuple(quarantined), tuple(doubtful)), tuple(changes))
 
 

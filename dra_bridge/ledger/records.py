@@ -182,19 +182,32 @@ class Setting:
     value: str
 
 
-Record = DeviceRecord | AllocationRecord | Claim | Setting
+@dataclass(frozen=True, slots=True)
+class EndedClaim:
+    """A claim that this process has unprepared."""
+
+    driver: str
+    uid: str
+
+
+Record = DeviceRecord | AllocationRecord | Claim | Setting | EndedClaim
 NONE: Final[Mapping[Any, Any]] = MappingProxyType({})
 
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """Everything the ledger knows at one moment. sequence: of the last change; it only grows."""
+    """Everything the ledger knows at one moment.
+
+    sequence: of the last change; it only grows. ended: the last claims that were unprepared, the oldest first; only
+    this process knows them.
+    """
 
     sequence: int = 0
     devices: Mapping[Key, DeviceRecord] = field(default_factory=lambda: NONE)
     allocations: Mapping[Key, AllocationRecord] = field(default_factory=lambda: NONE)
     claims: Mapping[Key, Claim] = field(default_factory=lambda: NONE)
     settings: Mapping[Key, Setting] = field(default_factory=lambda: NONE)
+    ended: Mapping[Key, EndedClaim] = field(default_factory=lambda: NONE)
 
     def setting(self, section: str, key: str) -> str | None:
         """Return a value that was kept by `set_setting`; None if there is none."""

@@ -301,7 +301,8 @@ class Ledger:
             if old is not None and old.sequence == record.sequence:
                 allocations[key] = replace(record, absent_since=old.absent_since, pod=old.pod)
         reserved = {key: claim for key, claim in known.claims.items() if not claim.durable}
-        self.snapshot = replace(found, allocations=allocations, claims={**reserved, **found.claims})
+        claims = {**reserved, **found.claims}
+        self.snapshot = replace(found, allocations=allocations, claims=claims, ended=known.ended)
 
     def _load(self, *, again: bool = False) -> Snapshot:
         """Open the database and read all of it; put it aside if that is not possible."""

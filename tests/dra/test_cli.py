@@ -33,7 +33,8 @@ R = "example.com/gpu"
 SHARE = f"{D}/dra-share"
 BEFORE = f"{D}/dra-share-before"
 SINCE = 1_700_000_000
-WAIT = 20.0
+WAIT = 60.0
+"""Seconds after which a program is taken to hang; on a loaded machine its start alone takes ten."""
 
 
 @dataclass

@@ -13,9 +13,11 @@ import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
+from deviceplugin.demo import Printer
 from dra_bridge import cli, demo
 from dra_bridge.testing.node import FakeNode, Holding
 from tests.programs import running
@@ -69,6 +71,19 @@ def test_plain_when_nobody_looks(printed: str) -> None:
     """Without a terminal the output has no escape sequences and no line wider than a page."""
     assert "\033" not in printed
     assert max(map(len, printed.splitlines())) <= 100
+
+
+def test_the_failure_of_a_pod_fits_on_a_page() -> None:
+    """What the kubelet says of a pod that was given a withdrawn device is cut."""
+    node: Any = None
+    pod: Any = Mock(phase="Failed", reason="x" * 50, message="x" * 200)
+    pod.name = "claim-100"
+    churn = demo.Churn(node, 0)
+    churn._replace_ended("claim", {pod: 1.0})
+    out = io.StringIO()
+    Printer(out).event("pod", "was made", *churn.failed)
+    assert "claim-100" in out.getvalue()
+    assert max(map(len, out.getvalue().splitlines())) <= 100
 
 
 def test_a_harmless_naive_switch_is_not_told_as_harmful(monkeypatch: pytest.MonkeyPatch) -> None:

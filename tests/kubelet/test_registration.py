@@ -337,13 +337,14 @@ def test_registers_again_after_a_kubelet_restart(fake_kubelet: FakeKubelet, serv
     """A restarted kubelet is registered with again, whether it deleted the plugins' sockets or not."""
     agent = served(source())
     first = fake_kubelet.wait_registered(R)
+    # The fake knows of a registration before the agent has the answer; each restart is to come after it.
+    wait(lambda: agent.agent.status().resources[0].registered)
     for count in (2, 3):
         fake_kubelet.restart(wipe=wipe)
         again = fake_kubelet.wait_registered(R, count)
         fake_kubelet.wait_allocatable(R, 2)
         assert sockets(fake_kubelet) == {again.endpoint}
         assert (again.endpoint == first.endpoint) or wipe
-        # The fake knows of a registration before the agent has the answer; the next restart is to come after it.
         wait(lambda: agent.agent.status().resources[0].registration.kubelet_restarts == count - 1)  # noqa: B023
 
 

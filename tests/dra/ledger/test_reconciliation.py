@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import pytest
+
 from dra_bridge.ledger import operations
 from dra_bridge.ledger.records import ClaimDevice, Side, State
 from dra_bridge.ledger.rules import ClaimEvidence, Evidence, KubeletSnapshot, ObservedAllocation, Refused
 from dra_bridge.ledger.store import Ledger
-from tests.dra.ledger.samples import T0, D, R, claim, held_by, seen, state, to_dra
+from tests.dra.ledger.samples import T0, D, R, claim, cluster, held_by, seen, state, to_dra
 
 
 def test_an_empty_ledger_is_rebuilt_from_evidence(path: str) -> None:
@@ -124,6 +126,39 @@ def test_evidence_adds_nothing_to_a_claim_that_is_prepared(store: Ledger) -> Non
     found = ClaimEvidence(D, "1", frozenset({"b"}), prepared=True)
     store.do(operations.reconcile_evidence(R, Evidence(claims=[found]), [], Side.PLUGIN, T0))
     assert store.snapshot.claims[D, "1"] == known
+
+
+def test_evidence_does_not_bring_back_a_claim_that_was_unprepared(store: Ledger) -> None:
+    """It was read before the Unprepare, or the kubelet has not noted it yet; only a new Prepare counts."""
+    to_dra(store)
+    old = Evidence(claims=[ClaimEvidence(D, "1", frozenset({"a"}), prepared=True)])
+    for prepared in (claim("1", "a"), replace(claim("1", "a"), result=None, durable=False)):
+        store.do(operations.prepare(prepared) if prepared.result else operations.reserve(prepared, durable=False))
+        store.do(operations.unprepare(D, "1"))
+        assert store.do(operations.reconcile_evidence(R, old, ["a"], Side.PLUGIN, T0)).changed == {}
+        assert store.snapshot.claims == {}
+    store.do(operations.prepare(claim("1", "a")))
+    store.do(operations.reconcile_evidence(R, old, ["a"], Side.PLUGIN, T0))
+    assert store.snapshot.claims[D, "1"].result == "ready", "it was prepared again"
+    store.do(operations.unprepare(D, "1"))
+    store.do(operations.begin_move(R, ["a"], Side.PLUGIN, T0))
+    store.do(operations.commit_to_plugin(R, ["a"], cluster(store), T0))
+    assert store.do(operations.reconcile_evidence(R, old, ["a"], Side.PLUGIN, T0)).quarantined == ()
+    other = Evidence(claims=[ClaimEvidence(D, "2", frozenset({"a"}), prepared=True)])
+    assert store.do(operations.reconcile_evidence(R, other, ["a"], Side.PLUGIN, T0)).quarantined == ("a",)
+
+
+def test_only_the_last_unprepared_claims_are_remembered(store: Ledger, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Evidence of an earlier one makes it held again, until the next reconciliation of claims."""
+    monkeypatch.setattr(operations, "KEEP_ENDED", 2)
+    to_dra(store)
+    for uid in ("1", "2", "3"):
+        store.do(operations.prepare(claim(uid, "a")))
+        store.do(operations.unprepare(D, uid))
+    assert list(store.snapshot.ended) == [(D, "2"), (D, "3")]
+    found = [ClaimEvidence(D, uid, frozenset({"a"}), prepared=True) for uid in ("1", "2", "3")]
+    store.do(operations.reconcile_evidence(R, Evidence(claims=found), ["a"], Side.PLUGIN, T0))
+    assert list(store.snapshot.claims) == [(D, "1")]
 
 
 def test_a_ledger_that_is_whole_is_corrected_by_holders_only(store: Ledger) -> None:

@@ -291,7 +291,7 @@ def states(path: str) -> list[Snapshot]:
         found = [opened.snapshot]
         for operation in crash_operations():
             opened.do(operation)
-            found.append(opened.snapshot)
+            found.append(replace(opened.snapshot, ended={}))  # which only the process knows
     return found
 
 

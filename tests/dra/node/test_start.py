@@ -7,6 +7,7 @@ import contextlib
 import json
 import os
 import shutil
+import threading
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from pathlib import Path
 
@@ -17,12 +18,13 @@ from deviceplugin.device import ContainerEdits, Device
 from deviceplugin.kubelet.allocation_gate import Refusal
 from deviceplugin.node.agent import AgentError
 from deviceplugin.source import DeviceSource
+from dra_bridge.driver.driver import Driver
 from dra_bridge.handover.gate import LedgerGate
 from dra_bridge.handover.share import Share
 from dra_bridge.kube import Cluster
 from dra_bridge.ledger import operations
 from dra_bridge.ledger.records import Side, State
-from dra_bridge.ledger.rules import Evidence
+from dra_bridge.ledger.rules import ClaimEvidence, Evidence
 from dra_bridge.ledger.store import Ledger
 from dra_bridge.ledger.worker import AsyncLedger
 from dra_bridge.node import device_reconciliation, share, slice_feed
@@ -120,6 +122,38 @@ async def test_a_lost_ledger_is_rebuilt_before_files_are_swept(node: FakeNode, t
         await asyncio.to_thread(pod.delete, 20)
         await moved(bridge, State.PLUGIN)
         assert list(cdi.iterdir()) == []
+
+
+async def test_a_claim_that_ends_while_evidence_is_read_stays_ended(
+    node: FakeNode, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Evidence from before its Unprepare does not make it hold its device again."""
+    cdi = tmp_path / "cdi"
+    async with running(node, cdi, Share(part=1.0)) as bridge:
+        await moved(bridge, State.DRA)
+        pod = await asyncio.to_thread(lambda: node.start_pod("train", template={D: 1}).wait_running(20))
+    read, go_on = threading.Event(), threading.Event()
+    cdi_evidence = Driver.cdi_evidence
+
+    def late(driver: Driver) -> dict[str, list[ClaimEvidence]]:
+        found = cdi_evidence(driver)
+        read.set()
+        assert go_on.wait(60)
+        return found
+
+    monkeypatch.setattr(Driver, "cdi_evidence", late)
+    async with running(node, cdi, Share(part=1.0)) as bridge:
+        try:
+            assert await asyncio.to_thread(read.wait, 60)
+            assert len(claims(bridge)) == 1
+            await asyncio.to_thread(pod.delete, 60)
+            assert claims(bridge) == set()
+        finally:
+            go_on.set()
+        await bridge.drivers[D].resources[R].reconciled.wait()
+        assert claims(bridge) == set()
+        for again in [node.start_pod(name, template={D: 1}) for name in ("p0", "p1")]:
+            await asyncio.to_thread(again.wait_running, 60)
 
 
 async def test_a_wiped_cdi_directory_is_filled_again(node: FakeNode, tmp_path: Path) -> None:
