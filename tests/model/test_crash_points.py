@@ -19,6 +19,8 @@ import pytest
 from deviceplugin.source import DeviceSource
 from tests.model.flow import Flow, Outside, Plain, Source, aftermath, replayed, story, watching
 
+pytestmark = pytest.mark.explore
+
 EVERY = 1 if os.environ.get("DEVICEPLUGIN_MODEL") == "long" else 3
 """One of how many places is tried."""
 SOURCES: dict[str, type[DeviceSource]] = {"plain": Plain, "hooked": Source}

@@ -15,6 +15,7 @@ from tests.model.small import Calm, Explored, Small, World, explore, start
 AT_LENGTH = os.environ.get("DEVICEPLUGIN_MODEL") == "long"
 BOTH = (State.PLUGIN, State.DRA)
 at_length = pytest.mark.skipif(not AT_LENGTH, reason="minutes; tox -e model")
+exploration = pytest.mark.explore
 
 
 def report(what: str, found: Explored) -> None:
@@ -52,7 +53,10 @@ ONE: list[tuple[str, State, dict[str, Any], bool]] = [
 ]
 
 
-@pytest.mark.parametrize(("what", "state", "options", "long"), ONE, ids=[one[0] for one in ONE])
+@pytest.mark.parametrize(
+    ("what", "state", "options", "long"),
+    [pytest.param(*one, id=one[0], marks=() if one[0] == "two pods, no claims" else exploration) for one in ONE],
+)
 def test_one_device_never_has_two_holders_whatever_happens(
     what: str, state: State, options: dict[str, Any], long: bool
 ) -> None:
@@ -66,6 +70,7 @@ def test_one_device_never_has_two_holders_whatever_happens(
     assert found.whole
 
 
+@exploration
 def test_the_rules_without_their_second_net_suffice() -> None:
     """R1 to R6 alone keep the sides apart, without a check of the other side's holders."""
     small = Small(devices=1, pods=2 if AT_LENGTH else 1, claims=2 if AT_LENGTH else 1, crashes=False)
@@ -76,6 +81,7 @@ def test_the_rules_without_their_second_net_suffice() -> None:
     assert found.whole
 
 
+@exploration
 @at_length
 def test_without_cgroups_pod_directories_decide() -> None:
     """One device, a directory for as long as a container of the pod runs."""
@@ -86,6 +92,7 @@ def test_without_cgroups_pod_directories_decide() -> None:
     assert found.whole
 
 
+@exploration
 @at_length
 def test_moves_that_turn_round_while_evidence_is_gathered_go_nowhere_wrong() -> None:
     """One device, whatever order moves and evidence come in."""
@@ -96,6 +103,7 @@ def test_moves_that_turn_round_while_evidence_is_gathered_go_nowhere_wrong() -> 
     assert found.whole
 
 
+@exploration
 @at_length
 def test_a_checkpoint_that_is_written_late_ends_no_allocation() -> None:
     """The kubelet makes up the contents under its lock and writes the file without it (1.36, writeCheckpoint)."""
@@ -106,6 +114,7 @@ def test_a_checkpoint_that_is_written_late_ends_no_allocation() -> None:
     assert found.whole
 
 
+@exploration
 def test_a_lost_ledger_is_rebuilt_so_that_no_device_has_two_holders() -> None:
     """One device, the ledger lost at any moment."""
     small = Small(devices=1, pods=2 if AT_LENGTH else 1, claims=1, damage=True)
@@ -115,6 +124,7 @@ def test_a_lost_ledger_is_rebuilt_so_that_no_device_has_two_holders() -> None:
     assert found.whole or not AT_LENGTH
 
 
+@exploration
 def test_two_devices_never_go_wrong_whatever_happens() -> None:
     """Two devices, a pod, all faults; two pods, two claims and crashes at length: every state there is.
 
@@ -141,6 +151,7 @@ def test_two_devices_never_go_wrong_whatever_happens() -> None:
     print(f"  left alone they come to {len(ended[False] | ended[True])} states, and on to rest")
 
 
+@exploration
 @at_length
 def test_a_lost_ledger_of_two_devices_is_rebuilt_so_that_neither_has_two_holders() -> None:
     """Two devices, one pod, one claim, all faults and crashes, the ledger lost at any moment: every state there is."""
@@ -151,6 +162,7 @@ def test_a_lost_ledger_of_two_devices_is_rebuilt_so_that_neither_has_two_holders
     agree(halves, 2000)
 
 
+@exploration
 @at_length
 def test_two_devices_are_kept_apart_by_the_states_alone() -> None:
     """R1 to R6 alone keep the sides of two devices apart, without a check of the other side's holders."""
@@ -166,6 +178,7 @@ def test_two_devices_are_kept_apart_by_the_states_alone() -> None:
 SMALLER = [(0, 0, True, False), (1, 0, True, False), (0, 1, True, True), (1, 1, False, False)]
 
 
+@exploration
 @pytest.mark.parametrize(("pods", "claims", "crashes", "damage"), SMALLER if AT_LENGTH else SMALLER[:1])
 def test_halves_are_all_worlds_and_no_other(pods: int, claims: int, crashes: bool, damage: bool) -> None:
     """Of smaller nodes the halves make up the very worlds that are found when each is visited."""
@@ -196,6 +209,7 @@ SMALLEST: dict[str, dict[str, Any]] = {
 """What a node must have for a mutation to do harm; a pod, a claim and no fault unless given."""
 
 
+@exploration
 @pytest.mark.parametrize("what", MUTATIONS)
 def test_without_a_rule_or_some_evidence_the_model_finds_the_double_allocation(what: str) -> None:
     """Each is needed, and the model notices; evidence that is too old has a device offered on both sides."""
@@ -211,6 +225,7 @@ def test_without_a_rule_or_some_evidence_the_model_finds_the_double_allocation(w
     print("  " + ", ".join(found.trace))
 
 
+@exploration
 @pytest.mark.parametrize("what", ["R7", "R1", "R2", "R5", "R6"][: 5 if AT_LENGTH else 1])
 def test_without_a_rule_two_devices_come_to_harm_too(what: str) -> None:
     """Halves do not hide the double allocation."""

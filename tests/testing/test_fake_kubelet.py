@@ -150,9 +150,9 @@ class TestRegistration:
         """The dial ends with the caller's deadline, long before its own."""
         plugin = plugins(fake_kubelet, "a", register=False)
         plugin.endpoint = "other.sock"
-        with pytest.raises(grpc.RpcError) as failure:
+        # The caller's clock, or that of the kubelet's call to the plugin, which has the same deadline.
+        with pytest.raises(grpc.RpcError, match="Deadline Exceeded"):
             plugin.register(timeout=0.2)
-        assert failure.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
         fake_kubelet.wait_until(lambda: len(fake_kubelet.rejections) == 1, 5)
 
     def test_refusal_on_demand(self, fake_kubelet: FakeKubelet, plugins: Plugins) -> None:
