@@ -258,6 +258,7 @@ def test_probes_and_metrics_of_a_pod(deployed: Deployed) -> None:
     (used,) = re.findall(r"VmRSS:\s+(\d+) kB", Path(f"/proc/{process_of(agent)}/status").read_text())
     (container,) = agent.object["spec"]["containers"]
     assert container["resources"]["limits"] == {"memory": "128Mi"}
+    print(f"both sides in their pod: {int(used) * 1024 / 1e6:.1f} MB resident")
     assert int(used) < 64 * 1024, "more than it asks the scheduler for"
     assert get(agent, "/readyz").strip() == "ok"
 
