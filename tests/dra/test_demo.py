@@ -22,9 +22,6 @@ from dra_bridge import cli, demo
 from dra_bridge.testing.node import FakeNode, Holding
 from tests.programs import running
 
-# One process of them all has the demo run once for most of these tests.
-pytestmark = pytest.mark.xdist_group("demo")
-
 
 @pytest.fixture(scope="module")
 def holding() -> Iterator[tuple[subprocess.Popen[str], str]]:
