@@ -194,15 +194,12 @@ class Bridge:
             done, _ = await asyncio.wait({opening}, timeout=STANDBY)
             if not done:
                 _LOG.warning("%s: another agent has the ledger %s; standing by until it ends", driver, path)
-            opened = await opening
+            return await opening
         except LedgerError as error:
             needs = f"the agent needs write access to {path.parent}, and free space there"
             raise AgentError(f"{driver}: {error}; {needs}") from error
         finally:
             opening.cancel()
-        if aside := opened.ledger.set_aside:
-            _LOG.error("%s: the ledger is damaged and was moved to %s; making it anew from evidence", driver, aside)
-        return opened
 
     def holder(self, resource: str, device: str, driver: str | None = None) -> str:
         """Return which claim of another driver than this one holds a device, or why that is not known; "" if none does.
