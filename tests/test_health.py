@@ -47,7 +47,6 @@ EVENTS = st.lists(st.tuples(st.sampled_from("FGGGBBU"), st.floats(0, 30, allow_n
 
 
 @given(EVENTS, st.integers(1, 4), st.integers(1, 4), st.sampled_from([0.0, 20.0, None]))
-@settings(deadline=None)
 def test_health_follows_its_rules_whatever_is_seen(
     events: list[tuple[str, float]], failures: int, successes: int, quiet: float | None
 ) -> None:
@@ -119,7 +118,7 @@ happenings = st.lists(
 
 
 @given(happenings, st.integers(1, 4), st.integers(1, 4), st.sampled_from([300.0, 3600.0, None]))
-@settings(deadline=None, max_examples=25)
+@settings(max_examples=25)
 def test_health_of_gpus_follows_the_rules_through_a_day(
     happened: list[tuple[int, int, Any]], failures: int, successes: int, quiet: float | None
 ) -> None:

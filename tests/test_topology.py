@@ -143,13 +143,13 @@ class TestPreferred:
     """The set with the highest total, which leaves the best remainder, with the smallest ids."""
 
     @given(requests(8))
-    @settings(max_examples=300, deadline=None)
+    @settings(max_examples=300)
     def test_it_is_what_the_docstring_says(self, request: tuple[list[str], list[str], int, Scores]) -> None:
         """Up to 8 devices, any scores, any request: the same as by brute force."""
         assert preferred(*request) == reference(*request)
 
     @given(requests(10))
-    @settings(max_examples=60, deadline=None)
+    @settings(max_examples=60)
     def test_it_is_what_the_docstring_says_of_ten(self, request: tuple[list[str], list[str], int, Scores]) -> None:
         """The same for up to 10 devices."""
         assert preferred(*request) == reference(*request)
@@ -235,7 +235,6 @@ class TestPreferred:
     )
     @example(["a", "b", "c"], [], 2, {frozenset("ab"): math.nan, frozenset("bc"): math.inf, frozenset("ac"): -math.inf})
     @example(["a", "b", "c"], [], 2, {frozenset("ab"): 10**400, frozenset("bc"): -(10**400), frozenset("ac"): 1e-300})
-    @settings(deadline=None)
     def test_it_never_raises(self, available: list[str], must: list[str], size: int, score: Scores) -> None:
         """Any input gives the required ones and as many others as there can be, in order, each once."""
         chosen = preferred(available, must, size, score)
@@ -244,7 +243,7 @@ class TestPreferred:
         assert chosen == sorted(set(chosen), key=natural)
 
     @given(requests(9), st.randoms(use_true_random=False))
-    @settings(max_examples=50, deadline=None)
+    @settings(max_examples=50)
     def test_the_order_of_the_input_does_not_matter(
         self, request: tuple[list[str], list[str], int, Scores], random_: random.Random
     ) -> None:
@@ -505,7 +504,6 @@ class TestPolicies:
         st.integers(-2, 16),
         st.booleans(),
     )
-    @settings(deadline=None)
     def test_every_policy_keeps_the_contract(
         self, policy: Policy, available: list[str], must: list[str], size: int, known: bool
     ) -> None:

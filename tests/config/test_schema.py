@@ -131,7 +131,7 @@ def places(data: Any) -> list[tuple[Any, Any]]:
 
 
 @given(st.fixed_dictionaries({"resources": st.lists(_RESOURCE, min_size=1, max_size=2)}), st.data())
-@settings(suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much], deadline=None)
+@settings(suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much])
 def test_schema_and_code_agree(data: Any, draw: st.DataObject) -> None:
     """An editor that checks by the schema accepts and refuses the same files as the agent does."""
     change = draw.draw(st.sampled_from(["nothing", "replace", "replace", "remove", "add"]))

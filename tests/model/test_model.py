@@ -781,7 +781,6 @@ class Node(RuleBasedStateMachine):
 Node.TestCase.settings = settings(
     max_examples=3000 if AT_LENGTH else 40,
     stateful_step_count=150 if AT_LENGTH else 80,
-    deadline=None,
     suppress_health_check=list(HealthCheck),
 )
 TestNode = Node.TestCase

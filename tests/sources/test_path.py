@@ -176,7 +176,7 @@ _PATTERNS = st.sampled_from(["*", "a*", "?", "b[12]", "b[!1]", "[[]x]", ".*", "a
 
 @given(st.sets(st.lists(_NAMES, min_size=1, max_size=3).map(tuple)), st.lists(_PATTERNS, min_size=1, max_size=3))
 @example({("a", "b1"), ("ab", "b1")}, ["a*", "b1"])
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_globs_match_as_in_python(
     tmp_path_factory: pytest.TempPathFactory, tree: set[tuple[str, ...]], pattern: list[str]
 ) -> None:

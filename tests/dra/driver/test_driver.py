@@ -1181,7 +1181,7 @@ claims_of_any_kind = mostly(
 )
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(found=claims_of_any_kind, hooked=st.booleans(), fails=st.sampled_from(["", "", "", "edits", "reset", "prepare"]))
 def test_any_claim_is_answered_and_an_error_leaves_nothing(
     tmp_path_factory: pytest.TempPathFactory, found: Any, hooked: bool, fails: str
@@ -1214,7 +1214,7 @@ def test_any_claim_is_answered_and_an_error_leaves_nothing(
     asyncio.run(run())
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(refs=st.lists(st.builds(ClaimRef, st.text(max_size=8), st.text(max_size=8), st.text(max_size=8)), max_size=4))
 def test_any_request_is_answered_in_full(tmp_path_factory: pytest.TempPathFactory, refs: list[ClaimRef]) -> None:
     """An answer for each UID, whatever it is."""

@@ -203,7 +203,7 @@ def filled(path: str) -> bytes:
     return Path(path).read_bytes()
 
 
-@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=150, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_any_damage_is_noticed_or_harmless(tmp_path_factory: pytest.TempPathFactory, data: st.DataObject) -> None:
     """Truncated or with changed bytes: the ledger opens, and is either as it was or put aside and empty."""
@@ -448,7 +448,7 @@ def test_an_operation_that_fails_costs_its_own_caller_only(store: Ledger) -> Non
         store.do(mistaken)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(data=st.data())
 def test_memory_and_file_never_differ(tmp_path_factory: pytest.TempPathFactory, data: st.DataObject) -> None:
     """Whatever is asked in whatever order, a ledger opened again knows the same."""

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from deviceplugin.device import Device, Health, Version
@@ -353,7 +353,7 @@ recipes = st.builds(
 
 
 @given(st.lists(recipes, min_size=1, max_size=4), st.lists(st.integers(0, 4), min_size=4, max_size=4))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_plans_converge_and_pools_are_never_wrong(made: list[Recipe], cuts: list[int]) -> None:
     """From any state, however plans are cut off, one whole plan reaches what is wanted and the next is empty.
 
@@ -840,7 +840,7 @@ faults = st.lists(
     st.sets(st.sampled_from(sorted(FEATURES))),
     st.sampled_from(["none", "wipe", "outage", "compact", "break"]),
 )
-@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=40)
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # cancelled while connecting
 def test_publisher_reaches_what_is_wanted(
     made: list[Recipe], faulty: list[tuple[str, Fault, int]], features: set[str], accident: str
