@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
@@ -56,7 +57,8 @@ def manifests(config: Config, text: str, deployment: Deployment | None = None) -
         **asdict(how),
         "arguments": _arguments(how, root),
         "config": text,
-        "driver_list": "[" + ", ".join(f'"{driver}"' for driver in drivers) + "]",
+        "driver_list": json.dumps(drivers),
+        "resource_list": json.dumps(sorted(resource.name for resource in config.resources if resource.driver)),
         "drivers": drivers,
         "node_selector": {"kubernetes.io/os": "linux", **(how.node_selector or {})},
         "nvidia": nvidia,

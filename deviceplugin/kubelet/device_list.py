@@ -194,6 +194,15 @@ class ListStreams:
             return None
         return max(at for at, _ in shown), frozenset().union(*(ids for _, ids in shown))
 
+    def healthy(self) -> frozenset[str] | None:
+        """Return the ids that are Healthy in the list that was sent last or in the one to be sent next.
+
+        None as of `shown`.
+        """
+        if (shown := self.shown()) is None:
+            return None
+        return shown[1].union(line.name for line in self._lines() or () if line.healthy)
+
     async def end(self, timeout: float) -> bool:
         """End every stream; return whether all were gone within `timeout` seconds."""
         for stream in self._open:

@@ -13,8 +13,8 @@ import asyncio
 import logging
 import random
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
@@ -153,10 +153,28 @@ class PodResources:
 
     async def list(self) -> PodResourcesReport:
         """Call `List`. Raises PodResourcesError: the kubelet cannot be asked."""
+        async with self._stub() as stub:
+            return parse_list(await stub.List(pb.ListPodResourcesRequest(), timeout=self._timeout))
+
+    async def allocatable(self, resource: str) -> frozenset[str]:
+        """Return the ids of a resource that the kubelet counts as healthy; none if it cannot be asked.
+
+        `GetAllocatableResources` changes nothing in the device manager (kubelet 1.36, devicemanager/manager.go).
+        """
+        with suppress(PodResourcesError):
+            async with self._stub() as stub:
+                answer = await stub.GetAllocatableResources(pb.AllocatableResourcesRequest(), timeout=self._timeout)
+            return frozenset(
+                one for known in answer.devices if known.resource_name == resource for one in known.device_ids
+            )
+        return frozenset()
+
+    @asynccontextmanager
+    async def _stub(self) -> AsyncIterator[PodResourcesListerAsyncStub]:
+        """Connect. Raises PodResourcesError: a call failed."""
         async with grpc.aio.insecure_channel(unix_address(self.socket), options=CHANNEL_OPTIONS) as channel:
-            stub: PodResourcesListerAsyncStub = PodResourcesListerStub(channel)  # type: ignore[assignment]
             try:
-                return parse_list(await stub.List(pb.ListPodResourcesRequest(), timeout=self._timeout))
+                yield PodResourcesListerStub(channel)  # type: ignore[misc]
             except grpc.aio.AioRpcError as error:
                 exhausted = error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
                 text = f"{self.socket}: {error.code().name}: {error.details()}"

@@ -67,11 +67,12 @@ class Agent:
         """Set when `run` has begun to serve."""
         self._error: AgentError | None = None
         gate, in_flight, scan_wanted = allocation_gate or AllowAll(), AllocationsInFlight(), asyncio.Event()
+        self.pod_resources = PodResources(self.paths.pod_resources)
         self.tracker = HolderTracker(
             self.paths.plugins,
             self.paths.kubelet_root,
             self.paths.cgroup_root,
-            PodResources(self.paths.pod_resources),
+            self.pod_resources,
             in_flight,
             self._resend,
             pod_logs=self.paths.pod_log_dir,

@@ -9,80 +9,23 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
 from deviceplugin.backoff import Backoff
-from deviceplugin.exclusion import Key
 from deviceplugin.inventory import Inventory
-from deviceplugin.kubelet.holders import HolderSnapshot
 from deviceplugin.kubelet.servicer import Endpoint
-from dra_bridge.handover.evidence import kubelet_snapshot, shown_unhealthy
-from dra_bridge.handover.planner import Group, followers, held_and_expected, in_state, leading, plan
+from dra_bridge.handover.allocatable import Announcer
+from dra_bridge.handover.planner import Group, Plan, followers, held_and_expected, leading, plan
 from dra_bridge.handover.share import Drain, Share
+from dra_bridge.handover.to_dra import MovesToDra, Scan
+from dra_bridge.handover.to_plugin import ListClaims, MovesToPlugin, ReadClaim, Withdrawn
 from dra_bridge.ledger import operations
-from dra_bridge.ledger.records import Claim, LedgerError, Side, Snapshot, State
-from dra_bridge.ledger.rules import ClusterEvidence, KubeletEvidence
+from dra_bridge.ledger.records import LedgerError, Side, Snapshot, State
 from dra_bridge.ledger.worker import AsyncLedger
 
 _LOG: Final = logging.getLogger(__name__)
-
-ReadClaim = Callable[[str, str, str], Awaitable[bool]]
-"""Reads a claim, by namespace/name; returns whether its allocation names a device of this node (resource, id)."""
-
-
-@dataclass(slots=True)
-class _ClaimQuery:
-    """Which claim's allocation names a device, "" if none is known, and when to ask again (monotonic seconds)."""
-
-    waits: Backoff
-    claim: str = ""
-    due: float = 0.0
-
-
-class _ClaimQueries:
-    """Asks which claims' allocations name devices of one resource that move to the plugin side, as seldom as it can.
-
-    A device costs one list of the claims once the API server has taken the slice without it (one list for all devices
-    that wait then). While a claim's allocation names it, that claim is read after 0.5 s at first and 5 min at most, and
-    the claims are listed again when it names it no longer. A list that fails is tried again after 30 s at most.
-    """
-
-    def __init__(self, resource: str, read_claim: ReadClaim, waits: Callable[[], Backoff]) -> None:
-        self._resource = resource
-        self._read_claim = read_claim
-        self._waits = waits
-        self._queries: dict[tuple[str, int], _ClaimQuery] = {}
-        """By device and the sequence of its record: each move asks anew."""
-
-    def of(self, now: Snapshot, devices: Iterable[str], prepared: Mapping[str, Claim]) -> dict[str, _ClaimQuery]:
-        """Return what is known of the claims that name these devices. prepared: claims by device."""
-        keys = {name: (name, now.device(self._resource, name).sequence) for name in devices}
-        self._queries = {key: self._queries.get(key) or _ClaimQuery(self._waits()) for key in keys.values()}
-        for name, key in keys.items():
-            if (claim := prepared.get(name)) is not None:  # when it is unprepared, it is read first, and soon
-                self._queries[key] = _ClaimQuery(self._waits(), claim.title if claim.name else "")
-        return {name: self._queries[key] for name, key in keys.items()}
-
-    async def read(self, queries: Mapping[str, _ClaimQuery], devices: Iterable[str]) -> bool:
-        """Read the claims that are due; return whether it is time to list the claims.
-
-        It is when no claim is known, or none any more, that names one of the devices that are due.
-        """
-        now = time.monotonic()
-        due = {name: queries[name] for name in devices if queries[name].due <= now}
-        for name, query in due.items():
-            query.due = now + query.waits.next()  # also if the API server does not answer
-            if query.claim and not await self._read_claim(query.claim, self._resource, name):
-                query.claim = ""
-        if all(query.claim for query in due.values()):
-            return False
-        unnamed = [queries[name] for name in devices if not queries[name].claim]
-        again = min(max(query.due for query in unnamed), now + 30.0)
-        for query in unnamed:
-            query.due = again
-        return True
 
 
 @dataclass(slots=True)
@@ -97,21 +40,16 @@ class MoveStatistics:
 class Handover:
     """Moves one resource's devices between the sides until their sides are as the share says.
 
-    `_ClaimQueries` says what a device that moves to the plugin side costs the API server. One that moves to DRA costs
-    it nothing.
-
     Args:
-        scan: finds out who holds devices (`Agent.scan`); None if an Allocate came in between.
-        list_claims: lists all claims, consistently; returns namespace/name by the device of this node that a claim's
-            allocation names.
-        withdrawn: returns since when (monotonic seconds) the API server has had slices without a device, if it has.
-        publish: has the slices written again if they have changed.
+        scan: finds out who holds devices; None if an Allocate came in between.
+        list_claims, read_claim, withdrawn: the evidence for moves to the plugin side.
+        announcer: makes the number of devices known to the scheduler; None to leave that to the kubelet.
+        notify: called after moves have begun or ended: lists and slices may be other ones.
         groups: returns the devices that had best move together.
         errors: what `list_claims` and `read_claim` raise when the API server cannot be asked.
         title: a pod's name by its UID, for people.
         waits: makes the delays between two reads of the claim that a device waits for.
         group: returns the devices that a device must move together with.
-        moved: called after moves have begun or ended.
 
     Attributes:
         waiting: what moves wait for, by device.
@@ -124,20 +62,20 @@ class Handover:
         endpoint: Endpoint,
         inventory: Inventory,
         async_ledger: AsyncLedger,
-        scan: Callable[[Collection[Key]], Awaitable[HolderSnapshot | None]],
+        scan: Scan,
         *,
-        list_claims: Callable[[], Awaitable[Mapping[Key, str]]],
+        list_claims: ListClaims,
         read_claim: ReadClaim,
-        withdrawn: Callable[[str, str], float | None],
-        publish: Callable[[], None],
+        withdrawn: Withdrawn,
+        notify: Callable[[], None],
         share: Share,
         drain: Drain = "cordon",
+        announcer: Announcer | None = None,
         groups: Callable[[], Sequence[frozenset[str]]] = tuple,
         errors: tuple[type[Exception], ...] = (),
         title: Callable[[str], str] = str,
         waits: Callable[[], Backoff] = lambda: Backoff(first=0.5, most=300.0),
         group: Group | None = None,
-        moved: Callable[[], None] = lambda: None,
     ) -> None:
         self.resource = endpoint.resource
         self.statistics = MoveStatistics()
@@ -148,16 +86,14 @@ class Handover:
         self._inventory = inventory
         self._ledger = async_ledger
         self._scan = scan
-        self._list_claims = list_claims
-        self._withdrawn = withdrawn
-        self._publish = publish
+        self._notify = notify
         self._drain: Drain = drain
+        self._announcer = announcer
         self._groups = groups
         self._errors: tuple[type[Exception], ...] = (LedgerError, *errors)
-        self._title = title
-        self._queries = _ClaimQueries(self.resource, read_claim, waits)
         self._group: Group = group or (lambda name: ((self.resource, name),))
-        self._moved = moved
+        self._to_dra = MovesToDra(endpoint, async_ledger, scan, title)
+        self._to_plugin = MovesToPlugin(self.resource, async_ledger, list_claims, read_claim, withdrawn, waits)
         self._wake = asyncio.Event()
 
     def ask(self, share: Share, drain: Drain | None = None) -> None:
@@ -199,13 +135,22 @@ class Handover:
         await self._forget(waiting)
         await self._begin()
         # This side first: it does not need the kubelet, which may take long to answer.
-        moved = await self._commit_to_plugin(waiting)
-        moved = await self._commit_to_dra(waiting) or moved
+        before = self._ledger.snapshot
+        if returned := await self._to_plugin.commit(waiting):
+            self._committed("to-plugin", returned, before)
+            if self._announcer is not None:
+                devices = [self._inventory.snapshot.devices.get(name) for name in returned]
+                usable = [device for device in devices if device is not None and device.health.usable]
+                offered = {one for device in usable for one in self._endpoint.ids.names_of(device)}
+                self._announcer.taken_back(self.resource, offered)
+        before = self._ledger.snapshot
+        if arrived := await self._to_dra.commit(waiting):
+            self._committed("to-dra", arrived, before)
         for name, what in waiting.items():
             if self.waiting.get(name) != what:
                 _LOG.debug("%s: the move of %s waits for %s", self.resource, name, what)
         self.waiting = waiting
-        return moved, bool(waiting)
+        return bool(returned or arrived), bool(waiting)
 
     async def _forget(self, waiting: dict[str, str]) -> None:
         """Forget devices that are unplugged, once nobody holds them and no claim names them.
@@ -229,33 +174,61 @@ class Handover:
         if leaving := [name for name, state in gone.items() if state in (State.DRA, State.TO_DRA)]:
             back = operations.begin_move(self.resource, leaving, Side.PLUGIN, time.time(), "it is unplugged")
             await self._ledger.do(back)
-            self._publish()
+            self._notify()
         over = [name for name, state in gone.items() if state in (State.PLUGIN, State.QUARANTINED)]
         if over and (forgotten := await self._ledger.do(operations.forget(self.resource, over))):
             _LOG.info("%s: unplugged devices that nobody holds are forgotten: %s", self.resource, ", ".join(forgotten))
-            self._publish()
+            self._notify()
 
     async def _begin(self) -> None:
-        """Begin the moves that the share asks for."""
-        now, listed = self._ledger.snapshot, self._inventory.snapshot
-        states = {
-            name: record.state
-            for name, record in now.of(self.resource).items()
-            if name in listed.devices and name not in listed.gone
-        }
-        leaders, held, expected = leading(now, self.resource, states, self._group)
-        wanted = plan(leaders, held, self.share, self._drain, self._groups(), expected)
-        self.draining = frozenset(
-            one for name in wanted.draining for of, one in self._group(name) if of == self.resource and one in states
-        )
+        """Begin the moves that the share asks for, once the scheduler knows how many devices stay."""
+        wanted = self._planned()
+        while await self._announced(wanted.to_dra):
+            wanted = self._planned()  # meanwhile pods may have got other devices
+        self.draining = self._followed(wanted.draining)
         for devices, side in ((wanted.to_dra, Side.DRA), (wanted.to_plugin, Side.PLUGIN)):
             if devices:
                 await self._begin_move(devices, side, f"the share is {self.share}")
-        following = followers(self._ledger.snapshot, self.resource, states, self._group)
+        following = self._followers()
+        while await self._announced([name for name, side, _ in following if side is Side.DRA]):
+            following = self._followers()
         for name, side, reason in following:
             await self._begin_move((name,), side, reason)
         if wanted or following:
             self._notify()
+
+    def _listed(self) -> dict[str, State]:
+        """Return the states of the devices that count."""
+        listed = self._inventory.snapshot
+        return {
+            name: record.state
+            for name, record in self._ledger.snapshot.of(self.resource).items()
+            if name in listed.devices and name not in listed.gone
+        }
+
+    def _planned(self) -> Plan:
+        leaders, held, expected = leading(self._ledger.snapshot, self.resource, self._listed(), self._group)
+        return plan(leaders, held, self.share, self._drain, self._groups(), expected)
+
+    def _followers(self) -> list[tuple[str, Side, str]]:
+        return followers(self._ledger.snapshot, self.resource, self._listed(), self._group)
+
+    def _followed(self, leaders: Iterable[str]) -> frozenset[str]:
+        """Return these devices and those of this resource that move with them."""
+        listed = self._listed()
+        return frozenset(
+            one for name in leaders for of, one in self._group(name) if of == self.resource and one in listed
+        )
+
+    async def _announced(self, leaving: Collection[str]) -> bool:
+        """Let the scheduler know how many devices stay on the plugin side; return whether it had to be waited for."""
+        if self._announcer is None or not leaving or (healthy := self._endpoint.streams.healthy()) is None:
+            return False
+        staying = healthy - {one for name in leaving for one in self._endpoint.ids.ids_of(name)}
+        if staying == healthy:
+            return False
+        self.draining |= self._followed(leaving)  # until then new pods had better get others
+        return await self._announcer.lower(self.resource, len(staying))
 
     async def _begin_move(self, devices: Sequence[str], side: Side, reason: str) -> None:
         moves = await self._ledger.do(operations.begin_move(self.resource, devices, side, time.time(), reason))
@@ -265,73 +238,11 @@ class Handover:
         names = ", ".join(f"{name} ({state.text})" for name, state in moves.items())
         _LOG.info("%s: moves to the %s side begin (%s): %s", self.resource, side.value, reason, names)
 
-    async def _commit_to_dra(self, waiting: dict[str, str]) -> bool:
-        """Gather what R5 asks for, and commit; return whether a move ended."""
-        before, device_id_of = self._ledger.snapshot, self._endpoint.ids.device_id_of
-        devices = in_state(before, self.resource, State.TO_DRA)
-        if not devices:
-            return False
-        self._endpoint.refresh()
-        sent = self._endpoint.streams.shown()
-        shown = shown_unhealthy(devices, sent, device_id_of)
-        if not shown:
-            missing = "the kubelet to listen" if sent is None else "ListAndWatch to show it Unhealthy"
-            waiting.update(dict.fromkeys(devices, missing))
-            return False
-        ids = {(self.resource, one) for device in shown for one in self._endpoint.ids.ids_of(device)}
-        scan = await self._scan(ids)
-        if scan is None:
-            waiting.update(dict.fromkeys(devices, "a moment without an Allocate in flight"))
-            return False
-        seen = kubelet_snapshot(before.sequence, scan, self.resource, device_id_of, self._title)
-        evidence = KubeletEvidence(before.sequence, shown, seen)
-        before = self._ledger.snapshot
-        done = await self._ledger.do(operations.commit_to_dra(self.resource, devices, evidence, time.time()))
-        waiting.update(done.waiting)
-        return self._committed("to-dra", done.devices, before)
-
-    async def _commit_to_plugin(self, waiting: dict[str, str]) -> bool:
-        """Gather what R6 asks for, and commit; return whether a move ended."""
-        before = self._ledger.snapshot
-        devices = in_state(before, self.resource, State.TO_PLUGIN)
-        claims = {name: one for one in before.claims.values() for of, name in one.held if of == self.resource}
-        queries = self._queries.of(before, devices, claims)
-        withdrawn = {}
-        for name in devices:
-            if name in claims:
-                waiting[name] = "its claim"
-            elif (at := self._withdrawn(self.resource, name)) is None:
-                waiting[name] = "the API server to accept the slice without it"
-            else:
-                withdrawn[name] = at
-        lists = await self._queries.read(queries, withdrawn)
-        for name in withdrawn:
-            waiting[name] = f"claim {queries[name].claim}" if queries[name].claim else "a list of claims"
-        if not lists:
-            return False
-        at = time.monotonic()
-        found = await self._list_claims()
-        allocated = {device: claim for (resource, device), claim in found.items() if resource == self.resource}
-        for name in withdrawn:
-            queries[name].claim = allocated.get(name, "")
-        evidence = ClusterEvidence(before.sequence, withdrawn, at, allocated)
-        done = await self._ledger.do(operations.commit_to_plugin(self.resource, withdrawn, evidence, time.time()))
-        waiting.update(done.waiting)
-        return self._committed("to-plugin", done.devices, before)
-
-    def _committed(self, way: str, devices: Sequence[str], before: Snapshot) -> bool:
-        """Count and log the moves that ended; return whether any did."""
-        if not devices:
-            return False
+    def _committed(self, way: str, devices: Sequence[str], before: Snapshot) -> None:
+        """Count and log the moves that ended."""
         now = time.time()
         since = [before.device(self.resource, name).since for name in devices]
         self.statistics.seconds[way] += sum(max(0.0, now - one) for one in since)
         self.statistics.finished[way] += len(devices)
         _LOG.info("%s: moves have ended (%s): %s", self.resource, way, ", ".join(devices))
         self._notify()
-        return True
-
-    def _notify(self) -> None:
-        self._endpoint.refresh()
-        self._publish()
-        self._moved()

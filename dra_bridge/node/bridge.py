@@ -14,13 +14,15 @@ from deviceplugin.node.paths import Paths
 from deviceplugin.node.service import Service
 from deviceplugin.source import DeviceSource
 from dra_bridge.driver import ClusterClaims
+from dra_bridge.handover.allocatable import GRACE, AllocatableStatus
 from dra_bridge.kube import Cluster
 from dra_bridge.ledger.records import LedgerError
 from dra_bridge.ledger.worker import AsyncLedger
 from dra_bridge.node.driver_runtime import DriverRuntime
 from dra_bridge.node.gates import DENY_ALL, ResourceGates
+from dra_bridge.node.node_object import NodeStatusWriter, NodeWatch, numbers
 from dra_bridge.node.resource import Node
-from dra_bridge.node.share import HandoverPolicy, NodeAnnotations
+from dra_bridge.node.share import HandoverPolicy
 from dra_bridge.node.status import BridgeStatus
 from dra_bridge.slices.publisher import Publisher
 
@@ -38,6 +40,7 @@ class Bridge:
         policies: by resource; the default is the plugin side alone.
         node: this node's name, which is the pool's.
         claim_status: whether to write `status.devices` of prepared claims.
+        grace: seconds that bound pods have to be admitted before devices are withdrawn.
         period, report_holders: see `Agent`.
 
     Attributes:
@@ -57,6 +60,7 @@ class Bridge:
         cdi_directory: str = "/var/run/cdi",
         claim_status: bool = False,
         period: float = 2.0,
+        grace: float = GRACE,
         report_holders: bool = False,
     ) -> None:
         self.cluster = cluster
@@ -80,7 +84,12 @@ class Bridge:
         )
         self.agent.providers.append(BridgeStatus(self))
         self.publisher = Publisher(cluster, node)
-        self.annotations = NodeAnnotations(cluster, node, self._read_shares)
+        self._allocatable = AllocatableStatus(
+            NodeStatusWriter(cluster, node).write, self.agent.pod_resources.allocatable, grace=grace
+        )
+        self._watch = NodeWatch(
+            cluster, node, self._read_shares, lambda shown: self._allocatable.observe(numbers(shown))
+        )
         self._node = Node(
             node,
             self.agent,
@@ -89,7 +98,8 @@ class Bridge:
             self.publisher,
             self.gates,
             self.holder,
-            self.annotations,
+            self._watch,
+            self._allocatable,
             cdi_directory,
             claim_status,
         )
@@ -109,7 +119,7 @@ class Bridge:
                 try:
                     if await self._opened():
                         drivers = [one.run() for one in self.drivers.values()]
-                        for work in (self.publisher.run(), self.annotations.run(), *drivers):
+                        for work in (self.publisher.run(), self._watch.run(), *drivers):
                             self._tasks.append(group.create_task(work))
                         await self.agent.run(before_end=self._end_claims)
                 finally:
@@ -119,6 +129,7 @@ class Bridge:
         except* AgentError as errors:
             raise errors.exceptions[0] from None
         finally:
+            await self._allocatable.close()
             for one in self.drivers.values():
                 await one.async_ledger.close()
 
@@ -183,7 +194,7 @@ class Bridge:
             self.drivers[name] = DriverRuntime(self._node, name, await self._open_ledger(name))
             self.agent.scanner.observers.append(self.drivers[name].ledger_gate)
         driver = self.drivers[name]
-        driver.read_share(self.annotations.current)
+        driver.read_share(self._watch.annotations)
         driver.serve(service, self._policies.get(service.resource, HandoverPolicy()))
 
     async def _open_ledger(self, driver: str) -> AsyncLedger:
@@ -214,7 +225,7 @@ class Bridge:
 
     def _read_shares(self) -> None:
         for one in self.drivers.values():
-            one.read_share(self.annotations.current)
+            one.read_share(self._watch.annotations)
 
     async def _end_claims(self) -> None:
         """Take no more claims; another agent may serve the devices as soon as the plugin side has ended."""

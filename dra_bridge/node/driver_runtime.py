@@ -105,14 +105,14 @@ class DriverRuntime:
             list_claims=self.devices.evidence.allocated,
             read_claim=self.devices.evidence.allocates,
             withdrawn=self.feed.withdrawn,
-            publish=self.feed.publish,
+            notify=functools.partial(self._moved, service),
             share=self._context.share.of(policy),
             drain=policy.drain,
+            announcer=self._context.node.allocatable,
             groups=functools.partial(groups, service),
             errors=(ClusterError,),
             title=agent.tracker.title,
             group=functools.partial(agent.guard.listed.group, service.resource),
-            moved=self._moved,
         )
 
     def _remember(self, service: Service) -> None:
@@ -195,7 +195,7 @@ class DriverRuntime:
 
     async def _move(self, one: ResourceRuntime) -> None:
         await one.reconciled.wait()
-        await self._context.node.annotations.known()  # they may ask for another share than the config
+        await self._context.node.watch.known()  # they may ask for another share than the config
         await one.handover.run()
 
     def _listed(self, one: ResourceRuntime) -> None:
@@ -213,7 +213,9 @@ class DriverRuntime:
         _LOG.error("%s", message)
         self._tasks.start(self._context.node.alarm("DeviceQuarantined", message))
 
-    def _moved(self) -> None:
+    def _moved(self, service: Service) -> None:
+        service.endpoint.refresh()
+        self.publish()
         for one in self.resources.values():
             one.handover.wake()  # devices of other resources may move along
         self._context.node.agent.guard.notify()

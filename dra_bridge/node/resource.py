@@ -12,12 +12,14 @@ from deviceplugin import topology
 from deviceplugin.node.agent import Agent
 from deviceplugin.node.service import Service
 from dra_bridge.driver import ClusterClaims
+from dra_bridge.handover.allocatable import AllocatableStatus
 from dra_bridge.handover.gate import LedgerGate
 from dra_bridge.handover.moves import Handover
 from dra_bridge.kube import Cluster, ClusterError
 from dra_bridge.ledger.worker import AsyncLedger
 from dra_bridge.node.gates import ResourceGates
-from dra_bridge.node.share import DriverShare, HandoverPolicy, NodeAnnotations
+from dra_bridge.node.node_object import NodeWatch
+from dra_bridge.node.share import DriverShare, HandoverPolicy
 from dra_bridge.slices.publisher import Publisher
 
 _LOG: Final = logging.getLogger(__name__)
@@ -87,7 +89,8 @@ class Node:
     publisher: Publisher
     gates: ResourceGates
     foreign_holder: Callable[[str, str, str | None], str]
-    annotations: NodeAnnotations
+    watch: NodeWatch
+    allocatable: AllocatableStatus
     cdi_directory: str
     claim_status: bool
 

@@ -2,26 +2,20 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
-from collections.abc import Callable, Mapping
-from contextlib import aclosing
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Final
 
 from deviceplugin.config import Config
 from dra_bridge.driver.tasks import Tasks
 from dra_bridge.handover.share import Drain, Share, ShareError, parse_share
-from dra_bridge.kube import NODES, Cluster, Listed
 from dra_bridge.ledger import operations
 from dra_bridge.ledger.records import LedgerError
 from dra_bridge.ledger.worker import AsyncLedger
 from dra_bridge.rollout import progress
 
 _LOG: Final = logging.getLogger(__name__)
-
-NODE_READ: Final = 5.0
-"""Seconds after which a warning is logged that the Node's annotations are not known yet."""
 
 SHARE: Final = "share"
 """The section of the ledger's settings that has the last valid share of the Node's annotation, by driver."""
@@ -44,43 +38,6 @@ def policies_of(config: Config) -> dict[str, HandoverPolicy]:
         resource.name: HandoverPolicy(parse_share(resource.dra.share), resource.dra.drain, resource.dra.unhealthy)
         for resource in config.resources
     }
-
-
-class NodeAnnotations:
-    """Follows the annotations of this node's Node. changed: called when they are other ones.
-
-    Attribute current: the annotations, None while they are not known.
-    """
-
-    def __init__(self, cluster: Cluster, node: str, changed: Callable[[], None]) -> None:
-        self.current: Mapping[str, str] | None = None
-        self._cluster = cluster
-        self._node = node
-        self._changed = changed
-        self._known = asyncio.Event()
-
-    async def run(self) -> None:
-        """Follow them until cancelled."""
-        async with aclosing(self._cluster.follow(NODES, field_selector=f"metadata.name={self._node}")) as events:
-            async for event in events:
-                if isinstance(event, Listed):
-                    found = event.items[0] if event.items else {}
-                else:
-                    found = event.object if event.type != "DELETED" else {}
-                annotations = (found.get("metadata") or {}).get("annotations") or {}
-                if annotations != self.current:
-                    self.current = annotations
-                    self._known.set()
-                    self._changed()
-
-    async def known(self) -> None:
-        """Wait until they are known: an agent that starts while the API server is away moves nothing back."""
-        try:
-            async with asyncio.timeout(NODE_READ):
-                await self._known.wait()
-        except TimeoutError:
-            _LOG.warning("node %s cannot be read yet; no device moves until its annotations are known", self._node)
-            await self._known.wait()
 
 
 class DriverShare:

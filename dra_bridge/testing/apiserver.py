@@ -325,6 +325,10 @@ class FakeApiServer:
         plural, namespace, _ = self._place(body)
         return self._write("PUT", plural, namespace, body["metadata"]["name"], body, {})
 
+    def patch(self, plural: str, name: str, patch: Object, namespace: str = "", *, subresource: str = "") -> Object:
+        """Change parts of an object by a merge patch, as a client would."""
+        return self._patch(plural, namespace, name, subresource, patch, {}, "application/merge-patch+json")
+
     def delete(self, plural: str, name: str, namespace: str = "") -> None:
         """Delete an object."""
         self._delete(plural, namespace, name, {}, {})

@@ -7,8 +7,8 @@
         assert not overlaps(node.holdings())
 
 The device plugin half is `deviceplugin.testing.FakeKubelet`, the claims' half `FakeDraKubelet`, the
-scheduler `dra_bridge.testing.scheduler`. What a real cluster does late (the node's status every
-10 s, the scheduler's view of slices) happens here at once.
+scheduler `dra_bridge.testing.scheduler`. The scheduler sees slices at once, and what is allocatable too unless there is
+a `status_period`.
 """
 
 from __future__ import annotations
@@ -87,12 +87,23 @@ class FakeNode(FakeKubelet):
         server: the API server.
         name: the node's name.
         root: stands for /var/lib/kubelet; None makes a directory that goes with the object.
+        status_period: seconds between two reports of the Node's status, by which the scheduler goes (10 on a real
+            node); None: it knows at once what the kubelet has.
         options: further ones of FakeKubelet.
 
     """
 
-    def __init__(self, server: FakeApiServer, name: str = "node", root: Path | None = None, **options: Any) -> None:
+    def __init__(
+        self,
+        server: FakeApiServer,
+        name: str = "node",
+        root: Path | None = None,
+        *,
+        status_period: float | None = None,
+        **options: Any,
+    ) -> None:
         super().__init__(root, **options)
+        self._status_period = status_period
         self.server = server
         self.name = name
         self.dra = FakeDraKubelet(self.root, self._get_claim, wipe=self._wipe)
@@ -303,10 +314,36 @@ class FakeNode(FakeKubelet):
     # The scheduler.
 
     def _follow(self, over: threading.Event) -> None:
-        seen = -1
+        seen, due = -1, 0.0
         while not over.is_set():
+            if self._status_period is not None and time.monotonic() >= due:
+                self.report()
+                due = time.monotonic() + self._status_period
             seen = self.server.wait_changed(seen, 0.2)
             self.schedule()
+
+    def report(self) -> None:
+        """Write the Node's status if it has changed, over whatever anybody else wrote."""
+        with self.changed:
+            if (run := self._run) is None:
+                return
+            capacity, allocatable = run.manager.capacity()
+        before = self.server.get("nodes", self.name).get("status") or {}
+        patch: Object = {}
+        for part, numbers in (("capacity", capacity), ("allocatable", allocatable)):
+            shown = before.get(part) or {}
+            now = {name: str(number) for name, number in numbers.items()}
+            if now != shown:
+                patch[part] = {**dict.fromkeys(shown), **now}
+        if patch:
+            self.server.patch("nodes", self.name, {"status": patch}, subresource="status")
+
+    def _reported(self, allocatable: Mapping[str, int]) -> Mapping[str, int]:
+        """Return what the scheduler takes for allocatable. allocatable: what the kubelet has."""
+        if self._status_period is None:
+            return allocatable
+        status = self.server.get("nodes", self.name).get("status") or {}
+        return {name: int(number) for name, number in (status.get("allocatable") or {}).items()}
 
     def schedule(self) -> None:
         """Give pods to the kubelet that fit now, with their claims allocated."""
@@ -317,7 +354,7 @@ class FakeNode(FakeKubelet):
             waiting = [pod for pod in self.pods.values() if not pod.bound and not pod.deleting]
             if not waiting:
                 return
-            _, allocatable = run.manager.capacity()
+            allocatable = self._reported(run.manager.capacity()[1])
             free = dict(allocatable)
             for pod in self.pods.values():
                 # Those that got theirs through DRA count as well (kube-scheduler 1.36).

@@ -76,9 +76,11 @@ class Bridge:
         script: str = "",
         *,
         claim_status: bool = False,
+        node_status: bool = True,
     ) -> None:
         self.cluster = cluster
         self.claim_status = claim_status
+        self.node_status = node_status
         self.directory = directory
         self.config = directory / "config.yaml"
         self.resources = [dict(resource) for resource in resources]
@@ -94,15 +96,21 @@ class Bridge:
     @classmethod
     @contextmanager
     def running(
-        cls, cluster: Cluster, *resources: Mapping[str, Any], script: str = "", claim_status: bool = False
+        cls,
+        cluster: Cluster,
+        *resources: Mapping[str, Any],
+        script: str = "",
+        claim_status: bool = False,
+        node_status: bool = True,
     ) -> Iterator[Self]:
         """Install and start it; at the end all pods and claims go first, then the agent.
 
         script: an author's own agent with the same resources and drivers, in place of the config.
         claim_status: whether it writes the status of claims, and has the right to.
+        node_status: whether it has the right to write the node's status.
         """
         directory = Path(tempfile.mkdtemp(dir=isolate.DEVICES))
-        bridge = cls(cluster, directory, resources, script, claim_status=claim_status)
+        bridge = cls(cluster, directory, resources, script, claim_status=claim_status, node_status=node_status)
         try:
             bridge.start()
             bridge.wait_registered()
@@ -138,7 +146,10 @@ class Bridge:
             version=self.version, extended_resource=self.cluster.minor >= 34, claim_status=self.claim_status
         )
         objects = manifests(config.parse(text, str(self.config)), text, how)
-        self.cluster.apply([body for body in objects if body["kind"] != "DaemonSet"])
+        objects = [body for body in objects if body["kind"] != "DaemonSet"]
+        for role in (body for body in objects if body["kind"] == "ClusterRole" and not self.node_status):
+            role["rules"] = [rule for rule in role["rules"] if rule["resources"] != ["nodes/status"]]
+        self.cluster.apply(objects)
         self.classes = {
             str(resource["name"]): class_name(str(resource["name"]), str(resource["driver"]))
             for resource in self.resources

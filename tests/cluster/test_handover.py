@@ -16,7 +16,7 @@ import stat
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Self
@@ -56,8 +56,9 @@ def card(share: str | int = "none") -> dict[str, Any]:
     }
 
 
-@pytest.fixture
-def bridge(cluster: Cluster) -> Iterator[Bridge]:
+@contextlib.contextmanager
+def serving_cards(cluster: Cluster, **options: Any) -> Iterator[Bridge]:
+    """Run the agent with eight devices, all on the plugin's side. options: those of `Bridge.running`."""
     if cluster.minor < 35:
         pytest.skip("1.34 leaves extended resources to DRA only where the node does not name them at all")
     for directory in (DEVICES, NOTES):
@@ -65,12 +66,18 @@ def bridge(cluster: Cluster) -> Iterator[Bridge]:
         directory.mkdir(parents=True)
     for number in range(8):
         os.mknod(DEVICES / f"card{number}", stat.S_IFCHR | 0o600, os.makedev(1, 5))
-    with Bridge.running(cluster, card()) as running:
+    with Bridge.running(cluster, card(), **options) as running:
         cluster.wait_allocatable(RESOURCE, 8)
         try:
             yield running
         finally:
             annotate(cluster, None)
+
+
+@pytest.fixture
+def bridge(cluster: Cluster) -> Iterator[Bridge]:
+    with serving_cards(cluster) as running:
+        yield running
 
 
 def worker(**resources: Any) -> dict[str, Any]:
@@ -360,3 +367,57 @@ def test_no_device_ever_has_two_holders(bridge: Bridge) -> None:
         f"faults: {', '.join(name for _, _, name in faults)}"
     )
     assert unexplained == {}
+
+
+def moves_while_pods_wait(bridge: Bridge, changes: int) -> tuple[Churn, list[Holding]]:
+    """Change the share so often while at least five pods of each kind wait; return what came of it."""
+    start_churn(bridge, replicas=13)
+    chance = random.Random(11)
+    with Churn(bridge.cluster, every=0.8) as churn:
+        for _ in range(changes):
+            annotate(bridge.cluster, str(chance.choice((1, 2, 3, 5, 6, 7))))
+            churn.over.wait(chance.uniform(8, 10))  # the administrator's own pace
+            assert not overlaps(holdings())
+    stop_churn(bridge)
+    return churn, holdings()
+
+
+# The kubelet writes the node's status every 10 s, as it does by default; elsewhere in these tests every second.
+AS_BY_DEFAULT = {"nodeStatusUpdateFrequency": "10s"}
+
+
+@pytest.mark.parametrize("may_write", [False, True], ids=["kubelet-reports", "agent-reports"])
+def test_no_waiting_pod_fails_when_devices_move(make_cluster: Callable[..., Cluster], may_write: bool) -> None:
+    """While pods of both kinds always wait, at most 0.1 pods fail a share change; without the right it is as before."""
+    cluster = make_cluster(kubelet_config=AS_BY_DEFAULT)
+    with serving_cards(cluster, node_status=may_write) as bridge:
+        changes = 20 if may_write else 6
+        churn, found = moves_while_pods_wait(bridge, changes)
+        refused = bridge.logs().count("the status of node")
+        why = Counter(said.partition(":")[0] for _, said in churn.failed.values())
+        plain = sum(one.container.startswith("plain") for one in found)
+        print(
+            f"{'the agent' if may_write else 'only the kubelet'} writes the node's status: {changes} share changes, "
+            f"{plain} pods by resource and {len(found) - plain} by claim ran, {len(churn.failed)} failed: {dict(why)}, "
+            f"{len(churn.failed) / changes:.2f} a share change"
+        )
+        assert overlaps(found) == []
+        assert refused == (0 if may_write else 1)
+        if may_write:
+            assert len(churn.failed) <= 0.1 * changes, churn.failed
+
+
+def test_waiting_pods_start_when_devices_come_back(make_cluster: Callable[..., Cluster]) -> None:
+    """The scheduler knows of devices that came back before the kubelet's next report. The figures are printed."""
+    cluster = make_cluster(kubelet_config={"nodeStatusUpdateFrequency": "20s"})
+    with serving_cards(cluster) as bridge:
+        annotate(cluster, "6")
+        wait_at_rest(bridge, 6)
+        pods = [cluster.start_pod(f"p{number}", {RESOURCE: 2}) for number in range(4)]
+        cluster.wait_for(lambda: sum(pod.phase == "Running" for pod in pods) == 1, 30, "one pod runs")
+        annotate(cluster, "none")
+        moved = wait_at_rest(bridge, 0)
+        began = time.monotonic()
+        for pod in pods:
+            pod.wait_running(20)
+        print(f"devices came back after {moved:.2f} s, all pods ran {time.monotonic() - began:.2f} s later")

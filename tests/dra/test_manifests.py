@@ -47,6 +47,8 @@ def test_everything_is_there_in_order(config: Config) -> None:
         "ClusterRole",
         "ValidatingAdmissionPolicy",
         "ValidatingAdmissionPolicyBinding",
+        "ValidatingAdmissionPolicy",
+        "ValidatingAdmissionPolicyBinding",
         "DeviceClass",
         "DeviceClass",
         "ConfigMap",
@@ -94,7 +96,7 @@ def test_older_servers(config: Config) -> None:
 
 
 def test_no_right_to_write_nodes(config: Config) -> None:
-    """No rule of the agent's allows to write Nodes or the claims themselves, and none has a wildcard."""
+    """No rule of the agent's allows to write Nodes or claims but a Node's status, and none has a wildcard."""
     role, operator = of_kind(manifests(config, TEXT), "ClusterRole")
     (binding,) = of_kind(manifests(config, TEXT), "ClusterRoleBinding")
     assert binding["roleRef"]["name"] == role["metadata"]["name"] != operator["metadata"]["name"]
@@ -114,7 +116,7 @@ def test_the_right_to_patch_claims_is_given_only_if_it_is_used(config: Config) -
     rights = {resource: rule["verbs"] for rule in rules for resource in rule["resources"]}
     assert rights["resourceclaims/status"] == ["patch"]
     assert rights["resourceclaims/driver"] == ["associated-node:patch"]
-    assert len(of_kind(objects, "ValidatingAdmissionPolicy")) == 2
+    assert len(of_kind(objects, "ValidatingAdmissionPolicy")) == 3
     (agent,) = of_kind(objects, "DaemonSet")
     assert "--claim-status" in agent["spec"]["template"]["spec"]["containers"][0]["args"]
 

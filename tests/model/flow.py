@@ -161,7 +161,7 @@ class Flow:
             list_claims=lambda: self.allocated(),
             read_claim=lambda *of: self.allocates(*of),
             withdrawn=self.withdrawn,
-            publish=self.publish,
+            notify=self.publish,
             share=Share(0),
             waits=lambda: Backoff(first=0.0, most=0.0),
         )

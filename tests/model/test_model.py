@@ -176,7 +176,7 @@ class Node(RuleBasedStateMachine):
             list_claims=self.list_claims,
             read_claim=self.read_claim,
             withdrawn=self.withdrawn,
-            publish=lambda: None,
+            notify=lambda: None,
             share=self.share,
             drain=self.drain,
             errors=(ServerError,),

@@ -27,11 +27,12 @@ from dra_bridge.ledger.records import Side, State
 from dra_bridge.ledger.rules import ClaimEvidence, Evidence
 from dra_bridge.ledger.store import Ledger
 from dra_bridge.ledger.worker import AsyncLedger
-from dra_bridge.node import device_reconciliation, share, slice_feed
+from dra_bridge.node import device_reconciliation, node_object, slice_feed
 from dra_bridge.node.bridge import Bridge
 from dra_bridge.node.device_reconciliation import DeviceReconciler
+from dra_bridge.node.node_object import NodeWatch
 from dra_bridge.node.resource import ResourceRuntime
-from dra_bridge.node.share import HandoverPolicy, NodeAnnotations
+from dra_bridge.node.share import HandoverPolicy
 from dra_bridge.testing.apiserver import FakeApiServer
 from dra_bridge.testing.node import FakeNode
 from tests.dra.classes import device_class
@@ -277,14 +278,14 @@ async def test_nothing_moves_before_the_node_was_read(
     node: FakeNode, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """An agent that starts in an outage of the API server does not take the config's share for what is asked for."""
-    follow, back = NodeAnnotations.run, asyncio.Event()
+    follow, back = NodeWatch.run, asyncio.Event()
 
-    async def later(self: NodeAnnotations) -> None:
+    async def later(self: NodeWatch) -> None:
         await back.wait()
         await follow(self)
 
-    monkeypatch.setattr(NodeAnnotations, "run", later)
-    monkeypatch.setattr(share, "NODE_READ", 0.1)
+    monkeypatch.setattr(NodeWatch, "run", later)
+    monkeypatch.setattr(node_object, "NODE_READ", 0.1)
     body = node.server.get("nodes", NODE)
     body["metadata"].setdefault("annotations", {})[f"{D}/dra-share"] = "none"
     node.server.replace(body)
@@ -319,7 +320,7 @@ async def test_an_invalid_share_keeps_the_last_valid_one_over_a_restart(
         body = node.server.get("nodes", NODE)
         body["metadata"]["annotations"]["other"] = "changed"
         node.server.replace(body)
-        await until(lambda: "other" in (bridge.annotations.current or ()), "the change to be seen")
+        await until(lambda: "other" in (bridge._watch.annotations or ()), "the change to be seen")
         assert caplog.text.count("'most' is not a share") == 1
         assert bridge.drivers[D].resources[R].handover.share == Share(part=1.0)
     async with running(node, tmp_path / "cdi", Share(0)) as bridge:

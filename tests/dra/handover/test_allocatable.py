@@ -1,0 +1,243 @@
+"""What the scheduler is told is allocatable, before devices are withdrawn and once they are back."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+
+import pytest
+
+from deviceplugin.backoff import Backoff
+from deviceplugin.testing.pods import FakePod
+from dra_bridge.handover import allocatable
+from dra_bridge.handover.allocatable import AllocatableStatus
+from dra_bridge.handover.share import Share
+from dra_bridge.kube import Cluster
+from dra_bridge.ledger.records import State
+from dra_bridge.node.bridge import Bridge
+from dra_bridge.node.node_object import numbers
+from dra_bridge.node.share import HandoverPolicy
+from dra_bridge.rollout.fleet import share_patch
+from dra_bridge.testing.apiserver import FakeApiServer, Fault, Request
+from dra_bridge.testing.node import FakeNode
+from tests.dra.classes import device_class
+from tests.dra.handover.test_moves import NODE, D, R, Source
+
+
+class FakeStatus:
+    """The API server's side of a Node. writes_back: the kubelet shows its own number after each write."""
+
+    def __init__(self, number: int | None = 8, *, takes: bool = True, writes_back: bool = False) -> None:
+        self.writes: list[int] = []
+        self.healthy = frozenset[str]()
+        self.wrote = asyncio.Event()
+        self._takes, self._writes_back = takes, writes_back
+        self.status = AllocatableStatus(
+            self._write, self._healthy, grace=0.05, pauses=lambda: Backoff(first=0.0, most=0.0)
+        )
+        self.status.observe({} if number is None else {R: number})
+
+    async def _write(self, resource: str, number: int) -> bool:
+        assert resource == R
+        self.writes.append(number)
+        self.wrote.set()
+        if self._writes_back:
+            asyncio.get_running_loop().call_later(0.01, self.status.observe, {R: 8})
+        return self._takes
+
+    async def _healthy(self, resource: str) -> frozenset[str]:
+        return self.healthy
+
+
+async def test_a_lower_number_is_written_once_and_waited_for() -> None:
+    """A second call has nothing to write and nothing to wait for."""
+    cluster = FakeStatus()
+    assert await cluster.status.lower(R, 5)
+    assert not await cluster.status.lower(R, 5)
+    assert cluster.writes == [5]
+
+
+async def test_a_number_that_the_kubelet_writes_back_is_written_again() -> None:
+    """Only a Node that shows the lower number all the time keeps pods away."""
+    cluster = FakeStatus()
+    lowering = asyncio.create_task(cluster.status.lower(R, 5))
+    async with asyncio.timeout(10):
+        await cluster.wrote.wait()
+        cluster.wrote.clear()
+        cluster.status.observe({R: 8})
+        await cluster.wrote.wait()
+        assert await lowering
+    assert cluster.writes == [5, 5]
+
+
+async def test_without_the_right_nothing_is_waited_for() -> None:
+    """Moves go on as if there were no such write."""
+    cluster = FakeStatus(takes=False)
+    assert not await cluster.status.lower(R, 5)
+    assert cluster.writes == [5]
+
+
+async def test_a_node_that_does_not_name_the_resource_needs_no_write() -> None:
+    """The scheduler sends no pods there."""
+    cluster = FakeStatus(None)
+    assert not await cluster.status.lower(R, 0)
+    assert cluster.writes == []
+
+
+async def test_a_kubelet_that_writes_its_number_all_the_time_does_not_stop_moves(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Its number is written over each time, and the log says that devices are withdrawn all the same."""
+    caplog.set_level(logging.INFO)
+    monkeypatch.setattr(allocatable, "PATIENCE", 0.3)
+    cluster = FakeStatus(writes_back=True)
+    assert not await cluster.status.lower(R, 5)
+    assert len(cluster.writes) > 1
+    assert "the Node shows more than 5 allocatable" in caplog.text
+
+
+async def test_the_number_rises_when_the_kubelet_has_the_devices() -> None:
+    """Before that it is not written, and devices that came back together cost one write."""
+    cluster = FakeStatus(5)
+    cluster.healthy = frozenset({"d0", "d1"})
+    cluster.status.taken_back(R, {"d5", "d6"})
+    cluster.status.taken_back(R, {"d7"})
+    await asyncio.sleep(0)
+    assert cluster.writes == []
+    cluster.healthy = frozenset(f"d{number}" for number in range(8))
+    async with asyncio.timeout(10):
+        await cluster.wrote.wait()
+    assert cluster.writes == [8]
+    await cluster.status.close()
+
+
+async def test_the_number_does_not_rise_above_what_stays() -> None:
+    """The kubelet still counts devices that are about to be withdrawn; they do not come back to the scheduler."""
+    cluster = FakeStatus(8)
+    cluster.healthy = frozenset(f"d{number}" for number in range(8))
+    assert await cluster.status.lower(R, 3)
+    cluster.status.observe({R: 2})
+    cluster.wrote.clear()
+    cluster.status.taken_back(R, {"d7"})
+    async with asyncio.timeout(10):
+        await cluster.wrote.wait()
+    assert cluster.writes == [3, 4]
+    await cluster.status.close()
+
+
+def test_quantities_are_read() -> None:
+    """The kubelet writes 1000 devices as 1k."""
+    assert numbers({R: "8", "a": "1k", "b": "x"}) == {R: 8, "a": 1000}
+
+
+@pytest.fixture
+def node() -> Iterator[FakeNode]:
+    """A node whose kubelet reports once a minute: in a test only the agent's own writes are seen."""
+    with FakeApiServer() as server:
+        server.create(device_class(D, R))
+        with FakeNode(server, NODE, status_period=60.0) as made:
+            yield made
+
+
+@contextlib.asynccontextmanager
+async def running(node: FakeNode, tmp_path: Path, count: int) -> AsyncIterator[Bridge]:
+    bridge = Bridge(
+        [Source(count)],
+        {R: HandoverPolicy(Share(0))},
+        Cluster.from_server(node.server.url),
+        NODE,
+        node.paths,
+        cdi_directory=str(tmp_path / "cdi"),
+        period=0.05,
+        grace=0.2,
+    )
+    task = asyncio.create_task(bridge.run())
+    try:
+        await until(lambda: node.allocatable(R) == count)
+        node.report()
+        yield bridge
+    finally:
+        bridge.agent.stop()
+        async with asyncio.timeout(60):
+            await task
+
+
+async def until(what: object) -> None:
+    async with asyncio.timeout(30):
+        while not what():  # type: ignore[operator]  # noqa: ASYNC110  # the node's threads tell nobody
+            await asyncio.sleep(0.01)
+
+
+def ask(node: FakeNode, share: str) -> None:
+    node.server.patch("nodes", NODE, share_patch(D, share))
+
+
+async def settled(bridge: Bridge, dra: int, total: int) -> None:
+    """Wait until so many devices are on the DRA side and the others on the plugin's."""
+    wanted = [State.DRA] * dra + [State.PLUGIN] * (total - dra)
+
+    def states() -> list[State]:
+        now = bridge.drivers[D].async_ledger.snapshot if D in bridge.drivers else None
+        return [] if now is None else sorted((one.state for one in now.devices.values()), key=lambda one: one.value)
+
+    await until(lambda: states() == wanted)
+
+
+def forbid(node: FakeNode) -> None:
+    """Refuse to write the Node's status to all but the kubelet."""
+
+    def writes(request: Request) -> bool:
+        return request.method == "PATCH" and request.path.endswith("/status")
+
+    node.server.fail(writes, Fault(403, message="nodes/status: no right to patch"), times=1000)
+
+
+@pytest.mark.parametrize("allowed", [True, False])
+async def test_pods_that_come_while_devices_leave(
+    node: FakeNode, tmp_path: Path, allowed: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The scheduler sends no pod to devices that are gone; where the agent may not write it does, and the pod fails."""
+    caplog.set_level(logging.WARNING)
+    if not allowed:
+        forbid(node)
+    async with running(node, tmp_path, 4) as bridge:
+        ask(node, "3")
+        await settled(bridge, 3, 4)
+        ask(node, "2")
+        await settled(bridge, 2, 4)
+        ask(node, "3")
+        await settled(bridge, 3, 4)
+        pods = [await asyncio.to_thread(node.start_pod, f"p{number}", {R: 1}) for number in range(3)]
+
+        def decided() -> list[FakePod]:
+            return [pod for pod in pods if pod.phase in ("Running", "Failed")]
+
+        await until(lambda: len(decided()) == (1 if allowed else 3))
+        failed = [pod.reason for pod in pods if pod.phase == "Failed"]
+        assert failed == ([] if allowed else ["UnexpectedAdmissionError"] * 2)
+        assert caplog.text.count("may fail while devices move") == (0 if allowed else 1)
+
+
+async def test_pods_that_wait_start_when_devices_are_back(node: FakeNode, tmp_path: Path) -> None:
+    """Nobody waits for the kubelet's next report."""
+    async with running(node, tmp_path, 4) as bridge:
+        ask(node, "all")
+        await settled(bridge, 4, 4)
+        ask(node, "none")
+        await settled(bridge, 0, 4)
+        await until(lambda: node.server.get("nodes", NODE)["status"]["allocatable"][R] == "4")
+        pod = await asyncio.to_thread(node.start_pod, "p", {R: 4})
+        await asyncio.to_thread(pod.wait_running, 10)
+
+
+async def test_a_share_change_costs_few_writes(node: FakeNode, tmp_path: Path) -> None:
+    """One write lowers the number for all devices that leave, one raises it for all that come back."""
+    async with running(node, tmp_path, 8) as bridge:
+        for share, count in (("all", 8), ("none", 0)):
+            ask(node, share)
+            await settled(bridge, count, 8)
+        await until(lambda: node.server.get("nodes", NODE)["status"]["allocatable"][R] == "8")
+        assert len(node.server.requests("PATCH", f"/api/v1/nodes/{NODE}/status")) <= 3
