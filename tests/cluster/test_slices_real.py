@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,7 @@ from dra_bridge.manifests import Deployment, manifests, to_yaml
 from dra_bridge.slices.desired import Offer, Pool, slice_name
 from dra_bridge.slices.publisher import Publisher, remove_slices
 from tests.cluster import build
-from tests.cluster.api import ApiError
+from tests.cluster.api import Api, ApiError
 from tests.cluster.node import FEATURE_GATES, Cluster
 
 DRIVER = "gpu.example.com"
@@ -484,3 +484,74 @@ async def test_rights(cluster: Cluster) -> None:
         remove(cluster, applied)
         for kind, name in (("resourceslice", "foreign-node2"), ("node", "node2")):
             cluster.api.delete(kind, name)
+
+
+MERGE = "application/merge-patch+json"
+
+
+def status_patch(allocatable: Mapping[str, str | None], **more: Any) -> dict[str, Any]:
+    return {"status": {"allocatable": allocatable, **more}}
+
+
+FORBIDDEN = {
+    "another resource": (status_patch({"example.com/other": "1"}), "resources in its configuration only"),
+    "the cores": (status_patch({"cpu": "1"}), "resources in its configuration only"),
+    "no number": (status_patch({RESOURCE: None}), "resources in its configuration only"),
+    "more than is served": (status_patch({RESOURCE: "9"}), "a larger number than status.capacity"),
+    "the capacity": (status_patch({RESOURCE: "8"}, capacity={RESOURCE: "16"}), "nothing of a Node but"),
+    "a condition": (
+        {"status": {"conditions": [{"type": "Ready", "status": "False", "reason": "x", "message": ""}]}},
+        "nothing of a Node but",
+    ),
+    "an address": ({"status": {"addresses": [{"type": "Hostname", "address": "x"}]}}, "nothing of a Node but"),
+    "a label": ({"metadata": {"labels": {"x": "y"}}}, "nothing of a Node but"),
+    "an annotation": ({"metadata": {"annotations": {"x": "y"}}}, "nothing of a Node but"),
+    "an owner": (
+        {"metadata": {"ownerReferences": [{"apiVersion": "v1", "kind": "Node", "name": "x", "uid": "x"}]}},
+        "nothing of a Node but",
+    ),
+    "a finalizer": ({"metadata": {"finalizers": ["example.com/x"]}}, "nothing of a Node but"),
+}
+"""What the agent may not do with the status of its own Node, and what the API server says to it."""
+
+
+def test_of_a_node_the_agent_writes_only_how_many_of_its_devices_are_allocatable(cluster: Cluster) -> None:
+    """The policy allows its own Node and its own resources up to the capacity; what it rejects is printed."""
+    applied = cluster.apply(manifests(parse(CONFIG), CONFIG, deployment(cluster, "node-status")))
+    node = cluster.node_name
+    numbers = {RESOURCE: "8", "example.com/other": "8"}
+    try:
+        cluster.api.create({"apiVersion": "v1", "kind": "Node", "metadata": {"name": "node2"}})
+        for name in (node, "node2"):  # as if devices were served; a kubelet keeps what it does not know
+            body = status_patch(numbers, capacity=numbers)
+            cluster.api.request("PATCH", f"/api/v1/nodes/{name}/status", body, content_type=MERGE)
+        api = cluster.api_with_token(cluster.service_account_token("agent", "node-status", ("Node", node)))
+        loose = cluster.api_with_token(cluster.service_account_token("agent", "node-status"))
+
+        def answer(body: Mapping[str, Any], at: str = node, by: Api = api) -> str:
+            try:
+                by.request("PATCH", f"/api/v1/nodes/{at}/status", body, content_type=MERGE, dryRun="All")
+            except ApiError as error:
+                if error.code not in (403, 422):
+                    raise
+                return error.message
+            return ""
+
+        allowed = status_patch({RESOURCE: "5"})
+        # The policy takes some time to be in force.
+        cluster.wait_for(lambda: "may not write" in answer(allowed, "node2"), 30.0, "the policy is in force")
+        assert answer(allowed) == ""
+        assert answer(status_patch({RESOURCE: "8"})) == ""
+        assert answer(status_patch({RESOURCE: "0"})) == ""
+        assert "may not write the status of node" in answer(allowed, by=loose)
+        for what, (body, words) in FORBIDDEN.items():
+            said = answer(body)
+            print(f"{what}: {said}")
+            assert words in said, (what, said)
+        with pytest.raises(ApiError):
+            api.patch("node", node, {"spec": {"unschedulable": True}})
+    finally:
+        remove(cluster, applied)
+        cluster.api.delete("node", "node2")
+        gone = status_patch(dict.fromkeys(numbers), capacity=dict.fromkeys(numbers))
+        cluster.api.request("PATCH", f"/api/v1/nodes/{node}/status", gone, content_type=MERGE)
