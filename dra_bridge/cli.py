@@ -226,12 +226,21 @@ def _ask(options: argparse.Namespace, question: Callable[[Cluster], Awaitable[_T
 
 
 def _status(options: argparse.Namespace) -> int:
+    from dra_bridge.kube import ForbiddenError
     from dra_bridge.rollout import fleet
     from dra_bridge.rollout.rollout import read_nodes
+    from dra_bridge.rollout.waiting import hints
 
-    nodes = _ask(options, lambda cluster: read_nodes(cluster, options.driver, options.node))
+    async def read(cluster: Cluster) -> tuple[list[NodeView], list[str]]:
+        nodes = await read_nodes(cluster, options.driver, options.node)
+        try:
+            return nodes, await hints(cluster, nodes)
+        except ForbiddenError as error:
+            return nodes, [f"pods that wait for devices are not known: {error}"]
+
+    nodes, waiting = _ask(options, read)
     if options.output == "json":
-        print(json.dumps({"nodes": [_as_json(view) for view in nodes]}, indent=2))
+        print(json.dumps({"nodes": [_as_json(view) for view in nodes], "hints": waiting}, indent=2))
         return 0
     rows = [
         (
@@ -254,6 +263,8 @@ def _status(options: argparse.Namespace) -> int:
         print(f"{view.node} {view.driver}: {fleet.summary(view)}")
         for line in fleet.obstacles(view) if view.reported is not None else ():
             print(f"  {line}")
+    for line in waiting:
+        print(line)
     if not nodes:
         print("no node has slices that report moves", file=sys.stderr)
     return 0

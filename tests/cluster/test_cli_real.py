@@ -276,3 +276,18 @@ def test_rollout_stops_when_a_pod_fails(
     status, out = ran("rollout", "--driver", DRIVER, "--undo", "--selector", "pool=boards")
     assert status == 0, out
     assert asked_of(cluster) == {}
+
+
+def test_status_says_which_move_lets_a_waiting_pod_start(bridge: Bridge, ran: Callable[..., tuple[int, str]]) -> None:
+    """Each side has too few devices free for a pod that wants three of four; after the move that is named it runs."""
+    annotate(bridge.cluster, {SHARE: "2"})
+    cluster = bridge.cluster
+    cluster.wait_for(lambda: cluster.allocatable(RESOURCE) == 2 and len(bridge.offered()) == 2, 30, "two on each side")
+    pod = cluster.start_pod("wants-three", {RESOURCE: 3})
+    pod.wait_unschedulable()
+    _, shown = ran("status")
+    (hint,) = (line for line in shown.splitlines() if "would be enough" in line)
+    words, _, command = hint.partition("dra-bridge ")
+    assert "pod default/wants-three waits for 3 example.net/board; 2 are free on the plugin side and 2 on" in words
+    assert ran(*command.split())[0] == 0
+    pod.wait_running()

@@ -1,0 +1,146 @@
+"""Pods that wait although a node has enough devices for them: some on the plugin side, the others on the DRA side."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from deviceplugin.naming import NamingError, class_name, parse_quantity
+from dra_bridge.kube import NODES, PODS, RESOURCE_CLAIMS, Cluster
+from dra_bridge.ledger.records import State
+from dra_bridge.rollout.fleet import NodeView
+
+Object = Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Wait:
+    """A pod that is not scheduled, and how much it asks for: of extended resources, and of DeviceClasses by claims."""
+
+    pod: str
+    resources: Mapping[str, int]
+    classes: Mapping[str, int]
+
+
+@dataclass(frozen=True, slots=True)
+class Room:
+    """What is free of one resource on one node.
+
+    free: of the extended resource, as the scheduler counts. per_device: how many of it one device is. dra: devices on
+    the DRA side. idle: those of them that no claim has.
+    """
+
+    free: int
+    idle: int
+    per_device: int
+    dra: int
+
+
+async def hints(cluster: Cluster, views: Sequence[NodeView]) -> list[str]:
+    """Return which moves would let pods start that wait, for people.
+
+    Costs one list of the pods without a node. If some of them ask for such devices, a list of all claims, and of each
+    node a read and a list of its pods. Raises ClusterError.
+    """
+    waiting = (await cluster.list(PODS, field_selector="spec.nodeName=,status.phase=Pending")).items
+    resources = {name for view in views if view.reported is not None for name in view.reported.resources}
+    if not any(pod["spec"].get("resourceClaims") or resources & asked_of(pod).keys() for pod in waiting):
+        return []
+    claims = (await cluster.list(RESOURCE_CLAIMS)).items
+    waits = [wait_of(pod, claims) for pod in waiting]
+    found = []
+    for view in views:
+        node = await cluster.get(NODES, view.node)
+        bound = (await cluster.list(PODS, field_selector=f"spec.nodeName={view.node}")).items
+        found += hints_of(view, node, bound, waits)
+    return found
+
+
+def hints_of(view: NodeView, node: Object, bound: Iterable[Object], waits: Iterable[Wait]) -> list[str]:
+    """Return a hint for each resource of a node and each side on which more devices would let a waiting pod start."""
+    found: dict[tuple[str, bool], str] = {}
+    bound = list(bound)
+    for resource in view.reported.resources if view.reported is not None else ():
+        room = room_of(view, resource, node, bound)
+        for wait in waits:
+            wanted = wait.resources.get(resource, 0), wait.classes.get(class_name(resource, view.driver), 0)
+            if (moved := moves_for(room, *wanted)) and (resource, moved > 0) not in found:
+                found[resource, moved > 0] = _hint(view, resource, room, wait.pod, max(wanted), moved)
+    return list(found.values())
+
+
+def _hint(view: NodeView, resource: str, room: Room, pod: str, wanted: int, moved: int) -> str:
+    side = "DRA" if moved > 0 else "plugin"
+    more = "1 more device" if abs(moved) == 1 else f"{abs(moved)} more devices"
+    return (
+        f"{view.node}: pod {pod} waits for {wanted} {resource}; {room.free} are free on the plugin side and "
+        f"{room.idle} on the DRA side. {more} on the {side} side would be enough: "
+        f"dra-bridge migrate {view.node} --driver {view.driver} --share {room.dra + moved}"
+    )
+
+
+def moves_for(room: Room, resource: int, devices: int) -> int:
+    """Return how many devices would have to move to the DRA side (below 0: to the plugin side); 0 if that is no help.
+
+    resource: how much of the extended resource a pod waits for. devices: how many it waits for by claims.
+    """
+    if resource > room.free:
+        moved = math.ceil((resource - room.free) / room.per_device)
+        return -moved if not devices and moved <= room.idle else 0
+    if devices > room.idle:
+        moved = devices - room.idle
+        return moved if not resource and moved * room.per_device <= room.free else 0
+    return 0
+
+
+def room_of(view: NodeView, resource: str, node: Object, bound: Iterable[Object]) -> Room:
+    """Return what is free of a resource on a node. bound: the node's pods.
+
+    The scheduler subtracts the requests of all pods, also of those that got devices through DRA
+    (NodeInfo.update, kube-scheduler 1.36).
+    """
+    status = node.get("status") or {}
+    capacity, allocatable = (int(_number((status.get(key) or {}).get(resource))) for key in ("capacity", "allocatable"))
+    phases = ("Succeeded", "Failed")
+    used = sum(asked_of(pod).get(resource, 0) for pod in bound if (pod.get("status") or {}).get("phase") not in phases)
+    devices = [one for one in view.devices if one.resource == resource and not one.gone]
+    dra = [one for one in devices if one.state is State.DRA]
+    per_device = capacity // len(devices) if devices and capacity >= len(devices) else 1
+    return Room(max(0, allocatable - used), sum(not one.holder for one in dra), per_device, len(dra))
+
+
+def wait_of(pod: Object, claims: Iterable[Object]) -> Wait:
+    """Return what a pod waits for. claims: all there are; those that are allocated are not waited for."""
+    namespace, name = pod["metadata"]["namespace"], pod["metadata"]["name"]
+    names = [one.get("resourceClaimName") for one in (pod.get("status") or {}).get("resourceClaimStatuses") or ()]
+    names += [one.get("resourceClaimName") for one in pod["spec"].get("resourceClaims") or ()]
+    classes: dict[str, int] = {}
+    for claim in claims:
+        metadata, allocated = claim["metadata"], (claim.get("status") or {}).get("allocation")
+        if metadata["namespace"] != namespace or metadata["name"] not in names or allocated:
+            continue
+        for request in (claim["spec"].get("devices") or {}).get("requests") or ():
+            exactly = request.get("exactly") or request  # before v1beta2 the fields were the request's own
+            device_class = exactly.get("deviceClassName", "")
+            classes[device_class] = classes.get(device_class, 0) + int(exactly.get("count") or 1)
+    return Wait(f"{namespace}/{name}", asked_of(pod), classes)
+
+
+def asked_of(pod: Object) -> dict[str, int]:
+    """Return how much of extended resources a pod asks for; init containers give back what they had."""
+    asked: dict[str, int] = {}
+    for key, combined in (("containers", int.__add__), ("initContainers", max)):
+        for container in pod["spec"].get(key) or ():
+            for name, amount in ((container.get("resources") or {}).get("limits") or {}).items():
+                if "/" in name:
+                    asked[name] = combined(asked.get(name, 0), int(_number(amount)))
+    return asked
+
+
+def _number(text: str | int | None) -> float:
+    try:
+        return float(parse_quantity(text or 0))
+    except NamingError:
+        return 0.0

@@ -1,0 +1,123 @@
+"""Which moves would let pods start that wait for devices of both sides."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+
+from dra_bridge.kube import Cluster
+from dra_bridge.ledger.records import State
+from dra_bridge.rollout import waiting
+from dra_bridge.rollout.fleet import DeviceView, NodeView
+from dra_bridge.rollout.progress import Progress, ResourceProgress
+from dra_bridge.rollout.waiting import Room, moves_for
+from dra_bridge.testing.apiserver import FakeApiServer
+
+D = "gpu.example.com"
+R = "example.com/gpu"
+NODE = "n1"
+
+
+@pytest.mark.parametrize(
+    ("room", "resource", "devices", "moved"),
+    [
+        (Room(3, 3, 1, 4), 4, 0, -1),
+        (Room(3, 3, 1, 4), 6, 0, -3),
+        (Room(3, 3, 1, 4), 7, 0, 0),
+        (Room(3, 3, 1, 4), 3, 0, 0),
+        (Room(3, 3, 1, 4), 0, 5, 2),
+        (Room(3, 3, 1, 4), 0, 7, 0),
+        (Room(3, 3, 1, 4), 4, 4, 0),
+        (Room(2, 1, 4, 1), 3, 0, -1),
+        (Room(2, 1, 4, 1), 0, 2, 0),
+        (Room(4, 1, 4, 1), 0, 2, 1),
+    ],
+)
+def test_moves_for(room: Room, resource: int, devices: int, moved: int) -> None:
+    """As few devices as are missing move, and none where they would not be enough or be missing on the other side."""
+    assert moves_for(room, resource, devices) == moved
+
+
+def pod(name: str, count: int = 0, node: str = "", claim: str = "", **status: Any) -> dict[str, Any]:
+    spec: dict[str, Any] = {"containers": [{"name": "main", "resources": {"limits": {R: str(count)} if count else {}}}]}
+    if node:
+        spec["nodeName"] = node
+    if claim:
+        spec["resourceClaims"] = [{"name": "c", "resourceClaimName": claim}]
+    metadata = {"name": name, "namespace": "default"}
+    return {
+        "apiVersion": "v1",
+        "kind": "Pod",
+        "metadata": metadata,
+        "spec": spec,
+        "status": {"phase": "Pending"} | status,
+    }
+
+
+def claim(name: str, count: int) -> dict[str, Any]:
+    return {
+        "apiVersion": "resource.k8s.io/v1",
+        "kind": "ResourceClaim",
+        "metadata": {"name": name, "namespace": "default"},
+        "spec": {"devices": {"requests": [{"name": "r", "exactly": {"deviceClassName": D, "count": count}}]}},
+    }
+
+
+def view(**states: State) -> NodeView:
+    devices = tuple(
+        DeviceView(resource=R, name=name, state=state, since=0, holder="claim x/y" if name == "held" else "")
+        for name, state in states.items()
+    )
+    return NodeView(NODE, D, reported=Progress({R: ResourceProgress("4", {})}), devices=devices)
+
+
+FOUR_EACH = {f"d{number}": State.PLUGIN for number in range(4)} | {f"e{number}": State.DRA for number in range(3)}
+
+
+def node(numbers: Mapping[str, str]) -> dict[str, Any]:
+    status = {"capacity": {R: "8"}, "allocatable": dict(numbers)}
+    return {"apiVersion": "v1", "kind": "Node", "metadata": {"name": NODE}, "status": status}
+
+
+async def test_a_pod_that_asks_for_more_than_either_side_has() -> None:
+    """One device of four is in use on each side: one move lets a pod start that wants four."""
+    with FakeApiServer() as server:
+        server.create(node({R: "4"}))
+        server.create(pod("runs", 1, NODE, phase="Running"))
+        server.create(pod("over", 1, NODE, phase="Succeeded"))
+        server.create(pod("waits", 4))
+        here = view(**FOUR_EACH, held=State.DRA)
+        async with Cluster.from_server(server.url) as cluster:
+            (hint,) = await waiting.hints(cluster, [here])
+    assert hint == (
+        f"n1: pod default/waits waits for 4 {R}; 3 are free on the plugin side and 3 on the DRA side. "
+        f"1 more device on the plugin side would be enough: dra-bridge migrate n1 --driver {D} --share 3"
+    )
+
+
+async def test_a_pod_whose_claim_asks_for_more_than_is_idle() -> None:
+    """The hint names the larger share; a claim that has its devices is not waited for."""
+    with FakeApiServer() as server:
+        server.create(node({R: "4"}))
+        server.create(pod("waits", claim="c"))
+        server.create(claim("c", 5))
+        here = view(**FOUR_EACH, held=State.DRA)
+        async with Cluster.from_server(server.url) as cluster:
+            (hint,) = await waiting.hints(cluster, [here])
+            assert "2 more devices on the DRA side would be enough" in hint
+            assert hint.endswith("--share 6")
+            server.replace({**server.get("resourceclaims", "c", "default"), "status": {"allocation": {"devices": {}}}})
+            assert await waiting.hints(cluster, [here]) == []
+
+
+async def test_where_no_pod_waits_one_list_is_read() -> None:
+    """A fleet without waiting pods costs one request."""
+    with FakeApiServer() as server:
+        server.create(node({R: "4"}))
+        async with Cluster.from_server(server.url) as cluster:
+            assert await waiting.hints(cluster, [view(**FOUR_EACH)]) == []
+        assert [one.path for one in server.requests("GET") if "pods" in one.path or "nodes" in one.path] == [
+            "/api/v1/pods"
+        ]
