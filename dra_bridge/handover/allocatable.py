@@ -96,7 +96,8 @@ class AllocatableStatus:
         waited = False
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(PATIENCE):
-                while (rest := self._until_settled(resource, number)) > 0:
+                began = time.monotonic()
+                while (rest := self._until_settled(resource, number, began)) > 0:
                     self._changed.clear()
                     if rest == math.inf and not await self._put(resource, number):
                         return False
@@ -117,14 +118,19 @@ class AllocatableStatus:
             self.observe({**self._numbers, resource: number})
             return True
 
-    def _until_settled(self, resource: str, number: int) -> float:
-        """Return for how many seconds pods may still come for more devices; infinite while the Node shows more."""
+    def _until_settled(self, resource: str, number: int, began: float) -> float:
+        """Return for how many seconds pods may still come for more devices; infinite while the Node shows more.
+
+        A kubelet that reports every second leaves no whole second without its own number: then half of it must do.
+        """
         shown = self._numbers.get(resource)
         if shown is None:
             return 0.0  # the scheduler sends nothing here
         if shown > number:
             return math.inf
-        return self._since[resource] + self._grace - time.monotonic()
+        now = time.monotonic()
+        grace = self._grace if now < began + 2 * self._grace else self._grace / 2
+        return self._since[resource] + grace - now
 
     def taken_back(self, resource: str, device_ids: Collection[str]) -> None:
         """Raise the number soon: these ids are offered to pods again."""
