@@ -9,7 +9,7 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -17,12 +17,13 @@ from deviceplugin.backoff import Backoff
 from deviceplugin.inventory import Inventory
 from deviceplugin.kubelet.servicer import Endpoint
 from dra_bridge.handover.allocatable import Announcer
-from dra_bridge.handover.planner import Group, Plan, followers, held_and_expected, leading, plan
+from dra_bridge.handover.planner import Group
 from dra_bridge.handover.share import Drain, Share
+from dra_bridge.handover.start import MoveStarter
 from dra_bridge.handover.to_dra import MovesToDra, Scan
 from dra_bridge.handover.to_plugin import ListClaims, MovesToPlugin, ReadClaim, Withdrawn
-from dra_bridge.ledger import operations
-from dra_bridge.ledger.records import LedgerError, Side, Snapshot, State
+from dra_bridge.handover.unplugged import UnpluggedDevices
+from dra_bridge.ledger.records import LedgerError, Snapshot
 from dra_bridge.ledger.worker import AsyncLedger
 
 _LOG: Final = logging.getLogger(__name__)
@@ -51,10 +52,7 @@ class Handover:
         waits: makes the delays between two reads of the claim that a device waits for.
         group: returns the devices that a device must move together with.
 
-    Attributes:
-        waiting: what moves wait for, by device.
-        draining: devices on the plugin side that are to move once they are idle (drain: wait).
-
+    Attribute waiting: what moves wait for, by device.
     """
 
     def __init__(
@@ -78,29 +76,34 @@ class Handover:
         group: Group | None = None,
     ) -> None:
         self.resource = endpoint.resource
-        self.statistics = MoveStatistics()
-        self.share = share
         self.waiting: Mapping[str, str] = {}
-        self.draining: frozenset[str] = frozenset()
         self._endpoint = endpoint
         self._inventory = inventory
         self._ledger = async_ledger
-        self._scan = scan
         self._notify = notify
-        self._drain: Drain = drain
         self._announcer = announcer
-        self._groups = groups
         self._errors: tuple[type[Exception], ...] = (LedgerError, *errors)
-        self._group: Group = group or (lambda name: ((self.resource, name),))
+        group = group or (lambda name: ((self.resource, name),))
+        self._starter = MoveStarter(endpoint, inventory, async_ledger, share, drain, announcer, groups, group)
+        self.statistics = MoveStatistics(self._starter.begun)
+        self._unplugged = UnpluggedDevices(self.resource, inventory, async_ledger, scan, notify)
         self._to_dra = MovesToDra(endpoint, async_ledger, scan, title)
         self._to_plugin = MovesToPlugin(self.resource, async_ledger, list_claims, read_claim, withdrawn, waits)
         self._wake = asyncio.Event()
 
+    @property
+    def share(self) -> Share:
+        """The share that is asked for."""
+        return self._starter.share
+
+    @property
+    def draining(self) -> frozenset[str]:
+        """See `MoveStarter`."""
+        return self._starter.draining
+
     def ask(self, share: Share, drain: Drain | None = None) -> None:
         """Ask for another share from now on."""
-        if (share, drain or self._drain) != (self.share, self._drain):
-            _LOG.info("%s: claims are to have %s of the devices (before: %s)", self.resource, share, self.share)
-            self.share, self._drain = share, drain or self._drain
+        self._starter.ask(share, drain)
         self.wake()
 
     def wake(self) -> None:
@@ -132,8 +135,9 @@ class Handover:
     async def _step(self) -> tuple[bool, bool]:
         """Do what can be done now; return whether a move ended, and whether any is under way."""
         waiting: dict[str, str] = {}
-        await self._forget(waiting)
-        await self._begin()
+        await self._unplugged.forget(waiting)
+        if await self._starter.begin():
+            self._notify()
         # This side first: it does not need the kubelet, which may take long to answer.
         before = self._ledger.snapshot
         if returned := await self._to_plugin.commit(waiting):
@@ -151,92 +155,6 @@ class Handover:
                 _LOG.debug("%s: the move of %s waits for %s", self.resource, name, what)
         self.waiting = waiting
         return bool(returned or arrived), bool(waiting)
-
-    async def _forget(self, waiting: dict[str, str]) -> None:
-        """Forget devices that are unplugged, once nobody holds them and no claim names them.
-
-        One on the DRA side, or on its way, moves to the plugin's side first, which shows that no claim names it (R6).
-        """
-        if not self._inventory.snapshot.listed:
-            return
-        now = self._ledger.snapshot
-        unplugged = now.of(self.resource).keys() - self._inventory.snapshot.devices.keys()
-        if allocations := now.allocations_on(self.resource, unplugged):
-            waiting.update({one.device: "its pod" for one in allocations})
-            await self._scan({(self.resource, one.device_id) for one in allocations})
-        now, devices = self._ledger.snapshot, self._inventory.snapshot.devices
-        held, _ = held_and_expected(now)
-        gone = {
-            name: record.state
-            for name, record in now.of(self.resource).items()
-            if name not in devices and (self.resource, name) not in held
-        }
-        if leaving := [name for name, state in gone.items() if state in (State.DRA, State.TO_DRA)]:
-            back = operations.begin_move(self.resource, leaving, Side.PLUGIN, time.time(), "it is unplugged")
-            await self._ledger.do(back)
-            self._notify()
-        over = [name for name, state in gone.items() if state in (State.PLUGIN, State.QUARANTINED)]
-        if over and (forgotten := await self._ledger.do(operations.forget(self.resource, over))):
-            _LOG.info("%s: unplugged devices that nobody holds are forgotten: %s", self.resource, ", ".join(forgotten))
-            self._notify()
-
-    async def _begin(self) -> None:
-        """Begin the moves that the share asks for, once the scheduler knows how many devices stay."""
-        wanted = self._planned()
-        while await self._announced(wanted.to_dra):
-            wanted = self._planned()  # meanwhile pods may have got other devices
-        self.draining = self._followed(wanted.draining)
-        for devices, side in ((wanted.to_dra, Side.DRA), (wanted.to_plugin, Side.PLUGIN)):
-            if devices:
-                await self._begin_move(devices, side, f"the share is {self.share}")
-        following = self._followers()
-        while await self._announced([name for name, side, _ in following if side is Side.DRA]):
-            following = self._followers()
-        for name, side, reason in following:
-            await self._begin_move((name,), side, reason)
-        if wanted or following:
-            self._notify()
-
-    def _listed(self) -> dict[str, State]:
-        """Return the states of the devices that count."""
-        listed = self._inventory.snapshot
-        return {
-            name: record.state
-            for name, record in self._ledger.snapshot.of(self.resource).items()
-            if name in listed.devices and name not in listed.gone
-        }
-
-    def _planned(self) -> Plan:
-        leaders, held, expected = leading(self._ledger.snapshot, self.resource, self._listed(), self._group)
-        return plan(leaders, held, self.share, self._drain, self._groups(), expected)
-
-    def _followers(self) -> list[tuple[str, Side, str]]:
-        return followers(self._ledger.snapshot, self.resource, self._listed(), self._group)
-
-    def _followed(self, leaders: Iterable[str]) -> frozenset[str]:
-        """Return these devices and those of this resource that move with them."""
-        listed = self._listed()
-        return frozenset(
-            one for name in leaders for of, one in self._group(name) if of == self.resource and one in listed
-        )
-
-    async def _announced(self, leaving: Collection[str]) -> bool:
-        """Let the scheduler know how many devices stay on the plugin side; return whether it had to be waited for."""
-        if self._announcer is None or not leaving or (healthy := self._endpoint.streams.healthy()) is None:
-            return False
-        staying = healthy - {one for name in leaving for one in self._endpoint.ids.ids_of(name)}
-        if staying == healthy:
-            return False
-        self.draining |= self._followed(leaving)  # until then new pods had better get others
-        return await self._announcer.lower(self.resource, len(staying))
-
-    async def _begin_move(self, devices: Sequence[str], side: Side, reason: str) -> None:
-        moves = await self._ledger.do(operations.begin_move(self.resource, devices, side, time.time(), reason))
-        for state in moves.values():
-            if state.value in self.statistics.begun:
-                self.statistics.begun[state.value] += 1
-        names = ", ".join(f"{name} ({state.text})" for name, state in moves.items())
-        _LOG.info("%s: moves to the %s side begin (%s): %s", self.resource, side.value, reason, names)
 
     def _committed(self, way: str, devices: Sequence[str], before: Snapshot) -> None:
         """Count and log the moves that ended."""

@@ -97,6 +97,13 @@ class ExecError(ClusterError):
         self.stderr = stderr
 
 
+KNOWN_PANIC = "devicemanager.(*podDevices).removeContainerAllocatedResources"
+"""In the stack of a kubelet 1.36 that starts a container anew, after a restart, while it admits another pod.
+
+Both run ManagerImpl.Allocate, and one removes the other's entry of devicesToReuse (devicemanager/manager.go).
+"""
+
+
 class Component:
     """One program of the cluster as a child process that appends to one log file."""
 
@@ -544,6 +551,10 @@ class Cluster:
             for component in self.components.values():
                 if component.process is not None and not component.running:
                     code = component.process.returncode
+                    if component.name == "kubelet" and KNOWN_PANIC in component.tail(40):
+                        print("the kubelet panicked (kubernetes#136021) and is started again, as systemd does")
+                        component.start()
+                        continue
                     raise ClusterError(
                         f"{component.name} ended by itself with {code}, waiting for: {what}\n{component.tail()}"
                     )

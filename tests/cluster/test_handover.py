@@ -300,8 +300,8 @@ def test_no_pod_fails_where_there_is_room(bridge: Bridge) -> None:
 
 
 # The kubelet writes its own number back every second here (every 10 s by default), and a pod that the scheduler sends
-# then may come to a busy kubelet when the devices are gone: it fails (UnexpectedAdmissionError), and its controller makes
-# another. `test_no_waiting_pod_fails_when_devices_move` counts them with a kubelet as it is by default.
+# then may come to a busy kubelet when the devices are gone: it fails (UnexpectedAdmissionError), and its controller
+# makes another. `test_no_waiting_pod_fails_when_devices_move` counts them with a kubelet as it is by default.
 REPORTING = 10.0
 
 

@@ -1,0 +1,116 @@
+"""The begin of moves: what the share asks for, once the scheduler knows of it."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Collection, Iterable, Sequence
+from typing import Final
+
+from deviceplugin.inventory import Inventory
+from deviceplugin.kubelet.servicer import Endpoint
+from dra_bridge.handover.allocatable import Announcer
+from dra_bridge.handover.planner import Group, Plan, followers, leading, plan
+from dra_bridge.handover.share import Drain, Share
+from dra_bridge.ledger import operations
+from dra_bridge.ledger.records import Side, State
+from dra_bridge.ledger.worker import AsyncLedger
+
+_LOG: Final = logging.getLogger(__name__)
+
+
+class MoveStarter:
+    """Begins moves of one resource's devices, so that their sides become as the share says.
+
+    Attributes:
+        begun: how many moves have begun, by direction.
+        draining: devices on the plugin side that are to leave it, so that new pods had better get others.
+
+    """
+
+    def __init__(
+        self,
+        endpoint: Endpoint,
+        inventory: Inventory,
+        async_ledger: AsyncLedger,
+        share: Share,
+        drain: Drain,
+        announcer: Announcer | None,
+        groups: Callable[[], Sequence[frozenset[str]]],
+        group: Group,
+    ) -> None:
+        self.resource = endpoint.resource
+        self.share = share
+        self._drain: Drain = drain
+        self.draining: frozenset[str] = frozenset()
+        self.begun = {"to-dra": 0, "to-plugin": 0}
+        self._endpoint = endpoint
+        self._inventory = inventory
+        self._ledger = async_ledger
+        self._announcer = announcer
+        self._groups = groups
+        self._group = group
+
+    def ask(self, share: Share, drain: Drain | None) -> None:
+        """Ask for another share from now on, and for another way to drain if there is one."""
+        drain = drain or self._drain
+        if (share, drain) != (self.share, self._drain):
+            _LOG.info("%s: claims are to have %s of the devices (before: %s)", self.resource, share, self.share)
+            self.share, self._drain = share, drain
+
+    async def begin(self) -> bool:
+        """Begin the moves that the share asks for, once the scheduler knows how many devices stay; return if any."""
+        wanted = self._planned()
+        while await self._announced(wanted.to_dra):
+            wanted = self._planned()  # meanwhile pods may have got other devices
+        self.draining = self._followed(wanted.draining)
+        for devices, side in ((wanted.to_dra, Side.DRA), (wanted.to_plugin, Side.PLUGIN)):
+            if devices:
+                await self._begin_move(devices, side, f"the share is {self.share}")
+        following = self._followers()
+        while await self._announced([name for name, side, _ in following if side is Side.DRA]):
+            following = self._followers()
+        for name, side, reason in following:
+            await self._begin_move((name,), side, reason)
+        return bool(wanted or following)
+
+    def _listed(self) -> dict[str, State]:
+        """Return the states of the devices that count."""
+        listed = self._inventory.snapshot
+        return {
+            name: record.state
+            for name, record in self._ledger.snapshot.of(self.resource).items()
+            if name in listed.devices and name not in listed.gone
+        }
+
+    def _planned(self) -> Plan:
+        leaders, held, expected = leading(self._ledger.snapshot, self.resource, self._listed(), self._group)
+        return plan(leaders, held, self.share, self._drain, self._groups(), expected)
+
+    def _followers(self) -> list[tuple[str, Side, str]]:
+        return followers(self._ledger.snapshot, self.resource, self._listed(), self._group)
+
+    def _followed(self, leaders: Iterable[str]) -> frozenset[str]:
+        """Return these devices and those of this resource that move with them."""
+        listed = self._listed()
+        return frozenset(
+            one for name in leaders for of, one in self._group(name) if of == self.resource and one in listed
+        )
+
+    async def _announced(self, leaving: Collection[str]) -> bool:
+        """Let the scheduler know how many devices stay on the plugin side; return whether it had to be waited for."""
+        if self._announcer is None or not leaving or (healthy := self._endpoint.streams.healthy()) is None:
+            return False
+        staying = healthy - {one for name in leaving for one in self._endpoint.ids.ids_of(name)}
+        if staying == healthy:
+            return False
+        self.draining |= self._followed(leaving)  # until then new pods had better get others
+        return await self._announcer.lower(self.resource, len(staying))
+
+    async def _begin_move(self, devices: Sequence[str], side: Side, reason: str) -> None:
+        moves = await self._ledger.do(operations.begin_move(self.resource, devices, side, time.time(), reason))
+        for state in moves.values():
+            if state.value in self.begun:
+                self.begun[state.value] += 1
+        names = ", ".join(f"{name} ({state.text})" for name, state in moves.items())
+        _LOG.info("%s: moves to the %s side begin (%s): %s", self.resource, side.value, reason, names)
