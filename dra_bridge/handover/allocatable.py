@@ -14,7 +14,7 @@ import logging
 import math
 import time
 from collections.abc import Awaitable, Callable, Collection, Mapping
-from typing import Final, Protocol
+from typing import Final
 
 from deviceplugin.backoff import Backoff
 
@@ -34,16 +34,6 @@ WriteAllocatable = Callable[[str, int], Awaitable[bool]]
 """Writes a resource's number into the Node's status; returns False if that is not possible now, or not allowed."""
 ReadHealthy = Callable[[str], Awaitable[Collection[str]]]
 """Returns the ids of a resource that the kubelet counts as healthy (GetAllocatableResources); none if it is unknown."""
-
-
-class Announcer(Protocol):
-    """What a handover asks of the node's `AllocatableStatus`."""
-
-    async def lower(self, resource: str, number: int) -> bool:
-        """See `AllocatableStatus.lower`."""
-
-    def taken_back(self, resource: str, device_ids: Collection[str]) -> None:
-        """See `AllocatableStatus.taken_back`."""
 
 
 class AllocatableStatus:

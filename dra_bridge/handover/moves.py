@@ -16,7 +16,7 @@ from typing import Final
 from deviceplugin.backoff import Backoff
 from deviceplugin.inventory import Inventory
 from deviceplugin.kubelet.servicer import Endpoint
-from dra_bridge.handover.allocatable import Announcer
+from dra_bridge.handover.allocatable import AllocatableStatus
 from dra_bridge.handover.planner import Group
 from dra_bridge.handover.share import Drain, Share
 from dra_bridge.handover.start import MoveStarter
@@ -44,7 +44,7 @@ class Handover:
     Args:
         scan: finds out who holds devices; None if an Allocate came in between.
         list_claims, read_claim, withdrawn: the evidence for moves to the plugin side.
-        announcer: makes the number of devices known to the scheduler; None to leave that to the kubelet.
+        allocatable: makes the number of devices known to the scheduler; None to leave that to the kubelet.
         notify: called after moves have begun or ended: lists and slices may be other ones.
         groups: returns the devices that had best move together.
         errors: what `list_claims` and `read_claim` raise when the API server cannot be asked.
@@ -68,7 +68,7 @@ class Handover:
         notify: Callable[[], None],
         share: Share,
         drain: Drain = "cordon",
-        announcer: Announcer | None = None,
+        allocatable: AllocatableStatus | None = None,
         groups: Callable[[], Sequence[frozenset[str]]] = tuple,
         errors: tuple[type[Exception], ...] = (),
         title: Callable[[str], str] = str,
@@ -81,10 +81,10 @@ class Handover:
         self._inventory = inventory
         self._ledger = async_ledger
         self._notify = notify
-        self._announcer = announcer
+        self._allocatable = allocatable
         self._errors: tuple[type[Exception], ...] = (LedgerError, *errors)
         group = group or (lambda name: ((self.resource, name),))
-        self._starter = MoveStarter(endpoint, inventory, async_ledger, share, drain, announcer, groups, group)
+        self._starter = MoveStarter(endpoint, inventory, async_ledger, share, drain, allocatable, groups, group)
         self.statistics = MoveStatistics(self._starter.begun)
         self._unplugged = UnpluggedDevices(self.resource, inventory, async_ledger, scan, notify)
         self._to_dra = MovesToDra(endpoint, async_ledger, scan, title)
@@ -142,11 +142,11 @@ class Handover:
         before = self._ledger.snapshot
         if returned := await self._to_plugin.commit(waiting):
             self._committed("to-plugin", returned, before)
-            if self._announcer is not None:
+            if self._allocatable is not None:
                 devices = [self._inventory.snapshot.devices.get(name) for name in returned]
                 usable = [device for device in devices if device is not None and device.health.usable]
                 offered = {one for device in usable for one in self._endpoint.ids.names_of(device)}
-                self._announcer.taken_back(self.resource, offered)
+                self._allocatable.taken_back(self.resource, offered)
         before = self._ledger.snapshot
         if arrived := await self._to_dra.commit(waiting):
             self._committed("to-dra", arrived, before)

@@ -9,7 +9,7 @@ from typing import Final
 
 from deviceplugin.inventory import Inventory
 from deviceplugin.kubelet.servicer import Endpoint
-from dra_bridge.handover.allocatable import Announcer
+from dra_bridge.handover.allocatable import AllocatableStatus
 from dra_bridge.handover.planner import Group, Plan, followers, leading, plan
 from dra_bridge.handover.share import Drain, Share
 from dra_bridge.ledger import operations
@@ -35,7 +35,7 @@ class MoveStarter:
         async_ledger: AsyncLedger,
         share: Share,
         drain: Drain,
-        announcer: Announcer | None,
+        allocatable: AllocatableStatus | None,
         groups: Callable[[], Sequence[frozenset[str]]],
         group: Group,
     ) -> None:
@@ -47,7 +47,7 @@ class MoveStarter:
         self._endpoint = endpoint
         self._inventory = inventory
         self._ledger = async_ledger
-        self._announcer = announcer
+        self._allocatable = allocatable
         self._groups = groups
         self._group = group
 
@@ -99,13 +99,13 @@ class MoveStarter:
 
     async def _announced(self, leaving: Collection[str]) -> bool:
         """Let the scheduler know how many devices stay on the plugin side; return whether it had to be waited for."""
-        if self._announcer is None or not leaving or (healthy := self._endpoint.streams.healthy()) is None:
+        if self._allocatable is None or not leaving or (healthy := self._endpoint.streams.healthy()) is None:
             return False
         staying = healthy - {one for name in leaving for one in self._endpoint.ids.ids_of(name)}
         if staying == healthy:
             return False
         self.draining |= self._followed(leaving)  # until then new pods had better get others
-        return await self._announcer.lower(self.resource, len(staying))
+        return await self._allocatable.lower(self.resource, len(staying))
 
     async def _begin_move(self, devices: Sequence[str], side: Side, reason: str) -> None:
         moves = await self._ledger.do(operations.begin_move(self.resource, devices, side, time.time(), reason))

@@ -108,7 +108,7 @@ class DriverRuntime:
             notify=functools.partial(self._moved, service),
             share=self._context.share.of(policy),
             drain=policy.drain,
-            announcer=self._context.node.allocatable,
+            allocatable=self._context.node.allocatable,
             groups=functools.partial(groups, service),
             errors=(ClusterError,),
             title=agent.tracker.title,
