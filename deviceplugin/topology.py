@@ -124,11 +124,7 @@ def choose(
     """Choose `size` of the `available` ids by a policy; `must_include` is always kept.
 
     score: as for `preferred`, between physical devices. physical: the device of each id on this node, given or not; an
-    id that is missing is a device by itself.
-
-    Raises:
-        ValueError: there is no such policy.
-
+    id that is missing is a device by itself. Raises ValueError if there is no such policy.
     """
     match Policy(policy):
         case Policy.LINKS:
@@ -137,7 +133,7 @@ def choose(
             return packed(available, must_include, size, physical)
         case Policy.DISTRIBUTED:
             return distributed(available, must_include, size, physical)
-    return unordered(available, must_include, size)
+    return numa_compact({}, available, must_include, size)
 
 
 def links(available: Ids, must_include: Ids, size: int, score: Score, physical: Mapping[str, str]) -> list[str]:
@@ -184,13 +180,6 @@ def distributed(available: Ids, must_include: Ids, size: int, physical: Mapping[
         taken.add(free[device].pop())
         if left < -1:
             heapq.heappush(heap, (count + 1, left + 1, place, device))
-    return _in_order(taken)
-
-
-def unordered(available: Ids, must_include: Ids, size: int) -> list[str]:
-    """Choose the smallest ids."""
-    taken = set(must_include)
-    taken.update(heapq.nsmallest(size - len(taken), set(available) - taken, key=natural))
     return _in_order(taken)
 
 
