@@ -14,8 +14,8 @@ import os
 import re
 import secrets
 import stat
-import threading
 from collections.abc import Iterator, Mapping
+from itertools import islice
 from typing import Any, Final
 
 import msgspec
@@ -39,9 +39,7 @@ class CdiError(ValueError):
 def vendor_of(driver: str) -> str:
     """Return the vendor half of a driver's kind: its name, with a letter in front as CDI wants it.
 
-    Raises:
-        CdiError: the name cannot be made one.
-
+    Raises CdiError if the name cannot be made one.
     """
     vendor = driver if driver[:1].isalpha() else f"dra.{driver}"
     if not _VENDOR.fullmatch(vendor):
@@ -64,9 +62,7 @@ def build(driver: str, devices: Mapping[str, ContainerEdits]) -> dict[str, Any]:
     not look at the host path (container-device-interface 1.0, container-edits_unix.go: fillMissingInfo), so a container
     that starts again gets the same device, whatever has that path then.
 
-    Raises:
-        CdiError: a name, path or variable is not allowed, or a node is missing on the host.
-
+    Raises CdiError if a name, path or variable is not allowed, or a node is missing on the host.
     """
     if not devices:
         raise CdiError("a CDI spec needs a device")
@@ -82,12 +78,7 @@ def build(driver: str, devices: Mapping[str, ContainerEdits]) -> dict[str, Any]:
 
 
 def encode(spec: Mapping[str, Any]) -> bytes:
-    """Return a spec as the bytes of its file.
-
-    Raises:
-        CdiError: some text is not Unicode.
-
-    """
+    """Return a spec as the bytes of its file. Raises CdiError if some text is not Unicode."""
     try:
         return msgspec.json.encode(spec)
     except (UnicodeEncodeError, msgspec.MsgspecError) as error:
@@ -144,9 +135,11 @@ def _nodes(node: DeviceNode) -> Iterator[dict[str, Any]]:
         reason = error.strerror if isinstance(error, OSError) else error
         raise CdiError(f"device node {node.host}: {reason}") from error
     if stat.S_ISDIR(status.st_mode):
-        found = list(_within(host, node))
+        found = list(islice(_within(host, node), _MAX_NODES + 1))
         if not found:
             raise CdiError(f"device node {node.host}: a directory without device nodes")
+        if len(found) > _MAX_NODES:
+            raise CdiError(f"device node {node.host}: more than {_MAX_NODES} device nodes in it")
         yield from found
     elif _is_node(status.st_mode):
         yield _node(host, status, node.path, node.permissions)
@@ -155,13 +148,9 @@ def _nodes(node: DeviceNode) -> Iterator[dict[str, Any]]:
 
 
 def _within(directory: str, node: DeviceNode) -> Iterator[dict[str, Any]]:
-    count = 0
     for host in (os.path.join(root, name) for root, _, names in os.walk(directory) for name in sorted(names)):
         with contextlib.suppress(OSError):  # it has just gone
             if _is_node((status := os.lstat(host)).st_mode):
-                count += 1
-                if count > _MAX_NODES:
-                    raise CdiError(f"device node {node.host}: more than {_MAX_NODES} device nodes in it")
                 inside = os.path.join(node.path, os.path.relpath(host, directory))
                 yield _node(host, status, inside, node.permissions)
 
@@ -181,30 +170,22 @@ def _node(host: str, status: os.stat_result, path: str, permissions: str) -> dic
 
 
 class Store:
-    """The CDI files of one driver's claims. Thread-safe, blocks for a file's writing at most.
+    """The CDI files of one driver's claims. Thread-safe; blocks for a file.
 
-    Raises:
-        CdiError: the driver's name cannot be a CDI vendor.
-
+    Raises CdiError if the driver's name cannot be a CDI vendor.
     """
 
     def __init__(self, driver: str, directory: str = DIRECTORY) -> None:
         self.directory: Final = directory
         self._prefix: Final = f"{vendor_of(driver)}-{CLASS}_"
-        self._lock = threading.Lock()
-        self._drafts: set[str] = set()
-        """Names of files that are being written."""
+        self._run: Final = secrets.token_hex(8)
+        """In the names of this store's drafts; those without it were left behind by a crash."""
 
     def __repr__(self) -> str:
         return f"<Store {self.directory}/{self._prefix}*>"
 
     def path(self, uid: str) -> str:
-        """Return the path of a claim's file.
-
-        Raises:
-            CdiError: this is no claim's UID.
-
-        """
+        """Return the path of a claim's file. Raises CdiError if this is no claim's UID."""
         if not _UID.fullmatch(uid):
             raise CdiError(f"{uid!r} is not the UID of a claim")
         return os.path.join(self.directory, f"{self._prefix}{uid}.json")
@@ -212,18 +193,13 @@ class Store:
     def write(self, uid: str, data: bytes) -> bool:
         """Put a claim's file into place, whole or not at all; return False if the very same was there already.
 
-        Raises:
-            CdiError: it could not be written.
-
+        Raises CdiError if it could not be written.
         """
         path = self.path(uid)
         if self.read(uid) == data:
             return False
         # Runtimes read *.json and *.yaml only, and never what begins with a dot.
-        name = f".{self._prefix}{uid}.{secrets.token_hex(8)}"
-        draft = os.path.join(self.directory, name)
-        with self._lock:
-            self._drafts.add(name)
+        draft = os.path.join(self.directory, f".{self._prefix}{uid}.{self._run}.{secrets.token_hex(8)}")
         try:
             os.makedirs(self.directory, mode=0o755, exist_ok=True)
             self._draft(draft, data)
@@ -232,9 +208,6 @@ class Store:
             with contextlib.suppress(OSError):
                 os.remove(draft)
             raise CdiError(f"cannot write {path}: {error.strerror}") from error
-        finally:
-            with self._lock:
-                self._drafts.discard(name)
         return True
 
     @staticmethod
@@ -255,9 +228,7 @@ class Store:
     def remove(self, uid: str) -> bool:
         """Remove a claim's file; return False if there was none.
 
-        Raises:
-            CdiError: it is there and cannot be removed.
-
+        Raises CdiError if it is there and cannot be removed.
         """
         path = self.path(uid)
         try:
@@ -276,10 +247,9 @@ class Store:
             return frozenset()
         found = set()
         for name in names:
-            if name.startswith(f".{self._prefix}"):
-                with self._lock, contextlib.suppress(OSError):
-                    if name not in self._drafts:
-                        os.remove(os.path.join(self.directory, name))
+            if name.startswith(f".{self._prefix}") and f".{self._run}." not in name:
+                with contextlib.suppress(OSError):
+                    os.remove(os.path.join(self.directory, name))
             elif name.startswith(self._prefix) and name.endswith(".json"):
                 uid = name[len(self._prefix) : -len(".json")]
                 if _UID.fullmatch(uid):
