@@ -120,37 +120,24 @@ class ContainerEdits:
     def merge(cls, edits: Iterable[ContainerEdits], winner: ContainerEdits | None = None) -> ContainerEdits:
         """Put edits together into one; equal entries are kept once, those of `winner` replace the others'.
 
-        Raises:
-            EditConflictError: two edits give one variable, annotation, node or mount point different contents, and
-                `winner` does not. A value that devices must share (a list of ids, say) is made by the source's `edits`
-                hook, which gets all devices of the container.
-
+        Raises EditConflictError if two edits give one variable, annotation, node or mount point different contents, and
+        `winner` does not. A value that devices must share (a list of ids, say) is made by the source's `edits` hook,
+        which gets all devices of the container.
         """
-        edits, over = tuple(edits), winner or NO_EDITS
-        nodes = _united("device node", map(_by_path, edits), _by_path(over))
-        mounts = _united("mount at", map(_by_place, edits), _by_place(over))
-        return cls(
-            _united("environment variable", [edit.env.items() for edit in edits], over.env.items()),
-            tuple(nodes.values()),
-            tuple(mounts.values()),
-            _united("annotation", [edit.annotations.items() for edit in edits], over.annotations.items()),
-            tuple(dict.fromkeys(name for edit in (*edits, over) for name in edit.cdi)),
-        )
+        parts = (winner or NO_EDITS, *edits)
+        nodes = _united("device node", [[(node.path, node) for node in part.device_nodes] for part in parts])
+        mounts = _united("mount at", [[(mount.container, mount) for mount in part.mounts] for part in parts])
+        env = _united("environment variable", [part.env.items() for part in parts])
+        annotations = _united("annotation", [part.annotations.items() for part in parts])
+        cdi = dict.fromkeys(name for part in (*parts[1:], parts[0]) for name in part.cdi)
+        return cls(env, tuple(nodes.values()), tuple(mounts.values()), annotations, tuple(cdi))
 
 
-def _by_path(edits: ContainerEdits) -> list[tuple[str, DeviceNode]]:
-    return [(node.path, node) for node in edits.device_nodes]
-
-
-def _by_place(edits: ContainerEdits) -> list[tuple[str, Mount]]:
-    return [(mount.container, mount) for mount in edits.mounts]
-
-
-def _united(what: str, parts: Iterable[Iterable[tuple[str, _T]]], winner: Iterable[tuple[str, _T]]) -> dict[str, _T]:
-    """Return the entries of all parts; the winner's replace theirs."""
-    settled = dict(winner)
+def _united(what: str, parts: Sequence[Iterable[tuple[str, _T]]]) -> dict[str, _T]:
+    """Return the entries of all parts; those of the first replace the others'."""
+    settled = dict(parts[0])
     found = settled.copy()
-    for key, value in chain.from_iterable(parts):
+    for key, value in chain.from_iterable(parts[1:]):
         if key not in settled and found.setdefault(key, value) != value:
             raise EditConflictError(f"{what} {key!r} is given twice: {found[key]!r} and {value!r}")
     return found
