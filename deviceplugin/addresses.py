@@ -14,12 +14,7 @@ MAX_SOCKET_PATH: Final = 107
 
 
 def parse_address(address: str) -> tuple[str, int]:
-    """Split `host:port`, `[v6]:port` or `:port`.
-
-    Raises:
-        OSError: it is none of these.
-
-    """
+    """Split `host:port`, `[v6]:port` or `:port`. Raises OSError if it is none of these."""
     host, colon, port = address.rpartition(":")
     bare = host[1:-1] if host.startswith("[") and host.endswith("]") else host
     if not colon or not port.isascii() or not port.isdecimal() or int(port) > 65535 or (":" in host and host == bare):
@@ -30,9 +25,7 @@ def parse_address(address: str) -> tuple[str, int]:
 def socket_path(directory: str | Path, name: str, tail: str) -> Path:
     """Return directory/name+tail; a name that is too long is shortened, and made unique by a hash.
 
-    Raises:
-        ValueError: the directory's own path leaves no room.
-
+    Raises ValueError if the directory's own path leaves no room.
     """
     room = MAX_SOCKET_PATH - len(os.fsencode(directory)) - 1 - len(tail)
     if len(name) > room:
@@ -50,8 +43,6 @@ def is_abandoned(path: Path) -> bool:
         probe.setblocking(False)
         try:
             probe.connect(str(path))
-        except ConnectionRefusedError:
-            return True
-        except OSError:
-            return False
+        except OSError as error:
+            return isinstance(error, ConnectionRefusedError)
     return False

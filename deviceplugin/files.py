@@ -41,10 +41,8 @@ def inode_of(path: str | Path) -> tuple[int, int] | None:
 def locked(path: str | Path, *, wait: bool = False) -> int:
     """Make the file if it is missing, lock it, and return the open file. The kernel unlocks it when the process ends.
 
-    Raises:
-        BlockingIOError: another process has the lock, and `wait` is False.
-        OSError: the directory or the disk does not allow it.
-
+    Raises BlockingIOError if another process has the lock and `wait` is False, OSError if the directory or the disk
+    does not allow it.
     """
     while True:
         lock = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)

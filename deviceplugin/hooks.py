@@ -47,10 +47,7 @@ async def call(what: str, hook: Callable[..., Any], *args: object, timeout: floa
     what: the hook's name for messages, "reset of example.com/fpga". timeout: seconds after which the call is abandoned,
     since a thread cannot be stopped.
 
-    Raises:
-        HookTimeoutError: it did not answer in time, or too many before it still hang.
-        HookError: it raised.
-
+    Raises HookTimeoutError if it did not answer in time or too many before it still hang, HookError if it raised.
     """
     loop = asyncio.get_running_loop()
     deadline = loop.time() + timeout

@@ -50,9 +50,7 @@ def merged(
 ) -> Snapshot:
     """Return the snapshot that follows when a source lists these devices; `before` if it is the same.
 
-    Raises:
-        DuplicateDeviceError: two devices have one id.
-
+    Raises DuplicateDeviceError if two devices have one id.
     """
     devices: dict[str, Device] = {}
     for device in listed:
@@ -101,9 +99,7 @@ class Inventory:
     def publish(self, listed: Iterable[Device], identities: Mapping[str, frozenset[str]] = _NO_IDENTITIES) -> bool:
         """Take a source's full list, and the devices' identities; return whether anything changed.
 
-        Raises:
-            DuplicateDeviceError: two devices have one id; the inventory stays as it was.
-
+        Raises DuplicateDeviceError if two devices have one id; the inventory stays as it was.
         """
         return self._replace(merged(self._snapshot, listed, identities))
 

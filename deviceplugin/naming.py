@@ -63,9 +63,7 @@ _HASH: Final = 10
 def parse_quantity(value: int | str) -> Fraction:
     """Return the exact number that an int or a Kubernetes quantity such as "16Gi", "1.5" or "250m" stands for.
 
-    Raises:
-        NamingError: it is no quantity (apimachinery, pkg/api/resource).
-
+    Raises NamingError if it is no quantity (apimachinery, pkg/api/resource).
     """
     if isinstance(value, bool) or not isinstance(value, int | str):
         raise NamingError(f"must be an integer or a quantity such as 16Gi, not {value!r}")
