@@ -13,7 +13,7 @@ import contextlib
 import logging
 import os
 import threading
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Final, Self
 
 from watchdog import events
@@ -34,8 +34,7 @@ _CANNOT_WATCH: Final = (
     "cannot watch %s (%s); it is read from time to time instead. "
     "fs.inotify.max_user_instances or max_user_watches may be too low"
 )
-_Key = tuple[str, bool]  # directory, writes
-_Wants = frozenset[tuple["Watch", bool]]
+_Wants = Mapping["Watch", bool]  # whether writes are hints, too
 
 
 class Watcher:
@@ -63,18 +62,18 @@ class Watcher:
             observer.stop()
             observer.join(timeout=5.0)
 
-    def arm(self, watch: Watch, key: _Key) -> None:
-        """Give hints of the directory to `watch`; begin anew if there is another directory of this name."""
-        with self._lock:
-            self._observe(key[0], self._wants(key[0]) | {(watch, key[1])})
+    def arm(self, watch: Watch, before: Iterable[str], wanted: Mapping[str, bool]) -> None:
+        """Give hints of the wanted directories to `watch`, and no more of those before.
 
-    def disarm(self, watch: Watch, key: _Key) -> None:
-        """Give no more hints of the directory to `watch`."""
+        wanted: by directory, whether writes are hints, too. Begins anew where another directory has the name now.
+        """
         with self._lock:
-            self._observe(key[0], self._wants(key[0]) - {(watch, key[1])})
-
-    def _wants(self, directory: str) -> _Wants:
-        return self._armed[directory].wants if directory in self._armed else frozenset()
+            for directory in {*before, *wanted}:
+                wants = dict(self._armed[directory].wants) if directory in self._armed else {}
+                wants.pop(watch, None)
+                if directory in wanted:
+                    wants[watch] = wanted[directory]
+                self._observe(directory, wants)
 
     def _observe(self, directory: str, wants: _Wants) -> None:
         """Observe the directory that is there now for these watches, and its writes if one of them wants those.
@@ -83,29 +82,27 @@ class Watcher:
         """
         before, identity = self._armed.pop(directory, None), inode_of(directory)
         if before is not None:
-            if wants and (before.identity, before.writes) == (identity, any(writes for _, writes in wants)):
+            if wants and (before.identity, before.writes) == (identity, any(wants.values())):
                 before.wants = wants
                 self._armed[directory] = before
                 return
-            self._unschedule(before)
-        if wants and identity is not None:
-            self._schedule(directory, identity, wants)
-            if before is not None and before.identity == identity:
-                for watch, _ in wants:
-                    watch.wake()  # for what came in between
-
-    def _schedule(self, directory: str, identity: tuple[int, int], wants: _Wants) -> None:
+            # A directory that was deleted took its emitter along.
+            with contextlib.suppress(KeyError, OSError):
+                self._running().unschedule(before.observed)
+        if not wants or identity is None:
+            return
         armed = _Armed(identity, wants)
+        event_filter = _NAMES_AND_WRITES if armed.writes else _NAMES
         try:
-            armed.observed = self._running().schedule(
-                armed, directory, event_filter=_NAMES_AND_WRITES if armed.writes else _NAMES
-            )
+            armed.observed = self._running().schedule(armed, directory, event_filter=event_filter)
+            self._armed[directory] = armed
         except OSError as error:
             if not self._complained:
                 self._complained = True
                 _LOG.warning(_CANNOT_WATCH, directory, error)
-            return
-        self._armed[directory] = armed
+        if before is not None and before.identity == identity:
+            for watch in wants:
+                watch.wake()  # for what came in between
 
     def _running(self) -> BaseObserver:
         if self._observer is None:
@@ -115,26 +112,21 @@ class Watcher:
             self._observer = observer
         return self._observer
 
-    def _unschedule(self, armed: _Armed) -> None:
-        if self._observer is not None and armed.observed is not None:
-            # A directory that was deleted took its emitter along.
-            with contextlib.suppress(KeyError, OSError):
-                self._observer.unschedule(armed.observed)
-
 
 class _Armed(events.FileSystemEventHandler):
     """A directory that is observed, and the watches that want hints, of writes or not; in the observer's thread."""
 
+    observed: ObservedWatch
+
     def __init__(self, identity: tuple[int, int], wants: _Wants) -> None:
         self.identity = identity
-        self.observed: ObservedWatch | None = None
         self.wants = wants
-        self.writes = any(writes for _, writes in wants)
+        self.writes = any(wants.values())
 
     def dispatch(self, event: events.FileSystemEvent) -> None:
         # Only enqueue: an exception here would end the observer's thread.
         written = isinstance(event, events.FileClosedEvent)
-        for watch, writes in self.wants:
+        for watch, writes in self.wants.items():
             if writes or not written:
                 watch.hint(os.fsdecode(event.src_path), os.fsdecode(event.dest_path))
 
@@ -148,7 +140,7 @@ class Watch:
         self._loop = asyncio.get_running_loop()
         self._hinted = asyncio.Event()
         self._wanted: frozenset[str] = frozenset()
-        self._armed_keys: frozenset[_Key] = frozenset()
+        self._armed: Mapping[str, bool] = {}
         self.set(directories)
 
     def __enter__(self) -> Self:
@@ -189,19 +181,16 @@ class Watch:
 
     def close(self) -> None:
         """End the watch."""
-        for key in self._armed_keys:
-            self._watcher.disarm(self, key)
-        self._armed_keys = frozenset()
+        self._arm({})
 
     def _rearm(self) -> None:
         parents = {_nearest(os.path.dirname(directory)) for directory in self._wanted}
         parents |= {_nearest(os.path.dirname(parent)) for parent in parents}
-        keys = {(directory, self._writes) for directory in self._wanted} | {(parent, False) for parent in parents}
-        for key in self._armed_keys - keys:
-            self._watcher.disarm(self, key)
-        for key in keys:
-            self._watcher.arm(self, key)
-        self._armed_keys = frozenset(keys)
+        self._arm(dict.fromkeys(parents, False) | dict.fromkeys(self._wanted, self._writes))
+
+    def _arm(self, directories: Mapping[str, bool]) -> None:
+        self._watcher.arm(self, self._armed, directories)
+        self._armed = directories
 
 
 def _nearest(directory: str) -> str:
