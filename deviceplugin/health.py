@@ -14,16 +14,16 @@ The rules, of which the tests have a model of their own:
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import enum
 import errno
 import os
 import select
 import signal
 import subprocess
-import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Final
 
 from deviceplugin import hooks
@@ -145,7 +145,8 @@ def command_probe(argv: Sequence[str], timeout: float) -> Callable[[Device], Fin
             try:
                 output = _output(process, timeout)
             except subprocess.TimeoutExpired:
-                _kill(process)
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(process.pid, signal.SIGKILL)  # a child of its own session is left, and not waited for
                 return Verdict.BAD, f"{argv[0]} did not end within {timeout:g} s"
         if process.returncode == 0:
             return Verdict.GOOD, ""
@@ -159,9 +160,7 @@ def command_probe(argv: Sequence[str], timeout: float) -> Callable[[Device], Fin
 def _output(process: subprocess.Popen[bytes], timeout: float) -> bytes:
     """Wait for a command's end and return the end of its output, which may be longer than fits into memory.
 
-    Raises:
-        TimeoutExpired: it, or a child that has its output open, did not end in time.
-
+    Raises TimeoutExpired if it, or a child that has its output open, did not end in time.
     """
     assert process.stdout is not None
     deadline, output = time.monotonic() + timeout, b""
@@ -177,25 +176,6 @@ def _output(process: subprocess.Popen[bytes], timeout: float) -> bytes:
     raise subprocess.TimeoutExpired(process.args, timeout)
 
 
-def _kill(process: subprocess.Popen[bytes]) -> None:
-    """Kill a command and what it started; a child that has the pipe open is not waited for."""
-    try:
-        os.killpg(process.pid, signal.SIGKILL)
-    except ProcessLookupError:
-        process.kill()
-    if process.stdout is not None:
-        process.stdout.close()
-
-
-@dataclass(slots=True)
-class _Call:
-    """One call of a probe, as its thread and the loop see it. deadline: of the loop's clock."""
-
-    deadline: float
-    begun: bool = False
-    over: threading.Event = field(default_factory=threading.Event)
-
-
 class Prober:
     """Probes devices, a few at a time; a probe that hangs delays its own device only.
 
@@ -206,47 +186,42 @@ class Prober:
         self._probe = probe
         self._timeout = timeout
         self._at_once = at_once
-        self._calls: dict[str, _Call] = {}
+        self._deadlines: dict[str, float] = {}
+        """Of the calls that are not over, by device, on the loop's clock; a call's own thread removes its entry."""
 
     async def check(self, devices: Iterable[Device]) -> dict[str, Finding]:
         """Return what the probe finds of each device; never raises."""
         turn = asyncio.Semaphore(self._at_once)
-        found: dict[str, Finding] = {}
 
-        async def one(device: Device) -> None:
+        async def one(device: Device) -> tuple[str, Finding]:
             async with turn:
-                found[device.id] = await self._check(device)
+                return device.id, await self._check(device)
 
-        async with asyncio.TaskGroup() as group:
-            for device in devices:
-                group.create_task(one(device))
-        return found
+        return dict(await asyncio.gather(*map(one, devices)))
 
     async def _check(self, device: Device) -> Finding:
         now = asyncio.get_running_loop().time()
-        self._calls = {name: call for name, call in self._calls.items() if not call.over.is_set()}
-        if before := self._calls.get(device.id):
+        if (deadline := self._deadlines.get(device.id)) is not None:
             # Its caller may have been cancelled before the deadline: that it goes on says nothing yet.
-            if now < before.deadline:
+            if now < deadline:
                 return Verdict.UNREADABLE, "the probe was begun before and is not over yet"
             return Verdict.BAD, "the probe still hangs"
-        hanging = sum(now >= call.deadline for call in self._calls.values())
+        hanging = sum(now >= deadline for deadline in tuple(self._deadlines.values()))
         if hanging >= self._at_once:  # each keeps a thread
             return Verdict.UNREADABLE, f"not probed: {hanging} probes of other devices hang"
-        call = self._calls[device.id] = _Call(now + self._timeout)
+        self._deadlines[device.id] = now + self._timeout
 
-        def run(device: Device) -> Finding:
-            call.begun = True
+        def run() -> Finding:
             try:
                 return self._probe(device)
             finally:
-                call.over.set()
+                del self._deadlines[device.id]
 
         try:
-            return await hooks.call(f"the probe of {device.id}", run, device, timeout=self._timeout)
+            return await hooks.call(f"the probe of {device.id}", run, timeout=self._timeout)
         except hooks.HookTimeoutError as error:
-            if not call.begun:
-                call.over.set()
+            if error.work is None:  # it was not called
+                del self._deadlines[device.id]
                 return Verdict.UNREADABLE, str(error)
             return Verdict.BAD, str(error)
         except hooks.HookError as error:
