@@ -9,8 +9,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from fractions import Fraction
-from types import MappingProxyType
-from typing import Any, Final
+from typing import Final
 
 from deviceplugin.device import Device
 from deviceplugin.identity import Tokens, same_thing, shown
@@ -24,7 +23,6 @@ Held = Mapping[Key, Tokens]
 Counters = Mapping[str, Mapping[str, Fraction]]
 """Amounts by counter set and counter."""
 
-_NONE: Final[Mapping[Any, Any]] = MappingProxyType({})
 _NO_TOKENS: Final[Tokens] = frozenset()
 
 
@@ -38,8 +36,8 @@ class Thing:
 
     tokens: Tokens = _NO_TOKENS
     scope: str = ""
-    consumes: Counters = field(default_factory=lambda: _NONE)
-    counters: Counters = field(default_factory=lambda: _NONE)
+    consumes: Counters = field(default_factory=dict)
+    counters: Counters = field(default_factory=dict)
     shared: bool = False
 
 
@@ -56,6 +54,9 @@ def thing_of(device: Device, tokens: Tokens, scope: str, *, shared: bool = False
         return {name: {one: amount(value) for one, value in values.items()} for name, values in counters.items()}
 
     return Thing(tokens, scope, amounts(device.consumes), amounts(device.counters), shared)
+
+
+_UNKNOWN: Final = Thing()
 
 
 def titled(key: Key) -> str:
@@ -91,11 +92,11 @@ class Things:
 
     def tokens(self, key: Key) -> Tokens:
         """Return a device's tokens, none if they are not known."""
-        return self._things[key].tokens if key in self._things else _NO_TOKENS
+        return self._things.get(key, _UNKNOWN).tokens
 
     def shared(self, key: Key) -> bool:
         """Return whether a device is given to several holders at once."""
-        return key in self._things and self._things[key].shared
+        return self._things.get(key, _UNKNOWN).shared
 
     def excluded(self, key: Key, tokens: Tokens) -> bool:
         """Return whether a holder that got these tokens by this id excludes more than this id's next holder."""
@@ -156,15 +157,12 @@ class Things:
         return taken
 
     def _conflict(self, key: Key, held: Held, taken: Mapping[str, set[Key]], counted: Collection[Key]) -> str:
-        mine, granted = self.tokens(key), held.get(key, _NO_TOKENS)
-        if not same_thing(mine, granted):
-            return f"{titled(key)} is held as {shown(granted)}, and is {shown(mine)} now"
-        thing = self._things.get(key)
-        if thing is None:
-            return ""
-        for token in mine:
+        thing, granted = self._things.get(key, _UNKNOWN), held.get(key, _NO_TOKENS)
+        if not same_thing(thing.tokens, granted):
+            return f"{titled(key)} is held as {shown(granted)}, and is {shown(thing.tokens)} now"
+        for token in thing.tokens:
             for other in sorted(taken.get(token, set()) - {key}):
-                if not (thing.shared and other in self._things and self._things[other].shared):
+                if not (thing.shared and self.shared(other)):
                     return f"{titled(key)} and {titled(other)}, which counts as held, are one thing ({shown({token})})"
         for name, amounts in thing.consumes.items():
             holders = [one for one in self._by_set[thing.scope, name] if one in counted and one != key]
