@@ -85,16 +85,16 @@ async def _finish(what: str, future: asyncio.Future[Any], rest: float, timeout: 
 def _abandon(future: asyncio.Future[Any]) -> None:
     """Wait no longer for a call that does not end; keep a reference, so that its late result is not logged as lost."""
     kept: set[Any] = _abandoned if isinstance(future, asyncio.Task) else _stuck
+
+    def forget(done: asyncio.Future[Any]) -> None:
+        kept.discard(done)
+        if not done.cancelled():
+            done.exception()  # else asyncio logs that it was never retrieved
+
     kept.add(future)
-    future.add_done_callback(lambda done: _forget(kept, done))
+    future.add_done_callback(forget)
     if isinstance(future, asyncio.Task):
         future.cancel()
-
-
-def _forget(kept: set[Any], done: asyncio.Future[Any]) -> None:
-    kept.discard(done)
-    if not done.cancelled():
-        done.exception()  # else asyncio logs that it was never retrieved
 
 
 def _run(

@@ -123,8 +123,7 @@ class DeviceSource:
     def links(self) -> Mapping[frozenset[str], float]:
         """How close two devices are, frozenset of their ids -> number, higher is closer; cheap to ask.
 
-        The usual scale is the number of NVLinks times 100, plus the PCIe level: same board 60, one switch 50, several
-        switches 40, same host bridge 30, same CPU 20, across CPUs 10.
+        The usual scale is the number of NVLinks times 100, plus the PCIe level; see `deviceplugin.topology.Link`.
         """
         return {}
 

@@ -37,7 +37,7 @@ _DENSE: Final = 256  # devices up to which scores are kept as a matrix
 
 
 class Link(enum.IntEnum):
-    """How near two devices are: one of the levels of PCIe, and NVLINK for each link."""
+    """How near two devices are: one of the levels of PCIe, and NVLINK for each NVLink between them."""
 
     NVLINK = 100
     SAME_BOARD = 60

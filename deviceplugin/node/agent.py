@@ -16,7 +16,7 @@ from deviceplugin.kubelet.podresources import AllocationsInFlight, PodResources
 from deviceplugin.kubelet.registration import Timing
 from deviceplugin.kubelet.status import Status
 from deviceplugin.kubelet.tracker import HolderTracker
-from deviceplugin.node.paths import Paths
+from deviceplugin.node.options import Paths
 from deviceplugin.node.scanning import HolderObserver, HolderScanner
 from deviceplugin.node.service import Service, ServiceContext, Supervisor
 from deviceplugin.source import DeviceSource

@@ -5,20 +5,45 @@ from __future__ import annotations
 import argparse
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Final
 
 from deviceplugin.addresses import parse_address
 from deviceplugin.node import logs
-from deviceplugin.node.paths import Paths
 
 EXITS: Final = (
     "exit status: 0 all is well, 1 it failed while running, 2 wrong usage or a config file that cannot be used"
 )
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
+class Paths:
+    """Where the kubelet keeps its files and sockets, and where the host's cgroup file system is mounted.
+
+    The device plugin directory is /var/lib/kubelet/device-plugins whatever the kubelet's --root-dir says, while the
+    PodResources socket follows it (kubernetes#68567; k3s, k0s and microk8s differ): each can be given. pod_log_dir:
+    the kubelet's podLogsDir, where pods have directories named namespace_name_uid.
+    """
+
+    kubelet_root: Path = Path("/var/lib/kubelet")
+    device_plugin_dir: Path | None = None
+    pod_resources_socket: Path | None = None
+    cgroup_root: Path = Path("/sys/fs/cgroup")
+    pod_log_dir: Path = Path("/var/log/pods")
+
+    @property
+    def plugins(self) -> Path:
+        """The device plugin directory."""
+        return self.device_plugin_dir or self.kubelet_root / "device-plugins"
+
+    @property
+    def pod_resources(self) -> Path:
+        """The PodResources service's socket."""
+        return self.pod_resources_socket or self.kubelet_root / "pod-resources" / "kubelet.sock"
+
+
+@dataclass(frozen=True, slots=True)
 class RunOptions:
     """The values of the options that every agent has."""
 
@@ -65,13 +90,7 @@ def run_options(options: argparse.Namespace) -> RunOptions:
     if options.log_format == "json":
         os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # its lines are not JSON
     logs.setup(options.log_format, options.log_level)
-    paths = Paths(
-        options.kubelet_root,
-        options.device_plugin_dir,
-        options.pod_resources_socket,
-        options.cgroup_root,
-        options.pod_log_dir,
-    )
+    paths = Paths(**{field.name: getattr(options, field.name) for field in fields(Paths)})
     return RunOptions(paths, options.metrics_address)
 
 

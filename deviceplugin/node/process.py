@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Final
 from deviceplugin import filewatch
 from deviceplugin.kubelet.orphaned_claims import OrphanedClaimGate, OrphanedClaims
 from deviceplugin.node.agent import Agent, AgentError
-from deviceplugin.node.paths import Paths
+from deviceplugin.node.options import Paths
 from deviceplugin.source import DeviceSource
 
 if TYPE_CHECKING:
@@ -55,11 +55,8 @@ def run(*sources: DeviceSource, argv: Sequence[str] | None = None) -> None:
     from deviceplugin.node.options import parse_run
 
     options = parse_run(argv)
-
-    def make() -> Program:
-        return Program.of(plugin_agent(sources, options.paths, report_holders=options.metrics_address is not None))
-
-    status = serve(make, metrics_address=options.metrics_address)
+    address = options.metrics_address
+    status = serve(lambda: _plugin(sources, options.paths, address), metrics_address=address)
     if status:
         sys.exit(status)
 
@@ -69,21 +66,18 @@ def run_config(path: Path, paths: Paths, metrics_address: str | None = None) -> 
 
     Raises ConfigError if the file cannot be used at the start; later that is only logged.
     """
-    from deviceplugin import sources
+    from deviceplugin.sources import build
 
     file = read(path)
-    first = file[-1]
 
     def make() -> Program:
-        built = [sources.build(resource) for resource in first.resources]
-        return Program.of(plugin_agent(built, paths, report_holders=metrics_address is not None))
+        return _plugin([build(resource) for resource in file[-1].resources], paths, metrics_address)
 
     return serve(make, metrics_address=metrics_address, config=file)
 
 
-def plugin_agent(sources: Sequence[DeviceSource], paths: Paths, *, report_holders: bool) -> Agent:
+def _plugin(sources: Sequence[DeviceSource], paths: Paths, metrics_address: str | None) -> Program:
     """Return an agent that serves pods only, and withholds what claims of a former bridge hold."""
-    agent: Agent
 
     def holder(resource: str, device: str) -> str:
         service = agent.services.get(resource)
@@ -92,9 +86,14 @@ def plugin_agent(sources: Sequence[DeviceSource], paths: Paths, *, report_holder
     claims = OrphanedClaims(paths.kubelet_root)
     gate = OrphanedClaimGate(holder)
     agent = Agent(
-        sources, paths, report_holders=report_holders, allocation_gate=gate, observers=[gate], orphaned=claims.held
+        sources,
+        paths,
+        report_holders=metrics_address is not None,
+        allocation_gate=gate,
+        observers=[gate],
+        orphaned=claims.held,
     )
-    return agent
+    return Program.of(agent)
 
 
 def read(path: Path) -> File:

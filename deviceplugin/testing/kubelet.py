@@ -33,7 +33,7 @@ from deviceplugin.testing.run import Registration, Rpc, Run, Update, describe
 from deviceplugin.wire import podresources_pb2 as pr
 
 if TYPE_CHECKING:
-    from deviceplugin.node.paths import Paths
+    from deviceplugin.node.options import Paths
 
 __all__ = ["Damage", "FakeKubelet", "Registration", "Rpc", "Update"]
 
@@ -150,7 +150,7 @@ class FakeKubelet:
     @property
     def paths(self) -> Paths:
         """The paths of the node, for an agent."""
-        from deviceplugin.node.paths import Paths
+        from deviceplugin.node.options import Paths
 
         return Paths(kubelet_root=self.root, cgroup_root=self.cgroup_root, pod_log_dir=self.pod_logs)
 

@@ -10,7 +10,7 @@ from typing import Final
 
 from deviceplugin.kubelet.orphaned_claims import OrphanedClaimGate, OrphanedClaims
 from deviceplugin.node.agent import Agent, AgentError
-from deviceplugin.node.paths import Paths
+from deviceplugin.node.options import Paths
 from deviceplugin.node.service import Service
 from deviceplugin.source import DeviceSource
 from dra_bridge.driver import ClusterClaims

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING
 from deviceplugin.node import options as common
 
 if TYPE_CHECKING:
-    from deviceplugin.node.paths import Paths
     from dra_bridge.kube import Cluster
 
 
@@ -33,7 +32,7 @@ def add_run_options(parser: argparse.ArgumentParser) -> None:
 class RunOptions:
     """The values of the options of an agent with both sides."""
 
-    paths: Paths
+    paths: common.Paths
     metrics_address: str | None
     cluster: Cluster
     node: str

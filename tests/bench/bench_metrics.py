@@ -38,7 +38,7 @@ def agent() -> None:
     from deviceplugin.kubelet.checkpoint import Allocation
     from deviceplugin.kubelet.holders import HolderSnapshot, Holding
     from deviceplugin.node.agent import Agent
-    from deviceplugin.node.paths import Paths
+    from deviceplugin.node.options import Paths
     from deviceplugin.source import Measured
 
     class Gpus(DeviceSource):

@@ -38,7 +38,7 @@ from deviceplugin.kubelet.registration import (
 )
 from deviceplugin.kubelet.servicer import Endpoint
 from deviceplugin.node.agent import Agent, AgentError
-from deviceplugin.node.paths import Paths
+from deviceplugin.node.options import Paths
 from deviceplugin.sources.simulated import SimulatedSource
 from deviceplugin.testing import FakeKubelet, Served, serve
 

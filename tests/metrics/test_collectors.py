@@ -41,7 +41,7 @@ from deviceplugin.metrics.load import Reading
 from deviceplugin.metrics.report import DeviceLocation, PreparedClaim, ProviderReport
 from deviceplugin.metrics.views import DeviceHolder
 from deviceplugin.node.agent import Agent
-from deviceplugin.node.paths import Paths
+from deviceplugin.node.options import Paths
 from deviceplugin.node.process import Program, serve
 from deviceplugin.source import DeviceSource, Measured
 from deviceplugin.testing.devicemanager import ContainerSpec

@@ -30,8 +30,7 @@ from deviceplugin.node import following
 from deviceplugin.node import process as process_module
 from deviceplugin.node import service as service_module
 from deviceplugin.node.agent import Agent, AgentError
-from deviceplugin.node.options import add_run_options, run_options
-from deviceplugin.node.paths import Paths
+from deviceplugin.node.options import Paths, add_run_options, run_options
 from deviceplugin.source import DeviceSource
 from deviceplugin.sources.simulated import SimulatedSource
 from deviceplugin.testing import FakeKubelet, FakePod, Served, serve
