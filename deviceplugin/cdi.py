@@ -181,9 +181,6 @@ class Store:
         self._run: Final = secrets.token_hex(8)
         """In the names of this store's drafts; those without it were left behind by a crash."""
 
-    def __repr__(self) -> str:
-        return f"<Store {self.directory}/{self._prefix}*>"
-
     def path(self, uid: str) -> str:
         """Return the path of a claim's file. Raises CdiError if this is no claim's UID."""
         if not _UID.fullmatch(uid):

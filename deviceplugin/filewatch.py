@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import logging
 import os
 import threading
@@ -42,7 +43,6 @@ class Watcher:
 
     def __init__(self) -> None:
         self._lock = threading.RLock()
-        self._observer: BaseObserver | None = None
         self._armed: dict[str, _Armed] = {}
         self._complained = False
 
@@ -53,14 +53,12 @@ class Watcher:
         """
         return Watch(self, directories, writes=writes)
 
-    def close(self) -> None:
-        """Stop the observer's threads; a later watch starts them again."""
-        with self._lock:
-            observer, self._observer = self._observer, None
-            self._armed.clear()
-        if observer is not None:
-            observer.stop()
-            observer.join(timeout=5.0)
+    @functools.cached_property
+    def _observer(self) -> BaseObserver:
+        observer = Observer()
+        observer.daemon = True
+        observer.start()
+        return observer
 
     def arm(self, watch: Watch, before: Iterable[str], wanted: Mapping[str, bool]) -> None:
         """Give hints of the wanted directories to `watch`, and no more of those before.
@@ -88,13 +86,13 @@ class Watcher:
                 return
             # A directory that was deleted took its emitter along.
             with contextlib.suppress(KeyError, OSError):
-                self._running().unschedule(before.observed)
+                self._observer.unschedule(before.observed)
         if not wants or identity is None:
             return
         armed = _Armed(identity, wants)
         event_filter = _NAMES_AND_WRITES if armed.writes else _NAMES
         try:
-            armed.observed = self._running().schedule(armed, directory, event_filter=event_filter)
+            armed.observed = self._observer.schedule(armed, directory, event_filter=event_filter)
             self._armed[directory] = armed
         except OSError as error:
             if not self._complained:
@@ -103,14 +101,6 @@ class Watcher:
         if before is not None and before.identity == identity:
             for watch in wants:
                 watch.wake()  # for what came in between
-
-    def _running(self) -> BaseObserver:
-        if self._observer is None:
-            observer = Observer()
-            observer.daemon = True
-            observer.start()
-            self._observer = observer
-        return self._observer
 
 
 class _Armed(events.FileSystemEventHandler):

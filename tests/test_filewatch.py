@@ -32,7 +32,8 @@ async def watching() -> AsyncIterator[Watching]:
     yield watch
     for one in watches:
         one.close()
-    watcher.close()
+    watcher._observer.stop()
+    watcher._observer.join(LONG)
 
 
 async def in_flight(watch: Watch) -> None:
@@ -266,17 +267,6 @@ async def test_machine_without_watches_left_falls_back_and_says_so_once(
     said = [record for record in caplog.records if record.levelno == logging.WARNING]
     assert len(said) == 1
     assert "max_user_watches" in said[0].getMessage()
-
-
-async def test_watcher_begins_again_after_close(tmp_path: Path) -> None:
-    """A closed watcher starts anew with the next watch."""
-    watcher = Watcher()
-    for name in ("a", "b"):
-        with watcher.watch([str(tmp_path)]) as watch:
-            await in_flight(watch)
-            (tmp_path / name).touch()
-            assert await watch.wait(LONG)
-        watcher.close()
 
 
 def test_shared_watcher_is_one() -> None:
