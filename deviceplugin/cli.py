@@ -17,6 +17,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, cast
 
+from deviceplugin.node import logs
 from deviceplugin.node.options import EXITS, add_run_options, run_options
 
 if TYPE_CHECKING:
@@ -185,7 +186,6 @@ def _devices(options: argparse.Namespace) -> int:
     import asyncio
 
     from deviceplugin import config
-    from deviceplugin.node import logs
 
     logs.setup("text", "error")
     listed, status = asyncio.run(_list(config.load(options.config)))

@@ -13,6 +13,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
+from itertools import groupby
 from typing import Final, TextIO
 
 from deviceplugin.cli import aligned
@@ -170,11 +171,9 @@ class _Demo:
     def registration(self) -> None:
         self.kubelet.wait_allocatable(GPU, 4, TIMEOUT)
         self.event("kubelet", f"is up in {self.kubelet.root}")
-        by_node: dict[int, list[str]] = {}
-        for name in sorted(self.kubelet.devices(GPU)):
-            by_node.setdefault(self.numa(name), []).append(name)
-        check(len(by_node) == 2, "the devices are on two NUMA nodes")
-        nodes = (f"NUMA node {node}: {' '.join(devices)}" for node, devices in sorted(by_node.items()))
+        by_node = groupby(sorted(self.kubelet.devices(GPU), key=self.numa), self.numa)
+        nodes = [f"NUMA node {node}: {' '.join(sorted(devices))}" for node, devices in by_node]
+        check(len(nodes) == 2, "the devices are on two NUMA nodes")
         self.event("plugin", f"registered {GPU}; allocatable: 4", "   ".join(nodes))
 
     def pod(self, name: str, count: int) -> FakePod:
@@ -188,8 +187,7 @@ class _Demo:
     def waiting_pod(self, name: str, count: int) -> FakePod:
         pod = self.kubelet.start_pod(name, {GPU: count})
         self.pods.append(pod)
-        healthy = {name for name, device in self.kubelet.devices(GPU).items() if device.health == "Healthy"}
-        free = len(healthy - self.in_use())
+        free = self.kubelet.allocatable(GPU) - len(self.held())
         check(pod.phase == "Pending" and free < count, f"{name} has to wait")
         self.event("pod", f"{name} asks for {count}, waits: {free} free")
         return pod
@@ -205,7 +203,7 @@ class _Demo:
 
     def failure_and_recovery(self) -> None:
         """A free device fails and recovers; a pod waits for it."""
-        idle = self.kubelet.devices(GPU).keys() - self.in_use()
+        idle = self.kubelet.devices(GPU).keys() - self.held().keys()
         check(len(idle) == 1, f"one device is free, not {idle}")
         free = idle.pop()
         self.gpus.set_health(free, Health.UNHEALTHY, "fell off the bus")
@@ -222,8 +220,7 @@ class _Demo:
 
     def holders(self) -> None:
         """The plugin reads the holders in the kubelet's checkpoint; Allocate does not name the pod."""
-        wanted = {name: pod.name for pod in self.pods if pod.running for name in pod.device_ids}
-        until, known = time.monotonic() + TIMEOUT, None
+        wanted, until, known = self.held(), time.monotonic() + TIMEOUT, None
         while known != wanted:
             check(time.monotonic() < until, f"the plugin knows the holders {wanted}, not {known}")
             time.sleep(0.01)  # nothing notifies of the plugin's scans
@@ -233,7 +230,7 @@ class _Demo:
 
     def kubelet_restart(self) -> None:
         """The kubelet forgets its plugins; pods run on, the plugin comes back by itself."""
-        before = {pod.name: pod.device_ids for pod in self.pods if pod.running}
+        before = self.held()
         registered = len(self.kubelet.registrations)
         self.kubelet.stop()
         self.event("kubelet", "is gone; its plugins' registrations are lost, the pods run on")
@@ -243,9 +240,9 @@ class _Demo:
         self.kubelet.wait_allocatable(GPU, 4, TIMEOUT)
         self.event("kubelet", "starts again, deletes every socket, reads its checkpoint")
         self.event("plugin", f"registered again {(again.at - began) * 1000:.0f} ms after the kubelet began to start")
-        after = {pod.name: pod.device_ids for pod in self.pods if pod.running}
-        check(before == after and all(not pod.container().restarts for pod in self.pods), "no pod was harmed")
-        self.event("pod", f"{', '.join(after)} kept their devices and were not restarted")
+        unharmed = self.held() == before and all(not pod.container().restarts for pod in self.pods)
+        check(unharmed, "no pod was harmed")
+        self.event("pod", f"{', '.join(dict.fromkeys(before.values()))} kept their devices and were not restarted")
 
     def summary(self) -> list[tuple[str, ...]]:
         rows: list[tuple[str, ...]] = []
@@ -265,8 +262,9 @@ class _Demo:
         check(others.isdisjoint(pod.device_ids), f"{pod.name} has {pod.device_ids} to itself")
         check(pod.env.get("GPU_VISIBLE_DEVICES") == joined(pod.device_ids), f"{pod.name} knows its devices")
 
-    def in_use(self) -> set[str]:
-        return {name for pod in self.pods if pod.running for name in pod.device_ids}
+    def held(self) -> dict[str, str]:
+        """Return the running pods' names by device."""
+        return {name: pod.name for pod in self.pods if pod.running for name in pod.device_ids}
 
     def numa(self, device: str) -> int:
         """Return a device's NUMA node as the kubelet knows it."""

@@ -14,7 +14,6 @@ from typing import Final
 
 from deviceplugin.device import Device, Health
 
-_NOTHING: Final[Mapping[str, Device]] = MappingProxyType({})
 _NO_IDENTITIES: Final[Mapping[str, frozenset[str]]] = MappingProxyType({})
 GONE: Final = "the device is gone"
 
@@ -35,9 +34,9 @@ class Snapshot:
 
     resource: str
     version: int = 0
-    devices: Mapping[str, Device] = field(default_factory=lambda: _NOTHING)
+    devices: Mapping[str, Device] = field(default_factory=dict)
     gone: frozenset[str] = frozenset()
-    identities: Mapping[str, frozenset[str]] = field(default_factory=lambda: _NO_IDENTITIES)
+    identities: Mapping[str, frozenset[str]] = field(default_factory=dict)
 
     @property
     def listed(self) -> bool:

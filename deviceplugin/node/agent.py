@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import threading
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
@@ -62,7 +61,7 @@ class Agent:
         self.services: Mapping[str, Service] = services
         self._loop: asyncio.AbstractEventLoop | None = None
         self._stopped = asyncio.Event()
-        self._stop_asked = threading.Event()
+        self._stop_asked = False
         self.begun = asyncio.Event()
         """Set when `run` has begun to serve."""
         self._error: AgentError | None = None
@@ -128,7 +127,7 @@ class Agent:
 
     def stop(self) -> None:
         """Have `run` return; from any thread or signal handler."""
-        self._stop_asked.set()
+        self._stop_asked = True
         if self._loop is not None:
             with contextlib.suppress(RuntimeError):  # the loop is closed: it has ended
                 self._loop.call_soon_threadsafe(self._stopped.set)
@@ -141,7 +140,7 @@ class Agent:
     def _accept_stop(self) -> None:
         """Let `stop` end the wait of this loop, also if it was called before."""
         self._loop = asyncio.get_running_loop()
-        if self._stop_asked.is_set():
+        if self._stop_asked:
             self._stopped.set()
 
     async def stopping(self) -> None:
