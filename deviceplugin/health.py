@@ -23,7 +23,7 @@ import signal
 import subprocess
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Final
 
 from deviceplugin import hooks
@@ -176,22 +176,22 @@ def _output(process: subprocess.Popen[bytes], timeout: float) -> bytes:
     raise subprocess.TimeoutExpired(process.args, timeout)
 
 
+@dataclass(eq=False)
 class Prober:
     """Probes devices, a few at a time; a probe that hangs delays its own device only.
 
     probe: a plain function, run in a thread. timeout: seconds that a call may take.
     """
 
-    def __init__(self, probe: Callable[[Device], Finding], *, timeout: float, at_once: int = 8) -> None:
-        self._probe = probe
-        self._timeout = timeout
-        self._at_once = at_once
-        self._deadlines: dict[str, float] = {}
-        """Of the calls that are not over, by device, on the loop's clock; a call's own thread removes its entry."""
+    probe: Callable[[Device], Finding]
+    timeout: float
+    at_once: int = 8
+    _deadlines: dict[str, float] = field(default_factory=dict, init=False)
+    """Of the calls that are not over, by device, on the loop's clock; a call's own thread removes its entry."""
 
     async def check(self, devices: Iterable[Device]) -> dict[str, Finding]:
         """Return what the probe finds of each device; never raises."""
-        turn = asyncio.Semaphore(self._at_once)
+        turn = asyncio.Semaphore(self.at_once)
 
         async def one(device: Device) -> tuple[str, Finding]:
             async with turn:
@@ -207,18 +207,18 @@ class Prober:
                 return Verdict.UNREADABLE, "the probe was begun before and is not over yet"
             return Verdict.BAD, "the probe still hangs"
         hanging = sum(now >= deadline for deadline in tuple(self._deadlines.values()))
-        if hanging >= self._at_once:  # each keeps a thread
+        if hanging >= self.at_once:  # each keeps a thread
             return Verdict.UNREADABLE, f"not probed: {hanging} probes of other devices hang"
-        self._deadlines[device.id] = now + self._timeout
+        self._deadlines[device.id] = now + self.timeout
 
         def run() -> Finding:
             try:
-                return self._probe(device)
+                return self.probe(device)
             finally:
                 del self._deadlines[device.id]
 
         try:
-            return await hooks.call(f"the probe of {device.id}", run, timeout=self._timeout)
+            return await hooks.call(f"the probe of {device.id}", run, timeout=self.timeout)
         except hooks.HookTimeoutError as error:
             if error.work is None:  # it was not called
                 del self._deadlines[device.id]

@@ -83,7 +83,7 @@ class Agent:
             lambda: self.services, gate, self.tracker.allocated, reread=self.tracker.reread, orphaned=orphaned
         )
         self.scanner = HolderScanner(
-            services, self.tracker, self.guard, observers, scan_wanted, period, always=report_holders
+            services, self.tracker, self.guard, list(observers), scan_wanted, period, always=report_holders
         )
         context = ServiceContext(
             self.paths.plugins, in_flight, asyncio.Lock(), self.tracker, self.guard, gate, timing, scan_wanted.set

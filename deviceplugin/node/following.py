@@ -7,6 +7,7 @@ import contextlib
 import logging
 import threading
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 from typing import Any, Final
 
 from deviceplugin import identity
@@ -21,6 +22,7 @@ TAKE_OVER: Final = 3.0
 """Seconds that a new source has to list its devices while the old one's hooks still answer."""
 
 
+@dataclass(eq=False)
 class SourceFollower:
     """Publishes the lists of a resource's source; starts a source again that failed.
 
@@ -28,24 +30,17 @@ class SourceFollower:
     error: why `watch` failed; "" once the source has listed again.
     """
 
-    def __init__(
-        self,
-        source: DeviceSource,
-        inventory: Inventory,
-        on_take_over: Callable[[DeviceSource], None],
-        on_list: Callable[[], None],
-    ) -> None:
-        self.error = ""
-        self._source = source
-        self._inventory = inventory
-        self._on_take_over = on_take_over
-        self._on_list = on_list
-        self._taken_over = asyncio.Event()
-        self._task: asyncio.Task[None] | None = None
+    source: DeviceSource
+    inventory: Inventory
+    on_take_over: Callable[[DeviceSource], None]
+    on_list: Callable[[], None]
+    error: str = field(default="", init=False)
+    _taken_over: asyncio.Event = field(default_factory=asyncio.Event, init=False)
+    _task: asyncio.Task[None] | None = field(default=None, init=False)
 
     def start(self) -> None:
         """Begin to follow the source."""
-        self._follow(self._source)
+        self._follow(self.source)
 
     async def end(self) -> None:
         """Follow it no more."""
@@ -74,10 +69,10 @@ class SourceFollower:
         self._take_over(source)
 
     def _take_over(self, source: DeviceSource) -> None:
-        if source is not self._source:
-            self._source = source
+        if source is not self.source:
+            self.source = source
             self._taken_over.set()
-            self._on_take_over(source)
+            self.on_take_over(source)
 
     def _follow(self, source: DeviceSource) -> None:
         self._task = asyncio.create_task(self._publish_lists(source), name=f"follow {source.resource}")
@@ -88,20 +83,20 @@ class SourceFollower:
             try:
                 async for devices in _listings(source):
                     self._take_over(source)
-                    await identity.publish(self._inventory, devices)
-                    self._on_list()
+                    await identity.publish(self.inventory, devices)
+                    self.on_list()
                     self.error = ""
                     backoff.reset()
             except Exception as error:
                 self.error = f"{type(error).__name__}: {error}"
-                count, delay = len(self._inventory.snapshot.devices), backoff.next()
+                count, delay = len(self.inventory.snapshot.devices), backoff.next()
                 message = "%s: the source failed; its last list of %d devices stays, trying again in %.1f s"
                 _LOG.exception(message, source.resource, count, delay)
                 await asyncio.sleep(delay)
             else:
                 self._take_over(source)
-                if not self._inventory.snapshot.listed:
-                    self._inventory.publish(())
+                if not self.inventory.snapshot.listed:
+                    self.inventory.publish(())
                 return
 
 

@@ -6,7 +6,8 @@ import asyncio
 import contextlib
 import logging
 import random
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass, field
 from typing import Final, Protocol
 
 from deviceplugin.backoff import Backoff
@@ -34,6 +35,7 @@ class HolderObserver(Protocol):
         """Take the result; `before` is what `before_scan` returned."""
 
 
+@dataclass(eq=False)
 class HolderScanner:
     """Scans from time to time while holders matter, and soon after a grant.
 
@@ -41,26 +43,17 @@ class HolderScanner:
     scan also while nothing is held or awaited.
     """
 
-    def __init__(
-        self,
-        services: Mapping[str, Service],
-        tracker: HolderTracker,
-        guard: ExclusionGuard,
-        observers: Sequence[HolderObserver],
-        wanted: asyncio.Event,
-        period: float,
-        *,
-        always: bool,
-    ) -> None:
-        self.observers = list(observers)
-        self.log = ScanLog(tracker)
-        self._services = services
-        self._tracker = tracker
-        self._guard = guard
-        self._wanted = wanted
-        self._period = period
-        self._always = always
-        self._scanning = asyncio.Lock()
+    services: Mapping[str, Service]
+    tracker: HolderTracker
+    guard: ExclusionGuard
+    observers: list[HolderObserver]
+    wanted: asyncio.Event
+    period: float
+    always: bool
+    _scanning: asyncio.Lock = field(default_factory=asyncio.Lock, init=False)
+
+    def __post_init__(self) -> None:
+        self.log = ScanLog(self.tracker)
 
     async def scan(self, wanted: Collection[tuple[str, str]] | None = None) -> HolderSnapshot | None:
         """Find the holders of all devices now, pass them to services and observers, and return them.
@@ -70,20 +63,20 @@ class HolderScanner:
         """
         async with self._scanning:
             remembered = [(observer, observer.before_scan()) for observer in self.observers]
-            now = await self._tracker.scan(wanted)
+            now = await self.tracker.scan(wanted)
             if now is None:
                 return None
             self.log.count_double_allocations()
-            services = tuple(self._services.values())
+            services = tuple(self.services.values())
             for service in services:
                 service.take_holders(now)
-            self._guard.notify(scanned=True)
+            self.guard.notify(scanned=True)
             for service in services:
                 service.observe(now)
-            self.log.withheld(self._services)
+            self.log.withheld(self.services)
             for observer, before in remembered:
                 await observer.after_scan(before, now)
-            self._guard.notify()
+            self.guard.notify()
             return now
 
     async def run(self) -> None:
@@ -91,20 +84,20 @@ class HolderScanner:
         backoff = Backoff(first=1.0, most=30.0)
         while True:
             awaited = self._awaited_by_observers() | {
-                (name, one) for name, service in self._services.items() for one in service.awaited
+                (name, one) for name, service in self.services.items() for one in service.awaited
             }
-            in_use = any(service.in_use for service in self._services.values())
-            if not (self._always or awaited or in_use or self._tracker.snapshot.held or self._guard.unsettled):
-                await self._wanted.wait()
+            in_use = any(service.in_use for service in self.services.values())
+            if not (self.always or awaited or in_use or self.tracker.snapshot.held or self.guard.unsettled):
+                await self.wanted.wait()
             with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(self._period * random.uniform(0.9, 1.1)):  # noqa: S311  # jitter
-                    await self._wanted.wait()
+                async with asyncio.timeout(self.period * random.uniform(0.9, 1.1)):  # noqa: S311  # jitter
+                    await self.wanted.wait()
                     # The kubelet writes its checkpoint some milliseconds after Allocate was answered.
                     await asyncio.sleep(SOON)
                     # Before its processes run, only a checkpoint that was asked for proves which pod a grant was for. A
                     # ledger is to have it at once: agent and checkpoint may be lost together.
                     awaited = self._awaited_by_observers()
-            self._wanted.clear()
+            self.wanted.clear()
             try:
                 now = await self.scan(awaited)
             except Exception:

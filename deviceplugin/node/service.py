@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Final
 
@@ -245,6 +245,7 @@ class Service:
         )
 
 
+@dataclass(eq=False)
 class Supervisor:
     """Starts, replaces and ends services; starts one again that failed.
 
@@ -252,21 +253,20 @@ class Supervisor:
     resource cannot be served on this node at all.
     """
 
-    def __init__(self, services: dict[str, Service], context: ServiceContext, fail: Callable[[str], None]) -> None:
-        self._services = services
-        self._context = context
-        self._fail = fail
-        self._tasks: dict[str, asyncio.Task[None]] = {}
-        self._child_tasks: dict[str, asyncio.Task[None]] = {}
-        self._parents: dict[str, str] = {}
-        """The resource whose source brought another resource along."""
+    services: dict[str, Service]
+    context: ServiceContext
+    fail: Callable[[str], None]
+    _tasks: dict[str, asyncio.Task[None]] = field(default_factory=dict, init=False)
+    _child_tasks: dict[str, asyncio.Task[None]] = field(default_factory=dict, init=False)
+    _parents: dict[str, str] = field(default_factory=dict, init=False)
+    """The resource whose source brought another resource along."""
 
     def start(self, service: Service, *, fatal: bool = True) -> None:
         """Serve a resource; fatal: end the agent if it cannot be registered at first."""
         name = service.resource
         self._tasks[name] = asyncio.create_task(self._supervise(service, fatal=fatal), name=f"serve {name}")
         self._follow_child_sources(service.source)
-        self._context.wake_scan()
+        self.context.wake_scan()
 
     async def end(self) -> None:
         """End all services."""
@@ -277,7 +277,7 @@ class Supervisor:
         kept = {*wanted, *unchanged}
         gone = [name for name in self._tasks if name not in kept and self._parents.get(name) not in kept]
         await _cancel([self._tasks[name] for name in gone])
-        replaced = [(self._services[name], source) for name, source in wanted.items() if name in self._services]
+        replaced = [(self.services[name], source) for name, source in wanted.items() if name in self.services]
         for name, source in wanted.items():
             self._parents.pop(name, None)
             self._serve(source)
@@ -286,12 +286,12 @@ class Supervisor:
     def _serve(self, source: DeviceSource) -> None:
         """Serve one more source, or another one for a resource that is served."""
         name = source.resource
-        if name in self._services:
-            self._services[name].follower.replace(source)
+        if name in self.services:
+            self.services[name].follower.replace(source)
             self._follow_child_sources(source)
         else:
-            self._services[name] = Service(source, self._context)
-            self.start(self._services[name], fatal=False)
+            self.services[name] = Service(source, self.context)
+            self.start(self.services[name], fatal=False)
 
     def _follow_child_sources(self, source: DeviceSource) -> None:
         """Serve the further resources that a source brings along, in place of those of the source before it."""
@@ -311,7 +311,7 @@ class Supervisor:
                     if name in served:
                         continue
                     served.add(name)
-                    if name in self._services and self._parents.get(name) != parent.resource:
+                    if name in self.services and self._parents.get(name) != parent.resource:
                         _LOG.info("%s has a source of its own; that of %s is not served", name, parent.resource)
                         continue
                     self._parents[name] = parent.resource
@@ -329,15 +329,15 @@ class Supervisor:
                     await service.run()
                 except RegistrationError as error:
                     if fatal and not service.registration.statistics.registrations:
-                        self._fail(str(error))
+                        self.fail(str(error))
                         return
                     _LOG.error("%s; trying again", error)  # no traceback for what a user must mend
                 except Exception:
                     _LOG.exception("%s: serving failed; trying again", name)
                 await asyncio.sleep(backoff.next())
         finally:
-            if self._services.get(name) is service:
-                del self._services[name]
+            if self.services.get(name) is service:
+                del self.services[name]
                 self._tasks.pop(name, None)
                 self._parents.pop(name, None)
                 if (child_task := self._child_tasks.pop(name, None)) is not None:

@@ -365,8 +365,8 @@ async def test_agent_and_checkpoint_are_lost_soon_after_a_grant(node: FakeNode, 
     """The next agent knows the holder, though no process of it ran when the former agent last asked the witnesses."""
     async with world(node, tmp_path) as here:
         await here.until(lambda: here.source.wiped == ["d0"])
-        here.bridge.agent.scanner._period = 1000.0  # from the next scan on there is only that after a grant
-        here.bridge.agent.scanner._wanted.set()
+        here.bridge.agent.scanner.period = 1000.0  # from the next scan on there is only that after a grant
+        here.bridge.agent.scanner.wanted.set()
         await here.scans(1)
         node.lose_network()
         pod = node.start_pod("p", ONE)
