@@ -103,17 +103,8 @@ def preferred(available: Ids, must_include: Ids, size: int, score: Score, *, dea
     return _in_order([*required, *(free[at] for at in chosen)])
 
 
-class Policy(enum.StrEnum):
-    """What makes devices go well together; `choose` has a function for each."""
-
-    LINKS = "links"
-    PACKED = "packed"
-    DISTRIBUTED = "distributed"
-    NONE = "none"
-
-
 def choose(
-    policy: Policy | str,
+    policy: str,
     available: Ids,
     must_include: Ids,
     size: int,
@@ -121,19 +112,21 @@ def choose(
     score: Score = _NOTHING,
     physical: Mapping[str, str] = _NOTHING,
 ) -> list[str]:
-    """Choose `size` of the `available` ids by a policy; `must_include` is always kept.
+    """Choose `size` of the `available` ids by a policy of `DeviceSource`; `must_include` is always kept.
 
     score: as for `preferred`, between physical devices. physical: the device of each id on this node, given or not; an
     id that is missing is a device by itself. Raises ValueError if there is no such policy.
     """
-    match Policy(policy):
-        case Policy.LINKS:
+    match policy:
+        case "links":
             return links(available, must_include, size, score, physical)
-        case Policy.PACKED:
+        case "packed":
             return packed(available, must_include, size, physical)
-        case Policy.DISTRIBUTED:
+        case "distributed":
             return distributed(available, must_include, size, physical)
-    return numa_compact({}, available, must_include, size)
+        case "none":
+            return numa_compact({}, available, must_include, size)
+    raise ValueError(f"there is no policy {policy!r}")
 
 
 def links(available: Ids, must_include: Ids, size: int, score: Score, physical: Mapping[str, str]) -> list[str]:

@@ -34,13 +34,13 @@ def choice(
     known = snapshot.devices
     physical = {name: ids.offered_as(name) for name in (*available, *must_include)}
     numa = {name: known[name].numa_nodes for name in set(physical.values()) if name in known and source.topology}
-    score = source.links if source.policy == topology.Policy.LINKS else {}
-    if source.policy == topology.Policy.LINKS and not score:
+    score = source.links if source.policy == "links" else {}
+    if source.policy == "links" and not score:
         if source.replicas == 1 or len(numa) > MANY:
             nodes = {name: numa.get(device, ()) for name, device in physical.items()}
             return topology.numa_compact(nodes, available, must_include, size)
         score = topology.numa_scores(numa)
-    if source.policy == topology.Policy.DISTRIBUTED:  # what is in use counts too
+    if source.policy == "distributed":  # what is in use counts too
         physical = {name: device.id for device in known.values() for name in ids.names_of(device)}
     return topology.choose(source.policy, available, must_include, size, score=score, physical=physical)
 
