@@ -24,7 +24,7 @@ from deviceplugin.config.types import DeviceEntry, DraConfig, ResourceConfig, ty
 from deviceplugin.device import ContainerEdits, Device, DeviceNode, Mount
 from deviceplugin.naming import PCI_BUS_ID
 from deviceplugin.source import DeviceSource, Measured
-from deviceplugin.sources.path import GroupSource, PathSource
+from deviceplugin.sources.path import PathSource
 from deviceplugin.sources.probes import ProbedHealth
 from deviceplugin.sources.simulated import SimulatedSource
 
@@ -43,10 +43,8 @@ def build(resource: ResourceConfig) -> ConfiguredSource:
 def build_entry(entry: DeviceEntry, resource: ResourceConfig, number: int) -> DeviceSource:
     """Return the source of an entry; `number` is how many of its kind come before it. NVML is loaded if needed."""
     permissions = resource.permissions
-    if entry.path is not None:
-        return PathSource(entry.path, permissions=permissions)
-    if entry.group is not None:
-        return GroupSource(entry.group, permissions=permissions)
+    if globs := _globs(entry):
+        return PathSource(*globs, permissions=permissions)
     if entry.pci is not None:
         from deviceplugin.sources.pci import PciSource
 
@@ -70,6 +68,10 @@ def build_entry(entry: DeviceEntry, resource: ResourceConfig, number: int) -> De
     return SimulatedSource(simulated.count, numa=simulated.numa, unhealthy_file=simulated.unhealthy_file, prefix=prefix)
 
 
+def _globs(entry: DeviceEntry) -> tuple[str, ...]:
+    return entry.group or ((entry.path,) if entry.path else ())
+
+
 def overlaps(resources: Iterable[ResourceConfig]) -> list[str]:
     """Return a sentence for each pair of ids, of one resource or two, whose paths are one device now. Blocks."""
     owners: dict[str, tuple[str, str]] = {}
@@ -78,11 +80,7 @@ def overlaps(resources: Iterable[ResourceConfig]) -> list[str]:
     notes: dict[str, None] = {}
     for resource in resources:
         configured[resource.name] = resource
-        entries = [
-            PathSource(entry.path) if entry.path else GroupSource(entry.group or ())
-            for entry in resource.devices
-            if entry.path or entry.group
-        ]
+        entries = [PathSource(*globs) for entry in resource.devices if (globs := _globs(entry))]
         found = {device.id: device for entry in entries for device in entry.scan() if is_wanted(device, resource)}
         for name, tokens in identity.identities(list(found.values())).items():
             known[resource.name, name] = tokens

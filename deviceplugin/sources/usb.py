@@ -58,8 +58,8 @@ class UsbSource(sysfs.SysfsSource[UsbConfig]):
 
     _ids: Mapping[_Plugged, str] = MappingProxyType({})
 
-    def _scan(self, thorough: bool = True) -> Scan:
-        directories = set(self._directories())
+    def _scan(self) -> Scan:
+        directories = self._directories()
         try:
             ports = sorted(os.listdir(self._root))
         except FileNotFoundError:
@@ -74,13 +74,13 @@ class UsbSource(sysfs.SysfsSource[UsbConfig]):
         self._ids = _ids(there, self._ids)
         return Scan([self._device(one, *names[one.vendor, one.product]) for one in found], directories, notes)
 
-    def _directories(self) -> list[str]:
+    def _directories(self) -> set[str]:
         buses = f"{self._dev}/bus/usb"
         try:
             with os.scandir(buses) as entries:
-                return [self._dev, buses, *sorted(entry.path for entry in entries if entry.is_dir())]
+                return {self._dev, buses, *(entry.path for entry in entries if entry.is_dir())}
         except OSError:
-            return [self._dev, buses]
+            return {self._dev, buses}
 
     def _read(self, port: str) -> _Usb | None:
         directory = os.path.realpath(f"{self._root}/{port}")
