@@ -55,7 +55,7 @@ class PciSource(sysfs.SysfsSource[PciConfig]):
             return Scan([], directories, [f"{self._root} cannot be read: {error.strerror}"])
         found = [one for address in addresses if (one := self._read(address)) is not None and self._fits(one)]
         notes = [] if found else [f"none of {len(addresses)} PCI devices has {sysfs.in_words(self.wanted)}"]
-        names = self._names.of({(one.vendor, one.device) for one in found})
+        names = self._names({(one.vendor, one.device) for one in found})
         return Scan([self._device(one, *names[one.vendor, one.device]) for one in found], directories, notes)
 
     def edits(self, devices: Sequence[Device]) -> ContainerEdits:

@@ -70,7 +70,7 @@ class UsbSource(sysfs.SysfsSource[UsbConfig]):
         found = [one for one in there if self._fits(one)]
         wanted = sysfs.in_words(self.wanted)
         notes = [] if found else [f"none of {len(there)} USB devices has {wanted}; plugged in later it is found"]
-        names = self._names.of({(one.vendor, one.product) for one in found})
+        names = self._names({(one.vendor, one.product) for one in found})
         self._ids = _ids(there, self._ids)
         return Scan([self._device(one, *names[one.vendor, one.product]) for one in found], directories, notes)
 
