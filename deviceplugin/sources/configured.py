@@ -45,11 +45,11 @@ def build(resource: ResourceConfig) -> ConfiguredSource:
     return ConfiguredSource(resource)
 
 
-def build_entry(entry: DeviceEntry, resource: ResourceConfig, number: int) -> DeviceSource:
-    """Return the source of an entry; `number` is how many of its kind come before it. NVML is loaded if needed."""
-    permissions = resource.permissions
-    if globs := _globs(entry):
-        return PathSource(*globs, permissions=permissions)
+def build_entry(resource: ResourceConfig, index: int) -> DeviceSource:
+    """Return the source of one of a resource's entries. NVML is loaded if needed."""
+    entry, permissions = resource.devices[index], resource.permissions
+    if entry.globs:
+        return PathSource(*entry.globs, permissions=permissions)
     if entry.pci is not None:
         from deviceplugin.sources.pci import PciSource
 
@@ -69,12 +69,9 @@ def build_entry(entry: DeviceEntry, resource: ResourceConfig, number: int) -> De
             places=Places(library=entry.nvidia.library or ""),
         )
     assert entry.simulated is not None
-    simulated, prefix = entry.simulated, f"sim{number}" if number else "sim"
+    simulated, before = entry.simulated, sum(one.simulated is not None for one in resource.devices[:index])
+    prefix = f"sim{before}" if before else "sim"
     return SimulatedSource(simulated.count, numa=simulated.numa, unhealthy_file=simulated.unhealthy_file, prefix=prefix)
-
-
-def _globs(entry: DeviceEntry) -> tuple[str, ...]:
-    return entry.group or ((entry.path,) if entry.path else ())
 
 
 def overlaps(resources: Iterable[ResourceConfig]) -> list[str]:
@@ -85,7 +82,7 @@ def overlaps(resources: Iterable[ResourceConfig]) -> list[str]:
     notes: dict[str, None] = {}
     for resource in resources:
         configured[resource.name] = resource
-        entries = [PathSource(*globs) for entry in resource.devices if (globs := _globs(entry))]
+        entries = [PathSource(*entry.globs) for entry in resource.devices if entry.globs]
         found = {device.id: device for entry in entries for device in entry.scan() if is_wanted(device, resource)}
         for name, tokens in identity.identities(list(found.values())).items():
             known[resource.name, name] = tokens
@@ -129,10 +126,7 @@ class ConfiguredSource(DeviceSource):
         self.replicas = config.sharing.most
         self.topology = config.topology
         self.policy = config.prefer
-        kinds = [entry.kind for entry in config.devices]
-        self.entries = tuple(
-            build_entry(entry, config, kinds[:index].count(entry.kind)) for index, entry in enumerate(config.devices)
-        )
+        self.entries = tuple(build_entry(config, index) for index in range(len(config.devices)))
         self._edits = ContainerEdits(
             env=config.env,
             nodes=[DeviceNode(path, permissions=config.permissions) for path in config.nodes],

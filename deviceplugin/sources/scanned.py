@@ -73,10 +73,8 @@ class ScannedSource(DeviceSource):
                     if note not in self.notes:
                         _LOG.info("%s", note)
                 self.notes = tuple(scan.notes)
-                fresh = scan.directories - watched
-                if scan.directories != watched:
-                    watched = scan.directories
-                    watch.set(watched)
+                fresh, watched = scan.directories - watched, scan.directories
+                watch.set(watched)
                 if scan.devices != listed:
                     listed = scan.devices
                     yield listed
