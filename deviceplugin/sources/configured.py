@@ -27,7 +27,9 @@ from deviceplugin.device import ContainerEdits, Device, DeviceNode, Mount
 from deviceplugin.naming import PCI_BUS_ID
 from deviceplugin.source import DeviceSource, Measured
 from deviceplugin.sources.path import PathSource
+from deviceplugin.sources.pci import PciSource
 from deviceplugin.sources.simulated import SimulatedSource
+from deviceplugin.sources.usb import UsbSource
 
 _LOG: Final = logging.getLogger(__name__)
 FIRST_LIST: Final = 2.0
@@ -51,12 +53,8 @@ def build_entry(resource: ResourceConfig, index: int) -> DeviceSource:
     if entry.globs:
         return PathSource(*entry.globs, permissions=permissions)
     if entry.pci is not None:
-        from deviceplugin.sources.pci import PciSource
-
         return PciSource(entry.pci, permissions=permissions, resource=resource.name)
     if entry.usb is not None:
-        from deviceplugin.sources.usb import UsbSource
-
         return UsbSource(entry.usb, permissions=permissions)
     if entry.nvidia is not None:
         from deviceplugin.sources.nvidia import NvidiaSource, Places

@@ -15,6 +15,7 @@ from collections import Counter
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from pathlib import Path
 from types import MappingProxyType
 from typing import Final
 
@@ -59,7 +60,8 @@ class UsbSource(sysfs.SysfsSource[UsbConfig]):
     _ids: Mapping[_Plugged, str] = MappingProxyType({})
 
     def _scan(self) -> Scan:
-        directories = self._directories()
+        buses = f"{self._dev}/bus/usb"
+        directories = {self._dev, buses, *map(str, Path(buses).glob("*/"))}
         try:
             ports = sorted(os.listdir(self._root))
         except FileNotFoundError:
@@ -73,14 +75,6 @@ class UsbSource(sysfs.SysfsSource[UsbConfig]):
         names = self._names({(one.vendor, one.product) for one in found})
         self._ids = _ids(there, self._ids)
         return Scan([self._device(one, *names[one.vendor, one.product]) for one in found], directories, notes)
-
-    def _directories(self) -> set[str]:
-        buses = f"{self._dev}/bus/usb"
-        try:
-            with os.scandir(buses) as entries:
-                return {self._dev, buses, *(entry.path for entry in entries if entry.is_dir())}
-        except OSError:
-            return {self._dev, buses}
 
     def _read(self, port: str) -> _Usb | None:
         directory = os.path.realpath(f"{self._root}/{port}")

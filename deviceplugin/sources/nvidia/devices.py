@@ -11,7 +11,6 @@ import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from itertools import combinations
 from pathlib import Path
-from types import MappingProxyType
 from typing import Final
 
 from deviceplugin.device import AttributeValue, ContainerEdits, Device, DeviceNode
@@ -107,7 +106,7 @@ def links_of_devices(
             score %= NVLINK  # NVLink does not connect partitions; the PCIe level remains
         if score:
             scores[frozenset((one, other))] = score
-    return MappingProxyType(scores)
+    return scores
 
 
 def _device_nodes(places: Places, gpu: Gpu, partition: Partition | None) -> _OwnAndShared:

@@ -167,8 +167,7 @@ class Driver:
             hinted |= await watch.wait(0)
 
 
-_Drivers = weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, dict[Places, Driver]]
-_drivers: Final = _Drivers()
+_drivers: Final = weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, dict[Places, Driver]]()
 
 
 def shared(places: Places) -> Driver:
