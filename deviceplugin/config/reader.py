@@ -167,11 +167,11 @@ class Reader:
     def _pairs(self, node: yaml.Node, path: str) -> Collection[_Pair]:
         """Return a mapping's keys and values, with those of merge keys; report keys that are no text, or double."""
         pairs: dict[str, _Pair] = {}
-        merges = [value for key, value in node.value if document.kind(key) == "merge"]
+        merges = []
         for key, value in node.value:
             if document.kind(key) == "merge":
-                continue
-            if document.kind(key) != "str":
+                merges.append(value)
+            elif document.kind(key) != "str":
                 self._report(key, path, f"a key must be text, not {_got(key)}; put it in quotes")
             elif key.value in pairs:
                 first = pairs[key.value][0].start_mark.line + 1

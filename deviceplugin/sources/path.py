@@ -79,7 +79,6 @@ class _PathScan(Scan):
     """A scan under way: what it has read already is not read twice."""
 
     real: dict[str, str] = field(default_factory=dict)
-    numa: dict[tuple[int, int], int | None] = field(default_factory=dict)
 
     def resolve(self, directory: str) -> str:
         """Return a directory's real path, and add the directories to watch in which a change of it would show."""
@@ -136,32 +135,26 @@ class PathSource(ScannedSource):
                 raise ValueError(f"a glob of devices must be an absolute path, not {glob!r}")
         self.globs = globs
         self._sysfs = sysfs
-        self._devices: Mapping[str, tuple[tuple[_Match, ...], Device]] = {}
-        """The paths and the device that they make, by the first path."""
+        self._devices: dict[tuple[_Match, ...], Device] = {}
+        """The devices of the last scan by the paths that make them."""
 
     def __repr__(self) -> str:
         return f"PathSource({', '.join(map(repr, self.globs))})"
 
     def _scan(self) -> Scan:
         scan = _PathScan()
-        devices = {}
-        for matches in self._groups(scan):
-            alias = matches[0].alias
-            known = self._devices.get(alias)
-            if known is None or known[0] != matches:
-                known = matches, self._device(matches)
-            devices[alias] = known
-            scan.devices.append(known[1])
-        self._devices = devices
+        groups = self._groups(scan)
+        self._devices = {matches: self._devices.get(matches) or self._device(matches) for matches in groups}
+        scan.devices = list(self._devices.values())
         return scan
 
     def _groups(self, scan: _PathScan) -> list[tuple[_Match, ...]]:
         """Return, for each device, the paths that make it."""
-        known = {match.alias: match for matches, _ in self._devices.values() for match in matches}
+        known = {match.alias: match for matches in self._devices for match in matches}
         columns = [self._matching(glob, scan, known) for glob in self.globs]
         counts = [len(column) for column in columns]
         groups: list[tuple[_Match, ...]] = []
-        for matches, _ in self._devices.values():
+        for matches in self._devices:
             aliases = [match.alias for match in matches]
             if all(alias in column for alias, column in zip(aliases, columns, strict=True)):
                 groups.append(tuple(column.pop(alias) for alias, column in zip(aliases, columns, strict=True)))
@@ -224,10 +217,8 @@ class PathSource(ScannedSource):
         seen = hash((mode, status.st_rdev, status.st_ino, status.st_dev, status.st_ctime_ns))
         if known is not None and (known.host, known.seen) == (host, seen):
             return known
-        numbers = (stat.S_IFMT(mode), status.st_rdev)
-        if numbers not in scan.numa:
-            scan.numa[numbers] = numa_of(mode, status.st_rdev, self._sysfs)
-        return _Match(alias, host, seen, mode, scan.numa[numbers], identity.token(status))
+        numa = numa_of(mode, status.st_rdev, self._sysfs)
+        return _Match(alias, host, seen, mode, numa, identity.token(status))
 
 
 def _expand(glob: str, scan: _PathScan) -> list[str]:
@@ -239,7 +230,7 @@ def _expand(glob: str, scan: _PathScan) -> list[str]:
     bases = [""]
     for step in steps:
         if _MAGIC.search(step):
-            bases = [entry.path for base in bases for entry in _entries(base, step, scan) if entry.is_dir()]
+            bases = [entry.path for base in bases for entry in _entries(base, step, scan) if os.path.isdir(entry)]
         else:
             bases = [f"{base}/{step}" for base in bases]
     for base in bases:

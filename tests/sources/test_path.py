@@ -137,6 +137,7 @@ def test_dangling_symlink_is_left_out(tmp_path: Path) -> None:
     (tmp_path / "a").symlink_to("nowhere")
     (tmp_path / "b").symlink_to("b")
     assert PathSource(f"{tmp_path}/*").scan() == []
+    assert PathSource(f"{tmp_path}/*/x").scan() == []
 
 
 def test_name_that_is_not_text_is_left_out(tmp_path: Path) -> None:
