@@ -183,8 +183,6 @@ class Session:
 
         It raises NvmlError if no later call can succeed.
         """
-        if self._nv is None:
-            return [], True
         xids, due, error = self._events.wait(seconds)
         if error is not None:
             self._raise_if_gone(self._nv, error)
