@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 from deviceplugin import config, sources
 from deviceplugin.device import Device, DeviceNode, Health
 from deviceplugin.health import HealthHistory, Prober, Rules, Verdict, command_probe, open_probe, worst
-from deviceplugin.sources import probes
+from deviceplugin.sources import configured
 from deviceplugin.sources.nvidia import NvidiaSource
 from deviceplugin.sources.nvidia.nvml import Gpu, NvmlError, NvmlScan, Xid
 
@@ -351,7 +351,7 @@ async def test_first_look_that_takes_long_counts_when_it_is_over(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A slow probe's device is listed as unknown and stays so through other changes, until the probe has told."""
-    monkeypatch.setattr(probes, "FIRST_PROBE", 0.2)
+    monkeypatch.setattr(configured, "FIRST_PROBE", 0.2)
     (tmp_path / "dev").mkdir()
     (tmp_path / "dev/a").touch()
     os.mkfifo(tmp_path / "go")

@@ -12,7 +12,7 @@ import pytest
 from deviceplugin import identity
 from deviceplugin.device import ContainerEdits, Device, Mount
 from deviceplugin.inventory import Inventory
-from deviceplugin.sources.path import GroupSource, PathSource
+from deviceplugin.sources.path import PathSource
 
 
 def nodes(numbers: Mapping[str, tuple[str, int, int]]) -> identity.Stat:
@@ -81,7 +81,7 @@ def test_paths_are_known_by_what_they_lead_to(tmp_path: Path) -> None:
     assert one.identity.startswith("file:")
     (null,) = PathSource("/dev/null").scan()
     assert null.identity == ""
-    (group,) = GroupSource([f"{tmp_path}/two", "/dev/null"]).scan()
+    (group,) = PathSource(f"{tmp_path}/two", "/dev/null").scan()
     assert group.identity == two.identity
     assert identity.tokens_now(group) == {two.identity}
 

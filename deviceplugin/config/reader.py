@@ -48,6 +48,10 @@ def _type_info() -> Any:
 
 
 _Pair = tuple[yaml.Node, yaml.Node]
+_Advice = Callable[[str], str] | None
+"""What to write in place of a text of the wrong form."""
+_Options = dict[str, tuple[Any, _Advice]]
+"""The types that a value may have, by the kind of their nodes (`document.kind`)."""
 _BAD: Final = object()
 """Stands for a value about which a problem has been reported."""
 
@@ -61,37 +65,37 @@ class Reader:
         self._values = 0
         self._merging: set[int] = set()
 
-    def read(self, node: yaml.Node, info: Any, path: str, advice: Callable[[str], str] | None = None) -> Any:
+    def read(self, node: yaml.Node, info: Any, path: str) -> Any:
         """Return a node's value as this type has it, or _BAD with the problem reported.
 
-        advice: what to write in place of a text of the wrong form. It raises ConfigError where the file has too many
-        values or problems to go on.
+        It raises ConfigError where the file has too many values or problems to go on.
         """
         self._count(node)
-        kind = type(info).__name__
-        if kind == "Metadata":
-            return self.read(node, info.type, path, (info.extra or {}).get("advice", advice))
-        value = document.scalar_text(node)
-        match kind, document.kind(node):
-            case _, "null":
-                return self._report(node, path, f"has no value; expected {_expected(info)}")
-            case "UnionType", _:
-                return self._union(node, info, path, advice)
-            case "StructType", "map":
+        options = _options(info)
+        what, value = document.kind(node), document.scalar_text(node)
+        if what == "null":
+            return self._report(node, path, f"has no value; expected {_expected(options)}")
+        if what not in options:
+            return self._report(node, path, _mismatch(node, options))
+        info, advice = options[what]
+        match type(info).__name__:
+            case "StructType":
                 return self._struct(node, info, path)
-            case "DictType", "map":
+            case "DictType":
                 return self._dict(node, info, path)
-            case "VarTupleType", "seq":
+            case "VarTupleType":
                 return self._tuple(node, info, path)
-            case "LiteralType", "str":
-                return self._word(node, info, info, path)
-            case "StrType", "str":
+            case "LiteralType":
+                return self._word(node, options, path)
+            case "StrType":
                 return self._string(node, info, path, advice)
-            case "BoolType", "bool" if value.lower() in {"true", "false"}:
+            case "BoolType" if value.lower() in {"true", "false"}:
                 return value.lower() == "true"
-            case "IntType", "int" if re.fullmatch(r"[-+]?[0-9]{1,40}", value):
-                return self._integer(node, info, path)
-        return self._report(node, path, _mismatch(node, info))
+            case "IntType" if re.fullmatch(r"[-+]?[0-9]{1,40}", value):
+                if info.ge <= int(value) <= info.le:  # each integer of the file has both limits
+                    return int(value)
+                return self._report(node, path, f"must be {info.ge} to {info.le}, not {int(value)}")
+        return self._report(node, path, _mismatch(node, {what: (info, advice)}))
 
     def _report(self, node: yaml.Node, path: str, message: str) -> Any:
         self.problems.report(node, path, message)
@@ -103,18 +107,7 @@ class Reader:
             message = f"has more than {document.MAX_VALUES} values once its aliases are followed; use fewer aliases"
             raise document.file_error(self.problems.file, message, node.start_mark.line + 1)
 
-    def _union(self, node: yaml.Node, info: Any, path: str, advice: Callable[[str], str] | None) -> Any:
-        options = [option for option in info.types if type(option).__name__ != "NoneType"]
-        if len(options) == 1:
-            return self.read(node, options[0], path, advice)
-        for option in options:
-            if _accepts(option, node):
-                if type(option).__name__ == "LiteralType":
-                    return self._word(node, option, info, path)
-                return self.read(node, option, path, advice)
-        return self._report(node, path, _mismatch(node, info))
-
-    def _string(self, node: yaml.Node, info: Any, path: str, advice: Callable[[str], str] | None) -> Any:
+    def _string(self, node: yaml.Node, info: Any, path: str, advice: _Advice) -> Any:
         value: str = node.value
         if info.max_length is not None and len(value) > info.max_length:
             return self._report(node, path, f"has {len(value)} characters; at most {info.max_length} are allowed")
@@ -123,20 +116,13 @@ class Reader:
         assert advice is not None
         return self._report(node, path, advice(value))
 
-    def _word(self, node: yaml.Node, info: Any, wanted: Any, path: str) -> Any:
-        """Read one of the words of a Literal; `wanted` is it, or a union that it belongs to."""
-        value: str = node.value
-        if value in info.values:
+    def _word(self, node: yaml.Node, options: _Options, path: str) -> Any:
+        value, words = str(node.value), options["str"][0].values
+        if value in words:
             return value
-        message = f"{value!r} is not one of {any_of(info.values)}" if info is wanted else _mismatch(node, wanted)
-        guess = _closest(value, info.values)
+        message = f"{value!r} is not one of {any_of(words)}" if len(options) == 1 else _mismatch(node, options)
+        guess = _closest(value, words)
         return self._report(node, path, f"{message}; did you mean {guess!r}?" if guess else message)
-
-    def _integer(self, node: yaml.Node, info: Any, path: str) -> Any:
-        value = int(document.scalar_text(node))
-        if (info.ge is None or value >= info.ge) and (info.le is None or value <= info.le):
-            return value
-        return self._report(node, path, f"must be {info.ge} to {info.le}, not {value}")
 
     def _tuple(self, node: yaml.Node, info: Any, path: str) -> Any:
         if len(node.value) < (info.min_length or 0):
@@ -181,11 +167,11 @@ class Reader:
     def _pairs(self, node: yaml.Node, path: str) -> Collection[_Pair]:
         """Return a mapping's keys and values, with those of merge keys; report keys that are no text, or double."""
         pairs: dict[str, _Pair] = {}
-        merges = [value for key, value in node.value if document.kind(key) == "merge"]
+        merges = []
         for key, value in node.value:
             if document.kind(key) == "merge":
-                continue
-            if document.kind(key) != "str":
+                merges.append(value)
+            elif document.kind(key) != "str":
                 self._report(key, path, f"a key must be text, not {_got(key)}; put it in quotes")
             elif key.value in pairs:
                 first = pairs[key.value][0].start_mark.line + 1
@@ -228,27 +214,26 @@ _TRUE: Final = {"yes", "on", "y", "true"}
 _FALSE: Final = {"no", "off", "n", "false"}
 
 
-def _kinds(info: Any) -> set[str]:
+def _options(info: Any, advice: _Advice = None) -> _Options:
+    """Return the types that a value may have, but None; in a union each is of another kind of node."""
+    match type(info).__name__:
+        case "Metadata":
+            return _options(info.type, (info.extra or {}).get("advice", advice))
+        case "UnionType":
+            return {kind: option for one in info.types for kind, option in _options(one, advice).items()}
+        case "NoneType":
+            return {}
+        case name:
+            return {_KINDS[name][0]: (info, advice)}
+
+
+def _expected(options: _Options) -> str:
+    """Return what a value of one of these types is."""
+    return any_of(map(_described, (info for info, _ in options.values())))
+
+
+def _described(info: Any) -> str:
     kind = type(info).__name__
-    if kind == "Metadata":
-        return _kinds(info.type)
-    if kind == "UnionType":
-        return set().union(*map(_kinds, info.types))
-    return {kind}
-
-
-def _accepts(info: Any, node: yaml.Node) -> bool:
-    """Return whether a node is of the kind of one of a type's options."""
-    return document.kind(node) in {_KINDS[kind][0] for kind in _kinds(info) & _KINDS.keys()}
-
-
-def _expected(info: Any) -> str:
-    """Return what a value of this type is."""
-    kind = type(info).__name__
-    if kind == "Metadata":
-        return _expected(info.type)
-    if kind == "UnionType":
-        return any_of(_expected(option) for option in info.types if type(option).__name__ != "NoneType")
     if kind == "LiteralType":
         return any_of(info.values)
     if kind == "StructType":
@@ -269,11 +254,11 @@ def _got(node: yaml.Node) -> str:
     return words.get(document.kind(node), f"something tagged {node.tag}")
 
 
-def _mismatch(node: yaml.Node, info: Any) -> str:
+def _mismatch(node: yaml.Node, options: _Options) -> str:
     """Return what was expected, what the node is, and if possible what to write."""
-    message = f"expected {_expected(info)}, got {_got(node)}"
+    message = f"expected {_expected(options)}, got {_got(node)}"
     what, value = document.kind(node), document.scalar_text(node)
-    kinds = _kinds(info)
+    kinds = {type(info).__name__ for info, _ in options.values()}
     if "StrType" in kinds and what in {"int", "float", "bool"}:
         return f'{message}; write "{value}" in quotes'
     if "BoolType" in kinds and what == "str" and value.lower() in _TRUE | _FALSE:
@@ -282,7 +267,8 @@ def _mismatch(node: yaml.Node, info: Any) -> str:
         return f"{message}; write {int(value)}"
     if "VarTupleType" in kinds:
         return f"{message}; begin each item on a line of its own with a dash"
-    if getattr(info, "cls", None) is DeviceEntry and what == "str" and value.startswith("/"):
+    classes = [getattr(info, "cls", None) for info, _ in options.values()]
+    if DeviceEntry in classes and what == "str" and value.startswith("/"):
         return f"{message}; write path: {value}"
     return message
 

@@ -99,7 +99,7 @@ class Rules:
         if len(graphics) > 1:
             message = "a resource has one nvidia entry; choose among the GPUs with include and exclude"
             resource.report("devices", message, f"[{graphics[1]}]")
-        own = {path for entry in devices for path in (entry.path, *(entry.group or ()))}
+        own = {path for entry in devices for path in entry.globs}
         for index, shared in enumerate(values.get("nodes", ())):
             if shared in own:
                 message = f"{shared!r} is a device of this resource, or shared, not both"
@@ -150,8 +150,8 @@ class Rules:
 
 def _places(entry: DeviceEntry) -> Iterator[object]:
     """Yield what two entries have in common that find the same devices."""
-    yield from entry.group or ()
-    yield from (place for place in (entry.path, entry.pci, entry.usb, entry.nvidia) if place is not None)
+    yield from entry.globs
+    yield from (place for place in (entry.pci, entry.usb, entry.nvidia) if place is not None)
 
 
 def sides_conflict(one: ResourceConfig, other: ResourceConfig) -> bool:

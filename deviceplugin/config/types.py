@@ -36,9 +36,9 @@ class SimulatedConfig(_Strict, frozen=True, kw_only=True):
     __doc__ = "Devices that exist in name only, for trying things out and for tests; ids sim-0, sim-1, ..."
 
     count: Annotated[int, Meta(ge=1, le=65536, description="How many.")]
-    numa: (
-        Annotated[int, Meta(ge=1, le=1024, description="Over how many NUMA nodes they are spread, in blocks.")] | None
-    ) = None
+    numa: Annotated[
+        Annotated[int, Meta(ge=1, le=1024)] | None, _about("Over how many NUMA nodes they are spread, in blocks.")
+    ] = None
     unhealthy_file: Annotated[
         AbsolutePath | None,
         _about(
@@ -118,25 +118,18 @@ class DeviceEntry(_Strict, frozen=True, kw_only=True):
         ),
     ] = None
     simulated: SimulatedConfig | None = None
-    group: (
-        Annotated[
-            tuple[Glob, ...],
-            Meta(
-                min_length=2,
-                description="The n-th matches of each glob together make one device.",
-                extra_json_schema={"uniqueItems": True},
-            ),
-        ]
-        | None
-    ) = None
+    group: Annotated[
+        Annotated[tuple[Glob, ...], Meta(min_length=2, extra_json_schema={"uniqueItems": True})] | None,
+        _about("The n-th matches of each glob together make one device."),
+    ] = None
     nvidia: NvidiaConfig | None = None
     pci: PciConfig | None = None
     usb: UsbConfig | None = None
 
     @property
-    def kind(self) -> str:
-        """The one key that is given."""
-        return next(name for name in self.__struct_fields__ if getattr(self, name) is not None)
+    def globs(self) -> tuple[str, ...]:
+        """The globs of a path or a group."""
+        return self.group or ((self.path,) if self.path is not None else ())
 
 
 class MountConfig(_Strict, frozen=True, kw_only=True):

@@ -12,27 +12,34 @@ import dataclasses
 import inspect
 import logging
 import re
-from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Mapping, Sequence
+import time
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
 from typing import Any, Final, NamedTuple, cast
 
 from msgspec.structs import replace
 
 from deviceplugin import health, identity
+from deviceplugin.backoff import Backoff
 from deviceplugin.config.rules import sides_conflict
-from deviceplugin.config.types import DeviceEntry, DraConfig, ResourceConfig, typed_attributes
+from deviceplugin.config.types import DeviceEntry, DraConfig, HealthConfig, ResourceConfig, typed_attributes
 from deviceplugin.device import ContainerEdits, Device, DeviceNode, Mount
 from deviceplugin.naming import PCI_BUS_ID
 from deviceplugin.source import DeviceSource, Measured
-from deviceplugin.sources.path import GroupSource, PathSource
-from deviceplugin.sources.probes import ProbedHealth
+from deviceplugin.sources.path import PathSource
+from deviceplugin.sources.pci import PciSource
 from deviceplugin.sources.simulated import SimulatedSource
+from deviceplugin.sources.usb import UsbSource
 
 _LOG: Final = logging.getLogger(__name__)
 FIRST_LIST: Final = 2.0
 """Seconds that the first list waits for all entries; one that takes longer joins later."""
 RETRY: Final = (1.0, 30.0)
 """Seconds before an entry that failed is tried again, the first time and at the most."""
+FIRST_PROBE: Final = 2.0
+"""Seconds that a device's first probe is waited for; if it takes longer, its health is unknown until then."""
+OPEN_TIMEOUT: Final = 5.0
+"""Seconds in which a device's nodes must open."""
 
 
 def build(resource: ResourceConfig) -> ConfiguredSource:
@@ -40,20 +47,14 @@ def build(resource: ResourceConfig) -> ConfiguredSource:
     return ConfiguredSource(resource)
 
 
-def build_entry(entry: DeviceEntry, resource: ResourceConfig, number: int) -> DeviceSource:
-    """Return the source of an entry; `number` is how many of its kind come before it. NVML is loaded if needed."""
-    permissions = resource.permissions
-    if entry.path is not None:
-        return PathSource(entry.path, permissions=permissions)
-    if entry.group is not None:
-        return GroupSource(entry.group, permissions=permissions)
+def build_entry(resource: ResourceConfig, index: int) -> DeviceSource:
+    """Return the source of one of a resource's entries. NVML is loaded if needed."""
+    entry, permissions = resource.devices[index], resource.permissions
+    if entry.globs:
+        return PathSource(*entry.globs, permissions=permissions)
     if entry.pci is not None:
-        from deviceplugin.sources.pci import PciSource
-
         return PciSource(entry.pci, permissions=permissions, resource=resource.name)
     if entry.usb is not None:
-        from deviceplugin.sources.usb import UsbSource
-
         return UsbSource(entry.usb, permissions=permissions)
     if entry.nvidia is not None:
         from deviceplugin.sources.nvidia import NvidiaSource, Places
@@ -66,7 +67,8 @@ def build_entry(entry: DeviceEntry, resource: ResourceConfig, number: int) -> De
             places=Places(library=entry.nvidia.library or ""),
         )
     assert entry.simulated is not None
-    simulated, prefix = entry.simulated, f"sim{number}" if number else "sim"
+    simulated, before = entry.simulated, sum(one.simulated is not None for one in resource.devices[:index])
+    prefix = f"sim{before}" if before else "sim"
     return SimulatedSource(simulated.count, numa=simulated.numa, unhealthy_file=simulated.unhealthy_file, prefix=prefix)
 
 
@@ -78,11 +80,7 @@ def overlaps(resources: Iterable[ResourceConfig]) -> list[str]:
     notes: dict[str, None] = {}
     for resource in resources:
         configured[resource.name] = resource
-        entries = [
-            PathSource(entry.path) if entry.path else GroupSource(entry.group or ())
-            for entry in resource.devices
-            if entry.path or entry.group
-        ]
+        entries = [PathSource(*entry.globs) for entry in resource.devices if entry.globs]
         found = {device.id: device for entry in entries for device in entry.scan() if is_wanted(device, resource)}
         for name, tokens in identity.identities(list(found.values())).items():
             known[resource.name, name] = tokens
@@ -109,9 +107,9 @@ def is_wanted(device: Device, resource: ResourceConfig) -> bool:
 
 
 class _Served(NamedTuple):
-    """A device that is served: the index of its entry, as the entry lists it, and as the resource serves it."""
+    """A device that is served: its entry, as the entry lists it, and as the resource serves it."""
 
-    entry: int
+    entry: DeviceSource
     listed: Device
     device: Device
 
@@ -126,10 +124,7 @@ class ConfiguredSource(DeviceSource):
         self.replicas = config.sharing.most
         self.topology = config.topology
         self.policy = config.prefer
-        kinds = [entry.kind for entry in config.devices]
-        self.entries = tuple(
-            build_entry(entry, config, kinds[:index].count(entry.kind)) for index, entry in enumerate(config.devices)
-        )
+        self.entries = tuple(build_entry(config, index) for index in range(len(config.devices)))
         self._edits = ContainerEdits(
             env=config.env,
             nodes=[DeviceNode(path, permissions=config.permissions) for path in config.nodes],
@@ -137,7 +132,6 @@ class ConfiguredSource(DeviceSource):
             annotations=config.annotations,
             cdi=config.cdi,
         )
-        self._attributes = typed_attributes(config.attributes)
         self._served: Mapping[str, _Served] = {}
         self._doubles: Mapping[str, None] = {}
         self._probed = None if config.health.probe == "none" else ProbedHealth(config.name, config.health)
@@ -171,29 +165,25 @@ class ConfiguredSource(DeviceSource):
 
     async def edits(self, devices: Sequence[Device]) -> ContainerEdits:
         """Return the edits of the entries for their devices in one container; the resource's own win over them."""
-        found = []
-        for entry, own in self._by_entry(devices):
-            if "edits" in entry.hooks:
-                edits = entry.edits(own)
-                found.append(await edits if inspect.isawaitable(edits) else edits)
+        found = await self._ask("edits", devices)
         return ContainerEdits.merge(found, winner=self._edits) if found else ContainerEdits()
 
     async def measure(self, devices: Sequence[Device]) -> Measured:
         """Return what the entries measure of their devices."""
-        found: dict[str, Any] = {}
-        for entry, own in self._by_entry(devices):
-            if "measure" in entry.hooks:
-                measured = entry.measure(own)
-                found.update(await measured if inspect.isawaitable(measured) else measured)
-        return found
+        found = await self._ask("measure", devices)
+        return {name: values for measured in found for name, values in measured.items()}
 
-    def _by_entry(self, devices: Sequence[Device]) -> list[tuple[DeviceSource, list[Device]]]:
-        """Return the entries' own devices among these, as the entries list them."""
-        own: dict[int, list[Device]] = {}
+    async def _ask(self, hook: str, devices: Sequence[Device]) -> list[Any]:
+        """Call a hook of the entries that have it with their own devices among these, as the entries list them."""
+        own: dict[DeviceSource, list[Device]] = {}
         for device in devices:
-            if (served := self._served.get(device.id)) is not None:
+            if (served := self._served.get(device.id)) is not None and hook in served.entry.hooks:
                 own.setdefault(served.entry, []).append(served.listed)
-        return [(self.entries[index], listed) for index, listed in own.items()]
+        answers = []
+        for entry, listed in own.items():
+            answer = getattr(entry, hook)(listed)
+            answers.append(await answer if inspect.isawaitable(answer) else answer)
+        return answers
 
     async def child_sources(self) -> AsyncIterator[Sequence[DeviceSource]]:
         """Yield the sources of further resources that its entries bring along: partitions by profile.
@@ -253,30 +243,30 @@ class ConfiguredSource(DeviceSource):
 
     async def _follow(self, index: int, lists: list[Sequence[Device] | None], changed: asyncio.Event) -> None:
         """Keep one entry's list up to date; its failure is not the others'."""
-        delay, longest = RETRY
+        entry, backoff = self.entries[index], Backoff(*RETRY)
         while True:
             try:
-                generator = cast("AsyncGenerator[Sequence[Device]]", self.entries[index].watch())
-                async with contextlib.aclosing(generator) as watch:
+                async with contextlib.aclosing(cast("AsyncGenerator[Sequence[Device]]", entry.watch())) as watch:
                     async for devices in watch:
                         lists[index] = devices
                         changed.set()
-                        delay = RETRY[0]
+                        backoff.reset()
                 return  # its last list stays valid
             except Exception:
-                _LOG.exception("%s: %r failed; it is started again in %g s", self.resource, self.entries[index], delay)
+                delay = backoff.next()
+                _LOG.exception("%s: %r failed; it is started again in %.1f s", self.resource, entry, delay)
                 if lists[index] is None:
                     lists[index] = ()
                     changed.set()
             await asyncio.sleep(delay)
-            delay = min(2 * delay, longest)
 
     def _together(self, lists: Iterable[Sequence[Device] | None]) -> list[Device]:
         """Return what is to be served: each wanted device once, as the resource serves it."""
         served: dict[str, _Served] = {}
         owners: dict[str, str] = {}  # ids by the host path of their nodes and mounts
         doubles: dict[str, None] = {}
-        for index, device in ((index, device) for index, listed in enumerate(lists) for device in listed or ()):
+        found = ((entry, device) for entry, listed in zip(self.entries, lists, strict=True) for device in listed or ())
+        for entry, device in found:
             if not is_wanted(device, self.config):
                 continue
             if device.id in served:
@@ -297,7 +287,7 @@ class ConfiguredSource(DeviceSource):
             owners.update(dict.fromkeys(hosts, device.id))
             known = self._served.get(device.id)
             made = known.device if known is not None and known.listed is device else self._with_settings(device)
-            served[device.id] = _Served(index, device, made)
+            served[device.id] = _Served(entry, device, made)
         for double in doubles.keys() - self._doubles.keys():
             _LOG.warning("%s: %s", self.resource, double)
         self._served, self._doubles = served, doubles
@@ -305,14 +295,79 @@ class ConfiguredSource(DeviceSource):
 
     def _with_settings(self, device: Device) -> Device:
         """Return a device with the edits, attributes and capacity of the resource."""
-        if not (self._edits or self._attributes or self.config.capacity):
+        if not (self._edits or self.config.attributes or self.config.capacity):
             return device
         return dataclasses.replace(
             device,
             edits=ContainerEdits.merge([self._edits], winner=device.edits) if device.edits else self._edits,
-            attributes={**device.attributes, **self._attributes},
+            attributes={**device.attributes, **typed_attributes(self.config.attributes)},
             capacity={**device.capacity, **self.config.capacity},
         )
+
+
+class ProbedHealth:
+    """Probes one resource's devices and judges their health; `config.probe` is "open" or a command."""
+
+    def __init__(self, resource: str, config: HealthConfig) -> None:
+        self._resource = resource
+        self._period = config.period
+        self._rules = health.Rules(config.failures, config.successes)
+        if isinstance(config.probe, str):
+            self._prober = health.Prober(health.open_probe, timeout=OPEN_TIMEOUT)
+        else:
+            probe = health.command_probe(config.probe.command, config.probe.timeout)
+            # The command's own limit comes first, and its message says more.
+            self._prober = health.Prober(probe, timeout=config.probe.timeout + 5.0)
+        self._histories: dict[str, health.HealthHistory] = {}
+        self._pending: set[str] = set()
+        """Devices whose first probe has not ended."""
+
+    async def probe_new(self, devices: Sequence[Device], changed: asyncio.Event, tasks: set[asyncio.Task[Any]]) -> None:
+        """Probe the devices that were not there before, and forget those that are gone.
+
+        If that takes longer than FIRST_PROBE, it goes on among `tasks` and sets `changed` at its end.
+        """
+        new = [device for device in devices if device.id not in self._histories.keys() | self._pending]
+        self._histories = {device.id: self._histories.get(device.id, health.HealthHistory()) for device in devices}
+        if not new:
+            return
+        names = {device.id for device in new}
+        self._pending |= names
+        first = asyncio.create_task(self._probe(new))
+        tasks.add(first)
+        first.add_done_callback(tasks.discard)
+        first.add_done_callback(lambda _: self._pending.difference_update(names))
+        done, _ = await asyncio.wait({first}, timeout=FIRST_PROBE)
+        if not done:
+            first.add_done_callback(lambda _: changed.set())
+
+    def judged(self, device: Device) -> Device:
+        """Return a device with the worse of its own health and that by its probes."""
+        history = self._histories[device.id]
+        return device.with_health(*health.worst((device.health, device.message), (history.health, history.message)))
+
+    async def run(self, devices: Callable[[], Sequence[Device]], changed: asyncio.Event) -> None:
+        """Probe the current devices every period; set `changed` when the health of one changes."""
+        while True:
+            await asyncio.sleep(self._period)
+            if await self._probe([device for device in devices() if device.id not in self._pending]):
+                changed.set()
+
+    async def _probe(self, devices: Sequence[Device]) -> bool:
+        """Probe devices once; return whether the health or message of one changed."""
+        found = await self._prober.check(devices)
+        now, changed = time.monotonic(), False
+        for name, (verdict, message) in found.items():
+            before = self._histories.get(name)
+            if before is None:
+                continue  # gone meanwhile
+            after = self._histories[name] = before.checked(verdict, message, now, self._rules)
+            if (before.health, before.message) != (after.health, after.message):
+                changed = True
+                level = logging.INFO if after.health.usable else logging.WARNING
+                why = f": {message}" if message else ""
+                _LOG.log(level, "%s: %s is %s%s", self._resource, name, after.health.value, why)
+        return changed
 
 
 def _names(device: Device) -> list[str]:

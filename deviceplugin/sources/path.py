@@ -12,8 +12,7 @@ import logging
 import os
 import re
 import stat
-import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from fnmatch import translate
 from typing import Final
@@ -27,8 +26,6 @@ from deviceplugin.topology import natural
 _LOG: Final = logging.getLogger(__name__)
 LONGEST_ID: Final = 52
 """Characters of an id; leaves room for a replica's number within the kubelet's 63."""
-_UNKNOWN: Final = -1
-"""Stands for the inode of a path whose directory was not read."""
 _MAGIC: Final = re.compile(r"[*?[]")
 _SURROGATE: Final = re.compile("[\ud800-\udfff]")
 _PLAIN: Final = re.compile(r"[A-Za-z0-9](?:[A-Za-z0-9_.]|-(?!-))*(?<![-_.])")
@@ -64,44 +61,30 @@ def numa_of(mode: int, rdev: int, sysfs: str = "/sys") -> int | None:
 
 @dataclass(frozen=True, slots=True)
 class _Match:
-    """A path that a glob matches, and what it led to at the last scan.
+    """A path that a glob matches, and the host's path that it led to at the last scan.
 
-    real: its directory, resolved. entry: its inode as the directory lists it. seen: a hash of its status.
-    directories: those of its chain of symlinks. identity: its token (`deviceplugin.identity`).
+    seen: a hash of its status. identity: its token (`deviceplugin.identity`).
     """
 
     alias: str
     host: str
-    real: str
-    entry: int
     seen: int
     mode: int
     numa: int | None
-    directories: tuple[str, ...]
-    identity: str = ""
-
-    def edits(self, permissions: str) -> tuple[tuple[DeviceNode, ...], tuple[Mount, ...]]:
-        """Return what gives it to a container."""
-        if stat.S_ISCHR(self.mode) or stat.S_ISBLK(self.mode):
-            container = "" if self.alias == self.host else self.alias
-            return (DeviceNode(self.host, container, permissions),), ()
-        return (), (Mount(self.host, self.alias, readonly="w" not in permissions),)
+    identity: str
 
 
 @dataclass(slots=True)
 class _PathScan(Scan):
     """A scan under way: what it has read already is not read twice."""
 
-    thorough: bool = True
-    matches: dict[str, _Match] = field(default_factory=dict)
     real: dict[str, str] = field(default_factory=dict)
-    numa: dict[tuple[int, int], int | None] = field(default_factory=dict)
 
     def resolve(self, directory: str) -> str:
         """Return a directory's real path, and add the directories to watch in which a change of it would show."""
         real = self.real.get(directory)
         if real is None:
-            real = self.real[directory] = sys.intern(os.path.realpath(directory))
+            real = self.real[directory] = os.path.realpath(directory)
             if real != directory:
                 self.directories.add(real)
                 while directory != "/":
@@ -110,26 +93,29 @@ class _PathScan(Scan):
                     directory = os.path.dirname(directory)
         return real
 
-    def follow(self, link: str) -> tuple[str, tuple[str, ...]]:
-        """Return what a chain of symlinks leads to, and the directories in which it lies."""
-        directories = []
+    def follow(self, path: str) -> str:
+        """Return what a path leads to, and add the directories to watch in which its symlinks lie."""
         for _ in range(40):  # as many as the kernel follows
-            directory, name = os.path.split(link)
+            directory, name = os.path.split(path)
             directory = self.resolve(directory)
-            directories.append(directory)
-            link = os.path.join(directory, name)
+            self.directories.add(directory)
+            path = os.path.join(directory, name)
             try:
-                link = os.path.normpath(os.path.join(directory, os.readlink(link)))
-            except OSError:
+                path = os.path.normpath(os.path.join(directory, os.readlink(path)))
+            except OSError:  # no symlink, or nothing
                 break
-        return link, tuple(directories)
+        return path
 
 
 class PathSource(ScannedSource):
-    """Each path that a glob matches is a device.
+    """Each path that a glob matches is a device; of several globs, the n-th matches together are one.
+
+    A device of several paths is named after the first. Paths that were put together stay together while all of them
+    are there. Where the globs match unequal numbers, paths whose wildcards match the same text (video1 and audio1)
+    belong together, and the rest is left out.
 
     Args:
-        glob: an absolute path; `*`, `?` and `[abc]` match within one directory. `GroupSource` takes several.
+        globs: absolute paths; `*`, `?` and `[abc]` match within one directory.
         permissions, resource, rescan: as of `ScannedSource`.
         sysfs: the directory of sysfs.
 
@@ -137,181 +123,122 @@ class PathSource(ScannedSource):
 
     def __init__(
         self,
-        glob: str | Sequence[str],
-        *,
+        *globs: str,
         permissions: str = "rw",
         resource: str = "",
         sysfs: str = "/sys",
         rescan: float = 30.0,
     ) -> None:
         super().__init__(permissions, resource, rescan)
-        self.globs = (glob,) if isinstance(glob, str) else tuple(glob)
-        for one in self.globs:
-            if not one.startswith("/"):
-                raise ValueError(f"a glob of devices must be an absolute path, not {one!r}")
+        for glob in globs:
+            if not glob.startswith("/"):
+                raise ValueError(f"a glob of devices must be an absolute path, not {glob!r}")
+        self.globs = globs
         self._sysfs = sysfs
-        self._matches: Mapping[str, _Match] = {}
-        self._devices: Mapping[str, tuple[tuple[_Match, ...], Device]] = {}
+        self._devices: dict[tuple[_Match, ...], Device] = {}
+        """The devices of the last scan by the paths that make them."""
 
     def __repr__(self) -> str:
-        return f"{type(self).__name__}({', '.join(map(repr, self.globs))})"
+        return f"PathSource({', '.join(map(repr, self.globs))})"
 
-    def _directories(self) -> list[str]:
-        """Return the first directory that each glob reads."""
-        wild = ((glob, _MAGIC.search(glob)) for glob in self.globs)
-        return [os.path.dirname(glob[: first.start()] if first else glob) or "/" for glob, first in wild]
-
-    def _scan(self, thorough: bool = True) -> Scan:
-        """Scan once.
-
-        Unless thorough, a path that its directory lists with the same inode as before is taken as unchanged. Where
-        inodes are not used again (devtmpfs) it is.
-        """
-        scan = _PathScan(thorough=thorough)
-        devices: dict[str, tuple[tuple[_Match, ...], Device]] = {}
-        for matches in self._groups(scan):
-            alias = matches[0].alias
-            known = self._devices.get(alias)
-            if known is None or known[0] != matches:
-                known = matches, self._device(matches)
-            devices[alias] = known
-            scan.devices.append(known[1])
-        self._matches, self._devices = scan.matches, devices
+    def _scan(self) -> Scan:
+        scan = _PathScan()
+        groups = self._groups(scan)
+        self._devices = {matches: self._devices.get(matches) or self._device(matches) for matches in groups}
+        scan.devices = list(self._devices.values())
         return scan
 
-    def _groups(self, scan: _PathScan) -> Iterable[tuple[_Match, ...]]:
+    def _groups(self, scan: _PathScan) -> list[tuple[_Match, ...]]:
         """Return, for each device, the paths that make it."""
-        return [(match,) for match in self._matching(self.globs[0], scan)]
+        known = {match.alias: match for matches in self._devices for match in matches}
+        columns = [self._matching(glob, scan, known) for glob in self.globs]
+        counts = [len(column) for column in columns]
+        groups: list[tuple[_Match, ...]] = []
+        for matches in self._devices:
+            aliases = [match.alias for match in matches]
+            if all(alias in column for alias, column in zip(aliases, columns, strict=True)):
+                groups.append(tuple(column.pop(alias) for alias, column in zip(aliases, columns, strict=True)))
+        if len(set(counts)) > 1:
+            groups += self._same_text(columns)
+            if all(counts):
+                spare = ", ".join(f"{count} of {glob}" for count, glob in zip(counts, self.globs, strict=True))
+                scan.notes.append(f"unequal numbers of parts ({spare}); what is left over is left out")
+        groups += zip(*(column.values() for column in columns), strict=False)
+        return sorted(groups, key=lambda group: natural(group[0].alias))
+
+    def _same_text(self, columns: list[dict[str, _Match]]) -> Iterator[tuple[_Match, ...]]:
+        """Remove from `columns`, and yield, the paths whose wildcards match the same text."""
+        by_text: list[dict[tuple[str, ...], str]] = []
+        for glob, column in zip(self.globs, columns, strict=True):
+            found = map(_captures(glob).fullmatch, column)
+            by_text.append({text.groups(): text.string for text in found if text is not None})
+        for text in by_text[0]:
+            if text and all(text in aliases for aliases in by_text):
+                yield tuple(column.pop(aliases[text]) for column, aliases in zip(columns, by_text, strict=True))
 
     def _device(self, matches: tuple[_Match, ...]) -> Device:
-        edits = [match.edits(self.permissions) for match in matches]
-        mounts = [mount for _, mounts in edits for mount in mounts]
+        nodes, mounts = [], []
+        for match in matches:
+            if stat.S_ISCHR(match.mode) or stat.S_ISBLK(match.mode):
+                container = "" if match.alias == match.host else match.alias
+                nodes.append(DeviceNode(match.host, container, self.permissions))
+            else:
+                mounts.append(Mount(match.host, match.alias, readonly="w" not in self.permissions))
         numa = sorted({match.numa for match in matches if match.numa is not None})
         return Device(
             device_id(matches[0].alias),
-            nodes=[node for nodes, _ in edits for node in nodes],
+            nodes=nodes,
             numa=numa[0] if len(numa) == 1 else (tuple(numa) or None),
             edits=ContainerEdits(mounts=mounts) if mounts else NO_EDITS,
             identity=matches[0].identity,
         )
 
-    def _matching(self, glob: str, scan: _PathScan) -> list[_Match]:
-        """Return what a glob matches now, in natural order: 2 before 10."""
-        found: dict[str, _Match] = {}
-        known = {} if scan.thorough else self._matches
-        directories = False
-        for base, entries in _expand(glob, scan):
-            real = scan.resolve(base or "/")
-            for alias, is_link, entry in entries:
-                match = known.get(alias)
-                if match is None or match.entry != entry or entry == _UNKNOWN or is_link or match.real != real:
-                    match = scan.matches.get(alias) or self._match(alias, real, entry, scan, is_link=is_link)
-                    if match is None:
-                        continue
-                    if match.directories:
-                        scan.directories.update(match.directories)
-                    if stat.S_ISDIR(match.mode):
-                        directories = True
-                        _LOG.debug("%s is a directory, not a device; left out", alias)
-                        continue
-                found[alias] = match
-        scan.matches.update(found)
-        if directories and not found:
+    def _matching(self, glob: str, scan: _PathScan, known: Mapping[str, _Match]) -> dict[str, _Match]:
+        """Return by path what a glob matches now, in natural order: 2 before 10."""
+        matches = [self._match(alias, scan, known.get(alias)) for alias in _expand(glob, scan)]
+        found = {match.alias: match for match in matches if match is not None and not stat.S_ISDIR(match.mode)}
+        if not found and any(matches):
             scan.notes.append(f"{glob} matches a directory, which is not a device; name what lies in it: {glob}/*")
         elif not found:
             scan.notes.append(f"{glob} matches nothing now; what is plugged in later is found")
-        return [found[alias] for alias in sorted(found, key=natural)]
+        return {alias: found[alias] for alias in sorted(found, key=natural)}
 
-    def _match(self, alias: str, real: str, entry: int, scan: _PathScan, *, is_link: bool) -> _Match | None:
+    def _match(self, alias: str, scan: _PathScan, known: _Match | None) -> _Match | None:
+        """Return what a path leads to now, `known` if that is the same; None if it leads nowhere."""
+        host = scan.follow(alias)
         try:
-            target = os.readlink(alias) if is_link else ""
             status = os.stat(alias)
         except OSError as error:
-            if is_link:
-                scan.directories.update(scan.follow(alias)[1])
             _LOG.debug("%s is left out: %s", alias, error.strerror)
             return None
         mode = status.st_mode
-        seen = hash((mode, status.st_rdev, status.st_ino, status.st_dev, status.st_ctime_ns, target, real))
-        known = self._matches.get(alias)
-        if known is not None and known.seen == seen and known.entry == entry:
+        if stat.S_ISDIR(mode):
+            _LOG.debug("%s is a directory, not a device; left out", alias)
+        seen = hash((mode, status.st_rdev, status.st_ino, status.st_dev, status.st_ctime_ns))
+        if known is not None and (known.host, known.seen) == (host, seen):
             return known
-        numbers = (stat.S_IFMT(mode), status.st_rdev)
-        if numbers not in scan.numa:
-            scan.numa[numbers] = numa_of(mode, status.st_rdev, self._sysfs)
-        if is_link:
-            host, directories = scan.follow(alias)
-        else:
-            host, directories = os.path.join(real, os.path.basename(alias)), ()
-        return _Match(alias, host, real, entry, seen, mode, scan.numa[numbers], directories, identity.token(status))
+        numa = numa_of(mode, status.st_rdev, self._sysfs)
+        return _Match(alias, host, seen, mode, numa, identity.token(status))
 
 
-class GroupSource(PathSource):
-    """The n-th matches of several globs together are one device, named after the first.
+def _expand(glob: str, scan: _PathScan) -> list[str]:
+    """Return the paths that an absolute glob matches, as glob.glob does; without wildcards, one that need not exist.
 
-    Paths that were put together stay together while all of them are there. Where the globs match unequal numbers,
-    paths whose wildcards match the same text (video1 and audio1) belong together, and the rest is left out.
-    """
-
-    _together: Sequence[tuple[str, ...]] = ()
-
-    def _groups(self, scan: _PathScan) -> Iterable[tuple[_Match, ...]]:
-        columns = [{match.alias: match for match in self._matching(glob, scan)} for glob in self.globs]
-        counts = [len(column) for column in columns]
-        groups = [
-            tuple(columns[index][alias] for index, alias in enumerate(aliases))
-            for aliases in self._together
-            if all(alias in columns[index] for index, alias in enumerate(aliases))
-        ]
-        taken = [{group[index].alias for group in groups} for index in range(len(columns))]
-        rest = [
-            [match for alias, match in column.items() if alias not in used]
-            for column, used in zip(columns, taken, strict=True)
-        ]
-        if len(set(counts)) > 1:
-            groups += self._same_text(rest)
-            if all(counts):
-                spare = ", ".join(f"{count} of {glob}" for count, glob in zip(counts, self.globs, strict=True))
-                scan.notes.append(f"unequal numbers of parts ({spare}); what is left over is left out")
-        groups += zip(*rest, strict=False)
-        groups.sort(key=lambda group: natural(group[0].alias))
-        self._together = [tuple(match.alias for match in group) for group in groups]
-        return groups
-
-    def _same_text(self, rest: list[list[_Match]]) -> Iterator[tuple[_Match, ...]]:
-        """Remove from `rest`, and yield, the paths whose wildcards match the same text."""
-        by_text: list[dict[tuple[str, ...], _Match]] = []
-        for glob, column in zip(self.globs, rest, strict=True):
-            pattern = _captures(glob)
-            found = ((pattern.fullmatch(match.alias), match) for match in column)
-            by_text.append({text.groups(): match for text, match in found if text is not None})
-        for text, first in list(by_text[0].items()):
-            if text and all(text in column for column in by_text):
-                group = (first, *(column[text] for column in by_text[1:]))
-                for column, match in zip(rest, group, strict=True):
-                    column.remove(match)
-                yield group
-
-
-def _expand(glob: str, scan: _PathScan) -> Iterator[tuple[str, Iterable[tuple[str, bool, int]]]]:
-    """Yield by directory the paths that an absolute glob matches, as glob.glob does: path, is a symlink, inode.
-
-    The directories that were read are added to `scan.directories`. The path of a glob without wildcards need not exist.
+    The directories that were read are added to `scan.directories`.
     """
     *steps, last = glob.strip("/").split("/")
     bases = [""]
     for step in steps:
         if _MAGIC.search(step):
-            bases = [entry.path for base in bases for entry in _entries(base, step, scan) if entry.is_dir()]
+            bases = [entry.path for base in bases for entry in _entries(base, step, scan) if os.path.isdir(entry)]
         else:
             bases = [f"{base}/{step}" for base in bases]
     for base in bases:
-        if _MAGIC.search(last):
-            yield base, [(entry.path, entry.is_symlink(), entry.inode()) for entry in _entries(base, last, scan)]
-        else:
-            scan.directories.add(base or "/")
-            path = f"{base}/{last}"
-            yield base, [(path, os.path.islink(path), _UNKNOWN)]
+        scan.resolve(base or "/")
+    if _MAGIC.search(last):
+        return [entry.path for base in bases for entry in _entries(base, last, scan)]
+    scan.directories.update(base or "/" for base in bases)
+    return [f"{base}/{last}" for base in bases]
 
 
 def _entries(base: str, step: str, scan: _PathScan) -> list[os.DirEntry[str]]:

@@ -47,19 +47,16 @@ class PciSource(sysfs.SysfsSource[PciConfig]):
     IDS = sysfs.ids_files("pci", "pciutils")
     SETTLE = 0.2
 
-    def _scan(self, thorough: bool = True) -> Scan:
-        directories = set(self._directories())
+    def _scan(self) -> Scan:
+        directories = {self._dev, f"{self._dev}/vfio"}
         try:
             addresses = sorted(os.listdir(self._root))
         except OSError as error:
             return Scan([], directories, [f"{self._root} cannot be read: {error.strerror}"])
         found = [one for address in addresses if (one := self._read(address)) is not None and self._fits(one)]
         notes = [] if found else [f"none of {len(addresses)} PCI devices has {sysfs.in_words(self.wanted)}"]
-        names = self._names.of({(one.vendor, one.device) for one in found})
+        names = self._names({(one.vendor, one.device) for one in found})
         return Scan([self._device(one, *names[one.vendor, one.device]) for one in found], directories, notes)
-
-    def _directories(self) -> list[str]:
-        return [self._dev, f"{self._dev}/vfio"]
 
     def edits(self, devices: Sequence[Device]) -> ContainerEdits:
         """Return the variable with the addresses: PCIDEVICE_EXAMPLE_COM_NIC=0000:3b:02.0,0000:3b:02.1."""

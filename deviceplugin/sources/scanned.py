@@ -55,40 +55,32 @@ class ScannedSource(DeviceSource):
         self.notes = tuple(scan.notes)
         return scan.devices
 
-    def _scan(self, thorough: bool = True) -> Scan:
-        """Scan once; blocks. Unless thorough, a source may take as unchanged what seems to be."""
-        raise NotImplementedError
-
-    def _directories(self) -> list[str]:
-        """Return the directories to watch during the first scan; blocks."""
+    def _scan(self) -> Scan:
+        """Scan once; blocks."""
         raise NotImplementedError
 
     async def watch(self) -> AsyncIterator[Sequence[Device]]:
         """Yield the devices now and whenever they change."""
-        watched = set(await asyncio.to_thread(self._directories))
+        watched: set[str] = set()
         listed: list[Device] | None = None
-        hinted = thorough = True
-        pause = 0.0
+        hinted, pause = False, 0.0
         with filewatch.shared().watch(watched) as watch:
             while True:
                 began = time.monotonic()
-                scan = await hooks.call(f"the scan of {self!r}", self._scan, thorough, timeout=SCAN_TIMEOUT)
+                scan = await hooks.call(f"the scan of {self!r}", self._scan, timeout=SCAN_TIMEOUT)
                 took = time.monotonic() - began
                 for note in scan.notes:
                     if note not in self.notes:
                         _LOG.info("%s", note)
                 self.notes = tuple(scan.notes)
-                fresh = scan.directories - watched
-                if scan.directories != watched:
-                    watched = scan.directories
-                    watch.set(watched)
+                fresh, watched = scan.directories - watched, scan.directories
+                watch.set(watched)
                 if scan.devices != listed:
                     listed = scan.devices
                     yield listed
                     pause = 0.0
                 elif hinted:
                     pause = min(MAX_PAUSE, max(took, 2 * pause))
-                thorough = False
                 if fresh:  # something may have changed there before it was watched
                     continue
                 if pause:
@@ -98,4 +90,4 @@ class ScannedSource(DeviceSource):
                 if hinted:
                     await asyncio.sleep(self.SETTLE)
                 else:
-                    thorough, pause = True, 0.0
+                    pause = 0.0

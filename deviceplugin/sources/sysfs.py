@@ -22,6 +22,8 @@ _PCIE_ROOT: Final = re.compile(r"pci[0-9a-f]{4,8}:[0-9a-f]{2}")
 _USB_NAME: Final = re.compile(r"usb[0-9]+|[0-9]+-[0-9]+(\.[0-9]+)*")
 LONGEST_VALUE: Final = 64
 """Bytes of an attribute's value."""
+_NamesById = dict[tuple[str, str], tuple[str | None, str | None]]
+"""Names of vendor and device by their ids, four lower-case digits each; None where the file has none."""
 
 
 class SysfsSource(ScannedSource, Generic[_Filter]):
@@ -53,10 +55,20 @@ class SysfsSource(ScannedSource, Generic[_Filter]):
         self.wanted = wanted
         self._root = f"{sysfs_root}/bus/{self.BUS}/devices"
         self._dev = dev
-        self._names = Names(self.IDS if ids is None else ids)
+        self._ids_files = self.IDS if ids is None else ids
+        self._known: _NamesById = {}
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.wanted})"
+
+    def _names(self, wanted: Collection[tuple[str, str]]) -> _NamesById:
+        """Return the names of vendor and device for these pairs of ids; a file is read for new pairs only."""
+        if fresh := set(wanted) - self._known.keys():
+            self._known |= dict.fromkeys(fresh, (None, None))
+            self._known |= next(
+                (found for file in self._ids_files if (found := ids_names(file, fresh)) is not None), {}
+            )
+        return self._known
 
 
 def ids_files(bus: str, package: str) -> tuple[str, ...]:
@@ -128,26 +140,6 @@ def nodes_below(directory: str, dev: str, depth: int = 8) -> Iterator[str]:
     for name in below:
         if name not in {"power", "msi_irqs", "link"} and not (PCI_ADDRESS.fullmatch(name) or _USB_NAME.fullmatch(name)):
             yield from nodes_below(f"{directory}/{name}", dev, depth - 1)
-
-
-_NamesById = dict[tuple[str, str], tuple[str | None, str | None]]
-"""Names of vendor and device by their ids; None where the file has none."""
-
-
-class Names:
-    """Names of vendors and devices from the first of some files that exists; names that were read are kept."""
-
-    def __init__(self, files: Collection[str]) -> None:
-        self._files = files
-        self._known: _NamesById = {}
-
-    def of(self, wanted: Collection[tuple[str, str]]) -> _NamesById:
-        """Return the names for these pairs of ids, four lower-case digits each; blocks."""
-        fresh = {pair for pair in wanted if pair not in self._known}
-        if fresh:
-            found = next((found for file in self._files if (found := ids_names(file, fresh)) is not None), {})
-            self._known.update({pair: found.get(pair, (None, None)) for pair in fresh})
-        return {pair: self._known[pair] for pair in wanted}
 
 
 def ids_names(file: str, wanted: Collection[tuple[str, str]]) -> _NamesById | None:

@@ -15,6 +15,7 @@ from collections import Counter
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from pathlib import Path
 from types import MappingProxyType
 from typing import Final
 
@@ -58,8 +59,9 @@ class UsbSource(sysfs.SysfsSource[UsbConfig]):
 
     _ids: Mapping[_Plugged, str] = MappingProxyType({})
 
-    def _scan(self, thorough: bool = True) -> Scan:
-        directories = set(self._directories())
+    def _scan(self) -> Scan:
+        buses = f"{self._dev}/bus/usb"
+        directories = {self._dev, buses, *map(str, Path(buses).glob("*/"))}
         try:
             ports = sorted(os.listdir(self._root))
         except FileNotFoundError:
@@ -70,17 +72,9 @@ class UsbSource(sysfs.SysfsSource[UsbConfig]):
         found = [one for one in there if self._fits(one)]
         wanted = sysfs.in_words(self.wanted)
         notes = [] if found else [f"none of {len(there)} USB devices has {wanted}; plugged in later it is found"]
-        names = self._names.of({(one.vendor, one.product) for one in found})
+        names = self._names({(one.vendor, one.product) for one in found})
         self._ids = _ids(there, self._ids)
         return Scan([self._device(one, *names[one.vendor, one.product]) for one in found], directories, notes)
-
-    def _directories(self) -> list[str]:
-        buses = f"{self._dev}/bus/usb"
-        try:
-            with os.scandir(buses) as entries:
-                return [self._dev, buses, *sorted(entry.path for entry in entries if entry.is_dir())]
-        except OSError:
-            return [self._dev, buses]
 
     def _read(self, port: str) -> _Usb | None:
         directory = os.path.realpath(f"{self._root}/{port}")

@@ -14,7 +14,7 @@ def test_every_key_is_read() -> None:
     """A file that uses every key becomes values that say the same."""
     one = parse(WHOLE).resources[0]
     assert (one.name, one.driver) == ("example.com/serial", "serial.example.com")
-    assert [entry.kind for entry in one.devices] == ["path", "simulated", "group"]
+    assert [entry.globs for entry in one.devices] == [("/dev/ttyUSB*",), (), ("/dev/a*", "/dev/b*")]
     assert one.devices[0].path == "/dev/ttyUSB*"
     simulated = one.devices[1].simulated
     assert simulated is not None

@@ -16,7 +16,7 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from deviceplugin.device import Device, Mount
-from deviceplugin.sources.path import GroupSource, PathSource, device_id, numa_of
+from deviceplugin.sources.path import PathSource, device_id, numa_of
 
 NEVER = 3600.0
 """Seconds between rescans in tests that are about watching."""
@@ -49,7 +49,7 @@ def null(path: Path) -> Path:
 
 
 @contextlib.asynccontextmanager
-async def watching(source: PathSource | GroupSource) -> AsyncIterator[Callable[..., Awaitable[Sequence[Device]]]]:
+async def watching(source: PathSource) -> AsyncIterator[Callable[..., Awaitable[Sequence[Device]]]]:
     """Watch a source; what is given awaits its next list (that fits a condition)."""
     async with contextlib.aclosing(cast("AsyncGenerator[Sequence[Device]]", source.watch())) as lists:
 
@@ -137,6 +137,7 @@ def test_dangling_symlink_is_left_out(tmp_path: Path) -> None:
     (tmp_path / "a").symlink_to("nowhere")
     (tmp_path / "b").symlink_to("b")
     assert PathSource(f"{tmp_path}/*").scan() == []
+    assert PathSource(f"{tmp_path}/*/x").scan() == []
 
 
 def test_name_that_is_not_text_is_left_out(tmp_path: Path) -> None:
@@ -298,7 +299,7 @@ def parts(devices: Sequence[Device]) -> list[tuple[str, ...]]:
 def test_nth_of_each_make_one_device(tmp_path: Path) -> None:
     """The n-th matches of each glob make one device, named after the first of them."""
     touch(tmp_path, "a1", "a3", "b2", "b3")
-    devices = GroupSource([f"{tmp_path}/a*", f"{tmp_path}/b*"]).scan()
+    devices = PathSource(f"{tmp_path}/a*", f"{tmp_path}/b*").scan()
     assert parts(devices) == [("a1", "b2"), ("a3", "b3")]
     assert ids(devices) == [device_id(f"{tmp_path}/a1"), device_id(f"{tmp_path}/a3")]
 
@@ -306,7 +307,7 @@ def test_nth_of_each_make_one_device(tmp_path: Path) -> None:
 def test_surplus_is_left_out(tmp_path: Path) -> None:
     """Of unequal numbers the surplus is left out, and said with the numbers."""
     touch(tmp_path, "a0", "a1", "a2", "b0", "b1")
-    source = GroupSource([f"{tmp_path}/a*", f"{tmp_path}/b*"])
+    source = PathSource(f"{tmp_path}/a*", f"{tmp_path}/b*")
     look = source._scan()
     assert parts(look.devices) == [("a0", "b0"), ("a1", "b1")]
     assert look.notes == [
@@ -317,14 +318,14 @@ def test_surplus_is_left_out(tmp_path: Path) -> None:
 def test_unequal_numbers_are_matched_by_text(tmp_path: Path) -> None:
     """Of unequal numbers those belong together whose wildcards stand for the same text."""
     touch(tmp_path, "a1", "a2", "a10", "b2", "b10")
-    assert parts(GroupSource([f"{tmp_path}/a*", f"{tmp_path}/b*"]).scan()) == [("a2", "b2"), ("a10", "b10")]
+    assert parts(PathSource(f"{tmp_path}/a*", f"{tmp_path}/b*").scan()) == [("a2", "b2"), ("a10", "b10")]
 
 
 def test_nodes_and_files_can_be_grouped(tmp_path: Path) -> None:
     """A group's device node is given as a node, its plain file is mounted."""
     null(tmp_path / "a0")
     touch(tmp_path, "b0")
-    (device,) = GroupSource([f"{tmp_path}/a*", f"{tmp_path}/b*"], permissions="r").scan()
+    (device,) = PathSource(f"{tmp_path}/a*", f"{tmp_path}/b*", permissions="r").scan()
     assert hosts(device) == ["/dev/null", f"{tmp_path}/b0"]
 
 
@@ -335,14 +336,14 @@ def test_group_is_close_to_all_its_numa_nodes(tmp_path: Path) -> None:
     other.mkdir()
     (other / "numa_node").write_text("0")
     (tmp_path / "sys" / "dev" / "char" / "1:5").symlink_to("../../devices/other")
-    (device,) = GroupSource(["/dev/null", "/dev/zero"], sysfs=root).scan()
+    (device,) = PathSource("/dev/null", "/dev/zero", sysfs=root).scan()
     assert device.numa_nodes == (0, 1)
 
 
 async def test_what_belongs_together_stays_together(tmp_path: Path) -> None:
     """When parts of one device go, the other devices keep theirs, whatever their places in the order."""
     touch(tmp_path, "a0", "a1", "a2", "b5", "b6", "b7")
-    source = GroupSource([f"{tmp_path}/a*", f"{tmp_path}/b*"], rescan=NEVER)
+    source = PathSource(f"{tmp_path}/a*", f"{tmp_path}/b*", rescan=NEVER)
     async with watching(source) as following:
         assert parts(await following()) == [("a0", "b5"), ("a1", "b6"), ("a2", "b7")]
         (tmp_path / "a0").unlink()

@@ -11,10 +11,10 @@ import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from itertools import combinations
 from pathlib import Path
-from types import MappingProxyType
 from typing import Final
 
 from deviceplugin.device import AttributeValue, ContainerEdits, Device, DeviceNode
+from deviceplugin.sources import sysfs
 from deviceplugin.sources.nvidia.nvml import Gpu, NvmlScan, Partition, Places, version
 from deviceplugin.sources.nvidia.readings import NVLINK, SAME_BOARD
 
@@ -29,16 +29,11 @@ def make_devices(
 ) -> list[Device]:
     """Return the devices of these GPUs or partitions of them, healthy; reads CDI specs and proc, blocks."""
     names = _cdi_names(places.cdi) if injection == "cdi" else frozenset()
-    return [
-        _make_device(
-            gpu,
-            partition,
-            scan,
-            nodes=_device_nodes(places, gpu, partition) if injection == "nodes" else ((), ()),
-            cdi=_cdi_name_of(gpu, partition, names),
-        )
-        for gpu, partition in listed
-    ]
+    made = []
+    for gpu, partition in listed:
+        nodes = _device_nodes(places, gpu, partition) if injection == "nodes" else ((), ())
+        made.append(_make_device(gpu, partition, scan, nodes, _cdi_name_of(gpu, partition, names)))
+    return made
 
 
 _OwnAndShared = tuple[Sequence[DeviceNode], Sequence[DeviceNode]]
@@ -46,7 +41,7 @@ _OwnAndShared = tuple[Sequence[DeviceNode], Sequence[DeviceNode]]
 
 
 def _make_device(
-    gpu: Gpu, partition: Partition | None, scan: NvmlScan, *, nodes: _OwnAndShared, cdi: str | None
+    gpu: Gpu, partition: Partition | None, scan: NvmlScan, nodes: _OwnAndShared, cdi: str | None
 ) -> Device:
     attributes: dict[str, AttributeValue | None] = {
         "type": "gpu",
@@ -111,7 +106,7 @@ def links_of_devices(
             score %= NVLINK  # NVLink does not connect partitions; the PCIe level remains
         if score:
             scores[frozenset((one, other))] = score
-    return MappingProxyType(scores)
+    return scores
 
 
 def _device_nodes(places: Places, gpu: Gpu, partition: Partition | None) -> _OwnAndShared:
@@ -123,8 +118,8 @@ def _device_nodes(places: Places, gpu: Gpu, partition: Partition | None) -> _Own
     if partition is None:
         return whole, common
     base = f"{places.proc}/driver/nvidia/capabilities/gpu{gpu.minor}/mig/gi{partition.instance}"
-    texts = (_read(f"{base}/access"), _read(f"{base}/ci{partition.compute}/access"))
-    minors = [re.search(r"DeviceFileMinor:\s*([0-9]+)", text) for text in texts]
+    texts = (sysfs.read(f"{base}/access"), sysfs.read(f"{base}/ci{partition.compute}/access"))
+    minors = [re.search(r"DeviceFileMinor:\s*([0-9]+)", text or "") for text in texts]
     nodes = [node(f"nvidia-caps/nvidia-cap{minor[1]}") for minor in minors if minor is not None]
     # Compute instances of one GPU instance share the first; the last is the partition's own.
     return nodes[-1:], [*whole, *common, *nodes[:-1]]
@@ -155,22 +150,14 @@ def _names_in_spec(file: str, *_state: int) -> frozenset[str]:
     """Read a CDI spec; again only if its state (inode, time, size) has changed."""
     import yaml
 
-    text = _read(file)
-    if CDI_KIND not in text:
-        return frozenset()
+    parse = json.loads if file.endswith(".json") else yaml.safe_load
     try:
-        spec = json.loads(text) if file.endswith(".json") else yaml.safe_load(text)
-        if spec.get("kind") != CDI_KIND:
-            return frozenset()
-        return frozenset(str(device["name"]) for device in spec.get("devices", ()))
+        text = Path(file).read_text(encoding="utf-8", errors="replace")
+        spec = parse(text) if CDI_KIND in text else {}
+        if spec.get("kind") == CDI_KIND:
+            return frozenset(str(device["name"]) for device in spec.get("devices", ()))
+    except OSError:
+        pass  # gone meanwhile
     except (ValueError, yaml.YAMLError, AttributeError, KeyError, TypeError) as error:
         _LOG.warning("%s cannot be read as a CDI spec: %s", file, error)
-        return frozenset()
-
-
-def _read(path: str) -> str:
-    try:
-        with open(path, encoding="utf-8", errors="replace") as stream:
-            return stream.read()
-    except OSError:
-        return ""
+    return frozenset()

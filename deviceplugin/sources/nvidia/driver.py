@@ -9,7 +9,6 @@ import logging
 import queue
 import threading
 import weakref
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Final, TypeVar
 
@@ -38,13 +37,13 @@ class NvmlThread:
 
     def __init__(self) -> None:
         self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        self._overdue: list[threading.Event] = []
+        self._overdue: threading.Event | None = None
+        """Set when the last call that took too long has ended."""
         threading.Thread(target=self._work, name="nvml", daemon=True).start()
 
     async def call(self, function: Callable[..., _T], *arguments: Any, timeout: float) -> _T:
         """Return the result of a function; raise NvmlError if it, or one before it, takes longer than `timeout` s."""
-        self._overdue = [job for job in self._overdue if not job.is_set()]
-        if self._overdue:
+        if self._overdue is not None and not self._overdue.is_set():
             raise NvmlError("NVML still hangs", Verdict.UNREADABLE)
         future: concurrent.futures.Future[_T] = concurrent.futures.Future()
         over = threading.Event()
@@ -63,7 +62,7 @@ class NvmlThread:
             async with asyncio.timeout(timeout):
                 return await asyncio.wrap_future(future)
         except TimeoutError:
-            self._overdue.append(over)
+            self._overdue = over
             raise NvmlError(f"NVML did not answer within {timeout:g} s", Verdict.UNREADABLE) from None
 
     def close(self, last: Callable[[], None]) -> None:
@@ -76,51 +75,33 @@ class NvmlThread:
             job()
 
 
-class Subscription:
-    """The updates that one source has not processed yet. period: seconds between scans that it wants."""
-
-    def __init__(self, period: float) -> None:
-        self.period = period
-        self._updates: deque[NvmlUpdate] = deque(maxlen=10_000)
-        self._ready = asyncio.Event()
-
-    def add(self, update: NvmlUpdate) -> None:
-        """Add an update; beyond 10,000 the oldest is dropped."""
-        self._updates.append(update)
-        self._ready.set()
-
-    async def next_updates(self) -> list[NvmlUpdate]:
-        """Wait for updates and return them all."""
-        await self._ready.wait()
-        self._ready.clear()
-        updates = list(self._updates)
-        self._updates.clear()
-        return updates
-
-
 class Driver:
     """Scans all GPUs from time to time and listens in between, as long as anybody is subscribed."""
 
     def __init__(self, places: Places) -> None:
         self._places = places
-        self._subscriptions: set[Subscription] = set()
+        self._subscriptions: dict[asyncio.Queue[NvmlUpdate], float] = {}
+        """What each source has not processed yet, and how many seconds it wants between scans."""
         self._running: tuple[NvmlThread, Session, asyncio.Task[None]] | None = None
         self._last: NvmlUpdate | None = None
 
     @contextlib.contextmanager
-    def subscribe(self, period: float) -> Iterator[Subscription]:
-        """Receive all updates while in the context; scans are made at least each `period` seconds."""
-        subscription = Subscription(period)
+    def subscribe(self, period: float) -> Iterator[asyncio.Queue[NvmlUpdate]]:
+        """Receive all updates while in the context; scans are made at least each `period` seconds.
+
+        Beyond 10,000 updates that are not processed the oldest is dropped.
+        """
+        updates: asyncio.Queue[NvmlUpdate] = asyncio.Queue(10_000)
         if self._last is not None:
-            subscription.add(self._last)
-        self._subscriptions.add(subscription)
+            updates.put_nowait(self._last)
+        self._subscriptions[updates] = period
         if self._running is None:
             thread, session = NvmlThread(), Session(self._places)
             self._running = thread, session, asyncio.create_task(self._run(thread, session), name="nvml")
         try:
-            yield subscription
+            yield updates
         finally:
-            self._subscriptions.discard(subscription)
+            del self._subscriptions[updates]
             if not self._subscriptions:
                 thread, session, task = self._running
                 task.cancel()
@@ -137,14 +118,16 @@ class Driver:
     def _publish(self, update: NvmlUpdate) -> None:
         if not isinstance(update, Xid):
             self._last = update
-        for subscription in self._subscriptions:
-            subscription.add(update)
+        for updates in self._subscriptions:
+            if updates.full():
+                updates.get_nowait()
+            updates.put_nowait(update)
 
     async def _run(self, thread: NvmlThread, session: Session) -> None:
         pause = GAP
         with filewatch.shared().watch([self._places.dev, *self._places.cdi]) as watch:
             while True:
-                period = min((subscription.period for subscription in self._subscriptions), default=10.0)
+                period = min(self._subscriptions.values(), default=10.0)
                 try:
                     scan = await thread.call(session.scan, timeout=SCAN_TIMEOUT)
                 except NvmlError as error:
@@ -184,8 +167,7 @@ class Driver:
             hinted |= await watch.wait(0)
 
 
-_Drivers = weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, dict[Places, Driver]]
-_drivers: Final = _Drivers()
+_drivers: Final = weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, dict[Places, Driver]]()
 
 
 def shared(places: Places) -> Driver:

@@ -6,7 +6,7 @@ import ctypes
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from types import MappingProxyType, ModuleType
+from types import ModuleType
 from typing import Any, Final, cast
 
 from deviceplugin.device import AttributeValue, Version
@@ -66,7 +66,7 @@ class Gpu:
     address: str = ""
     memory: int = 0
     numa: int | None = None
-    attributes: Mapping[str, AttributeValue | None] = field(default_factory=lambda: MappingProxyType({}))
+    attributes: Mapping[str, AttributeValue | None] = field(default_factory=dict)
     partitions: tuple[Partition, ...] | None = None
 
 
@@ -81,7 +81,7 @@ class NvmlScan:
     findings: Mapping[str, Finding]
     driver: str = ""
     cuda: str = ""
-    links: Mapping[frozenset[str], float] = field(default_factory=lambda: MappingProxyType({}))
+    links: Mapping[frozenset[str], float] = field(default_factory=dict)
     listening: bool = False
     notes: tuple[str, ...] = ()
 

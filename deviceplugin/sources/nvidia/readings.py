@@ -8,17 +8,15 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import combinations
-from types import MappingProxyType
 from typing import Any, Final
 
-from deviceplugin.sources.nvidia.nvml import ANY, BROKEN, GONE, Gpu, Partition, field_value, optional, pci_address, text
+from deviceplugin.sources.nvidia.nvml import ANY, Gpu, Partition, field_value, optional, pci_address, text
 
 SAME_BOARD: Final = 60.0
 NVLINK: Final = 100.0
 _LEVELS: Final = {0: SAME_BOARD, 10: 50.0, 20: 40.0, 30: 30.0, 40: 20.0, 50: 10.0}
 """Scores of NVML's PCIe levels: same board, one switch, several switches, host bridge, CPU, across CPUs."""
 _SWITCH: Final = 2
-_NO_SUCH_LINK: Final = 2
 _THROTTLED: Final = {
     0x4: "sw_power_cap",
     0x8: "hw_slowdown",
@@ -49,7 +47,7 @@ def with_partitions(nv: Any, handle: Any, gpu: Gpu, handles: dict[str, Any], kno
     """
     mode = optional(nv, nv.nvmlDeviceGetMigMode, handle)
     if mode is None or mode[0] != 1:
-        return gpu if gpu.partitions is None else replace(gpu, partitions=None)
+        return replace(gpu, partitions=None)
     found = []
     for index in range(optional(nv, nv.nvmlDeviceGetMaxMigDeviceCount, handle) or 0):
         mig = optional(nv, nv.nvmlDeviceGetMigDeviceHandleByIndex, handle, index)
@@ -62,8 +60,7 @@ def with_partitions(nv: Any, handle: Any, gpu: Gpu, handles: dict[str, Any], kno
         if uuid not in known or known[uuid].index != index:
             known[uuid] = _read_partition(nv, handle, mig, uuid, index, gpu)
         found.append(known[uuid])
-    partitions = tuple(found)
-    return gpu if gpu.partitions == partitions else replace(gpu, partitions=partitions)
+    return replace(gpu, partitions=tuple(found))
 
 
 def _read_partition(nv: Any, parent: Any, mig: Any, uuid: str, index: int, gpu: Gpu) -> Partition:
@@ -105,26 +102,18 @@ def read_links(nv: Any, gpus: Sequence[Gpu], handles: Mapping[str, Any]) -> Mapp
         pair = frozenset((one, other))
         # Both ends report a direct link, so it is counted twice. Switches connect every GPU with every other.
         count = -(-direct[pair] // 2) + min(switched[one], switched[other])
-        level = None
-        if one in handles and other in handles:
-            with contextlib.suppress(nv.NVMLError):
-                level = optional(nv, nv.nvmlDeviceGetTopologyCommonAncestor, handles[one], handles[other])
-        if score := NVLINK * count + _LEVELS.get(-1 if level is None else level, 0.0):
+        level = -1
+        with contextlib.suppress(nv.NVMLError, KeyError):  # KeyError: a GPU that cannot be read has no handle
+            level = nv.nvmlDeviceGetTopologyCommonAncestor(handles[one], handles[other])
+        if score := NVLINK * count + _LEVELS.get(level, 0.0):
             scores[pair] = score
-    return MappingProxyType(scores)
+    return scores
 
 
 def _nvlink_peers(nv: Any, handle: Any) -> Iterator[str | None]:
     """Yield, for each NVLink that is up, the PCI address of its other end, or None for a switch."""
     for link in range(nv.NVML_NVLINK_MAX_LINKS):
-        try:
-            if not nv.nvmlDeviceGetNvLinkState(handle, link):
-                continue
-        except nv.NVMLError as error:
-            if error.value in BROKEN or error.value in GONE:
-                raise
-            if error.value == _NO_SUCH_LINK:  # nor any after it
-                return
+        if not optional(nv, nv.nvmlDeviceGetNvLinkState, handle, link):
             continue
         if optional(nv, nv.nvmlDeviceGetNvLinkRemoteDeviceType, handle, link) == _SWITCH:
             yield None

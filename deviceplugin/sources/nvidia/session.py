@@ -6,7 +6,6 @@ import contextlib
 import logging
 import os
 from collections.abc import Mapping, Sequence
-from types import MappingProxyType
 from typing import Any, Final
 
 from deviceplugin.health import Finding, Verdict
@@ -49,9 +48,9 @@ class Session:
         self._gpus: dict[int, Gpu] = {}
         self._handles: dict[str, Any] = {}
         self._partitions: dict[str, Partition] = {}
-        self._links: Mapping[frozenset[str], float] = MappingProxyType({})
+        self._links: Mapping[frozenset[str], float] = {}
         self._linked: frozenset[str] = frozenset()
-        self._events = EventListener()
+        self._events = EventListener(None)
 
     def close(self) -> None:
         """Shut NVML down, if it is open."""
@@ -61,7 +60,7 @@ class Session:
         self._partitions.clear()
         self._linked = frozenset()
         if nv is not None:
-            self._events.close(nv)
+            self._events.close()
             with contextlib.suppress(nv.NVMLError):
                 nv.nvmlShutdown()
             nvml.release(self)
@@ -82,7 +81,7 @@ class Session:
                 nvml.release(self)
                 self._raise_if_gone(nv, error)
                 raise NvmlError(f"NVML cannot be used: {error}", Verdict.UNREADABLE) from error
-            self._nv, self._addresses = nv, addresses
+            self._nv, self._addresses, self._events = nv, addresses, EventListener(nv)
         return self._nv
 
     def scan(self) -> NvmlScan:
@@ -126,7 +125,7 @@ class Session:
             self._links = readings.read_links(nv, gpus, handles)
             self._linked = uuids
         # Waiting fails for all GPUs while one that is lost is registered.
-        self._events.watch(nv, [gpu for gpu in gpus if findings[gpu.uuid][0] is not Verdict.BAD], handles)
+        self._events.watch([gpu for gpu in gpus if findings[gpu.uuid][0] is not Verdict.BAD], handles)
         driver = text(optional(nv, nv.nvmlSystemGetDriverVersion))
         cuda = optional(nv, nv.nvmlSystemGetCudaDriverVersion)
         cuda = f"{cuda // 1000}.{cuda % 1000 // 10}" if cuda else ""
@@ -184,9 +183,7 @@ class Session:
 
         It raises NvmlError if no later call can succeed.
         """
-        if self._nv is None:
-            return [], True
-        xids, due, error = self._events.wait(self._nv, seconds)
+        xids, due, error = self._events.wait(seconds)
         if error is not None:
             self._raise_if_gone(self._nv, error)
         return xids, due or error is not None
@@ -206,33 +203,33 @@ class Session:
 
 
 class EventListener:
-    """The driver's events: XIDs, and partitions that come and go."""
+    """The driver's events while NVML is open: XIDs, and partitions that come and go."""
 
-    def __init__(self) -> None:
+    def __init__(self, nv: Any) -> None:
         self.notes: tuple[str, ...] = ()
-        self._set: Any = None
         self.registered: dict[int, str] = {}
         """UUIDs of the GPUs that report XIDs, by what their handles point to."""
+        self._nv = nv
+        self._set: Any = None
         self._watched: frozenset[str] = frozenset()
         self._pending: list[Xid] = []
         self._failures = 0
 
-    def close(self, nv: Any) -> None:
+    def close(self) -> None:
         """Free the event set."""
-        self._watched = frozenset()
         events, self._set = self._set, None
         if events is not None:
-            with contextlib.suppress(nv.NVMLError):
-                nv.nvmlEventSetFree(events)
+            with contextlib.suppress(self._nv.NVMLError):
+                self._nv.nvmlEventSetFree(events)
 
-    def watch(self, nv: Any, gpus: Sequence[Gpu], handles: Mapping[str, Any]) -> None:
+    def watch(self, gpus: Sequence[Gpu], handles: Mapping[str, Any]) -> None:
         """Listen to these GPUs, and to no others."""
-        uuids = frozenset(gpu.uuid for gpu in gpus)
+        nv, uuids = self._nv, frozenset(gpu.uuid for gpu in gpus)
         if uuids == self._watched:
             return
         if self._set is not None:
-            self._pending += self._collect(nv, 0)[0]
-        self.close(nv)
+            self._pending += self._collect(0)[0]
+        self.close()
         self.registered, self._failures = {}, 0
         self._set = optional(nv, nv.nvmlEventSetCreate)
         self._watched = uuids
@@ -252,25 +249,25 @@ class EventListener:
             notes.append(f"GPU {gpu.index} reports no XIDs; its health follows from scans alone")
         self.notes = tuple(notes)
 
-    def wait(self, nv: Any, seconds: float) -> tuple[list[Xid], bool, Any]:
+    def wait(self, seconds: float) -> tuple[list[Xid], bool, Any]:
         """Wait for events; return the XIDs that came, whether a scan is due, and the error if waiting failed."""
         if self._set is None:
             return [], True, None
         xids, self._pending = self._pending, []
-        came, due, error = self._collect(nv, 0 if xids else max(1, int(seconds * 1000)))
+        came, due, error = self._collect(0 if xids else max(1, int(seconds * 1000)))
         self._failures += error is not None
         if error is not None and self._failures == FAILED_WAITS:
             self.registered = {}
             self.notes = (f"the driver's events fail, so XIDs are not received: {error}",)
         return xids + came, due, error
 
-    def _collect(self, nv: Any, milliseconds: int) -> tuple[list[Xid], bool, Any]:
+    def _collect(self, milliseconds: int) -> tuple[list[Xid], bool, Any]:
         xids: list[Xid] = []
         due = False
         for _ in range(1000):  # a storm is taken in portions
             try:
-                data = nv.nvmlEventSetWait_v2(self._set, milliseconds)
-            except nv.NVMLError as error:
+                data = self._nv.nvmlEventSetWait_v2(self._set, milliseconds)
+            except self._nv.NVMLError as error:
                 return xids, due, None if error.value == _TIMEOUT else error
             milliseconds = 0
             if data.eventType != _XID_EVENT:

@@ -57,10 +57,11 @@ class NvidiaSource(DeviceSource):
     async def watch(self) -> AsyncIterator[Sequence[Device]]:
         """Yield the devices after the first scan, and whenever they or their health change."""
         listed: list[Device] | None = None
-        with shared(self._places).subscribe(self._period) as subscription:
+        with shared(self._places).subscribe(self._period) as updates:
             while True:
-                for update in await subscription.next_updates():
-                    self.update(update)
+                self.update(await updates.get())
+                while not updates.empty():
+                    self.update(updates.get_nowait())
                 devices = await asyncio.to_thread(self.devices)
                 if devices != listed:
                     listed = devices
@@ -80,10 +81,10 @@ class NvidiaSource(DeviceSource):
                 self._error = ""
                 _LOG.info("the NVIDIA GPUs can be read again")
             self._scan = update
-            for profile in [part.profile for gpu in update.gpus for part in gpu.partitions or ()]:
-                if profile not in self._profiles:
-                    self._profiles.append(profile)
-                    self._more_profiles.set()
+            profiles = [part.profile for gpu in update.gpus for part in gpu.partitions or ()]
+            if more := [profile for profile in dict.fromkeys(profiles) if profile not in self._profiles]:
+                self._profiles += more
+                self._more_profiles.set()
             self.health.judge_scan(update)
 
     def devices(self) -> list[Device]:
