@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import queue
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Final, Self, TypeVar
 
 from dra_bridge.ledger.operations import identify
@@ -14,8 +13,6 @@ from dra_bridge.ledger.records import Key, LedgerError, LedgerLostError, Operati
 from dra_bridge.ledger.store import Ledger
 
 _T = TypeVar("_T")
-_BATCH: Final = 64
-_Asked = tuple[Operation[Any], "asyncio.Future[Any]"]
 
 
 class AsyncLedger:
@@ -26,13 +23,12 @@ class AsyncLedger:
 
     def __init__(self, ledger: Ledger) -> None:
         self.ledger: Final = ledger
-        self._loop = asyncio.get_running_loop()
-        self._asked: queue.SimpleQueue[_Asked | None] = queue.SimpleQueue()
-        self._closed = False
         self.lost = asyncio.Event()
         """Set when the ledger grants nothing any more and the process has to begin again."""
-        self._thread = threading.Thread(target=self._work, name="ledger", daemon=True)
-        self._thread.start()
+        self._asked: list[tuple[Operation[Any], asyncio.Future[Any]]] = []
+        self._answering: asyncio.Task[None] | None = None
+        self._closed = False
+        self._executor = ThreadPoolExecutor(1, "ledger")
 
     @classmethod
     async def open(cls, path: str) -> Self:
@@ -41,10 +37,13 @@ class AsyncLedger:
         opened: asyncio.Future[Ledger] = loop.create_future()
 
         def answer(ledger: Ledger | Exception) -> None:
-            if not opened.done():
-                _answer(opened, ledger)
-            elif isinstance(ledger, Ledger):  # the caller was cancelled
+            if isinstance(ledger, Exception):
+                if not opened.done():
+                    opened.set_exception(ledger)
+            elif opened.done():  # the caller was cancelled
                 ledger.close()
+            else:
+                opened.set_result(ledger)
 
         def work() -> None:
             ledger: Ledger | Exception
@@ -75,8 +74,10 @@ class AsyncLedger:
         """
         if self._closed:
             raise LedgerError(f"the ledger {self.ledger.path} is closed")
-        answered: asyncio.Future[_T] = self._loop.create_future()
-        self._asked.put((operation, answered))
+        answered: asyncio.Future[_T] = asyncio.get_running_loop().create_future()
+        self._asked.append((operation, answered))
+        if self._answering is None or self._answering.done():
+            self._answering = asyncio.create_task(self._answer())
         return await answered
 
     async def identify(self, identities: Mapping[Key, str]) -> None:
@@ -89,39 +90,28 @@ class AsyncLedger:
         """Answer what was asked, then close the ledger."""
         if not self._closed:
             self._closed = True
-            self._asked.put(None)
-            await self._loop.run_in_executor(None, self._thread.join)
+            if self._answering is not None:
+                await asyncio.wait({self._answering})
+            await asyncio.get_running_loop().run_in_executor(self._executor, self.ledger.close)
+            self._executor.shutdown(wait=False)
 
-    def _work(self) -> None:
-        batch: list[_Asked] = []
-        while (asked := self._asked.get()) is not None:
-            batch.append(asked)
-            if len(batch) == _BATCH or self._asked.empty():
-                self._carry_out(batch)
-                batch = []
-        if batch:
-            self._carry_out(batch)
-        self.ledger.close()
-
-    def _carry_out(self, batch: Sequence[_Asked]) -> None:
-        answers: Sequence[Any]
-        try:
-            answers = self.ledger.do_all([operation for operation, _ in batch])
-        except Exception as error:  # a LedgerError for all of them
-            answers = [error] * len(batch)
-        with contextlib.suppress(RuntimeError):  # the loop is closed
-            self._loop.call_soon_threadsafe(self._deliver, batch, answers)
-
-    def _deliver(self, batch: Sequence[_Asked], answers: Sequence[Any]) -> None:
-        for (_, future), answer in zip(batch, answers, strict=True):
-            if isinstance(answer, LedgerLostError):
-                self.lost.set()
-            if not future.done():
-                _answer(future, answer)
-
-
-def _answer(future: asyncio.Future[Any], answer: object) -> None:
-    if isinstance(answer, BaseException):
-        future.set_exception(answer)
-    else:
-        future.set_result(answer)
+    async def _answer(self) -> None:
+        """Carry out what is asked, together what came meanwhile, until there is nothing more."""
+        loop = asyncio.get_running_loop()
+        while self._asked:
+            batch, self._asked = self._asked, []
+            operations = [operation for operation, _ in batch]
+            answers: list[Any]
+            try:
+                answers = await loop.run_in_executor(self._executor, self.ledger.do_all, operations)
+            except Exception as error:  # a LedgerError for all of them
+                answers = [error] * len(batch)
+            for (_, answered), answer in zip(batch, answers, strict=True):
+                if isinstance(answer, LedgerLostError):
+                    self.lost.set()
+                if answered.done():  # its caller was cancelled
+                    continue
+                if isinstance(answer, Exception):
+                    answered.set_exception(answer)
+                else:
+                    answered.set_result(answer)
