@@ -13,6 +13,7 @@ kept with the rows and has to fit them.
 from __future__ import annotations
 
 import contextlib
+import glob
 import hashlib
 import logging
 import os
@@ -21,7 +22,7 @@ import threading
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from datetime import UTC, datetime
-from typing import Any, Final, Self, TypeVar, cast
+from typing import Any, Final
 
 import msgspec
 
@@ -30,7 +31,6 @@ from dra_bridge.ledger import records
 from dra_bridge.ledger.records import Change, LedgerError, LedgerLostError, Operation, Snapshot
 
 _LOG: Final = logging.getLogger(__name__)
-_T = TypeVar("_T")
 _Row = tuple[str | int | float | None, ...]
 
 SCHEMA: Final = 3
@@ -68,13 +68,6 @@ _CREATE: Final = (
     "INSERT INTO seal VALUES (1, 0, 0)",
 )
 # ruff: noqa: S608  # the names in the statements are those above
-_PUT: Final = {
-    name: f"INSERT OR REPLACE INTO {name} VALUES ({', '.join('?' * len(columns))})" for name, columns in _TABLES.items()
-}
-_DROP: Final = {
-    name: f"DELETE FROM {name} WHERE {columns[0]} = ? AND {columns[1]} = ?" for name, columns in _TABLES.items()
-}
-_SELECT: Final = {name: f"SELECT {', '.join(columns)} FROM {name}" for name, columns in _TABLES.items()}
 _DECODERS: Final[dict[str, Callable[[Any], Any]]] = {
     "state": records.State,
     "holders": msgspec.json.Decoder(frozenset[records.Holder]).decode,
@@ -143,28 +136,17 @@ def connected(path: str) -> sqlite3.Connection:
 class Ledger:
     """The file. Synchronous and thread-safe; `AsyncLedger` is for event loops.
 
-    snapshot: everything as of the last commit. fresh: the ledger was empty when it was opened. set_aside: where a file
-    went that could not be used, None if there was none; then the ledger is empty, and `reconcile_evidence` must
-    rebuild it before anything is granted.
+    snapshot: everything as of the last commit. fresh: the ledger was empty when it was opened, as it is after a file
+    that could not be used was put aside; `reconcile_evidence` must rebuild it before anything is granted.
     """
 
-    def __init__(
-        self,
-        path: str,
-        *,
-        step: Callable[[str], None] = lambda name: None,
-        connect: Callable[[str], sqlite3.Connection] = connected,
-    ) -> None:
+    def __init__(self, path: str, *, connect: Callable[[str], sqlite3.Connection] = connected) -> None:
         """Open the ledger, or make it, once no other agent has it; put aside what cannot be used.
 
-        path: of the database; `path + ".lock"` is the lock. Missing directories are made. For tests: step is called
-        before and after each durable step, connect opens the database. Raises LedgerError if the directory or the disk
-        does not let us; another try may succeed.
+        path: of the database; `path + ".lock"` is the lock. Missing directories are made. connect: opens the database;
+        for tests. Raises LedgerError if the directory or the disk does not let us; another try may succeed.
         """
         self.path: Final = path
-        self.set_aside: str | None = None
-        self.fresh = False
-        self._step = step
         self._connect = connect
         self._guard = threading.RLock()
         self._connection: sqlite3.Connection | None = None
@@ -179,22 +161,10 @@ class Ledger:
             raise LedgerError(f"cannot open the ledger {path}: {error}") from error
         try:
             self.snapshot = self._load()
+            self.fresh: Final = not self.snapshot.sequence
         except BaseException:
             self.close()
             raise
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-    def do(self, operation: Operation[_T]) -> _T:
-        """Decide and record as `do_all` does; the answer is durable when it is returned."""
-        answer = self.do_all([operation])[0]
-        if isinstance(answer, BaseException):
-            raise answer
-        return cast("_T", answer)
 
     def do_all(self, operations: Sequence[Operation[Any]]) -> list[Any]:
         """Decide one after the other and record all in one transaction; return an answer each.
@@ -262,22 +232,19 @@ class Ledger:
         last = {(change.table, change.key): change.record for change in changes if change.durable}
         seal = self._seal
         try:
-            self._step("begin")
             connection.execute("BEGIN IMMEDIATE")
             for (table, key), record in last.items():
-                self._step(f"{'drop' if record is None else 'put'} {table}")
                 old = getattr(self.snapshot, table).get(key)
                 if old is not None and getattr(old, "durable", True):
                     seal ^= _digest(table, _row(table, old))
                 if record is None:
-                    connection.execute(_DROP[table], key)
+                    first, second, *_ = _TABLES[table]
+                    connection.execute(f"DELETE FROM {table} WHERE {first} = ? AND {second} = ?", key)
                 else:
                     row = _row(table, record)
                     seal ^= _digest(table, row)
-                    connection.execute(_PUT[table], row)
-            self._step("seal")
+                    connection.execute(f"INSERT OR REPLACE INTO {table} VALUES ({', '.join('?' * len(row))})", row)
             connection.execute("UPDATE seal SET sequence = ?, seal = ? WHERE id = 1", (sequence, seal))
-            self._step("commit")
             connection.execute("COMMIT")
         except (sqlite3.Error, OSError) as error:
             # What is on disk now is not known; the next call reads it again.
@@ -286,7 +253,6 @@ class Ledger:
             self._disconnect()
             raise LedgerError(f"cannot write the ledger {self.path}: {error}") from error
         self._seal = seal
-        self._step("committed")
 
     def _load_again(self) -> None:
         """Go on after a failed write: what is on disk counts, what only this process knows stays."""
@@ -312,13 +278,11 @@ class Ledger:
             self._disconnect()
             if again or not _is_damage(error):
                 raise LedgerError(f"cannot open the ledger {self.path}: {error}") from error
-            self.set_aside = self._put_aside()
             message = "the ledger %s cannot be used (%s); it was moved to %s, and a new one is built from evidence"
-            _LOG.error(message, self.path, error, self.set_aside)
+            _LOG.error(message, self.path, error, self._put_aside())
         return self._load(again=True)
 
     def _read(self) -> Snapshot:
-        self._step("open")
         connection = self._connection = self._connect(self.path)
         for pragma in _PRAGMAS:
             connection.execute(f"PRAGMA {pragma}")
@@ -338,28 +302,23 @@ class Ledger:
         connection.execute("UPDATE seal SET id = 1 WHERE id = 1")
         connection.execute("ROLLBACK")
         # A commit whose fsync failed may be in the page cache as if it had been written. This writes it once more.
-        self._step("checkpoint")
         connection.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchall()
         self._files = self._found_files()
-        self._step("opened")
         return snapshot
 
     def _create(self, connection: sqlite3.Connection) -> None:
-        self._step("create")
         connection.execute("BEGIN IMMEDIATE")
         for statement in _CREATE:
             connection.execute(statement)
         connection.execute(f"PRAGMA application_id = {_APPLICATION}")
         connection.execute(f"PRAGMA user_version = {SCHEMA}")
-        self._step("create commit")
         connection.execute("COMMIT")
-        self._step("created")
 
     def _rows(self, connection: sqlite3.Connection) -> Snapshot:
         tables: dict[str, dict[records.Key, Any]] = {table: {} for table in _TABLES}
         seal = 0
         for table, found in tables.items():
-            for row in connection.execute(_SELECT[table]):
+            for row in connection.execute(f"SELECT {', '.join(_TABLES[table])} FROM {table}"):
                 found[row[0], row[1]] = record = _record(table, row)
                 if _row(table, record) != row or not isinstance(row[0], str) or not isinstance(row[1], str):
                     raise _DamagedError(f"a row of table {table} is not in order")
@@ -368,7 +327,6 @@ class Ledger:
         if row is None or row[1] != seal or not isinstance(row[0], int):
             raise _DamagedError("the seal does not fit the rows")
         sequence, self._seal = row
-        self.fresh = sequence == 0
         return Snapshot(sequence, **tables)
 
     def _put_aside(self) -> str:
@@ -382,11 +340,8 @@ class Ledger:
                     os.rename(self.path + suffix, aside + suffix)
         except OSError as error:
             raise LedgerError(f"cannot put the damaged ledger {self.path} aside: {error}") from error
-        directory, name = os.path.split(self.path)
-        with contextlib.suppress(OSError):
-            old = sorted(n for n in os.listdir(directory or ".") if n.startswith(name + ".aside-") and n.endswith("Z"))
-            for gone in old[:-_KEEP_ASIDE]:
-                for suffix in suffixes:
-                    with contextlib.suppress(FileNotFoundError):
-                        os.remove(os.path.join(directory, gone + suffix))
+        for old in sorted(glob.glob(f"{glob.escape(self.path)}.aside-*Z"))[:-_KEEP_ASIDE]:
+            for suffix in suffixes:
+                with contextlib.suppress(OSError):
+                    os.remove(old + suffix)
         return aside

@@ -60,7 +60,7 @@ class EvidenceReader:
         claims = [claim for claim in claims if not self._recorded(claim)]
         store, known = self.driver.records.ledger.ledger, self.driver.records.ledger.snapshot
         quarantined = any(known.device(resource, name).state is State.QUARANTINED for name in devices)
-        if store.fresh or store.set_aside or quarantined:
+        if store.fresh or quarantined:
             # What is allocated: a claim that the kubelet has not prepared yet keeps its device on the DRA side.
             async with asyncio.timeout(5.0):
                 claims += await self._allocations(resource, wanted, {claim.uid for claim in claims})

@@ -35,6 +35,7 @@ from dra_bridge.ledger.records import LedgerError, Side, State
 from dra_bridge.ledger.rules import Evidence
 from dra_bridge.ledger.store import Ledger, connected
 from dra_bridge.ledger.worker import AsyncLedger
+from tests.dra.ledger.samples import Watched
 
 R: Final = "example.com/fpga"
 D: Final = "fpga.example.com"
@@ -178,7 +179,7 @@ class Flow:
         connect: Callable[[str], Any] = connected,
     ) -> Self:
         """Open the ledger, reconcile the evidence, begin to offer."""
-        async_ledger = AsyncLedger(Ledger(str(directory / "ledger.db"), step=step, connect=connect))
+        async_ledger = AsyncLedger(Ledger(str(directory / "ledger.db"), connect=Watched.by(step, connect)))
         flow = cls(directory, async_ledger, outside, source, step)
         await flow.patiently(flow.place)
         flow.publish()

@@ -38,8 +38,8 @@ from dra_bridge.handover.share import Drain, Share
 from dra_bridge.ledger import operations
 from dra_bridge.ledger.records import Claim, ClaimDevice, LedgerError, Operation, Side, Snapshot, State
 from dra_bridge.ledger.rules import ClaimEvidence, Evidence, Refused
-from dra_bridge.ledger.store import Ledger
 from dra_bridge.ledger.worker import AsyncLedger
+from tests.dra.ledger.samples import DirectLedger
 
 R: Final = "example.com/fpga"
 D: Final = "fpga.example.com"
@@ -65,7 +65,7 @@ class SlowLedger:
 
     identify = AsyncLedger.identify
 
-    def __init__(self, store: Ledger) -> None:
+    def __init__(self, store: DirectLedger) -> None:
         self.ledger = store
 
     @property
@@ -152,7 +152,7 @@ class Node(RuleBasedStateMachine):
 
     def start_agent(self) -> None:
         """Start it: the ledger as it is on disk, the evidence reconciled before anything is offered."""
-        self.store = Ledger(str(self.home / "ledger.db"), connect=self.connect)
+        self.store = DirectLedger(str(self.home / "ledger.db"), connect=self.connect)
         self.async_ledger = SlowLedger(self.store)
         self.work: list[tuple[str, Coroutine[Any, Any, None]]] = []
         self.sent: tuple[float, frozenset[str]] | None = None
@@ -213,7 +213,7 @@ class Node(RuleBasedStateMachine):
         files = [claim for claim in self.claims.values() if claim.file and (D, claim.uid) not in snapshot.claims]
         evidence = [ClaimEvidence(D, claim.uid, frozenset({claim.device}), prepared=True) for claim in files]
         quarantined = any(record.state is State.QUARANTINED for record in snapshot.devices.values())
-        if self.store.fresh or self.store.set_aside or quarantined:
+        if self.store.fresh or quarantined:
             evidence += [
                 ClaimEvidence(D, claim.uid, frozenset({claim.device}), prepared=False)
                 for claim in self.claims.values()

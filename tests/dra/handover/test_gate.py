@@ -20,7 +20,7 @@ from dra_bridge.ledger.records import Side
 from dra_bridge.ledger.rules import ObservedAllocation
 from dra_bridge.ledger.store import Ledger
 from dra_bridge.ledger.worker import AsyncLedger
-from tests.dra.ledger.samples import adopt
+from tests.dra.ledger.samples import DirectLedger, adopt
 
 R = "example.com/gpu"
 
@@ -96,7 +96,7 @@ async def test_a_resource_may_be_dropped_during_a_scan(tmp_path: Path) -> None:
 async def test_holders_are_known_again_after_a_restart(tmp_path: Path) -> None:
     """The ledger tells the next process which allocations it has to go on scanning for."""
     path = str(tmp_path / "ledger.db")
-    with Ledger(path) as store:
+    with DirectLedger(path) as store:
         store.do(adopt(R, ["a", "b"], Side.PLUGIN, 1.0))
         store.do(operations.grant(R, {"a::1": "a", "b": "b"}, 1.0))
     async_ledger = AsyncLedger(Ledger(path))
@@ -106,7 +106,7 @@ async def test_holders_are_known_again_after_a_restart(tmp_path: Path) -> None:
     held = {Allocation("u1", "init", R, "a::1"), Allocation("u1", "main", R, "a::1")}
     await ledger_gate.after_scan(ledger_gate.before_scan(), scanned(*held))
     await async_ledger.close()
-    with Ledger(path) as store:
+    with DirectLedger(path) as store:
         assert set(allocations_of(store.snapshot)) == held
     assert set(ledger_gate.awaited()) == {(R, "b")}
     assert changes == []

@@ -17,8 +17,7 @@ from dra_bridge.handover.share import Share
 from dra_bridge.ledger import operations
 from dra_bridge.ledger.records import Claim, ClaimDevice, LedgerError, Side, Snapshot, State
 from dra_bridge.ledger.rules import KubeletEvidence, KubeletSnapshot
-from dra_bridge.ledger.store import Ledger
-from tests.dra.ledger.samples import adopt
+from tests.dra.ledger.samples import DirectLedger, adopt
 from tests.model.flow import DEVICES, Flow, Outside, R, Source
 
 
@@ -146,7 +145,7 @@ def test_devices_that_a_claim_came_for_are_not_turned_round() -> None:
 def test_what_is_held_is_not_expected(tmp_path: Path) -> None:
     """A pod that was given the device while it moved makes the claim wait."""
     claim = Claim("d", "1", "default", "c", (ClaimDevice(R, "a"),), None, 1.0)
-    with Ledger(str(tmp_path / "ledger.db")) as store:
+    with DirectLedger(str(tmp_path / "ledger.db")) as store:
         store.do(adopt(R, DEVICES, Side.PLUGIN, 1.0))
         store.do(operations.reserve(claim, durable=True, pull=True))
         assert held_and_expected(store.snapshot) == (frozenset(), frozenset({(R, "a")}))
@@ -157,7 +156,7 @@ def test_what_is_held_is_not_expected(tmp_path: Path) -> None:
 @pytest.mark.parametrize("replicas", [1, 2])
 def test_evidence_is_gathered_in_the_order_of_the_rule(tmp_path: Path, replicas: int) -> None:
     """R5: a device counts as shown only with none of its ids healthy; without a listener none does."""
-    with Ledger(str(tmp_path / "ledger.db")) as store:
+    with DirectLedger(str(tmp_path / "ledger.db")) as store:
         store.do(adopt(R, DEVICES, Side.PLUGIN, 1.0))
         store.do(operations.begin_move(R, DEVICES, Side.DRA, 1.0))
         moving = in_state(store.snapshot, R, State.TO_DRA)
@@ -185,7 +184,7 @@ def states(now: Snapshot, resource: str) -> dict[str, State]:
 
 def test_parts_of_one_device_count_as_one(tmp_path: Path) -> None:
     """Only the first decides; it is held if any part is, through whichever resource."""
-    with Ledger(str(tmp_path / "ledger.db")) as store:
+    with DirectLedger(str(tmp_path / "ledger.db")) as store:
         store.do(adopt(R, ["a", "b", "d"], Side.PLUGIN, 0.0))
         store.do(adopt(S, ["c"], Side.PLUGIN, 0.0))
         assert leading(store.snapshot, S, states(store.snapshot, S), grouped) == ({}, frozenset(), frozenset())
@@ -197,7 +196,7 @@ def test_parts_of_one_device_count_as_one(tmp_path: Path) -> None:
 
 def test_parts_follow_the_first(tmp_path: Path) -> None:
     """Wherever it goes; one that is quarantined stays, and leads nobody."""
-    with Ledger(str(tmp_path / "ledger.db")) as store:
+    with DirectLedger(str(tmp_path / "ledger.db")) as store:
         store.do(adopt(R, ["a", "b", "d"], Side.PLUGIN, 0.0))
         store.do(adopt(S, ["c"], Side.PLUGIN, 0.0))
         assert followers(store.snapshot, R, "abd", grouped) == []
@@ -211,7 +210,7 @@ def test_parts_follow_the_first(tmp_path: Path) -> None:
 
 def test_a_claim_for_a_part_takes_all_along(tmp_path: Path) -> None:
     """They move for the claim, also those that arrived before, and are not turned round by the share."""
-    with Ledger(str(tmp_path / "ledger.db")) as store:
+    with DirectLedger(str(tmp_path / "ledger.db")) as store:
         store.do(adopt(R, ["a", "b"], Side.PLUGIN, 0.0))
         store.do(adopt(S, ["c"], Side.PLUGIN, 0.0))
         store.do(operations.begin_move(R, ["b"], Side.DRA, 0.0, "for claim default/x"))

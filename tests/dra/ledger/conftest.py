@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 
 from dra_bridge.ledger.records import Side
-from dra_bridge.ledger.store import Ledger
-from tests.dra.ledger.samples import T0, R, adopt
+from tests.dra.ledger.samples import T0, DirectLedger, R, adopt
 
 
 @pytest.fixture
@@ -18,7 +17,7 @@ def path(tmp_path: Path) -> str:
 
 
 @pytest.fixture
-def store(path: str) -> Iterator[Ledger]:
-    with Ledger(path) as opened:
+def store(path: str) -> Iterator[DirectLedger]:
+    with DirectLedger(path) as opened:
         opened.do(adopt(R, ["a", "b"], Side.PLUGIN, T0))
         yield opened

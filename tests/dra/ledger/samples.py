@@ -1,20 +1,44 @@
-"""Claims, evidence and a failing connection that the tests of the ledger are written with."""
+"""Claims, evidence, a ledger without an event loop, and connections that fail or are watched."""
 
 from __future__ import annotations
 
+import glob
 import sqlite3
-from collections.abc import Collection
-from typing import Any
+from collections.abc import Callable, Collection
+from typing import Any, Self, TypeVar, cast
 
 from dra_bridge.ledger import operations
 from dra_bridge.ledger.operations import Reconciled
 from dra_bridge.ledger.records import Claim, ClaimDevice, Operation, Side, State
 from dra_bridge.ledger.rules import ClusterEvidence, Evidence, KubeletEvidence, KubeletSnapshot, ObservedAllocation
-from dra_bridge.ledger.store import Ledger
+from dra_bridge.ledger.store import Ledger, connected
 
+_T = TypeVar("_T")
 R = "example.com/fpga"
 D = "fpga.example.com"
 T0 = 1_700_000_000.0
+
+
+class DirectLedger(Ledger):
+    """The ledger without an event loop; closed at the end of a `with`."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def do(self, operation: Operation[_T]) -> _T:
+        """Decide and record one operation; raise what it fails with."""
+        (answer,) = self.do_all([operation])
+        if isinstance(answer, Exception):
+            raise answer
+        return cast("_T", answer)
+
+
+def put_aside(path: str) -> list[str]:
+    """The files that could not be used, without their journals, the oldest first."""
+    return sorted(glob.glob(f"{path}.aside-*Z"))
 
 
 def adopt(resource: str, devices: Collection[str], side: Side, now: float) -> Operation[Reconciled]:
@@ -27,17 +51,17 @@ def claim(uid: str, *devices: str, result: str | None = "ready", admin: bool = F
     return Claim(D, uid, "default", f"claim-{uid}", listed, result, T0)
 
 
-def state(store: Ledger, device: str = "a") -> State:
+def state(store: DirectLedger, device: str = "a") -> State:
     return store.snapshot.device(R, device).state
 
 
-def kubelet(store: Ledger, *, held: dict[str, ObservedAllocation] | None = None) -> KubeletEvidence:
+def kubelet(store: DirectLedger, *, held: dict[str, ObservedAllocation] | None = None) -> KubeletEvidence:
     """Evidence in which everything is as R5 wants it."""
     sequence = store.snapshot.sequence
     return KubeletEvidence(sequence, {"a": 1.0, "b": 1.0}, KubeletSnapshot(sequence, 3.0, True, held or {}))
 
 
-def seen(store: Ledger, at: float = 1.0, *, awake: bool = True, **held: str) -> KubeletSnapshot:
+def seen(store: DirectLedger, at: float = 1.0, *, awake: bool = True, **held: str) -> KubeletSnapshot:
     """What checkpoint and cgroups say now; a="u1/main u2/init" is held by these containers."""
     return KubeletSnapshot(
         store.snapshot.sequence,
@@ -53,12 +77,12 @@ def held_by(device_id: str, *holders: str, sure: bool = True) -> ObservedAllocat
     return ObservedAllocation(device_id, f"default/{holders[0].split('/')[0]}", sure, pairs)
 
 
-def cluster(store: Ledger, allocated: dict[str, str] | None = None) -> ClusterEvidence:
+def cluster(store: DirectLedger, allocated: dict[str, str] | None = None) -> ClusterEvidence:
     """Evidence in which everything is as R6 wants it."""
     return ClusterEvidence(store.snapshot.sequence, {"a": 1.0, "b": 1.0}, 2.0, allocated or {})
 
 
-def to_dra(store: Ledger, *devices: str) -> None:
+def to_dra(store: DirectLedger, *devices: str) -> None:
     store.do(operations.begin_move(R, devices or ("a",), Side.DRA, T0))
     done = store.do(operations.commit_to_dra(R, devices or ("a",), kubelet(store), T0))
     assert done.devices == (devices or ("a",))
@@ -78,6 +102,30 @@ class Flaky:
                 error.sqlite_errorcode = sqlite3.SQLITE_IOERR
                 raise error
         return self._inner.execute(sql, *args)
+
+    def close(self) -> None:
+        self._inner.close()
+
+
+class Watched:
+    """A connection whose changes are steps: one before each statement that changes the file, one after a commit."""
+
+    def __init__(self, inner: Any, step: Callable[[str], None]) -> None:
+        self._inner = inner
+        self._step = step
+
+    @classmethod
+    def by(cls, step: Callable[[str], None], connect: Callable[[str], Any] = connected) -> Callable[[str], Any]:
+        """Return what opens such a connection; step: called with the statement."""
+        return lambda path: cls(connect(path), step)
+
+    def execute(self, sql: str, *args: Any) -> Any:
+        if sql.startswith(("BEGIN", "CREATE", "INSERT", "DELETE", "UPDATE", "COMMIT", "PRAGMA wal_checkpoint")):
+            self._step(sql)
+        answer = self._inner.execute(sql, *args)
+        if sql == "COMMIT":
+            self._step("COMMIT is done")
+        return answer
 
     def close(self) -> None:
         self._inner.close()

@@ -10,22 +10,34 @@ from dra_bridge.ledger import operations
 from dra_bridge.ledger.operations import Granted, identify
 from dra_bridge.ledger.records import Claim, Side, State
 from dra_bridge.ledger.rules import Evidence, KubeletEvidence, KubeletSnapshot, ObservedAllocation, Refused
-from dra_bridge.ledger.store import Ledger
-from tests.dra.ledger.samples import T0, D, R, adopt, claim, cluster, held_by, kubelet, seen, state, to_dra
+from tests.dra.ledger.samples import (
+    T0,
+    D,
+    DirectLedger,
+    R,
+    adopt,
+    claim,
+    cluster,
+    held_by,
+    kubelet,
+    seen,
+    state,
+    to_dra,
+)
 
 # R1
 
 
-def test_allocate_is_granted_on_the_plugins_side_and_recorded(store: Ledger, path: str) -> None:
+def test_allocate_is_granted_on_the_plugins_side_and_recorded(store: DirectLedger, path: str) -> None:
     """A grant is in the file when it is answered."""
     assert isinstance(store.do(operations.grant(R, {"a": "a"}, T0)), Granted)
     store.close()
-    with Ledger(path) as again:
+    with DirectLedger(path) as again:
         assert [record.device_id for record in again.snapshot.allocations.values()] == ["a"]
         assert again.snapshot == replace(store.snapshot)
 
 
-def test_allocate_is_granted_while_the_device_is_leaving_and_the_move_waits(store: Ledger) -> None:
+def test_allocate_is_granted_while_the_device_is_leaving_and_the_move_waits(store: DirectLedger) -> None:
     """R1 in TO_DRA: the grant makes the device held."""
     store.do(operations.begin_move(R, ["a"], Side.DRA, T0))
     evidence = kubelet(store)
@@ -36,7 +48,7 @@ def test_allocate_is_granted_while_the_device_is_leaving_and_the_move_waits(stor
 
 
 @pytest.mark.parametrize("to", [State.DRA, State.TO_PLUGIN, State.QUARANTINED])
-def test_allocate_is_refused_elsewhere_and_says_which_device_where_since_when(store: Ledger, to: State) -> None:
+def test_allocate_is_refused_elsewhere_and_says_which_device_where_since_when(store: DirectLedger, to: State) -> None:
     """The refusal names all that a reader of the pod's event wants to know."""
     to_dra(store)
     if to is State.TO_PLUGIN:
@@ -56,7 +68,7 @@ def test_allocate_is_refused_elsewhere_and_says_which_device_where_since_when(st
     assert not store.snapshot.allocations_on(R, ["b"]), "all or none"
 
 
-def test_an_id_given_again_is_a_new_grant(store: Ledger) -> None:
+def test_an_id_given_again_is_a_new_grant(store: DirectLedger) -> None:
     """The kubelet takes devices back without a word and gives them to the next pod."""
     first = store.do(operations.grant(R, {"a": "a"}, T0))
     second = store.do(operations.grant(R, {"a": "a"}, T0 + 1))
@@ -66,7 +78,7 @@ def test_an_id_given_again_is_a_new_grant(store: Ledger) -> None:
     assert len(store.snapshot.allocations) == 1
 
 
-def test_replicas_hold_one_device_together(store: Ledger) -> None:
+def test_replicas_hold_one_device_together(store: DirectLedger) -> None:
     """The device moves as a whole: it is held until its last replica is free."""
     store.do(operations.grant(R, {"a::0": "a"}, T0))
     store.do(operations.grant(R, {"a::1": "a"}, T0))
@@ -84,18 +96,18 @@ def test_replicas_hold_one_device_together(store: Ledger) -> None:
 # R2
 
 
-def test_a_claim_is_prepared_once_and_answered_the_same_ever_after(store: Ledger, path: str) -> None:
+def test_a_claim_is_prepared_once_and_answered_the_same_ever_after(store: DirectLedger, path: str) -> None:
     """Also after a restart, also if the driver asks with another result."""
     to_dra(store)
     first = store.do(operations.prepare(claim("1", "a", result="first")))
     assert isinstance(first, Claim)
     store.close()
-    with Ledger(path) as again:
+    with DirectLedger(path) as again:
         second = again.do(operations.prepare(claim("1", "a", result="second")))
         assert second == first
 
 
-def test_a_claim_is_refused_on_the_plugins_side_and_pulls_an_idle_device(store: Ledger) -> None:
+def test_a_claim_is_refused_on_the_plugins_side_and_pulls_an_idle_device(store: DirectLedger) -> None:
     """The kubelet tries again; by then the device may have moved."""
     assert isinstance(store.do(operations.prepare(claim("1", "a"))), Refused)
     assert state(store) is State.PLUGIN
@@ -106,7 +118,7 @@ def test_a_claim_is_refused_on_the_plugins_side_and_pulls_an_idle_device(store: 
     assert not store.snapshot.claims
 
 
-def test_a_claim_does_not_pull_a_held_device(store: Ledger) -> None:
+def test_a_claim_does_not_pull_a_held_device(store: DirectLedger) -> None:
     """A pod has it; the claim waits for a person or the pod."""
     store.do(operations.grant(R, {"a": "a"}, T0))
     refusal = store.do(operations.reserve(claim("1", "a"), durable=True, pull=True))
@@ -115,14 +127,14 @@ def test_a_claim_does_not_pull_a_held_device(store: Ledger) -> None:
     assert state(store) is State.PLUGIN
 
 
-def test_administrative_access_sees_without_holding(store: Ledger) -> None:
+def test_administrative_access_sees_without_holding(store: DirectLedger) -> None:
     """Whatever side the device is on, and the device may move meanwhile."""
     assert isinstance(store.do(operations.prepare(claim("admin", "a", admin=True))), Claim)
     assert isinstance(store.do(operations.grant(R, {"a": "a"}, T0)), Granted)
     assert store.snapshot.claims_on(R, ["a"]) == []
 
 
-def test_several_claims_may_share_a_device_on_the_dra_side(store: Ledger) -> None:
+def test_several_claims_may_share_a_device_on_the_dra_side(store: DirectLedger) -> None:
     """Consumable capacity: the scheduler sees to the amounts."""
     to_dra(store)
     for uid in "12":
@@ -134,14 +146,14 @@ def test_several_claims_may_share_a_device_on_the_dra_side(store: Ledger) -> Non
     assert store.do(operations.commit_to_plugin(R, ["a"], cluster(store), T0)).devices == ("a",)
 
 
-def test_unprepare_of_an_unknown_claim_changes_nothing(store: Ledger) -> None:
+def test_unprepare_of_an_unknown_claim_changes_nothing(store: DirectLedger) -> None:
     """The kubelet asks for claims that never got as far as here."""
     before = store.snapshot
     assert store.do(operations.unprepare(D, "nobody")) is None
     assert store.snapshot is before
 
 
-def test_a_reservation_in_memory_holds_until_the_process_ends(store: Ledger, path: str) -> None:
+def test_a_reservation_in_memory_holds_until_the_process_ends(store: DirectLedger, path: str) -> None:
     """It keeps a move from ending under a driver's feet, and costs no fsync."""
     to_dra(store)
     sequence = store.snapshot.sequence
@@ -150,17 +162,17 @@ def test_a_reservation_in_memory_holds_until_the_process_ends(store: Ledger, pat
     store.do(operations.begin_move(R, ["a"], Side.PLUGIN, T0))
     assert store.do(operations.commit_to_plugin(R, ["a"], cluster(store), T0)).waiting == {"a": "claim default/claim-1"}
     store.close()
-    with Ledger(path) as again:
+    with DirectLedger(path) as again:
         assert not again.snapshot.claims
 
 
-def test_a_durable_reservation_survives_and_can_be_completed(store: Ledger, path: str) -> None:
+def test_a_durable_reservation_survives_and_can_be_completed(store: DirectLedger, path: str) -> None:
     """A driver whose hooks leave traces can undo them after a crash."""
     to_dra(store)
     store.do(operations.reserve(claim("1", "a"), durable=False))
     store.do(operations.reserve(claim("1", "a"), durable=True))
     store.close()
-    with Ledger(path) as again:
+    with DirectLedger(path) as again:
         assert again.snapshot.claims[D, "1"].result is None
         done = again.do(operations.prepare(claim("1", "a")))
         assert isinstance(done, Claim)
@@ -195,7 +207,7 @@ def broken(evidence: KubeletEvidence) -> dict[str, KubeletEvidence]:
     }
 
 
-def test_a_move_to_dra_ends_only_with_all_of_its_evidence_in_order(store: Ledger) -> None:
+def test_a_move_to_dra_ends_only_with_all_of_its_evidence_in_order(store: DirectLedger) -> None:
     """Every single piece is needed, and the answer says which one is missing."""
     store.do(operations.begin_move(R, ["a"], Side.DRA, T0))
     for what, evidence in broken(kubelet(store)).items():
@@ -206,7 +218,7 @@ def test_a_move_to_dra_ends_only_with_all_of_its_evidence_in_order(store: Ledger
     assert (state(store), state(store, "b")) == (State.DRA, State.PLUGIN)
 
 
-def test_a_move_to_the_plugin_ends_only_with_all_of_its_evidence(store: Ledger) -> None:
+def test_a_move_to_the_plugin_ends_only_with_all_of_its_evidence(store: DirectLedger) -> None:
     """The slice accepted, then a list without an allocation, and nothing prepared."""
     to_dra(store)
     store.do(operations.begin_move(R, ["a"], Side.PLUGIN, T0))
@@ -221,7 +233,7 @@ def test_a_move_to_the_plugin_ends_only_with_all_of_its_evidence(store: Ledger) 
     assert store.do(operations.commit_to_plugin(R, ["a"], good, T0)).devices == ("a",)
 
 
-def test_a_grant_never_seen_takes_two_snapshots_well_apart(store: Ledger) -> None:
+def test_a_grant_never_seen_takes_two_snapshots_well_apart(store: DirectLedger) -> None:
     """The pod may be on its way from Allocate to where the kubelet remembers it."""
     before = seen(store, 0.0)
     store.do(operations.grant(R, {"a": "a"}, T0))
@@ -237,7 +249,7 @@ def test_a_grant_never_seen_takes_two_snapshots_well_apart(store: Ledger) -> Non
         assert store.do(operations.observe(R, replace(snapshot, at=at), T0)).released == released
 
 
-def test_a_snapshot_that_is_looked_at_late_is_as_old_as_it_is(store: Ledger) -> None:
+def test_a_snapshot_that_is_looked_at_late_is_as_old_as_it_is(store: DirectLedger) -> None:
     """R7: a slow disk between two snapshots close together does not set them apart."""
     store.do(operations.grant(R, {"a": "a"}, T0))
     empty = seen(store)
@@ -245,7 +257,7 @@ def test_a_snapshot_that_is_looked_at_late_is_as_old_as_it_is(store: Ledger) -> 
     assert store.do(operations.observe(R, replace(empty, at=2.0), T0 + 3600)).released == ()
 
 
-def test_a_device_that_is_not_shared_has_one_claim(store: Ledger) -> None:
+def test_a_device_that_is_not_shared_has_one_claim(store: DirectLedger) -> None:
     """The API server forgets the claim of a pod that is deleted by force; its container may still run."""
     to_dra(store)
     assert isinstance(store.do(operations.prepare(claim("1", "a"))), Claim)
@@ -259,7 +271,7 @@ def test_a_device_that_is_not_shared_has_one_claim(store: Ledger) -> None:
     assert isinstance(store.do(operations.prepare(claim("3", "a"))), Claim)
 
 
-def test_a_grant_that_was_seen_is_released_with_the_first_snapshot_without_it(store: Ledger) -> None:
+def test_a_grant_that_was_seen_is_released_with_the_first_snapshot_without_it(store: DirectLedger) -> None:
     """A pod that is gone frees its device at once, so that moves are quick."""
     store.do(operations.grant(R, {"a": "a"}, T0))
     store.do(operations.observe(R, seen(store, a="u1/main"), T0))
@@ -268,7 +280,7 @@ def test_a_grant_that_was_seen_is_released_with_the_first_snapshot_without_it(st
     assert store.do(operations.observe(R, seen(store), T0)).released == ("a",)
 
 
-def test_a_snapshot_from_before_a_grant_says_nothing_of_its_pod(store: Ledger) -> None:
+def test_a_snapshot_from_before_a_grant_says_nothing_of_its_pod(store: DirectLedger) -> None:
     """It shows the pod before, which had the device, too; the new one is still to be seen."""
     store.do(operations.grant(R, {"a": "a"}, T0))
     before = seen(store, a="former/main")
@@ -278,7 +290,7 @@ def test_a_snapshot_from_before_a_grant_says_nothing_of_its_pod(store: Ledger) -
     assert store.do(operations.observe(R, seen(store, 2.0), T0)).released == ()
 
 
-def test_a_grant_to_the_next_pod_waits_though_the_former_pod_has_ended(store: Ledger) -> None:
+def test_a_grant_to_the_next_pod_waits_though_the_former_pod_has_ended(store: DirectLedger) -> None:
     """Its own container is still to be named; that the former one is named no more proves nothing of it."""
     store.do(operations.grant(R, {"a": "a"}, T0))
     store.do(operations.observe(R, seen(store, 1.0, a="u1/main"), T0))
@@ -291,7 +303,7 @@ def test_a_grant_to_the_next_pod_waits_though_the_former_pod_has_ended(store: Le
     assert store.do(operations.observe(R, seen(store, 5.0), T0)).released == ("a",)
 
 
-def test_an_init_container_named_like_an_earlier_pods_container_holds(store: Ledger) -> None:
+def test_an_init_container_named_like_an_earlier_pods_container_holds(store: DirectLedger) -> None:
     """A holder is a pod's UID and a container, never a name alone (E0)."""
     store.do(operations.grant(R, {"a": "a"}, T0))
     store.do(operations.observe(R, seen(store, 1.0, a="u1/main"), T0))
@@ -304,7 +316,7 @@ def test_an_init_container_named_like_an_earlier_pods_container_holds(store: Led
     assert done.waiting == {"a": "pod default/u2"}
 
 
-def test_init_and_app_container_of_a_pod_hold_one_id_one_after_the_other(store: Ledger) -> None:
+def test_init_and_app_container_of_a_pod_hold_one_id_one_after_the_other(store: DirectLedger) -> None:
     """The kubelet calls Allocate for each; the id is free when the checkpoint names neither."""
     store.do(operations.grant(R, {"a": "a"}, T0))
     store.do(operations.observe(R, seen(store, 1.0, a="u1/init"), T0))
@@ -315,7 +327,7 @@ def test_init_and_app_container_of_a_pod_hold_one_id_one_after_the_other(store: 
     assert store.do(operations.observe(R, seen(store, 4.0), T0)).released == ("a",)
 
 
-def test_a_grant_whose_pod_was_refused_is_over_while_an_old_holder_stays(store: Ledger) -> None:
+def test_a_grant_whose_pod_was_refused_is_over_while_an_old_holder_stays(store: DirectLedger) -> None:
     """R7 ends the grant only; who held the id before holds it for as long as the evidence says so."""
     store.do(operations.grant(R, {"a": "a"}, T0))
     store.do(operations.observe(R, seen(store, 1.0, a="u1/main"), T0))
@@ -327,19 +339,19 @@ def test_a_grant_whose_pod_was_refused_is_over_while_an_old_holder_stays(store: 
     assert store.do(operations.observe(R, seen(store, 13.0), T0)).released == ("a",)
 
 
-def test_holders_and_whether_a_grant_waits_survive_a_restart(store: Ledger, path: str) -> None:
+def test_holders_and_whether_a_grant_waits_survive_a_restart(store: DirectLedger, path: str) -> None:
     """The next agent goes on with (pod UID, container) of each holder, which the scans look for."""
     store.do(operations.grant(R, {"a": "a", "b": "b"}, T0))
     store.do(operations.observe(R, seen(store, 1.0, a="u1/init u1/main"), T0))
     store.close()
-    with Ledger(path) as again:
+    with DirectLedger(path) as again:
         recorded = {
             device_id: (record.holders, record.pending) for (_, device_id), record in again.snapshot.allocations.items()
         }
         assert recorded == {"a": ({("u1", "init"), ("u1", "main")}, False), "b": (frozenset(), True)}
 
 
-def test_a_pod_that_the_ledger_does_not_know_becomes_a_holder_or_an_alarm(store: Ledger) -> None:
+def test_a_pod_that_the_ledger_does_not_know_becomes_a_holder_or_an_alarm(store: DirectLedger) -> None:
     """A ledger younger than its pods learns of them; on the DRA side they are a contradiction."""
     to_dra(store, "b")
     found = store.do(operations.observe(R, seen(store, a="u1/main", b="u2/main"), T0))
@@ -350,7 +362,7 @@ def test_a_pod_that_the_ledger_does_not_know_becomes_a_holder_or_an_alarm(store:
     assert "default/u2" in store.snapshot.device(R, "b").reason
 
 
-def test_a_move_turns_round_and_is_cancelled(store: Ledger) -> None:
+def test_a_move_turns_round_and_is_cancelled(store: DirectLedger) -> None:
     """Before its commit nothing is final."""
     for to, begun in ((Side.DRA, State.TO_DRA), (Side.PLUGIN, State.PLUGIN)):
         assert store.do(operations.begin_move(R, ["a"], to, T0)) == {"a": begun}
@@ -360,7 +372,7 @@ def test_a_move_turns_round_and_is_cancelled(store: Ledger) -> None:
     assert store.do(operations.begin_move(R, ["a"], Side.DRA, T0)) == {}
 
 
-def test_devices_are_adopted_once_and_forgotten_when_free(store: Ledger) -> None:
+def test_devices_are_adopted_once_and_forgotten_when_free(store: DirectLedger) -> None:
     """A new default does not move what is known; a held device is not forgotten."""
     assert store.do(adopt(R, ["a", "c"], Side.DRA, T0)).changed == {"c": State.DRA}
     assert (state(store, "a"), state(store, "c")) == (State.PLUGIN, State.DRA)
@@ -371,7 +383,7 @@ def test_devices_are_adopted_once_and_forgotten_when_free(store: Ledger) -> None
     assert state(store, "d") is State.PLUGIN, "somebody holds it there"
 
 
-def test_settings_survive(store: Ledger, path: str) -> None:
+def test_settings_survive(store: DirectLedger, path: str) -> None:
     """A value is there after a restart, until it is replaced or dropped; the same value costs no write."""
     store.do(operations.set_setting("share", R, "all"))
     sequence = store.snapshot.sequence
@@ -379,29 +391,29 @@ def test_settings_survive(store: Ledger, path: str) -> None:
     assert store.snapshot.sequence == sequence
     assert store.snapshot.setting("share", "other") is None
     store.close()
-    with Ledger(path) as again:
+    with DirectLedger(path) as again:
         assert again.snapshot.setting("share", R) == "all"
         again.do(operations.set_setting("share", R, "none"))
         again.do(operations.set_setting("share", "x", "1"))
         again.do(operations.set_setting("share", "x", None))
-    with Ledger(path) as again:
+    with DirectLedger(path) as again:
         assert {key: one.value for key, one in again.snapshot.settings.items()} == {("share", R): "none"}
 
 
 # R10
 
 
-def test_a_device_is_recorded_as_what_it_is(store: Ledger, path: str) -> None:
+def test_a_device_is_recorded_as_what_it_is(store: DirectLedger, path: str) -> None:
     """Moves keep it, a restart too; an unknown device has none."""
     store.do(identify({(R, "a"): "boot:1 n1", (R, "z"): "boot:1 n2", (R, "b"): ""}))
     to_dra(store, "a")
     store.close()
-    with Ledger(path) as again:
+    with DirectLedger(path) as again:
         assert {name: record.identity for name, record in again.snapshot.of(R).items()} == {"a": "boot:1 n1", "b": ""}
 
 
 @pytest.mark.parametrize("side", list(Side))
-def test_a_held_device_is_recorded_as_what_its_holder_got(store: Ledger, side: Side) -> None:
+def test_a_held_device_is_recorded_as_what_its_holder_got(store: DirectLedger, side: Side) -> None:
     """Until nobody holds it, or the node was booted since."""
     if side is Side.PLUGIN:
         store.do(operations.grant(R, {"a": "a"}, T0))

@@ -9,8 +9,7 @@ import pytest
 from dra_bridge.ledger import operations
 from dra_bridge.ledger.records import ClaimDevice, Side, State
 from dra_bridge.ledger.rules import ClaimEvidence, Evidence, KubeletSnapshot, ObservedAllocation, Refused
-from dra_bridge.ledger.store import Ledger
-from tests.dra.ledger.samples import T0, D, R, claim, cluster, held_by, seen, state, to_dra
+from tests.dra.ledger.samples import T0, D, DirectLedger, R, claim, cluster, held_by, seen, state, to_dra
 
 
 def test_an_empty_ledger_is_rebuilt_from_evidence(path: str) -> None:
@@ -22,7 +21,7 @@ def test_an_empty_ledger_is_rebuilt_from_evidence(path: str) -> None:
             ClaimEvidence(D, "2", frozenset({"filed", "both"}), prepared=True),
         ],
     )
-    with Ledger(path) as store:
+    with DirectLedger(path) as store:
         assert store.fresh
         done = store.do(operations.reconcile_evidence(R, evidence, ["idle"], Side.DRA, T0))
         assert {name: record.state for name, record in store.snapshot.of(R).items()} == {
@@ -44,7 +43,7 @@ def test_an_empty_ledger_is_rebuilt_from_evidence(path: str) -> None:
         assert store.do(operations.reconcile_evidence(R, later, [], Side.DRA, T0)).changed == {"both": State.DRA}
 
 
-def test_a_quarantined_device_stays_while_others_are_reconciled(store: Ledger) -> None:
+def test_a_quarantined_device_stays_while_others_are_reconciled(store: DirectLedger) -> None:
     """A device that is plugged in brings no evidence about the others; the ledger's claim counts, too."""
     evidence = Evidence(
         {"a": ObservedAllocation("a", "default/p")}, [ClaimEvidence(D, "1", frozenset({"a"}), prepared=True)]
@@ -58,7 +57,7 @@ def test_a_quarantined_device_stays_while_others_are_reconciled(store: Ledger) -
     assert store.do(operations.reconcile_evidence(R, pod_only, ["a"], Side.PLUGIN, T0)).changed == {"a": State.PLUGIN}
 
 
-def test_a_checkpoint_that_may_be_old_accuses_nobody(store: Ledger) -> None:
+def test_a_checkpoint_that_may_be_old_accuses_nobody(store: DirectLedger) -> None:
     """It shows ended pods: on the DRA side the device is doubtful, on the plugin's side held."""
     to_dra(store, "b")
     held = {device_id: held_by(device_id, f"uid-{device_id}/main", sure=False) for device_id in ("a", "b")}
@@ -72,7 +71,7 @@ def test_a_checkpoint_that_may_be_old_accuses_nobody(store: Ledger) -> None:
     assert store.do(operations.reconcile_evidence(R, Evidence(sure), ["b"], Side.PLUGIN, T0)).quarantined == ("b",)
 
 
-def test_evidence_of_a_sleeping_checkpoint_puts_no_new_device_anywhere(store: Ledger) -> None:
+def test_evidence_of_a_sleeping_checkpoint_puts_no_new_device_anywhere(store: DirectLedger) -> None:
     """A pod that it does not name yet may have it; one that is on the plugin's side is safe there."""
     to_dra(store, "b")
     done = store.do(operations.reconcile_evidence(R, Evidence(awake=False), ["a", "b", "new"], Side.DRA, T0))
@@ -85,7 +84,7 @@ def test_evidence_of_a_sleeping_checkpoint_puts_no_new_device_anywhere(store: Le
     assert (done.changed, done.doubtful) == ({"new": State.DRA}, ())
 
 
-def test_a_claim_known_from_its_file_gets_its_name_once(store: Ledger) -> None:
+def test_a_claim_known_from_its_file_gets_its_name_once(store: DirectLedger) -> None:
     """So that it can be asked about; what has a name keeps it, and pods that come to share it are added."""
     file = ClaimEvidence(D, "1", frozenset({"new"}), prepared=True)
     store.do(operations.reconcile_evidence(R, Evidence({}, [file]), ["new"], Side.PLUGIN, T0))
@@ -100,7 +99,7 @@ def test_a_claim_known_from_its_file_gets_its_name_once(store: Ledger) -> None:
     assert store.do(operations.describe(D, "unknown", "default", "x")) is None
 
 
-def test_a_claim_over_two_resources_is_found_once_for_each_of_them(store: Ledger, path: str) -> None:
+def test_a_claim_over_two_resources_is_found_once_for_each_of_them(store: DirectLedger, path: str) -> None:
     """The ledger is lost: both resources' evidence goes into one record, which holds and unprepares all of it."""
     other = "example.com/nic"
     state_file = ClaimEvidence(D, "1", frozenset({"a"}), True, "ml", "train", frozenset({"u1"}), {"a": "share-1"})
@@ -110,7 +109,7 @@ def test_a_claim_over_two_resources_is_found_once_for_each_of_them(store: Ledger
     for _ in range(2):
         store.do(operations.reconcile_evidence(other, Evidence(claims=[second]), ["n"], Side.PLUGIN, T0))
     store.close()
-    with Ledger(path) as again:
+    with DirectLedger(path) as again:
         record = again.snapshot.claims[D, "1"]
         assert record.devices == (ClaimDevice(R, "a", "share-1"), ClaimDevice(other, "n"))
         assert (record.title, record.pods) == ("ml/train", frozenset({"u1", "u2"}))
@@ -118,7 +117,7 @@ def test_a_claim_over_two_resources_is_found_once_for_each_of_them(store: Ledger
         assert isinstance(again.do(operations.prepare(claim("2", "a"))), Refused)
 
 
-def test_evidence_adds_nothing_to_a_claim_that_is_prepared(store: Ledger) -> None:
+def test_evidence_adds_nothing_to_a_claim_that_is_prepared(store: DirectLedger) -> None:
     """Its record says itself what it holds; seen devices among it."""
     to_dra(store)
     store.do(operations.prepare(claim("1", "a")))
@@ -128,7 +127,7 @@ def test_evidence_adds_nothing_to_a_claim_that_is_prepared(store: Ledger) -> Non
     assert store.snapshot.claims[D, "1"] == known
 
 
-def test_evidence_does_not_bring_back_a_claim_that_was_unprepared(store: Ledger) -> None:
+def test_evidence_does_not_bring_back_a_claim_that_was_unprepared(store: DirectLedger) -> None:
     """It was read before the Unprepare, or the kubelet has not noted it yet; only a new Prepare counts."""
     to_dra(store)
     old = Evidence(claims=[ClaimEvidence(D, "1", frozenset({"a"}), prepared=True)])
@@ -148,7 +147,7 @@ def test_evidence_does_not_bring_back_a_claim_that_was_unprepared(store: Ledger)
     assert store.do(operations.reconcile_evidence(R, other, ["a"], Side.PLUGIN, T0)).quarantined == ("a",)
 
 
-def test_only_the_last_unprepared_claims_are_remembered(store: Ledger, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_the_last_unprepared_claims_are_remembered(store: DirectLedger, monkeypatch: pytest.MonkeyPatch) -> None:
     """Evidence of an earlier one makes it held again, until the next reconciliation of claims."""
     monkeypatch.setattr(operations, "KEEP_ENDED", 2)
     to_dra(store)
@@ -161,7 +160,7 @@ def test_only_the_last_unprepared_claims_are_remembered(store: Ledger, monkeypat
     assert list(store.snapshot.claims) == [(D, "1")]
 
 
-def test_a_ledger_that_is_whole_is_corrected_by_holders_only(store: Ledger) -> None:
+def test_a_ledger_that_is_whole_is_corrected_by_holders_only(store: DirectLedger) -> None:
     """An allocation is a scheduler's wish and may be late; a CDI file is a holder."""
     wish = ClaimEvidence(D, "1", frozenset({"a"}), prepared=False)
     assert store.do(operations.reconcile_evidence(R, Evidence({}, [wish]), [], Side.PLUGIN, T0)).changed == {}

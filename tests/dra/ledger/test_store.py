@@ -10,7 +10,6 @@ import signal
 import sqlite3
 import subprocess
 import sys
-import time
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -25,9 +24,8 @@ from dra_bridge.ledger import operations, rules
 from dra_bridge.ledger.operations import Granted
 from dra_bridge.ledger.records import Claim, Decision, LedgerError, LedgerLostError, Side, Snapshot
 from dra_bridge.ledger.rules import ClaimEvidence, ClusterEvidence, Evidence, KubeletEvidence, KubeletSnapshot
-from dra_bridge.ledger.store import Ledger
 from dra_bridge.ledger.worker import AsyncLedger
-from tests.dra.ledger.samples import T0, D, Flaky, R, adopt, claim, held_by
+from tests.dra.ledger.samples import T0, D, DirectLedger, Flaky, R, Watched, adopt, claim, held_by, put_aside
 
 
 def test_a_file_that_can_only_be_read_is_put_aside(path: str) -> None:
@@ -36,14 +34,14 @@ def test_a_file_that_can_only_be_read_is_put_aside(path: str) -> None:
     with open(path, "r+b") as file:
         file.seek(18)
         file.write(b"\3")
-    with Ledger(path) as again:
-        assert again.set_aside is not None
+    with DirectLedger(path) as again:
+        assert put_aside(path)
         again.do(adopt(R, ["a"], Side.PLUGIN, T0))
 
 
 def test_a_second_agent_stands_by_until_the_first_ends(path: str) -> None:
     """A rolling update: the next agent has the ledger the moment the old one lets go."""
-    first = Ledger(path)
+    first = DirectLedger(path)
 
     async def second() -> int:
         opening = asyncio.create_task(AsyncLedger.open(path))
@@ -61,7 +59,7 @@ def test_a_second_agent_stands_by_until_the_first_ends(path: str) -> None:
 @pytest.mark.parametrize("removed", ["ledger.db", "ledger.db-wal", "ledger.db.lock", "."])
 def test_a_ledger_removed_under_an_agent_grants_nothing_any_more(path: str, removed: str) -> None:
     """Not even when the files are back: another agent may have had the ledger meanwhile."""
-    with Ledger(path) as store:
+    with DirectLedger(path) as store:
         store.do(adopt(R, ["a", "b"], Side.PLUGIN, T0))
         store.do(operations.grant(R, {"a": "a"}, T0))
         gone = Path(path).parent / removed
@@ -76,10 +74,10 @@ def test_a_ledger_removed_under_an_agent_grants_nothing_any_more(path: str, remo
 
 def test_a_ledger_that_another_agent_made_anew_grants_nothing_to_the_first(path: str) -> None:
     """With its directory the first one lost its lock."""
-    with Ledger(path) as store:
+    with DirectLedger(path) as store:
         store.do(adopt(R, ["a"], Side.PLUGIN, T0))
         shutil.rmtree(Path(path).parent)
-        with Ledger(path) as other:
+        with DirectLedger(path) as other:
             other.do(adopt(R, ["a"], Side.DRA, T0))
             with pytest.raises(LedgerLostError):
                 store.do(operations.grant(R, {"a": "a"}, T0))
@@ -90,15 +88,15 @@ def test_a_disk_that_loses_what_was_written_ends_the_ledger(path: str) -> None:
     """After a failed write the file is read again; if it is older than what was answered, nothing is granted."""
     failing: list[str] = []
 
-    def step(name: str) -> None:
-        if name in failing:
+    def step(statement: str) -> None:
+        if statement in failing:
             raise OSError(28, "No space left on device")
 
-    with Ledger(path, step=step) as store:
+    with DirectLedger(path, connect=Watched.by(step)) as store:
         store.do(adopt(R, ["a", "b"], Side.PLUGIN, T0))
         old = {suffix: Path(path + suffix).read_bytes() for suffix in ("", "-wal")}
         store.do(operations.grant(R, {"a": "a"}, T0))
-        failing.append("commit")
+        failing.append("COMMIT")
         with pytest.raises(LedgerError):
             store.do(operations.grant(R, {"b": "b"}, T0))
         failing.clear()
@@ -137,10 +135,9 @@ def test_an_answer_comes_after_the_disk_was_told_to_keep_it(tmp_path: Path) -> N
 from pathlib import Path
 from dra_bridge.ledger import operations
 from dra_bridge.ledger.records import Side
-from dra_bridge.ledger.store import Ledger
-from tests.dra.ledger.samples import R, T0, adopt
+from tests.dra.ledger.samples import R, T0, DirectLedger, adopt
 notes = Path({str(notes)!r})
-store = Ledger({str(tmp_path / "l.db")!r})
+store = DirectLedger({str(tmp_path / "l.db")!r})
 store.do(adopt(R, ["a"], Side.PLUGIN, T0))
 for operation in (operations.grant(R, {{"a": "a"}}, T0), operations.begin_move(R, ["a"], Side.DRA, T0)):
     before = len(notes.read_text())
@@ -154,32 +151,23 @@ for operation in (operations.grant(R, {{"a": "a"}}, T0), operations.begin_move(R
     assert done.stdout.split() == ["True", "True"]
 
 
-def blocked_at(inode: int) -> None:
-    """Wait until somebody waits for the lock of this file."""
-    until = time.monotonic() + 60
-    while not any("->" in line and f":{inode} " in line for line in Path("/proc/locks").read_text().splitlines()):
-        assert time.monotonic() < until
-        time.sleep(0.01)
-
-
 def test_what_is_closed_answers_with_an_error(path: str) -> None:
     """Nobody gets a grant from a ledger that another agent may have by now."""
-    store = Ledger(path)
+    store = DirectLedger(path)
     store.close()
     with pytest.raises(LedgerError):
         store.do(operations.grant(R, {"a": "a"}, T0))
 
 
 @pytest.mark.parametrize("version", [0, 2, 4, 99])
-def test_a_file_of_another_schema_is_put_aside(store: Ledger, path: str, version: int) -> None:
+def test_a_file_of_another_schema_is_put_aside(store: DirectLedger, path: str, version: int) -> None:
     """Older or newer: never a reason to stay down, never lost."""
     store.close()
     with contextlib.closing(sqlite3.connect(path)) as raw:
         raw.execute(f"PRAGMA user_version = {version}")
-    with Ledger(path) as again:
+    with DirectLedger(path) as again:
         assert again.fresh
-        assert again.set_aside is not None
-        assert os.path.exists(again.set_aside)
+        assert put_aside(path)
         again.do(adopt(R, ["a"], Side.PLUGIN, T0))
 
 
@@ -188,13 +176,13 @@ def test_only_the_latest_damaged_files_are_kept(path: str) -> None:
     os.makedirs(os.path.dirname(path))
     for _ in range(8):
         Path(path).write_bytes(b"not a database at all, by any measure" * 100)
-        with Ledger(path) as opened:
-            assert opened.set_aside is not None
+        with DirectLedger(path) as opened:
+            assert opened.fresh
     assert sum(".aside-" in name for name in os.listdir(os.path.dirname(path))) == 5
 
 
 def filled(path: str) -> bytes:
-    with Ledger(path) as opened:
+    with DirectLedger(path) as opened:
         opened.do(adopt(R, [f"device-{n}" for n in range(8)], Side.DRA, T0))
         for number in range(6):
             opened.do(operations.prepare(claim(str(number), f"device-{number}")))
@@ -210,7 +198,7 @@ def test_any_damage_is_noticed_or_harmless(tmp_path_factory: pytest.TempPathFact
     directory = tmp_path_factory.mktemp("damage")
     path = str(directory / "ledger.db")
     whole = filled(path)
-    with Ledger(path) as opened:
+    with DirectLedger(path) as opened:
         before = opened.snapshot
     damaged = bytearray(whole)
     if data.draw(st.booleans(), "truncate"):
@@ -219,18 +207,18 @@ def test_any_damage_is_noticed_or_harmless(tmp_path_factory: pytest.TempPathFact
         for _ in range(data.draw(st.integers(1, 4), "changes")):
             damaged[data.draw(st.integers(0, len(whole) - 1), "at")] = data.draw(st.integers(0, 255), "to")
     Path(path).write_bytes(damaged)
-    with Ledger(path) as opened:
+    with DirectLedger(path) as opened:
         assert opened.snapshot == before or opened.fresh
-        assert opened.fresh or opened.set_aside is None
+        assert opened.fresh or not put_aside(path)
         opened.do(adopt(R, ["new"], Side.PLUGIN, T0))
-    with Ledger(path) as opened:
+    with DirectLedger(path) as opened:
         assert (R, "new") in opened.snapshot.devices
 
 
 def test_a_damaged_write_ahead_log_ends_where_it_is_damaged(tmp_path: Path) -> None:
     """SQLite's own checksums: what follows the damage never happened, what precedes it did."""
     path = str(tmp_path / "ledger.db")
-    opened = Ledger(path)
+    opened = DirectLedger(path)
     opened.do(adopt(R, ["a"], Side.PLUGIN, T0))
     first = opened.snapshot
     size = os.path.getsize(path + "-wal")
@@ -242,7 +230,7 @@ def test_a_damaged_write_ahead_log_ends_where_it_is_damaged(tmp_path: Path) -> N
     for at in range(0, len(wal), 97):
         Path(path).write_bytes(copies[""])
         Path(path + "-wal").write_bytes(wal[:at] + bytes([wal[at] ^ 0x55]) + wal[at + 1 :])
-        with Ledger(path) as again:
+        with DirectLedger(path) as again:
             assert again.snapshot in (first, both) or again.fresh or again.snapshot.sequence < first.sequence
             if at >= size:
                 assert again.snapshot in (first, both)
@@ -274,20 +262,20 @@ def scenario(path: str, die_at: int) -> None:
     """Run the operations; die at the given step. Each answer is written to the pipe at once."""
     count = 0
 
-    def step(_name: str) -> None:
+    def step(_statement: str) -> None:
         nonlocal count
         count += 1
         if count == die_at:
             os.kill(os.getpid(), signal.SIGKILL)
 
-    with Ledger(path, step=step) as opened:
+    with DirectLedger(path, connect=Watched.by(step)) as opened:
         for number, operation in enumerate(crash_operations()):
             opened.do(operation)
             os.write(1, b"%d\n" % number)
 
 
 def states(path: str) -> list[Snapshot]:
-    with Ledger(path) as opened:
+    with DirectLedger(path) as opened:
         found = [opened.snapshot]
         for operation in crash_operations():
             opened.do(operation)
@@ -323,8 +311,8 @@ def test_a_kill_at_any_step_loses_nothing_that_was_answered(tmp_path: Path) -> N
     assert len(lines) > 50
     for die_at, answered, status in lines:
         assert status == (0 if die_at == len(lines) else -signal.SIGKILL)
-        with Ledger(str(tmp_path / f"{die_at}.db")) as again:
-            assert again.set_aside is None
+        with DirectLedger(str(tmp_path / f"{die_at}.db")) as again:
+            assert not put_aside(again.path)
             assert again.snapshot in expected[answered : answered + 2], die_at
 
 
@@ -334,10 +322,9 @@ def test_a_full_disk_grants_nothing_and_heals(tmp_path: Path) -> None:
 import resource, signal, sys
 from dra_bridge.ledger import operations
 from dra_bridge.ledger.records import LedgerError, Side
-from dra_bridge.ledger.store import Ledger
-from tests.dra.ledger.samples import R, T0, adopt
+from tests.dra.ledger.samples import R, T0, DirectLedger, adopt, put_aside
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-store = Ledger({str(tmp_path / "l.db")!r})
+store = DirectLedger({str(tmp_path / "l.db")!r})
 store.do(adopt(R, ["a", "b"], Side.PLUGIN, T0))
 before = store.snapshot
 soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
@@ -352,8 +339,8 @@ resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 assert isinstance(store.do(operations.grant(R, {{"a": "a"}}, T0)), operations.Granted)
 after = store.snapshot
 store.close()
-again = Ledger({str(tmp_path / "l.db")!r})
-assert again.set_aside is None and again.snapshot == after
+again = DirectLedger({str(tmp_path / "l.db")!r})
+assert not put_aside(again.path) and again.snapshot == after
 print("healed")
 """
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False, timeout=60)
@@ -367,17 +354,17 @@ def test_a_full_disk_at_the_first_start_is_an_error_that_names_the_file(tmp_path
     script = f"""
 import resource, signal
 from dra_bridge.ledger.records import LedgerError
-from dra_bridge.ledger.store import Ledger
+from tests.dra.ledger.samples import DirectLedger
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
 soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
 resource.setrlimit(resource.RLIMIT_FSIZE, (0, hard))
 try:
-    Ledger({str(path)!r})
+    DirectLedger({str(path)!r})
 except LedgerError as error:
     print(error)
 resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-with Ledger({str(path)!r}) as store:
-    assert store.set_aside is None and store.fresh
+with DirectLedger({str(path)!r}) as store:
+    assert store.fresh
 print("made")
 """
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False, timeout=60)
@@ -392,7 +379,7 @@ def test_a_write_that_fails_refuses_and_the_next_one_looks_at_the_disk(tmp_path:
     """An fsync that fails says nothing about what is on disk: it is read again before anything is granted."""
     fails: set[str] = set()
     path = str(tmp_path / "l.db")
-    with Ledger(path, connect=lambda where: Flaky(where, fails)) as store:  # type: ignore[arg-type,return-value]
+    with DirectLedger(path, connect=lambda where: Flaky(where, fails)) as store:  # type: ignore[arg-type,return-value]
         store.do(adopt(R, ["a", "b"], Side.DRA, T0))
         store.do(operations.reserve(claim("0", "b"), durable=False))
         fails.add(word)
@@ -407,7 +394,7 @@ def test_a_write_that_fails_refuses_and_the_next_one_looks_at_the_disk(tmp_path:
         assert isinstance(store.do(operations.prepare(claim("1", "a"))), Claim)
         assert set(store.snapshot.claims) == {(D, "0"), (D, "1")}
         kept = store.snapshot.devices
-    with Ledger(path) as again:
+    with DirectLedger(path) as again:
         assert again.snapshot.devices == kept
 
 
@@ -415,7 +402,7 @@ def test_a_file_that_goes_bad_while_it_is_in_use_ends_the_ledger(tmp_path: Path)
     """It is put aside; nothing is granted until a new process has found out from evidence what is held."""
     fails: set[str] = set()
     path = str(tmp_path / "l.db")
-    with Ledger(path, connect=lambda where: Flaky(where, fails)) as store:  # type: ignore[arg-type,return-value]
+    with DirectLedger(path, connect=lambda where: Flaky(where, fails)) as store:  # type: ignore[arg-type,return-value]
         store.do(adopt(R, ["a", "b"], Side.PLUGIN, T0))
         fails.add("COMMIT")
         with pytest.raises(LedgerError):
@@ -425,17 +412,17 @@ def test_a_file_that_goes_bad_while_it_is_in_use_ends_the_ledger(tmp_path: Path)
         for _ in range(2):
             with pytest.raises(LedgerLostError):
                 store.do(operations.grant(R, {"b": "b"}, T0))
-        assert store.set_aside is not None
+        assert put_aside(path)
 
 
 def test_a_directory_that_cannot_be_written_is_an_error_that_says_so(tmp_path: Path) -> None:
     """Not damage: nothing is put aside."""
     (tmp_path / "file").write_text("")
     with pytest.raises(LedgerError, match="cannot open the ledger"):
-        Ledger(str(tmp_path / "file" / "ledger.db"))
+        DirectLedger(str(tmp_path / "file" / "ledger.db"))
 
 
-def test_an_operation_that_fails_costs_its_own_caller_only(store: Ledger) -> None:
+def test_an_operation_that_fails_costs_its_own_caller_only(store: DirectLedger) -> None:
     """One mistake of ours in a batch does not refuse the pods beside it."""
 
     def mistaken(_now: Snapshot) -> Decision[None]:
@@ -486,12 +473,12 @@ def test_memory_and_file_never_differ(tmp_path_factory: pytest.TempPathFactory, 
             st.booleans(),
         ),
     )
-    with patch.object(rules, "WELL_APART", 0.0), Ledger(path) as opened:
+    with patch.object(rules, "WELL_APART", 0.0), DirectLedger(path) as opened:
         for batch in data.draw(st.lists(st.lists(operation, min_size=1, max_size=3), max_size=10)):
             opened.do_all(batch)
         known = opened.snapshot
-    with Ledger(path) as again:
-        assert again.set_aside is None
+    with DirectLedger(path) as again:
+        assert not put_aside(path)
         assert again.snapshot.sequence == known.sequence
         assert again.snapshot.devices == known.devices
         assert again.snapshot.claims == {key: value for key, value in known.claims.items() if value.durable}

@@ -14,7 +14,7 @@ from dra_bridge.ledger.operations import Granted
 from dra_bridge.ledger.records import LedgerError, LedgerLostError, Side
 from dra_bridge.ledger.store import Ledger
 from dra_bridge.ledger.worker import AsyncLedger
-from tests.dra.ledger.samples import T0, Flaky, R, adopt
+from tests.dra.ledger.samples import T0, Flaky, R, Watched, adopt
 
 
 async def test_a_lost_ledger_is_reported_to_its_owner(path: str) -> None:
@@ -35,13 +35,13 @@ async def test_what_is_asked_together_is_committed_together(path: str) -> None:
     commits: list[str] = []
     begun, held = threading.Event(), threading.Event()
 
-    def step(name: str) -> None:
-        if name == "commit":
-            commits.append(name)
+    def step(statement: str) -> None:
+        if statement == "COMMIT":
+            commits.append(statement)
             begun.set()
             held.wait(10)
 
-    store = Ledger(path, step=step)
+    store = Ledger(path, connect=Watched.by(step))
     held.set()
     async_ledger = AsyncLedger(store)
     await async_ledger.do(adopt(R, [str(n) for n in range(9)], Side.PLUGIN, T0))

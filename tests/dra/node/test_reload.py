@@ -18,13 +18,12 @@ from dra_bridge.driver.registrar import Timing
 from dra_bridge.handover.share import Share
 from dra_bridge.kube import Cluster
 from dra_bridge.ledger.records import Side
-from dra_bridge.ledger.store import Ledger
 from dra_bridge.node.bridge import Bridge
 from dra_bridge.node.share import NONE, HandoverPolicy
 from dra_bridge.testing.apiserver import FakeApiServer
 from dra_bridge.testing.node import FakeNode
 from tests.dra.classes import device_class
-from tests.dra.ledger.samples import adopt
+from tests.dra.ledger.samples import DirectLedger, adopt
 
 A, B = "example.com/a", "example.com/b"
 D, E = "d.example.com", "e.example.com"
@@ -84,8 +83,8 @@ def healthy(node: FakeNode, resource: str) -> set[str]:
     return {name for name, one in node.devices(resource).items() if one.health == "Healthy"}
 
 
-def held_ledger(bridge: Bridge, driver: str) -> Ledger:
-    return Ledger(str(bridge.ledger_path(driver)))
+def held_ledger(bridge: Bridge, driver: str) -> DirectLedger:
+    return DirectLedger(str(bridge.ledger_path(driver)))
 
 
 async def test_an_agent_that_stands_by_ends_when_it_is_told_to(
@@ -98,7 +97,7 @@ async def test_an_agent_that_stands_by_ends_when_it_is_told_to(
         async with running(agent):
             await until(lambda: "standing by" in caplog.text)
     assert not node.registrations
-    await asyncio.to_thread(lambda: Ledger(str(agent.ledger_path(D))).close())  # nobody has it
+    await asyncio.to_thread(lambda: DirectLedger(str(agent.ledger_path(D))).close())  # nobody has it
 
 
 async def test_a_ledger_that_cannot_be_opened_is_an_error_that_names_it(node: FakeNode, tmp_path: Path) -> None:
@@ -249,7 +248,7 @@ async def test_claims_of_a_former_driver_keep_their_devices(
         assert device not in healthy(node, A) | sliced(node, E)
         with pytest.raises(Refusal):
             await agent.gates.grant(A, [device], [device])
-    with Ledger(str(agent.ledger_path(D))) as former:
+    with DirectLedger(str(agent.ledger_path(D))) as former:
         assert former.snapshot.claims_on(A, [device]), "the former ledger is as it was"
 
 

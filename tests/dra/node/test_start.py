@@ -36,7 +36,7 @@ from dra_bridge.node.share import HandoverPolicy
 from dra_bridge.testing.apiserver import FakeApiServer
 from dra_bridge.testing.node import FakeNode
 from tests.dra.classes import device_class
-from tests.dra.ledger.samples import adopt
+from tests.dra.ledger.samples import DirectLedger, adopt
 
 R = "example.com/fpga"
 D = "fpga.example.com"
@@ -215,7 +215,7 @@ async def test_a_ledger_that_lost_its_end_is_corrected_and_alarm_raised(
         (device,) = node.devices_of(pod)
         path = bridge.ledger_path(D)
     Path(path).unlink()
-    with Ledger(str(path)) as made:  # as if all of it since had been lost
+    with DirectLedger(str(path)) as made:  # as if all of it since had been lost
         made.do(adopt(R, ["d0", "d1"], Side.DRA, 1.0))
     async with running(node, tmp_path / "cdi", Share(part=1.0)) as bridge:
         # A scan or the reconciliation finds it first; the reconciliation after a scan ends it at once.
@@ -265,7 +265,7 @@ async def test_no_slice_has_a_device_before_its_evidence_was_reconciled(
     monkeypatch.setattr(DeviceReconciler, "reconcile", doubting)
     monkeypatch.setattr(slice_feed, "FIRST", 0.1)
     path = Path(node.root) / "plugins" / D / "ledger.db"
-    with Ledger(str(path)) as made:
+    with DirectLedger(str(path)) as made:
         made.do(adopt(R, ["d0", "d1"], Side.DRA, 1.0))
     async with running(node, tmp_path / "cdi", Share(part=1.0)) as bridge:
         await until(lambda: published() == {"d0"}, "the slice")
@@ -290,7 +290,7 @@ async def test_nothing_moves_before_the_node_was_read(
     body["metadata"].setdefault("annotations", {})[f"{D}/dra-share"] = "none"
     node.server.replace(body)
     path = Path(node.root) / "plugins" / D / "ledger.db"
-    with Ledger(str(path)) as made:
+    with DirectLedger(str(path)) as made:
         made.do(adopt(R, ["d0", "d1"], Side.PLUGIN, 1.0))
     async with running(node, tmp_path / "cdi", Share(part=1.0)) as bridge:
         await until(lambda: "no device moves until its annotations are known" in caplog.text, "the warning")
