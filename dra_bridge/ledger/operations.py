@@ -15,7 +15,6 @@ from dra_bridge.ledger import rules
 from dra_bridge.ledger.records import (
     FOR_CLAIM,
     NONE,
-    RESTING,
     AllocationRecord,
     Change,
     Claim,
@@ -47,13 +46,6 @@ _TURNED: Final = {
 
 
 @dataclass(frozen=True, slots=True)
-class Granted:
-    """Allocate may answer. sequence: the ledger's with this grant."""
-
-    sequence: int
-
-
-@dataclass(frozen=True, slots=True)
 class Observed:
     """What a snapshot led to: kubelet device ids released and newly found, devices quarantined."""
 
@@ -78,7 +70,6 @@ class Reconciled:
     """
 
     changed: Mapping[str, State]
-    quarantined: tuple[str, ...]
     doubtful: tuple[str, ...] = ()
 
 
@@ -87,10 +78,7 @@ def _operation(decide: Callable[Concatenate[Snapshot, _P], Decision[_T]]) -> Cal
 
     @functools.wraps(decide)
     def with_arguments(*args: _P.args, **kwargs: _P.kwargs) -> Operation[_T]:
-        def operation(state: Snapshot) -> Decision[_T]:
-            return decide(state, *args, **kwargs)
-
-        return operation
+        return lambda state: decide(state, *args, **kwargs)
 
     return with_arguments
 
@@ -121,8 +109,8 @@ def identify(state: Snapshot, identities: Mapping[Key, str]) -> Decision[None]:
 
 
 @_operation
-def grant(state: Snapshot, resource: str, ids: Mapping[str, str], now: float) -> Decision[Granted | rules.Refused]:
-    """Give devices to a container (R1), all or none.
+def grant(state: Snapshot, resource: str, ids: Mapping[str, str], now: float) -> Decision[rules.Refused | None]:
+    """Give devices to a container (R1), all or none; answer the refusal, None if they are granted.
 
     ids: the physical device by kubelet device id (a replica's, or the device's own). An id that was given before is
     given anew: the kubelet does not say when it takes a device back.
@@ -131,15 +119,14 @@ def grant(state: Snapshot, resource: str, ids: Mapping[str, str], now: float) ->
         refusal = rules.r1_refusal(state, resource, device)
         if refusal is not None:
             return Decision(refusal)
-    granted = Granted(state.sequence + 1)
     changes = []
     for device_id, device in ids.items():
-        record = AllocationRecord(resource, device_id, device, now, granted.sequence)
+        record = AllocationRecord(resource, device_id, device, now, state.sequence + 1)
         before = state.allocations.get((resource, device_id))
         if before is not None:  # earlier holders stay in the record until evidence says that they are gone
             record = replace(record, holders=before.holders, pod=before.pod)
         changes.append(_put_allocation(record))
-    return Decision(granted, tuple(changes))
+    return Decision(None, tuple(changes))
 
 
 @_operation
@@ -357,7 +344,6 @@ def reconcile_evidence(
     claimed = {d: c for c in claims for d in c.devices}
     changes: list[Change] = []
     changed: dict[str, State] = {}
-    quarantined: list[str] = []
     doubtful: dict[str, None] = {}
     for device in dict.fromkeys((*devices, *plugin, *claimed)):
         known = state.devices.get((resource, device))
@@ -377,13 +363,11 @@ def reconcile_evidence(
         if known is None or at is not known.state:
             changed[device] = at
             changes += _moved(state, resource, {device: at}, now, reason)
-        if at is State.QUARANTINED:
-            quarantined.append(device)
     for device_id, observed in evidence.held.items():
         if (resource, device_id) not in state.allocations and observed.device not in doubtful:
             changes.append(_found(state, resource, device_id, observed, now))
     changes += _prepared_claims(state, resource, claims, now)
-    return Decision(Reconciled(changed, tuple(quarantined), tuple(doubtful)), tuple(changes))
+    return Decision(Reconciled(changed, tuple(doubtful)), tuple(changes))
 
 
 def _proven(
@@ -401,7 +385,7 @@ def _proven(
             return State.PLUGIN, f"held by pod {pod}"
         if claimed is not None:
             return State.DRA, f"allocated to claim {claimed.uid}"
-        return RESTING[side], ""
+        return State(side.value), ""
     if pod is not None and (known.state.prepares or prepared is not None):
         return State.QUARANTINED, f"{known.state.text}, but pod {pod} holds it"
     if prepared is not None and known.state.allocates:

@@ -33,7 +33,7 @@ class Side(enum.Enum):
 
 
 class State(enum.Enum):
-    """Where a device is; the states of the handover."""
+    """Where a device is; the states of the handover. One that does not move has the value of its side."""
 
     PLUGIN = "plugin"
     TO_DRA = "to-dra"
@@ -81,8 +81,6 @@ _WORDS: Final = {
     State.TO_PLUGIN: "moving from DRA to the device plugin",
     State.QUARANTINED: "quarantined",
 }
-RESTING: Final = {Side.PLUGIN: State.PLUGIN, Side.DRA: State.DRA}
-"""The state of a device that is on a side and does not move."""
 FOR_CLAIM: Final = "for claim "
 """Begins the reason of a move that a claim has begun."""
 

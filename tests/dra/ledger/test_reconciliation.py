@@ -31,7 +31,7 @@ def test_an_empty_ledger_is_rebuilt_from_evidence(path: str) -> None:
             "both": State.QUARANTINED,
             "idle": State.DRA,
         }
-        assert done.quarantined == ("both",)
+        assert done.changed["both"] is State.QUARANTINED
         assert store.snapshot.claims[D, "2"].held == {(R, "filed"), (R, "both")}
         assert list(store.snapshot.allocations) == [(R, "p"), (R, "both")]
         later = replace(evidence, held={})
@@ -48,11 +48,13 @@ def test_a_quarantined_device_stays_while_others_are_reconciled(store: DirectLed
     evidence = Evidence(
         {"a": ObservedAllocation("a", "default/p")}, [ClaimEvidence(D, "1", frozenset({"a"}), prepared=True)]
     )
-    assert store.do(operations.reconcile_evidence(R, evidence, ["a"], Side.PLUGIN, T0)).quarantined == ("a",)
+    found = store.do(operations.reconcile_evidence(R, evidence, ["a"], Side.PLUGIN, T0))
+    assert found.changed == {"a": State.QUARANTINED}
     store.do(operations.reconcile_evidence(R, Evidence(), ["new"], Side.PLUGIN, T0))
     assert state(store) is State.QUARANTINED
     pod_only = replace(evidence, claims=())
-    assert store.do(operations.reconcile_evidence(R, pod_only, ["a"], Side.PLUGIN, T0)).quarantined == ("a",)
+    assert store.do(operations.reconcile_evidence(R, pod_only, ["a"], Side.PLUGIN, T0)).changed == {}
+    assert state(store) is State.QUARANTINED
     store.do(operations.unprepare(D, "1"))
     assert store.do(operations.reconcile_evidence(R, pod_only, ["a"], Side.PLUGIN, T0)).changed == {"a": State.PLUGIN}
 
@@ -62,13 +64,14 @@ def test_a_checkpoint_that_may_be_old_accuses_nobody(store: DirectLedger) -> Non
     to_dra(store, "b")
     held = {device_id: held_by(device_id, f"uid-{device_id}/main", sure=False) for device_id in ("a", "b")}
     found = store.do(operations.reconcile_evidence(R, Evidence(held), ["a", "b"], Side.PLUGIN, T0))
-    assert (found.changed, found.quarantined, found.doubtful) == ({}, (), ("b",))
+    assert (found.changed, found.doubtful) == ({}, ("b",))
     assert [record.device_id for record in store.snapshot.allocations.values()] == ["a"]
     snapshot = KubeletSnapshot(store.snapshot.sequence, 0.0, True, held)
     again = store.do(operations.observe(R, snapshot, T0))
     assert (again.found, again.quarantined) == ((), ())
     sure = {"b": replace(held["b"], sure=True)}
-    assert store.do(operations.reconcile_evidence(R, Evidence(sure), ["b"], Side.PLUGIN, T0)).quarantined == ("b",)
+    found = store.do(operations.reconcile_evidence(R, Evidence(sure), ["b"], Side.PLUGIN, T0))
+    assert found.changed == {"b": State.QUARANTINED}
 
 
 def test_evidence_of_a_sleeping_checkpoint_puts_no_new_device_anywhere(store: DirectLedger) -> None:
@@ -142,9 +145,10 @@ def test_evidence_does_not_bring_back_a_claim_that_was_unprepared(store: DirectL
     store.do(operations.unprepare(D, "1"))
     store.do(operations.begin_move(R, ["a"], Side.PLUGIN, T0))
     store.do(operations.commit_to_plugin(R, ["a"], cluster(store), T0))
-    assert store.do(operations.reconcile_evidence(R, old, ["a"], Side.PLUGIN, T0)).quarantined == ()
+    assert store.do(operations.reconcile_evidence(R, old, ["a"], Side.PLUGIN, T0)).changed == {}
     other = Evidence(claims=[ClaimEvidence(D, "2", frozenset({"a"}), prepared=True)])
-    assert store.do(operations.reconcile_evidence(R, other, ["a"], Side.PLUGIN, T0)).quarantined == ("a",)
+    found = store.do(operations.reconcile_evidence(R, other, ["a"], Side.PLUGIN, T0))
+    assert found.changed == {"a": State.QUARANTINED}
 
 
 def test_only_the_last_unprepared_claims_are_remembered(store: DirectLedger, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -165,4 +169,5 @@ def test_a_ledger_that_is_whole_is_corrected_by_holders_only(store: DirectLedger
     wish = ClaimEvidence(D, "1", frozenset({"a"}), prepared=False)
     assert store.do(operations.reconcile_evidence(R, Evidence({}, [wish]), [], Side.PLUGIN, T0)).changed == {}
     filed = replace(wish, prepared=True)
-    assert store.do(operations.reconcile_evidence(R, Evidence({}, [filed]), [], Side.PLUGIN, T0)).quarantined == ("a",)
+    found = store.do(operations.reconcile_evidence(R, Evidence({}, [filed]), [], Side.PLUGIN, T0))
+    assert found.changed == {"a": State.QUARANTINED}

@@ -21,7 +21,6 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from dra_bridge.ledger import operations, rules
-from dra_bridge.ledger.operations import Granted
 from dra_bridge.ledger.records import Claim, Decision, LedgerError, LedgerLostError, Side, Snapshot
 from dra_bridge.ledger.rules import ClaimEvidence, ClusterEvidence, Evidence, KubeletEvidence, KubeletSnapshot
 from dra_bridge.ledger.worker import AsyncLedger
@@ -336,7 +335,7 @@ for _ in range(3):
         print("refused", error)
     assert store.snapshot == before, store.snapshot
 resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-assert isinstance(store.do(operations.grant(R, {{"a": "a"}}, T0)), operations.Granted)
+assert store.do(operations.grant(R, {{"a": "a"}}, T0)) is None
 after = store.snapshot
 store.close()
 again = DirectLedger({str(tmp_path / "l.db")!r})
@@ -430,7 +429,8 @@ def test_an_operation_that_fails_costs_its_own_caller_only(store: DirectLedger) 
 
     answers = store.do_all([mistaken, operations.grant(R, {"a": "a"}, T0)])
     assert isinstance(answers[0], ZeroDivisionError)
-    assert isinstance(answers[1], Granted)
+    assert answers[1] is None
+    assert store.snapshot.allocations_on(R, ["a"])
     with pytest.raises(ZeroDivisionError):
         store.do(mistaken)
 
