@@ -10,6 +10,7 @@ import argparse
 import asyncio
 import contextlib
 import dataclasses
+import functools
 import json
 import re
 import sys
@@ -25,6 +26,7 @@ from dra_bridge.node.options import add_kubeconfig, add_run_options, run_options
 if TYPE_CHECKING:
     from dra_bridge.kube import Cluster
     from dra_bridge.rollout.fleet import NodeView
+    from dra_bridge.rollout.rollout import Reporter
 
 _T = TypeVar("_T")
 
@@ -247,7 +249,7 @@ def _status(options: argparse.Namespace) -> int:
             view.node,
             device.resource,
             device.name,
-            device.side,
+            device.state.side,
             device.state.value + (" (gone)" if device.gone else ""),
             " for ".join(filter(None, (device.holder, ", ".join(device.pods)))) or "-",
             _age(time.time() - device.since),
@@ -289,7 +291,7 @@ def _as_json(view: NodeView) -> dict[str, Any]:
                 "devices": [
                     {
                         "name": one.name,
-                        "side": one.side,
+                        "side": one.state.side,
                         "state": one.state.value,
                         "holder": one.holder,
                         "pods": list(one.pods),
@@ -348,69 +350,26 @@ def _rollout(options: argparse.Namespace) -> int:
 
 
 def _follow(
-    options: argparse.Namespace, work: Callable[[Cluster, _Reporter], Awaitable[bool]], interrupted: str
+    options: argparse.Namespace, work: Callable[[Cluster, Reporter], Awaitable[bool]], interrupted: str
 ) -> bool:
     """Do something with the API server and show its progress; interrupted: what is printed at Ctrl-C."""
-    bars: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
-    if sys.stdout.isatty() and (rich := import_rich()):
-        bars = rich.progress.Progress(
-            rich.progress.TextColumn("{task.description}"),
-            rich.progress.BarColumn(),
-            rich.progress.TextColumn("{task.completed} of {task.total}"),
-            rich.progress.TimeElapsedColumn(),
-        )
-    with bars as shown:
-        reporter = _Reporter(shown)
+    from dra_bridge.rollout.rollout import Reporter
+
+    with contextlib.ExitStack() as stack:
+        say: Callable[[str], None] = functools.partial(print, flush=True)
+        bars = None
+        if sys.stdout.isatty() and (rich := import_rich()):
+            columns = (
+                rich.progress.TextColumn("{task.description}"),
+                rich.progress.BarColumn(),
+                rich.progress.TextColumn("{task.completed} of {task.total}"),
+                rich.progress.TimeElapsedColumn(),
+            )
+            bars = stack.enter_context(rich.progress.Progress(*columns))
+            say = functools.partial(bars.console.print, markup=False, highlight=False)
+        reporter = Reporter(say, bars)
         try:
             return _ask(options, lambda cluster: work(cluster, reporter))
         except KeyboardInterrupt:
-            reporter.say(interrupted)
+            say(interrupted)
             raise
-
-
-class _Reporter:
-    """Shows how far nodes are: by progress bars (rich's) on a terminal, else by lines."""
-
-    def __init__(self, bars: Any) -> None:
-        self._bars = bars
-        self._tasks: dict[str, Any] = {}
-        self._printed: dict[str, str] = {}
-        self._explained: dict[str, list[str]] = {}
-        self._most: dict[str, int] = {}
-
-    def show(self, nodes: Sequence[NodeView]) -> None:
-        """Move each node's bar, or print a line for each node of which something changed."""
-        from dra_bridge.rollout import fleet
-
-        for node, view in ((view.node, view) for view in nodes):
-            if self._bars is not None and node not in self._tasks:
-                self._tasks[node] = self._bars.add_task(node, total=None)
-            # Without an annotation only the agent knows what it is to be.
-            if view.reported is None or (view.asked is None and view.reported.asked):
-                continue
-            left = fleet.distance(view)
-            most = self._most[node] = max(self._most.get(node, 0), left)
-            text = f"{node}: {most - left} of {most} devices moved" if most else f"{node}: nothing to move"
-            if self._bars is not None:
-                self._bars.update(self._tasks[node], total=max(most, 1), completed=most - left if most else 1)
-            elif self._printed.get(node) != text:
-                self._printed[node] = text
-                self.say(text)
-
-    def explain(self, nodes: Sequence[NodeView]) -> None:
-        """Print what nodes wait for, where that is not what was printed before."""
-        from dra_bridge.rollout import fleet
-
-        for view in nodes:
-            lines = fleet.obstacles(view)
-            if lines and self._explained.get(view.node) != lines:
-                self._explained[view.node] = lines
-                for line in lines:
-                    self.say(f"{view.node}: {line}")
-
-    def say(self, line: str) -> None:
-        """Print a line, above the bars if there are any."""
-        if self._bars is not None:
-            self._bars.console.print(line, markup=False, highlight=False)
-        else:
-            print(line, flush=True)

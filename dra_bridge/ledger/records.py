@@ -62,6 +62,11 @@ class State(enum.Enum):
         return self is State.DRA
 
     @property
+    def side(self) -> str:
+        """The side that the device is on now, also while it moves: plugin, dra, or none if it is quarantined."""
+        return "plugin" if self.allocates else "dra" if self.prepares else "none"
+
+    @property
     def goal(self) -> Side | None:
         """The side where a device is or moves to; None if it is quarantined."""
         if self is State.QUARANTINED:

@@ -51,8 +51,7 @@ async def decide_names(context: DriverContext, resource: str) -> bool:
         async with asyncio.timeout(5.0):
             slices = await context.node.cluster.list(RESOURCE_SLICES, field_selector=selector)
         before = progress.read(context.name, slices.items)
-        known = [name for name in served if context.ledger.snapshot.of(name)]
-        kept = before.published_qualifiers if before is not None else naming.qualifiers(known or served)
+        kept = before.qualifiers if before is not None else {}
     for name, qualifier in naming.kept_qualifiers(kept, served).items():
         await context.ledger.do(operations.set_setting(QUALIFIER, name, qualifier))
     return True

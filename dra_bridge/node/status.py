@@ -3,23 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING
 
 from deviceplugin.metrics.report import DeviceLocation, PreparedClaim, ProviderReport
-from dra_bridge.ledger.records import State
 from dra_bridge.node.slice_feed import qualifiers_of
 
 if TYPE_CHECKING:
     from dra_bridge.node.bridge import Bridge
     from dra_bridge.node.driver_runtime import DriverRuntime
-
-_SIDES: Final = {
-    State.PLUGIN: "plugin",
-    State.TO_DRA: "plugin",
-    State.DRA: "dra",
-    State.TO_PLUGIN: "dra",
-    State.QUARANTINED: "none",
-}
 
 
 class BridgeStatus:
@@ -90,6 +81,6 @@ def _locations(one: DriverRuntime) -> dict[tuple[str, str], DeviceLocation]:
         for device, what in dict(runtime.handover.waiting).items()
     }
     return {
-        key: DeviceLocation(_SIDES[record.state], record.state.value, record.since, waits.get(key) or record.reason)
+        key: DeviceLocation(record.state.side, record.state.value, record.since, waits.get(key) or record.reason)
         for key, record in one.async_ledger.snapshot.devices.items()
     }

@@ -45,11 +45,6 @@ class DeviceView(DeviceProgress, frozen=True, kw_only=True):
     name: str
     pods: tuple[str, ...] = ()
 
-    @property
-    def side(self) -> str:
-        """The side that it is on now: plugin, dra, or none."""
-        return "plugin" if self.state.allocates else "dra" if self.state.prepares else "none"
-
 
 @dataclass(frozen=True, slots=True)
 class NodeView:
@@ -120,8 +115,7 @@ def _before(text: str | None) -> Before | None:
 def _devices(pool: str, reported: Progress, claims: Mapping[Key, Sequence[Object]]) -> tuple[DeviceView, ...]:
     """Return the devices of a node. claims: by pool and published name of the devices that are allocated to them."""
     devices = {resource: one.devices for resource, one in reported.resources.items()}
-    names = published_names(reported.published_qualifiers, devices)
-    published = {key: name for name, key in names.items()}
+    published = {key: name for name, key in published_names(reported.qualifiers, devices).items()}
     found = []
     for resource, one in reported.resources.items():
         for name, device in one.devices.items():

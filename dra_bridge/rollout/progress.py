@@ -7,16 +7,13 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping
-from types import MappingProxyType
 from typing import Any, Final
 
 import msgspec
 
-from deviceplugin import naming
 from deviceplugin.exclusion import Key
 from dra_bridge.ledger.records import Snapshot, State
 
-_NONE: Final[Mapping[Any, str]] = MappingProxyType({})
 MAX_DEVICES: Final = 1024
 """Of a resource with more devices only their numbers are reported."""
 MAX_BYTES: Final = 192 * 1024
@@ -55,11 +52,6 @@ class Progress(msgspec.Struct, frozen=True, omit_defaults=True):
     asked: str = ""
     qualifiers: dict[str, str] = {}
 
-    @property
-    def published_qualifiers(self) -> Mapping[str, str]:
-        """The qualifiers; of an agent that does not report them yet those that its resources had."""
-        return self.qualifiers or naming.qualifiers(self.resources)
-
 
 def annotation(driver: str) -> str:
     """Return the key of the annotation on slices."""
@@ -74,11 +66,11 @@ def share_annotation(driver: str) -> str:
 def progress(
     now: Snapshot,
     shares: Mapping[str, str],
-    waits: Mapping[Key, str] = _NONE,
+    waits: Mapping[Key, str],
     *,
-    asked: str = "",
-    gone: Collection[Key] = (),
-    qualifiers: Mapping[str, str] = _NONE,
+    asked: str,
+    gone: Collection[Key],
+    qualifiers: Mapping[str, str],
 ) -> Progress:
     """Return the report. shares: those in force, by resource. gone: devices that no source lists now."""
     holders = {key: f"claim {claim.title}" for claim in now.claims.values() for key in claim.held}

@@ -12,7 +12,7 @@ import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import replace
-from typing import Any, Final, Protocol, Self
+from typing import Any, Final, Self
 
 from deviceplugin.topology import natural
 from dra_bridge import kube
@@ -32,17 +32,43 @@ class RolloutError(Exception):
     """Raised when what is asked for cannot be done; nothing was written then."""
 
 
-class Reporter(Protocol):
-    """Shows people how moves go on."""
+class Reporter:
+    """Shows how far nodes are: by progress bars (rich's) if they are given, else by lines. say: shows a line."""
+
+    def __init__(self, say: Callable[[str], None], bars: Any = None) -> None:
+        self.say = say
+        self._bars = bars
+        self._tasks: dict[str, Any] = {}
+        self._printed: dict[str, str] = {}
+        self._explained: dict[str, list[str]] = {}
+        self._most: dict[str, int] = {}
 
     def show(self, nodes: Sequence[NodeView]) -> None:
-        """Show how far these nodes are; called whenever something changed, and now and then."""
+        """Move each node's bar, or print a line for each node of which something changed."""
+        for view in nodes:
+            node = view.node
+            if self._bars is not None and node not in self._tasks:
+                self._tasks[node] = self._bars.add_task(node, total=None)
+            # Without an annotation only the agent knows what it is to be.
+            if view.reported is None or (view.asked is None and view.reported.asked):
+                continue
+            left = fleet.distance(view)
+            most = self._most[node] = max(self._most.get(node, 0), left)
+            text = f"{node}: {most - left} of {most} devices moved" if most else f"{node}: nothing to move"
+            if self._bars is not None:
+                self._bars.update(self._tasks[node], total=max(most, 1), completed=most - left if most else 1)
+            elif self._printed.get(node) != text:
+                self._printed[node] = text
+                self.say(text)
 
     def explain(self, nodes: Sequence[NodeView]) -> None:
-        """Show what these nodes wait for."""
-
-    def say(self, line: str) -> None:
-        """Show a line."""
+        """Print what nodes wait for, where that is not what was printed before."""
+        for view in nodes:
+            lines = fleet.obstacles(view)
+            if lines and self._explained.get(view.node) != lines:
+                self._explained[view.node] = lines
+                for line in lines:
+                    self.say(f"{view.node}: {line}")
 
 
 async def read_nodes(
@@ -54,15 +80,15 @@ async def read_nodes(
     or node, ClusterError if the API server cannot be asked.
     """
     if names:
-        nodes: list[Object] = []
-        for name in (names := tuple(dict.fromkeys(names))):
-            with contextlib.suppress(kube.NotFoundError):
+        nodes, slices, missing = list[Object](), list[Object](), list[str]()
+        for name in dict.fromkeys(names):
+            try:
                 nodes.append(await cluster.get(NODES, name))
-        if missing := [name for name in names if name not in {node["metadata"]["name"] for node in nodes}]:
+                slices += (await cluster.list(RESOURCE_SLICES, field_selector=f"spec.nodeName={name}")).items
+            except kube.NotFoundError:
+                missing.append(name)
+        if missing:
             raise RolloutError(f"there is no node {', '.join(missing)}")
-        slices: list[Object] = []
-        for name in names:
-            slices += (await cluster.list(RESOURCE_SLICES, field_selector=f"spec.nodeName={name}")).items
     else:
         nodes = (await cluster.list(NODES)).items
         slices = (await cluster.list(RESOURCE_SLICES)).items
@@ -246,7 +272,6 @@ class _Rollout:
 
     def __init__(self, watched: _Fleet, goal: Goal, limits: Limits) -> None:
         self._fleet = watched
-        self._cluster = watched.cluster
         self._reporter = watched.reporter
         self._goal = goal
         self._limits = limits
@@ -289,9 +314,9 @@ class _Rollout:
             self._goal, nodes, self._limits, now=now, since=self._since, failing=failing, own=self._own
         )
         for name in decision.forget:
-            node = await self._cluster.get(NODES, name)
+            node = await self._fleet.cluster.get(NODES, name)
             patch = fleet.forget_patch(self._fleet.driver, node)
-            self._fleet.put(NODES, await self._cluster.patch(NODES, name, patch))
+            self._fleet.put(NODES, await self._fleet.cluster.patch(NODES, name, patch))
             self._since.pop(name, None)
         by_name = {view.node: view for view in nodes}
         for name in decision.begin:
@@ -318,13 +343,13 @@ class _Rollout:
         return {uid: reason for uid, reason in found.items() if uid not in known}
 
     async def _begin(self, view: NodeView) -> None:
-        node = await self._cluster.get(NODES, view.node)
+        node = await self._fleet.cluster.get(NODES, view.node)
         patch = fleet.begin_patch(self._goal, self._fleet.driver, node, await self._failing_pods(view))
         if patch is None:
             self._fleet.put(NODES, node)
             return
         wanted = self._goal.wanted(view.before)
-        self._fleet.put(NODES, await _patch(self._cluster, view.node, patch, wanted, self._reporter))
+        self._fleet.put(NODES, await _patch(self._fleet.cluster, view.node, patch, wanted, self._reporter))
         self._own.add(view.node)
         self._since[view.node] = time.monotonic()
         self._done.pop(view.node, None)
@@ -332,11 +357,11 @@ class _Rollout:
 
     async def _failing_pods(self, view: NodeView) -> dict[str, str]:
         resources = view.reported.resources if view.reported is not None else ()
-        pods = (await self._cluster.list(kube.PODS, field_selector=f"spec.nodeName={view.node}")).items
+        pods = (await self._fleet.cluster.list(kube.PODS, field_selector=f"spec.nodeName={view.node}")).items
         events: Sequence[Object] = ()
         if any((pod.get("status") or {}).get("phase") == "Pending" for pod in pods):
             selector = "involvedObject.kind=Pod,reason=FailedPrepareDynamicResources"
-            events = (await self._cluster.list(kube.EVENTS, field_selector=selector)).items
+            events = (await self._fleet.cluster.list(kube.EVENTS, field_selector=selector)).items
         return fleet.failing_pods(pods, events, tuple(resources))
 
     def _end(self) -> bool:

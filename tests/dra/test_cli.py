@@ -103,7 +103,7 @@ class Agent:
             )
             for name, state in self.states.items()
         }
-        told = Progress({R: ResourceProgress(asked or "none", counts, devices)}, asked or "")
+        told = Progress({R: ResourceProgress(asked or "none", counts, devices)}, asked or "", {R: ""})
         body: dict[str, Any] = {
             "apiVersion": "resource.k8s.io/v1",
             "kind": "ResourceSlice",

@@ -25,7 +25,7 @@ BEFORE = fleet.before_annotation(D)
 
 
 def report(counts: Mapping[str, int], asked: str = "", share: str = "none", **devices: DeviceProgress) -> Progress:
-    return Progress({R: ResourceProgress(share, dict(counts), devices)}, asked)
+    return Progress({R: ResourceProgress(share, dict(counts), devices)}, asked, {R: ""})
 
 
 def view(node: str = "n1", asked: str | None = None, counts: Mapping[str, int] | None = None, **more: Any) -> NodeView:
@@ -358,7 +358,7 @@ def test_the_report_of_many_devices_fits_into_an_annotation() -> None:
         for key in devices
     }
     now = Snapshot(1, devices, holds)
-    reported = progress.progress(now, dict.fromkeys(resources, "none"))
+    reported = progress.progress(now, dict.fromkeys(resources, "none"), {}, asked="", gone=(), qualifiers={})
     assert len(progress.encoded(reported).encode()) <= 192 * 1024
     assert {name: len(one.devices) for name, one in reported.resources.items()} == {
         "example.com/many": 1000,
