@@ -219,7 +219,4 @@ def r7_releases(record: AllocationRecord, snapshot: KubeletSnapshot) -> bool:
 
 
 def _utc(seconds: float) -> str:
-    try:
-        return datetime.fromtimestamp(seconds, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
-    except (ValueError, OverflowError, OSError):
-        return f"{seconds:g}"
+    return datetime.fromtimestamp(seconds, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")

@@ -117,14 +117,13 @@ _DAMAGE: Final = frozenset(
         sqlite3.SQLITE_READONLY,  # the header says a newer writer made it; the directory is writable, we have the lock
         sqlite3.SQLITE_CONSTRAINT,
         sqlite3.SQLITE_TOOBIG,
-        sqlite3.SQLITE_NOMEM,  # a length field that claims gigabytes
     }
 )
 """SQLite's errors that are about the file, not about the disk or the permissions."""
 
 
 def _is_damage(error: Exception) -> bool:
-    code = getattr(error, "sqlite_errorcode", None)
+    code = getattr(error, "sqlite_errorcode", None)  # not of MemoryError: a length field that claims gigabytes
     return code is None or (code & 0xFF) in _DAMAGE
 
 
@@ -293,9 +292,8 @@ class Ledger:
             raise _DamagedError(f"its schema is {version}, this agent's is {SCHEMA}")
         elif connection.execute("PRAGMA application_id").fetchone()[0] != _APPLICATION:
             raise _DamagedError("it is another program's database")
-        check = connection.execute("PRAGMA quick_check(1)").fetchone()
-        if check is None or check[0] != "ok":
-            raise _DamagedError(str(check[0] if check else "no answer from quick_check"))
+        if (check := connection.execute("PRAGMA quick_check(1)").fetchone()[0]) != "ok":
+            raise _DamagedError(check)
         snapshot = self._rows(connection)
         # A file whose header says that a newer SQLite wrote it can be read and not be written: this shows it now.
         connection.execute("BEGIN IMMEDIATE")

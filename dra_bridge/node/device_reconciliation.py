@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Final
 
 from deviceplugin.backoff import Backoff
+from deviceplugin.exclusion import Key
 from deviceplugin.kubelet import claim_state
 from deviceplugin.kubelet.checkpoint import CheckpointError
 from deviceplugin.kubelet.claim_state import ClaimStateError
@@ -63,7 +64,13 @@ class EvidenceReader:
         if store.fresh or quarantined:
             # What is allocated: a claim that the kubelet has not prepared yet keeps its device on the DRA side.
             async with asyncio.timeout(5.0):
-                claims += await self._allocations(resource, wanted, {claim.uid for claim in claims})
+                listed = await self._list()
+            uids = {claim.uid for claim in claims}
+            for data, keys in listed:
+                names = wanted & {device for of, device in keys if of == resource}
+                if names and data["uid"] not in uids:
+                    one = ClaimEvidence(self.driver.name, data["uid"], names, False, data["namespace"], data["name"])
+                    claims.append(one)
         held = {device_id: one for device_id, one in held.items() if one.device in wanted}
         return Evidence(held, tuple(claims), awake=now.awake)
 
@@ -72,17 +79,12 @@ class EvidenceReader:
         known = self.driver.records.get(claim.uid)
         return known is not None and (known.result is not None or not known.durable)
 
-    async def _allocations(self, resource: str, devices: frozenset[str], but: set[str]) -> list[ClaimEvidence]:
-        found = []
-        for claim in (await self.cluster.list(RESOURCE_CLAIMS)).items:
-            data = claim["metadata"]
-            names = frozenset(device for of, device in self._allocated(claim) if of == resource and device in devices)
-            if names and data["uid"] not in but:
-                evidence = ClaimEvidence(self.driver.name, data["uid"], names, False)
-                found.append(replace(evidence, namespace=data["namespace"], name=data["name"]))
-        return found
+    async def _list(self) -> list[tuple[Mapping[str, Any], set[Key]]]:
+        """List all claims, consistently; return the metadata of each and what of this node is allocated to it."""
+        found = (await self.cluster.list(RESOURCE_CLAIMS)).items
+        return [(claim["metadata"], self._allocated(claim)) for claim in found]
 
-    def _allocated(self, claim: Mapping[str, Any]) -> set[tuple[str, str]]:
+    def _allocated(self, claim: Mapping[str, Any]) -> set[Key]:
         """Return (resource, device) of this node that a claim's allocation names, without administrative access."""
         results = (((claim.get("status") or {}).get("allocation") or {}).get("devices") or {}).get("results") or ()
         devices = self.driver.devices.by_name
@@ -95,13 +97,9 @@ class EvidenceReader:
             and (name := result.get("device", "")) in devices
         }
 
-    async def allocated(self) -> Mapping[tuple[str, str], str]:
+    async def allocated(self) -> Mapping[Key, str]:
         """List all claims, consistently; return namespace/name by the (resource, device) allocated here."""
-        found: dict[tuple[str, str], str] = {}
-        for claim in (await self.cluster.list(RESOURCE_CLAIMS)).items:
-            data = claim["metadata"]
-            found |= dict.fromkeys(self._allocated(claim), f"{data['namespace']}/{data['name']}")
-        return found
+        return {key: f"{data['namespace']}/{data['name']}" for data, keys in await self._list() for key in keys}
 
     async def allocates(self, claim: str, resource: str, device: str) -> bool:
         """Read one claim, by namespace/name; return whether its allocation names the device of this node."""

@@ -29,11 +29,9 @@ def add_run_options(parser: argparse.ArgumentParser) -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class RunOptions:
+class RunOptions(common.RunOptions):
     """The values of the options of an agent with both sides."""
 
-    paths: common.Paths
-    metrics_address: str | None
     cluster: Cluster
     node: str
     cdi_directory: str
