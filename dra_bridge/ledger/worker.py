@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Final, Self, TypeVar
 
 from dra_bridge.ledger.operations import identify
-from dra_bridge.ledger.records import Key, LedgerError, LedgerLostError, Operation, Snapshot
+from dra_bridge.ledger.records import Key, LedgerLostError, Operation, Snapshot
 from dra_bridge.ledger.store import Ledger
 
 _T = TypeVar("_T")
@@ -27,7 +27,6 @@ class AsyncLedger:
         """Set when the ledger grants nothing any more and the process has to begin again."""
         self._asked: list[tuple[Operation[Any], asyncio.Future[Any]]] = []
         self._answering: asyncio.Task[None] | None = None
-        self._closed = False
         self._executor = ThreadPoolExecutor(1, "ledger")
 
     @classmethod
@@ -70,10 +69,8 @@ class AsyncLedger:
         """Decide and record; the answer is durable when it is returned.
 
         When the caller is cancelled, the operation may be done all the same. Raises LedgerError if it could not be
-        recorded; nothing was granted then.
+        recorded, also after `close`; nothing was granted then.
         """
-        if self._closed:
-            raise LedgerError(f"the ledger {self.ledger.path} is closed")
         answered: asyncio.Future[_T] = asyncio.get_running_loop().create_future()
         self._asked.append((operation, answered))
         if self._answering is None or self._answering.done():
@@ -88,12 +85,9 @@ class AsyncLedger:
 
     async def close(self) -> None:
         """Answer what was asked, then close the ledger."""
-        if not self._closed:
-            self._closed = True
-            if self._answering is not None:
-                await asyncio.wait({self._answering})
-            await asyncio.get_running_loop().run_in_executor(self._executor, self.ledger.close)
-            self._executor.shutdown(wait=False)
+        if self._answering is not None:
+            await asyncio.wait({self._answering})
+        await asyncio.get_running_loop().run_in_executor(self._executor, self.ledger.close)
 
     async def _answer(self) -> None:
         """Carry out what is asked, together what came meanwhile, until there is nothing more."""
