@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Mapping
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, Final, Self, TypeVar
 
 from dra_bridge.ledger.operations import identify
@@ -32,33 +32,15 @@ class AsyncLedger:
     @classmethod
     async def open(cls, path: str) -> Self:
         """Open the ledger as `Ledger` does; wait as long as another agent of this node has it."""
-        loop = asyncio.get_running_loop()
-        opened: asyncio.Future[Ledger] = loop.create_future()
-
-        def answer(ledger: Ledger | Exception) -> None:
-            if isinstance(ledger, Exception):
-                if not opened.done():
-                    opened.set_exception(ledger)
-            elif opened.done():  # the caller was cancelled
-                ledger.close()
-            else:
-                opened.set_result(ledger)
-
-        def work() -> None:
-            ledger: Ledger | Exception
-            try:
-                ledger = Ledger(path)
-            except Exception as error:  # passed on
-                ledger = error
-            try:
-                loop.call_soon_threadsafe(answer, ledger)
-            except RuntimeError:  # the loop is closed
-                if isinstance(ledger, Ledger):
-                    ledger.close()
-
+        opening: Future[Ledger] = Future()
         # A thread that waits for a lock cannot be cancelled; a daemon one does not keep the process alive.
-        threading.Thread(target=work, name="ledger open", daemon=True).start()
-        return cls(await opened)
+        threading.Thread(target=_open, args=(path, opening), name="ledger open", daemon=True).start()
+        try:
+            return cls(await asyncio.wrap_future(opening))
+        except asyncio.CancelledError:
+            if not opening.cancel() and not opening.exception():  # it is open already
+                opening.result().close()
+            raise
 
     @property
     def snapshot(self) -> Snapshot:
@@ -109,3 +91,17 @@ class AsyncLedger:
                     answered.set_exception(answer)
                 else:
                     answered.set_result(answer)
+
+
+def _open(path: str, opening: Future[Ledger]) -> None:
+    """Open the ledger for `opening`; close it if that was cancelled meanwhile."""
+    try:
+        ledger = Ledger(path)
+    except Exception as error:  # passed on
+        if opening.set_running_or_notify_cancel():
+            opening.set_exception(error)
+    else:
+        if opening.set_running_or_notify_cancel():
+            opening.set_result(ledger)
+        else:
+            ledger.close()

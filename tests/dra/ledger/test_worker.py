@@ -87,3 +87,17 @@ async def test_an_async_ledger_that_nobody_waits_for_gives_the_lock_back(path: s
     first.close()
     second = await AsyncLedger.open(path)
     await second.close()
+
+
+async def test_an_async_ledger_that_is_open_when_its_caller_is_cancelled_gives_the_lock_back(path: str) -> None:
+    """The process is told to stop in the moment in which it gets the lock."""
+    opening = asyncio.create_task(AsyncLedger.open(path))
+    await asyncio.sleep(0)
+    for thread in threading.enumerate():
+        if thread.name == "ledger open":
+            thread.join(60)
+    opening.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await opening
+    async with asyncio.timeout(60):
+        await (await AsyncLedger.open(path)).close()
