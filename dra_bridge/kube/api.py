@@ -20,24 +20,23 @@ class Kind(NamedTuple):
     version: str
     plural: str
     kind: str
-    namespaced: bool
 
     def api_version(self, version: str) -> str:
         """Return the `apiVersion` of its objects in a version of its group."""
         return f"{self.group}/{version}" if self.group else version
 
 
-NODES: Final = Kind("", "v1", "nodes", "Node", False)
-PODS: Final = Kind("", "v1", "pods", "Pod", True)
-EVENTS: Final = Kind("", "v1", "events", "Event", True)
-RESOURCE_SLICES: Final = Kind(GROUP, "", "resourceslices", "ResourceSlice", False)
-RESOURCE_CLAIMS: Final = Kind(GROUP, "", "resourceclaims", "ResourceClaim", True)
+NODES: Final = Kind("", "v1", "nodes", "Node")
+PODS: Final = Kind("", "v1", "pods", "Pod")
+EVENTS: Final = Kind("", "v1", "events", "Event")
+RESOURCE_SLICES: Final = Kind(GROUP, "", "resourceslices", "ResourceSlice")
+RESOURCE_CLAIMS: Final = Kind(GROUP, "", "resourceclaims", "ResourceClaim")
 
 
-def path_of(kind: Kind, version: str, name: str, namespace: str, subresource: str = "") -> str:
+def path_of(kind: Kind, version: str, name: str = "", namespace: str = "", subresource: str = "") -> str:
     """Return the path of one object, or of all of a kind if `name` is empty."""
     parts = ["apis", kind.group, version] if kind.group else ["api", version]
-    if kind.namespaced and namespace:
+    if namespace:
         parts += ["namespaces", namespace]
     parts += [kind.plural, name, subresource]
     return "/" + "/".join(urllib.parse.quote(part, safe="") for part in parts if part)
@@ -66,10 +65,9 @@ class VersionChangedError(ClusterError):
 
 
 class Cause(msgspec.Struct, frozen=True):
-    """One detail of a refusal: the field, a reason for programs, and a message for people."""
+    """One detail of a refusal: the field, and a message for people."""
 
     field: str = ""
-    reason: str = ""
     message: str = ""
 
 

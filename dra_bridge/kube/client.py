@@ -16,7 +16,6 @@ import random
 import time
 import urllib.parse
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
-from contextlib import aclosing
 from typing import Final, Self, TypedDict, Unpack
 
 import msgspec
@@ -26,7 +25,7 @@ from dra_bridge.kube import api, auth
 from dra_bridge.kube.api import ApiError, GoneError, Kind, Object, UnavailableError
 from dra_bridge.kube.auth import Access
 from dra_bridge.kube.connection import Connection, Discovery, RequestStatistics
-from dra_bridge.kube.watch import SILENCE, Changed, Listed, Listing, Positions, WatchEvent
+from dra_bridge.kube.watch import SILENCE, Changed, Listed, Positions
 
 logger: Final = logging.getLogger(__name__)
 
@@ -102,7 +101,7 @@ class Cluster:
     @property
     def statistics(self) -> RequestStatistics:
         """What went to the API server so far."""
-        return self._connection.traffic.statistics
+        return self._connection.statistics
 
     async def version(self) -> str:
         """Return the version of resource.k8s.io to use: v1, v1beta2 or v1beta1.
@@ -122,7 +121,7 @@ class Cluster:
 
     async def list(
         self, kind: Kind, namespace: str = "", *, field_selector: str = "", label_selector: str = "", page: int = 500
-    ) -> Listing:
+    ) -> Listed:
         """Read all objects of a kind as of one moment (a consistent read), `page` objects a request."""
         selectors = api.selectors_of(field_selector, label_selector)
         before = self._positions.highest(kind)
@@ -145,7 +144,7 @@ class Cluster:
             if not follow:
                 position = str(metadata.get("resourceVersion") or "")
                 self._positions.moved(kind, position, before)
-                return Listing(items, position)
+                return Listed(items, position)
 
     async def create(self, kind: Kind, body: Object, namespace: str = "", *, dry_run: bool = False) -> Object:
         """Create an object and return it as the server has it; dry_run: the server checks it and does not store it.
@@ -205,7 +204,7 @@ class Cluster:
         await self.create(api.EVENTS, body, namespace)
 
     async def follow(
-        self, kind: Kind, namespace: str = "", *, field_selector: str = "", label_selector: str = ""
+        self, kind: Kind, *, field_selector: str = "", label_selector: str = ""
     ) -> AsyncGenerator[Listed | Changed, None]:
         """Yield all objects now, then each change, for ever.
 
@@ -225,17 +224,14 @@ class Cluster:
         while True:
             opened = math.inf
             try:
-                version = ""
-                if not kind.version:
-                    version = await self._discovery.version(older_than=0.0 if lost else self._watch_seconds[0] / 2)
+                age = 0.0 if lost else self._watch_seconds[0] / 2
+                version = kind.version or await self._discovery.version(older_than=age)
                 if not position or version != listed_in:
-                    listing = await self.list(
-                        kind, namespace, field_selector=field_selector, label_selector=label_selector
-                    )
+                    listing = await self.list(kind, field_selector=field_selector, label_selector=label_selector)
                     restored = self._positions.restored
-                    version = "" if kind.version else await self._discovery.version()
+                    version = kind.version or await self.version()
                     position, listed_in = listing.resource_version, version
-                    yield Listed(tuple(listing.items), version)
+                    yield listing
                 seconds = random.uniform(*self._watch_seconds)  # noqa: S311 - no secret
                 parameters = {
                     **api.selectors_of(field_selector, label_selector),
@@ -244,17 +240,19 @@ class Cluster:
                     "resourceVersion": position,
                     "timeoutSeconds": str(max(1, round(seconds))),
                 }
-                path = api.path_of(kind, kind.version or version, "", namespace)
-                async with aclosing(self._events(f"{path}?{urllib.parse.urlencode(parameters)}", restored)) as events:
-                    async for event in events:
-                        if event is None:
-                            opened, lost = time.monotonic(), False
-                            continue
+                target = f"{api.path_of(kind, version)}?{urllib.parse.urlencode(parameters)}"
+                async with self._connection.stream(target) as lines:
+                    opened, lost = time.monotonic(), False
+                    silence = random.uniform(*self._silence)  # noqa: S311 - no secret
+                    while line := await self._positions.read(lines, silence, restored):
+                        event = msgspec.json.decode(line, type=Changed)
+                        if event.type == "ERROR":
+                            raise api.error_of_status(event.object)
                         warned = False
                         position = str((event.object.get("metadata") or {}).get("resourceVersion") or position)
                         self._positions.moved(kind, position)
                         if event.type in ("ADDED", "MODIFIED", "DELETED"):
-                            yield Changed(event.type, event.object)  # type: ignore[arg-type]  # just compared
+                            yield event
                 if time.monotonic() - opened < seconds - 1.0:
                     raise UnavailableError(f"watch {kind.plural}: it ended before its time")
                 warned = False
@@ -278,20 +276,9 @@ class Cluster:
                     logger.warning("watch %s: %s; trying again", kind.plural, error)
                 await self.pause(wait)
 
-    async def _events(self, target: str, restored: int) -> AsyncGenerator[WatchEvent | None, None]:
-        """Yield None when the watch is open, then each event, bookmarks included."""
-        async with self._connection.stream(target) as lines:
-            yield None
-            silence = random.uniform(*self._silence)  # noqa: S311 - no secret
-            while line := await self._positions.read(lines, silence, restored):
-                event = msgspec.json.decode(line, type=WatchEvent)
-                if event.type == "ERROR":
-                    raise api.error_of_status(event.object)
-                yield event
-
     async def pause(self, seconds: float) -> None:
-        """See `Traffic.pause`."""
-        await self._connection.traffic.pause(seconds)
+        """Wait before another try; a wait while the server is lost ends early when another request is answered."""
+        await self._connection.pause(seconds)
 
     async def _request(
         self,

@@ -7,9 +7,10 @@ import logging
 import math
 import time
 import urllib.parse
+from collections import Counter
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterator, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager, contextmanager, suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Final
 
 import msgspec
@@ -40,7 +41,7 @@ _FAILURES: Final = (HttpError, TimeoutError, OSError, KubeConfigError, ValueErro
 """What a request without an answer raises, also when a token file or plugin fails, or the answer is not JSON."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class RequestStatistics:
     """What went to the API server so far.
 
@@ -49,62 +50,18 @@ class RequestStatistics:
     answer, None while the server answers.
     """
 
-    requests: Mapping[str, int] = field(default_factory=dict)
+    requests: Counter[str] = field(default_factory=Counter)
     failures: int = 0
     watches: int = 0
     lost_since: float | None = None
-
-
-class Traffic:
-    """Counts requests and failures, and logs once when the API server is lost or back."""
-
-    def __init__(self) -> None:
-        self.statistics = RequestStatistics()
-        self.recoveries = 0
-        self._answers = asyncio.Event()  # set when the server answers again after it was lost
-
-    def count(self, method: str, *, watch: bool = False) -> None:
-        """Count a request; opening a watch is one too."""
-        before = self.statistics
-        requests = {**before.requests, method: before.requests.get(method, 0) + 1}
-        self.statistics = replace(before, requests=requests, watches=before.watches + watch)
-
-    def failed(self) -> None:
-        """Count a request that the server could not serve now."""
-        self.statistics = replace(self.statistics, failures=self.statistics.failures + 1)
-
-    def unanswered(self, server: str, reason: str) -> None:
-        """Count a failure; the server is lost from the first one on."""
-        self.failed()
-        if self.statistics.lost_since is None:
-            self.statistics = replace(self.statistics, lost_since=time.monotonic())
-            self._answers.clear()
-            logger.warning("the API server %s is lost: %s", server, reason)
-
-    def answered(self, server: str) -> None:
-        """Note that the server is reachable."""
-        if (lost_since := self.statistics.lost_since) is not None:
-            self.statistics = replace(self.statistics, lost_since=None)
-            self._answers.set()
-            self.recoveries += 1
-            logger.info("the API server %s is back after %.1f s", server, time.monotonic() - lost_since)
-
-    async def pause(self, seconds: float) -> None:
-        """Wait before another try; a wait while the server is lost ends early when another request is answered."""
-        if self.statistics.lost_since is None:
-            await asyncio.sleep(seconds)
-            return
-        with suppress(TimeoutError):
-            async with asyncio.timeout(seconds):
-                await self._answers.wait()
 
 
 class Connection:
     """One API server, reached by a configuration; the arguments are those of `Cluster`."""
 
     def __init__(self, configuration: Callable[[], Awaitable[Access]], deadline: float) -> None:
-        self.traffic = Traffic()
-        self.url = ""  # until the configuration is read
+        self.statistics = RequestStatistics()
+        self._url = ""  # until the configuration is read
         self._configuration = configuration
         self._deadline = deadline
         self._reached: tuple[Access, HttpClient] | None = None
@@ -112,6 +69,7 @@ class Connection:
         self._renew = False
         self._former: list[HttpClient] = []
         self._connecting = asyncio.Lock()
+        self._answers = asyncio.Event()  # set when the server answers again after it was lost
 
     async def aclose(self) -> None:
         """Close all connections; streams that are still read fail."""
@@ -138,7 +96,7 @@ class Connection:
         target = f"{path}?{urllib.parse.urlencode(parameters)}" if parameters else path
 
         async def request(server: HttpClient, headers: dict[str, str]) -> Response:
-            self.traffic.count(method)
+            self.statistics.requests[method] += 1
             return await server.request(method, target, headers | more, content)
 
         with self._failures(method, path):
@@ -155,21 +113,19 @@ class Connection:
     @asynccontextmanager
     async def stream(self, path: str) -> AsyncGenerator[AsyncIterator[bytes], None]:
         """Open a stream and give its lines; what fails while they are read and decoded ends with ApiError."""
-        self.traffic.count("GET", watch=True)
+        self.statistics.requests["GET"] += 1
+        self.statistics.watches += 1
         async with AsyncExitStack() as stack:
-            streams: list[AsyncIterator[bytes]] = []
 
             async def request(server: HttpClient, headers: dict[str, str]) -> Response:
-                response, lines = await stack.enter_async_context(server.stream("GET", path, headers))
-                streams.append(lines)
-                return response
+                return await stack.enter_async_context(server.stream("GET", path, headers))
 
             with self._failures("GET", path.partition("?")[0]):
                 response = await self._authorized(request)
                 if response.status != 200:
                     raise self._refused(response)
                 self._answered()
-                yield streams[-1]
+                yield response.lines
 
     async def _authorized(self, request: Callable[[HttpClient, dict[str, str]], Awaitable[Response]]) -> Response:
         """Make a request, and make it again with new credentials if the server refuses the old ones (401)."""
@@ -188,7 +144,7 @@ class Connection:
         retry_after = response.headers.get("retry-after", "")
         error = error_of(response.status, response.body, retry_after, kind=kind, name=name)
         if isinstance(error, UnavailableError):
-            self.traffic.failed()
+            self.statistics.failures += 1
         else:
             self._answered()
         if error.code == 401:
@@ -197,18 +153,34 @@ class Connection:
 
     @contextmanager
     def _failures(self, method: str, path: str) -> Iterator[None]:
-        """Count a request without an answer, and raise UnavailableError."""
+        """Count a request without an answer, and raise UnavailableError; the server is lost from the first one on."""
         try:
             yield
         except _FAILURES as error:
             self._renew = True
             reason = "no answer in time" if isinstance(error, TimeoutError) else str(error) or type(error).__name__
-            self.traffic.unanswered(self.url, reason)
+            self.statistics.failures += 1
+            if self.statistics.lost_since is None:
+                self.statistics.lost_since = time.monotonic()
+                self._answers.clear()
+                logger.warning("the API server %s is lost: %s", self._url, reason)
             raise UnavailableError(f"{method} {path}: {reason}") from error
 
     def _answered(self) -> None:
         self._renew = False  # address and credentials of the configuration are still right
-        self.traffic.answered(self.url)
+        if (lost_since := self.statistics.lost_since) is not None:
+            self.statistics.lost_since = None
+            self._answers.set()
+            logger.info("the API server %s is back after %.1f s", self._url, time.monotonic() - lost_since)
+
+    async def pause(self, seconds: float) -> None:
+        """Wait before another try; a wait while the server is lost ends early when another request is answered."""
+        if self.statistics.lost_since is None:
+            await asyncio.sleep(seconds)
+            return
+        with suppress(TimeoutError):
+            async with asyncio.timeout(seconds):
+                await self._answers.wait()
 
     async def connect(self) -> None:
         """Read the configuration; if that fails the one before stays. Raises AccessError if there was none before."""
@@ -220,7 +192,7 @@ class Connection:
                 raise AccessError(f"cannot reach an API server: {error}") from error
         else:
             old, self._reached = self._reached, (access, server)
-            self.url = access.url
+            self._url = access.url
             # Watches on the old connections go on: cutting them would look like another outage.
             former = self._former if old is None else [*self._former, old[1]]
             self._former = [one for one in former if await one.retire()]
@@ -249,13 +221,12 @@ class Discovery:
         self._connection = connection
         self._chosen = ""  # while the version is in doubt
         self._chosen_at = 0.0
-        self._recoveries = 0  # those of the traffic when the version was chosen
         self._choosing = asyncio.Lock()
 
-    async def version(self, *, older_than: float | None = None) -> str:
+    async def version(self, *, older_than: float = math.inf) -> str:
         """See `Cluster.version`. older_than: seconds after which the server is asked again."""
         async with self._choosing:
-            if self._chosen and (older_than is None or self._age() <= older_than):
+            if self._chosen and time.monotonic() - self._chosen_at <= older_than:
                 return self._chosen
             before, chosen = self._chosen, ""
             served = {entry.get("version") for entry in (await self._group()).get("versions") or ()}
@@ -264,7 +235,6 @@ class Discovery:
                     chosen = version
                     break
             self._chosen, self._chosen_at = chosen, time.monotonic()
-            self._recoveries = self._connection.traffic.recoveries
             if not chosen:
                 raise UnsupportedError(
                     f"the API server serves none of {GROUP}/{', '.join(VERSIONS)}: Dynamic Resource Allocation is off"
@@ -292,7 +262,3 @@ class Discovery:
     def forget(self) -> None:
         """Have the server asked again: it may not serve the chosen version any more."""
         self._chosen = ""
-
-    def _age(self) -> float:
-        lost_since = self._recoveries != self._connection.traffic.recoveries  # it may have been upgraded
-        return math.inf if lost_since else time.monotonic() - self._chosen_at

@@ -42,11 +42,12 @@ class HttpError(Exception):
 
 
 class Response(NamedTuple):
-    """An answer. body: empty if it is streamed."""
+    """An answer. body: empty if it is streamed; then lines yields it line by line, and may be left unread."""
 
     status: int
     headers: Mapping[str, str]
     body: bytes
+    lines: AsyncIterator[bytes]
 
 
 @contextlib.contextmanager
@@ -125,16 +126,14 @@ class HttpClient:
     async def request(self, method: str, target: str, headers: Mapping[str, str], content: bytes = b"") -> Response:
         """Send a request and read the whole answer. target: path and query."""
         async with self._exchange(method, target, headers, content) as response:
-            return Response(response.status, response.headers, await self._body(response))
+            return Response(response.status, response.headers, await self._body(response), self._lines(response))
 
     @contextlib.asynccontextmanager
-    async def stream(
-        self, method: str, target: str, headers: Mapping[str, str]
-    ) -> AsyncIterator[tuple[Response, AsyncIterator[bytes]]]:
-        """Send a request; the lines of a 200's body come one by one, and may be left unread."""
+    async def stream(self, method: str, target: str, headers: Mapping[str, str]) -> AsyncIterator[Response]:
+        """Send a request; the body of a 200 is streamed while the context lasts."""
         async with self._exchange(method, target, headers, b"") as response:
             body = b"" if response.status == 200 else await self._body(response)
-            yield Response(response.status, response.headers, body), self._lines(response)
+            yield Response(response.status, response.headers, body, self._lines(response))
 
     @contextlib.asynccontextmanager
     async def _exchange(
@@ -219,10 +218,8 @@ def _matches(rule: str, host: str, port: int, address: _Address | None) -> bool:
     if rule == "*":
         return True
     if "/" in rule:
-        try:
+        with contextlib.suppress(ValueError):
             return address is not None and address in ipaddress.ip_network(rule, strict=False)
-        except ValueError:
-            return False
     name, wanted = _split_port(rule)
     if not name or wanted not in ("", str(port)):
         return False

@@ -6,7 +6,7 @@ import asyncio
 import logging
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
-from typing import Final, Literal, NamedTuple
+from typing import Final
 
 import msgspec
 
@@ -24,34 +24,19 @@ objects once in about 4 minutes for each watch.
 """
 
 
-class Listing(NamedTuple):
-    """A list and the resourceVersion at which it is true."""
+@dataclass(frozen=True, slots=True)
+class Listed:
+    """All objects there are, and the resourceVersion at which that is true.
+
+    A watch yields it at the beginning, and whenever it did not end as the client had asked.
+    """
 
     items: list[Object]
     resource_version: str
 
 
-@dataclass(frozen=True, slots=True)
-class Listed:
-    """All objects there are: at the beginning, and whenever a watch did not end as the client had asked.
-
-    version: of resource.k8s.io in which the objects are; empty for other groups.
-    """
-
-    items: tuple[Object, ...]
-    version: str = ""
-
-
-@dataclass(frozen=True, slots=True)
-class Changed:
-    """One object that was added, changed or deleted since."""
-
-    type: Literal["ADDED", "MODIFIED", "DELETED"]
-    object: Object
-
-
-class WatchEvent(msgspec.Struct):
-    """One line of a watch's stream."""
+class Changed(msgspec.Struct, frozen=True):
+    """One object that was added, changed or deleted since. type: ADDED, MODIFIED or DELETED."""
 
     type: str
     object: Object

@@ -198,7 +198,7 @@ async def test_a_body_without_end(monkeypatch: pytest.MonkeyPatch) -> None:
                 assert len((await server.request("GET", "/", {})).body) == fits
             if status == 403:
                 with raised:
-                    async with server.stream("GET", "/", {}) as (response, _):
+                    async with server.stream("GET", "/", {}) as response:
                         assert len(response.body) == fits
 
 
@@ -209,10 +209,10 @@ async def test_a_line_without_end(monkeypatch: pytest.MonkeyPatch) -> None:
     async with (
         answering(answer) as other,
         reaching(other.url) as server,
-        server.stream("GET", "/", {}) as (_, lines),
+        server.stream("GET", "/", {}) as response,
     ):
         with pytest.raises(HttpError, match="1000"):
-            await anext(lines)
+            await anext(response.lines)
 
 
 @pytest.mark.parametrize("part", [b"Content-Length: 5", b"Transfer-Encoding: chunked"])
@@ -255,11 +255,11 @@ async def test_a_stream() -> None:
     """A stream's lines come as the server sends them, in whatever pieces, and need not be read to their end."""
     head = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n7\r\none\ntwo\r\n"
     async with answering(head) as other, reaching(other.url) as server:
-        async with server.stream("GET", "/", {}) as (response, lines):
+        async with server.stream("GET", "/", {}) as response:
             assert response.status == 200
-            assert await anext(lines) == b"one\n"
+            assert await anext(response.lines) == b"one\n"
             other.writers[0].write(b"5\r\n\ntri\n\r\n")
-            assert [await anext(lines), await anext(lines)] == [b"two\n", b"tri\n"]
+            assert [await anext(response.lines), await anext(response.lines)] == [b"two\n", b"tri\n"]
         assert not await server.retire()  # no request is running
 
 
@@ -278,8 +278,8 @@ def test_a_stream_that_is_left_is_closed_at_once(tmp_path: Path) -> None:
 
     async def leave(url: str) -> None:
         server = HttpClient(url, trusting(certificate))
-        async with server.stream("GET", "/", {}) as (_, lines):
-            assert await anext(lines) == b"one\n"
+        async with server.stream("GET", "/", {}) as response:
+            assert await anext(response.lines) == b"one\n"
         await server.aclose()
 
     with socket.create_server(("127.0.0.1", 0)) as listening, warnings.catch_warnings(record=True) as caught:
@@ -309,10 +309,10 @@ async def test_a_retired_server() -> None:
     """What is under way on a server that is not to be used any more goes on, and its end closes all."""
     head = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n"
     async with answering(head) as other, reaching(other.url) as server:
-        async with server.stream("GET", "/", {}) as (_, lines):
+        async with server.stream("GET", "/", {}) as response:
             assert await server.retire()
             other.writers[0].write(b"4\r\none\n\r\n")
-            assert await anext(lines) == b"one\n"
+            assert await anext(response.lines) == b"one\n"
         assert not await server.retire()
 
 

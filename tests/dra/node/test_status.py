@@ -64,7 +64,7 @@ def bridge(**changes: Any) -> Any:
         "publisher": SimpleNamespace(
             state=lambda name: PoolState(name, 3, 3, 7, 1, frozenset({"a", "c"}), frozenset(), (), 9)
         ),
-        "cluster": SimpleNamespace(statistics=RequestStatistics({"GET": 5, "PATCH": 2}, 1, 3, None)),
+        "cluster": SimpleNamespace(statistics=RequestStatistics(Counter({"GET": 5, "PATCH": 2}), 1, 3, None)),
         **changes,
     }
     return SimpleNamespace(**parts)
