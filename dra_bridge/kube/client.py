@@ -16,7 +16,7 @@ import random
 import time
 import urllib.parse
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
-from typing import Final, Self, TypedDict, Unpack
+from typing import Any, Final, Self
 
 import msgspec
 
@@ -30,15 +30,6 @@ from dra_bridge.kube.watch import SILENCE, Changed, Listed, Positions
 logger: Final = logging.getLogger(__name__)
 
 COMPONENT: Final = "dra-bridge"  # the field manager of patches and the source of Events
-
-
-class Options(TypedDict, total=False):
-    """See `Cluster`."""
-
-    deadline: float
-    backoff: Backoff
-    watch_seconds: tuple[float, float]
-    silence: tuple[float, float]
 
 
 class Cluster:
@@ -72,12 +63,15 @@ class Cluster:
         self._silence = silence
 
     @classmethod
-    def from_environment(cls, kubeconfig: str | os.PathLike[str] | None = None, **options: Unpack[Options]) -> Cluster:
-        """Reach the server that a kubeconfig file names, else the one of the pod, else KUBECONFIG or ~/.kube/config."""
+    def from_environment(cls, kubeconfig: str | os.PathLike[str] | None = None, **options: Any) -> Cluster:
+        """Reach the server that a kubeconfig file names, else the one of the pod, else KUBECONFIG or ~/.kube/config.
+
+        options: as of `Cluster`.
+        """
         return cls(lambda: auth.from_environment(kubeconfig), **options)
 
     @classmethod
-    def from_server(cls, url: str, **options: Unpack[Options]) -> Cluster:
+    def from_server(cls, url: str, **options: Any) -> Cluster:
         """Reach the server at a URL, without credentials."""
         return cls(lambda: auth.from_server(url), **options)
 

@@ -54,10 +54,6 @@ class Offer:
         at = {name: number for number, name in enumerate(self.order)}
         return [devices[name] for name in sorted(devices, key=lambda name: (at.get(name, len(at)), natural(name)))]
 
-    def offers(self, device: str) -> bool:
-        """Return whether a device is on the DRA side."""
-        return self.offered is None or device in self.offered
-
     def replicas_of(self, device: str) -> int:
         """Return how many claims share a device."""
         return self.replicas if isinstance(self.replicas, int) else self.replicas.get(device, 1)
@@ -84,14 +80,12 @@ class Desired:
     """What the API server should have.
 
     slices: bodies as resource.k8s.io/v1 has them, without `spec.pool.generation`, owner and resourceVersion. needs:
-    features that the pool uses where the server has them. withheld: names of devices that cannot be offered. problems:
-    why, and what else was left out, one sentence each.
+    features that the pool uses where the server has them. problems: what was left out and why, one sentence each.
     """
 
     slices: tuple[Object, ...]
-    needs: frozenset[Feature] = frozenset()
-    withheld: frozenset[str] = frozenset()
-    problems: tuple[str, ...] = ()
+    needs: frozenset[Feature]
+    problems: tuple[str, ...]
 
 
 def slice_name(node: str, driver: str, number: int) -> str:
@@ -117,28 +111,18 @@ def desired(pool: Pool, *, without: Collection[Feature] = ()) -> Desired | None:
     used: set[str] = set()
     places: list[Object | None] = []
     needs: set[Feature] = set()
-    withheld: set[str] = set()
     for offer in pool.offers:
         for device in offer.devices:
-            offered = offer.offers(device.id)
-            name = naming.device_name(device.id, offer.qualifier)
+            offered = offer.offered is None or device.id in offer.offered
             consumed: Mapping[str, Counters] = {}
             if "counters" not in without:
                 consumed = _consumed(device, sets, problems if offered else [])
             used.update(consumed)
-            entry: Object | None = None
-            if offered:
-                needed = _needs(device, offer)
-                needs |= needed
-                if (device.consumes and not consumed) or ("taints" in needed and "taints" in without):
-                    withheld.add(name)
-                else:
-                    entry = _entry(name, device, offer, pool, without, problems)
-                    if consumed:
-                        entry["consumesCounters"] = [
-                            {"counterSet": one, "counters": _counters(what)} for one, what in sorted(consumed.items())
-                        ]
-            places.append(entry)
+            needed = _needs(device, offer) if offered else set()
+            needs |= needed
+            left_out = (device.consumes and not consumed) or ("taints" in needed and "taints" in without)
+            possible = offered and not left_out
+            places.append(_entry(device, offer, pool, without, consumed, problems) if possible else None)
     counters: list[Object] = [{"name": name, "counters": _counters(sets[name])} for name in sorted(used, key=natural)]
     parts: list[Object] = []
     if any(places):
@@ -156,7 +140,7 @@ def desired(pool: Pool, *, without: Collection[Feature] = ()) -> Desired | None:
         whole = {"name": pool.node, "resourceSliceCount": len(parts)}
         spec = {"driver": pool.driver, "nodeName": pool.node, "pool": whole, **part}
         slices.append({"metadata": metadata, "spec": spec})
-    return Desired(tuple(slices), frozenset(needs), frozenset(withheld), tuple(dict.fromkeys(problems)))
+    return Desired(tuple(slices), frozenset(needs), tuple(dict.fromkeys(problems)))
 
 
 def _needs(device: Device, offer: Offer) -> set[Feature]:
@@ -169,7 +153,12 @@ def _needs(device: Device, offer: Offer) -> set[Feature]:
 
 
 def _entry(
-    name: str, device: Device, offer: Offer, pool: Pool, without: Collection[Feature], problems: list[str]
+    device: Device,
+    offer: Offer,
+    pool: Pool,
+    without: Collection[Feature],
+    consumed: Mapping[str, Counters],
+    problems: list[str],
 ) -> Object:
     replicas = 1 if "sharing" in without else offer.replicas_of(device.id)
     attributes: Object = {naming.EXTENDED_RESOURCE: {"string": naming.canonical_resource(offer.snapshot.resource)}}
@@ -178,7 +167,6 @@ def _entry(
         policy = {"default": "1", "validRange": {"min": "1", "step": "1"}}
         capacity[SHARES] = {"value": str(replicas), "requestPolicy": policy}
     taken = {naming.qualified(key, pool.driver) for key in (*attributes, *capacity)}
-    free = naming.MAX_ENTRIES - len(taken)
     # The device's capacity and attributes go before the framework's own "numa" where not all of them fit.
     wanted: list[tuple[str, Any, bool]] = [(key, value, True) for key, value in device.capacity.items()]
     wanted += [(key, value, False) for key, value in device.attributes.items()]
@@ -187,30 +175,33 @@ def _entry(
             (naming.check_capacity if amount else naming.check_attribute)(key, value)
             if naming.qualified(key, pool.driver) in taken:
                 raise NamingError(f"{key!r} is given twice, or is the framework's own name")
-            if not free:
+            if len(taken) == naming.MAX_ENTRIES:
                 raise NamingError(
                     f"{key!r} is one more than the {naming.MAX_ENTRIES} attributes and capacities of a device"
                 )
         except NamingError as error:
             problems.append(f"{offer.snapshot.resource} device {device.id!r}: left out: {error}")
             continue
-        free -= 1
         taken.add(naming.qualified(key, pool.driver))
         if amount:
             capacity[key] = _capacity(value, replicas)
         else:
             attributes[key] = _attribute(value)
     numa = device.numa_nodes
-    if free and len(numa) == 1 and naming.qualified("numa", pool.driver) not in taken:
+    if len(numa) == 1 and len(taken) < naming.MAX_ENTRIES and naming.qualified("numa", pool.driver) not in taken:
         # Kubernetes 1.36 has standard attributes for PCI only, none for NUMA
         attributes["numa"] = {"int": numa[0]}
-    entry: Object = {"name": name, "attributes": attributes}
+    entry: Object = {"name": naming.device_name(device.id, offer.qualifier), "attributes": attributes}
     if capacity:
         entry["capacity"] = capacity
     if replicas > 1:
         entry["allowMultipleAllocations"] = True
     if not device.health.usable:
         entry["taints"] = [{"key": f"{pool.driver}/unhealthy", "effect": pool.unhealthy}]
+    if consumed:
+        entry["consumesCounters"] = [
+            {"counterSet": one, "counters": _counters(what)} for one, what in sorted(consumed.items())
+        ]
     return entry
 
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Iterable
+from collections import deque
+from collections.abc import Iterable
 from contextlib import aclosing, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -32,7 +33,6 @@ class PoolState:
     left out and why, or what keeps the server from accepting it. writes: successful ones.
     """
 
-    driver: str
     wanted: int = 0
     accepted: int = 0
     generation: int = 0
@@ -54,8 +54,8 @@ class _RateLimit:
         self._burst = burst
         self._per_second = per_second
         self._ticket = 0
-        self._rounds: tuple[list[float], list[float]] = ([], [])
-        """When rounds of writes began: again for the same ticket, and the first for each."""
+        self._rounds = deque[float](maxlen=burst), deque[float](maxlen=10 * burst)
+        """When the last rounds of writes began: again for the same ticket, and the first for each."""
 
     async def round(self, ticket: int) -> bool:
         """Count a round of writes; wait first, and return True, if there were too many lately."""
@@ -63,8 +63,7 @@ class _RateLimit:
         first = ticket != self._ticket
         self._ticket = ticket
         rounds, times = self._rounds[first], 10 if first else 1
-        rounds[:] = [at for at in rounds if now - at < self._burst / self._per_second]
-        many = len(rounds) >= self._burst * times
+        many = len(rounds) == rounds.maxlen and now - rounds[0] < self._burst / self._per_second
         if many:
             await asyncio.sleep(1.0 / (self._per_second * times))
         rounds.append(now)
@@ -77,7 +76,7 @@ class _Driver:
 
     pool: Pool
     rate_limit: _RateLimit
-    state: PoolState
+    state: PoolState = field(default_factory=PoolState)
     wake: asyncio.Event = field(default_factory=asyncio.Event)
     mirror: Mirror = field(default_factory=Mirror)
     warned: set[str] = field(default_factory=set)
@@ -96,20 +95,18 @@ class Publisher:
         cluster: Cluster,
         node: str,
         *,
-        warn: Callable[[str, str], None] | None = None,
         burst: int = 10,
         per_second: float = 0.5,
         probe_again: float = 60.0,
     ) -> None:
         """Do nothing yet; `want` says what, `run` does it.
 
-        warn: called with driver and message, once for each message; by default a warning is logged. burst, per_second:
-        how many rounds of writes a driver may make at once, and how fast that is regained. probe_again: seconds after
-        which a feature that the server lacked may be asked for again, when it may be another server.
+        burst, per_second: how many rounds of writes a driver may make at once, and how fast that is regained.
+        probe_again: seconds after which a feature that the server lacked may be asked for again, when it may be
+        another server.
         """
         self.cluster: Final = cluster
         self._node = node
-        self._warn = warn or partial(logger.warning, "%s: %s")
         self._rate_limit = partial(_RateLimit, burst, per_second)
         self._features = ServerFeatures(cluster, probe_again)
         self._drivers: dict[str, _Driver] = {}
@@ -127,7 +124,7 @@ class Publisher:
             raise ValueError(f"this publisher is for node {self._node}, not {pool.node}")
         driver = self._drivers.get(pool.driver)
         if driver is None:
-            driver = self._drivers[pool.driver] = _Driver(pool, self._rate_limit(), PoolState(pool.driver))
+            driver = self._drivers[pool.driver] = _Driver(pool, self._rate_limit())
             if self._group is not None:
                 self._start(driver, self._group)
         elif driver.state.wanted and driver.pool == pool:
@@ -140,7 +137,7 @@ class Publisher:
     def state(self, driver: str) -> PoolState:
         """Return how far a driver's pool is."""
         found = self._drivers.get(driver)
-        return found.state if found else PoolState(driver)
+        return found.state if found else PoolState()
 
     async def accepted(self, driver: str, ticket: int) -> PoolState:
         """Wait until the API server has what was wanted with this ticket, or something newer."""
@@ -163,40 +160,37 @@ class Publisher:
         selector = f"spec.nodeName={self._node}"
         async with aclosing(self.cluster.follow(RESOURCE_SLICES, field_selector=selector)) as events:
             async for event in events:
-                if isinstance(event, kube.Listed):
-                    self._replace_mirror(event.items)
-                    self._listed.set()
-                elif isinstance(event, kube.Changed):
-                    self._observe(event.object, deleted=event.type == "DELETED")
+                if isinstance(event, kube.Changed):
+                    self._observe(neutral(event.object), deleted=event.type == "DELETED")
+                    continue
+                self._owner = None  # the Node may be another one
+                for driver in self._drivers.values():
+                    driver.mirror.relist(new_watch=True)
+                for item in event.items:
+                    self._keep(neutral(item))
+                self._features.forget_missing()
+                for driver in self._drivers.values():
+                    driver.wake.set()
+                self._listed.set()
 
-    def _replace_mirror(self, items: Iterable[Object]) -> None:
-        self._owner = None  # the Node may be another one
-        for driver in self._drivers.values():
-            driver.mirror.relist(new_watch=True)
-        for item in items:
-            self._keep(item)
-        self._features.forget_missing()
-        for driver in self._drivers.values():
-            driver.wake.set()
-
-    def _observe(self, item: Object, *, deleted: bool) -> None:
-        driver = self._driver_of(item)
-        if driver is None or not driver.mirror.observe(neutral(item), deleted=deleted):
+    def _observe(self, body: Object, *, deleted: bool) -> None:
+        driver = self._driver_of(body)
+        if driver is None or not driver.mirror.observe(body, deleted=deleted):
             return
         if deleted:
             self._owner = None  # the Node may be another one
         else:
-            self._features.learn(neutral(item))
+            self._features.learn(body)
         driver.wake.set()
 
-    def _keep(self, item: Object) -> None:
-        driver = self._driver_of(item)
+    def _keep(self, body: Object) -> None:
+        driver = self._driver_of(body)
         if driver is not None:
-            driver.mirror.keep(neutral(item))
-            self._features.learn(neutral(item))
+            driver.mirror.keep(body)
+            self._features.learn(body)
 
-    def _driver_of(self, item: Object) -> _Driver | None:
-        spec = item.get("spec") or {}
+    def _driver_of(self, body: Object) -> _Driver | None:
+        spec = body.get("spec") or {}
         if spec.get("nodeName") != self._node or (spec.get("pool") or {}).get("name") != self._node:
             return None
         return self._drivers.get(spec.get("driver", ""))
@@ -269,7 +263,7 @@ class Publisher:
         listing = await self.cluster.list(RESOURCE_SLICES, field_selector=selector)
         driver.mirror.relist()
         for item in listing.items:
-            self._keep(item)
+            self._keep(neutral(item))
 
     async def _reconcile(self, driver: _Driver) -> bool:
         """Make the slices as they are wanted; return False if that does not end."""
@@ -365,7 +359,7 @@ class Publisher:
             if len(driver.warned) >= 1000:
                 driver.warned.clear()
             driver.warned.add(message)
-            self._warn(driver.pool.driver, message)
+            logger.warning("%s: %s", driver.pool.driver, message)
 
     def _set(self, driver: _Driver, **changes: Any) -> None:
         driver.state = replace(driver.state, **changes)

@@ -62,7 +62,7 @@ def bridge(**changes: Any) -> Any:
         "drivers": {DRIVER: one},
         "agent": SimpleNamespace(services={RESOURCE: SimpleNamespace(source=source)}),
         "publisher": SimpleNamespace(
-            state=lambda name: PoolState(name, 3, 3, 7, 1, frozenset({"a", "c"}), frozenset(), (), 9)
+            state=lambda name: PoolState(3, 3, 7, 1, frozenset({"a", "c"}), frozenset(), (), 9)
         ),
         "cluster": SimpleNamespace(statistics=RequestStatistics(Counter({"GET": 5, "PATCH": 2}), 1, 3, None)),
         **changes,
@@ -125,9 +125,9 @@ def test_ready_when_registered_and_published() -> None:
 @pytest.mark.parametrize(
     ("changes", "why"),
     [
-        ({"publisher": SimpleNamespace(state=lambda name: PoolState(name, 1))}, "slices of driver .* not published"),
+        ({"publisher": SimpleNamespace(state=lambda name: PoolState(1))}, "slices of driver .* not published"),
         (
-            {"publisher": SimpleNamespace(state=lambda name: PoolState(name, 1, problems=("forbidden",)))},
+            {"publisher": SimpleNamespace(state=lambda name: PoolState(1, problems=("forbidden",)))},
             "not published: forbidden",
         ),
         ({"drivers": {}}, "has not started: another agent"),
