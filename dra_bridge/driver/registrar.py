@@ -21,8 +21,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import logging
-import re
 import secrets
 import time
 from collections.abc import AsyncIterator, Callable
@@ -92,11 +92,6 @@ class RegistrarStatistics:
     error: str = ""
 
 
-def _unlink(path: Path) -> None:
-    with contextlib.suppress(OSError):
-        path.unlink()
-
-
 class _ClaimService(dra_v1_pb2_grpc.DRAPluginServicer, dra_v1beta1_pb2_grpc.DRAPluginServicer):
     """DRAPlugin in one version, whose messages `pb` are. Both have the same messages, but v1beta1 has no `share_id`."""
 
@@ -157,14 +152,14 @@ class HealthService(
         self._keep_alive = keep_alive
         self._changed = asyncio.Event()
         self._ended = False
-        self._unsubscribe: list[Callable[[], None]] = []
+        self._subscriptions = contextlib.ExitStack()
         self.follow()
 
     def follow(self) -> None:
         """Follow the inventories that the driver serves now, and send their lists."""
-        self._leave()
-        resources = self._driver.devices.resources
-        self._unsubscribe = [served.inventory.subscribe(lambda _: self._wake()) for served in resources]
+        self._subscriptions.close()
+        for served in self._driver.devices.resources:
+            self._subscriptions.callback(served.inventory.subscribe(lambda _: self._wake()))
         self._wake()
 
     async def NodeWatchResources(self, request: object, context: object) -> AsyncIterator[Any]:  # noqa: N802
@@ -179,17 +174,12 @@ class HealthService(
     def end(self) -> None:
         """End all streams."""
         self._ended = True
-        self._leave()
+        self._subscriptions.close()
         self._wake()
 
     def _wake(self) -> None:
         self._changed.set()
         self._changed = asyncio.Event()
-
-    def _leave(self) -> None:
-        for unsubscribe in self._unsubscribe:
-            unsubscribe()
-        self._unsubscribe = []
 
 
 def add_to_server(driver: Driver, health: HealthService, server: grpc.aio.Server) -> None:
@@ -250,9 +240,7 @@ class Registrar:
         self._health: HealthService | None = None
         self._sockets: list[_Socket] = []
         """The service's, then the registration's."""
-        self._made_at = 0.0
         self._refused = False
-        self._watch: filewatch.Watch | None = None
         self._stopping = Tasks()
 
     @property
@@ -270,43 +258,48 @@ class Registrar:
 
         Raises ValueError: the kubelet's root has a path too long for any socket.
         """
-        directories = [str(self._registry), str(self.directory)]
         try:
-            with filewatch.shared().watch(directories) as self._watch:
+            with filewatch.shared().watch([str(self._registry), str(self.directory)]) as watch:
                 while True:
                     try:
-                        wait = await self._step()
+                        await self._serve(watch)
+                        await self._keep(watch)
                     except OSError as error:
-                        wait = self._backoff.next()
-                        self._fail(f"cannot serve in {self._registry}: {error}", wait)
-                    await self._watch.wait(wait)
+                        reason, wait = f"cannot serve in {self._registry}: {error}", self._backoff.next()
+                        if self.statistics.error != reason:
+                            _LOG.error("%s: %s; trying again in %.1f s", self.driver.name, reason, wait)
+                        self._fail(reason)
+                        await watch.wait(wait)
+                    finally:
+                        self._retire()
         finally:
-            self._watch = None
-            self._retire()
             await self._stopping.wait(self._timing.drain + 1.0)
 
-    async def _step(self) -> float:
-        """Do what is to be done now; return how many seconds to wait for a change in the directories."""
-        whole = len(self._sockets) == 2 and all(bound.in_place for bound in self._sockets)
-        waited = time.monotonic() - self._made_at
-        if whole and self._refused:
-            # Once a refusal: the next try is later each time.
-            self._refused = False
-            delay = self._backoff.next()
-            what = f"the kubelet refused the registration: {self.statistics.error}"
-            _LOG.error("%s: %s; trying again in %.1f s", self.driver.name, what, delay)
-            await asyncio.sleep(delay)
-            if self.statistics.registered:  # the kubelet's own next try was sooner
-                return self._timing.check
-        elif whole and (self.statistics.registered or waited < self._timing.patience):
-            return min(self._timing.check, max(0.05, self._timing.patience - waited))
-        elif self._sockets and not whole:
-            _LOG.warning("%s: a socket was removed; making new ones", self.driver.name)
-        self._retire()
-        await self._serve()
-        return self._timing.check
+    async def _keep(self, watch: filewatch.Watch) -> None:
+        """Wait until new sockets are needed: one was removed, or the kubelet refused the driver or does not answer."""
+        made_at = time.monotonic()
+        while all(bound.in_place for bound in self._sockets):
+            if self._refused:
+                await self._pause()
+                if not self.statistics.registered:  # else the kubelet's own next try was sooner
+                    return
+            wait = self._timing.check
+            if not self.statistics.registered:
+                wait = min(wait, made_at + self._timing.patience - time.monotonic())
+                if wait <= 0:
+                    return
+            await watch.wait(wait)
+        _LOG.warning("%s: a socket was removed; making new ones", self.driver.name)
 
-    async def _serve(self) -> None:
+    async def _pause(self) -> None:
+        """Wait after a refusal, longer after each."""
+        self._refused = False
+        delay = self._backoff.next()
+        reason = f"the kubelet refused the registration: {self.statistics.error}"
+        _LOG.error("%s: %s; trying again in %.1f s", self.driver.name, reason, delay)
+        await asyncio.sleep(delay)
+
+    async def _serve(self, watch: filewatch.Watch) -> None:
         """Make both sockets, the service's first; their names are new."""
         name, instance = self.driver.name, secrets.token_hex(4)
         self._registry.mkdir(parents=True, exist_ok=True)
@@ -318,9 +311,9 @@ class Registrar:
         endpoint = self.directory / f"dra-{instance}.sock"
         await self._bind(service, endpoint)
         info = pb.PluginInfo(type=PLUGIN_TYPE, name=name, endpoint=str(endpoint), supported_versions=list(SERVICES))
-        add_RegistrationServicer_to_server(_Registration(info, self._answered), registration)
+        answered = functools.partial(self._answered, watch)
+        add_RegistrationServicer_to_server(_Registration(info, answered), registration)
         await self._bind(registration, addresses.socket_path(self._registry, name, f"-{instance}-reg.sock"))
-        self._made_at = time.monotonic()
         _LOG.debug("%s: serving at %s, waiting for the kubelet", name, endpoint)
 
     async def _bind(self, server: grpc.aio.Server, path: Path) -> None:
@@ -331,24 +324,20 @@ class Registrar:
         await server.start()
         self._sockets.append(_Socket(path, server, file_identity(path)))
 
-    def _answered(self, registered: bool, error: str) -> None:
-        self.statistics.registered = registered
+    def _answered(self, watch: filewatch.Watch, registered: bool, error: str) -> None:
         if registered:
             self._backoff.reset()
+            self.statistics.registered = True
             self.statistics.registrations += 1
             self.statistics.error = ""
             _LOG.info("%s: registered with the kubelet", self.driver.name)
+            self._changed()
         else:
             self._refused = True
-            self.statistics.failures += 1
-            self.statistics.error = error or "no reason was given"
-            if self._watch is not None:
-                self._watch.wake()
-        self._changed()
+            self._fail(error or "no reason was given")
+            watch.wake()
 
-    def _fail(self, error: str, wait: float) -> None:
-        if self.statistics.error != error:
-            _LOG.error("%s: %s; trying again in %.1f s", self.driver.name, error, wait)
+    def _fail(self, error: str) -> None:
         self.statistics.registered = False
         self.statistics.failures += 1
         self.statistics.error = error
@@ -356,14 +345,13 @@ class Registrar:
 
     def _sweep(self) -> None:
         """Remove sockets of instances of this driver that were killed: nobody answers there."""
-        tail = "-12345678-reg.sock"
+        tail, instance = "-12345678-reg.sock", "[0-9a-f]" * 8
         prefix = addresses.socket_path(self._registry, self.driver.name, tail).name.removesuffix(tail)
-        registration = re.compile(rf"{re.escape(prefix)}-[0-9a-f]{{8}}-reg\.sock")
-        service = re.compile(r"dra-[0-9a-f]{8}\.sock")
-        for directory, pattern in ((self._registry, registration), (self.directory, service)):
-            for path in directory.iterdir():
-                if pattern.fullmatch(path.name) and addresses.is_abandoned(path):
-                    _unlink(path)
+        registrations = self._registry.glob(f"{prefix}-{instance}-reg.sock")
+        for path in (*registrations, *self.directory.glob(f"dra-{instance}.sock")):
+            if addresses.is_abandoned(path):
+                with contextlib.suppress(OSError):
+                    path.unlink()
 
     def _retire(self) -> None:
         """Let the servers go, the registration first; calls in flight may end."""
@@ -375,6 +363,7 @@ class Registrar:
             self._health = None
         while self._sockets:
             bound = self._sockets.pop()
-            if bound.in_place:
-                _unlink(bound.path)
+            with contextlib.suppress(OSError):
+                if bound.in_place:
+                    bound.path.unlink()
             self._stopping.start(bound.server.stop(self._timing.drain))

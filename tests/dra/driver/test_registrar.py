@@ -208,7 +208,7 @@ async def test_a_refusal_is_said_and_tried_again(
     """With new sockets: the kubelet's own next try is later each time."""
     kubelet.refuse = "the moon is in the wrong phase"
     async with Running(driver, root) as registrar:
-        await aside(kubelet.wait_for, lambda: len(kubelet.failures) >= 1)
+        await aside(kubelet.wait_for, lambda: any("wrong phase" in failure for failure in kubelet.failures))
         kubelet.refuse = ""
         await aside(kubelet.wait_registered, D)
         assert registrar.statistics.failures >= 1
@@ -273,20 +273,17 @@ async def test_the_kubelets_own_next_try_may_be_the_sooner(root: Path, driver: D
     running = Running(driver, root)
     registrar = running.registrar
     registrar._backoff = Waits(3.0)
-    ended, real = asyncio.Event(), registrar._step
+    ended, real = asyncio.Event(), registrar._pause
 
-    async def step() -> float:
-        refused = registrar._refused
-        wait = await real()
-        if refused:
-            ended.set()
-        return wait
+    async def pause() -> None:
+        await real()
+        ended.set()
 
-    registrar._step = step  # type: ignore[method-assign]
+    registrar._pause = pause  # type: ignore[method-assign]
     with FakeDraKubelet(root, server.read) as kubelet:
         kubelet.refuse = "not now"
         async with running, asyncio.timeout(60):
-            await aside(kubelet.wait_for, lambda: bool(kubelet.failures))
+            await aside(kubelet.wait_for, lambda: any("not now" in failure for failure in kubelet.failures))
             kubelet.refuse = ""
             (plugin,) = await aside(kubelet.wait_registered, D)
             await ended.wait()
@@ -304,9 +301,9 @@ async def test_a_kubelet_that_goes_on_refusing_is_asked_ever_more_rarely(
     made: list[float] = []
     serve = running.registrar._serve
 
-    async def note() -> None:
+    async def note(watch: filewatch.Watch) -> None:
         made.append(time.monotonic())
-        await serve()
+        await serve(watch)
 
     running.registrar._serve = note  # type: ignore[method-assign]
     async with running, asyncio.timeout(60):
@@ -314,6 +311,26 @@ async def test_a_kubelet_that_goes_on_refusing_is_asked_ever_more_rarely(
             await asyncio.sleep(0.01)
     assert waits.tries >= 2
     assert all(later - before >= 0.2 for before, later in pairwise(made))
+
+
+async def test_sockets_of_a_registered_driver_are_checked_rarely(
+    driver: Driver, root: Path, kubelet: FakeDraKubelet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Once the kubelet has answered, its patience is no reason to look again."""
+    waits: asyncio.Queue[float] = asyncio.Queue()
+    wait = filewatch.Watch.wait
+
+    async def note(watch: filewatch.Watch, timeout: float) -> bool:
+        waits.put_nowait(timeout)
+        return await wait(watch, timeout)
+
+    monkeypatch.setattr(filewatch.Watch, "wait", note)
+    timing = replace(QUICK, check=0.2, patience=0.5)
+    async with Running(driver, root, timing), asyncio.timeout(60):
+        await aside(kubelet.wait_registered, D)
+        while not waits.empty():
+            waits.get_nowait()
+        assert {await waits.get() for _ in range(6)} == {timing.check}
 
 
 async def test_a_registry_that_cannot_be_written_is_said_and_waited_for(
