@@ -26,9 +26,10 @@ DIRECTORY: Final = "/var/run/cdi"
 """Where runtimes look for files that do not outlive a reboot."""
 CLASS: Final = "claim"
 """The class half of the kind; the vendor half is the driver's name."""
+UID: Final = re.compile(r"[A-Za-z0-9]([A-Za-z0-9-]{0,62}[A-Za-z0-9])?")
+"""What can be the UID of a claim, and so a part of a file's name."""
 _VENDOR: Final = re.compile(r"[A-Za-z]([A-Za-z0-9_.-]*[A-Za-z0-9])?")
 _NAME: Final = re.compile(r"[A-Za-z0-9]([A-Za-z0-9_.:-]*[A-Za-z0-9])?")
-_UID: Final = re.compile(r"[A-Za-z0-9]([A-Za-z0-9-]{0,62}[A-Za-z0-9])?")
 _MAX_NODES: Final = 1024
 
 
@@ -183,7 +184,7 @@ class Store:
 
     def path(self, uid: str) -> str:
         """Return the path of a claim's file. Raises CdiError if this is no claim's UID."""
-        if not _UID.fullmatch(uid):
+        if not UID.fullmatch(uid):
             raise CdiError(f"{uid!r} is not the UID of a claim")
         return os.path.join(self.directory, f"{self._prefix}{uid}.json")
 
@@ -249,7 +250,7 @@ class Store:
                     os.remove(os.path.join(self.directory, name))
             elif name.startswith(self._prefix) and name.endswith(".json"):
                 uid = name[len(self._prefix) : -len(".json")]
-                if _UID.fullmatch(uid):
+                if UID.fullmatch(uid):
                     found.add(uid)
         return frozenset(found)
 

@@ -40,10 +40,8 @@ class ClusterClaims:
             if now is None or now["metadata"]["uid"] != claim.uid:
                 return
             others = [entry for entry in now.get("status", {}).get("devices") or () if entry["driver"] != driver]
-            patch = {
-                "metadata": {"uid": claim.uid, "resourceVersion": now["metadata"]["resourceVersion"]},
-                "status": {"devices": [*others, *devices]},
-            }
+            metadata = {"uid": claim.uid, "resourceVersion": now["metadata"]["resourceVersion"]}
+            patch = {"metadata": metadata, "status": {"devices": [*others, *devices]}}
             name, namespace = claim.name, claim.namespace
             try:
                 made = await self._api.patch(kube.RESOURCE_CLAIMS, name, patch, namespace, subresource="status")

@@ -96,21 +96,18 @@ class ClaimFiles:
         backoff = Backoff(first=1.0, most=60.0)
         with filewatch.shared().watch([os.path.realpath(self._store.directory)]) as watch:
             while not await in_thread(self._store.deleted):
-                if error := await self._restore():
-                    _LOG.warning("%s: CDI files are missing: %s", self._driver, error)
+                there = await self.claims()
+                missing = [claim.uid for claim in self._records.all() if claim.uid not in there]
+                if errors := list(filter(None, await asyncio.gather(*map(self._restore, missing)))):
+                    _LOG.warning("%s: CDI files are missing: %s", self._driver, errors[0])
                     await asyncio.sleep(backoff.next())
                     continue
                 backoff.reset()
                 if await watch.wait(CHECK):
                     await asyncio.sleep(SETTLE)
 
-    async def _restore(self) -> str:
-        """Write the files of prepared claims that are not there; return why one could not be written, or ""."""
-        there = await self.claims()
-        missing = [claim.uid for claim in self._records.all() if claim.uid not in there]
-        return next(filter(None, await asyncio.gather(*map(self._restore_one, missing))), "")
-
-    async def _restore_one(self, uid: str) -> str:
+    async def _restore(self, uid: str) -> str:
+        """Write the file of a prepared claim if it is not there; return why it could not be written, or ""."""
         async with self._records.locked(uid):
             known = self._records.get(uid)
             prepared = prepared_of(known) if known is not None else None

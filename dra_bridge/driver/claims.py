@@ -5,14 +5,14 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from types import MappingProxyType
-from typing import Any, Final, NamedTuple, TypeVar, cast
+from typing import Any, Final, NamedTuple, TypeVar
 
 import msgspec
 
+from deviceplugin import cdi
+
 _T = TypeVar("_T")
 
-_UID: Final = re.compile(r"[A-Za-z0-9]([A-Za-z0-9-]{0,62}[A-Za-z0-9])?")
 _SUBDOMAIN: Final = re.compile(r"[a-z0-9]([-a-z0-9.]{0,251}[a-z0-9])?")
 _FIELD: Final = re.compile(r"`\$\.([^`.\[]+)")
 """How msgspec names a field: at `$.field`."""
@@ -42,14 +42,9 @@ class ClaimRef(NamedTuple):
         return f"{self.namespace}/{self.name}"
 
 
-def is_uid(text: str) -> bool:
-    """Whether this can be the UID of a claim, and so a part of a file's name."""
-    return _UID.fullmatch(text) is not None
-
-
 def check_ref(ref: ClaimRef) -> None:
     """Raise ClaimError if this cannot be a claim."""
-    if not is_uid(ref.uid):
+    if not cdi.UID.fullmatch(ref.uid):
         raise ClaimError("malformed", f"{ref.uid!r} is not the UID of a claim")
     if not _SUBDOMAIN.fullmatch(ref.namespace) or not _SUBDOMAIN.fullmatch(ref.name):
         raise ClaimError("malformed", f"{ref.title!r} is not the name of a claim")
@@ -172,44 +167,24 @@ def decoded_config(config_type: type[_T] | None, config: Sequence[Config], reque
     merged: dict[str, Any] = {}
     origin = "no parameters"
     origins: dict[str, str] = {}
-    for piece in config:
-        if piece.requests and request not in piece.requests and main not in piece.requests:
-            continue
-        origin = "parameters of the class" if piece.source == "FromClass" else "parameters of the claim"
-        parameters = piece.opaque.parameters if piece.opaque else None
-        if config_type is None:
-            raise ClaimError("config", f"request {request!r}: {origin}: this driver takes none")
-        if not isinstance(parameters, Mapping):
-            raise ClaimError("config", f"request {request!r}: {origin} must be an object, not {parameters!r:.60}")
-        merged.update(parameters)
-        origins.update(dict.fromkeys(parameters, origin))
-        _convert(config_type, parameters, request, origin, partly=True)
-    if config_type is None:
-        return None
-    return cast(_T, _convert(config_type, merged, request, origin, origins))
-
-
-def _convert(
-    config_type: Any,
-    value: Mapping[str, Any],
-    request: str,
-    origin: str,
-    origins: Mapping[str, str] = MappingProxyType({}),
-    *,
-    partly: bool = False,
-) -> Any:
-    """Convert parameters, or only check that all fields are known (partly).
-
-    origin: where they are from, in words. origins: the same for each field, if not all are from there.
-    """
     try:
-        info = msgspec.inspect.type_info(config_type)
-        known = {name for name, _ in _fields(info)}
-        value = {key: item for key, item in value.items() if key in known or key not in {"apiVersion", "kind"}}
-        unknown = next(_unknown(value, info, ""), None)
-        if unknown is not None:
-            raise ClaimError("config", f"request {request!r}: {origin}: unknown field {unknown}")
-        return None if partly else msgspec.convert(value, config_type)
+        for piece in config:
+            if piece.requests and request not in piece.requests and main not in piece.requests:
+                continue
+            origin = "parameters of the class" if piece.source == "FromClass" else "parameters of the claim"
+            parameters = piece.opaque.parameters if piece.opaque else None
+            if config_type is None:
+                raise ClaimError("config", f"request {request!r}: {origin}: this driver takes none")
+            if not isinstance(parameters, Mapping):
+                raise ClaimError("config", f"request {request!r}: {origin} must be an object, not {parameters!r:.60}")
+            info = msgspec.inspect.type_info(config_type)
+            usual = {"apiVersion", "kind"} - dict(_fields(info)).keys()
+            value = {key: item for key, item in parameters.items() if key not in usual}
+            if unknown := next(_unknown(value, info, ""), ""):
+                raise ClaimError("config", f"request {request!r}: {origin}: unknown field {unknown}")
+            merged.update(value)
+            origins.update(dict.fromkeys(value, origin))
+        return None if config_type is None else msgspec.convert(merged, config_type)
     except (msgspec.ValidationError, ValueError, TypeError, RecursionError) as error:
         named = _FIELD.search(str(error))
         origin = origins.get(named[1], origin) if named else origin

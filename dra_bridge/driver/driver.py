@@ -99,7 +99,7 @@ class Driver:
             deadline,
             changed,
         )
-        self.reconciler = ClaimReconciler(self.records, api, self.files, self._preparation, deadline)
+        self.reconciler = ClaimReconciler(self.records, api, self.files, self._preparation)
 
     async def prepare(self, claims: Iterable[ClaimRef]) -> dict[str, Prepared | ClaimError]:
         """Prepare claims, each on its own; return an answer by UID for every one of them."""

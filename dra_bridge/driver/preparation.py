@@ -37,7 +37,7 @@ from deviceplugin.kubelet.exclusion_guard import ConflictError, ExclusionGuard
 from deviceplugin.source import DeviceSource
 from dra_bridge.driver.claim_api import ClaimEvents, ClusterClaims
 from dra_bridge.driver.claim_files import ClaimFiles
-from dra_bridge.driver.claims import ClaimError, ClaimRef, check_ref, is_uid, parse_allocation
+from dra_bridge.driver.claims import ClaimError, ClaimRef, check_ref, parse_allocation
 from dra_bridge.driver.records import ClaimRecords, Prepared, prepared_of
 from dra_bridge.driver.served import Group, ServedDevices
 from dra_bridge.driver.tasks import Tasks, ended, in_thread
@@ -142,7 +142,7 @@ class ClaimDevices:
     async def edits(self, uid: str, group: Group) -> ContainerEdits:
         """Set up a group's devices for a claim and return the edits of the devices, then those of the hooks.
 
-        Raises ClaimError: a hook failed, or the edits contradict each other.
+        Raises HookError: a hook failed. ClaimError: the edits contradict each other, or a hook returned none.
         """
         source, devices = group.served.source, tuple(dict.fromkeys(device for device, _ in group.members))
         if "reset" in source.hooks and not group.admin:
@@ -165,7 +165,7 @@ class ClaimDevices:
             raise ClaimError("conflict", f"request {group.request!r}: the devices' edits: {error}") from error
 
     async def unprepare(self, claim: Claim) -> None:
-        """Undo what `prepare` hooks did for a claim; raises ClaimError if a hook failed."""
+        """Undo what `prepare` hooks did for a claim; raises HookError if a hook failed."""
         for served, devices in self.served.of_claim(claim):
             if "unprepare" in served.source.hooks:
                 await self._call("unprepare", served.source, served.source.unprepare, devices)
@@ -182,16 +182,10 @@ class ClaimDevices:
                 if not now.claims_on(source.resource, (device.id,)) and (source.resource, device.id) not in used
             ]
             if idle and "released" in source.hooks:
-                work = self._timed("released", source, source.released, idle)
+                work = self._call("released", source, source.released, idle)
                 self.guard.releases.run([(source.resource, device.id) for device in idle], work)
 
     async def _call(self, name: str, source: DeviceSource, hook: _Hook[_T], *args: object) -> _T:
-        try:
-            return await self._timed(name, source, hook, *args)
-        except hooks.HookError as error:
-            raise ClaimError("hook", str(error)) from error
-
-    async def _timed(self, name: str, source: DeviceSource, hook: _Hook[_T], *args: object) -> _T:
         began = time.perf_counter()
         try:
             return await hooks.call(f"{name} of {source.resource}", hook, *args, timeout=source.hook_timeout)
@@ -204,7 +198,7 @@ class ClaimPreparation:
     """Prepares and unprepares the claims of one driver.
 
     tasks: run the work that must not be cancelled. running_pods, deadline, changed: see `Driver`. preparing: the calls
-    that prepare a claim now, by UID.
+    that prepare a claim now, with its UID.
     """
 
     records: ClaimRecords
@@ -218,28 +212,26 @@ class ClaimPreparation:
     running_pods: Callable[[], Awaitable[RunningPods]]
     deadline: float
     changed: Callable[[], None]
-    preparing: dict[str, set[asyncio.Task[Any]]] = field(default_factory=dict)
+    preparing: dict[asyncio.Task[Any], str] = field(default_factory=dict)
 
     async def prepare(self, ref: ClaimRef) -> Prepared | ClaimError:
         """Prepare a claim; the answer is durable when it is returned."""
         task: asyncio.Task[Any] | None = asyncio.current_task()
         assert task is not None
-        tasks = self.preparing.setdefault(ref.uid, set())
-        tasks.add(task)
+        self.preparing[task] = ref.uid
         try:
             answer = await self._call("prepare", self.statistics.prepare, ref, self._prepare)
         finally:
-            tasks.discard(task)
-            if not tasks:
-                del self.preparing[ref.uid]
+            del self.preparing[task]
         if isinstance(answer, Prepared):
             self.events.forget(ref.uid)
         return answer
 
     async def unprepare(self, ref: ClaimRef) -> ClaimError | None:
         """Unprepare a claim, known or not."""
-        for task in self.preparing.get(ref.uid, ()):
-            task.cancel(_OVERTAKEN)
+        for task, uid in self.preparing.items():
+            if uid == ref.uid:
+                task.cancel(_OVERTAKEN)
         answer = await self._call("unprepare", self.statistics.unprepare, ref, self._unprepare)
         self.events.forget(ref.uid)
         return answer
@@ -348,7 +340,7 @@ class ClaimPreparation:
         known = self.records.get(uid)
         if known is not None:
             await self.devices.unprepare(known)
-        if is_uid(uid):
+        if cdi.UID.fullmatch(uid):
             await self.files.remove(uid)
         if known is not None:
             await self.records.ledger.do(operations.unprepare(self.records.driver, uid))
@@ -367,6 +359,8 @@ def _as_claim_error(error: BaseException, what: str, deadline: float) -> ClaimEr
             reason, text = "overtaken", f"{what}: {_OVERTAKEN if overtaken else 'the driver is stopping'}"
         case TimeoutError():
             reason, text = "timeout", f"{what}: not done within {deadline:g} s"
+        case hooks.HookError():
+            reason, text = "hook", str(error)
         case cdi.CdiError():
             reason, text = "cdi", str(error)
         case LedgerError():

@@ -24,33 +24,17 @@ _LOG: Final = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
-class ReconciledClaims:
-    """What was done to claims, by UID.
-
-    reopened: to be prepared again after a reboot. rewritten, removed: their CDI files. unknown: nothing was done, since
-    it is not known whether they are over.
-    """
-
-    unprepared: tuple[str, ...] = ()
-    reopened: tuple[str, ...] = ()
-    rewritten: tuple[str, ...] = ()
-    removed: tuple[str, ...] = ()
-    unknown: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True, slots=True)
 class ClaimReconciler:
-    """Reconciles the claims of one driver. deadline: seconds for one request to the API server."""
+    """Reconciles the claims of one driver."""
 
     records: ClaimRecords
     api: ClusterClaims
     files: ClaimFiles
     preparation: ClaimPreparation
-    deadline: float
 
     async def reconcile(
         self, named: Collection[str], pods: PodProcesses, unlisted: Collection[str] = (), *, sweep: bool = True
-    ) -> ReconciledClaims:
+    ) -> dict[str, list[str]]:
         """End claims that are over by all evidence (E2), and compare the CDI files with the ledger.
 
         A claim ends here only when the kubelet does not count it as prepared, no process of its pods can run, and the
@@ -59,6 +43,9 @@ class ClaimReconciler:
         named: UIDs of the claims in the kubelet's claim state. pods: which pods' processes run. unlisted: pods of
         which it is not known which claims they use. sweep: whether to remove CDI files of claims that the ledger does
         not know; not before the ledger was given these files as evidence, for the ledger may be the one that is wrong.
+
+        Returns the UIDs of claims by what was done: "unprepared"; "reopened", to be prepared again after a reboot;
+        "rewritten" and "removed", their CDI files; "unknown", nothing, since it is not known whether they are over.
         """
         uids: dict[str, list[str]] = {}
 
@@ -72,21 +59,21 @@ class ClaimReconciler:
         for batch in (claims[at : at + 16] for at in range(0, len(claims), 16)):
             await asyncio.gather(*map(reconcile_one, batch))
         for uid in await self.files.claims() if sweep else ():
-            if self.records.get(uid) is None and uid not in self.preparation.preparing and uid not in named:
+            if self.records.get(uid) is None and uid not in self.preparation.preparing.values() and uid not in named:
                 async with self.records.locked(uid):
                     if self.records.get(uid) is None:
                         with contextlib.suppress(cdi.CdiError):
                             await self.files.remove(uid)
                             uids.setdefault("removed", []).append(uid)
-        done = ReconciledClaims(**{what: tuple(sorted(of)) for what, of in uids.items()})
-        if uids:
+        done = {what: sorted(of) for what, of in uids.items()}
+        if done:
             _LOG.info("%s: claims reconciled: %s", self.records.driver, done)
         return done
 
     async def _reconcile_one(
         self, uid: str, named: frozenset[str], pods: PodProcesses, unlisted: frozenset[str]
     ) -> str:
-        """Return what was done to a claim: a field of `ReconciledClaims`, or "" for nothing."""
+        """Return what was done to a claim: see `reconcile`; "" if nothing."""
         known = self.records.get(uid)
         if known is None:
             return ""
@@ -116,7 +103,7 @@ class ClaimReconciler:
 
     async def _allocated(self, known: Claim) -> bool:
         """Return whether the API server still has this claim, allocated to the same devices."""
-        async with asyncio.timeout(self.deadline):
+        async with asyncio.timeout(self.preparation.deadline):
             claim = await self.api.get_claim(known.namespace, known.name)
         try:
             ref = ClaimRef(known.namespace, known.name, known.uid)

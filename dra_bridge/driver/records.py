@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
-from collections.abc import AsyncIterator
+import weakref
+from dataclasses import dataclass, field
 
 import msgspec
 
@@ -43,14 +43,14 @@ def prepared_of(claim: Claim) -> Prepared | None:
         return None
 
 
+@dataclass(frozen=True, slots=True)
 class ClaimRecords:
     """The claims of one driver in its ledger, with a lock for each claim that is worked on."""
 
-    def __init__(self, driver: str, pool: str, async_ledger: AsyncLedger) -> None:
-        self.driver = driver
-        self.pool = pool
-        self.ledger = async_ledger
-        self._locks: dict[str, tuple[asyncio.Lock, int]] = {}
+    driver: str
+    pool: str
+    ledger: AsyncLedger
+    _locks: weakref.WeakValueDictionary[str, asyncio.Lock] = field(default_factory=weakref.WeakValueDictionary)
 
     def get(self, uid: str) -> Claim | None:
         """Return a claim's record."""
@@ -60,15 +60,6 @@ class ClaimRecords:
         """Return the records of all claims of the driver."""
         return [claim for claim in self.ledger.snapshot.claims.values() if claim.driver == self.driver]
 
-    @contextlib.asynccontextmanager
-    async def locked(self, uid: str) -> AsyncIterator[None]:
-        """Lock a claim while the context lasts."""
-        lock, users = self._locks.get(uid) or (asyncio.Lock(), 0)
-        self._locks[uid] = lock, users + 1
-        try:
-            async with lock:
-                yield
-        finally:
-            lock, users = self._locks.pop(uid)
-            if users > 1:
-                self._locks[uid] = lock, users - 1
+    def locked(self, uid: str) -> asyncio.Lock:
+        """Return the lock of a claim, the same one as long as anybody has it or waits for it."""
+        return self._locks.setdefault(uid, asyncio.Lock())

@@ -34,7 +34,6 @@ import grpc.aio
 
 from deviceplugin import addresses, filewatch
 from deviceplugin.backoff import Backoff
-from deviceplugin.device import Health
 from deviceplugin.files import FileIdentity, file_identity
 from deviceplugin.kubelet.podresources import unix_address
 from dra_bridge.driver.claims import ClaimError, ClaimRef
@@ -59,11 +58,6 @@ SERVICES: Final = ("v1.DRAPlugin", "v1beta1.DRAPlugin", "v1.DRAResourceHealth", 
 """What the kubelet chooses from, once for claims and once for health."""
 
 _MAX_MESSAGE: Final = 1000
-_HEALTH: Final = {
-    Health.HEALTHY: health_pb.HEALTHY,
-    Health.UNHEALTHY: health_pb.UNHEALTHY,
-    Health.UNKNOWN: health_pb.UNKNOWN,
-}
 _SERVER_OPTIONS: Final = (("grpc.so_reuseport", 0), ("grpc.max_send_message_length", -1))
 
 
@@ -135,7 +129,7 @@ def health_list(driver: Driver, now: float) -> health_pb.NodeWatchResourcesRespo
     for name, (_, device) in driver.devices.by_name.items():
         response.devices.add(
             device=health_pb.DeviceIdentifier(pool_name=driver.pool, device_name=name),
-            health=_HEALTH[device.health],
+            health=health_pb.HealthStatus.Value(device.health.name),
             last_updated_time=int(now),
             message=device.message.encode(errors="replace")[:_MAX_MESSAGE].decode(errors="ignore"),
         )
@@ -190,18 +184,18 @@ def add_to_server(driver: Driver, health: HealthService, server: grpc.aio.Server
     dra_health_v1alpha1_pb2_grpc.add_DRAResourceHealthServicer_to_server(health, server)
 
 
+@dataclass(frozen=True, slots=True)
 class _Registration(RegistrationServicer):
     """What the kubelet asks at the registration socket. answered: called with (registered, error)."""
 
-    def __init__(self, info: pb.PluginInfo, answered: Callable[[bool, str], None]) -> None:
-        self._info = info
-        self._answered = answered
+    info: pb.PluginInfo
+    answered: Callable[[bool, str], None]
 
     async def GetInfo(self, request: object, context: object) -> pb.PluginInfo:  # noqa: N802  # the API's name
-        return self._info
+        return self.info
 
     async def NotifyRegistrationStatus(self, request: pb.RegistrationStatus, context: object) -> Any:  # noqa: N802
-        self._answered(request.plugin_registered, request.error)
+        self.answered(request.plugin_registered, request.error)
         return pb.RegistrationStatusResponse()  # an error here would deregister the driver
 
 

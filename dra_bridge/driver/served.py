@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from deviceplugin import naming
@@ -32,32 +32,26 @@ class Group:
     admin: bool
 
 
+@dataclass(slots=True)
 class ServedDevices:
     """The devices of a driver's resources. qualifiers, ready: see `Driver`."""
 
-    def __init__(
-        self,
-        driver: str,
-        resources: Sequence[ServedResource],
-        qualifiers: Callable[[Sequence[str]], Mapping[str, str]],
-        ready: Callable[[str, str], bool],
-    ) -> None:
-        self._driver = driver
-        self._qualifiers = qualifiers
-        self._ready = ready
-        self.resources = tuple(resources)
-        self._names: tuple[object, dict[str, tuple[ServedResource, Device]]] = (None, {})
+    driver: str
+    resources: Sequence[ServedResource]
+    qualifiers: Callable[[Sequence[str]], Mapping[str, str]]
+    ready: Callable[[str, str], bool]
+    _names: tuple[object, dict[str, tuple[ServedResource, Device]]] = field(default=(None, {}), init=False)
 
     def replace(self, resources: Sequence[ServedResource]) -> None:
         """Serve other resources from now on."""
-        self.resources = tuple(resources)
+        self.resources = resources
         self._names = (None, {})
 
     @property
     def by_name(self) -> Mapping[str, tuple[ServedResource, Device]]:
         """The devices by the name that slices and claims use."""
         snapshots = [served.inventory.snapshot for served in self.resources]
-        qualifiers = self._qualifiers([snapshot.resource for snapshot in snapshots])
+        qualifiers = self.qualifiers([snapshot.resource for snapshot in snapshots])
         key = tuple((snapshot.resource, snapshot.version) for snapshot in snapshots), tuple(qualifiers.items())
         if self._names[0] != key:
             served = {one.inventory.snapshot.resource: one for one in self.resources}
@@ -83,7 +77,7 @@ class ServedDevices:
         by_name = self.by_name
         for result in allocation.results:
             if result.device not in by_name:
-                what = f"driver {self._driver} has no device {result.device!r} here"
+                what = f"driver {self.driver} has no device {result.device!r} here"
                 raise ClaimError("missing", f"request {result.request!r}: {what}")
             served, device = by_name[result.device]
             admin = bool(result.admin_access)
@@ -105,9 +99,9 @@ class ServedDevices:
     def _check_usable(self, served: ServedResource, device: Device, result: Result) -> None:
         what = f"request {result.request!r}: device {result.device!r}"
         if not device.health.usable:
-            accepted = {None, "", f"{self._driver}/unhealthy"}
+            accepted = {None, "", f"{self.driver}/unhealthy"}
             tolerated = any(toleration.get("key") in accepted for toleration in result.tolerations or ())
             if device.message == GONE or not tolerated:
                 raise ClaimError("unhealthy", f"{what} is unhealthy: {device.message or 'no reason was given'}")
-        if not self._ready(served.source.resource, device.id):
+        if not self.ready(served.source.resource, device.id):
             raise ClaimError("starting", f"{what}: its holder is not known yet, the agent has just started")

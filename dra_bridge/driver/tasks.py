@@ -17,9 +17,6 @@ class Tasks:
     def __init__(self) -> None:
         self._tasks: set[asyncio.Task[Any]] = set()
 
-    def __len__(self) -> int:
-        return len(self._tasks)
-
     def start(self, work: Coroutine[Any, Any, _T]) -> asyncio.Task[_T]:
         """Start a task."""
         task = asyncio.create_task(work)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass, field
 from typing import Final
 
 from dra_bridge.kube import RESOURCE_SLICES, Cluster, InvalidError, Object
@@ -30,17 +31,17 @@ _FIELDS: Final[Mapping[Feature, str]] = {
 """The field of a device that a server without the feature drops."""
 
 
+@dataclass(slots=True)
 class ServerFeatures:
     """Which features of slices the API server is known to have.
 
     probe_again: seconds after which a feature that the server lacked may be asked for again.
     """
 
-    def __init__(self, cluster: Cluster, probe_again: float) -> None:
-        self._cluster = cluster
-        self._probe_again = probe_again
-        self._probed_at = 0.0
-        self._known: dict[Feature, bool] = {}
+    cluster: Cluster
+    probe_again: float
+    _probed_at: float = 0.0
+    _known: dict[Feature, bool] = field(default_factory=dict)
 
     @property
     def missing(self) -> frozenset[Feature]:
@@ -57,7 +58,7 @@ class ServerFeatures:
 
     def forget_missing(self) -> None:
         """Count missing features as not known, if that is long ago: it may be another server by now."""
-        if asyncio.get_running_loop().time() - self._probed_at >= self._probe_again:
+        if asyncio.get_running_loop().time() - self._probed_at >= self.probe_again:
             for feature in self.missing:
                 del self._known[feature]
 
@@ -74,7 +75,7 @@ class ServerFeatures:
         while unknown:
             body = in_version(_probe_body(pool, unknown), version)
             try:
-                kept = features_of(neutral(await self._cluster.create(RESOURCE_SLICES, body, dry_run=True)))
+                kept = features_of(neutral(await self.cluster.create(RESOURCE_SLICES, body, dry_run=True)))
             except InvalidError as error:
                 if "counters" in unknown:  # before 1.35 counters had to be in the same slice
                     self.lacks({"counters"})
@@ -94,7 +95,7 @@ def features_of(body: Object) -> set[Feature]:
 
 
 def _used_by(devices: Iterable[Object]) -> set[Feature]:
-    return {feature for device in devices for feature, field in _FIELDS.items() if device.get(field)}
+    return {feature for device in devices for feature, name in _FIELDS.items() if device.get(name)}
 
 
 def _probe_body(pool: Pool, features: Collection[Feature]) -> Object:

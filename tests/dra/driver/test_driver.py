@@ -32,7 +32,6 @@ from dra_bridge.driver import (
     ClusterClaims,
     Driver,
     Prepared,
-    ReconciledClaims,
     RunningPods,
     ServedResource,
     claim_files,
@@ -766,12 +765,11 @@ async def test_a_restart_answers_the_same_and_writes_lost_files_again(here: Worl
     (kept,) = here.files
     (here.cdi / kept).rename(here.cdi / f"{D}-claim_leftover.json")
     after = await here.again()
-    assert await after.driver.reconciler.reconcile((), ENDED) == ReconciledClaims(
-        rewritten=("1",), removed=("leftover",)
-    )
+    done = await after.driver.reconciler.reconcile((), ENDED)
+    assert done == {"rewritten": ["1"], "removed": ["leftover"]}
     assert after.files == [kept]
     assert await after.prepared("1") == first
-    assert await after.driver.reconciler.reconcile((), ENDED) == ReconciledClaims()
+    assert await after.driver.reconciler.reconcile((), ENDED) == {}
     await end(after)
 
 
@@ -783,7 +781,7 @@ async def test_after_a_reboot_devices_are_set_up_again(tmp_path: Path) -> None:
     await here.prepared("1")
     source.calls.clear()
     after = await here.again(source, boot="2")
-    assert (await after.driver.reconciler.reconcile((), ENDED)).reopened == ("1",)
+    assert await after.driver.reconciler.reconcile((), ENDED) == {"reopened": ["1"]}
     assert after.async_ledger.snapshot.claims_on(R, ["d0"])
     assert (await after.prepared("1")).boot == "2"
     assert [name for name, *_ in source.calls] == ["reset", "edits", "prepare"]
@@ -844,7 +842,7 @@ async def test_claims_that_went_away_while_the_agent_was_down_are_unprepared(tmp
     else:
         here.claims.add(claim("1", result("d3")))
     here.claims.broken = ConnectionError("away")
-    assert (await after.driver.reconciler.reconcile((), ENDED)).unknown == ("1", "2")
+    assert await after.driver.reconciler.reconcile((), ENDED) == {"unknown": ["1", "2"]}
     here.claims.broken = None
     for named, pods in (
         ({"1"}, ENDED),  # the kubelet counts it as prepared, and will unprepare it
@@ -852,8 +850,8 @@ async def test_claims_that_went_away_while_the_agent_was_down_are_unprepared(tmp
         (set[str](), PodProcesses(None, frozenset({"pod-uid"}))),
         (set[str](), PodProcesses()),  # nobody can say whether its pod runs
     ):
-        assert await after.driver.reconciler.reconcile(named, pods) == ReconciledClaims()
-    assert (await after.driver.reconciler.reconcile((), ENDED)).unprepared == ("1",)
+        assert await after.driver.reconciler.reconcile(named, pods) == {}
+    assert await after.driver.reconciler.reconcile((), ENDED) == {"unprepared": ["1"]}
     assert ("unprepare", ["d0"]) in source.calls
     assert list(after.async_ledger.snapshot.claims) == [(D, "2")]
     await end(after)
@@ -868,7 +866,7 @@ async def test_a_prepare_that_a_crash_cut_short_can_be_undone_and_done_again(tmp
         started = Claim(D, uid, "default", f"claim-{uid}", (ClaimDevice(R, device),), None, T0)
         await here.async_ledger.do(operations.reserve(started, durable=True))
     after = await here.again(source)
-    assert await after.driver.reconciler.reconcile((), ENDED) == ReconciledClaims()
+    assert await after.driver.reconciler.reconcile((), ENDED) == {}
     assert await after.unprepare("1") is None
     assert ("unprepare", ["d0"]) in source.calls
     await after.prepared("2")
@@ -888,7 +886,7 @@ async def test_cdi_files_are_evidence_for_a_lost_ledger(here: World) -> None:
         operations.reconcile_evidence(R, evidence, after.inventory.snapshot.devices, Side.PLUGIN, T0)
     )
     assert after.async_ledger.snapshot.claims[D, "1"].held == {(R, "d0"), (R, "d2")}
-    assert (await after.driver.reconciler.reconcile((), ENDED)) == ReconciledClaims()
+    assert await after.driver.reconciler.reconcile((), ENDED) == {}
     assert await after.prepared("1") == first
     await end(after)
 
@@ -899,10 +897,10 @@ async def test_files_of_claims_that_the_kubelet_counts_as_prepared_are_not_swept
     await here.prepared("1")
     (kept,) = here.files
     await here.async_ledger.do(operations.unprepare(D, "1"))
-    assert await here.driver.reconciler.reconcile({"1"}, ENDED) == ReconciledClaims()
-    assert await here.driver.reconciler.reconcile((), ENDED, sweep=False) == ReconciledClaims()
+    assert await here.driver.reconciler.reconcile({"1"}, ENDED) == {}
+    assert await here.driver.reconciler.reconcile((), ENDED, sweep=False) == {}
     assert here.files == [kept]
-    assert (await here.driver.reconciler.reconcile((), ENDED)).removed == ("1",)
+    assert await here.driver.reconciler.reconcile((), ENDED) == {"removed": ["1"]}
 
 
 def in_claim_state(*devices: tuple[str, str, str], cdi_ids: tuple[str, ...] = ()) -> PreparedClaim:
@@ -983,7 +981,7 @@ async def test_the_claims_status_is_written_in_the_background_if_wanted(tmp_path
     here = await world(tmp_path)
     here.claims.add(claim("1", result("d0", shareID="s")))
     await here.prepared("1")
-    assert not here.driver._tasks
+    await here.driver._tasks.wait()
     assert here.claims.statuses == []
     await here.unprepare("1")
     here = await here.again(report=True)
@@ -1295,7 +1293,7 @@ async def test_a_claim_stays_prepared_while_a_pod_runs_that_may_use_it(tmp_path:
     assert "processes of pod forgotten run" in str(error)
     del here.claims.claims["claim-1"]
     running = PodProcesses(frozenset({"forgotten", "listed"}))
-    assert await here.driver.reconciler.reconcile((), running, pods.now.unlisted) == ReconciledClaims()
+    assert await here.driver.reconciler.reconcile((), running, pods.now.unlisted) == {}
     assert (D, "1") in here.async_ledger.snapshot.claims
     pods.now = RunningPods(frozenset({"listed"}))
     assert await here.unprepare("1") is None
@@ -1330,7 +1328,7 @@ async def test_a_claim_of_an_older_ledger_is_not_ended_without_the_kubelet(tmp_p
     await here.async_ledger.do(operations.unprepare(D, "1"))
     await here.async_ledger.do(operations.prepare(record))
     del here.claims.claims["claim-1"]
-    assert await here.driver.reconciler.reconcile((), ENDED) == ReconciledClaims()
+    assert await here.driver.reconciler.reconcile((), ENDED) == {}
     assert (D, "1") in here.async_ledger.snapshot.claims
     assert await here.unprepare("1") is None
     assert not here.async_ledger.snapshot.claims
