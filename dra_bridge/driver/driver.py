@@ -79,7 +79,7 @@ class Driver:
         self.pool: Final = pool
         self.statistics = ClaimStatistics()
         self.records = ClaimRecords(name, pool, async_ledger)
-        self.devices = ServedDevices(name, served, qualifiers, ready)
+        self.devices = ServedDevices(name, tuple(served), qualifiers, ready)
         self.files = ClaimFiles(self.records, cdi_directory, boot_id() if boot is None else boot)
         self._patience = patience
         self._tasks = Tasks()
@@ -123,15 +123,13 @@ class Driver:
 
     def claim_evidence(self, prepared: Iterable[PreparedClaim], resource: str) -> Iterator[ClaimEvidence]:
         """Yield the evidence of the kubelet's claim state about devices of one resource (R8)."""
-        by_name = self.devices.by_name
+        ids = self._ids(resource)
         for claim in prepared:
+            seen = only_seen(claim, self.name)
             shares = {
-                by_name[name][1].id: share
+                ids[name]: share
                 for pool, name, share in claim.devices.get(self.name, ())
-                if pool == self.pool
-                and name in by_name
-                and by_name[name][0].source.resource == resource
-                and name not in only_seen(claim, self.name)
+                if pool == self.pool and name in ids and name not in seen
             }
             if shares:
                 yield ClaimEvidence(
@@ -145,16 +143,16 @@ class Driver:
                     shares=shares,
                 )
 
-    def cdi_evidence(self) -> dict[str, list[ClaimEvidence]]:
-        """Return the evidence of the CDI files about prepared claims, by resource (R8). Blocks for their reading."""
-        found: dict[str, list[ClaimEvidence]] = {served.source.resource: [] for served in self.devices.resources}
-        by_name = self.devices.by_name
-        for uid, names in self.files.holding():
-            devices = [by_name[name] for name in names if name in by_name]
-            for resource in {served.source.resource for served, _ in devices}:
-                ids = frozenset(device.id for served, device in devices if served.source.resource == resource)
-                found[resource].append(ClaimEvidence(self.name, uid, ids, prepared=True))
-        return found
+    def cdi_evidence(self, resource: str) -> list[ClaimEvidence]:
+        """Return the evidence of prepared claims' CDI files about devices of one resource (R8). Blocks to read them."""
+        ids = self._ids(resource)
+        found = [(uid, frozenset(ids[name] for name in names if name in ids)) for uid, names in self.files.holding()]
+        return [ClaimEvidence(self.name, uid, devices, prepared=True) for uid, devices in found if devices]
+
+    def _ids(self, resource: str) -> dict[str, str]:
+        """Return the ids of a resource's devices by the names that slices and claims use."""
+        named = self.devices.by_name.items()
+        return {name: device.id for name, (served, device) in named if served.source.resource == resource}
 
     async def close(self) -> None:
         """End what runs in the background."""

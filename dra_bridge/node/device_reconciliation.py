@@ -55,8 +55,8 @@ class EvidenceReader:
             raise CheckpointError(now.problem)
         held = held_ids(now, resource, ids.device_id_of, self.agent.tracker.title)
         prepared = await asyncio.to_thread(claim_state.read, self.agent.paths.kubelet_root)
-        files = await asyncio.to_thread(self.driver.cdi_evidence)
-        found = (*self.driver.claim_evidence(prepared, resource), *files.get(resource, ()))
+        files = await asyncio.to_thread(self.driver.cdi_evidence, resource)
+        found = (*self.driver.claim_evidence(prepared, resource), *files)
         claims = [replace(claim, devices=claim.devices & wanted) for claim in found if claim.devices & wanted]
         claims = [claim for claim in claims if not self._recorded(claim)]
         store, known = self.driver.records.ledger.ledger, self.driver.records.ledger.snapshot

@@ -288,7 +288,7 @@ async def test_administrative_access_holds_nothing(here: World) -> None:
     (device,) = (await here.prepared("1")).devices
     assert here.edits(*device.cdi_ids)[0]["deviceNodes"]
     assert here.async_ledger.snapshot.claims[D, "1"].held == frozenset()
-    assert here.driver.cdi_evidence() == {R: []}
+    assert here.driver.cdi_evidence(R) == []
 
 
 async def test_administrative_access_disturbs_nobody(tmp_path: Path) -> None:
@@ -881,7 +881,7 @@ async def test_cdi_files_are_evidence_for_a_lost_ledger(here: World) -> None:
     await here.async_ledger.close()
     os.remove(here.path)
     after = await here.again()
-    evidence = Evidence({}, after.driver.cdi_evidence()[R])
+    evidence = Evidence({}, after.driver.cdi_evidence(R))
     await after.async_ledger.do(
         operations.reconcile_evidence(R, evidence, after.inventory.snapshot.devices, Side.PLUGIN, T0)
     )
@@ -971,7 +971,8 @@ async def test_two_resources_of_one_driver_and_two_drivers_share_a_ledger(tmp_pa
     answer = (await both.prepare([ref("1")]))["1"]
     assert isinstance(answer, Prepared)
     assert here.async_ledger.snapshot.claims[D, "1"].held == {(R, "d0"), ("example.com/nic", "d0")}
-    assert {found.devices for entry in both.cdi_evidence().values() for found in entry} == {frozenset({"d0"})}
+    for resource in (R, "example.com/nic"):
+        assert [found.devices for found in both.cdi_evidence(resource)] == [frozenset({"d0"})]
     await both.close()
     await end(here)
 

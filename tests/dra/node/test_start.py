@@ -136,8 +136,8 @@ async def test_a_claim_that_ends_while_evidence_is_read_stays_ended(
     read, go_on = threading.Event(), threading.Event()
     cdi_evidence = Driver.cdi_evidence
 
-    def late(driver: Driver) -> dict[str, list[ClaimEvidence]]:
-        found = cdi_evidence(driver)
+    def late(driver: Driver, resource: str) -> list[ClaimEvidence]:
+        found = cdi_evidence(driver, resource)
         read.set()
         assert go_on.wait(60)
         return found
