@@ -43,7 +43,6 @@ class Driver:
         async_ledger: the ledger, which drivers of one process may share.
         deadline: seconds for one claim.
         patience: seconds for a call; what is not done then is an error in the answer, and it goes on.
-        pull: whether a claim for an idle device of the plugin's side begins its move (R2).
         report: whether to write `status.devices` of claims, which costs a GET and a PATCH for each.
         boot: identifies the node's boot; None: as the kernel does.
         changed: called after claims came or went.
@@ -66,7 +65,6 @@ class Driver:
         cdi_directory: str = cdi.DIRECTORY,
         deadline: float = DEADLINE,
         patience: float = PATIENCE,
-        pull: bool = False,
         report: bool = False,
         boot: str | None = None,
         changed: Callable[[], None] = lambda: None,
@@ -77,29 +75,18 @@ class Driver:
     ) -> None:
         self.name: Final = name
         self.pool: Final = pool
-        self.statistics = ClaimStatistics()
-        self.records = ClaimRecords(name, pool, async_ledger)
-        self.devices = ServedDevices(name, tuple(served), qualifiers, ready)
-        self.files = ClaimFiles(self.records, cdi_directory, boot_id() if boot is None else boot)
+        self.statistics = statistics = ClaimStatistics()
+        self.records = records = ClaimRecords(name, pool, async_ledger)
+        self.devices = served_devices = ServedDevices(name, tuple(served), qualifiers, ready)
+        self.files = files = ClaimFiles(records, cdi_directory, boot_id() if boot is None else boot)
         self._patience = patience
-        self._tasks = Tasks()
-        events = ClaimEvents(self.records, api, self._tasks, report)
-        guard = guard or ExclusionGuard()
-        devices = ClaimDevices(self.records, self.devices, guard, events, self.statistics, changed, pull)
+        self._tasks = tasks = Tasks()
+        events = ClaimEvents(records, api, tasks, report)
+        devices = ClaimDevices(records, served_devices, guard or ExclusionGuard(), events, statistics, changed)
         self._preparation = ClaimPreparation(
-            self.records,
-            api,
-            self.devices,
-            devices,
-            self.files,
-            events,
-            self._tasks,
-            self.statistics,
-            running_pods,
-            deadline,
-            changed,
+            records, api, served_devices, devices, files, events, tasks, statistics, running_pods, deadline, changed
         )
-        self.reconciler = ClaimReconciler(self.records, api, self.files, self._preparation)
+        self.reconciler = ClaimReconciler(records, api, files, self._preparation)
 
     async def prepare(self, claims: Iterable[ClaimRef]) -> dict[str, Prepared | ClaimError]:
         """Prepare claims, each on its own; return an answer by UID for every one of them."""

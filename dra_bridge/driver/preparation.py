@@ -89,9 +89,8 @@ class ClaimStatistics:
 class ClaimDevices:
     """Asks the ledger for the devices of claims, and calls the sources' hooks around their use.
 
-    guard: keeps devices that are one thing, or parts of one, from holders that exclude each other. events: get the
-    refusals. statistics: get the seconds that hooks took. changed: called after a move was begun. pull: whether a claim
-    for an idle device of the plugin's side begins its move (R2).
+    A claim for an idle device of the plugin's side begins its move (R2); `changed` is called after that. guard: see
+    `Driver`. events: get the refusals. statistics: get the seconds that hooks took.
     """
 
     records: ClaimRecords
@@ -100,7 +99,6 @@ class ClaimDevices:
     events: ClaimEvents
     statistics: ClaimStatistics
     changed: Callable[[], None]
-    pull: bool
 
     async def reserve(self, ref: ClaimRef, record: Claim, *, durable: bool) -> None:
         """Have the ledger reserve a claim's devices, if nobody holds what excludes them.
@@ -113,7 +111,7 @@ class ClaimDevices:
             await self.guard.verify(keys)
             with self.guard.reserve(keys):
                 await self.records.ledger.identify({key: self.guard.identity(*key) for key in keys})
-                await self._ask(ref, operations.reserve(record, durable=durable, pull=self.pull))
+                await self._ask(ref, operations.reserve(record, durable=durable, pull=True))
         except ConflictError as error:
             raise self._refused(ref, str(error), str(error)) from error
 
@@ -126,7 +124,7 @@ class ClaimDevices:
             await self.guard.verify_granted(record.held)
         except ConflictError as error:
             raise self._refused(ref, str(error), str(error)) from error
-        await self._ask(ref, operations.prepare(record, pull=self.pull))
+        await self._ask(ref, operations.prepare(record, pull=True))
 
     async def _ask(self, ref: ClaimRef, operation: Operation[Claim | Refused]) -> None:
         answer = await self.records.ledger.do(operation)

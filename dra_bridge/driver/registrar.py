@@ -53,7 +53,6 @@ from dra_bridge.wire.pluginregistration_pb2_grpc import RegistrationServicer, ad
 
 _LOG: Final = logging.getLogger(__name__)
 
-PLUGIN_TYPE: Final = "DRAPlugin"
 SERVICES: Final = ("v1.DRAPlugin", "v1beta1.DRAPlugin", "v1.DRAResourceHealth", "v1alpha1.DRAResourceHealth")
 """What the kubelet chooses from, once for claims and once for health."""
 
@@ -304,7 +303,7 @@ class Registrar:
         add_to_server(self.driver, self._health, service)
         endpoint = self.directory / f"dra-{instance}.sock"
         await self._bind(service, endpoint)
-        info = pb.PluginInfo(type=PLUGIN_TYPE, name=name, endpoint=str(endpoint), supported_versions=list(SERVICES))
+        info = pb.PluginInfo(type="DRAPlugin", name=name, endpoint=str(endpoint), supported_versions=list(SERVICES))
         answered = functools.partial(self._answered, watch)
         add_RegistrationServicer_to_server(_Registration(info, answered), registration)
         await self._bind(registration, addresses.socket_path(self._registry, name, f"-{instance}-reg.sock"))

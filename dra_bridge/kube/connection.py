@@ -15,17 +15,8 @@ from typing import Final
 
 import msgspec
 
-from dra_bridge.kube.api import (
-    GROUP,
-    RESOURCE_SLICES,
-    AccessError,
-    ApiError,
-    Kind,
-    Object,
-    UnavailableError,
-    UnsupportedError,
-    error_of,
-)
+from dra_bridge.kube import api
+from dra_bridge.kube.api import GROUP, AccessError, ApiError, Kind, Object, UnavailableError
 from dra_bridge.kube.auth import Access, KubeConfigError
 from dra_bridge.kube.http import HttpClient, HttpError, Response, proxy_of
 
@@ -142,7 +133,7 @@ class Connection:
 
     def _refused(self, response: Response, kind: Kind | None = None, name: str = "") -> ApiError:
         retry_after = response.headers.get("retry-after", "")
-        error = error_of(response.status, response.body, retry_after, kind=kind, name=name)
+        error = api.error_of(response.status, response.body, retry_after, kind=kind, name=name)
         if isinstance(error, UnavailableError):
             self.statistics.failures += 1
         else:
@@ -236,7 +227,7 @@ class Discovery:
                     break
             self._chosen, self._chosen_at = chosen, time.monotonic()
             if not chosen:
-                raise UnsupportedError(
+                raise api.UnsupportedError(
                     f"the API server serves none of {GROUP}/{', '.join(VERSIONS)}: Dynamic Resource Allocation is off"
                 )
             if chosen != before:
@@ -245,7 +236,7 @@ class Discovery:
 
     async def _has_slices(self, version: str) -> bool:
         found = await self._connection.send("GET", f"/apis/{GROUP}/{version}")
-        return any(entry.get("name") == RESOURCE_SLICES.plural for entry in found.get("resources") or ())
+        return any(entry.get("name") == api.RESOURCE_SLICES.plural for entry in found.get("resources") or ())
 
     async def _group(self) -> Object:
         """Return what the server serves of resource.k8s.io; empty if its list of groups is without it."""

@@ -62,7 +62,6 @@ class DriverRuntime:
             async_ledger,
             node.claims,
             cdi_directory=node.cdi_directory,
-            pull=True,
             report=node.claim_status,
             changed=self._changed,
             ready=lambda resource, device: (resource, device) in self.ledger_gate.reconciled,

@@ -36,14 +36,14 @@ Counters = Mapping[str, int | str]
 class Offer:
     """What one resource gives to its driver's pool.
 
-    offered: ids on the DRA side, None for all. replicas: how many claims share each device, or by id (1 if it is not
-    named). order: ids that come first, because the scheduler takes devices from the front. qualifier: in the devices'
+    offered: ids on the DRA side, None for all. replicas: how many claims share a device, by id; one if it is not
+    named. order: ids that come first, because the scheduler takes devices from the front. qualifier: in the devices'
     published names (`deviceplugin.naming`).
     """
 
     snapshot: Snapshot
     offered: Collection[str] | None = None
-    replicas: int | Mapping[str, int] = 1
+    replicas: Mapping[str, int] = field(default_factory=dict)
     order: Sequence[str] = ()
     qualifier: str = ""
 
@@ -53,10 +53,6 @@ class Offer:
         devices = self.snapshot.devices
         at = {name: number for number, name in enumerate(self.order)}
         return [devices[name] for name in sorted(devices, key=lambda name: (at.get(name, len(at)), natural(name)))]
-
-    def replicas_of(self, device: str) -> int:
-        """Return how many claims share a device."""
-        return self.replicas if isinstance(self.replicas, int) else self.replicas.get(device, 1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,7 +142,7 @@ def desired(pool: Pool, *, without: Collection[Feature] = ()) -> Desired | None:
 def _needs(device: Device, offer: Offer) -> set[Feature]:
     needs: Mapping[Feature, object] = {
         "taints": not device.health.usable,
-        "sharing": offer.replicas_of(device.id) > 1,
+        "sharing": offer.replicas.get(device.id, 1) > 1,
         "counters": device.consumes,
     }
     return {feature for feature, needed in needs.items() if needed}
@@ -160,7 +156,7 @@ def _entry(
     consumed: Mapping[str, Counters],
     problems: list[str],
 ) -> Object:
-    replicas = 1 if "sharing" in without else offer.replicas_of(device.id)
+    replicas = 1 if "sharing" in without else offer.replicas.get(device.id, 1)
     attributes: Object = {naming.EXTENDED_RESOURCE: {"string": naming.canonical_resource(offer.snapshot.resource)}}
     capacity: Object = {}
     if replicas > 1:

@@ -46,8 +46,9 @@ def snapshot(*devices: Device) -> Snapshot:
     return merged(Snapshot(RESOURCE), devices)
 
 
-def pool(cluster: Cluster, *devices: Device, **options: Any) -> Pool:
-    return Pool(DRIVER, cluster.node_name, (Offer(snapshot(*devices), **options),))
+def pool(cluster: Cluster, *devices: Device, replicas: int = 1) -> Pool:
+    shares = {device.id: replicas for device in devices}
+    return Pool(DRIVER, cluster.node_name, (Offer(snapshot(*devices), replicas=shares),))
 
 
 def many(count: int, **options: Any) -> list[Device]:

@@ -146,7 +146,6 @@ class Flow:
             async_ledger,
             outside,
             cdi_directory=str(directory / "cdi"),
-            pull=True,
             report=False,
             boot="1",
             ready=lambda resource, device: (resource, device) in self.ledger_gate.reconciled,

@@ -31,8 +31,9 @@ def snapshot(*devices: Device, resource: str = "example.com/gpu") -> Snapshot:
     return merged(Snapshot(resource), devices)
 
 
-def pool(*devices: Device, **options: Any) -> Pool:
-    return Pool(DRIVER, NODE, (Offer(snapshot(*devices), **options),))
+def pool(*devices: Device, replicas: int = 1, **options: Any) -> Pool:
+    shares = {device.id: replicas for device in devices}
+    return Pool(DRIVER, NODE, (Offer(snapshot(*devices), replicas=shares, **options),))
 
 
 def many(count: int, **options: Any) -> list[Device]:
