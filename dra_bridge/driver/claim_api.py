@@ -60,12 +60,7 @@ class ClusterClaims:
 
     async def claim_event(self, claim: ClaimRef, reason: str, message: str) -> None:
         """Write a warning Event about the claim."""
-        regarding = {
-            "apiVersion": await self._api.api_version(kube.RESOURCE_CLAIMS),
-            "kind": "ResourceClaim",
-            "metadata": {"namespace": claim.namespace, "name": claim.name, "uid": claim.uid},
-        }
-        await self._api.event(regarding, reason, message, node=self._node)
+        await self._api.event(kube.RESOURCE_CLAIMS, claim._asdict(), reason, message, self._node)
 
 
 @dataclass(frozen=True, slots=True)

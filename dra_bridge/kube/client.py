@@ -169,26 +169,24 @@ class Cluster:
             options["preconditions"] = {"uid": uid}
         await self._request("DELETE", kind, name, namespace, body=options)
 
-    async def event(self, regarding: Object, reason: str, message: str, *, node: str = "") -> None:
+    async def event(self, kind: Kind, metadata: Mapping[str, str], reason: str, message: str, node: str) -> None:
         """Write a warning Event, which `kubectl describe` shows; `message` is cut at 1024 bytes.
 
-        regarding: the object, or its apiVersion, kind, metadata.name, .namespace and .uid.
+        metadata: of the object that it is about; name, namespace and uid are used. node: where it happened.
         """
-        metadata = regarding.get("metadata") or {}
         namespace = metadata.get("namespace") or "default"
         now = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
         body: Object = {
-            "apiVersion": "v1",
-            "kind": "Event",
-            "metadata": {"generateName": f"{str(metadata.get('name', ''))[:200]}.", "namespace": namespace},
+            "metadata": {"generateName": f"{metadata['name'][:200]}.", "namespace": namespace},
             "involvedObject": {
-                **{key: regarding.get(key, "") for key in ("apiVersion", "kind")},
+                "apiVersion": await self.api_version(kind),
+                "kind": kind.kind,
                 **{key: metadata.get(key, "") for key in ("name", "namespace", "uid")},
             },
             "reason": reason,
             "message": message.encode()[:1024].decode(errors="ignore"),
             "type": "Warning",
-            "source": {"component": COMPONENT, **({"host": node} if node else {})},
+            "source": {"component": COMPONENT, "host": node},
             "reportingComponent": COMPONENT,
             "reportingInstance": node,
             "firstTimestamp": now,

@@ -15,7 +15,7 @@ from dra_bridge.driver import ClusterClaims
 from dra_bridge.handover.allocatable import AllocatableStatus
 from dra_bridge.handover.gate import LedgerGate
 from dra_bridge.handover.moves import Handover
-from dra_bridge.kube import Cluster, ClusterError
+from dra_bridge.kube import NODES, Cluster, ClusterError
 from dra_bridge.ledger.worker import AsyncLedger
 from dra_bridge.node.gates import ResourceGates
 from dra_bridge.node.node_object import NodeWatch
@@ -102,9 +102,8 @@ class Node:
 
     async def alarm(self, reason: str, message: str) -> None:
         """Write a warning Event about this node, if the API server takes it."""
-        regarding = {"apiVersion": "v1", "kind": "Node", "metadata": {"name": self.name, "uid": self.name}}
         try:
-            await self.cluster.event(regarding, reason, message, node=self.name)
+            await self.cluster.event(NODES, {"name": self.name, "uid": self.name}, reason, message, self.name)
         except ClusterError as error:
             _LOG.info("no Event could be written: %s", error)
 

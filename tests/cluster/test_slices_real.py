@@ -462,7 +462,7 @@ async def test_rights(cluster: Cluster) -> None:
             async with kube.Cluster.from_environment(bound) as connection:
                 found = await connection.get(kube.RESOURCE_CLAIMS, "c", "default")
                 assert (await connection.list(kube.RESOURCE_CLAIMS)).items
-                await connection.event(found, "Test", "an event", node=node)
+                await connection.event(kube.RESOURCE_CLAIMS, found["metadata"], "Test", "an event", node)
                 device = {key: result[key] for key in ("driver", "pool", "device")}
                 condition = {
                     "type": "Ready",

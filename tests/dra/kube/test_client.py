@@ -282,14 +282,10 @@ async def test_pages_whose_moment_is_gone_are_asked_for_all_at_once(
 async def test_events(server: FakeApiServer) -> None:
     """An event is about its object, in the object's namespace, and cut to what the API takes."""
     async with connected(server) as cluster:
-        claim = {
-            "apiVersion": "resource.k8s.io/v1",
-            "kind": "ResourceClaim",
-            "metadata": {"name": "c", "namespace": "ns"},
-        }
-        await cluster.event(claim, "Refused", "é" * 2000, node="n1")
+        await cluster.event(RESOURCE_CLAIMS, {"name": "c", "namespace": "ns"}, "Refused", "é" * 2000, "n1")
         (event,) = (await cluster.list(EVENTS, "ns")).items
-        assert event["involvedObject"]["name"] == "c"
+        about = {"apiVersion": "resource.k8s.io/v1", "kind": "ResourceClaim", "name": "c", "namespace": "ns", "uid": ""}
+        assert event["involvedObject"] == about
         assert len(event["message"].encode()) == 1024
         assert (event["type"], event["source"]["host"]) == ("Warning", "n1")
 
