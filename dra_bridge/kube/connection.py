@@ -219,20 +219,19 @@ class Discovery:
         async with self._choosing:
             if self._chosen and time.monotonic() - self._chosen_at <= older_than:
                 return self._chosen
-            before, chosen = self._chosen, ""
             served = {entry.get("version") for entry in (await self._group()).get("versions") or ()}
             for version in VERSIONS:
-                if version in served and (version == before or await self._has_slices(version)):
-                    chosen = version
+                if version in served and (version == self._chosen or await self._has_slices(version)):
                     break
-            self._chosen, self._chosen_at = chosen, time.monotonic()
-            if not chosen:
+            else:
+                self._chosen = ""
                 raise api.UnsupportedError(
                     f"the API server serves none of {GROUP}/{', '.join(VERSIONS)}: Dynamic Resource Allocation is off"
                 )
-            if chosen != before:
-                logger.info("the API server is used in version %s/%s", GROUP, chosen)
-            return chosen
+            if version != self._chosen:
+                logger.info("the API server is used in version %s/%s", GROUP, version)
+            self._chosen, self._chosen_at = version, time.monotonic()
+            return version
 
     async def _has_slices(self, version: str) -> bool:
         found = await self._connection.send("GET", f"/apis/{GROUP}/{version}")

@@ -91,13 +91,7 @@ class Publisher:
     """
 
     def __init__(
-        self,
-        cluster: Cluster,
-        node: str,
-        *,
-        burst: int = 10,
-        per_second: float = 0.5,
-        probe_again: float = 60.0,
+        self, cluster: Cluster, node: str, *, burst: int = 10, per_second: float = 0.5, probe_again: float = 60.0
     ) -> None:
         """Do nothing yet; `want` says what, `run` does it.
 
@@ -127,7 +121,7 @@ class Publisher:
             driver = self._drivers[pool.driver] = _Driver(pool, self._rate_limit())
             if self._group is not None:
                 self._start(driver, self._group)
-        elif driver.state.wanted and driver.pool == pool:
+        elif driver.pool == pool:
             return driver.state.wanted
         driver.pool = pool
         self._set(driver, wanted=driver.state.wanted + 1)
