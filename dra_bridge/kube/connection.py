@@ -18,7 +18,7 @@ import msgspec
 from dra_bridge.kube import api
 from dra_bridge.kube.api import GROUP, AccessError, ApiError, Kind, Object, UnavailableError
 from dra_bridge.kube.auth import Access, KubeConfigError
-from dra_bridge.kube.http import HttpClient, HttpError, Response, proxy_of
+from dra_bridge.kube.http import HTTP_ERRORS, HttpClient, Response, proxy_of
 
 logger: Final = logging.getLogger(__name__)
 
@@ -28,7 +28,7 @@ VERSIONS: Final = ("v1", "v1beta2", "v1beta1")
 
 _RENEW: Final = 10.0
 """Seconds between two readings of the configuration while the server is unreachable or refuses the credentials."""
-_FAILURES: Final = (HttpError, TimeoutError, OSError, KubeConfigError, ValueError, RecursionError)
+_FAILURES: Final = (*HTTP_ERRORS, TimeoutError, OSError, KubeConfigError, ValueError, RecursionError)
 """What a request without an answer raises, also when a token file or plugin fails, or the answer is not JSON."""
 
 

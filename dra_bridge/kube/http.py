@@ -1,4 +1,4 @@
-"""HTTP to one API server, by aiohttp: bounds, the proxy, and one error class.
+"""HTTP to one API server, by aiohttp: bounds and the proxy.
 
 Deadlines are the caller's (`asyncio.timeout`). The client follows no redirect, keeps no cookie and takes no compressed
 answer.
@@ -12,7 +12,7 @@ import os
 import socket
 import ssl
 import urllib.parse
-from collections.abc import AsyncIterator, Iterator, Mapping
+from collections.abc import AsyncIterator, Mapping
 from typing import Any, Final, NamedTuple
 
 import aiohttp
@@ -33,12 +33,10 @@ _KEEPALIVE: Final = (
 )
 """A peer that is gone without a FIN (node or load balancer lost) is noticed after 30 s, also by a silent watch."""
 
+HTTP_ERRORS: Final = (aiohttp.ClientError, HttpProcessingError)
+"""What a client raises, beside OSError, when there is no answer, or one that is not HTTP or too large."""
 
 _Address = ipaddress.IPv4Address | ipaddress.IPv6Address
-
-
-class HttpError(Exception):
-    """Raised when there is no answer, or one that is not HTTP or too large."""
 
 
 class Response(NamedTuple):
@@ -48,14 +46,6 @@ class Response(NamedTuple):
     headers: Mapping[str, str]
     body: bytes
     lines: AsyncIterator[bytes]
-
-
-@contextlib.contextmanager
-def _http_errors() -> Iterator[None]:
-    try:
-        yield
-    except (aiohttp.ClientError, HttpProcessingError) as error:
-        raise HttpError(str(error) or type(error).__name__) from error
 
 
 def _keepalive_socket(address: aiohttp.AddrInfoType) -> socket.socket:
@@ -83,7 +73,7 @@ class _Connector(aiohttp.TCPConnector):
 
 
 class HttpClient:
-    """One HTTP server. Belongs to one event loop. All methods raise OSError and HttpError.
+    """One HTTP server. Belongs to one event loop. All methods raise OSError and `HTTP_ERRORS`.
 
     url: scheme, host, port and perhaps the beginning of all paths. tls: for https. proxy: the URL of an HTTP proxy on
     the way, "" for none. server_name: the name in the server's certificate if it is not the host, "" if it is.
@@ -141,17 +131,16 @@ class HttpClient:
     ) -> AsyncIterator[aiohttp.ClientResponse]:
         self._requests += 1
         try:
-            with _http_errors():
-                url = yarl.URL(f"{self._base}{target}", encoded=True)
-                request = self._open().request(method, url, headers=headers, data=content or None, **self._options)
-                async with request as response:
-                    try:
-                        yield response
-                    finally:
-                        # An unread rest is not closed politely: TLS would wait for the server's answer in vain.
-                        connection = response.connection
-                        if connection is not None and connection.transport is not None:
-                            connection.transport.abort()
+            url = yarl.URL(f"{self._base}{target}", encoded=True)
+            request = self._open().request(method, url, headers=headers, data=content or None, **self._options)
+            async with request as response:
+                try:
+                    yield response
+                finally:
+                    # An unread rest is not closed politely: TLS would wait for the server's answer in vain.
+                    connection = response.connection
+                    if connection is not None and connection.transport is not None:
+                        connection.transport.abort()
         finally:
             self._requests -= 1
             if self._retired and not self._requests:
@@ -179,14 +168,13 @@ class HttpClient:
         async for piece in response.content.iter_any():
             body += piece
             if len(body) > MAX_BODY:
-                raise HttpError(f"the answer is larger than {MAX_BODY >> 20} MiB")
+                raise aiohttp.ClientPayloadError(f"the answer is larger than {MAX_BODY >> 20} MiB")
         return bytes(body)
 
     @staticmethod
     async def _lines(response: aiohttp.ClientResponse) -> AsyncIterator[bytes]:
-        with _http_errors():
-            while line := await response.content.readline(max_line_length=MAX_LINE):
-                yield line
+        while line := await response.content.readline(max_line_length=MAX_LINE):
+            yield line
 
 
 def proxy_of(url: str) -> str:

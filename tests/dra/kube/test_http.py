@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from dra_bridge.kube import http
-from dra_bridge.kube.http import HttpClient, HttpError, proxy_of
+from dra_bridge.kube.http import HTTP_ERRORS, HttpClient, proxy_of
 from tests.metrics.test_web import make_certificate, trusting
 
 Handler = Callable[[str], bytes | None]
@@ -167,7 +167,7 @@ async def test_nonsense(answer: bytes | None) -> None:
     async with answering(lambda _: answer) as other, reaching(other.url) as server:
         for asked in (1, 2):
             before = other.connections
-            with pytest.raises(HttpError):
+            with pytest.raises(HTTP_ERRORS):
                 await server.request("POST", "/", {})
             assert (other.connections - before, len(other.heads)) == (1, asked)
 
@@ -193,7 +193,7 @@ async def test_a_body_without_end(monkeypatch: pytest.MonkeyPatch) -> None:
     for status, fits in ((200, 1000), (403, 1000), (200, 1001), (403, 1001)):
         answer = b"HTTP/1.1 %d X\r\nContent-Length: %d\r\n\r\n" % (status, fits) + b"x" * fits
         async with answering(answer) as other, reaching(other.url) as server:
-            raised = contextlib.nullcontext() if fits == 1000 else pytest.raises(HttpError, match="larger than")
+            raised = contextlib.nullcontext() if fits == 1000 else pytest.raises(HTTP_ERRORS, match="larger than")
             with raised:
                 assert len((await server.request("GET", "/", {})).body) == fits
             if status == 403:
@@ -211,7 +211,7 @@ async def test_a_line_without_end(monkeypatch: pytest.MonkeyPatch) -> None:
         reaching(other.url) as server,
         server.stream("GET", "/", {}) as response,
     ):
-        with pytest.raises(HttpError, match="1000"):
+        with pytest.raises(HTTP_ERRORS, match="1000"):
             await anext(response.lines)
 
 
@@ -227,7 +227,7 @@ async def test_a_body_that_breaks_off(part: bytes) -> None:
 
     listening = await asyncio.start_server(serve, "127.0.0.1", 0)
     async with listening, reaching(url_of(listening)) as server:
-        with pytest.raises(HttpError, match="not completed"):
+        with pytest.raises(HTTP_ERRORS, match="not completed"):
             await server.request("GET", "/", {})
 
 
@@ -323,7 +323,7 @@ async def test_a_proxy() -> None:
         assert proxy.heads[0].startswith("GET http://server.example/a HTTP/1.1\r\n")
     refusing = answering(b"HTTP/1.1 407 Who\r\nContent-Length: 0\r\n\r\n")
     async with refusing as proxy, reaching("https://[::1]:6443", proxy.url.replace("//", "//me:s%20x@")) as server:
-        with pytest.raises(HttpError, match="407"):
+        with pytest.raises(HTTP_ERRORS, match="407"):
             await server.request("GET", "/a", {})
         assert proxy.heads[0].startswith("CONNECT [::1]:6443 HTTP/1.1\r\nHost: [::1]:6443\r\n")
         assert "Proxy-Authorization: Basic bWU6cyB4\r\n" in proxy.heads[0]
