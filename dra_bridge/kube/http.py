@@ -184,22 +184,18 @@ def proxy_of(url: str) -> str:
     NO_PROXY with names, addresses and CIDR ranges; never a proxy for localhost and loopback addresses.
     """
     parts = urllib.parse.urlsplit(url)
-    proxy = _variable(f"{parts.scheme}_proxy")
-    host = (parts.hostname or "").lower()
-    if not proxy or _is_direct(host, parts.port or (443 if parts.scheme == "https" else 80), _variable("no_proxy")):
+    proxy, host = _variable(f"{parts.scheme}_proxy"), parts.hostname or ""
+    address = _address(host)
+    if not proxy or host == "localhost" or (address is not None and address.is_loopback):
+        return ""
+    port = parts.port or (443 if parts.scheme == "https" else 80)
+    if any(_matches(rule.strip().lower(), host, port, address) for rule in _variable("no_proxy").split(",")):
         return ""
     return proxy if "://" in proxy else f"http://{proxy}"
 
 
 def _variable(name: str) -> str:
     return os.environ.get(name.upper()) or os.environ.get(name) or ""
-
-
-def _is_direct(host: str, port: int, rules: str) -> bool:
-    address = _address(host)
-    if host == "localhost" or (address is not None and address.is_loopback):
-        return True
-    return any(_matches(rule.strip().lower(), host, port, address) for rule in rules.split(","))
 
 
 def _matches(rule: str, host: str, port: int, address: _Address | None) -> bool:
