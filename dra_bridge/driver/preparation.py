@@ -140,7 +140,7 @@ class ClaimDevices:
     async def edits(self, uid: str, group: Group) -> ContainerEdits:
         """Set up a group's devices for a claim and return the edits of the devices, then those of the hooks.
 
-        Raises HookError: a hook failed. ClaimError: the edits contradict each other, or a hook returned none.
+        Raises HookError: a hook failed. ClaimError: the edits contradict each other, or a hook returned something else.
         """
         source, devices = group.served.source, tuple(dict.fromkeys(device for device, _ in group.members))
         if "reset" in source.hooks and not group.admin:
