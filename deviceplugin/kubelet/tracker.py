@@ -207,7 +207,7 @@ class HolderTracker:
     async def listed(self, running: Collection[str]) -> frozenset[str]:
         """Return which pods `List` names: the kubelet counts them as active. running: all pods whose processes run."""
         await self._in_flight.wait()
-        report = await self._pod_resources.list_if_possible()
+        report = await self._pod_resources.list()
         return frozenset() if report is None else await self._listed(report, running)
 
     def missing(self) -> list[str]:
@@ -258,11 +258,11 @@ class HolderTracker:
         at = time.monotonic()
         report: PodResourcesReport | None = None
         if self._wants_claim_uses:
-            report = await self._pod_resources.list_if_possible()
+            report = await self._pod_resources.list()
         seen = await asyncio.to_thread(self._read)
         now = holders.holders(self._known, seen, at)
         if self._requests.due(now, seen.pods, wanted):
-            report = report or await self._pod_resources.list_if_possible()
+            report = report or await self._pod_resources.list()
             now = await self._after_request(at)
         all_pods_listed = self.all_pods_listed
         if report is not None:
