@@ -177,8 +177,7 @@ class ExclusionGuard:
     served: as in `ListedThings`. gate: knows the holders in ledgers, and on which side devices are. allocated: returns
     all that pods hold, also of resources that are served no more, by (resource, the kubelet's device id); the same
     object until it changes. reread: has `allocated` know what the kubelet's checkpoint names now. orphaned: returns
-    what claims of drivers that are not served hold, under keys for messages; as `allocated`. boot: what tells one boot
-    of the node from another; None: the kernel's own.
+    what claims of drivers that are not served hold, under keys for messages; as `allocated`.
     """
 
     def __init__(
@@ -189,9 +188,8 @@ class ExclusionGuard:
         *,
         reread: Callable[[], Awaitable[None]] = _nothing,
         orphaned: Callable[[], Mapping[Key, Tokens]] = dict,
-        boot: str | None = None,
     ) -> None:
-        self.boot: Final = identity.boot_id() if boot is None else boot
+        self.boot: Final = identity.boot_id()
         self.reread: Final = reread
         self.listed: Final = ListedThings(served)
         self.releases: Final = Releases(self._with_peers, self.notify)
