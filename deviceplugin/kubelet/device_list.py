@@ -7,7 +7,7 @@ import logging
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, NamedTuple
 
 from deviceplugin.device import Device
 from deviceplugin.inventory import Inventory
@@ -26,8 +26,7 @@ _TOO_LARGE: Final = (
 ANY_REPLICAS: Final = 2  # as good as any number above 1 for telling which device a replica belongs to
 
 
-@dataclass(frozen=True, slots=True)
-class Entry:
+class Entry(NamedTuple):
     """One line of the list that the kubelet gets."""
 
     name: str

@@ -87,7 +87,7 @@ class HolderTracker:
         self.snapshot = holders.holders(self._known, seen)
         self._known = frozenset(self.snapshot.held)
         self._begun = frozenset(one.pod_uid for one in self._known)
-        await self._names.update({one.pod_uid for one in self._known})
+        await self._names.update(self._begun)
         for problem in await asyncio.to_thread(self.missing):
             _LOG.warning("%s", problem)
 
@@ -252,9 +252,7 @@ class HolderTracker:
         """
         await self._in_flight.wait()
         at = time.monotonic()
-        report: PodResourcesReport | None = None
-        if self._wants_claim_uses:
-            report = await self._pod_resources.list()
+        report = await self._pod_resources.list() if self._wants_claim_uses else None
         seen = await asyncio.to_thread(self._read)
         now = holders.holders(self._known, seen, at)
         if self._requests.due(now, seen.pods, wanted):
