@@ -92,7 +92,7 @@ class OrphanedClaims:
         self._root = kubelet_root
         self._served = served
         self._cdi_directory = cdi_directory
-        self._read: tuple[FileIdentity | None, tuple[PreparedClaim, ...] | ClaimStateError] | None = None
+        self._read: tuple[FileIdentity | None, tuple[PreparedClaim, ...] | ClaimStateError] = None, ()
         self._version: tuple[object, frozenset[str]] = (None, frozenset())
         """The claims and the served drivers from which the two below were made."""
         self._names: dict[str, str] = {}
@@ -126,7 +126,7 @@ class OrphanedClaims:
     def _current(self) -> tuple[PreparedClaim, ...] | ClaimStateError:
         """Return the claims, or why they cannot be read; read the file if it has changed."""
         file = file_identity(self._root / claim_state.FILE_NAME)
-        if self._read is None or file is None or self._read[0] != file:
+        if file is None or self._read[0] != file:
             try:
                 self._read = file, claim_state.read(self._root)
             except ClaimStateError as error:
