@@ -67,11 +67,9 @@ class PodReader:
 
     def read(self) -> PodProcesses:
         """Return which pods' processes run now."""
-        cgroups = pod_cgroups(self._cgroups, self.own_pod)
-        if cgroups is not None:
+        if (seen := pod_cgroups(self._cgroups, self.own_pod)) is not None:
             self._cgroups_seen = True
-            running = frozenset(uid for uid, populated in cgroups.items() if populated)
-            return PodProcesses(running, empty=frozenset(cgroups.keys() - running))
+            return seen
         if self._cgroups_seen:
             return PodProcesses()  # they are there, and cannot be read now
         if self._believe_checkpoint:
@@ -80,8 +78,8 @@ class PodReader:
 
     def in_cgroups(self) -> frozenset[str] | None:
         """Return the UIDs of pods in whose cgroup a process is seen; None if no cgroups are visible."""
-        cgroups = pod_cgroups(self._cgroups, self.own_pod)
-        return None if cgroups is None else frozenset(uid for uid, populated in cgroups.items() if populated)
+        seen = pod_cgroups(self._cgroups, self.own_pod)
+        return None if seen is None else seen.running
 
     def running(self) -> frozenset[str]:
         """Return `in_cgroups`, or no pod. Raises OSError: cgroups were visible before, and cannot be read now."""
@@ -106,8 +104,8 @@ class PodReader:
         )
 
 
-def pod_cgroups(root: Path, own: str = "") -> dict[str, bool] | None:
-    """Return whether there is a process in each pod's cgroup, by UID; None if this kubelet's cgroups are not visible.
+def pod_cgroups(root: Path, own: str = "") -> PodProcesses | None:
+    """Return which pods' cgroups have a process, and which have none; None if this kubelet's cgroups are not visible.
 
     Knows v1 and v2, cgroupfs and systemd drivers. own: the UID of the pod that this process runs in; "" if none.
     """
@@ -119,7 +117,10 @@ def pod_cgroups(root: Path, own: str = "") -> dict[str, bool] | None:
                 found[uid] = found.get(uid, False) or _populated(path)
     except OSError:  # a part of the tree cannot be read
         return None
-    return None if not trees or (own and not found.get(own)) else found
+    if not trees or (own and not found.get(own)):
+        return None
+    running = frozenset(uid for uid, populated in found.items() if populated)
+    return PodProcesses(running, empty=frozenset(found.keys() - running))
 
 
 def _trees(root: str) -> list[str]:

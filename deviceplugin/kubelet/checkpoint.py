@@ -81,10 +81,8 @@ def read(directory: Path) -> Checkpoint:
     try:
         with open(path, "rb") as file:
             status = os.fstat(file.fileno())
-            text = file.read()
+            return parse(file.read(), FileIdentity.of(status))
     except OSError as error:
         raise CheckpointError(f"{path}: {error.strerror}") from error
-    try:
-        return parse(text, FileIdentity.of(status))
     except CheckpointError as error:
         raise CheckpointError(f"{path}: {error}") from error

@@ -90,12 +90,10 @@ def read(kubelet_root: Path) -> tuple[PreparedClaim, ...]:
     """Read the claim state. Raises ClaimStateMissingError or ClaimStateError."""
     path = kubelet_root / FILE_NAME
     try:
-        text = path.read_bytes()
+        return parse(path.read_bytes())
     except FileNotFoundError as error:
         raise ClaimStateMissingError(f"{path}: {error.strerror}") from error
     except OSError as error:
         raise ClaimStateError(f"{path}: {error.strerror}") from error
-    try:
-        return parse(text)
     except ClaimStateError as error:
         raise ClaimStateError(f"{path}: {error}") from error

@@ -7,10 +7,10 @@ import logging
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, NamedTuple
 
 from deviceplugin.device import Device
-from deviceplugin.inventory import Inventory, Snapshot
+from deviceplugin.inventory import Inventory
 from deviceplugin.sharing import device_of, replicas_of
 from deviceplugin.source import DeviceSource
 from deviceplugin.wire import deviceplugin_pb2 as pb
@@ -26,38 +26,12 @@ _TOO_LARGE: Final = (
 ANY_REPLICAS: Final = 2  # as good as any number above 1 for telling which device a replica belongs to
 
 
-@dataclass(frozen=True, slots=True)
-class Entry:
+class Entry(NamedTuple):
     """One line of the list that the kubelet gets."""
 
     name: str
     healthy: bool
     numa: tuple[int, ...]
-
-
-def entries(
-    snapshot: Snapshot,
-    *,
-    names_of: Callable[[Device], Iterable[str]],
-    with_topology: bool = True,
-    offers: Callable[[str], bool] = lambda device: True,
-    withheld: Collection[str] = (),
-) -> tuple[Entry, ...]:
-    """Return what the kubelet is to see of a snapshot.
-
-    names_of: returns a device's ids. withheld: ids that are not offered.
-    A device of unknown health is shown healthy: only a device known to be broken is withdrawn.
-    A device that is not offered is shown unhealthy, never dropped.
-    """
-    return tuple(
-        Entry(
-            name,
-            healthy=device.health.usable and offers(device.id) and name not in withheld,
-            numa=device.numa_nodes if with_topology else (),
-        )
-        for device in snapshot.devices.values()
-        for name in names_of(device)
-    )
 
 
 def rendered(lines: Iterable[Entry]) -> pb.ListAndWatchResponse:
@@ -81,6 +55,21 @@ class DeviceIds:
         self._source = source
         self._inventory = inventory
         self.legacy: Mapping[str, str] = {}  # by id, its device
+
+    def entries(self, offers: Callable[[str], bool], withheld: Collection[str]) -> tuple[Entry, ...]:
+        """Return what the kubelet is to see now. offers: whether a device is offered. withheld: ids that are not.
+
+        A device of unknown health is shown healthy: only a device known to be broken is withdrawn.
+        What is not offered is shown unhealthy, never dropped; so are legacy ids.
+        """
+        known = self._inventory.snapshot.devices
+        numa = {device.id: device.numa_nodes for device in known.values() if self._source.topology}
+        offered = [
+            Entry(name, device.health.usable and offers(device.id) and name not in withheld, numa.get(device.id, ()))
+            for device in known.values()
+            for name in self.names_of(device)
+        ]
+        return (*offered, *(Entry(name, False, numa.get(device, ())) for name, device in self.legacy.items()))
 
     def offered(self) -> tuple[str, ...]:
         """Return the ids under which the devices are offered now."""

@@ -177,8 +177,7 @@ class ExclusionGuard:
     served: as in `ListedThings`. gate: knows the holders in ledgers, and on which side devices are. allocated: returns
     all that pods hold, also of resources that are served no more, by (resource, the kubelet's device id); the same
     object until it changes. reread: has `allocated` know what the kubelet's checkpoint names now. orphaned: returns
-    what claims of drivers that are not served hold, under keys for messages; as `allocated`. boot: what tells one boot
-    of the node from another; None: the kernel's own.
+    what claims of drivers that are not served hold, under keys for messages; as `allocated`.
     """
 
     def __init__(
@@ -189,9 +188,8 @@ class ExclusionGuard:
         *,
         reread: Callable[[], Awaitable[None]] = _nothing,
         orphaned: Callable[[], Mapping[Key, Tokens]] = dict,
-        boot: str | None = None,
     ) -> None:
-        self.boot: Final = identity.boot_id() if boot is None else boot
+        self.boot: Final = identity.boot_id()
         self.reread: Final = reread
         self.listed: Final = ListedThings(served)
         self.releases: Final = Releases(self._with_peers, self.notify)
@@ -263,7 +261,11 @@ class ExclusionGuard:
                 found[key] = why
         found |= dict.fromkeys(self.releases.overdue & set(keys), RELEASING)
         withheld = {device: why for (_, device), why in found.items()}
-        self._log(resource, side, withheld)
+        before = self._withheld.get((resource, side), {})
+        for device, why in withheld.items():
+            if before.get(device) != why:
+                _LOG.info("%s: device %s is not offered (%s): %s", resource, device, side, why)
+        self._withheld[resource, side] = withheld
         return withheld
 
     def _elsewhere(self, key: Key) -> str:
@@ -290,13 +292,6 @@ class ExclusionGuard:
                 return f"it is offered as {titled(other)}"
         return ""
 
-    def _log(self, resource: str, side: Side, withheld: Mapping[str, str]) -> None:
-        before = self._withheld.get((resource, side), {})
-        for device, why in withheld.items():
-            if before.get(device) != why:
-                _LOG.info("%s: device %s is not offered (%s): %s", resource, device, side, why)
-        self._withheld[resource, side] = withheld
-
     def last_withheld(self, resource: str) -> Mapping[str, str]:
         """Return what `withheld` answered last for the plugin side; from any thread."""
         return self._withheld.get((resource, "plugin"), {})
@@ -318,9 +313,11 @@ class ExclusionGuard:
         Raises ConflictError: one cannot be granted beside what others hold.
         """
         wanted = tuple(dict.fromkeys(keys))
-        related = not self._unrelated(wanted)
-        if related:
-            self._check(wanted)
+        if related := not self._unrelated(wanted):
+            things, held = self.listed.now(), self.held()
+            if reason := things.conflict(wanted, held):
+                raise ConflictError(reason)
+            self._granted |= {key: things.tokens(key) for key in wanted if key not in held}
         self._reserved.append(wanted)
         try:
             yield
@@ -348,14 +345,6 @@ class ExclusionGuard:
         self._granted |= tokens
         return True
 
-    def _check(self, wanted: Sequence[Key]) -> None:
-        things, held = self.listed.now(), self.held()
-        if reason := things.conflict(wanted, held):
-            raise ConflictError(reason)
-        for key in wanted:
-            if key not in held:
-                self._granted[key] = things.tokens(key)
-
     def in_use(self, keys: Iterable[Key]) -> set[Key]:
         """Return those devices that are being granted, that `released` works on, or that another id's holder has."""
         wanted = tuple(keys)
@@ -379,8 +368,7 @@ class ExclusionGuard:
     async def _verify(self, inventory: Inventory, names: Sequence[str]) -> None:
         snapshot = inventory.snapshot
         devices = {name: snapshot.devices[name] for name in names if name in snapshot.devices}
-        if not any(device.nodes or device.identity for device in devices.values()):
-            return
+
         now = await _tokens_now(devices)
         listed = {name: snapshot.identities.get(name, frozenset()) for name in now}
         other = [name for name, tokens in now.items() if tokens.isdisjoint(listed[name])]

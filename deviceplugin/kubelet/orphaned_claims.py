@@ -24,7 +24,6 @@ from deviceplugin.identity import Kind, Tokens, node_token, numbers_of
 from deviceplugin.kubelet import claim_state
 from deviceplugin.kubelet.allocation_gate import AllowAll, Refusal
 from deviceplugin.kubelet.claim_state import ClaimStateError, ClaimStateMissingError, PreparedClaim
-from deviceplugin.kubelet.holders import HolderSnapshot
 
 _LOG: Final = logging.getLogger(__name__)
 
@@ -93,7 +92,7 @@ class OrphanedClaims:
         self._root = kubelet_root
         self._served = served
         self._cdi_directory = cdi_directory
-        self._read: tuple[FileIdentity | None, tuple[PreparedClaim, ...] | ClaimStateError] | None = None
+        self._read: tuple[FileIdentity | None, tuple[PreparedClaim, ...] | ClaimStateError] = None, ()
         self._version: tuple[object, frozenset[str]] = (None, frozenset())
         """The claims and the served drivers from which the two below were made."""
         self._names: dict[str, str] = {}
@@ -127,7 +126,7 @@ class OrphanedClaims:
     def _current(self) -> tuple[PreparedClaim, ...] | ClaimStateError:
         """Return the claims, or why they cannot be read; read the file if it has changed."""
         file = file_identity(self._root / claim_state.FILE_NAME)
-        if self._read is None or file is None or self._read[0] != file:
+        if file is None or self._read[0] != file:
             try:
                 self._read = file, claim_state.read(self._root)
             except ClaimStateError as error:
@@ -150,7 +149,6 @@ class OrphanedClaims:
 class OrphanedClaimGate(AllowAll):
     """An allocation gate for resources that this process serves to pods only: it withholds what such claims hold.
 
-    As an observer of scans it keeps them going while something is withheld.
     holder: returns which claim of others holds a device, or may, in words; "" if none.
     """
 
@@ -189,12 +187,5 @@ class OrphanedClaimGate(AllowAll):
                 raise Refusal(grpc.StatusCode.FAILED_PRECONDITION, "claim", details)
 
     def awaited(self) -> Collection[Key]:
-        """Return what is withheld: scans go on for it."""
+        """Return what is withheld: scans go on for it, and have the lists made again."""
         return self._withheld.keys()
-
-    def before_scan(self) -> object:
-        """Remember nothing."""
-        return None
-
-    async def after_scan(self, before: object, now: HolderSnapshot) -> None:
-        """Do nothing; the scan itself has the lists made again."""

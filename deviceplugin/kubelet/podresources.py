@@ -46,14 +46,6 @@ def unix_address(path: str | Path) -> str:
     return f"unix:{quote(str(path))}"
 
 
-class PodResourcesError(Exception):
-    """Raised when the kubelet's PodResources service cannot be asked. exhausted: as at `LIST_TRIES`; try again."""
-
-    def __init__(self, message: str, *, exhausted: bool = False) -> None:
-        super().__init__(message)
-        self.exhausted = exhausted
-
-
 @dataclass(frozen=True, slots=True, order=True)
 class Holder:
     """A container that holds devices. The checkpoint knows pods by UID only."""
@@ -151,17 +143,31 @@ class PodResources:
         self._timeout = timeout
         self._last_logged = ""
 
-    async def list(self) -> PodResourcesReport:
-        """Call `List`. Raises PodResourcesError: the kubelet cannot be asked."""
-        async with self._stub() as stub:
-            return parse_list(await stub.List(pb.ListPodResourcesRequest(), timeout=self._timeout))
+    async def list(self) -> PodResourcesReport | None:
+        """Call `List`, which has the kubelet drop ended pods; None if it fails: nothing safe depends on its answer."""
+        for _ in range(LIST_TRIES):
+            try:
+                async with self._stub() as stub:
+                    report = parse_list(await stub.List(pb.ListPodResourcesRequest(), timeout=self._timeout))
+            except grpc.aio.AioRpcError as error:
+                if error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED:
+                    await asyncio.sleep(random.uniform(0.02, 0.1))  # noqa: S311  # jitter
+                    continue
+                why = f"{self.socket}: {error.code().name}: {error.details()}"
+                if self._last_logged != why:
+                    self._last_logged = why
+                    _LOG.info("PodResources List failed; devices of ended pods come free later than usual: %s", why)
+                return None
+            self._last_logged = ""
+            return report
+        return None
 
     async def allocatable(self, resource: str) -> frozenset[str]:
         """Return the ids of a resource that the kubelet counts as healthy; none if it cannot be asked.
 
         `GetAllocatableResources` changes nothing in the device manager (kubelet 1.36, devicemanager/manager.go).
         """
-        with suppress(PodResourcesError):
+        with suppress(grpc.aio.AioRpcError):
             async with self._stub() as stub:
                 answer = await stub.GetAllocatableResources(pb.AllocatableResourcesRequest(), timeout=self._timeout)
             return frozenset(
@@ -171,28 +177,5 @@ class PodResources:
 
     @asynccontextmanager
     async def _stub(self) -> AsyncIterator[PodResourcesListerAsyncStub]:
-        """Connect. Raises PodResourcesError: a call failed."""
         async with grpc.aio.insecure_channel(unix_address(self.socket), options=CHANNEL_OPTIONS) as channel:
-            try:
-                yield PodResourcesListerStub(channel)  # type: ignore[misc]
-            except grpc.aio.AioRpcError as error:
-                exhausted = error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
-                text = f"{self.socket}: {error.code().name}: {error.details()}"
-                raise PodResourcesError(text, exhausted=exhausted) from error
-
-    async def list_if_possible(self) -> PodResourcesReport | None:
-        """Call `List`, which has the kubelet drop ended pods; None if it fails: nothing safe depends on its answer."""
-        for _ in range(LIST_TRIES):
-            try:
-                report = await self.list()
-            except PodResourcesError as error:
-                if error.exhausted:
-                    await asyncio.sleep(random.uniform(0.02, 0.1))  # noqa: S311  # jitter
-                    continue
-                if self._last_logged != str(error):
-                    self._last_logged = str(error)
-                    _LOG.info("PodResources List failed; devices of ended pods come free later than usual: %s", error)
-                return None
-            self._last_logged = ""
-            return report
-        return None
+            yield PodResourcesListerStub(channel)  # type: ignore[misc]

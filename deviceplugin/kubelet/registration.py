@@ -49,15 +49,7 @@ _NEEDED: Final = "the agent needs write access to the kubelet's device plugin di
 
 
 class RegistrationError(Exception):
-    """Raised when a resource cannot be served, whatever the kubelet does."""
-
-
-class DirectoryError(RegistrationError):
-    """Raised when the device plugin directory cannot be used."""
-
-
-class InstanceError(RegistrationError):
-    """Raised when another process on this node serves the same resource."""
+    """Raised when a resource cannot be served, whatever the kubelet does: by its directory, or by another process."""
 
 
 def slug(resource: str) -> str:
@@ -67,11 +59,11 @@ def slug(resource: str) -> str:
 
 
 def socket_name(resource: str, directory: str, instance: str) -> str:
-    """Return the file name of an instance's socket. Raises DirectoryError: the directory's path is too long."""
+    """Return the file name of an instance's socket. Raises RegistrationError: the directory's path is too long."""
     try:
         return socket_path(directory, slug(resource), f"-{instance}.sock").name
     except ValueError as error:
-        raise DirectoryError(str(error)) from None
+        raise RegistrationError(str(error)) from None
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,7 +123,7 @@ class InstanceLock:
         return self._fd is not None and leads_to(self.path, self._fd)
 
     def acquire(self) -> bool:
-        """Try to take the lock; return whether it is held now. Raises DirectoryError: the file cannot be made."""
+        """Try to take the lock; return whether it is held now. Raises RegistrationError: the file cannot be made."""
         if self.held:
             return True
         self.release()
@@ -140,7 +132,7 @@ class InstanceLock:
         except BlockingIOError:
             return False
         except OSError as error:
-            raise DirectoryError(f"{self.path}: cannot lock it: {error.strerror}; {_NEEDED}") from error
+            raise RegistrationError(f"{self.path}: cannot lock it: {error.strerror}; {_NEEDED}") from error
         with contextlib.suppress(OSError):  # the text is for people; the lock holds without it, on a full disk too
             os.ftruncate(fd, 0)
             os.pwrite(fd, f"pid {os.getpid()} on {socket.gethostname()}".encode(), 0)
@@ -205,7 +197,7 @@ class SocketServer:
         return self._identity is not None and file_identity(self._socket) == self._identity
 
     async def lock_resource(self) -> None:
-        """Take this resource's lock; wait a little for another instance. Raises DirectoryError or InstanceError."""
+        """Take this resource's lock; wait a little for another instance. Raises RegistrationError: it does not end."""
         if self.lock.acquire():
             return
         served = f"{self._endpoint.resource} is served on this node by another process already"
@@ -216,10 +208,10 @@ class SocketServer:
             if self.lock.acquire():
                 return
         owner = f"{self.lock.owner()}, which has locked {self.lock.path}"
-        raise InstanceError(f"{served} ({owner}); stop it, or give this one another resource name")
+        raise RegistrationError(f"{served} ({owner}); stop it, or give this one another resource name")
 
     async def serve(self) -> str:
-        """Return the name of the served socket; start a server if need be. Raises DirectoryError or InstanceError."""
+        """Return the name of the served socket; start a server if need be. Raises RegistrationError."""
         await self.lock_resource()
         if self.in_place:
             return self._socket.name
@@ -231,7 +223,7 @@ class SocketServer:
         try:
             server.add_insecure_port(unix_address(path))
         except RuntimeError as error:
-            raise DirectoryError(f"{self._directory}: cannot make a socket there: {error}; {_NEEDED}") from error
+            raise RegistrationError(f"{self._directory}: cannot make a socket there: {error}; {_NEEDED}") from error
         await server.start()
         self._server, self._socket, self._identity = server, path, file_identity(path)
         return path.name
@@ -240,9 +232,8 @@ class SocketServer:
         """Remove sockets of killed instances: this process has the lock, and nobody answers there."""
         tail = "x" * 8 + ".sock"
         prefix = socket_name(self._endpoint.resource, str(self._directory), "x" * 8).removesuffix(tail)
-        own_name = re.compile(re.escape(prefix) + r"[0-9a-f]{8}\.sock")
-        for path in self._directory.glob("*.sock"):
-            if own_name.fullmatch(path.name) and is_abandoned(path):
+        for path in self._directory.glob(f"{prefix}{'[0-9a-f]' * 8}.sock"):
+            if is_abandoned(path):
                 with contextlib.suppress(OSError):
                     path.unlink()
 
@@ -298,39 +289,28 @@ class Registration:
         self._accepted: Accepted | None = None
         self._last_kubelet: FileIdentity | None = None  # of the last Register that succeeded, ever
         self._last_logged = ""
-        self._wake: Callable[[], None] = lambda: None
-
-    def __repr__(self) -> str:
-        return f"<Registration of {self.endpoint.resource} in {self._kubelet.parent}>"
+        self.wake: Callable[[], None] = lambda: None
+        """Checks now what is to be done (after the source's hooks changed, say)."""
+        endpoint.inventory.subscribe(lambda snapshot: self.wake())
 
     async def run(self) -> None:
         """Serve and register until cancelled, then drain and remove the own socket.
 
-        Raises DirectoryError or InstanceError: the resource cannot be served.
+        Raises RegistrationError: the resource cannot be served.
         """
         try:
             with filewatch.shared().watch([str(self._kubelet.parent)]) as watch:
-                self._wake = watch.wake
+                self.wake = watch.wake
                 self.endpoint.streams.start(watch.wake)
-                forget = self.endpoint.inventory.subscribe(
-                    lambda snapshot: None if self._last_logged != "devices" else watch.wake()
-                )
-                try:
-                    await self._loop(watch)
-                finally:
-                    forget()
+                await self._loop(watch)
         finally:
             await self._close()
-
-    def wake(self) -> None:
-        """Check now what is to be done (after the source's hooks changed, say)."""
-        self._wake()
 
     async def _loop(self, watch: filewatch.Watch) -> None:
         timing, directory = self._timing, self._kubelet.parent
         if directory.exists():
             if not directory.is_dir():
-                raise DirectoryError(f"{directory} is not a directory; use the kubelet's device plugin directory")
+                raise RegistrationError(f"{directory} is not a directory; use the kubelet's device plugin directory")
             await self._server.lock_resource()  # raises at once what no kubelet can repair
         while True:
             seen = self._seen()

@@ -19,7 +19,7 @@ from deviceplugin.device import MAX_ID, NO_EDITS, ContainerEdits, Device, EditCo
 from deviceplugin.inventory import Inventory
 from deviceplugin.kubelet import preference
 from deviceplugin.kubelet.allocation_gate import AllocationGate, AllowAll, Refusal
-from deviceplugin.kubelet.device_list import DeviceIds, Entry, ListStreams, entries, in_time
+from deviceplugin.kubelet.device_list import DeviceIds, Entry, ListStreams, in_time
 from deviceplugin.kubelet.exclusion_guard import ConflictError, ExclusionGuard
 from deviceplugin.kubelet.granted import annotate
 from deviceplugin.kubelet.podresources import AllocationsInFlight
@@ -78,7 +78,7 @@ class Endpoint(DevicePluginServicer):
         inventory: Inventory,
         in_flight: AllocationsInFlight,
         *,
-        granted: Callable[[Sequence[str]], None] | None = None,
+        granted: Callable[[Sequence[str]], None] = lambda names: None,
         release_former: Callable[[Sequence[str]], Awaitable[None]] | None = None,
         allocation_gate: AllocationGate | None = None,
         holders: HolderTracker | None = None,
@@ -93,7 +93,7 @@ class Endpoint(DevicePluginServicer):
         self._allocations = in_flight
         self._calls = AllocationsInFlight()
         """Calls of the kubelet that it should not be cut off from."""
-        self._granted = granted or (lambda names: None)
+        self._granted = granted
         self._release_former = release_former
         self._allocation_gate: AllocationGate = allocation_gate or AllowAll()
         self._holders = holders
@@ -118,17 +118,6 @@ class Endpoint(DevicePluginServicer):
         self.source = source
         self.ids.replace(source)
         self.refresh()
-
-    def forget(self, names: Iterable[str]) -> None:
-        """Stop showing these legacy ids."""
-        self.ids.forget(names)
-        self.refresh()
-
-    def adopt_existing(self, names: Iterable[str]) -> frozenset[str]:
-        """Show these ids, which pods have from before this agent began; return those of devices that are not listed."""
-        unlisted = self.ids.adopt_existing(names)
-        self.refresh()
-        return unlisted
 
     def refresh(self) -> None:
         """Have every stream send the list again if it has changed."""
@@ -212,21 +201,12 @@ class Endpoint(DevicePluginServicer):
 
     def _lines_if_listed(self) -> tuple[Entry, ...] | None:
         """Return the list as the kubelet is to see it now; None before the source's first list."""
-        snapshot, with_topology = self.inventory.snapshot, self.source.topology
-        if not snapshot.listed:
+        if not self.inventory.snapshot.listed:
             return None
         withheld = self.ids.kept().keys() | self._guard.withheld(self.resource, "plugin").keys()
-        lines = entries(
-            snapshot,
-            names_of=self.ids.names_of,
-            with_topology=with_topology,
-            offers=lambda device: device not in withheld and self._allocation_gate.offers(self.resource, device),
-            withheld=self._holders.unnamed_reasons(self.resource) if self._holders is not None else (),
-        )
-        known = snapshot.devices
-        return lines + tuple(
-            Entry(name, healthy=False, numa=known[device].numa_nodes if with_topology and device in known else ())
-            for name, device in self.ids.legacy.items()
+        return self.ids.entries(
+            lambda device: device not in withheld and self._allocation_gate.offers(self.resource, device),
+            self._holders.unnamed_reasons(self.resource) if self._holders is not None else (),
         )
 
     def _check(self, names: Sequence[str]) -> list[Device]:

@@ -37,8 +37,6 @@ CLOCK_STEP: Final = 1.0
 FIRST_REQUEST: Final = 0.5
 MOST_REQUEST: Final = 10.0
 """Seconds between two requests for a checkpoint about the same allocations: from the first to the second value."""
-
-
 REWRITE: Final = 1.0
 """Seconds that the kubelet has to write its checkpoint after it was sent a list; some ms are usual."""
 
@@ -72,9 +70,7 @@ class HolderTracker:
         """Whether the last `List` had all pods that run: none was deleted by force, or is unknown to a new kubelet."""
         self.pods: Final = PodReader(kubelet_root, cgroups, believe_checkpoint=believe_checkpoint)
         self._names = PodNames(pod_logs)
-        self._checkpoint = CheckpointReader(
-            plugins, request, boot_id(), lambda: self._known | self.snapshot.held.keys()
-        )
+        self._checkpoint = CheckpointReader(plugins, request, lambda: self._known | self.snapshot.held.keys())
         self._pod_resources = pod_resources
         self._in_flight = in_flight
         self._requests = RequestSchedule(wake)
@@ -91,7 +87,7 @@ class HolderTracker:
         self.snapshot = holders.holders(self._known, seen)
         self._known = frozenset(self.snapshot.held)
         self._begun = frozenset(one.pod_uid for one in self._known)
-        await self._names.update({one.pod_uid for one in self._known})
+        await self._names.update(self._begun)
         for problem in await asyncio.to_thread(self.missing):
             _LOG.warning("%s", problem)
 
@@ -207,7 +203,7 @@ class HolderTracker:
     async def listed(self, running: Collection[str]) -> frozenset[str]:
         """Return which pods `List` names: the kubelet counts them as active. running: all pods whose processes run."""
         await self._in_flight.wait()
-        report = await self._pod_resources.list_if_possible()
+        report = await self._pod_resources.list()
         return frozenset() if report is None else await self._listed(report, running)
 
     def missing(self) -> list[str]:
@@ -256,14 +252,13 @@ class HolderTracker:
         """
         await self._in_flight.wait()
         at = time.monotonic()
-        report: PodResourcesReport | None = None
-        if self._wants_claim_uses:
-            report = await self._pod_resources.list_if_possible()
+        report = await self._pod_resources.list() if self._wants_claim_uses else None
         seen = await asyncio.to_thread(self._read)
         now = holders.holders(self._known, seen, at)
         if self._requests.due(now, seen.pods, wanted):
-            report = report or await self._pod_resources.list_if_possible()
-            now = await self._after_request(at)
+            report = report or await self._pod_resources.list()
+            after = await asyncio.to_thread(self._read, *await self._checkpoint.written())
+            now = holders.holders(self._known, after, at)
         all_pods_listed = self.all_pods_listed
         if report is not None:
             running = await asyncio.to_thread(self.pods.in_cgroups)
@@ -279,25 +274,18 @@ class HolderTracker:
         self.snapshot = now
         return now
 
-    async def _after_request(self, at: float) -> HolderSnapshot:
-        written, problem = await self._checkpoint.written()
-        seen = await asyncio.to_thread(self._read, () if problem else written)
-        if problem:
-            problem = problem if seen.checkpoints else f"{seen.problem}; {problem}"
-            seen = HolderEvidence(seen.checkpoints, False, seen.pods, problem)
-        return holders.holders(self._known, seen, at)
-
-    def _read(self, written: Sequence[Checkpoint] = ()) -> HolderEvidence:
-        """Read the cgroups after the checkpoint. written: checkpoints to take instead, written at our request."""
+    def _read(self, written: Sequence[Checkpoint] = (), problem: str = "") -> HolderEvidence:
+        """Read the cgroups after the checkpoint. written, problem: the answer of `CheckpointReader.written`."""
+        read = list(written)
         if written:
             self._checkpoint.take(written)
-            return HolderEvidence(written, True, self.pods.read())
-        try:
-            read = [self._checkpoint.read()]
-            problem = "the kubelet has not been asked for a newer checkpoint"
-        except CheckpointError as error:
-            read, problem = [], str(error)
-        return HolderEvidence(read, False, self.pods.read(), problem)
+        else:
+            try:
+                read.append(self._checkpoint.read())
+                problem = problem or "the kubelet has not been asked for a newer checkpoint"
+            except CheckpointError as error:
+                problem = "; ".join(filter(None, (str(error), problem)))
+        return HolderEvidence(read, bool(written), self.pods.read(), problem)
 
     async def _listed(self, report: PodResourcesReport, running: Collection[str]) -> frozenset[str]:
         names = await asyncio.to_thread(self._names.read, running)
@@ -315,15 +303,12 @@ class CheckpointReader:
     known: returns the allocations that count as held; what their devices were is remembered.
     """
 
-    def __init__(
-        self, directory: Path, request: Callable[[], bool], boot: str, known: Callable[[], Iterable[Allocation]]
-    ) -> None:
+    def __init__(self, directory: Path, request: Callable[[], bool], known: Callable[[], Iterable[Allocation]]) -> None:
         self.last = Checkpoint(frozenset(), {})
         self.grants: Mapping[Allocation, tuple[str, Granted]] = {}
         """What the devices of allocations were, with the answer to Allocate that says so."""
         self._directory = directory
         self._request = request
-        self._boot = boot
         self._known = known
         self._allocated: tuple[tuple[object, ...], Mapping[Key, Granted]] = ((), {})
 
@@ -344,7 +329,7 @@ class CheckpointReader:
         grants = {one: grant for one, grant in self.grants.items() if one in kept}
         for allocation, response in (item for one in checkpoints for item in one.responses.items()):
             if allocation not in grants or grants[allocation][0] != response:
-                grants[allocation] = response, granted(response, *allocation[2:], self._boot)
+                grants[allocation] = response, granted(response, *allocation[2:], boot_id())
         self.last, self.grants = checkpoints[-1], grants
 
     def allocated(self, held: Collection[Allocation]) -> Mapping[Key, Granted]:
@@ -366,16 +351,15 @@ class CheckpointReader:
     async def written(self) -> tuple[Sequence[Checkpoint], str]:
         """Return checkpoints written at our request, which show what is allocated now, or why there are none."""
         written: list[Checkpoint] = []
-        last, problem = checkpoint.identity(self._directory), ""
-        while not (problem or holders.shows_present(written)):
+        last = checkpoint.identity(self._directory)
+        while not holders.shows_present(written):
             if not self._request():
-                problem = "the kubelet does not listen to this plugin, so it cannot be asked to write its checkpoint"
-            elif (after := await self._rewritten(last)) is None:
-                problem = "the kubelet has not written its checkpoint since it was asked to"
-            else:
-                written.append(after)
-                last = after.file
-        return written, problem
+                return (), "the kubelet does not listen to this plugin, so it cannot be asked to write its checkpoint"
+            if (after := await self._rewritten(last)) is None:
+                return (), "the kubelet has not written its checkpoint since it was asked to"
+            written.append(after)
+            last = after.file
+        return written, ""
 
     async def _rewritten(self, before: FileIdentity | None) -> Checkpoint | None:
         """Wait until the checkpoint is another file than before; None if it is not in time."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from deviceplugin.exclusion import Key
@@ -16,7 +16,7 @@ from deviceplugin.kubelet.registration import Timing
 from deviceplugin.kubelet.status import Status
 from deviceplugin.kubelet.tracker import HolderTracker
 from deviceplugin.node.options import Paths
-from deviceplugin.node.scanning import HolderObserver, HolderScanner
+from deviceplugin.node.scanning import HolderScanner
 from deviceplugin.node.service import Service, ServiceContext, Supervisor
 from deviceplugin.source import DeviceSource
 
@@ -33,8 +33,9 @@ class Agent:
 
     period: seconds between two scans for holders, while these matter. report_holders: whether metrics show the holders;
     then it scans always, and learns the names of pods. allocation_gate: None offers everything. believe_checkpoint: see
-    `HolderTracker`; not where devices also go to claims. orphaned: returns what claims of drivers that are not served
-    hold; see `ExclusionGuard`. providers: other parts of this process that metrics and status pages show, too.
+    `HolderTracker`; not where devices also go to claims. awaited: `also_awaited` of `HolderScanner`. orphaned: returns
+    what claims of drivers that are not served hold; see `ExclusionGuard`. providers: other parts of this process that
+    metrics and status pages show, too.
     """
 
     def __init__(
@@ -45,7 +46,7 @@ class Agent:
         period: float = 5.0,
         report_holders: bool = False,
         allocation_gate: AllocationGate | None = None,
-        observers: Sequence[HolderObserver] = (),
+        awaited: Callable[[], Collection[Key]] = tuple,
         timing: Timing | None = None,
         believe_checkpoint: bool = True,
         orphaned: Callable[[], Mapping[Key, Tokens]] = dict,
@@ -83,7 +84,7 @@ class Agent:
             lambda: self.services, gate, self.tracker.allocated, reread=self.tracker.reread, orphaned=orphaned
         )
         self.scanner = HolderScanner(
-            services, self.tracker, self.guard, list(observers), scan_wanted, period, always=report_holders
+            services, self.tracker, self.guard, awaited, scan_wanted, period, always=report_holders
         )
         context = ServiceContext(
             self.paths.plugins, in_flight, asyncio.Lock(), self.tracker, self.guard, gate, timing, scan_wanted.set

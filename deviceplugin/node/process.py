@@ -90,7 +90,7 @@ def _plugin(sources: Sequence[DeviceSource], paths: Paths, metrics_address: str 
         paths,
         report_holders=metrics_address is not None,
         allocation_gate=gate,
-        observers=[gate],
+        awaited=gate.awaited,
         orphaned=claims.held,
     )
     return Program.of(agent)

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import logging
 import random
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Final, Protocol
 
@@ -39,17 +39,19 @@ class HolderObserver(Protocol):
 class HolderScanner:
     """Scans from time to time while holders matter, and soon after a grant.
 
-    observers: more may be added. wanted: set when a scan should come soon. period: seconds between two scans. always:
-    scan also while nothing is held or awaited.
+    also_awaited: returns (resource, the kubelet's id) that matter as what observers await does. wanted: set when a scan
+    should come soon. period: seconds between two scans. always: scan also while nothing is held or awaited. observers:
+    to be added to.
     """
 
     services: Mapping[str, Service]
     tracker: HolderTracker
     guard: ExclusionGuard
-    observers: list[HolderObserver]
+    also_awaited: Callable[[], Collection[tuple[str, str]]]
     wanted: asyncio.Event
     period: float
     always: bool
+    observers: list[HolderObserver] = field(default_factory=list, init=False)
     _scanning: asyncio.Lock = field(default_factory=asyncio.Lock, init=False)
 
     def __post_init__(self) -> None:
@@ -83,7 +85,7 @@ class HolderScanner:
         """Scan until cancelled."""
         backoff = Backoff(first=1.0, most=30.0)
         while True:
-            awaited = self._awaited_by_observers() | {
+            awaited = self._awaited() | {
                 (name, one) for name, service in self.services.items() for one in service.awaited
             }
             in_use = any(service.in_use for service in self.services.values())
@@ -96,7 +98,7 @@ class HolderScanner:
                     await asyncio.sleep(SOON)
                     # Before its processes run, only a checkpoint that was asked for proves which pod a grant was for. A
                     # ledger is to have it at once: agent and checkpoint may be lost together.
-                    awaited = self._awaited_by_observers()
+                    awaited = self._awaited()
             self.wanted.clear()
             try:
                 now = await self.scan(awaited)
@@ -107,8 +109,8 @@ class HolderScanner:
                 self.log.problem(now)
                 backoff.reset()
 
-    def _awaited_by_observers(self) -> frozenset[tuple[str, str]]:
-        return frozenset().union(*(observer.awaited() for observer in self.observers))
+    def _awaited(self) -> frozenset[tuple[str, str]]:
+        return frozenset(self.also_awaited()).union(*(observer.awaited() for observer in self.observers))
 
 
 class ScanLog:

@@ -105,7 +105,8 @@ class Service:
     def _adopt_existing(self) -> None:
         """Take over the ids that pods have from before; sharing may have changed while no agent ran."""
         if self._existing:
-            before, self._existing = self._existing, self.endpoint.adopt_existing(self._existing)
+            before, self._existing = self._existing, self.endpoint.ids.adopt_existing(self._existing)
+            self.endpoint.refresh()
             if before != self._existing:
                 self._context.wake_scan()
 
@@ -180,7 +181,7 @@ class Service:
             registered = now.registered.get(self.resource, frozenset())
             gone_before, legacy_before = self._forgettable
             legacy = self.endpoint.ids.legacy.keys() & legacy_before
-            self.endpoint.forget(legacy - in_use - registered)
+            self.endpoint.ids.forget(legacy - in_use - registered)
             self.inventory.forget((snapshot.gone & gone_before) - busy - set(map(device_id_of, registered)))
         self._forgettable = snapshot.gone, frozenset(self.endpoint.ids.legacy)
         self.endpoint.refresh()

@@ -78,7 +78,7 @@ class Bridge:
             period=period,
             report_holders=report_holders,
             allocation_gate=self.gates,
-            observers=[undriven],
+            awaited=undriven.awaited,
             believe_checkpoint=False,
             orphaned=self._orphaned.held,
         )

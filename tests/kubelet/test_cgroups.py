@@ -19,8 +19,10 @@ LAYOUTS: list[CgroupLayout] = ["v2", "v2-systemd", "v1", "v1-systemd"]
 
 
 def running(root: Path, own: str = "") -> set[str] | None:
-    found = pod_cgroups(root, own)
-    return None if found is None else {uid for uid, populated in found.items() if populated}
+    if (found := pod_cgroups(root, own)) is None:
+        return None
+    assert found.running is not None
+    return set(found.running)
 
 
 @pytest.fixture(params=LAYOUTS)

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from deviceplugin.device import Device
 from deviceplugin.exclusion import Key, Things, thing_of
 from deviceplugin.hooks import HookTimeoutError
-from deviceplugin.identity import Tokens
+from deviceplugin.identity import Tokens, boot_id
 from deviceplugin.inventory import Inventory
 from deviceplugin.kubelet.allocation_gate import AllowAll, Side
 from deviceplugin.kubelet.exclusion_guard import ConflictError, ExclusionGuard
@@ -173,7 +173,7 @@ class World:
         self.known = Known()
         source = SimpleNamespace(driver="d", replicas=1, replicas_of=lambda device: 1)
         self.served = SimpleNamespace(source=source, inventory=Inventory(R), held_devices=frozenset())
-        self.guard = ExclusionGuard(lambda: cast("Any", {R: self.served}), self.known, boot="b")
+        self.guard = ExclusionGuard(lambda: cast("Any", {R: self.served}), self.known)
         self.list(**identities)
 
     def list(self, **identities: str) -> None:
@@ -208,7 +208,7 @@ def test_what_was_granted_is_remembered_as_what_it_was() -> None:
     world.guard.notify()
     assert world.guard.withheld(R, "plugin") == {}
     world.grant("a")
-    assert world.guard.identity(R, "a") == "boot:b n2"
+    assert world.guard.identity(R, "a") == f"boot:{boot_id()} n2"
 
 
 def test_a_ledger_knows_what_was_granted_before() -> None:
@@ -231,7 +231,6 @@ class Outside(World):
             self.known,
             lambda: self.allocated,
             orphaned=lambda: self.orphaned,
-            boot="b",
         )
         self.guard.notify()
 

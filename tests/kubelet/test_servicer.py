@@ -19,10 +19,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from deviceplugin.device import ContainerEdits, Device, DeviceNode, Health, Mount
-from deviceplugin.inventory import Inventory, Snapshot, merged
+from deviceplugin.inventory import Inventory
 from deviceplugin.kubelet import device_list
 from deviceplugin.kubelet.allocation_gate import AllowAll, Refusal
-from deviceplugin.kubelet.device_list import entries
+from deviceplugin.kubelet.device_list import DeviceIds
 from deviceplugin.kubelet.exclusion_guard import ExclusionGuard
 from deviceplugin.kubelet.podresources import AllocationsInFlight
 from deviceplugin.kubelet.preference import as_names
@@ -816,7 +816,8 @@ async def test_ids_from_before_a_change_of_replicas_are_not_dropped(
                 await served.allocate(name)
             await served.stub.PreStartContainer(pb.PreStartContainerRequest(devices_ids=[name]))
         assert other.resets == ["a"] * len(gone)  # of pods that have them still
-        served.endpoint.forget(gone | stay)
+        served.endpoint.ids.forget(gone | stay)
+        served.endpoint.refresh()
         if gone:
             assert await lists.next() == dict.fromkeys(stay, "Healthy")
 
@@ -828,14 +829,15 @@ async def test_replicas_changed_back_are_whole_again(serve: Serve) -> None:
     served.endpoint.replace(Shared(2))
     async with served.listening() as lists:
         assert await lists.next() == dict.fromkeys(("a", "a::0", "a::1"), "Unhealthy")
-        served.endpoint.forget({"a"})
+        served.endpoint.ids.forget({"a"})
+        served.endpoint.refresh()
         assert await lists.next() == {"a::0": "Healthy", "a::1": "Healthy"}
 
 
 async def test_ids_that_pods_have_from_an_earlier_agent_count(serve: Serve) -> None:
     """What an agent with other replicas gave out is taken over; ids that are offered and those of strangers are not."""
     served = await serve(Shared(2), "a", "b", "c")
-    assert served.endpoint.adopt_existing(["a", "b::0", "c::7", "stranger::1"]) == {"stranger::1"}
+    assert served.endpoint.ids.adopt_existing(["a", "b::0", "c::7", "stranger::1"]) == {"stranger::1"}
     async with served.listening() as lists:
         expected = {"a": "Unhealthy", "a::0": "Unhealthy", "a::1": "Unhealthy", "c::7": "Unhealthy"}
         assert await lists.next() == expected | dict.fromkeys(("b::0", "b::1", "c::0", "c::1"), "Healthy")
@@ -912,10 +914,11 @@ async def test_a_device_that_is_not_shared_among_others_keeps_its_id(serve: Serv
 )
 def test_list_never_shows_a_broken_device_healthy(one: list[Device], two: list[Device], replicas: int) -> None:
     """Every device ever listed is shown, healthy exactly if the newest list has it and it is not known to be broken."""
-    snapshot = merged(merged(Snapshot(R), one), two)
-    shown = {
-        entry.name: entry.healthy for entry in entries(snapshot, names_of=lambda one: replicas_of(one.id, replicas))
-    }
+    inventory = Inventory(R)
+    inventory.publish(one)
+    inventory.publish(two)
+    lines = DeviceIds(Shared(replicas), inventory).entries(lambda device: True, ())
+    shown = {entry.name: entry.healthy for entry in lines}
     newest = {device.id: device.health.usable for device in two}
     wanted = {device.id: newest.get(device.id, False) for device in (*one, *two)}
     assert shown == {name: so for device, so in wanted.items() for name in replicas_of(device, replicas)}

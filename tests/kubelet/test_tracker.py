@@ -9,16 +9,18 @@ from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 
+import grpc
 import pytest
 
 from deviceplugin.kubelet import cgroups, podresources
 from deviceplugin.kubelet.checkpoint import Allocation
 from deviceplugin.kubelet.holders import HolderSnapshot
-from deviceplugin.kubelet.podresources import AllocationsInFlight, Holder, PodResources, PodResourcesReport
+from deviceplugin.kubelet.podresources import AllocationsInFlight, Holder, PodResources
 from deviceplugin.kubelet.tracker import MOST_REQUEST, HolderTracker, PodNames
 from deviceplugin.testing import FakeKubelet, FakePod
 from deviceplugin.testing.devicemanager import PluginCallError
 from deviceplugin.testing.kubelet import Damage
+from deviceplugin.wire.podresources_pb2_grpc import PodResourcesListerStub
 from tests.testing.bare import RESOURCE as R
 from tests.testing.bare import BarePlugin
 
@@ -179,16 +181,15 @@ async def test_a_plugin_that_nobody_listens_to_cannot_ask(world: World) -> None:
 
 async def test_others_use_up_the_limit_of_pod_resources(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     """`List` is tried again for a while; without it the checkpoint is written and believed all the same."""
-    service, tries = world.tracker._pod_resources, []
-    original = service.list
+    tries = []
 
-    async def counted() -> PodResourcesReport:
+    def counted(channel: grpc.aio.Channel) -> object:
         tries.append(1)
         if len(tries) == 3:
             world.kubelet.pod_resources_refused = 0.0
-        return await original()
+        return PodResourcesListerStub(channel)
 
-    monkeypatch.setattr(service, "list", counted)
+    monkeypatch.setattr(podresources, "PodResourcesListerStub", counted)
     pod = await world.run_pod()
     await world.scan()
     world.kubelet.pod_resources_refused = 1.0
@@ -197,7 +198,6 @@ async def test_others_use_up_the_limit_of_pod_resources(world: World, monkeypatc
     assert len(tries) == 3
     world.kubelet.pod_resources_refused = 1.0
     monkeypatch.setattr(podresources, "LIST_TRIES", 3)
-    monkeypatch.setattr(service, "list", original)
     now = await world.scan("a", "b")
     assert now.awake, "nothing safe depends on List"
 
