@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import re
 import subprocess
 import sys
@@ -114,7 +115,6 @@ MAY_IMPORT = {
 
 LONGEST = 600
 """Lines of a product module at the most."""
-"""Product modules that are still longer. A module that becomes shorter leaves this list; none is added to it."""
 
 
 def is_module(name: str) -> bool:
@@ -123,10 +123,15 @@ def is_module(name: str) -> bool:
     return path.with_name(f"{path.name}.py").exists() or (path / "__init__.py").exists()
 
 
-def imports(path: Path) -> Iterator[tuple[str, Literal["at once", "later", "types only"]]]:
+When = Literal["at once", "later", "types only"]
+
+
+@functools.cache
+def imports(path: Path) -> tuple[tuple[str, When], ...]:
     """The modules that a file imports, and when: as it is imported itself, in a function, or for a type checker."""
+    found: list[tuple[str, When]] = []
     tree = ast.parse(path.read_text())
-    when: dict[int, Literal["later", "types only"]] = {}
+    when: dict[int, When] = {}
     for node in ast.walk(tree):
         if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
             when.update((id(inner), "types only") for inner in ast.walk(node))
@@ -137,10 +142,10 @@ def imports(path: Path) -> Iterator[tuple[str, Literal["at once", "later", "type
             for alias in node.names:
                 # `from package import module` imports the module, even while the package is still being imported.
                 name = f"{node.module}.{alias.name}"
-                yield name if is_module(name) else node.module, when.get(id(node), "at once")
+                found.append((name if is_module(name) else node.module, when.get(id(node), "at once")))
         elif isinstance(node, ast.Import):
-            for alias in node.names:
-                yield alias.name, when.get(id(node), "at once")
+            found += [(alias.name, when.get(id(node), "at once")) for alias in node.names]
+    return tuple(found)
 
 
 def modules(package: str) -> dict[str, Path]:
@@ -177,13 +182,15 @@ def short(layer: str) -> str:
     return layer.removeprefix("deviceplugin.")
 
 
-@pytest.mark.parametrize("name", PRODUCT)
-def test_layers_import_what_they_may(name: str) -> None:
+def test_each_module_belongs_to_a_layer() -> None:
+    """The table of layers leaves out no module."""
+    assert not [name for name in PRODUCT if layer_of(name) not in MAY_IMPORT]
+
+
+def test_layers_import_what_they_may() -> None:
     """A module imports from its own layer and from those that its layer may import, also for types alone."""
-    layer = layer_of(name)
-    assert layer in MAY_IMPORT, f"{name} belongs to no layer"
-    wrong = {other for other in crossings(name) if other not in MAY_IMPORT[layer]}
-    assert not wrong, f"{name} is of layer {layer}, which may not import {', '.join(sorted(wrong))}"
+    crossed = {(name, layer_of(name), other) for name in PRODUCT for other in crossings(name)}
+    assert not {(name, layer, other) for name, layer, other in crossed if other not in MAY_IMPORT[layer]}
 
 
 def test_layers_have_no_circle() -> None:
@@ -235,11 +242,11 @@ def test_modules_are_short() -> None:
     assert not long
 
 
-@pytest.mark.parametrize("name", modules("deviceplugin"))
-def test_framework_knows_nothing_of_the_bridge(name: str) -> None:
+def test_framework_knows_nothing_of_the_bridge() -> None:
     """dra_bridge depends on deviceplugin, never the other way round; no client of the API server is loaded here."""
     foreign = {"dra_bridge", "aiohttp", "kubernetes_asyncio", "tests"}
-    assert {module.partition(".")[0] for module, _ in imports(modules("deviceplugin")[name])}.isdisjoint(foreign)
+    imported = {(name, module) for name, path in modules("deviceplugin").items() for module, _ in imports(path)}
+    assert not {(name, module) for name, module in imported if module.partition(".")[0] in foreign}
 
 
 @pytest.mark.parametrize("package", ["deviceplugin", "dra_bridge"])

@@ -587,6 +587,8 @@ class DeviceManager:
                 overtaken = self.land_writes and self._held_writes
                 (self._held_writes.pop(0) if overtaken else checkpoint).write(self._path)
                 self._written = version
+        with self._lock:
+            self._lock.notify_all()  # who waits may wait for the file
 
     def read_checkpoint(self) -> None:
         """Take up what the last run wrote down; resources come back without devices and with stopped endpoints.

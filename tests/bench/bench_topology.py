@@ -107,7 +107,7 @@ def days() -> bool:
             continue
         day = Day(count, score)
         partition = day.partition()
-        ours = cache(lambda free, size: preferred(free, (), size, score))  # noqa: B023
+        ours = cache(lambda free, size: frozenset(preferred(free, (), size, score)))  # noqa: B023
         for sizes in ([1, 2, 4, 8][: count.bit_length()], range(1, count + 1)):
             ratios = [
                 sum(day.mean(ours, seed, sizes, load) for seed in range(3))

@@ -10,7 +10,6 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
@@ -22,43 +21,51 @@ from dra_bridge import cli, demo
 from dra_bridge.testing.node import FakeNode, Holding
 from tests.programs import running
 
+WITHOUT_EXTRAS = """
+import runpy, sys
+sys.modules.update(dict.fromkeys(("pytest", "hypothesis", "rich")))
+sys.argv = ["dra_bridge", "demo", "--hold"]
+runpy.run_module("dra_bridge", run_name="__main__")
+"""
+"""The demo as in a user's installation, which has no pytest; neither demo wants rich."""
 
-@pytest.fixture(scope="module")
-def holding() -> Iterator[tuple[subprocess.Popen[str], str]]:
-    """The demo that serves on: its process, and what it printed until then."""
-    with running([sys.executable, "-u", "-m", "dra_bridge", "demo", "--hold"], stdout=subprocess.PIPE) as process:
+
+def test_story_is_true_and_the_node_is_served_on(capsys: pytest.CaptureFixture[str]) -> None:
+    """One run to its end shows both parts in plain text; with --hold it then serves `status` and `migrate`.
+
+    SIGTERM ends it with 0. It takes many seconds, so that all tests of what it prints are this one.
+    """
+    with running([sys.executable, "-u", "-c", WITHOUT_EXTRAS], stdout=subprocess.PIPE) as process:
         assert process.stdout is not None
         lines = []
         for line in process.stdout:
             lines.append(line)
             if "dra-bridge migrate" in line:
                 break
-        yield process, "".join(lines)
+        text = "".join(lines)
+        assert process.poll() is None, text
+        printed, _, invitation = text.partition("\nStill serving")
+        shows_a_device_twice_after_a_naive_switch(printed)
+        shows_none_twice_with_the_bridge(printed)
+        assert "\033" not in printed, "there is no terminal"
+        assert max(map(len, printed.splitlines())) <= 100
+        kubeconfig = serves_the_command_line(invitation, capsys)
+        process.send_signal(signal.SIGTERM)
+        process.communicate()
+        assert process.wait(20) == 0
+        assert not kubeconfig.exists()
 
 
-@pytest.fixture
-def printed(holding: tuple[subprocess.Popen[str], str]) -> str:
-    """What the demo printed before it began to serve on."""
-    return holding[1].split("\nStill serving")[0]
-
-
-def test_story_is_true(holding: tuple[subprocess.Popen[str], str]) -> None:
-    """The demo comes to its end: what it printed was so."""
-    process, text = holding
-    assert process.poll() is None, text
-    assert "Still serving" in text
-
-
-def test_naive_switch_gives_a_device_twice(printed: str) -> None:
-    """The first part shows one device in two containers, each of which sees it, on one side each."""
+def shows_a_device_twice_after_a_naive_switch(printed: str) -> None:
+    """Check that the first part has one device in two containers, each of which sees it, on one side each."""
     first = printed.split("2. The same with the bridge")[0]
     rows = re.findall(r"^(gpu-\d)\s+(\S+)\s+(plugin|claim)\s+GPU_VISIBLE_DEVICES=(gpu-\d)$", first, re.MULTILINE)
     twice = [row for row in rows if row[1] == "batch"] + [row for row in rows if row[1] == "train-1"]
     assert [(row[0], row[2], row[3]) for row in twice] == [("gpu-0", "claim", "gpu-0"), ("gpu-0", "plugin", "gpu-0")]
 
 
-def test_bridge_gives_none_twice(printed: str) -> None:
-    """The second part moves devices there and back under churn, shows who held what when, and finds no overlap."""
+def shows_none_twice_with_the_bridge(printed: str) -> None:
+    """Check that the second part moves devices there and back under churn, and says who held what when."""
     second = printed.split("2. The same with the bridge")[1]
     assert "never by two at once" in second
     assert len(re.findall(r"is asked for \S+ +[\d.]+ s later", second)) == len(demo.SHARES)
@@ -67,10 +74,20 @@ def test_bridge_gives_none_twice(printed: str) -> None:
     assert len(re.findall(r"^gpu-\d   (?=.*p)(?=.*c)[pc.]{72} ", second, re.MULTILINE)) == 4
 
 
-def test_plain_when_nobody_looks(printed: str) -> None:
-    """Without a terminal the output has no escape sequences and no line wider than a page."""
-    assert "\033" not in printed
-    assert max(map(len, printed.splitlines())) <= 100
+def serves_the_command_line(invitation: str, capsys: pytest.CaptureFixture[str]) -> Path:
+    """Check that `migrate` and `status` work as the demo says; return the kubeconfig that they use."""
+    found = re.search(r"migrate (?P<node>\S+) --driver (?P<driver>\S+) .*--kubeconfig (?P<file>\S+)", invitation)
+    assert found
+    said = found.groupdict()
+    kubeconfig = ["--kubeconfig", said["file"]]
+    asked = ["migrate", said["node"], "--driver", said["driver"], "--share", "3", "--wait", "--timeout", "20"]
+    assert cli.main([*asked, *kubeconfig]) == 0
+    capsys.readouterr()
+    assert cli.main(["status", "-o", "json", *kubeconfig]) == 0
+    (node,) = json.loads(capsys.readouterr().out)["nodes"]
+    assert node["settled"]
+    assert node["resources"][0]["counts"] == {"dra": 3, "plugin": 1}
+    return Path(said["file"])
 
 
 def test_the_failure_of_a_pod_fits_on_a_page() -> None:
@@ -96,25 +113,18 @@ def test_a_harmless_naive_switch_is_not_told_as_harmful(monkeypatch: pytest.Monk
 
 def test_a_bridge_that_gives_twice_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     """If two pods held one device under the bridge, the demo would end with 1 and say which."""
-    holdings = FakeNode.holdings
-
-    def twice(self: FakeNode) -> list[Holding]:
-        found = holdings(self)
-        return [*found, Holding(found[-1].device, "ghost", "claim", found[-1].begin, None)]
-
-    move_devices = demo.move_devices
-
-    def move(scene: demo.Scene, count: int) -> tuple[float, float]:
-        ended = move_devices(scene, count)
-        monkeypatch.setattr(FakeNode, "holdings", twice)
-        return ended
-
-    monkeypatch.setattr(demo, "SHARES", ("none", "all", "none"))
-    monkeypatch.setattr(demo, "move_devices", move)
+    held = [
+        Holding("gpu-0", f"{side}-{number}", side, number, number + 0.9)
+        for side in ("plugin", "claim")
+        for number in range(20)
+    ]
+    monkeypatch.setattr(demo, "naive", Mock())
+    monkeypatch.setattr(demo, "move_devices", Mock(return_value=(0.0, 20.0)))
+    monkeypatch.setattr(FakeNode, "holdings", lambda _: held)
     out = io.StringIO()
     assert demo.main(stream=out) == 1
     assert "this should be so and is not: no device had two holders" in out.getvalue()
-    assert "ghost" in out.getvalue()
+    assert "claim-0" in out.getvalue()
 
 
 def test_what_ends_a_background_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -123,6 +133,7 @@ def test_what_ends_a_background_is_told(monkeypatch: pytest.MonkeyPatch) -> None
     async def broken(*_: Any) -> None:
         raise OSError("no agent today")
 
+    monkeypatch.setattr(demo, "naive", Mock())
     monkeypatch.setattr(demo, "bridge", broken)
     monkeypatch.setattr(demo, "TIMEOUT", 1.0)
     out = io.StringIO()
@@ -143,35 +154,3 @@ def test_a_background_that_is_interrupted_at_its_beginning_ends(monkeypatch: pyt
     with pytest.raises(KeyboardInterrupt), demo.in_background("driver", work):
         raise KeyboardInterrupt
     assert ended.is_set()
-
-
-def test_demo_needs_nothing_of_the_tests() -> None:
-    """A user's installation has no pytest, and neither demo wants it."""
-    code = (
-        "import sys\n"
-        "sys.modules.update(dict.fromkeys(('pytest', 'hypothesis', 'rich')))\n"
-        "import deviceplugin.demo, deviceplugin.testing.serving, dra_bridge.demo, dra_bridge.testing.node\n"
-    )
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
-
-
-def test_hold_serves_the_command_line(
-    holding: tuple[subprocess.Popen[str], str], capsys: pytest.CaptureFixture[str]
-) -> None:
-    """With --hold it serves on; `status` and `migrate` work against it until SIGTERM ends it with 0."""
-    process, text = holding
-    found = re.search(r"migrate (?P<node>\S+) --driver (?P<driver>\S+) .*--kubeconfig (?P<file>\S+)", text)
-    assert found, f"it ended with {process.wait()} and never held"
-    said = found.groupdict()
-    kubeconfig = ["--kubeconfig", said["file"]]
-    asked = ["migrate", said["node"], "--driver", said["driver"], "--share", "3", "--wait", "--timeout", "20"]
-    assert cli.main([*asked, *kubeconfig]) == 0
-    capsys.readouterr()
-    assert cli.main(["status", "-o", "json", *kubeconfig]) == 0
-    (node,) = json.loads(capsys.readouterr().out)["nodes"]
-    assert node["settled"]
-    assert node["resources"][0]["counts"] == {"dra": 3, "plugin": 1}
-    process.send_signal(signal.SIGTERM)
-    process.communicate()
-    assert process.wait(20) == 0
-    assert not Path(said["file"]).exists()

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, cast
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from deviceplugin import config, naming, sources
@@ -162,7 +162,6 @@ def test_serial_number_that_reads_like_a_port_takes_no_other_devices_id(tree: Tr
 
 
 @given(st.lists(st.tuples(st.integers(1, 5), st.sampled_from(["", "A", "B", "C"])), max_size=30))
-@settings(max_examples=40)
 def test_any_row_of_plugging_and_pulling_leaves_what_is_plugged_in(steps: list[tuple[int, str]]) -> None:
     """After each step there is one device for each occupied port, with the number that the bus gave it last and the
     id that it got when it came: by its serial number where that told it apart.

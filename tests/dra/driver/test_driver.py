@@ -1180,7 +1180,6 @@ claims_of_any_kind = mostly(
 )
 
 
-@settings(max_examples=100)
 @given(found=claims_of_any_kind, hooked=st.booleans(), fails=st.sampled_from(["", "", "", "edits", "reset", "prepare"]))
 def test_any_claim_is_answered_and_an_error_leaves_nothing(
     tmp_path_factory: pytest.TempPathFactory, found: Any, hooked: bool, fails: str

@@ -14,6 +14,7 @@ from deviceplugin.device import ContainerEdits, Device
 from deviceplugin.source import DeviceSource
 from dra_bridge.handover.share import parse_share
 from dra_bridge.kube import Cluster, ClusterError
+from dra_bridge.ledger import rules
 from dra_bridge.ledger.records import State
 from dra_bridge.node.bridge import Bridge
 from dra_bridge.node.share import HandoverPolicy
@@ -127,7 +128,8 @@ async def world(node: FakeNode, tmp_path: Path, source: Source, *, offered: bool
 
 
 @pytest.fixture
-def node() -> Iterator[FakeNode]:
+def node(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeNode]:
+    monkeypatch.setattr(rules, "WELL_APART", 0.2)  # a pod that the agent has not learned of holds its device so long
     with FakeApiServer() as server:
         server.create(device_class(D, R))
         with FakeNode(server, NODE) as made:

@@ -17,7 +17,7 @@ from typing import Any
 from unittest.mock import patch
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dra_bridge.ledger import operations, rules
@@ -190,21 +190,29 @@ def filled(path: str) -> bytes:
     return Path(path).read_bytes()
 
 
-@settings(max_examples=150, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(data=st.data())
-def test_any_damage_is_noticed_or_harmless(tmp_path_factory: pytest.TempPathFactory, data: st.DataObject) -> None:
-    """Truncated or with changed bytes: the ledger opens, and is either as it was or put aside and empty."""
-    directory = tmp_path_factory.mktemp("damage")
-    path = str(directory / "ledger.db")
-    whole = filled(path)
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> tuple[bytes, Snapshot]:
+    """A filled ledger's file, and what it knows."""
+    path = str(tmp_path_factory.mktemp("whole") / "ledger.db")
+    written = filled(path)
     with DirectLedger(path) as opened:
-        before = opened.snapshot
-    damaged = bytearray(whole)
+        return written, opened.snapshot
+
+
+@settings(max_examples=3 * settings().max_examples)
+@given(data=st.data())
+def test_any_damage_is_noticed_or_harmless(
+    tmp_path_factory: pytest.TempPathFactory, whole: tuple[bytes, Snapshot], data: st.DataObject
+) -> None:
+    """Truncated or with changed bytes: the ledger opens, and is either as it was or put aside and empty."""
+    path = str(tmp_path_factory.mktemp("damage") / "ledger.db")
+    written, before = whole
+    damaged = bytearray(written)
     if data.draw(st.booleans(), "truncate"):
-        del damaged[data.draw(st.integers(0, len(whole) - 1), "at") :]
+        del damaged[data.draw(st.integers(0, len(written) - 1), "at") :]
     else:
         for _ in range(data.draw(st.integers(1, 4), "changes")):
-            damaged[data.draw(st.integers(0, len(whole) - 1), "at")] = data.draw(st.integers(0, 255), "to")
+            damaged[data.draw(st.integers(0, len(written) - 1), "at")] = data.draw(st.integers(0, 255), "to")
     Path(path).write_bytes(damaged)
     with DirectLedger(path) as opened:
         assert opened.snapshot == before or opened.fresh
@@ -435,7 +443,6 @@ def test_an_operation_that_fails_costs_its_own_caller_only(store: DirectLedger) 
         store.do(mistaken)
 
 
-@settings(max_examples=60)
 @given(data=st.data())
 def test_memory_and_file_never_differ(tmp_path_factory: pytest.TempPathFactory, data: st.DataObject) -> None:
     """Whatever is asked in whatever order, a ledger opened again knows the same."""

@@ -22,7 +22,7 @@ from dra_bridge.driver.driver import Driver
 from dra_bridge.handover.gate import LedgerGate
 from dra_bridge.handover.share import Share
 from dra_bridge.kube import Cluster
-from dra_bridge.ledger import operations
+from dra_bridge.ledger import operations, rules
 from dra_bridge.ledger.records import Side, State
 from dra_bridge.ledger.rules import ClaimEvidence, Evidence
 from dra_bridge.ledger.store import Ledger
@@ -54,7 +54,8 @@ class Source(DeviceSource):
 
 
 @pytest.fixture
-def node(tmp_path: Path) -> Iterator[FakeNode]:
+def node(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[FakeNode]:
+    monkeypatch.setattr(rules, "WELL_APART", 0.2)  # a pod that the agent has not learned of holds its device so long
     with FakeApiServer() as server:
         server.create(device_class(D, R))
         with FakeNode(server, NODE) as made:
