@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
@@ -27,6 +28,9 @@ from deviceplugin.kubelet.claim_state import ClaimStateError, ClaimStateMissingE
 from deviceplugin.kubelet.holders import HolderSnapshot
 
 _LOG: Final = logging.getLogger(__name__)
+
+FRESH: Final = 0.005
+"""Seconds for which the claim state counts as unchanged: a list asks of each device, and a look is a system call."""
 
 _KINDS: Final[Mapping[str, Kind]] = {"c": "char", "u": "char", "b": "block"}  # by the type in a CDI file
 
@@ -85,14 +89,25 @@ def _numbers(node: Mapping[str, Any]) -> Tokens:
 
 
 class OrphanedClaims:
-    """The claims of drivers that are not served, by the kubelet's claim state. served: returns the drivers that are."""
+    """The claims of drivers that are not served, by the kubelet's claim state.
+
+    served: returns the drivers that are. fresh: seconds for which the file is not looked at again.
+    """
 
     def __init__(
-        self, kubelet_root: Path, served: Callable[[], Collection[str]] = tuple, cdi_directory: str = cdi.DIRECTORY
+        self,
+        kubelet_root: Path,
+        served: Callable[[], Collection[str]] = tuple,
+        cdi_directory: str = cdi.DIRECTORY,
+        *,
+        fresh: float = FRESH,
     ) -> None:
         self._root = kubelet_root
+        self._plugins = kubelet_root / "plugins"
         self._served = served
         self._cdi_directory = cdi_directory
+        self._fresh = fresh
+        self._looked_at = 0.0
         self._read: tuple[FileIdentity | None, tuple[PreparedClaim, ...] | ClaimStateError] | None = None
         self._version: tuple[object, frozenset[str]] = (None, frozenset())
         """The claims and the served drivers from which the two below were made."""
@@ -107,9 +122,8 @@ class OrphanedClaims:
         claims = self._current()
         if isinstance(claims, ClaimStateError):
             # A kubelet without Dynamic Resource Allocation has none; then no driver ever had a directory there.
-            plugins = self._root / "plugins"
             may_hold = not isinstance(claims, ClaimStateMissingError) or (
-                driver is not None and (not os.path.isdir(plugins) or os.path.isdir(plugins / driver))
+                driver is not None and (not os.path.isdir(self._plugins) or os.path.isdir(self._plugins / driver))
             )
             return f"it is not known whether a claim holds it: {claims}" if may_hold else ""
         if not self._names:
@@ -126,12 +140,15 @@ class OrphanedClaims:
 
     def _current(self) -> tuple[PreparedClaim, ...] | ClaimStateError:
         """Return the claims, or why they cannot be read; read the file if it has changed."""
-        file = file_identity(self._root / claim_state.FILE_NAME)
-        if self._read is None or file is None or self._read[0] != file:
-            try:
-                self._read = file, claim_state.read(self._root)
-            except ClaimStateError as error:
-                self._read = file, error
+        now = time.monotonic()
+        if self._read is None or now - self._looked_at >= self._fresh:
+            self._looked_at = now
+            file = file_identity(self._root / claim_state.FILE_NAME)
+            if self._read is None or file is None or self._read[0] != file:
+                try:
+                    self._read = file, claim_state.read(self._root)
+                except ClaimStateError as error:
+                    self._read = file, error
         claims, served = self._read[1], frozenset(self._served())
         if isinstance(claims, ClaimStateError) or (self._version[0] is claims and self._version[1] == served):
             return claims
