@@ -10,7 +10,9 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import os
+import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
@@ -26,6 +28,9 @@ from deviceplugin.kubelet.allocation_gate import AllowAll, Refusal
 from deviceplugin.kubelet.claim_state import ClaimStateError, ClaimStateMissingError, PreparedClaim
 
 _LOG: Final = logging.getLogger(__name__)
+
+FRESH: Final = 0.005
+"""Seconds for which the claim state counts as unchanged: a list asks of each device, and a look is a system call."""
 
 _KINDS: Final[Mapping[str, Kind]] = {"c": "char", "u": "char", "b": "block"}  # by the type in a CDI file
 
@@ -84,14 +89,25 @@ def _numbers(node: Mapping[str, Any]) -> Tokens:
 
 
 class OrphanedClaims:
-    """The claims of drivers that are not served, by the kubelet's claim state. served: returns the drivers that are."""
+    """The claims of drivers that are not served, by the kubelet's claim state.
+
+    served: returns the drivers that are. fresh: seconds for which the file is not looked at again.
+    """
 
     def __init__(
-        self, kubelet_root: Path, served: Callable[[], Collection[str]] = tuple, cdi_directory: str = cdi.DIRECTORY
+        self,
+        kubelet_root: Path,
+        served: Callable[[], Collection[str]] = tuple,
+        cdi_directory: str = cdi.DIRECTORY,
+        *,
+        fresh: float = FRESH,
     ) -> None:
         self._root = kubelet_root
+        self._plugins = kubelet_root / "plugins"
         self._served = served
         self._cdi_directory = cdi_directory
+        self._fresh = fresh
+        self._looked_at = -math.inf
         self._read: tuple[FileIdentity | None, tuple[PreparedClaim, ...] | ClaimStateError] = None, ()
         self._version: tuple[object, frozenset[str]] = (None, frozenset())
         """The claims and the served drivers from which the two below were made."""
@@ -106,14 +122,17 @@ class OrphanedClaims:
         claims = self._current()
         if isinstance(claims, ClaimStateError):
             # A kubelet without Dynamic Resource Allocation has none; then no driver ever had a directory there.
-            plugins = self._root / "plugins"
             may_hold = not isinstance(claims, ClaimStateMissingError) or (
-                driver is not None and (not os.path.isdir(plugins) or os.path.isdir(plugins / driver))
+                driver is not None and (not os.path.isdir(self._plugins) or os.path.isdir(self._plugins / driver))
             )
             return f"it is not known whether a claim holds it: {claims}" if may_hold else ""
         if not self._names:
             return ""
         return next((self._names[one] for one in naming.possible_names(resource, device) if one in self._names), "")
+
+    def reread(self) -> None:
+        """Look at the file again at the next question, for an answer that must not be older than the question."""
+        self._looked_at = -math.inf
 
     def held(self) -> Mapping[Key, Tokens]:
         """Return which device nodes such claims hold, by the driver and the claim in words; the same until it changes.
@@ -125,12 +144,15 @@ class OrphanedClaims:
 
     def _current(self) -> tuple[PreparedClaim, ...] | ClaimStateError:
         """Return the claims, or why they cannot be read; read the file if it has changed."""
-        file = file_identity(self._root / claim_state.FILE_NAME)
-        if file is None or self._read[0] != file:
-            try:
-                self._read = file, claim_state.read(self._root)
-            except ClaimStateError as error:
-                self._read = file, error
+        now = time.monotonic()
+        if now - self._looked_at >= self._fresh:
+            self._looked_at = now
+            file = file_identity(self._root / claim_state.FILE_NAME)
+            if file is None or self._read[0] != file:
+                try:
+                    self._read = file, claim_state.read(self._root)
+                except ClaimStateError as error:
+                    self._read = file, error
         claims, served = self._read[1], frozenset(self._served())
         if isinstance(claims, ClaimStateError) or (self._version[0] is claims and self._version[1] == served):
             return claims
@@ -149,12 +171,14 @@ class OrphanedClaims:
 class OrphanedClaimGate(AllowAll):
     """An allocation gate for resources that this process serves to pods only: it withholds what such claims hold.
 
-    holder: returns which claim of others holds a device, or may, in words; "" if none.
+    holder: returns which claim of others holds a device, or may, in words; "" if none. reread: called before a grant;
+    what `holder` returns then is as of after it.
     """
 
-    def __init__(self, holder: Callable[[str, str], str]) -> None:
+    def __init__(self, holder: Callable[[str, str], str], reread: Callable[[], None] = lambda: None) -> None:
         self._withheld: dict[Key, str] = {}
         self._holder_of = holder
+        self._reread = reread
 
     def _holder(self, resource: str, device: str) -> str:
         holder = self._holder_of(resource, device)
@@ -181,6 +205,7 @@ class OrphanedClaimGate(AllowAll):
 
     async def grant(self, resource: str, names: Sequence[str], devices: Sequence[str]) -> None:
         """Refuse what such a claim holds."""
+        self._reread()
         for device in devices:
             if holder := self._holder(resource, device):
                 details = f"{resource}: device {device} is withheld: {holder}"

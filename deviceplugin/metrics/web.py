@@ -17,8 +17,9 @@ import http.server
 import logging
 import math
 import os
+import random
+import select
 import socket
-import socketserver
 import ssl
 import threading
 import time
@@ -42,6 +43,7 @@ MAX_WAITING: Final = 8
 SMALL: Final = 1024  # bytes up to which an answer is not compressed
 MAX_HEAD: Final = 16 * 1024  # bytes of a request's head
 MAX_LINGERING: Final = 256  # connections that are kept open although their clients have been answered
+SPARE: Final = 4  # threads that wait for their turn to accept at most
 BACKLOG: Final = 1024  # connections that the kernel keeps while the server accepts no more
 
 
@@ -268,7 +270,7 @@ class Limits:
     answer: float = 30.0  # to take the answer
     grace: float = 0.1  # for each of both, when other clients wait
     linger: float = 5.0  # to the end of a connection with several requests, so that its client comes back no sooner
-    connections: int = 32
+    connections: int = 128
 
 
 @dataclass(slots=True, eq=False)
@@ -289,8 +291,12 @@ class _Client:
             socket.socket.shutdown(self.sock, socket.SHUT_RDWR)
 
 
-class Server(socketserver.TCPServer):
-    """Serves routes by path at a socket that listens; one request a connection."""
+class Server:
+    """Serves routes by path at a socket that listens; one request a connection.
+
+    Its threads take turns: one accepts a connection, lets the next one accept, and answers. So a connection waits for
+    no other thread to wake up, which is what takes long on a busy machine.
+    """
 
     def __init__(
         self,
@@ -301,19 +307,19 @@ class Server(socketserver.TCPServer):
         token: Token | None = None,
         limits: Limits | None = None,
     ) -> None:
-        super().__init__(sock.getsockname(), _Handler, bind_and_activate=False)
-        self.socket.close()
         self.socket = sock
+        self._descriptor = sock.fileno()
         self.routes = routes
         self.certificate = certificate
         self.token = token
         self.limits = limits or Limits()
         self._clients: dict[socket.socket, _Client] = {}
         self._changed = threading.Condition()
+        self._accepting = threading.Lock()
+        self._spare = 0  # threads that wait for their turn to accept
         self._over = False
         self._last_error = ""
-        self._lingering: list[tuple[float, socket.socket]] = []
-        self._thread = threading.Thread(target=self._serve, name="web", daemon=True)
+        self._lingering: dict[socket.socket, float] = {}  # until when
 
     @property
     def address(self) -> str:
@@ -326,18 +332,29 @@ class Server(socketserver.TCPServer):
         """How many clients there are."""
         return len(self._clients)
 
+    @property
+    def crowded(self) -> bool:
+        """Whether another client waits to be accepted; then one that sends several requests at once gets no page."""
+        poll = select.poll()
+        poll.register(self._descriptor, select.POLLIN)
+        return bool(poll.poll(0))
+
     def start(self) -> None:
-        """Begin to serve."""
-        self._thread.start()
+        """Begin to serve. Raises RuntimeError if no thread can be started."""
+        for _ in range(1 + SPARE):
+            self._start_thread()
+
+    def _start_thread(self) -> None:
+        threading.Thread(target=self._work, name="web client", daemon=True).start()
 
     def close(self) -> None:
         """End all connections, and no longer listen."""
         self._over = True
         with contextlib.suppress(OSError):
-            self.socket.shutdown(socket.SHUT_RDWR)  # wakes the thread
-        if self._thread.ident is not None:
-            self._thread.join(5.0)
-        self.server_close()
+            self.socket.shutdown(socket.SHUT_RDWR)  # wakes the thread that accepts
+        if self._accepting.acquire(timeout=5.0):
+            self._accepting.release()
+        self.socket.close()
         with self._changed:
             left = list(self._clients.values())
         for client in left:
@@ -346,58 +363,62 @@ class Server(socketserver.TCPServer):
         until = time.monotonic() + 0.5  # a thread that still works on an answer is a daemon, and is left
         for client in left:
             client.thread.join(max(0.0, until - time.monotonic()))
-        self._end_lingering(math.inf)
+        for sock in self._lingering:
+            _close(sock)
 
-    def _serve(self) -> None:
+    def _work(self) -> None:
+        """Take turns with the other threads until there are enough of them."""
+        while True:
+            with self._changed:
+                if self._spare == SPARE:
+                    return
+                self._spare += 1
+            with self._accepting:
+                with self._changed:
+                    self._spare -= 1
+                client = self._accept()
+            if client is None:
+                return
+            self._serve(client.sock)
+
+    def _accept(self) -> _Client | None:
+        """Return the next client, when there are not too many, and see to a thread for the one after it."""
         while not self._over:
-            self.timeout = 0.1 if self._clients or self._lingering else None
-            self.handle_request()
+            self._make_room(self.limits.connections)
+            self._end_late()
+            self.socket.settimeout(0.1 if self._clients or self._lingering else None)
+            try:
+                sock, _ = self.socket.accept()
+            except TimeoutError:
+                continue
+            except OSError as error:  # out of file descriptors, say
+                if not self._over and self._last_error != str(error):
+                    self._last_error = str(error)
+                    _LOG.warning("a client cannot be accepted: %s", error)
+                self._make_room(self.connections)
+                with self._changed:
+                    self._changed.wait_for(lambda: self._over, self.limits.grace)
+                continue
+            self._last_error = ""
+            if self.certificate is not None:
+                try:
+                    sock = self.certificate.context.wrap_socket(sock, server_side=True, do_handshake_on_connect=False)
+                except OSError:
+                    continue  # it has left already
             now = time.monotonic()
+            client = _Client(sock, threading.current_thread(), now, now + self.limits.request)
             with self._changed:
-                late = [client for client in self._clients.values() if client.deadline <= now]
-            for client in late:
-                client.cut()
-            self._end_lingering(now)
-
-    def _end_lingering(self, now: float) -> None:
-        with self._changed:
-            count = sum(until <= now for until, _ in self._lingering)  # in the order of time
-            count = max(count, len(self._lingering) - MAX_LINGERING)
-            ended, self._lingering = self._lingering[:count], self._lingering[count:]
-        for _, sock in ended:
-            self.shutdown_request(sock)
-
-    def get_request(self) -> tuple[socket.socket, Any]:
-        """Accept a connection."""
-        try:
-            sock, address = self.socket.accept()
-        except OSError as error:  # out of file descriptors, say
-            if not self._over and self._last_error != str(error):
-                self._last_error = str(error)
-                _LOG.warning("a client cannot be accepted: %s", error)
-            self._make_room(self.connections)
-            with self._changed:
-                self._changed.wait_for(lambda: self._over, self.limits.grace)
-            raise
-        self._last_error = ""
-        if self.certificate is not None:
-            sock = self.certificate.context.wrap_socket(sock, server_side=True, do_handshake_on_connect=False)
-        return sock, address
-
-    def process_request(self, request: Any, client_address: Any) -> None:
-        """Serve a connection in a thread of its own, as soon as there are not too many."""
-        self._make_room(self.limits.connections)
-        now = time.monotonic()
-        thread = threading.Thread(
-            target=self._serve_client, args=(request, client_address), name="web client", daemon=True
-        )
-        with self._changed:
-            self._clients[request] = _Client(request, thread, now, now + self.limits.request)
-        try:
-            thread.start()
-        except RuntimeError as error:  # no more threads
-            _LOG.warning("a client cannot be served: %s", error)
-            self._ended(request)
+                self._clients[sock] = client
+                alone = not self._spare
+            try:
+                if alone:
+                    self._start_thread()
+            except RuntimeError as error:  # no more threads
+                _LOG.warning("a client cannot be served: %s", error)
+                self._ended(sock)
+                continue
+            return client
+        return None
 
     def _make_room(self, most: int) -> None:
         """Wait until there are fewer than `most` clients; cut the one that has kept the server waiting longest."""
@@ -409,6 +430,19 @@ class Server(socketserver.TCPServer):
                     waiting.since = math.inf
                 self._changed.wait(self.limits.grace)
 
+    def _end_late(self) -> None:
+        """Cut the clients whose time is over, and end the connections that have lingered long enough."""
+        now = time.monotonic()
+        with self._changed:
+            late = [client for client in self._clients.values() if client.deadline <= now]
+            ended = [sock for sock, until in self._lingering.items() if until <= now]
+            for sock in ended:
+                del self._lingering[sock]
+        for client in late:
+            client.cut()
+        for sock in ended:
+            _close(sock)
+
     def turn(self, sock: socket.socket, *, answered: bool = False) -> None:
         """Note that the server works for this client now, or that the client has its answer to take."""
         now = time.monotonic()
@@ -417,11 +451,11 @@ class Server(socketserver.TCPServer):
             client.since, client.answered = now if answered else math.inf, answered
             client.deadline = now + self.limits.answer
 
-    def _serve_client(self, sock: socket.socket, address: Any) -> None:
+    def _serve(self, sock: socket.socket) -> None:
         try:
             if isinstance(sock, ssl.SSLSocket):
                 sock.do_handshake()
-            self.finish_request(sock, address)
+            _Handler(sock, None, self)  # type: ignore[arg-type]  # only its own methods look at the server
         except (OSError, http.client.HTTPException):
             pass  # it left, or was cut, or does not speak HTTP
         except Exception:
@@ -433,10 +467,12 @@ class Server(socketserver.TCPServer):
         with self._changed:
             client = self._clients.pop(sock)
             self._changed.notify_all()
-            if client.pipelined:
-                self._lingering.append((time.monotonic() + self.limits.linger, sock))
+            if client.pipelined and len(self._lingering) < MAX_LINGERING:
+                # Not the same time for all: they would come back together.
+                linger = self.limits.linger * random.uniform(1.0, 2.0)  # noqa: S311  # jitter
+                self._lingering[sock] = time.monotonic() + linger
                 return
-        self.shutdown_request(sock)
+        _close(sock)
 
     def pipelined(self, sock: socket.socket) -> None:
         """Note that a client has sent more than one request."""
@@ -453,6 +489,12 @@ class Server(socketserver.TCPServer):
         # Browsers ask for a password only when they are offered Basic.
         scheme = "Basic" if "text/html" in request.headers.get("accept", "") else "Bearer"
         return Answer(b"a token is needed\n", TEXT, 401, {"WWW-Authenticate": f'{scheme} realm="deviceplugin"'})
+
+
+def _close(sock: socket.socket) -> None:
+    with contextlib.suppress(OSError):
+        sock.shutdown(socket.SHUT_WR)
+    sock.close()
 
 
 class _Head:
@@ -474,7 +516,7 @@ class _Head:
 class _Handler(http.server.BaseHTTPRequestHandler):
     """Answers one request. HTTP/1.0, so that http.server ends the connection after it."""
 
-    server: Server
+    server: Server  # type: ignore[assignment]
     server_version = "deviceplugin"
     sys_version = ""
     default_request_version = "HTTP/1.0"
@@ -485,11 +527,16 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         self.rfile = cast("Any", _Head(self.rfile))
 
     def finish(self) -> None:
+        if self._has_more():
+            self.server.pipelined(self.connection)
+        super().finish()
+
+    def _has_more(self) -> bool:
+        """Return whether the client has sent more than its request; the connection does not block from then on."""
         with contextlib.suppress(OSError):
             self.connection.setblocking(False)
-            if self.rfile.peek(1):  # type: ignore[attr-defined]
-                self.server.pipelined(self.connection)
-        super().finish()
+            return bool(self.rfile.peek(1))  # type: ignore[attr-defined]
+        return False
 
     def log_message(self, format: str, *args: object) -> None:  # noqa: A002
         """Log nothing: any client could fill the log."""
@@ -521,6 +568,11 @@ class _Handler(http.server.BaseHTTPRequestHandler):
     do_HEAD = do_GET  # noqa: N815
 
     def _answer(self, request: Request) -> Answer:
+        if self.server.crowded:
+            more = self._has_more()
+            self.connection.setblocking(True)
+            if more:
+                return Answer(b"one request a connection\n", status=503, headers={"Retry-After": "1"})
         route = self.server.routes.get(request.path)
         if (route is None or not route.public) and (refusal := self.server.refusal(request, self.connection)):
             return refusal

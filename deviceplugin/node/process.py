@@ -84,7 +84,7 @@ def _plugin(sources: Sequence[DeviceSource], paths: Paths, metrics_address: str 
         return claims.holder(resource, device, service.source.driver if service is not None else None)
 
     claims = OrphanedClaims(paths.kubelet_root)
-    gate = OrphanedClaimGate(holder)
+    gate = OrphanedClaimGate(holder, claims.reread)
     agent = Agent(
         sources,
         paths,

@@ -70,7 +70,7 @@ class Bridge:
         self._tasks: list[asyncio.Task[None]] = []
         paths = paths or Paths()
         self._orphaned = OrphanedClaims(paths.kubelet_root, self.drivers.keys, cdi_directory)
-        undriven = OrphanedClaimGate(self.holder)
+        undriven = OrphanedClaimGate(self.holder, self._orphaned.reread)
         self.gates = ResourceGates(undriven, lambda: [one.ledger_gate for one in self.drivers.values()])
         self.agent = Agent(
             sources,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ import pytest
 
 from deviceplugin.kubelet.allocation_gate import Refusal
 from deviceplugin.kubelet.claim_state import PreparedClaim
-from deviceplugin.kubelet.orphaned_claims import OrphanedClaimGate, OrphanedClaims, only_seen, orphaned
+from deviceplugin.kubelet.orphaned_claims import FRESH, OrphanedClaimGate, OrphanedClaims, only_seen, orphaned
 from deviceplugin.naming import device_name, qualifiers
 from deviceplugin.testing import FakeKubelet
 from deviceplugin.testing import claim_state as written
@@ -37,7 +38,7 @@ def claim(
 
 
 def of(root: Path, *served: str) -> OrphanedClaims:
-    return OrphanedClaims(root, lambda: served)
+    return OrphanedClaims(root, lambda: served, fresh=0.0)
 
 
 def held(driver: str = D) -> str:
@@ -112,7 +113,7 @@ def test_the_nodes_of_a_claim_are_known_by_its_cdi_file(tmp_path: Path) -> None:
     cdi_file(tmp_path, D, "uid-2", **{"claim_uid-2_r_b": {"path": "/dev/y", "hostPath": "/dev/tty"}})
     cdi_file(tmp_path, OLD, "uid-3", **{"admin_uid-3_r_c": number})
     expected = {(OLD, "claim ml/train"): frozenset({"char:240:3"})}
-    claims = OrphanedClaims(tmp_path, lambda: [D], str(tmp_path))
+    claims = OrphanedClaims(tmp_path, lambda: [D], str(tmp_path), fresh=0.0)
     assert claims.held() == expected
     assert claims.held() is claims.held()
     written.write(tmp_path, [two])
@@ -128,7 +129,7 @@ def test_a_cdi_file_that_tells_nothing(tmp_path: Path, text: str | None) -> None
     written.write(tmp_path, [claim("a", driver=OLD)])
     if text is not None:
         (tmp_path / f"{OLD}-claim_uid-1.json").write_text(text)
-    claims = OrphanedClaims(tmp_path, lambda: [D], str(tmp_path))
+    claims = OrphanedClaims(tmp_path, lambda: [D], str(tmp_path), fresh=0.0)
     assert claims.held() == {}
     assert claims.holder(R, "a", D) == held(OLD)
 
@@ -137,7 +138,7 @@ def test_an_unreadable_claim_state_ends_no_claim(tmp_path: Path) -> None:
     """What its nodes are stays known."""
     written.write(tmp_path, [claim("a", driver=OLD)])
     cdi_file(tmp_path, OLD, "uid-1", **{"claim_uid-1_r_a": {"path": "/dev/x", "type": "b", "major": 7, "minor": 1}})
-    claims = OrphanedClaims(tmp_path, lambda: [D], str(tmp_path))
+    claims = OrphanedClaims(tmp_path, lambda: [D], str(tmp_path), fresh=0.0)
     before = claims.held()
     assert set(before.values()) == {frozenset({"block:7:1"})}
     (tmp_path / written.FILE_NAME).write_text("torn")
@@ -197,6 +198,19 @@ def test_each_change_of_the_claim_state_is_noticed(tmp_path: Path) -> None:
         assert [bool(claims.holder(R, name, D)) for name in ("a", "b")] == [name in devices for name in ("a", "b")]
 
 
+def test_a_list_looks_at_the_claim_state_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Questions in a row are answered from one look at the file, later ones from another."""
+    now = [100.0]
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    written.write(tmp_path, [])
+    claims = OrphanedClaims(tmp_path)
+    assert claims.holder(R, "a", D) == ""
+    written.write(tmp_path, [claim("a")])
+    assert claims.holder(R, "a", D) == ""
+    now[0] += 2 * FRESH
+    assert [claims.holder(R, name, D) for name in ("a", "b")] == [held(), ""]
+
+
 async def test_the_gate_withholds_and_offers_again(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """What a claim holds is neither offered nor granted, with one line in the log when it begins and one at the end."""
     caplog.set_level("INFO")
@@ -253,3 +267,15 @@ def test_a_plugin_alone_after_a_bridge_keeps_off_its_claims(
         fake_kubelet.wait_devices(R, 2, timeout=30)
         process.terminate()
         assert process.wait(30) == 0
+
+
+async def test_a_grant_looks_at_the_claim_state_again(tmp_path: Path) -> None:
+    """A list may be some milliseconds old; what a claim got since then is not given to a pod."""
+    claims = OrphanedClaims(tmp_path, cdi_directory=str(tmp_path), fresh=3600.0)
+    gate = OrphanedClaimGate(lambda resource, device: claims.holder(resource, device, D), claims.reread)
+    written.write(tmp_path, [])
+    assert gate.offers(R, "a")
+    written.write(tmp_path, [claim("a", driver=OLD)])
+    assert gate.offers(R, "a")
+    with pytest.raises(Refusal):
+        await gate.grant(R, ["a"], ["a"])
