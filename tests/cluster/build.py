@@ -6,6 +6,8 @@ that Kubernetes version and of the one etcd and containerd that serve all of the
     python -m tests.cluster.build              # the default version
     python -m tests.cluster.build 1.32.2 1.35.4
 
+``ensure_peer(name)`` does the same for a driver or plugin of others that the agent is compared with (``PEERS``).
+
 Everything comes as ordinary Go modules, so a Go tool chain and a module proxy are all it takes. The cache lies outside
 the work tree, in ``$XDG_CACHE_HOME/deviceplugin-cluster`` (``~/.cache`` when unset): ``<kubernetes version>/bin``,
 ``etcd-<version>/bin`` and ``containerd-<version>/bin``. Each of these directories appears by one rename after its last
@@ -41,6 +43,9 @@ CONTAINERD_VERSION = "2.1.5"
 
 KUBERNETES_PROGRAMS = ("kube-apiserver", "kube-controller-manager", "kube-scheduler", "kubectl", "kubelet")
 CONTAINERD_PROGRAMS = ("containerd", "containerd-shim-runc-v2", "ctr")
+PEER_SOURCES = "PEER_SOURCES"
+"""The variable that names a directory of git repositories, for peers that the module proxy does not have."""
+
 CNI_DIRECTORIES = ("/usr/lib/cni", "/opt/cni/bin")
 CNI_PLUGINS = ("ptp", "host-local", "loopback")
 
@@ -73,6 +78,38 @@ class Binaries:
             if (directory / program).exists():
                 return str(directory / program)
         raise BuildError(f"{program} is not among the programs of {self}")
+
+
+@dataclass(frozen=True)
+class Peer:
+    """A Go program of others: its package, and the version of its module.
+
+    commit: the same version in its git repository. repository: the repository's name in ``PEER_SOURCES``.
+    """
+
+    module: str
+    version: str
+    commit: str
+    repository: str
+    package: str = "."
+
+
+PEERS = {
+    "dra-example-kubeletplugin": Peer(
+        "sigs.k8s.io/dra-example-driver",
+        "v0.4.0",
+        "v0.4.0",
+        "dra-example-driver",
+        "cmd/dra-example-kubeletplugin",
+    ),
+    "generic-device-plugin": Peer(
+        "github.com/squat/generic-device-plugin",
+        "v0.0.0-20260409131346-179b1fee5dcb",
+        "179b1fee5dcbf259b9940b4a233f95aefaec96e8",
+        "generic-device-plugin",
+    ),
+}
+"""What the agent is compared with, by the program's name."""
 
 
 def default_version() -> str:
@@ -221,6 +258,41 @@ def _make_containerd(work: Path, into: Path) -> None:
         work,
         CGO_ENABLED="0",
     )
+
+
+def _make_peer(program: str, peer: Peer) -> Callable[[Path, Path], None]:
+    package = str(Path(peer.module) / peer.package)
+    build = ["go", "build", "-trimpath", "-ldflags=-s -w", "-o", program]
+
+    def from_proxy(work: Path, into: Path) -> None:
+        (work / "go.mod").write_text("module scratch\n\ngo 1.24\n")
+        _run(["go", "get", "-tool", f"{package}@{peer.version}"], work)
+        _run([*build, package], work, CGO_ENABLED="0")
+        shutil.move(work / program, into / program)
+
+    def from_sources(work: Path, into: Path) -> None:
+        repository = Path(os.environ[PEER_SOURCES]) / peer.repository
+        _run(["git", "clone", "--quiet", "--no-checkout", str(repository), str(work / "clone")], work)
+        _run(["git", "checkout", "--quiet", peer.commit], work / "clone")
+        _run([*build, f"./{peer.package}"], work / "clone", CGO_ENABLED="0")
+        shutil.move(work / "clone" / program, into / program)
+
+    def make(work: Path, into: Path) -> None:
+        if PEER_SOURCES in os.environ and (Path(os.environ[PEER_SOURCES]) / peer.repository).is_dir():
+            return from_sources(work, into)
+        try:
+            from_proxy(work, into)
+        except BuildError as error:
+            advice = f"clone it, and name the directory of the clone {peer.repository} by {PEER_SOURCES}"
+            raise BuildError(f"{peer.module} {peer.version} cannot be had as a Go module; {advice}\n{error}") from None
+
+    return make
+
+
+def ensure_peer(program: str) -> Path:
+    """Return the path of one of PEERS, built as needed. Raises BuildError: it cannot be had."""
+    peer = PEERS[program]
+    return _built(f"{program}-{peer.version}", (program,), _make_peer(program, peer)) / program
 
 
 def _is_static(program: str) -> bool:

@@ -1,0 +1,260 @@
+"""``python -m tests.bench.peers`` (or `tox -e peers`): the latency of the agent's calls beside that of Go programs.
+
+Prepare and Unprepare are compared with the Go example driver (kubernetes-sigs/dra-example-driver), Allocate with
+squat's generic-device-plugin. All of them serve one real kubelet at the same time. In each round pods of one of them
+start at once and are deleted at once; rounds of all of them follow each other. The times are means of the kubelet's own
+histograms, as differences of sum and count over the rounds. The limits are ratios of means within one run, so a machine
+that others use is good enough; on one that is idle the figures repeat better.
+
+The peers are built as `tests.cluster.build.PEERS` says. The run fails if one cannot be had, or if a limit is missed.
+It needs root, Go and a quarter of an hour.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import shutil
+import stat
+import subprocess
+import sys
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from tests.cluster import build, isolate
+from tests.cluster.bridge import Bridge
+from tests.cluster.node import Cluster
+from tests.programs import image_environment
+
+DEVICES = isolate.DEVICES / "peers"
+EACH = 32
+"""Devices of each agent and side: a round never needs those of the one before it."""
+SIZES = (4, 16)
+"""Pods that start at once."""
+MAJOR = 240
+"""Of the device nodes; Linux has no driver for it."""
+MINOR = {"both": 0, "alone": 100, "squat": 200}
+GO_DRIVER = "peer.example.com"
+
+_HISTOGRAM = re.compile(r"(dra_grpc_operations|kubelet_device_plugin_alloc)_duration_seconds_(sum|count)\{(.*)\} ")
+
+Times = dict[str, tuple[float, float]]
+"""By what a histogram is about: the sum of its seconds, and the count."""
+
+
+@dataclass
+class Side:
+    """What pods get from one agent. pod: the pods' limits or claims. operations: the histograms, by operation."""
+
+    name: str
+    process: int
+    pod: Mapping[str, Any]
+    operations: Mapping[str, str]
+    seconds: dict[tuple[str, int], list[float]] = field(default_factory=lambda: defaultdict(lambda: [0.0, 0.0]))
+    cpu: dict[int, float] = field(default_factory=lambda: defaultdict(float))
+
+    def mean(self, operation: str, size: int) -> float:
+        """Return the mean of all rounds with so many pods, in milliseconds."""
+        total, count = self.seconds[operation, size]
+        return 1000 * total / count if count else float("nan")
+
+
+def times(text: str) -> Times:
+    """Return what the kubelet's metrics say of the calls of drivers and plugins."""
+    found: dict[str, list[float]] = defaultdict(lambda: [0.0, 0.0])
+    for line in text.splitlines():
+        if match := _HISTOGRAM.match(line):
+            labels = dict(re.findall(r'(\w+)="([^"]*)"', match[3]))
+            method = labels.get("method_name", "").rpartition("/")[2]
+            key = f"{labels['driver_name']} {method}" if method else labels["resource_name"]
+            found[key][match[2] == "count"] += float(line.rpartition(" ")[2])
+    return {key: (total, count) for key, (total, count) in found.items()}
+
+
+def cpu_of(process: int) -> float:
+    """Return the CPU seconds of a process so far."""
+    fields = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+class ImageBridge(Bridge):
+    """The agent with both sides as it runs in its image: with the image's variables, and no debug log."""
+
+    def start(self, *arguments: str) -> None:
+        """Start the agent."""
+        os.environ.update(image_environment())
+        super().start("--log-level", "info", *arguments)
+
+
+@contextmanager
+def program(cluster: Cluster, name: str, command: Sequence[str], **environment: str) -> Iterator[int]:
+    """Run an agent; give its process id."""
+    with (cluster.logs / f"{name}.log").open("wb") as log:
+        process = subprocess.Popen(command, stdout=log, stderr=log, env={**os.environ, **environment})
+    try:
+        yield process.pid
+    finally:
+        process.terminate()
+        process.wait(20)
+
+
+def resource(name: str, **more: Any) -> dict[str, Any]:
+    """Return a resource of our config file."""
+    return {"name": f"example.com/{name}", "devices": [{"path": f"{DEVICES}/{name}/*"}], **more}
+
+
+@contextmanager
+def agents(cluster: Cluster) -> Iterator[list[Side]]:
+    """Run all that is compared."""
+    shutil.rmtree(DEVICES, ignore_errors=True)
+    for name, minor in MINOR.items():
+        (DEVICES / name).mkdir(parents=True)
+        for number in range(2 * EACH if name == "both" else EACH):
+            numbers = os.makedev(MAJOR, minor + number)
+            os.mknod(DEVICES / name / f"{number:02}", stat.S_IFCHR | 0o666, numbers)
+    with ExitStack() as stack:
+        both = resource("both", driver="both.example.com", dra={"share": "50%"})
+        bridge = stack.enter_context(ImageBridge.running(cluster, both))
+        config = DEVICES / "alone.json"
+        config.write_text(json.dumps({"resources": [resource("alone")]}))
+        ours = [sys.executable, "-m", "deviceplugin", "run", "--config", str(config)]
+        ours += ["--cgroup-root", str(isolate.POD_CGROUPS)]
+        alone = stack.enter_context(program(cluster, "alone", ours, **image_environment()))
+        device = json.dumps({"name": "squat", "groups": [{"paths": [{"path": f"{DEVICES}/squat/*"}]}]})
+        squat = [str(build.ensure_peer("generic-device-plugin")), "--domain", "example.com", "--device", device]
+        plugin = stack.enter_context(program(cluster, "squat", squat))
+        # With its default of 5 requests a second the Go driver would wait for its own limit.
+        go = [str(build.ensure_peer("dra-example-kubeletplugin")), "--node-name", cluster.node_name]
+        go += ["--driver-name", GO_DRIVER, "--num-devices", str(EACH), "--cdi-root", "/var/run/cdi"]
+        go += ["--kubeconfig", str(cluster.kubeconfig), "--kube-api-qps", "500", "--kube-api-burst", "500"]
+        driver = stack.enter_context(program(cluster, "go-driver", go))
+        claims = {"devices": bridge.classes["example.com/both"], "peer": "peer"}
+        cluster.apply(
+            {
+                "apiVersion": bridge.api_version,
+                "kind": "DeviceClass",
+                "metadata": {"name": "peer"},
+                "spec": {"selectors": [{"cel": {"expression": f"device.driver == '{GO_DRIVER}'"}}]},
+            }
+        )
+        for name, device_class in claims.items():
+            request = {"name": "one", "exactly": {"deviceClassName": device_class}}
+            bridge.template(name, request)
+        for name in ("both", "alone", "squat"):
+            cluster.wait_allocatable(f"example.com/{name}", EACH, 120.0)
+        for one in ("both.example.com", GO_DRIVER):
+            cluster.wait_for(lambda one=one: bridge.offered(one), 60.0, f"{one} offers devices")  # type: ignore[misc]
+        bridge.wait_offered(EACH)
+
+        def claim_side(name: str, process: int, template: str, of: str) -> Side:
+            methods = {"Prepare": f"{of} NodePrepareResources", "Unprepare": f"{of} NodeUnprepareResources"}
+            return Side(name, process, {"claims": {"one": {"resourceClaimTemplateName": template}}}, methods)
+
+        def plugin_side(name: str, process: int, of: str) -> Side:
+            return Side(name, process, {"limits": {f"example.com/{of}": 1}}, {"Allocate": f"example.com/{of}"})
+
+        assert bridge.process is not None
+        yield [
+            claim_side("both sides, claims", bridge.process.pid, "devices", "both.example.com"),
+            claim_side("Go example driver", driver, "peer", GO_DRIVER),
+            plugin_side("both sides, plugin", bridge.process.pid, "both"),
+            plugin_side("plugin alone", alone, "alone"),
+            plugin_side("squat's plugin", plugin, "squat"),
+        ]
+        for pod in cluster.pods("default"):
+            pod.delete()
+            pod.wait_gone(60.0)
+
+
+def measure(cluster: Cluster, side: Side, size: int, title: str) -> None:
+    """Start pods at once, delete them at once, and add what their calls took to the side's times."""
+    before, cpu = times(cluster.metrics()), cpu_of(side.process)
+    pods = [cluster.start_pod(f"{title}-{number}", **side.pod) for number in range(size)]
+    for pod in pods:
+        pod.wait_running(180.0)
+    for pod in pods:
+        pod.delete()
+    for pod in pods:
+        pod.wait_gone(180.0)
+    after = times(cluster.metrics())
+    side.cpu[size] += cpu_of(side.process) - cpu
+    for operation, key in side.operations.items():
+        was, now = before.get(key, (0.0, 0.0)), after.get(key, (0.0, 0.0))
+        total = side.seconds[operation, size]
+        total[0] += now[0] - was[0]
+        total[1] += now[1] - was[1]
+
+
+def compared(sides: Sequence[Side]) -> list[tuple[str, int, float, float]]:
+    """Return the ratios: what, pods at once, the ratio of means, and its limit."""
+    ours, go, both, alone, squat = sides
+    found = []
+    for size in SIZES:
+        for operation in ("Prepare", "Unprepare"):
+            ratio = ours.mean(operation, size) / go.mean(operation, size)
+            found.append((f"{operation}, against the Go driver", size, ratio, 1.0))
+        base = squat.mean("Allocate", size)
+        found.append(("Allocate of the plugin alone, against squat's", size, alone.mean("Allocate", size) / base, 1.3))
+        found.append(("Allocate with both sides, against squat's", size, both.mean("Allocate", size) / base, 1.5))
+    return found
+
+
+def inside(rounds: int) -> int:
+    """Measure on a node; return 1 when a limit is missed."""
+    with Cluster() as cluster, agents(cluster) as sides:
+        for size in SIZES:
+            for number in range(rounds + 1):
+                for index in range(len(sides)):
+                    side = sides[(index + number) % len(sides)]
+                    measure(cluster, side, size, f"p{size}-{number}-{sides.index(side)}")
+                if number == 0 and size == SIZES[0]:  # connections are made and programs warm up
+                    for side in sides:
+                        side.seconds.clear()
+                        side.cpu.clear()
+                load = os.getloadavg()[0]
+                shown = [f"{one} {side.mean(one, size):.1f}" for side in sides for one in side.operations]
+                print(f"{size} pods, round {number}, load {load:.1f}: {', '.join(shown)} ms", flush=True)
+        head = "mean of the calls in ms (CPU ms of the agent per pod)"
+        print(f"\n{head:<56}" + "".join(f"{n:>14} pods" for n in SIZES))
+        for side in sides:
+            for operation in side.operations:
+                cells = []
+                for size in SIZES:
+                    spent = 1000 * side.cpu[size] / max(side.seconds[operation, size][1], 1)
+                    cells.append(f"{side.mean(operation, size):.2f} ({spent:.0f})".rjust(19))
+                print(f"{side.name + ', ' + operation:<56}" + "".join(cells))
+        print()
+        missed = 0
+        for what, size, ratio, limit in compared(sides):
+            verdict = "" if ratio <= limit else "   MISSED"
+            missed += bool(verdict)
+            print(f"{what:<50} {size:>2} pods {ratio:6.2f}   <= {limit:g}{verdict}")
+        print(f"{missed} limits missed")
+    return 1 if missed else 0
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Build what is missing, then measure in an isolated node."""
+    parser = argparse.ArgumentParser(prog="python -m tests.bench.peers")
+    parser.add_argument("--rounds", type=int, default=5, help="rounds of each agent and size (%(default)s)")
+    options = parser.parse_args(argv)
+    if isolate.inside():
+        return inside(options.rounds)
+    try:
+        build.ensure()
+        for name in build.PEERS:
+            build.ensure_peer(name)
+    except build.BuildError as error:
+        print(error, file=sys.stderr)
+        return 1
+    return isolate.run([sys.executable, "-m", "tests.bench.peers", "--rounds", str(options.rounds)])
+
+
+if __name__ == "__main__":
+    sys.exit(main())
