@@ -32,7 +32,8 @@ from tests.cluster.bridge import Bridge
 from tests.cluster.node import Cluster
 from tests.programs import image_environment
 
-DEVICES = isolate.DEVICES / "peers"
+DEVICES = Path("/dev/peers")
+"""In the node's own /dev, where device nodes usually are."""
 EACH = 32
 """Devices of each agent and side: a round never needs those of the one before it."""
 SIZES = (4, 16)
@@ -109,6 +110,27 @@ def resource(name: str, **more: Any) -> dict[str, Any]:
     return {"name": f"example.com/{name}", "devices": [{"path": f"{DEVICES}/{name}/*"}], **more}
 
 
+def rights() -> list[dict[str, Any]]:
+    """Return the Go driver's service account and what it may do, as its own chart has it."""
+    group, named = "rbac.authorization.k8s.io", {"metadata": {"name": "peer"}}
+    rules = [
+        {"apiGroups": ["resource.k8s.io"], "resources": ["resourceclaims"], "verbs": ["get", "list", "watch"]},
+        {"apiGroups": [""], "resources": ["nodes"], "verbs": ["get"]},
+        {
+            "apiGroups": ["resource.k8s.io"],
+            "resources": ["resourceslices"],
+            "verbs": ["get", "list", "watch", "create", "update", "patch", "delete"],
+        },
+    ]
+    subject = {"kind": "ServiceAccount", "name": "peer", "namespace": "default"}
+    role = {"apiGroup": group, "kind": "ClusterRole", "name": "peer"}
+    return [
+        {"apiVersion": "v1", "kind": "ServiceAccount", **named},
+        {"apiVersion": f"{group}/v1", "kind": "ClusterRole", **named, "rules": rules},
+        {"apiVersion": f"{group}/v1", "kind": "ClusterRoleBinding", **named, "roleRef": role, "subjects": [subject]},
+    ]
+
+
 @contextmanager
 def agents(cluster: Cluster) -> Iterator[list[Side]]:
     """Run all that is compared."""
@@ -121,7 +143,7 @@ def agents(cluster: Cluster) -> Iterator[list[Side]]:
     with ExitStack() as stack:
         both = resource("both", driver="both.example.com", dra={"share": "50%"})
         bridge = stack.enter_context(ImageBridge.running(cluster, both))
-        config = DEVICES / "alone.json"
+        config = cluster.directory / "alone.json"
         config.write_text(json.dumps({"resources": [resource("alone")]}))
         ours = [sys.executable, "-m", "deviceplugin", "run", "--config", str(config)]
         ours += ["--cgroup-root", str(isolate.POD_CGROUPS)]
@@ -129,10 +151,13 @@ def agents(cluster: Cluster) -> Iterator[list[Side]]:
         device = json.dumps({"name": "squat", "groups": [{"paths": [{"path": f"{DEVICES}/squat/*"}]}]})
         squat = [str(build.ensure_peer("generic-device-plugin")), "--domain", "example.com", "--device", device]
         plugin = stack.enter_context(program(cluster, "squat", squat))
-        # With its default of 5 requests a second the Go driver would wait for its own limit.
+        # It gets an identity like ours: the API server treats an administrator's requests otherwise. With its default
+        # of 5 requests a second it would wait for its own limit.
+        cluster.apply(rights())
+        kubeconfig = cluster.service_account_kubeconfig("peer", bound_to=("Node", cluster.node_name))
         go = [str(build.ensure_peer("dra-example-kubeletplugin")), "--node-name", cluster.node_name]
         go += ["--driver-name", GO_DRIVER, "--num-devices", str(EACH), "--cdi-root", "/var/run/cdi"]
-        go += ["--kubeconfig", str(cluster.kubeconfig), "--kube-api-qps", "500", "--kube-api-burst", "500"]
+        go += ["--kubeconfig", str(kubeconfig), "--kube-api-qps", "500", "--kube-api-burst", "500"]
         driver = stack.enter_context(program(cluster, "go-driver", go))
         claims = {"devices": bridge.classes["example.com/both"], "peer": "peer"}
         cluster.apply(
