@@ -184,6 +184,10 @@ class HolderTracker:
 
     def _may_know(self, resource: str, device_ids: frozenset[str]) -> bool:
         current = self._checkpoint.current()
+        if current is None:
+            # A thread would take longer: the kubelet has just written the file, so it is in memory.
+            with contextlib.suppress(CheckpointError):
+                current = self._checkpoint.read()
         return current is None or bool(of_ids(self._known | current.allocations, resource, device_ids))
 
     def _known_or_named(self, resource: str, device_ids: frozenset[str]) -> list[Allocation]:
@@ -198,7 +202,7 @@ class HolderTracker:
         """Read the checkpoint if it has changed: it names what was allocated since the last scan."""
         if self._checkpoint.current() is None:
             with contextlib.suppress(CheckpointError):
-                await asyncio.to_thread(self._checkpoint.read)
+                self._checkpoint.read()
 
     async def listed(self, running: Collection[str]) -> frozenset[str]:
         """Return which pods `List` names: the kubelet counts them as active. running: all pods whose processes run."""

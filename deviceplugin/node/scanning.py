@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import logging
 import random
+import time
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Final, Protocol
@@ -20,6 +21,8 @@ _LOG: Final = logging.getLogger(__name__)
 
 SOON: Final = 0.3
 """Seconds from a grant to the scan that finds out which pod it was for."""
+BURST: Final = 0.9
+"""Seconds from the first of several grants after which that scan does not wait for more of them."""
 
 
 class HolderObserver(Protocol):
@@ -95,7 +98,10 @@ class HolderScanner:
                 async with asyncio.timeout(self.period * random.uniform(0.9, 1.1)):  # noqa: S311  # jitter
                     await self.wanted.wait()
                     # The kubelet writes its checkpoint some milliseconds after Allocate was answered.
-                    await asyncio.sleep(SOON)
+                    until = time.monotonic() + BURST - SOON
+                    while self.wanted.is_set() and time.monotonic() <= until:
+                        self.wanted.clear()
+                        await asyncio.sleep(SOON)
                     # Before its processes run, only a checkpoint that was asked for proves which pod a grant was for. A
                     # ledger is to have it at once: agent and checkpoint may be lost together.
                     awaited = self._awaited()

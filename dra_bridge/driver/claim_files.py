@@ -24,6 +24,7 @@ CHECK: Final = 30.0
 SETTLE: Final = 0.5
 """Seconds from a change of CDI files to the check for missing ones; many changes make one check."""
 
+_IN_MEMORY: Final = ("/run/", "/var/run/")
 _HOLDING: Final = "claim"
 _ADMIN: Final = "admin"
 
@@ -36,8 +37,19 @@ class ClaimFiles:
         self._records = records
         self._driver = records.driver
         self._store = cdi.Store(records.driver, directory)
+        self._quick = os.path.realpath(directory).startswith(_IN_MEMORY)
+        """Whether the files are in memory, so that neither writing nor removing one blocks."""
 
-    def answer(self, uid: str, groups: Sequence[Group], edits: Mapping[str, Sequence[ContainerEdits]]) -> Prepared:
+    async def answer(
+        self, uid: str, groups: Sequence[Group], edits: Mapping[str, Sequence[ContainerEdits]]
+    ) -> Prepared:
+        """Make a claim's answer and its CDI file; in a thread if that may block."""
+        nodes = (node.host for of_request in edits.values() for one in of_request for node in one.device_nodes)
+        if self._quick and all(host.startswith("/dev/") for host in nodes):
+            return self._answer(uid, groups, edits)
+        return await in_thread(self._answer, uid, groups, edits)
+
+    def _answer(self, uid: str, groups: Sequence[Group], edits: Mapping[str, Sequence[ContainerEdits]]) -> Prepared:
         """Make a claim's answer and its CDI file. Blocks, also for reading device nodes.
 
         Each request has a CDI device, so that a container gets the edits of its own requests, and each once.
@@ -74,7 +86,10 @@ class ClaimFiles:
 
     async def remove(self, uid: str) -> None:
         """Remove a claim's file, under the claim's lock, if it is there."""
-        await in_thread(self._store.remove, uid)
+        if self._quick:
+            self._store.remove(uid)
+        else:
+            await in_thread(self._store.remove, uid)
 
     async def claims(self) -> frozenset[str]:
         """Return the UIDs of the claims that have a file."""

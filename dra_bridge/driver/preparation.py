@@ -40,7 +40,7 @@ from dra_bridge.driver.claim_files import ClaimFiles
 from dra_bridge.driver.claims import ClaimError, ClaimRef, check_ref, parse_allocation
 from dra_bridge.driver.records import ClaimRecords, Prepared, prepared_of
 from dra_bridge.driver.served import Group, ServedDevices
-from dra_bridge.driver.tasks import Tasks, ended, in_thread
+from dra_bridge.driver.tasks import Tasks, ended
 from dra_bridge.ledger import operations
 from dra_bridge.ledger.records import Claim, ClaimDevice, LedgerError, Operation
 from dra_bridge.ledger.rules import Refused
@@ -173,13 +173,15 @@ class ClaimDevices:
         now = self.records.ledger.snapshot
         for served, devices in self.served.of_claim(claim, held=True):
             source = served.source
+            if "released" not in source.hooks:
+                continue
             used = self.guard.in_use((source.resource, device.id) for device in devices)
             idle = [
                 device
                 for device in devices
                 if not now.claims_on(source.resource, (device.id,)) and (source.resource, device.id) not in used
             ]
-            if idle and "released" in source.hooks:
+            if idle:
                 work = self._call("released", source, source.released, idle)
                 self.guard.releases.run([(source.resource, device.id) for device in idle], work)
 
@@ -287,7 +289,7 @@ class ClaimPreparation:
             edits: dict[str, list[ContainerEdits]] = {}
             for group in groups:
                 edits.setdefault(group.request, []).append(await self.devices.edits(ref.uid, group))
-            prepared = await in_thread(self.files.answer, ref.uid, groups, edits)
+            prepared = await self.files.answer(ref.uid, groups, edits)
             # This verifies the devices after their numbers were read for the CDI file.
             await self.devices.confirm(ref, dataclasses.replace(record, result=msgspec.json.encode(prepared).decode()))
         except BaseException:

@@ -6,6 +6,7 @@ answer.
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import ipaddress
 import os
@@ -20,6 +21,8 @@ import yarl
 from aiohttp.http import HttpProcessingError
 
 MAX_CONNECTIONS: Final = 32  # connections at one time, those of watches included
+MAX_REQUESTS: Final = 4
+"""Requests at one time, not counting streams. A new connection's TLS handshake takes longer than some requests."""
 IDLE: Final = 60.0  # seconds after which an idle connection is not used any more
 MAX_BODY: Final = 64 * 2**20  # bytes of one answer: 500 objects (a page of a list) of 128 KiB each
 MAX_LINE: Final = 8 * 2**20  # bytes of one watch event: kube-apiserver takes objects of up to 3 MiB, etcd of 1.5 MiB
@@ -98,6 +101,7 @@ class HttpClient:
         self._tls = tls
         self._session: aiohttp.ClientSession | None = None
         self._requests = 0
+        self._turns = asyncio.Semaphore(MAX_REQUESTS)
         self._retired = False
 
     async def aclose(self) -> None:
@@ -115,7 +119,7 @@ class HttpClient:
 
     async def request(self, method: str, target: str, headers: Mapping[str, str], content: bytes = b"") -> Response:
         """Send a request and read the whole answer. target: path and query."""
-        async with self._exchange(method, target, headers, content) as response:
+        async with self._turns, self._exchange(method, target, headers, content) as response:
             return Response(response.status, response.headers, await self._body(response), self._lines(response))
 
     @contextlib.asynccontextmanager

@@ -22,15 +22,16 @@ import threading
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from datetime import UTC, datetime
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 import msgspec
 
 from deviceplugin.files import inode_of, locked
 from dra_bridge.ledger import records
-from dra_bridge.ledger.records import Change, LedgerError, LedgerLostError, Operation, Snapshot
+from dra_bridge.ledger.records import Change, Decision, LedgerError, LedgerLostError, Operation, Snapshot
 
 _LOG: Final = logging.getLogger(__name__)
+_T = TypeVar("_T")
 _Row = tuple[str | int | float | None, ...]
 
 SCHEMA: Final = 3
@@ -199,6 +200,22 @@ class Ledger:
                 self._write(after.sequence, changes)
             self.snapshot = after
             return answers
+
+    def do_in_memory(self, operation: Operation[_T]) -> Decision[_T] | None:
+        """Decide, and apply what only this process is to know; None if that is not all, or if `do_all` works now."""
+        if not self._guard.acquire(blocking=False):
+            return None
+        try:
+            if self._lost or self._connection is None or self._found_files() != self._files:
+                return None
+            decision = operation(self.snapshot)
+            if any(change.durable for change in decision.changes):
+                return None
+            if decision.changes:
+                self.snapshot = self.snapshot.with_changes(decision.changes, self.snapshot.sequence)
+            return decision
+        finally:
+            self._guard.release()
 
     def close(self) -> None:
         """Close the file and release the lock."""

@@ -53,6 +53,8 @@ class AsyncLedger:
         When the caller is cancelled, the operation may be done all the same. Raises LedgerError if it could not be
         recorded, also after `close`; nothing was granted then.
         """
+        if (decision := self.ledger.do_in_memory(operation)) is not None:
+            return decision.answer
         answered: asyncio.Future[_T] = asyncio.get_running_loop().create_future()
         self._asked.append((operation, answered))
         if self._answering is None or self._answering.done():

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import random
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -42,9 +42,14 @@ class ClaimPods:
         self._kubelet_root = kubelet_root
         self._recorded: frozenset[str] = frozenset()
         """UIDs of running pods of which the ledger has all claims of this driver."""
+        self._reading = asyncio.Lock()
+        self._next: asyncio.Task[RunningPods] | None = None
+        """The reading that has not begun yet: all calls until then share it."""
 
     async def running(self) -> RunningPods:
         """Record in the ledger which pods use which claims; return the pods whose processes run.
+
+        The evidence is read after the call. Calls that come while it is read for others share the next reading.
 
         The kubelet drops a pod that was deleted by force from the claim state. So the claim state has all claims of a
         pod only if the kubelet counts the pod as active after the file was read, and if the pod's processes ran
@@ -56,9 +61,20 @@ class ClaimPods:
             OSError: cgroups were visible before, and cannot be read now.
 
         """
+        if self._next is None:
+            self._next = asyncio.create_task(self._running())
+        return await asyncio.shield(self._next)
+
+    async def _running(self) -> RunningPods:
+        async with self._reading:
+            self._next = None
+            return await self._read()
+
+    async def _read(self) -> RunningPods:
         tracker = self._tracker
-        running = await asyncio.to_thread(tracker.pods.running)
-        prepared = await self.record()
+        # A thread would take longer: cgroups are in memory, and so is what the kubelet has just written.
+        running, prepared = tracker.pods.running(), self._claim_state()
+        await self._record(prepared)
         if running - self._recorded:
             known = self._ledger.snapshot.claims
             lost = {pod for claim in prepared if (self._driver, claim.uid) not in known for pod in claim.pod_uids}
@@ -71,15 +87,20 @@ class ClaimPods:
 
         Returns this driver's claims in the kubelet's claim state.
         """
-        prepared = await asyncio.to_thread(claim_state.read, self._kubelet_root)
-        mine = [claim for claim in prepared if self._driver in claim.devices]
-        for claim in mine:
+        mine = await asyncio.to_thread(self._claim_state)
+        await self._record(mine)
+        return mine
+
+    def _claim_state(self) -> list[PreparedClaim]:
+        return [claim for claim in claim_state.read(self._kubelet_root) if self._driver in claim.devices]
+
+    async def _record(self, claims: Sequence[PreparedClaim]) -> None:
+        for claim in claims:
             known = self._ledger.snapshot.claims.get((self._driver, claim.uid))
             if known is not None and not (known.name and claim.pod_uids <= known.pods):
                 await self._ledger.do(
                     operations.describe(self._driver, claim.uid, claim.namespace, claim.name, claim.pod_uids)
                 )
-        return mine
 
 
 @dataclass(frozen=True, slots=True)

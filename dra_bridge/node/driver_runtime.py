@@ -26,6 +26,9 @@ from dra_bridge.node.slice_feed import SliceFeed, qualifiers_of
 
 _LOG: Final = logging.getLogger(__name__)
 
+SETTLE: Final = 0.2
+"""Seconds from a change of claims until the other parts are told; pods that start at once make few tellings."""
+
 
 class DriverRuntime:
     """Makes and runs the parts of one DRA driver. resources: those that name this driver."""
@@ -37,6 +40,7 @@ class DriverRuntime:
         self._group: asyncio.TaskGroup | None = None
         self._registering: asyncio.Task[None] | None = None
         self._tasks = Tasks()
+        self._telling: asyncio.TimerHandle | None = None
         tracker, guard, root = node.agent.tracker, node.agent.guard, node.agent.paths.kubelet_root
         tracker.remember(allocations_of(async_ledger.snapshot))
         allocations = async_ledger.snapshot.allocations.items()
@@ -63,7 +67,7 @@ class DriverRuntime:
             node.claims,
             cdi_directory=node.cdi_directory,
             report=node.claim_status,
-            changed=self._changed,
+            changed=self._claims_changed,
             ready=lambda resource, device: (resource, device) in self.ledger_gate.reconciled,
             running_pods=pods.running,
             qualifiers=lambda resources: qualifiers_of(async_ledger.snapshot),
@@ -165,6 +169,8 @@ class DriverRuntime:
         finally:
             await self._tasks.close()
             await self.driver.close()
+            if self._telling is not None:
+                self._telling.cancel()
 
     async def end_claims(self) -> None:
         """Take no more claims, and wait for those that are being prepared."""
@@ -218,6 +224,14 @@ class DriverRuntime:
         for one in self.resources.values():
             one.handover.wake()  # devices of other resources may move along
         self._context.node.agent.guard.notify()
+
+    def _claims_changed(self) -> None:
+        if self._telling is None:
+            self._telling = asyncio.get_running_loop().call_later(SETTLE, self._tell)
+
+    def _tell(self) -> None:
+        self._telling = None
+        self._changed()
 
     def _changed(self) -> None:
         """Tell the other parts that holders or sides changed in the ledger."""

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from dra_bridge.kube import http
-from dra_bridge.kube.http import HTTP_ERRORS, HttpClient, proxy_of
+from dra_bridge.kube.http import HTTP_ERRORS, MAX_REQUESTS, HttpClient, proxy_of
 from tests.metrics.test_web import make_certificate, trusting
 
 Handler = Callable[[str], bytes | None]
@@ -98,6 +98,14 @@ async def test_connections_are_kept() -> None:
         assert other.connections == 1
         await asyncio.gather(*(server.request("GET", "/a", {}) for _ in range(3)))
         assert other.connections == 3
+
+
+async def test_few_requests_are_under_way_at_a_time() -> None:
+    """Of many requests at once the later ones wait for a connection instead of making their own."""
+    async with answering(OK) as other, reaching(other.url) as server:
+        answers = await asyncio.gather(*(server.request("GET", "/a", {}) for _ in range(3 * MAX_REQUESTS)))
+        assert {answer.body for answer in answers} == {b"{}"}
+        assert other.connections == MAX_REQUESTS
 
 
 async def test_the_request() -> None:

@@ -13,7 +13,7 @@ from dra_bridge.ledger import operations
 from dra_bridge.ledger.records import LedgerError, LedgerLostError, Side
 from dra_bridge.ledger.store import Ledger
 from dra_bridge.ledger.worker import AsyncLedger
-from tests.dra.ledger.samples import T0, Flaky, R, Watched, adopt
+from tests.dra.ledger.samples import T0, Flaky, R, Watched, adopt, claim
 
 
 async def test_a_lost_ledger_is_reported_to_its_owner(path: str) -> None:
@@ -59,6 +59,42 @@ async def test_what_is_asked_together_is_committed_together(path: str) -> None:
     await async_ledger.close()
     with pytest.raises(LedgerError):
         await async_ledger.do(operations.grant(R, {"1": "1"}, T0))
+
+
+async def test_what_only_this_process_is_to_know_needs_no_commit(path: str) -> None:
+    """A reservation is answered at once; one that comes during a commit, after the commit."""
+    commits: list[str] = []
+    begun, held = threading.Event(), threading.Event()
+
+    def step(statement: str) -> None:
+        if statement == "COMMIT":
+            commits.append(statement)
+            begun.set()
+            held.wait(10)
+
+    held.set()
+    async_ledger = AsyncLedger(Ledger(path, connect=Watched.by(step)))
+    await async_ledger.do(adopt(R, ["a", "b", "c"], Side.DRA, T0))
+    commits.clear()
+    reserved = async_ledger.do(operations.reserve(claim("1", "a", result=None), durable=False))
+    with pytest.raises(StopIteration):
+        reserved.send(None)
+    assert [one.uid for one in async_ledger.snapshot.claims_on(R, ["a"])] == ["1"]
+    assert not commits
+    held.clear()
+    begun.clear()
+    prepared = asyncio.create_task(async_ledger.do(operations.prepare(claim("2", "b"))))
+    await asyncio.to_thread(begun.wait, 10)
+    other = asyncio.create_task(async_ledger.do(operations.reserve(claim("3", "c", result=None), durable=False)))
+    await asyncio.sleep(0)
+    assert not other.done()
+    held.set()
+    await asyncio.gather(prepared, other)
+    assert {one.uid for one in async_ledger.snapshot.claims.values()} == {"1", "2", "3"}
+    shutil.rmtree(Path(path).parent)
+    with pytest.raises(LedgerLostError):
+        await async_ledger.do(operations.reserve(claim("4", "a", result=None), durable=False))
+    await async_ledger.close()
 
 
 async def test_the_async_ledger_passes_on_that_a_write_failed(path: str) -> None:

@@ -1,0 +1,53 @@
+"""Which pods use which claims: how often the evidence is read for calls that come at once."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Collection
+from pathlib import Path
+from types import SimpleNamespace
+from typing import cast
+
+from deviceplugin.kubelet import claim_state
+from deviceplugin.kubelet.tracker import HolderTracker
+from deviceplugin.testing import claim_state as written
+from dra_bridge.ledger.worker import AsyncLedger
+from dra_bridge.node.claim_reconciliation import ClaimPods
+from tests.dra.ledger.samples import D
+
+
+class Tracker:
+    """Counts how often the pods are read; their list comes when it is let."""
+
+    def __init__(self) -> None:
+        self.readings = 0
+        self.listing, self.let = asyncio.Event(), asyncio.Event()
+        self.pods = SimpleNamespace(running=self.running)
+
+    def running(self) -> frozenset[str]:
+        self.readings += 1
+        return frozenset({"pod"})
+
+    async def listed(self, running: Collection[str]) -> frozenset[str]:
+        self.listing.set()
+        await self.let.wait()
+        return frozenset(running)
+
+
+async def test_calls_at_once_share_a_reading_that_begins_after_them(tmp_path: Path) -> None:
+    """Those that come while the evidence is read for others share the next reading: this one may be too old."""
+    (tmp_path / claim_state.FILE_NAME).write_bytes(written.to_json([]))
+    tracker = Tracker()
+    async_ledger = await AsyncLedger.open(str(tmp_path / "ledger.db"))
+    pods = ClaimPods(D, async_ledger, cast(HolderTracker, tracker), tmp_path)
+    async with asyncio.timeout(60):
+        first = [asyncio.create_task(pods.running()) for _ in range(4)]
+        await tracker.listing.wait()
+        assert tracker.readings == 1
+        later = [asyncio.create_task(pods.running()) for _ in range(4)]
+        await asyncio.sleep(0)
+        tracker.let.set()
+        found = await asyncio.gather(*first, *later)
+    assert tracker.readings == 2
+    assert {one.running for one in found} == {frozenset({"pod"})}
+    await async_ledger.close()
