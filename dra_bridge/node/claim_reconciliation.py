@@ -42,14 +42,13 @@ class ClaimPods:
         self._kubelet_root = kubelet_root
         self._recorded: frozenset[str] = frozenset()
         """UIDs of running pods of which the ledger has all claims of this driver."""
-        self._reading = asyncio.Lock()
         self._next: asyncio.Task[RunningPods] | None = None
         """The reading that has not begun yet: all calls until then share it."""
 
     async def running(self) -> RunningPods:
         """Record in the ledger which pods use which claims; return the pods whose processes run.
 
-        The evidence is read after the call. Calls that come while it is read for others share the next reading.
+        The evidence is read after the call. Calls that come at once share it.
 
         The kubelet drops a pod that was deleted by force from the claim state. So the claim state has all claims of a
         pod only if the kubelet counts the pod as active after the file was read, and if the pod's processes ran
@@ -66,11 +65,7 @@ class ClaimPods:
         return await asyncio.shield(self._next)
 
     async def _running(self) -> RunningPods:
-        async with self._reading:
-            self._next = None
-            return await self._read()
-
-    async def _read(self) -> RunningPods:
+        self._next = None
         tracker = self._tracker
         # A thread would take longer: cgroups are in memory, and so is what the kubelet has just written.
         running, prepared = tracker.pods.running(), self._claim_state()

@@ -35,7 +35,7 @@ class Tracker:
 
 
 async def test_calls_at_once_share_a_reading_that_begins_after_them(tmp_path: Path) -> None:
-    """Those that come while the evidence is read for others share the next reading: this one may be too old."""
+    """Those that come while the evidence is read for others have it read anew: this one may be too old."""
     (tmp_path / claim_state.FILE_NAME).write_bytes(written.to_json([]))
     tracker = Tracker()
     async_ledger = await AsyncLedger.open(str(tmp_path / "ledger.db"))
