@@ -67,8 +67,8 @@ class ClaimPods:
     async def _running(self) -> RunningPods:
         self._next = None
         tracker = self._tracker
-        # A thread would take longer: cgroups are in memory, and so is what the kubelet has just written.
-        running, prepared = tracker.pods.running(), self._claim_state()
+        # Reading cgroups may wait for the kernel while it removes others.
+        running, prepared = await asyncio.to_thread(lambda: (tracker.pods.running(), self._claim_state()))
         await self._record(prepared)
         if running - self._recorded:
             known = self._ledger.snapshot.claims
