@@ -2,8 +2,24 @@
 
 from __future__ import annotations
 
+import importlib
+import sys
+from pathlib import Path
+
+import pytest
 from hypothesis import HealthCheck, settings
 
 settings.register_profile("quick", max_examples=50, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.register_profile("thorough", settings.get_profile("quick"), max_examples=200)  # tox -e explore
 settings.load_profile("quick")
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_setupnodes(config: pytest.Config) -> None:
+    """Compile modules that no run has compiled before, or each of the processes that are to start would do it."""
+    if sys.dont_write_bytecode:
+        return
+    tests = Path(__file__).parent
+    for path in config.rootpath.glob("tests/**/test_*.py"):
+        if not any(path.parent.glob(f"__pycache__/{path.stem}.*-pytest-*.pyc")) and "cluster" not in path.parts:
+            importlib.import_module(".".join(path.relative_to(tests.parent).with_suffix("").parts))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import pytest
 from hypothesis import strategies as st
 
@@ -49,6 +51,7 @@ def refused(text: str | bytes) -> ConfigError:
     return caught.value
 
 
+@functools.cache
 def bombs() -> dict[str, tuple[str, str]]:
     """Return files that would take a careless reader minutes or gigabytes, with what the error says."""
     good = "resources:\n- name: example.com/a\n  devices: [path: /dev/a]\n"

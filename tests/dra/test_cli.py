@@ -163,7 +163,8 @@ class World:
 
 
 @pytest.fixture
-def world(tmp_path: Path) -> Iterator[World]:
+def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[World]:
+    monkeypatch.setattr(rollout, "POLL", 0.1)
     with FakeApiServer() as server:
         file = tmp_path / "kubeconfig"
         named: Mapping[str, Any] = {
@@ -530,7 +531,6 @@ def test_rollout_says_what_it_waits_for(
 ) -> None:
     """So does a rollout."""
     monkeypatch.setattr(rollout, "EXPLAIN", 0.1)
-    monkeypatch.setattr(rollout, "POLL", 0.1)
     world.agent("n1", held={"gpu-3": "pod default/p"})
     ran = bridge("rollout", "--driver", D, "--share", "all", "-l", "pool=gpu", "--timeout-per-node", "1")
     assert ran.status == 1

@@ -49,8 +49,9 @@ def expect(right: object, what: str) -> None:
 class Checks:
     """All checks, and what they saw."""
 
-    def __init__(self, places: Places) -> None:
+    def __init__(self, places: Places, seconds: float) -> None:
         self.places = places
+        self.seconds = seconds
         self.seen: dict[str, Any] = {}
         self.results: dict[str, str] = {}
         self.devices: list[Device] = []
@@ -229,7 +230,7 @@ class Checks:
 
     def follow(self) -> None:
         """Followed and measured for some seconds, the GPUs stay as they are and the loop is never blocked."""
-        blocked, lists, readings = asyncio.run(self._follow(5.0))
+        blocked, lists, readings = asyncio.run(self._follow(self.seconds))
         self.seen["follow"] = {"blocked_seconds": blocked, "lists": lists, "readings": readings}
         expect(lists == 1, f"the list changed {lists - 1} times")
         expect(blocked < MOST_BLOCKED, f"the loop stood still for {blocked:.3f} s")
@@ -291,9 +292,10 @@ def _run(argv: Sequence[str]) -> str:
 def main(argv: Sequence[str] | None = None, places: Places | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.gpu", description=__doc__)
     parser.add_argument("--record", type=Path, default=Path("gpu-report.json"), help="where to write what was seen")
+    parser.add_argument("--seconds", type=float, default=5.0, help="how long the GPUs are followed")
     parser.add_argument("--library", default="", help="libnvidia-ml.so.1, if not where programs look")
     options = parser.parse_args(argv)
-    checks = Checks(places or Places(library=options.library))
+    checks = Checks(places or Places(library=options.library), options.seconds)
     fine = checks.run()
     report = {"results": checks.results, **checks.seen}
     options.record.write_text(json.dumps(report, indent=2, default=str) + "\n")

@@ -26,7 +26,7 @@ def test_checks_pass_on_a_sound_machine_and_record_it(world: World, report: Path
     for index in range(8):
         world.set(f"gpu{index}.util", 10)
     world.write()
-    assert main(["--record", str(report)], world.places) == 0, report.read_text()
+    assert main(["--record", str(report), "--seconds", "1"], world.places) == 0, report.read_text()
     seen = json.loads(report.read_text())
     assert set(seen["results"].values()) == {"ok"}
     assert [device["id"] for device in seen["devices"]] == uuids
@@ -37,7 +37,7 @@ def test_checks_pass_on_a_sound_machine_and_record_it(world: World, report: Path
 
 def test_checks_fail_without_a_gpu(world: World, report: Path) -> None:
     """On a machine without a GPU the checks fail at once and say so."""
-    assert main(["--record", str(report)], world.places) == 1
+    assert main(["--record", str(report), "--seconds", "1"], world.places) == 1
     assert json.loads(report.read_text())["results"] == {"look": "failed: there is no GPU"}
 
 
@@ -46,7 +46,7 @@ def test_checks_find_a_broken_gpu(world: World, report: Path) -> None:
     world.gpu(0)
     world.write(gpu0__temp=200)
     Path(world.places.dev, "nvidia0").unlink()
-    assert main(["--record", str(report)], world.places) == 1
+    assert main(["--record", str(report), "--seconds", "1"], world.places) == 1
     results = json.loads(report.read_text())["results"]
     assert results["nodes"].startswith("failed: there is no")
     assert results["measure"].startswith("failed")

@@ -18,6 +18,7 @@ from dra_bridge.driver.registrar import Timing
 from dra_bridge.handover.share import Share
 from dra_bridge.kube import Cluster
 from dra_bridge.ledger.records import Side
+from dra_bridge.node import slice_feed
 from dra_bridge.node.bridge import Bridge
 from dra_bridge.node.share import NONE, HandoverPolicy
 from dra_bridge.testing.apiserver import FakeApiServer
@@ -232,9 +233,15 @@ def sliced(node: FakeNode, driver: str) -> set[str]:
 
 @pytest.mark.parametrize(("driver", "share"), [("", NONE), (E, NONE), (E, Share(part=1.0))])
 async def test_claims_of_a_former_driver_keep_their_devices(
-    node: FakeNode, tmp_path: Path, caplog: pytest.LogCaptureFixture, driver: str, share: Share
+    node: FakeNode,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+    driver: str,
+    share: Share,
 ) -> None:
     """An agent whose file names another driver, or none, gives nobody what claims of the former one hold."""
+    monkeypatch.setattr(slice_feed, "FIRST", 0.1)
     async with running(bridge(node, tmp_path, Source(A, D), share=Share(part=1.0))):
         _, device = await asyncio.to_thread(start_claimant, node)
     (other,) = {"d0", "d1"} - {device}
