@@ -52,6 +52,15 @@ _Hook = Callable[..., _T | Awaitable[_T]]
 _MAX_MESSAGE: Final = 1000
 _OVERTAKEN: Final = "overtaken by Unprepare"
 
+PATIENCE: Final = 10.0
+"""Seconds for which Unprepare is refused while processes of the claim's pods run.
+
+Most end by then. The others are ended by the kubelet only after Unprepare: of a kubelet that ended while containerd
+started a container a `runc init` stays, which no StopContainer or StopPodSandbox ends. The kubelet kills it with what
+else is in the pod's cgroup once the pod is deleted, and the pod is not deleted before its claims are unprepared
+(kubelet 1.36, cm/pod_container_manager_linux.go: tryKillingCgroupProcesses; containerd 2.1, internal/cri).
+"""
+
 
 class RunningPods(NamedTuple):
     """The pods whose processes run, by UID.
@@ -198,7 +207,8 @@ class ClaimPreparation:
     """Prepares and unprepares the claims of one driver.
 
     tasks: run the work that must not be cancelled. running_pods, deadline, changed: see `Driver`. preparing: the calls
-    that prepare a claim now, with its UID.
+    that prepare a claim now, with its UID. refused: when Unprepare was refused first because processes run, by UID
+    (monotonic seconds).
     """
 
     records: ClaimRecords
@@ -213,6 +223,7 @@ class ClaimPreparation:
     deadline: float
     changed: Callable[[], None]
     preparing: dict[asyncio.Task[Any], str] = field(default_factory=dict)
+    refused: dict[str, float] = field(default_factory=dict)
 
     async def prepare(self, ref: ClaimRef) -> Prepared | ClaimError:
         """Prepare a claim; the answer is durable when it is returned."""
@@ -279,6 +290,13 @@ class ClaimPreparation:
             for device, result in group.members
         )
         record = Claim(driver, ref.uid, ref.namespace, ref.name, devices, None, time.time(), pods=allocation.pods)
+        if known is not None and known.result is None:
+            # Its Unprepare was answered while processes ran, or its Prepare did not end.
+            users, _ = await self._users(ref)
+            if users:
+                raise _still_running(ref, users)
+            if known.held != record.held:
+                await self.end(ref.uid)
         return await self._set_up(ref, record, groups)
 
     async def _set_up(self, ref: ClaimRef, record: Claim, groups: Sequence[Group]) -> Prepared:
@@ -318,25 +336,42 @@ class ClaimPreparation:
         claims all the same (kubelet 1.36, cm/dra/manager.go: reconcileLoop). If another pod shares the claim, the loop
         only drops the pod from the claim state.
 
+        Where they run on for `PATIENCE` the kubelet is answered that the claim is unprepared, and the ledger keeps it:
+        its devices are held until no process of its pods runs (`ClaimReconciler`).
+
         Raises ClaimError: processes of a pod of this claim run, or it is not known which pods use it.
         """
-        if self.records.get(ref.uid) is not None:
-            try:
-                running, unlisted = await self.running_pods()
-            except (ClaimStateError, LedgerError, OSError) as error:
-                what = f"it is not known which pods use it; it stays prepared until that is known: {error}"
-                raise ClaimError("unknown", f"claim {ref.title}: {what}") from error
-            known = self.records.get(ref.uid)  # with the pods that were recorded just now
-            if known is not None and (users := known.pods & running):
-                what = f"processes of pod {min(users)} run; it stays prepared until they end"
-                raise ClaimError("running", f"claim {ref.title}: {what}")
-            if known is not None and unlisted:
-                what = f"processes of pod {min(unlisted)} run, which the kubelet does not list and which may use it"
-                raise ClaimError("unknown", f"claim {ref.title}: {what}; it stays prepared until they end")
+        driver = self.records.driver
+        users, unlisted = await self._users(ref)
+        if users or unlisted:
+            now = time.monotonic()
+            error = _still_running(ref, users, unlisted)
+            if now - self.refused.setdefault(ref.uid, now) < PATIENCE:
+                raise error
+            text = "%s: %s; the kubelet is answered that the claim is unprepared, for it may end them only after that"
+            _LOG.warning(text, driver, error)
+            await self.records.ledger.do(operations.reopen(driver, ref.uid, unlisted))
+            return
         await self.end(ref.uid)
+
+    async def _users(self, ref: ClaimRef) -> tuple[frozenset[str], frozenset[str]]:
+        """Return the pods of a claim whose processes run, and those of which it is not known whether they use it.
+
+        Raises ClaimError: it is not known which pods use it.
+        """
+        if self.records.get(ref.uid) is None:
+            return frozenset(), frozenset()
+        try:
+            running, unlisted = await self.running_pods()
+        except (ClaimStateError, LedgerError, OSError) as error:
+            what = f"it is not known which pods use it; its devices are held until that is known: {error}"
+            raise ClaimError("unknown", f"claim {ref.title}: {what}") from error
+        known = self.records.get(ref.uid)  # with the pods that were recorded just now
+        return (known.pods & running, unlisted) if known is not None else (frozenset(), frozenset())
 
     async def end(self, uid: str) -> None:
         """Undo all that was prepared for a claim. The caller has its lock, and knows that no container uses it."""
+        self.refused.pop(uid, None)
         known = self.records.get(uid)
         if known is not None:
             await self.devices.unprepare(known)
@@ -347,6 +382,14 @@ class ClaimPreparation:
             self.statistics.unprepare.done += 1
             self.changed()
             self.devices.released(known)
+
+
+def _still_running(ref: ClaimRef, users: frozenset[str], unlisted: frozenset[str] = frozenset()) -> ClaimError:
+    if users:
+        what = f"processes of pod {min(users)} run"
+        return ClaimError("running", f"claim {ref.title}: {what}; its devices are held until they end")
+    what = f"processes of pod {min(unlisted)} run, which the kubelet does not list and which may use it"
+    return ClaimError("unknown", f"claim {ref.title}: {what}; its devices are held until they end")
 
 
 def _as_claim_error(error: BaseException, what: str, deadline: float) -> ClaimError:

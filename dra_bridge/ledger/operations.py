@@ -228,12 +228,16 @@ def _pulled(state: Snapshot, claim: Claim, refusal: rules.Refused) -> Decision[C
 
 
 @_operation
-def reopen(state: Snapshot, driver: str, uid: str) -> Decision[Claim | None]:
-    """Turn a prepared claim back into a reservation: after a reboot its devices must be set up again."""
+def reopen(state: Snapshot, driver: str, uid: str, pods: Collection[str] = ()) -> Decision[Claim | None]:
+    """Turn a prepared claim back into a reservation, which holds its devices and has no answer.
+
+    So it is after a reboot, when its devices must be set up again, and after an Unprepare while processes of its pods
+    ran. pods: more pods whose processes may use it.
+    """
     known = state.claims.get((driver, uid))
-    if known is None or known.result is None:
+    if known is None or (known.result is None and known.pods.issuperset(pods)):
         return Decision(known)
-    record = replace(known, result=None, sequence=state.sequence + 1)
+    record = replace(known, result=None, pods=known.pods.union(pods), sequence=state.sequence + 1)
     return Decision(record, (_put_claim(record),))
 
 

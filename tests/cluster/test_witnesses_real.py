@@ -535,6 +535,40 @@ def test_second_pod_of_a_claim_is_forgotten(scene: Scene, agent: str) -> None:
 # --- agents that follow each other -----------------------------------------------------------------------------------
 
 
+def test_the_runtime_has_forgotten_a_process(scene: Scene) -> None:
+    """The kubelet kills what is left in a pod's cgroup after its claim is unprepared; until then the device is held.
+
+    Such a process is the `runc init` of a container that containerd was creating when the kubelet ended.
+    """
+    scene.nodes("a", 1)
+    scene.serve(resource("a", "all"))
+    scene.agents.wait_offered(1)
+    user = scene.claimer("user", "a")
+    scene.running(user)
+    scene.before = len(locks.holders())
+    left = subprocess.Popen(["sleep", "1000"])
+    scene.stack.callback(left.wait)
+    scene.stack.callback(left.kill)
+    names = (f"pod{user.uid}", f"pod{user.uid.replace('-', '_')}.slice")
+    groups = [one for one in isolate.cgroup_directories(isolate.cgroup().lstrip("/")) if one.name.endswith(names)]
+    for group in groups:
+        child = group / "left"
+        child.mkdir()
+        with contextlib.suppress(OSError):  # a new cgroup of cgroup v1's cpuset has no CPUs
+            (child / "cgroup.procs").write_text(str(left.pid))
+    scene.wait(claimer("wants-claim", "a"))
+    seen: list[tuple[bool, bool]] = []
+
+    def end() -> None:
+        user.delete()
+        scene.cluster.wait_for(lambda: "its devices are held until they end" in scene.agents.log(), LIMIT, "a refusal")
+        seen.append((left.poll() is None, scene.cluster.pod("wants-claim").phase == "Pending"))
+
+    scene.handed_on(end, [user.uid], "wants-claim", limit=90)
+    assert seen == [(True, True)]
+    assert left.wait(0) == -signal.SIGKILL
+
+
 def one_of_each(scene: Scene) -> tuple[Pod, Pod]:
     """Have a pod and a claim hold the two devices of resource a."""
     scene.nodes("a", 2)

@@ -35,6 +35,7 @@ from dra_bridge.driver import (
     RunningPods,
     ServedResource,
     claim_files,
+    preparation,
     registrar,
 )
 from dra_bridge.driver.claims import Config, Opaque, decoded_config
@@ -1260,6 +1261,56 @@ async def test_a_claim_whose_pods_processes_run_is_not_unprepared(tmp_path: Path
     pods.end()
     assert await here.unprepare("1") is None
     assert not here.async_ledger.snapshot.claims
+    await end(here)
+
+
+@pytest.mark.parametrize("unlisted", [False, True])
+async def test_a_claim_whose_pods_processes_run_on_is_answered_as_unprepared_and_held(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, unlisted: bool
+) -> None:
+    """The kubelet kills what is left in a pod's cgroup only after its claims are unprepared."""
+    pod = "other" if unlisted else "pod-uid"
+    pods = Pods(pod, unlisted=[pod] if unlisted else [])
+    here = await world(tmp_path, running_pods=pods)
+    here.claims.add(claim("1", result("d0")))
+    await here.prepared("1")
+    assert await here.unprepare("1") is not None
+    monkeypatch.setattr(preparation, "PATIENCE", 0.0)
+    assert await here.unprepare("1") is None
+    # Neither another claim gets the device, nor does the same claim that was allocated anew get another one.
+    here.claims.add(claim("2", result("d0")))
+    refusal = (await here.prepare("2"))["2"]
+    assert isinstance(refusal, ClaimError)
+    assert "held by claim default/claim-1" in str(refusal)
+    here.claims.add(claim("1", result("d1")))
+    refusal = (await here.prepare("1"))["1"]
+    assert isinstance(refusal, ClaimError)
+    assert f"processes of pod {pod} run" in str(refusal)
+    assert here.async_ledger.snapshot.claims[D, "1"].held == {(R, "d0")}
+    # An agent that starts now knows no more than what is on disk.
+    assert pod in here.async_ledger.snapshot.claims[D, "1"].pods
+    del here.claims.claims["claim-1"]
+    assert await here.driver.reconciler.reconcile((), PodProcesses(frozenset({pod}))) == {}
+    pods.end()
+    assert await here.driver.reconciler.reconcile((), PodProcesses(frozenset())) == {"unprepared": ["1"]}
+    await here.prepared("2")
+    await end(here)
+
+
+async def test_a_claim_that_is_allocated_anew_gets_its_devices_once_processes_have_ended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What it had before is undone first."""
+    pods = Pods("pod-uid")
+    here = await world(tmp_path, running_pods=pods)
+    here.claims.add(claim("1", result("d0")))
+    await here.prepared("1")
+    monkeypatch.setattr(preparation, "PATIENCE", 0.0)
+    assert await here.unprepare("1") is None
+    pods.end()
+    here.claims.add(claim("1", result("d1")))
+    await here.prepared("1")
+    assert here.async_ledger.snapshot.claims[D, "1"].held == {(R, "d1")}
     await end(here)
 
 
