@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import logging
 import math
 import time
@@ -27,6 +28,11 @@ The scheduler binds pods that it chose before, and the kubelet admits them: some
 """
 PATIENCE: Final = 3.0
 """Seconds after which devices are withdrawn although the kubelet writes its own number back again and again."""
+LATE: Final = 2.0
+"""Seconds after a number was lowered in which a larger one is the kubelet's from before, and is written over.
+
+The kubelet may have made it up just before devices were withdrawn; its next report is one of its periods later.
+"""
 TAKEN: Final = 5.0
 """Seconds in which the kubelet counts devices that are offered again; after that the number is left to it."""
 
@@ -39,9 +45,9 @@ ReadHealthy = Callable[[str], Awaitable[Collection[str]]]
 class AllocatableStatus:
     """The numbers of this node's Node, as its watch shows them, and how they are written.
 
-    A change of share costs one write before devices leave the plugin side, three if the kubelet writes its own number
-    meanwhile. While devices come back there is at most one write in 0.5 s at first and in 10 s later; by then the
-    kubelet's own write is as early.
+    A change of share costs one write before devices leave the plugin side, up to five if the kubelet writes its own
+    number meanwhile. While devices come back there is at most one write in 0.5 s at first and in 10 s later; by then
+    the kubelet's own write is as early.
     """
 
     def __init__(
@@ -63,8 +69,11 @@ class AllocatableStatus:
         self._writing = asyncio.Lock()
         self._most: dict[str, int] = {}
         """The largest number that may be written: the last lower one, and what came back since."""
+        self._lowered: dict[str, float] = {}
+        """When devices were about to be withdrawn (monotonic seconds)."""
         self._returning: dict[str, set[str]] = {}
         self._raising: dict[str, asyncio.Task[None]] = {}
+        self._lowering: dict[str, asyncio.Task[bool]] = {}
 
     def observe(self, numbers: Mapping[str, int]) -> None:
         """Take what the Node shows now."""
@@ -74,6 +83,14 @@ class AllocatableStatus:
         }
         self._numbers = dict(numbers)
         self._changed.set()
+        for name, since in self._lowered.items():
+            if now < since + LATE and self._numbers.get(name, 0) > self._most[name] and name not in self._lowering:
+                task = asyncio.create_task(self._put(name, self._most[name]), name=f"allocatable of {name}")
+                self._lowering[name] = task
+                task.add_done_callback(functools.partial(self._lowered_again, name))
+
+    def _lowered_again(self, resource: str, _: asyncio.Task[bool]) -> None:
+        del self._lowering[resource]
 
     async def lower(self, resource: str, number: int) -> bool:
         """Wait until no pod comes any more for devices beyond this number, 3 s at most.
@@ -83,6 +100,7 @@ class AllocatableStatus:
         """
         async with self._writing:  # a larger number may be on its way
             self._most[resource] = number
+            self._lowered.pop(resource, None)
         waited = False
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(PATIENCE):
@@ -95,7 +113,9 @@ class AllocatableStatus:
                     with contextlib.suppress(TimeoutError):
                         async with asyncio.timeout(min(rest, self._grace)):
                             await self._changed.wait()
+            self._lowered[resource] = time.monotonic()
             return waited
+        self._lowered[resource] = time.monotonic()
         _LOG.info("%s: the Node shows more than %d allocatable; devices are withdrawn all the same", resource, number)
         return False
 
@@ -154,6 +174,6 @@ class AllocatableStatus:
 
     async def close(self) -> None:
         """End what is under way."""
-        for task in (tasks := list(self._raising.values())):
+        for task in (tasks := [*self._raising.values(), *self._lowering.values()]):
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)

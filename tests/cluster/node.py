@@ -911,16 +911,16 @@ class Pod:
         """Wait until its phase is one of these and return which."""
         return self._wait(lambda: (phase := self.phase) in phases and phase, timeout, f"is {phases}") or ""
 
+    def unschedulable(self) -> str:
+        """Return why it fits nowhere; "" if the scheduler has not said so."""
+        for condition in self.status.get("conditions", []):
+            if condition["type"] == "PodScheduled" and condition.get("reason") == "Unschedulable":
+                return str(condition.get("message") or "no reason")
+        return ""
+
     def wait_unschedulable(self, timeout: float = 30.0) -> str:
         """Wait until the scheduler has said that it fits nowhere, and return the reason that it gave."""
-
-        def unschedulable() -> str:
-            for condition in self.status.get("conditions", []):
-                if condition["type"] == "PodScheduled" and condition.get("reason") == "Unschedulable":
-                    return str(condition.get("message") or "no reason")
-            return ""
-
-        return self._wait(unschedulable, timeout, "is unschedulable")
+        return self._wait(self.unschedulable, timeout, "is unschedulable")
 
     def gone(self) -> bool:
         """Whether the API server has it no more."""

@@ -161,10 +161,24 @@ class Scene:
         return self.make(claimer(name, resource, **spec))
 
     def wait(self, manifest: Mapping[str, Any]) -> None:
-        """Start a pod for which there is no device now."""
+        """Start a pod for which there is no device now.
+
+        A kubelet that reports every second may write its number from before a move once more: then the scheduler sends
+        a pod that the kubelet refuses, which is made again.
+        """
         name = manifest["metadata"]["name"]
         self.waiting[name] = dict(manifest)
-        self.make(manifest).wait_unschedulable()
+        pod = self.make(manifest)
+
+        def settled() -> bool:
+            nonlocal pod
+            if pod.phase == "Failed":
+                pod.delete(0)
+                pod.wait_gone()
+                pod = self.make(manifest)
+            return bool(pod.unschedulable())
+
+        self.cluster.wait_for(settled, LIMIT, f"{name} is unschedulable")
 
     def running(self, *pods: Pod) -> None:
         """Wait until these run, with a lock each."""

@@ -73,6 +73,34 @@ async def test_a_number_that_the_kubelet_writes_back_is_written_again() -> None:
     assert cluster.writes == [5, 5]
 
 
+async def test_a_number_that_comes_late_is_written_over() -> None:
+    """The kubelet made it up before the devices were withdrawn; devices that came back since count."""
+    cluster = FakeStatus()
+    assert await cluster.status.lower(R, 5)
+    cluster.wrote.clear()
+    cluster.status.observe({R: 8})
+    async with asyncio.timeout(10):
+        await cluster.wrote.wait()
+    assert cluster.writes == [5, 5]
+    cluster.healthy = frozenset(f"d{number}" for number in range(6))
+    cluster.status.taken_back(R, {"d5"})
+    cluster.status.observe({R: 6})
+    await asyncio.sleep(0)
+    assert cluster.writes == [5, 5]
+    await cluster.status.close()
+
+
+async def test_a_number_that_comes_much_later_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever wrote it knew of the devices that were withdrawn."""
+    monkeypatch.setattr(allocatable, "LATE", 0.0)
+    cluster = FakeStatus()
+    assert await cluster.status.lower(R, 5)
+    cluster.status.observe({R: 8})
+    await asyncio.sleep(0)
+    assert cluster.writes == [5]
+    await cluster.status.close()
+
+
 async def test_without_the_right_nothing_is_waited_for() -> None:
     """Moves go on as if there were no such write."""
     cluster = FakeStatus(takes=False)
