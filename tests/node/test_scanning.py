@@ -1,0 +1,79 @@
+"""When the holders of devices are looked for."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Collection
+from contextlib import asynccontextmanager
+from typing import cast
+
+import pytest
+
+from deviceplugin.kubelet.exclusion_guard import ExclusionGuard
+from deviceplugin.kubelet.holders import HolderSnapshot
+from deviceplugin.kubelet.tracker import HolderTracker
+from deviceplugin.node import scanning
+from deviceplugin.node.scanning import HolderScanner
+
+NEVER = 1000.0
+
+
+class Scans(HolderScanner):
+    """Counts its scans in place of reading evidence."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.count = 0
+        self.came = asyncio.Event()
+
+    async def scan(self, wanted: Collection[tuple[str, str]] | None = None) -> HolderSnapshot | None:
+        del wanted
+        self.count += 1
+        self.came.set()
+        return None
+
+
+@asynccontextmanager
+async def scanning_grants() -> AsyncIterator[Scans]:
+    scanner = Scans(
+        {}, cast("HolderTracker", None), cast("ExclusionGuard", None), tuple, asyncio.Event(), NEVER, always=True
+    )
+    task = asyncio.create_task(scanner.run())
+    try:
+        yield scanner
+    finally:
+        task.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await task
+
+
+async def test_grants_that_follow_each_other_without_end_are_scanned_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A grant is to be found in the checkpoint soon, also while pods start all the time."""
+    monkeypatch.setattr(scanning, "SOON", 0.02)
+    monkeypatch.setattr(scanning, "BURST", 0.1)
+
+    async def grant() -> None:
+        while True:
+            scanner.wanted.set()
+            await asyncio.sleep(0)
+
+    async with scanning_grants() as scanner, asyncio.timeout(20):
+        granting = asyncio.create_task(grant())
+        for _ in range(2):
+            await scanner.came.wait()
+            scanner.came.clear()
+        granting.cancel()
+
+
+async def test_grants_that_come_together_share_a_scan(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A scan has the kubelet write its checkpoint: once for the containers of a pod."""
+    monkeypatch.setattr(scanning, "SOON", 0.2)
+    monkeypatch.setattr(scanning, "BURST", NEVER)
+    async with scanning_grants() as scanner, asyncio.timeout(20):
+        for _ in range(5):
+            scanner.wanted.set()
+            await asyncio.sleep(0)
+        await scanner.came.wait()
+        assert scanner.count == 1
+        assert not scanner.wanted.is_set()
