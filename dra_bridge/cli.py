@@ -241,6 +241,13 @@ def _status(options: argparse.Namespace) -> int:
             return nodes, [f"pods that wait for devices are not known: {error}"]
 
     nodes, waiting = _ask(options, read)
+    if not nodes:
+        of = f" of node {', '.join(options.node)}" if options.node else ""
+        raise CommandError(
+            f"no ResourceSlice{of} has the annotation {options.driver or 'DRIVER'}/handover, by which an agent of "
+            "dra-bridge reports its devices; does its DaemonSet run, and does its config name a driver?",
+            status=1,
+        )
     if options.output == "json":
         print(json.dumps({"nodes": [_as_json(view) for view in nodes], "hints": waiting}, indent=2))
         return 0
@@ -267,8 +274,6 @@ def _status(options: argparse.Namespace) -> int:
             print(f"  {line}")
     for line in waiting:
         print(line)
-    if not nodes:
-        print("no node has slices that report moves", file=sys.stderr)
     return 0
 
 
@@ -371,5 +376,7 @@ def _follow(
         try:
             return _ask(options, lambda cluster: work(cluster, reporter))
         except KeyboardInterrupt:
+            if bars is not None:
+                bars.live.transient = True  # bars that stand still would look like moves that stand still
             say(interrupted)
             raise

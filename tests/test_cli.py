@@ -218,6 +218,25 @@ def test_reader_that_leaves_early_is_no_error(good: Path) -> None:
     assert (done.returncode, done.stderr) == (0, "")
 
 
+@pytest.mark.parametrize("argv", [["{}"], ["--config", "{}"], ["-"]])
+def test_devices_of_a_file_or_of_standard_input(
+    argv: list[str], good: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """`devices` takes its file as `validate` does, and `-` is standard input."""
+    monkeypatch.setattr(sys, "stdin", good.open())
+    assert cli.main(["devices", *(word.format(good) for word in argv)]) == 0
+    assert capsys.readouterr().out.endswith("example.com/sim: 2 devices\n")
+
+
+def test_validate_of_standard_input(
+    bad: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """`validate -` checks standard input, and calls it so."""
+    monkeypatch.setattr(sys, "stdin", bad.open())
+    assert cli.main(["validate", "-"]) == 2
+    assert capsys.readouterr().err.startswith("<stdin>:2: $.resources[0].name: ")
+
+
 # schema, version, help, wrong usage
 
 
@@ -231,6 +250,37 @@ def test_version_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
     """`--version` prints the version and ends with 0."""
     assert usage("--version") == 0
     assert capsys.readouterr().out.startswith("deviceplugin 0.")
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+def test_completion_is_printed(shell: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """`completion` prints a script for each shell, with the commands in it."""
+    pytest.importorskip("shtab")
+    assert cli.main(["completion", shell]) == 0
+    script = capsys.readouterr().out
+    assert "deviceplugin" in script
+    assert "validate" in script
+
+
+def test_completion_completes(tmp_path: Path) -> None:
+    """Bash completes commands, options and files by it."""
+    pytest.importorskip("shtab")
+    script = in_process_of_its_own("completion", "bash").stdout
+    (tmp_path / "a-file").touch()
+    for words, found in (("vali", "validate"), ("run --metrics-", "--metrics-address"), ("devices a-", "a-file")):
+        number = len(words.split())
+        ask = f"COMP_WORDS=(deviceplugin {words}); COMP_CWORD={number}; _shtab_deviceplugin; echo ${{COMPREPLY[@]}}"
+        done = subprocess.run(
+            ["bash", "-c", f"{script}\n{ask}"], capture_output=True, text=True, cwd=tmp_path, timeout=60, check=False
+        )
+        assert done.stdout.split() == [found]
+
+
+def test_completion_without_its_extra(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """Without shtab the extra that has it is named."""
+    monkeypatch.setitem(sys.modules, "shtab", None)
+    assert cli.main(["completion", "bash"]) == 2
+    assert capsys.readouterr().err == "shtab is not installed; pip install 'deviceplugin[cli]'\n"
 
 
 @pytest.mark.parametrize("argv", [["--help"], ["run", "--help"], ["devices", "--help"]])
@@ -323,6 +373,14 @@ def test_bad_file_is_not_run(bad: Path, log_format: str, capsys: pytest.CaptureF
         error = said["msg"]
     assert error.startswith(f"{bad}:2: $.resources[0].name: ")
     assert "Traceback" not in error
+
+
+def test_kubelet_directory_that_cannot_be_looked_at(good: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """`run` without access to the kubelet's directory says so, and ends with 1; root is refused too long names only."""
+    assert cli.main(["run", "--config", str(good), "--kubelet-root", f"/{'x' * 300}"]) == 1
+    errors = capfd.readouterr().err
+    assert "device-plugins: File name too long; the agent needs write access to the kubelet's" in errors
+    assert "Traceback" not in errors
 
 
 def test_devices_are_served_until_sigterm(good: Path, fake_kubelet: FakeKubelet) -> None:

@@ -223,6 +223,52 @@ def started(world: World, *argv: str) -> contextlib.AbstractContextManager[subpr
     return running(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
 
 
+def test_version_is_printed(bridge: Callable[..., Ran], capsys: pytest.CaptureFixture[str]) -> None:
+    """`--version` prints the version under this program's name."""
+    with pytest.raises(SystemExit, match="0"):
+        cli.main(["--version"])
+    assert capsys.readouterr().out.startswith("dra-bridge 0.")
+
+
+@pytest.mark.parametrize("argv", [["status"], ["run", "--config", "x"], ["migrate", "n1", "--driver", D, "--unset"]])
+def test_missing_extra_is_named(argv: list[str]) -> None:
+    """Without aiohttp every command that needs it names the extra, without a traceback."""
+    code = f"import sys; sys.modules['aiohttp'] = None; from dra_bridge import cli; sys.exit(cli.main({argv!r}))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=WAIT, check=False)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr == "aiohttp is not installed; pip install 'deviceplugin[bridge]'\n"
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ("[]", "is not a kubeconfig: "),
+        ("clusters: 5", "is not a kubeconfig: "),
+        ("{", "while parsing"),
+        ("certificate-authority-data: AAAA", ": certificate-authority cannot be used: "),
+        ("client-certificate-data: AAAA, client-key-data: AAAA", ": client-certificate or client-key cannot be used"),
+    ],
+)
+def test_broken_kubeconfigs_are_explained(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], change: str, said: str
+) -> None:
+    """A kubeconfig that cannot be used is named, with the field if it is one field's fault; the status is 2."""
+    file = tmp_path / "kubeconfig"
+    if change.startswith(("certificate", "client")):
+        cluster, user = (change, "") if change.startswith("certificate") else ("insecure-skip-tls-verify: true", change)
+        change = f"""
+            current-context: c
+            contexts: [{{name: c, context: {{cluster: c, user: u}}}}]
+            clusters: [{{name: c, cluster: {{server: "https://127.0.0.1:1", {cluster}}}}}]
+            users: [{{name: u, user: {{{user}}}}}]
+        """
+    file.write_text(change)
+    assert cli.main(["status", "--kubeconfig", str(file)]) == 2
+    err = capsys.readouterr().err
+    assert err.startswith(f"cannot reach an API server: {file}")
+    assert said in err
+
+
 # manifests
 
 
@@ -350,10 +396,13 @@ def test_status_of_some_nodes(world: World, bridge: Callable[..., Ran]) -> None:
     assert [node["node"] for node in shown] == ["n9", "n10"]
 
 
-def test_status_without_anything(bridge: Callable[..., Ran]) -> None:
-    """Where no agent tells anything, that is said, and it is no failure."""
-    ran = bridge("status")
-    assert (ran.status, ran.out, ran.err) == (0, "", "no node has slices that report moves\n")
+@pytest.mark.parametrize(("options", "of"), [([], ""), (["--node", "n1"], " of node n1"), (["-o", "json"], "")])
+def test_status_without_anything(world: World, bridge: Callable[..., Ran], options: list[str], of: str) -> None:
+    """Where no agent tells anything, it is an error that says what was looked for."""
+    world.server.create({"apiVersion": "v1", "kind": "Node", "metadata": {"name": "n1"}})
+    ran = bridge("status", *options)
+    assert (ran.status, ran.out) == (1, "")
+    assert ran.err.startswith(f"no ResourceSlice{of} has the annotation DRIVER/handover, ")
 
 
 def test_status_of_a_wrong_driver(world: World, bridge: Callable[..., Ran]) -> None:
@@ -590,6 +639,31 @@ def test_migrate_with_bars(world: World, tmp_path: Path) -> None:
         assert process.wait(WAIT) == 0
     os.close(leader)
     assert "━" in text.decode()
+
+
+def test_bars_do_not_outlive_an_interrupt(world: World) -> None:
+    """At Ctrl-C the progress bars are erased: what stays on the terminal is what was said."""
+    agent = world.agent("n1", held={"gpu-0": "pod default/p"})
+    kubeconfig = ["--kubeconfig", str(world.kubeconfig)]
+    command = [sys.executable, "-m", "dra_bridge", "migrate", "n1", "--driver", D, "--share", "all", "--wait"]
+    leader, follower = os.openpty()
+    env = {**os.environ, "TERM": "xterm", "COLUMNS": "90"}
+    with running([*command, *kubeconfig], stdout=follower, stderr=follower, env=env) as process:
+        os.close(follower)
+        text = b""
+        interrupted = False
+        with contextlib.suppress(OSError):
+            while part := os.read(leader, 1 << 16):
+                text += part
+                if not interrupted and b"asked for all" in text and "━".encode() in text:
+                    process.send_signal(signal.SIGINT)
+                    interrupted = True
+        assert process.wait(WAIT) == 130
+    os.close(leader)
+    assert agent.annotations == {SHARE: "all"}
+    assert "interrupted" in text.decode()
+    _, _, after = text.decode().rpartition("━")
+    assert "\x1b[1A\x1b[2K" in after  # the cursor goes up to the bar, and its line is erased
 
 
 # rollout
