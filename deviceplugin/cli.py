@@ -212,6 +212,9 @@ def _validate(options: argparse.Namespace) -> int:
             status = 2
             continue
         print(f"{_title(file)}: good, {count(len(found.resources), 'resource')}")
+        for resource in found.resources:
+            if any(entry.simulated for entry in resource.devices):
+                print(f"{_title(file)}: note: {resource.name}: simulated devices have no device node", file=sys.stderr)
         if any(entry.path or entry.group for resource in found.resources for entry in resource.devices):
             from deviceplugin import sources
 
@@ -292,7 +295,7 @@ def _as_json(source: ConfiguredSource, devices: Sequence[Device]) -> dict[str, A
             }
             for device in devices
         ],
-        "notes": list(source.notes),
+        "notes": [*source.notes, *source.nodeless],
     }
 
 
@@ -319,7 +322,7 @@ def _print_devices(listed: _Listed) -> None:
         offered = sum(map(source.replicas_of, devices))
         shared = f", offered {offered} times in all" if offered > len(devices) else ""
         print(f"{source.resource}: {count(len(devices), 'device')}{unwell}{shared}")
-        for note in source.notes:
+        for note in (*source.notes, *source.nodeless):
             print(f"  {note}")
 
 
