@@ -37,6 +37,14 @@ run stops when a node is not done in time, or when a pod on a node that it has b
 (FailedPrepareDynamicResources), asks for the driver's devices, and was not in that state before the node was begun.
 """
 
+_LEFT_BEHIND: Final = """\
+what `manifests` made stays, and what asks nodes for shares; to remove that of all its agents:
+  kubectl delete -A -l {label} daemonset,configmap,serviceaccount
+  kubectl delete -l {label} deviceclass,clusterrole,clusterrolebinding
+  kubectl delete -l {label} validatingadmissionpolicy,validatingadmissionpolicybinding
+  kubectl delete -l {label} namespace
+  kubectl annotate nodes --all {annotations}"""
+
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line; return the exit status."""
@@ -170,15 +178,39 @@ def _run(options: argparse.Namespace) -> int:
 
 def _uninstall(options: argparse.Namespace) -> int:
     from deviceplugin import config
+    from dra_bridge.kube import ForbiddenError
+    from dra_bridge.rollout.agents import LABEL, running_agents
+    from dra_bridge.rollout.rollout import check_driver
     from dra_bridge.slices.publisher import remove_slices
+
+    async def remove(cluster: Cluster) -> tuple[int, str]:
+        for driver in options.driver:
+            await check_driver(cluster, driver)
+        removed = await remove_slices(cluster, sorted(drivers), options.node)
+        try:
+            agents = await running_agents(cluster, options.node)
+        except ForbiddenError as error:
+            return removed, f"warning: it is not known whether agents still run: {error.message}"
+        names = ", ".join(sorted(agents))
+        return (
+            removed,
+            names and f"warning: agents run on {names}: they publish slices again; delete the DaemonSet first",
+        )
 
     drivers = set(options.driver)
     if options.config:
         drivers |= {resource.driver for resource in config.load(options.config).resources if resource.driver}
     if not drivers:
         raise CommandError("dra-bridge uninstall: name a config file or a driver")
-    removed = _ask(options, lambda cluster: remove_slices(cluster, sorted(drivers), options.node))
+    removed, warning = _ask(options, remove)
     print(count(removed, "slice"), "removed")
+    if not options.node:
+        annotations = " ".join(
+            f"{driver}/{key}-" for driver in sorted(drivers) for key in ("dra-share", "dra-share-before")
+        )
+        print(_LEFT_BEHIND.format(label=LABEL, annotations=annotations))
+    if warning:
+        print(warning, file=sys.stderr)
     return 0
 
 

@@ -147,6 +147,19 @@ def distance(view: NodeView) -> int:
     return left
 
 
+def excess(view: NodeView, text: str | None) -> list[str]:
+    """Return a sentence for each resource that has fewer devices than a share asks for."""
+    share = _share(text)
+    if share is None or share.count is None or view.reported is None:
+        return []
+    totals = {name: sum(one.counts.values()) for name, one in view.reported.resources.items()}
+    return [
+        f"warning: {view.node} has {total} {name} now, {share.count} are asked for; all go to claims, also later ones"
+        for name, total in totals.items()
+        if share.count > total
+    ]
+
+
 def settled(view: NodeView) -> bool:
     """Return whether the agent knows what is asked for and every device is where it should be."""
     return view.taken_in and distance(view) == 0

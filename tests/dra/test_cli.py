@@ -19,9 +19,11 @@ from typing import Any
 import pytest
 import yaml
 
+from deviceplugin import config
 from dra_bridge import cli
 from dra_bridge.handover.share import parse_share
 from dra_bridge.ledger.records import State
+from dra_bridge.manifests import Deployment, manifests
 from dra_bridge.node.options import parse_run
 from dra_bridge.rollout import progress, rollout
 from dra_bridge.rollout.progress import DeviceProgress, Progress, ResourceProgress
@@ -434,8 +436,57 @@ def test_uninstall_removes_slices(world: World, bridge: Callable[..., Ran], tmp_
     assert bridge("uninstall", "--driver", D, "--node", "n1").out == "1 slice removed\n"
     assert [one["metadata"]["name"] for one in world.server.objects()] == ["n2-s"]
     world.agents.clear()
-    assert bridge("uninstall", "--config", str(file)).out == "1 slice removed\n"
-    assert bridge("uninstall", "--config", str(file)).out == "0 slices removed\n"
+    assert bridge("uninstall", "--config", str(file)).out.startswith("1 slice removed\n")
+    ran = bridge("uninstall", "--config", str(file))
+    assert ran.out.startswith("0 slices removed\nwhat `manifests` made stays")
+    assert f"  kubectl annotate nodes --all {SHARE}- {BEFORE}-\n" in ran.out
+    assert ran.err == ""
+
+
+def agent_pod(node: str, **spec: Any) -> dict[str, Any]:
+    """Return an agent's pod as `manifests` makes it; spec: more of its spec."""
+    labels = {"app.kubernetes.io/name": "dra-bridge", "app.kubernetes.io/managed-by": "dra-bridge"}
+    return {
+        "apiVersion": "v1",
+        "kind": "Pod",
+        "metadata": {"name": f"dra-bridge-{node}", "namespace": "dra-bridge", "labels": labels},
+        "spec": {"nodeName": node, **spec},
+        "status": {"phase": "Running"},
+    }
+
+
+def test_uninstall_names_all_that_manifests_print(bridge: Callable[..., Ran], tmp_path: Path) -> None:
+    """The commands that remove what is left behind name every kind that `manifests` prints."""
+    file = tmp_path / "config.yaml"
+    file.write_text(CONFIG)
+    out = bridge("uninstall", "--config", str(file)).out
+    deleted = {kind for line in out.splitlines() if "kubectl delete" in line for kind in line.split()[-1].split(",")}
+    printed = manifests(config.parse(CONFIG), CONFIG, Deployment(claim_status=True))
+    assert deleted == {one["kind"].lower() for one in printed}
+    assert all(one["metadata"]["labels"]["app.kubernetes.io/managed-by"] == "dra-bridge" for one in printed)
+
+
+def test_uninstall_beside_agents_warns(world: World, bridge: Callable[..., Ran]) -> None:
+    """An agent that runs publishes its slices again: that is said, for the nodes that are meant."""
+    for name in ("n1", "n2", "n3"):
+        world.agent(name, deaf=True)
+    for name in ("n1", "n2"):
+        world.server.create(agent_pod(name))
+    ran = bridge("uninstall", "--driver", D, "--node", "n1")
+    assert (ran.status, ran.out) == (0, "1 slice removed\n")
+    assert ran.err == "warning: agents run on n1: they publish slices again; delete the DaemonSet first\n"
+    assert bridge("uninstall", "--driver", D, "--node", "n3").err == ""
+    world.server.fail(lambda request: request.path.endswith("/pods"), Fault(code=403, message="no, you may not"))
+    assert "not known whether agents still run: no, you may not" in bridge("uninstall", "--driver", D).err
+
+
+def test_uninstall_of_an_unknown_driver(world: World, bridge: Callable[..., Ran]) -> None:
+    """A driver that nobody has is an error that names those that there are, and nothing is removed."""
+    world.agent("n1")
+    ran = bridge("uninstall", "--driver", D, "--driver", "gpu.example.org")
+    assert (ran.status, ran.out) == (2, "")
+    assert ran.err == f"no node has slices of driver gpu.example.org (there are: {D})\n"
+    assert len(world.server.objects()) == 1
 
 
 def test_uninstall_of_nothing(bridge: Callable[..., Ran], tmp_path: Path) -> None:
@@ -664,6 +715,16 @@ def test_bars_do_not_outlive_an_interrupt(world: World) -> None:
     assert "interrupted" in text.decode()
     _, _, after = text.decode().rpartition("━")
     assert "\x1b[1A\x1b[2K" in after  # the cursor goes up to the bar, and its line is erased
+
+
+def test_share_of_more_devices_than_there_are(world: World, bridge: Callable[..., Ran]) -> None:
+    """A number that no node has is taken, as devices may be added, and warned of."""
+    world.agent("n1", count=3)
+    warning = f"warning: n1 has 3 {R} now, 99 are asked for; all go to claims, also later ones"
+    assert warning in bridge("migrate", "n1", "--driver", D, "--share", "99").out.splitlines()
+    ran = bridge("rollout", "--driver", D, "--share", "4", "-l", "pool=gpu")
+    assert warning.replace("99", "4") in ran.out.splitlines()
+    assert "warning" not in bridge("migrate", "n1", "--driver", D, "--share", "3").out
 
 
 # rollout
