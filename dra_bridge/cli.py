@@ -25,7 +25,7 @@ from dra_bridge.node.options import add_kubeconfig, add_run_options, run_options
 
 if TYPE_CHECKING:
     from dra_bridge.kube import Cluster
-    from dra_bridge.rollout.fleet import NodeView
+    from dra_bridge.rollout.fleet import DeviceView, NodeView
     from dra_bridge.rollout.rollout import Reporter
 
 _T = TypeVar("_T")
@@ -39,7 +39,7 @@ run stops when a node is not done in time, or when a pod on a node that it has b
 
 _LEFT_BEHIND: Final = """\
 what `manifests` made stays, and what asks nodes for shares; to remove that of all its agents:
-  kubectl delete -A -l {label} daemonset,configmap,serviceaccount
+  kubectl delete -A -l {label} daemonset,configmap,serviceaccount,role
   kubectl delete -l {label} deviceclass,clusterrole,clusterrolebinding
   kubectl delete -l {label} validatingadmissionpolicy,validatingadmissionpolicybinding
   kubectl delete -l {label} namespace
@@ -56,7 +56,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     uninstall.add_argument("--config", type=Path, metavar="FILE", help="the config file (YAML)")
     uninstall.add_argument("--driver", action="append", default=[], metavar="NAME", help="a driver's name")
     uninstall.add_argument("--node", default="", metavar="NAME", help="of this node alone (all nodes)")
-    status = line.add("status", _status, "Show per node and device: side, state, holder and since when.")
+    status = line.add("status", _status, "Show per node and device: side, state, holder, health and since when.")
     status.add_argument("--driver", default="", metavar="NAME", help="of this driver alone (all that report moves)")
     status.add_argument("--node", action="append", default=[], metavar="NAME", help="this node; may be repeated (all)")
     status.add_argument("-o", "--output", choices=("table", "json"), default="table", help="the form (%(default)s)")
@@ -180,6 +180,7 @@ def _uninstall(options: argparse.Namespace) -> int:
     from deviceplugin import config
     from dra_bridge.kube import ForbiddenError
     from dra_bridge.rollout.agents import LABEL, running_agents
+    from dra_bridge.rollout.fleet import shortened
     from dra_bridge.rollout.rollout import check_driver
     from dra_bridge.slices.publisher import remove_slices
 
@@ -191,7 +192,7 @@ def _uninstall(options: argparse.Namespace) -> int:
             agents = await running_agents(cluster, options.node)
         except ForbiddenError as error:
             return removed, f"warning: it is not known whether agents still run: {error.message}"
-        names = ", ".join(sorted(agents))
+        names = shortened(pod["spec"].get("nodeName", "") for pod in agents)
         return (
             removed,
             names and f"warning: agents run on {names}: they publish slices again; delete the DaemonSet first",
@@ -262,17 +263,21 @@ def _ask(options: argparse.Namespace, question: Callable[[Cluster], Awaitable[_T
 def _status(options: argparse.Namespace) -> int:
     from dra_bridge.kube import ForbiddenError
     from dra_bridge.rollout import fleet
+    from dra_bridge.rollout.agents import ask_agents
     from dra_bridge.rollout.rollout import read_nodes
     from dra_bridge.rollout.waiting import hints
 
-    async def read(cluster: Cluster) -> tuple[list[NodeView], list[str]]:
+    async def read(cluster: Cluster) -> tuple[list[NodeView], list[str], list[str]]:
         nodes = await read_nodes(cluster, options.driver, options.node)
+        answers = await ask_agents(cluster, {view.node for view in nodes if view.devices})
+        nodes = [fleet.with_answers(view, answers) for view in nodes]
+        unknown = fleet.unknown(nodes, answers)
         try:
-            return nodes, await hints(cluster, nodes)
+            return nodes, await hints(cluster, nodes), unknown
         except ForbiddenError as error:
-            return nodes, [f"pods that wait for devices are not known: {error}"]
+            return nodes, [f"pods that wait for devices are not known: {error}"], unknown
 
-    nodes, waiting = _ask(options, read)
+    nodes, waiting, unknown = _ask(options, read)
     if not nodes:
         of = f" of node {', '.join(options.node)}" if options.node else ""
         raise CommandError(
@@ -281,7 +286,8 @@ def _status(options: argparse.Namespace) -> int:
             status=1,
         )
     if options.output == "json":
-        print(json.dumps({"nodes": [_as_json(view) for view in nodes], "hints": waiting}, indent=2))
+        found = {"nodes": [_as_json(view) for view in nodes], "hints": waiting, "unknown": unknown}
+        print(json.dumps(found, indent=2))
         return 0
     rows = [
         (
@@ -290,23 +296,33 @@ def _status(options: argparse.Namespace) -> int:
             device.name,
             device.state.side,
             device.state.value + (" (gone)" if device.gone else ""),
-            " for ".join(filter(None, (device.holder, ", ".join(device.pods)))) or "-",
+            (" for ".join(filter(None, (device.holder, ", ".join(device.pods)))) or "-") if device.known else "?",
+            _health(device),
             _age(time.time() - device.since),
             device.waits or "-",
         )
         for view in nodes
         for device in view.devices
     ]
+    red = [row for row in rows if row[6].startswith(("unhealthy", "gone"))]
     if rows:
-        print_table(("NODE", "RESOURCE", "DEVICE", "SIDE", "STATE", "HOLDER", "SINCE", "WAITS FOR"), rows)
+        print_table(
+            ("NODE", "RESOURCE", "DEVICE", "SIDE", "STATE", "HOLDER", "HEALTH", "SINCE", "WAITS FOR"), rows, red
+        )
         print()
     for view in nodes:
         print(f"{view.node} {view.driver}: {fleet.summary(view)}")
         for line in fleet.obstacles(view) if view.reported is not None else ():
             print(f"  {line}")
-    for line in waiting:
+    for line in (*waiting, *unknown):
         print(line)
     return 0
+
+
+def _health(device: DeviceView) -> str:
+    if device.gone:
+        return "gone"
+    return (device.health or "?") + (f" ({device.message})" if device.message else "")
 
 
 def _as_json(view: NodeView) -> dict[str, Any]:
@@ -330,7 +346,9 @@ def _as_json(view: NodeView) -> dict[str, Any]:
                         "name": one.name,
                         "side": one.state.side,
                         "state": one.state.value,
-                        "holder": one.holder,
+                        "holder": one.holder if one.known else None,
+                        "health": one.health or None,
+                        "message": one.message,
                         "pods": list(one.pods),
                         "since": datetime.fromtimestamp(one.since, UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
                         "waitsFor": one.waits,

@@ -377,15 +377,56 @@ def test_status_tells_devices_and_holders(world: World, bridge: Callable[..., Ra
     (resource,) = node["resources"]
     assert resource["counts"] == {"to-dra": 1, "dra": 2}
     assert [(one["name"], one["side"], one["state"], one["holder"], one["pods"]) for one in resource["devices"]] == [
-        ("gpu-0", "plugin", "to-dra", "pod default/p", []),
+        ("gpu-0", "plugin", "to-dra", None, []),  # no agent is there to be asked
         ("gpu-1", "dra", "dra", "claim ml/c", ["q"]),
-        ("gpu-2", "dra", "dra", "", []),
+        ("gpu-2", "dra", "dra", None, []),
     ]
     assert resource["devices"][0]["since"] == "2023-11-14T22:13:20Z"
     table = bridge("status").out
-    assert "n1    example.com/gpu  gpu-1   dra     dra     claim ml/c for q" in table
+    assert "n1    example.com/gpu  gpu-1   dra     dra     claim ml/c for q  ?       " in table
+    assert "n1    example.com/gpu  gpu-2   dra     dra     ?                 ?       " in table
+    why = "no pod with the label app.kubernetes.io/managed-by=dra-bridge runs there"
+    assert table.splitlines()[-1] == f"not known (?) of n1: {why}"
     assert f"n1 {D}: asked for all; {R}: 2 dra, 1 to-dra (share all)" in table
     assert "  gpu-0 (to-dra) waits for its holder, held by pod default/p" in table
+
+
+def test_status_asks_the_agents(world: World, bridge: Callable[..., Ran]) -> None:
+    """Holders and health are the agent's of now, whatever the slice says; what claims hold is the API server's."""
+    world.agent("n1", count=5, held={"gpu-0": "pod default/ended"})
+    ports = [{"name": "metrics", "containerPort": 9410}]
+    world.server.create(agent_pod("n1", containers=[{"name": "agent", "ports": ports}]))
+    pod = {"side": "plugin", "namespace": "ml", "pod": "train", "container": "c", "claim": "", "uid": "u"}
+    claim = {"side": "dra", "namespace": "ml", "pod": "user", "container": "c", "claim": "mine", "uid": ""}
+    devices = [
+        {"id": "gpu-0", "health": "healthy", "holders": []},
+        {"id": "gpu-1", "health": "unhealthy", "message": "XID 79", "holders": [pod]},
+        {"id": "gpu-2", "health": "unhealthy", "gone": True, "holders": []},
+        {"id": "gpu-3", "health": "unknown", "holders": [claim]},
+    ]
+    answer = {"holdersKnown": True, "resources": [{"resource": R, "devices": devices}]}
+    world.server.proxied = lambda path: (200, answer)
+    writes = len(world.server.writes)
+    lines = [line.split("  ") for line in bridge("status").out.splitlines()[1:6]]
+    shown = [[cell.strip() for cell in line if cell.strip()] for line in lines]
+    assert [(row[2], row[5], row[6]) for row in shown] == [
+        ("gpu-0", "-", "healthy"),
+        ("gpu-1", "pod ml/train", "unhealthy (XID 79)"),
+        ("gpu-2", "-", "gone"),
+        ("gpu-3", "claim ml/mine for user", "unknown"),
+        ("gpu-4", "?", "?"),
+    ]
+    found = json.loads(bridge("status", "-o", "json").out)
+    assert found["unknown"] == ["not known (?) of n1: its agent does not serve them now"]
+    (resource,) = found["nodes"][0]["resources"]
+    assert [(one["holder"], one["health"], one["message"], one["gone"]) for one in resource["devices"]] == [
+        ("", "healthy", "", False),
+        ("pod ml/train", "unhealthy", "XID 79", False),
+        ("", "unhealthy", "", True),
+        ("claim ml/mine", "unknown", "", False),
+        (None, None, "", False),
+    ]
+    assert len(world.server.writes) == writes
 
 
 def test_status_of_some_nodes(world: World, bridge: Callable[..., Ran]) -> None:
