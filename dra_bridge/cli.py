@@ -13,6 +13,7 @@ import dataclasses
 import functools
 import json
 import re
+import shlex
 import sys
 import time
 from collections.abc import Awaitable, Callable, Sequence
@@ -24,6 +25,8 @@ from deviceplugin.cli import CommandError, CommandLine, count, import_rich, prin
 from dra_bridge.node.options import add_kubeconfig, add_run_options, run_options
 
 if TYPE_CHECKING:
+    from deviceplugin.config import Config
+    from deviceplugin.source import DeviceSource
     from dra_bridge.kube import Cluster
     from dra_bridge.rollout.fleet import DeviceView, NodeView
     from dra_bridge.rollout.rollout import Reporter
@@ -81,7 +84,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     demo = line.add("demo", _demo, "Show both sides at work, with an embedded kubelet and API server.")
     demo.add_argument("--hold", action="store_true", help="go on serving until interrupted")
     manifests = line.add("manifests", _manifests, "Print what to apply to a cluster to have the agent on its nodes.")
-    manifests.add_argument("--config", type=Path, required=True, metavar="FILE", help="the config file (YAML)")
+    what = manifests.add_mutually_exclusive_group(required=True)
+    what.add_argument("--config", type=Path, metavar="FILE", help="the config file (YAML)")
+    about = "an own agent's Python file: it is run up to its `dra_bridge.run(...)`, for resources and drivers"
+    what.add_argument("--source", type=Path, metavar="FILE", help=about)
     _add_deployment(manifests)
     return line.main(argv)
 
@@ -146,6 +152,8 @@ def _add_deployment(parser: argparse.ArgumentParser) -> None:
     runtime = "of the agent's pod; `nvidia` where that is not the nodes' default and there are GPUs (none)"
     selector = "a label that nodes must have; may be given several times"
     add("--image", "image", "the agent's image (deviceplugin:0.1.0)", metavar="IMAGE")
+    command = "what runs an own agent in the image, such as 'python3 /app/agent.py'; with --source"
+    add("--command", "own_command", command, type=lambda text: tuple(shlex.split(text)))
     add("--pull-policy", "pull_policy", "of the image (IfNotPresent)", choices=policies)
     add("--namespace", "namespace", "where the agent runs (dra-bridge)", type=name, metavar="NAME")
     add("--name", "name", "of the DaemonSet and all that belongs to it (dra-bridge)", type=name, metavar="NAME")
@@ -223,11 +231,16 @@ def _manifests(options: argparse.Namespace) -> int:
     given = {key: value for key, value in vars(options).items() if key in fields}
     if "node_selector" in given:
         given["node_selector"] = dict(given["node_selector"])
+    if bool(options.source) != bool(given.get("own_command")):
+        raise CommandError("dra-bridge manifests: --source and --command belong together")
     try:
-        text = options.config.read_text(encoding="utf-8")
-        found = config.parse(text, str(options.config))
+        if options.source:
+            text, found = "", _config_of(options.source)
+        else:
+            text = options.config.read_text(encoding="utf-8")
+            found = config.parse(text, str(options.config))
     except (OSError, UnicodeDecodeError) as error:
-        raise CommandError(f"{options.config} cannot be read: {error}") from error
+        raise CommandError(f"{options.config or options.source} cannot be read: {error}") from error
     deployment = Deployment(**given)
     sys.stdout.write(to_yaml(manifests(found, text, deployment)))
     metrics = found.metrics
@@ -235,6 +248,49 @@ def _manifests(options: argparse.Namespace) -> int:
     if deployment.metrics_port and files:
         print(f"{', '.join(files)}: to be mounted into the DaemonSet's container, from a Secret say", file=sys.stderr)
     return 0
+
+
+class _Given(BaseException):
+    """Raised in place of serving; the arguments are the sources."""
+
+
+def _config_of(file: Path) -> Config:
+    """Return what an author's file serves on both sides. It is run up to its `run`, with nothing served."""
+    import runpy
+
+    import deviceplugin
+    import dra_bridge
+    from deviceplugin.config import Config, ResourceConfig
+    from deviceplugin.naming import NamingError, check_driver, check_resource
+
+    def run(*sources: DeviceSource, **_: object) -> None:
+        raise _Given(*sources)
+
+    def run_alone(*_: object, **__: object) -> None:
+        raise CommandError(f"{file} calls deviceplugin.run, which serves no claims: see examples/daemonset.yaml")
+
+    vars(dra_bridge)["run"], vars(deviceplugin)["run"] = run, run_alone
+    try:
+        runpy.run_path(str(file), run_name="__main__")
+    except _Given as given:
+        for source in given.args:
+            if not source.driver:
+                raise CommandError(f"{file}: {source!r} names no driver; set `driver`") from given
+            try:
+                check_resource(source.resource)
+                check_driver(source.driver)
+            except NamingError as error:
+                raise CommandError(f"{file}: {error}") from error
+        return Config(
+            resources=tuple(ResourceConfig(name=one.resource, driver=one.driver, devices=()) for one in given.args)
+        )
+    except (CommandError, OSError):
+        raise
+    except (Exception, SystemExit) as error:
+        raise CommandError(f"{file} cannot be run: {type(error).__name__}: {error}") from error
+    finally:
+        del vars(dra_bridge)["run"], vars(deviceplugin)["run"]
+    raise CommandError(f"{file} does not call dra_bridge.run")
 
 
 def _demo(options: argparse.Namespace) -> int:

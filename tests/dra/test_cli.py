@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import json
 import logging
@@ -24,7 +25,7 @@ from dra_bridge import cli
 from dra_bridge.handover.share import parse_share
 from dra_bridge.ledger.records import State
 from dra_bridge.manifests import Deployment, manifests
-from dra_bridge.node.options import parse_run
+from dra_bridge.node.options import add_run_options, parse_run
 from dra_bridge.rollout import progress, rollout
 from dra_bridge.rollout.progress import DeviceProgress, Progress, ResourceProgress
 from dra_bridge.testing.apiserver import FakeApiServer, Fault, Request
@@ -336,6 +337,63 @@ def test_wrong_options_of_manifests(
         cli.main(["manifests", "--config", str(tmp_path), *options])
     assert caught.value.code == 2
     assert why in capsys.readouterr().err
+
+
+def test_manifests_of_an_own_agent(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """For an author's file there is no ConfigMap; resources and drivers are those that it gives to `run`."""
+    example = Path(__file__).parents[2] / "examples" / "11-parameters.py"
+    assert cli.main(["manifests", "--source", str(example), "--command", "python3 '/app/my agent.py'"]) == 0
+    objects = {one["kind"]: one for one in yaml.safe_load_all(capsys.readouterr().out)}
+    assert "ConfigMap" not in objects
+    assert objects["DeviceClass"]["spec"]["extendedResourceName"] == "example.com/fpga"
+    pod = objects["DaemonSet"]["spec"]["template"]["spec"]
+    (container,) = pod["containers"]
+    assert container["command"] == ["python3", "/app/my agent.py"]
+    assert parse_options(container["args"]) == ":9410"
+    assert "config" not in [one["name"] for one in (*container["volumeMounts"], *pod["volumes"])]
+    assert "example.com/fpga" in str(objects["ValidatingAdmissionPolicy"])
+
+
+def parse_options(arguments: list[str]) -> str | None:
+    """Return the metrics address of an agent's arguments; an own agent takes no others than these."""
+    parser = argparse.ArgumentParser(exit_on_error=False)
+    add_run_options(parser)
+    address: str | None = parser.parse_args(arguments).metrics_address
+    return address
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        (
+            "import deviceplugin\ndeviceplugin.run(deviceplugin.DeviceSource())",
+            "calls deviceplugin.run, which serves no",
+        ),
+        ("1 / 0", "cannot be run: ZeroDivisionError: division by zero"),
+        ("pass", "does not call dra_bridge.run"),
+        ("from dra_bridge import run\nfrom deviceplugin import DeviceSource as D\nrun(D())", "names no driver"),
+        (
+            "from dra_bridge import run\nfrom deviceplugin import DeviceSource as D\n"
+            "class S(D): resource, driver = 'x', 'a.b'\nrun(S())",
+            "must be vendor-domain/name",
+        ),
+        (None, "cannot be read: "),
+    ],
+)
+def test_manifests_of_a_file_that_is_no_agent(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], text: str | None, said: str
+) -> None:
+    """What gives no sources with drivers to `dra_bridge.run` is an error, and nothing is served or printed."""
+    file = tmp_path / "agent.py"
+    if text is not None:
+        file.write_text(text)
+    assert cli.main(["manifests", "--source", str(file), "--command", "x"]) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert str(file) in err
+    assert said in err
+    assert cli.main(["manifests", "--source", str(file)]) == 2
+    assert "--source and --command belong together" in capsys.readouterr().err
 
 
 def test_files_that_the_metrics_need_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
