@@ -45,8 +45,9 @@ what `manifests` made stays, and what asks nodes for shares; to remove that of a
   kubectl delete -A -l {label} daemonset,configmap,serviceaccount,role
   kubectl delete -l {label} deviceclass,clusterrole,clusterrolebinding
   kubectl delete -l {label} validatingadmissionpolicy,validatingadmissionpolicybinding
-  kubectl delete -l {label} namespace
-  kubectl annotate nodes --all {annotations}"""
+  kubectl delete -l {label} namespace  # with all that is in it
+  kubectl annotate nodes --all {annotations}
+on each node the ledgers stay: {ledgers} in the kubelet's directory"""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -201,10 +202,8 @@ def _uninstall(options: argparse.Namespace) -> int:
         except ForbiddenError as error:
             return removed, f"warning: it is not known whether agents still run: {error.message}"
         names = shortened(pod["spec"].get("nodeName", "") for pod in agents)
-        return (
-            removed,
-            names and f"warning: agents run on {names}: they publish slices again; delete the DaemonSet first",
-        )
+        warning = f"warning: agents run on {names}: they publish slices again; delete the DaemonSet first"
+        return removed, warning if agents else ""
 
     drivers = set(options.driver)
     if options.config:
@@ -217,7 +216,8 @@ def _uninstall(options: argparse.Namespace) -> int:
         annotations = " ".join(
             f"{driver}/{key}-" for driver in sorted(drivers) for key in ("dra-share", "dra-share-before")
         )
-        print(_LEFT_BEHIND.format(label=LABEL, annotations=annotations))
+        ledgers = ", ".join(f"plugins/{driver}" for driver in sorted(drivers))
+        print(_LEFT_BEHIND.format(label=LABEL, annotations=annotations, ledgers=ledgers))
     if warning:
         print(warning, file=sys.stderr)
     return 0

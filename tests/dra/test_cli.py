@@ -539,6 +539,7 @@ def test_uninstall_removes_slices(world: World, bridge: Callable[..., Ran], tmp_
     ran = bridge("uninstall", "--config", str(file))
     assert ran.out.startswith("0 slices removed\nwhat `manifests` made stays")
     assert f"  kubectl annotate nodes --all {SHARE}- {BEFORE}-\n" in ran.out
+    assert f"plugins/{D} in the kubelet's directory\n" in ran.out
     assert ran.err == ""
 
 
@@ -559,7 +560,8 @@ def test_uninstall_names_all_that_manifests_print(bridge: Callable[..., Ran], tm
     file = tmp_path / "config.yaml"
     file.write_text(CONFIG)
     out = bridge("uninstall", "--config", str(file)).out
-    deleted = {kind for line in out.splitlines() if "kubectl delete" in line for kind in line.split()[-1].split(",")}
+    commands = [line.partition("  #")[0].split() for line in out.splitlines() if "kubectl delete" in line]
+    deleted = {kind for words in commands for kind in words[-1].split(",")}
     printed = manifests(config.parse(CONFIG), CONFIG, Deployment(claim_status=True))
     assert deleted == {one["kind"].lower() for one in printed}
     assert all(one["metadata"]["labels"]["app.kubernetes.io/managed-by"] == "dra-bridge" for one in printed)
