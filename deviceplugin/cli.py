@@ -1,4 +1,4 @@
-"""The command line: run, validate, devices, schema, demo; and what the bridge's command line shares with it.
+"""The command line: run, validate, devices, schema, demo, completion; and what the bridge's shares with it.
 
 A command imports what it needs: `validate` never loads gRPC, and `run` has little between the start of the process and
 the kubelet.
@@ -43,6 +43,7 @@ class CommandLine:
 
     def __init__(self, program: str, about: str) -> None:
         self.parser = argparse.ArgumentParser(prog=program, description=about, epilog=EXITS, allow_abbrev=False)
+        self.parser.add_argument("--version", action=_Version, nargs=0, help="show the version and exit")
         self._commands = self.parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
 
     def add(self, name: str, command: Callable[[argparse.Namespace], int], about: str) -> argparse.ArgumentParser:
@@ -53,6 +54,8 @@ class CommandLine:
 
     def main(self, argv: Sequence[str] | None) -> int:
         """Run the command that the arguments name; return the exit status."""
+        completion = self.add("completion", self._completion, "Print a shell's completion of this program.")
+        completion.add_argument("shell", choices=("bash", "zsh", "fish"), help="the shell")
         options = self.parser.parse_args(argv)
         from deviceplugin.config import ConfigError
 
@@ -64,12 +67,29 @@ class CommandLine:
         except ConfigError as error:
             print(explained(error), file=sys.stderr)
             return 2
+        except ModuleNotFoundError as error:
+            if error.name != "aiohttp":
+                raise
+            print(error, file=sys.stderr)  # it names the extra
+            return 2
         except KeyboardInterrupt:
             return 130
         except BrokenPipeError:
             # The reader of our output has closed it; keep the interpreter from failing at its flush.
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             return 0
+
+    def _completion(self, options: argparse.Namespace) -> int:
+        try:
+            import shtab
+        except ImportError as error:
+            raise CommandError("shtab is not installed; pip install 'deviceplugin[cli]'") from error
+        for parser in (self.parser, *self._commands.choices.values()):
+            for action in parser._actions:  # noqa: SLF001 - argparse has no other way to its options
+                if action.metavar in ("FILE", "DIR", "PATH"):
+                    action.complete = shtab.DIRECTORY if action.metavar == "DIR" else shtab.FILE  # type: ignore[attr-defined]
+        print(shtab.complete(self.parser, options.shell))
+        return 0
 
 
 def explained(error: ConfigError) -> str:
@@ -118,15 +138,20 @@ def import_rich() -> Any:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line; return the exit status."""
     line = CommandLine("deviceplugin", "Kubernetes device plugins from a file.")
-    line.parser.add_argument("--version", action=_Version, nargs=0, help="show the version and exit")
     run = line.add("run", _run, "Serve the devices of a config file to this node's kubelet.")
     run.add_argument("--config", type=Path, required=True, metavar="FILE", help="the config file (YAML)")
     add_run_options(run)
     validate = line.add("validate", _validate, "Check config files.")
-    validate.add_argument("files", type=Path, nargs="*", metavar="FILE", help="config files (YAML)")
+    validate.add_argument(
+        "files", type=Path, nargs="*", metavar="FILE", help="config files (YAML), - for standard input"
+    )
     validate.add_argument("--config", type=Path, action="append", default=[], metavar="FILE", help="one more of them")
     devices = line.add("devices", _devices, "List the devices that would be served on this node now.")
-    devices.add_argument("--config", type=Path, required=True, metavar="FILE", help="the config file (YAML)")
+    config = devices.add_mutually_exclusive_group(required=True)
+    config.add_argument(
+        "file", type=Path, nargs="?", metavar="FILE", help="the config file (YAML), - for standard input"
+    )
+    config.add_argument("--config", type=Path, metavar="FILE", help="the same")
     devices.add_argument("-o", "--output", choices=("table", "json"), default="table", help="the form (%(default)s)")
     line.add("schema", _schema, "Print the config file's JSON schema.")
     demo = line.add("demo", _demo, "Show a device plugin at work, with simulated devices and an embedded kubelet.")
@@ -139,9 +164,9 @@ class _Version(argparse.Action):
         from importlib.metadata import PackageNotFoundError, version
 
         try:
-            print(f"deviceplugin {version('deviceplugin')}")
+            print(f"{parser.prog} {version('deviceplugin')}")
         except PackageNotFoundError:
-            print("deviceplugin, not installed")
+            print(f"{parser.prog}, not installed")
         parser.exit()
 
 
@@ -159,6 +184,19 @@ def _run(options: argparse.Namespace) -> int:
         return 2
 
 
+def _load(file: Path) -> Config:
+    """Read a config file, or standard input if it is called `-`. Raises ConfigError."""
+    from deviceplugin import config
+
+    if str(file) != "-":
+        return config.load(file)
+    return config.parse(sys.stdin.buffer.read(config.MAX_BYTES + 1), _title(file))
+
+
+def _title(file: Path) -> str:
+    return "<stdin>" if str(file) == "-" else str(file)
+
+
 def _validate(options: argparse.Namespace) -> int:
     from deviceplugin import config
 
@@ -168,27 +206,28 @@ def _validate(options: argparse.Namespace) -> int:
     status = 0
     for file in files:
         try:
-            found = config.load(file)
+            found = _load(file)
         except config.ConfigError as error:
             print(explained(error), file=sys.stderr)
             status = 2
             continue
-        print(f"{file}: good, {count(len(found.resources), 'resource')}")
+        print(f"{_title(file)}: good, {count(len(found.resources), 'resource')}")
+        for resource in found.resources:
+            if any(entry.simulated for entry in resource.devices):
+                print(f"{_title(file)}: note: {resource.name}: simulated devices have no device node", file=sys.stderr)
         if any(entry.path or entry.group for resource in found.resources for entry in resource.devices):
             from deviceplugin import sources
 
             for note in sources.overlaps(found.resources):
-                print(f"{file}: warning: {note}", file=sys.stderr)
+                print(f"{_title(file)}: warning: {note}", file=sys.stderr)
     return status
 
 
 def _devices(options: argparse.Namespace) -> int:
     import asyncio
 
-    from deviceplugin import config
-
     logs.setup("text", "error")
-    listed, status = asyncio.run(_list(config.load(options.config)))
+    listed, status = asyncio.run(_list(_load(options.file or options.config)))
     if options.output == "json":
         print(json.dumps({"resources": [_as_json(source, devices) for source, devices in listed]}, indent=2))
     else:
@@ -256,7 +295,7 @@ def _as_json(source: ConfiguredSource, devices: Sequence[Device]) -> dict[str, A
             }
             for device in devices
         ],
-        "notes": list(source.notes),
+        "notes": [*source.notes, *source.nodeless],
     }
 
 
@@ -283,7 +322,7 @@ def _print_devices(listed: _Listed) -> None:
         offered = sum(map(source.replicas_of, devices))
         shared = f", offered {offered} times in all" if offered > len(devices) else ""
         print(f"{source.resource}: {count(len(devices), 'device')}{unwell}{shared}")
-        for note in source.notes:
+        for note in (*source.notes, *source.nodeless):
             print(f"  {note}")
 
 

@@ -13,6 +13,7 @@ import dataclasses
 import functools
 import json
 import re
+import shlex
 import sys
 import time
 from collections.abc import Awaitable, Callable, Sequence
@@ -24,8 +25,10 @@ from deviceplugin.cli import CommandError, CommandLine, count, import_rich, prin
 from dra_bridge.node.options import add_kubeconfig, add_run_options, run_options
 
 if TYPE_CHECKING:
+    from deviceplugin.config import Config
+    from deviceplugin.source import DeviceSource
     from dra_bridge.kube import Cluster
-    from dra_bridge.rollout.fleet import NodeView
+    from dra_bridge.rollout.fleet import DeviceView, NodeView
     from dra_bridge.rollout.rollout import Reporter
 
 _T = TypeVar("_T")
@@ -36,6 +39,15 @@ annotation <driver>/dra-share-before: the same command goes on where a run stopp
 run stops when a node is not done in time, or when a pod on a node that it has begun is Failed or cannot be prepared
 (FailedPrepareDynamicResources), asks for the driver's devices, and was not in that state before the node was begun.
 """
+
+_LEFT_BEHIND: Final = """\
+what `manifests` made stays, and what asks nodes for shares; to remove that of all its agents:
+  kubectl delete -A -l {label} daemonset,configmap,serviceaccount,role
+  kubectl delete -l {label} deviceclass,clusterrole,clusterrolebinding
+  kubectl delete -l {label} validatingadmissionpolicy,validatingadmissionpolicybinding
+  kubectl delete -l {label} namespace  # with all that is in it
+  kubectl annotate nodes --all {annotations}
+on each node the ledgers stay: {ledgers} in the kubelet's directory"""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -48,7 +60,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     uninstall.add_argument("--config", type=Path, metavar="FILE", help="the config file (YAML)")
     uninstall.add_argument("--driver", action="append", default=[], metavar="NAME", help="a driver's name")
     uninstall.add_argument("--node", default="", metavar="NAME", help="of this node alone (all nodes)")
-    status = line.add("status", _status, "Show per node and device: side, state, holder and since when.")
+    status = line.add("status", _status, "Show per node and device: side, state, holder, health and since when.")
     status.add_argument("--driver", default="", metavar="NAME", help="of this driver alone (all that report moves)")
     status.add_argument("--node", action="append", default=[], metavar="NAME", help="this node; may be repeated (all)")
     status.add_argument("-o", "--output", choices=("table", "json"), default="table", help="the form (%(default)s)")
@@ -73,7 +85,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     demo = line.add("demo", _demo, "Show both sides at work, with an embedded kubelet and API server.")
     demo.add_argument("--hold", action="store_true", help="go on serving until interrupted")
     manifests = line.add("manifests", _manifests, "Print what to apply to a cluster to have the agent on its nodes.")
-    manifests.add_argument("--config", type=Path, required=True, metavar="FILE", help="the config file (YAML)")
+    what = manifests.add_mutually_exclusive_group(required=True)
+    what.add_argument("--config", type=Path, metavar="FILE", help="the config file (YAML)")
+    about = "an own agent's Python file: it is run up to its `dra_bridge.run(...)`, for resources and drivers"
+    what.add_argument("--source", type=Path, metavar="FILE", help=about)
     _add_deployment(manifests)
     return line.main(argv)
 
@@ -138,6 +153,8 @@ def _add_deployment(parser: argparse.ArgumentParser) -> None:
     runtime = "of the agent's pod; `nvidia` where that is not the nodes' default and there are GPUs (none)"
     selector = "a label that nodes must have; may be given several times"
     add("--image", "image", "the agent's image (deviceplugin:0.1.0)", metavar="IMAGE")
+    command = "what runs an own agent in the image, such as 'python3 /app/agent.py'; with --source"
+    add("--command", "own_command", command, type=lambda text: tuple(shlex.split(text)))
     add("--pull-policy", "pull_policy", "of the image (IfNotPresent)", choices=policies)
     add("--namespace", "namespace", "where the agent runs (dra-bridge)", type=name, metavar="NAME")
     add("--name", "name", "of the DaemonSet and all that belongs to it (dra-bridge)", type=name, metavar="NAME")
@@ -170,15 +187,39 @@ def _run(options: argparse.Namespace) -> int:
 
 def _uninstall(options: argparse.Namespace) -> int:
     from deviceplugin import config
+    from dra_bridge.kube import ForbiddenError
+    from dra_bridge.rollout.agents import LABEL, running_agents
+    from dra_bridge.rollout.fleet import shortened
+    from dra_bridge.rollout.rollout import check_driver
     from dra_bridge.slices.publisher import remove_slices
+
+    async def remove(cluster: Cluster) -> tuple[int, str]:
+        for driver in options.driver:
+            await check_driver(cluster, driver)
+        removed = await remove_slices(cluster, sorted(drivers), options.node)
+        try:
+            agents = await running_agents(cluster, options.node)
+        except ForbiddenError as error:
+            return removed, f"warning: it is not known whether agents still run: {error.message}"
+        names = shortened(pod["spec"].get("nodeName", "") for pod in agents)
+        warning = f"warning: agents run on {names}: they publish slices again; delete the DaemonSet first"
+        return removed, warning if agents else ""
 
     drivers = set(options.driver)
     if options.config:
         drivers |= {resource.driver for resource in config.load(options.config).resources if resource.driver}
     if not drivers:
         raise CommandError("dra-bridge uninstall: name a config file or a driver")
-    removed = _ask(options, lambda cluster: remove_slices(cluster, sorted(drivers), options.node))
+    removed, warning = _ask(options, remove)
     print(count(removed, "slice"), "removed")
+    if not options.node:
+        annotations = " ".join(
+            f"{driver}/{key}-" for driver in sorted(drivers) for key in ("dra-share", "dra-share-before")
+        )
+        ledgers = ", ".join(f"plugins/{driver}" for driver in sorted(drivers))
+        print(_LEFT_BEHIND.format(label=LABEL, annotations=annotations, ledgers=ledgers))
+    if warning:
+        print(warning, file=sys.stderr)
     return 0
 
 
@@ -190,11 +231,16 @@ def _manifests(options: argparse.Namespace) -> int:
     given = {key: value for key, value in vars(options).items() if key in fields}
     if "node_selector" in given:
         given["node_selector"] = dict(given["node_selector"])
+    if bool(options.source) != bool(given.get("own_command")):
+        raise CommandError("dra-bridge manifests: --source and --command belong together")
     try:
-        text = options.config.read_text(encoding="utf-8")
-        found = config.parse(text, str(options.config))
+        if options.source:
+            text, found = "", _config_of(options.source)
+        else:
+            text = options.config.read_text(encoding="utf-8")
+            found = config.parse(text, str(options.config))
     except (OSError, UnicodeDecodeError) as error:
-        raise CommandError(f"{options.config} cannot be read: {error}") from error
+        raise CommandError(f"{options.config or options.source} cannot be read: {error}") from error
     deployment = Deployment(**given)
     sys.stdout.write(to_yaml(manifests(found, text, deployment)))
     metrics = found.metrics
@@ -202,6 +248,49 @@ def _manifests(options: argparse.Namespace) -> int:
     if deployment.metrics_port and files:
         print(f"{', '.join(files)}: to be mounted into the DaemonSet's container, from a Secret say", file=sys.stderr)
     return 0
+
+
+class _Given(BaseException):
+    """Raised in place of serving; the arguments are the sources."""
+
+
+def _config_of(file: Path) -> Config:
+    """Return what an author's file serves on both sides. It is run up to its `run`, with nothing served."""
+    import runpy
+
+    import deviceplugin
+    import dra_bridge
+    from deviceplugin.config import Config, ResourceConfig
+    from deviceplugin.naming import NamingError, check_driver, check_resource
+
+    def run(*sources: DeviceSource, **_: object) -> None:
+        raise _Given(*sources)
+
+    def run_alone(*_: object, **__: object) -> None:
+        raise CommandError(f"{file} calls deviceplugin.run, which serves no claims: see examples/daemonset.yaml")
+
+    vars(dra_bridge)["run"], vars(deviceplugin)["run"] = run, run_alone
+    try:
+        runpy.run_path(str(file), run_name="__main__")
+    except _Given as given:
+        for source in given.args:
+            if not source.driver:
+                raise CommandError(f"{file}: {source!r} names no driver; set `driver`") from given
+            try:
+                check_resource(source.resource)
+                check_driver(source.driver)
+            except NamingError as error:
+                raise CommandError(f"{file}: {error}") from error
+        return Config(
+            resources=tuple(ResourceConfig(name=one.resource, driver=one.driver, devices=()) for one in given.args)
+        )
+    except (CommandError, OSError):
+        raise
+    except (Exception, SystemExit) as error:
+        raise CommandError(f"{file} cannot be run: {type(error).__name__}: {error}") from error
+    finally:
+        del vars(dra_bridge)["run"], vars(deviceplugin)["run"]
+    raise CommandError(f"{file} does not call dra_bridge.run")
 
 
 def _demo(options: argparse.Namespace) -> int:
@@ -230,19 +319,31 @@ def _ask(options: argparse.Namespace, question: Callable[[Cluster], Awaitable[_T
 def _status(options: argparse.Namespace) -> int:
     from dra_bridge.kube import ForbiddenError
     from dra_bridge.rollout import fleet
+    from dra_bridge.rollout.agents import ask_agents
     from dra_bridge.rollout.rollout import read_nodes
     from dra_bridge.rollout.waiting import hints
 
-    async def read(cluster: Cluster) -> tuple[list[NodeView], list[str]]:
+    async def read(cluster: Cluster) -> tuple[list[NodeView], list[str], list[str]]:
         nodes = await read_nodes(cluster, options.driver, options.node)
+        answers = await ask_agents(cluster, {view.node for view in nodes if view.devices})
+        nodes = [fleet.with_answers(view, answers) for view in nodes]
+        unknown = fleet.unknown(nodes, answers)
         try:
-            return nodes, await hints(cluster, nodes)
+            return nodes, await hints(cluster, nodes), unknown
         except ForbiddenError as error:
-            return nodes, [f"pods that wait for devices are not known: {error}"]
+            return nodes, [f"pods that wait for devices are not known: {error}"], unknown
 
-    nodes, waiting = _ask(options, read)
+    nodes, waiting, unknown = _ask(options, read)
+    if not nodes:
+        of = f" of node {', '.join(options.node)}" if options.node else ""
+        raise CommandError(
+            f"no ResourceSlice{of} has the annotation {options.driver or 'DRIVER'}/handover, by which an agent of "
+            "dra-bridge reports its devices; does its DaemonSet run, and does its config name a driver?",
+            status=1,
+        )
     if options.output == "json":
-        print(json.dumps({"nodes": [_as_json(view) for view in nodes], "hints": waiting}, indent=2))
+        found = {"nodes": [_as_json(view) for view in nodes], "hints": waiting, "unknown": unknown}
+        print(json.dumps(found, indent=2))
         return 0
     rows = [
         (
@@ -251,25 +352,33 @@ def _status(options: argparse.Namespace) -> int:
             device.name,
             device.state.side,
             device.state.value + (" (gone)" if device.gone else ""),
-            " for ".join(filter(None, (device.holder, ", ".join(device.pods)))) or "-",
+            (" for ".join(filter(None, (device.holder, ", ".join(device.pods)))) or "-") if device.known else "?",
+            _health(device),
             _age(time.time() - device.since),
             device.waits or "-",
         )
         for view in nodes
         for device in view.devices
     ]
+    red = [row for row in rows if row[6].startswith(("unhealthy", "gone"))]
     if rows:
-        print_table(("NODE", "RESOURCE", "DEVICE", "SIDE", "STATE", "HOLDER", "SINCE", "WAITS FOR"), rows)
+        print_table(
+            ("NODE", "RESOURCE", "DEVICE", "SIDE", "STATE", "HOLDER", "HEALTH", "SINCE", "WAITS FOR"), rows, red
+        )
         print()
     for view in nodes:
         print(f"{view.node} {view.driver}: {fleet.summary(view)}")
         for line in fleet.obstacles(view) if view.reported is not None else ():
             print(f"  {line}")
-    for line in waiting:
+    for line in (*waiting, *unknown):
         print(line)
-    if not nodes:
-        print("no node has slices that report moves", file=sys.stderr)
     return 0
+
+
+def _health(device: DeviceView) -> str:
+    if device.gone:
+        return "gone"
+    return (device.health or "?") + (f" ({device.message})" if device.message else "")
 
 
 def _as_json(view: NodeView) -> dict[str, Any]:
@@ -293,7 +402,9 @@ def _as_json(view: NodeView) -> dict[str, Any]:
                         "name": one.name,
                         "side": one.state.side,
                         "state": one.state.value,
-                        "holder": one.holder,
+                        "holder": one.holder if one.known else None,
+                        "health": one.health or None,
+                        "message": one.message,
                         "pods": list(one.pods),
                         "since": datetime.fromtimestamp(one.since, UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
                         "waitsFor": one.waits,
@@ -371,5 +482,7 @@ def _follow(
         try:
             return _ask(options, lambda cluster: work(cluster, reporter))
         except KeyboardInterrupt:
+            if bars is not None:
+                bars.live.transient = True  # bars that stand still would look like moves that stand still
             say(interrupted)
             raise

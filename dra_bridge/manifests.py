@@ -30,6 +30,7 @@ class Deployment:
     version: of resource.k8s.io for the DeviceClasses. extended_resource: whether these name the extended resource, so
     that unchanged pods get devices through DRA (servers before 1.34 refuse the field). metrics_port: 0 for none, and
     then there are no probes either. runtime_class: none if empty; the agent gets NVIDIA's library from the runtime.
+    own_command: of an author's own agent, which reads no config file; empty for `dra-bridge run`.
     """
 
     image: str = "deviceplugin:0.1.0"
@@ -45,10 +46,14 @@ class Deployment:
     node_selector: Mapping[str, str] | None = None
     pull_policy: str = "IfNotPresent"
     runtime_class: str = ""
+    own_command: tuple[str, ...] = ()
 
 
 def manifests(config: Config, text: str, deployment: Deployment | None = None) -> list[Object]:
-    """Return the objects to apply, in their order; text: the configuration as it is in the file, for the ConfigMap."""
+    """Return the objects to apply, in their order; text: the configuration as it is in the file, for the ConfigMap.
+
+    Without a text there is no ConfigMap.
+    """
     how = deployment or Deployment()
     drivers = sorted({resource.driver for resource in config.resources if resource.driver})
     nvidia = [entry.nvidia for resource in config.resources for entry in resource.devices if entry.nvidia]
@@ -56,6 +61,7 @@ def manifests(config: Config, text: str, deployment: Deployment | None = None) -
     values = {
         **asdict(how),
         "arguments": _arguments(how, root),
+        "command": list(how.own_command) or ["dra-bridge"],
         "config": text,
         "driver_list": json.dumps(drivers),
         "resource_list": json.dumps(sorted(resource.name for resource in config.resources if resource.driver)),
@@ -70,14 +76,15 @@ def manifests(config: Config, text: str, deployment: Deployment | None = None) -
     template = yaml.safe_load(resources.files(__package__).joinpath("manifests.yaml").read_bytes())
     *first, device_class, config_map, daemon_set = template
     classes = [_filled(device_class, {**values, **_class_values(how, one)}) for one in config.resources if one.driver]
-    *first, config_map, daemon_set = _filled([*first, config_map, daemon_set], values)
+    *first, daemon_set = _filled([*first, config_map, daemon_set], values)
+    last = [first.pop(), daemon_set] if text else [daemon_set]
     pod = daemon_set["spec"]["template"]["spec"]
     for number, directory in enumerate(_directories(config)):
         _mount(pod, f"devices-{number}", directory, "Directory", mountPropagation="HostToContainer")
     if any(one.injection == "cdi" for one in nvidia) and how.cdi_directory != "/etc/cdi":
         # The names of GPUs are in a spec that NVIDIA's own tools wrote.
         _mount(pod, "etc-cdi", "/etc/cdi", "DirectoryOrCreate")
-    return [*first, *classes, config_map, daemon_set]
+    return [*first, *classes, *last]
 
 
 def to_yaml(objects: Iterable[Mapping[str, Any]]) -> str:
@@ -113,8 +120,8 @@ def _mount(pod: Object, name: str, path: str, kind: str, **more: str) -> None:
 
 
 def _arguments(how: Deployment, root: str) -> list[str]:
-    arguments = ["run", "--config=/etc/dra-bridge/config.yaml", f"--cdi-dir={how.cdi_directory}"]
-    arguments.append("--cgroup-root=/host/sys/fs/cgroup")
+    arguments = [] if how.own_command else ["run", "--config=/etc/dra-bridge/config.yaml"]
+    arguments += [f"--cdi-dir={how.cdi_directory}", "--cgroup-root=/host/sys/fs/cgroup"]
     if how.claim_status:
         arguments.append("--claim-status")
     if root != "/var/lib/kubelet":

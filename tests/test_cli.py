@@ -77,7 +77,7 @@ def test_bad_file_is_explained(good: Path, bad: Path, capsys: pytest.CaptureFixt
     assert cli.main(["validate", str(bad), str(good)]) == 2
     said = capsys.readouterr()
     assert said.out == f"{good}: good, 1 resource\n"
-    assert said.err.splitlines() == [
+    assert said.err.splitlines()[:3] == [
         f"{bad}:2: $.resources[0].name: 'sim' is not an extended resource's name: it has no vendor domain; "
         "did you mean example.com/sim?",
         f"{bad}:3: $.resources[0].devices: the list is empty; it needs at least 1",
@@ -139,7 +139,9 @@ resources:
         "example.com/null: 1 device, offered 3 times in all",
         f"  {tmp_path}/tty* matches nothing now; what is plugged in later is found",
         "example.com/sim: 2 devices, 1 of them unhealthy",
+        "  no device node, containers get what the resource's own keys say: sim-0, sim-1",
         "example.com/apart: 1 device",
+        "  no device node, containers get what the resource's own keys say: sim-0",
     ]
 
 
@@ -159,7 +161,10 @@ def test_devices_are_given_to_programs(tmp_path: Path, capsys: pytest.CaptureFix
         "driver": "c.a.b",
         "topology": True,
         "offered": 4,
-        "notes": ["/dev/x* matches nothing now; what is plugged in later is found"],
+        "notes": [
+            "/dev/x* matches nothing now; what is plugged in later is found",
+            f"not a device node, containers get it as a mount: {tmp_path}/file",
+        ],
     }
     assert null == {
         "id": "null",
@@ -218,6 +223,42 @@ def test_reader_that_leaves_early_is_no_error(good: Path) -> None:
     assert (done.returncode, done.stderr) == (0, "")
 
 
+@pytest.mark.parametrize("argv", [["{}"], ["--config", "{}"], ["-"]])
+def test_devices_of_a_file_or_of_standard_input(
+    argv: list[str], good: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """`devices` takes its file as `validate` does, and `-` is standard input."""
+    monkeypatch.setattr(sys, "stdin", good.open())
+    assert cli.main(["devices", *(word.format(good) for word in argv)]) == 0
+    assert "\nexample.com/sim: 2 devices\n" in capsys.readouterr().out
+
+
+def test_validate_notes_what_is_no_device_node(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A path to a plain file is served as a mount, and simulated devices have no nodes: both validate with a note."""
+    for number in range(5):
+        (tmp_path / f"file{number}").touch()
+    file = tmp_path / "config.yaml"
+    file.write_text(
+        f"resources: [{{name: a.b/c, devices: [path: /dev/null, path: {tmp_path}/file*]}}, "
+        "{name: a.b/d, devices: [simulated: {count: 1}]}]"
+    )
+    assert cli.main(["validate", str(file)]) == 0
+    assert capsys.readouterr().err.splitlines() == [
+        f"{file}: note: a.b/d: simulated devices have no device node",
+        f"{file}: warning: a.b/c: not a device node, containers get it as a mount: {tmp_path}/file0, {tmp_path}/file1, "
+        f"{tmp_path}/file2 and 2 more",
+    ]
+
+
+def test_validate_of_standard_input(
+    bad: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """`validate -` checks standard input, and calls it so."""
+    monkeypatch.setattr(sys, "stdin", bad.open())
+    assert cli.main(["validate", "-"]) == 2
+    assert capsys.readouterr().err.startswith("<stdin>:2: $.resources[0].name: ")
+
+
 # schema, version, help, wrong usage
 
 
@@ -231,6 +272,37 @@ def test_version_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
     """`--version` prints the version and ends with 0."""
     assert usage("--version") == 0
     assert capsys.readouterr().out.startswith("deviceplugin 0.")
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+def test_completion_is_printed(shell: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """`completion` prints a script for each shell, with the commands in it."""
+    pytest.importorskip("shtab")
+    assert cli.main(["completion", shell]) == 0
+    script = capsys.readouterr().out
+    assert "deviceplugin" in script
+    assert "validate" in script
+
+
+def test_completion_completes(tmp_path: Path) -> None:
+    """Bash completes commands, options and files by it."""
+    pytest.importorskip("shtab")
+    script = in_process_of_its_own("completion", "bash").stdout
+    (tmp_path / "a-file").touch()
+    for words, found in (("vali", "validate"), ("run --metrics-", "--metrics-address"), ("devices a-", "a-file")):
+        number = len(words.split())
+        ask = f"COMP_WORDS=(deviceplugin {words}); COMP_CWORD={number}; _shtab_deviceplugin; echo ${{COMPREPLY[@]}}"
+        done = subprocess.run(
+            ["bash", "-c", f"{script}\n{ask}"], capture_output=True, text=True, cwd=tmp_path, timeout=60, check=False
+        )
+        assert done.stdout.split() == [found]
+
+
+def test_completion_without_its_extra(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """Without shtab the extra that has it is named."""
+    monkeypatch.setitem(sys.modules, "shtab", None)
+    assert cli.main(["completion", "bash"]) == 2
+    assert capsys.readouterr().err == "shtab is not installed; pip install 'deviceplugin[cli]'\n"
 
 
 @pytest.mark.parametrize("argv", [["--help"], ["run", "--help"], ["devices", "--help"]])
@@ -325,6 +397,14 @@ def test_bad_file_is_not_run(bad: Path, log_format: str, capsys: pytest.CaptureF
     assert "Traceback" not in error
 
 
+def test_kubelet_directory_that_cannot_be_looked_at(good: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """`run` without access to the kubelet's directory says so, and ends with 1; root is refused too long names only."""
+    assert cli.main(["run", "--config", str(good), "--kubelet-root", f"/{'x' * 300}"]) == 1
+    errors = capfd.readouterr().err
+    assert "device-plugins: File name too long; the agent needs write access to the kubelet's" in errors
+    assert "Traceback" not in errors
+
+
 def test_devices_are_served_until_sigterm(good: Path, fake_kubelet: FakeKubelet) -> None:
     """`run` serves the file's devices to the kubelet until SIGTERM, then ends with 0 and leaves no socket."""
     command = [
@@ -363,7 +443,7 @@ def test_validate_warns_of_one_thing_under_two_ids(tmp_path: Path, capsys: pytes
     assert "; neither is offered, since" in capsys.readouterr().err
     file.write_text(f"{text}, exclude: ['*link*']}}]")
     assert cli.main(["validate", str(file)]) == 0
-    assert capsys.readouterr().err == ""
+    assert "one thing" not in capsys.readouterr().err
 
 
 def test_validate_says_where_a_shared_node_belongs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

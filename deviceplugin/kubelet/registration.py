@@ -20,6 +20,7 @@ import os
 import re
 import secrets
 import socket
+import stat
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -307,10 +308,8 @@ class Registration:
             await self._close()
 
     async def _loop(self, watch: filewatch.Watch) -> None:
-        timing, directory = self._timing, self._kubelet.parent
-        if directory.exists():
-            if not directory.is_dir():
-                raise RegistrationError(f"{directory} is not a directory; use the kubelet's device plugin directory")
+        timing = self._timing
+        if self._has_directory():
             await self._server.lock_resource()  # raises at once what no kubelet can repair
         while True:
             seen = self._seen()
@@ -326,12 +325,25 @@ class Registration:
                 self.statistics.registered = False
                 self._log_once("kubelet", f"waiting for the kubelet ({self._kubelet} is not there)")
                 self._backoff.reset()
-                if not seen.served and directory.is_dir():
+                if not seen.served and self._has_directory():
                     await self._server.serve()  # before the kubelet makes its socket: it deletes others first
             elif step is Step.REST and seen.since >= timing.patience:
                 self._backoff.reset()
             stream_due = max(0.01, timing.patience - seen.since)
             await watch.wait(stream_due if step is Step.WAIT_FOR_STREAM else timing.poll)
+
+    def _has_directory(self) -> bool:
+        """Whether the kubelet's directory is there. Raises RegistrationError: it is none, or cannot be looked at."""
+        directory = self._kubelet.parent
+        try:
+            mode = directory.stat().st_mode
+        except (FileNotFoundError, NotADirectoryError):
+            return False
+        except OSError as error:
+            raise RegistrationError(f"{directory}: {error.strerror}; {_NEEDED}") from error
+        if not stat.S_ISDIR(mode):
+            raise RegistrationError(f"{directory} is not a directory; use the kubelet's device plugin directory")
+        return True
 
     async def _register_or_pause(self, watch: filewatch.Watch, seen: Seen) -> None:
         again = seen.registered is not None and seen.kubelet == seen.registered

@@ -73,7 +73,10 @@ def build_entry(resource: ResourceConfig, index: int) -> DeviceSource:
 
 
 def overlaps(resources: Iterable[ResourceConfig]) -> list[str]:
-    """Return a sentence for each pair of ids, of one resource or two, whose paths are one device now. Blocks."""
+    """Return a sentence for each pair of ids, of one resource or two, whose paths are one device now. Blocks.
+
+    And for the paths of each resource that are not device nodes.
+    """
     owners: dict[str, tuple[str, str]] = {}
     configured: dict[str, ResourceConfig] = {}
     known: dict[tuple[str, str], identity.Tokens] = {}
@@ -82,6 +85,7 @@ def overlaps(resources: Iterable[ResourceConfig]) -> list[str]:
         configured[resource.name] = resource
         entries = [PathSource(*entry.globs) for entry in resource.devices if entry.globs]
         found = {device.id: device for entry in entries for device in entry.scan() if is_wanted(device, resource)}
+        notes |= {f"{resource.name}: {note}": None for note in nodeless(found.values())}
         for name, tokens in identity.identities(list(found.values())).items():
             known[resource.name, name] = tokens
             for token in sorted(tokens):
@@ -95,6 +99,23 @@ def overlaps(resources: Iterable[ResourceConfig]) -> list[str]:
                         text += "; a node that they only share belongs under `nodes`"
                     notes[text] = None
     return list(notes)
+
+
+def nodeless(devices: Iterable[Device]) -> list[str]:
+    """Return a sentence on devices whose paths are not device nodes, and one on those without any path."""
+    devices = list(devices)
+    mounted = [mount.host for device in devices for mount in device.edits.mounts]
+    empty = [device.id for device in devices if not device.container_edits]
+    notes = []
+    if mounted:
+        notes.append(f"not a device node, containers get it as a mount: {_some(mounted)}")
+    if empty:
+        notes.append(f"no device node, containers get what the resource's own keys say: {_some(empty)}")
+    return notes
+
+
+def _some(names: Sequence[str]) -> str:
+    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
 
 
 def is_wanted(device: Device, resource: ResourceConfig) -> bool:
@@ -143,6 +164,11 @@ class ConfiguredSource(DeviceSource):
     def notes(self) -> tuple[str, ...]:
         """Sentences for the log about the last lists."""
         return (*(note for entry in self.entries for note in getattr(entry, "notes", ())), *self._doubles)
+
+    @property
+    def nodeless(self) -> Sequence[str]:
+        """Sentences on devices of the last list that are not device nodes; those that an entry's hook edits may be."""
+        return nodeless(one.listed for one in self._served.values() if "edits" not in one.entry.hooks)
 
     @property
     def hooks(self) -> frozenset[str]:

@@ -7,12 +7,13 @@ kubeconfig, which kubernetes_asyncio reads; it is loaded only then, because it t
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import os
 import ssl
 import time
 import urllib.parse
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -109,7 +110,8 @@ class _KubeConfig:
             from kubernetes_asyncio.client import Configuration
             from kubernetes_asyncio.config.kube_config import KubeConfigLoader, KubeConfigMerger
         except ImportError as error:
-            raise KubeConfigError(f"a kubeconfig needs kubernetes_asyncio (the extra `cli`): {error}") from error
+            advice = "pip install 'deviceplugin[cli]'"
+            raise KubeConfigError(f"a kubeconfig needs kubernetes_asyncio: {error}; {advice}") from error
         logging.getLogger("kubernetes_asyncio").setLevel(logging.CRITICAL)  # it raises what it logs, too
         if not any(Path(path).expanduser().is_file() for path in self._paths.split(os.pathsep) if path):
             raise KubeConfigError(f"there is no kubeconfig {self._paths}")
@@ -118,19 +120,31 @@ class _KubeConfig:
             self._plugin = _plugin(merged)
             self._loader = KubeConfigLoader(merged, config_base_path=None)
             self._configuration = found = Configuration()
+        except (AttributeError, LookupError, TypeError) as error:  # the library expects other types
+            raise KubeConfigError(f"{self._paths} is not a kubeconfig: {type(error).__name__}: {error}") from error
         except Exception as error:
             raise KubeConfigError(f"{self._paths}: {error or type(error).__name__}") from error
         await self._refresh()
         self._loads += 1
         tls, url = None, str(found.host)
         if url.startswith("https:"):
-            tls = _tls(found.ssl_ca_cert)
+            with self._named("certificate-authority"):
+                tls = _tls(found.ssl_ca_cert)
             if not found.verify_ssl:
                 tls.check_hostname = False
                 tls.verify_mode = ssl.CERT_NONE
             if found.cert_file:
-                tls.load_cert_chain(found.cert_file, found.key_file)
+                with self._named("client-certificate or client-key"):
+                    tls.load_cert_chain(found.cert_file, found.key_file)
         return Access(url, tls, self, found.proxy or "", found.tls_server_name or "")
+
+    @contextlib.contextmanager
+    def _named(self, field: str) -> Iterator[None]:
+        """Name the file and the field in an error of TLS."""
+        try:
+            yield
+        except (OSError, ValueError) as error:
+            raise KubeConfigError(f"{self._paths}: {field} cannot be used: {error}") from error
 
     async def __call__(self, refused: bool) -> str:
         loads = self._loads

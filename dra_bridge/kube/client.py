@@ -169,6 +169,16 @@ class Cluster:
             options["preconditions"] = {"uid": uid}
         await self._request("DELETE", kind, name, namespace, body=options)
 
+    async def ask_pod(
+        self, namespace: str, name: str, port: int, path: str, *, tls: bool = False, timeout: float
+    ) -> bytes:
+        """Return what a pod answers to a GET at a port, through the API server. timeout: seconds.
+
+        The right to get pods/proxy is needed. Raises ApiError, with the code and the words of whoever refuses.
+        """
+        pod = f"{'https:' if tls else ''}{name}:{port}"
+        return await self._connection.fetch(api.path_of(api.PODS, "v1", pod, namespace, "proxy") + path, timeout)
+
     async def event(self, kind: Kind, metadata: Mapping[str, str], reason: str, message: str, node: str) -> None:
         """Write a warning Event, which `kubectl describe` shows; `message` is cut at 1024 bytes.
 

@@ -118,6 +118,22 @@ class Connection:
                 self._answered()
                 yield response.lines
 
+    async def fetch(self, path: str, timeout: float) -> bytes:
+        """Return the body of an answer that the API server passes on from a pod. Raises ApiError.
+
+        A failure says nothing about the API server and the credentials: they are used on as before.
+        """
+        try:
+            server, headers = await self._connected()
+            self.statistics.requests["GET"] += 1
+            async with asyncio.timeout(timeout), server.stream("GET", path, headers) as response:
+                if response.status == 200:
+                    return b"".join([line async for line in response.lines])
+        except _FAILURES as error:
+            late = f"no answer within {timeout:g} s"
+            raise UnavailableError(late if isinstance(error, TimeoutError) else str(error) or "no answer") from error
+        raise api.error_of(response.status, response.body)
+
     async def _authorized(self, request: Callable[[HttpClient, dict[str, str]], Awaitable[Response]]) -> Response:
         """Make a request, and make it again with new credentials if the server refuses the old ones (401)."""
 

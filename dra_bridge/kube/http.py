@@ -16,7 +16,10 @@ import urllib.parse
 from collections.abc import AsyncIterator, Mapping
 from typing import Any, Final, NamedTuple
 
-import aiohttp
+try:
+    import aiohttp
+except ModuleNotFoundError as error:
+    raise ModuleNotFoundError("aiohttp is not installed; pip install 'deviceplugin[bridge]'", name="aiohttp") from error
 import yarl
 from aiohttp.http import HttpProcessingError
 

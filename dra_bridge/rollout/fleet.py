@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Final
 
 import msgspec
@@ -18,6 +18,7 @@ from deviceplugin.naming import published_names
 from deviceplugin.topology import natural
 from dra_bridge.handover.share import Share, ShareError, parse_share
 from dra_bridge.ledger.records import State
+from dra_bridge.rollout.agents import Answers
 from dra_bridge.rollout.progress import DeviceProgress, Progress, annotation, read, share_annotation
 
 Object = Mapping[str, Any]
@@ -39,11 +40,17 @@ class Before(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class DeviceView(DeviceProgress, frozen=True, kw_only=True):
-    """One device as its agent reports it. pods: those that its claims are reserved for."""
+    """One device as its agent reports it. pods: those that its claims are reserved for.
+
+    known: whether the holder is that of now, "" if nobody has it. health: "" if it is not known.
+    """
 
     resource: str
     name: str
     pods: tuple[str, ...] = ()
+    known: bool = False
+    health: str = ""
+    message: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,8 +136,39 @@ def _devices(pool: str, reported: Progress, claims: Mapping[Key, Sequence[Object
                 if user.get("resource") == "pods"
             }
             fields = msgspec.structs.asdict(device) | {"holder": ", ".join(dict.fromkeys(titles)) or device.holder}
-            found.append(DeviceView(resource=resource, name=name, pods=tuple(sorted(pods)), **fields))
+            known = bool(titles)
+            found.append(DeviceView(resource=resource, name=name, pods=tuple(sorted(pods)), known=known, **fields))
     return tuple(sorted(found, key=lambda view: (natural(view.resource), natural(view.name))))
+
+
+def with_answers(view: NodeView, answers: Answers) -> NodeView:
+    """Return a node with what its agent answered: the health, and holders that the API server does not know."""
+    devices = []
+    for one in view.devices:
+        now = answers.devices.get((view.node, one.resource, one.name))
+        if now is not None:
+            changes: dict[str, Any] = {"health": now.health, "message": now.message, "gone": one.gone or now.gone}
+            if not one.known and now.holder is not None:
+                changes |= {"holder": now.holder, "pods": now.pods, "known": True}
+            one = msgspec.structs.replace(one, **changes)
+        devices.append(one)
+    return replace(view, devices=tuple(devices))
+
+
+def unknown(nodes: Iterable[NodeView], answers: Answers) -> list[str]:
+    """Return a sentence for each reason for which holders or the health of devices are not known."""
+    by_reason: dict[str, list[str]] = {}
+    for view in nodes:
+        if any(not (one.known and one.health) for one in view.devices):
+            reason = answers.reasons.get(view.node, "its agent does not serve them now")
+            by_reason.setdefault(reason, []).append(view.node)
+    return [f"not known (?) of {shortened(nodes)}: {reason}" for reason, nodes in by_reason.items()]
+
+
+def shortened(names: Iterable[str]) -> str:
+    """Return names in their natural order, the first ones and a number if they are many."""
+    found = sorted(set(names), key=natural)
+    return ", ".join(found[:5]) + (f" and {len(found) - 5} more" if len(found) > 5 else "")
 
 
 def distance(view: NodeView) -> int:
@@ -145,6 +183,19 @@ def distance(view: NodeView) -> int:
         # Devices on the way to the wrong side turn round before others begin to move.
         left += to_dra + max(missing, to_plugin) if missing > 0 else to_plugin + max(-missing, to_dra)
     return left
+
+
+def excess(view: NodeView, text: str | None) -> list[str]:
+    """Return a sentence for each resource that has fewer devices than a share asks for."""
+    share = _share(text)
+    if share is None or share.count is None or view.reported is None:
+        return []
+    totals = {name: sum(one.counts.values()) for name, one in view.reported.resources.items()}
+    return [
+        f"warning: {view.node} has {total} {name} now, {share.count} are asked for; all go to claims, also later ones"
+        for name, total in totals.items()
+        if share.count > total
+    ]
 
 
 def settled(view: NodeView) -> bool:

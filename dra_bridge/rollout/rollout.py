@@ -93,7 +93,7 @@ async def read_nodes(
         nodes = (await cluster.list(NODES)).items
         slices = (await cluster.list(RESOURCE_SLICES)).items
     if driver and driver not in {one["spec"]["driver"] for one in slices}:
-        await _check_driver(cluster, driver)
+        await check_driver(cluster, driver)
     claims = (await cluster.list(RESOURCE_CLAIMS)).items if with_claims else []
     found = [
         view
@@ -104,7 +104,7 @@ async def read_nodes(
     return sorted(found, key=lambda view: natural(view.node))
 
 
-async def _check_driver(cluster: Cluster, driver: str) -> None:
+async def check_driver(cluster: Cluster, driver: str) -> None:
     """Raise RolloutError if no node has slices of the driver."""
     drivers = {one["spec"]["driver"] for one in (await cluster.list(RESOURCE_SLICES)).items}
     if driver not in drivers:
@@ -223,6 +223,8 @@ async def migrate(
     found = await read_nodes(cluster, driver, names, with_claims=False)
     if problems := [f"node {view.node}: {fleet.obstacles(view)[0]}" for view in found if view.reported is None]:
         raise RolloutError("\n".join(problems))
+    for line in (line for view in found for line in fleet.excess(view, share)):
+        reporter.say(line)
     for name in names:
         await _patch(cluster, name, fleet.share_patch(driver, share), share, reporter)
     if not wait:
@@ -262,7 +264,7 @@ async def rollout(cluster: Cluster, driver: str, goal: Goal, selector: str, limi
         reporter.say(f"no rollout of {driver} is known on these nodes: there is nothing to undo")
         return True
     if not goal.undo and not slices:
-        await _check_driver(cluster, driver)
+        await check_driver(cluster, driver)
     async with _Fleet(cluster, driver, reporter, selector=selector).watched() as watched:
         return await _Rollout(watched, goal, limits).run()
 
@@ -349,6 +351,8 @@ class _Rollout:
             self._fleet.put(NODES, node)
             return
         wanted = self._goal.wanted(view.before)
+        for line in fleet.excess(view, wanted):
+            self._reporter.say(line)
         self._fleet.put(NODES, await _patch(self._fleet.cluster, view.node, patch, wanted, self._reporter))
         self._own.add(view.node)
         self._since[view.node] = time.monotonic()

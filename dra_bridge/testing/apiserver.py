@@ -129,6 +129,8 @@ class FakeApiServer:
         self.features = features
         self.log: list[Request] = []
         self.log_condition = threading.Condition()
+        self.proxied: Callable[[str], tuple[int, Object | str]] = lambda path: (503, "no endpoints available")
+        """Answers what is asked of pods and services through the server, by the request's path."""
         self._changed = threading.Condition()
         self._version = 100
         self._oldest = 0
@@ -472,6 +474,8 @@ class FakeApiServer:
         if parts[:2] == ["apis", GROUP] and len(parts) == 3 and parts[2] in self.versions:
             names = [plural for plural, (group, _, _) in KINDS.items() if group == GROUP]
             return 200, {"kind": "APIResourceList", "resources": [{"name": name} for name in names]}
+        if request.method == "GET" and parts[6:7] == ["proxy"]:
+            return self.proxied(request.path)
         place = self._resource(parts)
         if place is None:
             return _no_page()

@@ -207,17 +207,19 @@ def test_status_says_what_is_true(bridge: Bridge, ran: Callable[..., tuple[int, 
     bridge.claim("mine")
     bridge.pod("user", {"board": "mine"}).wait_running()
     (claimed,) = bridge.allocated("mine")
-    held = {held_by(pod): "pod default/plain", claimed: "claim default/mine"}
+    # The agent is in no pod here, so it is not asked: holders on the plugin side are unknown, and not free.
+    held: dict[str, str | None] = dict.fromkeys(device_id(str(DEVICES / f"board{number}")) for number in range(COUNT))
+    assert held_by(pod) in held
+    held[claimed] = "claim default/mine"
     offered = bridge.offered()
 
     def shown() -> dict[str, Any]:
         return told(ran("status", "--driver", DRIVER, "-o", "json")[1])
 
-    def holders(found: dict[str, Any]) -> dict[str, str]:
+    def holders(found: dict[str, Any]) -> dict[str, str | None]:
         (resource,) = found["resources"]
-        return {one["name"]: one["holder"] for one in resource["devices"] if one["holder"]}
+        return {one["name"]: one["holder"] for one in resource["devices"]}
 
-    # A pod's name comes with the kubelet's checkpoint, at most ten seconds late.
     cluster.wait_for(lambda: holders(shown()) == held, 30, f"the holders are {held}")
     found = shown()
     (resource,) = found["resources"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import json
 import logging
@@ -19,10 +20,12 @@ from typing import Any
 import pytest
 import yaml
 
+from deviceplugin import config
 from dra_bridge import cli
 from dra_bridge.handover.share import parse_share
 from dra_bridge.ledger.records import State
-from dra_bridge.node.options import parse_run
+from dra_bridge.manifests import Deployment, manifests
+from dra_bridge.node.options import add_run_options, parse_run
 from dra_bridge.rollout import progress, rollout
 from dra_bridge.rollout.progress import DeviceProgress, Progress, ResourceProgress
 from dra_bridge.testing.apiserver import FakeApiServer, Fault, Request
@@ -223,6 +226,52 @@ def started(world: World, *argv: str) -> contextlib.AbstractContextManager[subpr
     return running(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
 
 
+def test_version_is_printed(bridge: Callable[..., Ran], capsys: pytest.CaptureFixture[str]) -> None:
+    """`--version` prints the version under this program's name."""
+    with pytest.raises(SystemExit, match="0"):
+        cli.main(["--version"])
+    assert capsys.readouterr().out.startswith("dra-bridge 0.")
+
+
+@pytest.mark.parametrize("argv", [["status"], ["run", "--config", "x"], ["migrate", "n1", "--driver", D, "--unset"]])
+def test_missing_extra_is_named(argv: list[str]) -> None:
+    """Without aiohttp every command that needs it names the extra, without a traceback."""
+    code = f"import sys; sys.modules['aiohttp'] = None; from dra_bridge import cli; sys.exit(cli.main({argv!r}))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=WAIT, check=False)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr == "aiohttp is not installed; pip install 'deviceplugin[bridge]'\n"
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ("[]", "is not a kubeconfig: "),
+        ("clusters: 5", "is not a kubeconfig: "),
+        ("{", "while parsing"),
+        ("certificate-authority-data: AAAA", ": certificate-authority cannot be used: "),
+        ("client-certificate-data: AAAA, client-key-data: AAAA", ": client-certificate or client-key cannot be used"),
+    ],
+)
+def test_broken_kubeconfigs_are_explained(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], change: str, said: str
+) -> None:
+    """A kubeconfig that cannot be used is named, with the field if it is one field's fault; the status is 2."""
+    file = tmp_path / "kubeconfig"
+    if change.startswith(("certificate", "client")):
+        cluster, user = (change, "") if change.startswith("certificate") else ("insecure-skip-tls-verify: true", change)
+        change = f"""
+            current-context: c
+            contexts: [{{name: c, context: {{cluster: c, user: u}}}}]
+            clusters: [{{name: c, cluster: {{server: "https://127.0.0.1:1", {cluster}}}}}]
+            users: [{{name: u, user: {{{user}}}}}]
+        """
+    file.write_text(change)
+    assert cli.main(["status", "--kubeconfig", str(file)]) == 2
+    err = capsys.readouterr().err
+    assert err.startswith(f"cannot reach an API server: {file}")
+    assert said in err
+
+
 # manifests
 
 
@@ -290,6 +339,63 @@ def test_wrong_options_of_manifests(
     assert why in capsys.readouterr().err
 
 
+def test_manifests_of_an_own_agent(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """For an author's file there is no ConfigMap; resources and drivers are those that it gives to `run`."""
+    example = Path(__file__).parents[2] / "examples" / "11-parameters.py"
+    assert cli.main(["manifests", "--source", str(example), "--command", "python3 '/app/my agent.py'"]) == 0
+    objects = {one["kind"]: one for one in yaml.safe_load_all(capsys.readouterr().out)}
+    assert "ConfigMap" not in objects
+    assert objects["DeviceClass"]["spec"]["extendedResourceName"] == "example.com/fpga"
+    pod = objects["DaemonSet"]["spec"]["template"]["spec"]
+    (container,) = pod["containers"]
+    assert container["command"] == ["python3", "/app/my agent.py"]
+    assert parse_options(container["args"]) == ":9410"
+    assert "config" not in [one["name"] for one in (*container["volumeMounts"], *pod["volumes"])]
+    assert "example.com/fpga" in str(objects["ValidatingAdmissionPolicy"])
+
+
+def parse_options(arguments: list[str]) -> str | None:
+    """Return the metrics address of an agent's arguments; an own agent takes no others than these."""
+    parser = argparse.ArgumentParser(exit_on_error=False)
+    add_run_options(parser)
+    address: str | None = parser.parse_args(arguments).metrics_address
+    return address
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        (
+            "import deviceplugin\ndeviceplugin.run(deviceplugin.DeviceSource())",
+            "calls deviceplugin.run, which serves no",
+        ),
+        ("1 / 0", "cannot be run: ZeroDivisionError: division by zero"),
+        ("pass", "does not call dra_bridge.run"),
+        ("from dra_bridge import run\nfrom deviceplugin import DeviceSource as D\nrun(D())", "names no driver"),
+        (
+            "from dra_bridge import run\nfrom deviceplugin import DeviceSource as D\n"
+            "class S(D): resource, driver = 'x', 'a.b'\nrun(S())",
+            "must be vendor-domain/name",
+        ),
+        (None, "cannot be read: "),
+    ],
+)
+def test_manifests_of_a_file_that_is_no_agent(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], text: str | None, said: str
+) -> None:
+    """What gives no sources with drivers to `dra_bridge.run` is an error, and nothing is served or printed."""
+    file = tmp_path / "agent.py"
+    if text is not None:
+        file.write_text(text)
+    assert cli.main(["manifests", "--source", str(file), "--command", "x"]) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert str(file) in err
+    assert said in err
+    assert cli.main(["manifests", "--source", str(file)]) == 2
+    assert "--source and --command belong together" in capsys.readouterr().err
+
+
 def test_files_that_the_metrics_need_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A certificate or token lies in no image: whoever applies the manifests is told what to mount."""
     file = tmp_path / "config.yaml"
@@ -329,15 +435,56 @@ def test_status_tells_devices_and_holders(world: World, bridge: Callable[..., Ra
     (resource,) = node["resources"]
     assert resource["counts"] == {"to-dra": 1, "dra": 2}
     assert [(one["name"], one["side"], one["state"], one["holder"], one["pods"]) for one in resource["devices"]] == [
-        ("gpu-0", "plugin", "to-dra", "pod default/p", []),
+        ("gpu-0", "plugin", "to-dra", None, []),  # no agent is there to be asked
         ("gpu-1", "dra", "dra", "claim ml/c", ["q"]),
-        ("gpu-2", "dra", "dra", "", []),
+        ("gpu-2", "dra", "dra", None, []),
     ]
     assert resource["devices"][0]["since"] == "2023-11-14T22:13:20Z"
     table = bridge("status").out
-    assert "n1    example.com/gpu  gpu-1   dra     dra     claim ml/c for q" in table
+    assert "n1    example.com/gpu  gpu-1   dra     dra     claim ml/c for q  ?       " in table
+    assert "n1    example.com/gpu  gpu-2   dra     dra     ?                 ?       " in table
+    why = "no pod with the label app.kubernetes.io/managed-by=dra-bridge runs there"
+    assert table.splitlines()[-1] == f"not known (?) of n1: {why}"
     assert f"n1 {D}: asked for all; {R}: 2 dra, 1 to-dra (share all)" in table
     assert "  gpu-0 (to-dra) waits for its holder, held by pod default/p" in table
+
+
+def test_status_asks_the_agents(world: World, bridge: Callable[..., Ran]) -> None:
+    """Holders and health are the agent's of now, whatever the slice says; what claims hold is the API server's."""
+    world.agent("n1", count=5, held={"gpu-0": "pod default/ended"})
+    ports = [{"name": "metrics", "containerPort": 9410}]
+    world.server.create(agent_pod("n1", containers=[{"name": "agent", "ports": ports}]))
+    pod = {"side": "plugin", "namespace": "ml", "pod": "train", "container": "c", "claim": "", "uid": "u"}
+    claim = {"side": "dra", "namespace": "ml", "pod": "user", "container": "c", "claim": "mine", "uid": ""}
+    devices = [
+        {"id": "gpu-0", "health": "healthy", "holders": []},
+        {"id": "gpu-1", "health": "unhealthy", "message": "XID 79", "holders": [pod]},
+        {"id": "gpu-2", "health": "unhealthy", "gone": True, "holders": []},
+        {"id": "gpu-3", "health": "unknown", "holders": [claim]},
+    ]
+    answer = {"holdersKnown": True, "resources": [{"resource": R, "devices": devices}]}
+    world.server.proxied = lambda path: (200, answer)
+    writes = len(world.server.writes)
+    lines = [line.split("  ") for line in bridge("status").out.splitlines()[1:6]]
+    shown = [[cell.strip() for cell in line if cell.strip()] for line in lines]
+    assert [(row[2], row[5], row[6]) for row in shown] == [
+        ("gpu-0", "-", "healthy"),
+        ("gpu-1", "pod ml/train", "unhealthy (XID 79)"),
+        ("gpu-2", "-", "gone"),
+        ("gpu-3", "claim ml/mine for user", "unknown"),
+        ("gpu-4", "?", "?"),
+    ]
+    found = json.loads(bridge("status", "-o", "json").out)
+    assert found["unknown"] == ["not known (?) of n1: its agent does not serve them now"]
+    (resource,) = found["nodes"][0]["resources"]
+    assert [(one["holder"], one["health"], one["message"], one["gone"]) for one in resource["devices"]] == [
+        ("", "healthy", "", False),
+        ("pod ml/train", "unhealthy", "XID 79", False),
+        ("", "unhealthy", "", True),
+        ("claim ml/mine", "unknown", "", False),
+        (None, None, "", False),
+    ]
+    assert len(world.server.writes) == writes
 
 
 def test_status_of_some_nodes(world: World, bridge: Callable[..., Ran]) -> None:
@@ -350,10 +497,13 @@ def test_status_of_some_nodes(world: World, bridge: Callable[..., Ran]) -> None:
     assert [node["node"] for node in shown] == ["n9", "n10"]
 
 
-def test_status_without_anything(bridge: Callable[..., Ran]) -> None:
-    """Where no agent tells anything, that is said, and it is no failure."""
-    ran = bridge("status")
-    assert (ran.status, ran.out, ran.err) == (0, "", "no node has slices that report moves\n")
+@pytest.mark.parametrize(("options", "of"), [([], ""), (["--node", "n1"], " of node n1"), (["-o", "json"], "")])
+def test_status_without_anything(world: World, bridge: Callable[..., Ran], options: list[str], of: str) -> None:
+    """Where no agent tells anything, it is an error that says what was looked for."""
+    world.server.create({"apiVersion": "v1", "kind": "Node", "metadata": {"name": "n1"}})
+    ran = bridge("status", *options)
+    assert (ran.status, ran.out) == (1, "")
+    assert ran.err.startswith(f"no ResourceSlice{of} has the annotation DRIVER/handover, ")
 
 
 def test_status_of_a_wrong_driver(world: World, bridge: Callable[..., Ran]) -> None:
@@ -385,8 +535,59 @@ def test_uninstall_removes_slices(world: World, bridge: Callable[..., Ran], tmp_
     assert bridge("uninstall", "--driver", D, "--node", "n1").out == "1 slice removed\n"
     assert [one["metadata"]["name"] for one in world.server.objects()] == ["n2-s"]
     world.agents.clear()
-    assert bridge("uninstall", "--config", str(file)).out == "1 slice removed\n"
-    assert bridge("uninstall", "--config", str(file)).out == "0 slices removed\n"
+    assert bridge("uninstall", "--config", str(file)).out.startswith("1 slice removed\n")
+    ran = bridge("uninstall", "--config", str(file))
+    assert ran.out.startswith("0 slices removed\nwhat `manifests` made stays")
+    assert f"  kubectl annotate nodes --all {SHARE}- {BEFORE}-\n" in ran.out
+    assert f"plugins/{D} in the kubelet's directory\n" in ran.out
+    assert ran.err == ""
+
+
+def agent_pod(node: str, **spec: Any) -> dict[str, Any]:
+    """Return an agent's pod as `manifests` makes it; spec: more of its spec."""
+    labels = {"app.kubernetes.io/name": "dra-bridge", "app.kubernetes.io/managed-by": "dra-bridge"}
+    return {
+        "apiVersion": "v1",
+        "kind": "Pod",
+        "metadata": {"name": f"dra-bridge-{node}", "namespace": "dra-bridge", "labels": labels},
+        "spec": {"nodeName": node, **spec},
+        "status": {"phase": "Running"},
+    }
+
+
+def test_uninstall_names_all_that_manifests_print(bridge: Callable[..., Ran], tmp_path: Path) -> None:
+    """The commands that remove what is left behind name every kind that `manifests` prints."""
+    file = tmp_path / "config.yaml"
+    file.write_text(CONFIG)
+    out = bridge("uninstall", "--config", str(file)).out
+    commands = [line.partition("  #")[0].split() for line in out.splitlines() if "kubectl delete" in line]
+    deleted = {kind for words in commands for kind in words[-1].split(",")}
+    printed = manifests(config.parse(CONFIG), CONFIG, Deployment(claim_status=True))
+    assert deleted == {one["kind"].lower() for one in printed}
+    assert all(one["metadata"]["labels"]["app.kubernetes.io/managed-by"] == "dra-bridge" for one in printed)
+
+
+def test_uninstall_beside_agents_warns(world: World, bridge: Callable[..., Ran]) -> None:
+    """An agent that runs publishes its slices again: that is said, for the nodes that are meant."""
+    for name in ("n1", "n2", "n3"):
+        world.agent(name, deaf=True)
+    for name in ("n1", "n2"):
+        world.server.create(agent_pod(name))
+    ran = bridge("uninstall", "--driver", D, "--node", "n1")
+    assert (ran.status, ran.out) == (0, "1 slice removed\n")
+    assert ran.err == "warning: agents run on n1: they publish slices again; delete the DaemonSet first\n"
+    assert bridge("uninstall", "--driver", D, "--node", "n3").err == ""
+    world.server.fail(lambda request: request.path.endswith("/pods"), Fault(code=403, message="no, you may not"))
+    assert "not known whether agents still run: no, you may not" in bridge("uninstall", "--driver", D).err
+
+
+def test_uninstall_of_an_unknown_driver(world: World, bridge: Callable[..., Ran]) -> None:
+    """A driver that nobody has is an error that names those that there are, and nothing is removed."""
+    world.agent("n1")
+    ran = bridge("uninstall", "--driver", D, "--driver", "gpu.example.org")
+    assert (ran.status, ran.out) == (2, "")
+    assert ran.err == f"no node has slices of driver gpu.example.org (there are: {D})\n"
+    assert len(world.server.objects()) == 1
 
 
 def test_uninstall_of_nothing(bridge: Callable[..., Ran], tmp_path: Path) -> None:
@@ -590,6 +791,41 @@ def test_migrate_with_bars(world: World, tmp_path: Path) -> None:
         assert process.wait(WAIT) == 0
     os.close(leader)
     assert "━" in text.decode()
+
+
+def test_bars_do_not_outlive_an_interrupt(world: World) -> None:
+    """At Ctrl-C the progress bars are erased: what stays on the terminal is what was said."""
+    agent = world.agent("n1", held={"gpu-0": "pod default/p"})
+    kubeconfig = ["--kubeconfig", str(world.kubeconfig)]
+    command = [sys.executable, "-m", "dra_bridge", "migrate", "n1", "--driver", D, "--share", "all", "--wait"]
+    leader, follower = os.openpty()
+    env = {**os.environ, "TERM": "xterm", "COLUMNS": "90"}
+    with running([*command, *kubeconfig], stdout=follower, stderr=follower, env=env) as process:
+        os.close(follower)
+        text = b""
+        interrupted = False
+        with contextlib.suppress(OSError):
+            while part := os.read(leader, 1 << 16):
+                text += part
+                if not interrupted and b"asked for all" in text and "━".encode() in text:
+                    process.send_signal(signal.SIGINT)
+                    interrupted = True
+        assert process.wait(WAIT) == 130
+    os.close(leader)
+    assert agent.annotations == {SHARE: "all"}
+    assert "interrupted" in text.decode()
+    _, _, after = text.decode().rpartition("━")
+    assert "\x1b[1A\x1b[2K" in after  # the cursor goes up to the bar, and its line is erased
+
+
+def test_share_of_more_devices_than_there_are(world: World, bridge: Callable[..., Ran]) -> None:
+    """A number that no node has is taken, as devices may be added, and warned of."""
+    world.agent("n1", count=3)
+    warning = f"warning: n1 has 3 {R} now, 99 are asked for; all go to claims, also later ones"
+    assert warning in bridge("migrate", "n1", "--driver", D, "--share", "99").out.splitlines()
+    ran = bridge("rollout", "--driver", D, "--share", "4", "-l", "pool=gpu")
+    assert warning.replace("99", "4") in ran.out.splitlines()
+    assert "warning" not in bridge("migrate", "n1", "--driver", D, "--share", "3").out
 
 
 # rollout

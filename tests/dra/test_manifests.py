@@ -45,6 +45,7 @@ def test_everything_is_there_in_order(config: Config) -> None:
         "ClusterRole",
         "ClusterRoleBinding",
         "ClusterRole",
+        "Role",
         "ValidatingAdmissionPolicy",
         "ValidatingAdmissionPolicyBinding",
         "ValidatingAdmissionPolicy",
@@ -104,6 +105,14 @@ def test_no_right_to_write_nodes(config: Config) -> None:
         assert "*" not in rule["verbs"] + rule["resources"] + rule["apiGroups"]
         if {"nodes", "resourceclaims"} & set(rule["resources"]):
             assert set(rule["verbs"]) <= {"get", "list", "watch"}
+
+
+def test_the_right_to_ask_agents(config: Config) -> None:
+    """Operators may read the pages of pods in the agent's namespace alone, where agents have pages."""
+    (role,) = of_kind(manifests(config, TEXT), "Role")
+    assert (role["metadata"]["name"], role["metadata"]["namespace"]) == ("dra-bridge-operator", "dra-bridge")
+    assert role["rules"] == [{"apiGroups": [""], "resources": ["pods/proxy"], "verbs": ["get"]}]
+    assert not of_kind(manifests(config, TEXT, Deployment(metrics_port=0)), "Role")
 
 
 def test_the_right_to_patch_claims_is_given_only_if_it_is_used(config: Config) -> None:

@@ -1,0 +1,148 @@
+"""What agents know of their devices now: `/status` of their own pods, through the API server's pod proxy.
+
+Slices tell of holders late, and not at all of health: a write for each change would be too much for many nodes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Final
+
+import msgspec
+
+from dra_bridge.kube import PODS, ApiError, Cluster, ForbiddenError, Object
+
+LABEL: Final = "app.kubernetes.io/managed-by=dra-bridge"
+"""Which all objects of `manifests` have, the agents' pods included."""
+PORT: Final = "metrics"
+"""The name of the container port that `manifests` gives to an agent's page."""
+TIMEOUT: Final = 3.0
+"""Seconds in which an agent must answer."""
+TOTAL: Final = 15.0
+"""Seconds after which no more agents are waited for."""
+AT_ONCE: Final = 16
+"""Agents that are asked at one time."""
+
+
+class _Holder(msgspec.Struct):
+    side: str
+    namespace: str = ""
+    pod: str = ""
+    claim: str = ""
+    uid: str = ""
+
+    @property
+    def text(self) -> str:
+        if self.side == "dra":
+            return f"claim {self.namespace}/{self.claim}"
+        return f"pod {self.namespace}/{self.pod}" if self.pod else f"pod {self.uid}" if self.uid else "a pod"
+
+
+class _Device(msgspec.Struct):
+    id: str
+    health: str
+    message: str = ""
+    gone: bool = False
+    holders: list[_Holder] = []
+
+
+class _Resource(msgspec.Struct):
+    resource: str
+    devices: list[_Device]
+
+
+class _Status(msgspec.Struct):
+    """What is used of an agent's `/status` (`deviceplugin.metrics.page`)."""
+
+    resources: list[_Resource]
+    holders_known: bool = msgspec.field(name="holdersKnown")
+
+
+class DeviceNow(msgspec.Struct, frozen=True):
+    """One device as its agent sees it. holder: "" if nobody has it, None if that is not known."""
+
+    health: str
+    message: str = ""
+    gone: bool = False
+    holder: str | None = None
+    pods: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Answers:
+    """What agents answered. devices: by node, resource and id. reasons: why something is not known, by node."""
+
+    devices: Mapping[tuple[str, str, str], DeviceNow] = field(default_factory=dict)
+    reasons: Mapping[str, str] = field(default_factory=dict)
+
+
+async def running_agents(cluster: Cluster, node: str = "") -> Sequence[Object]:
+    """Return the running pods of agents, those of one node or of all. Raises ClusterError."""
+    selector = "status.phase=Running" + (f",spec.nodeName={node}" if node else "")
+    pods = (await cluster.list(PODS, field_selector=selector, label_selector=LABEL)).items
+    return [pod for pod in pods if "deletionTimestamp" not in pod["metadata"]]
+
+
+async def ask_agents(cluster: Cluster, nodes: Collection[str]) -> Answers:
+    """Ask the agents of these nodes for their devices; what they do not answer has a reason. Raises ClusterError."""
+    if not nodes:
+        return Answers()
+    try:
+        pods = await running_agents(cluster, *nodes) if len(nodes) == 1 else await running_agents(cluster)
+    except ForbiddenError as error:
+        return Answers(reasons=dict.fromkeys(nodes, f"{error.message}; this takes the right to list pods"))
+    turns = asyncio.Semaphore(AT_ONCE)
+    tasks: dict[asyncio.Task[_Status | str], str] = {}
+    for pod in pods:
+        if (node := pod["spec"].get("nodeName", "")) in nodes:
+            tasks[asyncio.create_task(_ask(cluster, pod, turns))] = node
+    reasons = dict.fromkeys(set(nodes) - set(tasks.values()), f"no pod with the label {LABEL} runs there")
+    if tasks:
+        _, late = await asyncio.wait(tasks, timeout=TOTAL)
+        for task in late:
+            task.cancel()
+        await asyncio.gather(*late, return_exceptions=True)
+    devices: dict[tuple[str, str, str], DeviceNow] = {}
+    for task, node in tasks.items():
+        answer = f"not all agents answered within {TOTAL:g} s" if task.cancelled() else task.result()
+        if isinstance(answer, str):
+            reasons[node] = answer
+            continue
+        if not answer.holders_known:
+            reasons[node] = "its agent has not read the kubelet's checkpoint lately"
+        for resource in answer.resources:
+            known = {one.id: _now(one, known=answer.holders_known) for one in resource.devices}
+            devices |= {(node, resource.resource, name): now for name, now in known.items()}
+    return Answers(devices, reasons)
+
+
+async def _ask(cluster: Cluster, pod: Object, turns: asyncio.Semaphore) -> _Status | str:
+    """Return what an agent answers, or why it does not."""
+    namespace, name = pod["metadata"]["namespace"], pod["metadata"]["name"]
+    pages = [(port, one) for one in pod["spec"]["containers"] for port in one.get("ports") or ()]
+    page = next(((port, one) for port, one in pages if port.get("name") == PORT), None)
+    if page is None:
+        return f"its pod has no port named {PORT}: its agent has no --metrics-address"
+    port, container = page
+    tls = ((container.get("readinessProbe") or {}).get("httpGet") or {}).get("scheme") == "HTTPS"
+    try:
+        async with turns:
+            body = await cluster.ask_pod(namespace, name, port["containerPort"], "/status", tls=tls, timeout=TIMEOUT)
+        return msgspec.json.decode(body, type=_Status)
+    except msgspec.MsgspecError as error:
+        return f"its answer is not an agent's status: {error}"
+    except ForbiddenError as error:
+        if error.reason != "Forbidden":  # the agent's own words, about a client certificate
+            return f"its agent refuses: {error.message}"
+        return f"this takes the right to get pods/proxy in namespace {namespace}, which a Role of `manifests` gives"
+    except ApiError as error:
+        return "its page asks for a token, which the pod proxy cannot pass on" if error.code == 401 else error.message
+
+
+def _now(device: _Device, *, known: bool) -> DeviceNow:
+    """known: whether pods that have it would be named. Claims are named in any case."""
+    holder: str | None = ", ".join(dict.fromkeys(one.text for one in device.holders))
+    pods = sorted({one.pod for one in device.holders if one.side == "dra" and one.pod})
+    return DeviceNow(device.health, device.message, device.gone, holder if holder or known else None, tuple(pods))

@@ -1,0 +1,192 @@
+"""What agents answer when they are asked, through an API server that passes their pages on; and what is unknown."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from deviceplugin.device import Device, Health
+from deviceplugin.inventory import merged
+from deviceplugin.kubelet.podresources import Holder
+from deviceplugin.metrics import page
+from dra_bridge.kube import Cluster
+from dra_bridge.rollout import agents
+from dra_bridge.rollout.agents import Answers, DeviceNow, ask_agents
+from dra_bridge.testing.apiserver import FakeApiServer, Fault
+from tests.metrics.views import RESOURCE, Still, resource
+
+READY: dict[str, Any] = {"readinessProbe": {"httpGet": {"path": "/readyz", "port": "metrics"}}}
+
+
+@pytest.fixture
+def server() -> Iterator[FakeApiServer]:
+    with FakeApiServer() as started:
+        yield started
+
+
+def agent_pod(node: str, port: int | None = 9410, **container: Any) -> dict[str, Any]:
+    """Return an agent's pod as `manifests` makes it; port: of its page; container: more of its container."""
+    labels = {"app.kubernetes.io/name": "dra-bridge", "app.kubernetes.io/managed-by": "dra-bridge"}
+    ports = [{"name": "metrics", "containerPort": port}] if port else []
+    return {
+        "apiVersion": "v1",
+        "kind": "Pod",
+        "metadata": {"name": f"agent-{node}", "namespace": "dra-bridge", "labels": labels},
+        "spec": {"nodeName": node, "containers": [{"name": "agent", "ports": ports, **container}]},
+        "status": {"phase": "Running"},
+    }
+
+
+def status(still: Still) -> dict[str, Any]:
+    """Return `/status` of an agent, as its page has it."""
+    found = json.loads(page.status(still.observer().view()))
+    assert isinstance(found, dict)
+    return found
+
+
+async def asked(server: FakeApiServer, *nodes: str) -> Answers:
+    async with Cluster.from_server(server.url) as cluster:
+        return await ask_agents(cluster, nodes)
+
+
+async def test_holders_and_health_of_now(server: FakeApiServer) -> None:
+    """Each device has its holder and health as its agent sees them, and nothing is written for that."""
+    held = {"a": [Holder("ml", "train", "main"), Holder("ml", "train", "side")], "b": [Holder("", "", "", "1234")]}
+    one = resource("a", Device("b").with_health(Health.UNHEALTHY, "too hot"), "c", "d", held=held)
+    object.__setattr__(one, "snapshot", merged(one.snapshot, [one.snapshot.devices[name] for name in "abc"]))
+    server.create(agent_pod("n1", **READY))
+    server.proxied = lambda path: (200, status(Still(one)))
+    server.forget_log()
+    answers = await asked(server, "n1")
+    assert answers.devices == {
+        ("n1", RESOURCE, "a"): DeviceNow("healthy", holder="pod ml/train"),
+        ("n1", RESOURCE, "b"): DeviceNow("unhealthy", "too hot", holder="pod 1234"),
+        ("n1", RESOURCE, "c"): DeviceNow("healthy", holder=""),
+        ("n1", RESOURCE, "d"): DeviceNow("unhealthy", answers.devices["n1", RESOURCE, "d"].message, True, ""),
+    }
+    assert answers.reasons == {}
+    assert not server.writes
+    paths = [one.path for one in server.log if "/proxy/" in one.path]
+    assert paths == ["/api/v1/namespaces/dra-bridge/pods/agent-n1:9410/proxy/status"]
+
+
+async def test_pages_with_tls(server: FakeApiServer) -> None:
+    """Where the probes use TLS, the API server is asked to use it, too."""
+    server.create(agent_pod("n1", 9999, readinessProbe={"httpGet": {"scheme": "HTTPS"}}))
+    server.proxied = lambda path: (200, status(Still(resource("a"))))
+    assert ("n1", RESOURCE, "a") in (await asked(server, "n1")).devices
+    assert server.requests("GET", "/pods/https:agent-n1:9999/proxy/status")
+
+
+async def test_agent_without_a_checkpoint(server: FakeApiServer) -> None:
+    """What the agent does not know is not free: its health is known, its holder is not."""
+    still = Still(resource("a"))
+    still.scanned_at = None
+    server.create(agent_pod("n1"))
+    server.proxied = lambda path: (200, status(still))
+    answers = await asked(server, "n1")
+    assert answers.devices == {("n1", RESOURCE, "a"): DeviceNow("healthy", holder=None)}
+    assert answers.reasons == {"n1": "its agent has not read the kubelet's checkpoint lately"}
+
+
+def forbidden(path: str) -> tuple[int, dict[str, Any]]:
+    return 403, {"kind": "Status", "code": 403, "reason": "Forbidden", "message": "you may not get pods/proxy"}
+
+
+@pytest.mark.parametrize(
+    ("proxied", "reason"),
+    [
+        (
+            forbidden,
+            "this takes the right to get pods/proxy in namespace dra-bridge, which a Role of `manifests` gives",
+        ),
+        (lambda path: (403, "a client certificate is needed\n"), "its agent refuses: a client certificate is needed"),
+        (lambda path: (401, "a token is needed\n"), "its page asks for a token, which the pod proxy cannot pass on"),
+        (lambda path: (503, "connection refused"), "connection refused"),
+        (lambda path: (200, "hello"), "its answer is not an agent's status: "),
+        (lambda path: (200, {"resources": 5}), "its answer is not an agent's status: "),
+    ],
+)
+async def test_pages_that_are_refused(
+    server: FakeApiServer, proxied: Callable[[str], tuple[int, Any]], reason: str
+) -> None:
+    """Whoever refuses, the reason is told, and the API server counts as reached: one request for each agent."""
+    server.create(agent_pod("n1"))
+    server.proxied = proxied
+    async with Cluster.from_server(server.url) as cluster:
+        answers = await ask_agents(cluster, ["n1"])
+        assert cluster.statistics.lost_since is None
+    assert not answers.devices
+    assert answers.reasons["n1"].startswith(reason)
+    assert len(server.requests("GET", "/proxy/")) == 1
+
+
+async def test_nodes_without_a_page(server: FakeApiServer) -> None:
+    """A node without an agent's pod, and an agent without a metrics address, are not asked."""
+    server.create(agent_pod("n1", None))
+    leaving = agent_pod("n2")
+    leaving["metadata"]["deletionTimestamp"] = "2026-01-01T00:00:00Z"
+    server.create(leaving)
+    answers = await asked(server, "n1", "n2")
+    assert answers.reasons == {
+        "n1": "its pod has no port named metrics: its agent has no --metrics-address",
+        "n2": "no pod with the label app.kubernetes.io/managed-by=dra-bridge runs there",
+    }
+    assert not server.requests("GET", "/proxy/")
+
+
+async def test_no_right_to_list_pods(server: FakeApiServer) -> None:
+    """Without that right every node has it as its reason."""
+    server.fail(lambda request: request.path.endswith("/pods"), Fault(code=403, message="no, you may not"))
+    assert (await asked(server, "n1", "n2")).reasons == dict.fromkeys(
+        ("n1", "n2"), "no, you may not; this takes the right to list pods"
+    )
+
+
+async def test_agents_are_asked_at_once_but_not_all(server: FakeApiServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """So many agents are asked at one time, and no more."""
+    monkeypatch.setattr(agents, "AT_ONCE", 3)
+    inside, most = 0, 0
+    together = threading.Barrier(3)
+    lock = threading.Lock()
+
+    def proxied(path: str) -> tuple[int, Any]:
+        nonlocal inside, most
+        with lock:
+            inside += 1
+            most = max(most, inside)
+        together.wait(30)
+        with lock:
+            inside -= 1
+        return 200, status(Still(resource("a")))
+
+    server.proxied = proxied
+    monkeypatch.setattr(agents, "TIMEOUT", 30.0)
+    nodes = [f"n{number}" for number in range(9)]
+    for node in nodes:
+        server.create(agent_pod(node))
+    answers = await asked(server, *nodes)
+    assert (len(answers.devices), answers.reasons) == (9, {})
+    assert most == 3
+
+
+async def test_agents_that_hang(server: FakeApiServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that does not answer is given up after a while, and all of them together after another."""
+    for node in ("n1", "n2"):
+        server.create(agent_pod(node))
+    server.proxied = lambda path: (200, status(Still(resource("a"))))
+    monkeypatch.setattr(agents, "TIMEOUT", 0.2)
+    server.fail(lambda request: "agent-n1:" in request.path, Fault(delay=60.0))
+    answers = await asked(server, "n1", "n2")
+    assert answers.devices.keys() <= {("n2", RESOURCE, "a")}
+    assert answers.reasons["n1"] == "no answer within 0.2 s"
+    monkeypatch.setattr(agents, "TIMEOUT", 60.0)
+    monkeypatch.setattr(agents, "TOTAL", 0.2)
+    server.fail(lambda request: "/proxy/" in request.path, Fault(delay=60.0), times=2)
+    assert (await asked(server, "n1", "n2")).reasons == dict.fromkeys(
+        ("n1", "n2"), "not all agents answered within 0.2 s"
+    )
