@@ -7,9 +7,11 @@ that fails costs its own call only.
 from __future__ import annotations
 
 import functools
+import types
 from collections.abc import AsyncIterator, Awaitable, Iterator, Mapping, Sequence
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Final
 
+from deviceplugin import naming
 from deviceplugin.device import ContainerEdits, Device
 
 Measured = Mapping[str, Mapping[str, float | Mapping[str, float] | None]]
@@ -45,6 +47,18 @@ class DeviceSource:
     config_type: ClassVar[type[Any] | None] = None
 
     HOOKS: ClassVar[tuple[str, ...]] = ("edits", "reset", "prefer", "released", "prepare", "unprepare", "measure")
+
+    def __init_subclass__(cls, **more: Any) -> None:
+        """Raise TypeError if a method's name is almost a hook's, NamingError if resource or driver is no such name."""
+        super().__init_subclass__(**more)
+        own = cls.__dict__
+        check_names(cls.__name__, own.get("resource"), own.get("driver"))
+        for name, value in own.items():
+            if isinstance(value, _METHODS) and not name.startswith("_") and (hook := _likely_hook(cls, name)):
+                raise TypeError(
+                    f"{cls.__name__}.{name} is no hook and would never be called; did you mean {hook}? "
+                    f"A method of your own needs another name, _{name} for example"
+                )
 
     def watch(self) -> AsyncIterator[Sequence[Device]] | Iterator[Sequence[Device]]:
         """Yield the full list of devices now, and again whenever anything about it changes.
@@ -141,6 +155,41 @@ class DeviceSource:
     def hooks(self) -> frozenset[str]:
         """The hooks that this source really has."""
         return _hooks_of(type(self))  # type: ignore[arg-type]  # a class is hashable
+
+
+_METHODS: Final = (types.FunctionType, staticmethod, classmethod, property)
+_ALIKE: Final = 0.82
+"""How alike two names are (difflib) of which one is taken for a mistake: perfer is, watch and match are not."""
+
+
+def check_names(kind: str, resource: object, driver: object) -> None:
+    """Raise NamingError, with the class's name, unless a source's resource and driver are valid names, or not set."""
+    for field, name, check in (
+        ("resource", resource, naming.check_resource),
+        ("driver", driver, naming.check_driver),
+    ):
+        if isinstance(name, str) and name:
+            try:
+                check(name)
+            except naming.NamingError as error:
+                raise naming.NamingError(f"{kind}.{field}: {error}") from None
+
+
+def _likely_hook(kind: type[DeviceSource], name: str) -> str:
+    """Return the method of `DeviceSource` that a name is almost that of, unless the class has it, too; "" if none.
+
+    It is an error, not a warning: a `released` that is never called leaves one user's data to the next, and nothing
+    else shows it. Who means another method only has to rename it.
+    """
+    if hasattr(DeviceSource, name):
+        return ""
+    import difflib
+
+    free = [one for one in _OPTIONAL if getattr(kind, one) is getattr(DeviceSource, one)]
+    return next(iter(difflib.get_close_matches(name.lower(), free, 1, _ALIKE)), "")
+
+
+_OPTIONAL: Final = ("watch", *DeviceSource.HOOKS, "replicas_of", "links", "child_sources")
 
 
 @functools.cache  # asked for with every Allocate; a class does not change

@@ -32,6 +32,7 @@ BASE = {
     "naming",
     "sharing",
     "source",
+    "source_check",
     "topology",
 }
 """Modules at the top level of deviceplugin that count as one layer, `base`."""
