@@ -22,6 +22,9 @@ class Served:
     """
 
     def __init__(self, sources: Sequence[DeviceSource], kubelet: FakeKubelet, **options: Any) -> None:
+        from deviceplugin.source_check import check_sources
+
+        check_sources(sources)
         self.error: BaseException | None = None
         self._kubelet = kubelet
         self._sources = list(sources)
@@ -49,18 +52,27 @@ class Served:
         """Wait until every source is registered and its first list has arrived.
 
         Raises:
-            RuntimeError: the agent ended first; its error is the cause.
+            RuntimeError: a source's `watch` failed before its first list, or the agent ended; the error is the cause.
             TimeoutError: it does not happen in time.
 
         """
-        resources = [source.resource for source in self._sources if source.resource]
+        waiting = [source.resource for source in self._sources if source.resource]
 
         def ready() -> bool:
-            return all(self._kubelet.streams(r) and r in self._kubelet.resources() for r in resources)
+            known = self._kubelet.resources()
+            waiting[:] = [name for name in waiting if not (self._kubelet.streams(name) and name in known)]
+            return not waiting
 
-        self._kubelet.wait_until(lambda: not self.alive or ready(), timeout, f"{resources} to be registered")
+        self._kubelet.wait_until(
+            lambda: not self.alive or self._failure() is not None or ready(),
+            timeout,
+            lambda: f"{waiting} to be registered, with a first list of `watch`",
+        )
         if not self.alive:
             raise RuntimeError("the agent has ended") from self.error
+        if (failure := self._failure()) is not None:
+            name, cause = failure
+            raise RuntimeError(f"{name}: watch failed before its first list: {cause!r}") from cause
 
     def stop(self, timeout: float = 10.0) -> None:
         """End the agent.
@@ -77,6 +89,13 @@ class Served:
             raise TimeoutError(f"the agent has not ended within {timeout} s")
         if self.error is not None:
             raise self.error
+
+    def _failure(self) -> tuple[str, Exception] | None:
+        """Return a resource whose source failed before it listed any devices, and what it raised."""
+        for name, service in list(self._agent.services.items() if self._agent is not None else ()):
+            if service.follower.failure is not None and not service.inventory.snapshot.listed:
+                return name, service.follower.failure
+        return None
 
     def _main(self) -> None:
         import asyncio
@@ -104,13 +123,19 @@ def serve(
     kubelet: FakeKubelet,
     *,
     timeout: float | None = 10.0,
+    period: float = 5.0,
     **options: Any,
 ) -> Iterator[Served]:
     """Run an agent with these sources against a fake kubelet while the context lasts.
 
     timeout: seconds to wait until all of them are registered; None does not wait.
+    period: seconds between two looks at who holds the devices. `released` is called, and a device that is gone is
+        forgotten, by the first or second one after a pod has ended: 0.1 lets a test of that be quick.
     options: further arguments of `Agent`.
+
+    Raises what `Served.wait_registered` raises; TypeError or NamingError if a source cannot be served at all.
     """
+    options["period"] = period
     running = Served([*sources] if isinstance(sources, Sequence) else [sources], kubelet, **options)
     try:
         if timeout is not None:
