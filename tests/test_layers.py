@@ -92,8 +92,13 @@ MAY_IMPORT = {
     "dra_bridge.testing": {
         "deviceplugin.base",
         "deviceplugin.kubelet",
+        "deviceplugin.node",
         "deviceplugin.testing",
         "deviceplugin.wire",
+        "dra_bridge.handover",
+        "dra_bridge.kube",
+        "dra_bridge.node",
+        "dra_bridge.rollout",
         "dra_bridge.wire",
     },
     "dra_bridge.top": {

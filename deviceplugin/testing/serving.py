@@ -5,14 +5,18 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 if TYPE_CHECKING:
     from deviceplugin.node.agent import Agent
+    from deviceplugin.node.process import Program
     from deviceplugin.source import DeviceSource
     from deviceplugin.testing.kubelet import FakeKubelet
 
 __all__ = ["Served", "serve"]
+
+
+_S = TypeVar("_S", bound="Served")
 
 
 class Served:
@@ -68,8 +72,7 @@ class Served:
             timeout,
             lambda: f"{waiting} to be registered, with a first list of `watch`",
         )
-        if not self.alive:
-            raise RuntimeError("the agent has ended") from self.error
+        self._raise_end()
         if (failure := self._failure()) is not None:
             name, cause = failure
             raise RuntimeError(f"{name}: watch failed before its first list: {cause!r}") from cause
@@ -89,6 +92,10 @@ class Served:
             raise TimeoutError(f"the agent has not ended within {timeout} s")
         if self.error is not None:
             raise self.error
+
+    def _raise_end(self) -> None:
+        if not self.alive:
+            raise RuntimeError("the agent has ended") from self.error
 
     def _failure(self) -> tuple[str, Exception] | None:
         """Return a resource whose source failed before it listed any devices, and what it raised."""
@@ -110,11 +117,17 @@ class Served:
             self._kubelet.notify()
 
     async def _run(self) -> None:
-        from deviceplugin.node.agent import Agent
-
-        self._agent = Agent(self._sources, self._kubelet.paths, **self._options)
+        program = self._program()
+        self._agent = program.agent
         self._made.set()
-        await self._agent.run()
+        await program.run()
+
+    def _program(self) -> Program:
+        """Return what runs in the thread, in its loop."""
+        from deviceplugin.node.agent import Agent
+        from deviceplugin.node.process import Program
+
+        return Program.of(Agent(self._sources, self._kubelet.paths, **self._options))
 
 
 @contextlib.contextmanager
@@ -135,8 +148,14 @@ def serve(
 
     Raises what `Served.wait_registered` raises; TypeError or NamingError if a source cannot be served at all.
     """
-    options["period"] = period
-    running = Served([*sources] if isinstance(sources, Sequence) else [sources], kubelet, **options)
+    listed = [*sources] if isinstance(sources, Sequence) else [sources]
+    with running_while(Served(listed, kubelet, period=period, **options), timeout) as running:
+        yield running
+
+
+@contextlib.contextmanager
+def running_while(running: _S, timeout: float | None) -> Iterator[_S]:
+    """Have an agent run while the context lasts, and wait for its registration for so many seconds, None for not."""
     try:
         if timeout is not None:
             running.wait_registered(timeout)
