@@ -21,6 +21,9 @@ Measured = Mapping[str, Mapping[str, float | Mapping[str, float] | None]]
 class DeviceSource:
     """A kind of device on this node; derive from it, name a resource, write `watch`.
 
+    docs/sources.md has an example of each hook, with a test. A method whose name is almost a hook's is refused when the
+    class is defined (TypeError), and so are a resource and a driver that are no such names (NamingError).
+
     Attributes:
         resource: the extended resource, vendor-domain/name, as pods ask for it.
         driver: the DRA driver's name as DeviceClasses select it, or None for a plugin only.
@@ -64,7 +67,13 @@ class DeviceSource:
         """Yield the full list of devices now, and again whenever anything about it changes.
 
         An async generator, or a plain one, which runs in a thread of its own and may block. When it ends, its last list
-        stays valid. When it raises, it is started again after a while; its last list stays valid meanwhile.
+        stays valid. When it raises, or yields anything but lists of Device, it is started again after a while; its last
+        list stays valid meanwhile.
+
+            async def watch(self):
+                while True:
+                    yield [Device("fpga0", nodes=["/dev/fpga0"])]
+                    await self.something_changed()
         """
         raise NotImplementedError(f"{type(self).__name__} must define watch()")
 
@@ -72,14 +81,14 @@ class DeviceSource:
         """Return what a container with these devices gets beyond what they carry themselves.
 
         Called once a container, before it exists, and again if it is admitted again. Its variables, nodes and mounts
-        replace those of the devices.
+        replace those of the devices: `ContainerEdits(env={"FPGAS": ",".join(device.id for device in devices)})`.
         """
         return ContainerEdits()
 
     def reset(self, devices: Sequence[Device]) -> Awaitable[None] | None:
         """Make the devices ready for their next user; called before each start of a container.
 
-        An error keeps the container from starting; the kubelet tries again.
+        An error keeps the container from starting; the kubelet tries again. `for device in devices: wipe(device.id)`
         """
         return None
 
@@ -88,7 +97,8 @@ class DeviceSource:
     ) -> Sequence[Device | str] | Awaitable[Sequence[Device | str]]:
         """Return the `size` devices out of `available` that go best together, `must_include` among them.
 
-        An answer that does not fit (or an error) is replaced by the framework's own choice.
+        An answer that does not fit (or an error) is replaced by the framework's own choice. Devices or their ids:
+        `[*must_include, *(device for device in available if device not in must_include)][:size]`
         """
         raise NotImplementedError
 
@@ -96,7 +106,8 @@ class DeviceSource:
         """Take note that the last pod that had these devices is gone.
 
         The device plugin API has no Deallocate: this follows from the kubelet's PodResources service, some seconds
-        later, at least once. At the start of the process it is called for all devices without a holder.
+        later, at least once. At the start of the process it is called for all devices without a holder. So it does
+        again what it has done: `for device in devices: wipe(device.id)`
         """
         return None
 
@@ -108,14 +119,15 @@ class DeviceSource:
         Called on the DRA side only, once for each request of a claim, after `reset`. `config` is a `config_type` made
         from the parameters of class and claim (the claim's win), None without a `config_type`. It may be called again
         for the same devices, if it failed or the agent ended; an error is the claim's, its pods wait and the kubelet
-        tries again.
+        tries again. `return ContainerEdits(env={"FPGA_MODE": config.mode})`
         """
         return None
 
     def unprepare(self, devices: Sequence[Device]) -> Awaitable[None] | None:
         """Undo `prepare`, for all devices of a claim together; also where `prepare` failed.
 
-        It may be called again. An error keeps the claim's pods from ending; the kubelet tries again.
+        It may be called again, so that what is not there any more is no error: `self.modes.pop(device.id, None)`. An
+        error keeps the claim's pods from ending; the kubelet tries again.
         """
         return None
 
@@ -124,13 +136,16 @@ class DeviceSource:
 
         `deviceplugin.metrics.load` knows the common quantities (`utilization_ratio`, `memory_used_bytes`); others
         become metrics of their own, in base units, with `_total` at the end if they only grow. What a device cannot
-        tell is left out or None, never 0. After an error or a timeout nothing is shown; the next call follows when this
-        one has ended.
+        tell is left out or None, never 0: `{"fpga0": {"utilization_ratio": 0.5, "power_watts": None}}`. After an error
+        or a timeout nothing is shown; the next call follows when this one has ended.
         """
         raise NotImplementedError
 
     def replicas_of(self, device: Device) -> int:
-        """Return how many containers may share this one device, `replicas` at the most."""
+        """Return how many containers may share this one device, `replicas` at the most; a plain function, called often.
+
+        `return 1 if device.attributes["model"] == "small" else self.replicas`
+        """
         return self.replicas
 
     @property
@@ -138,6 +153,7 @@ class DeviceSource:
         """How close two devices are, frozenset of their ids -> number, higher is closer; cheap to ask.
 
         The usual scale is the number of NVLinks times 100, plus the PCIe level; see `deviceplugin.topology.Link`.
+        `{frozenset(("fpga0", "fpga1")): 100.0}`
         """
         return {}
 
@@ -145,7 +161,7 @@ class DeviceSource:
         """Yield the sources of further resources that come with this one, all of them, when one more is known.
 
         They are served until this one ends. Which kinds of partitions there are, for example, is known only when the
-        hardware is read.
+        hardware is read: `yield [Halves("example.com/fpga-half")]`
         """
         none: Sequence[Sequence[DeviceSource]] = ()
         for child_sources in none:
