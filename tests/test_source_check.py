@@ -16,6 +16,7 @@ from deviceplugin.naming import NamingError
 from deviceplugin.node.agent import Agent, AgentError
 from deviceplugin.node.following import SourceFollower
 from deviceplugin.source_check import check_source
+from deviceplugin.testing import FakeKubelet, Served
 
 
 class Toys(DeviceSource):
@@ -194,3 +195,16 @@ async def test_a_hook_that_returns_a_coroutine_has_failed() -> None:
     with pytest.raises(hooks.HookError, match="reset of x returned a coroutine: nobody awaited it; write `await`"):
         await hooks.call("reset of x", reset, timeout=5.0)
     await hooks.call("reset of x", lambda: coroutine(), timeout=5.0)  # a plain function may hand one on
+
+
+def test_child_sources_are_checked(
+    fake_kubelet: FakeKubelet, served: Callable[..., Served], caplog: pytest.LogCaptureFixture
+) -> None:
+    """A child source that cannot be served is named in the log; its parent is served."""
+
+    async def child_sources(_: object) -> AsyncIterator[Sequence[Any]]:
+        yield [Toys]
+
+    served(source_with(child_sources=child_sources)())
+    fake_kubelet.wait_until(lambda: "TypeError: Toys is a class" in caplog.text)
+    assert fake_kubelet.run_pod("p", {"example.com/toy": 1}).device_ids == ("a",)
