@@ -15,7 +15,11 @@ _NO_ATTRIBUTES: Final[Mapping[str, Any]] = MappingProxyType({})
 
 
 class Health(enum.Enum):
-    """What is known of a device's health. A device of unknown health is still offered, since it need not be broken."""
+    """What is known of a device's health. A device of unknown health is still offered, since it need not be broken.
+
+    A source says it of each device in each list: `Device("fpga0", health=Health.UNHEALTHY, message="over 95 °C")`. An
+    unhealthy device is given to nobody; who has it keeps it. UNKNOWN is for what could not be read.
+    """
 
     HEALTHY = "healthy"
     UNHEALTHY = "unhealthy"
@@ -46,7 +50,9 @@ def printable(text: str) -> str:
     return text if text.isprintable() else "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
 
 
-def _absolute(path: str, what: str) -> None:
+def _absolute(path: object, what: str) -> None:
+    if not isinstance(path, str):
+        raise TypeError(f"{what} must be a string such as {str(path)!r}, not {path!r}")
     if not path.startswith("/"):
         raise ValueError(f"{what} must be an absolute path, not {path!r}")
 
@@ -105,8 +111,18 @@ class ContainerEdits:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "nodes", _nodes(self.nodes))
+        if isinstance(self.cdi, str):
+            raise TypeError(f"cdi must be a list of names such as [{self.cdi!r}], not the string {self.cdi!r}")
         object.__setattr__(self, "mounts", tuple(self.mounts))
         object.__setattr__(self, "cdi", tuple(self.cdi))
+        for mount in self.mounts:
+            if not isinstance(mount, Mount):
+                raise TypeError(f"mounts must be made of Mount(host, container), not {mount!r}")
+        for name in self.cdi:
+            if not isinstance(name, str):
+                raise TypeError(f"cdi must be made of strings such as 'vendor.com/class=name', not {name!r}")
+        _strings("env", self.env)
+        _strings("annotations", self.annotations)
 
     def __bool__(self) -> bool:
         return bool(self.env or self.nodes or self.mounts or self.annotations or self.cdi)
@@ -143,9 +159,31 @@ def _united(what: str, parts: Sequence[Iterable[tuple[str, _T]]]) -> dict[str, _
     return found
 
 
+def _are_numbers(numa: object) -> bool:
+    several = numa if isinstance(numa, Sequence) and not isinstance(numa, str | bytes) else (numa,)
+    return all(isinstance(one, int) and not isinstance(one, bool) for one in several)
+
+
+def _strings(field_name: str, entries: Mapping[str, str]) -> None:
+    if entries is _NO_STRINGS:
+        return
+    if not isinstance(entries, Mapping):
+        raise TypeError(f"{field_name} must be a dict of strings such as {{'NAME': 'value'}}, not {entries!r}")
+    for name, value in entries.items():
+        if not isinstance(name, str):
+            raise TypeError(f"{field_name}: the name {name!r} must be a string such as {str(name)!r}")
+        if not isinstance(value, str):
+            raise TypeError(
+                f"{field_name}: the value of {name!r} must be a string such as {str(value)!r}, not {value!r}"
+            )
+
+
 def _nodes(nodes: Sequence[DeviceNode | str]) -> tuple[DeviceNode, ...]:
-    if isinstance(nodes, str):
-        raise TypeError(f"nodes must be a sequence of device nodes, not the string {nodes!r}")
+    if type(nodes) is tuple and not nodes:
+        return ()
+    if isinstance(nodes, str) or not isinstance(nodes, Iterable):
+        kind = "the string " if isinstance(nodes, str) else ""
+        raise TypeError(f"nodes must be a sequence of device nodes such as ['/dev/fpga0'], not {kind}{nodes!r}")
     return tuple(node if isinstance(node, DeviceNode) else DeviceNode(node) for node in nodes)
 
 
@@ -182,14 +220,39 @@ class Device:
     identity: str = ""
 
     def __post_init__(self) -> None:
+        # A source may list thousands of devices at once: what is right passes by identity and type.
+        if not isinstance(self.id, str):
+            raise TypeError(f"a device's id must be a string such as {str(self.id)!r}, not {self.id!r}")
         if not 0 < len(self.id) <= MAX_ID or not self.id.isprintable() or " " in self.id:
             raise ValueError(f"a device id is 1 to {MAX_ID} printable characters without spaces, not {self.id!r}")
+        if type(self.health) is not Health:
+            text = "health must be Health.HEALTHY, Health.UNHEALTHY or Health.UNKNOWN"
+            raise self._mistake(f"{text}, not {self.health!r}")
+        if not (self.numa is None or type(self.numa) is int or _are_numbers(self.numa)):
+            raise self._mistake(f"numa must be a NUMA node such as 0, a list of them or None, not {self.numa!r}")
+        if not isinstance(self.edits, ContainerEdits):
+            raise self._mistake(f"edits must be ContainerEdits(env={{'NAME': 'value'}}), say, not {self.edits!r}")
+        if not isinstance(self.message, str):
+            raise self._mistake(f"message must be a string, not {self.message!r}")
+        if not isinstance(self.identity, str):
+            raise self._mistake(f"identity must be a string, not {self.identity!r}")
+        for mapping in (self.attributes, self.capacity, self.consumes, self.counters):
+            if mapping is not _NO_ATTRIBUTES and not isinstance(mapping, Mapping):
+                raise self._mistake(
+                    f"attributes, capacity, consumes and counters must be dicts by name, not {mapping!r}"
+                )
         if " " in self.identity or not self.identity.isprintable():
             raise ValueError(f"a device's identity is printable characters without spaces, not {self.identity!r}")
-        object.__setattr__(self, "nodes", _nodes(self.nodes))
+        try:
+            object.__setattr__(self, "nodes", _nodes(self.nodes))
+        except (TypeError, ValueError) as error:
+            raise type(error)(f"device {self.id!r}: {error}") from None
 
     def __hash__(self) -> int:
         return hash(self.id)
+
+    def _mistake(self, text: str) -> TypeError:
+        return TypeError(f"device {self.id!r}: {text}")
 
     @property
     def numa_nodes(self) -> tuple[int, ...]:

@@ -18,6 +18,8 @@ _T = TypeVar("_T")
 MAX_STUCK: Final = 64
 """Threads of timed-out hooks that may hang at the same time; beyond that, calls fail at once."""
 
+NOT_AWAITED: Final = "nobody awaited it; write `await` before the call"
+
 _stuck: set[asyncio.Future[Any]] = set()
 _abandoned: set[asyncio.Task[Any]] = set()
 
@@ -47,7 +49,8 @@ async def call(what: str, hook: Callable[..., Any], *args: object, timeout: floa
     what: the hook's name for messages, "reset of example.com/fpga". timeout: seconds after which the call is abandoned,
     since a thread cannot be stopped.
 
-    Raises HookTimeoutError if it did not answer in time or too many before it still hang, HookError if it raised.
+    Raises HookTimeoutError if it did not answer in time or too many before it still hang, HookError if it raised or
+    returned what it should have awaited.
     """
     loop = asyncio.get_running_loop()
     deadline = loop.time() + timeout
@@ -61,6 +64,9 @@ async def call(what: str, hook: Callable[..., Any], *args: object, timeout: floa
         result = await _finish(what, future, timeout, timeout)
     if inspect.isawaitable(result):
         result = await _finish(what, asyncio.ensure_future(result), max(0.0, deadline - loop.time()), timeout)
+        if inspect.iscoroutine(result):
+            result.close()
+            raise HookError(f"{what} returned a coroutine: {NOT_AWAITED}")
     return result
 
 

@@ -7,9 +7,11 @@ that fails costs its own call only.
 from __future__ import annotations
 
 import functools
+import types
 from collections.abc import AsyncIterator, Awaitable, Iterator, Mapping, Sequence
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Final
 
+from deviceplugin import naming
 from deviceplugin.device import ContainerEdits, Device
 
 Measured = Mapping[str, Mapping[str, float | Mapping[str, float] | None]]
@@ -18,6 +20,9 @@ Measured = Mapping[str, Mapping[str, float | Mapping[str, float] | None]]
 
 class DeviceSource:
     """A kind of device on this node; derive from it, name a resource, write `watch`.
+
+    docs/sources.md has an example of each hook, with a test. A method whose name is almost a hook's is refused when the
+    class is defined (TypeError), and so are a resource and a driver that are no such names (NamingError).
 
     Attributes:
         resource: the extended resource, vendor-domain/name, as pods ask for it.
@@ -46,11 +51,29 @@ class DeviceSource:
 
     HOOKS: ClassVar[tuple[str, ...]] = ("edits", "reset", "prefer", "released", "prepare", "unprepare", "measure")
 
+    def __init_subclass__(cls, **more: Any) -> None:
+        """Raise TypeError if a method's name is almost a hook's, NamingError if resource or driver is no such name."""
+        super().__init_subclass__(**more)
+        own = cls.__dict__
+        check_names(cls.__name__, own.get("resource"), own.get("driver"))
+        for name, value in own.items():
+            if isinstance(value, _METHODS) and not name.startswith("_") and (hook := _likely_hook(cls, name)):
+                raise TypeError(
+                    f"{cls.__name__}.{name} is no hook and would never be called; did you mean {hook}? "
+                    f"A method of your own needs another name, _{name} for example"
+                )
+
     def watch(self) -> AsyncIterator[Sequence[Device]] | Iterator[Sequence[Device]]:
         """Yield the full list of devices now, and again whenever anything about it changes.
 
         An async generator, or a plain one, which runs in a thread of its own and may block. When it ends, its last list
-        stays valid. When it raises, it is started again after a while; its last list stays valid meanwhile.
+        stays valid. When it raises, or yields anything but lists of Device, it is started again after a while; its last
+        list stays valid meanwhile.
+
+            async def watch(self):
+                while True:
+                    yield [Device("fpga0", nodes=["/dev/fpga0"])]
+                    await self.something_changed()
         """
         raise NotImplementedError(f"{type(self).__name__} must define watch()")
 
@@ -58,14 +81,14 @@ class DeviceSource:
         """Return what a container with these devices gets beyond what they carry themselves.
 
         Called once a container, before it exists, and again if it is admitted again. Its variables, nodes and mounts
-        replace those of the devices.
+        replace those of the devices: `ContainerEdits(env={"FPGAS": ",".join(device.id for device in devices)})`.
         """
         return ContainerEdits()
 
     def reset(self, devices: Sequence[Device]) -> Awaitable[None] | None:
         """Make the devices ready for their next user; called before each start of a container.
 
-        An error keeps the container from starting; the kubelet tries again.
+        An error keeps the container from starting; the kubelet tries again. `for device in devices: wipe(device.id)`
         """
         return None
 
@@ -74,7 +97,8 @@ class DeviceSource:
     ) -> Sequence[Device | str] | Awaitable[Sequence[Device | str]]:
         """Return the `size` devices out of `available` that go best together, `must_include` among them.
 
-        An answer that does not fit (or an error) is replaced by the framework's own choice.
+        An answer that does not fit (or an error) is replaced by the framework's own choice. Devices or their ids:
+        `[*must_include, *(device for device in available if device not in must_include)][:size]`
         """
         raise NotImplementedError
 
@@ -82,7 +106,8 @@ class DeviceSource:
         """Take note that the last pod that had these devices is gone.
 
         The device plugin API has no Deallocate: this follows from the kubelet's PodResources service, some seconds
-        later, at least once. At the start of the process it is called for all devices without a holder.
+        later, at least once. At the start of the process it is called for all devices without a holder. So it does
+        again what it has done: `for device in devices: wipe(device.id)`
         """
         return None
 
@@ -94,14 +119,15 @@ class DeviceSource:
         Called on the DRA side only, once for each request of a claim, after `reset`. `config` is a `config_type` made
         from the parameters of class and claim (the claim's win), None without a `config_type`. It may be called again
         for the same devices, if it failed or the agent ended; an error is the claim's, its pods wait and the kubelet
-        tries again.
+        tries again. `return ContainerEdits(env={"FPGA_MODE": config.mode})`
         """
         return None
 
     def unprepare(self, devices: Sequence[Device]) -> Awaitable[None] | None:
         """Undo `prepare`, for all devices of a claim together; also where `prepare` failed.
 
-        It may be called again. An error keeps the claim's pods from ending; the kubelet tries again.
+        It may be called again, so that what is not there any more is no error: `self.modes.pop(device.id, None)`. An
+        error keeps the claim's pods from ending; the kubelet tries again.
         """
         return None
 
@@ -110,13 +136,16 @@ class DeviceSource:
 
         `deviceplugin.metrics.load` knows the common quantities (`utilization_ratio`, `memory_used_bytes`); others
         become metrics of their own, in base units, with `_total` at the end if they only grow. What a device cannot
-        tell is left out or None, never 0. After an error or a timeout nothing is shown; the next call follows when this
-        one has ended.
+        tell is left out or None, never 0: `{"fpga0": {"utilization_ratio": 0.5, "power_watts": None}}`. After an error
+        or a timeout nothing is shown; the next call follows when this one has ended.
         """
         raise NotImplementedError
 
     def replicas_of(self, device: Device) -> int:
-        """Return how many containers may share this one device, `replicas` at the most."""
+        """Return how many containers may share this one device, `replicas` at the most; a plain function, called often.
+
+        `return 1 if device.attributes["model"] == "small" else self.replicas`
+        """
         return self.replicas
 
     @property
@@ -124,6 +153,7 @@ class DeviceSource:
         """How close two devices are, frozenset of their ids -> number, higher is closer; cheap to ask.
 
         The usual scale is the number of NVLinks times 100, plus the PCIe level; see `deviceplugin.topology.Link`.
+        `{frozenset(("fpga0", "fpga1")): 100.0}`
         """
         return {}
 
@@ -131,7 +161,7 @@ class DeviceSource:
         """Yield the sources of further resources that come with this one, all of them, when one more is known.
 
         They are served until this one ends. Which kinds of partitions there are, for example, is known only when the
-        hardware is read.
+        hardware is read: `yield [Halves("example.com/fpga-half")]`
         """
         none: Sequence[Sequence[DeviceSource]] = ()
         for child_sources in none:
@@ -141,6 +171,41 @@ class DeviceSource:
     def hooks(self) -> frozenset[str]:
         """The hooks that this source really has."""
         return _hooks_of(type(self))  # type: ignore[arg-type]  # a class is hashable
+
+
+_METHODS: Final = (types.FunctionType, staticmethod, classmethod, property)
+_ALIKE: Final = 0.82
+"""How alike two names are (difflib) of which one is taken for a mistake: perfer is, watch and match are not."""
+
+
+def check_names(kind: str, resource: object, driver: object) -> None:
+    """Raise NamingError, with the class's name, unless a source's resource and driver are valid names, or not set."""
+    for field, name, check in (
+        ("resource", resource, naming.check_resource),
+        ("driver", driver, naming.check_driver),
+    ):
+        if isinstance(name, str) and name:
+            try:
+                check(name)
+            except naming.NamingError as error:
+                raise naming.NamingError(f"{kind}.{field}: {error}") from None
+
+
+def _likely_hook(kind: type[DeviceSource], name: str) -> str:
+    """Return the method of `DeviceSource` that a name is almost that of, unless the class has it, too; "" if none.
+
+    It is an error, not a warning: a `released` that is never called leaves one user's data to the next, and nothing
+    else shows it. Who means another method only has to rename it.
+    """
+    if hasattr(DeviceSource, name):
+        return ""
+    import difflib
+
+    free = [one for one in _OPTIONAL if getattr(kind, one) is getattr(DeviceSource, one)]
+    return next(iter(difflib.get_close_matches(name.lower(), free, 1, _ALIKE)), "")
+
+
+_OPTIONAL: Final = ("watch", *DeviceSource.HOOKS, "replicas_of", "links", "child_sources")
 
 
 @functools.cache  # asked for with every Allocate; a class does not change

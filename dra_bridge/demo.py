@@ -100,11 +100,6 @@ class Scene:
     server: FakeApiServer
     node: FakeNode
 
-    @property
-    def cdi(self) -> Path:
-        """The directory of CDI files."""
-        return self.directory / "cdi"
-
     def device(self, pod: FakePod, side: str) -> str:
         """Return the single device of a running pod, having made sure of its side and of what its container sees."""
         devices = self.node.devices_of(pod)
@@ -115,14 +110,7 @@ class Scene:
 
     def visible(self, pod: FakePod) -> str:
         """Return the variable in a pod's container, be it from the plugin or from a CDI file."""
-        edits: dict[str, Any] = {}
-        for file in self.cdi.glob("*.json"):
-            spec = json.loads(file.read_bytes())
-            edits |= {f"{spec['kind']}={one['name']}": one["containerEdits"] for one in spec["devices"]}
-        variables = dict(pod.env)
-        for name in pod.container().cdi_devices:
-            variables.update(entry.split("=", 1) for entry in edits.get(name, {}).get("env", ()))
-        return variables.get("GPU_VISIBLE_DEVICES", "")
+        return self.node.edits_of(pod).env.get("GPU_VISIBLE_DEVICES", "")
 
     def offered(self) -> int:
         """Return how many devices the slices offer."""
@@ -188,7 +176,7 @@ async def plain_driver(scene: Scene, gpus: Gpus) -> None:
         publisher = Publisher(cluster, NODE)
         publisher.want(Pool(DRIVER, NODE, (Offer(inventory.snapshot),)))
         served, claims = [ServedResource(gpus, inventory)], ClusterClaims(cluster, NODE)
-        driver = Driver(DRIVER, NODE, served, async_ledger, claims, cdi_directory=str(scene.cdi))
+        driver = Driver(DRIVER, NODE, served, async_ledger, claims, cdi_directory=str(scene.node.cdi))
         try:
             async with asyncio.TaskGroup() as group:
                 group.create_task(Registrar(driver, scene.node.root).run())
@@ -235,7 +223,7 @@ def naive(scene: Scene) -> None:
 async def bridge(scene: Scene, gpus: Gpus) -> None:
     """Be the bridge's agent, as `dra-bridge run` is."""
     cluster = Cluster.from_server(scene.server.url)
-    await Bridge([gpus], {}, cluster, NODE, scene.node.paths, cdi_directory=str(scene.cdi), period=0.05).run()
+    await Bridge([gpus], {}, cluster, NODE, scene.node.paths, cdi_directory=str(scene.node.cdi), period=0.05).run()
 
 
 class Churn:

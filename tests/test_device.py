@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -146,3 +150,42 @@ def test_winner_wins_and_nothing_is_lost(edits: list[ContainerEdits], winner: Co
         assert set(edit.device_nodes) <= set(merged.device_nodes)
         assert set(edit.cdi) <= set(merged.cdi)
     assert len(set(merged.cdi)) == len(merged.cdi)
+
+
+@pytest.mark.parametrize(
+    ("kind", "fields", "message"),
+    [
+        (Device, {"id": "a", "health": False}, "device 'a': health must be Health.HEALTHY, .*, not False"),
+        (Device, {"id": "a", "health": "Unhealthy"}, "device 'a': health must be .*UNHEALTHY.*, not 'Unhealthy'"),
+        (Device, {"id": "a", "health": True}, "device 'a': health must be"),
+        (Device, {"id": "a", "numa": "0"}, "device 'a': numa must be a NUMA node such as 0, .*, not '0'"),
+        (Device, {"id": "a", "numa": ["0"]}, r"device 'a': numa must be .* not \['0'\]"),
+        (Device, {"id": "a", "numa": True}, "device 'a': numa must be .* not True"),
+        (Device, {"id": "a", "nodes": [Path("/dev/a")]}, "device 'a': .* a string such as '/dev/a', not PosixPath"),
+        (Device, {"id": "a", "nodes": Path("/dev/a")}, "device 'a': nodes must be a sequence of device nodes"),
+        (Device, {"id": "a", "edits": {"env": {"N": "1"}}}, r"device 'a': edits must be ContainerEdits\("),
+        (Device, {"id": "a", "message": None}, "device 'a': message must be a string, not None"),
+        (Device, {"id": "a", "identity": 7}, "device 'a': identity must be a string, not 7"),
+        (Device, {"id": "a", "attributes": ["x"]}, r"device 'a': attributes, .* must be dicts by name, not \['x'\]"),
+        (Device, {"id": 5}, "a device's id must be a string such as '5', not 5"),
+        (ContainerEdits, {"env": {"N": 1}}, "env: the value of 'N' must be a string such as '1', not 1"),
+        (ContainerEdits, {"env": {1: "N"}}, "env: the name 1 must be a string such as '1'"),
+        (ContainerEdits, {"env": ["N=1"]}, "env must be a dict of strings"),
+        (ContainerEdits, {"annotations": {"n": None}}, "annotations: the value of 'n' must be a string"),
+        (ContainerEdits, {"mounts": ["/a"]}, r"mounts must be made of Mount\(host, container\), not '/a'"),
+        (ContainerEdits, {"cdi": "v.com/c=d"}, r"cdi must be a list of names such as \['v.com/c=d'\]"),
+        (ContainerEdits, {"cdi": [1]}, "cdi must be made of strings such as"),
+    ],
+)
+def test_values_of_a_wrong_type_are_refused_where_they_are_written(
+    kind: Callable[..., object], fields: dict[str, Any], message: str
+) -> None:
+    """What is of another type than a field takes raises at once, with device, field and what would be right."""
+    with pytest.raises(TypeError, match=message):
+        kind(**fields)
+
+
+def test_a_relative_node_names_its_device() -> None:
+    """A mistake in a device's nodes says which device has it."""
+    with pytest.raises(ValueError, match=r"device 'a': .* absolute path, not 'dev/a'"):
+        Device("a", nodes=["dev/a"])

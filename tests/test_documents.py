@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from deviceplugin import config
+from deviceplugin import DeviceSource, Health, config
 from deviceplugin.testing import FakeKubelet
 from dra_bridge.manifests import Deployment
 from tests.programs import running
@@ -144,6 +144,7 @@ DOCUMENTS = [
     "CHANGELOG.md",
     "SECURITY.md",
     "docs/architecture.md",
+    "docs/sources.md",
     "examples/README.md",
 ]
 
@@ -155,3 +156,30 @@ def test_links_lead_somewhere(name: str) -> None:
     links = re.findall(r"\]\(([^)#]+)", document.read_text())
     missing = [link for link in links if "://" not in link and not (document.parent / link).exists()]
     assert not missing
+
+
+def run_as_tests(directory: Path, code: str) -> None:
+    """Run code of a document as a test module; every test in it passes."""
+    (directory / "conftest.py").write_text("from dra_bridge.testing.plugin import bridged, fake_node\n")
+    (directory / "test_document.py").write_text(code)
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(directory)]
+    result = subprocess.run(command, check=False, capture_output=True, text=True, cwd=directory)
+    assert result.returncode == 0, result.stdout
+    assert f"{code.count('def test_')} passed" in result.stdout
+
+
+def test_the_authors_page_runs(tmp_path: Path) -> None:
+    """All code of docs/sources.md is a test module that passes, and has every hook and every health in it."""
+    text = (ROOT / "docs" / "sources.md").read_text()
+    code = "\n\n".join(blocks("python", text))
+    names = {*DeviceSource.HOOKS, "watch", "replicas_of", "links", "child_sources"}
+    assert names <= set(re.findall(r"def (\w+)\(self", code))
+    assert all(f"Health.{health.name}" in code for health in Health)
+    run_as_tests(tmp_path, code)
+
+
+def test_the_readmes_tests_run(tmp_path: Path) -> None:
+    """The README's tests of its plugin in twenty lines pass."""
+    plugin, *tests = blocks("python")
+    assert tests
+    run_as_tests(tmp_path, "\n\n".join((plugin.replace("run(Toys())", ""), *tests)))

@@ -32,6 +32,7 @@ BASE = {
     "naming",
     "sharing",
     "source",
+    "source_check",
     "topology",
 }
 """Modules at the top level of deviceplugin that count as one layer, `base`."""
@@ -91,8 +92,13 @@ MAY_IMPORT = {
     "dra_bridge.testing": {
         "deviceplugin.base",
         "deviceplugin.kubelet",
+        "deviceplugin.node",
         "deviceplugin.testing",
         "deviceplugin.wire",
+        "dra_bridge.handover",
+        "dra_bridge.kube",
+        "dra_bridge.node",
+        "dra_bridge.rollout",
         "dra_bridge.wire",
     },
     "dra_bridge.top": {

@@ -15,10 +15,12 @@ from deviceplugin.kubelet.podresources import AllocationsInFlight, PodResources
 from deviceplugin.kubelet.registration import Timing
 from deviceplugin.kubelet.status import Status
 from deviceplugin.kubelet.tracker import HolderTracker
+from deviceplugin.naming import NamingError
 from deviceplugin.node.options import Paths
 from deviceplugin.node.scanning import HolderScanner
 from deviceplugin.node.service import Service, ServiceContext, Supervisor
 from deviceplugin.source import DeviceSource
+from deviceplugin.source_check import check_sources
 
 if TYPE_CHECKING:
     from deviceplugin.metrics.report import Provider
@@ -51,6 +53,10 @@ class Agent:
         believe_checkpoint: bool = True,
         orphaned: Callable[[], Mapping[Key, Tokens]] = dict,
     ) -> None:
+        try:
+            check_sources(sources)
+        except (TypeError, NamingError) as error:
+            raise AgentError(str(error)) from error
         names = [source.resource for source in sources]
         if twice := sorted({name for name in names if names.count(name) > 1}):
             raise AgentError(f"two sources for one resource: {', '.join(twice)}")

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import inspect
 import logging
 import threading
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
@@ -15,6 +16,7 @@ from deviceplugin.backoff import Backoff
 from deviceplugin.device import Device
 from deviceplugin.inventory import Inventory
 from deviceplugin.source import DeviceSource
+from deviceplugin.source_check import checked_list
 
 _LOG: Final = logging.getLogger(__name__)
 
@@ -27,16 +29,21 @@ class SourceFollower:
     """Publishes the lists of a resource's source; starts a source again that failed.
 
     on_take_over: called with another source when its hooks are to answer. on_list: called after each list.
-    error: why `watch` failed; "" once the source has listed again.
+    failure: what `watch` raised; None once the source has listed again.
     """
 
     source: DeviceSource
     inventory: Inventory
     on_take_over: Callable[[DeviceSource], None]
     on_list: Callable[[], None]
-    error: str = field(default="", init=False)
+    failure: Exception | None = field(default=None, init=False)
     _taken_over: asyncio.Event = field(default_factory=asyncio.Event, init=False)
     _task: asyncio.Task[None] | None = field(default=None, init=False)
+
+    @property
+    def error(self) -> str:
+        """What `watch` raised, for people; "" if it did not."""
+        return f"{type(self.failure).__name__}: {self.failure}" if self.failure is not None else ""
 
     def start(self) -> None:
         """Begin to follow the source."""
@@ -85,10 +92,10 @@ class SourceFollower:
                     self._take_over(source)
                     await identity.publish(self.inventory, devices)
                     self.on_list()
-                    self.error = ""
+                    self.failure = None
                     backoff.reset()
             except Exception as error:
-                self.error = f"{type(error).__name__}: {error}"
+                self.failure = error
                 count, delay = len(self.inventory.snapshot.devices), backoff.next()
                 message = "%s: the source failed; its last list of %d devices stays, trying again in %.1f s"
                 _LOG.exception(message, source.resource, count, delay)
@@ -100,19 +107,24 @@ class SourceFollower:
                 return
 
 
-async def _listings(source: DeviceSource) -> AsyncIterator[Sequence[Device]]:
-    """Iterate over a source's lists; a `watch` that is no generator of either kind is a TypeError."""
-    lists: Any = source.watch()
-    if hasattr(lists, "__next__"):
-        lists = _threaded(lists, source.resource)
-    elif not hasattr(lists, "__anext__"):
-        raise TypeError(f"{type(source).__name__}.watch must yield lists of devices (a generator, async or not)")
+async def _listings(source: DeviceSource) -> AsyncGenerator[Sequence[Device]]:
+    """Iterate over a source's lists. Raises TypeError if `watch` is no generator, or yields anything but devices."""
+    kind = type(source).__name__
+    made: Any = source.watch()
+    if hasattr(made, "__next__"):
+        lists = _threaded((checked_list(kind, made, one) for one in made), source.resource)
+    elif hasattr(made, "__anext__"):
+        lists = made
+    else:
+        if inspect.iscoroutine(made):
+            made.close()
+        raise TypeError(f"{kind}.watch must yield lists of devices (a generator, async or not)")
     async with contextlib.aclosing(lists):
         async for devices in lists:
-            yield devices
+            yield checked_list(kind, made, devices) if lists is made else devices
 
 
-async def _threaded(lists: Iterator[Sequence[Device]], name: str) -> AsyncIterator[Sequence[Device]]:
+async def _threaded(lists: Iterator[Sequence[Device]], name: str) -> AsyncGenerator[Sequence[Device]]:
     """Drive a plain generator in a daemon thread of its own, which may block for ever."""
     loop = asyncio.get_running_loop()
     queue: asyncio.Queue[Sequence[Device] | BaseException | None] = asyncio.Queue()

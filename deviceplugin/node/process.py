@@ -19,6 +19,7 @@ from deviceplugin.kubelet.orphaned_claims import OrphanedClaimGate, OrphanedClai
 from deviceplugin.node.agent import Agent, AgentError
 from deviceplugin.node.options import Paths
 from deviceplugin.source import DeviceSource
+from deviceplugin.source_check import check_sources
 
 if TYPE_CHECKING:
     from deviceplugin.config import Config
@@ -51,9 +52,12 @@ def run(*sources: DeviceSource, argv: Sequence[str] | None = None) -> None:
     """Serve these sources until SIGTERM or SIGINT; what the last line of an author's file calls.
 
     The command line (or `argv`) has options; see `--help`. Ends the process with status 1 if the node cannot be served.
+
+    Raises TypeError if something is no source, NamingError if a source's resource or driver cannot be one.
     """
     from deviceplugin.node.options import parse_run
 
+    check_sources(sources)
     options = parse_run(argv)
     address = options.metrics_address
     status = serve(lambda: _plugin(sources, options.paths, address), metrics_address=address)

@@ -26,6 +26,7 @@ from deviceplugin.kubelet.status import ResourceStatus
 from deviceplugin.kubelet.tracker import HolderTracker
 from deviceplugin.node.following import SourceFollower
 from deviceplugin.source import DeviceSource
+from deviceplugin.source_check import check_sources
 
 _LOG: Final = logging.getLogger(__name__)
 
@@ -307,6 +308,7 @@ class Supervisor:
         served: set[str] = set()
         try:
             async for children in parent.child_sources():
+                check_sources(children)
                 for child in children:
                     name = child.resource
                     if name in served:

@@ -268,12 +268,6 @@ class DeviceManager:
                 self.write_checkpoint()
         return capacity, allocatable
 
-    def next_expiry(self) -> float | None:
-        """When the next resource will be forgotten, by the monotonic clock; None if none is on its way."""
-        with self._lock:
-            stops = [e.stopped_at for e in self.endpoints.values() if e.stopped_at is not None]
-            return min(stops) + self._stop_grace if stops else None
-
     def devices(self, resource: str) -> dict[str, DeviceState]:
         """Return the devices of a resource as they stand now."""
         with self._lock:

@@ -12,6 +12,7 @@ predicates after Allocate (see `reject_next_pod`), and CPU and memory.
 from __future__ import annotations
 
 import contextlib
+import inspect
 import itertools
 import shutil
 import tempfile
@@ -28,7 +29,7 @@ from deviceplugin.testing.cgroups import CgroupLayout, CgroupTree
 from deviceplugin.testing.checkpoint import FILE_NAME as CHECKPOINT
 from deviceplugin.testing.devicemanager import DeviceState
 from deviceplugin.testing.numa import Policy
-from deviceplugin.testing.pods import Containers, FakeContainer, FakePod, Lingering, container_specs
+from deviceplugin.testing.pods import Containers, FakeContainer, FakePod, Lingering, PodFailedError, container_specs
 from deviceplugin.testing.run import Registration, Rpc, Run, Update, describe
 from deviceplugin.wire import podresources_pb2 as pr
 
@@ -41,6 +42,9 @@ Damage = Literal["deleted", "empty", "torn", "unreadable"]
 """What can happen to a file. unreadable: there is a directory of its name, which cannot be replaced either."""
 
 _SUN_PATH: Final = 107
+_POLL: Final = 0.02
+"""Seconds after which `wait_until` asks again though nothing has changed here."""
+_NO_DEVICES: Final = ("cpu", "memory", "ephemeral-storage", "hugepages-")
 
 
 class FakeKubelet:
@@ -385,10 +389,17 @@ class FakeKubelet:
         static: it comes from a manifest on the node.
 
         Raises:
+            PodFailedError: it asks for a resource that nobody serves; a real kubelet's node predicates fail it.
             KubeletCrashError: its admission would have ended a real kubelet.
             TimeoutError: neither happens in time.
 
         """
+        specs = [*container_specs(containers), *container_specs(init_containers)]
+        asked = [*(limits or ()), *(resource for spec in specs for resource in spec.limits)]
+        served = self.resources()
+        if self.is_up and (unknown := [one for one in asked if one not in served and not one.startswith(_NO_DEVICES)]):
+            known = ", ".join(sorted(served)) or "nothing"
+            raise PodFailedError(f"pod {name} asks for {unknown[0]}, which nobody serves; served here: {known}")
         pod = self._make_pod(name, limits, containers, init_containers, namespace, bind=True, static=static)
         self.wait_until(lambda: pod.running or pod.terminal, timeout, lambda: f"{pod!r} to run or fail")
         pod.raise_crash()
@@ -455,25 +466,32 @@ class FakeKubelet:
             ]
 
     def wait_until(
-        self, predicate: Callable[[], bool], timeout: float = 10.0, what: str | Callable[[], str] = "a condition"
+        self, predicate: Callable[[], object], timeout: float = 10.0, what: str | Callable[[], str] = "a condition"
     ) -> None:
-        """Wait until something is true of this node.
+        """Wait until something is true: of this node, or of anything else, such as what a source's hook was given.
+
+        predicate: a plain function without arguments, called whenever something changes here and every 20 ms without
+            that. It may block, and may call what needs the kubelet. It cannot be a coroutine function, since this
+            blocks: a test that is one says `await asyncio.to_thread(fake_kubelet.wait_until, predicate)`.
+        timeout: seconds. what: what is waited for, for the error; a function is called only then.
 
         Raises:
             TimeoutError: it does not become true in time.
+            TypeError: the predicate is a coroutine function.
 
         """
         deadline = time.monotonic() + timeout
-        with self.changed:
-            while not predicate():
-                now = time.monotonic()
-                if now >= deadline:
-                    raise TimeoutError(
-                        f"waited {timeout} s for {what if isinstance(what, str) else what()}; {self._state()}"
-                    )
-                expiry = self._run.manager.next_expiry() if self._run else None
-                until = deadline if expiry is None or expiry <= now else min(deadline, expiry)
-                self.changed.wait(max(until - now, 0.001))
+        while not (met := predicate()):
+            if (rest := deadline - time.monotonic()) <= 0:
+                raise TimeoutError(
+                    f"waited {timeout} s for {what if isinstance(what, str) else what()}; {self._state()}"
+                )
+            with self.changed:
+                self.changed.wait(min(rest, _POLL))
+        if inspect.isawaitable(met):
+            if inspect.iscoroutine(met):
+                met.close()
+            raise TypeError("wait_until takes a plain function; of a coroutine function it would wait for nothing")
 
     def notify(self) -> None:
         """Let everybody who waits look again."""

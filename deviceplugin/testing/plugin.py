@@ -34,7 +34,11 @@ def fake_kubelet() -> Iterator[FakeKubelet]:
 
 @pytest.fixture
 def served(fake_kubelet: FakeKubelet) -> Iterator[Callable[..., Served]]:
-    """Give a function that runs an agent with its sources until the test ends; see `serve`."""
+    """Give a function that runs an agent with its sources until the test ends.
+
+    served(*sources, timeout=10.0, period=5.0, **options) returns a `Served` once all sources are registered; `serve`
+    describes its arguments and errors. `period`, in seconds, is what a test of `released` makes small.
+    """
     with contextlib.ExitStack() as stack:
 
         def start(*sources: DeviceSource, **options: Any) -> Served:

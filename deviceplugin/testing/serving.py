@@ -5,14 +5,18 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 if TYPE_CHECKING:
     from deviceplugin.node.agent import Agent
+    from deviceplugin.node.process import Program
     from deviceplugin.source import DeviceSource
     from deviceplugin.testing.kubelet import FakeKubelet
 
 __all__ = ["Served", "serve"]
+
+
+_S = TypeVar("_S", bound="Served")
 
 
 class Served:
@@ -22,6 +26,9 @@ class Served:
     """
 
     def __init__(self, sources: Sequence[DeviceSource], kubelet: FakeKubelet, **options: Any) -> None:
+        from deviceplugin.source_check import check_sources
+
+        check_sources(sources)
         self.error: BaseException | None = None
         self._kubelet = kubelet
         self._sources = list(sources)
@@ -49,18 +56,26 @@ class Served:
         """Wait until every source is registered and its first list has arrived.
 
         Raises:
-            RuntimeError: the agent ended first; its error is the cause.
+            RuntimeError: a source's `watch` failed before its first list, or the agent ended; the error is the cause.
             TimeoutError: it does not happen in time.
 
         """
-        resources = [source.resource for source in self._sources if source.resource]
+        waiting = [source.resource for source in self._sources if source.resource]
 
         def ready() -> bool:
-            return all(self._kubelet.streams(r) and r in self._kubelet.resources() for r in resources)
+            known = self._kubelet.resources()
+            waiting[:] = [name for name in waiting if not (self._kubelet.streams(name) and name in known)]
+            return not waiting
 
-        self._kubelet.wait_until(lambda: not self.alive or ready(), timeout, f"{resources} to be registered")
-        if not self.alive:
-            raise RuntimeError("the agent has ended") from self.error
+        self._kubelet.wait_until(
+            lambda: not self.alive or self._failure() is not None or ready(),
+            timeout,
+            lambda: f"{waiting} to be registered, with a first list of `watch`",
+        )
+        self._raise_end()
+        if (failure := self._failure()) is not None:
+            name, cause = failure
+            raise RuntimeError(f"{name}: watch failed before its first list: {cause!r}") from cause
 
     def stop(self, timeout: float = 10.0) -> None:
         """End the agent.
@@ -78,6 +93,17 @@ class Served:
         if self.error is not None:
             raise self.error
 
+    def _raise_end(self) -> None:
+        if not self.alive:
+            raise RuntimeError("the agent has ended") from self.error
+
+    def _failure(self) -> tuple[str, Exception] | None:
+        """Return a resource whose source failed before it listed any devices, and what it raised."""
+        for name, service in list(self._agent.services.items() if self._agent is not None else ()):
+            if service.follower.failure is not None and not service.inventory.snapshot.listed:
+                return name, service.follower.failure
+        return None
+
     def _main(self) -> None:
         import asyncio
 
@@ -91,11 +117,17 @@ class Served:
             self._kubelet.notify()
 
     async def _run(self) -> None:
-        from deviceplugin.node.agent import Agent
-
-        self._agent = Agent(self._sources, self._kubelet.paths, **self._options)
+        program = self._program()
+        self._agent = program.agent
         self._made.set()
-        await self._agent.run()
+        await program.run()
+
+    def _program(self) -> Program:
+        """Return what runs in the thread, in its loop."""
+        from deviceplugin.node.agent import Agent
+        from deviceplugin.node.process import Program
+
+        return Program.of(Agent(self._sources, self._kubelet.paths, **self._options))
 
 
 @contextlib.contextmanager
@@ -104,14 +136,26 @@ def serve(
     kubelet: FakeKubelet,
     *,
     timeout: float | None = 10.0,
+    period: float = 5.0,
     **options: Any,
 ) -> Iterator[Served]:
     """Run an agent with these sources against a fake kubelet while the context lasts.
 
     timeout: seconds to wait until all of them are registered; None does not wait.
+    period: seconds between two looks at who holds the devices. `released` is called, and a device that is gone is
+        forgotten, by the first or second one after a pod has ended: 0.1 lets a test of that be quick.
     options: further arguments of `Agent`.
+
+    Raises what `Served.wait_registered` raises; TypeError or NamingError if a source cannot be served at all.
     """
-    running = Served([*sources] if isinstance(sources, Sequence) else [sources], kubelet, **options)
+    listed = [*sources] if isinstance(sources, Sequence) else [sources]
+    with running_while(Served(listed, kubelet, period=period, **options), timeout) as running:
+        yield running
+
+
+@contextlib.contextmanager
+def running_while(running: _S, timeout: float | None) -> Iterator[_S]:
+    """Have an agent run while the context lasts, and wait for its registration for so many seconds, None for not."""
     try:
         if timeout is not None:
             running.wait_registered(timeout)

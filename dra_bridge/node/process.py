@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from deviceplugin.node import process
+from deviceplugin.source_check import check_sources
 from dra_bridge.handover.share import parse_share
 from dra_bridge.node.bridge import Bridge
 from dra_bridge.node.share import HandoverPolicy, policies_of
@@ -31,10 +32,12 @@ def run(
     annotation `<driver>/dra-share` overrides it. The command line (or `argv`) has the rest,
     see `--help`. Ends the process with status 1 if the node cannot be served.
 
-    Raises ShareError: the share is not one.
+    Raises ShareError: the share is not one; TypeError: something is no source; NamingError: a source's resource or
+    driver cannot be one.
     """
     from dra_bridge.node.options import parse_run
 
+    check_sources(sources)
     policies = {source.resource: HandoverPolicy(parse_share(share), drain) for source in sources}
     options = parse_run(argv)
 

@@ -1,7 +1,6 @@
 """A whole node for tests: both halves of a kubelet, its scheduler, and the claims of its pods.
 
-    with FakeApiServer() as server, FakeNode(server, "n1") as node:
-        ...  # an agent with kubelet_root=node.root and the server's url
+    with FakeApiServer() as server, FakeNode(server, "n1") as node, serve_both(Gpus(), node):
         pod = node.start_pod("train", {"example.com/gpu": 1}).wait_running()
         other = node.start_pod("infer", template={"gpu.example.com": 1}).wait_running()
         assert not overlaps(node.holdings())
@@ -14,6 +13,7 @@ a `status_period`.
 from __future__ import annotations
 
 import contextlib
+import json
 import threading
 import time
 import uuid
@@ -22,6 +22,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
 
+from deviceplugin.device import ContainerEdits, DeviceNode, Mount
 from deviceplugin.testing.devicemanager import ContainerSpec, PluginCallError, PodSpec
 from deviceplugin.testing.kubelet import FakeKubelet
 from deviceplugin.testing.pods import Containers, FakeContainer, FakePod, Lingering
@@ -137,11 +138,28 @@ class FakeNode(FakeKubelet):
             self._watch.join(10)
             self._watch = None
 
+    @property
+    def cdi(self) -> Path:
+        """The directory of CDI files, for a driver of this node."""
+        return self.root / "cdi"
+
     # Pods and claims.
 
-    def claim(self, name: str, device_class: str, count: int = 1, *, namespace: str = "default") -> Object:
-        """Make a ResourceClaim for devices of a class."""
-        return self.server.create(_claim(name, namespace, {device_class: count}))
+    def claim(
+        self,
+        name: str,
+        device_class: str,
+        count: int = 1,
+        *,
+        parameters: Mapping[str, Mapping[str, Any]] | None = None,
+        namespace: str = "default",
+    ) -> Object:
+        """Make a ResourceClaim for devices of a class; parameters: what each driver's `prepare` gets as `config`."""
+        body = _claim(name, namespace, {device_class: count})
+        if parameters:
+            opaque = [{"driver": driver, "parameters": dict(said)} for driver, said in parameters.items()]
+            body["spec"]["devices"]["config"] = [{"opaque": one} for one in opaque]
+        return self.server.create(body)
 
     def start_pod(
         self,
@@ -174,6 +192,23 @@ class FakeNode(FakeKubelet):
         """Return a running pod's devices, each with the side from which it came: plugin or claim."""
         found = {device: "plugin" for container in _lasting(pod) for device in container.device_ids}
         return {**found, **dict.fromkeys(self._wants_of(pod).given, "claim")}
+
+    def edits_of(self, pod: FakePod, container: str | None = None) -> ContainerEdits:
+        """Return what a container got, from plugins and from its claims' CDI files; container None: the first one."""
+        got = pod.container(container)
+        known = {}
+        for file in self.cdi.glob("*.json"):
+            spec = json.loads(file.read_bytes())
+            known.update({f"{spec['kind']}={one['name']}": one["containerEdits"] for one in spec["devices"]})
+        named = [name for name in got.cdi_devices if name in known]
+        listed = ContainerEdits(
+            dict(got.env),
+            [DeviceNode(*one) for one in got.nodes],
+            [Mount(*one) for one in got.mounts],
+            dict(got.annotations),
+            [name for name in got.cdi_devices if name not in known],
+        )
+        return ContainerEdits.merge([listed, *(_edits(known[name]) for name in named)])
 
     def holdings(self) -> list[Holding]:
         """Return who had what from when to when, in the order of their beginnings."""
@@ -440,6 +475,18 @@ def _lasting(pod: FakePod) -> list[FakeContainer]:
     """Return a pod's containers, and its init containers while they run."""
     init = [container for container in pod.init_containers.values() if container.state == "running"]
     return [*pod.containers.values(), *init]
+
+
+def _edits(listed: Object) -> ContainerEdits:
+    """Return the edits of a CDI device as `deviceplugin.cdi` writes them."""
+    return ContainerEdits(
+        dict(one.split("=", 1) for one in listed.get("env", ())),
+        [
+            DeviceNode(one.get("hostPath", one["path"]), one["path"], one["permissions"])
+            for one in listed.get("deviceNodes", ())
+        ],
+        [Mount(one["hostPath"], one["containerPath"], "ro" in one["options"]) for one in listed.get("mounts", ())],
+    )
 
 
 def _claim(name: str, namespace: str, devices: Mapping[str, int]) -> Object:

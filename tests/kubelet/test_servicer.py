@@ -430,7 +430,7 @@ class Hanging(Source):
         if devices[0].id == "raises":
             raise OSError("no such hardware")
         if devices[0].id == "odd":
-            return ContainerEdits(env={"A": 1})  # type: ignore[dict-item]
+            return ContainerEdits(env={"A": "\ud800"})  # no UTF-8
         if devices[0].id == "wrong":
             return {"A": "1"}  # type: ignore[return-value]
         return ContainerEdits()

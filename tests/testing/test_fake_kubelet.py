@@ -301,9 +301,17 @@ class TestAllocation:
         second = fake_kubelet.run_pod("second", ONE)
         assert (second.phase, second.reason) == ("Failed", "UnexpectedAdmissionError")
 
-    def test_unknown_resource(self, fake_kubelet: FakeKubelet) -> None:
-        """A resource that no plugin ever served is none of the device manager's business."""
-        assert fake_kubelet.run_pod("p", ONE).devices == {}
+    def test_unknown_resource(self, fake_kubelet: FakeKubelet, plugins: Plugins) -> None:
+        """A pod that asks for what no plugin serves does not run; the error says what is served."""
+        with pytest.raises(PodFailedError, match=r"asks for example\.com/thing, which nobody serves; .*: nothing"):
+            fake_kubelet.run_pod("p", ONE)
+        plugins(fake_kubelet, "a")
+        with pytest.raises(PodFailedError, match=r"for example\.com/tihng, .* served here: example\.com/thing"):
+            fake_kubelet.run_pod("p", containers={"one": ONE, "two": {"example.com/tihng": 1}})
+        with pytest.raises(PodFailedError, match=r"for example\.com/tihng"):
+            fake_kubelet.run_pod("p", ONE, init_containers={"first": {"example.com/tihng": 1}})
+        assert not fake_kubelet.pods
+        assert fake_kubelet.run_pod("p", {**ONE, "cpu": 1, "hugepages-2Mi": 1}).running
 
     def test_failed_allocate(self, fake_kubelet: FakeKubelet, plugins: Plugins) -> None:
         """An Allocate that fails costs its pod only; its devices are free for the next."""

@@ -1,8 +1,11 @@
 from __future__ import annotations
 
+import asyncio
 import subprocess
 import sys
-from collections.abc import AsyncIterator, Callable, Sequence
+import threading
+import time
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -74,6 +77,133 @@ def test_an_agent_that_cannot_be_made(fake_kubelet: FakeKubelet) -> None:
         running.agent  # noqa: B018
     with pytest.raises(Exception, match=r"example\.com/thing"):
         running.stop()
+
+
+class Failing(Things):
+    """Raises at its first list, or after it."""
+
+    resource = "example.com/failing"
+
+    def __init__(self, error: Exception, *ids: str) -> None:
+        super().__init__(*ids)
+        self._error = error
+
+    async def watch(self) -> AsyncIterator[Sequence[Device]]:
+        if self.ids:
+            yield [Device(name) for name in self.ids]
+        raise self._error
+
+
+class Blocking(Failing):
+    """Does the same in a thread."""
+
+    def watch(self) -> Iterator[Sequence[Device]]:  # type: ignore[override]
+        if self.ids:
+            yield [Device(name) for name in self.ids]
+        raise self._error
+
+
+@pytest.mark.parametrize("kind", [Failing, Blocking])
+def test_a_watch_that_fails_is_not_waited_for(served: Callable[..., Served], kind: type[Failing]) -> None:
+    """What `watch` raised before its first list is the cause of the test's failure, at once."""
+    error = OSError("no such hardware")
+    began = time.monotonic()
+    with pytest.raises(
+        RuntimeError, match=r"example\.com/failing: watch failed before its first list: OSErr"
+    ) as failure:
+        served(Things("a"), kind(error), timeout=60.0)
+    assert failure.value.__cause__ is error
+    assert time.monotonic() - began < 30.0
+
+
+def test_a_health_of_a_wrong_type_fails_the_test(served: Callable[..., Served]) -> None:
+    """A device that cannot be made fails its test with the device, the field and what would be right."""
+
+    class Wrong(Things):
+        async def watch(self) -> AsyncIterator[Sequence[Device]]:
+            yield [Device("a", health=False)]  # type: ignore[arg-type]
+
+    with pytest.raises(RuntimeError, match=r"device 'a': health must be Health\.HEALTHY, .*, not False"):
+        served(Wrong(), timeout=60.0)
+
+
+def test_a_watch_that_fails_later_does_not_matter(fake_kubelet: FakeKubelet, served: Callable[..., Served]) -> None:
+    """After a first list, devices are served as listed; the agent starts the source again."""
+    running = served(Failing(OSError("unplugged"), "a"))
+    fake_kubelet.wait_until(lambda: "unplugged" in running.agent.status().resources[0].source_error)
+    running.wait_registered()
+    assert fake_kubelet.run_pod("p", {"example.com/failing": 1}).device_ids == ("a",)
+
+
+def test_a_watch_that_lists_nothing_is_named(fake_kubelet: FakeKubelet, served: Callable[..., Served]) -> None:
+    """A source that does not list in time is named, the others are not."""
+
+    class Silent(Things):
+        resource = "example.com/silent"
+
+        async def watch(self) -> AsyncIterator[Sequence[Device]]:
+            await asyncio.Event().wait()
+            yield ()
+
+    with pytest.raises(TimeoutError, match=r"\['example.com/silent'\] to be registered, with a first list"):
+        served(Things("a"), Silent(), timeout=1.0)
+
+
+def test_a_class_is_not_served(served: Callable[..., Served]) -> None:
+    """What is no source is refused in the test's own line."""
+    with pytest.raises(TypeError, match=r"Things is a class; a source is an instance of it: Things\(\)"):
+        served(Things)
+
+
+def test_wait_until_takes_any_condition(fake_kubelet: FakeKubelet) -> None:
+    """What changes elsewhere, without a word to the kubelet, is noticed; the condition may ask the kubelet itself."""
+    over = threading.Event()
+    asked = 0
+
+    def condition() -> bool:
+        nonlocal asked
+        asked += 1
+        # Another thread needs the kubelet before this can be answered: it is not locked.
+        thread = threading.Thread(target=fake_kubelet.resources, daemon=True)
+        thread.start()
+        thread.join(20.0)
+        assert not thread.is_alive()
+        if asked == 3:
+            over.set()
+        return over.is_set()
+
+    fake_kubelet.wait_until(condition, 60.0)
+    assert asked == 3
+    with pytest.raises(TimeoutError, match=r"waited 0\.05 s for the moon; up: True"):
+        fake_kubelet.wait_until(lambda: False, 0.05, "the moon")
+
+
+def test_wait_until_refuses_a_coroutine_function(fake_kubelet: FakeKubelet) -> None:
+    """A coroutine is true whatever it would return, so waiting for one would wait for nothing."""
+
+    async def condition() -> bool:
+        return False
+
+    with pytest.raises(TypeError, match="takes a plain function"):
+        fake_kubelet.wait_until(condition)
+
+
+def test_period_is_how_soon_released_is_called(fake_kubelet: FakeKubelet, served: Callable[..., Served]) -> None:
+    """With a short `period` a test learns of `released` without a wait."""
+
+    class Releasing(Things):
+        def __init__(self) -> None:
+            super().__init__("a")
+            self.free: list[str] = []
+
+        def released(self, devices: Sequence[Device]) -> None:
+            self.free += [device.id for device in devices]
+
+    source = Releasing()
+    served(source, period=0.05)
+    fake_kubelet.wait_until(lambda: source.free == ["a"], 60.0, "the first release, of all idle devices")
+    fake_kubelet.run_pod("p", {"example.com/thing": 1}).delete()
+    fake_kubelet.wait_until(lambda: source.free == ["a", "a"], 60.0)
 
 
 def test_without_a_kubelet(fake_kubelet: FakeKubelet) -> None:

@@ -7,6 +7,7 @@ from typing import assert_type
 
 from deviceplugin import ContainerEdits, Device, DeviceNode, DeviceSource, Health, Mount, Version, run
 from deviceplugin.testing import FakeKubelet, FakePod, Served
+from dra_bridge.testing import FakeNode, ServedBoth
 
 
 class Plain(DeviceSource):
@@ -73,3 +74,11 @@ def test(fake_kubelet: FakeKubelet, served: Callable[..., Served]) -> None:
     assert_type(pod, FakePod)
     assert_type(pod.device_ids, tuple[str, ...])
     assert_type(served(Plain()).alive, bool)
+
+
+def test_claims(fake_node: FakeNode, bridged: Callable[..., ServedBoth]) -> None:
+    """Use the fixtures for claims."""
+    pod = fake_node.start_pod("p", template={"coroutines.example.com": 1}).wait_running()
+    assert_type(fake_node.devices_of(pod), dict[str, str])
+    assert_type(fake_node.edits_of(pod), ContainerEdits)
+    assert_type(bridged(Coroutines(), share="50%").drivers, list[str])

@@ -1,0 +1,128 @@
+"""An agent with both sides in a thread of its own, for tests; needs no pytest."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+from deviceplugin.naming import EXTENDED_RESOURCE, canonical_resource, class_name
+from deviceplugin.testing.serving import Served, running_while
+
+if TYPE_CHECKING:
+    from deviceplugin.node.process import Program
+    from deviceplugin.source import DeviceSource
+    from dra_bridge.handover.share import Drain
+    from dra_bridge.testing.node import FakeNode, Object
+
+__all__ = ["ServedBoth", "device_class", "serve_both"]
+
+
+class ServedBoth(Served):
+    """A bridge that runs in a thread of its own, with its own loop; arguments as of `serve_both`."""
+
+    def __init__(
+        self, sources: Sequence[DeviceSource], node: FakeNode, share: str | int, drain: Drain, **options: Any
+    ) -> None:
+        self._node = node
+        self._share = share
+        self._drain: Drain = drain
+        super().__init__(sources, node, **options)
+
+    @property
+    def drivers(self) -> list[str]:
+        """The names of the sources' drivers."""
+        return sorted({source.driver for source in self._sources if source.driver})
+
+    def wait_registered(self, timeout: float = 20.0) -> None:
+        """Wait until each source is registered, each driver too, and claims can have as many devices as the share says.
+
+        Raises:
+            RuntimeError: a source's `watch` failed before its first list, or the agent ended; the error is the cause.
+            TimeoutError: it does not happen in time.
+
+        """
+        super().wait_registered(timeout)
+        self._node.wait_until(
+            lambda: not self.alive or all(map(self._settled, self.drivers)),
+            timeout,
+            lambda: f"the devices of {[one for one in self.drivers if not self._settled(one)]} to be on their sides",
+        )
+        self._raise_end()
+
+    def _settled(self, driver: str) -> bool:
+        from dra_bridge.rollout import fleet
+
+        server = self._node.server
+        (view,) = fleet.views(driver, [server.get("nodes", self._node.name)], server.objects())
+        registered = any(plugin.connected and plugin.told for plugin in self._node.dra.plugins(driver))
+        return registered and view.reported is not None and fleet.settled(view)
+
+    def _program(self) -> Program:
+        from deviceplugin.node.process import Program
+        from dra_bridge.handover.share import parse_share
+        from dra_bridge.kube import Cluster
+        from dra_bridge.node.bridge import Bridge
+        from dra_bridge.node.share import HandoverPolicy
+
+        policy = HandoverPolicy(parse_share(self._share), self._drain)
+        bridge = Bridge(
+            self._sources,
+            {source.resource: policy for source in self._sources},
+            Cluster.from_server(self._node.server.url),
+            self._node.name,
+            self._node.paths,
+            cdi_directory=str(self._node.cdi),
+            **self._options,
+        )
+        return Program(bridge.agent, bridge.run, Program.of(bridge.agent).take)
+
+
+@contextlib.contextmanager
+def serve_both(
+    sources: DeviceSource | Sequence[DeviceSource],
+    node: FakeNode,
+    *,
+    share: str | int = "all",
+    drain: Drain = "cordon",
+    timeout: float | None = 20.0,
+    period: float = 0.2,
+    **options: Any,
+) -> Iterator[ServedBoth]:
+    """Run a bridge with these sources against a fake node while the context lasts, and make their DeviceClasses.
+
+    A class that the API server has already stays as it is. Of a driver with one resource, example.com/fpga and
+    fpga.example.com say, the class is called like the driver; see `deviceplugin.naming.class_name`.
+
+    share: how many devices claims get: none, all, a number or a percentage. drain: see `dra_bridge.run`.
+    timeout: seconds to wait until the devices are where the share says; None does not wait.
+    period: seconds between two looks at who holds the devices.
+    options: further arguments of `Bridge`.
+
+    Raises what `ServedBoth.wait_registered` raises; TypeError or NamingError if a source cannot be served at all, and
+    ShareError if the share is none.
+    """
+    from deviceplugin.source_check import check_sources
+    from dra_bridge.handover.share import parse_share
+
+    listed = [*sources] if isinstance(sources, Sequence) else [sources]
+    check_sources(listed)
+    parse_share(share)
+    known = {one["metadata"]["name"] for one in node.server.objects("deviceclasses")}
+    for source in listed:
+        if source.driver and class_name(source.resource, source.driver) not in known:
+            node.server.create(device_class(source.resource, source.driver))
+    with running_while(ServedBoth(listed, node, share, drain, period=period, **options), timeout) as running:
+        yield running
+
+
+def device_class(resource: str, driver: str) -> Object:
+    """Return the DeviceClass of a resource as `dra-bridge manifests` prints it."""
+    is_driver, its = f'device.driver == "{driver}"', f'device.attributes["{driver}"].{EXTENDED_RESOURCE}'
+    expression = f'{is_driver} && {its} == "{canonical_resource(resource)}"'
+    return {
+        "apiVersion": "resource.k8s.io/v1",
+        "kind": "DeviceClass",
+        "metadata": {"name": class_name(resource, driver)},
+        "spec": {"selectors": [{"cel": {"expression": expression}}], "extendedResourceName": resource},
+    }

@@ -1,0 +1,161 @@
+"""The fixtures with which authors test claims."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+import dra_bridge.testing
+from deviceplugin import ContainerEdits, Device, DeviceNode, DeviceSource, Mount
+from deviceplugin.config import parse
+from dra_bridge.manifests import manifests
+from dra_bridge.testing import FakeApiServer, FakeNode, ServedBoth
+from dra_bridge.testing.plugin import bridged, fake_node  # an installation from before has no entry point for them
+from dra_bridge.testing.serving import device_class
+
+__all__ = ["bridged", "fake_node"]
+R, D = "example.com/fpga", "fpga.example.com"
+Bridged = Callable[..., ServedBoth]
+
+
+class Tuning(msgspec.Struct):
+    mode: str = "balanced"
+
+
+class Fpga(DeviceSource):
+    resource = R
+    driver = D
+    config_type = Tuning
+
+    def __init__(self) -> None:
+        self.unprepared: list[str] = []
+
+    async def watch(self) -> AsyncIterator[Sequence[Device]]:
+        yield [Device(name, nodes=["/dev/null"]) for name in ("fpga0", "fpga1")]
+
+    def edits(self, devices: Sequence[Device]) -> ContainerEdits:
+        return ContainerEdits({"FPGAS": ",".join(one.id for one in devices)}, mounts=[Mount("/etc", "/mnt")])
+
+    def prepare(self, devices: Sequence[Device], config: Tuning | None) -> ContainerEdits:
+        return ContainerEdits({"MODE": (config or Tuning()).mode})
+
+    def unprepare(self, devices: Sequence[Device]) -> None:
+        self.unprepared += [one.id for one in devices]
+
+
+def test_a_claim_gets_a_device(fake_node: FakeNode, bridged: Bridged) -> None:
+    """A pod with a claim runs with its device and what the hooks give; the claim's end is unprepared."""
+    source = Fpga()
+    bridged(source)
+    pod = fake_node.start_pod("p", template={D: 1}).wait_running()
+    ((name, side),) = fake_node.devices_of(pod).items()
+    assert side == "claim"
+    got = fake_node.edits_of(pod)
+    assert got.env == {"FPGAS": name, "MODE": "balanced"}
+    assert got.nodes == (DeviceNode("/dev/null", "/dev/null"),)
+    assert got.mounts == (Mount("/etc", "/mnt"),)
+    pod.delete()
+    fake_node.wait_until(lambda: source.unprepared == [name])
+
+
+def test_a_claim_has_parameters(fake_node: FakeNode, bridged: Bridged) -> None:
+    """What a claim says to a driver is what `prepare` gets as its config."""
+    bridged(Fpga())
+    fake_node.claim("fast", D, parameters={D: {"mode": "fast"}})
+    pod = fake_node.start_pod("p", claims=["fast"]).wait_running()
+    assert fake_node.edits_of(pod).env["MODE"] == "fast"
+
+
+def test_devices_are_shared_out(fake_node: FakeNode, bridged: Bridged) -> None:
+    """When `bridged` returns, each side has what the share says, and gives a pod the same edits."""
+    bridged(Fpga(), share=1)
+    assert fake_node.allocatable(R) == 1
+    by_limits = fake_node.run_pod("limits", {R: 1})
+    by_claim = fake_node.start_pod("claim", template={D: 1}).wait_running()
+    assert list(fake_node.devices_of(by_limits).values()) == ["plugin"]
+    assert list(fake_node.devices_of(by_claim).values()) == ["claim"]
+    assert {fake_node.edits_of(one).env["FPGAS"] for one in (by_limits, by_claim)} == {"fpga0", "fpga1"}
+    assert fake_node.edits_of(by_limits).nodes == (DeviceNode("/dev/null", "/dev/null"),)
+
+
+def test_several_resources_of_a_driver(fake_node: FakeNode, bridged: Bridged) -> None:
+    """Each resource has a class of its own; one that is there already stays as its test made it."""
+
+    class Half(Fpga):
+        resource = "example.com/half"
+
+    own = device_class(R, D)
+    own["spec"]["extendedResourceName"] = "example.com/other"
+    fake_node.server.create(own)
+    bridged(Fpga(), Half())
+    classes = {one["metadata"]["name"]: one["spec"] for one in fake_node.server.objects("deviceclasses")}
+    assert classes.keys() == {D, f"half.{D}"}
+    assert classes[D]["extendedResourceName"] == "example.com/other"
+    pod = fake_node.start_pod("p", template={f"half.{D}": 2}).wait_running()
+    assert sorted(fake_node.edits_of(pod).env["FPGAS"].split(",")) == ["fpga0", "fpga1"]
+
+
+def test_the_class_is_that_of_the_manifests() -> None:
+    """The class that the fixture makes is the one that `dra-bridge manifests` prints."""
+    text = f"resources: [{{name: {R}, driver: {D}, devices: [{{simulated: {{count: 1}}}}]}}]"
+    (printed,) = (one for one in manifests(parse(text, "x"), text) if one["kind"] == "DeviceClass")
+    assert device_class(R, D)["spec"] == printed["spec"]
+    assert device_class(R, D)["metadata"]["name"] == printed["metadata"]["name"]
+
+
+def test_what_cannot_be_served_is_named(fake_node: FakeNode, bridged: Bridged) -> None:
+    """A class, a wrong share and a `watch` that fails raise in the test's own line, the last with its cause."""
+
+    class Failing(Fpga):
+        async def watch(self) -> AsyncIterator[Sequence[Device]]:
+            yield [Device(name) for name in Path("/nowhere").read_text()]
+
+    with pytest.raises(TypeError, match=r"Fpga is a class"):
+        bridged(Fpga)
+    with pytest.raises(ValueError, match="'half' is not a share"):
+        bridged(Fpga(), share="half")
+    with pytest.raises(RuntimeError, match=r"example\.com/fpga: watch failed .*: FileNotFoundError") as failure:
+        bridged(Failing(), timeout=60.0)
+    assert isinstance(failure.value.__cause__, FileNotFoundError)
+
+
+def test_an_agent_that_ends_is_not_waited_for(fake_node: FakeNode, bridged: Bridged) -> None:
+    """Its error is the cause of what the test sees."""
+    ledger = fake_node.root / "plugins" / D
+    ledger.parent.mkdir(exist_ok=True)
+    ledger.write_text("no directory")
+    with pytest.raises(RuntimeError, match="the agent has ended") as failure:
+        bridged(Fpga(), timeout=60.0)
+    assert D in str(failure.value.__cause__)
+
+
+def test_the_plugin_is_cheap() -> None:
+    """The pytest plugin, which every pytest run imports, imports neither gRPC nor asyncio nor a client."""
+    code = "import sys, dra_bridge.testing.plugin; print({'grpc', 'asyncio', 'aiohttp'} & set(sys.modules))"
+    assert subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout == "set()\n"
+
+
+def test_a_crash_fails_the_test(tmp_path: Path) -> None:
+    """A test during which a real kubelet would have crashed fails in the end."""
+    (tmp_path / "conftest.py").write_text("from dra_bridge.testing.plugin import fake_node\n")
+    test = tmp_path / "test_it.py"
+    test.write_text("def test_it(fake_node):\n    fake_node.crashes.append('a nil pointer')\n")
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(test)]
+    result = subprocess.run(command, check=False, capture_output=True, text=True)
+    assert result.returncode == 1
+    assert "a nil pointer" in result.stdout
+
+
+def test_names_are_found() -> None:
+    """Every name the package promises is there, and others are not."""
+    found: dict[str, Any] = {name: getattr(dra_bridge.testing, name) for name in dra_bridge.testing.__all__}
+    assert all(one.__name__ == name for name, one in found.items())
+    assert found["FakeApiServer"] is FakeApiServer
+    with pytest.raises(AttributeError):
+        dra_bridge.testing.Nonsense  # noqa: B018
