@@ -2,18 +2,20 @@
 
 ``cluster`` is one started Cluster for the whole session; after each test that uses it everything the test may have left
 on the API server is removed (``Cluster.clean``), and a component that the test stopped is started again.
-``make_cluster`` makes a Cluster with other options for one test, in place of the shared one, which is stopped for it.
+``make_cluster`` gives it other options: the kubelet is started again with another configuration, and other feature
+gates take a Cluster in place of the one before. It keeps them until a test wants others.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterator
+import json
+from collections.abc import Callable, Generator, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.cluster import isolate
+from tests.cluster import build, isolate, matrix
 from tests.cluster.node import COMPONENTS, Cluster, ClusterError
 
 _LOGS = pytest.StashKey[list[Path]]()
@@ -21,30 +23,52 @@ _SHARED = pytest.StashKey["Shared"]()
 
 
 class Shared:
-    """The session's cluster, started when it is first wanted and again after another one took its place."""
+    """The session's cluster, started when it is first wanted, when its options change and after it was stopped."""
 
     def __init__(self, config: pytest.Config) -> None:
         """Start nothing yet."""
         self._config = config
         self._cluster: Cluster | None = None
+        self._gates: Mapping[str, bool] = {}
+        self._kubelet: Mapping[str, Any] = {}
 
-    def get(self) -> Cluster:
-        """The started cluster."""
-        if self._cluster is None:
-            self._cluster = self.start(Cluster())
+    def get(
+        self, *, feature_gates: Mapping[str, bool] | None = None, kubelet_config: Mapping[str, Any] | None = None
+    ) -> Cluster:
+        """The started cluster, with these options of Cluster and no others."""
+        gates, kubelet = feature_gates or {}, kubelet_config or {}
+        if self._cluster is None or gates != self._gates:
+            self.stop()
+            cluster = Cluster(feature_gates=gates, kubelet_config=kubelet)
+            self._config.stash.setdefault(_LOGS, []).append(cluster.logs)
+            cluster.start()
+            self._cluster = cluster
+        elif kubelet != self._kubelet:
+            self._cluster.kubelet_config = dict(kubelet)
+            self._cluster.restart_kubelet(reported=True)
+            self._cluster.wait_for(self._cluster.ready, 60.0, "the node is ready")
+        self._gates, self._kubelet = gates, kubelet
         return self._cluster
-
-    def start(self, cluster: Cluster) -> Cluster:
-        """Start a cluster and remember its logs for what is printed at the end."""
-        self._config.stash.setdefault(_LOGS, []).append(cluster.logs)
-        cluster.start()
-        return cluster
 
     def stop(self) -> None:
         """Stop the cluster, if there is one."""
         cluster, self._cluster = self._cluster, None
         if cluster is not None:
             cluster.stop()
+
+    def clean(self) -> None:
+        """Start again what a test stopped, and remove what it left; a cluster in which that fails is stopped."""
+        cluster = self._cluster
+        if cluster is None:
+            return
+        try:
+            for name in COMPONENTS:
+                if not cluster.components[name].running:
+                    cluster.start_component(name)
+            cluster.clean()
+        except ClusterError:
+            self.stop()  # the next test gets a new one
+            raise
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -71,35 +95,16 @@ def shared_cluster(request: pytest.FixtureRequest) -> Iterator[Shared]:
 
 
 @pytest.fixture
-def cluster(shared_cluster: Shared) -> Iterator[Cluster]:
-    """The session's cluster, with nothing on it but the node."""
-    started = shared_cluster.get()
-    yield started
-    try:
-        for name in COMPONENTS:
-            if not started.components[name].running:
-                started.start_component(name)
-        started.clean()
-    except ClusterError:
-        shared_cluster.stop()  # the next test gets a new one
-        raise
+def make_cluster(shared_cluster: Shared) -> Iterator[Callable[..., Cluster]]:
+    """Return the session's cluster with the given options (those of `Shared.get`), with nothing on it but the node."""
+    yield shared_cluster.get
+    shared_cluster.clean()
 
 
 @pytest.fixture
-def make_cluster(shared_cluster: Shared) -> Iterator[Callable[..., Cluster]]:
-    """Start a Cluster with the given options (those of Cluster) in place of the session's."""
-    made: list[Cluster] = []
-
-    def make(**options: Any) -> Cluster:
-        shared_cluster.stop()
-        if made:
-            made.pop().stop()
-        made.append(Cluster(**options))
-        return shared_cluster.start(made[0])
-
-    yield make
-    if made:
-        made.pop().stop()
+def cluster(make_cluster: Callable[..., Cluster]) -> Cluster:
+    """The session's cluster, with nothing on it but the node."""
+    return make_cluster()
 
 
 @pytest.hookimpl(wrapper=True)
@@ -112,10 +117,17 @@ def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestR
     return report
 
 
-def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
-    """Say after a run with failures where the logs are."""
-    logs = config.stash.get(_LOGS, [])
-    if logs and (terminalreporter.stats.get("failed") or terminalreporter.stats.get("error")):
-        terminalreporter.section("cluster logs")
-        for path in logs:
-            terminalreporter.line(str(path))
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Show the table of the scenarios about holders: how many there were, and what went wrong."""
+    reports = [report for reports in terminalreporter.stats.values() for report in reports]
+    found = [
+        json.loads(str(value))
+        for report in reports
+        if isinstance(report, pytest.TestReport) and report.when == "teardown"
+        for name, value in report.user_properties
+        if name == "holders"
+    ]
+    if found:
+        rows = [[name, build.default_version(), *cells] for name, *cells in found]
+        terminalreporter.section("holders")
+        terminalreporter.write_line(matrix.markdown([matrix.HEAD, *rows]))

@@ -186,7 +186,6 @@ class Cluster:
         feature_gates: Mapping[str, bool] | None = None,
         runtime_config: Mapping[str, bool] | None = None,
         kubelet_config: Mapping[str, Any] | None = None,
-        logs: str | os.PathLike[str] | None = None,
     ) -> None:
         """Start nothing yet. Programs of ``version`` that are missing are built, for which there is no network inside
         the isolation: use ``python -m tests.cluster.build`` before.
@@ -205,11 +204,9 @@ class Cluster:
         self.kubelet_config: dict[str, Any] = dict(kubelet_config or {})
         self.started_in = 0.0
         """Seconds that start() took."""
-        if logs is None:
-            base = Path(os.environ.get("CLUSTER_LOGS") or _REPOSITORY / ".cluster-logs")
-            run = os.environ.get("DEVICEPLUGIN_CLUSTER_RUN", "").rpartition("-")[2]
-            logs = base / f"{time.strftime('%Y%m%d-%H%M%S')}-{run}-{next(_counter)}"
-        self.logs = Path(logs)
+        base = Path(os.environ.get("CLUSTER_LOGS") or _REPOSITORY / ".cluster-logs")
+        run = os.environ.get("DEVICEPLUGIN_CLUSTER_RUN", "").rpartition("-")[2]
+        self.logs = base / f"{time.strftime('%Y%m%d-%H%M%S')}-{run}-{next(_counter)}"
         self.components: dict[str, Component] = {}
         self._api: Api | None = None
         self._tokens = {name: secrets.token_hex(16) for name in ("admin", "kubelet", "manager", "scheduler")}
@@ -506,11 +503,22 @@ class Cluster:
         """End the kubelet by SIGTERM and leave it ended; the containers run on."""
         self.components["kubelet"].stop()
 
-    def restart_kubelet(self, downtime: float = 0.0) -> None:
-        """Stop the kubelet, leave it away for so many seconds and start it again."""
+    def restart_kubelet(self, downtime: float = 0.0, *, reported: bool = False) -> None:
+        """Stop the kubelet, leave it away for so many seconds and start it again.
+
+        What the node's status says is the former kubelet's until this one has written it; ``reported`` waits for that.
+        """
+        before = self._heartbeat() if reported else ""
         self.stop_kubelet()
         time.sleep(downtime)
         self.start_kubelet()
+        # Kubelet 1.32 writes no status after its start until something has changed.
+        if reported and self.minor >= 33:
+            self.wait_for(lambda: self._heartbeat() != before, 30.0, "the kubelet writes the node's status")
+
+    def _heartbeat(self) -> str:
+        (ready,) = [one for one in self.node()["status"]["conditions"] if one["type"] == "Ready"]
+        return str(ready["lastHeartbeatTime"])
 
     def kill(self, component: str) -> None:
         """End a component (one of COMPONENTS) by SIGKILL and leave it ended."""

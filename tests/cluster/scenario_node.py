@@ -136,16 +136,7 @@ class RealNode:
         self.cluster.wait_allocatable(resource, count, self.patience)
 
     def restart_kubelet(self) -> None:
-        before = self._heartbeat()
-        self.cluster.restart_kubelet()
-        if self.cluster.minor < 33:
-            return  # kubelet 1.32 writes no status after its start until something has changed
-        # What the node's status says is the former kubelet's until this one has written it.
-        self.cluster.wait_for(lambda: self._heartbeat() != before, 30.0, "the kubelet writes the node's status")
-
-    def _heartbeat(self) -> str:
-        (ready,) = [one for one in self.cluster.node()["status"]["conditions"] if one["type"] == "Ready"]
-        return str(ready["lastHeartbeatTime"])
+        self.cluster.restart_kubelet(reported=True)
 
     def make_device_node(self, path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)

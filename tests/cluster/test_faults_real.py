@@ -17,7 +17,7 @@ from tests.cluster import locks
 from tests.cluster import test_witnesses_real as witnesses
 from tests.cluster.test_witnesses_real import LIMIT, LONG, Scene, claimer, named, plain, resource
 
-rows, scene = witnesses.rows, witnesses.scene  # fixtures
+scene = witnesses.scene  # a fixture
 
 ODD_NAMES = (
     *("UPPER", "upper", "with space", "two  spaces ", "tab\there", "line\nbreak", "ümlaut", "日本語", "e\u0301"),

@@ -6,7 +6,6 @@ import os
 import stat
 import time
 from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 
@@ -190,9 +189,12 @@ def test_component_that_ends_by_itself_is_an_error_at_once(cluster: Cluster) -> 
     cluster.kill("kube-scheduler")
 
 
-def test_cluster_with_other_options(make_cluster: Callable[..., Cluster], tmp_path: Path) -> None:
-    other = make_cluster(kubelet_config={"topologyManagerPolicy": "restricted"}, logs=tmp_path / "logs")
+def test_cluster_with_other_options(make_cluster: Callable[..., Cluster]) -> None:
+    other = make_cluster(kubelet_config={"topologyManagerPolicy": "restricted"})
     assert other.list("Pod") == []
     assert '"topologyManagerPolicy":"restricted"' in other.kubelet_get("/configz")[1]
     other.start_pod("one").wait_running()
-    assert (tmp_path / "logs" / "kubelet.log").stat().st_size > 0
+    assert (other.logs / "kubelet.log").stat().st_size > 0
+    again = make_cluster()
+    assert '"topologyManagerPolicy":"none"' in again.kubelet_get("/configz")[1]
+    again.start_pod("two").wait_running()

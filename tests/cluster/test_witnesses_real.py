@@ -24,7 +24,7 @@ from typing import Any
 
 import pytest
 
-from tests.cluster import build, isolate, locks, matrix
+from tests.cluster import isolate, locks
 from tests.cluster.api import ApiError
 from tests.cluster.bridge import Bridge, ClaimPod
 from tests.cluster.conftest import Shared
@@ -366,24 +366,9 @@ def claimer(name: str, resource: str, *, ignores_term: bool = False, **spec: Any
     return locks.pod(name, main, claims={"device": {"resourceClaimTemplateName": resource}}, **spec)
 
 
-@pytest.fixture(scope="module")
-def rows(shared_cluster: Shared, request: pytest.FixtureRequest) -> Iterator[list[Row]]:
-    """The table of all scenarios, printed when the last one is over."""
-    found: list[Row] = []
-    yield found
-    shared_cluster.stop()  # after a restored etcd some of its parts watch at positions of the future
-    version = build.default_version()
-    table = [[name, version, *cells] for name, *cells in (row.cells() for row in found)]
-    with request.config.pluginmanager.getplugin("capturemanager").global_and_fixture_disabled():
-        print(f"\n\n{matrix.markdown([matrix.HEAD, *table])}")
-
-
 @pytest.fixture
 def scene(
-    cluster: Cluster,
-    rows: list[Row],
-    request: pytest.FixtureRequest,
-    record_property: Callable[[str, object], None],
+    cluster: Cluster, request: pytest.FixtureRequest, record_property: Callable[[str, object], None]
 ) -> Iterator[Scene]:
     locks.prepare()
     made = Scene(cluster, request.node.name.removeprefix("test_"))
@@ -393,7 +378,6 @@ def scene(
             yield made
         finally:
             row = made.row()
-            rows.append(row)
             record_property("holders", json.dumps(row.cells()))
     assert (row.released, row.overlaps) == (0, 0), (made.released(), made.overlaps())
 
@@ -1138,9 +1122,14 @@ def test_devices_move(scene: Scene) -> None:
     assert scene.after == scene.before
 
 
-# --- last, since what follows it would need another cluster ----------------------------------------------------------
+@pytest.fixture
+def last_cluster(shared_cluster: Shared) -> Iterator[None]:
+    """Stop the cluster in the end: after a restored etcd some of its parts watch at positions of the future."""
+    yield
+    shared_cluster.stop()
 
 
+@pytest.mark.usefixtures("last_cluster")
 def test_etcd_is_restored(scene: Scene) -> None:
     """After an older state of the API server came back the slices are mended, and a new share is heard."""
     cluster = scene.cluster
