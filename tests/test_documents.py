@@ -13,6 +13,7 @@ import yaml
 
 from deviceplugin import DeviceSource, Health, config
 from deviceplugin.testing import FakeKubelet
+from deviceplugin.version import VERSION
 from dra_bridge.manifests import Deployment
 from tests.programs import running
 
@@ -92,8 +93,8 @@ def test_daemonset_carries_a_valid_file_and_runs_it() -> None:
 
 def test_image_has_one_name() -> None:
     """What the README builds is what the Dockerfile says, and what daemonset.yaml and the printed manifests run."""
-    (version,) = re.findall(r"^version = (.+)$", (ROOT / "setup.cfg").read_text(), re.MULTILINE)
-    name = f"deviceplugin:{version}"
+    assert "\nversion = attr: deviceplugin.version.VERSION\n" in (ROOT / "setup.cfg").read_text()
+    name = f"deviceplugin:{VERSION}"
     command = f"docker build -f examples/Dockerfile -t {name} ."
     assert command in (ROOT / "README.md").read_text()
     assert command in (EXAMPLES / "Dockerfile").read_text()

@@ -1,6 +1,7 @@
 """The Prometheus metrics of an agent, and the routes of its HTTP server. Loaded only when metrics are wanted.
 
-Each scrape turns a view into families. Nothing is counted here, and no registry of the process is used.
+Each scrape turns a view into families. Nothing is counted here, and no registry of the process is used; `process_*` is
+what the client library reads of this process.
 """
 
 from __future__ import annotations
@@ -8,31 +9,38 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import sys
 import threading
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import accumulate
 from typing import TYPE_CHECKING, Any, Final
 
-from prometheus_client import CollectorRegistry
+from prometheus_client import CollectorRegistry, ProcessCollector
 from prometheus_client.exposition import choose_encoder
 from prometheus_client.metrics_core import (
     CounterMetricFamily,
     GaugeMetricFamily,
+    HistogramMetricFamily,
     InfoMetricFamily,
     Metric,
     SummaryMetricFamily,
 )
 
+from deviceplugin.durations import BOUNDS, Durations
 from deviceplugin.metrics import web
 from deviceplugin.metrics.load import QUANTITIES
 from deviceplugin.metrics.report import DEFAULT_LOCATION
 from deviceplugin.metrics.views import ObservedAgent, Observer, ResourceView, View
+from deviceplugin.version import VERSION
 
 if TYPE_CHECKING:
     from deviceplugin.config import MetricsConfig
 
 _LOG: Final = logging.getLogger(__name__)
 LOOP_TIMEOUT: Final = 2.0  # seconds within which a living loop answers /healthz
+PYTHON: Final = ".".join(map(str, sys.version_info[:3]))
+_BOUNDS: Final = (*map(str, BOUNDS), "+Inf")
 OPEN_METRICS: Final = "application/openmetrics-text"
 HEALTHS: Final = ("healthy", "unhealthy", "unknown")
 STATES: Final = ("plugin", "to-dra", "dra", "to-plugin", "quarantined")
@@ -59,7 +67,7 @@ _GAUGES: Final = {
         "resource device state",
         "1 for the current handover state of the device, 0 for the others (from the ledger)",
     ),
-    "device_state_since_seconds": (
+    "device_state_since_timestamp_seconds": (
         "resource device",
         "Unix time at which the device entered its handover state (from the ledger)",
     ),
@@ -91,13 +99,17 @@ _SUMMARIES: Final = {
     "hook_duration_seconds": ("resource hook", "Time that the source's hooks took, by hook"),
 }
 _INFOS: Final = {
+    "build": ("version python", "Version of the agent, and of the Python that runs it"),
     "allocation": (
         "resource device side namespace pod container claim",
         "Holder of a device, one series per holder (from the kubelet's checkpoint and PodResources service, and the "
         "ledger)",
-    )
+    ),
 }
-_ABSENT_IF_EMPTY: Final = ("device_state", "device_state_since_seconds", "measured", "provider_up")
+_HISTOGRAMS: Final = {
+    "allocation_duration_seconds": ("resource", "Time to answer Allocate, refusals included"),
+}
+_ABSENT_IF_EMPTY: Final = ("device_state", "device_state_since_timestamp_seconds", "measured", "provider_up")
 
 
 class AgentCollector:
@@ -116,6 +128,7 @@ class AgentCollector:
             (CounterMetricFamily, _COUNTERS),
             (SummaryMetricFamily, _SUMMARIES),
             (InfoMetricFamily, _INFOS),
+            (HistogramMetricFamily, _HISTOGRAMS),
         ):
             for name, (labels, about) in table.items():
                 families[name] = make(f"deviceplugin_{name}", about, labels=labels.split())
@@ -123,6 +136,7 @@ class AgentCollector:
         def add(name: str, labels: Sequence[str], *values: object) -> None:
             families[name].add_metric(labels, *values)
 
+        add("build", (VERSION, PYTHON), {})
         add("holders_known", (), view.holders_known)
         add("kubelet_double_allocations", (), view.double_allocations)
         for one in view.resources:
@@ -153,7 +167,7 @@ def _devices(one: ResourceView, holders_known: bool, add: Callable[..., None]) -
         if location is not DEFAULT_LOCATION:
             for word in STATES:
                 add("device_state", (name, device, word), word == location.state)
-            add("device_state_since_seconds", (name, device), location.since)
+            add("device_state_since_timestamp_seconds", (name, device), location.since)
         rows = dict.fromkeys(
             (holder.side, holder.namespace, holder.pod, holder.container, holder.claim) for holder in seen.holders
         )
@@ -182,6 +196,7 @@ def _service(one: ResourceView, add: Callable[..., None]) -> None:
     add("kubelet_restarts", key, registration.kubelet_restarts)
     add("lists_sent", key, servicer.lists_sent)
     add("allocations", key, servicer.allocations)
+    add("allocation_duration_seconds", key, *buckets(servicer.allocation_durations))
     add("allocated_devices", key, servicer.devices_allocated)
     for reason, count in sorted(dict(servicer.refusals).items()):
         add("allocation_refusals", (one.name, reason), count)
@@ -192,6 +207,11 @@ def _service(one: ResourceView, add: Callable[..., None]) -> None:
     for hook in sorted(calls):
         add("hook_duration_seconds", (one.name, hook), calls[hook], seconds.get(hook, 0.0))
         add("hook_failures", (one.name, hook), failures.get(hook, 0))
+
+
+def buckets(durations: Durations) -> tuple[list[tuple[str, float]], float]:
+    """Return what a HistogramMetricFamily takes: upper bounds with cumulated counts, and the sum in seconds."""
+    return list(zip(_BOUNDS, accumulate(tuple(durations.counts)), strict=True)), durations.seconds
 
 
 def _loads(view: View) -> Iterable[Metric]:
@@ -223,6 +243,7 @@ class Pages:
         self._view = view
         self._registry = CollectorRegistry(auto_describe=False)
         self._registry.register(collector)
+        ProcessCollector(registry=self._registry)
         self._loop = loop
         lock = threading.Lock()
         self.routes = {

@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import json
 import re
+import subprocess
 from collections import Counter
 from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
+from prometheus_client import CollectorRegistry
+from prometheus_client.exposition import generate_latest
 from prometheus_client.openmetrics.exposition import generate_latest as generate_open
 from prometheus_client.openmetrics.parser import text_string_to_metric_families as read_open
 
+from deviceplugin.durations import Durations
 from deviceplugin.metrics.collectors import AgentCollector
 from deviceplugin.metrics.report import DeviceLocation, PreparedClaim
 from dra_bridge.driver import ClaimStatistics, registrar
-from dra_bridge.driver.preparation import CallStatistics
+from dra_bridge.driver.preparation import CallStatistics, HookKey
 from dra_bridge.handover.moves import MoveStatistics
 from dra_bridge.handover.share import Share
 from dra_bridge.kube import RequestStatistics
@@ -23,8 +27,16 @@ from dra_bridge.ledger.records import Claim, ClaimDevice, DeviceRecord, Snapshot
 from dra_bridge.node.status import BridgeStatus
 from dra_bridge.slices.publisher import PoolState
 from tests.metrics.views import RESOURCE, Source, Still, resource
+from tests.programs import promtool
 
 DRIVER = "gpu.example.com"
+
+
+def durations(*seconds: float) -> Durations:
+    made = Durations()
+    for one in seconds:
+        made.add(one)
+    return made
 
 
 def claim(name: str, *devices: ClaimDevice, result: str | None = "{}") -> Claim:
@@ -52,7 +64,14 @@ def bridge(**changes: Any) -> Any:
         driver=SimpleNamespace(
             records=SimpleNamespace(all=lambda: claims),
             statistics=ClaimStatistics(
-                CallStatistics(done=5, failures=Counter({"side": 2}), seconds=0.7), prepared_again=1, in_flight=1
+                CallStatistics(5, Counter({"side": 2}), durations(0.04, 0.06, 0.6)),
+                prepared_again=1,
+                hook_calls=Counter({HookKey(RESOURCE, "prepare"): 4}),
+                hook_failures=Counter({HookKey(RESOURCE, "prepare"): 1}),
+                hook_seconds={HookKey(RESOURCE, "prepare"): 0.5},
+                claim_reads=6,
+                claim_read_seconds=0.25,
+                in_flight=1,
             ),
         ),
         registrar=SimpleNamespace(statistics=registrar.RegistrarStatistics(registered=True, registrations=2)),
@@ -100,10 +119,18 @@ def test_figures_are_those_of_the_parts() -> None:
         f"dra_registered {DRIVER}": 1,
         f"dra_prepared_claims {DRIVER}": 1,
         f"dra_claims_in_flight {DRIVER}": 1,
-        f"dra_prepare_duration_seconds_count {DRIVER}": 7,
+        f"dra_prepare_duration_seconds_count {DRIVER}": 3,
+        f"dra_prepare_duration_seconds_bucket {DRIVER} 0.05": 1,
+        f"dra_prepare_duration_seconds_bucket {DRIVER} 0.1": 2,
+        f"dra_prepare_duration_seconds_bucket {DRIVER} +Inf": 3,
         f"dra_prepare_duration_seconds_sum {DRIVER}": 0.7,
         f"dra_prepare_failures_total {DRIVER} side": 2,
         f"dra_unprepare_duration_seconds_count {DRIVER}": 0,
+        f"dra_hook_duration_seconds_count {DRIVER} {RESOURCE} prepare": 4,
+        f"dra_hook_duration_seconds_sum {DRIVER} {RESOURCE} prepare": 0.5,
+        f"dra_hook_failures_total {DRIVER} {RESOURCE} prepare": 1,
+        f"dra_claim_read_duration_seconds_count {DRIVER}": 6,
+        f"dra_claim_read_duration_seconds_sum {DRIVER}": 0.25,
         f"handover_begun_total {RESOURCE} to-dra": 3,
         f"handover_duration_seconds_count {RESOURCE} to-dra": 2,
         f"handover_duration_seconds_sum {RESOURCE} to-dra": 1.5,
@@ -154,6 +181,19 @@ def test_status_is_made_for_json() -> None:
     assert status[DRIVER]["waiting"] == {RESOURCE: {"b": "team/train"}}
     assert status[DRIVER]["shares"] == {RESOURCE: "2"}
     assert status[DRIVER]["published"] is True
+
+
+@promtool
+def test_promtool_finds_nothing_wrong() -> None:
+    """The bridge's names, types, help and units are as Prometheus's own linter wants them."""
+    still = Still(resource("a", "b", "c", "d"))
+    still.providers.append(BridgeStatus(cast("Any", bridge())))
+    registry = CollectorRegistry(auto_describe=False)
+    registry.register(AgentCollector(still.observer().view))
+    text = generate_latest(registry)
+    assert b"deviceplugin_dra_hook_duration_seconds_sum" in text
+    done = subprocess.run(["promtool", "check", "metrics"], input=text, capture_output=True, timeout=60)
+    assert (done.returncode, done.stdout, done.stderr) == (0, b"", b"")
 
 
 def test_all_of_it_is_valid_text() -> None:
