@@ -43,6 +43,7 @@ PYTHON: Final = ".".join(map(str, sys.version_info[:3]))
 _BOUNDS: Final = (*map(str, BOUNDS), "+Inf")
 OPEN_METRICS: Final = "application/openmetrics-text"
 HEALTHS: Final = ("healthy", "unhealthy", "unknown")
+WITHHELD: Final = ("excluded", "held", "unknown")
 STATES: Final = ("plugin", "to-dra", "dra", "to-plugin", "quarantined")
 
 
@@ -58,9 +59,9 @@ _GAUGES: Final = {
     ),
     "devices_gone": ("resource", "Devices that their source no longer lists but that may still be held"),
     "devices_withheld": (
-        "resource",
-        "Devices that are offered to nobody because they may still be held (from the kubelet's files and pod cgroups); "
-        "/status has the reasons",
+        "resource reason",
+        "Devices that are offered to nobody: excluded by what is held elsewhere, held by processes of their former "
+        "pod, or unknown because evidence is missing (from the kubelet's files and pod cgroups); /status says more",
     ),
     "device_replicas": ("resource device", "Containers that may share the device (from its source)"),
     "device_state": (
@@ -178,7 +179,9 @@ def _devices(one: ResourceView, holders_known: bool, add: Callable[..., None]) -
     for key, number in sorted(counts.items()):
         add("devices", (name, *key), number)
     add("devices_gone", (name,), len(one.status.snapshot.gone))
-    add("devices_withheld", (name,), sum(bool(seen.withheld) for seen in one.devices))
+    withheld = Counter(seen.withheld.kind for seen in one.devices if seen.withheld)
+    for kind in WITHHELD:
+        add("devices_withheld", (name, kind), withheld[kind])
     if one.measured is not None:
         add("measured", (name,), one.measured.reading is not None)
 

@@ -82,7 +82,7 @@ def _device(seen: DeviceView) -> dict[str, Any]:
         "side": location.side,
         "state": location.state,
         "reason": location.reason,
-        "withheld": seen.withheld,
+        "withheld": seen.withheld.reason if seen.withheld else "",
         "numa": list(device.numa_nodes),
         "attributes": dict(device.attributes),
         "holders": seen.holders,
@@ -161,7 +161,7 @@ def _section(one: ResourceView, view: View) -> str:
 def _row(resource: str, seen: DeviceView, view: View, *, loads: bool) -> str:
     device, location = seen.device, seen.location
     numa = f"NUMA {', '.join(map(str, device.numa_nodes))}" if device.numa_nodes else ""
-    withheld = _small(f"withheld: {seen.withheld}" if seen.withheld else "")
+    withheld = _small(f"withheld: {seen.withheld.reason}" if seen.withheld else "")
     color = {"healthy": "good", "unhealthy": "bad"}.get(device.health.value, "warn")
     moving = "fine" if location.state in ("plugin", "dra") else "warn"
     cells = [

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from deviceplugin.inventory import Inventory, Snapshot
     from deviceplugin.kubelet.podresources import Holder
     from deviceplugin.kubelet.servicer import Endpoint
-    from deviceplugin.kubelet.status import ResourceStatus, Status
+    from deviceplugin.kubelet.status import ResourceStatus, Status, Withheld
     from deviceplugin.source import DeviceSource
 
 _LOG: Final = logging.getLogger(__name__)
@@ -78,7 +78,7 @@ class DeviceHolder:
 class DeviceView:
     """One device as of now.
 
-    replicas: how many containers may share it. withheld: why the agent offers it to nobody, "" if it offers it.
+    replicas: how many containers may share it. withheld: why the agent offers it to nobody, None if it offers it.
     """
 
     device: Device
@@ -87,7 +87,7 @@ class DeviceView:
     holders: tuple[DeviceHolder, ...]
     load: Mapping[str, load.Value]
     replicas: int = 1
-    withheld: str = ""
+    withheld: Withheld | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -314,7 +314,7 @@ class Observer:
                 holders.get((one.resource, name), ()),
                 reading.values.get(name, {}) if reading is not None else {},
                 self._replicas(one, device),
-                one.withheld.get(name, ""),
+                one.withheld.get(name),
             )
             for name, device in one.snapshot.devices.items()
         )

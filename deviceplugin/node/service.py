@@ -22,7 +22,7 @@ from deviceplugin.kubelet.holders import HolderSnapshot, IdsInUse
 from deviceplugin.kubelet.podresources import AllocationsInFlight
 from deviceplugin.kubelet.registration import Registration, RegistrationError, Timing
 from deviceplugin.kubelet.servicer import Endpoint
-from deviceplugin.kubelet.status import ResourceStatus
+from deviceplugin.kubelet.status import ResourceStatus, Withheld
 from deviceplugin.kubelet.tracker import HolderTracker
 from deviceplugin.node.following import SourceFollower
 from deviceplugin.source import DeviceSource
@@ -230,9 +230,10 @@ class Service:
     def status(self) -> ResourceStatus:
         """Return what is known now."""
         name, context = self.resource, self._context
-        withheld = {**context.guard.last_withheld(name), **context.gate.withheld(name)}
+        withheld = {one: Withheld("excluded", why) for one, why in context.guard.last_withheld(name).items()}
+        withheld |= {one: Withheld("unknown", why) for one, why in context.gate.withheld(name).items()}
         for device_id, reason in context.tracker.unnamed_reasons(name).items():
-            withheld.setdefault(self.endpoint.ids.device_id_of(device_id), reason)
+            withheld.setdefault(self.endpoint.ids.device_id_of(device_id), Withheld("held", reason))
         return ResourceStatus(
             name,
             self.inventory.snapshot,

@@ -52,7 +52,7 @@ class Handover:
         waits: makes the delays between two reads of the claim that a device waits for.
         group: returns the devices that a device must move together with.
 
-    Attribute waiting: what moves wait for, by device.
+    Attribute waiting: what moves wait for, by device; a `HolderWait` where that is a holder.
     """
 
     def __init__(

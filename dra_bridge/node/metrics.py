@@ -16,6 +16,8 @@ from prometheus_client.metrics_core import (
 
 from deviceplugin.metrics.collectors import buckets
 from dra_bridge.kube import Cluster
+from dra_bridge.ledger.records import State
+from dra_bridge.ledger.rules import HolderWait
 from dra_bridge.slices.publisher import PoolState, Publisher
 
 if TYPE_CHECKING:
@@ -36,6 +38,7 @@ _GAUGES: Final = {
 _COUNTERS: Final = {
     "dra_registrations": "Registrations of the driver that the kubelet accepted",
     "dra_registration_failures": "Registrations of the driver that the kubelet did not accept",
+    "dra_ledger_write_failures": "Times that the ledger could not record something; nothing was granted then",
     "dra_prepared_again": "Prepares of claims that were prepared already",
     "slice_writes": "Writes of slices that the API server accepted",
 }
@@ -64,6 +67,7 @@ def _figures(one: DriverRuntime, state: PoolState) -> Mapping[str, float]:
         "dra_registration_failures": registration.failures,
         "dra_prepared_claims": sum(claim.result is not None for claim in one.driver.records.all()),
         "dra_claims_in_flight": statistics.in_flight,
+        "dra_ledger_write_failures": one.async_ledger.write_failures,
         "dra_prepared_again": statistics.prepared_again,
         "slices_published": state.accepted >= state.wanted > 0,
         "slices": state.slices,
@@ -119,6 +123,18 @@ def _moves(drivers: Sequence[DriverRuntime]) -> Iterator[Metric]:
             begun.add_metric((resource, way), statistics.begun[way])
             duration.add_metric((resource, way), statistics.finished[way], statistics.seconds[way])
     yield from (begun, duration)
+    about = "1 for what the move of a device waits for: a holder (pod or claim), which may run for long, or evidence"
+    waits = GaugeMetricFamily("deviceplugin_handover_waits", about, labels=("resource", "device", "for"))
+    for one in drivers:
+        resources = one.resources.copy()
+        for (resource, device), record in one.async_ledger.snapshot.devices.items():
+            if record.state in (State.TO_DRA, State.TO_PLUGIN):
+                what = resources[resource].handover.waiting.get(device) if resource in resources else None
+                holder = isinstance(what, HolderWait)
+                waits.add_metric((resource, device, "holder"), holder)
+                waits.add_metric((resource, device, "evidence"), not holder)
+    if waits.samples:
+        yield waits
 
 
 def _requests(cluster: Cluster) -> Iterator[Metric]:

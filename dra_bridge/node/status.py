@@ -70,7 +70,11 @@ class BridgeStatus:
             "preparedClaims": len(driver.driver.records.all()),
             "prepareFailures": dict(driver.driver.statistics.prepare.failures),
             "shares": {resource: str(one.share) for resource, one in handovers.items()},
-            "waiting": {resource: dict(one.waiting) for resource, one in handovers.items() if one.waiting},
+            "waiting": {
+                resource: {device: str(what) for device, what in one.waiting.items()}
+                for resource, one in handovers.items()
+                if one.waiting
+            },
         }
 
 

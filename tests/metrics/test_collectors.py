@@ -34,6 +34,7 @@ from deviceplugin.addresses import parse_address
 from deviceplugin.config import MetricsConfig
 from deviceplugin.device import Device, Health
 from deviceplugin.kubelet.podresources import Holder
+from deviceplugin.kubelet.status import Withheld
 from deviceplugin.metrics import collectors as metrics
 from deviceplugin.metrics import load, web
 from deviceplugin.metrics.collectors import AgentCollector
@@ -215,6 +216,18 @@ class TestRunningAgent:
         assert (seen.value("process_resident_memory_bytes") or 0) > 2**20
         assert time.time() - (seen.value("process_start_time_seconds") or 0) < 86_400 * 30
         assert (seen.value("process_open_fds") or 0) > 3
+
+    def test_withheld_devices_are_counted_by_reason(self) -> None:
+        """What is held or excluded can be told from what is withheld because evidence is missing."""
+        withheld = {"a": Withheld("unknown", "no claim state"), "b": Withheld("held", "a process runs")}
+        view = Still(replace(resource("a", "b", "c"), withheld=withheld)).observer().view()
+        found = {
+            sample.labels["reason"]: sample.value
+            for family in AgentCollector(lambda: view).collect()
+            for sample in family.samples
+            if sample.name == "deviceplugin_devices_withheld"
+        }
+        assert found == {"excluded": 0, "held": 1, "unknown": 1}
 
     def test_points_in_time_are_named_so(self) -> None:
         """What has Unix seconds as its value ends with `_timestamp_seconds`."""

@@ -24,6 +24,7 @@ from dra_bridge.handover.moves import MoveStatistics
 from dra_bridge.handover.share import Share
 from dra_bridge.kube import RequestStatistics
 from dra_bridge.ledger.records import Claim, ClaimDevice, DeviceRecord, Snapshot, State
+from dra_bridge.ledger.rules import HolderWait
 from dra_bridge.node.status import BridgeStatus
 from dra_bridge.slices.publisher import PoolState
 from tests.metrics.views import RESOURCE, Source, Still, resource
@@ -55,16 +56,21 @@ def bridge(**changes: Any) -> Any:
     ]
     moves = MoveStatistics()
     moves.begun["to-dra"], moves.finished["to-dra"], moves.seconds["to-dra"] = 3, 2, 1.5
-    moving = SimpleNamespace(statistics=moves, waiting={"b": "team/train"}, share=Share(2))
+    moving = SimpleNamespace(
+        statistics=moves, waiting={"b": HolderWait("team/train"), "c": "a list of claims"}, share=Share(2)
+    )
     source = Source()
     source.driver = DRIVER
     one = SimpleNamespace(
         name=DRIVER,
-        async_ledger=SimpleNamespace(snapshot=Snapshot(1, records, {}, {(DRIVER, one.uid): one for one in claims})),
+        async_ledger=SimpleNamespace(
+            write_failures=2, snapshot=Snapshot(1, records, {}, {(DRIVER, one.uid): one for one in claims})
+        ),
         driver=SimpleNamespace(
             records=SimpleNamespace(all=lambda: claims),
             statistics=ClaimStatistics(
                 CallStatistics(5, Counter({"side": 2}), durations(0.04, 0.06, 0.6)),
+                CallStatistics(failures=Counter({"running": 1})),
                 prepared_again=1,
                 hook_calls=Counter({HookKey(RESOURCE, "prepare"): 4}),
                 hook_failures=Counter({HookKey(RESOURCE, "prepare"): 1}),
@@ -134,6 +140,11 @@ def test_figures_are_those_of_the_parts() -> None:
         f"handover_begun_total {RESOURCE} to-dra": 3,
         f"handover_duration_seconds_count {RESOURCE} to-dra": 2,
         f"handover_duration_seconds_sum {RESOURCE} to-dra": 1.5,
+        f"handover_waits {RESOURCE} b holder": 1,
+        f"handover_waits {RESOURCE} b evidence": 0,
+        f"handover_waits {RESOURCE} c holder": 0,
+        f"handover_waits {RESOURCE} c evidence": 1,
+        f"dra_ledger_write_failures_total {DRIVER}": 2,
         f"slices_published {DRIVER}": 1,
         f"slice_devices {DRIVER}": 2,
         f"slice_writes_total {DRIVER}": 9,
@@ -142,6 +153,7 @@ def test_figures_are_those_of_the_parts() -> None:
         "api_watches_total": 3,
         "api_reachable": 1,
     }.items() <= found.items()
+    assert not any(name.startswith(f"handover_waits {RESOURCE} a") for name in found)
 
 
 def test_ready_when_registered_and_published() -> None:
@@ -178,7 +190,7 @@ def test_a_driver_that_the_kubelet_refused_is_said() -> None:
 def test_status_is_made_for_json() -> None:
     """Everything in it can be written."""
     status = json.loads(json.dumps(BridgeStatus(bridge()).report().status))
-    assert status[DRIVER]["waiting"] == {RESOURCE: {"b": "team/train"}}
+    assert status[DRIVER]["waiting"] == {RESOURCE: {"b": "team/train", "c": "a list of claims"}}
     assert status[DRIVER]["shares"] == {RESOURCE: "2"}
     assert status[DRIVER]["published"] is True
 
