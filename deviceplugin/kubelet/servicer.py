@@ -155,9 +155,9 @@ class Endpoint(DevicePluginServicer):
         self, request: pb.AllocateRequest, context: grpc.aio.ServicerContext[pb.AllocateRequest, pb.AllocateResponse]
     ) -> pb.AllocateResponse:
         with self._calls.busy(0.0), self._allocations.busy():
+            wanted = [tuple(container.devices_ids) for container in request.container_requests]
+            names = [name for container in wanted for name in container]
             try:
-                wanted = [tuple(container.devices_ids) for container in request.container_requests]
-                names = [name for container in wanted for name in container]
                 await self._refuse_held(names)
                 if self._release_former is not None:
                     await self._release_former(names)
@@ -169,7 +169,8 @@ class Endpoint(DevicePluginServicer):
                     annotate(response, self.resource, now, self._guard.boot)
             except Refusal as refusal:
                 self.statistics.refusals[refusal.reason] += 1
-                _LOG.warning("%s: Allocate refused: %s", self.resource, refusal.details)
+                extra = {"resource": self.resource, "device": ", ".join(map(printable, names[:SHOWN_IDS]))}
+                _LOG.warning("%s: Allocate refused: %s", self.resource, refusal.details, extra=extra)
                 await context.abort(refusal.code, refusal.details)
             self.statistics.allocations += 1
             self.statistics.devices_allocated += len(names)

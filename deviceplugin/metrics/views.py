@@ -15,13 +15,14 @@ from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Final, Protocol
 
+from deviceplugin import inventory
 from deviceplugin.metrics import load
 from deviceplugin.metrics.report import DEFAULT_LOCATION, DeviceLocation, Provider, ProviderReport
 from deviceplugin.sharing import device_of
 
 if TYPE_CHECKING:
     from deviceplugin.device import Device
-    from deviceplugin.inventory import Inventory, Snapshot
+    from deviceplugin.inventory import Inventory
     from deviceplugin.kubelet.podresources import Holder
     from deviceplugin.kubelet.servicer import Endpoint
     from deviceplugin.kubelet.status import ResourceStatus, Status, Withheld
@@ -147,8 +148,9 @@ def events_between(before: ResourceStatus | None, now: ResourceStatus, at: float
 
 
 def _changes(before: ResourceStatus, now: ResourceStatus) -> Iterable[tuple[str, bool]]:
-    if now.snapshot is not before.snapshot:
-        yield from _device_changes(before.snapshot, now.snapshot)
+    if before.snapshot.listed:
+        for change in inventory.changes(before.snapshot, now.snapshot):
+            yield f"{change.device} {change.text}", change.bad
     if now.registered != before.registered:
         text = "registered with the kubelet" if now.registered else "not registered with the kubelet any more"
         yield text, not now.registered
@@ -166,20 +168,6 @@ def _changes(before: ResourceStatus, now: ResourceStatus) -> Iterable[tuple[str,
             yield f"{one} went to {_plugin_holder(holder).text}", False
         if old and not new:
             yield f"{one} came free", False
-
-
-def _device_changes(before: Snapshot, now: Snapshot) -> Iterable[tuple[str, bool]]:
-    for one, device in now.devices.items():
-        old = before.devices.get(one)
-        if old is None:
-            if before.listed:
-                yield f"{one} appeared", False
-        elif old.health is not device.health:
-            message = f": {device.message}" if device.message else ""
-            yield f"{one} is {device.health.value}{message}", not device.health.usable
-    for one in before.devices:
-        if one not in now.devices:
-            yield f"{one} was forgotten", False
 
 
 def _plugin_holder(holder: Holder) -> DeviceHolder:

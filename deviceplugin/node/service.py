@@ -24,6 +24,7 @@ from deviceplugin.kubelet.registration import Registration, RegistrationError, T
 from deviceplugin.kubelet.servicer import Endpoint
 from deviceplugin.kubelet.status import ResourceStatus, Withheld
 from deviceplugin.kubelet.tracker import HolderTracker
+from deviceplugin.node.device_log import InventoryLog
 from deviceplugin.node.following import SourceFollower
 from deviceplugin.source import DeviceSource
 from deviceplugin.source_check import check_sources
@@ -55,6 +56,7 @@ class Service:
     def __init__(self, source: DeviceSource, context: ServiceContext) -> None:
         self.source = source
         self.inventory = Inventory(source.resource)
+        self.inventory.subscribe(InventoryLog(source.resource))
         self.follower = SourceFollower(source, self.inventory, self._take_source, self._adopt_existing)
         self.endpoint = Endpoint(
             source,

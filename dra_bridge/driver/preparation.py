@@ -32,7 +32,7 @@ from typing import Any, Final, NamedTuple, TypeVar
 import msgspec
 
 from deviceplugin import cdi, hooks
-from deviceplugin.device import ContainerEdits, EditConflictError
+from deviceplugin.device import ContainerEdits, EditConflictError, counted
 from deviceplugin.durations import Durations
 from deviceplugin.kubelet.claim_state import ClaimStateError
 from deviceplugin.kubelet.exclusion_guard import ConflictError, ExclusionGuard
@@ -279,7 +279,8 @@ class ClaimPreparation:
         except BaseException as error:
             failure = _as_claim_error(error, f"claim {ref.title}", self.deadline)
             statistics.failures[failure.reason] += 1
-            _LOG.warning("%s: cannot %s claim %s (%s): %s", self.records.driver, verb, ref.title, ref.uid, failure)
+            text, extra = "%s: cannot %s claim %s (%s): %s", {"driver": self.records.driver, "claim": ref.title}
+            _LOG.warning(text, self.records.driver, verb, ref.title, ref.uid, failure, extra=extra)
             return failure
         finally:
             self.statistics.in_flight -= 1
@@ -339,6 +340,7 @@ class ClaimPreparation:
         self.statistics.prepare.done += 1
         self.changed()
         self.events.prepared(ref, prepared)
+        _log("prepared", record)
         return prepared
 
     async def _undo(self, ref: ClaimRef, record: Claim, *, traces: bool) -> None:
@@ -405,6 +407,16 @@ class ClaimPreparation:
             self.statistics.unprepare.done += 1
             self.changed()
             self.devices.released(known)
+            _log("unprepared", known)
+
+
+def _log(verb: str, claim: Claim) -> None:
+    """Log that a claim was prepared or unprepared, its devices at DEBUG."""
+    extra = {"driver": claim.driver, "claim": claim.title}
+    _LOG.info("%s: claim %s was %s: %s", claim.driver, claim.title, verb, counted(len(claim.devices)), extra=extra)
+    for one in claim.devices if _LOG.isEnabledFor(logging.DEBUG) else ():
+        where = {**extra, "resource": one.resource, "device": one.device}
+        _LOG.debug("%s: claim %s has device %s of %s", claim.driver, claim.title, one.device, one.resource, extra=where)
 
 
 def _still_running(ref: ClaimRef, users: frozenset[str], unlisted: frozenset[str] = frozenset()) -> ClaimError:

@@ -236,11 +236,11 @@ class TestEvents:
         assert self.changes(before, now) == [
             ("a is unhealthy: XID 79", True),
             ("d appeared", False),
-            ("c is unhealthy: the device is gone", True),
+            ("c vanished", True),
         ]
         assert self.changes(now, before) == [
-            ("a is healthy", False),
-            ("c is healthy", False),
+            ("a recovered", False),
+            ("c recovered", False),
             ("d was forgotten", False),
         ]
 
