@@ -17,7 +17,15 @@ from typing import TYPE_CHECKING, Final, Protocol
 
 from deviceplugin import inventory
 from deviceplugin.metrics import load
-from deviceplugin.metrics.report import DEFAULT_LOCATION, DeviceLocation, Provider, ProviderReport
+from deviceplugin.metrics.report import (
+    DEFAULT_LOCATION,
+    DeviceLocation,
+    Event,
+    EventSource,
+    Provider,
+    ProviderReport,
+    ShareProgress,
+)
 from deviceplugin.sharing import device_of
 
 if TYPE_CHECKING:
@@ -93,22 +101,13 @@ class DeviceView:
 
 @dataclass(frozen=True, slots=True)
 class ResourceView:
-    """One resource as of now. measured: its gauge, None if the source cannot measure."""
+    """One resource as of now. measured: its gauge, None if its source cannot measure. share: None without driver."""
 
     name: str
     status: ResourceStatus
     devices: tuple[DeviceView, ...]
     measured: load.Gauge | None
-
-
-@dataclass(frozen=True, slots=True)
-class Event:
-    """Something that happened; at: Unix seconds."""
-
-    at: float
-    resource: str
-    text: str
-    bad: bool = False
+    share: ShareProgress | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -254,15 +253,19 @@ class Observer:
     def note(self, status: Status) -> None:
         """Note what happened since the last status."""
         now = time.time()
+        new: list[Event] = []
         for one in status.resources:
             # Statistics go on counting: keep them as they are now.
             endpoint = replace(one.endpoint, refusals=dict(one.endpoint.refusals))
             kept = replace(one, endpoint=endpoint, registration=replace(one.registration))
-            new = events_between(self._before.get(one.resource), kept, now)
-            self._events = (*self._events, *new)[-SHOWN_EVENTS:]
+            new += events_between(self._before.get(one.resource), kept, now)
             self._before[one.resource] = kept
         for gone in self._before.keys() - {one.resource for one in status.resources}:
             del self._before[gone]
+        for provider in tuple(self._agent.providers):
+            if isinstance(provider, EventSource):
+                new += provider.events()
+        self._events = (*self._events, *sorted(new, key=lambda event: event.at))[-SHOWN_EVENTS:]
 
     def view(self) -> View:
         """Return what is known now."""
@@ -271,9 +274,10 @@ class Observer:
         known = status.scanned_at is not None and time.monotonic() - status.scanned_at < HOLDERS_STALE
         holders = self._holders(status, reports, known=known)
         locations = {key: location for report in reports.values() for key, location in report.locations.items()}
+        shares = {resource: share for report in reports.values() for resource, share in report.shares.items()}
         return View(
             time.time(),
-            tuple(self._resource(one, locations, holders) for one in status.resources),
+            tuple(self._resource(one, locations, holders, shares.get(one.resource)) for one in status.resources),
             status.double_allocations,
             known,
             reports,
@@ -291,6 +295,7 @@ class Observer:
         one: ResourceStatus,
         locations: Mapping[tuple[str, str], DeviceLocation],
         holders: Mapping[tuple[str, str], tuple[DeviceHolder, ...]],
+        share: ShareProgress | None,
     ) -> ResourceView:
         gauge = self._gauges.get(one.resource)
         reading = gauge.reading if gauge is not None else None
@@ -306,7 +311,7 @@ class Observer:
             )
             for name, device in one.snapshot.devices.items()
         )
-        return ResourceView(one.resource, one, tuple(devices), gauge)
+        return ResourceView(one.resource, one, tuple(devices), gauge, share)
 
     def _replicas(self, status: ResourceStatus, device: Device) -> int:
         if status.replicas == 1 or (service := self._agent.services.get(status.resource)) is None:
