@@ -42,18 +42,24 @@ class InventoryLog:
 
 
 class HolderLog:
-    """Logs which pods got devices and gave them back, as scans find it out. title: a pod's name by its UID."""
+    """Logs which pods got devices and gave them back, as scans find it out. title: a pod's name by its UID.
+
+    What it is called with first was held before.
+    """
 
     def __init__(self, title: Callable[[str], str]) -> None:
         self._title = title
-        self._before: frozenset[Allocation] = frozenset()
+        self._before: frozenset[Allocation] | None = None
 
     def __call__(self, held: Collection[Allocation]) -> None:
         """Log what changed since the scan before."""
         now = frozenset(held)
-        if now == self._before:
-            return
-        for verb, those in (("gave back", self._before - now), ("got", now - self._before)):
+        before, self._before = self._before, now
+        if before is None:
+            verbs = [("has", now)]
+        else:
+            verbs = [("gave back", before - now), ("got", now - before)] if now != before else []
+        for verb, those in verbs:
             found: dict[tuple[str, str], set[str]] = defaultdict(set)
             for one in those:
                 found[one.resource, one.pod_uid].add(one.device_id)
@@ -63,4 +69,3 @@ class HolderLog:
                 _LOG.info("%s: pod %s %s %s", resource, pod, verb, counted(len(ids)), extra=extra)
                 for name in sorted(ids) if _LOG.isEnabledFor(logging.DEBUG) else ():
                     _LOG.debug("%s: pod %s %s %s", resource, pod, verb, name, extra={**extra, "device": name})
-        self._before = now

@@ -69,6 +69,7 @@ def test_allocations_are_counted_by_pod(caplog: pytest.LogCaptureFixture) -> Non
     log = HolderLog({"u1": "team/train"}.__getitem__)
     held = [Allocation("u1", "main", R, one) for one in ("a", "b")]
     with caplog.at_level(logging.INFO):
+        log([])
         log(held)
         log(held)
         assert said(caplog) == [f"INFO {R}: pod team/train got 2 devices"]
@@ -78,6 +79,13 @@ def test_allocations_are_counted_by_pod(caplog: pytest.LogCaptureFixture) -> Non
             f"INFO {R}: pod team/train gave back 1 device",
             f"DEBUG {R}: pod team/train gave back b",
         ]
+
+
+def test_what_was_held_before_was_not_just_allocated(caplog: pytest.LogCaptureFixture) -> None:
+    """An agent that starts says what pods have, not that they got it."""
+    with caplog.at_level(logging.INFO):
+        HolderLog({"u1": "team/train"}.__getitem__)([Allocation("u1", "main", R, "a")])
+        assert said(caplog) == [f"INFO {R}: pod team/train has 1 device"]
 
 
 def test_json_lines_have_fields_and_text_lines_do_not_repeat_them(
