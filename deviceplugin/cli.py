@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, Final, cast
 
 from deviceplugin.node import logs
 from deviceplugin.node.options import EXITS, add_run_options, run_options
+from deviceplugin.version import VERSION
 
 if TYPE_CHECKING:
     from deviceplugin.config import Config, ConfigError
@@ -161,12 +162,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 class _Version(argparse.Action):
     def __call__(self, parser: argparse.ArgumentParser, *_: object) -> None:
-        from importlib.metadata import PackageNotFoundError, version
-
-        try:
-            print(f"{parser.prog} {version('deviceplugin')}")
-        except PackageNotFoundError:
-            print(f"{parser.prog}, not installed")
+        print(f"{parser.prog} {VERSION}")
         parser.exit()
 
 

@@ -45,6 +45,11 @@ class EditConflictError(ValueError):
     """Raised when two edits of one container contradict each other."""
 
 
+def counted(number: int) -> str:
+    """Return so many devices in words: "1 device", "2 devices"."""
+    return f"{number} device{'' if number == 1 else 's'}"
+
+
 def printable(text: str) -> str:
     """Return text with its control and other unprintable characters escaped."""
     return text if text.isprintable() else "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)

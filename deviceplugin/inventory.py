@@ -7,10 +7,10 @@ who knows the holders calls `forget`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import Final
+from typing import Final, NamedTuple
 
 from deviceplugin.device import Device, Health
 
@@ -77,6 +77,34 @@ def without(before: Snapshot, forgotten: Iterable[str]) -> Snapshot:
     devices = {name: device for name, device in before.devices.items() if name not in drop}
     identities = {name: tokens for name, tokens in before.identities.items() if name not in drop}
     return Snapshot(before.resource, before.version + 1, devices, before.gone - drop, identities)
+
+
+class Change(NamedTuple):
+    """What happened to a device, in words; bad: it cannot be used since."""
+
+    device: str
+    text: str
+    bad: bool = False
+
+
+def changes(before: Snapshot, now: Snapshot) -> Iterator[Change]:
+    """Yield what happened to devices between two snapshots; after the first list, only which are not usable."""
+    for name, device in now.devices.items():
+        old = before.devices.get(name)
+        why = f": {device.message}" if device.message else ""
+        if name in now.gone:
+            if name not in before.gone:
+                yield Change(name, "vanished", bad=True)
+        elif old is None:
+            if before.listed:
+                yield Change(name, "appeared")
+            if not device.health.usable:
+                yield Change(name, f"is {device.health.value}{why}", bad=True)
+        elif old.health is not device.health:
+            recovered = device.health is Health.HEALTHY
+            yield Change(name, "recovered" if recovered else f"is {device.health.value}{why}", not device.health.usable)
+    for name in before.devices.keys() - now.devices.keys():
+        yield Change(name, "was forgotten")
 
 
 class Inventory:

@@ -12,8 +12,10 @@ import pytest
 import yaml
 
 from deviceplugin import DeviceSource, Health, config
+from deviceplugin.metrics.collectors import LOOP_TIMEOUT
 from deviceplugin.testing import FakeKubelet
-from dra_bridge.manifests import Deployment
+from deviceplugin.version import VERSION
+from dra_bridge.manifests import Deployment, manifests
 from tests.programs import running
 
 ROOT = Path(__file__).parent.parent
@@ -90,10 +92,22 @@ def test_daemonset_carries_a_valid_file_and_runs_it() -> None:
     assert daemonset["spec"]["updateStrategy"]["rollingUpdate"]["maxSurge"] == 0
 
 
+def test_probes_wait_longer_than_the_agent_takes() -> None:
+    """No probe gives up before the agent has answered that its loop stands still, nor at the default of 1 s."""
+    text = "resources: [{name: a/b, driver: b.a, devices: [path: /dev/x]}]"
+    _, plugin = yaml.safe_load_all((EXAMPLES / "daemonset.yaml").read_text())
+    (bridge,) = (one for one in manifests(config.parse(text), text) if one["kind"] == "DaemonSet")
+    for daemonset, count in ((plugin, 2), (bridge, 3)):
+        (container,) = daemonset["spec"]["template"]["spec"]["containers"]
+        probes = [value for key, value in container.items() if key.endswith("Probe")]
+        assert len(probes) == count
+        assert all(probe["timeoutSeconds"] > LOOP_TIMEOUT > 1 for probe in probes)
+
+
 def test_image_has_one_name() -> None:
     """What the README builds is what the Dockerfile says, and what daemonset.yaml and the printed manifests run."""
-    (version,) = re.findall(r"^version = (.+)$", (ROOT / "setup.cfg").read_text(), re.MULTILINE)
-    name = f"deviceplugin:{version}"
+    assert "\nversion = attr: deviceplugin.version.VERSION\n" in (ROOT / "setup.cfg").read_text()
+    name = f"deviceplugin:{VERSION}"
     command = f"docker build -f examples/Dockerfile -t {name} ."
     assert command in (ROOT / "README.md").read_text()
     assert command in (EXAMPLES / "Dockerfile").read_text()

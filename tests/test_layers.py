@@ -22,6 +22,7 @@ BASE = {
     "backoff",
     "cdi",
     "device",
+    "durations",
     "exclusion",
     "files",
     "filewatch",
@@ -34,6 +35,7 @@ BASE = {
     "source",
     "source_check",
     "topology",
+    "version",
 }
 """Modules at the top level of deviceplugin that count as one layer, `base`."""
 TOP = {"", "__main__", "cli", "demo"}

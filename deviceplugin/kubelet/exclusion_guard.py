@@ -264,7 +264,8 @@ class ExclusionGuard:
         before = self._withheld.get((resource, side), {})
         for device, why in withheld.items():
             if before.get(device) != why:
-                _LOG.info("%s: device %s is not offered (%s): %s", resource, device, side, why)
+                extra = {"resource": resource, "device": device}
+                _LOG.info("%s: device %s is not offered (%s): %s", resource, device, side, why, extra=extra)
         self._withheld[resource, side] = withheld
         return withheld
 

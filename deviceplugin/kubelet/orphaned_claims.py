@@ -185,10 +185,12 @@ class OrphanedClaimGate(AllowAll):
         before = self._withheld.get((resource, device), "")
         if holder and holder != before:
             self._withheld[resource, device] = holder
-            _LOG.warning("%s: device %s is withheld from pods: %s", resource, device, holder)
+            extra = {"resource": resource, "device": device}
+            _LOG.warning("%s: device %s is withheld from pods: %s", resource, device, holder, extra=extra)
         elif before and not holder:
             del self._withheld[resource, device]
-            _LOG.info("%s: device %s is offered to pods again", resource, device)
+            extra = {"resource": resource, "device": device}
+            _LOG.info("%s: device %s is offered to pods again", resource, device, extra=extra)
         return holder
 
     def offers(self, resource: str, device: str) -> bool:

@@ -416,7 +416,7 @@ class Registration:
         self.statistics.registered = True
         self._last_kubelet, self._last_logged = kubelet, ""
         self._accepted = Accepted(kubelet, time.monotonic(), options, streams)
-        _LOG.info("%s: registered%s as %s", resource, again, name)
+        _LOG.info("%s: registered%s as %s", resource, again, name, extra={"resource": resource})
         return True
 
     async def _answered(

@@ -16,6 +16,7 @@ import grpc.aio
 
 from deviceplugin import hooks
 from deviceplugin.device import MAX_ID, NO_EDITS, ContainerEdits, Device, EditConflictError, printable
+from deviceplugin.durations import Durations
 from deviceplugin.inventory import Inventory
 from deviceplugin.kubelet import preference
 from deviceplugin.kubelet.allocation_gate import AllocationGate, AllowAll, Refusal
@@ -41,6 +42,7 @@ class ServicerStatistics:
     """What an endpoint has done so far; counters only grow. Durations in seconds."""
 
     allocations: int = 0
+    allocation_durations: Durations = field(default_factory=Durations)
     devices_allocated: int = 0
     refusals: dict[str, int] = field(default_factory=partial(defaultdict, int))
     lists_sent: int = 0
@@ -143,10 +145,19 @@ class Endpoint(DevicePluginServicer):
         self, request: pb.AllocateRequest, context: grpc.aio.ServicerContext[pb.AllocateRequest, pb.AllocateResponse]
     ) -> pb.AllocateResponse:
         """Allocate devices to containers: all of the request or nothing."""
+        began = time.perf_counter()
+        try:
+            return await self._allocate(request, context)
+        finally:
+            self.statistics.allocation_durations.add(time.perf_counter() - began)
+
+    async def _allocate(
+        self, request: pb.AllocateRequest, context: grpc.aio.ServicerContext[pb.AllocateRequest, pb.AllocateResponse]
+    ) -> pb.AllocateResponse:
         with self._calls.busy(0.0), self._allocations.busy():
+            wanted = [tuple(container.devices_ids) for container in request.container_requests]
+            names = [name for container in wanted for name in container]
             try:
-                wanted = [tuple(container.devices_ids) for container in request.container_requests]
-                names = [name for container in wanted for name in container]
                 await self._refuse_held(names)
                 if self._release_former is not None:
                     await self._release_former(names)
@@ -158,7 +169,8 @@ class Endpoint(DevicePluginServicer):
                     annotate(response, self.resource, now, self._guard.boot)
             except Refusal as refusal:
                 self.statistics.refusals[refusal.reason] += 1
-                _LOG.warning("%s: Allocate refused: %s", self.resource, refusal.details)
+                extra = {"resource": self.resource, "device": ", ".join(map(printable, names[:SHOWN_IDS]))}
+                _LOG.warning("%s: Allocate refused: %s", self.resource, refusal.details, extra=extra)
                 await context.abort(refusal.code, refusal.details)
             self.statistics.allocations += 1
             self.statistics.devices_allocated += len(names)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Literal, NamedTuple
 
 from deviceplugin.inventory import Snapshot
 from deviceplugin.kubelet.podresources import ClaimUse, Holder
@@ -11,9 +12,20 @@ from deviceplugin.kubelet.registration import RegistrationStatistics
 from deviceplugin.kubelet.servicer import ServicerStatistics
 
 
+class Withheld(NamedTuple):
+    """Why a device is offered to nobody, in words for people.
+
+    kind: "excluded" (what is held under another id, or elsewhere, excludes it), "held" (processes of its former pod
+    run) or "unknown" (evidence is missing, or a claim holds it of a driver that is not served).
+    """
+
+    kind: Literal["excluded", "held", "unknown"]
+    reason: str
+
+
 @dataclass(frozen=True, slots=True)
 class ResourceStatus:
-    """One resource as of now. holders: by the kubelet's device ids. withheld: as in `Service.withheld`."""
+    """One resource as of now. holders: by the kubelet's device ids. withheld: by device."""
 
     resource: str
     snapshot: Snapshot
@@ -24,7 +36,7 @@ class ResourceStatus:
     endpoint: ServicerStatistics
     registration: RegistrationStatistics
     source_error: str
-    withheld: Mapping[str, str] = field(default_factory=dict)
+    withheld: Mapping[str, Withheld] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,6 +1,7 @@
 """The Prometheus metrics of an agent, and the routes of its HTTP server. Loaded only when metrics are wanted.
 
-Each scrape turns a view into families. Nothing is counted here, and no registry of the process is used.
+Each scrape turns a view into families. Nothing is counted here, and no registry of the process is used; `process_*` is
+what the client library reads of this process.
 """
 
 from __future__ import annotations
@@ -8,33 +9,41 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import sys
 import threading
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import accumulate
 from typing import TYPE_CHECKING, Any, Final
 
-from prometheus_client import CollectorRegistry
+from prometheus_client import CollectorRegistry, ProcessCollector
 from prometheus_client.exposition import choose_encoder
 from prometheus_client.metrics_core import (
     CounterMetricFamily,
     GaugeMetricFamily,
+    HistogramMetricFamily,
     InfoMetricFamily,
     Metric,
     SummaryMetricFamily,
 )
 
+from deviceplugin.durations import BOUNDS, Durations
 from deviceplugin.metrics import web
 from deviceplugin.metrics.load import QUANTITIES
 from deviceplugin.metrics.report import DEFAULT_LOCATION
 from deviceplugin.metrics.views import ObservedAgent, Observer, ResourceView, View
+from deviceplugin.version import VERSION
 
 if TYPE_CHECKING:
     from deviceplugin.config import MetricsConfig
 
 _LOG: Final = logging.getLogger(__name__)
 LOOP_TIMEOUT: Final = 2.0  # seconds within which a living loop answers /healthz
+PYTHON: Final = ".".join(map(str, sys.version_info[:3]))
+_BOUNDS: Final = (*map(str, BOUNDS), "+Inf")
 OPEN_METRICS: Final = "application/openmetrics-text"
 HEALTHS: Final = ("healthy", "unhealthy", "unknown")
+WITHHELD: Final = ("excluded", "held", "unknown")
 STATES: Final = ("plugin", "to-dra", "dra", "to-plugin", "quarantined")
 
 
@@ -50,16 +59,16 @@ _GAUGES: Final = {
     ),
     "devices_gone": ("resource", "Devices that their source no longer lists but that may still be held"),
     "devices_withheld": (
-        "resource",
-        "Devices that are offered to nobody because they may still be held (from the kubelet's files and pod cgroups); "
-        "/status has the reasons",
+        "resource reason",
+        "Devices that are offered to nobody: excluded by what is held elsewhere, held by processes of their former "
+        "pod, or unknown because evidence is missing (from the kubelet's files and pod cgroups); /status says more",
     ),
     "device_replicas": ("resource device", "Containers that may share the device (from its source)"),
     "device_state": (
         "resource device state",
         "1 for the current handover state of the device, 0 for the others (from the ledger)",
     ),
-    "device_state_since_seconds": (
+    "device_state_since_timestamp_seconds": (
         "resource device",
         "Unix time at which the device entered its handover state (from the ledger)",
     ),
@@ -91,13 +100,17 @@ _SUMMARIES: Final = {
     "hook_duration_seconds": ("resource hook", "Time that the source's hooks took, by hook"),
 }
 _INFOS: Final = {
+    "build": ("version python", "Version of the agent, and of the Python that runs it"),
     "allocation": (
         "resource device side namespace pod container claim",
         "Holder of a device, one series per holder (from the kubelet's checkpoint and PodResources service, and the "
         "ledger)",
-    )
+    ),
 }
-_ABSENT_IF_EMPTY: Final = ("device_state", "device_state_since_seconds", "measured", "provider_up")
+_HISTOGRAMS: Final = {
+    "allocation_duration_seconds": ("resource", "Time to answer Allocate, refusals included"),
+}
+_ABSENT_IF_EMPTY: Final = ("device_state", "device_state_since_timestamp_seconds", "measured", "provider_up")
 
 
 class AgentCollector:
@@ -116,6 +129,7 @@ class AgentCollector:
             (CounterMetricFamily, _COUNTERS),
             (SummaryMetricFamily, _SUMMARIES),
             (InfoMetricFamily, _INFOS),
+            (HistogramMetricFamily, _HISTOGRAMS),
         ):
             for name, (labels, about) in table.items():
                 families[name] = make(f"deviceplugin_{name}", about, labels=labels.split())
@@ -123,6 +137,7 @@ class AgentCollector:
         def add(name: str, labels: Sequence[str], *values: object) -> None:
             families[name].add_metric(labels, *values)
 
+        add("build", (VERSION, PYTHON), {})
         add("holders_known", (), view.holders_known)
         add("kubelet_double_allocations", (), view.double_allocations)
         for one in view.resources:
@@ -153,7 +168,7 @@ def _devices(one: ResourceView, holders_known: bool, add: Callable[..., None]) -
         if location is not DEFAULT_LOCATION:
             for word in STATES:
                 add("device_state", (name, device, word), word == location.state)
-            add("device_state_since_seconds", (name, device), location.since)
+            add("device_state_since_timestamp_seconds", (name, device), location.since)
         rows = dict.fromkeys(
             (holder.side, holder.namespace, holder.pod, holder.container, holder.claim) for holder in seen.holders
         )
@@ -164,7 +179,9 @@ def _devices(one: ResourceView, holders_known: bool, add: Callable[..., None]) -
     for key, number in sorted(counts.items()):
         add("devices", (name, *key), number)
     add("devices_gone", (name,), len(one.status.snapshot.gone))
-    add("devices_withheld", (name,), sum(bool(seen.withheld) for seen in one.devices))
+    withheld = Counter(seen.withheld.kind for seen in one.devices if seen.withheld)
+    for kind in WITHHELD:
+        add("devices_withheld", (name, kind), withheld[kind])
     if one.measured is not None:
         add("measured", (name,), one.measured.reading is not None)
 
@@ -182,6 +199,7 @@ def _service(one: ResourceView, add: Callable[..., None]) -> None:
     add("kubelet_restarts", key, registration.kubelet_restarts)
     add("lists_sent", key, servicer.lists_sent)
     add("allocations", key, servicer.allocations)
+    add("allocation_duration_seconds", key, *buckets(servicer.allocation_durations))
     add("allocated_devices", key, servicer.devices_allocated)
     for reason, count in sorted(dict(servicer.refusals).items()):
         add("allocation_refusals", (one.name, reason), count)
@@ -192,6 +210,11 @@ def _service(one: ResourceView, add: Callable[..., None]) -> None:
     for hook in sorted(calls):
         add("hook_duration_seconds", (one.name, hook), calls[hook], seconds.get(hook, 0.0))
         add("hook_failures", (one.name, hook), failures.get(hook, 0))
+
+
+def buckets(durations: Durations) -> tuple[list[tuple[str, float]], float]:
+    """Return what a HistogramMetricFamily takes: upper bounds with cumulated counts, and the sum in seconds."""
+    return list(zip(_BOUNDS, accumulate(tuple(durations.counts)), strict=True)), durations.seconds
 
 
 def _loads(view: View) -> Iterable[Metric]:
@@ -223,6 +246,7 @@ class Pages:
         self._view = view
         self._registry = CollectorRegistry(auto_describe=False)
         self._registry.register(collector)
+        ProcessCollector(registry=self._registry)
         self._loop = loop
         lock = threading.Lock()
         self.routes = {

@@ -17,8 +17,10 @@ import msgspec
 
 if TYPE_CHECKING:
     from deviceplugin.metrics.load import Value
-    from deviceplugin.metrics.views import DeviceView, Event, ResourceView, View
+    from deviceplugin.metrics.report import Event, ShareProgress
+    from deviceplugin.metrics.views import DeviceView, ResourceView, View
 
+SHOWN_ATTENTION: Final = 10  # devices that are named above the tables
 SHOWN_HOLDERS: Final = 4  # holders of one device that are shown at once; the others on demand
 STATES: Final = {
     "plugin": "device plugin",
@@ -61,6 +63,7 @@ def _resource(one: ResourceView) -> dict[str, Any]:
         "registered": known.registered,
         "kubeletListens": known.live,
         "replicas": known.replicas,
+        "share": one.share,
         "sourceError": known.source_error,
         "measureError": one.measured.error if one.measured is not None else "",
         "registrations": registration.registrations,
@@ -82,7 +85,7 @@ def _device(seen: DeviceView) -> dict[str, Any]:
         "side": location.side,
         "state": location.state,
         "reason": location.reason,
-        "withheld": seen.withheld,
+        "withheld": seen.withheld.reason if seen.withheld else "",
         "numa": list(device.numa_nodes),
         "attributes": dict(device.attributes),
         "holders": seen.holders,
@@ -120,7 +123,12 @@ def headers() -> Mapping[str, str]:
 
 def html(view: View) -> bytes:
     """Return the view as a page."""
-    parts = [*_problems(view), *(_section(one, view) for one in view.resources), _events(view.events)]
+    parts = [
+        *_problems(view),
+        *_attention(view),
+        *(_section(one, view) for one in view.resources),
+        _events(view.events),
+    ]
     at = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(view.at))
     return _template().substitute(node=escape(node_name()), at=at, main="\n".join(parts)).encode(errors="replace")
 
@@ -140,6 +148,50 @@ def _problems(view: View) -> Iterable[str]:
         yield '<div class="wrong"><ul>' + "".join(f"<li>{escape(reason)}</li>" for reason in reasons) + "</ul></div>"
 
 
+def attention(seen: DeviceView) -> tuple[int, str]:
+    """Return how soon a device needs to be looked at, 0 first, and why; the reason is "" if it need not be."""
+    device, location = seen.device, seen.location
+    if location.state == "quarantined":
+        return 0, f"quarantined: {location.reason}"
+    if not device.health.usable:
+        return 0, f"{device.health.value}: {device.message}" if device.message else device.health.value
+    if seen.withheld:
+        return 1, f"withheld: {seen.withheld.reason}"
+    if device.health.value == "unknown":
+        return 2, f"health unknown: {device.message}" if device.message else "health unknown"
+    return (3, "") if location.state in ("to-dra", "to-plugin") else (4, "")
+
+
+def _attention(view: View) -> Iterable[str]:
+    """Yield the devices that need attention, of all resources, each with a link to its row."""
+    found = [(*attention(seen), one.name, seen.device.id) for one in view.resources for seen in one.devices]
+    found = sorted((one for one in found if one[1]), key=lambda one: one[0])
+    if not found:
+        return
+    lines = [
+        f'<li><a href="#{_mark(resource, device)}">{escape(device)}</a> {_span("dim", resource)} '
+        f"{_span('bad' if urgent == 0 else 'warn', why)}</li>"
+        for urgent, why, resource, device in found[:SHOWN_ATTENTION]
+    ]
+    if len(found) > SHOWN_ATTENTION:
+        lines.append(f"<li>{_span('dim', f'{len(found) - SHOWN_ATTENTION} more, first in their tables')}</li>")
+    yield f'<div class="wrong"><h2>Needs attention</h2><ul>{"".join(lines)}</ul></div>'
+
+
+def _mark(resource: str, device: str) -> str:
+    return escape(f"{resource}/{device}").replace("%", "%25")
+
+
+def _share(share: ShareProgress) -> str:
+    parts = [f"claims are to have {share.asked}", f"{share.claimable} of {share.devices} on the DRA side"]
+    parts += [f"{share.leaving} on the way there"] if share.leaving else []
+    parts += [f"{share.returning} on the way back"] if share.returning else []
+    moving = share.leaving + share.returning
+    part = share.claimable / share.devices if share.devices else 0.0
+    meter = f'<meter min="0" max="1" value="{part:.3f}">{part:.0%}</meter>'
+    return f'<span class="share">{meter}{_span("warn" if moving else "dim", ", ".join(parts))}</span>'
+
+
 def _section(one: ResourceView, view: View) -> str:
     text = f"{len(one.devices)} device{'' if len(one.devices) == 1 else 's'}"
     if one.status.replicas > 1:
@@ -150,10 +202,14 @@ def _section(one: ResourceView, view: View) -> str:
     title += _span("dim", text)
     if unhealthy := sum(not seen.device.health.usable for seen in one.devices):
         title += _span("bad", f"{unhealthy} unhealthy")
+    if one.share is not None:
+        title += _share(one.share)
     loads = any(seen.load for seen in one.devices)
     columns = ("Device", "Health", "Side", "Holder", "Load")[: 5 if loads else 4]
     head = "".join(f'<th scope="col">{column}</th>' for column in columns)
-    rows = "\n".join(_row(one.name, seen, view, loads=loads) for seen in one.devices)
+    rows = "\n".join(
+        _row(one.name, seen, view, loads=loads) for seen in sorted(one.devices, key=lambda seen: attention(seen)[0])
+    )
     table = f"<table><thead><tr>{head}</tr></thead><tbody>\n{rows}\n</tbody></table>" if one.devices else ""
     return f"<section><div><h2>{escape(one.name)}</h2>{title}</div>\n{table}</section>"
 
@@ -161,7 +217,7 @@ def _section(one: ResourceView, view: View) -> str:
 def _row(resource: str, seen: DeviceView, view: View, *, loads: bool) -> str:
     device, location = seen.device, seen.location
     numa = f"NUMA {', '.join(map(str, device.numa_nodes))}" if device.numa_nodes else ""
-    withheld = _small(f"withheld: {seen.withheld}" if seen.withheld else "")
+    withheld = _small(f"withheld: {seen.withheld.reason}" if seen.withheld else "")
     color = {"healthy": "good", "unhealthy": "bad"}.get(device.health.value, "warn")
     moving = "fine" if location.state in ("plugin", "dra") else "warn"
     cells = [
@@ -243,12 +299,12 @@ def _bytes(number: float) -> str:
 
 def _events(events: Iterable[Event]) -> str:
     lines = [
-        f'<li><time class="dim" datetime="{_iso(event.at)}">{_iso(event.at)[11:19]}</time>'
+        f'<li><time class="dim" datetime="{_iso(event.at)}">{_iso(event.at)[:19].replace("T", " ")}</time>'
         f"{_span('dim', event.resource)}{_span('bad' if event.bad else 'fine', event.text)}</li>"
         for event in reversed(tuple(events))
     ]
     listed = "\n".join(lines or [f"<li>{_span('dim', 'nothing')}</li>"])
-    return f"<section><div><h2>Lately</h2></div><ol>{listed}</ol></section>"
+    return f'<section id="lately"><div><h2>Lately</h2></div><ol>{listed}</ol></section>'
 
 
 def _span(kind: str, text: str) -> str:

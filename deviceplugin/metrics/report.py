@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Final, Protocol
+from typing import TYPE_CHECKING, Final, Protocol, runtime_checkable
 
 if TYPE_CHECKING:
     from prometheus_client.metrics_core import Metric
@@ -33,12 +33,34 @@ class PreparedClaim:
     claim: str
 
 
+@dataclass(frozen=True, slots=True)
+class ShareProgress:
+    """How far a resource is with the share of claims. asked: the share in words. Numbers of devices, by their state."""
+
+    asked: str
+    devices: int
+    claimable: int
+    leaving: int = 0
+    returning: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """Something that happened; at: Unix seconds."""
+
+    at: float
+    resource: str
+    text: str
+    bad: bool = False
+
+
 @dataclass(frozen=True)
 class ProviderReport:
     """The report of one moment.
 
     families: of prometheus-client. status: for /status, made of what JSON knows. unready: reasons, in words.
     locations: by (resource, device id). qualifiers: by resource, of the names under which devices are published.
+    shares: by resource.
     """
 
     families: Sequence[Metric] = ()
@@ -47,6 +69,7 @@ class ProviderReport:
     locations: Mapping[tuple[str, str], DeviceLocation] = field(default_factory=dict)
     claims: Sequence[PreparedClaim] = ()
     qualifiers: Mapping[str, str] = field(default_factory=dict)
+    shares: Mapping[str, ShareProgress] = field(default_factory=dict)
 
 
 class Provider(Protocol):
@@ -58,3 +81,11 @@ class Provider(Protocol):
 
     def report(self) -> ProviderReport:
         """Return what is known now; called in a thread of its own for each view."""
+
+
+@runtime_checkable
+class EventSource(Protocol):
+    """A provider that also tells what happened."""
+
+    def events(self) -> Sequence[Event]:
+        """Return what happened since the last call, oldest first; called in the agent's loop once a second."""

@@ -15,16 +15,25 @@ from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Final, Protocol
 
+from deviceplugin import inventory
 from deviceplugin.metrics import load
-from deviceplugin.metrics.report import DEFAULT_LOCATION, DeviceLocation, Provider, ProviderReport
+from deviceplugin.metrics.report import (
+    DEFAULT_LOCATION,
+    DeviceLocation,
+    Event,
+    EventSource,
+    Provider,
+    ProviderReport,
+    ShareProgress,
+)
 from deviceplugin.sharing import device_of
 
 if TYPE_CHECKING:
     from deviceplugin.device import Device
-    from deviceplugin.inventory import Inventory, Snapshot
+    from deviceplugin.inventory import Inventory
     from deviceplugin.kubelet.podresources import Holder
     from deviceplugin.kubelet.servicer import Endpoint
-    from deviceplugin.kubelet.status import ResourceStatus, Status
+    from deviceplugin.kubelet.status import ResourceStatus, Status, Withheld
     from deviceplugin.source import DeviceSource
 
 _LOG: Final = logging.getLogger(__name__)
@@ -78,7 +87,7 @@ class DeviceHolder:
 class DeviceView:
     """One device as of now.
 
-    replicas: how many containers may share it. withheld: why the agent offers it to nobody, "" if it offers it.
+    replicas: how many containers may share it. withheld: why the agent offers it to nobody, None if it offers it.
     """
 
     device: Device
@@ -87,27 +96,18 @@ class DeviceView:
     holders: tuple[DeviceHolder, ...]
     load: Mapping[str, load.Value]
     replicas: int = 1
-    withheld: str = ""
+    withheld: Withheld | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class ResourceView:
-    """One resource as of now. measured: its gauge, None if the source cannot measure."""
+    """One resource as of now. measured: its gauge, None if its source cannot measure. share: None without driver."""
 
     name: str
     status: ResourceStatus
     devices: tuple[DeviceView, ...]
     measured: load.Gauge | None
-
-
-@dataclass(frozen=True, slots=True)
-class Event:
-    """Something that happened; at: Unix seconds."""
-
-    at: float
-    resource: str
-    text: str
-    bad: bool = False
+    share: ShareProgress | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,8 +147,9 @@ def events_between(before: ResourceStatus | None, now: ResourceStatus, at: float
 
 
 def _changes(before: ResourceStatus, now: ResourceStatus) -> Iterable[tuple[str, bool]]:
-    if now.snapshot is not before.snapshot:
-        yield from _device_changes(before.snapshot, now.snapshot)
+    if before.snapshot.listed and now.snapshot is not before.snapshot:
+        for change in inventory.changes(before.snapshot, now.snapshot):
+            yield f"{change.device} {change.text}", change.bad
     if now.registered != before.registered:
         text = "registered with the kubelet" if now.registered else "not registered with the kubelet any more"
         yield text, not now.registered
@@ -166,20 +167,6 @@ def _changes(before: ResourceStatus, now: ResourceStatus) -> Iterable[tuple[str,
             yield f"{one} went to {_plugin_holder(holder).text}", False
         if old and not new:
             yield f"{one} came free", False
-
-
-def _device_changes(before: Snapshot, now: Snapshot) -> Iterable[tuple[str, bool]]:
-    for one, device in now.devices.items():
-        old = before.devices.get(one)
-        if old is None:
-            if before.listed:
-                yield f"{one} appeared", False
-        elif old.health is not device.health:
-            message = f": {device.message}" if device.message else ""
-            yield f"{one} is {device.health.value}{message}", not device.health.usable
-    for one in before.devices:
-        if one not in now.devices:
-            yield f"{one} was forgotten", False
 
 
 def _plugin_holder(holder: Holder) -> DeviceHolder:
@@ -266,15 +253,19 @@ class Observer:
     def note(self, status: Status) -> None:
         """Note what happened since the last status."""
         now = time.time()
+        new: list[Event] = []
         for one in status.resources:
             # Statistics go on counting: keep them as they are now.
             endpoint = replace(one.endpoint, refusals=dict(one.endpoint.refusals))
             kept = replace(one, endpoint=endpoint, registration=replace(one.registration))
-            new = events_between(self._before.get(one.resource), kept, now)
-            self._events = (*self._events, *new)[-SHOWN_EVENTS:]
+            new += events_between(self._before.get(one.resource), kept, now)
             self._before[one.resource] = kept
         for gone in self._before.keys() - {one.resource for one in status.resources}:
             del self._before[gone]
+        for provider in tuple(self._agent.providers):
+            if isinstance(provider, EventSource):
+                new += provider.events()
+        self._events = (*self._events, *sorted(new, key=lambda event: event.at))[-SHOWN_EVENTS:]
 
     def view(self) -> View:
         """Return what is known now."""
@@ -283,9 +274,10 @@ class Observer:
         known = status.scanned_at is not None and time.monotonic() - status.scanned_at < HOLDERS_STALE
         holders = self._holders(status, reports, known=known)
         locations = {key: location for report in reports.values() for key, location in report.locations.items()}
+        shares = {resource: share for report in reports.values() for resource, share in report.shares.items()}
         return View(
             time.time(),
-            tuple(self._resource(one, locations, holders) for one in status.resources),
+            tuple(self._resource(one, locations, holders, shares.get(one.resource)) for one in status.resources),
             status.double_allocations,
             known,
             reports,
@@ -303,6 +295,7 @@ class Observer:
         one: ResourceStatus,
         locations: Mapping[tuple[str, str], DeviceLocation],
         holders: Mapping[tuple[str, str], tuple[DeviceHolder, ...]],
+        share: ShareProgress | None,
     ) -> ResourceView:
         gauge = self._gauges.get(one.resource)
         reading = gauge.reading if gauge is not None else None
@@ -314,11 +307,11 @@ class Observer:
                 holders.get((one.resource, name), ()),
                 reading.values.get(name, {}) if reading is not None else {},
                 self._replicas(one, device),
-                one.withheld.get(name, ""),
+                one.withheld.get(name),
             )
             for name, device in one.snapshot.devices.items()
         )
-        return ResourceView(one.resource, one, tuple(devices), gauge)
+        return ResourceView(one.resource, one, tuple(devices), gauge, share)
 
     def _replicas(self, status: ResourceStatus, device: Device) -> int:
         if status.replicas == 1 or (service := self._agent.services.get(status.resource)) is None:

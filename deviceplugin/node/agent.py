@@ -118,6 +118,7 @@ class Agent:
         self._accept_stop()
         if not self._stopped.is_set():
             await self.tracker.start()
+            self.scanner.log.holders(self.tracker.snapshot.held)
             for service in self.services.values():
                 self._supervisor.start(service)
             self.begun.set()

@@ -68,7 +68,7 @@ def _message(record: logging.LogRecord) -> str:
 
 
 def _fields(record: logging.LogRecord) -> dict[str, Any]:
-    """Return what was given as `extra`."""
+    """Return what was given as `extra`: resource, device, claim and pod where a line is about them."""
     return {name: value for name, value in record.__dict__.items() if name not in _STANDARD}
 
 
@@ -113,8 +113,10 @@ class TextFormatter(logging.Formatter):
         at = datetime.fromtimestamp(record.created).astimezone()
         when = f"{at:%H:%M:%S}.{at.microsecond // 1000:03}" if self._short else at.isoformat(timespec="milliseconds")
         logger = record.name.removeprefix("deviceplugin.")
-        more = "".join(f" {name}={value}" for name, value in _fields(record).items())
-        line = f"{when} {record.levelname:<7} {logger}: {_message(record)}{more}"
+        message = _message(record)
+        fields = {name: str(value) for name, value in _fields(record).items()}
+        more = "".join(f" {name}={value}" for name, value in fields.items() if value not in message)
+        line = f"{when} {record.levelname:<7} {logger}: {message}{more}"
         exc = _exception(self, record)
         return f"{line}\n{exc}" if exc else line
 

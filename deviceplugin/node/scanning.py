@@ -15,10 +15,12 @@ from deviceplugin.backoff import Backoff
 from deviceplugin.kubelet.exclusion_guard import ExclusionGuard
 from deviceplugin.kubelet.holders import HolderSnapshot
 from deviceplugin.kubelet.tracker import HolderTracker
+from deviceplugin.node.device_log import HolderLog
 from deviceplugin.node.service import Service
 
 _LOG: Final = logging.getLogger(__name__)
 
+_FIELDS: Final = ("resource", "device")
 SOON: Final = 0.3
 """Seconds from a grant to the scan that finds out which pod it was for."""
 BURST: Final = 0.9
@@ -71,6 +73,7 @@ class HolderScanner:
             now = await self.tracker.scan(wanted)
             if now is None:
                 return None
+            self.log.holders(now.held)
             self.log.count_double_allocations()
             services = tuple(self.services.values())
             for service in services:
@@ -124,6 +127,7 @@ class ScanLog:
 
     def __init__(self, tracker: HolderTracker) -> None:
         self.double_allocations = 0
+        self.holders = HolderLog(lambda pod_uid: tracker.title(pod_uid))
         self._tracker = tracker
         self._doubled: frozenset[tuple[str, str]] = frozenset()
         self._withheld: dict[tuple[str, str], set[str]] = {}
@@ -137,10 +141,10 @@ class ScanLog:
             # Between two requests for a checkpoint the reason is another one each time.
             if why not in (logged := self._withheld.setdefault(key, set())):
                 logged.add(why)
-                _LOG.warning("%s: device %s is withheld: %s", *key, why)
+                _LOG.warning("%s: device %s is withheld: %s", *key, why, extra=dict(zip(_FIELDS, key, strict=True)))
         for key in self._withheld.keys() - now.keys():
             del self._withheld[key]
-            _LOG.info("%s: device %s is not withheld any more", *key)
+            _LOG.info("%s: device %s is not withheld any more", *key, extra=dict(zip(_FIELDS, key, strict=True)))
 
     def problem(self, now: HolderSnapshot | None) -> None:
         """Log why the kubelet's checkpoint cannot be read, if two scans in a row could not.
@@ -163,5 +167,5 @@ class ScanLog:
             self.double_allocations += 1
             pods = ", ".join(doubled[resource, device])
             message = "the kubelet gave device %s of %s to several pods: %s (kubernetes#137534)"
-            _LOG.error(message, device, resource, pods)
+            _LOG.error(message, device, resource, pods, extra={"resource": resource, "device": device, "pod": pods})
         self._doubled = frozenset(doubled)

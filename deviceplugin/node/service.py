@@ -22,8 +22,9 @@ from deviceplugin.kubelet.holders import HolderSnapshot, IdsInUse
 from deviceplugin.kubelet.podresources import AllocationsInFlight
 from deviceplugin.kubelet.registration import Registration, RegistrationError, Timing
 from deviceplugin.kubelet.servicer import Endpoint
-from deviceplugin.kubelet.status import ResourceStatus
+from deviceplugin.kubelet.status import ResourceStatus, Withheld
 from deviceplugin.kubelet.tracker import HolderTracker
+from deviceplugin.node.device_log import InventoryLog
 from deviceplugin.node.following import SourceFollower
 from deviceplugin.source import DeviceSource
 from deviceplugin.source_check import check_sources
@@ -55,6 +56,7 @@ class Service:
     def __init__(self, source: DeviceSource, context: ServiceContext) -> None:
         self.source = source
         self.inventory = Inventory(source.resource)
+        self.inventory.subscribe(InventoryLog(source.resource))
         self.follower = SourceFollower(source, self.inventory, self._take_source, self._adopt_existing)
         self.endpoint = Endpoint(
             source,
@@ -230,9 +232,10 @@ class Service:
     def status(self) -> ResourceStatus:
         """Return what is known now."""
         name, context = self.resource, self._context
-        withheld = {**context.guard.last_withheld(name), **context.gate.withheld(name)}
+        withheld = {one: Withheld("excluded", why) for one, why in context.guard.last_withheld(name).items()}
+        withheld |= {one: Withheld("unknown", why) for one, why in context.gate.withheld(name).items()}
         for device_id, reason in context.tracker.unnamed_reasons(name).items():
-            withheld.setdefault(self.endpoint.ids.device_id_of(device_id), reason)
+            withheld.setdefault(self.endpoint.ids.device_id_of(device_id), Withheld("held", reason))
         return ResourceStatus(
             name,
             self.inventory.snapshot,

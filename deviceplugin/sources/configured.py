@@ -390,9 +390,8 @@ class ProbedHealth:
             after = self._histories[name] = before.checked(verdict, message, now, self._rules)
             if (before.health, before.message) != (after.health, after.message):
                 changed = True
-                level = logging.INFO if after.health.usable else logging.WARNING
                 why = f": {message}" if message else ""
-                _LOG.log(level, "%s: %s is %s%s", self._resource, name, after.health.value, why)
+                _LOG.debug("%s: %s is %s%s", self._resource, name, after.health.value, why)
         return changed
 
 

@@ -23,15 +23,17 @@ import asyncio
 import dataclasses
 import logging
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Final, NamedTuple, TypeVar
 
 import msgspec
 
 from deviceplugin import cdi, hooks
-from deviceplugin.device import ContainerEdits, EditConflictError
+from deviceplugin.device import ContainerEdits, EditConflictError, counted
+from deviceplugin.durations import Durations
 from deviceplugin.kubelet.claim_state import ClaimStateError
 from deviceplugin.kubelet.exclusion_guard import ConflictError, ExclusionGuard
 from deviceplugin.source import DeviceSource
@@ -75,22 +77,36 @@ class RunningPods(NamedTuple):
 
 @dataclass(slots=True)
 class CallStatistics:
-    """The calls of one kind so far, counted by claim. failures: by reason. seconds: summed, failures included."""
+    """The calls of one kind so far, counted by claim. failures: by reason. durations: failures included."""
 
     done: int = 0
     failures: Counter[str] = field(default_factory=Counter)
-    seconds: float = 0.0
+    durations: Durations = field(default_factory=Durations)
+
+
+class HookKey(NamedTuple):
+    """A hook of a resource's source."""
+
+    resource: str
+    hook: str
 
 
 @dataclass(slots=True)
 class ClaimStatistics:
-    """What a driver has done so far. All but `in_flight` only grows. Prepared again: claims that were so already."""
+    """What a driver has done so far. All but `in_flight` only grows. Durations in seconds.
+
+    prepared_again: claims that were prepared already. claim_reads: of claims from the API server. hook_*: of the
+    sources' hooks, called for claims.
+    """
 
     prepare: CallStatistics = field(default_factory=CallStatistics)
     unprepare: CallStatistics = field(default_factory=CallStatistics)
     prepared_again: int = 0
-    hook_seconds: float = 0.0
-    api_seconds: float = 0.0
+    hook_calls: Counter[HookKey] = field(default_factory=Counter)
+    hook_failures: Counter[HookKey] = field(default_factory=Counter)
+    hook_seconds: dict[HookKey, float] = field(default_factory=partial(defaultdict, float))
+    claim_reads: int = 0
+    claim_read_seconds: float = 0.0
     in_flight: int = 0
 
 
@@ -195,11 +211,15 @@ class ClaimDevices:
                 self.guard.releases.run([(source.resource, device.id) for device in idle], work)
 
     async def _call(self, name: str, source: DeviceSource, hook: _Hook[_T], *args: object) -> _T:
-        began = time.perf_counter()
+        statistics, key, began = self.statistics, HookKey(source.resource, name), time.perf_counter()
+        statistics.hook_calls[key] += 1
         try:
             return await hooks.call(f"{name} of {source.resource}", hook, *args, timeout=source.hook_timeout)
+        except hooks.HookError:
+            statistics.hook_failures[key] += 1
+            raise
         finally:
-            self.statistics.hook_seconds += time.perf_counter() - began
+            statistics.hook_seconds[key] += time.perf_counter() - began
 
 
 @dataclass(frozen=True, slots=True)
@@ -259,11 +279,12 @@ class ClaimPreparation:
         except BaseException as error:
             failure = _as_claim_error(error, f"claim {ref.title}", self.deadline)
             statistics.failures[failure.reason] += 1
-            _LOG.warning("%s: cannot %s claim %s (%s): %s", self.records.driver, verb, ref.title, ref.uid, failure)
+            text, extra = "%s: cannot %s claim %s (%s): %s", {"driver": self.records.driver, "claim": ref.title}
+            _LOG.warning(text, self.records.driver, verb, ref.title, ref.uid, failure, extra=extra)
             return failure
         finally:
             self.statistics.in_flight -= 1
-            statistics.seconds += time.perf_counter() - began
+            statistics.durations.add(time.perf_counter() - began)
 
     async def _prepare(self, ref: ClaimRef) -> Prepared:
         check_ref(ref)
@@ -275,8 +296,11 @@ class ClaimPreparation:
             return prepared
         driver = self.records.driver
         began = time.perf_counter()
-        claim = await self.api.get_claim(ref.namespace, ref.name)
-        self.statistics.api_seconds += time.perf_counter() - began
+        self.statistics.claim_reads += 1
+        try:
+            claim = await self.api.get_claim(ref.namespace, ref.name)
+        finally:
+            self.statistics.claim_read_seconds += time.perf_counter() - began
         allocation = parse_allocation(claim, ref, driver, self.records.pool)
         if not allocation.reserved:
             raise ClaimError("unreserved", f"claim {ref.title} is not reserved for a pod (any more)")
@@ -316,6 +340,7 @@ class ClaimPreparation:
         self.statistics.prepare.done += 1
         self.changed()
         self.events.prepared(ref, prepared)
+        _log("prepared", record)
         return prepared
 
     async def _undo(self, ref: ClaimRef, record: Claim, *, traces: bool) -> None:
@@ -382,6 +407,16 @@ class ClaimPreparation:
             self.statistics.unprepare.done += 1
             self.changed()
             self.devices.released(known)
+            _log("unprepared", known)
+
+
+def _log(verb: str, claim: Claim) -> None:
+    """Log that a claim was prepared or unprepared, its devices at DEBUG."""
+    extra = {"driver": claim.driver, "claim": claim.title}
+    _LOG.info("%s: claim %s was %s: %s", claim.driver, claim.title, verb, counted(len(claim.devices)), extra=extra)
+    for one in claim.devices if _LOG.isEnabledFor(logging.DEBUG) else ():
+        where = {**extra, "resource": one.resource, "device": one.device}
+        _LOG.debug("%s: claim %s has device %s of %s", claim.driver, claim.title, one.device, one.resource, extra=where)
 
 
 def _still_running(ref: ClaimRef, users: frozenset[str], unlisted: frozenset[str] = frozenset()) -> ClaimError:

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from deviceplugin.backoff import Backoff
+from deviceplugin.device import counted
 from deviceplugin.inventory import Inventory
 from deviceplugin.kubelet.servicer import Endpoint
 from dra_bridge.handover.allocatable import AllocatableStatus
@@ -24,6 +25,7 @@ from dra_bridge.handover.to_dra import MovesToDra, Scan
 from dra_bridge.handover.to_plugin import ListClaims, MovesToPlugin, ReadClaim, Withdrawn
 from dra_bridge.handover.unplugged import UnpluggedDevices
 from dra_bridge.ledger.records import LedgerError, Snapshot
+from dra_bridge.ledger.rules import HolderWait
 from dra_bridge.ledger.worker import AsyncLedger
 
 _LOG: Final = logging.getLogger(__name__)
@@ -52,7 +54,7 @@ class Handover:
         waits: makes the delays between two reads of the claim that a device waits for.
         group: returns the devices that a device must move together with.
 
-    Attribute waiting: what moves wait for, by device.
+    Attribute waiting: what moves wait for, by device; a `HolderWait` where that is a holder.
     """
 
     def __init__(
@@ -150,11 +152,19 @@ class Handover:
         before = self._ledger.snapshot
         if arrived := await self._to_dra.commit(waiting):
             self._committed("to-dra", arrived, before)
-        for name, what in waiting.items():
-            if self.waiting.get(name) != what:
-                _LOG.debug("%s: the move of %s waits for %s", self.resource, name, what)
+        self._log_waits({name: what for name, what in waiting.items() if self.waiting.get(name) != what})
         self.waiting = waiting
         return bool(returned or arrived), bool(waiting)
+
+    def _log_waits(self, waits: Mapping[str, str]) -> None:
+        """Log what moves wait for; only holders at INFO, all else takes a moment as a rule."""
+        for name, what in waits.items():
+            level = logging.INFO if isinstance(what, HolderWait) else logging.DEBUG
+            extra = {"resource": self.resource, "device": name}
+            kind, _, holder = what.partition(" (")[0].partition(" ")
+            if kind in ("pod", "claim"):
+                extra[kind] = holder
+            _LOG.log(level, "%s: the move of device %s waits for %s", self.resource, name, what, extra=extra)
 
     def _committed(self, way: str, devices: Sequence[str], before: Snapshot) -> None:
         """Count and log the moves that ended."""
@@ -162,5 +172,15 @@ class Handover:
         since = [before.device(self.resource, name).since for name in devices]
         self.statistics.seconds[way] += sum(max(0.0, now - one) for one in since)
         self.statistics.finished[way] += len(devices)
-        _LOG.info("%s: moves have ended (%s): %s", self.resource, way, ", ".join(devices))
+        side = "DRA" if way == "to-dra" else "plugin"
+        _LOG.info(
+            "%s: moved to the %s side: %s",
+            self.resource,
+            side,
+            counted(len(devices)),
+            extra={"resource": self.resource},
+        )
+        for name in devices:
+            extra = {"resource": self.resource, "device": name}
+            _LOG.debug("%s: device %s has moved to the %s side", self.resource, name, side, extra=extra)
         self._notify()

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Final
 
+from deviceplugin.device import counted
 from deviceplugin.inventory import Inventory
 from deviceplugin.kubelet.servicer import Endpoint
 from dra_bridge.handover.allocatable import AllocatableStatus
@@ -17,6 +18,7 @@ from dra_bridge.ledger.records import Side, State
 from dra_bridge.ledger.worker import AsyncLedger
 
 _LOG: Final = logging.getLogger(__name__)
+SIDES: Final = {Side.PLUGIN: "plugin", Side.DRA: "DRA"}
 
 
 class MoveStarter:
@@ -112,5 +114,8 @@ class MoveStarter:
         for state in moves.values():
             if state.value in self.begun:
                 self.begun[state.value] += 1
-        names = ", ".join(f"{name} ({state.text})" for name, state in moves.items())
-        _LOG.info("%s: moves to the %s side begin (%s): %s", self.resource, side.value, reason, names)
+        text = "%s: %s leave for the %s side (%s)" if len(moves) > 1 else "%s: %s leaves for the %s side (%s)"
+        _LOG.info(text, self.resource, counted(len(moves)), SIDES[side], reason, extra={"resource": self.resource})
+        for name, state in moves.items():
+            extra = {"resource": self.resource, "device": name}
+            _LOG.debug("%s: device %s is %s", self.resource, name, state.text, extra=extra)

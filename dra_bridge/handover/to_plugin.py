@@ -11,7 +11,7 @@ from deviceplugin.exclusion import Key
 from dra_bridge.handover.planner import in_state
 from dra_bridge.ledger import operations
 from dra_bridge.ledger.records import Claim, Snapshot, State
-from dra_bridge.ledger.rules import ClusterEvidence
+from dra_bridge.ledger.rules import ClusterEvidence, HolderWait
 from dra_bridge.ledger.worker import AsyncLedger
 
 ReadClaim = Callable[[str, str, str], Awaitable[bool]]
@@ -102,14 +102,15 @@ class MovesToPlugin:
         withdrawn = {}
         for name in devices:
             if name in claims:
-                waiting[name] = "its claim"
+                waiting[name] = HolderWait("its claim")
             elif (at := self._withdrawn(self._resource, name)) is None:
                 waiting[name] = "the API server to accept the slice without it"
             else:
                 withdrawn[name] = at
         lists = await self._queries.read(queries, withdrawn)
         for name in withdrawn:
-            waiting[name] = f"claim {queries[name].claim}" if queries[name].claim else "a list of claims"
+            claim = queries[name].claim
+            waiting[name] = HolderWait(f"claim {claim}") if claim else "a list of claims"
         if not lists:
             return ()
         at = time.monotonic()

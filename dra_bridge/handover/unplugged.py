@@ -12,6 +12,7 @@ from dra_bridge.handover.planner import held_and_expected
 from dra_bridge.handover.to_dra import Scan
 from dra_bridge.ledger import operations
 from dra_bridge.ledger.records import Side, State
+from dra_bridge.ledger.rules import HolderWait
 from dra_bridge.ledger.worker import AsyncLedger
 
 _LOG: Final = logging.getLogger(__name__)
@@ -39,7 +40,7 @@ class UnpluggedDevices:
         now = self._ledger.snapshot
         unplugged = now.of(self._resource).keys() - self._inventory.snapshot.devices.keys()
         if allocations := now.allocations_on(self._resource, unplugged):
-            waiting.update({one.device: "its pod" for one in allocations})
+            waiting.update({one.device: HolderWait("its pod") for one in allocations})
             await self._scan({(self._resource, one.device_id) for one in allocations})
         now, devices = self._ledger.snapshot, self._inventory.snapshot.devices
         held, _ = held_and_expected(now)

@@ -13,6 +13,15 @@ WELL_APART: Final = 10.0
 """Seconds between the two checkpoints that release a grant whose pod was never seen (R7)."""
 
 
+class HolderWait(str):
+    """What a move waits for, where that is a holder that is known: it may take as long as the holder likes.
+
+    msgspec encodes no subclass of str: use `str()` of it.
+    """
+
+    __slots__ = ()
+
+
 @dataclass(frozen=True, slots=True)
 class ObservedAllocation:
     """A kubelet device id that containers hold, by the checkpoint and the pod cgroups.
@@ -181,7 +190,8 @@ def r5_waits_for(now: Snapshot, record: DeviceRecord, evidence: KubeletEvidence)
         return "ListAndWatch to show it Unhealthy"
     for held in seen.held.values():
         if held.device == record.device:
-            return f"pod {held.pod} ({held.reason})" if held.reason else f"pod {held.pod}"
+            text = f"pod {held.pod} ({held.reason})" if held.reason else f"pod {held.pod}"
+            return HolderWait(text) if held.sure else text
     if not seen.awake:
         return f"a checkpoint that the kubelet has written since ({seen.problem or 'not asked for yet'})"
     if seen.at < shown or record.device in seen.registered:
@@ -189,7 +199,7 @@ def r5_waits_for(now: Snapshot, record: DeviceRecord, evidence: KubeletEvidence)
     if seen.sequence < evidence.sequence:
         return "a snapshot of the kubelet's holders"
     for one in now.allocations_on(record.resource, (record.device,)):
-        return f"pod {one.pod}" if one.pod else f"the pod it was allocated to at {_utc(one.since)}"
+        return HolderWait(f"pod {one.pod}") if one.pod else f"the pod it was allocated to at {_utc(one.since)}"
     return ""
 
 
@@ -203,9 +213,9 @@ def r6_waits_for(now: Snapshot, record: DeviceRecord, evidence: ClusterEvidence)
     if evidence.listed_at < accepted:
         return "a list of claims"
     if record.device in evidence.allocated:
-        return f"claim {evidence.allocated[record.device]}"
+        return HolderWait(f"claim {evidence.allocated[record.device]}")
     for claim in now.claims_on(record.resource, (record.device,)):
-        return f"claim {claim.title}"
+        return HolderWait(f"claim {claim.title}")
     return ""
 
 

@@ -25,6 +25,8 @@ class AsyncLedger:
         self.ledger: Final = ledger
         self.lost = asyncio.Event()
         """Set when the ledger grants nothing any more and the process has to begin again."""
+        self.write_failures = 0
+        """How often something could not be recorded."""
         self._asked: list[tuple[Operation[Any], asyncio.Future[Any]]] = []
         self._answering: asyncio.Task[None] | None = None
         self._executor = ThreadPoolExecutor(1, "ledger")
@@ -83,6 +85,7 @@ class AsyncLedger:
             try:
                 answers = await loop.run_in_executor(self._executor, self.ledger.do_all, operations)
             except Exception as error:  # a LedgerError for all of them
+                self.write_failures += 1
                 answers = [error] * len(batch)
             for (_, answered), answer in zip(batch, answers, strict=True):
                 if isinstance(answer, LedgerLostError):

@@ -6,9 +6,18 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Final
 
-from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric, SummaryMetricFamily
+from prometheus_client.metrics_core import (
+    CounterMetricFamily,
+    GaugeMetricFamily,
+    HistogramMetricFamily,
+    Metric,
+    SummaryMetricFamily,
+)
 
+from deviceplugin.metrics.collectors import buckets
 from dra_bridge.kube import Cluster
+from dra_bridge.ledger.records import State
+from dra_bridge.ledger.rules import HolderWait
 from dra_bridge.slices.publisher import PoolState, Publisher
 
 if TYPE_CHECKING:
@@ -29,9 +38,8 @@ _GAUGES: Final = {
 _COUNTERS: Final = {
     "dra_registrations": "Registrations of the driver that the kubelet accepted",
     "dra_registration_failures": "Registrations of the driver that the kubelet did not accept",
+    "dra_ledger_write_failures": "Times that the ledger could not record something; nothing was granted then",
     "dra_prepared_again": "Prepares of claims that were prepared already",
-    "dra_hook_seconds": "Time that the source's hooks took while claims were prepared",
-    "dra_claim_read_seconds": "Time that reads of claims from the API server took",
     "slice_writes": "Writes of slices that the API server accepted",
 }
 
@@ -46,6 +54,7 @@ def families(drivers: Sequence[DriverRuntime], publisher: Publisher, cluster: Cl
                 made.add_metric((driver,), values[name])
             yield made
     yield from _calls(drivers)
+    yield from _hooks(drivers)
     yield from _moves(drivers)
     yield from _requests(cluster)
 
@@ -58,9 +67,8 @@ def _figures(one: DriverRuntime, state: PoolState) -> Mapping[str, float]:
         "dra_registration_failures": registration.failures,
         "dra_prepared_claims": sum(claim.result is not None for claim in one.driver.records.all()),
         "dra_claims_in_flight": statistics.in_flight,
+        "dra_ledger_write_failures": one.async_ledger.write_failures,
         "dra_prepared_again": statistics.prepared_again,
-        "dra_hook_seconds": statistics.hook_seconds,
-        "dra_claim_read_seconds": statistics.api_seconds,
         "slices_published": state.accepted >= state.wanted > 0,
         "slices": state.slices,
         "slice_devices": len(state.devices),
@@ -73,17 +81,35 @@ def _calls(drivers: Sequence[DriverRuntime]) -> Iterator[Metric]:
     for verb in ("prepare", "unprepare"):
         prefix = f"deviceplugin_dra_{verb}"
         about = f"Time to {verb} a claim, failures included"
-        duration = SummaryMetricFamily(f"{prefix}_duration_seconds", about, labels=("driver",))
+        duration = HistogramMetricFamily(f"{prefix}_duration_seconds", about, labels=("driver",))
         about = f"Claims that could not be {verb}d, by reason"
         failed = CounterMetricFamily(f"{prefix}_failures", about, labels=("driver", "reason"))
         for one in drivers:
             statistics = one.driver.statistics
             calls = statistics.prepare if verb == "prepare" else statistics.unprepare
             failures = dict(calls.failures)
-            duration.add_metric((one.name,), calls.done + sum(failures.values()), calls.seconds)
+            duration.add_metric((one.name,), *buckets(calls.durations))
             for reason, count in sorted(failures.items()):
                 failed.add_metric((one.name, reason), count)
         yield from (duration, failed)
+
+
+def _hooks(drivers: Sequence[DriverRuntime]) -> Iterator[Metric]:
+    """Yield the counterparts of the plugin side's `hook_*`, with a driver."""
+    labels = ("driver", "resource", "hook")
+    about = "Time that the source's hooks took for claims, by hook"
+    duration = SummaryMetricFamily("deviceplugin_dra_hook_duration_seconds", about, labels=labels)
+    about = "Calls of the source's hooks for claims that failed or timed out"
+    failed = CounterMetricFamily("deviceplugin_dra_hook_failures", about, labels=labels)
+    about = "Time that reads of claims from the API server took"
+    reads = SummaryMetricFamily("deviceplugin_dra_claim_read_duration_seconds", about, labels=("driver",))
+    for one in drivers:
+        statistics = one.driver.statistics
+        for key, calls in sorted(statistics.hook_calls.copy().items()):
+            duration.add_metric((one.name, *key), calls, statistics.hook_seconds.get(key, 0.0))
+            failed.add_metric((one.name, *key), statistics.hook_failures[key])
+        reads.add_metric((one.name,), statistics.claim_reads, statistics.claim_read_seconds)
+    yield from (duration, failed, reads)
 
 
 def _moves(drivers: Sequence[DriverRuntime]) -> Iterator[Metric]:
@@ -97,6 +123,18 @@ def _moves(drivers: Sequence[DriverRuntime]) -> Iterator[Metric]:
             begun.add_metric((resource, way), statistics.begun[way])
             duration.add_metric((resource, way), statistics.finished[way], statistics.seconds[way])
     yield from (begun, duration)
+    about = "1 for what the move of a device waits for: a holder (pod or claim), which may run for long, or evidence"
+    waits = GaugeMetricFamily("deviceplugin_handover_waits", about, labels=("resource", "device", "for"))
+    for one in drivers:
+        resources = one.resources.copy()
+        for (resource, device), record in one.async_ledger.snapshot.devices.items():
+            if record.state in (State.TO_DRA, State.TO_PLUGIN):
+                what = resources[resource].handover.waiting.get(device) if resource in resources else None
+                holder = isinstance(what, HolderWait)
+                waits.add_metric((resource, device, "holder"), holder)
+                waits.add_metric((resource, device, "evidence"), not holder)
+    if waits.samples:
+        yield waits
 
 
 def _requests(cluster: Cluster) -> Iterator[Metric]:

@@ -159,7 +159,7 @@ class SliceFeed:
         for resource, one in self._context.resources.items():
             listed = one.service.inventory.snapshot
             shares[resource] = str(one.handover.share)
-            waits |= {(resource, device): what for device, what in one.handover.waiting.items()}
+            waits |= {(resource, device): str(what) for device, what in one.handover.waiting.items()}
             gone |= {(resource, name) for name in records.of(resource).keys() - (listed.devices.keys() - listed.gone)}
         asked, qualifiers = self._context.share.text, qualifiers_of(records)
         current = progress.progress(records, shares, waits, asked=asked, gone=gone, qualifiers=qualifiers)

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import time
+from collections import Counter
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from deviceplugin.metrics.report import DeviceLocation, PreparedClaim, ProviderReport
+from deviceplugin.metrics.report import DeviceLocation, Event, PreparedClaim, ProviderReport, ShareProgress
+from dra_bridge.ledger.records import Snapshot, State
+from dra_bridge.node.events import events
 from dra_bridge.node.slice_feed import qualifiers_of
 
 if TYPE_CHECKING:
@@ -20,6 +24,17 @@ class BridgeStatus:
 
     def __init__(self, bridge: Bridge) -> None:
         self._bridge = bridge
+        self._seen: dict[str, Snapshot] = {}
+        """The ledgers as of the last call of `events`, by driver."""
+
+    def events(self) -> list[Event]:
+        """Return the moves and claims that began or ended since the last call."""
+        found: list[Event] = []
+        for name, one in list(self._bridge.drivers.items()):
+            now = one.async_ledger.snapshot
+            found += events(self._seen.get(name, now), now, time.time())
+            self._seen[name] = now
+        return found
 
     def report(self) -> ProviderReport:
         """Report what is known now."""
@@ -42,6 +57,7 @@ class BridgeStatus:
                 for one in drivers
                 for name, qualifier in qualifiers_of(one.async_ledger.snapshot).items()
             },
+            shares={name: share for one in drivers for name, share in _shares(one).items()},
         )
 
     def _unready(self, drivers: list[DriverRuntime]) -> Iterator[str]:
@@ -70,8 +86,26 @@ class BridgeStatus:
             "preparedClaims": len(driver.driver.records.all()),
             "prepareFailures": dict(driver.driver.statistics.prepare.failures),
             "shares": {resource: str(one.share) for resource, one in handovers.items()},
-            "waiting": {resource: dict(one.waiting) for resource, one in handovers.items() if one.waiting},
+            "waiting": {
+                resource: {device: str(what) for device, what in one.waiting.items()}
+                for resource, one in handovers.items()
+                if one.waiting
+            },
         }
+
+
+def _shares(one: DriverRuntime) -> dict[str, ShareProgress]:
+    found = {}
+    for resource, runtime in list(one.resources.items()):
+        states = Counter(record.state for record in one.async_ledger.snapshot.of(resource).values())
+        found[resource] = ShareProgress(
+            str(runtime.handover.share),
+            states.total(),
+            states[State.DRA],
+            states[State.TO_DRA],
+            states[State.TO_PLUGIN],
+        )
+    return found
 
 
 def _locations(one: DriverRuntime) -> dict[tuple[str, str], DeviceLocation]:

@@ -306,6 +306,8 @@ def test_every_query_of_the_dashboard_is_answered(bridge: Bridge, prometheus: Pr
         "allocation_refusals_total",
         "[30m]) < 0.01",
         "preferred_allocation_duration",
+        "deviceplugin_handover_waits",
+        "prepare_failures_total",
     )
     assert [text for text in empty if not any(part in text for part in allowed)] == []
     assert prometheus.value("sum(deviceplugin_devices)") == 11

@@ -34,6 +34,7 @@ from deviceplugin.addresses import parse_address
 from deviceplugin.config import MetricsConfig
 from deviceplugin.device import Device, Health
 from deviceplugin.kubelet.podresources import Holder
+from deviceplugin.kubelet.status import Withheld
 from deviceplugin.metrics import collectors as metrics
 from deviceplugin.metrics import load, web
 from deviceplugin.metrics.collectors import AgentCollector
@@ -47,6 +48,7 @@ from deviceplugin.source import DeviceSource, Measured
 from deviceplugin.testing.devicemanager import ContainerSpec
 from deviceplugin.testing.kubelet import FakeKubelet
 from deviceplugin.testing.plugin import Served
+from deviceplugin.version import VERSION
 from tests.metrics.test_web import make_certificate
 from tests.metrics.views import RESOURCE, Source, Still, resource
 from tests.programs import promtool, running
@@ -206,6 +208,37 @@ class TestRunningAgent:
         kubelet.restart()
         seen.wait(lambda: seen.value("kubelet_restarts_total") == 1)
 
+    def test_build_and_process_are_shown(self, watched: Callable[..., tuple[FakeKubelet, Seen]]) -> None:
+        """Which version runs, since when, and what memory it takes."""
+        _, seen = watched(Gpus())
+        python = ".".join(map(str, sys.version_info[:3]))
+        assert seen.value("build_info", version=VERSION, python=python) == 1
+        assert (seen.value("process_resident_memory_bytes") or 0) > 2**20
+        assert time.time() - (seen.value("process_start_time_seconds") or 0) < 86_400 * 30
+        assert (seen.value("process_open_fds") or 0) > 3
+
+    def test_withheld_devices_are_counted_by_reason(self) -> None:
+        """What is held or excluded can be told from what is withheld because evidence is missing."""
+        withheld = {"a": Withheld("unknown", "no claim state"), "b": Withheld("held", "a process runs")}
+        view = Still(replace(resource("a", "b", "c"), withheld=withheld)).observer().view()
+        found = {
+            sample.labels["reason"]: sample.value
+            for family in AgentCollector(lambda: view).collect()
+            for sample in family.samples
+            if sample.name == "deviceplugin_devices_withheld"
+        }
+        assert found == {"excluded": 0, "held": 1, "unknown": 1}
+
+    def test_points_in_time_are_named_so(self) -> None:
+        """What has Unix seconds as its value ends with `_timestamp_seconds`."""
+        view = Still(resource("a")).observer().view()
+        (one,) = view.resources
+        placed = replace(one.devices[0], location=DeviceLocation("dra", "dra", 1.7e9))
+        view = replace(view, resources=(replace(one, devices=(placed,)),))
+        samples = [sample for family in AgentCollector(lambda: view).collect() for sample in family.samples]
+        times = {sample.name for sample in samples if sample.value > 1e9}
+        assert times == {"deviceplugin_device_state_since_timestamp_seconds"}
+
     def test_holders_come_and_go(self, watched: Callable[..., tuple[FakeKubelet, Seen]]) -> None:
         """Each holder is a series of value 1 while it holds the device; device series stay as they are."""
         kubelet, seen = watched(Gpus())
@@ -216,6 +249,9 @@ class TestRunningAgent:
         assert seen.value("device_holders", device=pod.device_ids[0]) == 1
         assert seen.value("allocations_total") == 1
         assert seen.value("allocated_devices_total") == 2
+        assert seen.value("allocation_duration_seconds_count") == 1
+        assert seen.value("allocation_duration_seconds_bucket", le="+Inf") == 1
+        assert 0 < (seen.value("allocation_duration_seconds_sum") or 0) < 5
         now = {key for key in seen.metrics() if "allocation_info" not in key[0]}
         assert {key for key in now if key[0].startswith("device_")} >= {
             key for key in series if key[0].startswith("device_")
@@ -355,7 +391,7 @@ class TestCollector:
         assert seen.value("devices", side="plugin", health="healthy") == 1
         assert seen.value("device_state", device="a", state="to-plugin") == 1
         assert seen.value("device_state", device="a", state="dra") == 0
-        assert seen.value("device_state_since_seconds", device="a") == 12
+        assert seen.value("device_state_since_timestamp_seconds", device="a") == 12
         assert seen.value("allocation_info", side="dra", namespace="team", claim="mine", pod="") == 1
         assert seen.value("bridge_slices") == 2
         assert seen.value("bridge_moves_total") == 3

@@ -10,12 +10,14 @@ from pathlib import Path
 from typing import Any
 
 import yaml
+from prometheus_client import CollectorRegistry, ProcessCollector
 
 from deviceplugin.kubelet.podresources import Holder
 from deviceplugin.metrics import load
 from deviceplugin.metrics.collectors import AgentCollector
 from deviceplugin.metrics.load import Reading
-from deviceplugin.metrics.report import DeviceLocation, PreparedClaim, ProviderReport
+from dra_bridge.node.status import BridgeStatus
+from tests.dra.node.test_status import bridge
 from tests.metrics.views import RESOURCE, Source, Still, resource
 from tests.programs import promtool
 
@@ -38,34 +40,39 @@ def filled(text: str) -> str:
     return text.replace("$__rate_interval", "1m").replace("$node", ".*").replace("$resource", ".*")
 
 
-class Bridge:
-    name = "bridge"
-
-    def report(self) -> ProviderReport:
-        return ProviderReport(
-            locations={(RESOURCE, "a"): DeviceLocation("dra", "dra", 1.0)},
-            claims=[PreparedClaim(RESOURCE, "a", "ns", "c")],
-        )
-
-
 def known_names() -> set[str]:
     """Return the names of all series that an agent may have."""
     still = Still(resource("a", held={"a": [Holder("n", "p", "c")]}, refusals={"unhealthy": 1}))
-    still.providers.append(Bridge())
+    still.providers.append(BridgeStatus(bridge()))
     observer = still.observer()
     gauge = load.Gauge(Source(), 10)
     values: dict[str, Any] = {name: {"x": 1} if one.label else 1 for name, one in load.QUANTITIES.items()}
     gauge._reading = Reading({"a": values}, time.monotonic())
     observer._gauges[RESOURCE] = gauge
-    return {sample.name for family in AgentCollector(observer.view).collect() for sample in family.samples}
+    registry = CollectorRegistry(auto_describe=False)
+    registry.register(AgentCollector(observer.view))
+    ProcessCollector(registry=registry)
+    return {sample.name for family in registry.collect() for sample in family.samples}
 
 
 def test_only_what_exists_is_asked_for() -> None:
     """Every metric in a rule or a panel is one that agents have."""
     texts = [*queries(), *(rule["expr"] for rule in rules())]
-    asked = {name for text in texts for name in re.findall(r"deviceplugin_\w+", text)}
-    assert len(asked) > 20
+    asked = {name for text in texts for name in re.findall(r"(?:deviceplugin|process)_\w+", text)}
+    assert len(asked) > 30
     assert asked <= known_names()
+
+
+def test_every_alert_has_a_runbook() -> None:
+    """Each alert leads to a section that says what it means, what to check and what to do; none is left over."""
+    text = (EXAMPLES.parents[1] / "docs" / "runbooks.md").read_text()
+    sections = {part.partition("\n")[0]: part for part in text.split("\n## ")[1:]}
+    assert sections.keys() == {rule["alert"] for rule in rules()}
+    for rule in rules():
+        assert rule["annotations"]["runbook_url"] == f"docs/runbooks.md#{rule['alert'].lower()}"
+    for name, section in sections.items():
+        assert re.findall(r"^\*\*(\w+)\.\*\* ", section, re.MULTILINE) == ["Meaning", "Check", "Remedy"], name
+    assert set(re.findall(r"\(#(\w+)\)", text)) <= {name.lower() for name in sections}
 
 
 @promtool

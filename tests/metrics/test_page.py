@@ -7,6 +7,7 @@ import hashlib
 import json
 import re
 import time
+from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -14,9 +15,10 @@ import pytest
 
 from deviceplugin.device import Device, Health
 from deviceplugin.kubelet.podresources import Holder
+from deviceplugin.kubelet.status import Withheld
 from deviceplugin.metrics import load, page
 from deviceplugin.metrics.load import Gauge, Reading
-from deviceplugin.metrics.report import DeviceLocation, ProviderReport
+from deviceplugin.metrics.report import DeviceLocation, Event, ProviderReport, ShareProgress
 from deviceplugin.metrics.views import Observer
 from tests.metrics.views import RESOURCE, Source, Still, resource
 
@@ -66,6 +68,7 @@ class Bridge:
             locations={
                 (RESOURCE, "c"): DeviceLocation("plugin", "to-dra", time.time(), "asked for by the node's annotation")
             },
+            shares={RESOURCE: ShareProgress("2", 3, 1, 1)},
         )
 
 
@@ -111,7 +114,7 @@ class TestPage:
         _, observer = busy()
         rows = Table(page.html(observer.view())).rows
         assert rows[0] == ["Device", "Health", "Side", "Holder", "Load"]
-        a, b, c = rows[1:]
+        b, c, a = rows[1:]  # what needs attention comes first
         assert a[:3] == ["a NUMA 0", "healthy", "device plugin"]
         assert a[3].startswith("team/train-0 (main) team/train-1 (main)")
         assert "2 more" in a[3]
@@ -126,7 +129,8 @@ class TestPage:
         """It refers to this server's own pages alone."""
         _, observer = busy()
         html = page.html(observer.view())
-        assert Table(html).references == ["metrics", "status"]
+        references = Table(html).references
+        assert [one for one in references if not one.startswith("#")] == ["metrics", "status"]
         assert not re.search(rb"https?://|@import|url\(", html)
 
     def test_what_others_named_is_text(self) -> None:
@@ -158,6 +162,50 @@ class TestPage:
         text = Table(page.html(observer.view())).text
         for said in ("not registered", "no bus", "not known", "2 times", "still hangs"):
             assert said in text.partition("Device Health")[0]
+
+    def test_broken_devices_come_before_all_tables(self) -> None:
+        """Of 64 devices the two broken ones are named on top, with links to their rows, which come first."""
+        devices: list[Device | str] = [f"d{number}" for number in range(64)]
+        devices[40] = Device("d40", health=Health.UNHEALTHY, message="XID 79")
+        withheld = {"d50": Withheld("unknown", "the claim state cannot be read")}
+        still = Still(resource("x", name="example.com/other"), replace(resource(*devices), withheld=withheld))
+        read = Table(page.html(still.observer().view()))
+        top = read.text.partition("Device Health")[0].partition("DeviceHealth")[0]
+        assert "d40 example.com/gpu unhealthy: XID 79" in top
+        assert "d50 example.com/gpu withheld: the claim state cannot be read" in top
+        assert [one for one in read.references if one.startswith(f"#{RESOURCE}")] == [
+            f"#{RESOURCE}/d40",
+            f"#{RESOURCE}/d50",
+        ]
+        assert [row[0] for row in read.rows[3:7]] == ["d40", "d50", "d0", "d1"]
+
+    def test_what_needs_attention_is_bounded(self) -> None:
+        """With all devices broken the list on top stays short, and says how many more there are."""
+        devices = [Device(f"d{number}", health=Health.UNHEALTHY) for number in range(64)]
+        read = Table(page.html(Still(resource(*devices)).observer().view()))
+        assert len([one for one in read.references if one.startswith(f"#{RESOURCE}")]) == page.SHOWN_ATTENTION
+        assert f"{64 - page.SHOWN_ATTENTION} more" in read.text
+
+    def test_a_page_without_trouble_has_no_such_list(self) -> None:
+        """Healthy devices, and those that move, need no attention."""
+        still = Still(resource("a", "c"))
+        still.providers.append(Bridge())
+        assert "Needs attention" not in Table(page.html(still.observer().view())).text
+
+    def test_share_and_progress_are_shown(self) -> None:
+        """What is asked for, and how many devices are there or on their way."""
+        _, observer = busy()
+        assert (
+            "claims are to have 2, 1 of 3 on the DRA side, 1 on the way there" in Table(page.html(observer.view())).text
+        )
+        (one,) = json.loads(page.status(observer.view()))["resources"]
+        assert one["share"] == {"asked": "2", "devices": 3, "claimable": 1, "leaving": 1, "returning": 0}
+
+    def test_events_have_dates(self) -> None:
+        """An event of yesterday does not look like one of today."""
+        still = Still(resource("a"))
+        view = replace(still.observer().view(), events=(Event(1.7e9, RESOURCE, "a vanished", bad=True),))
+        assert "2023-11-14 22:13:20" in Table(page.html(view)).text
 
     @pytest.mark.parametrize(
         ("number", "text"),

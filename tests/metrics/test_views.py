@@ -15,7 +15,7 @@ from deviceplugin.inventory import merged
 from deviceplugin.kubelet.podresources import ClaimUse, Holder
 from deviceplugin.kubelet.status import ResourceStatus
 from deviceplugin.metrics import views
-from deviceplugin.metrics.report import DeviceLocation, PreparedClaim, ProviderReport
+from deviceplugin.metrics.report import DeviceLocation, Event, PreparedClaim, ProviderReport
 from deviceplugin.metrics.views import HOLDERS_STALE, DeviceHolder, View, events_between
 from deviceplugin.naming import device_name
 from tests.metrics.views import RESOURCE, Source, Still, resource
@@ -236,11 +236,11 @@ class TestEvents:
         assert self.changes(before, now) == [
             ("a is unhealthy: XID 79", True),
             ("d appeared", False),
-            ("c is unhealthy: the device is gone", True),
+            ("c vanished", True),
         ]
         assert self.changes(now, before) == [
-            ("a is healthy", False),
-            ("c is healthy", False),
+            ("a recovered", False),
+            ("c recovered", False),
             ("d was forgotten", False),
         ]
 
@@ -282,6 +282,30 @@ class TestEvents:
         assert len(events) == 100
         still.resources = []
         observer.note(still.status())
+
+    def test_what_providers_tell_is_among_the_events(self) -> None:
+        """Moves and claims are in order with what happened to the devices."""
+
+        class Telling:
+            name = "bridge"
+
+            def report(self) -> ProviderReport:
+                return ProviderReport()
+
+            def events(self) -> list[Event]:
+                return [Event(5.0, RESOURCE, "moved to the DRA side: a")]
+
+        still = Still(resource("a"))
+        still.providers.append(Telling())
+        observer = still.observer()
+        observer.note(still.status())
+        still.resources = [resource("a", refusals={"unhealthy": 1})]
+        observer.note(still.status())
+        assert [event.text for event in observer.view().events] == [
+            "moved to the DRA side: a",
+            "moved to the DRA side: a",
+            "1 allocations refused: unhealthy",
+        ]
 
     async def test_an_error_does_not_end_the_watch(
         self, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture

@@ -26,6 +26,7 @@ from deviceplugin.kubelet import holders as grants
 from deviceplugin.kubelet.checkpoint import Allocation
 from deviceplugin.kubelet.device_list import Stream
 from deviceplugin.kubelet.holders import HolderSnapshot, Holding
+from deviceplugin.kubelet.status import Withheld
 from deviceplugin.node import following
 from deviceplugin.node import process as process_module
 from deviceplugin.node import service as service_module
@@ -372,7 +373,7 @@ def test_a_device_is_withheld_while_released_works_on(fake_kubelet: FakeKubelet,
             over.wait()
 
     devices = Slow(1, fake_kubelet.notify)
-    reason = {"sim-0": "`released` still works on it, after its timeout"}
+    reason = {"sim-0": Withheld("excluded", "`released` still works on it, after its timeout")}
     try:
         agent = served(devices, **SELDOM)
         pod = fake_kubelet.run_pod("p", {R: 1})

@@ -210,5 +210,4 @@ class GpuHealth:
         before = self.histories[name]
         self.histories[name] = history
         if before.health is not history.health and (before.known or history.health is Health.UNHEALTHY):
-            level = logging.INFO if history.health is Health.HEALTHY else logging.WARNING
-            _LOG.log(level, "%s is %s%s", name, history.health.value, f": {history.message}" if history.message else "")
+            _LOG.debug("%s is %s%s", name, history.health.value, f": {history.message}" if history.message else "")

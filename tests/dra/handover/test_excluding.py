@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from deviceplugin.device import Device
+from deviceplugin.kubelet.status import Withheld
 from deviceplugin.source import DeviceSource
 from dra_bridge.driver import ClaimError, ClaimRef
 from dra_bridge.handover.share import parse_share
@@ -182,7 +183,8 @@ async def test_a_device_of_two_drivers_has_one_holder(node: FakeNode, tmp_path: 
         assert not here.published & {"one", "two"}
         reason = f"two of {B}, which is the same thing or a part of it, is for claims and this one for pods"
         advice = "; give both resources the share none, or both the share all"
-        await here.until(lambda: here.bridge.agent.services[A].status().withheld == {"one": reason + advice})
+        withheld = {"one": Withheld("excluded", reason + advice)}
+        await here.until(lambda: here.bridge.agent.services[A].status().withheld == withheld)
         here.ask(E, "none")
         await here.until(lambda: here.healthy == {"one", "two"})
         pod = await asyncio.to_thread(node.run_pod, "p", {A: 1})

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
+import logging
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -11,6 +13,7 @@ from typing import Any
 import pytest
 
 from deviceplugin.device import ContainerEdits, Device
+from deviceplugin.node import logs
 from deviceplugin.source import DeviceSource
 from dra_bridge.handover.share import parse_share
 from dra_bridge.kube import Cluster, ClusterError
@@ -157,11 +160,43 @@ async def test_a_shared_device_moves_as_a_whole(node: FakeNode, tmp_path: Path) 
         await here.settle(State.TO_PLUGIN)
         await asyncio.to_thread(claimed[0].delete, 60)
         await here.until(lambda: len(here.claims) == 1 and here.waiting.get("d0") == "its claim")
+        assert isinstance(here.waiting["d0"], rules.HolderWait)
         assert here.states == {"d0": State.TO_PLUGIN}
         assert not here.healthy
         await asyncio.to_thread(claimed[1].delete, 60)
         await here.settle(State.PLUGIN)
         await here.until(lambda: here.healthy == {"d0::0", "d0::1"})
+
+
+async def test_moves_and_claims_are_in_the_log(
+    node: FakeNode, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The lines are in plain words, and resource, device, pod and claim are fields of their own."""
+    caplog.set_level(logging.DEBUG)
+    async with world(node, tmp_path, Source(1)) as here:
+        pod = await asyncio.to_thread(node.run_pod, "p", {R: 1})
+        here.ask("all")
+        await here.until(lambda: here.waiting.get("d0") == "pod default/p")
+        await asyncio.to_thread(pod.delete, 60)
+        await here.settle(State.DRA)
+        user = node.start_pod("c", template={D: 1})
+        await asyncio.to_thread(user.wait_running, 60)
+        (claim,) = here.claims
+        await asyncio.to_thread(user.delete, 60)
+        await here.until(lambda: "was unprepared: 1 device" in caplog.text)
+    lines = {line["msg"]: line for line in map(json.loads, map(logs.JsonFormatter().format, caplog.records))}
+    leaves, arrived = (
+        f"{R}: 1 device leaves for the DRA side (the share is all)",
+        f"{R}: moved to the DRA side: 1 device",
+    )
+    assert lines[leaves]["level"] == lines[arrived]["level"] == "info"
+    assert lines[leaves]["resource"] == lines[arrived]["resource"] == R
+    waits = lines[f"{R}: the move of device d0 waits for pod default/p"]
+    assert [waits[name] for name in ("level", "resource", "device", "pod")] == ["info", R, "d0", "default/p"]
+    prepared = next(line for text, line in lines.items() if text.endswith("was prepared: 1 device"))
+    assert (prepared["level"], prepared["driver"], prepared["claim"]) == ("info", D, claim)
+    named = next(line for text, line in lines.items() if text.endswith(f"has device d0 of {R}"))
+    assert [named[name] for name in ("resource", "device", "claim")] == [R, "d0", claim]
 
 
 async def test_a_move_to_dra_is_cancelled_while_a_pod_holds_the_device(node: FakeNode, tmp_path: Path) -> None:
@@ -170,6 +205,7 @@ async def test_a_move_to_dra_is_cancelled_while_a_pod_holds_the_device(node: Fak
         pod = await asyncio.to_thread(node.run_pod, "p", {R: 1})
         here.ask("all")
         await here.until(lambda: here.waiting.get("d0") == "pod default/p" and not here.healthy)
+        assert isinstance(here.waiting["d0"], rules.HolderWait)  # so that no alert fires
         here.ask("none")
         await here.settle(State.PLUGIN)
         await here.until(lambda: here.healthy == {"d0"})

@@ -9,7 +9,7 @@ import pytest
 from dra_bridge.ledger import operations
 from dra_bridge.ledger.operations import identify
 from dra_bridge.ledger.records import Claim, Side, State
-from dra_bridge.ledger.rules import Evidence, KubeletEvidence, KubeletSnapshot, ObservedAllocation, Refused
+from dra_bridge.ledger.rules import Evidence, HolderWait, KubeletEvidence, KubeletSnapshot, ObservedAllocation, Refused
 from tests.dra.ledger.samples import (
     T0,
     D,
@@ -204,6 +204,12 @@ def broken(evidence: KubeletEvidence) -> dict[str, KubeletEvidence]:
                 snapshot, held={"a": ObservedAllocation("a", "default/p", reason="processes of its pod run")}
             ),
         ),
+        "(not known: no cgroups": replace(
+            evidence,
+            snapshot=replace(
+                snapshot, held={"a": ObservedAllocation("a", "default/p", sure=False, reason="not known: no cgroups")}
+            ),
+        ),
     }
 
 
@@ -214,6 +220,8 @@ def test_a_move_to_dra_ends_only_with_all_of_its_evidence_in_order(store: Direct
         done = store.do(operations.commit_to_dra(R, ["a"], evidence, T0))
         assert done.devices == (), what
         assert what in done.waiting["a"]
+        # Only a holder that is known may take as long as it likes.
+        assert isinstance(done.waiting["a"], HolderWait) is what.startswith("pod default/p")
     assert store.do(operations.commit_to_dra(R, ["a", "b"], kubelet(store), T0)).devices == ("a",)
     assert (state(store), state(store, "b")) == (State.DRA, State.PLUGIN)
 
@@ -229,7 +237,9 @@ def test_a_move_to_the_plugin_ends_only_with_all_of_its_evidence(store: DirectLe
         "a list": replace(good, listed_at=0.5),
         "claim default/x": replace(good, allocated={"a": "default/x"}),
     }.items():
-        assert what in store.do(operations.commit_to_plugin(R, ["a"], evidence, T0)).waiting["a"]
+        waits = store.do(operations.commit_to_plugin(R, ["a"], evidence, T0)).waiting["a"]
+        assert what in waits
+        assert isinstance(waits, HolderWait) is what.startswith("claim ")
     assert store.do(operations.commit_to_plugin(R, ["a"], good, T0)).devices == ("a",)
 
 

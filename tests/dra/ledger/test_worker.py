@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import shutil
+import sqlite3
 import threading
 from pathlib import Path
 
@@ -26,6 +27,27 @@ async def test_a_lost_ledger_is_reported_to_its_owner(path: str) -> None:
         await async_ledger.do(operations.grant(R, {"a": "a"}, T0))
     async with asyncio.timeout(60):
         await async_ledger.lost.wait()
+    await async_ledger.close()
+
+
+async def test_failed_writes_are_counted(path: str) -> None:
+    """What could not be recorded counts once for each try, what was recorded does not."""
+    full: list[str] = []
+
+    def step(statement: str) -> None:
+        if statement == "COMMIT" and full:
+            raise sqlite3.OperationalError("database or disk is full")
+
+    async_ledger = AsyncLedger(Ledger(path, connect=Watched.by(step)))
+    await async_ledger.do(adopt(R, ["a"], Side.PLUGIN, T0))
+    assert async_ledger.write_failures == 0
+    full.append("yes")
+    with pytest.raises(LedgerError, match="disk is full"):
+        await async_ledger.do(operations.grant(R, {"a": "a"}, T0))
+    assert async_ledger.write_failures == 1
+    full.clear()
+    await async_ledger.do(operations.grant(R, {"a": "a"}, T0))
+    assert async_ledger.write_failures == 1
     await async_ledger.close()
 
 

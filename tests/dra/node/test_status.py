@@ -4,27 +4,40 @@ from __future__ import annotations
 
 import json
 import re
+import subprocess
 from collections import Counter
 from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
+from prometheus_client import CollectorRegistry
+from prometheus_client.exposition import generate_latest
 from prometheus_client.openmetrics.exposition import generate_latest as generate_open
 from prometheus_client.openmetrics.parser import text_string_to_metric_families as read_open
 
+from deviceplugin.durations import Durations
 from deviceplugin.metrics.collectors import AgentCollector
 from deviceplugin.metrics.report import DeviceLocation, PreparedClaim
 from dra_bridge.driver import ClaimStatistics, registrar
-from dra_bridge.driver.preparation import CallStatistics
+from dra_bridge.driver.preparation import CallStatistics, HookKey
 from dra_bridge.handover.moves import MoveStatistics
 from dra_bridge.handover.share import Share
 from dra_bridge.kube import RequestStatistics
 from dra_bridge.ledger.records import Claim, ClaimDevice, DeviceRecord, Snapshot, State
+from dra_bridge.ledger.rules import HolderWait
 from dra_bridge.node.status import BridgeStatus
 from dra_bridge.slices.publisher import PoolState
 from tests.metrics.views import RESOURCE, Source, Still, resource
+from tests.programs import promtool
 
 DRIVER = "gpu.example.com"
+
+
+def durations(*seconds: float) -> Durations:
+    made = Durations()
+    for one in seconds:
+        made.add(one)
+    return made
 
 
 def claim(name: str, *devices: ClaimDevice, result: str | None = "{}") -> Claim:
@@ -43,16 +56,28 @@ def bridge(**changes: Any) -> Any:
     ]
     moves = MoveStatistics()
     moves.begun["to-dra"], moves.finished["to-dra"], moves.seconds["to-dra"] = 3, 2, 1.5
-    moving = SimpleNamespace(statistics=moves, waiting={"b": "team/train"}, share=Share(2))
+    moving = SimpleNamespace(
+        statistics=moves, waiting={"b": HolderWait("team/train"), "c": "a list of claims"}, share=Share(2)
+    )
     source = Source()
     source.driver = DRIVER
     one = SimpleNamespace(
         name=DRIVER,
-        async_ledger=SimpleNamespace(snapshot=Snapshot(1, records, {}, {(DRIVER, one.uid): one for one in claims})),
+        async_ledger=SimpleNamespace(
+            write_failures=2, snapshot=Snapshot(1, records, {}, {(DRIVER, one.uid): one for one in claims})
+        ),
         driver=SimpleNamespace(
             records=SimpleNamespace(all=lambda: claims),
             statistics=ClaimStatistics(
-                CallStatistics(done=5, failures=Counter({"side": 2}), seconds=0.7), prepared_again=1, in_flight=1
+                CallStatistics(5, Counter({"side": 2}), durations(0.04, 0.06, 0.6)),
+                CallStatistics(failures=Counter({"running": 1})),
+                prepared_again=1,
+                hook_calls=Counter({HookKey(RESOURCE, "prepare"): 4}),
+                hook_failures=Counter({HookKey(RESOURCE, "prepare"): 1}),
+                hook_seconds={HookKey(RESOURCE, "prepare"): 0.5},
+                claim_reads=6,
+                claim_read_seconds=0.25,
+                in_flight=1,
             ),
         ),
         registrar=SimpleNamespace(statistics=registrar.RegistrarStatistics(registered=True, registrations=2)),
@@ -100,13 +125,26 @@ def test_figures_are_those_of_the_parts() -> None:
         f"dra_registered {DRIVER}": 1,
         f"dra_prepared_claims {DRIVER}": 1,
         f"dra_claims_in_flight {DRIVER}": 1,
-        f"dra_prepare_duration_seconds_count {DRIVER}": 7,
+        f"dra_prepare_duration_seconds_count {DRIVER}": 3,
+        f"dra_prepare_duration_seconds_bucket {DRIVER} 0.05": 1,
+        f"dra_prepare_duration_seconds_bucket {DRIVER} 0.1": 2,
+        f"dra_prepare_duration_seconds_bucket {DRIVER} +Inf": 3,
         f"dra_prepare_duration_seconds_sum {DRIVER}": 0.7,
         f"dra_prepare_failures_total {DRIVER} side": 2,
         f"dra_unprepare_duration_seconds_count {DRIVER}": 0,
+        f"dra_hook_duration_seconds_count {DRIVER} {RESOURCE} prepare": 4,
+        f"dra_hook_duration_seconds_sum {DRIVER} {RESOURCE} prepare": 0.5,
+        f"dra_hook_failures_total {DRIVER} {RESOURCE} prepare": 1,
+        f"dra_claim_read_duration_seconds_count {DRIVER}": 6,
+        f"dra_claim_read_duration_seconds_sum {DRIVER}": 0.25,
         f"handover_begun_total {RESOURCE} to-dra": 3,
         f"handover_duration_seconds_count {RESOURCE} to-dra": 2,
         f"handover_duration_seconds_sum {RESOURCE} to-dra": 1.5,
+        f"handover_waits {RESOURCE} b holder": 1,
+        f"handover_waits {RESOURCE} b evidence": 0,
+        f"handover_waits {RESOURCE} c holder": 0,
+        f"handover_waits {RESOURCE} c evidence": 1,
+        f"dra_ledger_write_failures_total {DRIVER}": 2,
         f"slices_published {DRIVER}": 1,
         f"slice_devices {DRIVER}": 2,
         f"slice_writes_total {DRIVER}": 9,
@@ -115,6 +153,7 @@ def test_figures_are_those_of_the_parts() -> None:
         "api_watches_total": 3,
         "api_reachable": 1,
     }.items() <= found.items()
+    assert not any(name.startswith(f"handover_waits {RESOURCE} a") for name in found)
 
 
 def test_ready_when_registered_and_published() -> None:
@@ -151,9 +190,22 @@ def test_a_driver_that_the_kubelet_refused_is_said() -> None:
 def test_status_is_made_for_json() -> None:
     """Everything in it can be written."""
     status = json.loads(json.dumps(BridgeStatus(bridge()).report().status))
-    assert status[DRIVER]["waiting"] == {RESOURCE: {"b": "team/train"}}
+    assert status[DRIVER]["waiting"] == {RESOURCE: {"b": "team/train", "c": "a list of claims"}}
     assert status[DRIVER]["shares"] == {RESOURCE: "2"}
     assert status[DRIVER]["published"] is True
+
+
+@promtool
+def test_promtool_finds_nothing_wrong() -> None:
+    """The bridge's names, types, help and units are as Prometheus's own linter wants them."""
+    still = Still(resource("a", "b", "c", "d"))
+    still.providers.append(BridgeStatus(cast("Any", bridge())))
+    registry = CollectorRegistry(auto_describe=False)
+    registry.register(AgentCollector(still.observer().view))
+    text = generate_latest(registry)
+    assert b"deviceplugin_dra_hook_duration_seconds_sum" in text
+    done = subprocess.run(["promtool", "check", "metrics"], input=text, capture_output=True, timeout=60)
+    assert (done.returncode, done.stdout, done.stderr) == (0, b"", b"")
 
 
 def test_all_of_it_is_valid_text() -> None:

@@ -1,0 +1,71 @@
+"""Logs what happens to devices: listed, appeared, vanished, unhealthy, recovered, allocated and released."""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter, defaultdict
+from collections.abc import Callable, Collection
+from typing import Final
+
+from deviceplugin.device import counted
+from deviceplugin.inventory import Snapshot, changes
+from deviceplugin.kubelet.checkpoint import Allocation
+
+_LOG: Final = logging.getLogger(__name__)
+
+SHOWN: Final = 8
+"""Devices of one change that have a line of their own at INFO; those of the others are at DEBUG."""
+
+
+class InventoryLog:
+    """Logs the changes of one resource's inventory; to be subscribed to it."""
+
+    def __init__(self, resource: str) -> None:
+        self._before = Snapshot(resource)
+
+    def __call__(self, now: Snapshot) -> None:
+        """Log what changed since the snapshot before."""
+        before, self._before, resource = self._before, now, now.resource
+        if not before.listed and now.listed:
+            healths = Counter(device.health.value for device in now.devices.values())
+            words = ", ".join(f"{count} {health}" for health, count in sorted(healths.items()))
+            text = "%s: the source lists %s (%s)"
+            _LOG.info(text, resource, counted(len(now.devices)), words or "none", extra={"resource": resource})
+        found = list(changes(before, now))
+        for number, change in enumerate(found):
+            broken = change.bad and change.device not in now.gone  # what is unplugged is not
+            level = logging.DEBUG if number >= SHOWN else logging.WARNING if broken else logging.INFO
+            extra = {"resource": resource, "device": change.device}
+            _LOG.log(level, "%s: device %s %s", resource, change.device, change.text, extra=extra)
+        if len(found) > SHOWN:
+            _LOG.info("%s: %d more devices changed", resource, len(found) - SHOWN, extra={"resource": resource})
+
+
+class HolderLog:
+    """Logs which pods got devices and gave them back, as scans find it out. title: a pod's name by its UID.
+
+    What it is called with first was held before.
+    """
+
+    def __init__(self, title: Callable[[str], str]) -> None:
+        self._title = title
+        self._before: frozenset[Allocation] | None = None
+
+    def __call__(self, held: Collection[Allocation]) -> None:
+        """Log what changed since the scan before."""
+        now = frozenset(held)
+        before, self._before = self._before, now
+        if before is None:
+            verbs = [("has", now)]
+        else:
+            verbs = [("gave back", before - now), ("got", now - before)] if now != before else []
+        for verb, those in verbs:
+            found: dict[tuple[str, str], set[str]] = defaultdict(set)
+            for one in those:
+                found[one.resource, one.pod_uid].add(one.device_id)
+            for (resource, pod_uid), ids in sorted(found.items()):
+                pod = self._title(pod_uid)
+                extra = {"resource": resource, "pod": pod}
+                _LOG.info("%s: pod %s %s %s", resource, pod, verb, counted(len(ids)), extra=extra)
+                for name in sorted(ids) if _LOG.isEnabledFor(logging.DEBUG) else ():
+                    _LOG.debug("%s: pod %s %s %s", resource, pod, verb, name, extra={**extra, "device": name})

@@ -1,0 +1,71 @@
+"""Moves and claims as events for the page."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any, cast
+
+from deviceplugin.metrics.report import Event, EventSource, ShareProgress
+from dra_bridge.ledger.records import Claim, ClaimDevice, DeviceRecord, Snapshot, State
+from dra_bridge.node.events import events
+from dra_bridge.node.status import BridgeStatus
+from tests.dra.node.test_status import DRIVER, bridge
+from tests.metrics.views import RESOURCE
+
+
+def snapshot(state: State, count: int = 1, since: float = 5.0, reason: str = "", **claims: str | None) -> Snapshot:
+    names = [f"d{number}" for number in range(count)]
+    return Snapshot(
+        1,
+        {(RESOURCE, name): DeviceRecord(RESOURCE, name, state, since, reason=reason) for name in names},
+        {},
+        {
+            (DRIVER, name): Claim(DRIVER, name, "team", name, (ClaimDevice(RESOURCE, "d0"),), result, 1.0)
+            for name, result in claims.items()
+        },
+    )
+
+
+def test_moves_are_events_at_their_time() -> None:
+    """Begin and end with the reason; a new device and an unchanged ledger are none."""
+    plugin, leaving = snapshot(State.PLUGIN), snapshot(State.TO_DRA, reason="the share is 1")
+    assert events(plugin, plugin, 9.0) == []
+    assert events(snapshot(State.PLUGIN, 0), plugin, 9.0) == []
+    assert events(plugin, leaving, 9.0) == [Event(5.0, RESOURCE, "leaving for the DRA side: d0 (the share is 1)")]
+    assert events(leaving, snapshot(State.DRA), 9.0) == [Event(5.0, RESOURCE, "moved to the DRA side: d0")]
+    assert events(plugin, snapshot(State.QUARANTINED), 9.0) == [Event(5.0, RESOURCE, "quarantined: d0", bad=True)]
+
+
+def test_many_moves_at_once_are_one_event() -> None:
+    """They do not push everything else out of the list."""
+    assert [event.text for event in events(snapshot(State.PLUGIN, 64), snapshot(State.TO_DRA, 64), 9.0)] == [
+        "leaving for the DRA side: 64 devices"
+    ]
+
+
+def test_claims_are_events() -> None:
+    """Prepared and unprepared; a reservation is neither."""
+    none, reserved, prepared = snapshot(State.DRA), snapshot(State.DRA, c=None), snapshot(State.DRA, c="{}")
+    assert events(none, reserved, 9.0) == events(reserved, none, 9.0) == []
+    for before in (none, reserved):
+        assert events(before, prepared, 9.0) == [Event(9.0, RESOURCE, "claim team/c prepared: d0")]
+    assert events(prepared, none, 9.0) == [Event(9.0, RESOURCE, "claim team/c unprepared: d0")]
+
+
+def test_the_bridge_tells_each_event_once() -> None:
+    """What was there when it was asked first is no event."""
+    made = bridge()
+    status = BridgeStatus(cast("Any", made))
+    assert isinstance(status, EventSource)
+    assert status.events() == []
+    ledger = made.drivers[DRIVER].async_ledger
+    record = ledger.snapshot.devices[RESOURCE, "b"]
+    moved = {**ledger.snapshot.devices, (RESOURCE, "b"): replace(record, state=State.DRA, since=6.0, reason="")}
+    ledger.snapshot = replace(ledger.snapshot, devices=moved)
+    assert status.events() == [Event(6.0, RESOURCE, "moved to the DRA side: b")]
+    assert status.events() == []
+
+
+def test_share_and_progress_are_reported() -> None:
+    """What is asked for, and where the devices are."""
+    assert BridgeStatus(cast("Any", bridge())).report().shares == {RESOURCE: ShareProgress("2", 4, 1, 1, 1)}

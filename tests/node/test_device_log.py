@@ -1,0 +1,105 @@
+"""What the log says of devices: events at INFO, each with its fields."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Callable
+
+import pytest
+
+from deviceplugin.device import Device, Health
+from deviceplugin.inventory import Inventory
+from deviceplugin.kubelet.checkpoint import Allocation
+from deviceplugin.node import logs
+from deviceplugin.node.device_log import SHOWN, HolderLog, InventoryLog
+from deviceplugin.sources.simulated import SimulatedSource
+from deviceplugin.testing import FakeKubelet, Served
+from tests.node.test_agent import wait
+
+R = "example.com/gpu"
+
+
+@pytest.fixture
+def inventory(caplog: pytest.LogCaptureFixture) -> Inventory:
+    caplog.set_level(logging.INFO)
+    made = Inventory(R)
+    made.subscribe(InventoryLog(R))
+    return made
+
+
+def said(caplog: pytest.LogCaptureFixture) -> list[str]:
+    lines = [f"{record.levelname} {record.getMessage()}" for record in caplog.records]
+    caplog.clear()
+    return lines
+
+
+def test_a_devices_life_is_in_the_log(inventory: Inventory, caplog: pytest.LogCaptureFixture) -> None:
+    """Listed, failed with the reason, recovered, vanished, appeared."""
+    inventory.publish([Device("a"), Device("b", health=Health.UNHEALTHY, message="no fan")])
+    assert said(caplog) == [
+        f"INFO {R}: the source lists 2 devices (1 healthy, 1 unhealthy)",
+        f"WARNING {R}: device b is unhealthy: no fan",
+    ]
+    inventory.publish([Device("a", health=Health.UNHEALTHY, message="XID 79"), Device("b")])
+    assert said(caplog) == [f"WARNING {R}: device a is unhealthy: XID 79", f"INFO {R}: device b recovered"]
+    inventory.publish([Device("a"), Device("c")])
+    assert said(caplog) == [
+        f"INFO {R}: device a recovered",
+        f"INFO {R}: device c appeared",
+        f"INFO {R}: device b vanished",
+    ]
+    inventory.forget(["b"])
+    inventory.publish([Device("c"), Device("a")])
+    assert said(caplog) == [f"INFO {R}: device b was forgotten"]
+
+
+def test_many_changes_at_once_are_few_lines(inventory: Inventory, caplog: pytest.LogCaptureFixture) -> None:
+    """The first have a line each, the others are counted."""
+    inventory.publish([])
+    said(caplog)
+    inventory.publish([Device(str(number)) for number in range(SHOWN + 3)])
+    lines = said(caplog)
+    assert len(lines) == SHOWN + 1
+    assert lines[-1] == f"INFO {R}: 3 more devices changed"
+
+
+def test_allocations_are_counted_by_pod(caplog: pytest.LogCaptureFixture) -> None:
+    """The numbers are at INFO, the names at DEBUG; what stays held is said once."""
+    log = HolderLog({"u1": "team/train"}.__getitem__)
+    held = [Allocation("u1", "main", R, one) for one in ("a", "b")]
+    with caplog.at_level(logging.INFO):
+        log([])
+        log(held)
+        log(held)
+        assert said(caplog) == [f"INFO {R}: pod team/train got 2 devices"]
+    with caplog.at_level(logging.DEBUG):
+        log(held[:1])
+        assert said(caplog) == [
+            f"INFO {R}: pod team/train gave back 1 device",
+            f"DEBUG {R}: pod team/train gave back b",
+        ]
+
+
+def test_what_was_held_before_was_not_just_allocated(caplog: pytest.LogCaptureFixture) -> None:
+    """An agent that starts says what pods have, not that they got it."""
+    with caplog.at_level(logging.INFO):
+        HolderLog({"u1": "team/train"}.__getitem__)([Allocation("u1", "main", R, "a")])
+        assert said(caplog) == [f"INFO {R}: pod team/train has 1 device"]
+
+
+def test_json_lines_have_fields_and_text_lines_do_not_repeat_them(
+    fake_kubelet: FakeKubelet, served: Callable[..., Served], caplog: pytest.LogCaptureFixture
+) -> None:
+    """Resource, device and pod of an agent's lines are fields of their own."""
+    caplog.set_level(logging.DEBUG)
+    served(SimulatedSource(1, resource=R), report_holders=True, period=0.05)
+    fake_kubelet.run_pod("p", {R: 1})
+    wait(lambda: "pod default/p got sim-0" in caplog.text)
+    lines = [json.loads(logs.JsonFormatter().format(record)) for record in caplog.records]
+    (got,) = [line for line in lines if line["msg"].endswith("got 1 device")]
+    assert (got["level"], got["resource"], got["pod"]) == ("info", R, "default/p")
+    (named,) = [line for line in lines if line["msg"].endswith("got sim-0")]
+    assert (named["level"], named["resource"], named["device"], named["pod"]) == ("debug", R, "sim-0", "default/p")
+    texts = [logs.TextFormatter().format(record) for record in caplog.records]
+    assert [text for text in texts if text.endswith(f"{R}: pod default/p got sim-0")]
