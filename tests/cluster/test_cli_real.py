@@ -67,7 +67,8 @@ def annotate(cluster: Cluster, annotations: dict[str, str | None], labels: dict[
 def kubeconfig(cluster: Cluster) -> Path:
     """The kubeconfig of an operator: just the rights that the manifests' role for one gives."""
     name = f"{Deployment().name}-operator"
-    (role,) = (one for one in manifests(Config(resources=()), "") if one["metadata"]["name"] == name)
+    roles = [one for one in manifests(Config(resources=()), "") if one["metadata"]["name"] == name]
+    (role,) = (one for one in roles if one["kind"] == "ClusterRole")
     cluster.apply(
         [
             role,
