@@ -44,7 +44,10 @@ class CommandLine:
 
     def __init__(self, program: str, about: str) -> None:
         self.parser = argparse.ArgumentParser(prog=program, description=about, epilog=EXITS, allow_abbrev=False)
-        self.parser.add_argument("--version", action=_Version, nargs=0, help="show the version and exit")
+        hidden = argparse.SUPPRESS  # a command may have a field of that name
+        self.parser.add_argument(
+            "--version", action=_Version, nargs=0, dest=hidden, default=hidden, help="show the version and exit"
+        )
         self._commands = self.parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
 
     def add(self, name: str, command: Callable[[argparse.Namespace], int], about: str) -> argparse.ArgumentParser:

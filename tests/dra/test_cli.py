@@ -293,6 +293,7 @@ def test_manifests_print_what_the_options_say(tmp_path: Path, capsys: pytest.Cap
     assert pod["nodeSelector"] == {"kubernetes.io/os": "linux", "a": "b", "c": "d"}
     assert objects["DaemonSet"]["metadata"]["namespace"] == "gpus"
     assert objects["ConfigMap"]["data"]["config.yaml"] == CONFIG
+    assert objects["DeviceClass"]["apiVersion"] == "resource.k8s.io/v1"
     assert objects["DeviceClass"]["spec"]["extendedResourceName"] == R
 
 
