@@ -42,14 +42,17 @@ class InventoryLog:
 
 
 class HolderLog:
-    """Logs which pods got devices and gave them back, as scans find it out. title: a pod's name by its UID.
+    """Logs which pods got devices and gave them back, as scans find it out.
 
+    title: returns a pod's name by its UID, or the UID while it is not known.
     What it is called with first was held before.
     """
 
     def __init__(self, title: Callable[[str], str]) -> None:
         self._title = title
         self._before: frozenset[Allocation] | None = None
+        self._titles: dict[str, str] = {}
+        """Of pods that have devices, by UID."""
 
     def __call__(self, held: Collection[Allocation]) -> None:
         """Log what changed since the scan before."""
@@ -65,7 +68,13 @@ class HolderLog:
                 found[one.resource, one.pod_uid].add(one.device_id)
             for (resource, pod_uid), ids in sorted(found.items()):
                 pod = self._title(pod_uid)
+                if pod == pod_uid:  # its name is not known, or not any more
+                    pod = self._titles.get(pod_uid, pod)
+                self._titles[pod_uid] = pod
                 extra = {"resource": resource, "pod": pod}
                 _LOG.info("%s: pod %s %s %s", resource, pod, verb, counted(len(ids)), extra=extra)
                 for name in sorted(ids) if _LOG.isEnabledFor(logging.DEBUG) else ():
                     _LOG.debug("%s: pod %s %s %s", resource, pod, verb, name, extra={**extra, "device": name})
+        if verbs:
+            held_now = {one.pod_uid for one in now}
+            self._titles = {uid: title for uid, title in self._titles.items() if uid in held_now}

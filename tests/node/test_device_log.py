@@ -81,6 +81,18 @@ def test_allocations_are_counted_by_pod(caplog: pytest.LogCaptureFixture) -> Non
         ]
 
 
+def test_a_pod_that_has_ended_keeps_its_name(caplog: pytest.LogCaptureFixture) -> None:
+    """The kubelet lists it no more when its devices come free."""
+    names = {"u1": "team/train"}
+    log = HolderLog(lambda uid: names.get(uid, uid))
+    with caplog.at_level(logging.INFO):
+        log([])
+        log([Allocation("u1", "main", R, "a")])
+        names.clear()
+        log([])
+        assert said(caplog)[-1] == f"INFO {R}: pod team/train gave back 1 device"
+
+
 def test_what_was_held_before_was_not_just_allocated(caplog: pytest.LogCaptureFixture) -> None:
     """An agent that starts says what pods have, not that they got it."""
     with caplog.at_level(logging.INFO):
