@@ -394,7 +394,7 @@ def test_example_of_a_plugin_alone(node: Cluster) -> None:
             lambda: measured(second, "deviceplugin_allocation_info", **holder), 60, "the holder is in the metrics"
         )
         print(second.logs())
-        assert node.allocatable("example.com/serial") == 1
+        node.wait_allocatable("example.com/serial", 1)
         assert set(os.listdir("/dev")) - before <= {port.name, "kvm"}, "the plugin leaves something on the host"
     finally:
         for one in node.pods("kube-system", "app.kubernetes.io/name=deviceplugin"):
