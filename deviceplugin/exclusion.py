@@ -45,7 +45,9 @@ def thing_of(device: Device, tokens: Tokens, scope: str, *, shared: bool = False
     """Return a device as the rules here see it."""
 
     def amounts(counters: Mapping[str, Mapping[str, int | str]]) -> Counters:
-        return {name: {one: parse_quantity(value) for one, value in values.items()} for name, values in counters.items()}
+        return {
+            name: {one: parse_quantity(value) for one, value in values.items()} for name, values in counters.items()
+        }
 
     return Thing(tokens, scope, amounts(device.consumes), amounts(device.counters), shared)
 

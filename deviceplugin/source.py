@@ -21,8 +21,8 @@ Measured = Mapping[str, Mapping[str, float | Mapping[str, float] | None]]
 class DeviceSource:
     """A kind of device on this node; derive from it, name a resource, write `watch`.
 
-    docs/sources.md has an example of each hook, with a test. A method whose name is almost a hook's is refused when the
-    class is defined (TypeError), and so are a resource and a driver that are no such names (NamingError).
+    docs/sources.md has an example of each hook, with a test. A name that is almost a hook's or a setting's is
+    refused when the class is defined (TypeError), and so are names that no resource or driver has (NamingError).
 
     Attributes:
         resource: the extended resource, vendor-domain/name, as pods ask for it.
@@ -52,15 +52,16 @@ class DeviceSource:
     HOOKS: ClassVar[tuple[str, ...]] = ("edits", "reset", "prefer", "released", "prepare", "unprepare", "measure")
 
     def __init_subclass__(cls, **more: Any) -> None:
-        """Raise TypeError if a method's name is almost a hook's, NamingError if resource or driver is no such name."""
+        """Raise TypeError if a name is almost a hook's or setting's, NamingError if resource or driver is none."""
         super().__init_subclass__(**more)
         own = cls.__dict__
         check_names(cls.__name__, own.get("resource"), own.get("driver"))
         for name, value in own.items():
-            if isinstance(value, _METHODS) and not name.startswith("_") and (hook := _likely_hook(cls, name)):
+            if not name.startswith("_") and (meant := _likely_name(cls, name, value)):
+                what = "hook and would never be called" if isinstance(value, _METHODS) else "setting and has no effect"
                 raise TypeError(
-                    f"{cls.__name__}.{name} is no hook and would never be called; did you mean {hook}? "
-                    f"A method of your own needs another name, _{name} for example"
+                    f"{cls.__name__}.{name} is no {what}; did you mean {meant}? "
+                    f"One of your own needs another name, _{name} for example"
                 )
 
     def watch(self) -> AsyncIterator[Sequence[Device]] | Iterator[Sequence[Device]]:
@@ -191,8 +192,11 @@ def check_names(kind: str, resource: object, driver: object) -> None:
                 raise naming.NamingError(f"{kind}.{field}: {error}") from None
 
 
-def _likely_hook(kind: type[DeviceSource], name: str) -> str:
-    """Return the method of `DeviceSource` that a name is almost that of, unless the class has it, too; "" if none.
+def _likely_name(kind: type[DeviceSource], name: str, value: object) -> str:
+    """Return the method or setting of `DeviceSource` that a name is almost that of; "" if none.
+
+    Also the hook that a call of the kubelet's API becomes. What the class itself has was not misspelt, and a value of
+    another type than a setting's is the author's own.
 
     It is an error, not a warning: a `released` that is never called leaves one user's data to the next, and nothing
     else shows it. Who means another method only has to rename it.
@@ -201,11 +205,32 @@ def _likely_hook(kind: type[DeviceSource], name: str) -> str:
         return ""
     import difflib
 
-    free = [one for one in _OPTIONAL if getattr(kind, one) is getattr(DeviceSource, one)]
+    method = isinstance(value, _METHODS)
+    names = _OPTIONAL if method else [one for one, kind_of in _SETTINGS.items() if isinstance(value, kind_of)]
+    free = [one for one in names if getattr(kind, one) is getattr(DeviceSource, one)]
+    if (known := _OTHER_NAMES.get(name.lower().replace("_", ""))) in free:
+        return str(known)
     return next(iter(difflib.get_close_matches(name.lower(), free, 1, _ALIKE)), "")
 
 
 _OPTIONAL: Final = ("watch", *DeviceSource.HOOKS, "replicas_of", "links", "child_sources")
+_SETTINGS: Final[Mapping[str, type | tuple[type, ...]]] = {
+    "resource": str,
+    "driver": str,
+    "replicas": int,
+    "topology": bool,
+    "policy": str,
+    "hook_timeout": (int, float),
+    "config_type": type,
+}
+_OTHER_NAMES: Final = {
+    "listandwatch": "watch",
+    "allocate": "edits",
+    "prestartcontainer": "reset",
+    "getpreferredallocation": "prefer",
+    "resourcename": "resource",
+}
+"""What is meant by names of the kubelet's API."""
 
 
 @functools.cache  # asked for with every Allocate; a class does not change

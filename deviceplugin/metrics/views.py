@@ -26,7 +26,7 @@ from deviceplugin.metrics.report import (
     ProviderReport,
     ShareProgress,
 )
-from deviceplugin.sharing import device_of
+from deviceplugin.sharing import device_of, times_offered
 
 if TYPE_CHECKING:
     from deviceplugin.device import Device
@@ -316,10 +316,7 @@ class Observer:
     def _replicas(self, status: ResourceStatus, device: Device) -> int:
         if status.replicas == 1 or (service := self._agent.services.get(status.resource)) is None:
             return status.replicas
-        try:
-            return service.source.replicas_of(device)
-        except Exception:  # the author's code; the servicer logs what is wrong with it
-            return status.replicas
+        return times_offered(service.source, device)
 
     def _holders(
         self, status: Status, reports: Mapping[str, ProviderReport], *, known: bool
