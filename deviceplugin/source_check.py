@@ -6,7 +6,7 @@ A misspelt hook and a wrong name are found by `DeviceSource` itself when the cla
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any, Final
 
 from deviceplugin import exclusion, hooks
@@ -23,8 +23,10 @@ _SETTINGS: Final[Mapping[str, tuple[Callable[[Any], object], str]]] = {
 }
 
 
-def check_sources(sources: Iterable[object]) -> None:
+def check_sources(sources: Collection[object]) -> None:
     """Raise TypeError unless these are sources that can be served, NamingError if one's resource or driver is wrong."""
+    if not sources:
+        raise TypeError("there is no source to serve: name at least one")
     for source in sources:
         check_source(source)
 
@@ -142,7 +144,8 @@ def checked_children(parent: DeviceSource, children: object) -> list[DeviceSourc
     if not isinstance(children, Iterable):
         raise TypeError(f"{what} must yield lists of sources, not {children!r}")
     found = [*children]
-    check_sources(found)
+    for child in found:
+        check_source(child)
     names = [child.resource for child in found]
     for child in found:
         if not child.resource:

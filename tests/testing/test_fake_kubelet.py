@@ -225,7 +225,7 @@ class TestStreams:
         fake_kubelet.wait_devices(RESOURCE, 0)
         fake_kubelet.wait_until(lambda: fake_kubelet.streams(RESOURCE) == 0, 5)
         new.show("b", "c")
-        pod = fake_kubelet.run_pod("p", ONE)
+        pod = fake_kubelet.run_pod("p", ONE, check=False)
         assert pod.reason == "UnexpectedAdmissionError"
 
     def test_old_stream_still_counts(self, fake_kubelet: FakeKubelet, plugins: Plugins) -> None:
@@ -298,7 +298,7 @@ class TestAllocation:
         """A pod past the scheduler fails where no healthy device is free; unhealthy ones are never given."""
         plugins(fake_kubelet, "a", ("b", "Unhealthy"))
         assert fake_kubelet.run_pod("first", ONE).running
-        second = fake_kubelet.run_pod("second", ONE)
+        second = fake_kubelet.run_pod("second", ONE, check=False)
         assert (second.phase, second.reason) == ("Failed", "UnexpectedAdmissionError")
 
     def test_unknown_resource(self, fake_kubelet: FakeKubelet, plugins: Plugins) -> None:
@@ -317,7 +317,7 @@ class TestAllocation:
         """An Allocate that fails costs its pod only; its devices are free for the next."""
         plugin = plugins(fake_kubelet, "a")
         plugin.before_answer = fail("Allocate", times=1)
-        first = fake_kubelet.run_pod("first", ONE)
+        first = fake_kubelet.run_pod("first", ONE, check=False)
         assert (first.phase, first.reason) == ("Failed", "UnexpectedAdmissionError")
         assert "broken" in first.message
         assert fake_kubelet.run_pod("second", ONE).running
@@ -328,7 +328,7 @@ class TestAllocation:
         """An answer for no container fails the pod."""
         plugin = plugins(fake_kubelet, "a")
         plugin.response = lambda ids: pb.AllocateResponse()
-        assert fake_kubelet.run_pod("p", ONE).phase == "Failed"
+        assert fake_kubelet.run_pod("p", ONE, check=False).phase == "Failed"
 
     def test_admission_is_serial(self, fake_kubelet: FakeKubelet, plugins: Plugins) -> None:
         """While one Allocate hangs, no other pod is admitted (kubernetes#117435)."""
@@ -409,7 +409,7 @@ class TestAllocation:
         """A pod can be rejected after its Allocate was granted, and nobody tells the plugin."""
         plugin = plugins(fake_kubelet, "a")
         fake_kubelet.reject_next_pod()
-        pod = fake_kubelet.run_pod("p", ONE)
+        pod = fake_kubelet.run_pod("p", ONE, check=False)
         assert (pod.phase, pod.reason) == ("Failed", "OutOfcpu")
         assert plugin.allocations == [["a"]]
         assert fake_kubelet.allocated(RESOURCE) == {"a"}
@@ -479,7 +479,7 @@ class TestPreference:
         """An error from GetPreferredAllocation fails the pod (NVIDIA#2038)."""
         plugin = plugins(fake_kubelet, "a", "b", prefer=True)
         plugin.before_answer = fail("GetPreferredAllocation")
-        assert fake_kubelet.run_pod("p", ONE).reason == "UnexpectedAdmissionError"
+        assert fake_kubelet.run_pod("p", ONE, check=False).reason == "UnexpectedAdmissionError"
 
     def test_must_include_are_reusable_devices(self, fake_kubelet: FakeKubelet, plugins: Plugins) -> None:
         """Devices of an init container are those that the answer must include."""
@@ -505,7 +505,7 @@ class TestTopology:
         """Under single-numa-node a pod that would need two nodes fails with TopologyAffinityError."""
         kubelet = kubelets(topology_policy="single-numa-node")
         plugins(kubelet, *self.DEVICES)
-        pod = kubelet.run_pod("three", {RESOURCE: 3})
+        pod = kubelet.run_pod("three", {RESOURCE: 3}, check=False)
         assert (pod.phase, pod.reason) == ("Failed", "TopologyAffinityError")
 
     def test_best_effort(self, kubelets: Kubelets, plugins: Plugins) -> None:
