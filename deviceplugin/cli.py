@@ -1,7 +1,6 @@
 """The command line: run, validate, devices, schema, demo, completion; and what the bridge's shares with it.
 
-A command imports what it needs: `validate` never loads gRPC, and `run` has little between the start of the process and
-the kubelet.
+A command imports what it needs: `validate` never loads gRPC, and `run` does little before it looks for the kubelet.
 """
 
 from __future__ import annotations
@@ -17,6 +16,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, cast
 
+from deviceplugin.device import counted
 from deviceplugin.node import logs
 from deviceplugin.node.options import EXITS, add_run_options, run_options
 from deviceplugin.version import VERSION
@@ -44,9 +44,8 @@ class CommandLine:
 
     def __init__(self, program: str, about: str) -> None:
         self.parser = argparse.ArgumentParser(prog=program, description=about, epilog=EXITS, allow_abbrev=False)
-        hidden = argparse.SUPPRESS  # a command may have a field of that name
         self.parser.add_argument(
-            "--version", action=_Version, nargs=0, dest=hidden, default=hidden, help="show the version and exit"
+            "--version", action="version", version=f"{program} {VERSION}", help="show the version and exit"
         )
         self._commands = self.parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
 
@@ -100,11 +99,6 @@ def explained(error: ConfigError) -> str:
     """Return what is wrong with a config file, and how many problems these are if there are several."""
     number = len(error.problems)
     return f"{error}\n{error.file} cannot be used: {number} problems" if number > 1 else str(error)
-
-
-def count(number: int, what: str) -> str:
-    """Return a number with its noun."""
-    return f"{number} {what}" if number == 1 else f"{number} {what}s"
 
 
 def print_table(header: Sequence[str], rows: Sequence[Sequence[str]], red: Sequence[Sequence[str]] = ()) -> None:
@@ -163,12 +157,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     return line.main(argv)
 
 
-class _Version(argparse.Action):
-    def __call__(self, parser: argparse.ArgumentParser, *_: object) -> None:
-        print(f"{parser.prog} {VERSION}")
-        parser.exit()
-
-
 def _run(options: argparse.Namespace) -> int:
     from deviceplugin.config import ConfigError
     from deviceplugin.node.process import run_config
@@ -210,7 +198,7 @@ def _validate(options: argparse.Namespace) -> int:
             print(explained(error), file=sys.stderr)
             status = 2
             continue
-        print(f"{_title(file)}: good, {count(len(found.resources), 'resource')}")
+        print(f"{_title(file)}: good, {counted(len(found.resources), 'resource')}")
         for resource in found.resources:
             if any(entry.simulated for entry in resource.devices):
                 print(f"{_title(file)}: note: {resource.name}: simulated devices have no device node", file=sys.stderr)
@@ -253,7 +241,7 @@ async def _list(found: Config) -> tuple[_Listed, int]:
 
     from deviceplugin import sources
 
-    built = [sources.build(resource) for resource in found.resources]
+    built = [sources.ConfiguredSource(resource) for resource in found.resources]
     lists = await asyncio.gather(*map(_first_list, built), return_exceptions=True)
     listed: _Listed = []
     for source, devices in zip(built, lists, strict=True):
@@ -320,7 +308,7 @@ def _print_devices(listed: _Listed) -> None:
         unwell = f", {len(devices) - healthy} of them unhealthy" if healthy < len(devices) else ""
         offered = sum(map(source.replicas_of, devices))
         shared = f", offered {offered} times in all" if offered > len(devices) else ""
-        print(f"{source.resource}: {count(len(devices), 'device')}{unwell}{shared}")
+        print(f"{source.resource}: {counted(len(devices))}{unwell}{shared}")
         for note in (*source.notes, *source.nodeless):
             print(f"  {note}")
 

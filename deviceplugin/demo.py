@@ -272,10 +272,7 @@ class _Demo:
 
 
 def main(hold: bool = False, stream: TextIO | None = None) -> int:
-    """Run the demo; return the exit status: 0, or 1 if something was not as it should be.
-
-    hold: go on serving after that, until SIGINT or SIGTERM. stream: where it prints, stdout if None.
-    """
+    """Run the demo; return the exit status as `show` does. hold: go on serving after that, until SIGINT or SIGTERM."""
 
     def scenario(printer: Printer) -> None:
         with FakeKubelet() as kubelet:

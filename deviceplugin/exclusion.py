@@ -28,10 +28,9 @@ _NO_TOKENS: Final[Tokens] = frozenset()
 
 @dataclass(frozen=True, slots=True)
 class Thing:
-    """What decides whether a device excludes others.
+    """What decides whether a device excludes others. shared: it is given to several holders at once.
 
     scope: within which names of counter sets mean the same: the driver, or the resource if it has none.
-    shared: it is given to several holders at once.
     """
 
     tokens: Tokens = _NO_TOKENS
@@ -140,10 +139,7 @@ class Things:
         return ""
 
     def conflicts(self, wanted: Iterable[Key], held: Held, counted: Collection[Key] | None = None) -> dict[Key, str]:
-        """Return those devices that could not be granted now, each by itself, and why.
-
-        counted: the held devices whose counters count; all if None.
-        """
+        """Return those that could not be granted now, each alone, and why. counted: whose counters count; None: all."""
         taken, counted = self._taken(held), held.keys() if counted is None else counted
         found = ((key, self._conflict(key, held, taken, counted)) for key in wanted)
         return {key: reason for key, reason in found if reason}

@@ -47,10 +47,7 @@ class Watcher:
         self._complained = False
 
     def watch(self, directories: Iterable[str], *, writes: bool = False) -> Watch:
-        """Watch directories for names that come and go (and for files written, with `writes`).
-
-        Call it in a running loop, use the result as a context manager.
-        """
+        """Watch for names that come and go (`writes`: and files written); a context manager, in a running loop."""
         return Watch(self, directories, writes=writes)
 
     @functools.cached_property

@@ -178,10 +178,7 @@ def _output(process: subprocess.Popen[bytes], timeout: float) -> bytes:
 
 @dataclass(eq=False)
 class Prober:
-    """Probes devices, a few at a time; a probe that hangs delays its own device only.
-
-    probe: a plain function, run in a thread. timeout: seconds that a call may take.
-    """
+    """Probes devices, a few at a time; a probe that hangs delays its own device only. timeout: of one, in seconds."""
 
     probe: Callable[[Device], Finding]
     timeout: float

@@ -26,10 +26,8 @@ class DuplicateDeviceError(ValueError):
 class Snapshot:
     """What is known at one moment.
 
-    version: 0 before the source's first list, then one more with each change.
-    devices: by id, in the source's order, the gone ones last.
-    gone: ids that the source lists no more.
-    identities: the tokens of what the devices are (`deviceplugin.identity`), as far as that is known.
+    version: 0 before the source's first list, then one more with each change. devices: by id, in the source's order,
+    the gone ones last. gone: ids that the source lists no more. identities: the devices' tokens, as far as known.
     """
 
     resource: str
@@ -47,10 +45,7 @@ class Snapshot:
 def merged(
     before: Snapshot, listed: Iterable[Device], identities: Mapping[str, frozenset[str]] = _NO_IDENTITIES
 ) -> Snapshot:
-    """Return the snapshot that follows when a source lists these devices; `before` if it is the same.
-
-    Raises DuplicateDeviceError if two devices have one id.
-    """
+    """Return the snapshot after a source has listed these; `before` if it is the same. Raises DuplicateDeviceError."""
     devices: dict[str, Device] = {}
     for device in listed:
         if device.id in devices:
@@ -124,10 +119,7 @@ class Inventory:
         return self._snapshot
 
     def publish(self, listed: Iterable[Device], identities: Mapping[str, frozenset[str]] = _NO_IDENTITIES) -> bool:
-        """Take a source's full list, and the devices' identities; return whether anything changed.
-
-        Raises DuplicateDeviceError if two devices have one id; the inventory stays as it was.
-        """
+        """Take a full list; return whether anything changed. Raises DuplicateDeviceError, with nothing changed."""
         return self._replace(merged(self._snapshot, listed, identities))
 
     def forget(self, ids: Iterable[str]) -> bool:

@@ -61,10 +61,7 @@ _HASH: Final = 10
 
 
 def parse_quantity(value: int | str) -> Fraction:
-    """Return the exact number that an int or a Kubernetes quantity such as "16Gi", "1.5" or "250m" stands for.
-
-    Raises NamingError if it is no quantity (apimachinery, pkg/api/resource).
-    """
+    """Return exactly what an int or a quantity ("16Gi", "250m"; apimachinery) stands for. Raises NamingError."""
     if isinstance(value, bool) or not isinstance(value, int | str):
         raise NamingError(f"must be an integer or a quantity such as 16Gi, not {value!r}")
     if isinstance(value, int):

@@ -53,11 +53,7 @@ def _mistake(name: str, method: Any) -> str:
 
 
 def checked_list(kind: str, lists: object, listed: object) -> Sequence[Device]:
-    """Return what `watch` yielded as a tuple of devices.
-
-    kind: the name of the source's class. lists: the generator, of which the message names the line. Raises TypeError if
-    it is anything else than devices.
-    """
+    """Return the devices that `watch` yielded. Raises TypeError, with the line of the generator `lists`."""
     if isinstance(listed, Iterable) and not isinstance(listed, str | bytes):
         devices = tuple(listed)
         for device in devices:

@@ -388,10 +388,7 @@ class _Sets:
         return sorted(by_ids, key=lambda one: -self.totals[self.whole - one])
 
     def _best_left(self, ties: list[int], candidates: list[int], later: int, enough: int | None) -> list[int]:
-        """Return the ties that leave most for `later` requests, one after another; the first `enough` of them may do.
-
-        candidates: all sets of the requests' size.
-        """
+        """Return the ties that leave most for `later` requests; `enough` of them do. candidates: sets of the size."""
         sizes, size = self.sizes, self.sizes[candidates[0]]
         # What can be left, and a bit for each tie that leads there.
         remainders = {self.whole - tie: 1 << at for at, tie in enumerate(ties)}

@@ -21,7 +21,8 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
-from deviceplugin.cli import CommandError, CommandLine, count, import_rich, print_table
+from deviceplugin.cli import CommandError, CommandLine, import_rich, print_table
+from deviceplugin.device import counted
 from dra_bridge.node.options import add_kubeconfig, add_run_options, run_options
 
 if TYPE_CHECKING:
@@ -211,7 +212,7 @@ def _uninstall(options: argparse.Namespace) -> int:
     if not drivers:
         raise CommandError("dra-bridge uninstall: name a config file or a driver")
     removed, warning = _ask(options, remove)
-    print(count(removed, "slice"), "removed")
+    print(counted(removed, "slice"), "removed")
     if not options.node:
         annotations = " ".join(
             f"{driver}/{key}-" for driver in sorted(drivers) for key in ("dra-share", "dra-share-before")

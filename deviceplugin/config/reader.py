@@ -66,10 +66,7 @@ class Reader:
         self._merging: set[int] = set()
 
     def read(self, node: yaml.Node, info: Any, path: str) -> Any:
-        """Return a node's value as this type has it, or _BAD with the problem reported.
-
-        It raises ConfigError where the file has too many values or problems to go on.
-        """
+        """Return a node's value, or _BAD with the problem reported. Raises ConfigError: too many values or problems."""
         self._count(node)
         options = _options(info)
         what, value = document.kind(node), document.scalar_text(node)

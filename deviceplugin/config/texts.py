@@ -38,10 +38,7 @@ def _text(
     longest: int = MAX_PATH,
     examples: list[str] | None = None,
 ) -> Meta:
-    """Return the form of a text.
-
-    advice: what is wrong with a text of another form, and what would be right; {!r} stands for that text.
-    """
+    """Return the form of a text. advice: what is wrong with another text ({!r}), and what would be right."""
     advise = advice.format if isinstance(advice, str) else advice
     return Meta(
         pattern=f"^{pattern}$", max_length=longest, description=description, examples=examples, extra={"advice": advise}

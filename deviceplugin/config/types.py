@@ -2,7 +2,6 @@
 
 A new kind of device is one more field of `DeviceEntry`, and a case in `deviceplugin.sources.configured.build_entry`.
 A class's description in the schema is set as `__doc__`: `python -OO`, which the image runs, removes docstrings.
-These are values only; nothing here reads devices.
 """
 
 from __future__ import annotations

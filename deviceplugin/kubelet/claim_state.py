@@ -48,10 +48,7 @@ class PreparedClaim:
 
 
 def parse(text: bytes) -> tuple[PreparedClaim, ...]:
-    """Read `{"Data": "<JSON>", "Checksum": crc32 of Data}` (kubelet 1.36, cm/dra/state/checkpoint.go).
-
-    Raises ClaimStateError: it is not such a file, or the checksum does not match.
-    """
+    """Read `{"Data": JSON, "Checksum": its crc32}` (kubelet 1.36, dra/state/checkpoint.go); raise ClaimStateError."""
     try:
         outer = json.loads(text)
         data = outer["Data"]

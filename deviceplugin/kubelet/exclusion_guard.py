@@ -356,10 +356,7 @@ class ExclusionGuard:
         return {one for key in keys for one in (key, *self.listed.now().peers(key))}
 
     async def verify(self, keys: Iterable[Key]) -> None:
-        """Wait for `released` hooks, and check that devices are what they were listed as.
-
-        Raises ConflictError: one is not, or `released` still works on it.
-        """
+        """Wait for `released` hooks, and check that devices are what they were listed as. Raises ConflictError."""
         keys = tuple(keys)
         await self.releases.wait(keys)
         for resource, served in tuple(self.listed.served().items()):  # a reload may drop one meanwhile
@@ -400,10 +397,7 @@ class ExclusionGuard:
         self._subscribers.append(callback)
 
     def notify(self, *, scanned: bool = False) -> None:
-        """Tell the subscribers if other devices may be offered than before; called after any change.
-
-        scanned: `allocated` is newer than all that was granted.
-        """
+        """Tell the subscribers if other devices may be offered now. scanned: `allocated` is newer than all grants."""
         if scanned:
             served, allocated = self.listed.served().keys(), set(self._allocated())
             allocated |= {(name, device_of(one, 2)) for name, one in allocated}

@@ -295,10 +295,7 @@ class Registration:
         endpoint.inventory.subscribe(lambda snapshot: self.wake())
 
     async def run(self) -> None:
-        """Serve and register until cancelled, then drain and remove the own socket.
-
-        Raises RegistrationError: the resource cannot be served.
-        """
+        """Serve and register until cancelled, then drain and remove the own socket. Raises RegistrationError."""
         try:
             with filewatch.shared().watch([str(self._kubelet.parent)]) as watch:
                 self.wake = watch.wake
@@ -422,10 +419,7 @@ class Registration:
     async def _answered(
         self, call: asyncio.Task[pb.Empty], watch: filewatch.Watch, kubelet: FileIdentity | None
     ) -> bool:
-        """Wait for the answer to Register; return False as soon as another kubelet, or none, is at the socket.
-
-        Raises grpc.aio.AioRpcError: the answer is an error.
-        """
+        """Wait for Register's answer, or raise AioRpcError; return False once another kubelet or none is there."""
         try:
             while file_identity(self._kubelet) == kubelet:
                 hint = asyncio.create_task(watch.wait(self._timing.poll))

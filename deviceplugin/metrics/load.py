@@ -74,10 +74,7 @@ class MeasureError(Exception):
 
 
 def checked(measured: object, devices: Sequence[Device]) -> Mapping[str, Mapping[str, Value]]:
-    """Return what a source measured of these devices, without what is None or not finite.
-
-    Raises MeasureError if it is not a mapping of mappings, or a name cannot be a metric's or is another one's.
-    """
+    """Return what a source measured of these devices, without what is None or not finite. Raises MeasureError."""
     if not isinstance(measured, Mapping):
         raise MeasureError(f"it returned {type(measured).__name__}, not numbers by device id and quantity")
     found: dict[str, Mapping[str, Value]] = {}

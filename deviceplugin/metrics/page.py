@@ -15,6 +15,8 @@ from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
 
+from deviceplugin.device import counted
+
 if TYPE_CHECKING:
     from deviceplugin.metrics.load import Value
     from deviceplugin.metrics.report import Event, ShareProgress
@@ -193,7 +195,7 @@ def _share(share: ShareProgress) -> str:
 
 
 def _section(one: ResourceView, view: View) -> str:
-    text = f"{len(one.devices)} device{'' if len(one.devices) == 1 else 's'}"
+    text = counted(len(one.devices))
     if one.status.replicas > 1:
         text += f" for up to {one.status.replicas} containers each"
     if view.holders_known:

@@ -85,10 +85,7 @@ class DeviceHolder:
 
 @dataclass(frozen=True, slots=True)
 class DeviceView:
-    """One device as of now.
-
-    replicas: how many containers may share it. withheld: why the agent offers it to nobody, None if it offers it.
-    """
+    """One device as of now. replicas: how many containers may share it. withheld: why the agent offers it to nobody."""
 
     device: Device
     gone: bool

@@ -19,7 +19,6 @@ from deviceplugin.kubelet.orphaned_claims import OrphanedClaimGate, OrphanedClai
 from deviceplugin.node.agent import Agent, AgentError
 from deviceplugin.node.options import Paths
 from deviceplugin.source import DeviceSource
-from deviceplugin.source_check import check_sources
 
 if TYPE_CHECKING:
     from deviceplugin.config import Config
@@ -57,7 +56,6 @@ def run(*sources: DeviceSource, argv: Sequence[str] | None = None) -> None:
     """
     from deviceplugin.node.options import parse_run
 
-    check_sources(sources)
     options = parse_run(argv)
     address = options.metrics_address
     status = serve(lambda: _plugin(sources, options.paths, address), metrics_address=address)
@@ -70,12 +68,12 @@ def run_config(path: Path, paths: Paths, metrics_address: str | None = None) -> 
 
     Raises ConfigError if the file cannot be used at the start; later that is only logged.
     """
-    from deviceplugin.sources import build
+    from deviceplugin.sources import ConfiguredSource
 
     file = read(path)
 
     def make() -> Program:
-        return _plugin([build(resource) for resource in file[-1].resources], paths, metrics_address)
+        return _plugin([ConfiguredSource(resource) for resource in file[-1].resources], paths, metrics_address)
 
     return serve(make, metrics_address=metrics_address, config=file)
 
@@ -190,7 +188,7 @@ async def _reload(take: Take, path: Path, current: Config) -> Config:
         wanted = await asyncio.to_thread(config.load, path)
         before: Mapping[str, Hashable] = {resource.name: resource for resource in current.resources}
         after = {resource.name: resource for resource in wanted.resources}
-        changed = {name: sources.build(one) for name, one in after.items() if before.get(name) != one}
+        changed = {name: sources.ConfiguredSource(one) for name, one in after.items() if before.get(name) != one}
     except Exception as error:  # whatever is wrong with it, what runs goes on
         _LOG.error("the config file was not taken, everything goes on as it was:\n%s", error)
         return current

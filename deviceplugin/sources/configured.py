@@ -42,11 +42,6 @@ OPEN_TIMEOUT: Final = 5.0
 """Seconds in which a device's nodes must open."""
 
 
-def build(resource: ResourceConfig) -> ConfiguredSource:
-    """Return the source of a resource's devices."""
-    return ConfiguredSource(resource)
-
-
 def build_entry(resource: ResourceConfig, index: int) -> DeviceSource:
     """Return the source of one of a resource's entries. NVML is loaded if needed."""
     entry, permissions = resource.devices[index], resource.permissions
@@ -73,10 +68,7 @@ def build_entry(resource: ResourceConfig, index: int) -> DeviceSource:
 
 
 def overlaps(resources: Iterable[ResourceConfig]) -> list[str]:
-    """Return a sentence for each pair of ids, of one resource or two, whose paths are one device now. Blocks.
-
-    And for the paths of each resource that are not device nodes.
-    """
+    """Return a sentence for each pair of ids that are one device now, and on paths that are no device nodes. Blocks."""
     owners: dict[str, tuple[str, str]] = {}
     configured: dict[str, ResourceConfig] = {}
     known: dict[tuple[str, str], identity.Tokens] = {}

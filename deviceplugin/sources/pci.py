@@ -38,10 +38,7 @@ class _Function:
 
 
 class PciSource(sysfs.SysfsSource[PciConfig]):
-    """The PCI devices that a filter lets through; ids are their addresses, 0000:3b:00.0.
-
-    The variable with the addresses is named after `resource`.
-    """
+    """The PCI devices that a filter lets through; ids are addresses, 0000:3b:00.0. `resource` names their variable."""
 
     BUS = "pci"
     IDS = sysfs.ids_files("pci", "pciutils")

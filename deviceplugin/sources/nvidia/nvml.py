@@ -72,10 +72,7 @@ class Gpu:
 
 @dataclass(frozen=True, slots=True)
 class NvmlScan:
-    """Result of one scan of all GPUs.
-
-    findings: by the GPU's UUID. links: scores by pairs of UUIDs. listening: whether any GPU reports XIDs.
-    """
+    """Result of one scan. findings: by UUID. links: scores by pairs. listening: whether any GPU reports XIDs."""
 
     gpus: tuple[Gpu, ...]
     findings: Mapping[str, Finding]
