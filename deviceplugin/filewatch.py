@@ -2,8 +2,7 @@
 
 inotify events are hints: a deleted directory ends them silently, an overflow drops them. So a watch says only "read
 again", covers the directory and its parent, and notices by the inode that a directory is another one; its user reads
-again after some time in any case. All watches share one watchdog observer, hence one inotify instance (a user has 128;
-"too many open files" is a well-known end of device plugins).
+again after some time in any case. All watches share one watchdog observer, so one inotify instance: a user has 128.
 """
 
 from __future__ import annotations
@@ -58,10 +57,7 @@ class Watcher:
         return observer
 
     def arm(self, watch: Watch, before: Iterable[str], wanted: Mapping[str, bool]) -> None:
-        """Give hints of the wanted directories to `watch`, and no more of those before.
-
-        wanted: by directory, whether writes are hints, too. Begins anew where another directory has the name now.
-        """
+        """Give `watch` hints of the wanted directories alone, anew where one was replaced; True: of writes, too."""
         with self._lock:
             for directory in {*before, *wanted}:
                 wants = dict(self._armed[directory].wants) if directory in self._armed else {}

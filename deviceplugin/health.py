@@ -122,9 +122,8 @@ def open_probe(device: Device) -> Finding:
 def command_probe(argv: Sequence[str], timeout: float) -> Callable[[Device], Finding]:
     """Return a probe that runs a command: 0 is good, 75 tells nothing, any other status is bad.
 
-    argv: `{id}` and `{node}` in it stand for the device's id and its first node. The command also has DEVICE_ID and
-        DEVICE_NODES (with ':' between) in its environment.
-    timeout: seconds after which it is killed, with all processes it started, and the probe is bad.
+    argv: `{id}` and `{node}` in it stand for the device's id and its first node; DEVICE_ID and DEVICE_NODES (with ':'
+    between) are in its environment. timeout: seconds after which all its processes are killed, and the probe is bad.
     """
 
     def probe(device: Device) -> Finding:
@@ -158,10 +157,7 @@ def command_probe(argv: Sequence[str], timeout: float) -> Callable[[Device], Fin
 
 
 def _output(process: subprocess.Popen[bytes], timeout: float) -> bytes:
-    """Wait for a command's end and return the end of its output, which may be longer than fits into memory.
-
-    Raises TimeoutExpired if it, or a child that has its output open, did not end in time.
-    """
+    """Return the end of a command's output after its end. Raises TimeoutExpired: it, or a child that writes, runs."""
     assert process.stdout is not None
     deadline, output = time.monotonic() + timeout, b""
     poll = select.poll()

@@ -250,10 +250,7 @@ def kept_qualifiers(kept: Mapping[str, str], resources: Iterable[str]) -> dict[s
 
 
 def published_names(words: Mapping[str, str], devices: Mapping[str, Iterable[str]]) -> dict[str, tuple[str, str]]:
-    """Return (resource, device id) by the name under which one driver publishes the device.
-
-    words: qualifiers by resource; devices of other resources have no name yet. devices: ids by resource.
-    """
+    """Return (resource, device id) by published name, for one driver. words: qualifiers of resources that have one."""
     return {
         device_name(one, words[resource]): (resource, one)
         for resource, ids in devices.items()

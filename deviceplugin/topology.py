@@ -474,8 +474,7 @@ def _highest(sets: list[int], totals: Sequence[int]) -> list[int]:
 def _approximate(matrix: Matrix, bonus: Sequence[int], missing: int, firsts: Collection[int], stop: float) -> list[int]:
     """Return a set with a high total that leaves a high total, found in a fixed number of steps.
 
-    Swaps improve several sets, each of one of `firsts` and the devices closest to it. stop: the latest end, by
-    perf_counter.
+    Until `stop` (perf_counter), swaps improve several sets, each of one of `firsts` and the devices closest to it.
     """
     degrees = [sum(row) for row in matrix]
     order = sorted(range(len(matrix)), key=lambda one: -bonus[one] - sum(heapq.nlargest(missing - 1, matrix[one])))

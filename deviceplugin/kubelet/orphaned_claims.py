@@ -89,10 +89,7 @@ def _numbers(node: Mapping[str, Any]) -> Tokens:
 
 
 class OrphanedClaims:
-    """The claims of drivers that are not served, by the kubelet's claim state.
-
-    served: returns the drivers that are. fresh: seconds for which the file is not looked at again.
-    """
+    """The claims of drivers other than `served()`, by the kubelet's claim state. fresh: see `FRESH`."""
 
     def __init__(
         self,

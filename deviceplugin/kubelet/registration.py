@@ -69,11 +69,10 @@ def socket_name(resource: str, directory: str, instance: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Seen:
-    """What is seen at one moment.
+    """What is seen at one moment. ready: there is a list to serve.
 
     kubelet: kubelet.sock. served: the own socket is in its place. live: a ListAndWatch is open. listened: one was since
     the last Register that succeeded. registered: the kubelet.sock of that Register. since: seconds since then.
-    ready: there is a list to serve.
     """
 
     kubelet: FileIdentity | None

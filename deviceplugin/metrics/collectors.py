@@ -1,7 +1,6 @@
 """The Prometheus metrics of an agent, and the routes of its HTTP server. Loaded only when metrics are wanted.
 
-Each scrape turns a view into families. Nothing is counted here, and no registry of the process is used; `process_*` is
-what the client library reads of this process.
+Each scrape turns a view into families; nothing is counted here. `process_*` is what the client library reads.
 """
 
 from __future__ import annotations

@@ -114,10 +114,7 @@ def _number(name: str, value: object) -> float | None:
 
 
 class Gauge:
-    """Measures one source's devices; belongs to one event loop, is read by any thread.
-
-    calls, failures, seconds: of `measure`, so far. error: why there is no reading now.
-    """
+    """Measures a source's devices in one loop; read by any thread. Numbers: so far. error: why there is no reading."""
 
     def __init__(self, source: DeviceSource, period: float) -> None:
         self.source = source
@@ -176,10 +173,7 @@ class Gauge:
 
 
 async def measure_for_ever(gauges: Callable[[], Sequence[tuple[Gauge, Sequence[Device]]]], period: float) -> None:
-    """Take readings at a period, of all sources side by side: a slow one delays no other.
-
-    A source whose devices have just been listed is measured at once.
-    """
+    """Take readings at a period, of all sources side by side; at once where devices have just been listed."""
     loop = asyncio.get_running_loop()
     running: dict[Gauge, asyncio.Task[None]] = {}
     due: dict[Gauge, float] = {}

@@ -109,10 +109,9 @@ class ResourceView:
 
 @dataclass(frozen=True, slots=True)
 class View:
-    """Everything at one moment; at: Unix seconds.
+    """Everything at one moment; at: Unix seconds. unready: why the agent is not ready.
 
-    holders_known: whether the kubelet's checkpoint was read lately. providers: their reports by name.
-    silent: why a provider has none, by its name. unready: why the agent is not ready.
+    holders_known: the kubelet's checkpoint was read lately. providers: reports by name. silent: why others have none.
     """
 
     at: float

@@ -51,7 +51,6 @@ def run(*sources: DeviceSource, argv: Sequence[str] | None = None) -> None:
     """Serve these sources until SIGTERM or SIGINT; what the last line of an author's file calls.
 
     The command line (or `argv`) has options; see `--help`. Ends the process with status 1 if the node cannot be served.
-
     Raises TypeError if something is no source, NamingError if a source's resource or driver cannot be one.
     """
     from deviceplugin.node.options import parse_run

@@ -36,8 +36,7 @@ _LOG: Final = logging.getLogger(__name__)
 class ServiceContext:
     """What all services of a node share.
 
-    plugins: the device plugin directory. turn: held while a resource registers. timing: waits of the registration.
-    wake_scan: has a scan for holders come soon.
+    plugins: the device plugin directory. turn: held while a resource registers. wake_scan: has a scan come soon.
     """
 
     plugins: Path

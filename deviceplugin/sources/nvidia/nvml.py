@@ -41,9 +41,8 @@ class Places:
 
 @dataclass(frozen=True, slots=True)
 class Partition:
-    """A MIG device.
+    """A MIG device. instance, compute: ids of its GPU instance and compute instance. memory: MiB.
 
-    instance, compute: ids of its GPU instance and compute instance. memory: MiB.
     placement: its first memory slice and their number; None if the driver does not say.
     """
 
