@@ -23,8 +23,6 @@ Held = Mapping[Key, Tokens]
 Counters = Mapping[str, Mapping[str, Fraction]]
 """Amounts by counter set and counter."""
 
-_NO_TOKENS: Final[Tokens] = frozenset()
-
 
 @dataclass(frozen=True, slots=True)
 class Thing:
@@ -33,7 +31,7 @@ class Thing:
     scope: within which names of counter sets mean the same: the driver, or the resource if it has none.
     """
 
-    tokens: Tokens = _NO_TOKENS
+    tokens: Tokens = frozenset()
     scope: str = ""
     consumes: Counters = field(default_factory=dict)
     counters: Counters = field(default_factory=dict)
@@ -133,7 +131,7 @@ class Things:
             if reason := self._conflict(key, beside, taken, beside):
                 return reason
             if key not in beside:
-                beside[key] = _NO_TOKENS
+                beside[key] = frozenset()
                 for token in self.tokens(key):
                     taken.setdefault(token, set()).add(key)
         return ""
@@ -153,7 +151,7 @@ class Things:
         return taken
 
     def _conflict(self, key: Key, held: Held, taken: Mapping[str, set[Key]], counted: Collection[Key]) -> str:
-        thing, granted = self._things.get(key, _UNKNOWN), held.get(key, _NO_TOKENS)
+        thing, granted = self._things.get(key, _UNKNOWN), held.get(key, frozenset())
         if not same_thing(thing.tokens, granted):
             return f"{titled(key)} is held as {shown(granted)}, and is {shown(thing.tokens)} now"
         for token in thing.tokens:
