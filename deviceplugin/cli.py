@@ -6,6 +6,7 @@ A command imports what it needs: `validate` never loads gRPC, and `run` does lit
 from __future__ import annotations
 
 import argparse
+import asyncio
 import contextlib
 import json
 import logging
@@ -16,19 +17,19 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, cast
 
-from deviceplugin.device import counted
+from deviceplugin import config
+from deviceplugin.config import Config, ConfigError
+from deviceplugin.device import Device, counted
 from deviceplugin.node import logs
 from deviceplugin.node.options import EXITS, add_run_options, run_options
 from deviceplugin.version import VERSION
 
 if TYPE_CHECKING:
-    from deviceplugin.config import Config, ConfigError
-    from deviceplugin.device import Device
     from deviceplugin.sources import ConfiguredSource
 
 _LOG: Final = logging.getLogger(__name__)
 _LIST_TIMEOUT: Final = 10.0
-_Listed = list[tuple["ConfiguredSource", Sequence["Device"]]]
+_Listed = list[tuple["ConfiguredSource", Sequence[Device]]]
 
 
 class CommandError(Exception):
@@ -60,8 +61,6 @@ class CommandLine:
         completion = self.add("completion", self._completion, "Print a shell's completion of this program.")
         completion.add_argument("shell", choices=("bash", "zsh", "fish"), help="the shell")
         options = self.parser.parse_args(argv)
-        from deviceplugin.config import ConfigError
-
         try:
             return int(options.command(options))
         except CommandError as error:
@@ -145,11 +144,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     validate.add_argument("--config", type=Path, action="append", default=[], metavar="FILE", help="one more of them")
     devices = line.add("devices", _devices, "List the devices that would be served on this node now.")
-    config = devices.add_mutually_exclusive_group(required=True)
-    config.add_argument(
+    either = devices.add_mutually_exclusive_group(required=True)
+    either.add_argument(
         "file", type=Path, nargs="?", metavar="FILE", help="the config file (YAML), - for standard input"
     )
-    config.add_argument("--config", type=Path, metavar="FILE", help="the same")
+    either.add_argument("--config", type=Path, metavar="FILE", help="the same")
     devices.add_argument("-o", "--output", choices=("table", "json"), default="table", help="the form (%(default)s)")
     line.add("schema", _schema, "Print the config file's JSON schema.")
     demo = line.add("demo", _demo, "Show a device plugin at work, with simulated devices and an embedded kubelet.")
@@ -158,7 +157,6 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run(options: argparse.Namespace) -> int:
-    from deviceplugin.config import ConfigError
     from deviceplugin.node.process import run_config
 
     run = run_options(options)
@@ -173,8 +171,6 @@ def _run(options: argparse.Namespace) -> int:
 
 def _load(file: Path) -> Config:
     """Read a config file, or standard input if it is called `-`. Raises ConfigError."""
-    from deviceplugin import config
-
     if str(file) != "-":
         return config.load(file)
     return config.parse(sys.stdin.buffer.read(config.MAX_BYTES + 1), _title(file))
@@ -185,8 +181,6 @@ def _title(file: Path) -> str:
 
 
 def _validate(options: argparse.Namespace) -> int:
-    from deviceplugin import config
-
     files = [*options.files, *options.config]
     if not files:
         raise CommandError("deviceplugin validate: name a config file")
@@ -194,7 +188,7 @@ def _validate(options: argparse.Namespace) -> int:
     for file in files:
         try:
             found = _load(file)
-        except config.ConfigError as error:
+        except ConfigError as error:
             print(explained(error), file=sys.stderr)
             status = 2
             continue
@@ -211,8 +205,6 @@ def _validate(options: argparse.Namespace) -> int:
 
 
 def _devices(options: argparse.Namespace) -> int:
-    import asyncio
-
     logs.setup("text", "error")
     listed, status = asyncio.run(_list(_load(options.file or options.config)))
     if options.output == "json":
@@ -223,8 +215,6 @@ def _devices(options: argparse.Namespace) -> int:
 
 
 def _schema(options: argparse.Namespace) -> int:
-    from deviceplugin import config
-
     print(json.dumps(config.schema(), indent=2))
     return 0
 
@@ -237,8 +227,6 @@ def _demo(options: argparse.Namespace) -> int:
 
 async def _list(found: Config) -> tuple[_Listed, int]:
     """Return the devices of each resource that can be listed, and the exit status."""
-    import asyncio
-
     from deviceplugin import sources
 
     built = [sources.ConfiguredSource(resource) for resource in found.resources]
@@ -254,8 +242,6 @@ async def _list(found: Config) -> tuple[_Listed, int]:
 
 
 async def _first_list(source: ConfiguredSource) -> Sequence[Device]:
-    import asyncio
-
     generator = cast("AsyncGenerator[Sequence[Device]]", source.watch())
     async with contextlib.aclosing(generator) as lists, asyncio.timeout(_LIST_TIMEOUT):
         return await anext(lists)

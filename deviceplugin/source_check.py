@@ -75,7 +75,6 @@ def _instead(value: object) -> str:
 
 
 def _place(kind: str, lists: object) -> str:
-    """Return `Class.watch`, with file and line if the generator has them."""
     for attribute in ("gi_frame", "ag_frame"):
         if (frame := getattr(lists, attribute, None)) is not None:
             return f"{kind}.watch ({frame.f_code.co_filename}:{frame.f_lineno})"

@@ -225,7 +225,6 @@ def _options(info: Any, advice: _Advice = None) -> _Options:
 
 
 def _expected(options: _Options) -> str:
-    """Return what a value of one of these types is."""
     return any_of(map(_described, (info for info, _ in options.values())))
 
 
@@ -271,7 +270,6 @@ def _mismatch(node: yaml.Node, options: _Options) -> str:
 
 
 def _place_below(path: str, key: str) -> str:
-    """Return the place of a key's value in the mapping at `path`."""
     return f"{path}.{key}" if re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", key) else f'{path}["{key[:80]}"]'
 
 

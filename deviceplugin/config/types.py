@@ -23,7 +23,6 @@ Pattern = Annotated[str, texts.PATTERN]
 
 
 def _about(description: str, examples: list[Any] | None = None) -> Meta:
-    """Return the description of a key, as the JSON schema has it."""
     return Meta(description=description, examples=examples)
 
 

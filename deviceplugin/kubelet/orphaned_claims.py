@@ -179,14 +179,12 @@ class OrphanedClaimGate(AllowAll):
 
     def _holder(self, resource: str, device: str) -> str:
         holder = self._holder_of(resource, device)
-        before = self._withheld.get((resource, device), "")
+        before, extra = self._withheld.get((resource, device), ""), {"resource": resource, "device": device}
         if holder and holder != before:
             self._withheld[resource, device] = holder
-            extra = {"resource": resource, "device": device}
             _LOG.warning("%s: device %s is withheld from pods: %s", resource, device, holder, extra=extra)
         elif before and not holder:
             del self._withheld[resource, device]
-            extra = {"resource": resource, "device": device}
             _LOG.info("%s: device %s is offered to pods again", resource, device, extra=extra)
         return holder
 

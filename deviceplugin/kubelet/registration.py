@@ -27,7 +27,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
-import grpc
 import grpc.aio
 
 from deviceplugin import filewatch

@@ -12,13 +12,11 @@ import re
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 from deviceplugin import hooks
-
-if TYPE_CHECKING:
-    from deviceplugin.device import Device
-    from deviceplugin.source import DeviceSource
+from deviceplugin.device import Device
+from deviceplugin.source import DeviceSource
 
 _LOG: Final = logging.getLogger(__name__)
 STALE: Final = 2.5  # periods after which a reading is too old

@@ -11,16 +11,14 @@ import string
 import time
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 import msgspec
 
 from deviceplugin.device import counted
-
-if TYPE_CHECKING:
-    from deviceplugin.metrics.load import Value
-    from deviceplugin.metrics.report import Event, ShareProgress
-    from deviceplugin.metrics.views import DeviceView, ResourceView, View
+from deviceplugin.metrics.load import Value
+from deviceplugin.metrics.report import Event, ShareProgress
+from deviceplugin.metrics.views import DeviceView, ResourceView, View
 
 SHOWN_ATTENTION: Final = 10  # devices that are named above the tables
 SHOWN_HOLDERS: Final = 4  # holders of one device that are shown at once; the others on demand

@@ -13,9 +13,14 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Final, Protocol
+from typing import Final, Protocol
 
-from deviceplugin import inventory
+from deviceplugin import inventory, naming
+from deviceplugin.device import Device
+from deviceplugin.inventory import Inventory
+from deviceplugin.kubelet.podresources import Holder
+from deviceplugin.kubelet.servicer import Endpoint
+from deviceplugin.kubelet.status import ResourceStatus, Status, Withheld
 from deviceplugin.metrics import load
 from deviceplugin.metrics.report import (
     DEFAULT_LOCATION,
@@ -27,14 +32,7 @@ from deviceplugin.metrics.report import (
     ShareProgress,
 )
 from deviceplugin.sharing import device_of
-
-if TYPE_CHECKING:
-    from deviceplugin.device import Device
-    from deviceplugin.inventory import Inventory
-    from deviceplugin.kubelet.podresources import Holder
-    from deviceplugin.kubelet.servicer import Endpoint
-    from deviceplugin.kubelet.status import ResourceStatus, Status, Withheld
-    from deviceplugin.source import DeviceSource
+from deviceplugin.source import DeviceSource
 
 _LOG: Final = logging.getLogger(__name__)
 HOLDERS_STALE: Final = 60.0  # seconds after the kubelet's checkpoint was read from which on holders are unknown
@@ -345,8 +343,6 @@ class Observer:
 
     def _published_names(self, reports: Mapping[str, ProviderReport]) -> Mapping[tuple[str, str], tuple[str, str]]:
         """Return (resource, device id) by (driver, the device's name in slices)."""
-        from deviceplugin import naming  # only where there are claims
-
         qualifiers = {name: word for report in reports.values() for name, word in report.qualifiers.items()}
         by_driver: dict[str, dict[str, ObservedService]] = defaultdict(dict)
         for resource, service in list(self._agent.services.items()):

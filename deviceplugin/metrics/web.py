@@ -272,8 +272,6 @@ class Limits:
 
 @dataclass(slots=True, eq=False)
 class _Client:
-    """A connection."""
-
     sock: socket.socket
     thread: threading.Thread
     since: float  # when the server began to wait for the client, inf while it does not

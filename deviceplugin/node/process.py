@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Final
 from deviceplugin import filewatch
 from deviceplugin.kubelet.orphaned_claims import OrphanedClaimGate, OrphanedClaims
 from deviceplugin.node.agent import Agent, AgentError
-from deviceplugin.node.options import Paths
+from deviceplugin.node.options import Paths, parse_run
 from deviceplugin.source import DeviceSource
 
 if TYPE_CHECKING:
@@ -53,8 +53,6 @@ def run(*sources: DeviceSource, argv: Sequence[str] | None = None) -> None:
     The command line (or `argv`) has options; see `--help`. Ends the process with status 1 if the node cannot be served.
     Raises TypeError if something is no source, NamingError if a source's resource or driver cannot be one.
     """
-    from deviceplugin.node.options import parse_run
-
     options = parse_run(argv)
     address = options.metrics_address
     status = serve(lambda: _plugin(sources, options.paths, address), metrics_address=address)

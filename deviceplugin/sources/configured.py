@@ -401,7 +401,6 @@ def _names(device: Device) -> list[str]:
 
 
 def _words(device: Device) -> list[str]:
-    """Return the product's name and its words."""
     products = [str(device.attributes[key]) for key in ("productName", "product", "model") if key in device.attributes]
     return [word for product in products for word in (product, *re.findall(r"[A-Za-z0-9]+", product))]
 

@@ -26,8 +26,6 @@ VFIO: Final = "vfio-pci"
 
 @dataclass(frozen=True, slots=True)
 class _Function:
-    """A PCI function as sysfs has it."""
-
     address: str
     directory: str
     vendor: str

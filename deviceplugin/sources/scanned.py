@@ -53,7 +53,6 @@ class ScannedSource(DeviceSource):
         return scan.devices
 
     def _scan(self) -> Scan:
-        """Scan once; blocks."""
         raise NotImplementedError
 
     async def watch(self) -> AsyncIterator[Sequence[Device]]:
