@@ -6,7 +6,6 @@ A command imports what it needs: `validate` never loads gRPC, and `run` does lit
 from __future__ import annotations
 
 import argparse
-import asyncio
 import contextlib
 import json
 import logging
@@ -205,6 +204,8 @@ def _validate(options: argparse.Namespace) -> int:
 
 
 def _devices(options: argparse.Namespace) -> int:
+    import asyncio
+
     logs.setup("text", "error")
     listed, status = asyncio.run(_list(_load(options.file or options.config)))
     if options.output == "json":
@@ -227,6 +228,8 @@ def _demo(options: argparse.Namespace) -> int:
 
 async def _list(found: Config) -> tuple[_Listed, int]:
     """Return the devices of each resource that can be listed, and the exit status."""
+    import asyncio
+
     from deviceplugin import sources
 
     built = [sources.ConfiguredSource(resource) for resource in found.resources]
@@ -242,6 +245,8 @@ async def _list(found: Config) -> tuple[_Listed, int]:
 
 
 async def _first_list(source: ConfiguredSource) -> Sequence[Device]:
+    import asyncio
+
     generator = cast("AsyncGenerator[Sequence[Device]]", source.watch())
     async with contextlib.aclosing(generator) as lists, asyncio.timeout(_LIST_TIMEOUT):
         return await anext(lists)

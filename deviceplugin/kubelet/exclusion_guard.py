@@ -49,10 +49,6 @@ class ServedDevices(Protocol):
         """Return the device of one of the kubelet's ids."""
 
 
-async def _nothing() -> None:
-    pass
-
-
 async def _tokens_now(devices: Mapping[_K, Device]) -> dict[_K, Tokens]:
     """Return what devices are now, by the same keys; in a thread if that may block."""
 
@@ -186,7 +182,7 @@ class ExclusionGuard:
         gate: AllocationGate | None = None,
         allocated: Callable[[], Mapping[Key, Granted]] = dict,
         *,
-        reread: Callable[[], Awaitable[None]] = _nothing,
+        reread: Callable[[], Awaitable[None]] = lambda: asyncio.sleep(0),
         orphaned: Callable[[], Mapping[Key, Tokens]] = dict,
     ) -> None:
         self.boot: Final = identity.boot_id()
