@@ -64,8 +64,7 @@ def _in_order(devices: Iterable[str]) -> list[str]:
 def preferred(available: Ids, must_include: Ids, size: int, score: Score, *, deadline: float = 0.25) -> list[str]:
     """Choose the `size` devices out of `available` that are closest together.
 
-    score: how close two devices are, by frozenset({a, b}), usually NVLinks x 100 plus the level of PCIe (see Link);
-    missing pairs have 0. Chosen is the set with
+    score: usually the number of NVLinks x 100 plus the level of PCIe (see Link). Chosen is the set with
 
     1. the highest total of its pairs' scores; among equals the one that leaves the best remainder:
     2. the highest total that the next request of this size can get, then the one after it, and so on until fewer than

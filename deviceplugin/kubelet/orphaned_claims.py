@@ -112,10 +112,7 @@ class OrphanedClaims:
         self._nodes: dict[Key, Tokens] = {}
 
     def holder(self, resource: str, device: str, driver: str | None) -> str:
-        """Return who holds a device through a driver that is not served, or why that is not known; "" if nobody does.
-
-        driver: the one that the resource's configuration names.
-        """
+        """Return who holds a device by a driver not served, or why that is not known, else "". driver: its own."""
         claims = self._current()
         if isinstance(claims, ClaimStateError):
             # A kubelet without Dynamic Resource Allocation has none; then no driver ever had a directory there.
@@ -168,8 +165,7 @@ class OrphanedClaims:
 class OrphanedClaimGate(AllowAll):
     """An allocation gate for resources that this process serves to pods only: it withholds what such claims hold.
 
-    holder: returns which claim of others holds a device, or may, in words; "" if none. reread: called before a grant;
-    what `holder` returns then is as of after it.
+    holder: returns which claim of others holds a device, or may, in words; "" if none. reread: has it look anew.
     """
 
     def __init__(self, holder: Callable[[str, str], str], reread: Callable[[], None] = lambda: None) -> None:

@@ -106,10 +106,7 @@ class Agent:
         )
 
     async def run(self, before_end: Callable[[], Awaitable[None]] | None = None) -> None:
-        """Serve until `stop`, then drain and clean up. Raises AgentError: a resource cannot be served on this node.
-
-        before_end: awaited when the agent is to stop, while its resources are still its own.
-        """
+        """Serve until `stop`, await `before_end`, drain and clean up. Raises AgentError: one cannot be served."""
         self._accept_stop()
         if not self._stopped.is_set():
             await self.tracker.start()

@@ -34,10 +34,7 @@ _LOG: Final = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class ServiceContext:
-    """What all services of a node share.
-
-    plugins: the device plugin directory. turn: held while a resource registers. wake_scan: has a scan come soon.
-    """
+    """What a node's services share. plugins: directory. turn: held while one registers. wake_scan: has a scan come."""
 
     plugins: Path
     in_flight: AllocationsInFlight

@@ -204,10 +204,9 @@ class ConfiguredSource(DeviceSource):
         return answers
 
     async def child_sources(self) -> AsyncIterator[Sequence[DeviceSource]]:
-        """Yield the sources of further resources that its entries bring along: partitions by profile.
+        """Yield the sources of further resources that its entries bring along: partitions by profile, for pods alone.
 
-        They have no driver and serve pods alone. A driver publishes devices under names made from its resources, so
-        a resource that joins later would rename devices that are allocated.
+        A driver publishes devices under names made from its resources; one that joins later would rename devices.
         """
         domain = self.resource.partition("/")[0]
         built: dict[str, DeviceSource] = {}

@@ -18,9 +18,8 @@ _LOG: Final = logging.getLogger(__name__)
 class SimulatedSource(DeviceSource):
     """Devices sim-0, sim-1, ..., spread over NUMA nodes in blocks.
 
-    count: devices at the beginning. numa: NUMA nodes; None leaves them unknown. unhealthy_file: names the unhealthy
-    ones, on each line an id and, after a space, why; # begins a comment; watched, may be missing. prefix: of the ids.
-    resource: its name, where the source is used by itself. rescan: seconds after which the file is read without a hint.
+    count: devices at the beginning. numa: NUMA nodes; None leaves them unknown. unhealthy_file: as in the config file,
+    with comments after #. resource: its name, where used by itself. rescan: seconds until the file is read anew.
     """
 
     def __init__(
