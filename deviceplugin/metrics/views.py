@@ -292,14 +292,14 @@ class Observer:
         share: ShareProgress | None,
     ) -> ResourceView:
         gauge = self._gauges.get(one.resource)
-        reading = gauge.reading if gauge is not None else None
+        reading = (gauge.reading if gauge is not None else None) or {}
         devices = (
             DeviceView(
                 device,
                 name in one.snapshot.gone,
                 locations.get((one.resource, name), DEFAULT_LOCATION),
                 holders.get((one.resource, name), ()),
-                reading.values.get(name, {}) if reading is not None else {},
+                reading.get(name, {}),
                 self._replicas(one, device),
                 one.withheld.get(name),
             )
