@@ -98,9 +98,8 @@ class OrphanedClaims:
     cdi_directory: str = cdi.DIRECTORY
     fresh: float = FRESH
     _looked_at: float = field(default=-math.inf, init=False)
-    _read: tuple[FileIdentity | None, tuple[PreparedClaim, ...] | ClaimStateError] = field(
-        default=(None, ()), init=False
-    )
+    _file: FileIdentity | None = field(default=None, init=False)
+    _claims: tuple[PreparedClaim, ...] | ClaimStateError = field(default=(), init=False)
     _version: tuple[object, frozenset[str]] = field(default=(None, frozenset()), init=False)
     """The claims and the served drivers from which the two below were made."""
     _names: dict[str, str] = field(default_factory=dict, init=False)
