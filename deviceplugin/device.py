@@ -184,8 +184,6 @@ def _strings(field_name: str, entries: Mapping[str, str]) -> None:
 
 
 def _nodes(nodes: Sequence[DeviceNode | str]) -> tuple[DeviceNode, ...]:
-    if type(nodes) is tuple and not nodes:
-        return ()
     if isinstance(nodes, str) or not isinstance(nodes, Iterable):
         kind = "the string " if isinstance(nodes, str) else ""
         raise TypeError(f"nodes must be a sequence of device nodes such as ['/dev/fpga0'], not {kind}{nodes!r}")
