@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 
 @dataclass(slots=True)
 class Backoff:
-    """Waits that double from `first` to `most` seconds; `draw` shortens each at random to down to a half."""
+    """Waits that double from `first` to `most` seconds; `draw` chooses each at random between a half and the whole."""
 
     first: float = 0.25
     most: float = 30.0

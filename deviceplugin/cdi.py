@@ -35,7 +35,7 @@ class CdiError(ValueError):
 
 
 def vendor_of(driver: str) -> str:
-    """Return the vendor half of a driver's kind: its name, after a letter. Raises CdiError if it cannot be one."""
+    """Return the vendor half of a driver's kind: its name with a letter in front. Raises CdiError: it cannot be one."""
     vendor = driver if driver[:1].isalpha() else f"dra.{driver}"
     if not _VENDOR.fullmatch(vendor):
         raise CdiError(f"the driver's name {driver!r} cannot be a CDI vendor")

@@ -12,7 +12,10 @@ BOUNDS: Final = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2
 
 @dataclass(slots=True)
 class Durations:
-    """How long calls took; written by one thread. counts: by bucket, each alone, the unbounded last. seconds: all."""
+    """How long calls took so far; counters only grow. Added to by one thread, read by any.
+
+    counts: calls by bucket, not cumulated, the one without a bound last. seconds: their sum.
+    """
 
     counts: list[int] = field(default_factory=lambda: [0] * (len(BOUNDS) + 1))
     seconds: float = 0.0

@@ -57,7 +57,10 @@ class Watcher:
         return observer
 
     def arm(self, watch: Watch, before: Iterable[str], wanted: Mapping[str, bool]) -> None:
-        """Give `watch` hints of the wanted directories alone, anew where one was replaced; True: of writes, too."""
+        """Give hints of the wanted directories to `watch`, and no more of those before.
+
+        wanted: by directory, whether writes are hints, too. Begins anew where another directory has the name now.
+        """
         with self._lock:
             for directory in {*before, *wanted}:
                 wants = dict(self._armed[directory].wants) if directory in self._armed else {}

@@ -157,7 +157,7 @@ def command_probe(argv: Sequence[str], timeout: float) -> Callable[[Device], Fin
 
 
 def _output(process: subprocess.Popen[bytes], timeout: float) -> bytes:
-    """Return the end of a command's output after its end. Raises TimeoutExpired: it, or a child that writes, runs."""
+    """Wait for a command; return the end of its output. Raises TimeoutExpired: it, or a child with its output, runs."""
     assert process.stdout is not None
     deadline, output = time.monotonic() + timeout, b""
     poll = select.poll()

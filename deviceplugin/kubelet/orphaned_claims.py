@@ -106,7 +106,10 @@ class OrphanedClaims:
     _nodes: dict[Key, Tokens] = field(default_factory=dict, init=False)
 
     def holder(self, resource: str, device: str, driver: str | None) -> str:
-        """Return who holds a device by a driver not served, or why that is not known, else "". driver: its own."""
+        """Return who holds a device through a driver that is not served, or why that is not known; "" if nobody does.
+
+        driver: the one that the resource's configuration names.
+        """
         claims, plugins = self._current(), self.kubelet_root / "plugins"
         if isinstance(claims, ClaimStateError):
             # A kubelet without Dynamic Resource Allocation has none; then no driver ever had a directory there.

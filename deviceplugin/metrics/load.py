@@ -105,7 +105,10 @@ def _number(name: str, value: object) -> float | None:
 
 
 class Gauge:
-    """Measures a source's devices in one loop; read by any thread. Numbers: so far. error: why there is no reading."""
+    """Measures one source's devices; belongs to one event loop, is read by any thread.
+
+    calls, failures, seconds: of `measure`, so far. error: why there is no reading now.
+    """
 
     def __init__(self, source: DeviceSource, period: float) -> None:
         self.source = source

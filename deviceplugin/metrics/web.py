@@ -129,7 +129,7 @@ class Route:
 
 
 def listen(address: str) -> socket.socket:
-    """Return a socket that listens at the address; without a host, on all of both families. Raises OSError."""
+    """Return a socket that listens at the address; without a host, at all, IPv4 and IPv6. Raises OSError."""
     host, port = parse_address(address)
     if not host:
         host, family = ("::", socket.AF_INET6) if socket.has_dualstack_ipv6() else ("0.0.0.0", socket.AF_INET)  # noqa: S104

@@ -42,7 +42,10 @@ class InventoryLog:
 
 
 class HolderLog:
-    """Logs which pods got devices and gave them back; what the first scan finds was held before. title: of a UID."""
+    """Logs which pods got devices and gave them back, as scans find it out; what the first scan finds was held before.
+
+    title: returns a pod's name by its UID, or the UID while it is not known.
+    """
 
     def __init__(self, title: Callable[[str], str]) -> None:
         self._title = title

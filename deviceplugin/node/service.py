@@ -34,7 +34,10 @@ _LOG: Final = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class ServiceContext:
-    """What a node's services share. plugins: directory. turn: held while one registers. wake_scan: has a scan come."""
+    """What all services of a node share.
+
+    plugins: the device plugin directory. turn: held while a resource registers. wake_scan: has a scan come soon.
+    """
 
     plugins: Path
     in_flight: AllocationsInFlight

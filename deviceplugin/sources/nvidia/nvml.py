@@ -41,7 +41,10 @@ class Places:
 
 @dataclass(frozen=True, slots=True)
 class Partition:
-    """A MIG device. instance, compute: numbers of both instances. memory: MiB. placement: first slice, and count."""
+    """A MIG device. instance, compute: ids of its GPU instance and compute instance. memory: MiB.
+
+    placement: its first memory slice and their number; None if the driver does not say.
+    """
 
     uuid: str
     index: int
