@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Awaitable, Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from deviceplugin.backoff import Backoff
 from deviceplugin.exclusion import Key
@@ -31,29 +31,30 @@ class _ClaimQuery:
     due: float = 0.0
 
 
+@dataclass(slots=True)
 class _ClaimQueries:
     """Asks which claims' allocations name devices of one resource that move to the plugin side, as seldom as it can.
 
     A device costs one list of the claims once the API server has taken the slice without it (one list for all devices
     that wait then). While a claim's allocation names it, that claim is read after 0.5 s at first and 5 min at most, and
     the claims are listed again when it names it no longer. A list that fails is tried again after 30 s at most.
+
+    queries: by device and the sequence of its record: each move asks anew.
     """
 
-    def __init__(self, resource: str, read_claim: ReadClaim, waits: Callable[[], Backoff]) -> None:
-        self._resource = resource
-        self._read_claim = read_claim
-        self._waits = waits
-        self._queries: dict[tuple[str, int], _ClaimQuery] = {}
-        """By device and the sequence of its record: each move asks anew."""
+    resource: str
+    read_claim: ReadClaim
+    waits: Callable[[], Backoff]
+    queries: dict[tuple[str, int], _ClaimQuery] = field(default_factory=dict)
 
     def of(self, now: Snapshot, devices: Iterable[str], prepared: Mapping[str, Claim]) -> dict[str, _ClaimQuery]:
         """Return what is known of the claims that name these devices. prepared: claims by device."""
-        keys = {name: (name, now.device(self._resource, name).sequence) for name in devices}
-        self._queries = {key: self._queries.get(key) or _ClaimQuery(self._waits()) for key in keys.values()}
+        keys = {name: (name, now.device(self.resource, name).sequence) for name in devices}
+        self.queries = {key: self.queries.get(key) or _ClaimQuery(self.waits()) for key in keys.values()}
         for name, key in keys.items():
             if (claim := prepared.get(name)) is not None:  # when it is unprepared, it is read first, and soon
-                self._queries[key] = _ClaimQuery(self._waits(), claim.title if claim.name else "")
-        return {name: self._queries[key] for name, key in keys.items()}
+                self.queries[key] = _ClaimQuery(self.waits(), claim.title if claim.name else "")
+        return {name: self.queries[key] for name, key in keys.items()}
 
     async def read(self, queries: Mapping[str, _ClaimQuery], devices: Iterable[str]) -> bool:
         """Read the claims that are due; return whether it is time to list the claims.
@@ -64,7 +65,7 @@ class _ClaimQueries:
         due = {name: queries[name] for name in devices if queries[name].due <= now}
         for name, query in due.items():
             query.due = now + query.waits.next()  # also if the API server does not answer
-            if query.claim and not await self._read_claim(query.claim, self._resource, name):
+            if query.claim and not await self.read_claim(query.claim, self.resource, name):
                 query.claim = ""
         if all(query.claim for query in due.values()):
             return False
@@ -121,4 +122,4 @@ class MovesToPlugin:
         evidence = ClusterEvidence(before.sequence, withdrawn, at, allocated)
         done = await self._ledger.do(operations.commit_to_plugin(self._resource, withdrawn, evidence, time.time()))
         waiting.update(done.waiting)
-        return tuple(done.devices)
+        return done.devices

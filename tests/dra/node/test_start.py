@@ -299,7 +299,7 @@ async def test_nothing_moves_before_the_node_was_read(
         back.set()
         await until(lambda: bridge.drivers[D].resources[R].handover.share == Share(0), "what the Node asks for")
         await moved(bridge, State.PLUGIN)
-        assert bridge.drivers[D].resources[R].handover.statistics.begun == {"to-dra": 0, "to-plugin": 0}
+        assert bridge.drivers[D].resources[R].handover.statistics.begun.total() == 0
 
 
 def annotate(node: FakeNode, share: str) -> None:
