@@ -261,7 +261,8 @@ def _config_of(file: Path) -> Config:
     import deviceplugin
     import dra_bridge
     from deviceplugin.config import Config, ResourceConfig
-    from deviceplugin.naming import NamingError, check_driver, check_resource
+    from deviceplugin.naming import NamingError, check_resource
+    from deviceplugin.source_check import check_source
 
     def run(*sources: DeviceSource, **_: object) -> None:
         raise _Given(*sources)
@@ -274,12 +275,12 @@ def _config_of(file: Path) -> Config:
         runpy.run_path(str(file), run_name="__main__")
     except _Given as given:
         for source in given.args:
-            if not source.driver:
-                raise CommandError(f"{file}: {source!r} names no driver; set `driver`") from given
             try:
+                check_source(source)
+                if not source.driver:
+                    raise CommandError(f"{file}: {source!r} names no driver; set `driver`") from given
                 check_resource(source.resource)
-                check_driver(source.driver)
-            except NamingError as error:
+            except (TypeError, NamingError) as error:
                 raise CommandError(f"{file}: {error}") from error
         return Config(
             resources=tuple(ResourceConfig(name=one.resource, driver=one.driver, devices=()) for one in given.args)
