@@ -19,12 +19,10 @@ from deviceplugin.device import counted
 from deviceplugin.inventory import Inventory
 from deviceplugin.kubelet.servicer import Endpoint
 from dra_bridge.handover.allocatable import AllocatableStatus
+from dra_bridge.handover.ends import ListClaims, MovesToDra, MovesToPlugin, ReadClaim, Scan, UnpluggedDevices, Withdrawn
 from dra_bridge.handover.planner import Group
 from dra_bridge.handover.share import Drain, Share
 from dra_bridge.handover.start import MoveStarter
-from dra_bridge.handover.to_dra import MovesToDra, Scan
-from dra_bridge.handover.to_plugin import ListClaims, MovesToPlugin, ReadClaim, Withdrawn
-from dra_bridge.handover.unplugged import UnpluggedDevices
 from dra_bridge.ledger.records import LedgerError, Side, Snapshot
 from dra_bridge.ledger.rules import HolderWait
 from dra_bridge.ledger.worker import AsyncLedger
@@ -44,18 +42,12 @@ class MoveStatistics:
 class Handover:
     """Moves one resource's devices between the sides until their sides are as the share says.
 
-    Args:
-        scan: finds out who holds devices; None if an Allocate came in between.
-        list_claims, read_claim, withdrawn: the evidence for moves to the plugin side.
-        allocatable: makes the number of devices known to the scheduler; None to leave that to the kubelet.
-        notify: called after moves have begun or ended: lists and slices may be other ones.
-        groups: returns the devices that had best move together.
-        errors: what `list_claims` and `read_claim` raise when the API server cannot be asked.
-        title: a pod's name by its UID, for people.
-        waits: makes the delays between two reads of the claim that a device waits for.
-        group: returns the devices that a device must move together with.
-
-    Attribute waiting: what moves wait for, by device; a `HolderWait` where that is a holder.
+    notify: called after moves have begun or ended: lists and slices may be other ones. allocatable: makes the number of
+    devices known to the scheduler; None to leave that to the kubelet. groups: returns the devices that had best move
+    together. errors: what `list_claims` and `read_claim` raise when the API server cannot be asked. title: a pod's name
+    by its UID, for people. waits: makes the delays between two reads of the claim that a device waits for. group:
+    returns the devices that a device must move together with. waiting: what moves wait for, by device; a `HolderWait`
+    where that is a holder.
     """
 
     def __init__(

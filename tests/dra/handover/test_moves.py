@@ -250,7 +250,7 @@ async def test_a_move_to_the_plugin_is_cancelled_after_the_slice_has_lost_the_de
             return await allocated()
 
         with monkeypatch.context() as outage:
-            outage.setattr(handover._to_plugin, "_list_claims", away)
+            outage.setattr(handover._to_plugin, "list_claims", away)
             here.ask("none")
             async with asyncio.timeout(60):
                 await asked.wait()
