@@ -54,11 +54,8 @@ class ClaimPods:
         pod only if the kubelet counts the pod as active after the file was read, and if the pod's processes ran
         before: its claims are in the file by then.
 
-        Raises:
-            ClaimStateError: the kubelet's claim state cannot be read.
-            LedgerError: the pods cannot be recorded.
-            OSError: cgroups were visible before, and cannot be read now.
-
+        Raises ClaimStateError: the kubelet's claim state cannot be read; LedgerError: the pods cannot be recorded;
+        OSError: cgroups were visible before, and cannot be read now.
         """
         if self._next is None:
             self._next = asyncio.create_task(self._running())
@@ -80,7 +77,7 @@ class ClaimPods:
     async def record(self) -> list[PreparedClaim]:
         """Record the pods that came to share a claim after it was prepared, and names that CDI files do not have.
 
-        Returns this driver's claims in the kubelet's claim state.
+        Return this driver's claims in the kubelet's claim state.
         """
         mine = await asyncio.to_thread(self._claim_state)
         await self._record(mine)
@@ -93,9 +90,8 @@ class ClaimPods:
         for claim in claims:
             known = self._ledger.snapshot.claims.get((self._driver, claim.uid))
             if known is not None and not (known.name and claim.pod_uids <= known.pods):
-                await self._ledger.do(
-                    operations.describe(self._driver, claim.uid, claim.namespace, claim.name, claim.pod_uids)
-                )
+                names = claim.namespace, claim.name, claim.pod_uids
+                await self._ledger.do(operations.describe(self._driver, claim.uid, *names))
 
 
 @dataclass(frozen=True, slots=True)

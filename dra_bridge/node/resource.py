@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import logging
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -25,38 +26,27 @@ from dra_bridge.slices.publisher import Publisher
 _LOG: Final = logging.getLogger(__name__)
 
 
-class Order:
-    """The order in which a resource's devices are published; found anew only when they or their links change.
+@functools.lru_cache(maxsize=64)
+def publishing_order(devices: frozenset[str], links: frozenset[tuple[frozenset[str], float]]) -> tuple[str, ...]:
+    """Return the order in which a resource's devices are published; () where no links are known.
 
     The slices are made after each Prepare, and finding the order of 64 partitions takes longer than a Prepare.
     """
-
-    def __init__(self) -> None:
-        self._devices: frozenset[str] = frozenset()
-        self._links: Mapping[frozenset[str], float] = {}
-        self._order: tuple[str, ...] = ()
-
-    def of(self, devices: Collection[str], links: Mapping[frozenset[str], float]) -> tuple[str, ...]:
-        """Return the devices as `topology.arranged` has them; () where no links are known."""
-        if (ids := frozenset(devices)) != self._devices or links != self._links:
-            self._devices, self._links = ids, dict(links)
-            self._order = tuple(topology.arranged(devices, links)) if links else ()
-        return self._order
+    return tuple(topology.arranged(devices, dict(links))) if links else ()
 
 
 @dataclass(slots=True, eq=False)
 class ResourceRuntime:
     """One resource of a driver on this node.
 
-    changed: set when its devices may be other ones, or unknown to
-    the ledger. reconciled: set once the evidence about all its devices was reconciled. task: runs while it is served.
+    changed: set when its devices may be other ones, or unknown to the ledger. reconciled: set once the evidence about
+    all its devices was reconciled. task: runs while it is served.
     """
 
     service: Service
     policy: HandoverPolicy
     handover: Handover
     unsubscribe: Callable[[], None] = lambda: None
-    order: Order = field(default_factory=Order)
     changed: asyncio.Event = field(default_factory=asyncio.Event)
     reconciled: asyncio.Event = field(default_factory=asyncio.Event)
     task: asyncio.Task[None] | None = None
@@ -123,8 +113,7 @@ def groups(service: Service) -> Sequence[frozenset[str]]:
 def link_groups(devices: Collection[str], links: Mapping[frozenset[str], float]) -> tuple[frozenset[str], ...]:
     """Return what the closest links tie together, if that are several groups; () if it is one, or nothing is tied.
 
-    links: as of a source, higher is closer. Pairs on one board make groups of two; where every
-    device has the same links to every other, nothing belongs together more than all.
+    links: as of a source, higher is closer.
     """
     pairs = {pair: score for pair, score in links.items() if len(pair) == 2 and pair <= set(devices)}
     for level in sorted(set(pairs.values()), reverse=True):

@@ -13,7 +13,7 @@ from dra_bridge.driver import Registrar
 from dra_bridge.kube import RESOURCE_SLICES
 from dra_bridge.ledger import operations
 from dra_bridge.ledger.records import Snapshot
-from dra_bridge.node.resource import DriverContext
+from dra_bridge.node.resource import DriverContext, publishing_order
 from dra_bridge.rollout import progress
 from dra_bridge.slices.desired import Offer, Pool
 
@@ -62,6 +62,7 @@ class SliceFeed:
 
     def __init__(self, context: DriverContext, registrar: Registrar) -> None:
         self._context = context
+        self._publisher = context.node.publisher
         self._registrar = registrar
         self._changed = asyncio.Event()
         self._passed = asyncio.Event()
@@ -78,7 +79,7 @@ class SliceFeed:
     def withdrawn(self, resource: str, device: str) -> float | None:
         """Return since when (monotonic seconds) the API server has had slices without the device, if it has."""
         ticket, at = self._without.get((resource, device), (0, None))
-        if at is None and ticket and self._context.node.publisher.state(self._context.name).accepted >= ticket:
+        if at is None and ticket and self._publisher.state(self._context.name).accepted >= ticket:
             at = time.monotonic()
             self._without[resource, device] = ticket, at
         return at
@@ -104,12 +105,11 @@ class SliceFeed:
 
     async def follow_accepted(self) -> None:
         """Wake the handovers when the API server has accepted what they wait for, until cancelled."""
-        publisher = self._context.node.publisher
         while True:
             self._passed.clear()
-            state = publisher.state(self._context.name)
+            state = self._publisher.state(self._context.name)
             if state.accepted < state.wanted:
-                await publisher.accepted(self._context.name, state.wanted)
+                await self._publisher.accepted(self._context.name, state.wanted)
                 for one in self._context.resources.values():
                     one.handover.wake()
             else:
@@ -136,13 +136,13 @@ class SliceFeed:
             offered -= self._context.node.agent.guard.withheld(resource, "dra").keys()
             without += [(resource, name) for name in (snapshot.devices.keys() | known.keys()) - offered]
             replicas = {name: source.replicas_of(device) for name, device in snapshot.devices.items()}
-            order = one.order.of(snapshot.devices.keys(), source.links)
-            offers.append(Offer(snapshot, offered, replicas, tuple(order), qualifiers.get(resource, "")))
+            order = publishing_order(frozenset(snapshot.devices), frozenset(source.links.items()))
+            offers.append(Offer(snapshot, offered, replicas, order, qualifiers.get(resource, "")))
         effects = {one.policy.unhealthy for one in self._context.resources.values()}
         unhealthy = "NoExecute" if "NoExecute" in effects else "NoSchedule"
         annotations, rest = self._annotations()
         pool = Pool(self._context.name, self._context.node.name, tuple(offers), unhealthy, annotations)  # type: ignore[arg-type]
-        ticket = self._context.node.publisher.want(pool)
+        ticket = self._publisher.want(pool)
         self._without = {key: self._without.get(key, (ticket, None)) for key in without}
         self._passed.set()
         return rest
