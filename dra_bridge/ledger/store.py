@@ -1,9 +1,8 @@
 """Class `Ledger` keeps the records in one SQLite file and applies the changes of operations to it.
 
 SQLite runs in WAL mode with synchronous=FULL: a commit takes one fdatasync, where a rollback journal takes three or
-four. In exclusive locking mode there is no shared memory file, so three descriptors suffice (database, WAL, lock).
-One agent at a time: a lock file with flock, which the operating system frees whatever way its owner ends. A second
-agent (a rolling update) waits.
+four. In exclusive locking mode there is no shared memory file. One agent at a time has the ledger, by a lock file with
+flock; a second one (a rolling update) waits.
 
 A file that is damaged or of another schema is put aside and the ledger starts empty; `reconcile_evidence` then rebuilds
 it from evidence. SQLite's own check does not see a changed byte in a row, so one seal (the XOR of all rows' digests) is
@@ -86,8 +85,8 @@ def _row(table: str, record: records.Record) -> _Row:
 def _encoded(value: Any) -> Any:
     if isinstance(value, records.State):
         return value.value
-    if isinstance(value, (frozenset, tuple)):
-        return msgspec.json.encode(sorted(value) if isinstance(value, frozenset) else value).decode()
+    if isinstance(value, frozenset | tuple):
+        return msgspec.json.encode(value, order="deterministic").decode()
     return int(value) if isinstance(value, bool) else value
 
 
@@ -136,15 +135,15 @@ def connected(path: str) -> sqlite3.Connection:
 class Ledger:
     """The file. Synchronous and thread-safe; `AsyncLedger` is for event loops.
 
-    snapshot: everything as of the last commit. fresh: the ledger was empty when it was opened, as it is after a file
-    that could not be used was put aside; `reconcile_evidence` must rebuild it before anything is granted.
+    snapshot: everything as of the last commit. fresh: the ledger was empty when it was opened; `reconcile_evidence`
+    must rebuild it before anything is granted.
     """
 
     def __init__(self, path: str, *, connect: Callable[[str], sqlite3.Connection] = connected) -> None:
         """Open the ledger, or make it, once no other agent has it; put aside what cannot be used.
 
-        path: of the database; `path + ".lock"` is the lock. Missing directories are made. connect: opens the database;
-        for tests. Raises LedgerError if the directory or the disk does not let us; another try may succeed.
+        path: of the database; `path + ".lock"` is the lock. connect: opens the database; for tests. Raises LedgerError
+        if the directory or the disk does not let us; another try may succeed.
         """
         self.path: Final = path
         self._connect = connect
@@ -170,7 +169,7 @@ class Ledger:
         """Decide one after the other and record all in one transaction; return an answer each.
 
         The answer of an operation that fails (a mistake of ours) is its exception. Raises LedgerError if it could not
-        be recorded; nothing was granted then. Raises LedgerLostError if the files were removed, replaced or damaged.
+        be recorded, LedgerLostError if the files were removed, replaced or damaged.
         """
         with self._guard:
             if self._lock_file < 0:
