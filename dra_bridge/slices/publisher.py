@@ -202,7 +202,11 @@ class Publisher:
             wait, done = 0.0, False
             try:
                 if not driver.mirror.listed:  # it joined after the watch began, or what the server has is in doubt
-                    await self._refresh(driver)
+                    selector = f"spec.nodeName={self._node},spec.driver={driver.pool.driver}"
+                    listing = await self.cluster.list(RESOURCE_SLICES, field_selector=selector)
+                    driver.mirror.relist()
+                    for item in listing.items:
+                        self._keep(neutral(item))
                 done = await self._reconcile(driver)
             except (kube.ConflictError, NotFoundError, kube.VersionChangedError) as error:
                 # What the server has is not what the watch reported: read it, and try again.
@@ -251,13 +255,6 @@ class Publisher:
         finally:
             for one in waits:
                 one.cancel()
-
-    async def _refresh(self, driver: _Driver) -> None:
-        selector = f"spec.nodeName={self._node},spec.driver={driver.pool.driver}"
-        listing = await self.cluster.list(RESOURCE_SLICES, field_selector=selector)
-        driver.mirror.relist()
-        for item in listing.items:
-            self._keep(neutral(item))
 
     async def _reconcile(self, driver: _Driver) -> bool:
         """Make the slices as they are wanted; return False if that does not end."""
