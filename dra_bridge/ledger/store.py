@@ -122,11 +122,6 @@ _DAMAGE: Final = frozenset(
 """SQLite's errors that are about the file, not about the disk or the permissions."""
 
 
-def _is_damage(error: Exception) -> bool:
-    code = getattr(error, "sqlite_errorcode", None)  # not of MemoryError: a length field that claims gigabytes
-    return code is None or (code & 0xFF) in _DAMAGE
-
-
 def connected(path: str) -> sqlite3.Connection:
     """Open a database whose transactions begin only where BEGIN is executed."""
     return sqlite3.connect(path, timeout=1.0, isolation_level=None, check_same_thread=False, cached_statements=32)
@@ -291,7 +286,8 @@ class Ledger:
             return self._read()
         except (sqlite3.Error, _DamagedError, ValueError, TypeError, OverflowError, MemoryError) as error:
             self._disconnect()
-            if again or not _is_damage(error):
+            code = getattr(error, "sqlite_errorcode", None)  # not of MemoryError: a length field that claims gigabytes
+            if again or (code is not None and code & 0xFF not in _DAMAGE):
                 raise LedgerError(f"cannot open the ledger {self.path}: {error}") from error
             message = "the ledger %s cannot be used (%s); it was moved to %s, and a new one is built from evidence"
             _LOG.error(message, self.path, error, self._put_aside())

@@ -28,22 +28,21 @@ RECONCILE: Final = 20.0
 """Seconds between two checks whether prepared claims are over; the API server is asked only of those that seem so."""
 
 
+@dataclass(slots=True, eq=False)
 class ClaimPods:
     """Records in a ledger which pods use the claims of one driver, before the kubelet forgets it.
 
     tracker: sees the pods' processes, and asks the kubelet for its active pods. kubelet_root: where the kubelet's
-    claim state lies.
+    claim state lies. recorded: UIDs of running pods of which the ledger has all claims of this driver. _next: the
+    reading that has not begun yet; all calls until then share it.
     """
 
-    def __init__(self, driver: str, async_ledger: AsyncLedger, tracker: HolderTracker, kubelet_root: Path) -> None:
-        self._driver = driver
-        self._ledger = async_ledger
-        self._tracker = tracker
-        self._kubelet_root = kubelet_root
-        self._recorded: frozenset[str] = frozenset()
-        """UIDs of running pods of which the ledger has all claims of this driver."""
-        self._next: asyncio.Task[RunningPods] | None = None
-        """The reading that has not begun yet: all calls until then share it."""
+    driver: str
+    ledger: AsyncLedger
+    tracker: HolderTracker
+    kubelet_root: Path
+    recorded: frozenset[str] = frozenset()
+    _next: asyncio.Task[RunningPods] | None = None
 
     async def running(self) -> RunningPods:
         """Record in the ledger which pods use which claims; return the pods whose processes run.
@@ -63,16 +62,16 @@ class ClaimPods:
 
     async def _running(self) -> RunningPods:
         self._next = None
-        tracker = self._tracker
+        tracker = self.tracker
         # Reading cgroups may wait for the kernel while it removes others.
         running, prepared = await asyncio.to_thread(lambda: (tracker.pods.running(), self._claim_state()))
         await self._record(prepared)
-        if running - self._recorded:
-            known = self._ledger.snapshot.claims
-            lost = {pod for claim in prepared if (self._driver, claim.uid) not in known for pod in claim.pod_uids}
-            self._recorded |= await tracker.listed(running) - lost
-        self._recorded &= running
-        return RunningPods(running, running - self._recorded)
+        if running - self.recorded:
+            known = self.ledger.snapshot.claims
+            lost = {pod for claim in prepared if (self.driver, claim.uid) not in known for pod in claim.pod_uids}
+            self.recorded |= await tracker.listed(running) - lost
+        self.recorded &= running
+        return RunningPods(running, running - self.recorded)
 
     async def record(self) -> list[PreparedClaim]:
         """Record the pods that came to share a claim after it was prepared, and names that CDI files do not have.
@@ -84,14 +83,14 @@ class ClaimPods:
         return mine
 
     def _claim_state(self) -> list[PreparedClaim]:
-        return [claim for claim in claim_state.read(self._kubelet_root) if self._driver in claim.devices]
+        return [claim for claim in claim_state.read(self.kubelet_root) if self.driver in claim.devices]
 
     async def _record(self, claims: Sequence[PreparedClaim]) -> None:
         for claim in claims:
-            known = self._ledger.snapshot.claims.get((self._driver, claim.uid))
+            known = self.ledger.snapshot.claims.get((self.driver, claim.uid))
             if known is not None and not (known.name and claim.pod_uids <= known.pods):
                 names = claim.namespace, claim.name, claim.pod_uids
-                await self._ledger.do(operations.describe(self._driver, claim.uid, *names))
+                await self.ledger.do(operations.describe(self.driver, claim.uid, *names))
 
 
 @dataclass(frozen=True, slots=True)
