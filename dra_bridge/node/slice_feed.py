@@ -118,12 +118,9 @@ class SliceFeed:
     def _may_publish(self) -> bool:
         if not qualifiers_of(self._context.ledger.snapshot):
             return False
-        snapshots = {resource: one.service.inventory.snapshot for resource, one in self._context.resources.items()}
-        return any(
-            (resource, name) in self._context.gate.reconciled
-            for resource, snapshot in snapshots.items()
-            for name in snapshot.devices
-        ) or all(snapshot.listed and not snapshot.devices for snapshot in snapshots.values())
+        snapshots = [one.service.inventory.snapshot for one in self._context.resources.values()]
+        keys = {(snapshot.resource, name) for snapshot in snapshots for name in snapshot.devices}
+        return not keys.isdisjoint(self._context.gate.reconciled) or (not keys and all(one.listed for one in snapshots))
 
     def _pass_on(self) -> float | None:
         """Pass the slices on; return after how many seconds they are to be made again without a change."""

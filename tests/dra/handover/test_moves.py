@@ -23,9 +23,9 @@ from dra_bridge.node.bridge import Bridge
 from dra_bridge.node.share import HandoverPolicy
 from dra_bridge.rollout.fleet import share_patch
 from dra_bridge.rollout.progress import DeviceProgress, read
+from dra_bridge.testing.serving import device_class
 from dra_bridge.testing.apiserver import FakeApiServer
 from dra_bridge.testing.node import FakeNode
-from tests.dra.classes import device_class
 
 R = "example.com/fpga"
 D = "fpga.example.com"
@@ -134,7 +134,7 @@ async def world(node: FakeNode, tmp_path: Path, source: Source, *, offered: bool
 def node(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeNode]:
     monkeypatch.setattr(rules, "WELL_APART", 0.2)  # a pod that the agent has not learned of holds its device so long
     with FakeApiServer() as server:
-        server.create(device_class(D, R))
+        server.create(device_class(R, D))
         with FakeNode(server, NODE) as made:
             yield made
 

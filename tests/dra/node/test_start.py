@@ -33,9 +33,9 @@ from dra_bridge.node.device_reconciliation import DeviceReconciler
 from dra_bridge.node.node_object import NodeWatch
 from dra_bridge.node.resource import ResourceRuntime
 from dra_bridge.node.share import HandoverPolicy
+from dra_bridge.testing.serving import device_class
 from dra_bridge.testing.apiserver import FakeApiServer
 from dra_bridge.testing.node import FakeNode
-from tests.dra.classes import device_class
 from tests.dra.ledger.samples import DirectLedger, adopt
 
 R = "example.com/fpga"
@@ -57,7 +57,7 @@ class Source(DeviceSource):
 def node(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[FakeNode]:
     monkeypatch.setattr(rules, "WELL_APART", 0.2)  # a pod that the agent has not learned of holds its device so long
     with FakeApiServer() as server:
-        server.create(device_class(D, R))
+        server.create(device_class(R, D))
         with FakeNode(server, NODE) as made:
             yield made
 
