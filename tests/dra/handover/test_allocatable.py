@@ -21,9 +21,9 @@ from dra_bridge.node.bridge import Bridge
 from dra_bridge.node.node_object import numbers
 from dra_bridge.node.share import HandoverPolicy
 from dra_bridge.rollout.fleet import share_patch
-from dra_bridge.testing.serving import device_class
 from dra_bridge.testing.apiserver import FakeApiServer, Fault, Request
 from dra_bridge.testing.node import FakeNode
+from dra_bridge.testing.serving import device_class
 from tests.dra.handover.test_moves import NODE, D, R, Source
 
 

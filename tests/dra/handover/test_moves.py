@@ -23,9 +23,9 @@ from dra_bridge.node.bridge import Bridge
 from dra_bridge.node.share import HandoverPolicy
 from dra_bridge.rollout.fleet import share_patch
 from dra_bridge.rollout.progress import DeviceProgress, read
-from dra_bridge.testing.serving import device_class
 from dra_bridge.testing.apiserver import FakeApiServer
 from dra_bridge.testing.node import FakeNode
+from dra_bridge.testing.serving import device_class
 
 R = "example.com/fpga"
 D = "fpga.example.com"

@@ -33,9 +33,9 @@ from dra_bridge.node.device_reconciliation import DeviceReconciler
 from dra_bridge.node.node_object import NodeWatch
 from dra_bridge.node.resource import ResourceRuntime
 from dra_bridge.node.share import HandoverPolicy
-from dra_bridge.testing.serving import device_class
 from dra_bridge.testing.apiserver import FakeApiServer
 from dra_bridge.testing.node import FakeNode
+from dra_bridge.testing.serving import device_class
 from tests.dra.ledger.samples import DirectLedger, adopt
 
 R = "example.com/fpga"
