@@ -20,8 +20,7 @@ import yarl
 from aiohttp.http import HttpProcessingError
 
 MAX_CONNECTIONS: Final = 32  # connections at one time, those of watches included
-MAX_REQUESTS: Final = 4
-"""Requests at one time, not counting streams. A new connection's TLS handshake takes longer than some requests."""
+MAX_REQUESTS: Final = 4  # not counting streams; a new connection's TLS handshake takes longer than some requests
 IDLE: Final = 60.0  # seconds after which an idle connection is not used any more
 MAX_BODY: Final = 64 * 2**20  # bytes of one answer: 500 objects (a page of a list) of 128 KiB each
 MAX_LINE: Final = 8 * 2**20  # bytes of one watch event: kube-apiserver takes objects of up to 3 MiB, etcd of 1.5 MiB

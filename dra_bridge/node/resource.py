@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import functools
 import logging
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -26,13 +25,23 @@ from dra_bridge.slices.publisher import Publisher
 _LOG: Final = logging.getLogger(__name__)
 
 
-@functools.lru_cache(maxsize=64)
-def publishing_order(devices: frozenset[str], links: frozenset[tuple[frozenset[str], float]]) -> tuple[str, ...]:
-    """Return the order in which a resource's devices are published; () where no links are known.
+@dataclass(slots=True, eq=False)
+class Order:
+    """The order in which a resource's devices are published; found anew only when they or their links change.
 
     The slices are made after each Prepare, and finding the order of 64 partitions takes longer than a Prepare.
     """
-    return tuple(topology.arranged(devices, dict(links))) if links else ()
+
+    _devices: frozenset[str] = frozenset()
+    _links: Mapping[frozenset[str], float] = field(default_factory=dict)
+    _order: tuple[str, ...] = ()
+
+    def of(self, devices: Collection[str], links: Mapping[frozenset[str], float]) -> tuple[str, ...]:
+        """Return the devices as `topology.arranged` has them; () where no links are known."""
+        if (ids := frozenset(devices)) != self._devices or links != self._links:
+            self._devices, self._links = ids, dict(links)
+            self._order = tuple(topology.arranged(devices, links)) if links else ()
+        return self._order
 
 
 @dataclass(slots=True, eq=False)
@@ -47,6 +56,7 @@ class ResourceRuntime:
     policy: HandoverPolicy
     handover: Handover
     unsubscribe: Callable[[], None] = lambda: None
+    order: Order = field(default_factory=Order)
     changed: asyncio.Event = field(default_factory=asyncio.Event)
     reconciled: asyncio.Event = field(default_factory=asyncio.Event)
     task: asyncio.Task[None] | None = None

@@ -13,7 +13,7 @@ from dra_bridge.driver import Registrar
 from dra_bridge.kube import RESOURCE_SLICES
 from dra_bridge.ledger import operations
 from dra_bridge.ledger.records import Snapshot
-from dra_bridge.node.resource import DriverContext, publishing_order
+from dra_bridge.node.resource import DriverContext
 from dra_bridge.rollout import progress
 from dra_bridge.slices.desired import Offer, Pool
 
@@ -133,7 +133,7 @@ class SliceFeed:
             offered -= self._context.node.agent.guard.withheld(resource, "dra").keys()
             without += [(resource, name) for name in (snapshot.devices.keys() | known.keys()) - offered]
             replicas = {name: source.replicas_of(device) for name, device in snapshot.devices.items()}
-            order = publishing_order(frozenset(snapshot.devices), frozenset(source.links.items()))
+            order = one.order.of(snapshot.devices.keys(), source.links)
             offers.append(Offer(snapshot, offered, replicas, order, qualifiers.get(resource, "")))
         effects = {one.policy.unhealthy for one in self._context.resources.values()}
         unhealthy = "NoExecute" if "NoExecute" in effects else "NoSchedule"

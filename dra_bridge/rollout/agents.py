@@ -18,12 +18,9 @@ LABEL: Final = "app.kubernetes.io/managed-by=dra-bridge"
 """Which all objects of `manifests` have, the agents' pods included."""
 PORT: Final = "metrics"
 """The name of the container port that `manifests` gives to an agent's page."""
-TIMEOUT: Final = 3.0
-"""Seconds in which an agent must answer."""
-TOTAL: Final = 15.0
-"""Seconds after which no more agents are waited for."""
-AT_ONCE: Final = 16
-"""Agents that are asked at one time."""
+TIMEOUT: Final = 3.0  # seconds in which an agent must answer
+TOTAL: Final = 15.0  # seconds after which no more agents are waited for
+AT_ONCE: Final = 16  # agents that are asked at one time
 
 
 class _Holder(msgspec.Struct):

@@ -75,8 +75,7 @@ async def read_nodes(
 ) -> list[NodeView]:
     """Return how far nodes are with a driver or with all, these nodes or all that a driver serves.
 
-    with_claims: whether holders are those that the API server has now. Raises RolloutError if there is no such driver
-    or node, ClusterError if the API server cannot be asked.
+    with_claims: whether holders are those of now. Raises RolloutError if there is no such driver or node, ClusterError.
     """
     if names:
         nodes, slices, missing = list[Object](), list[Object](), list[str]()

@@ -39,10 +39,10 @@ class Room:
 
 
 async def hints(cluster: Cluster, views: Sequence[NodeView]) -> list[str]:
-    """Return which moves would let pods start that wait, for people.
+    """Return which moves would let pods start that wait, for people. Raises ClusterError.
 
-    Costs one list of the pods without a node. If some of them ask for such devices, a list of all claims, and of each
-    node a read and a list of its pods. Raises ClusterError.
+    Costs one list of the pods without a node, and if some of them ask for such devices, one of all claims, and for each
+    node a read and a list of its pods.
     """
     waiting = (await cluster.list(PODS, field_selector="spec.nodeName=,status.phase=Pending")).items
     resources = {name for view in views if view.reported is not None for name in view.reported.resources}

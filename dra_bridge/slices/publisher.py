@@ -96,8 +96,7 @@ class Publisher:
         """Do nothing yet; `want` says what, `run` does it.
 
         burst, per_second: how many rounds of writes a driver may make at once, and how fast that is regained.
-        probe_again: seconds after which a feature that the server lacked may be asked for again, when it may be
-        another server.
+        probe_again: see `ServerFeatures`.
         """
         self.cluster: Final = cluster
         self._node = node

@@ -8,7 +8,7 @@ import pytest
 from deviceplugin import topology
 from deviceplugin.device import Device
 from deviceplugin.inventory import Snapshot
-from dra_bridge.node.resource import link_groups, publishing_order
+from dra_bridge.node.resource import Order, link_groups
 from dra_bridge.slices.desired import Offer, Pool, desired
 
 GPUS = [f"gpu{number}" for number in range(4)]
@@ -65,14 +65,10 @@ def test_order_is_found_again_only_when_devices_or_links_change(monkeypatch: pyt
 
     arranged = topology.arranged
     monkeypatch.setattr(topology, "arranged", note)
-
-    def order(devices: list[str], tied: dict[frozenset[str], float]) -> tuple[str, ...]:
-        return publishing_order(frozenset(devices), frozenset(tied.items()))
-
-    publishing_order.cache_clear()
-    assert order(GPUS, {}) == ()
+    order = Order()
+    assert order.of(GPUS, {}) == ()
     for _ in range(3):
-        assert order(GPUS, dict(tied)) == tuple(found)
-    assert order(GPUS, links({(0, 1): 200.0, (2, 3): 200.0}, 10.0)) == ("gpu0", "gpu1", "gpu2", "gpu3")
-    assert set(order(GPUS[1:], tied)) == set(GPUS[1:])
+        assert order.of(GPUS, dict(tied)) == tuple(found)
+    assert order.of(GPUS, links({(0, 1): 200.0, (2, 3): 200.0}, 10.0)) == ("gpu0", "gpu1", "gpu2", "gpu3")
+    assert set(order.of(GPUS[1:], tied)) == set(GPUS[1:])
     assert [len(devices) for devices in asked] == [4, 4, 3]
