@@ -378,6 +378,11 @@ def parse_options(arguments: list[str]) -> str | None:
             "class S(D): resource, driver = 'x', 'a.b'\nrun(S())",
             "must be vendor-domain/name",
         ),
+        (
+            "from dra_bridge import run\nfrom deviceplugin import DeviceSource as D\n"
+            "class S(D): resource, driver = 'a.b/x', 'a.b'\nrun(S)",
+            "S is a class; a source is an instance of it: S()",
+        ),
         (None, "cannot be read: "),
     ],
 )
