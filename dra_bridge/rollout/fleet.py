@@ -260,7 +260,8 @@ def failing_pods(pods: Iterable[Object], events: Iterable[Object], resources: Co
     for pod in pods:
         metadata, status = pod["metadata"], pod.get("status") or {}
         uid, name = str(metadata["uid"]), f"{metadata.get('namespace', '')}/{metadata['name']}"
-        if not _asks(pod, resources):
+        claims = pod["spec"].get("resourceClaims") or status.get("extendedResourceClaimStatus")
+        if not claims and asked_of(pod).keys().isdisjoint(resources):
             continue
         if status.get("phase") == "Failed":
             reason = ": ".join(filter(None, (status.get("reason"), status.get("message"))))
@@ -268,12 +269,6 @@ def failing_pods(pods: Iterable[Object], events: Iterable[Object], resources: Co
         elif status.get("phase") == "Pending" and uid in unprepared:
             found[uid[:UID_LENGTH]] = f"pod {name} cannot start ({unprepared[uid]})"
     return found
-
-
-def _asks(pod: Object, resources: Collection[str]) -> bool:
-    if pod["spec"].get("resourceClaims") or (pod.get("status") or {}).get("extendedResourceClaimStatus"):
-        return True
-    return not asked_of(pod).keys().isdisjoint(resources)
 
 
 def asked_of(pod: Object) -> dict[str, int]:

@@ -174,13 +174,11 @@ def _body(wanted: Object, found: Object | None, generation: int, owner: Object |
         metadata["ownerReferences"] = [owner]
     spec = {**wanted["spec"], "pool": {**wanted["spec"]["pool"], "generation": generation}}
     if "devices" in spec:
-        spec["devices"] = [_with_times(device, times) for device in spec["devices"]]
+        spec["devices"] = [_with_times(device, times) if "taints" in device else device for device in spec["devices"]]
     return {**wanted, "metadata": metadata, "spec": spec}
 
 
 def _with_times(device: Object, times: Times) -> Object:
-    if "taints" not in device:
-        return device
     taints = []
     for taint in device["taints"]:
         since = times.get((device["name"], taint["key"], taint["effect"]))
