@@ -319,7 +319,7 @@ class TestAllocation:
         plugin.before_answer = fail("ListAndWatch")
         plugin.register()
         fake_kubelet.wait_until(lambda: RESOURCE in fake_kubelet.resources())
-        with pytest.raises(PodFailedError, match="runs with 0 of 1 example.com/thing"):
+        with pytest.raises(PodFailedError, match=f"runs with 0 of 1 {RESOURCE}"):
             fake_kubelet.run_pod("p", ONE)
 
     def test_failed_allocate(self, fake_kubelet: FakeKubelet, plugins: Plugins) -> None:
