@@ -1,7 +1,7 @@
 """What an author writes: a source of devices, and hooks around their use.
 
-Hooks may be plain functions, which run in a thread of their own, or coroutine functions. Each has a deadline, and one
-that fails costs its own call only.
+Hooks may be plain functions, which run in a thread of their own, or coroutine functions, which must not block. Each
+has a deadline, and one that fails costs its own call only.
 """
 
 from __future__ import annotations
@@ -67,9 +67,9 @@ class DeviceSource:
     def watch(self) -> AsyncIterator[Sequence[Device]] | Iterator[Sequence[Device]]:
         """Yield the full list of devices now, and again whenever anything about it changes.
 
-        An async generator, or a plain one, which runs in a thread of its own and may block. When it ends, its last list
-        stays valid. When it raises, or yields anything but lists of Device, it is started again after a while; its last
-        list stays valid meanwhile.
+        An async generator, which must not block, or a plain one, which runs in a thread of its own and may block. When
+        it ends, its last list stays valid. When it raises, or yields anything but lists of Device, it is started again
+        after a while; its last list stays valid meanwhile.
 
             async def watch(self):
                 while True:
@@ -106,9 +106,9 @@ class DeviceSource:
     def released(self, devices: Sequence[Device]) -> Awaitable[None] | None:
         """Take note that the last pod that had these devices is gone.
 
-        The device plugin API has no Deallocate: this follows from the kubelet's PodResources service, some seconds
-        later, at least once. At the start of the process it is called for all devices without a holder. So it does
-        again what it has done: `for device in devices: wipe(device.id)`
+        The device plugin API has no Deallocate: this follows from the kubelet's checkpoint and the pods' cgroups, some
+        seconds later, at least once. Soon after the start of the process it is called for all devices without a holder.
+        So it does again what it has done: `for device in devices: wipe(device.id)`
         """
         return None
 
@@ -118,9 +118,9 @@ class DeviceSource:
         """Set devices up as a claim's request wants them; return what its containers get beyond `edits`.
 
         Called on the DRA side only, once for each request of a claim, after `reset`. `config` is a `config_type` made
-        from the parameters of class and claim (the claim's win), None without a `config_type`. It may be called again
-        for the same devices, if it failed or the agent ended; an error is the claim's, its pods wait and the kubelet
-        tries again. `return ContainerEdits(env={"FPGA_MODE": config.mode})`
+        from the parameters of class and claim (the claim's win; its defaults without any), None without one. It may be
+        called again for the same devices, if it failed or the agent ended; an error is the claim's, its pods wait and
+        the kubelet tries again. `return ContainerEdits(env={"FPGA_MODE": config.mode})`
         """
         return None
 
@@ -143,7 +143,9 @@ class DeviceSource:
         raise NotImplementedError
 
     def replicas_of(self, device: Device) -> int:
-        """Return how many containers may share this one device, `replicas` at the most; a plain function, called often.
+        """Return how many containers may share this one device, 1 to `replicas`; a plain function, called often.
+
+        For one device it answers the same until the next list. Any other answer, or an error, fails the list.
 
         `return 1 if device.attributes["model"] == "small" else self.replicas`
         """
@@ -161,8 +163,8 @@ class DeviceSource:
     async def child_sources(self) -> AsyncIterator[Sequence[DeviceSource]]:
         """Yield the sources of further resources that come with this one, all of them, when one more is known.
 
-        They are served until this one ends. Which kinds of partitions there are, for example, is known only when the
-        hardware is read: `yield [Halves("example.com/fpga-half")]`
+        They are served until this one ends; after an error this is called again. Which kinds of partitions there are,
+        for example, is known only when the hardware is read: `yield [Halves("example.com/fpga-half")]`
         """
         none: Sequence[Sequence[DeviceSource]] = ()
         for child_sources in none:

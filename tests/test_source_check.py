@@ -326,3 +326,11 @@ def test_a_preference_that_is_none_is_named(
     served(source_with(prefer=nothing)())
     assert fake_kubelet.run_pod("p", {"example.com/toy": 1}).device_ids == ("a",)
     assert "prefer of example.com/toy must return devices or their ids, not None" in caplog.text
+
+
+async def test_run_inside_of_a_loop_is_one_error(recwarn: pytest.WarningsRecorder) -> None:
+    """`run` makes its own event loop; in another one it raises, and nothing warns of a coroutine."""
+    for start in (run, dra_bridge.run):
+        with pytest.raises(RuntimeError, match="running event loop"):
+            start(Toys(), argv=["--node-name", "n"] if start is dra_bridge.run else [])
+    assert not list(recwarn)
