@@ -229,11 +229,11 @@ class Publisher:
                 if not isinstance(error, kube.UnavailableError) or error.code:
                     self._problem(driver, f"the slices cannot be written: {error}")
                 wait = backoff.next()
+                if isinstance(error, ApiError):
+                    wait = max(wait, min(error.retry_after, backoff.most))
             except Exception as error:  # one driver's devices must not end the others
                 self._problem(driver, f"the slices cannot be made: {type(error).__name__}: {error}")
                 wait = backoff.next()
-                if isinstance(error, ApiError):
-                    wait = max(wait, min(error.retry_after, backoff.most))
             else:
                 conflicts = 0
                 backoff.reset()

@@ -129,7 +129,7 @@ def test_wrong_arguments_are_refused_at_once(fake_node: FakeNode, bridged: Bridg
     """What claims, pods and `bridged` take is checked in the test's own line."""
 
     class Plain(Fpga):
-        driver = None
+        driver = None  # type: ignore[assignment]  # mypy infers str
 
     with pytest.raises(ValueError, match="no source has a `driver`, so claims cannot have a share of all"):
         bridged(Plain())

@@ -229,7 +229,7 @@ def test_watch_that_is_no_generator_is_said(fake_kubelet: FakeKubelet, served: S
     agent = served(NoGenerator(), timeout=None)
     wait(lambda: agent.agent.services)
     wait(lambda: agent.agent.status().resources[0].source_error)
-    assert "NoGenerator.watch must yield lists of devices" in agent.agent.status().resources[0].source_error
+    assert "must yield lists of devices, not return one" in agent.agent.status().resources[0].source_error
 
 
 # Releases.
