@@ -1,6 +1,7 @@
 """The user's file: YAML to frozen, typed values, or errors that say where and what would be right.
 
-`types` holds the file format and its JSON schema, `reader` reads a file, `lock` is what a file may name. gRPC is not imported.
+`types` holds the file format and its JSON schema, `reader` reads a file, `lock` is what a file may name. gRPC is not
+imported.
 """
 
 from deviceplugin.config.document import MAX_BYTES, ConfigError

@@ -2,16 +2,21 @@
 
 Without a lock the writer of a ConfigMap is root on every node: the agent runs commands for it and mounts host paths
 into containers. `run` takes the lock from --allow-commands and --allow-host-path, which the writer of the file cannot
-change. Paths are compared as text: the file's paths have no `.` or `..` steps (`texts`), and what a symlink leads to is
-compared when a device is listed (`deviceplugin.sources.configured`).
+change.
+
+The file's paths have no `.` and `..` steps (`texts`). A path is allowed as it is written and as its symlinks lead: for
+a device each time it is listed (`deviceplugin.sources.configured`), for others when the file is read. Links that are
+not mounted into the agent's container, or are made later, it cannot see.
 """
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from itertools import takewhile
 from typing import Any, Final
 
 from msgspec import Struct
@@ -26,6 +31,7 @@ from deviceplugin.config.types import (
     SimulatedConfig,
 )
 
+_PATTERN: Final = re.compile(r"[*?[]")
 DEVICES: Final = "/dev"
 """Where host paths are allowed without an option."""
 PATHS: Final[Mapping[type, tuple[str, ...]]] = {
@@ -57,13 +63,26 @@ class Lock:
         narrowed = any(_steps(one)[:1] == [DEVICES[1:]] for one in self.host_paths)
         return self.host_paths if narrowed else (DEVICES, *self.host_paths)
 
+    @classmethod
+    def resolved(cls, commands: bool, host_paths: Iterable[str]) -> Lock:
+        """Return a lock whose prefixes are allowed also by their real names, such as /run/x for /var/run/x."""
+        given = tuple(host_paths)
+        return cls(commands, tuple(dict.fromkeys((*given, *map(_real_name, given)))))
+
     def allows(self, path: str) -> bool:
         """Return whether a path or glob of the host is allowed."""
         steps = _steps(path)
         return any(_begins(steps, _steps(prefix)) for prefix in self.prefixes)
 
+    def problem(self, kind: type, path: str) -> str:
+        """Return why a path that a mapping of this type names is not allowed; "" if it is. Reads symlinks."""
+        if not self.allows(path):
+            return self.refusal(path)
+        target = path if kind is DeviceEntry else os.path.realpath(path)
+        return "" if self.allows(target) else f"{path!r} leads elsewhere: {self.refusal(target)}"
+
     def refusal(self, path: str) -> str:
-        """Return why a path is not allowed, and which option allows it."""
+        """Return that a path is not allowed, and which option allows it."""
         within = ", ".join(self.prefixes)
         return f"{path!r} is a path of the host outside of {within}; `run --allow-host-path={path}` allows it"
 
@@ -108,5 +127,12 @@ def _begins(steps: list[str], prefix: list[str]) -> bool:
     return len(steps) >= len(prefix) and all(map(_fits, steps, prefix))
 
 
+def _real_name(prefix: str) -> str:
+    """Return a prefix with the symlinks followed of the directory before its last step, or before its first pattern."""
+    steps = _steps(prefix)
+    fixed = len(list(takewhile(lambda step: not _PATTERN.search(step), steps[:-1])))
+    return os.path.join(os.path.realpath("/" + "/".join(steps[:fixed])), *steps[fixed:])
+
+
 def _fits(step: str, pattern: str) -> bool:
-    return step == pattern or (not re.search(r"[*?[]", step) and fnmatchcase(step, pattern))
+    return step == pattern or (not _PATTERN.search(step) and fnmatchcase(step, pattern))

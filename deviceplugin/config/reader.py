@@ -18,7 +18,7 @@ from deviceplugin.config.types import Config, DeviceEntry
 
 
 def load(path: str | Path, lock: Lock = OPEN) -> Config:
-    """Read a config file; raise ConfigError if it cannot be read, what it says cannot be served, or `lock` forbids it."""
+    """Read a config file; raise ConfigError if it cannot be read or served, or names what `lock` forbids."""
     file = str(path)
     try:
         with open(path, "rb") as stream:
@@ -31,7 +31,7 @@ def load(path: str | Path, lock: Lock = OPEN) -> Config:
 
 
 def parse(text: str | bytes, file: str = "<config>", lock: Lock = OPEN) -> Config:
-    """Read a config from text; raise ConfigError, which calls it `file`, if it cannot be served or `lock` forbids it."""
+    """Read a config from text; raise ConfigError, which calls it `file`, if it cannot be served or is not allowed."""
     reader = Reader(file, lock)
     config = reader.read(document.compose(text, file), _type_info(), "$")
     if reader.problems.found:

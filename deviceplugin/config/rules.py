@@ -55,13 +55,15 @@ class Rules:
         self._check_lock(kind, mapping)
 
     def _check_lock(self, kind: type, mapping: Checked) -> None:
+        if self._lock is OPEN:
+            return
         for key in PATHS.get(kind, ()):
             value = mapping.values.get(key)
             for index, path in enumerate(texts_of(value)):
-                if not self._lock.allows(path):
+                if problem := self._lock.problem(kind, path):
                     listed = isinstance(value, tuple)
                     node = mapping.nodes[key].value[index] if listed else None
-                    mapping.report(key, self._lock.refusal(path), f"[{index}]" * listed, node)
+                    mapping.report(key, problem, f"[{index}]" * listed, node)
         for key in CODE.get(kind, ()):
             if mapping.values.get(key) and not self._lock.commands:
                 message = "the agent would execute this, which is not allowed; `run --allow-commands` allows it"
