@@ -39,6 +39,7 @@ from deviceplugin.testing import checkpoint as written
 from deviceplugin.testing.devicemanager import PluginCallError
 from deviceplugin.wire import podresources_pb2, podresources_pb2_grpc
 from tests.config.files import bombs as config_bombs
+from tests.programs import ANY_CONFIG
 
 R = "example.com/r"
 Serve = Callable[..., Served]
@@ -815,7 +816,7 @@ class Process:
 
     def __init__(self, kubelet: FakeKubelet, config: Path, log: Path) -> None:
         self.log = log
-        command = [sys.executable, "-m", "deviceplugin", "run", "--config", str(config)]
+        command = [sys.executable, "-m", "deviceplugin", "run", "--config", str(config), *ANY_CONFIG]
         with log.open("w") as stderr:
             self.child = subprocess.Popen([*command, *kubelet.arguments], stderr=stderr)
 
