@@ -62,13 +62,18 @@ def printable(text: str) -> str:
     return text if text.isprintable() else "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
 
 
+_STRING: Final = "a string such as {!r}"
+_QUANTITY: Final = "an integer or a quantity such as '16Gi'"
+
+
 def _typed(what: str, value: object, kind: type | tuple[type, ...], right: str) -> None:
     if not isinstance(value, kind):
         raise TypeError(f"{what} must be {right}, not {value!r}")
 
 
 def _string(what: str, value: object) -> None:
-    _typed(what, value, str, f"a string such as {str(value)!r}")
+    if not isinstance(value, str):
+        raise TypeError(f"{what} must be {_STRING.format(str(value))}, not {value!r}")
 
 
 def _absolute(path: object, what: str) -> None:
@@ -77,29 +82,34 @@ def _absolute(path: object, what: str) -> None:
         raise ValueError(f"{what} must be an absolute path, not {path!r}")
 
 
-def _attribute(what: str, value: object) -> None:
-    _typed(what, value, (str, int), "a string, an integer, a boolean or a Version")
+def _is_quantity(value: object) -> bool:
+    return type(value) is int or (isinstance(value, str) and QUANTITY.fullmatch(value) is not None)
 
 
-def _quantity(what: str, value: object) -> None:
-    fits = QUANTITY.fullmatch(value) if isinstance(value, str) else type(value) is int
-    if not fits:
-        raise TypeError(f"{what} must be an integer or a quantity such as '16Gi', not {value!r}")
-
-
-def _entries(what: str, entries: object, right: str, check: Callable[[str, Any], object]) -> None:
-    """Raise TypeError unless this is a dict by strings. check: called with what it is about and each value."""
+def _entries(what: str, entries: object, right: str, fits: Callable[[Any], bool], value: str) -> None:
+    """Raise TypeError unless this is a dict by strings with values that fit. right, value: what would be right."""
     if entries is _NOTHING:
         return
     _typed(what, entries, Mapping, right)
-    for name, value in entries.items():  # type: ignore[attr-defined]  # a Mapping has it
-        _typed(f"{what}: the name {name!r}", name, str, f"a string such as {str(name)!r}")
-        check(f"{what}: the value of {name!r}", value)
+    for name, one in entries.items():  # type: ignore[attr-defined]  # a Mapping has it
+        if not isinstance(name, str):
+            raise TypeError(f"{what}: the name {name!r} must be {_STRING.format(str(name))}")
+        if not fits(one):
+            raise TypeError(f"{what}: the value of {name!r} must be {value.format(str(one))}, not {one!r}")
+
+
+def _strings(what: str, entries: object) -> None:
+    _entries(what, entries, "a dict of strings such as {'NAME': 'value'}", lambda one: isinstance(one, str), _STRING)
 
 
 def _counters(what: str, sets: object) -> None:
     right = "{set: {counter: amount}} such as {'gpu0': {'memory': '4Gi'}}"
-    _entries(what, sets, right, lambda _, amounts: _entries(what, amounts, right, _quantity))
+
+    def fits(amounts: object) -> bool:
+        _entries(what, amounts, right, _is_quantity, _QUANTITY)
+        return True
+
+    _entries(what, sets, right, fits, "")
 
 
 def _list(what: str, items: object, right: str) -> tuple[Any, ...]:
@@ -177,10 +187,10 @@ class ContainerEdits:
         for name in self.cdi:
             if not isinstance(name, str) or not _CDI_NAME.fullmatch(name):
                 raise TypeError(f"cdi must be made of strings such as 'vendor.com/class=name', not {name!r}")
-        _entries("env", self.env, "a dict of strings such as {'NAME': 'value'}", _string)
+        _strings("env", self.env)
         if wrong := [name for name in self.env if not name or "=" in name]:
             raise ValueError(f"env: {wrong[0]!r}: a variable's name is not empty and has no '='")
-        _entries("annotations", self.annotations, "a dict of strings such as {'name': 'value'}", _string)
+        _strings("annotations", self.annotations)
 
     def __bool__(self) -> bool:
         return bool(self.env or self.nodes or self.mounts or self.annotations or self.cdi)
@@ -272,8 +282,10 @@ class Device:
         _string("identity", self.identity)
         if " " in self.identity or not self.identity.isprintable():
             raise ValueError(f"identity is printable characters without spaces, not {self.identity!r}")
-        _entries("attributes", self.attributes, "a dict by name such as {'model': 'x'}", _attribute)
-        _entries("capacity", self.capacity, "a dict by name such as {'memory': '16Gi'}", _quantity)
+        attribute = "a string, an integer, a boolean or a Version"
+        right = "a dict by name such as {'memory': '16Gi'}"
+        _entries("attributes", self.attributes, right, lambda one: isinstance(one, str | int), attribute)
+        _entries("capacity", self.capacity, right, _is_quantity, _QUANTITY)
         _counters("consumes", self.consumes)
         _counters("counters", self.counters)
         if self.nodes != ():

@@ -222,6 +222,9 @@ def test_a_directory_that_cannot_be_written_is_an_error(tmp_path: Path) -> None:
     assert not [name for name in os.listdir(tmp_path) if name.startswith(".")]
 
 
+names = st.text(min_size=1, max_size=5)
+
+
 @given(
     name=st.text(max_size=8),
     env=st.dictionaries(
