@@ -1,6 +1,7 @@
 """How Sphinx makes the site of these pages: `tox -e docs`. The pages are plain Markdown, and complete without it."""
 
 import configparser
+import posixpath
 import re
 import sys
 from pathlib import Path
@@ -11,9 +12,6 @@ ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
 
 from deviceplugin.version import VERSION  # noqa: E402
-
-setup_cfg = configparser.ConfigParser()
-setup_cfg.read(ROOT / "setup.cfg")
 
 project = "deviceplugin"
 copyright = "the authors, Apache License 2.0"  # noqa: A001
@@ -28,12 +26,20 @@ autodoc_typehints = "signature"
 default_role = "code"  # single backticks, as in Markdown
 
 
-def leave_links(_: Sphinx, __: str, source: list[str]) -> None:
-    """Let links out of docs/ lead to the repository, or be their text where setup.cfg names no repository."""
-    urls = setup_cfg.get("metadata", "project_urls", fallback="")
-    repository = dict(line.split(" = ", 1) for line in urls.strip().splitlines()).get("Source", "")
-    to = rf"[\1]({repository}/blob/main/\2)" if repository else r"\1"
-    source[0] = re.sub(r"\[([^\]]+)\]\((?:\.\./)+([^)]+)\)", to, source[0])
+def leave_links(_: Sphinx, name: str, source: list[str]) -> None:
+    """Let links out of docs/ lead to the repository, or be their text where setup.cfg has no `url`."""
+    setup_cfg = configparser.ConfigParser()
+    setup_cfg.read(ROOT / "setup.cfg")
+    url = setup_cfg.get("metadata", "url", fallback="")
+
+    def target(link: re.Match[str]) -> str:
+        path, mark, anchor = link[2].partition("#")
+        full = posixpath.normpath(posixpath.join("docs", posixpath.dirname(name), path))
+        if "://" in path or not path or full.startswith("docs/"):
+            return link[0]
+        return f"[{link[1]}]({url}/blob/v{VERSION}/{full}{mark}{anchor})" if url else link[1]
+
+    source[0] = re.sub(r"\[([^\]]+)\]\(([^)]+)\)", target, source[0])
 
 
 def list_fields(_: Sphinx, __: str, ___: str, ____: object, _____: object, lines: list[str]) -> None:

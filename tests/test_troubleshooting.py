@@ -64,7 +64,9 @@ def reasons_of_claims() -> set[str]:
         for one in ast.walk(tree):
             if isinstance(one, ast.FunctionDef) and one.name == "_as_claim_error":
                 pairs = (each.value for each in ast.walk(one) if isinstance(each, ast.Assign))
-                raised |= {texts(pair.elts[0])[0] for pair in pairs if isinstance(pair, ast.Tuple) and texts(pair.elts[0])}
+                raised |= {
+                    texts(pair.elts[0])[0] for pair in pairs if isinstance(pair, ast.Tuple) and texts(pair.elts[0])
+                }
     return raised
 
 
@@ -73,7 +75,7 @@ def reasons_of_events() -> set[str]:
     found = first_words("alarm")
     for call in calls("_start", "start"):
         if any(isinstance(one, ast.Attribute) and one.attr == "claim_event" for one in call.args):
-            found |= {one.value for one in call.args if isinstance(one, ast.Constant)}
+            found |= {text for one in call.args if isinstance(one, ast.Constant) for text in texts(one)}
     return found
 
 
@@ -107,7 +109,12 @@ def test_every_event_is_there() -> None:
 
 MESSAGES = [
     message
-    for heading in ("The agent does not start, or ends", "Devices are missing", "A move does not end", "The command line")
+    for heading in (
+        "The agent does not start, or ends",
+        "Devices are missing",
+        "A move does not end",
+        "The command line",
+    )
     for message in sorted(rows(heading))
 ]
 

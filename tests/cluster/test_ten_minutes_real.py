@@ -1,7 +1,7 @@
 """docs/limits-to-claims.md, command by command, on the real node: what it prints is what the page shows.
 
-Rules of the page: a block whose first line is `# NAME` is a file NAME; a block `console` has commands after `$ ` and what
-they print. `TEN_MINUTES=record` writes what they print into the page; look at the difference then.
+Rules of the page: a block whose first line is `# NAME` is a file NAME; a block `console` has commands after `$ ` and
+what they print. `TEN_MINUTES=record` writes what they print into the page; look at the difference then.
 
 What differs from a reader's cluster: the image is imported, not built by Docker (commands of BEFORE are not run), and
 the agent sees the cgroups of this run alone.
@@ -114,9 +114,9 @@ def reader(cluster: Cluster, archive: Path, tmp_path: Path) -> Iterator[dict[str
     # The host's cgroups have the pods of other runs, too.
     bridge.write_text(
         f"#!/bin/bash\nset -o pipefail\n"
-        f"if [ \"$1\" = manifests ]; then {sys.executable} -m dra_bridge \"$@\" | "
+        f'if [ "$1" = manifests ]; then {sys.executable} -m dra_bridge "$@" | '
         f"sed 's|path: /sys/fs/cgroup$|path: {isolate.POD_CGROUPS}|'; "
-        f"else exec {sys.executable} -m dra_bridge \"$@\"; fi\n"
+        f'else exec {sys.executable} -m dra_bridge "$@"; fi\n'
     )
     bridge.chmod(0o755)
     (tmp_path / "examples").symlink_to(ROOT / "examples")
