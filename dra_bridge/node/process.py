@@ -61,7 +61,7 @@ def run_config(path: Path, options: RunOptions) -> int:
 
     def make() -> process.Program:
         first = file[-1]
-        bridge = _bridge([sources.build(resource) for resource in first.resources], policies_of(first), options)
+        bridge = _bridge(list(map(sources.ConfiguredSource, first.resources)), policies_of(first), options)
 
         async def take(now: Config, changed: Mapping[str, DeviceSource], unchanged: Sequence[str]) -> None:
             await bridge.reconfigure(changed, policies_of(now), unchanged)

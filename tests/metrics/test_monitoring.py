@@ -16,7 +16,6 @@ from prometheus_client.metrics_core import Metric
 from deviceplugin.kubelet.podresources import Holder
 from deviceplugin.metrics import load
 from deviceplugin.metrics.collectors import AgentCollector
-from deviceplugin.metrics.load import Reading
 from dra_bridge.node.status import BridgeStatus
 from tests.dra.node.test_status import bridge
 from tests.metrics.views import RESOURCE, Source, Still, resource
@@ -48,7 +47,7 @@ def known_families() -> list[Metric]:
     observer = still.observer()
     gauge = load.Gauge(Source(), 10)
     values: dict[str, Any] = {name: {"x": 1} if one.label else 1 for name, one in load.QUANTITIES.items()}
-    gauge._reading = Reading({"a": values}, time.monotonic())
+    gauge._reading = ({"a": values}, time.monotonic())
     observer._gauges[RESOURCE] = gauge
     registry = CollectorRegistry(auto_describe=False)
     registry.register(AgentCollector(observer.view))

@@ -14,13 +14,13 @@ from deviceplugin.config import parse
 from deviceplugin.device import ContainerEdits, Device, DeviceNode, Mount, Version
 from deviceplugin.identity import identities
 from deviceplugin.source import DeviceSource
-from deviceplugin.sources import ConfiguredSource, build
+from deviceplugin.sources import ConfiguredSource
 from deviceplugin.sources import configured as configured_source
 
 
 def configured(fields: str) -> ConfiguredSource:
     """Return the source of a resource with these fields, in YAML."""
-    return build(parse(f"resources: [{{name: example.com/a, {fields}}}]").resources[0])
+    return ConfiguredSource(parse(f"resources: [{{name: example.com/a, {fields}}}]").resources[0])
 
 
 def lists(source: DeviceSource) -> contextlib.aclosing[AsyncGenerator[Sequence[Device]]]:
