@@ -30,7 +30,6 @@ from deviceplugin.sources.path import device_id
 from tests.cluster import image, isolate
 from tests.cluster.bridge import Bridge
 from tests.cluster.node import Cluster, Pod
-from tests.programs import image_environment
 
 DRIVER = "board.example.net"
 RESOURCE = "example.net/board"
@@ -38,31 +37,10 @@ NAMESPACE = "dra-bridge"
 SHARE = f"{DRIVER}/dra-share"
 BOARDS = Path(isolate.DEVICES) / "boards"
 COUNT = 4
-IMAGES = ("localhost/deviceplugin:1", "localhost/deviceplugin:2")
+IMAGES = image.AGENTS
 EXAMPLES = Path(__file__).parents[2] / "examples"
 PATIENCE = 120.0
 """Seconds that a container may take to come up on a busy machine."""
-
-
-@pytest.fixture(scope="session")
-def archive() -> Iterator[Path]:
-    """The image that examples/Dockerfile describes, under two tags."""
-    text = (EXAMPLES / "Dockerfile").read_text()
-    (extras,) = re.findall(r"/src\[([a-z,]+)\]", text)
-    (entrypoint,) = re.findall(r"^ENTRYPOINT (.+)$", text, re.MULTILINE)
-    with tempfile.TemporaryDirectory() as directory:
-        path = Path(directory) / "agent.tar"
-        image.write_agent(path, extras.split(","), json.loads(entrypoint), IMAGES, image_environment())
-        yield path
-
-
-@pytest.fixture
-def node(cluster: Cluster, archive: Path) -> Cluster:
-    """A node with the image."""
-    if cluster.minor < 34:
-        pytest.skip("manifests are printed for resource.k8s.io/v1, which came with 1.34")
-    cluster.import_image(archive)
-    return cluster
 
 
 def ready(pod: Pod) -> bool:

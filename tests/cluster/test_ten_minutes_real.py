@@ -10,9 +10,9 @@ the agent sees the cgroups of this run alone.
 
 from __future__ import annotations
 
-import json
 import os
 import re
+import shutil
 import stat
 import subprocess
 import sys
@@ -27,7 +27,6 @@ import pytest
 from deviceplugin.version import VERSION
 from tests.cluster import image, isolate
 from tests.cluster.node import Cluster
-from tests.programs import image_environment
 
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "limits-to-claims.md"
@@ -94,25 +93,22 @@ def agrees(step: Step, text: str) -> bool:
     return re.fullmatch("".join(lines), "".join(f"{line}\n" for line in seen)) is not None
 
 
-@pytest.fixture(scope="session")
-def archive(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The image that the page's `docker build` makes."""
-    text = (ROOT / "examples" / "Dockerfile").read_text()
-    (extras,) = re.findall(r"/src\[([a-z,]+)\]", text)
-    (entrypoint,) = re.findall(r"^ENTRYPOINT (.+)$", text, re.MULTILINE)
-    path = tmp_path_factory.mktemp("image") / "agent.tar"
-    names = [f"docker.io/library/deviceplugin:{VERSION}"]
-    image.write_agent(path, extras.split(","), json.loads(entrypoint), names, image_environment())
-    return path
+def forget(node: Cluster) -> None:
+    """Remove what agents of other tests, or the page, leave at the API server and on the node."""
+    kinds = "namespace,clusterrole,clusterrolebinding,validatingadmissionpolicy,validatingadmissionpolicybinding"
+    node.kubectl("delete", kinds, "--selector=app.kubernetes.io/managed-by=dra-bridge")
+    node.kubectl("delete", "configmap", "deviceplugin", "--namespace=kube-system", "--ignore-not-found")
+    shutil.rmtree("/var/lib/kubelet/plugins/serial.example.com", ignore_errors=True)
 
 
 @pytest.fixture
-def reader(cluster: Cluster, archive: Path, tmp_path: Path) -> Iterator[dict[str, str]]:
+def reader(node: Cluster, tmp_path: Path) -> Iterator[dict[str, str]]:
     """What somebody has who begins the page: a cluster, four serial ports on the node, the images, the programs."""
-    if cluster.minor < 35:
+    if node.minor < 35:
         pytest.skip("step 4 of the page needs what came with 1.35")
-    cluster.import_image(archive)
-    cluster.tag_image(image.IMAGE, "docker.io/library/busybox:1.37")
+    forget(node)
+    node.tag_image(image.AGENTS[0], f"docker.io/library/deviceplugin:{VERSION}")
+    node.tag_image(image.IMAGE, "docker.io/library/busybox:1.37")
     programs = tmp_path / "bin"
     programs.mkdir()
     bridge = programs / "dra-bridge"
@@ -132,16 +128,17 @@ def reader(cluster: Cluster, archive: Path, tmp_path: Path) -> Iterator[dict[str
         yield {
             **os.environ,
             "HOME": str(tmp_path),
-            "KUBECONFIG": str(cluster.kubeconfig),
-            "PATH": f"{programs}:{cluster.binaries.kubernetes}:{os.environ['PATH']}",
+            "KUBECONFIG": str(node.kubeconfig),
+            "PATH": f"{programs}:{node.binaries.kubernetes}:{os.environ['PATH']}",
             "PYTHONPATH": str(ROOT),
         }
     finally:
-        for pod in cluster.pods():
+        for pod in node.pods():
             print(f"--- {pod.explain()}")
             with suppress(Exception):
                 print(pod.logs())
-        cluster.clean()
+        node.clean()
+        forget(node)
         for path in made:
             path.unlink()
 
