@@ -66,11 +66,15 @@ def manifests(config: Config, text: str, deployment: Deployment | None = None) -
         "driver_list": json.dumps(drivers),
         "resource_list": json.dumps(sorted(resource.name for resource in config.resources if resource.driver)),
         "drivers": drivers,
+        "image_pull_secrets": None,
         "node_selector": {"kubernetes.io/os": "linux", **(how.node_selector or {})},
         "nvidia": nvidia,
+        "priority_class": "system-node-critical",
         "root": root,
         "runtime_class": how.runtime_class or None,
+        "service_account": how.name,
         "scheme": None if config.metrics.certificate is None else "HTTPS",
+        "tolerations": [{"operator": "Exists"}],
         "writes_status": how.claim_status and drivers,
     }
     template = yaml.safe_load(resources.files(__package__).joinpath("manifests.yaml").read_bytes())

@@ -5,8 +5,10 @@ that Kubernetes version and of the one etcd and containerd that serve all of the
 
     python -m tests.cluster.build              # the default version
     python -m tests.cluster.build 1.32.2 1.35.4
+    python -m tests.cluster.build helm         # what tests of the chart run
 
-``ensure_peer(name)`` does the same for a driver or plugin of others that the agent is compared with (``PEERS``).
+``ensure_peer(name)`` does the same for a driver or plugin of others that the agent is compared with (``PEERS``),
+and ``ensure_tool(name)`` for programs that tests of files run (``TOOLS``).
 
 Everything comes as ordinary Go modules, so a Go tool chain and a module proxy are all it takes. The cache lies outside
 the work tree, in ``$XDG_CACHE_HOME/deviceplugin-cluster`` (``~/.cache`` when unset): ``<kubernetes version>/bin``,
@@ -32,8 +34,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 
 DEFAULT_VERSION = "1.36.3"
@@ -110,6 +112,33 @@ PEERS = {
     ),
 }
 """What the agent is compared with, by the program's name."""
+
+
+@dataclass(frozen=True)
+class Tool:
+    """A Go program that reads files of this repository. stamps: values of its variables, by their full names."""
+
+    package: str
+    version: str
+    stamps: Mapping[str, str] = field(default_factory=dict)
+
+
+TOOLS = {
+    "helm": Tool(
+        "helm.sh/helm/v3/cmd/helm",
+        "3.22.0",
+        {
+            "helm.sh/helm/v3/internal/version.version": "v3.22.0",
+            # The version that `helm template` and `helm lint` take the cluster to have.
+            **{
+                f"helm.sh/helm/v3/pkg/{package}.k8sVersion{part}": value
+                for package in ("chartutil", "lint/rules")
+                for part, value in (("Major", "1"), ("Minor", DEFAULT_VERSION.split(".")[1]))
+            },
+        },
+    ),
+}
+"""By the program's name."""
 
 
 def default_version() -> str:
@@ -260,6 +289,23 @@ def _make_containerd(work: Path, into: Path) -> None:
     )
 
 
+def _make_tool(program: str, tool: Tool) -> Callable[[Path, Path], None]:
+    def make(work: Path, into: Path) -> None:
+        (work / "go.mod").write_text("module scratch\n\ngo 1.24\n")
+        _run(["go", "get", "-tool", f"{tool.package}@v{tool.version}"], work)
+        flags = " ".join(["-s", "-w", *(f"-X {name}={value}" for name, value in tool.stamps.items())])
+        build = ["go", "build", "-trimpath", "-ldflags", flags, "-o", str(into / program), tool.package]
+        _run(build, work, CGO_ENABLED="0")
+
+    return make
+
+
+def ensure_tool(program: str) -> Path:
+    """Return the path of one of TOOLS, built as needed. Raises BuildError: it cannot be had."""
+    tool = TOOLS[program]
+    return _built(f"{program}-{tool.version}", (program,), _make_tool(program, tool)) / program
+
+
 def _make_peer(program: str, peer: Peer) -> Callable[[Path, Path], None]:
     package = str(Path(peer.module) / peer.package)
     build = ["go", "build", "-trimpath", "-ldflags=-s -w", "-o", program]
@@ -383,9 +429,12 @@ def ensure(version: str | None = None) -> Binaries:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Build the given versions, one after another."""
+    """Build the given versions and tools, one after another."""
     try:
         for version in arguments or (default_version(),):
+            if version in TOOLS:
+                print(f"{version}: {ensure_tool(version)}")
+                continue
             binaries = ensure(version)
             print(f"{version}: {binaries.kubernetes} {binaries.etcd} {binaries.containerd}")
     except BuildError as error:

@@ -1,0 +1,218 @@
+{{- /*
+What the generated templates are filled with: what dra_bridge/manifests.py computes from a configuration, under the same
+names. tests/test_chart.py compares the objects of both.
+*/ -}}
+
+{{- /* The values of the whole release, as JSON; groups: the values of each DaemonSet; classes: of each DeviceClass. */ -}}
+{{- define "dra-bridge.values" -}}
+{{- $groups := list -}}
+{{- range $group, $changes := .Values.groups | default (dict "" dict) -}}
+  {{- $values := dict -}}
+  {{- range $key, $value := $.Values -}}
+    {{- $_ := set $values $key $value -}}
+  {{- end -}}
+  {{- range $key, $value := $changes -}}
+    {{- $_ := set $values $key (eq $key "image" | ternary (merge (dict) $value $.Values.image) $value) -}}
+  {{- end -}}
+  {{- $groups = append $groups (include "dra-bridge.group" (dict "root" $ "group" $group "values" $values) | fromJson) -}}
+{{- end -}}
+{{- $drivers := list -}}
+{{- $resources := list -}}
+{{- $classes := dict -}}
+{{- $port := 0 -}}
+{{- range $groups -}}
+  {{- $drivers = concat $drivers .drivers -}}
+  {{- $resources = concat $resources .resources -}}
+  {{- $port = .metrics_port | default $port -}}
+  {{- range .classes -}}
+    {{- $_ := set $classes .class_name . -}}
+  {{- end -}}
+{{- end -}}
+{{- $drivers = $drivers | uniq | sortAlpha -}}
+{{- dict
+    "name" .Release.Name
+    "namespace" .Release.Namespace
+    "groups" $groups
+    "classes" (values $classes)
+    "drivers" $drivers
+    "driver_list" (include "dra-bridge.list" $drivers)
+    "resource_list" (include "dra-bridge.list" ($resources | uniq | sortAlpha))
+    "claim_status" .Values.claimStatus
+    "writes_status" (and .Values.claimStatus $drivers)
+    "metrics_port" $port
+    "version" (include "dra-bridge.version" .)
+  | toJson -}}
+{{- end -}}
+
+{{- /* The values of one DaemonSet, as JSON; of root, the group's name and its values. */ -}}
+{{- define "dra-bridge.group" -}}
+{{- $values := .values -}}
+{{- $config := $values.config -}}
+{{- $text := printf "%s\n" (toYaml $config) -}}
+{{- if kindIs "string" $config -}}
+  {{- $text = $config -}}
+  {{- $config = fromYaml $config -}}
+  {{- with $config.Error -}}
+    {{- fail (printf "config is no YAML: %s" .) -}}
+  {{- end -}}
+{{- end -}}
+{{- $where := .group | empty | ternary "config" (printf "groups.%s.config" .group) -}}
+{{- if empty $config.resources -}}
+  {{- fail (printf "%s.resources is empty: write there what the agent serves, or name a config file by --set-file config=FILE" $where) -}}
+{{- end -}}
+{{- $classes := list -}}
+{{- $drivers := list -}}
+{{- $resources := list -}}
+{{- $globs := list -}}
+{{- $nvidia := list -}}
+{{- $extended := and .root.Values.extendedResource (semverCompare ">=1.34-0" .root.Capabilities.KubeVersion.Version) -}}
+{{- range $resource := $config.resources -}}
+  {{- with .driver -}}
+    {{- $drivers = append $drivers . -}}
+    {{- $resources = append $resources $resource.name -}}
+    {{- $classes = append $classes (dict
+        "attribute" "extendedResource"
+        "canonical" (include "dra-bridge.canonical" $resource.name)
+        "class_name" (include "dra-bridge.class" (list $resource.name .))
+        "driver" .
+        "extended_resource_name" ($extended | ternary $resource.name nil)) -}}
+  {{- end -}}
+  {{- $globs = concat $globs (.nodes | default list) -}}
+  {{- range .devices -}}
+    {{- $globs = concat $globs (.path | empty | ternary list (list .path)) (.group | default list) -}}
+    {{- with .simulated -}}
+      {{- $globs = concat $globs (.unhealthy_file | empty | ternary list (list .unhealthy_file)) -}}
+    {{- end -}}
+    {{- if hasKey . "nvidia" -}}
+      {{- $nvidia = append $nvidia (.nvidia | default dict) -}}
+    {{- end -}}
+  {{- end -}}
+{{- end -}}
+{{- $root := $values.kubeletRoot | trimSuffix "/" -}}
+{{- $arguments := list -}}
+{{- if not $values.command -}}
+  {{- $arguments = list "run" "--config=/etc/dra-bridge/config.yaml" -}}
+{{- end -}}
+{{- $arguments = append $arguments (printf "--cdi-dir=%s" $values.cdiDir) -}}
+{{- $arguments = append $arguments "--cgroup-root=/host/sys/fs/cgroup" -}}
+{{- if $values.claimStatus -}}
+  {{- $arguments = append $arguments "--claim-status" -}}
+{{- end -}}
+{{- if ne $root "/var/lib/kubelet" -}}
+  {{- $arguments = append $arguments (printf "--kubelet-root=%s" $root) -}}
+  {{- $arguments = append $arguments "--device-plugin-dir=/var/lib/kubelet/device-plugins" -}}
+{{- end -}}
+{{- if $values.metricsPort -}}
+  {{- $arguments = append $arguments (printf "--metrics-address=:%d" (int $values.metricsPort)) -}}
+{{- end -}}
+{{- $volumes := list -}}
+{{- $mounts := list -}}
+{{- range $number, $directory := include "dra-bridge.directories" $globs | fromJsonArray -}}
+  {{- $name := printf "devices-%d" $number -}}
+  {{- $volumes = append $volumes (dict "name" $name "hostPath" (dict "path" $directory "type" "Directory")) -}}
+  {{- $mounts = append $mounts (dict "name" $name "mountPath" $directory "readOnly" true "mountPropagation" "HostToContainer") -}}
+{{- end -}}
+{{- $cdi := false -}}
+{{- range $nvidia -}}
+  {{- $cdi = or $cdi (eq (.injection | default "env") "cdi") -}}
+{{- end -}}
+{{- if and $cdi (ne $values.cdiDir "/etc/cdi") -}}
+  {{- $volumes = append $volumes (dict "name" "etc-cdi" "hostPath" (dict "path" "/etc/cdi" "type" "DirectoryOrCreate")) -}}
+  {{- $mounts = append $mounts (dict "name" "etc-cdi" "mountPath" "/etc/cdi" "readOnly" true) -}}
+{{- end -}}
+{{- $image := $values.image -}}
+{{- dict
+    "name" (.group | empty | ternary .root.Release.Name (printf "%s-%s" .root.Release.Name .group))
+    "service_account" .root.Release.Name
+    "namespace" .root.Release.Namespace
+    "drivers" ($drivers | uniq | sortAlpha)
+    "resources" $resources
+    "classes" $classes
+    "config" ($values.command | empty | ternary $text "")
+    "command" ($values.command | default (list "dra-bridge"))
+    "arguments" $arguments
+    "image" (printf "%s:%s%s" $image.repository ($image.tag | default .root.Chart.AppVersion) ($image.digest | empty | ternary "" (printf "@%s" $image.digest)))
+    "pull_policy" $image.pullPolicy
+    "image_pull_secrets" $values.imagePullSecrets
+    "priority_class" $values.priorityClass
+    "tolerations" $values.tolerations
+    "node_selector" (merge (dict) ($values.nodeSelector | default dict) (dict "kubernetes.io/os" "linux"))
+    "runtime_class" $values.runtimeClass
+    "memory" $values.memory
+    "nvidia" $nvidia
+    "root" $root
+    "cdi_directory" $values.cdiDir
+    "metrics_port" $values.metricsPort
+    "scheme" (($config.metrics | default dict).certificate | empty | ternary "" "HTTPS")
+    "more_volumes" (concat $volumes ($values.volumes | default list))
+    "more_volume_mounts" (concat $mounts ($values.volumeMounts | default list))
+  | toJson -}}
+{{- end -}}
+
+{{- /* The version of resource.k8s.io that DeviceClasses are written in. */ -}}
+{{- define "dra-bridge.version" -}}
+{{- $found := .Values.resourceApi -}}
+{{- range tuple "v1" "v1beta2" "v1beta1" -}}
+  {{- if and (not $found) ($.Capabilities.APIVersions.Has (printf "resource.k8s.io/%s" .)) -}}
+    {{- $found = . -}}
+  {{- end -}}
+{{- end -}}
+{{- $found | default "v1" -}}
+{{- end -}}
+
+{{- /* A list as a policy's expression has it. */ -}}
+{{- define "dra-bridge.list" -}}
+{{- if . }}["{{ join "\", \"" . }}"]{{ else }}[]{{ end -}}
+{{- end -}}
+
+{{- /* deviceplugin.naming.canonical_resource */ -}}
+{{- define "dra-bridge.canonical" -}}
+{{- if le (len .) 64 }}{{ . }}{{ else }}{{ substr (int (sub (len .) 53)) (len .) . }}-{{ sha256sum . | trunc 10 }}{{ end -}}
+{{- end -}}
+
+{{- /* deviceplugin.naming.class_name, of a resource and its driver */ -}}
+{{- define "dra-bridge.class" -}}
+{{- $resource := index . 0 -}}
+{{- $driver := index . 1 -}}
+{{- $parts := splitList "/" $resource -}}
+{{- $domain := first $parts -}}
+{{- $word := last $parts -}}
+{{- if eq (printf "%s.%s" $word $domain) $driver -}}
+  {{- $driver -}}
+{{- else if and (eq $domain (splitList "." $driver | rest | join ".")) (le (len $word) 20) (not (contains "--" $word)) (regexMatch "^[a-z0-9]([-a-z0-9]*[a-z0-9])?$" $word) -}}
+  {{- printf "%s.%s" $word $driver -}}
+{{- else -}}
+  {{- $slug := regexReplaceAll "[^a-z0-9]+" (lower $word) "-" | trimAll "-" | default "x" -}}
+  {{- printf "%s-%s.%s" ($slug | trunc 9 | trimSuffix "-") (sha256sum $resource | trunc 10) $driver -}}
+{{- end -}}
+{{- end -}}
+
+{{- /* The host's directories, other than /dev, in which these globs lie, as JSON: manifests._directories. */ -}}
+{{- define "dra-bridge.directories" -}}
+{{- $found := list -}}
+{{- range . -}}
+  {{- $fixed := "" -}}
+  {{- $ends := false -}}
+  {{- range dir . | splitList "/" | rest -}}
+    {{- $ends = or $ends (regexMatch "[*?\\[]" .) -}}
+    {{- if and . (not $ends) -}}
+      {{- $fixed = printf "%s/%s" $fixed . -}}
+    {{- end -}}
+  {{- end -}}
+  {{- if and $fixed (ne $fixed "/dev") (not (hasPrefix "/dev/" $fixed)) -}}
+    {{- $found = append $found $fixed -}}
+  {{- end -}}
+{{- end -}}
+{{- $found = $found | uniq | sortAlpha -}}
+{{- $outer := list -}}
+{{- range $one := $found -}}
+  {{- $inside := false -}}
+  {{- range $found -}}
+    {{- $inside = or $inside (hasPrefix (printf "%s/" .) $one) -}}
+  {{- end -}}
+  {{- if not $inside -}}
+    {{- $outer = append $outer $one -}}
+  {{- end -}}
+{{- end -}}
+{{- $outer | toJson -}}
+{{- end -}}
