@@ -12,7 +12,10 @@ names. tests/test_chart.py compares the objects of both.
     {{- $_ := set $values $key $value -}}
   {{- end -}}
   {{- range $key, $value := $changes -}}
-    {{- $_ := set $values $key (eq $key "image" | ternary (merge (dict) $value $.Values.image) $value) -}}
+    {{- if eq $key "image" -}}
+      {{- $value = merge (dict) $value $.Values.image -}}
+    {{- end -}}
+    {{- $_ := set $values $key $value -}}
   {{- end -}}
   {{- $groups = append $groups (include "dra-bridge.group" (dict "root" $ "group" $group "values" $values) | fromJson) -}}
 {{- end -}}
@@ -66,7 +69,9 @@ names. tests/test_chart.py compares the objects of both.
 {{- $globs := list -}}
 {{- $nvidia := list -}}
 {{- $extended := and .root.Values.extendedResource (semverCompare ">=1.34-0" .root.Capabilities.KubeVersion.Version) -}}
+{{- $served := list -}}
 {{- range $resource := $config.resources -}}
+  {{- $served = append $served .name -}}
   {{- with .driver -}}
     {{- $drivers = append $drivers . -}}
     {{- $resources = append $resources $resource.name -}}
@@ -127,6 +132,7 @@ names. tests/test_chart.py compares the objects of both.
     "namespace" .root.Release.Namespace
     "drivers" ($drivers | uniq | sortAlpha)
     "resources" $resources
+    "served" $served
     "classes" $classes
     "config" ($values.command | empty | ternary $text "")
     "command" ($values.command | default (list "dra-bridge"))
