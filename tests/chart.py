@@ -1,7 +1,7 @@
 """Generate the chart's templates from dra_bridge/manifests.yaml, and its values schema from the config file's.
 
-`python -m tests.chart` ends with 1 when what is checked in differs, `--write` makes it equal. So the rights, policies and
-mounts of the chart and of `dra-bridge manifests` have one source. What manifests.py computes from a configuration,
+`python -m tests.chart` ends with 1 when what is checked in differs, `--write` makes it equal. So the rights, policies
+and mounts of the chart and of `dra-bridge manifests` have one source. What manifests.py computes from a configuration,
 charts/dra-bridge/templates/_helpers.tpl computes for Helm; tests/test_chart.py compares the objects of both.
 """
 
@@ -49,7 +49,7 @@ class Writer:
 
     def value(self, name: str) -> str:
         """Return what Helm calls a value of manifests.yaml."""
-        scoped = EACH.get(self._kind) == "groups" or self._kind in EACH and name in CLASS_VALUES
+        scoped = EACH.get(self._kind) == "groups" or (self._kind in EACH and name in CLASS_VALUES)
         return f"{'$one' if scoped else '$v'}.{name}"
 
     def lines(self, part: Any, indent: str = "", given: str = "") -> Iterator[str]:

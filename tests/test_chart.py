@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -124,21 +124,23 @@ def test_config_as_yaml() -> None:
 GROUPS: dict[str, Object] = {
     "boards": {
         "nodeSelector": {"pool": "boards"},
-        "config": {"resources": [{"name": "example.com/fpga", "driver": "fpga.example.com", "devices": [{"path": "/dev/f*"}]}]},
+        "config": {
+            "resources": [{"name": "example.com/fpga", "driver": "fpga.example.com", "devices": [{"path": "/dev/f*"}]}]
+        },
         "memory": "96Mi",
     },
     "lab": {
         "nodeSelector": {"pool": "lab"},
-        "config": {"resources": [{"name": "example.com/serial", "driver": "uart.example.com", "devices": [{"path": "/x/*"}]}]},
+        "config": {
+            "resources": [{"name": "example.com/serial", "driver": "uart.example.com", "devices": [{"path": "/x/*"}]}]
+        },
         "metricsPort": 0,
         "image": {"tag": "2"},
     },
 }
 HOW = {
     "boards": Deployment(node_selector={"pool": "boards"}, memory="96Mi", name="dra-bridge-boards"),
-    "lab": Deployment(
-        node_selector={"pool": "lab"}, metrics_port=0, image="deviceplugin:2", name="dra-bridge-lab"
-    ),
+    "lab": Deployment(node_selector={"pool": "lab"}, metrics_port=0, image="deviceplugin:2", name="dra-bridge-lab"),
 }
 
 
@@ -242,7 +244,9 @@ def test_values_that_are_refused(values: Mapping[str, Any], problem: str) -> Non
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.name)
 def test_lint(path: Path) -> None:
     """`helm lint --strict` finds nothing, and the schema takes what the examples' files have."""
-    done = helm("lint", "--strict", str(chart.CHART), f"--set-json=config={json.dumps(yaml.safe_load(path.read_text()))}")
+    done = helm(
+        "lint", "--strict", str(chart.CHART), f"--set-json=config={json.dumps(yaml.safe_load(path.read_text()))}"
+    )
     assert done.returncode == 0, done.stdout + done.stderr
 
 

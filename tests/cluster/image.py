@@ -27,6 +27,8 @@ from pathlib import Path
 from packaging.requirements import Requirement
 
 IMAGE = "localhost/busybox:1"
+AGENTS = ("localhost/deviceplugin:1", "localhost/deviceplugin:2")
+"""The names of one agent's image, so that tests can roll another one out."""
 
 _ARCHITECTURES = {"x86_64": "amd64", "aarch64": "arm64"}
 _LAYER = "application/vnd.oci.image.layer.v1.tar"

@@ -7,6 +7,7 @@ own way to the API server; and the kubelet and the DaemonSet controller decide w
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -20,7 +21,7 @@ import time
 import urllib.request
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import pytest
 import yaml
@@ -30,7 +31,6 @@ from deviceplugin.sources.path import device_id
 from tests.cluster import image, isolate
 from tests.cluster.bridge import Bridge
 from tests.cluster.node import Cluster, Pod
-from tests.programs import image_environment
 
 DRIVER = "board.example.net"
 RESOURCE = "example.net/board"
@@ -38,31 +38,10 @@ NAMESPACE = "dra-bridge"
 SHARE = f"{DRIVER}/dra-share"
 BOARDS = Path(isolate.DEVICES) / "boards"
 COUNT = 4
-IMAGES = ("localhost/deviceplugin:1", "localhost/deviceplugin:2")
+IMAGES = image.AGENTS
 EXAMPLES = Path(__file__).parents[2] / "examples"
 PATIENCE = 120.0
 """Seconds that a container may take to come up on a busy machine."""
-
-
-@pytest.fixture(scope="session")
-def archive() -> Iterator[Path]:
-    """The image that examples/Dockerfile describes, under two tags."""
-    text = (EXAMPLES / "Dockerfile").read_text()
-    (extras,) = re.findall(r"/src\[([a-z,]+)\]", text)
-    (entrypoint,) = re.findall(r"^ENTRYPOINT (.+)$", text, re.MULTILINE)
-    with tempfile.TemporaryDirectory() as directory:
-        path = Path(directory) / "agent.tar"
-        image.write_agent(path, extras.split(","), json.loads(entrypoint), IMAGES, image_environment())
-        yield path
-
-
-@pytest.fixture
-def node(cluster: Cluster, archive: Path) -> Cluster:
-    """A node with the image."""
-    if cluster.minor < 34:
-        pytest.skip("manifests are printed for resource.k8s.io/v1, which came with 1.34")
-    cluster.import_image(archive)
-    return cluster
 
 
 def ready(pod: Pod) -> bool:
@@ -81,6 +60,9 @@ def process_of(pod: Pod) -> int:
     command = ["runc", "--root", "/run/containerd/runc/k8s.io", "state", pod.container_id()]
     done = subprocess.run(command, check=True, stdin=subprocess.DEVNULL, capture_output=True)
     return int(json.loads(done.stdout)["pid"])
+
+
+D = TypeVar("D", bound="Deployed")
 
 
 class Deployed(Bridge):
@@ -152,9 +134,9 @@ class Deployed(Bridge):
         return {one["name"]: (one["side"], one["state"], one["holder"]) for one in devices}
 
 
-@pytest.fixture
-def deployed(node: Cluster) -> Iterator[Deployed]:
-    """The agent's DaemonSet with four devices, two on each side."""
+@contextlib.contextmanager
+def made_boards(node: Cluster, kind: type[D]) -> Iterator[D]:
+    """Have the agent with four devices, two on each side; at the end nothing of them is left."""
     shutil.rmtree(BOARDS, ignore_errors=True)
     BOARDS.mkdir(parents=True)
     for number in range(COUNT):
@@ -166,7 +148,7 @@ def deployed(node: Cluster) -> Iterator[Deployed]:
         "devices": [{"path": f"{BOARDS}/*"}],
         "dra": {"share": "50%"},
     }
-    made = Deployed(node, directory, [resource])
+    made = kind(node, directory, [resource])
     try:
         made.agent()
         yield made
@@ -181,6 +163,13 @@ def deployed(node: Cluster) -> Iterator[Deployed]:
             node.api.patch("Node", node.node_name, {"metadata": {"annotations": {SHARE: None}}}, "")
             shutil.rmtree(Path("/var/lib/kubelet/plugins") / DRIVER, ignore_errors=True)
             shutil.rmtree(directory)
+
+
+@pytest.fixture
+def deployed(node: Cluster) -> Iterator[Deployed]:
+    """The agent's DaemonSet with four devices, two on each side."""
+    with made_boards(node, Deployed) as made:
+        yield made
 
 
 def held_by(pod: Pod) -> str:
