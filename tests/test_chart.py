@@ -121,6 +121,10 @@ def test_config_as_yaml() -> None:
     assert found == wanted
 
 
+def served(**resource: Any) -> Object:
+    return {"resources": [{"name": "example.com/x", "devices": [{"path": "/dev/x"}], **resource}]}
+
+
 GROUPS: dict[str, Object] = {
     "boards": {
         "nodeSelector": {"pool": "boards"},
@@ -146,7 +150,7 @@ HOW = {
 
 @helm_is_there
 def test_groups() -> None:
-    """Each group has a DaemonSet with its own file, nodes and options; rights and policies are those of all together."""
+    """Each group has a DaemonSet with its own file, nodes and options; rights and policies are those of all."""
     found = by_name(rendered({"groups": GROUPS}))
     configs = {name: parse(json.dumps(group["config"])) for name, group in GROUPS.items()}
     together = Config(resources=tuple(one for config in configs.values() for one in config.resources))
@@ -186,7 +190,7 @@ def test_what_a_pod_gets_beyond_the_config() -> None:
 
 @helm_is_there
 def test_network_policy() -> None:
-    """A NetworkPolicy is made if asked for; it selects the agents' pods of all groups and opens the metrics port alone."""
+    """A NetworkPolicy is made if asked for; it selects the pods of all groups and opens the metrics port alone."""
     peers = [{"namespaceSelector": {"matchLabels": {"kubernetes.io/metadata.name": "monitoring"}}}]
     found = by_name(rendered({"groups": GROUPS, "networkPolicy": {"enabled": True, "from": peers}}))
     spec = found["NetworkPolicy", "dra-bridge"]["spec"]
@@ -202,15 +206,11 @@ def test_network_policy() -> None:
 
 @helm_is_there
 def test_older_clusters() -> None:
-    """DeviceClasses are in the newest version that the cluster has, without the field that servers before 1.34 refuse."""
+    """DeviceClasses lack the field that servers before 1.34 refuse."""
     objects = rendered({"config": TEXT}, "--kube-version=1.33.4")
     classes = [one for one in objects if one["kind"] == "DeviceClass"]
     assert len(classes) == 3
     assert not [one for one in classes if "extendedResourceName" in one["spec"]]
-
-
-def served(**resource: Any) -> Object:
-    return {"resources": [{"name": "example.com/x", "devices": [{"path": "/dev/x"}], **resource}]}
 
 
 @helm_is_there

@@ -89,7 +89,7 @@ def released(node: Cluster) -> Iterator[Released]:
 
 
 def read_again(released: Released, agent: Pod, what: str) -> None:
-    """Wait until the agent's pod has read its changed file. The kubelet looks once a minute, or when the pod changes."""
+    """Wait until the agent's pod has read its changed file. The kubelet looks when the pod changes."""
     count = agent.logs().count("was read again")
 
     def taken() -> bool:
@@ -160,7 +160,7 @@ def test_life_of_a_release(released: Released) -> None:
 
 
 def test_groups_by_label(released: Released) -> None:
-    """The label of a node decides which group's agent it has; with another label another agent takes its devices over."""
+    """The label of a node decides which group's agent it has; with another one another agent serves its devices."""
     cluster = released.cluster
     released.agent()
 
