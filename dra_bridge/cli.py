@@ -52,7 +52,8 @@ on each node the ledgers stay: {ledgers} in the kubelet's directory"""
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line; return the exit status."""
-    line = CommandLine("dra-bridge", "Serve devices to pods and to claims, and move them between both on a live node.")
+    program = "kubectl dra-bridge" if Path(sys.argv[0]).name == "kubectl-dra_bridge" else "dra-bridge"
+    line = CommandLine(program, "Serve devices to pods and to claims, and move them between both on a live node.")
     run = line.add("run", _run, "Serve the devices of a config file to this node's kubelet, on both sides.")
     run.add_argument("--config", type=Path, required=True, metavar="FILE", help="the config file (YAML)")
     add_run_options(run)
