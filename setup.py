@@ -10,6 +10,7 @@ root = Path(__file__).parent
 about = ConfigParser()
 about.read(root / "setup.cfg", encoding="utf-8")
 url = about["metadata"]["url"]
-(version,) = re.findall(r'^VERSION.*"(.+)"', (root / "deviceplugin" / "version.py").read_text(encoding="utf-8"), re.MULTILINE)
+module = (root / "deviceplugin" / "version.py").read_text(encoding="utf-8")
+(version,) = re.findall(r'^VERSION.*"(.+)"', module, re.MULTILINE)
 readme = (root / "README.md").read_text(encoding="utf-8")
 setup(long_description=re.sub(r"\]\((?!https?:|#)", f"]({url}/blob/v{version}/", readme))

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, cast
 
 from deviceplugin.node import logs
-from deviceplugin.node.options import EXITS, add_run_options, run_options
+from deviceplugin.node.options import EXITS, add_config_options, add_run_options, lock_of, run_options
 from deviceplugin.version import VERSION
 
 if TYPE_CHECKING:
@@ -143,7 +143,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line; return the exit status."""
     line = CommandLine("deviceplugin", "Kubernetes device plugins from a file.")
     run = line.add("run", _run, "Serve the devices of a config file to this node's kubelet.")
-    run.add_argument("--config", type=Path, required=True, metavar="FILE", help="the config file (YAML)")
+    add_config_options(run)
     add_run_options(run)
     validate = line.add("validate", _validate, "Check config files.")
     validate.add_argument(
@@ -175,7 +175,7 @@ def _run(options: argparse.Namespace) -> int:
 
     run = run_options(options)
     try:
-        return run_config(options.config, run.paths, run.metrics_address)
+        return run_config(options.config, run.paths, run.metrics_address, lock_of(options))
     except ConfigError as error:
         if options.log_format != "json":
             raise

@@ -17,7 +17,8 @@ from typing import Any, Literal
 
 import yaml
 
-from deviceplugin.config import Config, ResourceConfig
+from deviceplugin import addresses
+from deviceplugin.config import Config, ResourceConfig, needed
 from deviceplugin.naming import EXTENDED_RESOURCE, canonical_resource, class_name
 
 Object = dict[str, Any]
@@ -31,6 +32,9 @@ class Deployment:
     that unchanged pods get devices through DRA (servers before 1.34 refuse the field). metrics_port: 0 for none, and
     then there are no probes either. runtime_class: none if empty; the agent gets NVIDIA's library from the runtime.
     own_command: of an author's own agent, which reads no config file; empty for `dra-bridge run`.
+    privileged: whether the agent's container is privileged; auto: where the configuration needs it (`privileges`).
+    plugin_only: `deviceplugin run` in place of `dra-bridge run`, without anything of the API server. So it is also where
+    no resource names a driver.
     """
 
     image: str = "deviceplugin:0.1.0"
@@ -47,6 +51,32 @@ class Deployment:
     pull_policy: str = "IfNotPresent"
     runtime_class: str = ""
     own_command: tuple[str, ...] = ()
+    privileged: Literal["auto", "always", "never"] = "auto"
+    plugin_only: bool = False
+
+
+def privileges(config: Config, deployment: Deployment) -> list[str]:
+    """Return why the agent's container is privileged, a sentence for each reason; empty if it is not.
+
+    The device cgroup of an unprivileged container lets nobody open the host's device nodes, whatever their owner and
+    mode. Listing, watching and handing out need no open. The NVIDIA runtime opens the nodes of the GPUs that are there
+    when the container starts. What an author's own agent does is not known: it is privileged if the deployment says so.
+    """
+    if deployment.privileged != "auto":
+        return ["the deployment asks for it"] if deployment.privileged == "always" else []
+    reasons = []
+    for resource in config.resources:
+        entries, probe = resource.devices, resource.health.probe
+        if probe == "open" and any(entry.simulated is None for entry in entries):
+            reasons.append(f"{resource.name}: `health.probe: open` opens device nodes")
+        elif not isinstance(probe, str):
+            reasons.append(f"{resource.name}: the command of `health.probe` may open device nodes")
+        wanted = [entry.nvidia for entry in entries if entry.nvidia]
+        if any(one.mig != "none" or one.profile for one in wanted):
+            reasons.append(f"{resource.name}: NVML shows partitions that are made later to privileged containers alone")
+        if any(one.library for one in wanted):
+            reasons.append(f"{resource.name}: `library` opens the GPUs' nodes without the NVIDIA runtime")
+    return reasons
 
 
 def manifests(config: Config, text: str, deployment: Deployment | None = None) -> list[Object]:
@@ -55,34 +85,49 @@ def manifests(config: Config, text: str, deployment: Deployment | None = None) -
     Without a text there is no ConfigMap.
     """
     how = deployment or Deployment()
-    drivers = sorted({resource.driver for resource in config.resources if resource.driver})
+    served = [] if how.plugin_only else [resource for resource in config.resources if resource.driver]
+    drivers = sorted({resource.driver or "" for resource in served})
+    bridge = True if drivers else None
     nvidia = [entry.nvidia for resource in config.resources for entry in resource.devices if entry.nvidia]
     root = how.kubelet_root.rstrip("/")
+    lock, reasons = needed(config), privileges(config, how)
     values = {
         **asdict(how),
-        "arguments": _arguments(how, root),
-        "command": list(how.own_command) or ["dra-bridge"],
+        "arguments": [*_arguments(how, root, bool(bridge)), *([] if how.own_command else lock.arguments())],
+        "bridge": bridge,
+        "claim_status": how.claim_status and bridge,
+        "command": list(how.own_command) or ["dra-bridge" if bridge else "deviceplugin"],
         "config": text,
         "driver_list": json.dumps(drivers),
-        "resource_list": json.dumps(sorted(resource.name for resource in config.resources if resource.driver)),
+        "resource_list": json.dumps(sorted(resource.name for resource in served)),
         "drivers": drivers,
         "image_pull_secrets": None,
         "node_selector": {"kubernetes.io/os": "linux", **(how.node_selector or {})},
+        "not_bridge": None if bridge else True,
+        "asks_agents": how.metrics_port and bridge,
         "nvidia": nvidia,
+        "port_capabilities": ["NET_BIND_SERVICE"] if 0 < how.metrics_port < 1024 else None,
         "priority_class": "system-node-critical",
+        "privileged": True if reasons else None,
+        "reasons": "; ".join(reasons),
         "root": root,
         "runtime_class": how.runtime_class or None,
-        "service_account": how.name,
+        "runs_programs": how.own_command or lock.commands,
         "scheme": None if config.metrics.certificate is None else "HTTPS",
+        "service_account": how.name if bridge else None,
+        "token": None if bridge else False,
         "tolerations": [{"operator": "Exists"}],
-        "writes_status": how.claim_status and drivers,
+        "unprivileged": not reasons,
+        "escalation": None if reasons else False,
     }
     template = yaml.safe_load(resources.files(__package__).joinpath("manifests.yaml").read_bytes())
     *first, device_class, config_map, daemon_set = template
-    classes = [_filled(device_class, {**values, **_class_values(how, one)}) for one in config.resources if one.driver]
+    classes = [_filled(device_class, {**values, **_class_values(how, one)}) for one in served]
     *first, daemon_set = _filled([*first, config_map, daemon_set], values)
     last = [first.pop(), daemon_set] if text else [daemon_set]
     pod = daemon_set["spec"]["template"]["spec"]
+    for number, directory in enumerate(_driver_directories(drivers, f"{root}/plugins")):
+        _mount(pod, f"driver-{number}", directory, "DirectoryOrCreate", read_only=False)
     for number, directory in enumerate(_directories(config)):
         _mount(pod, f"devices-{number}", directory, "Directory", mountPropagation="HostToContainer")
     if any(one.injection == "cdi" for one in nvidia) and how.cdi_directory != "/etc/cdi":
@@ -117,16 +162,18 @@ def _filled(part: Any, values: Mapping[str, Any]) -> Any:
     return part
 
 
-def _mount(pod: Object, name: str, path: str, kind: str, **more: str) -> None:
-    """Add a directory of the host to the agent's pod, read-only at the same path."""
+def _mount(pod: Object, name: str, path: str, kind: str, *, read_only: bool = True, **more: str) -> None:
+    """Add a directory of the host to the agent's pod, at the same path."""
+    mount: Object = {"name": name, "mountPath": path, **({"readOnly": True} if read_only else {}), **more}
     pod["volumes"].append({"name": name, "hostPath": {"path": path, "type": kind}})
-    pod["containers"][0]["volumeMounts"].append({"name": name, "mountPath": path, "readOnly": True, **more})
+    pod["containers"][0]["volumeMounts"].append(mount)
 
 
-def _arguments(how: Deployment, root: str) -> list[str]:
+def _arguments(how: Deployment, root: str, bridge: bool) -> list[str]:
     arguments = [] if how.own_command else ["run", "--config=/etc/dra-bridge/config.yaml"]
-    arguments += [f"--cdi-dir={how.cdi_directory}", "--cgroup-root=/host/sys/fs/cgroup"]
-    if how.claim_status:
+    arguments += [f"--cdi-dir={how.cdi_directory}"] if bridge else []
+    arguments.append("--cgroup-root=/host/sys/fs/cgroup")
+    if how.claim_status and bridge:
         arguments.append("--claim-status")
     if root != "/var/lib/kubelet":
         arguments += [f"--kubelet-root={root}", "--device-plugin-dir=/var/lib/kubelet/device-plugins"]
@@ -143,6 +190,12 @@ def _class_values(how: Deployment, resource: ResourceConfig) -> Object:
         "driver": resource.driver,
         "extended_resource_name": resource.name if how.extended_resource else None,
     }
+
+
+def _driver_directories(drivers: Iterable[str], plugins: str) -> list[str]:
+    """Return the directories of drivers among the kubelet's plugins: of the ledger, and of the socket if it differs."""
+    sockets = (addresses.socket_path(plugins, driver, "/dra-12345678.sock").parent for driver in drivers)
+    return sorted({*(f"{plugins}/{driver}" for driver in drivers), *map(str, sockets)})
 
 
 def _directories(config: Config) -> list[str]:

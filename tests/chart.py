@@ -35,8 +35,19 @@ FILES = {
 EACH = {"DeviceClass": "classes", "ConfigMap": "groups", "DaemonSet": "groups"}
 """What a kind is repeated for: the value with a list of values for each."""
 CLASS_VALUES = {"attribute", "canonical", "class_name", "driver", "extended_resource_name"}
-OPTIONAL = {"extended_resource_name", "image_pull_secrets", "runtime_class", "scheme"}
-"""Values that may be empty; their keys are left out then."""
+OPTIONAL = {
+    "escalation": "unprivileged",
+    "extended_resource_name": "extended_resource_name",
+    "image_pull_secrets": "image_pull_secrets",
+    "not_bridge": "not_bridge",
+    "port_capabilities": "port_capabilities",
+    "privileged": "privileged",
+    "runtime_class": "runtime_class",
+    "scheme": "scheme",
+    "service_account": "bridge",
+    "token": "not_bridge",
+}
+"""Values whose keys may be left out, with the value that says so."""
 APPENDED = {"volumes": "more_volumes", "volumeMounts": "more_volume_mounts"}
 """Lists that end with a list of the values."""
 
@@ -88,7 +99,7 @@ class Writer:
         if isinstance(one, dict) and "when" in one:
             return self.value(_name(one["when"]))
         if isinstance(one, str) and _name(one) in OPTIONAL:
-            return self.value(_name(one))
+            return self.value(OPTIONAL[_name(one)])
         if isinstance(one, list) and one and all(isinstance(item, dict) and "when" in item for item in one):
             (name,) = {item["when"] for item in one}
             return self.value(_name(name))
@@ -100,7 +111,8 @@ class Writer:
         if isinstance(one, str) and (name := _name(one)):
             return f"{{{{ {self.value(name)} | toJson }}}}"
         text = yaml.safe_dump(one, width=10**6, default_flow_style=True).removesuffix("\n...\n").strip()
-        return re.sub(r"\$\{(\w+)\}", lambda found: f"{{{{ {self.value(found[1])} }}}}", text)
+        text = re.sub(r"\$\{(\w+)\}", lambda found: f"{{{{ {self.value(found[1])} }}}}", text)
+        return text.replace("$$", "$")
 
 
 def _name(text: str) -> str:

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import yaml
 
-from deviceplugin.config import Config, load, parse
+from deviceplugin.config import Config, ResourceConfig, load, parse
 from deviceplugin.version import VERSION
 from dra_bridge.manifests import Deployment, manifests
 from tests import chart
@@ -93,6 +93,10 @@ def test_examples(path: Path) -> None:
         ({"metricsPort": 0}, Deployment(metrics_port=0)),
         ({"metricsPort": 443}, Deployment(metrics_port=443)),
         ({"memory": "1Gi"}, Deployment(memory="1Gi")),
+        ({"bridge": False}, Deployment(plugin_only=True)),
+        ({"bridge": False, "claimStatus": True}, Deployment(plugin_only=True, claim_status=True)),
+        ({"privileged": "always"}, Deployment(privileged="always")),
+        ({"privileged": "never"}, Deployment(privileged="never")),
         ({"runtimeClass": "nvidia"}, Deployment(runtime_class="nvidia")),
         ({"nodeSelector": {"pool": "a", "gpu": "true"}}, Deployment(node_selector={"pool": "a", "gpu": "true"})),
     ],
@@ -101,6 +105,46 @@ def test_examples(path: Path) -> None:
 def test_options(values: Mapping[str, Any], how: Deployment) -> None:
     """Each value does what the option of `manifests` with its name does."""
     assert_same(parse(TEXT), TEXT, values, how)
+
+
+@helm_is_there
+@pytest.mark.parametrize(
+    "fields",
+    [
+        "devices: [{path: /dev/x}], health: {probe: {command: [/bin/look]}}",
+        "devices: [{path: /dev/x}, {simulated: {count: 1}}], health: {probe: open}",
+        "devices: [{simulated: {count: 1, unhealthy_file: /run/down/all}}], health: {probe: open}",
+        "devices: [{path: /dev/x}], mounts: [{host: /opt/x, container: /x}, {host: /dev/shm, container: /y}]",
+        "devices: [{path: /a/b-c/x}, {path: /a/b/x}, {path: /a/b/c/x*}, {path: /a/b*/c}], nodes: [/dev.d/x]",
+        "devices: [{nvidia: {mig: single, injection: cdi}}]",
+        "devices: [{nvidia: {profile: 1g.10gb, library: /opt/libnvidia-ml.so.1}}]",
+        f"devices: [{{path: /dev/x}}], driver: {'d' * 59}.com",
+    ],
+)
+def test_what_a_config_needs(fields: str) -> None:
+    """Privileges, locks and directories of the host follow from the config as those of `manifests` do."""
+    text = f"resources: [{{name: a.example.com/b, {fields}}}]\nmetrics: {{certificate: /tls/both.pem}}\n"
+    assert_same(parse(text), text, {"kubeletRoot": "/var/lib/k/"}, Deployment(kubelet_root="/var/lib/k/"))
+
+
+@helm_is_there
+@pytest.mark.parametrize("resources", ["Example.B", "a" * 63, "x--y", "very-long-name-of-a-thing"])
+def test_names_of_classes(resources: str) -> None:
+    """DeviceClasses of resources with names that are no labels, or long ones, have the names that `manifests` prints."""
+    named = (f"{domain}/{resources}" for domain in ("example.com", "other.example.org", f"{'d' * 60}.example.com"))
+    listed = ", ".join(f"{{name: {name}, driver: x.example.com, devices: [{{path: /dev/x}}]}}" for name in named)
+    text = f"resources: [{listed}]"
+    assert_same(parse(text), text, {}, Deployment())
+
+
+@helm_is_there
+def test_an_own_agent() -> None:
+    """With a command there is no ConfigMap, and the config names resources and drivers only."""
+    own = {"resources": [{"name": "example.com/x", "driver": "x.example.com"}]}
+    config = Config(resources=(ResourceConfig(name="example.com/x", driver="x.example.com", devices=()),))
+    command = ["python3", "/app/agent.py"]
+    found = by_name(rendered({"config": own, "command": command}))
+    assert found == by_name(manifests(config, "", Deployment(own_command=tuple(command))))
 
 
 @helm_is_there

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
@@ -21,8 +22,8 @@ from tests.cluster.test_daemonset_real import (
     PATIENCE,
     RESOURCE,
     Deployed,
+    deployment,
     held_by,
-    made_boards,
     ready,
 )
 
@@ -84,7 +85,7 @@ class Released(Deployed):
 @pytest.fixture
 def released(node: Cluster) -> Iterator[Released]:
     """The chart's release with four devices, two on each side."""
-    with made_boards(node, Released) as made:
+    with deployment(Released, node, [os.makedev(1, 5)] * COUNT) as made:
         yield made
 
 

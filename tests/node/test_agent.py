@@ -20,7 +20,7 @@ from typing import Any
 import grpc
 import pytest
 
-from deviceplugin.config import Config, load
+from deviceplugin.config import OPEN, Config, load
 from deviceplugin.device import ContainerEdits, Device, Health
 from deviceplugin.kubelet import holders as grants
 from deviceplugin.kubelet.checkpoint import Allocation
@@ -39,6 +39,7 @@ from deviceplugin.testing import checkpoint as written
 from deviceplugin.testing.devicemanager import PluginCallError
 from deviceplugin.wire import podresources_pb2, podresources_pb2_grpc
 from tests.config.files import bombs as config_bombs
+from tests.programs import ANY_CONFIG
 
 R = "example.com/r"
 Serve = Callable[..., Served]
@@ -512,13 +513,13 @@ async def test_metrics_are_read_at_the_start(tmp_path: Path, caplog: pytest.LogC
     """A change of how metrics are served is not taken by a reload, and that is said."""
     config = tmp_path / "config.yaml"
     config.write_text(text(a=1))
-    first = load(config)
+    first = process_module.File.read(config, OPEN)
     config.write_text(text(a=1) + "metrics: {period: 5}\n")
 
     async def take(*_: object) -> None:
         pytest.fail("no resource changed")
 
-    await process_module._reload(take, config, first)
+    await process_module._reload(take, first)
     assert "`metrics` is read at the start" in caplog.text
 
 
@@ -526,14 +527,14 @@ async def test_a_file_that_changes_while_the_agent_starts_is_taken(tmp_path: Pat
     """What was written between the first reading and the first watch counts."""
     config = tmp_path / "config.yaml"
     config.write_text(text(a=1))
-    file = process_module.read(config)
+    file = process_module.File.read(config, OPEN)
     config.write_text(text(a=2))
     taken = asyncio.get_running_loop().create_future()
 
     async def take(now: Config, *_: object) -> None:
         taken.set_result(now)
 
-    following = asyncio.create_task(process_module._follow_config(take, *file, asyncio.Event()))
+    following = asyncio.create_task(process_module._follow_config(take, file, asyncio.Event()))
     async with asyncio.timeout(20):
         assert await taken == load(config)
     following.cancel()
@@ -543,13 +544,13 @@ async def test_reload_that_fails_half_way_is_said(tmp_path: Path, caplog: pytest
     """Whatever goes wrong while a changed file is taken, the file is followed on, and the log says what it was."""
     config = tmp_path / "config.yaml"
     config.write_text(text(a=1))
-    first = load(config)
+    first = process_module.File.read(config, OPEN)
     config.write_text(text(a=2))
 
     async def take(*_: object) -> None:
         raise OSError("no room for another socket")
 
-    assert await process_module._reload(take, config, first) == load(config)
+    assert (await process_module._reload(take, first)).config == load(config)
     assert "not all of it is served" in caplog.text
     assert "no room for another socket" in caplog.text
 
@@ -815,7 +816,7 @@ class Process:
 
     def __init__(self, kubelet: FakeKubelet, config: Path, log: Path) -> None:
         self.log = log
-        command = [sys.executable, "-m", "deviceplugin", "run", "--config", str(config)]
+        command = [sys.executable, "-m", "deviceplugin", "run", "--config", str(config), *ANY_CONFIG]
         with log.open("w") as stderr:
             self.child = subprocess.Popen([*command, *kubelet.arguments], stderr=stderr)
 

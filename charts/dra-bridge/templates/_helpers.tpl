@@ -40,8 +40,9 @@ names. tests/test_chart.py compares the objects of both.
     "drivers" $drivers
     "driver_list" (include "dra-bridge.list" $drivers)
     "resource_list" (include "dra-bridge.list" ($resources | uniq | sortAlpha))
-    "claim_status" .Values.claimStatus
-    "writes_status" (and .Values.claimStatus $drivers)
+    "bridge" (not (empty $drivers))
+    "claim_status" (and .Values.claimStatus (not (empty $drivers)))
+    "asks_agents" (and $port (not (empty $drivers)))
     "metrics_port" $port
     "version" (include "dra-bridge.version" .)
   | toJson -}}
@@ -63,44 +64,81 @@ names. tests/test_chart.py compares the objects of both.
 {{- if empty $config.resources -}}
   {{- fail (printf "%s.resources is empty: write there what the agent serves, or name a config file by --set-file config=FILE" $where) -}}
 {{- end -}}
+{{- $served := list -}}
 {{- $classes := list -}}
 {{- $drivers := list -}}
 {{- $resources := list -}}
 {{- $globs := list -}}
+{{- $paths := list -}}
+{{- $commands := false -}}
 {{- $nvidia := list -}}
+{{- $reasons := list -}}
 {{- $extended := and .root.Values.extendedResource (semverCompare ">=1.34-0" .root.Capabilities.KubeVersion.Version) -}}
-{{- $served := list -}}
 {{- range $resource := $config.resources -}}
   {{- $served = append $served .name -}}
-  {{- with .driver -}}
-    {{- $drivers = append $drivers . -}}
-    {{- $resources = append $resources $resource.name -}}
+  {{- if and .driver $values.bridge -}}
+    {{- $drivers = append $drivers .driver -}}
+    {{- $resources = append $resources .name -}}
     {{- $classes = append $classes (dict
         "attribute" "extendedResource"
-        "canonical" (include "dra-bridge.canonical" $resource.name)
-        "class_name" (include "dra-bridge.class" (list $resource.name .))
-        "driver" .
-        "extended_resource_name" ($extended | ternary $resource.name nil)) -}}
+        "canonical" (include "dra-bridge.canonical" .name)
+        "class_name" (include "dra-bridge.class" (list .name .driver))
+        "driver" .driver
+        "extended_resource_name" ($extended | ternary .name "")) -}}
   {{- end -}}
   {{- $globs = concat $globs (.nodes | default list) -}}
+  {{- range .mounts -}}
+    {{- $paths = append $paths .host -}}
+  {{- end -}}
+  {{- $real := false -}}
+  {{- $partitions := false -}}
+  {{- $library := false -}}
   {{- range .devices -}}
     {{- $globs = concat $globs (.path | empty | ternary list (list .path)) (.group | default list) -}}
-    {{- with .simulated -}}
-      {{- $globs = concat $globs (.unhealthy_file | empty | ternary list (list .unhealthy_file)) -}}
+    {{- if hasKey . "simulated" -}}
+      {{- $file := (.simulated | default dict).unhealthy_file -}}
+      {{- $globs = concat $globs ($file | empty | ternary list (list $file)) -}}
+    {{- else -}}
+      {{- $real = true -}}
     {{- end -}}
     {{- if hasKey . "nvidia" -}}
-      {{- $nvidia = append $nvidia (.nvidia | default dict) -}}
+      {{- $gpus := .nvidia | default dict -}}
+      {{- $nvidia = append $nvidia $gpus -}}
+      {{- $partitions = or $partitions (ne ($gpus.mig | default "none") "none") (not (empty $gpus.profile)) -}}
+      {{- $library = or $library (not (empty $gpus.library)) -}}
     {{- end -}}
   {{- end -}}
+  {{- $probe := (.health | default dict).probe | default "none" -}}
+  {{- $command := not (kindIs "string" $probe) -}}
+  {{- if and (not $command) $real (eq (toString $probe) "open") -}}
+    {{- $reasons = append $reasons (printf "%s: `health.probe: open` opens device nodes" .name) -}}
+  {{- end -}}
+  {{- if $command -}}
+    {{- $reasons = append $reasons (printf "%s: the command of `health.probe` may open device nodes" .name) -}}
+  {{- end -}}
+  {{- if $partitions -}}
+    {{- $reasons = append $reasons (printf "%s: NVML shows partitions that are made later to privileged containers alone" .name) -}}
+  {{- end -}}
+  {{- if $library -}}
+    {{- $reasons = append $reasons (printf "%s: `library` opens the GPUs' nodes without the NVIDIA runtime" .name) -}}
+  {{- end -}}
+  {{- $commands = or $commands $command $library -}}
+{{- end -}}
+{{- $drivers = $drivers | uniq | sortAlpha -}}
+{{- $bridge := not (empty $drivers) -}}
+{{- if ne $values.privileged "auto" -}}
+  {{- $reasons = eq $values.privileged "always" | ternary (list "the deployment asks for it") list -}}
 {{- end -}}
 {{- $root := $values.kubeletRoot | trimSuffix "/" -}}
 {{- $arguments := list -}}
 {{- if not $values.command -}}
   {{- $arguments = list "run" "--config=/etc/dra-bridge/config.yaml" -}}
 {{- end -}}
-{{- $arguments = append $arguments (printf "--cdi-dir=%s" $values.cdiDir) -}}
+{{- if $bridge -}}
+  {{- $arguments = append $arguments (printf "--cdi-dir=%s" $values.cdiDir) -}}
+{{- end -}}
 {{- $arguments = append $arguments "--cgroup-root=/host/sys/fs/cgroup" -}}
-{{- if $values.claimStatus -}}
+{{- if and $values.claimStatus $bridge -}}
   {{- $arguments = append $arguments "--claim-status" -}}
 {{- end -}}
 {{- if ne $root "/var/lib/kubelet" -}}
@@ -110,8 +148,23 @@ names. tests/test_chart.py compares the objects of both.
 {{- if $values.metricsPort -}}
   {{- $arguments = append $arguments (printf "--metrics-address=:%d" (int $values.metricsPort)) -}}
 {{- end -}}
+{{- if not $values.command -}}
+  {{- if $commands -}}
+    {{- $arguments = append $arguments "--allow-commands" -}}
+  {{- end -}}
+  {{- range concat $globs $paths | uniq | sortAlpha -}}
+    {{- if not (regexMatch "^/+dev(/|$)" .) -}}
+      {{- $arguments = append $arguments (printf "--allow-host-path=%s" .) -}}
+    {{- end -}}
+  {{- end -}}
+{{- end -}}
 {{- $volumes := list -}}
 {{- $mounts := list -}}
+{{- range $number, $directory := include "dra-bridge.drivers" (list $drivers (printf "%s/plugins" $root)) | fromJsonArray -}}
+  {{- $name := printf "driver-%d" $number -}}
+  {{- $volumes = append $volumes (dict "name" $name "hostPath" (dict "path" $directory "type" "DirectoryOrCreate")) -}}
+  {{- $mounts = append $mounts (dict "name" $name "mountPath" $directory) -}}
+{{- end -}}
 {{- range $number, $directory := include "dra-bridge.directories" $globs | fromJsonArray -}}
   {{- $name := printf "devices-%d" $number -}}
   {{- $volumes = append $volumes (dict "name" $name "hostPath" (dict "path" $directory "type" "Directory")) -}}
@@ -128,14 +181,23 @@ names. tests/test_chart.py compares the objects of both.
 {{- $image := $values.image -}}
 {{- dict
     "name" (.group | empty | ternary .root.Release.Name (printf "%s-%s" .root.Release.Name .group))
+    "bridge" $bridge
+    "not_bridge" (not $bridge)
+    "token" false
     "service_account" .root.Release.Name
+    "privileged" (not (empty $reasons))
+    "unprivileged" (empty $reasons)
+    "escalation" false
+    "reasons" (join "; " $reasons)
+    "runs_programs" (or $commands (not (empty $values.command)))
+    "port_capabilities" (and (gt (int $values.metricsPort) 0) (lt (int $values.metricsPort) 1024) | ternary (list "NET_BIND_SERVICE") list)
     "namespace" .root.Release.Namespace
-    "drivers" ($drivers | uniq | sortAlpha)
+    "drivers" $drivers
     "resources" $resources
     "served" $served
     "classes" $classes
     "config" ($values.command | empty | ternary $text "")
-    "command" ($values.command | default (list "dra-bridge"))
+    "command" ($values.command | default (list ($bridge | ternary "dra-bridge" "deviceplugin")))
     "arguments" $arguments
     "image" (printf "%s:%s%s" $image.repository ($image.tag | default .root.Chart.AppVersion) ($image.digest | empty | ternary "" (printf "@%s" $image.digest)))
     "pull_policy" $image.pullPolicy
@@ -221,4 +283,20 @@ names. tests/test_chart.py compares the objects of both.
   {{- end -}}
 {{- end -}}
 {{- $outer | toJson -}}
+{{- end -}}
+
+{{- /* The directories of drivers below the kubelet's plugins, of a list and these, as JSON: manifests._driver_directories. */ -}}
+{{- define "dra-bridge.drivers" -}}
+{{- $plugins := index . 1 -}}
+{{- $found := list -}}
+{{- range index . 0 -}}
+  {{- $found = append $found (printf "%s/%s" $plugins .) -}}
+  {{- /* deviceplugin.addresses.socket_path: a unix socket's path has 107 bytes at the most. */ -}}
+  {{- $room := int (sub 107 (len (printf "%s//dra-12345678.sock" $plugins))) -}}
+  {{- if gt (len .) $room -}}
+    {{- $short := printf "%s-%s" (trunc (int (max 0 (sub $room 9))) .) (sha256sum . | trunc 8) -}}
+    {{- $found = append $found (printf "%s/%s" $plugins ($short | trunc (int (mul -1 $room)) | trimPrefix "-")) -}}
+  {{- end -}}
+{{- end -}}
+{{- $found | uniq | sortAlpha | toJson -}}
 {{- end -}}
