@@ -33,8 +33,8 @@ class Deployment:
     then there are no probes either. runtime_class: none if empty; the agent gets NVIDIA's library from the runtime.
     own_command: of an author's own agent, which reads no config file; empty for `dra-bridge run`.
     privileged: whether the agent's container is privileged; auto: where the configuration needs it (`privileges`).
-    plugin_only: `deviceplugin run` in place of `dra-bridge run`, without anything of the API server. So it is also where
-    no resource names a driver.
+    plugin_only: `deviceplugin run` in place of `dra-bridge run`, without anything of the API server; so it is as well
+    where no resource names a driver.
     """
 
     image: str = "deviceplugin:0.1.0"

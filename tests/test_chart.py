@@ -130,7 +130,7 @@ def test_what_a_config_needs(fields: str) -> None:
 @helm_is_there
 @pytest.mark.parametrize("resources", ["Example.B", "a" * 63, "x--y", "very-long-name-of-a-thing"])
 def test_names_of_classes(resources: str) -> None:
-    """DeviceClasses of resources with names that are no labels, or long ones, have the names that `manifests` prints."""
+    """DeviceClasses of resources whose names are no labels, or long, are called as `manifests` calls them."""
     named = (f"{domain}/{resources}" for domain in ("example.com", "other.example.org", f"{'d' * 60}.example.com"))
     listed = ", ".join(f"{{name: {name}, driver: x.example.com, devices: [{{path: /dev/x}}]}}" for name in named)
     text = f"resources: [{listed}]"

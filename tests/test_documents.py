@@ -92,6 +92,14 @@ def test_daemonset_carries_a_valid_file_and_runs_it() -> None:
     assert daemonset["spec"]["updateStrategy"]["rollingUpdate"]["maxSurge"] == 0
 
 
+@pytest.mark.parametrize("path", sorted((EXAMPLES / "claims").glob("*.yaml")), ids=lambda path: path.name)
+def test_examples_of_claims_start_anywhere(path: Path) -> None:
+    """Their image is one that every cluster can pull, in a version that stays."""
+    images = re.findall(r"image: (\S+)", path.read_text())
+    assert images
+    assert all(re.fullmatch(r"[a-z]+:[0-9.]+", image) for image in images)
+
+
 def test_probes_wait_longer_than_the_agent_takes() -> None:
     """No probe gives up before the agent has answered that its loop stands still, nor at the default of 1 s."""
     text = "resources: [{name: a/b, driver: b.a, devices: [path: /dev/x]}]"
