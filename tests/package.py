@@ -80,7 +80,7 @@ def check(dist: Path, scratch: Path) -> None:
         if f"-{version}.tar.gz" not in sdist.name or " ".join(said) != called:
             raise PackageError(f"{name} --version says {' '.join(said)} {version}")
     (source,) = scratch.glob("deviceplugin-*/")
-    pytest = [programs / "python", "-m", "pytest", "-q", "-p", "no:cacheprovider"]
+    pytest: list[str | Path] = [programs / "python", "-m", "pytest", "-q", "-p", "no:cacheprovider"]
     print(_run([*pytest, "--collect-only"], source).splitlines()[-1])
     print(_run([*pytest, "-n", "2", *PART], source).splitlines()[-1])
 

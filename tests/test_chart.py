@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -17,14 +16,11 @@ from deviceplugin.version import VERSION
 from dra_bridge.manifests import Deployment, manifests
 from tests import chart
 from tests.cluster import build
+from tests.programs import tool
 
 ROOT = Path(__file__).parent.parent
 EXAMPLES = sorted(path for path in (ROOT / "examples").glob("[01]*.yaml"))
-TOOL = build.cache_directory() / f"helm-{build.TOOLS['helm'].version}" / "bin" / "helm"
-helm_is_there = pytest.mark.skipif(
-    not TOOL.exists() and "CI" not in os.environ, reason="`python -m tests.cluster.build helm` builds it"
-)
-"""Marks a test that runs it; in CI one that is missing is built, and fails where it cannot be."""
+helm_is_there = tool("helm")
 Object = dict[str, Any]
 
 TEXT = """\

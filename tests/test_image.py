@@ -5,6 +5,7 @@ from __future__ import annotations
 import configparser
 import os
 import re
+import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -81,3 +82,14 @@ def test_bytecode_is_that_of_the_image(tree: Path) -> None:
     assert (tree / f"opt/site/ours/__pycache__/__init__.{tag}").exists()
     assert list(tree.rglob(f"asyncio/__pycache__/base_events.{tag}"))
     assert list(tree.rglob("libc.so.6"))
+
+
+def test_nothing_that_agents_import_is_left_out() -> None:
+    """No module of the standard library that the packages import is among those that the image lacks."""
+    left_out = runpy.run_path(str(ROOT / "examples" / "image" / "tree.py"))
+    modules = [path for package in ("deviceplugin", "dra_bridge") for path in (ROOT / package).rglob("*.py")]
+    text = "\n".join(path.read_text() for path in modules)
+    names = set(re.findall(r"^\s*(?:import|from) (\w+)", text, re.MULTILINE))
+    assert {"asyncio", "sqlite3"} <= names
+    assert not names & left_out["LEFT_OUT"]
+    assert not [name for name in names if left_out["EXTENSIONS"].match(f"_{name}.")]

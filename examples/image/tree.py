@@ -32,16 +32,13 @@ LEFT_OUT = frozenset(
         "lib2to3",
         "pydoc_data",
         "site-packages",
-        "sqlite3",
         "test",
         "tkinter",
         "turtledemo",
     ]
 )
 """Directories of the standard library that no agent imports."""
-EXTENSIONS = re.compile(
-    r"(_curses|_curses_panel|_dbm|_gdbm|_sqlite3|_tkinter|nis|readline|_test\w*|_xxtest\w*|xx\w*)\."
-)
+EXTENSIONS = re.compile(r"(_curses|_curses_panel|_dbm|_gdbm|_tkinter|nis|readline|_test\w*|_xxtest\w*|xx\w*)\.")
 """Extensions that no agent imports, some of which need further libraries."""
 SYSTEM = ("/etc/ld.so.cache", "/etc/ld.so.conf", "/etc/ld.so.conf.d/*", "/etc/debian_version", "/etc/os-release")
 """How the loader finds libraries, and what scanners and the NVIDIA runtime know a system by."""

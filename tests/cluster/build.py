@@ -5,7 +5,7 @@ that Kubernetes version and of the one etcd and containerd that serve all of the
 
     python -m tests.cluster.build              # the default version
     python -m tests.cluster.build 1.32.2 1.35.4
-    python -m tests.cluster.build helm         # what tests of the chart run
+    python -m tests.cluster.build helm         # what tests of the chart run; actionlint
 
 ``ensure_peer(name)`` does the same for a driver or plugin of others that the agent is compared with (``PEERS``),
 and ``ensure_tool(name)`` for programs that tests of files run (``TOOLS``).
@@ -124,6 +124,7 @@ class Tool:
 
 
 TOOLS = {
+    "actionlint": Tool("github.com/rhysd/actionlint/cmd/actionlint", "1.7.12"),
     "helm": Tool(
         "helm.sh/helm/v3/cmd/helm",
         "3.22.0",
