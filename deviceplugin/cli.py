@@ -11,6 +11,7 @@ import contextlib
 import json
 import logging
 import os
+import shlex
 import sys
 from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import asdict
@@ -22,7 +23,7 @@ from deviceplugin.node.options import EXITS, add_config_options, add_run_options
 from deviceplugin.version import VERSION
 
 if TYPE_CHECKING:
-    from deviceplugin.config import Config, ConfigError
+    from deviceplugin.config import Config, ConfigError, Lock
     from deviceplugin.device import Device
     from deviceplugin.sources import ConfiguredSource
 
@@ -211,6 +212,7 @@ def _validate(options: argparse.Namespace) -> int:
             status = 2
             continue
         print(f"{_title(file)}: good, {count(len(found.resources), 'resource')}")
+        _note_options(_title(file), config.needed(found))
         for resource in found.resources:
             if any(entry.simulated for entry in resource.devices):
                 print(f"{_title(file)}: note: {resource.name}: simulated devices have no device node", file=sys.stderr)
@@ -222,11 +224,27 @@ def _validate(options: argparse.Namespace) -> int:
     return status
 
 
+def _note_options(file: str, lock: Lock) -> None:
+    """Say which options `run` needs to take this file, if any."""
+    if arguments := lock.arguments():
+        print(f"{file}: note: `run` takes it only with {shlex.join(arguments)}", file=sys.stderr)
+
+
 def _devices(options: argparse.Namespace) -> int:
     import asyncio
 
+    from deviceplugin import config
+
     logs.setup("text", "error")
-    listed, status = asyncio.run(_list(_load(options.file or options.config)))
+    file = options.file or options.config
+    found = _load(file)
+    listed, status = asyncio.run(_list(found))
+    lock = config.needed(found)
+    edits = [device.container_edits for _, devices in listed for device in devices]
+    hosts = {one.host for edit in edits for one in edit.device_nodes}  # what symlinks lead to
+    hosts |= {one.host for edit in edits for one in edit.mounts}
+    outside = sorted(host for host in hosts if not lock.allows(host))
+    _note_options(_title(file), config.Lock(lock.commands, (*lock.host_paths, *outside)))
     if options.output == "json":
         print(json.dumps({"resources": [_as_json(source, devices) for source, devices in listed]}, indent=2))
     else:

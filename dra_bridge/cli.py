@@ -231,7 +231,7 @@ def _uninstall(options: argparse.Namespace) -> int:
 
 def _manifests(options: argparse.Namespace) -> int:
     from deviceplugin import config
-    from dra_bridge.manifests import Deployment, manifests, privileges, to_yaml
+    from dra_bridge.manifests import Deployment, manifests, privileges, to_yaml, wide_mounts
 
     fields = {field.name for field in dataclasses.fields(Deployment)}
     given = {key: value for key, value in vars(options).items() if key in fields}
@@ -248,9 +248,16 @@ def _manifests(options: argparse.Namespace) -> int:
     except (OSError, UnicodeDecodeError) as error:
         raise CommandError(f"{options.config or options.source} cannot be read: {error}") from error
     deployment = Deployment(**given)
-    sys.stdout.write(to_yaml(manifests(found, text, deployment)))
-    for reason in privileges(found, deployment):
+    try:
+        printed = to_yaml(manifests(found, text, deployment))
+    except ValueError as error:  # the kubelet's root leaves no room for a socket
+        raise CommandError(error) from error
+    sys.stdout.write(printed)
+    for reason in privileges(found, deployment) if deployment.privileged == "auto" else ():
         print(f"the agent is privileged: {reason}; --privileged never leaves it out", file=sys.stderr)
+    for directory in wide_mounts(found):
+        why = "through what lies there it could take over the node; name paths in a directory of their own"
+        print(f"the agent sees all of {directory}: {why}", file=sys.stderr)
     if options.source and deployment.privileged == "auto":
         print("the agent is not privileged; --privileged always if it opens device nodes", file=sys.stderr)
     metrics = found.metrics

@@ -13,7 +13,7 @@ from importlib import resources
 from itertools import takewhile
 from pathlib import PurePosixPath
 from string import Template
-from typing import Any, Literal
+from typing import Any, Final, Literal
 
 import yaml
 
@@ -22,6 +22,7 @@ from deviceplugin.config import Config, ResourceConfig, needed
 from deviceplugin.naming import EXTENDED_RESOURCE, canonical_resource, class_name
 
 Object = dict[str, Any]
+_WIDE: Final = {"/etc", "/proc", "/root", "/run", "/var", "/var/lib", "/var/run"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +74,7 @@ def privileges(config: Config, deployment: Deployment) -> list[str]:
             reasons.append(f"{resource.name}: the command of `health.probe` may open device nodes")
         wanted = [entry.nvidia for entry in entries if entry.nvidia]
         if any(one.mig != "none" or one.profile for one in wanted):
-            reasons.append(f"{resource.name}: NVML shows partitions that are made later to privileged containers alone")
+            reasons.append(f"{resource.name}: an unprivileged container may not see partitions that are made later")
         if any(one.library for one in wanted):
             reasons.append(f"{resource.name}: `library` opens the GPUs' nodes without the NVIDIA runtime")
     return reasons
@@ -128,8 +129,8 @@ def manifests(config: Config, text: str, deployment: Deployment | None = None) -
     pod = daemon_set["spec"]["template"]["spec"]
     for number, directory in enumerate(_driver_directories(drivers, f"{root}/plugins")):
         _mount(pod, f"driver-{number}", directory, "DirectoryOrCreate", read_only=False)
-    for number, directory in enumerate(_directories(config)):
-        _mount(pod, f"devices-{number}", directory, "Directory", mountPropagation="HostToContainer")
+    for number, (directory, kind) in enumerate(_directories(config).items()):
+        _mount(pod, f"devices-{number}", directory, kind, mountPropagation="HostToContainer")
     if any(one.injection == "cdi" for one in nvidia) and how.cdi_directory != "/etc/cdi":
         # The names of GPUs are in a spec that NVIDIA's own tools wrote.
         _mount(pod, "etc-cdi", "/etc/cdi", "DirectoryOrCreate")
@@ -198,18 +199,26 @@ def _driver_directories(drivers: Iterable[str], plugins: str) -> list[str]:
     return sorted({*(f"{plugins}/{driver}" for driver in drivers), *map(str, sockets)})
 
 
-def _directories(config: Config) -> list[str]:
-    """Return the host's directories, other than /dev, in which the configuration looks for devices."""
-    found: set[PurePosixPath] = set()
+def wide_mounts(config: Config) -> list[str]:
+    """Return the mounted directories that hold the sockets of container runtimes, or the node's secrets."""
+    return [directory for directory in _directories(config) if directory in _WIDE]
+
+
+def _directories(config: Config) -> dict[str, str]:
+    """Return the host's directories, other than /dev, in which the configuration looks for devices; by path the type.
+
+    One in which a file says which simulated devices are unhealthy is made.
+    """
+    found: dict[PurePosixPath, str] = {}
     for resource in config.resources:
         globs = list(resource.nodes)
         for entry in resource.devices:
-            globs += [*([entry.path] if entry.path else []), *(entry.group or ())]
+            globs += entry.globs
             if entry.simulated is not None and entry.simulated.unhealthy_file:
-                globs.append(entry.simulated.unhealthy_file)
-        found.update(map(_fixed, globs))
+                found.setdefault(_fixed(entry.simulated.unhealthy_file), "DirectoryOrCreate")
+        found |= {_fixed(glob): "Directory" for glob in globs}
     wanted = sorted(one for one in found if one != PurePosixPath("/") and not one.is_relative_to("/dev"))
-    return [str(one) for one in wanted if not any(other in one.parents for other in wanted)]
+    return {str(one): found[one] for one in wanted if not any(other in one.parents for other in wanted)}
 
 
 def _fixed(glob: str) -> PurePosixPath:

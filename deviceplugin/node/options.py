@@ -81,7 +81,8 @@ def add_run_options(parser: argparse.ArgumentParser) -> None:
         "--metrics-address",
         type=_address,
         metavar="HOST:PORT",
-        help="serve Prometheus metrics there, such as :9410 (not served)",
+        help="serve Prometheus metrics there, such as :9410, holders' names among them; `metrics` of the file asks "
+        "for TLS and a token (not served)",
     )
     formats = "lines for people or for machines (%(default)s)"
     parser.add_argument("--log-format", choices=logs.FORMATS, default="text", help=formats)

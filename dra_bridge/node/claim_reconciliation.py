@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import random
+import time
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,6 +27,9 @@ _LOG: Final = logging.getLogger(__name__)
 
 RECONCILE: Final = 20.0
 """Seconds between two checks whether prepared claims are over; the API server is asked only of those that seem so."""
+
+NOTICE: Final = 1.0
+"""Seconds after which it is noticed that a claim holds devices only until the processes of its pods have ended."""
 
 
 class ClaimPods:
@@ -110,6 +114,7 @@ class ClaimReconciliation:
     async def run(self, resources: Mapping[str, ResourceRuntime]) -> None:
         """Reconcile at once and from time to time, until cancelled."""
         backoff = Backoff(first=1.0, most=60.0)
+        ending = Backoff(first=1.0, most=RECONCILE)
         while True:
             # CDI files are evidence: they must not be removed before the ledger was given them.
             waits = [one.reconciled for one in resources.values() if not one.reconciled.is_set()]
@@ -123,7 +128,17 @@ class ClaimReconciliation:
             for reconciled in waits:
                 await reconciled.wait()
             if not waits:
-                await asyncio.sleep(RECONCILE * random.uniform(0.8, 1.2))  # noqa: S311  # jitter
+                await self._pause(ending)
+
+    async def _pause(self, ending: Backoff) -> None:
+        """Wait until the next reconciliation is due: earlier if a claim ends with the processes of its pods."""
+        until = time.monotonic() + RECONCILE * random.uniform(0.8, 1.2)  # noqa: S311  # jitter
+        while (rest := until - time.monotonic()) > 0:
+            if any(claim.result is None for claim in self.driver.records.all()):
+                await asyncio.sleep(min(rest, ending.next()))
+                return
+            ending.reset()
+            await asyncio.sleep(min(rest, NOTICE))
 
     async def reconcile(self, *, sweep: bool) -> None:
         """Reconcile once. sweep: whether to remove CDI files of claims that the ledger does not know.

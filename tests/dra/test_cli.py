@@ -417,6 +417,27 @@ def test_manifests_say_why_the_agent_is_privileged(tmp_path: Path, capsys: pytes
     assert not err
 
 
+def test_manifests_for_a_root_without_room(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A kubelet's directory in which no driver's socket has room is said, as the agent would."""
+    file = tmp_path / "config.yaml"
+    file.write_text(CONFIG)
+    assert cli.main(["manifests", "--config", str(file), "--kubelet-root", "/" + "x" * 100]) == 2
+    out, err = capsys.readouterr()
+    assert not out
+    assert "too long for a unix socket" in err
+
+
+def test_manifests_say_what_is_mounted_widely(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A path in /run has the agent see the sockets of container runtimes; a path below is no reason to say so."""
+    file = tmp_path / "config.yaml"
+    for path, said in (("/run/fpga*", "the agent sees all of /run: "), ("/run/fpga/*", "")):
+        file.write_text(f"resources: [{{name: a/b, devices: [path: {path}]}}]\n")
+        assert cli.main(["manifests", "--config", str(file)]) == 0
+        err = capsys.readouterr().err
+        assert err.startswith(said)
+        assert bool(err) is bool(said)
+
+
 def test_files_that_the_metrics_need_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A certificate or token lies in no image: whoever applies the manifests is told what to mount."""
     file = tmp_path / "config.yaml"

@@ -238,8 +238,8 @@ PRIVILEGED = {"runAsUser": 0, "readOnlyRootFilesystem": True, "privileged": True
         ("health: {probe: open}", "simulated: {count: 1}", ""),
         ("health: {probe: open}", "path: /dev/x", "`health.probe: open` opens device nodes"),
         ("health: {probe: {command: [x]}}", "path: /dev/x", "the command of `health.probe` may open device nodes"),
-        ("", "nvidia: {mig: single}", "partitions that are made later"),
-        ("", "nvidia: {profile: 1g.10gb}", "partitions that are made later"),
+        ("", "nvidia: {mig: single}", "may not see partitions that are made later"),
+        ("", "nvidia: {profile: 1g.10gb}", "may not see partitions that are made later"),
         ("", "nvidia: {library: /x.so}", "`library` opens the GPUs' nodes"),
     ],
 )
@@ -304,6 +304,14 @@ def test_the_operator_may_patch_nodes_only_under_a_policy(config: Config) -> Non
         "resourceNames": ["acc.example.com"],
         "verbs": ["set"],
     }
+
+
+def test_the_directory_of_a_file_is_made() -> None:
+    """A node on which nobody has written the file of unhealthy devices yet starts the agent all the same."""
+    template = agent_of("", "simulated: {count: 1, unhealthy_file: /run/x/unhealthy}")
+    assert {"name": "devices-0", "hostPath": {"path": "/run/x", "type": "DirectoryOrCreate"}} in template["spec"][
+        "volumes"
+    ]
 
 
 def test_shared_nodes_are_visible_to_the_agent() -> None:

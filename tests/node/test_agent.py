@@ -39,7 +39,6 @@ from deviceplugin.testing import checkpoint as written
 from deviceplugin.testing.devicemanager import PluginCallError
 from deviceplugin.wire import podresources_pb2, podresources_pb2_grpc
 from tests.config.files import bombs as config_bombs
-from tests.programs import ANY_CONFIG
 
 R = "example.com/r"
 Serve = Callable[..., Served]
@@ -816,7 +815,7 @@ class Process:
 
     def __init__(self, kubelet: FakeKubelet, config: Path, log: Path) -> None:
         self.log = log
-        command = [sys.executable, "-m", "deviceplugin", "run", "--config", str(config), *ANY_CONFIG]
+        command = [sys.executable, "-m", "deviceplugin", "run", "--config", str(config)]
         with log.open("w") as stderr:
             self.child = subprocess.Popen([*command, *kubelet.arguments], stderr=stderr)
 
@@ -877,6 +876,27 @@ def test_file_that_changes_is_taken(
     assert len(fake_kubelet.updates("example.com/a")) == 1
     assert agent.end() == 0
     assert not [path for path in fake_kubelet.device_plugin_dir.glob("*.sock") if path.name != "kubelet.sock"]
+
+
+def test_file_that_names_what_is_not_allowed_changes_nothing(
+    fake_kubelet: FakeKubelet, process: Callable[[Path], Process], tmp_path: Path
+) -> None:
+    """Whoever may write the file of a running agent has it neither run a command nor mount a path of the host."""
+    config, proof = tmp_path / "config.yaml", tmp_path / "proof"
+    config.write_text(text(a=1))
+    agent = process(config)
+    fake_kubelet.wait_allocatable("example.com/a", 1)
+    code = f"    health: {{probe: {{command: [touch, {proof}]}}}}"
+    mount = "    mounts: [{host: /etc, container: /x}]"
+    for number, (line, flag) in enumerate([(code, "--allow-commands"), (mount, "--allow-host-path=/etc")], 1):
+        config.write_text(f"resources:\n  - name: example.com/a\n    devices: [{{simulated: {{count: 2}}}}]\n{line}\n")
+        wait(lambda number=number: agent.log.read_text().count("everything goes on as it was") == number)  # type: ignore[misc]
+        assert agent.said(f"{config}:4: $.resources[0].")
+        assert agent.said(f"`run {flag}` allows it")
+    assert fake_kubelet.run_pod("p", {"example.com/a": 1}).device_ids == ("sim-0",)
+    assert len(fake_kubelet.updates("example.com/a")) == 1
+    assert agent.end() == 0
+    assert not proof.exists()
 
 
 def test_hostile_files_do_not_harm_a_running_agent(

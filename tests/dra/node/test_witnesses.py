@@ -14,7 +14,9 @@ import pytest
 
 from deviceplugin.device import Device
 from deviceplugin.testing import Checkpoint, ContainerSpec, FakePod
+from dra_bridge.driver import preparation
 from dra_bridge.ledger.records import State
+from dra_bridge.node import claim_reconciliation
 from dra_bridge.testing.node import FakeNode, overlaps
 from tests.dra.handover.test_moves import D, R, Source, World
 from tests.dra.handover.test_moves import node as node  # the fixture
@@ -194,6 +196,24 @@ async def test_a_claims_pod_that_is_deleted_by_force_and_runs_on(node: FakeNode,
         await here.reconcile()
         assert not here.claims
         await here.settle(State.PLUGIN)
+
+
+async def test_a_claim_ends_soon_after_the_processes_that_outlive_it(
+    node: FakeNode, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The kubelet was answered that it is unprepared; its device does not wait for the next regular reconciliation."""
+    monkeypatch.setattr(preparation, "PATIENCE", 0.0)
+    monkeypatch.setattr(claim_reconciliation, "RECONCILE", 3600.0)
+    async with world(node, tmp_path) as here:
+        here.ask("all")
+        await here.settle(State.DRA)
+        pod = await claimant(node)
+        pod.force_delete(hang=True)
+        await asyncio.to_thread(node.reconcile_claims)
+        (claim,) = here.bridge.drivers[D].driver.records.all()
+        assert claim.result is None
+        await asyncio.to_thread(pod.end_containers, 60)
+        await here.until(lambda: not here.claims)
 
 
 @pytest.mark.parametrize("restarted", [False, True])
