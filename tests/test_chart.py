@@ -110,6 +110,8 @@ def test_options(values: Mapping[str, Any], how: Deployment) -> None:
         "devices: [{path: /dev/x}], health: {probe: {command: [/bin/look]}}",
         "devices: [{path: /dev/x}, {simulated: {count: 1}}], health: {probe: open}",
         "devices: [{simulated: {count: 1, unhealthy_file: /run/down/all}}], health: {probe: open}",
+        "devices: [{simulated: {count: 1, unhealthy_file: /a/x}}, {path: /a/y*}]",
+        "devices: [{simulated: {count: 1, unhealthy_file: /a/b/x}}, {path: /a/y*}]",
         "devices: [{path: /dev/x}], mounts: [{host: /opt/x, container: /x}, {host: /dev/shm, container: /y}]",
         "devices: [{path: /a/b-c/x}, {path: /a/b/x}, {path: /a/b/c/x*}, {path: /a/b*/c}], nodes: [/dev.d/x]",
         "devices: [{nvidia: {mig: single, injection: cdi}}]",

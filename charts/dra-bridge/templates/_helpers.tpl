@@ -69,6 +69,7 @@ names. tests/test_chart.py compares the objects of both.
 {{- $drivers := list -}}
 {{- $resources := list -}}
 {{- $globs := list -}}
+{{- $made := list -}}
 {{- $paths := list -}}
 {{- $commands := false -}}
 {{- $nvidia := list -}}
@@ -97,7 +98,7 @@ names. tests/test_chart.py compares the objects of both.
     {{- $globs = concat $globs (.path | empty | ternary list (list .path)) (.group | default list) -}}
     {{- if hasKey . "simulated" -}}
       {{- $file := (.simulated | default dict).unhealthy_file -}}
-      {{- $globs = concat $globs ($file | empty | ternary list (list $file)) -}}
+      {{- $made = concat $made ($file | empty | ternary list (list $file)) -}}
     {{- else -}}
       {{- $real = true -}}
     {{- end -}}
@@ -117,7 +118,7 @@ names. tests/test_chart.py compares the objects of both.
     {{- $reasons = append $reasons (printf "%s: the command of `health.probe` may open device nodes" .name) -}}
   {{- end -}}
   {{- if $partitions -}}
-    {{- $reasons = append $reasons (printf "%s: NVML shows partitions that are made later to privileged containers alone" .name) -}}
+    {{- $reasons = append $reasons (printf "%s: an unprivileged container may not see partitions that are made later" .name) -}}
   {{- end -}}
   {{- if $library -}}
     {{- $reasons = append $reasons (printf "%s: `library` opens the GPUs' nodes without the NVIDIA runtime" .name) -}}
@@ -152,7 +153,7 @@ names. tests/test_chart.py compares the objects of both.
   {{- if $commands -}}
     {{- $arguments = append $arguments "--allow-commands" -}}
   {{- end -}}
-  {{- range concat $globs $paths | uniq | sortAlpha -}}
+  {{- range concat $globs $made $paths | uniq | sortAlpha -}}
     {{- if not (regexMatch "^/+dev(/|$)" .) -}}
       {{- $arguments = append $arguments (printf "--allow-host-path=%s" .) -}}
     {{- end -}}
@@ -165,9 +166,10 @@ names. tests/test_chart.py compares the objects of both.
   {{- $volumes = append $volumes (dict "name" $name "hostPath" (dict "path" $directory "type" "DirectoryOrCreate")) -}}
   {{- $mounts = append $mounts (dict "name" $name "mountPath" $directory) -}}
 {{- end -}}
-{{- range $number, $directory := include "dra-bridge.directories" $globs | fromJsonArray -}}
+{{- $directories := include "dra-bridge.directories" (dict "globs" $globs "made" $made) | fromJson -}}
+{{- range $number, $directory := keys $directories | sortAlpha -}}
   {{- $name := printf "devices-%d" $number -}}
-  {{- $volumes = append $volumes (dict "name" $name "hostPath" (dict "path" $directory "type" "Directory")) -}}
+  {{- $volumes = append $volumes (dict "name" $name "hostPath" (dict "path" $directory "type" (get $directories $directory))) -}}
   {{- $mounts = append $mounts (dict "name" $name "mountPath" $directory "readOnly" true "mountPropagation" "HostToContainer") -}}
 {{- end -}}
 {{- $cdi := false -}}
@@ -255,31 +257,35 @@ names. tests/test_chart.py compares the objects of both.
 {{- end -}}
 {{- end -}}
 
-{{- /* The host's directories, other than /dev, in which these globs lie, as JSON: manifests._directories. */ -}}
+{{- /*
+The host's directories, other than /dev, in which these paths and globs lie, as JSON: the type of each by its path
+(manifests._directories). globs: of devices; made: paths whose directories are made.
+*/ -}}
 {{- define "dra-bridge.directories" -}}
-{{- $found := list -}}
-{{- range . -}}
-  {{- $fixed := "" -}}
-  {{- $ends := false -}}
-  {{- range dir . | splitList "/" | rest -}}
-    {{- $ends = or $ends (regexMatch "[*?\\[]" .) -}}
-    {{- if and . (not $ends) -}}
-      {{- $fixed = printf "%s/%s" $fixed . -}}
+{{- $found := dict -}}
+{{- range $key := list "made" "globs" -}}
+  {{- range get $ $key -}}
+    {{- $fixed := "" -}}
+    {{- $ends := false -}}
+    {{- range dir . | splitList "/" | rest -}}
+      {{- $ends = or $ends (regexMatch "[*?\\[]" .) -}}
+      {{- if and . (not $ends) -}}
+        {{- $fixed = printf "%s/%s" $fixed . -}}
+      {{- end -}}
+    {{- end -}}
+    {{- if and $fixed (ne $fixed "/dev") (not (hasPrefix "/dev/" $fixed)) -}}
+      {{- $_ := set $found $fixed (eq $key "made" | ternary "DirectoryOrCreate" "Directory") -}}
     {{- end -}}
   {{- end -}}
-  {{- if and $fixed (ne $fixed "/dev") (not (hasPrefix "/dev/" $fixed)) -}}
-    {{- $found = append $found $fixed -}}
-  {{- end -}}
 {{- end -}}
-{{- $found = $found | uniq | sortAlpha -}}
-{{- $outer := list -}}
-{{- range $one := $found -}}
+{{- $outer := dict -}}
+{{- range $one, $type := $found -}}
   {{- $inside := false -}}
-  {{- range $found -}}
-    {{- $inside = or $inside (hasPrefix (printf "%s/" .) $one) -}}
+  {{- range $other, $_ := $found -}}
+    {{- $inside = or $inside (hasPrefix (printf "%s/" $other) $one) -}}
   {{- end -}}
   {{- if not $inside -}}
-    {{- $outer = append $outer $one -}}
+    {{- $_ := set $outer $one $type -}}
   {{- end -}}
 {{- end -}}
 {{- $outer | toJson -}}
