@@ -52,6 +52,7 @@ def files(site: str, compiled: str, environment: Mapping[str, str]) -> dict[str,
     python = os.path.realpath(sys.executable)
     standard = {sysconfig.get_path("stdlib"), sysconfig.get_path("platstdlib")}
     sources = {source: SITE + source.removeprefix(site) for source in _below(site)}
+    sources = {source: target for source, target in sources.items() if not target.startswith(f"{SITE}/bin/")}
     sources |= {source: source for top in standard for source in _below(top, LEFT_OUT)}
     found = {python: python, **sources, **_compiled(sources, compiled, environment)}
     found |= {source: source for source in _libraries(found)}
@@ -102,7 +103,7 @@ def _compiled(sources: Mapping[str, str], directory: str, environment: Mapping[s
 def _libraries(loading: Iterable[str]) -> set[str]:
     """The shared libraries that these programs and extensions load, the loader included."""
     programs = [file for file in loading if re.search(r"\.so[.\d]*$|/bin/", file)]
-    done = subprocess.run(["ldd", *programs], stdin=subprocess.DEVNULL, capture_output=True, text=True)
+    done = subprocess.run(["ldd", *programs], capture_output=True, text=True)
     return set(re.findall(r"^\s+(?:\S+ => )?(/\S+) \(0x", done.stdout, re.MULTILINE)) - set(programs)
 
 

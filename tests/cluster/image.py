@@ -1,29 +1,25 @@
 """Images for the pods of a cluster, as OCI archives, for nothing can be pulled.
 
-``IMAGE`` is a static busybox, which pods of tests run. An agent's image is made of what this process itself runs on:
-its Python, our packages and the distributions that they require, in their versions here. Which of their files it has
-decides examples/image/tree.py, as for the image of examples/Dockerfile.
+``IMAGE`` is a static busybox, which pods of tests run. An agent's image is that of examples/Dockerfile as far as it can
+be made without its base image: the same Python and Debian release, from Debian's packages; the same versions of what
+the packages require; and the same script, examples/image/tree.py, chooses the files.
 """
 
 from __future__ import annotations
 
-import configparser
 import hashlib
-import importlib.metadata
-import importlib.util
 import io
 import json
 import os
 import platform
 import shutil
 import subprocess
-import sys
 import tarfile
 import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from packaging.requirements import Requirement
+from tests.cluster import build
 
 IMAGE = "localhost/busybox:1"
 AGENTS = ("localhost/deviceplugin:1", "localhost/deviceplugin:2")
@@ -35,7 +31,6 @@ _CONFIG = "application/vnd.oci.image.config.v1+json"
 _MANIFEST = "application/vnd.oci.image.manifest.v1+json"
 
 _REPOSITORY = Path(__file__).resolve().parents[2]
-_TREE = _REPOSITORY / "examples" / "image" / "tree.py"
 EXTRAS = ("bridge", "nvidia")
 """Of our distribution: what it requires with these is in an agent's image."""
 
@@ -89,24 +84,31 @@ def write_agent(
     names: Sequence[str],
     environment: Mapping[str, str],
 ) -> None:
-    """Write the image that examples/Dockerfile makes, of this process's Python, under several names.
+    """Write an agent's image under several names; as root, for it is made in a chroot.
 
     environment: variables of the image; its bytecode is compiled with them.
     """
+    root = build.ensure_python()
+    python = f"/usr/bin/python{build.image_base()[0]}"
     buffer = io.BytesIO()
-    inherited = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
     with (
-        tempfile.TemporaryDirectory() as directory,
+        # In the file system of the cache, so that nothing is copied.
+        tempfile.TemporaryDirectory(prefix=".image-", dir=build.cache_directory()) as directory,
         tarfile.open(fileobj=buffer, mode="w") as archive,
     ):
-        site, tree = Path(directory) / "site", Path(directory) / "tree"
-        _install(site)
-        command = [sys.executable, str(_TREE), str(site), str(tree)]
-        subprocess.run(command, check=True, env={**inherited, **environment}, stdin=subprocess.DEVNULL)
+        inside = Path(directory) / "root"
+        subprocess.run(["cp", "--archive", "--link", root, inside], check=True, stdin=subprocess.DEVNULL)
+        shutil.copy(_REPOSITORY / "examples" / "image" / "tree.py", inside)
+        for package in ("deviceplugin", "dra_bridge"):
+            shutil.copytree(
+                _REPOSITORY / package, inside / "site" / package, ignore=shutil.ignore_patterns("__pycache__")
+            )
+        command = ["chroot", str(inside), python, "/tree.py", "/site", "/tree"]
+        subprocess.run(command, check=True, env={"PATH": os.environ["PATH"], **environment}, stdin=subprocess.DEVNULL)
         _begin(archive)
-        for path in sorted(tree.rglob("*")):
+        for path in sorted((inside / "tree").rglob("*")):
             if not path.is_dir():
-                archive.add(path, path.relative_to(tree), recursive=False, filter=_of_root)
+                archive.add(path, path.relative_to(inside / "tree"), recursive=False, filter=_of_root)
     variables = {"PATH": "/usr/local/bin", "PYTHONPATH": "/opt/site", **environment}
     config = {"Entrypoint": list(entrypoint), "Env": [f"{name}={value}" for name, value in variables.items()]}
     _write(into, buffer.getvalue(), config, names)
@@ -116,28 +118,6 @@ def _of_root(entry: tarfile.TarInfo) -> tarfile.TarInfo:
     entry.uid = entry.gid = 0
     entry.uname = entry.gname = ""
     return entry
-
-
-def _install(site: Path) -> None:
-    """Copy our packages and what they require."""
-    for package in ("deviceplugin", "dra_bridge"):
-        shutil.copytree(_REPOSITORY / package, site / package, ignore=shutil.ignore_patterns("__pycache__"))
-    ours = configparser.ConfigParser()
-    ours.read(_REPOSITORY / "setup.cfg")  # what is installed may be older
-    lists = [ours["options"]["install_requires"], *(ours["options.extras_require"][extra] for extra in EXTRAS)]
-    wanted = [Requirement(line) for text in lists for line in text.split("\n") if line]
-    seen: set[tuple[str, str]] = set()
-    while wanted:
-        one = wanted.pop()
-        distribution = importlib.metadata.distribution(one.name)
-        for extra in {"", *one.extras} - {extra for name, extra in seen if name == one.name}:
-            seen.add((one.name, extra))
-            required = map(Requirement, distribution.requires or ())
-            wanted += [dep for dep in required if dep.marker is None or dep.marker.evaluate({"extra": extra})]
-        for file in distribution.files or ():
-            if ".." not in file.parts and not (site / file).exists():
-                (site / file).parent.mkdir(parents=True, exist_ok=True)
-                shutil.copy2(str(file.locate()), site / file)
 
 
 def _write(path: Path, layer: bytes, how: Mapping[str, object], names: Sequence[str]) -> None:
