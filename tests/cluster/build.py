@@ -12,9 +12,11 @@ and ``ensure_tool(name)`` for programs that tests of files run (``TOOLS``).
 
 Everything comes as ordinary Go modules, so a Go tool chain and a module proxy are all it takes. The cache lies outside
 the work tree, in ``$XDG_CACHE_HOME/deviceplugin-cluster`` (``~/.cache`` when unset): ``<kubernetes version>/bin``,
-``etcd-<version>/bin``, ``containerd-<version>/bin`` and so on. Each of these directories appears by one rename after its
-last program is there, so a build that was killed never looks complete; a lock per directory keeps two runs from
+``etcd-<version>/bin``, ``containerd-<version>/bin`` and so on. Each of these directories appears by one rename after
+its last program is there, so a build that was killed never looks complete; a lock per directory keeps two runs from
 building the same thing twice. A cold build of one version takes 5 to 10 minutes on two cores.
+
+The agents' image needs Debian's packages of its release and wheels from PyPI as well (``ensure_python``).
 
 How Kubernetes builds as a module: its ``go.mod`` names its staging modules (``k8s.io/api`` and so on) as ``v0.0.0`` and
 replaces them by directories, and a replace of a dependency does not count. The generated main module therefore replaces
