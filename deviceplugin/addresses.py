@@ -23,10 +23,7 @@ def parse_address(address: str) -> tuple[str, int]:
 
 
 def socket_path(directory: str | Path, name: str, tail: str) -> Path:
-    """Return directory/name+tail; a name that is too long is shortened, and made unique by a hash.
-
-    Raises ValueError if the directory's own path leaves no room.
-    """
+    """Return directory/name+tail; a long name ends in a hash of it. Raises ValueError: the directory leaves no room."""
     room = MAX_SOCKET_PATH - len(os.fsencode(directory)) - 1 - len(tail)
     if len(name) > room:
         digest = hashlib.sha256(name.encode()).hexdigest()[:8]

@@ -9,10 +9,7 @@ from dataclasses import dataclass, field, replace
 
 @dataclass(slots=True)
 class Backoff:
-    """Waits that double from `first` to `most` seconds, each shortened at random to down to a half.
-
-    draw: chooses a number of seconds between two.
-    """
+    """Waits that double from `first` to `most` seconds; `draw` chooses each at random between a half and the whole."""
 
     first: float = 0.25
     most: float = 30.0

@@ -1,9 +1,6 @@
-"""Container edits as CDI specs: what a claim's containers get, in a file that the runtime reads.
+"""CDI specs (tags.cncf.io/container-device-interface 1.0) of claims: what the runtime gives to their containers.
 
-The Container Device Interface (tags.cncf.io/container-device-interface 1.0) describes in JSON files what a named device
-puts into a container. A claim gets one file, named after its UID.
-
-The file is renamed into place but not synced: it is written again from the ledger at each start, so an empty or missing
+A file is renamed into place but not synced: it is written again from the ledger at each start, so an empty or missing
 one is replaced after a power failure. (/var/run is a tmpfs on most nodes anyhow.)
 """
 
@@ -38,10 +35,7 @@ class CdiError(ValueError):
 
 
 def vendor_of(driver: str) -> str:
-    """Return the vendor half of a driver's kind: its name, with a letter in front as CDI wants it.
-
-    Raises CdiError if the name cannot be made one.
-    """
+    """Return the vendor half of a driver's kind: its name with a letter in front. Raises CdiError: it cannot be one."""
     vendor = driver if driver[:1].isalpha() else f"dra.{driver}"
     if not _VENDOR.fullmatch(vendor):
         raise CdiError(f"the driver's name {driver!r} cannot be a CDI vendor")
@@ -56,14 +50,13 @@ def qualified(driver: str, device: str) -> str:
 def build(driver: str, devices: Mapping[str, ContainerEdits]) -> dict[str, Any]:
     """Return a CDI spec, valid and of the lowest version that its content allows.
 
-    devices: edits by the CDI device's name, at least one and none of them empty. Their annotations are left out.
+    devices: edits by the CDI device's name, at least one and none of them empty. Their annotations are left out. Raises
+    CdiError if a name, path or variable is not allowed, or a node is missing on the host.
 
     Host paths of device nodes are resolved here, since runtimes refuse a symbolic link (containerd#12060). A container
     sees the path that was asked for. A directory stands for the device nodes in it. With device numbers a runtime does
     not look at the host path (container-device-interface 1.0, container-edits_unix.go: fillMissingInfo), so a container
     that starts again gets the same device, whatever has that path then.
-
-    Raises CdiError if a name, path or variable is not allowed, or a node is missing on the host.
     """
     if not devices:
         raise CdiError("a CDI spec needs a device")
@@ -171,10 +164,7 @@ def _node(host: str, status: os.stat_result, path: str, permissions: str) -> dic
 
 
 class Store:
-    """The CDI files of one driver's claims. Thread-safe; blocks for a file.
-
-    Raises CdiError if the driver's name cannot be a CDI vendor.
-    """
+    """The CDI files of one driver's claims. Thread-safe; blocks. Raises CdiError: the driver cannot be a CDI vendor."""
 
     def __init__(self, driver: str, directory: str = DIRECTORY) -> None:
         self.directory: Final = directory
@@ -189,10 +179,7 @@ class Store:
         return os.path.join(self.directory, f"{self._prefix}{uid}.json")
 
     def write(self, uid: str, data: bytes) -> bool:
-        """Put a claim's file into place, whole or not at all; return False if the very same was there already.
-
-        Raises CdiError if it could not be written.
-        """
+        """Put a claim's file into place, whole or not at all; return False if it was there already. Raises CdiError."""
         path = self.path(uid)
         if self.read(uid) == data:
             return False
@@ -224,10 +211,7 @@ class Store:
             return None
 
     def remove(self, uid: str) -> bool:
-        """Remove a claim's file; return False if there was none.
-
-        Raises CdiError if it is there and cannot be removed.
-        """
+        """Remove a claim's file; return False if there was none. Raises CdiError if it cannot be removed."""
         path = self.path(uid)
         try:
             os.remove(path)
@@ -263,19 +247,7 @@ class Store:
 
     def device_names(self, uid: str) -> tuple[str, ...]:
         """Return the names of the CDI devices in a claim's file, none if it cannot be read."""
-        data = self.read(uid)
         try:
-            spec = msgspec.json.decode(data or b"", type=_Spec)
-        except msgspec.DecodeError:
+            return tuple(str(device["name"]) for device in msgspec.json.decode(self.read(uid) or b"")["devices"])
+        except (msgspec.DecodeError, LookupError, TypeError):
             return ()
-        return tuple(device.name for device in spec.devices)
-
-
-class _SpecDevice(msgspec.Struct):
-    name: str
-
-
-class _Spec(msgspec.Struct):
-    """The part of a spec that is read here."""
-
-    devices: list[_SpecDevice]

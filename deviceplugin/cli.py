@@ -1,7 +1,6 @@
 """The command line: run, validate, devices, schema, demo, completion; and what the bridge's shares with it.
 
-A command imports what it needs: `validate` never loads gRPC, and `run` has little between the start of the process and
-the kubelet.
+A command imports what it needs: `validate` never loads gRPC, and `run` does little before it looks for the kubelet.
 """
 
 from __future__ import annotations
@@ -18,18 +17,19 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, cast
 
+from deviceplugin import config
+from deviceplugin.config import Config, ConfigError, Lock
+from deviceplugin.device import Device, counted
 from deviceplugin.node import logs
 from deviceplugin.node.options import EXITS, add_config_options, add_run_options, lock_of, run_options
 from deviceplugin.version import VERSION
 
 if TYPE_CHECKING:
-    from deviceplugin.config import Config, ConfigError, Lock
-    from deviceplugin.device import Device
     from deviceplugin.sources import ConfiguredSource
 
 _LOG: Final = logging.getLogger(__name__)
 _LIST_TIMEOUT: Final = 10.0
-_Listed = list[tuple["ConfiguredSource", Sequence["Device"]]]
+_Listed = list[tuple["ConfiguredSource", Sequence[Device]]]
 
 
 class CommandError(Exception):
@@ -45,9 +45,8 @@ class CommandLine:
 
     def __init__(self, program: str, about: str) -> None:
         self.parser = argparse.ArgumentParser(prog=program, description=about, epilog=EXITS, allow_abbrev=False)
-        hidden = argparse.SUPPRESS  # a command may have a field of that name
         self.parser.add_argument(
-            "--version", action=_Version, nargs=0, dest=hidden, default=hidden, help="show the version and exit"
+            "--version", action="version", version=f"{program} {VERSION}", help="show the version and exit"
         )
         self._commands = self.parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
 
@@ -62,8 +61,6 @@ class CommandLine:
         completion = self.add("completion", self._completion, "Print a shell's completion of this program.")
         completion.add_argument("shell", choices=("bash", "zsh", "fish"), help="the shell")
         options = self.parser.parse_args(argv)
-        from deviceplugin.config import ConfigError
-
         try:
             return int(options.command(options))
         except CommandError as error:
@@ -101,11 +98,6 @@ def explained(error: ConfigError) -> str:
     """Return what is wrong with a config file, and how many problems these are if there are several."""
     number = len(error.problems)
     return f"{error}\n{error.file} cannot be used: {number} problems" if number > 1 else str(error)
-
-
-def count(number: int, what: str) -> str:
-    """Return a number with its noun."""
-    return f"{number} {what}" if number == 1 else f"{number} {what}s"
 
 
 def print_table(header: Sequence[str], rows: Sequence[Sequence[str]], red: Sequence[Sequence[str]] = ()) -> None:
@@ -152,11 +144,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     validate.add_argument("--config", type=Path, action="append", default=[], metavar="FILE", help="one more of them")
     devices = line.add("devices", _devices, "List the devices that would be served on this node now.")
-    config = devices.add_mutually_exclusive_group(required=True)
-    config.add_argument(
+    either = devices.add_mutually_exclusive_group(required=True)
+    either.add_argument(
         "file", type=Path, nargs="?", metavar="FILE", help="the config file (YAML), - for standard input"
     )
-    config.add_argument("--config", type=Path, metavar="FILE", help="the same")
+    either.add_argument("--config", type=Path, metavar="FILE", help="the same")
     devices.add_argument("-o", "--output", choices=("table", "json"), default="table", help="the form (%(default)s)")
     line.add("schema", _schema, "Print the config file's JSON schema.")
     demo = line.add("demo", _demo, "Show a device plugin at work, with simulated devices and an embedded kubelet.")
@@ -164,14 +156,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     return line.main(argv)
 
 
-class _Version(argparse.Action):
-    def __call__(self, parser: argparse.ArgumentParser, *_: object) -> None:
-        print(f"{parser.prog} {VERSION}")
-        parser.exit()
-
-
 def _run(options: argparse.Namespace) -> int:
-    from deviceplugin.config import ConfigError
     from deviceplugin.node.process import run_config
 
     run = run_options(options)
@@ -186,8 +171,6 @@ def _run(options: argparse.Namespace) -> int:
 
 def _load(file: Path) -> Config:
     """Read a config file, or standard input if it is called `-`. Raises ConfigError."""
-    from deviceplugin import config
-
     if str(file) != "-":
         return config.load(file)
     return config.parse(sys.stdin.buffer.read(config.MAX_BYTES + 1), _title(file))
@@ -198,8 +181,6 @@ def _title(file: Path) -> str:
 
 
 def _validate(options: argparse.Namespace) -> int:
-    from deviceplugin import config
-
     files = [*options.files, *options.config]
     if not files:
         raise CommandError("deviceplugin validate: name a config file")
@@ -207,11 +188,11 @@ def _validate(options: argparse.Namespace) -> int:
     for file in files:
         try:
             found = _load(file)
-        except config.ConfigError as error:
+        except ConfigError as error:
             print(explained(error), file=sys.stderr)
             status = 2
             continue
-        print(f"{_title(file)}: good, {count(len(found.resources), 'resource')}")
+        print(f"{_title(file)}: good, {counted(len(found.resources), 'resource')}")
         _note_options(_title(file), config.needed(found))
         for resource in found.resources:
             if any(entry.simulated for entry in resource.devices):
@@ -233,8 +214,6 @@ def _note_options(file: str, lock: Lock) -> None:
 def _devices(options: argparse.Namespace) -> int:
     import asyncio
 
-    from deviceplugin import config
-
     logs.setup("text", "error")
     file = options.file or options.config
     found = _load(file)
@@ -253,8 +232,6 @@ def _devices(options: argparse.Namespace) -> int:
 
 
 def _schema(options: argparse.Namespace) -> int:
-    from deviceplugin import config
-
     print(json.dumps(config.schema(), indent=2))
     return 0
 
@@ -271,7 +248,7 @@ async def _list(found: Config) -> tuple[_Listed, int]:
 
     from deviceplugin import sources
 
-    built = [sources.build(resource) for resource in found.resources]
+    built = [sources.ConfiguredSource(resource) for resource in found.resources]
     lists = await asyncio.gather(*map(_first_list, built), return_exceptions=True)
     listed: _Listed = []
     for source, devices in zip(built, lists, strict=True):
@@ -338,7 +315,7 @@ def _print_devices(listed: _Listed) -> None:
         unwell = f", {len(devices) - healthy} of them unhealthy" if healthy < len(devices) else ""
         offered = sum(map(source.replicas_of, devices))
         shared = f", offered {offered} times in all" if offered > len(devices) else ""
-        print(f"{source.resource}: {count(len(devices), 'device')}{unwell}{shared}")
+        print(f"{source.resource}: {counted(len(devices))}{unwell}{shared}")
         for note in (*source.notes, *source.nodeless):
             print(f"  {note}")
 

@@ -13,6 +13,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
 from itertools import groupby
 from typing import Final, TextIO
 
@@ -139,15 +140,15 @@ class _HookedGpus(Gpus):
         self._notify()
 
 
+@dataclass
 class _Demo:
     """The scenario. Each step does something, waits until it is so, checks it and prints it."""
 
-    def __init__(self, kubelet: FakeKubelet, gpus: _HookedGpus, served: Served, printer: Printer) -> None:
-        self.kubelet = kubelet
-        self.gpus = gpus
-        self.served = served
-        self.event = printer.event
-        self.pods: list[FakePod] = []
+    kubelet: FakeKubelet
+    gpus: _HookedGpus
+    served: Served
+    event: Callable[..., None]
+    pods: list[FakePod] = field(default_factory=list)
 
     def play(self) -> None:
         self.registration()
@@ -272,17 +273,14 @@ class _Demo:
 
 
 def main(hold: bool = False, stream: TextIO | None = None) -> int:
-    """Run the demo; return the exit status: 0, or 1 if something was not as it should be.
-
-    hold: go on serving after that, until SIGINT or SIGTERM. stream: where it prints, stdout if None.
-    """
+    """Run the demo; return the exit status as `show` does. hold: go on serving after that, until SIGINT or SIGTERM."""
 
     def scenario(printer: Printer) -> None:
         with FakeKubelet() as kubelet:
             gpus = _HookedGpus(kubelet.notify)
             with serve(gpus, kubelet, timeout=TIMEOUT, period=0.1) as served:
                 printer.title("A node in one process: an embedded kubelet, a device plugin, pods.")
-                demo = _Demo(kubelet, gpus, served, printer)
+                demo = _Demo(kubelet, gpus, served, printer.event)
                 demo.play()
                 rows = demo.summary()
                 check(not kubelet.crashes, f"the kubelet did not crash: {kubelet.crashes}")

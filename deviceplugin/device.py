@@ -45,9 +45,9 @@ class EditConflictError(ValueError):
     """Raised when two edits of one container contradict each other."""
 
 
-def counted(number: int) -> str:
-    """Return so many devices in words: "1 device", "2 devices"."""
-    return f"{number} device{'' if number == 1 else 's'}"
+def counted(number: int, what: str = "device") -> str:
+    """Return a number with its noun: "1 device", "2 devices"."""
+    return f"{number} {what}{'' if number == 1 else 's'}"
 
 
 def printable(text: str) -> str:
@@ -184,8 +184,6 @@ def _strings(field_name: str, entries: Mapping[str, str]) -> None:
 
 
 def _nodes(nodes: Sequence[DeviceNode | str]) -> tuple[DeviceNode, ...]:
-    if type(nodes) is tuple and not nodes:
-        return ()
     if isinstance(nodes, str) or not isinstance(nodes, Iterable):
         kind = "the string " if isinstance(nodes, str) else ""
         raise TypeError(f"nodes must be a sequence of device nodes such as ['/dev/fpga0'], not {kind}{nodes!r}")
@@ -269,10 +267,7 @@ class Device:
     @property
     def container_edits(self) -> ContainerEdits:
         """What this device alone puts into a container: its nodes and its edits."""
-        edits = self.edits
-        if not self.nodes:
-            return edits
-        return ContainerEdits(edits.env, (*self.nodes, *edits.nodes), edits.mounts, edits.annotations, edits.cdi)
+        return replace(self.edits, nodes=(*self.nodes, *self.edits.nodes)) if self.nodes else self.edits
 
     def with_health(self, health: Health, message: str = "") -> Device:
         """Return the same device in another state of health."""

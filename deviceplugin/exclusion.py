@@ -23,18 +23,15 @@ Held = Mapping[Key, Tokens]
 Counters = Mapping[str, Mapping[str, Fraction]]
 """Amounts by counter set and counter."""
 
-_NO_TOKENS: Final[Tokens] = frozenset()
-
 
 @dataclass(frozen=True, slots=True)
 class Thing:
-    """What decides whether a device excludes others.
+    """What decides whether a device excludes others. shared: it is given to several holders at once.
 
     scope: within which names of counter sets mean the same: the driver, or the resource if it has none.
-    shared: it is given to several holders at once.
     """
 
-    tokens: Tokens = _NO_TOKENS
+    tokens: Tokens = frozenset()
     scope: str = ""
     consumes: Counters = field(default_factory=dict)
     counters: Counters = field(default_factory=dict)
@@ -134,16 +131,13 @@ class Things:
             if reason := self._conflict(key, beside, taken, beside):
                 return reason
             if key not in beside:
-                beside[key] = _NO_TOKENS
+                beside[key] = frozenset()
                 for token in self.tokens(key):
                     taken.setdefault(token, set()).add(key)
         return ""
 
     def conflicts(self, wanted: Iterable[Key], held: Held, counted: Collection[Key] | None = None) -> dict[Key, str]:
-        """Return those devices that could not be granted now, each by itself, and why.
-
-        counted: the held devices whose counters count; all if None.
-        """
+        """Return those that could not be granted now, each alone, and why. counted: whose counters count; None: all."""
         taken, counted = self._taken(held), held.keys() if counted is None else counted
         found = ((key, self._conflict(key, held, taken, counted)) for key in wanted)
         return {key: reason for key, reason in found if reason}
@@ -157,7 +151,7 @@ class Things:
         return taken
 
     def _conflict(self, key: Key, held: Held, taken: Mapping[str, set[Key]], counted: Collection[Key]) -> str:
-        thing, granted = self._things.get(key, _UNKNOWN), held.get(key, _NO_TOKENS)
+        thing, granted = self._things.get(key, _UNKNOWN), held.get(key, frozenset())
         if not same_thing(thing.tokens, granted):
             return f"{titled(key)} is held as {shown(granted)}, and is {shown(thing.tokens)} now"
         for token in thing.tokens:

@@ -41,8 +41,7 @@ def inode_of(path: str | Path) -> tuple[int, int] | None:
 def locked(path: str | Path, *, wait: bool = False) -> int:
     """Make the file if it is missing, lock it, and return the open file. The kernel unlocks it when the process ends.
 
-    Raises BlockingIOError if another process has the lock and `wait` is False, OSError if the directory or the disk
-    does not allow it.
+    Raises BlockingIOError if another process has the lock and `wait` is False, OSError if the disk does not allow it.
     """
     while True:
         lock = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)

@@ -2,8 +2,7 @@
 
 inotify events are hints: a deleted directory ends them silently, an overflow drops them. So a watch says only "read
 again", covers the directory and its parent, and notices by the inode that a directory is another one; its user reads
-again after some time in any case. All watches share one watchdog observer, hence one inotify instance (a user has 128;
-"too many open files" is a well-known end of device plugins).
+again after some time in any case. All watches share one watchdog observer, so one inotify instance: a user has 128.
 """
 
 from __future__ import annotations
@@ -47,10 +46,7 @@ class Watcher:
         self._complained = False
 
     def watch(self, directories: Iterable[str], *, writes: bool = False) -> Watch:
-        """Watch directories for names that come and go (and for files written, with `writes`).
-
-        Call it in a running loop, use the result as a context manager.
-        """
+        """Watch for names that come and go (`writes`: and files written); a context manager, in a running loop."""
         return Watch(self, directories, writes=writes)
 
     @functools.cached_property

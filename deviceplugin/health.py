@@ -122,9 +122,8 @@ def open_probe(device: Device) -> Finding:
 def command_probe(argv: Sequence[str], timeout: float) -> Callable[[Device], Finding]:
     """Return a probe that runs a command: 0 is good, 75 tells nothing, any other status is bad.
 
-    argv: `{id}` and `{node}` in it stand for the device's id and its first node. The command also has DEVICE_ID and
-        DEVICE_NODES (with ':' between) in its environment.
-    timeout: seconds after which it is killed, with all processes it started, and the probe is bad.
+    argv: `{id}` and `{node}` in it stand for the device's id and its first node; DEVICE_ID and DEVICE_NODES (with ':'
+    between) are in its environment. timeout: seconds after which all its processes are killed, and the probe is bad.
     """
 
     def probe(device: Device) -> Finding:
@@ -158,10 +157,7 @@ def command_probe(argv: Sequence[str], timeout: float) -> Callable[[Device], Fin
 
 
 def _output(process: subprocess.Popen[bytes], timeout: float) -> bytes:
-    """Wait for a command's end and return the end of its output, which may be longer than fits into memory.
-
-    Raises TimeoutExpired if it, or a child that has its output open, did not end in time.
-    """
+    """Wait for a command; return the end of its output. Raises TimeoutExpired: it, or a child with its output, runs."""
     assert process.stdout is not None
     deadline, output = time.monotonic() + timeout, b""
     poll = select.poll()
@@ -178,10 +174,7 @@ def _output(process: subprocess.Popen[bytes], timeout: float) -> bytes:
 
 @dataclass(eq=False)
 class Prober:
-    """Probes devices, a few at a time; a probe that hangs delays its own device only.
-
-    probe: a plain function, run in a thread. timeout: seconds that a call may take.
-    """
+    """Probes devices, a few at a time; a probe that hangs delays its own device only. timeout: of one, in seconds."""
 
     probe: Callable[[Device], Finding]
     timeout: float

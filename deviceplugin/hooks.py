@@ -29,10 +29,7 @@ class HookError(Exception):
 
 
 class HookTimeoutError(HookError):
-    """Raised when a hook did not answer in its time.
-
-    work: done when the hook has ended, which goes on after this; None if it was not called.
-    """
+    """Raised when a hook did not answer in its time. work: done when it has ended; None if it was not called."""
 
     def __init__(self, message: str, work: asyncio.Future[Any] | None = None) -> None:
         super().__init__(message)
@@ -46,9 +43,7 @@ async def call(what: str, hook: Callable[..., _T | Awaitable[_T]], *args: object
 async def call(what: str, hook: Callable[..., Any], *args: object, timeout: float) -> Any:
     """Call a plain or coroutine function with `args` and return what it returns.
 
-    what: the hook's name for messages, "reset of example.com/fpga". timeout: seconds after which the call is abandoned,
-    since a thread cannot be stopped.
-
+    what: the hook's name for messages, "reset of example.com/fpga". timeout: seconds after which the call is abandoned.
     Raises HookTimeoutError if it did not answer in time or too many before it still hang, HookError if it raised or
     returned what it should have awaited.
     """

@@ -26,10 +26,8 @@ class DuplicateDeviceError(ValueError):
 class Snapshot:
     """What is known at one moment.
 
-    version: 0 before the source's first list, then one more with each change.
-    devices: by id, in the source's order, the gone ones last.
-    gone: ids that the source lists no more.
-    identities: the tokens of what the devices are (`deviceplugin.identity`), as far as that is known.
+    version: 0 before the source's first list, then one more with each change. devices: by id, in the source's order,
+    the gone ones last. gone: ids that the source lists no more. identities: the devices' tokens, as far as known.
     """
 
     resource: str
@@ -47,10 +45,7 @@ class Snapshot:
 def merged(
     before: Snapshot, listed: Iterable[Device], identities: Mapping[str, frozenset[str]] = _NO_IDENTITIES
 ) -> Snapshot:
-    """Return the snapshot that follows when a source lists these devices; `before` if it is the same.
-
-    Raises DuplicateDeviceError if two devices have one id.
-    """
+    """Return the snapshot after a source has listed these; `before` if it is the same. Raises DuplicateDeviceError."""
     devices: dict[str, Device] = {}
     for device in listed:
         if device.id in devices:
@@ -111,28 +106,21 @@ class Inventory:
     """One resource's devices now; tells subscribers of every change. Belongs to one event loop."""
 
     def __init__(self, resource: str) -> None:
-        self._snapshot = Snapshot(resource)
+        self.snapshot = Snapshot(resource)
+        """The devices as of now."""
         self._subscribers: dict[object, Callable[[Snapshot], None]] = {}
 
     def __repr__(self) -> str:
-        now = self._snapshot
+        now = self.snapshot
         return f"<Inventory {now.resource} version {now.version}: {len(now.devices)} devices, {len(now.gone)} gone>"
 
-    @property
-    def snapshot(self) -> Snapshot:
-        """The devices as of now."""
-        return self._snapshot
-
     def publish(self, listed: Iterable[Device], identities: Mapping[str, frozenset[str]] = _NO_IDENTITIES) -> bool:
-        """Take a source's full list, and the devices' identities; return whether anything changed.
-
-        Raises DuplicateDeviceError if two devices have one id; the inventory stays as it was.
-        """
-        return self._replace(merged(self._snapshot, listed, identities))
+        """Take a full list; return whether anything changed. Raises DuplicateDeviceError, with nothing changed."""
+        return self._replace(merged(self.snapshot, listed, identities))
 
     def forget(self, ids: Iterable[str]) -> bool:
         """Drop those of the devices that are gone; return whether anything changed."""
-        return self._replace(without(self._snapshot, ids))
+        return self._replace(without(self.snapshot, ids))
 
     def subscribe(self, callback: Callable[[Snapshot], None]) -> Callable[[], None]:
         """Call `callback` with each newer snapshot, in the loop; return what ends it."""
@@ -141,9 +129,9 @@ class Inventory:
         return lambda: self._subscribers.pop(key, None) and None
 
     def _replace(self, snapshot: Snapshot) -> bool:
-        if snapshot is self._snapshot:
+        if snapshot is self.snapshot:
             return False
-        self._snapshot = snapshot
+        self.snapshot = snapshot
         for callback in tuple(self._subscribers.values()):
             callback(snapshot)
         return True

@@ -39,13 +39,13 @@ _MAX_VALUE: Final = 64
 _MAX_COUNTERS: Final = 32  # of one set, and of one set that a device consumes from
 
 _LABEL: Final = re.compile(r"[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?")
-_SUBDOMAIN: Final = re.compile(r"[a-z0-9]([-a-z0-9]*[a-z0-9])?(\.[a-z0-9]([-a-z0-9]*[a-z0-9])?)*")
+SUBDOMAIN: Final = r"[a-z0-9](?:[-a-z0-9]*[a-z0-9])?(?:\.[a-z0-9](?:[-a-z0-9]*[a-z0-9])?)*"
 _IDENTIFIER: Final = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
-_NAME: Final = re.compile(r"([A-Za-z0-9][-A-Za-z0-9_.]*)?[A-Za-z0-9]")
-_PRE: Final = r"(0|[1-9][0-9]*|[0-9]*[a-zA-Z-][0-9a-zA-Z-]*)"
-_SEMVER: Final = re.compile(
-    r"(0|[1-9][0-9]*)\.(0|[1-9][0-9]*)\.(0|[1-9][0-9]*)"
-    rf"(-{_PRE}(\.{_PRE})*)?(\+[0-9a-zA-Z-]+(\.[0-9a-zA-Z-]+)*)?"
+NAME: Final = r"[A-Za-z0-9](?:[-A-Za-z0-9_.]*[A-Za-z0-9])?"
+_PRE: Final = r"(?:0|[1-9][0-9]*|[0-9]*[a-zA-Z-][0-9a-zA-Z-]*)"
+SEMVER: Final = (
+    r"(?:0|[1-9][0-9]*)\.(?:0|[1-9][0-9]*)\.(?:0|[1-9][0-9]*)"
+    rf"(?:-{_PRE}(?:\.{_PRE})*)?(?:\+[0-9a-zA-Z-]+(?:\.[0-9a-zA-Z-]+)*)?"
 )
 _QUANTITY: Final = re.compile(
     r"(?P<sign>[+-]?)(?P<number>[0-9]+(\.[0-9]*)?|\.[0-9]+)(?P<suffix>[KMGTPE]i|[numkMGTPE]?|[eE][+-]?[0-9]{1,3})"
@@ -61,10 +61,7 @@ _HASH: Final = 10
 
 
 def parse_quantity(value: int | str) -> Fraction:
-    """Return the exact number that an int or a Kubernetes quantity such as "16Gi", "1.5" or "250m" stands for.
-
-    Raises NamingError if it is no quantity (apimachinery, pkg/api/resource).
-    """
+    """Return exactly what an int or a quantity ("16Gi", "250m"; apimachinery) stands for. Raises NamingError."""
     if isinstance(value, bool) or not isinstance(value, int | str):
         raise NamingError(f"must be an integer or a quantity such as 16Gi, not {value!r}")
     if isinstance(value, int):
@@ -93,7 +90,7 @@ def check_driver(name: str) -> None:
     """
     if len(name) > _MAX_DRIVER:
         raise NamingError(f"a driver's name has at most {_MAX_DRIVER} characters, {name!r} has {len(name)}")
-    if not _SUBDOMAIN.fullmatch(name):
+    if not re.fullmatch(SUBDOMAIN, name):
         raise NamingError(f"a driver's name must be a DNS name in lower case such as gpu.example.com, not {name!r}")
 
 
@@ -105,9 +102,9 @@ def check_resource(name: str) -> None:
     if "kubernetes.io/" in name or domain.startswith("requests."):
         raise NamingError(f"a resource's domain must be the vendor's own, not {domain!r}")
     # quota keeps it as requests.<name>, which must stay a qualified name of 253 + 1 + 63 characters
-    if len(domain) > 253 - len("requests.") or not _SUBDOMAIN.fullmatch(domain):
+    if len(domain) > 253 - len("requests.") or not re.fullmatch(SUBDOMAIN, domain):
         raise NamingError(f"a resource's domain must be a DNS name in lower case, not {domain!r}")
-    if len(last) > 63 or not _NAME.fullmatch(last):
+    if len(last) > 63 or not re.fullmatch(NAME, last):
         raise NamingError(
             f"a resource's name after the slash must be 1 to 63 letters, digits, '-', '_' and '.', not {last!r}"
         )
@@ -116,7 +113,7 @@ def check_resource(name: str) -> None:
 def check_attribute_name(name: str) -> None:
     """Raise NamingError unless this can name an attribute or capacity: identifier, or domain/identifier."""
     domain, slash, identifier = name.rpartition("/")
-    if slash and (len(domain) > _MAX_DRIVER or not _SUBDOMAIN.fullmatch(domain)):
+    if slash and (len(domain) > _MAX_DRIVER or not re.fullmatch(SUBDOMAIN, domain)):
         raise NamingError(
             f"the domain of {name!r} must be a DNS name in lower case of at most {_MAX_DRIVER} characters"
         )
@@ -140,7 +137,7 @@ def check_attribute(name: str, value: object) -> None:
         raise NamingError(f"attribute {name!r} must be a string, an integer, a boolean or a Version, not {value!r}")
     if len(value.encode()) > _MAX_VALUE:
         raise NamingError(f"attribute {name!r} has at most {_MAX_VALUE} bytes, not {value!r}")
-    if isinstance(value, Version) and not _SEMVER.fullmatch(value):
+    if isinstance(value, Version) and not re.fullmatch(SEMVER, value):
         raise NamingError(f"attribute {name!r} must be a semantic version such as 1.2.3, not {str(value)!r}")
 
 
@@ -253,10 +250,7 @@ def kept_qualifiers(kept: Mapping[str, str], resources: Iterable[str]) -> dict[s
 
 
 def published_names(words: Mapping[str, str], devices: Mapping[str, Iterable[str]]) -> dict[str, tuple[str, str]]:
-    """Return (resource, device id) by the name under which one driver publishes the device.
-
-    words: qualifiers by resource; devices of other resources have no name yet. devices: ids by resource.
-    """
+    """Return (resource, device id) by published name, for one driver. words: qualifiers of resources that have one."""
     return {
         device_name(one, words[resource]): (resource, one)
         for resource, ids in devices.items()

@@ -53,11 +53,7 @@ def _mistake(name: str, method: Any) -> str:
 
 
 def checked_list(kind: str, lists: object, listed: object) -> Sequence[Device]:
-    """Return what `watch` yielded as a tuple of devices.
-
-    kind: the name of the source's class. lists: the generator, of which the message names the line. Raises TypeError if
-    it is anything else than devices.
-    """
+    """Return the devices that `watch` yielded. Raises TypeError, with the line of the generator `lists`."""
     if isinstance(listed, Iterable) and not isinstance(listed, str | bytes):
         devices = tuple(listed)
         for device in devices:
@@ -79,7 +75,6 @@ def _instead(value: object) -> str:
 
 
 def _place(kind: str, lists: object) -> str:
-    """Return `Class.watch`, with file and line if the generator has them."""
     for attribute in ("gi_frame", "ag_frame"):
         if (frame := getattr(lists, attribute, None)) is not None:
             return f"{kind}.watch ({frame.f_code.co_filename}:{frame.f_lineno})"

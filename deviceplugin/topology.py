@@ -64,8 +64,7 @@ def _in_order(devices: Iterable[str]) -> list[str]:
 def preferred(available: Ids, must_include: Ids, size: int, score: Score, *, deadline: float = 0.25) -> list[str]:
     """Choose the `size` devices out of `available` that are closest together.
 
-    score: how close two devices are, by frozenset({a, b}), usually NVLinks x 100 plus the level of PCIe (see Link);
-    missing pairs have 0. Chosen is the set with
+    score: usually the number of NVLinks x 100 plus the level of PCIe (see Link). Chosen is the set with
 
     1. the highest total of its pairs' scores; among equals the one that leaves the best remainder:
     2. the highest total that the next request of this size can get, then the one after it, and so on until fewer than
@@ -388,10 +387,7 @@ class _Sets:
         return sorted(by_ids, key=lambda one: -self.totals[self.whole - one])
 
     def _best_left(self, ties: list[int], candidates: list[int], later: int, enough: int | None) -> list[int]:
-        """Return the ties that leave most for `later` requests, one after another; the first `enough` of them may do.
-
-        candidates: all sets of the requests' size.
-        """
+        """Return the ties that leave most for `later` requests; `enough` of them do. candidates: sets of the size."""
         sizes, size = self.sizes, self.sizes[candidates[0]]
         # What can be left, and a bit for each tie that leads there.
         remainders = {self.whole - tie: 1 << at for at, tie in enumerate(ties)}
@@ -477,8 +473,7 @@ def _highest(sets: list[int], totals: Sequence[int]) -> list[int]:
 def _approximate(matrix: Matrix, bonus: Sequence[int], missing: int, firsts: Collection[int], stop: float) -> list[int]:
     """Return a set with a high total that leaves a high total, found in a fixed number of steps.
 
-    Swaps improve several sets, each of one of `firsts` and the devices closest to it. stop: the latest end, by
-    perf_counter.
+    Until `stop` (perf_counter), swaps improve several sets, each of one of `firsts` and the devices closest to it.
     """
     degrees = [sum(row) for row in matrix]
     order = sorted(range(len(matrix)), key=lambda one: -bonus[one] - sum(heapq.nlargest(missing - 1, matrix[one])))

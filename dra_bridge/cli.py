@@ -21,7 +21,8 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
-from deviceplugin.cli import CommandError, CommandLine, count, import_rich, print_table
+from deviceplugin.cli import CommandError, CommandLine, import_rich, print_table
+from deviceplugin.device import counted
 from deviceplugin.node.options import add_config_options, lock_of
 from dra_bridge.node.options import add_kubeconfig, add_run_options, run_options
 
@@ -217,7 +218,7 @@ def _uninstall(options: argparse.Namespace) -> int:
     if not drivers:
         raise CommandError("dra-bridge uninstall: name a config file or a driver")
     removed, warning = _ask(options, remove)
-    print(count(removed, "slice"), "removed")
+    print(counted(removed, "slice"), "removed")
     if not options.node:
         annotations = " ".join(
             f"{driver}/{key}-" for driver in sorted(drivers) for key in ("dra-share", "dra-share-before")
@@ -278,9 +279,15 @@ def _config_of(file: Path) -> Config:
     import deviceplugin
     import dra_bridge
     from deviceplugin.config import Config, ResourceConfig
-    from deviceplugin.naming import NamingError, check_driver, check_resource
+    from deviceplugin.naming import check_resource
+    from deviceplugin.source_check import check_sources
 
     def run(*sources: DeviceSource, **_: object) -> None:
+        check_sources(sources)
+        for source in sources:
+            if not source.driver:
+                raise CommandError(f"{file}: {source!r} names no driver; set `driver`")
+            check_resource(source.resource)
         raise _Given(*sources)
 
     def run_alone(*_: object, **__: object) -> None:
@@ -290,14 +297,6 @@ def _config_of(file: Path) -> Config:
     try:
         runpy.run_path(str(file), run_name="__main__")
     except _Given as given:
-        for source in given.args:
-            if not source.driver:
-                raise CommandError(f"{file}: {source!r} names no driver; set `driver`") from given
-            try:
-                check_resource(source.resource)
-                check_driver(source.driver)
-            except NamingError as error:
-                raise CommandError(f"{file}: {error}") from error
         return Config(
             resources=tuple(ResourceConfig(name=one.resource, driver=one.driver, devices=()) for one in given.args)
         )

@@ -32,13 +32,13 @@ from dra_bridge.ledger import operations
 from dra_bridge.ledger.records import Side
 from dra_bridge.ledger.rules import Evidence
 from dra_bridge.ledger.worker import AsyncLedger
-from dra_bridge.node.bridge import Bridge
 from dra_bridge.rollout import fleet
 from dra_bridge.slices.desired import Offer, Pool
 from dra_bridge.slices.publisher import Publisher
 from dra_bridge.testing import scheduler
 from dra_bridge.testing.apiserver import FakeApiServer
 from dra_bridge.testing.node import FakeNode, Holding, overlaps
+from dra_bridge.testing.serving import device_class, serve_both
 
 DRIVER: Final = "gpu.example.com"
 NODE: Final = "node"
@@ -63,12 +63,7 @@ class Gpus(plugin_demo.Gpus):
 
 @contextlib.contextmanager
 def in_background(name: str, work: Callable[[], Coroutine[Any, Any, None]]) -> Iterator[None]:
-    """Run a coroutine in a thread and a loop of its own while the context lasts.
-
-    Raises:
-        DemoError: it ended by an error.
-
-    """
+    """Run a coroutine in a thread and a loop of its own while the context lasts. Raises DemoError if it has failed."""
     over = threading.Event()
     errors: list[Exception] = []
 
@@ -112,10 +107,6 @@ class Scene:
         """Return the variable in a pod's container, be it from the plugin or from a CDI file."""
         return self.node.edits_of(pod).env.get("GPU_VISIBLE_DEVICES", "")
 
-    def offered(self) -> int:
-        """Return how many devices the slices offer."""
-        return len(scheduler.offered(self.server.objects(), NODE))
-
     def wait(self, met: Callable[[], bool], what: str, why: Callable[[], str] = str) -> None:
         """Wait until something is so; why: what to add when it is not."""
         try:
@@ -148,18 +139,11 @@ class Scene:
 @contextlib.contextmanager
 def scene(printer: Printer) -> Iterator[Scene]:
     """Run a cluster of one node while the context lasts."""
-    selector = {"cel": {"expression": f'device.driver == "{DRIVER}"'}}
-    device_class = {
-        "apiVersion": "resource.k8s.io/v1",
-        "kind": "DeviceClass",
-        "metadata": {"name": DRIVER},
-        "spec": {"extendedResourceName": GPU, "selectors": [selector]},
-    }
     with (
         tempfile.TemporaryDirectory(prefix="dra-demo-", ignore_cleanup_errors=True) as directory,
         FakeApiServer() as server,
     ):
-        server.create(device_class)
+        server.create(device_class(GPU, DRIVER))
         with FakeNode(server, NODE) as node:
             yield Scene(printer, Path(directory), server, node)
 
@@ -169,9 +153,8 @@ async def plain_driver(scene: Scene, gpus: Gpus) -> None:
     inventory = Inventory(GPU)
     inventory.publish(gpus.devices)
     async_ledger = await AsyncLedger.open(str(scene.directory / "plain-driver.db"))
-    await async_ledger.do(
-        operations.reconcile_evidence(GPU, Evidence(), inventory.snapshot.devices, Side.DRA, time.time())
-    )
+    devices = inventory.snapshot.devices
+    await async_ledger.do(operations.reconcile_evidence(GPU, Evidence(), devices, Side.DRA, time.time()))
     async with Cluster.from_server(scene.server.url) as cluster:
         publisher = Publisher(cluster, NODE)
         publisher.want(Pool(DRIVER, NODE, (Offer(inventory.snapshot),)))
@@ -198,7 +181,7 @@ def naive(scene: Scene) -> None:
         event("pod", "; ".join(f"{pod.name} runs with {scene.device(pod, 'plugin')}" for pod in olds))
         stack.enter_context(in_background("plain driver", lambda: plain_driver(scene, gpus)))
         node.dra.wait_registered(DRIVER, timeout=TIMEOUT)
-        scene.wait(lambda: scene.offered() == 2, "the driver's slice")
+        scene.wait(lambda: len(scheduler.offered(scene.server.objects(), NODE)) == 2, "the driver's slice")
         event("driver", "a DRA driver is installed beside it, its slice offers gpu-0, gpu-1")
         new = node.start_pod("batch", {GPU: 1})
         check(new.phase == "Pending", "batch waits: both devices are taken")
@@ -220,10 +203,9 @@ def naive(scene: Scene) -> None:
             pod.delete(TIMEOUT)
 
 
-async def bridge(scene: Scene, gpus: Gpus) -> None:
-    """Be the bridge's agent, as `dra-bridge run` is."""
-    cluster = Cluster.from_server(scene.server.url)
-    await Bridge([gpus], {}, cluster, NODE, scene.node.paths, cdi_directory=str(scene.node.cdi), period=0.05).run()
+def bridge(scene: Scene) -> contextlib.AbstractContextManager[object]:
+    """Run the bridge's agent, as `dra-bridge run` does, while the context lasts."""
+    return serve_both(Gpus(4), scene.node, share="none", timeout=TIMEOUT, period=0.05)
 
 
 class Churn:
@@ -279,8 +261,6 @@ def move_devices(scene: Scene, count: int) -> tuple[float, float]:
     """Let the bridge move its devices; return from when to when pods churned."""
     node, event = scene.node, scene.printer.event
     node.wait_allocatable(GPU, count, TIMEOUT)
-    node.dra.wait_registered(DRIVER, timeout=TIMEOUT)
-    scene.wait(scene.settled, "the first slice")
     event("bridge", f"serves {', '.join(sorted(node.devices(GPU)))} on both sides; all are on the plugin's side")
     train = node.start_pod("train", {GPU: 1}).wait_running(TIMEOUT)
     held = scene.device(train, "plugin")
@@ -334,8 +314,7 @@ def timeline(holdings: Sequence[Holding], began: float, ended: float) -> list[tu
         line = ["."] * WIDTH
         own = [one for one in holdings if one.device == device]
         for one in own:
-            first = math.floor((one.begin - began) / step)
-            last = math.floor(((one.end or ended) - began) / step)
+            first, last = (math.floor((at - began) / step) for at in (one.begin, one.end or ended))
             for moment in range(max(0, first), min(WIDTH - 1, last) + 1):
                 line[moment] = one.side[0]
         sides = Counter(one.side for one in own)
@@ -346,7 +325,7 @@ def timeline(holdings: Sequence[Holding], began: float, ended: float) -> list[tu
 def bridged(scene: Scene) -> None:
     """Show the second part and prove that no device had two holders."""
     printer = scene.printer
-    with in_background("bridge", lambda: bridge(scene, Gpus(4))):
+    with bridge(scene):
         began, ended = move_devices(scene, 4)
     holdings = scene.node.holdings()
     printer.title("\nWhat held each device when (p: a pod through the plugin, c: a claim, .: nothing)")
@@ -360,10 +339,7 @@ def bridged(scene: Scene) -> None:
 
 
 def main(hold: bool = False, stream: TextIO | None = None) -> int:
-    """Run the demo; return the exit status: 0, or 1 if something was not as it should be.
-
-    hold: go on serving after that, until SIGINT or SIGTERM. stream: where it prints, stdout if None.
-    """
+    """Run the demo and return the exit status, as `deviceplugin.demo.main` does."""
 
     def scenario(printer: Printer) -> None:
         printer.title(
@@ -391,7 +367,7 @@ def serve_on(scene: Scene) -> None:
         "contexts": [{"name": "demo", "context": {"cluster": "demo", "user": "demo"}}],
     }
     kubeconfig.write_text(json.dumps({"apiVersion": "v1", "kind": "Config", "current-context": "demo", **named}))
-    with in_background("bridge", lambda: bridge(scene, Gpus(4))):
+    with bridge(scene):
         plugin_demo.wait_for_signal(
             scene.printer,
             "\nStill serving; Ctrl-C ends it. In another shell:",

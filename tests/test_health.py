@@ -362,7 +362,7 @@ async def test_first_look_that_takes_long_counts_when_it_is_over(
           devices: [{{path: "{tmp_path}/dev/*"}}]
           health: {{period: 3600, probe: {{command: [/bin/sh, -c, "{command}"], timeout: 300}}}}
     """
-    source = sources.build(config.parse(text).resources[0])
+    source = sources.ConfiguredSource(config.parse(text).resources[0])
     async with asyncio.timeout(60), aclosing(cast("Any", source.watch())) as lists:
         (slow,) = await anext(lists)
         assert slow.health is Health.UNKNOWN
@@ -406,7 +406,7 @@ async def test_configured_probe_withdraws_and_offers_again(tmp_path: Path, caplo
             failures: 2
             successes: 2
     """
-    source = sources.build(config.parse(text).resources[0])
+    source = sources.ConfiguredSource(config.parse(text).resources[0])
     async with asyncio.timeout(30), aclosing(cast("Any", source.watch())) as lists:
         first = await anext(lists)
         assert [device.health for device in first] == [Health.HEALTHY] * 2
@@ -429,7 +429,7 @@ async def test_device_that_is_broken_at_first_sight_is_never_offered(tmp_path: P
           devices: [{{path: "{tmp_path}/*"}}]
           health: {{probe: {{command: ["{sys.executable}", -c, "raise SystemExit(1)"]}}}}
     """
-    source = sources.build(config.parse(text).resources[0])
+    source = sources.ConfiguredSource(config.parse(text).resources[0])
     async with asyncio.timeout(30), aclosing(cast("Any", source.watch())) as lists:
         assert [device.health for device in await anext(lists)] == [Health.UNHEALTHY]
 
@@ -439,7 +439,7 @@ async def test_open_probe_of_a_path_opens_what_is_mounted(tmp_path: Path) -> Non
     node = tmp_path / "a"
     os.mkfifo(node)
     text = f"resources: [{{name: example.com/x, devices: [{{path: {node}}}], health: {{probe: open}}}}]"
-    source = sources.build(config.parse(text).resources[0])
+    source = sources.ConfiguredSource(config.parse(text).resources[0])
     assert stat.S_ISFIFO(node.stat().st_mode)
     async with asyncio.timeout(30), aclosing(cast("Any", source.watch())) as lists:
         assert [device.health for device in await anext(lists)] == [Health.HEALTHY]
@@ -457,7 +457,7 @@ async def test_all_probes_are_of_the_devices_own_nodes(tmp_path: Path) -> None:
           nodes: [/dev/tty]
           health: {{period: 1, failures: 1, probe: {{command: [/bin/sh, -c, "{command}"]}}}}
     """
-    source = sources.build(config.parse(text).resources[0])
+    source = sources.ConfiguredSource(config.parse(text).resources[0])
     async with asyncio.timeout(30), aclosing(cast("Any", source.watch())) as lists:
         assert [device.health for device in await anext(lists)] == [Health.HEALTHY]
         assert [device.health for device in await anext(lists)] == [Health.UNHEALTHY]
@@ -475,6 +475,6 @@ async def test_missing_host_directory_of_a_mount_makes_no_device_unhealthy(tmp_p
           mounts: [{{host: "{tmp_path}/missing", container: /opt/missing}}]
           health: {{probe: open}}
     """
-    source = sources.build(config.parse(text).resources[0])
+    source = sources.ConfiguredSource(config.parse(text).resources[0])
     async with asyncio.timeout(30), aclosing(cast("Any", source.watch())) as lists:
         assert [device.health for device in await anext(lists)] == [Health.HEALTHY]

@@ -1,8 +1,4 @@
-"""The user's file: YAML to frozen, typed values, or errors that say where and what would be right.
-
-`types` holds the file format and its JSON schema, `reader` reads a file, `lock` is what a file may name. gRPC is not
-imported.
-"""
+"""The user's YAML file as frozen, typed values, or errors that say where and what would be right; without gRPC."""
 
 from deviceplugin.config.document import MAX_BYTES, ConfigError
 from deviceplugin.config.lock import OPEN, Lock, needed

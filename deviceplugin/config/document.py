@@ -44,11 +44,7 @@ class Problem(NamedTuple):
 class ConfigError(ValueError):
     """Raised when a config file cannot be used.
 
-    Attributes:
-        file: the file's name as it was given.
-        problems: all that were found, in the order of their lines; at least one.
-        line, path, message: those of the first problem.
-
+    file: its name as it was given. problems: all, at least one, by line. line, path, message: those of the first.
     """
 
     def __init__(self, file: str, problems: list[Problem]) -> None:

@@ -67,10 +67,7 @@ class Reader:
         self._merging: set[int] = set()
 
     def read(self, node: yaml.Node, info: Any, path: str) -> Any:
-        """Return a node's value as this type has it, or _BAD with the problem reported.
-
-        It raises ConfigError where the file has too many values or problems to go on.
-        """
+        """Return a node's value, or _BAD with the problem reported. Raises ConfigError: too many values or problems."""
         self._count(node)
         options = _options(info)
         what, value = document.kind(node), document.scalar_text(node)
@@ -229,7 +226,6 @@ def _options(info: Any, advice: _Advice = None) -> _Options:
 
 
 def _expected(options: _Options) -> str:
-    """Return what a value of one of these types is."""
     return any_of(map(_described, (info for info, _ in options.values())))
 
 
@@ -275,7 +271,6 @@ def _mismatch(node: yaml.Node, options: _Options) -> str:
 
 
 def _place_below(path: str, key: str) -> str:
-    """Return the place of a key's value in the mapping at `path`."""
     return f"{path}.{key}" if re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", key) else f'{path}["{key[:80]}"]'
 
 

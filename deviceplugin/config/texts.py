@@ -11,24 +11,19 @@ from typing import Final
 
 from msgspec import Meta
 
+from deviceplugin import naming
+from deviceplugin.naming import NAME, SUBDOMAIN
+
 MAX_TEXT: Final = 131_071
 """Characters of one text; Linux passes no longer variable or argument to a program (MAX_ARG_STRLEN)."""
 MAX_PATH: Final = 4095
 """Characters of a path (PATH_MAX without its NUL), and of everything that does not say otherwise."""
 
-_LABEL = r"[a-z0-9](?:[-a-z0-9]*[a-z0-9])?"
-_SUBDOMAIN = rf"{_LABEL}(?:\.{_LABEL})*"
-_NAME = r"[A-Za-z0-9](?:[-A-Za-z0-9_.]*[A-Za-z0-9])?"
-_QUALIFIED = rf"(?:(?=[^/]{{1,253}}/){_SUBDOMAIN}/)?(?=[^/]{{1,63}}$){_NAME}"
+_QUALIFIED = rf"(?:(?=[^/]{{1,253}}/){SUBDOMAIN}/)?(?=[^/]{{1,63}}$){NAME}"
 _STEP = r"/(?!\.{1,2}(?:/|$))[^/\x00]+"
 # A bracket that is not closed would match itself (fnmatch); it is a mistake far more often than that.
 _CLASS = r"\[(?:![^/\x00]|[^!/\x00])[^\]/\x00]*\]"
 _GLOB_STEP = rf"/(?!\.{{1,2}}(?:/|$))(?:[^/\x00\[]|{_CLASS})+"
-_SEMVER = (
-    r"(?:0|[1-9]\d*)\.(?:0|[1-9]\d*)\.(?:0|[1-9]\d*)"
-    r"(?:-(?:0|[1-9]\d*|\d*[a-zA-Z-][0-9a-zA-Z-]*)(?:\.(?:0|[1-9]\d*|\d*[a-zA-Z-][0-9a-zA-Z-]*))*)?"
-    r"(?:\+[0-9a-zA-Z-]+(?:\.[0-9a-zA-Z-]+)*)?"
-)
 
 
 def _text(
@@ -38,10 +33,7 @@ def _text(
     longest: int = MAX_PATH,
     examples: list[str] | None = None,
 ) -> Meta:
-    """Return the form of a text.
-
-    advice: what is wrong with a text of another form, and what would be right; {!r} stands for that text.
-    """
+    """Return the form of a text. advice: what is wrong with another text ({!r}), and what would be right."""
     advise = advice.format if isinstance(advice, str) else advice
     return Meta(
         pattern=f"^{pattern}$", max_length=longest, description=description, examples=examples, extra={"advice": advise}
@@ -59,7 +51,7 @@ def _resource_name_advice(name: str) -> str:
         return f"{name!r} is not an extended resource's name: it has no vendor domain; {like}"
     if domain.endswith("kubernetes.io"):
         return f"names under {domain} belong to Kubernetes, the kubelet refuses them; {like}"
-    if not re.fullmatch(_SUBDOMAIN, domain) or len(domain) > 244:
+    if not re.fullmatch(SUBDOMAIN, domain) or len(domain) > 244:
         return (
             f"the vendor domain {domain!r} is not a DNS name: lower-case letters, digits, '-' and '.', "
             f"244 characters at the most; {like}"
@@ -105,13 +97,13 @@ def _pattern_advice(pattern: str) -> str:
 
 
 RESOURCE_NAME = _text(
-    rf"(?!requests\.)(?![^/]*kubernetes\.io/)(?=[^/]{{1,244}}/[^/]{{1,63}}$){_SUBDOMAIN}/{_NAME}",
+    rf"(?!requests\.)(?![^/]*kubernetes\.io/)(?=[^/]{{1,244}}/[^/]{{1,63}}$){SUBDOMAIN}/{NAME}",
     _resource_name_advice,
     "The extended resource that pods ask for in their limits: a vendor domain, a slash, a name.",
     examples=["example.com/serial", "example.com/gpu"],
 )
 DRIVER_NAME = _text(
-    _SUBDOMAIN,
+    SUBDOMAIN,
     "{!r} is not a DRA driver's name: a DNS name in lower case, such as gpu.example.com",
     "The DRA driver through which claims find the same devices (dra-bridge); a DNS name.",
     longest=63,
@@ -151,7 +143,7 @@ CDI_NAME = _text(
     examples=["example.com/nic=nic0"],
 )
 ATTRIBUTE_NAME = _text(
-    rf"(?:(?=[^/]{{1,63}}/){_SUBDOMAIN}/)?[A-Za-z_][A-Za-z0-9_]{{0,31}}",
+    rf"(?:(?=[^/]{{1,63}}/){SUBDOMAIN}/)?[A-Za-z_][A-Za-z0-9_]{{0,31}}",
     "{!r} is not the name of an attribute or capacity: a letter or '_', then letters, digits and '_', "
     "32 at the most, with or without a domain before it, such as model or example.com/model",
     "A name of resource.k8s.io: an identifier of 32 characters, with or without a domain.",
@@ -164,7 +156,7 @@ QUANTITY = _text(
     examples=["16Gi", "500m"],
 )
 SEMVER = _text(
-    _SEMVER,
+    naming.SEMVER,
     "{!r} is not a semantic version; write major.minor.patch, such as 1.2.0",
     "A semantic version.",
     longest=64,

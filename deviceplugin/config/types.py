@@ -2,7 +2,6 @@
 
 A new kind of device is one more field of `DeviceEntry`, and a case in `deviceplugin.sources.configured.build_entry`.
 A class's description in the schema is set as `__doc__`: `python -OO`, which the image runs, removes docstrings.
-These are values only; nothing here reads devices.
 """
 
 from __future__ import annotations
@@ -24,7 +23,6 @@ Pattern = Annotated[str, texts.PATTERN]
 
 
 def _about(description: str, examples: list[Any] | None = None) -> Meta:
-    """Return the description of a key, as the JSON schema has it."""
     return Meta(description=description, examples=examples)
 
 

@@ -53,9 +53,8 @@ class PodProcesses:
 class PodReader:
     """Reads which pods' processes may run: from cgroups, or from pod directories if no cgroups are visible. Blocks.
 
-    cgroups: the host's `/sys/fs/cgroup`. believe_checkpoint: if no cgroups are visible, no pod counts as running: the
-    checkpoint alone decides. A device plugin alone may do so: the kubelet itself gives its devices away on no other
-    evidence.
+    cgroups: the host's `/sys/fs/cgroup`. believe_checkpoint: without visible cgroups no pod counts as running. A device
+    plugin alone may do so: the kubelet itself gives its devices away by the checkpoint and no other evidence.
     """
 
     def __init__(self, kubelet_root: Path, cgroups: Path, *, believe_checkpoint: bool) -> None:
@@ -105,10 +104,7 @@ class PodReader:
 
 
 def pod_cgroups(root: Path, own: str = "") -> PodProcesses | None:
-    """Return which pods' cgroups have a process, and which have none; None if this kubelet's cgroups are not visible.
-
-    Knows v1 and v2, cgroupfs and systemd drivers. own: the UID of the pod that this process runs in; "" if none.
-    """
+    """Return which pods' cgroups have a process, and which none; None if not visible. own: the own pod's UID or ""."""
     found: dict[str, bool] = {}
     try:
         trees = _trees(str(root))

@@ -48,10 +48,7 @@ class PreparedClaim:
 
 
 def parse(text: bytes) -> tuple[PreparedClaim, ...]:
-    """Read `{"Data": "<JSON>", "Checksum": crc32 of Data}` (kubelet 1.36, cm/dra/state/checkpoint.go).
-
-    Raises ClaimStateError: it is not such a file, or the checksum does not match.
-    """
+    """Read `{"Data": JSON, "Checksum": its crc32}` (kubelet 1.36, dra/state/checkpoint.go); raise ClaimStateError."""
     try:
         outer = json.loads(text)
         data = outer["Data"]
@@ -63,24 +60,22 @@ def parse(text: bytes) -> tuple[PreparedClaim, ...]:
 
 
 def _claim(entry: Mapping[str, Any]) -> PreparedClaim:
-    devices: dict[str, frozenset[tuple[str, str, str]]] = {}
+    devices: dict[str, set[tuple[str, str, str]]] = {}
     cdi_ids: set[str] = set()
     requests: set[tuple[str, str, str]] = set()
     for driver, state in (entry["DriverState"] or {}).items():
-        listed = state["Devices"] or ()
-        devices[str(driver)] = frozenset(
-            (str(one["PoolName"]), str(one["DeviceName"]), str(one.get("ShareID") or "")) for one in listed
-        )
-        for one in listed:
+        own = devices.setdefault(str(driver), set())
+        for one in state["Devices"] or ():
+            name = str(one["DeviceName"])
+            own.add((str(one["PoolName"]), name, str(one.get("ShareID") or "")))
             cdi_ids.update(map(str, one.get("CDIDeviceIDs") or ()))
-            names = one.get("RequestNames") or ("",)
-            requests.update((str(driver), str(request), str(one["DeviceName"])) for request in names)
+            requests.update((str(driver), str(request), name) for request in one.get("RequestNames") or ("",))
     return PreparedClaim(
         str(entry["ClaimUID"]),
         str(entry["Namespace"]),
         str(entry["ClaimName"]),
         frozenset(map(str, entry["PodUIDs"] or ())),
-        devices,
+        {driver: frozenset(own) for driver, own in devices.items()},
         frozenset(cdi_ids),
         frozenset(requests),
     )

@@ -143,10 +143,7 @@ class Stream:
 
 
 class ListStreams:
-    """The ListAndWatch calls of one resource.
-
-    lines: returns the list as it is to be sent now, None before the first one. begun: streams so far.
-    """
+    """ListAndWatch calls of a resource. lines: returns the list now, None before the first. begun: streams so far."""
 
     def __init__(self, resource: str, lines: Callable[[], tuple[Entry, ...] | None]) -> None:
         self.begun = 0
@@ -184,10 +181,7 @@ class ListStreams:
         return max(at for at, _ in shown), frozenset().union(*(ids for _, ids in shown))
 
     def healthy(self) -> frozenset[str] | None:
-        """Return the ids that are Healthy in the list that was sent last or in the one to be sent next.
-
-        None as of `shown`.
-        """
+        """Return the ids that are Healthy in the list sent last or in the one to be sent next; None as of `shown`."""
         if (shown := self.shown()) is None:
             return None
         return shown[1].union(line.name for line in self._lines() or () if line.healthy)

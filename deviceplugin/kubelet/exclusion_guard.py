@@ -49,10 +49,6 @@ class ServedDevices(Protocol):
         """Return the device of one of the kubelet's ids."""
 
 
-async def _nothing() -> None:
-    pass
-
-
 async def _tokens_now(devices: Mapping[_K, Device]) -> dict[_K, Tokens]:
     """Return what devices are now, by the same keys; in a thread if that may block."""
 
@@ -186,7 +182,7 @@ class ExclusionGuard:
         gate: AllocationGate | None = None,
         allocated: Callable[[], Mapping[Key, Granted]] = dict,
         *,
-        reread: Callable[[], Awaitable[None]] = _nothing,
+        reread: Callable[[], Awaitable[None]] = lambda: asyncio.sleep(0),
         orphaned: Callable[[], Mapping[Key, Tokens]] = dict,
     ) -> None:
         self.boot: Final = identity.boot_id()
@@ -356,10 +352,7 @@ class ExclusionGuard:
         return {one for key in keys for one in (key, *self.listed.now().peers(key))}
 
     async def verify(self, keys: Iterable[Key]) -> None:
-        """Wait for `released` hooks, and check that devices are what they were listed as.
-
-        Raises ConflictError: one is not, or `released` still works on it.
-        """
+        """Wait for `released` hooks, and check that devices are what they were listed as. Raises ConflictError."""
         keys = tuple(keys)
         await self.releases.wait(keys)
         for resource, served in tuple(self.listed.served().items()):  # a reload may drop one meanwhile
@@ -400,10 +393,7 @@ class ExclusionGuard:
         self._subscribers.append(callback)
 
     def notify(self, *, scanned: bool = False) -> None:
-        """Tell the subscribers if other devices may be offered than before; called after any change.
-
-        scanned: `allocated` is newer than all that was granted.
-        """
+        """Tell the subscribers if other devices may be offered now. scanned: `allocated` is newer than all grants."""
         if scanned:
             served, allocated = self.listed.served().keys(), set(self._allocated())
             allocated |= {(name, device_of(one, 2)) for name, one in allocated}

@@ -12,20 +12,18 @@ import base64
 import functools
 import json
 from collections.abc import Mapping
-from typing import Final, NamedTuple
+from typing import NamedTuple
 
 from google.protobuf.message import DecodeError
 
 from deviceplugin.identity import Tokens, numbers_of
 from deviceplugin.wire import deviceplugin_pb2 as pb
 
-_NONE: Final[Tokens] = frozenset()
-
 
 class Granted(NamedTuple):
     """What a device was when it was granted. shared: its holder may not have it alone."""
 
-    tokens: Tokens = _NONE
+    tokens: Tokens = frozenset()
     shared: bool = False
 
 

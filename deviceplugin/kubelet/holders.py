@@ -9,13 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from types import MappingProxyType
-from typing import Any, Final, NamedTuple
+from typing import Final, NamedTuple
 
 from deviceplugin.kubelet.cgroups import PodProcesses
 from deviceplugin.kubelet.checkpoint import Allocation, Checkpoint
 
-_NONE: Final[Mapping[Any, Any]] = MappingProxyType({})
 WELL_APART: Final = 4.0
 """Seconds between the two checkpoints after which a grant whose container no checkpoint names is over."""
 
@@ -53,7 +51,7 @@ class HolderSnapshot:
 
     at: float = 0.0
     awake: bool = False
-    held: Mapping[Allocation, Holding] = field(default_factory=lambda: _NONE)
+    held: Mapping[Allocation, Holding] = field(default_factory=dict)
     registered: Mapping[str, frozenset[str]] | None = None
     problem: str = ""
 

@@ -14,6 +14,7 @@ import math
 import os
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
@@ -88,42 +89,32 @@ def _numbers(node: Mapping[str, Any]) -> Tokens:
     return numbers_of([node.get("hostPath") or node["path"]])
 
 
+@dataclass(eq=False)
 class OrphanedClaims:
-    """The claims of drivers that are not served, by the kubelet's claim state.
+    """The claims of drivers other than `served()`, by the kubelet's claim state. fresh: see `FRESH`."""
 
-    served: returns the drivers that are. fresh: seconds for which the file is not looked at again.
-    """
-
-    def __init__(
-        self,
-        kubelet_root: Path,
-        served: Callable[[], Collection[str]] = tuple,
-        cdi_directory: str = cdi.DIRECTORY,
-        *,
-        fresh: float = FRESH,
-    ) -> None:
-        self._root = kubelet_root
-        self._plugins = kubelet_root / "plugins"
-        self._served = served
-        self._cdi_directory = cdi_directory
-        self._fresh = fresh
-        self._looked_at = -math.inf
-        self._read: tuple[FileIdentity | None, tuple[PreparedClaim, ...] | ClaimStateError] = None, ()
-        self._version: tuple[object, frozenset[str]] = (None, frozenset())
-        """The claims and the served drivers from which the two below were made."""
-        self._names: dict[str, str] = {}
-        self._nodes: dict[Key, Tokens] = {}
+    kubelet_root: Path
+    served: Callable[[], Collection[str]] = tuple
+    cdi_directory: str = cdi.DIRECTORY
+    fresh: float = FRESH
+    _looked_at: float = field(default=-math.inf, init=False)
+    _file: FileIdentity | None = field(default=None, init=False)
+    _claims: tuple[PreparedClaim, ...] | ClaimStateError = field(default=(), init=False)
+    _version: tuple[object, frozenset[str]] = field(default=(None, frozenset()), init=False)
+    """The claims and the served drivers from which the two below were made."""
+    _names: dict[str, str] = field(default_factory=dict, init=False)
+    _nodes: dict[Key, Tokens] = field(default_factory=dict, init=False)
 
     def holder(self, resource: str, device: str, driver: str | None) -> str:
         """Return who holds a device through a driver that is not served, or why that is not known; "" if nobody does.
 
         driver: the one that the resource's configuration names.
         """
-        claims = self._current()
+        claims, plugins = self._current(), self.kubelet_root / "plugins"
         if isinstance(claims, ClaimStateError):
             # A kubelet without Dynamic Resource Allocation has none; then no driver ever had a directory there.
             may_hold = not isinstance(claims, ClaimStateMissingError) or (
-                driver is not None and (not os.path.isdir(self._plugins) or os.path.isdir(self._plugins / driver))
+                driver is not None and (not os.path.isdir(plugins) or os.path.isdir(plugins / driver))
             )
             return f"it is not known whether a claim holds it: {claims}" if may_hold else ""
         if not self._names:
@@ -145,21 +136,22 @@ class OrphanedClaims:
     def _current(self) -> tuple[PreparedClaim, ...] | ClaimStateError:
         """Return the claims, or why they cannot be read; read the file if it has changed."""
         now = time.monotonic()
-        if now - self._looked_at >= self._fresh:
+        if now - self._looked_at >= self.fresh:
             self._looked_at = now
-            file = file_identity(self._root / claim_state.FILE_NAME)
-            if file is None or self._read[0] != file:
+            file = file_identity(self.kubelet_root / claim_state.FILE_NAME)
+            if file is None or self._file != file:
+                self._file = file
                 try:
-                    self._read = file, claim_state.read(self._root)
+                    self._claims = claim_state.read(self.kubelet_root)
                 except ClaimStateError as error:
-                    self._read = file, error
-        claims, served = self._read[1], frozenset(self._served())
+                    self._claims = error
+        claims, served = self._claims, frozenset(self.served())
         if isinstance(claims, ClaimStateError) or (self._version[0] is claims and self._version[1] == served):
             return claims
         nodes: dict[Key, Tokens] = {}
         for claim in claims:
             others = claim.devices.keys() - served
-            if others and (tokens := nodes_of(claim, served, self._cdi_directory)):
+            if others and (tokens := nodes_of(claim, served, self.cdi_directory)):
                 key = ", ".join(sorted(others)), f"claim {claim.title}"
                 nodes[key] = nodes.get(key, frozenset()) | tokens
         if nodes != self._nodes:
@@ -171,8 +163,7 @@ class OrphanedClaims:
 class OrphanedClaimGate(AllowAll):
     """An allocation gate for resources that this process serves to pods only: it withholds what such claims hold.
 
-    holder: returns which claim of others holds a device, or may, in words; "" if none. reread: called before a grant;
-    what `holder` returns then is as of after it.
+    holder: returns which claim of others holds a device, or may, in words; "" if none. reread: has it look anew.
     """
 
     def __init__(self, holder: Callable[[str, str], str], reread: Callable[[], None] = lambda: None) -> None:
@@ -182,14 +173,12 @@ class OrphanedClaimGate(AllowAll):
 
     def _holder(self, resource: str, device: str) -> str:
         holder = self._holder_of(resource, device)
-        before = self._withheld.get((resource, device), "")
+        before, extra = self._withheld.get((resource, device), ""), {"resource": resource, "device": device}
         if holder and holder != before:
             self._withheld[resource, device] = holder
-            extra = {"resource": resource, "device": device}
             _LOG.warning("%s: device %s is withheld from pods: %s", resource, device, holder, extra=extra)
         elif before and not holder:
             del self._withheld[resource, device]
-            extra = {"resource": resource, "device": device}
             _LOG.info("%s: device %s is offered to pods again", resource, device, extra=extra)
         return holder
 

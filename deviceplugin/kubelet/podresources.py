@@ -20,7 +20,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final
 from urllib.parse import quote
 
-import grpc
 import grpc.aio
 
 from deviceplugin.wire import podresources_pb2 as pb

@@ -27,7 +27,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
-import grpc
 import grpc.aio
 
 from deviceplugin import filewatch
@@ -69,11 +68,10 @@ def socket_name(resource: str, directory: str, instance: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Seen:
-    """What is seen at one moment.
+    """What is seen at one moment. ready: there is a list to serve.
 
     kubelet: kubelet.sock. served: the own socket is in its place. live: a ListAndWatch is open. listened: one was since
     the last Register that succeeded. registered: the kubelet.sock of that Register. since: seconds since then.
-    ready: there is a list to serve.
     """
 
     kubelet: FileIdentity | None
@@ -295,10 +293,7 @@ class Registration:
         endpoint.inventory.subscribe(lambda snapshot: self.wake())
 
     async def run(self) -> None:
-        """Serve and register until cancelled, then drain and remove the own socket.
-
-        Raises RegistrationError: the resource cannot be served.
-        """
+        """Serve and register until cancelled, then drain and remove the own socket. Raises RegistrationError."""
         try:
             with filewatch.shared().watch([str(self._kubelet.parent)]) as watch:
                 self.wake = watch.wake
@@ -422,10 +417,7 @@ class Registration:
     async def _answered(
         self, call: asyncio.Task[pb.Empty], watch: filewatch.Watch, kubelet: FileIdentity | None
     ) -> bool:
-        """Wait for the answer to Register; return False as soon as another kubelet, or none, is at the socket.
-
-        Raises grpc.aio.AioRpcError: the answer is an error.
-        """
+        """Wait for Register's answer, or raise AioRpcError; return False once another kubelet or none is there."""
         try:
             while file_identity(self._kubelet) == kubelet:
                 hint = asyncio.create_task(watch.wait(self._timing.poll))

@@ -11,7 +11,6 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Final, TypeVar
 
-import grpc
 import grpc.aio
 
 from deviceplugin import hooks

@@ -301,8 +301,7 @@ class HolderTracker:
 class CheckpointReader:
     """Reads the kubelet's checkpoint, has it written anew, and remembers what devices were when they were granted.
 
-    A list that is sent again makes the kubelet write the checkpoint (kubelet 1.36, devicemanager/manager.go). This is
-    done several times in a row, because a file may be older than the one that it replaces (`holders.shows_present`).
+    A list that is sent again makes the kubelet write the checkpoint (kubelet 1.36, devicemanager/manager.go).
     request: sends the list of devices once more; returns whether the kubelet listens to any resource.
     known: returns the allocations that count as held; what their devices were is remembered.
     """

@@ -1,7 +1,6 @@
 """The Prometheus metrics of an agent, and the routes of its HTTP server. Loaded only when metrics are wanted.
 
-Each scrape turns a view into families. Nothing is counted here, and no registry of the process is used; `process_*` is
-what the client library reads of this process.
+Each scrape turns a view into families; nothing is counted here. `process_*` is what the client library reads.
 """
 
 from __future__ import annotations
@@ -12,7 +11,7 @@ import logging
 import sys
 import threading
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any, Final
 
@@ -45,71 +44,71 @@ OPEN_METRICS: Final = "application/openmetrics-text"
 HEALTHS: Final = ("healthy", "unhealthy", "unknown")
 WITHHELD: Final = ("excluded", "held", "unknown")
 STATES: Final = ("plugin", "to-dra", "dra", "to-plugin", "quarantined")
-
-
-_GAUGES: Final = {
-    # The name after `deviceplugin_`: labels, help.
-    "devices": (
-        "resource side state health",
-        "Devices by side and state of the handover (from the ledger) and health (from their source)",
-    ),
-    "device_health": (
-        "resource device health",
-        "1 for the current health of the device, 0 for the others (from its source)",
-    ),
-    "devices_gone": ("resource", "Devices that their source no longer lists but that may still be held"),
-    "devices_withheld": (
-        "resource reason",
-        "Devices that are offered to nobody: excluded by what is held elsewhere, held by processes of their former "
-        "pod, or unknown because evidence is missing (from the kubelet's files and pod cgroups); /status says more",
-    ),
-    "device_replicas": ("resource device", "Containers that may share the device (from its source)"),
-    "device_state": (
-        "resource device state",
-        "1 for the current handover state of the device, 0 for the others (from the ledger)",
-    ),
-    "device_state_since_timestamp_seconds": (
-        "resource device",
-        "Unix time at which the device entered its handover state (from the ledger)",
-    ),
-    "holders_known": ("", "1 while the kubelet's checkpoint was read lately; at 0 the holders are unknown"),
-    "device_holders": ("resource device", "Containers and unused claims that hold the device; 0 if it is free"),
-    "registered": ("resource", "1 while the resource is registered with the kubelet"),
-    "kubelet_listening": ("resource", "1 while the kubelet follows the list of devices"),
-    "source_up": ("resource", "1 while the source of the devices works, 0 after it failed"),
-    "source_listed": ("resource", "1 once the source has listed its devices"),
-    "measured": ("resource", "1 while the source's measure hook reports the load of its devices"),
-    "provider_up": ("name", "1 while another part of the agent reports its status"),
+_FAMILIES: Final[Mapping[Callable[..., Metric], Mapping[str, tuple[str, str]]]] = {
+    GaugeMetricFamily: {
+        "devices": (
+            "resource side state health",
+            "Devices by side and state of the handover (from the ledger) and health (from their source)",
+        ),
+        "device_health": (
+            "resource device health",
+            "1 for the current health of the device, 0 for the others (from its source)",
+        ),
+        "devices_gone": ("resource", "Devices that their source no longer lists but that may still be held"),
+        "devices_withheld": (
+            "resource reason",
+            "Devices that are offered to nobody: excluded by what is held elsewhere, held by processes of their former "
+            "pod, or unknown because evidence is missing (from the kubelet's files and pod cgroups); /status says more",
+        ),
+        "device_replicas": ("resource device", "Containers that may share the device (from its source)"),
+        "device_state": (
+            "resource device state",
+            "1 for the current handover state of the device, 0 for the others (from the ledger)",
+        ),
+        "device_state_since_timestamp_seconds": (
+            "resource device",
+            "Unix time at which the device entered its handover state (from the ledger)",
+        ),
+        "holders_known": ("", "1 while the kubelet's checkpoint was read lately; at 0 the holders are unknown"),
+        "device_holders": ("resource device", "Containers and unused claims that hold the device; 0 if it is free"),
+        "registered": ("resource", "1 while the resource is registered with the kubelet"),
+        "kubelet_listening": ("resource", "1 while the kubelet follows the list of devices"),
+        "source_up": ("resource", "1 while the source of the devices works, 0 after it failed"),
+        "source_listed": ("resource", "1 once the source has listed its devices"),
+        "measured": ("resource", "1 while the source's measure hook reports the load of its devices"),
+        "provider_up": ("name", "1 while another part of the agent reports its status"),
+    },
+    CounterMetricFamily: {
+        "kubelet_double_allocations": (
+            "",
+            "Devices that the kubelet gave to several pods at once (kubernetes#137534); must stay 0",
+        ),
+        "registrations": ("resource", "Registrations that the kubelet accepted"),
+        "registration_failures": ("resource", "Registrations that the kubelet did not accept"),
+        "kubelet_restarts": ("resource", "Restarts of the kubelet that the agent noticed"),
+        "lists_sent": ("resource", "Lists of devices sent to the kubelet"),
+        "allocations": ("resource", "Allocate calls granted by the plugin"),
+        "allocated_devices": ("resource", "Devices granted by Allocate, each replica counted"),
+        "allocation_refusals": ("resource reason", "Allocate calls refused by the plugin, by reason"),
+        "hook_failures": ("resource hook", "Calls of the source's hooks that failed or timed out"),
+    },
+    SummaryMetricFamily: {
+        "preferred_allocation_duration_seconds": ("resource", "Time to answer GetPreferredAllocation"),
+        "hook_duration_seconds": ("resource hook", "Time that the source's hooks took, by hook"),
+    },
+    InfoMetricFamily: {
+        "build": ("version python", "Version of the agent, and of the Python that runs it"),
+        "allocation": (
+            "resource device side namespace pod container claim",
+            "Holder of a device, one series per holder (from the kubelet's checkpoint and PodResources service, and "
+            "the ledger)",
+        ),
+    },
+    HistogramMetricFamily: {
+        "allocation_duration_seconds": ("resource", "Time to answer Allocate, refusals included"),
+    },
 }
-_COUNTERS: Final = {
-    "kubelet_double_allocations": (
-        "",
-        "Devices that the kubelet gave to several pods at once (kubernetes#137534); must stay 0",
-    ),
-    "registrations": ("resource", "Registrations that the kubelet accepted"),
-    "registration_failures": ("resource", "Registrations that the kubelet did not accept"),
-    "kubelet_restarts": ("resource", "Restarts of the kubelet that the agent noticed"),
-    "lists_sent": ("resource", "Lists of devices sent to the kubelet"),
-    "allocations": ("resource", "Allocate calls granted by the plugin"),
-    "allocated_devices": ("resource", "Devices granted by Allocate, each replica counted"),
-    "allocation_refusals": ("resource reason", "Allocate calls refused by the plugin, by reason"),
-    "hook_failures": ("resource hook", "Calls of the source's hooks that failed or timed out"),
-}
-_SUMMARIES: Final = {
-    "preferred_allocation_duration_seconds": ("resource", "Time to answer GetPreferredAllocation"),
-    "hook_duration_seconds": ("resource hook", "Time that the source's hooks took, by hook"),
-}
-_INFOS: Final = {
-    "build": ("version python", "Version of the agent, and of the Python that runs it"),
-    "allocation": (
-        "resource device side namespace pod container claim",
-        "Holder of a device, one series per holder (from the kubelet's checkpoint and PodResources service, and the "
-        "ledger)",
-    ),
-}
-_HISTOGRAMS: Final = {
-    "allocation_duration_seconds": ("resource", "Time to answer Allocate, refusals included"),
-}
+"""By name after `deviceplugin_`: labels, help."""
 _ABSENT_IF_EMPTY: Final = ("device_state", "device_state_since_timestamp_seconds", "measured", "provider_up")
 
 
@@ -124,13 +123,7 @@ class AgentCollector:
         """Yield the families as of now."""
         view = self._view()
         families: dict[str, Any] = {}
-        for make, table in (
-            (GaugeMetricFamily, _GAUGES),
-            (CounterMetricFamily, _COUNTERS),
-            (SummaryMetricFamily, _SUMMARIES),
-            (InfoMetricFamily, _INFOS),
-            (HistogramMetricFamily, _HISTOGRAMS),
-        ):
+        for make, table in _FAMILIES.items():
             for name, (labels, about) in table.items():
                 families[name] = make(f"deviceplugin_{name}", about, labels=labels.split())
 

@@ -8,15 +8,13 @@ its load many times. Join `deviceplugin_allocation_info` for those.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING, Final, NamedTuple
+from typing import Final, NamedTuple
 
 from prometheus_client.metrics_core import GaugeMetricFamily, Metric, UnknownMetricFamily
 
+from deviceplugin.metrics.load import Value
 from deviceplugin.metrics.page import node_name
-
-if TYPE_CHECKING:
-    from deviceplugin.metrics.load import Value
-    from deviceplugin.metrics.views import DeviceView, View
+from deviceplugin.metrics.views import DeviceView, View
 
 MIB: Final = 1024 * 1024
 

@@ -11,14 +11,11 @@ import math
 import re
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 from deviceplugin import hooks
-
-if TYPE_CHECKING:
-    from deviceplugin.device import Device
-    from deviceplugin.source import DeviceSource
+from deviceplugin.device import Device
+from deviceplugin.source import DeviceSource
 
 _LOG: Final = logging.getLogger(__name__)
 STALE: Final = 2.5  # periods after which a reading is too old
@@ -59,25 +56,16 @@ TAKEN: Final = frozenset({"health", "holders", "replicas", "state", "state_since
 """The names after `deviceplugin_device_` of other metrics, which a source must not give."""
 
 Value = float | dict[str, float]  # one number, or numbers by the value of the quantity's label
-
-
-@dataclass(frozen=True, slots=True)
-class Reading:
-    """The values of one call of `measure`: device id -> quantity -> value. at: monotonic seconds."""
-
-    values: Mapping[str, Mapping[str, Value]]
-    at: float
+Reading = Mapping[str, Mapping[str, Value]]
+"""The values of one call of `measure`: device id -> quantity -> value."""
 
 
 class MeasureError(Exception):
     """Raised when `measure` returned something else than numbers by device id and quantity."""
 
 
-def checked(measured: object, devices: Sequence[Device]) -> Mapping[str, Mapping[str, Value]]:
-    """Return what a source measured of these devices, without what is None or not finite.
-
-    Raises MeasureError if it is not a mapping of mappings, or a name cannot be a metric's or is another one's.
-    """
+def checked(measured: object, devices: Sequence[Device]) -> Reading:
+    """Return what a source measured of these devices, without what is None or not finite. Raises MeasureError."""
     if not isinstance(measured, Mapping):
         raise MeasureError(f"it returned {type(measured).__name__}, not numbers by device id and quantity")
     found: dict[str, Mapping[str, Value]] = {}
@@ -129,16 +117,14 @@ class Gauge:
         self.seconds = 0.0
         self.error = ""
         self._period = period
-        self._reading: Reading | None = None
+        self._reading: tuple[Reading, float] | None = None  # the last one, and when it was taken (monotonic seconds)
         self._hanging: asyncio.Future[Any] | None = None  # done when the call that did not answer in time has ended
 
     @property
     def reading(self) -> Reading | None:
         """The last reading; None if there is none or it is too old."""
-        reading = self._reading
-        if reading is None or time.monotonic() - reading.at > self._period * STALE:
-            return None
-        return reading
+        values, at = self._reading or (None, 0.0)
+        return values if time.monotonic() - at <= self._period * STALE else None
 
     async def take(self, devices: Sequence[Device]) -> None:
         """Measure once; a failure is logged once, and there is no reading then."""
@@ -156,7 +142,7 @@ class Gauge:
         timeout = min(self.source.hook_timeout, max(self._period, 1.0))
         try:
             measured = await hooks.call(what, self.source.measure, devices, timeout=timeout)
-            self._reading = Reading(checked(measured, devices), time.monotonic())
+            self._reading = checked(measured, devices), time.monotonic()
         except MeasureError as error:
             self._failed(f"{what}: {error}")
         except hooks.HookError as error:
@@ -179,10 +165,7 @@ class Gauge:
 
 
 async def measure_for_ever(gauges: Callable[[], Sequence[tuple[Gauge, Sequence[Device]]]], period: float) -> None:
-    """Take readings at a period, of all sources side by side: a slow one delays no other.
-
-    A source whose devices have just been listed is measured at once.
-    """
+    """Take readings at a period, of all sources side by side; at once where devices have just been listed."""
     loop = asyncio.get_running_loop()
     running: dict[Gauge, asyncio.Task[None]] = {}
     due: dict[Gauge, float] = {}

@@ -11,14 +11,14 @@ import string
 import time
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 import msgspec
 
-if TYPE_CHECKING:
-    from deviceplugin.metrics.load import Value
-    from deviceplugin.metrics.report import Event, ShareProgress
-    from deviceplugin.metrics.views import DeviceView, ResourceView, View
+from deviceplugin.device import counted
+from deviceplugin.metrics.load import Value
+from deviceplugin.metrics.report import Event, ShareProgress
+from deviceplugin.metrics.views import DeviceView, ResourceView, View
 
 SHOWN_ATTENTION: Final = 10  # devices that are named above the tables
 SHOWN_HOLDERS: Final = 4  # holders of one device that are shown at once; the others on demand
@@ -193,7 +193,7 @@ def _share(share: ShareProgress) -> str:
 
 
 def _section(one: ResourceView, view: View) -> str:
-    text = f"{len(one.devices)} device{'' if len(one.devices) == 1 else 's'}"
+    text = counted(len(one.devices))
     if one.status.replicas > 1:
         text += f" for up to {one.status.replicas} containers each"
     if view.holders_known:

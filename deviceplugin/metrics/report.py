@@ -56,11 +56,10 @@ class Event:
 
 @dataclass(frozen=True)
 class ProviderReport:
-    """The report of one moment.
+    """The report of one moment. unready: reasons, in words.
 
-    families: of prometheus-client. status: for /status, made of what JSON knows. unready: reasons, in words.
-    locations: by (resource, device id). qualifiers: by resource, of the names under which devices are published.
-    shares: by resource.
+    families: of prometheus-client. status: for /status, made of what JSON knows. locations: by (resource, device id).
+    qualifiers: by resource, of the names under which devices are published. shares: by resource.
     """
 
     families: Sequence[Metric] = ()

@@ -13,9 +13,14 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Final, Protocol
+from typing import Final, Protocol
 
-from deviceplugin import inventory
+from deviceplugin import inventory, naming
+from deviceplugin.device import Device
+from deviceplugin.inventory import Inventory
+from deviceplugin.kubelet.podresources import Holder
+from deviceplugin.kubelet.servicer import Endpoint
+from deviceplugin.kubelet.status import ResourceStatus, Status, Withheld
 from deviceplugin.metrics import load
 from deviceplugin.metrics.report import (
     DEFAULT_LOCATION,
@@ -27,14 +32,7 @@ from deviceplugin.metrics.report import (
     ShareProgress,
 )
 from deviceplugin.sharing import device_of
-
-if TYPE_CHECKING:
-    from deviceplugin.device import Device
-    from deviceplugin.inventory import Inventory
-    from deviceplugin.kubelet.podresources import Holder
-    from deviceplugin.kubelet.servicer import Endpoint
-    from deviceplugin.kubelet.status import ResourceStatus, Status, Withheld
-    from deviceplugin.source import DeviceSource
+from deviceplugin.source import DeviceSource
 
 _LOG: Final = logging.getLogger(__name__)
 HOLDERS_STALE: Final = 60.0  # seconds after the kubelet's checkpoint was read from which on holders are unknown
@@ -85,10 +83,7 @@ class DeviceHolder:
 
 @dataclass(frozen=True, slots=True)
 class DeviceView:
-    """One device as of now.
-
-    replicas: how many containers may share it. withheld: why the agent offers it to nobody, None if it offers it.
-    """
+    """One device as of now. replicas: how many containers may share it. withheld: why the agent offers it to nobody."""
 
     device: Device
     gone: bool
@@ -112,10 +107,9 @@ class ResourceView:
 
 @dataclass(frozen=True, slots=True)
 class View:
-    """Everything at one moment; at: Unix seconds.
+    """Everything at one moment; at: Unix seconds. unready: why the agent is not ready.
 
-    holders_known: whether the kubelet's checkpoint was read lately. providers: their reports by name.
-    silent: why a provider has none, by its name. unready: why the agent is not ready.
+    holders_known: the kubelet's checkpoint was read lately. providers: reports by name. silent: why others have none.
     """
 
     at: float
@@ -298,14 +292,14 @@ class Observer:
         share: ShareProgress | None,
     ) -> ResourceView:
         gauge = self._gauges.get(one.resource)
-        reading = gauge.reading if gauge is not None else None
+        reading = (gauge.reading if gauge is not None else None) or {}
         devices = (
             DeviceView(
                 device,
                 name in one.snapshot.gone,
                 locations.get((one.resource, name), DEFAULT_LOCATION),
                 holders.get((one.resource, name), ()),
-                reading.values.get(name, {}) if reading is not None else {},
+                reading.get(name, {}),
                 self._replicas(one, device),
                 one.withheld.get(name),
             )
@@ -349,8 +343,6 @@ class Observer:
 
     def _published_names(self, reports: Mapping[str, ProviderReport]) -> Mapping[tuple[str, str], tuple[str, str]]:
         """Return (resource, device id) by (driver, the device's name in slices)."""
-        from deviceplugin import naming  # only where there are claims
-
         qualifiers = {name: word for report in reports.values() for name, word in report.qualifiers.items()}
         by_driver: dict[str, dict[str, ObservedService]] = defaultdict(dict)
         for resource, service in list(self._agent.services.items()):

@@ -75,6 +75,7 @@ class _Rendering(NamedTuple):
         return time.monotonic() - self.at < lifetimes * self.lifetime
 
 
+@dataclass(eq=False)
 class Route:
     """A page whose answers are shared by all clients for a while.
 
@@ -85,34 +86,28 @@ class Route:
     credentials are needed. lock: routes with the same lock render one after the other.
     """
 
-    def __init__(
-        self,
-        render: Callable[[Any], Answer],
-        *,
-        key: Callable[[Request], Hashable] = lambda request: None,
-        public: bool = False,
-        lock: threading.Lock | None = None,
-    ) -> None:
-        self.public = public
-        self._render = render
-        self._key = key
-        self._lock = lock or threading.Lock()
+    render: Callable[[Any], Answer]
+    key: Callable[[Request], Hashable] = lambda request: None
+    public: bool = False
+    lock: threading.Lock = field(default_factory=threading.Lock)
+    _renderings: dict[tuple[Hashable, bool], _Rendering] = field(default_factory=dict, init=False)
+
+    def __post_init__(self) -> None:
         self._waiting = threading.BoundedSemaphore(MAX_WAITING)
-        self._renderings: dict[tuple[Hashable, bool], _Rendering] = {}
 
     def answer(self, request: Request) -> Answer:
         """Return the answer to a request, compressed if the client takes that."""
-        key = (self._key(request), gzip_accepted(request.headers.get("accept-encoding", "")))
+        key = (self.key(request), gzip_accepted(request.headers.get("accept-encoding", "")))
         found = self._renderings.get(key)
         if found is not None and found.is_fresh(1):
             return found.answer
-        if not self._lock.acquire(blocking=False):
+        if not self.lock.acquire(blocking=False):
             if found is not None and found.is_fresh(2):
                 return found.answer
             if not self._waiting.acquire(blocking=False):
                 return Answer(b"too many clients wait for this page\n", status=503, headers={"Retry-After": "1"})
             try:
-                self._lock.acquire()
+                self.lock.acquire()
             finally:
                 self._waiting.release()
         try:
@@ -122,11 +117,11 @@ class Route:
                 found = self._renderings[key] = self._rendered(*key)
             return found.answer
         finally:
-            self._lock.release()
+            self.lock.release()
 
     def _rendered(self, key: Hashable, packed: bool) -> _Rendering:
         began = time.thread_time()
-        answer = self._render(key)
+        answer = self.render(key)
         if packed and len(answer.body) > SMALL:
             body = gzip.compress(answer.body, 1)
             answer = replace(answer, body=body, headers={**answer.headers, "Content-Encoding": "gzip"})
@@ -134,10 +129,7 @@ class Route:
 
 
 def listen(address: str) -> socket.socket:
-    """Return a socket that listens at the address; without a host, on all addresses of both families.
-
-    Raises OSError if the address is in use, not this machine's, or none at all.
-    """
+    """Return a socket that listens at the address; without a host, at all, IPv4 and IPv6. Raises OSError."""
     host, port = parse_address(address)
     if not host:
         host, family = ("::", socket.AF_INET6) if socket.has_dualstack_ipv6() else ("0.0.0.0", socket.AF_INET)  # noqa: S104
@@ -275,8 +267,6 @@ class Limits:
 
 @dataclass(slots=True, eq=False)
 class _Client:
-    """A connection."""
-
     sock: socket.socket
     thread: threading.Thread
     since: float  # when the server began to wait for the client, inf while it does not

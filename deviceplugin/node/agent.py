@@ -15,7 +15,6 @@ from deviceplugin.kubelet.podresources import AllocationsInFlight, PodResources
 from deviceplugin.kubelet.registration import Timing
 from deviceplugin.kubelet.status import Status
 from deviceplugin.kubelet.tracker import HolderTracker
-from deviceplugin.naming import NamingError
 from deviceplugin.node.options import Paths
 from deviceplugin.node.scanning import HolderScanner
 from deviceplugin.node.service import Service, ServiceContext, Supervisor
@@ -53,10 +52,7 @@ class Agent:
         believe_checkpoint: bool = True,
         orphaned: Callable[[], Mapping[Key, Tokens]] = dict,
     ) -> None:
-        try:
-            check_sources(sources)
-        except (TypeError, NamingError) as error:
-            raise AgentError(str(error)) from error
+        check_sources(sources)
         names = [source.resource for source in sources]
         if twice := sorted({name for name in names if names.count(name) > 1}):
             raise AgentError(f"two sources for one resource: {', '.join(twice)}")
@@ -110,11 +106,7 @@ class Agent:
         )
 
     async def run(self, before_end: Callable[[], Awaitable[None]] | None = None) -> None:
-        """Serve until `stop`, then drain and clean up.
-
-        before_end: awaited when the agent is to stop, while its resources are still its own. Raises AgentError if a
-        resource cannot be served on this node at all.
-        """
+        """Serve until `stop`, await `before_end`, drain and clean up. Raises AgentError: one cannot be served."""
         self._accept_stop()
         if not self._stopped.is_set():
             await self.tracker.start()

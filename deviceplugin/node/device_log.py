@@ -42,10 +42,9 @@ class InventoryLog:
 
 
 class HolderLog:
-    """Logs which pods got devices and gave them back, as scans find it out.
+    """Logs which pods got devices and gave them back, as scans find it out; what the first scan finds was held before.
 
     title: returns a pod's name by its UID, or the UID while it is not known.
-    What it is called with first was held before.
     """
 
     def __init__(self, title: Callable[[str], str]) -> None:

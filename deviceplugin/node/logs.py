@@ -19,10 +19,7 @@ _STANDARD: Final = frozenset(logging.makeLogRecord({}).__dict__) | {"message", "
 
 
 def setup(format: Format = "text", level: str = "info", stream: TextIO | None = None) -> None:  # noqa: A002
-    """Make the root logger write to `stream` (standard error), and nothing else.
-
-    Raises ValueError if there is no such format or level.
-    """
+    """Make the root logger write to `stream` (standard error) only. Raises ValueError: no such format or level."""
     if format not in FORMATS or level not in LEVELS:
         raise ValueError(f"logs are {' or '.join(FORMATS)}, at {', '.join(LEVELS)}; not {format!r} at {level!r}")
     stream = stream or sys.stderr

@@ -17,9 +17,8 @@ from typing import TYPE_CHECKING, Final
 from deviceplugin import filewatch
 from deviceplugin.kubelet.orphaned_claims import OrphanedClaimGate, OrphanedClaims
 from deviceplugin.node.agent import Agent, AgentError
-from deviceplugin.node.options import Paths
+from deviceplugin.node.options import Paths, parse_run
 from deviceplugin.source import DeviceSource
-from deviceplugin.source_check import check_sources
 
 if TYPE_CHECKING:
     from deviceplugin.config import Config, Lock
@@ -57,7 +56,7 @@ class File:
         """Return new sources of the file's resources."""
         from deviceplugin import sources
 
-        return [sources.build(resource, self.lock) for resource in self.config.resources]
+        return [sources.ConfiguredSource(resource, self.lock) for resource in self.config.resources]
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,12 +77,8 @@ def run(*sources: DeviceSource, argv: Sequence[str] | None = None) -> None:
     """Serve these sources until SIGTERM or SIGINT; what the last line of an author's file calls.
 
     The command line (or `argv`) has options; see `--help`. Ends the process with status 1 if the node cannot be served.
-
     Raises TypeError if something is no source, NamingError if a source's resource or driver cannot be one.
     """
-    from deviceplugin.node.options import parse_run
-
-    check_sources(sources)
     options = parse_run(argv)
     address = options.metrics_address
     status = serve(lambda: _plugin(sources, options.paths, address), metrics_address=address)
@@ -208,7 +203,9 @@ async def _reload(take: Take, file: File) -> File:
         wanted = await asyncio.to_thread(config.load, path, file.lock)
         before: Mapping[str, Hashable] = {resource.name: resource for resource in current.resources}
         after = {resource.name: resource for resource in wanted.resources}
-        changed = {name: sources.build(one, file.lock) for name, one in after.items() if before.get(name) != one}
+        changed = {
+            name: sources.ConfiguredSource(one, file.lock) for name, one in after.items() if before.get(name) != one
+        }
     except Exception as error:  # whatever is wrong with it, what runs goes on
         _LOG.error("the config file was not taken, everything goes on as it was:\n%s", error)
         return file

@@ -45,8 +45,7 @@ class HolderScanner:
     """Scans from time to time while holders matter, and soon after a grant.
 
     also_awaited: returns (resource, the kubelet's id) that matter as what observers await does. wanted: set when a scan
-    should come soon. period: seconds between two scans. always: scan also while nothing is held or awaited. observers:
-    to be added to.
+    should come soon. period: seconds between two scans. always: scan also while nothing is held or awaited.
     """
 
     services: Mapping[str, Service]
@@ -63,11 +62,7 @@ class HolderScanner:
         self.log = ScanLog(self.tracker)
 
     async def scan(self, wanted: Collection[tuple[str, str]] | None = None) -> HolderSnapshot | None:
-        """Find the holders of all devices now, pass them to services and observers, and return them.
-
-        wanted: (resource, the kubelet's device id) of which is asked whether they are free (`HolderTracker.scan`).
-        None is returned if an own Allocate came in between: then the result proves nothing.
-        """
+        """Find the holders now (`HolderTracker.scan`), pass them to services and observers, and return them."""
         async with self._scanning:
             remembered = [(observer, observer.before_scan()) for observer in self.observers]
             now = await self.tracker.scan(wanted)

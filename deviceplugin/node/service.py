@@ -36,8 +36,7 @@ _LOG: Final = logging.getLogger(__name__)
 class ServiceContext:
     """What all services of a node share.
 
-    plugins: the device plugin directory. turn: held while a resource registers. timing: waits of the registration.
-    wake_scan: has a scan for holders come soon.
+    plugins: the device plugin directory. turn: held while a resource registers. wake_scan: has a scan come soon.
     """
 
     plugins: Path
@@ -55,6 +54,7 @@ class Service:
 
     def __init__(self, source: DeviceSource, context: ServiceContext) -> None:
         self.source = source
+        self.resource = source.resource
         self.inventory = Inventory(source.resource)
         self.inventory.subscribe(InventoryLog(source.resource))
         self.follower = SourceFollower(source, self.inventory, self._take_source, self._adopt_existing)
@@ -80,11 +80,6 @@ class Service:
         """Ids that pods have from before this process began, and whose devices are not listed yet."""
         self._forgettable: tuple[frozenset[str], frozenset[str]] = (frozenset(), frozenset())
         """Gone devices and legacy ids as of the last scan."""
-
-    @property
-    def resource(self) -> str:
-        """The resource's name."""
-        return self.source.resource
 
     async def run(self) -> None:
         """Serve until cancelled. Raises RegistrationError if that is not possible on this node at all."""

@@ -43,11 +43,6 @@ OPEN_TIMEOUT: Final = 5.0
 """Seconds in which a device's nodes must open."""
 
 
-def build(resource: ResourceConfig, lock: Lock = OPEN) -> ConfiguredSource:
-    """Return the source of a resource's devices; what `lock` forbids is left out."""
-    return ConfiguredSource(resource, lock)
-
-
 def build_entry(resource: ResourceConfig, index: int) -> DeviceSource:
     """Return the source of one of a resource's entries. NVML is loaded if needed."""
     entry, permissions = resource.devices[index], resource.permissions
@@ -74,10 +69,7 @@ def build_entry(resource: ResourceConfig, index: int) -> DeviceSource:
 
 
 def overlaps(resources: Iterable[ResourceConfig]) -> list[str]:
-    """Return a sentence for each pair of ids, of one resource or two, whose paths are one device now. Blocks.
-
-    And for the paths of each resource that are not device nodes.
-    """
+    """Return a sentence for each pair of ids that are one device now, and on paths that are no device nodes. Blocks."""
     owners: dict[str, tuple[str, str]] = {}
     configured: dict[str, ResourceConfig] = {}
     known: dict[tuple[str, str], identity.Tokens] = {}
@@ -214,10 +206,9 @@ class ConfiguredSource(DeviceSource):
         return answers
 
     async def child_sources(self) -> AsyncIterator[Sequence[DeviceSource]]:
-        """Yield the sources of further resources that its entries bring along: partitions by profile.
+        """Yield the sources of further resources that its entries bring along: partitions by profile, for pods alone.
 
-        They have no driver and serve pods alone. A driver publishes devices under names made from its resources, so
-        a resource that joins later would rename devices that are allocated.
+        A driver publishes devices under names made from its resources; one that joins later would rename devices.
         """
         domain = self.resource.partition("/")[0]
         built: dict[str, DeviceSource] = {}
@@ -415,7 +406,6 @@ def _names(device: Device) -> list[str]:
 
 
 def _words(device: Device) -> list[str]:
-    """Return the product's name and its words."""
     products = [str(device.attributes[key]) for key in ("productName", "product", "model") if key in device.attributes]
     return [word for product in products for word in (product, *re.findall(r"[A-Za-z0-9]+", product))]
 

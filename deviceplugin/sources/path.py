@@ -61,10 +61,7 @@ def numa_of(mode: int, rdev: int, sysfs: str = "/sys") -> int | None:
 
 @dataclass(frozen=True, slots=True)
 class _Match:
-    """A path that a glob matches, and the host's path that it led to at the last scan.
-
-    seen: a hash of its status. identity: its token (`deviceplugin.identity`).
-    """
+    """A path that a glob matches, and where it led to last. seen: a hash of its status. identity: its token."""
 
     alias: str
     host: str
@@ -114,11 +111,8 @@ class PathSource(ScannedSource):
     are there. Where the globs match unequal numbers, paths whose wildcards match the same text (video1 and audio1)
     belong together, and the rest is left out.
 
-    Args:
-        globs: absolute paths; `*`, `?` and `[abc]` match within one directory.
-        permissions, resource, rescan: as of `ScannedSource`.
-        sysfs: the directory of sysfs.
-
+    globs: absolute paths; `*`, `?` and `[abc]` match within one directory. sysfs: its directory. The others: as of
+    `ScannedSource`.
     """
 
     def __init__(

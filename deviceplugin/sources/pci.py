@@ -26,8 +26,6 @@ VFIO: Final = "vfio-pci"
 
 @dataclass(frozen=True, slots=True)
 class _Function:
-    """A PCI function as sysfs has it."""
-
     address: str
     directory: str
     vendor: str
@@ -38,10 +36,7 @@ class _Function:
 
 
 class PciSource(sysfs.SysfsSource[PciConfig]):
-    """The PCI devices that a filter lets through; ids are their addresses, 0000:3b:00.0.
-
-    The variable with the addresses is named after `resource`.
-    """
+    """The PCI devices that a filter lets through; ids are addresses, 0000:3b:00.0. `resource` names their variable."""
 
     BUS = "pci"
     IDS = sysfs.ids_files("pci", "pciutils")

@@ -33,11 +33,8 @@ class Scan:
 class ScannedSource(DeviceSource):
     """Devices that a scan finds: at once, after a change in a watched directory, and now and then without one.
 
-    Args:
-        permissions: what a container may do with the device nodes, of r, w and m.
-        resource: the resource's name, where the source is used by itself or a hook needs it.
-        rescan: seconds, give or take a fifth, after which it scans again without a hint.
-
+    permissions: what a container may do with the nodes, of r, w and m. resource: its name, where the source is used by
+    itself or a hook needs it. rescan: seconds, give or take a fifth, after which it scans again without a hint.
     """
 
     SETTLE: ClassVar[float] = 0.0
@@ -56,7 +53,6 @@ class ScannedSource(DeviceSource):
         return scan.devices
 
     def _scan(self) -> Scan:
-        """Scan once; blocks."""
         raise NotImplementedError
 
     async def watch(self) -> AsyncIterator[Sequence[Device]]:

@@ -18,15 +18,8 @@ _LOG: Final = logging.getLogger(__name__)
 class SimulatedSource(DeviceSource):
     """Devices sim-0, sim-1, ..., spread over NUMA nodes in blocks.
 
-    Args:
-        count: number of devices at the beginning.
-        numa: number of NUMA nodes; None leaves the devices' NUMA nodes unknown.
-        unhealthy_file: a file that names the unhealthy ones, an id a line and, after a space, the reason;
-            lines that begin with # are comments. It is watched, and may be missing.
-        prefix: first part of the ids.
-        resource: the resource's name, where the source is used by itself.
-        rescan: seconds after which the file is read again without a hint.
-
+    count: devices at the beginning. numa: NUMA nodes; None leaves them unknown. unhealthy_file: as in the config file,
+    with comments after #. resource: its name, where used by itself. rescan: seconds until the file is read anew.
     """
 
     def __init__(

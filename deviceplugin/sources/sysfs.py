@@ -29,12 +29,8 @@ _NamesById = dict[tuple[str, str], tuple[str | None, str | None]]
 class SysfsSource(ScannedSource, Generic[_Filter]):
     """The devices of one bus that a filter lets through.
 
-    Args:
-        wanted: the filter; a field that is None allows any value.
-        permissions, resource, rescan: as of `ScannedSource`.
-        sysfs_root, dev: directories of sysfs and of the device nodes.
-        ids: files with the names of vendors and products; the first that exists counts.
-
+    wanted: the filter; a field that is None allows any value. sysfs_root, dev: directories of sysfs and device nodes.
+    ids: files with the names of vendors and products; the first that exists counts. The others: as of `ScannedSource`.
     """
 
     BUS: ClassVar[str]

@@ -33,8 +33,6 @@ _Plugged = tuple[str, str, str, str]
 
 @dataclass(frozen=True, slots=True)
 class _Usb:
-    """A USB device as sysfs has it."""
-
     port: str
     directory: str
     node: str

@@ -35,14 +35,14 @@ class ClusterClaims:
         """Write this driver's entries of `status.devices`, until the server drops or refuses them."""
         if self._status_refused:
             return
+        name, namespace = claim.name, claim.namespace
         for _ in range(3):
-            now = await self.get_claim(claim.namespace, claim.name)
+            now = await self.get_claim(namespace, name)
             if now is None or now["metadata"]["uid"] != claim.uid:
                 return
             others = [entry for entry in now.get("status", {}).get("devices") or () if entry["driver"] != driver]
             metadata = {"uid": claim.uid, "resourceVersion": now["metadata"]["resourceVersion"]}
             patch = {"metadata": metadata, "status": {"devices": [*others, *devices]}}
-            name, namespace = claim.name, claim.namespace
             try:
                 made = await self._api.patch(kube.RESOURCE_CLAIMS, name, patch, namespace, subresource="status")
             except kube.ConflictError:

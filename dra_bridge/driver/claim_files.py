@@ -104,9 +104,8 @@ class ClaimFiles:
     async def keep(self) -> None:
         """Write CDI files again soon after they were removed, until cancelled.
 
-        Without its file a container cannot be restarted, and the kubelet prepares a claim only once.
-        Returns when the directory was deleted on the host while it is mounted here: this mount shows the deleted one
-        even if the host has another one in its place.
+        Without its file a container cannot be restarted, and the kubelet prepares a claim only once. Returns when the
+        directory was deleted on the host while it is mounted here: this mount shows the deleted one ever after.
         """
         backoff = Backoff(first=1.0, most=60.0)
         with filewatch.shared().watch([os.path.realpath(self._store.directory)]) as watch:

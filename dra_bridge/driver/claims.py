@@ -156,10 +156,8 @@ def decoded_config(config_type: type[_T] | None, config: Sequence[Config], reque
     """Return the parameters of one request, decoded strictly.
 
     Fields of the claim override fields of the class. `apiVersion` and `kind` are allowed; any other field that the type
-    does not know is an error.
-
-    config_type: None if the driver takes no parameters. config: this driver's, class before claim. request: as the
-    allocation names it, with its subrequest ("gpu/big").
+    does not know is an error. config_type: None if the driver takes no parameters. config: this driver's, class before
+    claim. request: as the allocation names it, with its subrequest ("gpu/big").
 
     Raises ClaimError, which names the field: unknown, missing, of a wrong type, or with a value that is refused.
     """

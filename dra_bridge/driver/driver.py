@@ -38,20 +38,14 @@ async def _no_pods() -> RunningPods:
 class Driver:
     """One DRA driver of this node. Belongs to one event loop.
 
-    Args:
-        pool: the pool's name, which is the node's.
-        async_ledger: the ledger, which drivers of one process may share.
-        deadline: seconds for one claim.
-        patience: seconds for a call; what is not done then is an error in the answer, and it goes on.
-        report: whether to write `status.devices` of claims, which costs a GET and a PATCH for each.
-        boot: identifies the node's boot; None: as the kernel does.
-        changed: called after claims came or went.
-        ready: whether a device (resource, id) may be given to claims yet.
-        running_pods: records in the ledger which pods use which claims, and returns the pods whose processes run.
-        qualifiers: returns those of resources in the names of published devices; a resource without one has no
-            published devices yet.
-        guard: keeps devices that are one thing, or parts of one, from holders that exclude each other.
-
+    pool: the pool's name, which is the node's. async_ledger: may be shared by drivers. deadline: seconds for one claim.
+    patience: seconds for a call; what is not done then is an error in the answer, and it goes on. report: whether to
+    write `status.devices` of claims, which costs a GET and a PATCH for each. boot: identifies the node's boot; None: as
+    the kernel does. changed: called after claims came or went. ready: whether a device (resource, id) may be given to
+    claims yet. running_pods: records in the ledger which pods use which claims, and returns the pods whose processes
+    run. qualifiers: returns those of resources in the names of published devices; a resource without one has no
+    published devices yet. guard: keeps devices that are one thing, or parts of one, from holders that exclude each
+    other.
     """
 
     def __init__(
@@ -119,16 +113,8 @@ class Driver:
                 if pool == self.pool and name in ids and name not in seen
             }
             if shares:
-                yield ClaimEvidence(
-                    self.name,
-                    claim.uid,
-                    frozenset(shares),
-                    prepared=True,
-                    namespace=claim.namespace,
-                    name=claim.name,
-                    pods=claim.pod_uids,
-                    shares=shares,
-                )
+                names = claim.namespace, claim.name, claim.pod_uids
+                yield ClaimEvidence(self.name, claim.uid, frozenset(shares), True, *names, shares)
 
     def cdi_evidence(self, resource: str) -> list[ClaimEvidence]:
         """Return the evidence of prepared claims' CDI files about devices of one resource (R8). Blocks to read them."""

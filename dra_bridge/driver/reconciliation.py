@@ -48,16 +48,15 @@ class ClaimReconciler:
         "rewritten" and "removed", their CDI files; "unknown", nothing, since it is not known whether they are over.
         """
         uids: dict[str, list[str]] = {}
+        turns = asyncio.Semaphore(16)
 
         async def reconcile_one(claim: Claim) -> None:
-            async with self.records.locked(claim.uid):
+            async with turns, self.records.locked(claim.uid):
                 done = await self._reconcile_one(claim.uid, frozenset(named), pods, frozenset(unlisted))
             if done:
                 uids.setdefault(done, []).append(claim.uid)
 
-        claims = self.records.all()
-        for batch in (claims[at : at + 16] for at in range(0, len(claims), 16)):
-            await asyncio.gather(*map(reconcile_one, batch))
+        await asyncio.gather(*map(reconcile_one, self.records.all()))
         for uid in await self.files.claims() if sweep else ():
             if self.records.get(uid) is None and uid not in self.preparation.preparing.values() and uid not in named:
                 async with self.records.locked(uid):

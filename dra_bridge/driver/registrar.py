@@ -4,17 +4,15 @@ The kubelet finds a driver by a socket in `plugins_registry/`, asks there for it
 answers whether it accepted it (NotifyRegistrationStatus, 5 s), and then calls the service's own socket. A driver has
 nothing to call: it can only have the socket there, and put a new one there when something went wrong.
 
-Facts (kubelet 1.36.3, pluginmanager): the watcher takes every socket that does not begin with a
-dot, also those it finds at its start, and passes them to a reconciler that runs once a second. A
-failed registration is tried again by the kubelet, ever more rarely, by the socket's path, so a new
-try at once takes a new name. A removed socket deregisters. Instances of one driver with different
-endpoints may be registered together (a rolling update), the newest that is connected is called; an
-endpoint cannot be registered twice, so with a new registration comes a new endpoint.
+Facts (kubelet 1.36.3, pluginmanager): the watcher takes every socket that does not begin with a dot, also those it
+finds at its start, and passes them to a reconciler that runs once a second. A failed registration is tried again by the
+kubelet, ever more rarely, by the socket's path, so a new try at once takes a new name. A removed socket deregisters.
+Instances of one driver with different endpoints may be registered together (a rolling update), the newest that is
+connected is called; an endpoint cannot be registered twice, so with a new registration comes a new endpoint.
 
-The supported versions name all services of the endpoint. For claims the kubelet takes the first in
-the driver's order that it knows, and ignores what it does not know (1.34.4, 1.36.3, 1.37.1; 1.32.2
-in its own order). For health 1.37.1 takes v1 before v1alpha1 whatever the driver's order, and opens
-no stream if neither is listed; 1.34.4 and 1.36.3 open v1alpha1 without having asked the list.
+The supported versions name all services of the endpoint. For claims the kubelet takes the first in the driver's order
+that it knows (1.34.4, 1.36.3, 1.37.1; 1.32.2 in its own order). For health 1.37.1 takes v1 before v1alpha1 whatever the
+driver's order, and opens no stream if neither is listed; 1.34.4 and 1.36.3 open v1alpha1 without having asked the list.
 """
 
 from __future__ import annotations
@@ -62,7 +60,7 @@ _SERVER_OPTIONS: Final = (("grpc.so_reuseport", 0), ("grpc.max_send_message_leng
 
 @dataclass(frozen=True, slots=True)
 class Timing:
-    """Waits, in seconds; tests make them short.
+    """Waits, in seconds.
 
     check: between two checks of the sockets, should the file watch miss every change. patience: without an answer of
     the kubelet before the sockets are made anew. drain: for calls in flight at the end. keep_alive: between two lists
@@ -286,8 +284,7 @@ class Registrar:
 
     async def _pause(self) -> None:
         """Wait after a refusal, longer after each."""
-        self._refused = False
-        delay = self._backoff.next()
+        self._refused, delay = False, self._backoff.next()
         reason = f"the kubelet refused the registration: {self.statistics.error}"
         _LOG.error("%s: %s; trying again in %.1f s", self.driver.name, reason, delay)
         await asyncio.sleep(delay)

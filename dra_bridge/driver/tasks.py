@@ -44,8 +44,7 @@ class Tasks:
 async def in_thread(function: Callable[..., _T], *args: object) -> _T:
     """Call a function in a thread; if this task is cancelled meanwhile, raise that when the call has ended.
 
-    A thread cannot be cancelled. If a claim's lock were released earlier, the next call for this claim would work on
-    the same file at the same time.
+    A thread cannot be cancelled, and the next call for a claim must not work on its file at the same time.
     """
     return await ended(asyncio.get_running_loop().run_in_executor(None, function, *args))
 

@@ -1,9 +1,9 @@
 """How many devices of each resource the scheduler counts on this node: `status.allocatable` of its Node.
 
-The kubelet writes its own number with the node's status, every 10 s by default, and only if something changed
-(tryUpdateNodeStatus, kubelet 1.36, kubelet_node_status.go). Until then the scheduler sends pods to devices that were
-withdrawn, which fail (UnexpectedAdmissionError), and none to devices that came back. So the agent writes the number
-itself: before it withdraws devices, and once the kubelet has them back.
+The kubelet writes its own number every 10 s by default, and only if something changed (tryUpdateNodeStatus, kubelet
+1.36, kubelet_node_status.go). Until then the scheduler sends pods to devices that were withdrawn, which fail
+(UnexpectedAdmissionError), and none to devices that came back. So the agent writes the number itself: before it
+withdraws devices, and once the kubelet has them back.
 """
 
 from __future__ import annotations
@@ -46,8 +46,7 @@ class AllocatableStatus:
     """The numbers of this node's Node, as its watch shows them, and how they are written.
 
     A change of share costs one write before devices leave the plugin side, up to five if the kubelet writes its own
-    number meanwhile. While devices come back there is at most one write in 0.5 s at first and in 10 s later; by then
-    the kubelet's own write is as early.
+    number meanwhile. While devices come back there is at most one write in 0.5 s at first and in 10 s later.
     """
 
     def __init__(
@@ -87,10 +86,7 @@ class AllocatableStatus:
             if now < since + LATE and self._numbers.get(name, 0) > self._most[name] and name not in self._lowering:
                 task = asyncio.create_task(self._put(name, self._most[name]), name=f"allocatable of {name}")
                 self._lowering[name] = task
-                task.add_done_callback(functools.partial(self._lowered_again, name))
-
-    def _lowered_again(self, resource: str, _: asyncio.Task[bool]) -> None:
-        del self._lowering[resource]
+                task.add_done_callback(functools.partial(self._lowering.pop, name))
 
     async def lower(self, resource: str, number: int) -> bool:
         """Wait until no pod comes any more for devices beyond this number, 3 s at most.
@@ -101,7 +97,7 @@ class AllocatableStatus:
         async with self._writing:  # a larger number may be on its way
             self._most[resource] = number
             self._lowered.pop(resource, None)
-        waited = False
+        waited = settled = False
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(PATIENCE):
                 began = time.monotonic()
@@ -113,11 +109,12 @@ class AllocatableStatus:
                     with contextlib.suppress(TimeoutError):
                         async with asyncio.timeout(min(rest, self._grace)):
                             await self._changed.wait()
-            self._lowered[resource] = time.monotonic()
-            return waited
+                settled = True
         self._lowered[resource] = time.monotonic()
-        _LOG.info("%s: the Node shows more than %d allocatable; devices are withdrawn all the same", resource, number)
-        return False
+        if not settled:
+            text = "%s: the Node shows more than %d allocatable; devices are withdrawn all the same"
+            _LOG.info(text, resource, number)
+        return waited and settled
 
     async def _put(self, resource: str, number: int) -> bool:
         """Write a number, no larger one than the last that was lowered allows; return whether the Node has it."""

@@ -9,6 +9,7 @@ import asyncio
 import contextlib
 import logging
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final
@@ -18,13 +19,11 @@ from deviceplugin.device import counted
 from deviceplugin.inventory import Inventory
 from deviceplugin.kubelet.servicer import Endpoint
 from dra_bridge.handover.allocatable import AllocatableStatus
+from dra_bridge.handover.ends import ListClaims, MovesToDra, MovesToPlugin, ReadClaim, Scan, UnpluggedDevices, Withdrawn
 from dra_bridge.handover.planner import Group
 from dra_bridge.handover.share import Drain, Share
 from dra_bridge.handover.start import MoveStarter
-from dra_bridge.handover.to_dra import MovesToDra, Scan
-from dra_bridge.handover.to_plugin import ListClaims, MovesToPlugin, ReadClaim, Withdrawn
-from dra_bridge.handover.unplugged import UnpluggedDevices
-from dra_bridge.ledger.records import LedgerError, Snapshot
+from dra_bridge.ledger.records import LedgerError, Side, Snapshot
 from dra_bridge.ledger.rules import HolderWait
 from dra_bridge.ledger.worker import AsyncLedger
 
@@ -35,26 +34,20 @@ _LOG: Final = logging.getLogger(__name__)
 class MoveStatistics:
     """What a handover has done so far, by direction; counters only grow. Seconds from begin to commit."""
 
-    begun: dict[str, int] = field(default_factory=lambda: {"to-dra": 0, "to-plugin": 0})
-    finished: dict[str, int] = field(default_factory=lambda: {"to-dra": 0, "to-plugin": 0})
+    begun: Counter[str] = field(default_factory=Counter)
+    finished: Counter[str] = field(default_factory=Counter)
     seconds: dict[str, float] = field(default_factory=lambda: {"to-dra": 0.0, "to-plugin": 0.0})
 
 
 class Handover:
     """Moves one resource's devices between the sides until their sides are as the share says.
 
-    Args:
-        scan: finds out who holds devices; None if an Allocate came in between.
-        list_claims, read_claim, withdrawn: the evidence for moves to the plugin side.
-        allocatable: makes the number of devices known to the scheduler; None to leave that to the kubelet.
-        notify: called after moves have begun or ended: lists and slices may be other ones.
-        groups: returns the devices that had best move together.
-        errors: what `list_claims` and `read_claim` raise when the API server cannot be asked.
-        title: a pod's name by its UID, for people.
-        waits: makes the delays between two reads of the claim that a device waits for.
-        group: returns the devices that a device must move together with.
-
-    Attribute waiting: what moves wait for, by device; a `HolderWait` where that is a holder.
+    notify: called after moves have begun or ended: lists and slices may be other ones. allocatable: makes the number of
+    devices known to the scheduler; None to leave that to the kubelet. groups: returns the devices that had best move
+    together. errors: what `list_claims` and `read_claim` raise when the API server cannot be asked. title: a pod's name
+    by its UID, for people. waits: makes the delays between two reads of the claim that a device waits for. group:
+    returns the devices that a device must move together with. waiting: what moves wait for, by device; a `HolderWait`
+    where that is a holder.
     """
 
     def __init__(
@@ -143,7 +136,7 @@ class Handover:
         # This side first: it does not need the kubelet, which may take long to answer.
         before = self._ledger.snapshot
         if returned := await self._to_plugin.commit(waiting):
-            self._committed("to-plugin", returned, before)
+            self._committed(Side.PLUGIN, returned, before)
             if self._allocatable is not None:
                 devices = [self._inventory.snapshot.devices.get(name) for name in returned]
                 usable = [device for device in devices if device is not None and device.health.usable]
@@ -151,7 +144,7 @@ class Handover:
                 self._allocatable.taken_back(self.resource, offered)
         before = self._ledger.snapshot
         if arrived := await self._to_dra.commit(waiting):
-            self._committed("to-dra", arrived, before)
+            self._committed(Side.DRA, arrived, before)
         self._log_waits({name: what for name, what in waiting.items() if self.waiting.get(name) != what})
         self.waiting = waiting
         return bool(returned or arrived), bool(waiting)
@@ -166,21 +159,14 @@ class Handover:
                 extra[kind] = holder
             _LOG.log(level, "%s: the move of device %s waits for %s", self.resource, name, what, extra=extra)
 
-    def _committed(self, way: str, devices: Sequence[str], before: Snapshot) -> None:
+    def _committed(self, side: Side, devices: Sequence[str], before: Snapshot) -> None:
         """Count and log the moves that ended."""
-        now = time.time()
+        way, now, extra = f"to-{side.value}", time.time(), {"resource": self.resource}
         since = [before.device(self.resource, name).since for name in devices]
         self.statistics.seconds[way] += sum(max(0.0, now - one) for one in since)
         self.statistics.finished[way] += len(devices)
-        side = "DRA" if way == "to-dra" else "plugin"
-        _LOG.info(
-            "%s: moved to the %s side: %s",
-            self.resource,
-            side,
-            counted(len(devices)),
-            extra={"resource": self.resource},
-        )
+        _LOG.info("%s: moved to the %s side: %s", self.resource, side.text, counted(len(devices)), extra=extra)
         for name in devices:
-            extra = {"resource": self.resource, "device": name}
-            _LOG.debug("%s: device %s has moved to the %s side", self.resource, name, side, extra=extra)
+            text, where = "%s: device %s has moved to the %s side", {**extra, "device": name}
+            _LOG.debug(text, self.resource, name, side.text, extra=where)
         self._notify()

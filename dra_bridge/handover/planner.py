@@ -29,11 +29,7 @@ def in_state(now: Snapshot, resource: str, state: State) -> tuple[str, ...]:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """Which moves are to begin now; a device that moves the other way turns round.
-
-    draining: devices on the plugin side that are to move once they are idle (drain: wait); new pods had better get
-    others.
-    """
+    """Which moves are to begin now. draining: devices that are to leave the plugin side once idle (drain: wait)."""
 
     to_dra: tuple[str, ...] = ()
     to_plugin: tuple[str, ...] = ()
@@ -56,9 +52,8 @@ def plan(
     Moves under way go on where they serve the share. Idle devices move before held ones, and held ones only with
     `cordon`.
 
-    states: of every device that counts; quarantined ones are on no side and stay where they are.
-    held: devices that a pod or a claim holds.
-    groups: devices that belong together (links, a switch, a NUMA node) and move whole rather than in fragments.
+    states: of every device that counts; quarantined ones stay where they are. held: devices that a pod or a claim
+    holds. groups: devices that belong together (links, a switch, a NUMA node) and move whole rather than in fragments.
     expected: devices on their way to DRA because a claim came for them (R2). Those are not turned round, or no retry
     of that claim would ever find its device.
     """

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import logging
 import time
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import dataclass, field
 from typing import Final
 
 from deviceplugin.device import counted
@@ -18,47 +20,38 @@ from dra_bridge.ledger.records import Side, State
 from dra_bridge.ledger.worker import AsyncLedger
 
 _LOG: Final = logging.getLogger(__name__)
-SIDES: Final = {Side.PLUGIN: "plugin", Side.DRA: "DRA"}
 
 
+@dataclass(slots=True, eq=False)
 class MoveStarter:
     """Begins moves of one resource's devices, so that their sides become as the share says.
 
-    Attributes:
-        begun: how many moves have begun, by direction.
-        draining: devices on the plugin side that are to leave it, so that new pods had better get others.
-
+    allocatable, groups, group: see `Handover`. draining: devices on the plugin side that are to leave it, so that new
+    pods had better get others. begun: how many moves have begun, by direction.
     """
 
-    def __init__(
-        self,
-        endpoint: Endpoint,
-        inventory: Inventory,
-        async_ledger: AsyncLedger,
-        share: Share,
-        drain: Drain,
-        allocatable: AllocatableStatus | None,
-        groups: Callable[[], Sequence[frozenset[str]]],
-        group: Group,
-    ) -> None:
-        self.resource = endpoint.resource
-        self.share = share
-        self._drain: Drain = drain
-        self.draining: frozenset[str] = frozenset()
-        self.begun = {"to-dra": 0, "to-plugin": 0}
-        self._endpoint = endpoint
-        self._inventory = inventory
-        self._ledger = async_ledger
-        self._allocatable = allocatable
-        self._groups = groups
-        self._group = group
+    endpoint: Endpoint
+    inventory: Inventory
+    ledger: AsyncLedger
+    share: Share
+    drain: Drain
+    allocatable: AllocatableStatus | None
+    groups: Callable[[], Sequence[frozenset[str]]]
+    group: Group
+    draining: frozenset[str] = frozenset()
+    begun: Counter[str] = field(default_factory=Counter)
+
+    @property
+    def resource(self) -> str:
+        """The resource."""
+        return self.endpoint.resource
 
     def ask(self, share: Share, drain: Drain | None) -> None:
         """Ask for another share from now on, and for another way to drain if there is one."""
-        drain = drain or self._drain
-        if (share, drain) != (self.share, self._drain):
+        drain = drain or self.drain
+        if (share, drain) != (self.share, self.drain):
             _LOG.info("%s: claims are to have %s of the devices (before: %s)", self.resource, share, self.share)
-            self.share, self._drain = share, drain
+            self.share, self.drain = share, drain
 
     async def begin(self) -> bool:
         """Begin the moves that the share asks for, once the scheduler knows how many devices stay; return if any."""
@@ -69,53 +62,48 @@ class MoveStarter:
         for devices, side in ((wanted.to_dra, Side.DRA), (wanted.to_plugin, Side.PLUGIN)):
             if devices:
                 await self._begin_move(devices, side, f"the share is {self.share}")
-        following = self._followers()
+        following = followers(self.ledger.snapshot, self.resource, self._listed(), self.group)
         while await self._announced([name for name, side, _ in following if side is Side.DRA]):
-            following = self._followers()
+            following = followers(self.ledger.snapshot, self.resource, self._listed(), self.group)
         for name, side, reason in following:
             await self._begin_move((name,), side, reason)
         return bool(wanted or following)
 
     def _listed(self) -> dict[str, State]:
         """Return the states of the devices that count."""
-        listed = self._inventory.snapshot
+        listed = self.inventory.snapshot
         return {
             name: record.state
-            for name, record in self._ledger.snapshot.of(self.resource).items()
+            for name, record in self.ledger.snapshot.of(self.resource).items()
             if name in listed.devices and name not in listed.gone
         }
 
     def _planned(self) -> Plan:
-        leaders, held, expected = leading(self._ledger.snapshot, self.resource, self._listed(), self._group)
-        return plan(leaders, held, self.share, self._drain, self._groups(), expected)
-
-    def _followers(self) -> list[tuple[str, Side, str]]:
-        return followers(self._ledger.snapshot, self.resource, self._listed(), self._group)
+        leaders, held, expected = leading(self.ledger.snapshot, self.resource, self._listed(), self.group)
+        return plan(leaders, held, self.share, self.drain, self.groups(), expected)
 
     def _followed(self, leaders: Iterable[str]) -> frozenset[str]:
         """Return these devices and those of this resource that move with them."""
         listed = self._listed()
         return frozenset(
-            one for name in leaders for of, one in self._group(name) if of == self.resource and one in listed
+            one for name in leaders for of, one in self.group(name) if of == self.resource and one in listed
         )
 
     async def _announced(self, leaving: Collection[str]) -> bool:
         """Let the scheduler know how many devices stay on the plugin side; return whether it had to be waited for."""
-        if self._allocatable is None or not leaving or (healthy := self._endpoint.streams.healthy()) is None:
+        if self.allocatable is None or not leaving or (healthy := self.endpoint.streams.healthy()) is None:
             return False
-        staying = healthy - {one for name in leaving for one in self._endpoint.ids.ids_of(name)}
+        staying = healthy - {one for name in leaving for one in self.endpoint.ids.ids_of(name)}
         if staying == healthy:
             return False
         self.draining |= self._followed(leaving)  # until then new pods had better get others
-        return await self._allocatable.lower(self.resource, len(staying))
+        return await self.allocatable.lower(self.resource, len(staying))
 
     async def _begin_move(self, devices: Sequence[str], side: Side, reason: str) -> None:
-        moves = await self._ledger.do(operations.begin_move(self.resource, devices, side, time.time(), reason))
-        for state in moves.values():
-            if state.value in self.begun:
-                self.begun[state.value] += 1
+        moves = await self.ledger.do(operations.begin_move(self.resource, devices, side, time.time(), reason))
+        self.begun.update(state.value for state in moves.values())
         text = "%s: %s leave for the %s side (%s)" if len(moves) > 1 else "%s: %s leaves for the %s side (%s)"
-        _LOG.info(text, self.resource, counted(len(moves)), SIDES[side], reason, extra={"resource": self.resource})
+        _LOG.info(text, self.resource, counted(len(moves)), side.text, reason, extra={"resource": self.resource})
         for name, state in moves.items():
             extra = {"resource": self.resource, "device": name}
             _LOG.debug("%s: device %s is %s", self.resource, name, state.text, extra=extra)

@@ -1,6 +1,5 @@
 """The client of the API server: HTTP, authentication, typed requests, watches."""
 
-from deviceplugin.backoff import Backoff as Backoff
 from dra_bridge.kube.api import EVENTS as EVENTS
 from dra_bridge.kube.api import NODES as NODES
 from dra_bridge.kube.api import PODS as PODS
@@ -18,7 +17,7 @@ from dra_bridge.kube.api import Object as Object
 from dra_bridge.kube.api import UnavailableError as UnavailableError
 from dra_bridge.kube.api import UnsupportedError as UnsupportedError
 from dra_bridge.kube.api import VersionChangedError as VersionChangedError
+from dra_bridge.kube.api import is_older as is_older
+from dra_bridge.kube.client import Changed as Changed
 from dra_bridge.kube.client import Cluster as Cluster
-from dra_bridge.kube.connection import RequestStatistics as RequestStatistics
-from dra_bridge.kube.watch import Changed as Changed
-from dra_bridge.kube.watch import Listed as Listed
+from dra_bridge.kube.client import Listed as Listed

@@ -42,6 +42,12 @@ def path_of(kind: Kind, version: str, name: str = "", namespace: str = "", subre
     return "/" + "/".join(urllib.parse.quote(part, safe="") for part in parts if part)
 
 
+def is_older(body: Object, known: Object) -> bool:
+    """Return whether a state of an object is older than another (versions compare as numbers since 1.35, and did)."""
+    one, other = (str(state["metadata"].get("resourceVersion", "")) for state in (body, known))
+    return one.isdecimal() and other.isdecimal() and int(one) < int(other)
+
+
 def selectors_of(field_selector: str, label_selector: str) -> dict[str, str]:
     """Return the query parameters of the selectors that are given."""
     both = {"fieldSelector": field_selector, "labelSelector": label_selector}
@@ -90,7 +96,7 @@ class ApiError(ClusterError):
 
 
 class UnavailableError(ApiError):
-    """Raised when the API server did not answer in time, not at all, or cannot serve now; try later.
+    """Raised when the API server did not answer, or cannot serve now; try later.
 
     Also when the answer cannot be that of an API server to this request: a 404 that does not name the requested
     object, or another object in its place.
@@ -136,12 +142,8 @@ class _Details(msgspec.Struct):
     def name_object(self, kind: Kind, name: str) -> bool:
         # As NewNotFound of k8s.io/apimachinery writes them: `kind` is the resource's plural there. A proxy, a missing
         # namespace, and a kind or version that is not served name something else or nothing.
-        return (
-            bool(name)
-            and self.name == name
-            and self.kind in ("", kind.plural, kind.kind)
-            and self.group in ("", kind.group)
-        )
+        kinds, groups = ("", kind.plural, kind.kind), ("", kind.group)
+        return bool(name) and self.name == name and self.kind in kinds and self.group in groups
 
 
 class _Status(msgspec.Struct):

@@ -1,7 +1,7 @@
 """How the API server is reached: its address, its CA, and the client's credentials.
 
-In a pod that is the service account, whose token the kubelet renews. Everywhere else it is a
-kubeconfig, which kubernetes_asyncio reads; it is loaded only then, because it takes 45 MB.
+In a pod that is the service account. Everywhere else it is a kubeconfig, which kubernetes_asyncio reads; it is loaded
+only then, because it takes 45 MB.
 """
 
 from __future__ import annotations
@@ -35,10 +35,9 @@ class KubeConfigError(Exception):
 class Access:
     """How a server is reached.
 
-    authorize: returns the Authorization header, "" for none. It takes whether the last one was
-    refused (401) and a new one is needed; it raises KubeConfigError or OSError where there is none.
-    proxy: the URL of the proxy that the configuration names, "" if it names none.
-    server_name: the name in the server's certificate if it is not the URL's host.
+    authorize: returns the Authorization header, "" for none. It takes whether the last one was refused (401) and a new
+    one is needed; it raises KubeConfigError or OSError where there is none. proxy: the URL of an HTTP proxy, "" for
+    none. server_name: the name in the server's certificate, "" if it is the URL's host.
     """
 
     url: str
@@ -70,8 +69,8 @@ async def from_server(url: str, *, token_file: Path | None = None, ca_file: str 
 def _tls(ca_file: str | None) -> ssl.SSLContext:
     """Return the context that verifies servers: by the cluster's own CA, else by those of the system.
 
-    A cluster's CA is verified as client-go does: Go takes CAs and certificates without key identifiers,
-    which Python refuses by default since 3.13 (VERIFY_X509_STRICT), and an intermediate CA as the root.
+    As Go does, it takes a cluster's CAs and certificates without key identifiers, which Python refuses by default since
+    3.13 (VERIFY_X509_STRICT), and an intermediate CA as the root.
     """
     context = ssl.create_default_context(cafile=ca_file or None)
     if ca_file:
@@ -80,20 +79,19 @@ def _tls(ca_file: str | None) -> ssl.SSLContext:
     return context
 
 
+@dataclass(slots=True)
 class _TokenFile:
     """A bearer token in a file that is renewed; no token without a file."""
 
-    def __init__(self, path: Path | None) -> None:
-        self._path = path
-        self._header = ""
-        self._read_at = float("-inf")
+    path: Path | None
+    header: str = ""
+    read_at: float = float("-inf")
 
     async def __call__(self, refused: bool) -> str:
         now = time.monotonic()
-        if self._path is not None and (refused or now - self._read_at >= TOKEN_AGE):
-            self._header = f"Bearer {self._path.read_text().strip()}"
-            self._read_at = now
-        return self._header
+        if self.path is not None and (refused or now - self.read_at >= TOKEN_AGE):
+            self.header, self.read_at = f"Bearer {self.path.read_text().strip()}", now
+        return self.header
 
 
 class _KubeConfig:
@@ -177,7 +175,7 @@ class _KubeConfig:
 
 
 def _plugin(merged: Any) -> dict[str, Any]:
-    """Return the credential plugin of the current context, empty if it has none.
+    """Return the credential plugin of the current context, {} if it has none.
 
     A command with a slash in it is relative to the directory of its file, which the library does not know.
     """

@@ -1,6 +1,4 @@
-"""The client of one API server: reads, writes and watches of objects.
-
-Objects are plain dicts as JSON has them, so no model classes are loaded.
+"""The client of one API server: reads, writes and watches of objects, which are plain dicts as JSON has them.
 
 Many agents talk to one API server. Nothing here polls. A lost server is asked again after random waits that grow to
 half a minute, and a loss or a recovery is logged once.
@@ -15,7 +13,8 @@ import os
 import random
 import time
 import urllib.parse
-from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping
+from dataclasses import dataclass
 from typing import Any, Final, Self
 
 import msgspec
@@ -25,11 +24,84 @@ from dra_bridge.kube import api, auth
 from dra_bridge.kube.api import ApiError, GoneError, Kind, Object, UnavailableError
 from dra_bridge.kube.auth import Access
 from dra_bridge.kube.connection import Connection, Discovery, RequestStatistics
-from dra_bridge.kube.watch import SILENCE, Changed, Listed, Positions
 
 logger: Final = logging.getLogger(__name__)
 
 COMPONENT: Final = "dra-bridge"  # the field manager of patches and the source of Events
+SILENCE: Final = (180.0, 300.0)
+"""Seconds for which a watch without event and bookmark is trusted, drawn between the two.
+
+kube-apiserver sends a bookmark every minute (defaultBookmarkFrequency, cacher.go, 1.36), but only when its
+cache has passed the watch's position. In a cluster where nothing changes the cache moves with etcd's progress
+notifications: every 5 s as kubeadm sets it up, every 10 minutes by etcd's default. A node then lists its own
+objects once in about 4 minutes for each watch.
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class Listed:
+    """All objects there are, and the resourceVersion at which that is true.
+
+    A watch yields it at the beginning, and whenever it did not end as the client had asked.
+    """
+
+    items: list[Object]
+    resource_version: str
+
+
+class Changed(msgspec.Struct, frozen=True):
+    """One object that was added, changed or deleted since. type: ADDED, MODIFIED or DELETED."""
+
+    type: str
+    object: Object
+
+
+class Positions:
+    """The highest resourceVersions that the server has shown; restored: how often it went back behind them."""
+
+    def __init__(self) -> None:
+        self.restored = 0
+        self._highest: dict[str, int] = {}  # by the kind's plural: kinds may lie in different etcds
+        self._reads: set[asyncio.Timeout] = set()  # the deadlines of the watches' current reads
+
+    def highest(self, kind: Kind) -> int:
+        """Return the highest resourceVersion of a kind, 0 if none is known."""
+        return self._highest.get(kind.plural, 0)
+
+    def moved(self, kind: Kind, position: str, before: int = 0) -> None:
+        """Note a resourceVersion. That of a consistent list is at least `before`, the highest before the request.
+
+        If it is not, the server's storage was restored: open watches may be silent from here on.
+        """
+        number = int(position) if position.isdecimal() and len(position) < 20 else 0
+        if number < before:
+            text = "the API server went back from resourceVersion %d to %d of %s; all watches list again"
+            logger.warning(text, before, number, kind.plural)
+            self.restored += 1
+            self._highest.clear()
+            for read in self._reads:
+                if not read.expired():
+                    read.reschedule(0.0)
+        self._highest[kind.plural] = max(number, self.highest(kind))
+
+    async def read(self, lines: AsyncIterator[bytes], silence: float, restored: int) -> bytes:
+        """Return the next line of a watch's stream, b"" at its end.
+
+        Raises GoneError if nothing came for `silence` seconds, or the server went back meanwhile.
+        """
+        if self.restored != restored:
+            raise GoneError("the API server went back")
+        limit = asyncio.timeout(silence)
+        try:
+            async with limit:
+                self._reads.add(limit)
+                return await anext(lines, b"")
+        except TimeoutError:
+            if limit.expired():
+                raise GoneError("the watch is silent") from None
+            raise
+        finally:
+            self._reads.discard(limit)
 
 
 class Cluster:
@@ -50,10 +122,9 @@ class Cluster:
     ) -> None:
         """Connect to nothing yet.
 
-        configuration: read at the first request, and again when the server cannot be reached.
-        deadline: seconds for one request and its answer. backoff: the waits of watches after failures.
-        watch_seconds: how long the server is asked to keep a watch open. silence: how long a watch that sends nothing
-        is trusted. Both are drawn between two bounds.
+        configuration: read at the first request, and again when the server cannot be reached. deadline: seconds for one
+        request and its answer. backoff: the waits of watches after failures. watch_seconds: how long the server is
+        asked to keep a watch open. silence: how long one that sends nothing is trusted. Both are drawn between bounds.
         """
         self.backoff = backoff or Backoff()
         self._connection = Connection(configuration, deadline)
@@ -64,10 +135,7 @@ class Cluster:
 
     @classmethod
     def from_environment(cls, kubeconfig: str | os.PathLike[str] | None = None, **options: Any) -> Cluster:
-        """Reach the server that a kubeconfig file names, else the one of the pod, else KUBECONFIG or ~/.kube/config.
-
-        options: as of `Cluster`.
-        """
+        """Reach the server that a kubeconfig file names, else the one of the pod, else KUBECONFIG or ~/.kube/config."""
         return cls(lambda: auth.from_environment(kubeconfig), **options)
 
     @classmethod
@@ -98,10 +166,9 @@ class Cluster:
         return self._connection.statistics
 
     async def version(self) -> str:
-        """Return the version of resource.k8s.io to use: v1, v1beta2 or v1beta1.
+        """Return the version of resource.k8s.io to use: v1, v1beta2 or v1beta1; raise UnsupportedError if it has none.
 
         The server is asked once, again after an outage, and after a 404 that means the whole kind.
-        Raises UnsupportedError if the server serves none of them.
         """
         return await self._discovery.version()
 
@@ -117,42 +184,37 @@ class Cluster:
         self, kind: Kind, namespace: str = "", *, field_selector: str = "", label_selector: str = "", page: int = 500
     ) -> Listed:
         """Read all objects of a kind as of one moment (a consistent read), `page` objects a request."""
-        selectors = api.selectors_of(field_selector, label_selector)
+        parameters = {**api.selectors_of(field_selector, label_selector), "limit": str(page)}
         before = self._positions.highest(kind)
         items: list[Object] = []
-        follow = ""
         while True:
-            parameters = {**selectors, "limit": str(page)} if page else dict(selectors)
-            if follow:
-                parameters["continue"] = follow
             try:
                 answer = await self._request("GET", kind, "", namespace, parameters)
             except GoneError:
-                if not page:
+                if "limit" not in parameters:
                     raise
-                items, follow, page = [], "", 0  # the pages' moment is too old: all in one
+                del parameters["limit"]  # the pages' moment is too old: all in one
+                parameters.pop("continue", None)
+                items = []
                 continue
             items += answer.get("items") or ()
-            metadata = answer.get("metadata") or {}
-            follow = metadata.get("continue") or ""
-            if not follow:
-                position = str(metadata.get("resourceVersion") or "")
+            metadata = answer["metadata"]
+            if not metadata.get("continue"):
+                position = str(metadata["resourceVersion"])
                 self._positions.moved(kind, position, before)
                 return Listed(items, position)
+            parameters["continue"] = metadata["continue"]
 
     async def create(self, kind: Kind, body: Object, namespace: str = "", *, dry_run: bool = False) -> Object:
         """Create an object and return it as the server has it; dry_run: the server checks it and does not store it.
 
-        Raises ConflictError if there is one of that name, InvalidError if the server refuses its content, and
+        Raises ConflictError if there is one of that name, InvalidError if the server refuses its content,
         VersionChangedError if it was made for another version than the chosen one.
         """
         return await self._request("POST", kind, "", namespace, {"dryRun": "All"} if dry_run else None, body)
 
     async def replace(self, kind: Kind, body: Object, namespace: str = "") -> Object:
-        """Replace the object of this name, if it still has this `metadata.resourceVersion`.
-
-        Raises ConflictError if it has another, NotFoundError if there is no object, and otherwise as `create`.
-        """
+        """Replace the object of this name. Raises ConflictError if it has another `metadata.resourceVersion`."""
         return await self._request("PUT", kind, body["metadata"]["name"], namespace, body=body)
 
     async def patch(
@@ -172,9 +234,9 @@ class Cluster:
     async def ask_pod(
         self, namespace: str, name: str, port: int, path: str, *, tls: bool = False, timeout: float
     ) -> bytes:
-        """Return what a pod answers to a GET at a port, through the API server. timeout: seconds.
+        """Return what a pod answers to a GET, through the API server (pods/proxy). timeout: seconds.
 
-        The right to get pods/proxy is needed. Raises ApiError, with the code and the words of whoever refuses.
+        Raises ApiError, with the code and the words of whoever refuses.
         """
         pod = f"{'https:' if tls else ''}{name}:{port}"
         return await self._connection.fetch(api.path_of(api.PODS, "v1", pod, namespace, "proxy") + path, timeout)
@@ -210,18 +272,17 @@ class Cluster:
     ) -> AsyncGenerator[Listed | Changed, None]:
         """Yield all objects now, then each change, for ever.
 
-        A watch that ends when the server was asked to end it is resumed at its position. After any
-        other end (the connection was lost, the server ended it early, refused it, or sent nothing
-        for long), and when another list shows that the server went back, `Listed` comes again and
-        replaces all that was known. The position must not be used then: the server's storage may
-        have been restored from an older snapshot, and kube-apiserver opens a watch at a position
-        in its future without an error and sends nothing on it until its revision has caught up
-        (Cacher.Watch, cacher.go, 1.36).
+        A watch that ends when the server was asked to end it is resumed at its position. After any other end (a lost
+        connection, an early end, a refusal, silence), and when another list shows that the server went back, `Listed`
+        comes again and replaces all that was known. The position must not be used then: the server's storage may have
+        been restored from an older snapshot, and kube-apiserver opens a watch at a position in its future without an
+        error and sends nothing on it until its revision has caught up (Cacher.Watch, cacher.go, 1.36).
 
-        Outages, refusals and servers without DRA are waited out, whatever they last. Close the
-        generator (`contextlib.aclosing`) to end the watch.
+        Outages, refusals and servers without DRA are waited out, whatever they last. Close the generator
+        (`contextlib.aclosing`) to end the watch.
         """
         backoff = self.backoff.fresh()
+        selectors: dict[str, Any] = {"field_selector": field_selector, "label_selector": label_selector}
         position, listed_in, restored, lost, warned = "", "", 0, False, False
         while True:
             opened = math.inf
@@ -229,14 +290,14 @@ class Cluster:
                 age = 0.0 if lost else self._watch_seconds[0] / 2
                 version = kind.version or await self._discovery.version(older_than=age)
                 if not position or version != listed_in:
-                    listing = await self.list(kind, field_selector=field_selector, label_selector=label_selector)
+                    listing = await self.list(kind, **selectors)
                     restored = self._positions.restored
                     version = kind.version or await self.version()
                     position, listed_in = listing.resource_version, version
                     yield listing
                 seconds = random.uniform(*self._watch_seconds)  # noqa: S311 - no secret
                 parameters = {
-                    **api.selectors_of(field_selector, label_selector),
+                    **api.selectors_of(**selectors),
                     "watch": "true",
                     "allowWatchBookmarks": "true",
                     "resourceVersion": position,

@@ -36,9 +36,8 @@ _FAILURES: Final = (*HTTP_ERRORS, TimeoutError, OSError, KubeConfigError, ValueE
 class RequestStatistics:
     """What went to the API server so far.
 
-    requests: answered or not, by HTTP method. failures: those not answered, or with a 429 or 5xx.
-    watches: streams opened. lost_since: time.monotonic() of the first failure since the last
-    answer, None while the server answers.
+    requests: answered or not, by HTTP method. failures: those not answered, or with a 429 or 5xx. watches: streams
+    opened. lost_since: time.monotonic() of the first failure since the last answer, None while the server answers.
     """
 
     requests: Counter[str] = field(default_factory=Counter)

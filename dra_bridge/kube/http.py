@@ -1,8 +1,4 @@
-"""HTTP to one API server, by aiohttp: bounds and the proxy.
-
-Deadlines are the caller's (`asyncio.timeout`). The client follows no redirect, keeps no cookie and takes no compressed
-answer.
-"""
+"""HTTP to one API server, by aiohttp, without redirects, cookies and compression. Deadlines are the caller's."""
 
 from __future__ import annotations
 
@@ -24,8 +20,7 @@ import yarl
 from aiohttp.http import HttpProcessingError
 
 MAX_CONNECTIONS: Final = 32  # connections at one time, those of watches included
-MAX_REQUESTS: Final = 4
-"""Requests at one time, not counting streams. A new connection's TLS handshake takes longer than some requests."""
+MAX_REQUESTS: Final = 4  # not counting streams; a new connection's TLS handshake takes longer than some requests
 IDLE: Final = 60.0  # seconds after which an idle connection is not used any more
 MAX_BODY: Final = 64 * 2**20  # bytes of one answer: 500 objects (a page of a list) of 128 KiB each
 MAX_LINE: Final = 8 * 2**20  # bytes of one watch event: kube-apiserver takes objects of up to 3 MiB, etcd of 1.5 MiB
@@ -65,8 +60,7 @@ def _keepalive_socket(address: aiohttp.AddrInfoType) -> socket.socket:
 class _Connector(aiohttp.TCPConnector):
     """Gives out no connection on which something came before the request.
 
-    aiohttp keeps a response that comes on an idle connection and takes it as the answer to the next
-    request (aio-libs/aiohttp#13656, seen with 3.14.5).
+    aiohttp takes it as the answer to the next request (aio-libs/aiohttp#13656, seen with 3.14.5).
     """
 
     async def connect(self, *args: Any, **kwargs: Any) -> aiohttp.connector.Connection:
@@ -81,8 +75,7 @@ class _Connector(aiohttp.TCPConnector):
 class HttpClient:
     """One HTTP server. Belongs to one event loop. All methods raise OSError and `HTTP_ERRORS`.
 
-    url: scheme, host, port and perhaps the beginning of all paths. tls: for https. proxy: the URL of an HTTP proxy on
-    the way, "" for none. server_name: the name in the server's certificate if it is not the host, "" if it is.
+    url: scheme, host, port and perhaps the beginning of all paths. proxy, server_name: see `auth.Access`.
     """
 
     def __init__(self, url: str, tls: ssl.SSLContext | None = None, proxy: str = "", server_name: str = "") -> None:
@@ -185,10 +178,10 @@ class HttpClient:
 
 
 def proxy_of(url: str) -> str:
-    """Return the proxy that the environment names for a server, "" for none.
+    """Return the proxy that the environment names for a server, "" for none, by client-go's rules.
 
-    As client-go, by the rules of golang.org/x/net/http/httpproxy: HTTPS_PROXY or HTTP_PROXY by the server's scheme;
-    NO_PROXY with names, addresses and CIDR ranges; never a proxy for localhost and loopback addresses.
+    They are golang.org/x/net/http/httpproxy's: HTTPS_PROXY or HTTP_PROXY by the server's scheme; NO_PROXY with names,
+    addresses and CIDR ranges; never a proxy for localhost and loopback addresses.
     """
     parts = urllib.parse.urlsplit(url)
     proxy, host = _variable(f"{parts.scheme}_proxy"), parts.hostname or ""

@@ -333,9 +333,8 @@ def reconcile_evidence(
     A device that the ledger does not know goes to DRA if a claim's allocation or a CDI file names it, to the plugin if
     the kubelet's checkpoint does, to quarantine if both do, to `side` if neither. A known one stays, unless a holder on
     the other side contradicts the ledger. An allocation without a prepared claim does not contradict it, because the
-    scheduler writes some minutes late. Nor does a holder that is not sure: it makes the device doubtful. A
-    quarantined device leaves as soon as the evidence and the ledger's own holders agree. evidence: of all holders of
-    `devices`.
+    scheduler writes some minutes late. Nor does a holder that is not sure: it makes the device doubtful. A quarantined
+    device leaves as soon as the evidence and the ledger's own holders agree. evidence: of all holders of `devices`.
 
     A claim that this process has unprepared is not prepared, whatever the evidence says. The evidence may have been
     read before the Unprepare, and the kubelet's claim state names the claim until the kubelet has our answer. If the

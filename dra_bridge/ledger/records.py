@@ -31,6 +31,11 @@ class Side(enum.Enum):
     PLUGIN = "plugin"
     DRA = "dra"
 
+    @property
+    def text(self) -> str:
+        """The side in words, for messages."""
+        return "DRA" if self is Side.DRA else "plugin"
+
 
 class State(enum.Enum):
     """Where a device is; the states of the handover. One that does not move has the value of its side."""

@@ -1,9 +1,8 @@
 """Class `Ledger` keeps the records in one SQLite file and applies the changes of operations to it.
 
 SQLite runs in WAL mode with synchronous=FULL: a commit takes one fdatasync, where a rollback journal takes three or
-four. In exclusive locking mode there is no shared memory file, so three descriptors suffice (database, WAL, lock).
-One agent at a time: a lock file with flock, which the operating system frees whatever way its owner ends. A second
-agent (a rolling update) waits.
+four. In exclusive locking mode there is no shared memory file. One agent at a time has the ledger, by a lock file with
+flock; a second one (a rolling update) waits.
 
 A file that is damaged or of another schema is put aside and the ledger starts empty; `reconcile_evidence` then rebuilds
 it from evidence. SQLite's own check does not see a changed byte in a row, so one seal (the XOR of all rows' digests) is
@@ -86,8 +85,8 @@ def _row(table: str, record: records.Record) -> _Row:
 def _encoded(value: Any) -> Any:
     if isinstance(value, records.State):
         return value.value
-    if isinstance(value, (frozenset, tuple)):
-        return msgspec.json.encode(sorted(value) if isinstance(value, frozenset) else value).decode()
+    if isinstance(value, frozenset | tuple):
+        return msgspec.json.encode(value, order="deterministic").decode()
     return int(value) if isinstance(value, bool) else value
 
 
@@ -123,11 +122,6 @@ _DAMAGE: Final = frozenset(
 """SQLite's errors that are about the file, not about the disk or the permissions."""
 
 
-def _is_damage(error: Exception) -> bool:
-    code = getattr(error, "sqlite_errorcode", None)  # not of MemoryError: a length field that claims gigabytes
-    return code is None or (code & 0xFF) in _DAMAGE
-
-
 def connected(path: str) -> sqlite3.Connection:
     """Open a database whose transactions begin only where BEGIN is executed."""
     return sqlite3.connect(path, timeout=1.0, isolation_level=None, check_same_thread=False, cached_statements=32)
@@ -136,15 +130,15 @@ def connected(path: str) -> sqlite3.Connection:
 class Ledger:
     """The file. Synchronous and thread-safe; `AsyncLedger` is for event loops.
 
-    snapshot: everything as of the last commit. fresh: the ledger was empty when it was opened, as it is after a file
-    that could not be used was put aside; `reconcile_evidence` must rebuild it before anything is granted.
+    snapshot: everything as of the last commit. fresh: the ledger was empty when it was opened; `reconcile_evidence`
+    must rebuild it before anything is granted.
     """
 
     def __init__(self, path: str, *, connect: Callable[[str], sqlite3.Connection] = connected) -> None:
         """Open the ledger, or make it, once no other agent has it; put aside what cannot be used.
 
-        path: of the database; `path + ".lock"` is the lock. Missing directories are made. connect: opens the database;
-        for tests. Raises LedgerError if the directory or the disk does not let us; another try may succeed.
+        path: of the database; `path + ".lock"` is the lock. connect: opens the database; for tests. Raises LedgerError
+        if the directory or the disk does not let us; another try may succeed.
         """
         self.path: Final = path
         self._connect = connect
@@ -170,7 +164,7 @@ class Ledger:
         """Decide one after the other and record all in one transaction; return an answer each.
 
         The answer of an operation that fails (a mistake of ours) is its exception. Raises LedgerError if it could not
-        be recorded; nothing was granted then. Raises LedgerLostError if the files were removed, replaced or damaged.
+        be recorded, LedgerLostError if the files were removed, replaced or damaged.
         """
         with self._guard:
             if self._lock_file < 0:
@@ -292,7 +286,8 @@ class Ledger:
             return self._read()
         except (sqlite3.Error, _DamagedError, ValueError, TypeError, OverflowError, MemoryError) as error:
             self._disconnect()
-            if again or not _is_damage(error):
+            code = getattr(error, "sqlite_errorcode", None)  # not of MemoryError: a length field that claims gigabytes
+            if again or (code is not None and code & 0xFF not in _DAMAGE):
                 raise LedgerError(f"cannot open the ledger {self.path}: {error}") from error
             message = "the ledger %s cannot be used (%s); it was moved to %s, and a new one is built from evidence"
             _LOG.error(message, self.path, error, self._put_aside())

@@ -50,10 +50,9 @@ class AsyncLedger:
         return self.ledger.snapshot
 
     async def do(self, operation: Operation[_T]) -> _T:
-        """Decide and record; the answer is durable when it is returned.
+        """Decide and record; the answer is durable when it is returned. Raises LedgerError, also after `close`.
 
-        When the caller is cancelled, the operation may be done all the same. Raises LedgerError if it could not be
-        recorded, also after `close`; nothing was granted then.
+        When the caller is cancelled, the operation may be done all the same.
         """
         if (decision := self.ledger.do_in_memory(operation)) is not None:
             return decision.answer

@@ -20,7 +20,7 @@ from dra_bridge.ledger.records import LedgerError
 from dra_bridge.ledger.worker import AsyncLedger
 from dra_bridge.node.driver_runtime import DriverRuntime
 from dra_bridge.node.gates import DENY_ALL, ResourceGates
-from dra_bridge.node.node_object import NodeStatusWriter, NodeWatch, numbers
+from dra_bridge.node.node_object import NodeStatusWriter, NodeWatch
 from dra_bridge.node.resource import Node
 from dra_bridge.node.share import HandoverPolicy
 from dra_bridge.node.status import BridgeStatus
@@ -35,18 +35,11 @@ STANDBY: Final = 2.0
 class Bridge:
     """The agent with both sides.
 
-    Args:
-        sources: one for each resource; those with a driver are bridged.
-        policies: by resource; the default is the plugin side alone.
-        node: this node's name, which is the pool's.
-        claim_status: whether to write `status.devices` of prepared claims.
-        grace: seconds that bound pods have to be admitted before devices are withdrawn.
-        period, report_holders: see `Agent`.
-
-    Attributes:
-        agent: the plugin side, and what both sides share.
-        drivers: the DRA side, by driver. A driver stays when no resource names it any more: it has claims to unprepare.
-
+    sources: one for each resource; those with a driver are bridged. policies: by resource; the default is the plugin
+    side alone. node: this node's name, which is the pool's. claim_status: whether to write `status.devices` of prepared
+    claims. grace: seconds that bound pods have to be admitted before devices are withdrawn. period, report_holders: see
+    `Agent`. agent: the plugin side, and what both sides share. drivers: the DRA side, by driver. A driver stays when no
+    resource names it any more: it has claims to unprepare.
     """
 
     def __init__(
@@ -87,9 +80,7 @@ class Bridge:
         self._allocatable = AllocatableStatus(
             NodeStatusWriter(cluster, node).write, self.agent.pod_resources.allocatable, grace=grace
         )
-        self._watch = NodeWatch(
-            cluster, node, self._read_shares, lambda shown: self._allocatable.observe(numbers(shown))
-        )
+        self._watch = NodeWatch(cluster, node, self._read_shares, self._allocatable.observe)
         self._node = Node(
             node,
             self.agent,
@@ -200,7 +191,7 @@ class Bridge:
     async def _open_ledger(self, driver: str) -> AsyncLedger:
         """Open a driver's ledger, as soon as no other agent has it any more."""
         path = self.ledger_path(driver)
-        opening = asyncio.ensure_future(AsyncLedger.open(str(path)))
+        opening = asyncio.create_task(AsyncLedger.open(str(path)))
         try:
             done, _ = await asyncio.wait({opening}, timeout=STANDBY)
             if not done:

@@ -32,22 +32,21 @@ NOTICE: Final = 1.0
 """Seconds after which it is noticed that a claim holds devices only until the processes of its pods have ended."""
 
 
+@dataclass(slots=True, eq=False)
 class ClaimPods:
     """Records in a ledger which pods use the claims of one driver, before the kubelet forgets it.
 
     tracker: sees the pods' processes, and asks the kubelet for its active pods. kubelet_root: where the kubelet's
-    claim state lies.
+    claim state lies. recorded: UIDs of running pods of which the ledger has all claims of this driver. _next: the
+    reading that has not begun yet; all calls until then share it.
     """
 
-    def __init__(self, driver: str, async_ledger: AsyncLedger, tracker: HolderTracker, kubelet_root: Path) -> None:
-        self._driver = driver
-        self._ledger = async_ledger
-        self._tracker = tracker
-        self._kubelet_root = kubelet_root
-        self._recorded: frozenset[str] = frozenset()
-        """UIDs of running pods of which the ledger has all claims of this driver."""
-        self._next: asyncio.Task[RunningPods] | None = None
-        """The reading that has not begun yet: all calls until then share it."""
+    driver: str
+    ledger: AsyncLedger
+    tracker: HolderTracker
+    kubelet_root: Path
+    recorded: frozenset[str] = frozenset()
+    _next: asyncio.Task[RunningPods] | None = None
 
     async def running(self) -> RunningPods:
         """Record in the ledger which pods use which claims; return the pods whose processes run.
@@ -58,11 +57,8 @@ class ClaimPods:
         pod only if the kubelet counts the pod as active after the file was read, and if the pod's processes ran
         before: its claims are in the file by then.
 
-        Raises:
-            ClaimStateError: the kubelet's claim state cannot be read.
-            LedgerError: the pods cannot be recorded.
-            OSError: cgroups were visible before, and cannot be read now.
-
+        Raises ClaimStateError: the kubelet's claim state cannot be read; LedgerError: the pods cannot be recorded;
+        OSError: cgroups were visible before, and cannot be read now.
         """
         if self._next is None:
             self._next = asyncio.create_task(self._running())
@@ -70,36 +66,35 @@ class ClaimPods:
 
     async def _running(self) -> RunningPods:
         self._next = None
-        tracker = self._tracker
+        tracker = self.tracker
         # Reading cgroups may wait for the kernel while it removes others.
         running, prepared = await asyncio.to_thread(lambda: (tracker.pods.running(), self._claim_state()))
         await self._record(prepared)
-        if running - self._recorded:
-            known = self._ledger.snapshot.claims
-            lost = {pod for claim in prepared if (self._driver, claim.uid) not in known for pod in claim.pod_uids}
-            self._recorded |= await tracker.listed(running) - lost
-        self._recorded &= running
-        return RunningPods(running, running - self._recorded)
+        if running - self.recorded:
+            known = self.ledger.snapshot.claims
+            lost = {pod for claim in prepared if (self.driver, claim.uid) not in known for pod in claim.pod_uids}
+            self.recorded |= await tracker.listed(running) - lost
+        self.recorded &= running
+        return RunningPods(running, running - self.recorded)
 
     async def record(self) -> list[PreparedClaim]:
         """Record the pods that came to share a claim after it was prepared, and names that CDI files do not have.
 
-        Returns this driver's claims in the kubelet's claim state.
+        Return this driver's claims in the kubelet's claim state.
         """
         mine = await asyncio.to_thread(self._claim_state)
         await self._record(mine)
         return mine
 
     def _claim_state(self) -> list[PreparedClaim]:
-        return [claim for claim in claim_state.read(self._kubelet_root) if self._driver in claim.devices]
+        return [claim for claim in claim_state.read(self.kubelet_root) if self.driver in claim.devices]
 
     async def _record(self, claims: Sequence[PreparedClaim]) -> None:
         for claim in claims:
-            known = self._ledger.snapshot.claims.get((self._driver, claim.uid))
+            known = self.ledger.snapshot.claims.get((self.driver, claim.uid))
             if known is not None and not (known.name and claim.pod_uids <= known.pods):
-                await self._ledger.do(
-                    operations.describe(self._driver, claim.uid, claim.namespace, claim.name, claim.pod_uids)
-                )
+                names = claim.namespace, claim.name, claim.pod_uids
+                await self.ledger.do(operations.describe(self.driver, claim.uid, *names))
 
 
 @dataclass(frozen=True, slots=True)

@@ -147,10 +147,11 @@ class DeviceReconciler:
         backoff, logged, tries = Backoff(first=0.1, most=5.0), "", 0
         while True:
             tries += 1
-            listed = one.service.inventory.snapshot.listed
-            unreconciled = self._unreconciled(resource, one)
-            if not unreconciled and (not listed or resource in qualifiers_of(self.context.ledger.snapshot)):
-                if listed and not one.reconciled.is_set():
+            snapshot, known = one.service.inventory.snapshot, self.context.ledger.snapshot
+            certain = self.context.gate.reconciled & known.devices.keys()
+            unreconciled = [name for name in snapshot.devices if (resource, name) not in certain]
+            if not unreconciled and (not snapshot.listed or resource in qualifiers_of(known)):
+                if snapshot.listed and not one.reconciled.is_set():
                     one.reconciled.set()
                     one.service.release_idle()
                 return
@@ -176,11 +177,6 @@ class DeviceReconciler:
                 logged = text
                 _LOG.warning("%s: devices are withheld: %s", resource, text)
             await asyncio.sleep(backoff.next())
-
-    def _unreconciled(self, resource: str, one: ResourceRuntime) -> list[str]:
-        known, reconciled = self.context.ledger.snapshot.devices, self.context.gate.reconciled
-        keys = {name: (resource, name) for name in one.service.inventory.snapshot.devices}
-        return [name for name, key in keys.items() if key not in reconciled or key not in known]
 
     async def reconcile(self, one: ResourceRuntime, devices: Sequence[str]) -> tuple[str, ...]:
         """Have the ledger reconcile the evidence about these devices; return those that stay in doubt.

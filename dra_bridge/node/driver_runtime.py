@@ -53,7 +53,7 @@ class DriverRuntime:
             tracker.title,
             guard,
             tracker.allocated,
-            self._draining,
+            lambda resource: self.resources[resource].handover.draining if resource in self.resources else (),
         )
         share = DriverShare(name, async_ledger, self._tasks)
         self._context = context = DriverContext(name, node, async_ledger, self.ledger_gate, share)
@@ -208,10 +208,6 @@ class DriverRuntime:
         one.changed.set()
         self.publish()
 
-    def _draining(self, resource: str) -> frozenset[str]:
-        one = self.resources.get(resource)
-        return frozenset() if one is None else one.handover.draining
-
     def _quarantined(self, resource: str, device: str) -> None:
         reason = self.async_ledger.snapshot.device(resource, device).reason
         message = f"device {device} of {resource} is quarantined: {reason}"
@@ -227,14 +223,13 @@ class DriverRuntime:
 
     def _claims_changed(self) -> None:
         if self._telling is None:
-            self._telling = asyncio.get_running_loop().call_later(SETTLE, self._tell)
-
-    def _tell(self) -> None:
-        self._telling = None
-        self._changed()
+            self._telling = asyncio.get_running_loop().call_later(SETTLE, self._changed)
 
     def _changed(self) -> None:
         """Tell the other parts that holders or sides changed in the ledger."""
+        if self._telling is not None:
+            self._telling.cancel()
+            self._telling = None
         for one in self.resources.values():
             one.handover.wake()
             one.service.endpoint.refresh()

@@ -6,6 +6,7 @@ import asyncio
 import logging
 from collections.abc import Callable, Mapping
 from contextlib import aclosing
+from dataclasses import dataclass, field
 from typing import Final
 
 from deviceplugin.naming import NamingError, parse_quantity
@@ -17,42 +18,35 @@ NODE_READ: Final = 5.0
 """Seconds after which a warning is logged that the Node's annotations are not known yet."""
 
 
+@dataclass(slots=True, eq=False)
 class NodeWatch:
     """Follows this node's Node.
 
-    annotated: called when its annotations are other ones. allocatable: called with each version's `status.allocatable`.
-
-    Attribute annotations: None while they are not known.
+    annotated: called when its annotations are other ones. allocatable: called with the numbers of each version's
+    `status.allocatable`. annotations: None while they are not known.
     """
 
-    def __init__(
-        self,
-        cluster: Cluster,
-        node: str,
-        annotated: Callable[[], None],
-        allocatable: Callable[[Mapping[str, str]], None],
-    ) -> None:
-        self.annotations: Mapping[str, str] | None = None
-        self._cluster = cluster
-        self._node = node
-        self._annotated = annotated
-        self._allocatable = allocatable
-        self._known = asyncio.Event()
+    cluster: Cluster
+    node: str
+    annotated: Callable[[], None]
+    allocatable: Callable[[Mapping[str, int]], None]
+    annotations: Mapping[str, str] | None = None
+    _known: asyncio.Event = field(default_factory=asyncio.Event)
 
     async def run(self) -> None:
         """Follow it until cancelled."""
-        async with aclosing(self._cluster.follow(NODES, field_selector=f"metadata.name={self._node}")) as events:
+        async with aclosing(self.cluster.follow(NODES, field_selector=f"metadata.name={self.node}")) as events:
             async for event in events:
                 if isinstance(event, Listed):
                     found = event.items[0] if event.items else {}
                 else:
                     found = event.object if event.type != "DELETED" else {}
-                self._allocatable((found.get("status") or {}).get("allocatable") or {})
+                self.allocatable(numbers((found.get("status") or {}).get("allocatable") or {}))
                 annotations = (found.get("metadata") or {}).get("annotations") or {}
                 if annotations != self.annotations:
                     self.annotations = annotations
                     self._known.set()
-                    self._annotated()
+                    self.annotated()
 
     async def known(self) -> None:
         """Wait until they are known: an agent that starts while the API server is away moves nothing back."""
@@ -60,38 +54,37 @@ class NodeWatch:
             async with asyncio.timeout(NODE_READ):
                 await self._known.wait()
         except TimeoutError:
-            _LOG.warning("node %s cannot be read yet; no device moves until its annotations are known", self._node)
+            _LOG.warning("node %s cannot be read yet; no device moves until its annotations are known", self.node)
             await self._known.wait()
 
 
+@dataclass(slots=True, eq=False)
 class NodeStatusWriter:
     """Writes `status.allocatable` of this node's Node. That needs the right to patch `nodes/status`."""
 
-    def __init__(self, cluster: Cluster, node: str) -> None:
-        self._cluster = cluster
-        self._node = node
-        self._refused = False
+    cluster: Cluster
+    node: str
+    refused: bool = False
 
     async def write(self, resource: str, number: int) -> bool:
         """Write a resource's number; return False if it is refused or the API server cannot be asked."""
         patch = {"status": {"allocatable": {resource: str(number)}}}
         try:
-            await self._cluster.patch(NODES, self._node, patch, subresource="status")
+            await self.cluster.patch(NODES, self.node, patch, subresource="status")
         except ForbiddenError as error:
-            if not self._refused:
-                _LOG.warning(
+            if not self.refused:
+                text = (
                     "the status of node %s cannot be written, so pods that wait may fail while devices move "
-                    "(UnexpectedAdmissionError), and start up to 10 s later: %s",
-                    self._node,
-                    error,
+                    "(UnexpectedAdmissionError), and start up to 10 s later: %s"
                 )
-            self._refused = True
+                _LOG.warning(text, self.node, error)
+            self.refused = True
             return False
         except ClusterError as error:
-            _LOG.info("the status of node %s cannot be written now: %s", self._node, error)
+            _LOG.info("the status of node %s cannot be written now: %s", self.node, error)
             return False
         _LOG.debug("%s: the node's status says %d allocatable", resource, number)
-        self._refused = False
+        self.refused = False
         return True
 
 

@@ -25,16 +25,16 @@ from dra_bridge.slices.publisher import Publisher
 _LOG: Final = logging.getLogger(__name__)
 
 
+@dataclass(slots=True, eq=False)
 class Order:
     """The order in which a resource's devices are published; found anew only when they or their links change.
 
     The slices are made after each Prepare, and finding the order of 64 partitions takes longer than a Prepare.
     """
 
-    def __init__(self) -> None:
-        self._devices: frozenset[str] = frozenset()
-        self._links: Mapping[frozenset[str], float] = {}
-        self._order: tuple[str, ...] = ()
+    _devices: frozenset[str] = frozenset()
+    _links: Mapping[frozenset[str], float] = field(default_factory=dict)
+    _order: tuple[str, ...] = ()
 
     def of(self, devices: Collection[str], links: Mapping[frozenset[str], float]) -> tuple[str, ...]:
         """Return the devices as `topology.arranged` has them; () where no links are known."""
@@ -48,8 +48,8 @@ class Order:
 class ResourceRuntime:
     """One resource of a driver on this node.
 
-    changed: set when its devices may be other ones, or unknown to
-    the ledger. reconciled: set once the evidence about all its devices was reconciled. task: runs while it is served.
+    changed: set when its devices may be other ones, or unknown to the ledger. reconciled: set once the evidence about
+    all its devices was reconciled. task: runs while it is served.
     """
 
     service: Service
@@ -123,8 +123,7 @@ def groups(service: Service) -> Sequence[frozenset[str]]:
 def link_groups(devices: Collection[str], links: Mapping[frozenset[str], float]) -> tuple[frozenset[str], ...]:
     """Return what the closest links tie together, if that are several groups; () if it is one, or nothing is tied.
 
-    links: as of a source, higher is closer. Pairs on one board make groups of two; where every
-    device has the same links to every other, nothing belongs together more than all.
+    links: as of a source, higher is closer.
     """
     pairs = {pair: score for pair, score in links.items() if len(pair) == 2 and pair <= set(devices)}
     for level in sorted(set(pairs.values()), reverse=True):

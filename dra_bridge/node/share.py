@@ -40,20 +40,20 @@ def policies_of(config: Config) -> dict[str, HandoverPolicy]:
     }
 
 
+@dataclass(slots=True, eq=False)
 class DriverShare:
     """The share that the Node asks of one driver. The ledger keeps the last valid one, for use beside an invalid one.
 
-    Attributes: share, None if the config's shares apply; text, the annotation, "" if there is none.
+    share: None if the config's shares apply. text: the annotation, "" if there is none. refused: the text that is not a
+    share and was logged.
     """
 
-    def __init__(self, driver: str, async_ledger: AsyncLedger, tasks: Tasks) -> None:
-        self.share: Share | None = None
-        self.text = ""
-        self._driver = driver
-        self._ledger = async_ledger
-        self._tasks = tasks
-        self._refused: str | None = None
-        """The text that is not a share and was logged."""
+    driver: str
+    ledger: AsyncLedger
+    tasks: Tasks
+    share: Share | None = None
+    text: str = ""
+    refused: str | None = None
 
     def of(self, policy: HandoverPolicy) -> Share:
         """Return the share of a resource with this policy."""
@@ -62,26 +62,26 @@ class DriverShare:
     def read(self, annotations: Mapping[str, str] | None) -> bool:
         """Take the share from the Node's annotations; return whether anything changed."""
         before = self.share, self.text
-        key = progress.share_annotation(self._driver)
-        kept = self._ledger.snapshot.setting(SHARE, self._driver)
+        key = progress.share_annotation(self.driver)
+        kept = self.ledger.snapshot.setting(SHARE, self.driver)
         text = kept if annotations is None else annotations.get(key)
         self.text = text or ""
         try:
             self.share = parse_share(text) if text is not None else None
         except ShareError as error:
             self.share = parse_share(kept) if kept is not None else None
-            if text != self._refused:
+            if text != self.refused:
                 stays = f"the share {kept} from before" if kept is not None else "the configuration's share"
                 _LOG.error("annotation %s of the node: %s; %s stays", key, error, stays)
-            self._refused = text
+            self.refused = text
         else:
-            self._refused = None
+            self.refused = None
             if text != kept:
-                self._tasks.start(self._keep(text))
+                self.tasks.start(self._keep(text))
         return before != (self.share, self.text)
 
     async def _keep(self, text: str | None) -> None:
         try:
-            await self._ledger.do(operations.set_setting(SHARE, self._driver, text))
+            await self.ledger.do(operations.set_setting(SHARE, self.driver, text))
         except LedgerError as error:
-            _LOG.warning("%s: the share %s cannot be recorded for the next start: %s", self._driver, text, error)
+            _LOG.warning("%s: the share %s cannot be recorded for the next start: %s", self.driver, text, error)

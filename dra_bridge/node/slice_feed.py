@@ -62,6 +62,7 @@ class SliceFeed:
 
     def __init__(self, context: DriverContext, registrar: Registrar) -> None:
         self._context = context
+        self._publisher = context.node.publisher
         self._registrar = registrar
         self._changed = asyncio.Event()
         self._passed = asyncio.Event()
@@ -78,7 +79,7 @@ class SliceFeed:
     def withdrawn(self, resource: str, device: str) -> float | None:
         """Return since when (monotonic seconds) the API server has had slices without the device, if it has."""
         ticket, at = self._without.get((resource, device), (0, None))
-        if at is None and ticket and self._context.node.publisher.state(self._context.name).accepted >= ticket:
+        if at is None and ticket and self._publisher.state(self._context.name).accepted >= ticket:
             at = time.monotonic()
             self._without[resource, device] = ticket, at
         return at
@@ -104,12 +105,11 @@ class SliceFeed:
 
     async def follow_accepted(self) -> None:
         """Wake the handovers when the API server has accepted what they wait for, until cancelled."""
-        publisher = self._context.node.publisher
         while True:
             self._passed.clear()
-            state = publisher.state(self._context.name)
+            state = self._publisher.state(self._context.name)
             if state.accepted < state.wanted:
-                await publisher.accepted(self._context.name, state.wanted)
+                await self._publisher.accepted(self._context.name, state.wanted)
                 for one in self._context.resources.values():
                     one.handover.wake()
             else:
@@ -118,12 +118,9 @@ class SliceFeed:
     def _may_publish(self) -> bool:
         if not qualifiers_of(self._context.ledger.snapshot):
             return False
-        snapshots = {resource: one.service.inventory.snapshot for resource, one in self._context.resources.items()}
-        return any(
-            (resource, name) in self._context.gate.reconciled
-            for resource, snapshot in snapshots.items()
-            for name in snapshot.devices
-        ) or all(snapshot.listed and not snapshot.devices for snapshot in snapshots.values())
+        snapshots = [one.service.inventory.snapshot for one in self._context.resources.values()]
+        keys = {(snapshot.resource, name) for snapshot in snapshots for name in snapshot.devices}
+        return not keys.isdisjoint(self._context.gate.reconciled) or (not keys and all(one.listed for one in snapshots))
 
     def _pass_on(self) -> float | None:
         """Pass the slices on; return after how many seconds they are to be made again without a change."""
@@ -137,12 +134,12 @@ class SliceFeed:
             without += [(resource, name) for name in (snapshot.devices.keys() | known.keys()) - offered]
             replicas = {name: source.replicas_of(device) for name, device in snapshot.devices.items()}
             order = one.order.of(snapshot.devices.keys(), source.links)
-            offers.append(Offer(snapshot, offered, replicas, tuple(order), qualifiers.get(resource, "")))
+            offers.append(Offer(snapshot, offered, replicas, order, qualifiers.get(resource, "")))
         effects = {one.policy.unhealthy for one in self._context.resources.values()}
         unhealthy = "NoExecute" if "NoExecute" in effects else "NoSchedule"
         annotations, rest = self._annotations()
         pool = Pool(self._context.name, self._context.node.name, tuple(offers), unhealthy, annotations)  # type: ignore[arg-type]
-        ticket = self._context.node.publisher.want(pool)
+        ticket = self._publisher.want(pool)
         self._without = {key: self._without.get(key, (ticket, None)) for key in without}
         self._passed.set()
         return rest

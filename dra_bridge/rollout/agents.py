@@ -18,12 +18,9 @@ LABEL: Final = "app.kubernetes.io/managed-by=dra-bridge"
 """Which all objects of `manifests` have, the agents' pods included."""
 PORT: Final = "metrics"
 """The name of the container port that `manifests` gives to an agent's page."""
-TIMEOUT: Final = 3.0
-"""Seconds in which an agent must answer."""
-TOTAL: Final = 15.0
-"""Seconds after which no more agents are waited for."""
-AT_ONCE: Final = 16
-"""Agents that are asked at one time."""
+TIMEOUT: Final = 3.0  # seconds in which an agent must answer
+TOTAL: Final = 15.0  # seconds after which no more agents are waited for
+AT_ONCE: Final = 16  # agents that are asked at one time
 
 
 class _Holder(msgspec.Struct):
@@ -94,19 +91,11 @@ async def ask_agents(cluster: Cluster, nodes: Collection[str]) -> Answers:
     except ForbiddenError as error:
         return Answers(reasons=dict.fromkeys(nodes, f"{error.message}; this takes the right to list pods"))
     turns = asyncio.Semaphore(AT_ONCE)
-    tasks: dict[asyncio.Task[_Status | str], str] = {}
-    for pod in pods:
-        if (node := pod["spec"].get("nodeName", "")) in nodes:
-            tasks[asyncio.create_task(_ask(cluster, pod, turns))] = node
-    reasons = dict.fromkeys(set(nodes) - set(tasks.values()), f"no pod with the label {LABEL} runs there")
-    if tasks:
-        _, late = await asyncio.wait(tasks, timeout=TOTAL)
-        for task in late:
-            task.cancel()
-        await asyncio.gather(*late, return_exceptions=True)
+    asked = [(pod, node) for pod in pods if (node := pod["spec"].get("nodeName", "")) in nodes]
+    reasons = dict.fromkeys(set(nodes) - {node for _, node in asked}, f"no pod with the label {LABEL} runs there")
+    answers = await asyncio.gather(*(_ask(cluster, pod, turns) for pod, _ in asked))
     devices: dict[tuple[str, str, str], DeviceNow] = {}
-    for task, node in tasks.items():
-        answer = f"not all agents answered within {TOTAL:g} s" if task.cancelled() else task.result()
+    for (_, node), answer in zip(asked, answers, strict=True):
         if isinstance(answer, str):
             reasons[node] = answer
             continue
@@ -128,9 +117,11 @@ async def _ask(cluster: Cluster, pod: Object, turns: asyncio.Semaphore) -> _Stat
     port, container = page
     tls = ((container.get("readinessProbe") or {}).get("httpGet") or {}).get("scheme") == "HTTPS"
     try:
-        async with turns:
+        async with asyncio.timeout(TOTAL), turns:
             body = await cluster.ask_pod(namespace, name, port["containerPort"], "/status", tls=tls, timeout=TIMEOUT)
         return msgspec.json.decode(body, type=_Status)
+    except TimeoutError:
+        return f"not all agents answered within {TOTAL:g} s"
     except msgspec.MsgspecError as error:
         return f"its answer is not an agent's status: {error}"
     except ForbiddenError as error:

@@ -14,7 +14,7 @@ from typing import Any, Final
 import msgspec
 
 from deviceplugin.exclusion import Key
-from deviceplugin.naming import published_names
+from deviceplugin.naming import NamingError, parse_quantity, published_names
 from deviceplugin.topology import natural
 from dra_bridge.handover.share import Share, ShareError, parse_share
 from dra_bridge.ledger.records import State
@@ -260,7 +260,8 @@ def failing_pods(pods: Iterable[Object], events: Iterable[Object], resources: Co
     for pod in pods:
         metadata, status = pod["metadata"], pod.get("status") or {}
         uid, name = str(metadata["uid"]), f"{metadata.get('namespace', '')}/{metadata['name']}"
-        if not _asks(pod, resources):
+        claims = pod["spec"].get("resourceClaims") or status.get("extendedResourceClaimStatus")
+        if not claims and asked_of(pod).keys().isdisjoint(resources):
             continue
         if status.get("phase") == "Failed":
             reason = ": ".join(filter(None, (status.get("reason"), status.get("message"))))
@@ -270,12 +271,24 @@ def failing_pods(pods: Iterable[Object], events: Iterable[Object], resources: Co
     return found
 
 
-def _asks(pod: Object, resources: Collection[str]) -> bool:
-    spec = pod.get("spec") or {}
-    if spec.get("resourceClaims") or (pod.get("status") or {}).get("extendedResourceClaimStatus"):
-        return True
-    asked = [one.get("resources") or {} for key in ("containers", "initContainers") for one in spec.get(key) or ()]
-    return any(name in (one.get(part) or {}) for one in asked for part in ("limits", "requests") for name in resources)
+def asked_of(pod: Object) -> dict[str, int]:
+    """Return how much of extended resources a pod asks for; init containers give back what they had."""
+    asked: dict[str, int] = {}
+    for key, combined in (("containers", int.__add__), ("initContainers", max)):
+        for container in pod["spec"].get(key) or ():
+            resources = container.get("resources") or {}
+            for name, amount in {**(resources.get("requests") or {}), **(resources.get("limits") or {})}.items():
+                if "/" in name:
+                    asked[name] = combined(asked.get(name, 0), quantity(amount))
+    return asked
+
+
+def quantity(text: str | int | None) -> int:
+    """Return the whole number that a quantity such as 8 or 1k is; 0 for what is none."""
+    try:
+        return int(parse_quantity(text or 0))
+    except NamingError:
+        return 0
 
 
 @dataclass(frozen=True, slots=True)

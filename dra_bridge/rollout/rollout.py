@@ -1,7 +1,6 @@
 """Asks nodes for shares and follows the moves: `dra-bridge status`, `migrate` and `rollout` without their options.
 
 All goes through the API server, with the rights of the user: read nodes, slices, claims, pods and events, patch nodes.
-What to do is decided in `dra_bridge.rollout.fleet`.
 """
 
 from __future__ import annotations
@@ -76,8 +75,7 @@ async def read_nodes(
 ) -> list[NodeView]:
     """Return how far nodes are with a driver or with all, these nodes or all that a driver serves.
 
-    with_claims: whether holders are those that the API server has now. Raises RolloutError if there is no such driver
-    or node, ClusterError if the API server cannot be asked.
+    with_claims: whether holders are those of now. Raises RolloutError if there is no such driver or node, ClusterError.
     """
     if names:
         nodes, slices, missing = list[Object](), list[Object](), list[str]()
@@ -164,22 +162,18 @@ class _Fleet:
             async for event in events:
                 if isinstance(event, kube.Listed):
                     self._objects[kind] = {one["metadata"]["name"]: one for one in event.items}
-                elif isinstance(event, kube.Changed) and event.type == "DELETED":
+                elif event.type == "DELETED":
                     self._objects[kind].pop(event.object["metadata"]["name"], None)
-                elif isinstance(event, kube.Changed):
+                else:
                     self.put(kind, event.object)
                 self._changed.set()
 
     def put(self, kind: kube.Kind, found: Object) -> None:
         """Keep an object unless a newer one is known: what was written comes back by the watch later."""
-        metadata = found["metadata"]
-        known = (self._objects[kind].get(metadata["name"]) or {}).get("metadata") or {}
-        versions = [str(one.get("resourceVersion", "")) for one in (known, metadata)]
-        if known.get("uid") == metadata.get("uid") and all(map(str.isdecimal, versions)):
-            older, newer = map(int, versions)
-            if newer < older:
-                return
-        self._objects[kind][metadata["name"]] = found
+        name, uid = found["metadata"]["name"], found["metadata"].get("uid")
+        known = self._objects[kind].get(name)
+        if known is None or known["metadata"].get("uid") != uid or not kube.is_older(found, known):
+            self._objects[kind][name] = found
 
     def views(self) -> list[NodeView]:
         """Return how far the nodes are now."""

@@ -7,10 +7,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from deviceplugin.naming import NamingError, class_name, parse_quantity
+from deviceplugin.naming import class_name
 from dra_bridge.kube import NODES, PODS, RESOURCE_CLAIMS, Cluster
 from dra_bridge.ledger.records import State
-from dra_bridge.rollout.fleet import NodeView
+from dra_bridge.rollout.fleet import NodeView, asked_of, quantity
 
 Object = Mapping[str, Any]
 
@@ -39,10 +39,10 @@ class Room:
 
 
 async def hints(cluster: Cluster, views: Sequence[NodeView]) -> list[str]:
-    """Return which moves would let pods start that wait, for people.
+    """Return which moves would let pods start that wait, for people. Raises ClusterError.
 
-    Costs one list of the pods without a node. If some of them ask for such devices, a list of all claims, and of each
-    node a read and a list of its pods. Raises ClusterError.
+    Costs one list of the pods without a node, and if some of them ask for such devices, one of all claims, and for each
+    node a read and a list of its pods.
     """
     waiting = (await cluster.list(PODS, field_selector="spec.nodeName=,status.phase=Pending")).items
     resources = {name for view in views if view.reported is not None for name in view.reported.resources}
@@ -102,7 +102,7 @@ def room_of(view: NodeView, resource: str, node: Object, bound: Iterable[Object]
     (NodeInfo.update, kube-scheduler 1.36).
     """
     status = node.get("status") or {}
-    capacity, allocatable = (int(_number((status.get(key) or {}).get(resource))) for key in ("capacity", "allocatable"))
+    capacity, allocatable = (quantity((status.get(key) or {}).get(resource)) for key in ("capacity", "allocatable"))
     phases = ("Succeeded", "Failed")
     used = sum(asked_of(pod).get(resource, 0) for pod in bound if (pod.get("status") or {}).get("phase") not in phases)
     devices = [one for one in view.devices if one.resource == resource and not one.gone]
@@ -126,21 +126,3 @@ def wait_of(pod: Object, claims: Iterable[Object]) -> Wait:
             device_class = exactly.get("deviceClassName", "")
             classes[device_class] = classes.get(device_class, 0) + int(exactly.get("count") or 1)
     return Wait(f"{namespace}/{name}", asked_of(pod), classes)
-
-
-def asked_of(pod: Object) -> dict[str, int]:
-    """Return how much of extended resources a pod asks for; init containers give back what they had."""
-    asked: dict[str, int] = {}
-    for key, combined in (("containers", int.__add__), ("initContainers", max)):
-        for container in pod["spec"].get(key) or ():
-            for name, amount in ((container.get("resources") or {}).get("limits") or {}).items():
-                if "/" in name:
-                    asked[name] = combined(asked.get(name, 0), int(_number(amount)))
-    return asked
-
-
-def _number(text: str | int | None) -> float:
-    try:
-        return float(parse_quantity(text or 0))
-    except NamingError:
-        return 0.0

@@ -114,7 +114,12 @@ def desired(pool: Pool, *, without: Collection[Feature] = ()) -> Desired | None:
             if "counters" not in without:
                 consumed = _consumed(device, sets, problems if offered else [])
             used.update(consumed)
-            needed = _needs(device, offer) if offered else set()
+            features: Mapping[Feature, object] = {
+                "taints": not device.health.usable,
+                "sharing": offer.replicas.get(device.id, 1) > 1,
+                "counters": device.consumes,
+            }
+            needed = {feature for feature, uses in features.items() if offered and uses}
             needs |= needed
             left_out = (device.consumes and not consumed) or ("taints" in needed and "taints" in without)
             possible = offered and not left_out
@@ -137,15 +142,6 @@ def desired(pool: Pool, *, without: Collection[Feature] = ()) -> Desired | None:
         spec = {"driver": pool.driver, "nodeName": pool.node, "pool": whole, **part}
         slices.append({"metadata": metadata, "spec": spec})
     return Desired(tuple(slices), frozenset(needs), tuple(dict.fromkeys(problems)))
-
-
-def _needs(device: Device, offer: Offer) -> set[Feature]:
-    needs: Mapping[Feature, object] = {
-        "taints": not device.health.usable,
-        "sharing": offer.replicas.get(device.id, 1) > 1,
-        "counters": device.consumes,
-    }
-    return {feature for feature, needed in needs.items() if needed}
 
 
 def _entry(
@@ -245,17 +241,15 @@ def _counter_sets(pool: Pool, problems: list[str]) -> dict[str, Counters]:
                     problems.append(f"{offer.snapshot.resource} device {device.id!r}: left out: {error}")
                     bad.add(name)
                     continue
-                if not _same_counters(sets.setdefault(name, counters), counters):
+                first = sets.setdefault(name, counters)
+                if first is not counters and _numbers(first) != _numbers(counters):
                     problems.append(f"{offer.snapshot.resource}: left out: devices differ in counter set {name!r}")
                     bad.add(name)
     return {name: counters for name, counters in sets.items() if name not in bad}
 
 
-def _same_counters(one: Counters, other: Counters) -> bool:
-    return one is other or (
-        one.keys() == other.keys()
-        and all(naming.parse_quantity(one[key]) == naming.parse_quantity(other[key]) for key in one)
-    )
+def _numbers(counters: Counters) -> dict[str, Fraction]:
+    return {name: naming.parse_quantity(value) for name, value in counters.items()}
 
 
 def _consumed(device: Device, sets: Mapping[str, Counters], problems: list[str]) -> Mapping[str, Counters]:

@@ -35,7 +35,7 @@ _FIELDS: Final[Mapping[Feature, str]] = {
 class ServerFeatures:
     """Which features of slices the API server is known to have.
 
-    probe_again: seconds after which a feature that the server lacked may be asked for again.
+    probe_again: seconds after which a feature that the server lacked may be asked for again: it may be another server.
     """
 
     cluster: Cluster
@@ -57,7 +57,7 @@ class ServerFeatures:
         self._known.update(dict.fromkeys(features, False))
 
     def forget_missing(self) -> None:
-        """Count missing features as not known, if that is long ago: it may be another server by now."""
+        """Count missing features as not known, if that is long ago."""
         if asyncio.get_running_loop().time() - self._probed_at >= self.probe_again:
             for feature in self.missing:
                 del self._known[feature]

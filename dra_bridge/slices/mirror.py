@@ -2,35 +2,37 @@
 
 from __future__ import annotations
 
-from dra_bridge.kube import Object
+from dataclasses import dataclass, field
+
+from dra_bridge.kube import Object, is_older
 from dra_bridge.slices.plan import fingerprint, generation_of
 
 
+@dataclass(slots=True, eq=False)
 class Mirror:
-    """One driver's slices as the API server has them, and what is remembered of earlier ones; bodies of version v1."""
+    """One driver's slices as the API server has them, and what is remembered of earlier ones; bodies of version v1.
 
-    def __init__(self) -> None:
-        self.bodies: dict[str, Object] = {}
-        """By name."""
-        self.listed = False
-        """Whether the bodies are those of a list and its watch; if not, the slices must be listed again."""
-        self.generation = 0
-        """The highest one that was ever written, or that an unanswered write makes necessary."""
-        self.mutations: dict[str, tuple[str, str]] = {}
-        """See `plan.ServerMutations`."""
-        self.times: dict[tuple[str, str, str], str] = {}
-        """See `plan.Times`."""
-        self._deleted: set[str] = set()
-        """UIDs of slices that were deleted here and whose deletion the watch has not reported yet."""
-        self.gone: set[str] = set()
-        """UIDs of slices whose deletion the watch has reported since the last write began; the writer clears it."""
+    bodies: by name. listed: whether the bodies are those of a list and its watch; if not, the slices must be listed
+    again. generation: the highest one that was ever written, or that an unanswered write makes necessary. mutations:
+    see `plan.ServerMutations`. times: see `plan.Times`. deletions: UIDs of slices that were deleted here and whose
+    deletion the watch has not reported yet. gone: UIDs of slices whose deletion the watch has reported since the last
+    write began; the writer clears it.
+    """
+
+    bodies: dict[str, Object] = field(default_factory=dict)
+    listed: bool = False
+    generation: int = 0
+    mutations: dict[str, tuple[str, str]] = field(default_factory=dict)
+    times: dict[tuple[str, str, str], str] = field(default_factory=dict)
+    deletions: set[str] = field(default_factory=set)
+    gone: set[str] = field(default_factory=set)
 
     def relist(self, *, new_watch: bool = False) -> None:
         """Forget the bodies; those of a new list follow, each by `keep`. new_watch: the watch begins anew after it."""
         self.bodies.clear()
         self.listed = True
         if new_watch:
-            self._deleted.clear()
+            self.deletions.clear()
 
     def keep(self, body: Object) -> None:
         """Take a slice for what the server has, unless a newer state of it is known."""
@@ -51,29 +53,26 @@ class Mirror:
         name, uid = body["metadata"]["name"], body["metadata"].get("uid", "")
         if deleted:
             self.gone.add(uid)
-        if self._has_newer(body) or uid in self._deleted:
+        if self._has_newer(body) or uid in self.deletions:
             if deleted:
-                self._deleted.discard(uid)
+                self.deletions.discard(uid)
             return False
         if deleted:
             return self.bodies.pop(name, None) is not None
         known = self.bodies.get(name)
         self.keep(body)
-        return known is None or _version(known) != _version(body)
+        version = body["metadata"].get("resourceVersion")
+        return known is None or known["metadata"].get("resourceVersion") != version
 
     def _has_newer(self, body: Object) -> bool:
-        """Return whether a newer state is known (versions compare as numbers since 1.35, and did before)."""
         known = self.bodies.get(body["metadata"]["name"])
-        if known is None:
-            return False
-        one, other = _version(known), _version(body)
-        return one.isdecimal() and other.isdecimal() and int(one) > int(other)
+        return known is not None and is_older(body, known)
 
     def deleted(self, body: Object) -> None:
         """Forget a slice that was deleted here."""
         name = body["metadata"]["name"]
         self.bodies.pop(name, None)
-        self._deleted.add(body["metadata"].get("uid", ""))
+        self.deletions.add(body["metadata"].get("uid", ""))
         self.mutations.pop(name, None)
 
     def compare(self, sent: Object, answer: Object) -> bool:
@@ -89,7 +88,3 @@ class Mirror:
         """Note a write that may have been carried out, or may be later: the next one is of a newer generation."""
         self.listed = False
         self.generation = max(self.generation, generation_of(body)) + 1
-
-
-def _version(body: Object) -> str:
-    return str(body["metadata"].get("resourceVersion", ""))

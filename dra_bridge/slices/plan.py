@@ -125,11 +125,10 @@ def plan(
     current = {body["metadata"]["name"]: body for body in existing}
     latest = max([generation, *map(generation_of, existing)])
 
-    def is_as_wanted(name: str) -> bool:
-        want, have = fingerprint(bodies[name]), fingerprint(current[name])
-        return want == have or (mutations or {}).get(name) == (want, have)
-
-    same = set(filter(is_as_wanted, bodies.keys() & current.keys()))
+    prints = {name: (fingerprint(bodies[name]), fingerprint(current[name])) for name in bodies.keys() & current.keys()}
+    same = {
+        name for name, (want, have) in prints.items() if want == have or (mutations or {}).get(name) == (want, have)
+    }
     in_latest = {name for name, body in current.items() if generation_of(body) == latest}
     extras = [body for name, body in current.items() if name not in bodies]
     changed = [name for name in bodies if name not in same & in_latest]
@@ -142,7 +141,8 @@ def plan(
     writes = []
     for name, body in bodies.items():
         found = current.get(name)
-        if name in changed or found is None or not _same_metadata(body, found, owner):
+        owned = found is not None and (owner is None or found["metadata"].get("ownerReferences") == [owner])
+        if name in changed or found is None or not owned or _split(body)[0] != _split(found)[0]:
             verb: Literal["create", "replace"] = "create" if found is None else "replace"
             writes.append(Write(verb, _body(body, found, target, owner, times or {})))
     return writes + [Write("delete", body) for body in extras]
@@ -161,12 +161,6 @@ def _split(body: Object) -> tuple[dict[str, str], dict[str, str]]:
     return own, {key: value for key, value in annotations.items() if key not in own}
 
 
-def _same_metadata(wanted: Object, found: Object, owner: Object | None) -> bool:
-    return _split(wanted)[0] == _split(found)[0] and (
-        owner is None or found["metadata"].get("ownerReferences") == [owner]
-    )
-
-
 def _body(wanted: Object, found: Object | None, generation: int, owner: Object | None, times: Times) -> Object:
     metadata = dict(wanted["metadata"])
     if found is not None:
@@ -180,13 +174,11 @@ def _body(wanted: Object, found: Object | None, generation: int, owner: Object |
         metadata["ownerReferences"] = [owner]
     spec = {**wanted["spec"], "pool": {**wanted["spec"]["pool"], "generation": generation}}
     if "devices" in spec:
-        spec["devices"] = [_with_times(device, times) for device in spec["devices"]]
+        spec["devices"] = [_with_times(device, times) if "taints" in device else device for device in spec["devices"]]
     return {**wanted, "metadata": metadata, "spec": spec}
 
 
 def _with_times(device: Object, times: Times) -> Object:
-    if "taints" not in device:
-        return device
     taints = []
     for taint in device["taints"]:
         since = times.get((device["name"], taint["key"], taint["effect"]))

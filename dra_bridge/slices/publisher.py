@@ -96,8 +96,7 @@ class Publisher:
         """Do nothing yet; `want` says what, `run` does it.
 
         burst, per_second: how many rounds of writes a driver may make at once, and how fast that is regained.
-        probe_again: seconds after which a feature that the server lacked may be asked for again, when it may be
-        another server.
+        probe_again: see `ServerFeatures`.
         """
         self.cluster: Final = cluster
         self._node = node
@@ -202,7 +201,11 @@ class Publisher:
             wait, done = 0.0, False
             try:
                 if not driver.mirror.listed:  # it joined after the watch began, or what the server has is in doubt
-                    await self._refresh(driver)
+                    selector = f"spec.nodeName={self._node},spec.driver={driver.pool.driver}"
+                    listing = await self.cluster.list(RESOURCE_SLICES, field_selector=selector)
+                    driver.mirror.relist()
+                    for item in listing.items:
+                        self._keep(neutral(item))
                 done = await self._reconcile(driver)
             except (kube.ConflictError, NotFoundError, kube.VersionChangedError) as error:
                 # What the server has is not what the watch reported: read it, and try again.
@@ -251,13 +254,6 @@ class Publisher:
         finally:
             for one in waits:
                 one.cancel()
-
-    async def _refresh(self, driver: _Driver) -> None:
-        selector = f"spec.nodeName={self._node},spec.driver={driver.pool.driver}"
-        listing = await self.cluster.list(RESOURCE_SLICES, field_selector=selector)
-        driver.mirror.relist()
-        for item in listing.items:
-            self._keep(neutral(item))
 
     async def _reconcile(self, driver: _Driver) -> bool:
         """Make the slices as they are wanted; return False if that does not end."""

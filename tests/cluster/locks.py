@@ -277,7 +277,7 @@ def main(argv: Sequence[str]) -> int:
         def hooks(self) -> frozenset[str]:
             return super().hooks | {"released"}
 
-    sources.build = Recorded  # type: ignore[assignment]
+    sources.ConfiguredSource = Recorded  # type: ignore[misc]
     kind, *arguments = argv
     return (run_bridge if kind == "bridge" else run_plugin)(["run", *arguments])
 

@@ -382,6 +382,8 @@ def test_an_operator_changes_nothing_of_a_node_but_shares(cluster: Cluster) -> N
         assert answer(own) == ""
         assert answer({"metadata": {"annotations": {SHARE: None}}}) == ""
         assert answer(theirs, both) == ""
+        many = {"metadata": {"annotations": {**theirs["metadata"]["annotations"], BEFORE: "none"}}}
+        assert "cost limit exceeded" in answer(many, both)
         # A right that does not come from the role is not restricted by it.
         for body in (*(body for body, _ in REFUSED.values()), own, theirs):
             for by in (daemon, boss):

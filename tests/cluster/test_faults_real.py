@@ -209,12 +209,7 @@ def test_admin_access_holds_nothing(scene: Scene) -> None:
     cluster = scene.cluster
     label = "resource.kubernetes.io/admin-access" if cluster.minor >= 34 else "resource.k8s.io/admin-access"
     cluster.apply({"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": "default", "labels": {label: "true"}}})
-    scene.nodes("b", 1)
-    scene.serve(resource("b", "all"))
-    scene.agents.wait_offered(1)
-    user = scene.claimer("user", "b")
-    scene.running(user)
-    scene.before = len(locks.holders())
+    user = scene.claimed("b")
     scene.agents.claim("admin", scene.agents.one(allocationMode="All", adminAccess=True))
     admin = scene.agents.pod("admin", {"device": "admin"}).wait_running()  # it takes no lock
     scene.share(b="none")

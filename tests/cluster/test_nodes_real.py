@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from deviceplugin.config import parse
-from deviceplugin.sources import build
+from deviceplugin.sources import ConfiguredSource
 from tests.cluster import isolate
 from tests.cluster.node import Cluster, ExecError
 from tests.cluster.test_sources_real import served
@@ -50,7 +50,7 @@ def test_permissions_of_the_resource_hold_in_the_container(cluster: Cluster, gua
           permissions: r
           devices: [{{path: {guarded}}}]
     """
-    with served(build(parse(text).resources[0])):
+    with served(ConfiguredSource(parse(text).resources[0])):
         cluster.wait_allocatable(RESOURCE, 1)
         holder = cluster.start_pod("holder", {RESOURCE: 1}).wait_running()
         other = cluster.start_pod("other").wait_running()

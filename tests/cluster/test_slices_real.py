@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from deviceplugin.backoff import Backoff
 from deviceplugin.config import parse
 from deviceplugin.device import Device, Health, Version
 from deviceplugin.inventory import Snapshot, merged
@@ -63,7 +64,7 @@ def writes_of(publisher: Publisher) -> int:
 @contextlib.asynccontextmanager
 async def publishing(cluster: Cluster, *pools: Pool, kubeconfig: Path | None = None) -> AsyncIterator[Publisher]:
     """A publisher of these pools, once the API server has them."""
-    backoff = kube.Backoff(0.1, 2.0)
+    backoff = Backoff(0.1, 2.0)
     async with kube.Cluster.from_environment(kubeconfig or cluster.kubeconfig, backoff=backoff) as connection:
         publisher = Publisher(connection, cluster.node_name)
         for one in pools:

@@ -23,7 +23,7 @@ from deviceplugin.config.types import NvidiaConfig, PciConfig
 from deviceplugin.device import Device
 from deviceplugin.node.agent import Agent
 from deviceplugin.source import DeviceSource
-from deviceplugin.sources import build
+from deviceplugin.sources import ConfiguredSource
 from deviceplugin.sources.nvidia import NvidiaSource
 from deviceplugin.sources.path import PathSource
 from deviceplugin.sources.pci import PciSource
@@ -203,7 +203,7 @@ def test_pci_device_of_this_machine_reaches_a_container(cluster: Cluster) -> Non
           permissions: r
           devices: [{{pci: {{vendor: "{vendor}", address: "{address}"}}}}]
     """
-    with served(build(parse(text).resources[0])):
+    with served(ConfiguredSource(parse(text).resources[0])):
         cluster.wait_allocatable("example.com/real", 1)
         pod = cluster.start_pod("real", {"example.com/real": 1}).wait_running()
         assert address_of(pod, "PCIDEVICE_EXAMPLE_COM_REAL") == address
@@ -226,7 +226,7 @@ def test_probe_withdraws_a_device_of_the_real_node_and_gives_it_back(cluster: Cl
             failures: 2
             successes: 2
     """
-    with served(build(parse(text).resources[0])):
+    with served(ConfiguredSource(parse(text).resources[0])):
         cluster.wait_allocatable("example.com/probed", 2)
         bad.write_text(f"{directory}/b\n")
         cluster.wait_allocatable("example.com/probed", 1)

@@ -153,6 +153,12 @@ class Scene:
         created = self.cluster.api.create(manifest)
         return ClaimPod(self.cluster, created) if created["spec"].get("resourceClaims") else Pod(self.cluster, created)
 
+    def remake(self, pod: Pod, manifest: Mapping[str, Any]) -> Pod:
+        """Put another pod in the place of one that the kubelet has refused."""
+        pod.delete(0)
+        pod.wait_gone()
+        return self.make(manifest)
+
     def pod(self, name: str, resource: str, **spec: Any) -> Pod:
         """Start a pod that gets a device by its limits."""
         return self.make(plain(name, resource, **spec))
@@ -174,9 +180,7 @@ class Scene:
         def settled() -> bool:
             nonlocal pod
             if pod.phase == "Failed":
-                pod.delete(0)
-                pod.wait_gone()
-                pod = self.make(manifest)
+                pod = self.remake(pod, manifest)
             return bool(pod.unschedulable())
 
         self.cluster.wait_for(settled, LIMIT, f"{name} is unschedulable")
@@ -220,6 +224,16 @@ class Scene:
         pods = [self.pod("a0", "a"), self.claimer("b0", "b")]
         self.running(*pods)
         return pods
+
+    def claimed(self, letter: str) -> Pod:
+        """Have the only device of a resource held by a claim, at rest; return the claim's pod."""
+        self.nodes(letter, 1)
+        self.serve(resource(letter, "all"))
+        self.agents.wait_offered(1)
+        user = self.claimer("user", letter)
+        self.running(user)
+        self.before = len(locks.holders())
+        return user
 
     def freeze(self, pod: Pod) -> None:
         """Have a pod's shim hang, so that the runtime can end nothing of it."""
@@ -282,9 +296,7 @@ class Scene:
         for name, manifest in self.waiting.items():
             found = self.cluster.pod(name)
             if found.phase == "Failed" or found.uid in without:
-                found.delete(0)
-                found.wait_gone()
-                self.make(manifest)
+                self.remake(found, manifest)
             elif "resourceClaims" in manifest["spec"]:
                 # Any change makes the kubelet try again at once; its own Events are rate limited and do not tell.
                 annotations = {"retry": str(int(time.monotonic()))}
@@ -539,12 +551,7 @@ def test_the_runtime_has_forgotten_a_process(scene: Scene) -> None:
 
     Such a process is the `runc init` of a container that containerd was creating when the kubelet ended.
     """
-    scene.nodes("a", 1)
-    scene.serve(resource("a", "all"))
-    scene.agents.wait_offered(1)
-    user = scene.claimer("user", "a")
-    scene.running(user)
-    scene.before = len(locks.holders())
+    user = scene.claimed("a")
     left = subprocess.Popen(["sleep", "1000"])
     scene.stack.callback(left.wait)
     scene.stack.callback(left.kill)
@@ -1071,12 +1078,7 @@ def test_pod_resources_is_flooded(scene: Scene) -> None:
 
 def test_cdi_directory_is_wiped(scene: Scene) -> None:
     """A container of a claim starts again though the CDI directory was wiped."""
-    scene.nodes("b", 1)
-    scene.serve(resource("b", "all"))
-    scene.agents.wait_offered(1)
-    user = scene.claimer("user", "b")
-    scene.running(user)
-    scene.before = len(locks.holders())
+    user = scene.claimed("b")
     began = time.monotonic()
     for file in CDI.iterdir():
         file.unlink()

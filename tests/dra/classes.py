@@ -7,9 +7,7 @@ from typing import Any
 __all__ = ["device_class"]
 
 
-def device_class(driver: str, extended_resource: str = "") -> dict[str, Any]:
-    """Return a class of all devices of a driver, called like it; it may name an extended resource."""
-    spec: dict[str, Any] = {"selectors": [{"cel": {"expression": f'device.driver == "{driver}"'}}]}
-    if extended_resource:
-        spec["extendedResourceName"] = extended_resource
+def device_class(driver: str) -> dict[str, Any]:
+    """Return a class of all devices of a driver, called like it; `dra_bridge.testing.serving` has a resource's."""
+    spec = {"selectors": [{"cel": {"expression": f'device.driver == "{driver}"'}}]}
     return {"apiVersion": "resource.k8s.io/v1", "kind": "DeviceClass", "metadata": {"name": driver}, "spec": spec}

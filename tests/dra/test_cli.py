@@ -381,6 +381,11 @@ def parse_options(arguments: list[str]) -> str | None:
             "class S(D): resource, driver = 'x', 'a.b'\nrun(S())",
             "must be vendor-domain/name",
         ),
+        (
+            "from dra_bridge import run\nfrom deviceplugin import DeviceSource as D\n"
+            "class S(D): resource, driver = 'a.b/x', 'a.b'\nrun(S)",
+            "S is a class; a source is an instance of it: S()",
+        ),
         (None, "cannot be read: "),
     ],
 )
@@ -817,46 +822,42 @@ def test_migrate_interrupted(world: World) -> None:
     assert agent.annotations == {SHARE: "all"}
 
 
-def test_migrate_with_bars(world: World, tmp_path: Path) -> None:
-    """On a terminal there are progress bars."""
-    world.agent("n1")
-    kubeconfig = ["--kubeconfig", str(world.kubeconfig)]
+def migrated_on_a_terminal(world: World, *, interrupt: bool = False) -> tuple[int, str]:
+    """Move all devices of n1, interrupted once bars are shown if so; return the exit status and what was printed."""
     command = [sys.executable, "-m", "dra_bridge", "migrate", "n1", "--driver", D, "--share", "all", "--wait"]
     leader, follower = os.openpty()
     env = {**os.environ, "TERM": "xterm", "COLUMNS": "90"}
+    kubeconfig = ["--kubeconfig", str(world.kubeconfig)]
     with running([*command, *kubeconfig], stdout=follower, stderr=follower, env=env) as process:
         os.close(follower)
         text = b""
         with contextlib.suppress(OSError):
-            while part := os.read(leader, 4096):
+            while part := os.read(leader, 1 << 16):
                 text += part
-        assert process.wait(WAIT) == 0
+                if interrupt and b"asked for all" in text and "━".encode() in text:
+                    process.send_signal(signal.SIGINT)
+                    interrupt = False
+        status = process.wait(WAIT)
     os.close(leader)
-    assert "━" in text.decode()
+    return status, text.decode()
+
+
+def test_migrate_with_bars(world: World) -> None:
+    """On a terminal there are progress bars."""
+    world.agent("n1")
+    status, text = migrated_on_a_terminal(world)
+    assert status == 0
+    assert "━" in text
 
 
 def test_bars_do_not_outlive_an_interrupt(world: World) -> None:
     """At Ctrl-C the progress bars are erased: what stays on the terminal is what was said."""
     agent = world.agent("n1", held={"gpu-0": "pod default/p"})
-    kubeconfig = ["--kubeconfig", str(world.kubeconfig)]
-    command = [sys.executable, "-m", "dra_bridge", "migrate", "n1", "--driver", D, "--share", "all", "--wait"]
-    leader, follower = os.openpty()
-    env = {**os.environ, "TERM": "xterm", "COLUMNS": "90"}
-    with running([*command, *kubeconfig], stdout=follower, stderr=follower, env=env) as process:
-        os.close(follower)
-        text = b""
-        interrupted = False
-        with contextlib.suppress(OSError):
-            while part := os.read(leader, 1 << 16):
-                text += part
-                if not interrupted and b"asked for all" in text and "━".encode() in text:
-                    process.send_signal(signal.SIGINT)
-                    interrupted = True
-        assert process.wait(WAIT) == 130
-    os.close(leader)
+    status, text = migrated_on_a_terminal(world, interrupt=True)
+    assert status == 130
     assert agent.annotations == {SHARE: "all"}
-    assert "interrupted" in text.decode()
-    _, _, after = text.decode().rpartition("━")
+    assert "interrupted" in text
+    _, _, after = text.rpartition("━")
     assert "\x1b[1A\x1b[2K" in after  # the cursor goes up to the bar, and its line is erased
 
 

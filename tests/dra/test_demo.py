@@ -18,6 +18,7 @@ import pytest
 
 from deviceplugin.demo import Printer
 from dra_bridge import cli, demo
+from dra_bridge.node.bridge import Bridge
 from dra_bridge.testing.node import FakeNode, Holding
 from tests.programs import running
 
@@ -130,11 +131,11 @@ def test_a_bridge_that_gives_twice_fails(monkeypatch: pytest.MonkeyPatch) -> Non
 def test_what_ends_a_background_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     """An agent that ends by an error ends the demo with 1 and its error."""
 
-    async def broken(*_: Any) -> None:
+    async def broken(_: Bridge) -> None:
         raise OSError("no agent today")
 
     monkeypatch.setattr(demo, "naive", Mock())
-    monkeypatch.setattr(demo, "bridge", broken)
+    monkeypatch.setattr(Bridge, "run", broken)
     monkeypatch.setattr(demo, "TIMEOUT", 1.0)
     out = io.StringIO()
     assert demo.main(stream=out) == 1

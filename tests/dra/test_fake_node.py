@@ -195,7 +195,7 @@ def node() -> Iterator[FakeNode]:
         gpus = demo.Gpus(2)
         with demo.in_background("plain driver", lambda: demo.plain_driver(scene, gpus)):
             scene.node.dra.wait_registered(D)
-            scene.wait(lambda: scene.offered() == 2, "the slice")
+            scene.wait(lambda: len(offered(scene.server.objects(), demo.NODE)) == 2, "the slice")
             yield scene.node
 
 

@@ -38,7 +38,6 @@ from deviceplugin.kubelet.status import Withheld
 from deviceplugin.metrics import collectors as metrics
 from deviceplugin.metrics import load, web
 from deviceplugin.metrics.collectors import AgentCollector
-from deviceplugin.metrics.load import Reading
 from deviceplugin.metrics.report import DeviceLocation, PreparedClaim, ProviderReport
 from deviceplugin.metrics.views import DeviceHolder
 from deviceplugin.node.agent import Agent
@@ -421,7 +420,7 @@ class TestCollector:
         observer = still.observer()
         observer._gauges[RESOURCE] = gauge = load.Gauge(Source(), 10)
         values = load.checked({"a": {"lanes": {"tty\udcff": 1}}}, [Device("a")])
-        gauge._reading = Reading(values, time.monotonic())
+        gauge._reading = (values, time.monotonic())
         registry = CollectorRegistry(auto_describe=False)
         registry.register(AgentCollector(observer.view))
         assert b'deviceplugin_device_lanes{device="a",part="tty?",resource=' in generate_latest(registry)
@@ -453,7 +452,7 @@ class TestCollector:
         quantities: dict[str, Any] = {
             name: {"x": 1} if quantity.label else 1 for name, quantity in load.QUANTITIES.items()
         }
-        gauge._reading = Reading({"a": quantities}, time.monotonic())
+        gauge._reading = ({"a": quantities}, time.monotonic())
         observer = still.observer()
         observer._gauges[RESOURCE] = gauge
         registry = CollectorRegistry(auto_describe=False)
@@ -475,7 +474,7 @@ class TestCollector:
         still = Still(resource("a"))
         observer = still.observer()
         gauge = load.Gauge(Source(), 10)
-        gauge._reading = Reading({"a": {"packets_total": 3, "lane_errors": {"0": 1}}}, time.monotonic())
+        gauge._reading = ({"a": {"packets_total": 3, "lane_errors": {"0": 1}}}, time.monotonic())
         observer._gauges[RESOURCE] = gauge
         samples = {
             (sample.name, tuple(sorted(sample.labels.items()))): (family.type, sample.value)

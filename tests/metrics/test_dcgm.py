@@ -8,7 +8,7 @@ from typing import Any
 from deviceplugin.device import Device
 from deviceplugin.kubelet.podresources import Holder
 from deviceplugin.metrics import dcgm, load
-from deviceplugin.metrics.load import Gauge, Reading
+from deviceplugin.metrics.load import Gauge
 from deviceplugin.metrics.views import View
 from tests.metrics.views import RESOURCE, Source, Still, resource
 
@@ -29,7 +29,7 @@ def view(*holders: Holder, load: Any = None) -> View:
     still = Still(resource(Device("g", attributes=ATTRIBUTES), "h", held={"g": list(holders)}))
     observer = still.observer()
     gauge = Gauge(Source(), 10)
-    gauge._reading = Reading({"g": FULL if load is None else load}, time.monotonic())
+    gauge._reading = ({"g": FULL if load is None else load}, time.monotonic())
     observer._gauges[RESOURCE] = gauge
     return observer.view()
 
@@ -94,7 +94,7 @@ def test_a_partition_has_its_own_labels() -> None:
     still = Still(resource(Device("MIG-7", attributes=MIG), Device("MIG-8", attributes={**MIG, "computeInstance": 1})))
     observer = still.observer()
     gauge = Gauge(Source(), 10)
-    gauge._reading = Reading({name: {"memory_used_bytes": 2**20} for name in ("MIG-7", "MIG-8")}, time.monotonic())
+    gauge._reading = ({name: {"memory_used_bytes": 2**20} for name in ("MIG-7", "MIG-8")}, time.monotonic())
     observer._gauges[RESOURCE] = gauge
     (labels, value), (other, _) = values(observer.view())["DCGM_FI_DEV_FB_USED"]
     assert value == 1

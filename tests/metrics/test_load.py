@@ -103,7 +103,7 @@ class TestGauge:
             gauge = Gauge(source, 10)
             await gauge.take(DEVICES)
             assert gauge.reading is not None
-            assert gauge.reading.values == {"a": {"power_watts": 2}}
+            assert gauge.reading == {"a": {"power_watts": 2}}
             assert (gauge.calls, gauge.failures, gauge.error) == (1, 0, "")
 
     async def test_an_error_takes_the_values_away_and_is_said_once(self, caplog: pytest.LogCaptureFixture) -> None:

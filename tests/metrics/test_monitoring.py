@@ -15,7 +15,6 @@ from prometheus_client import CollectorRegistry, ProcessCollector
 from deviceplugin.kubelet.podresources import Holder
 from deviceplugin.metrics import load
 from deviceplugin.metrics.collectors import AgentCollector
-from deviceplugin.metrics.load import Reading
 from dra_bridge.node.status import BridgeStatus
 from tests.dra.node.test_status import bridge
 from tests.metrics.views import RESOURCE, Source, Still, resource
@@ -47,7 +46,7 @@ def known_names() -> set[str]:
     observer = still.observer()
     gauge = load.Gauge(Source(), 10)
     values: dict[str, Any] = {name: {"x": 1} if one.label else 1 for name, one in load.QUANTITIES.items()}
-    gauge._reading = Reading({"a": values}, time.monotonic())
+    gauge._reading = ({"a": values}, time.monotonic())
     observer._gauges[RESOURCE] = gauge
     registry = CollectorRegistry(auto_describe=False)
     registry.register(AgentCollector(observer.view))

@@ -17,7 +17,7 @@ from deviceplugin.device import Device, Health
 from deviceplugin.kubelet.podresources import Holder
 from deviceplugin.kubelet.status import Withheld
 from deviceplugin.metrics import load, page
-from deviceplugin.metrics.load import Gauge, Reading
+from deviceplugin.metrics.load import Gauge
 from deviceplugin.metrics.report import DeviceLocation, Event, ProviderReport, ShareProgress
 from deviceplugin.metrics.views import Observer
 from tests.metrics.views import RESOURCE, Source, Still, resource
@@ -88,7 +88,7 @@ def busy() -> tuple[Still, Observer]:
     still.providers.append(Bridge())
     observer = still.observer()
     gauge = Gauge(Source(), 10)
-    gauge._reading = Reading(
+    gauge._reading = (
         {
             "a": {
                 "utilization_ratio": 0.53,

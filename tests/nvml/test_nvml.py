@@ -287,7 +287,7 @@ async def test_mixed_brings_a_resource_for_each_profile_along(world: World) -> N
           devices: [{{nvidia: {{mig: mixed, library: {world.places.library}}}}}]
           health: {{period: 1}}
     """
-    built = sources.build(config.parse(text).resources[0])
+    built = sources.ConfiguredSource(config.parse(text).resources[0])
     entry = built.entries[0]
     assert isinstance(entry, NvidiaSource)
     entry._places = world.places
@@ -458,7 +458,7 @@ def test_xids_of_applications_are_ignored_by_default(code: int, configured: bool
     made: Any = NvidiaSource()
     if configured:
         text = "resources: [{name: nvidia.com/gpu, devices: [{nvidia: {}}]}]"
-        (made,) = sources.build(config.parse(text).resources[0]).entries
+        (made,) = sources.ConfiguredSource(config.parse(text).resources[0]).entries
     made.update(NvmlScan((gpu,), {"GPU-0": (Verdict.GOOD, "")}))
     made.update(Xid("GPU-0", code))
     assert [device.health for device in made.devices()] == [Health.HEALTHY]

@@ -27,7 +27,7 @@ def configured(world: World, monkeypatch: pytest.MonkeyPatch) -> Callable[[str],
 
     def build(fields: str, entry: str = "{}") -> ConfiguredSource:
         text = f"resources: [{{name: nvidia.com/gpu, devices: [{{nvidia: {entry}}}], health: {{period: 1}}, {fields}}}]"
-        return sources.build(config.parse(text).resources[0])
+        return sources.ConfiguredSource(config.parse(text).resources[0])
 
     return build
 

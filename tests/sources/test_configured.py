@@ -14,13 +14,13 @@ from deviceplugin.config import OPEN, Lock, parse
 from deviceplugin.device import ContainerEdits, Device, DeviceNode, Mount, Version
 from deviceplugin.identity import identities
 from deviceplugin.source import DeviceSource
-from deviceplugin.sources import ConfiguredSource, build
+from deviceplugin.sources import ConfiguredSource
 from deviceplugin.sources import configured as configured_source
 
 
 def configured(fields: str) -> ConfiguredSource:
     """Return the source of a resource with these fields, in YAML."""
-    return build(parse(f"resources: [{{name: example.com/a, {fields}}}]").resources[0])
+    return ConfiguredSource(parse(f"resources: [{{name: example.com/a, {fields}}}]").resources[0])
 
 
 def lists(source: DeviceSource) -> contextlib.aclosing[AsyncGenerator[Sequence[Device]]]:
@@ -47,7 +47,7 @@ async def test_devices_beyond_the_lock_are_left_out(tmp_path: Path, caplog: pyte
     found = parse(f"resources: [{{name: example.com/a, devices: [path: {tmp_path}/in/*]}}]").resources[0]
 
     async def left(lock: Lock) -> list[str]:
-        source = build(found, lock)
+        source = ConfiguredSource(found, lock)
         return [device.id.split("-")[-2] for device in await first(source)]
 
     assert await left(OPEN) == ["null", "plain", "stolen"]

@@ -213,7 +213,7 @@ async def test_entry_of_the_config_file_gives_each_vfio_device(tree: Tree) -> No
     tree.pci("0000:01:00.0", driver="vfio-pci", group=12)
     tree.pci("0000:02:00.0", driver="vfio-pci", group=13)
     text = 'resources: [{name: example.com/nic, devices: [{pci: {class: "02"}}], exclude: ["0000:03:*"]}]'
-    source = sources.build(config.parse(text).resources[0])
+    source = sources.ConfiguredSource(config.parse(text).resources[0])
     entry = source.entries[0]
     assert isinstance(entry, PciSource)
     entry._root, entry._dev = f"{tree.sys}/bus/pci/devices", str(tree.dev)

@@ -207,7 +207,7 @@ async def test_entry_of_the_config_file_gives_usb_devices(tree: Tree) -> None:
           include: ["*-A1", "*/bus/usb/001/003"]
           sharing: {replicas: {coral: 4, "*-A?": 2}}
     """
-    source = sources.build(config.parse(text).resources[0])
+    source = sources.ConfiguredSource(config.parse(text).resources[0])
     entry = source.entries[0]
     assert isinstance(entry, UsbSource)
     entry._root, entry._dev = f"{tree.sys}/bus/usb/devices", str(tree.dev)

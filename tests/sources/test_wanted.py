@@ -12,7 +12,7 @@ from deviceplugin.config import ConfigError, parse
 from deviceplugin.device import ContainerEdits, Device, DeviceNode
 from deviceplugin.naming import PCI_BUS_ID
 from deviceplugin.source import DeviceSource, Measured
-from deviceplugin.sources import ConfiguredSource, build
+from deviceplugin.sources import ConfiguredSource
 
 
 class Entry(DeviceSource):
@@ -43,7 +43,9 @@ class Hooked(Entry):
 
 async def configured(fields: str, *entries: DeviceSource) -> tuple[ConfiguredSource, list[Device]]:
     """A resource with these fields and entries, and its first list."""
-    source = build(parse(f"resources: [{{name: example.com/a, devices: [path: /dev/null], {fields}}}]").resources[0])
+    source = ConfiguredSource(
+        parse(f"resources: [{{name: example.com/a, devices: [path: /dev/null], {fields}}}]").resources[0]
+    )
     source.entries = entries
     async with aclosing(cast("Any", source.watch())) as lists:
         return source, list(await anext(lists))

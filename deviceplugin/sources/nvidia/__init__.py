@@ -1,8 +1,7 @@
 """NVIDIA GPUs and their MIG partitions, by way of NVML (nvidia-ml-py, the extra `nvidia`).
 
-From the hardware up: `nvml` is the library. `Session` makes its blocking calls. `driver` makes them in one thread,
-with a deadline on each, because a driver may hang; it scans from time to time, listens for XIDs in between, and is
-shared by all sources of a loop. `NvidiaSource` makes devices of the scans and judges their health by its own rules.
+`nvml` is the library. `Session` makes its blocking calls. `driver` makes them in one thread, which all sources of a
+loop share, with a deadline on each, because a driver may hang. `NvidiaSource` makes devices of its scans.
 
 A function that the driver does not support says nothing about a GPU. A library or driver that is not there (not yet,
 or while it is replaced) is waited for.

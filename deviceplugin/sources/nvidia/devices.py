@@ -94,10 +94,7 @@ def resource_of(profile: str) -> str:
 def links_of_devices(
     between: Mapping[frozenset[str], float], made: Iterable[str], parents: Mapping[str, str]
 ) -> Mapping[frozenset[str], float]:
-    """Return the link scores of the devices that are listed.
-
-    between: scores of pairs of GPUs. made: UUIDs of the devices. parents: UUIDs of partitions' GPUs.
-    """
+    """Return the link scores of `made` (UUIDs). between: scores of pairs of GPUs. parents: the GPUs of partitions."""
     scores: dict[frozenset[str], float] = {}
     for one, other in combinations(made, 2):
         gpus = frozenset((parents.get(one, one), parents.get(other, other)))

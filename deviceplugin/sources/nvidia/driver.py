@@ -87,10 +87,7 @@ class Driver:
 
     @contextlib.contextmanager
     def subscribe(self, period: float) -> Iterator[asyncio.Queue[NvmlUpdate]]:
-        """Receive all updates while in the context; scans are made at least each `period` seconds.
-
-        Beyond 10,000 updates that are not processed the oldest is dropped.
-        """
+        """Receive updates in the context, and scans each `period` s at least; beyond 10,000 the oldest is dropped."""
         updates: asyncio.Queue[NvmlUpdate] = asyncio.Queue(10_000)
         if self._last is not None:
             updates.put_nowait(self._last)

@@ -41,9 +41,8 @@ class Places:
 
 @dataclass(frozen=True, slots=True)
 class Partition:
-    """A MIG device.
+    """A MIG device. instance, compute: ids of its GPU instance and compute instance. memory: MiB.
 
-    instance, compute: ids of its GPU instance and compute instance. memory: MiB.
     placement: its first memory slice and their number; None if the driver does not say.
     """
 
@@ -72,10 +71,7 @@ class Gpu:
 
 @dataclass(frozen=True, slots=True)
 class NvmlScan:
-    """Result of one scan of all GPUs.
-
-    findings: by the GPU's UUID. links: scores by pairs of UUIDs. listening: whether any GPU reports XIDs.
-    """
+    """Result of one scan. findings: by UUID. links: scores by pairs. listening: whether any GPU reports XIDs."""
 
     gpus: tuple[Gpu, ...]
     findings: Mapping[str, Finding]

@@ -41,10 +41,7 @@ def profile_of(compute: int, slices: int, memory: int, whole: int) -> str:
 
 
 def with_partitions(nv: Any, handle: Any, gpu: Gpu, handles: dict[str, Any], known: dict[str, Partition]) -> Gpu:
-    """Return the GPU with the partitions that it has now.
-
-    handles: the partitions' handles are added. known: partitions read before, which are not read again.
-    """
+    """Return the GPU with its partitions now. handles: theirs are added. known: those read before, not read again."""
     mode = optional(nv, nv.nvmlDeviceGetMigMode, handle)
     if mode is None or mode[0] != 1:
         return replace(gpu, partitions=None)

@@ -179,10 +179,7 @@ class Session:
         return (Verdict.BAD if _ACTIONS[action] else Verdict.GOOD), _ACTIONS[action]
 
     def wait(self, seconds: float) -> tuple[list[Xid], bool]:
-        """Wait for events; return the XIDs that came, and whether a scan is due now.
-
-        It raises NvmlError if no later call can succeed.
-        """
+        """Wait for events; return the XIDs, and whether a scan is due. Raises NvmlError: no later call can succeed."""
         xids, due, error = self._events.wait(seconds)
         if error is not None:
             self._raise_if_gone(self._nv, error)

@@ -23,10 +23,7 @@ VISIBLE: Final = "NVIDIA_VISIBLE_DEVICES"
 
 
 class NvidiaSource(DeviceSource):
-    """NVIDIA GPUs, or partitions of them; ids are their UUIDs.
-
-    period: seconds between scans. resource: its name, where the source is used by itself. clock: monotonic seconds.
-    """
+    """NVIDIA GPUs, or partitions of them; ids are their UUIDs. period: seconds between scans. clock: monotonic."""
 
     links: Mapping[frozenset[str], float] = MappingProxyType({})
 

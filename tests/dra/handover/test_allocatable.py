@@ -23,7 +23,7 @@ from dra_bridge.node.share import HandoverPolicy
 from dra_bridge.rollout.fleet import share_patch
 from dra_bridge.testing.apiserver import FakeApiServer, Fault, Request
 from dra_bridge.testing.node import FakeNode
-from tests.dra.classes import device_class
+from dra_bridge.testing.serving import device_class
 from tests.dra.handover.test_moves import NODE, D, R, Source
 
 
@@ -165,7 +165,7 @@ def test_quantities_are_read() -> None:
 def node() -> Iterator[FakeNode]:
     """A node whose kubelet reports once a minute: in a test only the agent's own writes are seen."""
     with FakeApiServer() as server:
-        server.create(device_class(D, R))
+        server.create(device_class(R, D))
         with FakeNode(server, NODE, status_period=60.0) as made:
             yield made
 

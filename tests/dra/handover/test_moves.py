@@ -25,7 +25,7 @@ from dra_bridge.rollout.fleet import share_patch
 from dra_bridge.rollout.progress import DeviceProgress, read
 from dra_bridge.testing.apiserver import FakeApiServer
 from dra_bridge.testing.node import FakeNode
-from tests.dra.classes import device_class
+from dra_bridge.testing.serving import device_class
 
 R = "example.com/fpga"
 D = "fpga.example.com"
@@ -134,7 +134,7 @@ async def world(node: FakeNode, tmp_path: Path, source: Source, *, offered: bool
 def node(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeNode]:
     monkeypatch.setattr(rules, "WELL_APART", 0.2)  # a pod that the agent has not learned of holds its device so long
     with FakeApiServer() as server:
-        server.create(device_class(D, R))
+        server.create(device_class(R, D))
         with FakeNode(server, NODE) as made:
             yield made
 
@@ -250,7 +250,7 @@ async def test_a_move_to_the_plugin_is_cancelled_after_the_slice_has_lost_the_de
             return await allocated()
 
         with monkeypatch.context() as outage:
-            outage.setattr(handover._to_plugin, "_list_claims", away)
+            outage.setattr(handover._to_plugin, "list_claims", away)
             here.ask("none")
             async with asyncio.timeout(60):
                 await asked.wait()

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from deviceplugin.backoff import Backoff
 from dra_bridge.kube import (
     EVENTS,
     NODES,
@@ -21,7 +22,6 @@ from dra_bridge.kube import (
     RESOURCE_SLICES,
     AccessError,
     ApiError,
-    Backoff,
     Changed,
     Cluster,
     ConflictError,

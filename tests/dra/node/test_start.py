@@ -35,7 +35,7 @@ from dra_bridge.node.resource import ResourceRuntime
 from dra_bridge.node.share import HandoverPolicy
 from dra_bridge.testing.apiserver import FakeApiServer
 from dra_bridge.testing.node import FakeNode
-from tests.dra.classes import device_class
+from dra_bridge.testing.serving import device_class
 from tests.dra.ledger.samples import DirectLedger, adopt
 
 R = "example.com/fpga"
@@ -57,7 +57,7 @@ class Source(DeviceSource):
 def node(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[FakeNode]:
     monkeypatch.setattr(rules, "WELL_APART", 0.2)  # a pod that the agent has not learned of holds its device so long
     with FakeApiServer() as server:
-        server.create(device_class(D, R))
+        server.create(device_class(R, D))
         with FakeNode(server, NODE) as made:
             yield made
 
@@ -299,7 +299,7 @@ async def test_nothing_moves_before_the_node_was_read(
         back.set()
         await until(lambda: bridge.drivers[D].resources[R].handover.share == Share(0), "what the Node asks for")
         await moved(bridge, State.PLUGIN)
-        assert bridge.drivers[D].resources[R].handover.statistics.begun == {"to-dra": 0, "to-plugin": 0}
+        assert bridge.drivers[D].resources[R].handover.statistics.begun.total() == 0
 
 
 def annotate(node: FakeNode, share: str) -> None:

@@ -22,7 +22,7 @@ from dra_bridge.driver import ClaimStatistics, registrar
 from dra_bridge.driver.preparation import CallStatistics, HookKey
 from dra_bridge.handover.moves import MoveStatistics
 from dra_bridge.handover.share import Share
-from dra_bridge.kube import RequestStatistics
+from dra_bridge.kube.connection import RequestStatistics
 from dra_bridge.ledger.records import Claim, ClaimDevice, DeviceRecord, Snapshot, State
 from dra_bridge.ledger.rules import HolderWait
 from dra_bridge.node.status import BridgeStatus

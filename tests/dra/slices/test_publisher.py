@@ -14,10 +14,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from deviceplugin.backoff import Backoff
 from deviceplugin.device import Device, Health, Version
 from deviceplugin.inventory import Snapshot, merged
-from dra_bridge.kube import RESOURCE_SLICES, Backoff, Cluster, ConflictError, UnavailableError
-from dra_bridge.kube.watch import SILENCE
+from dra_bridge.kube import RESOURCE_SLICES, Cluster, ConflictError, UnavailableError
+from dra_bridge.kube.client import SILENCE
 from dra_bridge.slices.desired import Offer, Pool, desired, slice_name
 from dra_bridge.slices.plan import fingerprint, in_version, neutral, plan
 from dra_bridge.slices.publisher import Publisher, remove_slices

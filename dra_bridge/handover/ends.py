@@ -1,0 +1,193 @@
+"""The ends of moves: gathers what rules R5 and R6 ask for; and the end of devices that are unplugged."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Final
+
+from deviceplugin.backoff import Backoff
+from deviceplugin.exclusion import Key
+from deviceplugin.inventory import Inventory
+from deviceplugin.kubelet.holders import HolderSnapshot
+from deviceplugin.kubelet.servicer import Endpoint
+from dra_bridge.handover.evidence import kubelet_snapshot, shown_unhealthy
+from dra_bridge.handover.planner import held_and_expected, in_state
+from dra_bridge.ledger import operations
+from dra_bridge.ledger.records import Claim, Side, Snapshot, State
+from dra_bridge.ledger.rules import ClusterEvidence, HolderWait, KubeletEvidence
+from dra_bridge.ledger.worker import AsyncLedger
+
+_LOG: Final = logging.getLogger(__name__)
+
+Scan = Callable[[Collection[Key]], Awaitable[HolderSnapshot | None]]
+"""Finds out who holds devices (`HolderScanner.scan`); None if an Allocate came in between."""
+ReadClaim = Callable[[str, str, str], Awaitable[bool]]
+"""Reads a claim, by namespace/name; returns whether its allocation names a device of this node (resource, id)."""
+ListClaims = Callable[[], Awaitable[Mapping[Key, str]]]
+"""Lists all claims, consistently; returns namespace/name by the device of this node that an allocation names."""
+Withdrawn = Callable[[str, str], float | None]
+"""Returns since when (monotonic seconds) the API server has had slices without a device, if it has."""
+
+
+@dataclass(frozen=True, slots=True)
+class MovesToDra:
+    """Ends moves of one resource's devices to the DRA side. They cost the API server nothing."""
+
+    endpoint: Endpoint
+    ledger: AsyncLedger
+    scan: Scan
+    title: Callable[[str], str]
+
+    async def commit(self, waiting: dict[str, str]) -> tuple[str, ...]:
+        """Commit the moves that can end; return their devices. waiting: what the others wait for is added."""
+        resource, device_id_of = self.endpoint.resource, self.endpoint.ids.device_id_of
+        before = self.ledger.snapshot
+        devices = in_state(before, resource, State.TO_DRA)
+        if not devices:
+            return ()
+        self.endpoint.refresh()
+        sent = self.endpoint.streams.shown()
+        shown = shown_unhealthy(devices, sent, device_id_of)
+        if not shown:
+            missing = "the kubelet to listen" if sent is None else "ListAndWatch to show it Unhealthy"
+            waiting.update(dict.fromkeys(devices, missing))
+            return ()
+        ids = {(resource, one) for device in shown for one in self.endpoint.ids.ids_of(device)}
+        scan = await self.scan(ids)
+        if scan is None:
+            waiting.update(dict.fromkeys(devices, "a moment without an Allocate in flight"))
+            return ()
+        seen = kubelet_snapshot(before.sequence, scan, resource, device_id_of, self.title)
+        evidence = KubeletEvidence(before.sequence, shown, seen)
+        done = await self.ledger.do(operations.commit_to_dra(resource, devices, evidence, time.time()))
+        waiting.update(done.waiting)
+        return done.devices
+
+
+@dataclass(slots=True)
+class _ClaimQuery:
+    """Which claim's allocation names a device, "" if none is known, and when to ask again (monotonic seconds)."""
+
+    waits: Backoff
+    claim: str = ""
+    due: float = 0.0
+
+
+@dataclass(slots=True, eq=False)
+class MovesToPlugin:
+    """Ends moves of one resource's devices to the plugin side, and asks the API server for it as seldom as it can.
+
+    A device costs one list of the claims once the API server has taken the slice without it (one list for all devices
+    that wait then). While a claim's allocation names it, that claim is read after 0.5 s at first and 5 min at most, and
+    the claims are listed again when it names it no longer. A list that fails is tried again after 30 s at most.
+
+    queries: by device and the sequence of its record: each move asks anew.
+    """
+
+    resource: str
+    ledger: AsyncLedger
+    list_claims: ListClaims
+    read_claim: ReadClaim
+    withdrawn: Withdrawn
+    waits: Callable[[], Backoff]
+    queries: dict[tuple[str, int], _ClaimQuery] = field(default_factory=dict)
+
+    async def commit(self, waiting: dict[str, str]) -> tuple[str, ...]:
+        """Commit the moves that can end; return their devices. waiting: what the others wait for is added."""
+        before = self.ledger.snapshot
+        devices = in_state(before, self.resource, State.TO_PLUGIN)
+        claims = {name: one for one in before.claims.values() for of, name in one.held if of == self.resource}
+        queries = self._known(before, devices, claims)
+        withdrawn = {}
+        for name in devices:
+            if name in claims:
+                waiting[name] = HolderWait("its claim")
+            elif (at := self.withdrawn(self.resource, name)) is None:
+                waiting[name] = "the API server to accept the slice without it"
+            else:
+                withdrawn[name] = at
+        lists = await self._read(queries, withdrawn)
+        for name in withdrawn:
+            claim = queries[name].claim
+            waiting[name] = HolderWait(f"claim {claim}") if claim else "a list of claims"
+        if not lists:
+            return ()
+        at = time.monotonic()
+        found = await self.list_claims()
+        allocated = {device: claim for (resource, device), claim in found.items() if resource == self.resource}
+        for name in withdrawn:
+            queries[name].claim = allocated.get(name, "")
+        evidence = ClusterEvidence(before.sequence, withdrawn, at, allocated)
+        done = await self.ledger.do(operations.commit_to_plugin(self.resource, withdrawn, evidence, time.time()))
+        waiting.update(done.waiting)
+        return done.devices
+
+    def _known(self, now: Snapshot, devices: Iterable[str], prepared: Mapping[str, Claim]) -> dict[str, _ClaimQuery]:
+        """Return what is known of the claims that name these devices. prepared: claims by device."""
+        keys = {name: (name, now.device(self.resource, name).sequence) for name in devices}
+        self.queries = {key: self.queries.get(key) or _ClaimQuery(self.waits()) for key in keys.values()}
+        for name, key in keys.items():
+            if (claim := prepared.get(name)) is not None:  # when it is unprepared, it is read first, and soon
+                self.queries[key] = _ClaimQuery(self.waits(), claim.title if claim.name else "")
+        return {name: self.queries[key] for name, key in keys.items()}
+
+    async def _read(self, queries: Mapping[str, _ClaimQuery], devices: Iterable[str]) -> bool:
+        """Read the claims that are due; return whether it is time to list the claims.
+
+        It is when no claim is known, or none any more, that names one of the devices that are due.
+        """
+        now = time.monotonic()
+        due = {name: queries[name] for name in devices if queries[name].due <= now}
+        for name, query in due.items():
+            query.due = now + query.waits.next()  # also if the API server does not answer
+            if query.claim and not await self.read_claim(query.claim, self.resource, name):
+                query.claim = ""
+        if all(query.claim for query in due.values()):
+            return False
+        unnamed = [queries[name] for name in devices if not queries[name].claim]
+        again = min(max(query.due for query in unnamed), now + 30.0)
+        for query in unnamed:
+            query.due = again
+        return True
+
+
+@dataclass(frozen=True, slots=True)
+class UnpluggedDevices:
+    """Forgets unplugged devices of one resource. notify: called when lists and slices may be other ones."""
+
+    resource: str
+    inventory: Inventory
+    ledger: AsyncLedger
+    scan: Scan
+    notify: Callable[[], None]
+
+    async def forget(self, waiting: dict[str, str]) -> None:
+        """Forget devices that are unplugged, once nobody holds them and no claim names them.
+
+        One on the DRA side, or on its way, moves to the plugin's side first, which shows that no claim names it (R6).
+        """
+        if not self.inventory.snapshot.listed:
+            return
+        now = self.ledger.snapshot
+        unplugged = now.of(self.resource).keys() - self.inventory.snapshot.devices.keys()
+        if allocations := now.allocations_on(self.resource, unplugged):
+            waiting.update({one.device: HolderWait("its pod") for one in allocations})
+            await self.scan({(self.resource, one.device_id) for one in allocations})
+        now, devices = self.ledger.snapshot, self.inventory.snapshot.devices
+        held, _ = held_and_expected(now)
+        gone = {
+            name: record.state
+            for name, record in now.of(self.resource).items()
+            if name not in devices and (self.resource, name) not in held
+        }
+        if leaving := [name for name, state in gone.items() if state in (State.DRA, State.TO_DRA)]:
+            back = operations.begin_move(self.resource, leaving, Side.PLUGIN, time.time(), "it is unplugged")
+            await self.ledger.do(back)
+            self.notify()
+        over = [name for name, state in gone.items() if state in (State.PLUGIN, State.QUARANTINED)]
+        if over and (forgotten := await self.ledger.do(operations.forget(self.resource, over))):
+            _LOG.info("%s: unplugged devices that nobody holds are forgotten: %s", self.resource, ", ".join(forgotten))
+            self.notify()
