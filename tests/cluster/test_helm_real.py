@@ -66,7 +66,9 @@ class Released(Deployed):
         script = self.directory / "own-cgroups"
         script.write_text(f"#!/bin/sh\nexec sed 's|path: /sys/fs/cgroup$|path: {isolate.POD_CGROUPS}|'\n")
         script.chmod(0o755)
-        into = ["upgrade", "--install", "--create-namespace", RELEASE, str(CHART), f"--values={file}"]
+        # What `manifests` made may be there, of another test; Helm takes it over.
+        into = ["upgrade", "--install", "--take-ownership", "--create-namespace"]
+        into += [RELEASE, str(CHART), f"--values={file}"]
         self.helm(*into, f"--post-renderer={script}", *options)
 
     def uninstall(self) -> None:
