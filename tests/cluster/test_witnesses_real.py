@@ -473,6 +473,34 @@ def test_checkpoint_is_lost_at_rest(scene: Scene, agent: str) -> None:
     scene.handed_on(end, [pod.uid for pod in pods], *wanting)
 
 
+def test_ledger_and_checkpoint_are_lost(scene: Scene) -> None:
+    """With both, all is lost that names pods with devices, but for the copy of the ledger's allocations."""
+    scene.nodes("a", 2)
+    scene.serve(resource("a", "none"))
+    scene.cluster.wait_allocatable(named("a"), 2)
+    pods = [scene.pod(f"a{number}", "a") for number in range(2)]
+    scene.running(*pods)
+    scene.before = len(locks.holders())
+    scene.cluster.kill("kubelet")
+    scene.agents.kill()
+    damage("removed", "a.example.net")
+    CHECKPOINT.unlink()
+    scene.cluster.start_kubelet()
+    scene.agents.start()
+    scene.agents.wait_registered()
+    wanting = ["wants-0", "wants-1"]
+    for name in wanting:
+        scene.wait(claimer(name, "a"))
+    scene.share(a="all")
+    scene.observe(8)
+
+    def end() -> None:
+        for pod in pods:
+            pod.delete()
+
+    scene.handed_on(end, [pod.uid for pod in pods], *wanting)
+
+
 # --- containers that outlive their pods ------------------------------------------------------------------------------
 
 
