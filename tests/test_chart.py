@@ -267,6 +267,7 @@ def test_older_clusters() -> None:
         ({"config": served(permissions="q")}, "/config/resources/0/permissions"),
         ({"config": served(), "memorry": "1Gi"}, "memorry"),
         ({"config": served(), "metricsPort": 70000}, "/metricsPort"),
+        ({"config": served(driver="x.example.com"), "kubeletRoot": "/" + "x" * 100}, "too long"),
         ({"config": served(), "image": {"digest": "sha256:1"}}, "/image/digest"),
         ({"groups": {"a": {"config": served()}}}, "nodeSelector"),
         ({"groups": {"a": {"nodeSelector": {"pool": "a"}}}}, "groups.a.config.resources is empty"),

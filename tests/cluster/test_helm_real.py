@@ -51,15 +51,17 @@ class Released(Deployed):
     def apply(self, *options: str) -> None:
         """Install the release, or upgrade it to the config file as it is now."""
         values = {"config": json.loads(self.config.read_text()), **self.image_values()}
-        self.upgrade(values, *options)
+        said = self.upgrade(values, *options)
+        assert f"DaemonSet {RELEASE} serves {RESOURCE}." in said
+        assert f"`dra-bridge uninstall --driver {DRIVER}` removes" in said
 
     def image_values(self) -> dict[str, Any]:
         """Return the values that name the image."""
         repository, _, tag = self.image.rpartition(":")
         return {"image": {"repository": repository, "tag": tag}}
 
-    def upgrade(self, values: dict[str, Any], *options: str) -> None:
-        """Install the release with values, or upgrade it to them."""
+    def upgrade(self, values: dict[str, Any], *options: str) -> str:
+        """Install the release with values, or upgrade it to them; return what Helm said."""
         file = self.directory / "values.yaml"
         file.write_text(yaml.safe_dump(values))
         # The host's cgroups have the pods of other runs, too.
@@ -69,7 +71,7 @@ class Released(Deployed):
         # What `manifests` made may be there, of another test; Helm takes it over.
         into = ["upgrade", "--install", "--take-ownership", "--create-namespace"]
         into += [RELEASE, str(CHART), f"--values={file}"]
-        self.helm(*into, f"--post-renderer={script}", *options)
+        return self.helm(*into, f"--post-renderer={script}", *options)
 
     def uninstall(self) -> None:
         """Remove the release if it is there, and wait until nothing of its devices is left on the node."""

@@ -299,6 +299,9 @@ The host's directories, other than /dev, in which these paths and globs lie, as 
   {{- $found = append $found (printf "%s/%s" $plugins .) -}}
   {{- /* deviceplugin.addresses.socket_path: a unix socket's path has 107 bytes at the most. */ -}}
   {{- $room := int (sub 107 (len (printf "%s//dra-12345678.sock" $plugins))) -}}
+  {{- if lt $room 8 -}}
+    {{- fail (printf "kubeletRoot: the path of a unix socket in %s is too long (107 bytes in all)" $plugins) -}}
+  {{- end -}}
   {{- if gt (len .) $room -}}
     {{- $short := printf "%s-%s" (trunc (int (max 0 (sub $room 9))) .) (sha256sum . | trunc 8) -}}
     {{- $found = append $found (printf "%s/%s" $plugins ($short | trunc (int (mul -1 $room)) | trimPrefix "-")) -}}
