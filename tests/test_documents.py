@@ -7,6 +7,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -90,6 +91,21 @@ def test_daemonset_carries_a_valid_file_and_runs_it() -> None:
         <= daemonset["spec"]["template"]["metadata"]["labels"].items()
     )
     assert daemonset["spec"]["updateStrategy"]["rollingUpdate"]["maxSurge"] == 0
+
+
+def test_daemonset_has_the_rights_of_a_plugin_alone() -> None:
+    """examples/daemonset.yaml has the privileges, mounts and token of what `manifests` prints for its file."""
+
+    def rights(daemonset: dict[str, Any]) -> dict[str, Any]:
+        pod = daemonset["spec"]["template"]["spec"]
+        (container,) = pod["containers"]
+        paths = {one["name"]: one["hostPath"]["path"] for one in pod["volumes"] if "hostPath" in one}
+        mounts = {paths[one["name"]]: {**one, "name": ""} for one in container["volumeMounts"] if one["name"] in paths}
+        return {"mounts": mounts, **container["securityContext"], "token": pod["automountServiceAccountToken"]}
+
+    map_, daemonset = yaml.safe_load_all((EXAMPLES / "daemonset.yaml").read_text())
+    text = map_["data"]["config.yaml"]
+    assert rights(daemonset) == rights(manifests(config.parse(text), text)[-1])
 
 
 @pytest.mark.parametrize("path", sorted((EXAMPLES / "claims").glob("*.yaml")), ids=lambda path: path.name)
