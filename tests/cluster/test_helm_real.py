@@ -200,3 +200,22 @@ def test_groups_by_label(released: Released) -> None:
         released.wait_offered(COUNT)
     finally:
         label(None)
+
+
+def test_plugin_alone(released: Released) -> None:
+    """With `bridge: false` the same devices are there by limits alone, from an agent without a token; and back."""
+    cluster, both = released.cluster, released.agent()
+    released.wait_offered(2)
+    values = {"config": {"resources": released.resources}, **released.image_values()}
+    released.upgrade({**values, "bridge": False})
+    alone = released.agent(other_than=both.uid)
+    cluster.wait_allocatable(RESOURCE, COUNT, 60)
+    volumes = alone.object["spec"]["volumes"]
+    assert not [one for one in volumes if "projected" in one], "a token of the API server"
+    assert not [one for one in cluster.list("ClusterRole") if one["metadata"]["name"].startswith(RELEASE)]
+    plain = cluster.start_pod("plain", {RESOURCE: 1}).wait_running()
+    device = held_by(plain)
+    released.upgrade(values)
+    released.agent(other_than=alone.uid)
+    cluster.wait_for(lambda: released.sides()[device][0] == "plugin", 60, "the pod's device is on the plugin's side")
+    assert held_by(plain) == device
