@@ -7,6 +7,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -85,6 +86,29 @@ def test_daemonset_carries_a_valid_file_and_runs_it() -> None:
     assert daemonset["spec"]["updateStrategy"]["rollingUpdate"]["maxSurge"] == 0
 
 
+def test_daemonset_has_the_rights_of_a_plugin_alone() -> None:
+    """examples/daemonset.yaml has the privileges, mounts and token of what `manifests` prints for its file."""
+
+    def rights(daemonset: dict[str, Any]) -> dict[str, Any]:
+        pod = daemonset["spec"]["template"]["spec"]
+        (container,) = pod["containers"]
+        paths = {one["name"]: one["hostPath"]["path"] for one in pod["volumes"] if "hostPath" in one}
+        mounts = {paths[one["name"]]: {**one, "name": ""} for one in container["volumeMounts"] if one["name"] in paths}
+        return {"mounts": mounts, **container["securityContext"], "token": pod["automountServiceAccountToken"]}
+
+    map_, daemonset = yaml.safe_load_all((EXAMPLES / "daemonset.yaml").read_text())
+    text = map_["data"]["config.yaml"]
+    assert rights(daemonset) == rights(manifests(config.parse(text), text)[-1])
+
+
+@pytest.mark.parametrize("path", sorted((EXAMPLES / "claims").glob("*.yaml")), ids=lambda path: path.name)
+def test_examples_of_claims_start_anywhere(path: Path) -> None:
+    """Their image is one that every cluster can pull, in a version that stays."""
+    images = re.findall(r"image: (\S+)", path.read_text())
+    assert images
+    assert all(re.fullmatch(r"[a-z]+:[0-9.]+", image) for image in images)
+
+
 def test_probes_wait_longer_than_the_agent_takes() -> None:
     """No probe gives up before the agent has answered that its loop stands still, nor at the default of 1 s."""
     text = "resources: [{name: a/b, driver: b.a, devices: [path: /dev/x]}]"
@@ -95,6 +119,17 @@ def test_probes_wait_longer_than_the_agent_takes() -> None:
         probes = [value for key, value in container.items() if key.endswith("Probe")]
         assert len(probes) == count
         assert all(probe["timeoutSeconds"] > LOOP_TIMEOUT > 1 for probe in probes)
+
+
+def test_the_plugin_alone_is_confined_as_the_bridge_is() -> None:
+    """The example's container has the rights of the printed manifests, and its config file needs no wider lock."""
+    configmap, plugin = yaml.safe_load_all((EXAMPLES / "daemonset.yaml").read_text())
+    found = config.parse(configmap["data"]["config.yaml"], lock=config.Lock())
+    assert config.needed(found) == config.Lock()
+    (bridge,) = (one for one in manifests(found, "x") if one["kind"] == "DaemonSet")
+    contexts = [one["spec"]["template"]["spec"]["containers"][0]["securityContext"] for one in (plugin, bridge)]
+    assert contexts[0] == contexts[1]
+    assert contexts[0]["capabilities"] == {"drop": ["ALL"]}
 
 
 def test_image_has_one_name() -> None:

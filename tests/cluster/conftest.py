@@ -114,11 +114,10 @@ def cluster(make_cluster: Callable[..., Cluster]) -> Cluster:
 def archive() -> Iterator[Path]:
     """The image that examples/Dockerfile describes, under two tags."""
     text = (Path(__file__).parents[2] / "examples" / "Dockerfile").read_text()
-    (extras,) = re.findall(r"/src\[([a-z,]+)\]", text)
     (entrypoint,) = re.findall(r"^ENTRYPOINT (.+)$", text, re.MULTILINE)
     with tempfile.TemporaryDirectory() as directory:
         path = Path(directory) / "agent.tar"
-        image.write_agent(path, extras.split(","), json.loads(entrypoint), image.AGENTS, image_environment())
+        image.write_agent(path, json.loads(entrypoint), image.AGENTS, image_environment())
         yield path
 
 
