@@ -218,6 +218,11 @@ class HolderTracker:
         """Return namespace and name of a pod as far as they are known, else its UID."""
         return "/".join(self._names.known.get(pod_uid, (pod_uid,)))
 
+    def pods_named(self, uids: Collection[str]) -> tuple[Holder, ...]:
+        """Return these pods, with their names as far as the kubelet's log directories show them. Blocks."""
+        names = self._names.read(uids) if uids else {}
+        return tuple(Holder(*names.get(uid, ("", "")), uid=uid) for uid in sorted(uids))
+
     def holders(self, resource: str) -> Mapping[str, frozenset[Holder]]:
         """Return who holds which of a resource's ids, with names as far as they are known."""
         return {

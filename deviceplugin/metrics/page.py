@@ -5,8 +5,6 @@ from __future__ import annotations
 import base64
 import functools
 import hashlib
-import os
-import socket
 import string
 import time
 from collections.abc import Iterable, Mapping
@@ -31,18 +29,14 @@ STATES: Final = {
 }
 
 
-def node_name() -> str:
-    """Return what to call this node: $NODE_NAME (the downward API's), or the host's name."""
-    return os.environ.get("NODE_NAME") or socket.gethostname()
-
-
 def status(view: View) -> bytes:
     """Return the view as JSON."""
     found = {
-        "node": node_name(),
+        "node": view.node,
         "at": _iso(view.at),
         "ready": not view.unready,
         "unready": list(view.unready),
+        "problems": list(view.problems),
         "holdersKnown": view.holders_known,
         "doubleAllocations": view.double_allocations,
         "resources": [_resource(one) for one in view.resources],
@@ -130,11 +124,11 @@ def html(view: View) -> bytes:
         _events(view.events),
     ]
     at = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(view.at))
-    return _template().substitute(node=escape(node_name()), at=at, main="\n".join(parts)).encode(errors="replace")
+    return _template().substitute(node=escape(view.node), at=at, main="\n".join(parts)).encode(errors="replace")
 
 
 def _problems(view: View) -> Iterable[str]:
-    reasons = list(view.unready)
+    reasons = [*view.problems, *view.unready]
     if not view.holders_known:
         reasons.append("the holders are not known: the kubelet's checkpoint cannot be read, or was not read yet")
     if view.double_allocations:

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
+import socket
 import threading
 import time
 from collections import defaultdict
@@ -63,7 +65,7 @@ class ObservedAgent(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class DeviceHolder:
-    """A container that has a device, or a claim that no container uses yet; what is unknown is ""."""
+    """A container that has a device, a pod that has it by a claim, or a claim alone; what is unknown is ""."""
 
     side: str
     namespace: str
@@ -107,7 +109,7 @@ class ResourceView:
 
 @dataclass(frozen=True, slots=True)
 class View:
-    """Everything at one moment; at: Unix seconds. unready: why the agent is not ready.
+    """Everything at one moment; at: Unix seconds. unready: why the agent is not ready. problems: what else is wrong.
 
     holders_known: the kubelet's checkpoint was read lately. providers: reports by name. silent: why others have none.
     """
@@ -120,6 +122,14 @@ class View:
     silent: Mapping[str, str]
     unready: tuple[str, ...]
     events: tuple[Event, ...]
+    problems: tuple[str, ...] = ()
+    node: str = ""
+    config_error: str = ""
+
+
+def node_name() -> str:
+    """Return what to call this node: $NODE_NAME (the downward API's), or the host's name."""
+    return os.environ.get("NODE_NAME") or socket.gethostname()
 
 
 def unready(status: Status) -> Iterable[str]:
@@ -211,6 +221,7 @@ class Observer:
         self._gauges: dict[str, load.Gauge] = {}
         self._events: tuple[Event, ...] = ()
         self._before: dict[str, ResourceStatus] = {}
+        self._config_error = ""
         self._published: dict[str, tuple[object, dict[str, tuple[str, str]]]] = {}
         self._calls: dict[int, _ProviderCalls] = {}
         self._reporting = threading.Lock()
@@ -256,6 +267,9 @@ class Observer:
             self._before[one.resource] = kept
         for gone in self._before.keys() - {one.resource for one in status.resources}:
             del self._before[gone]
+        if status.config_error != self._config_error:
+            self._config_error = status.config_error
+            new.append(Event(now, "", self._config_error or "the config file is taken again", bool(self._config_error)))
         for provider in tuple(self._agent.providers):
             if isinstance(provider, EventSource):
                 new += provider.events()
@@ -282,6 +296,9 @@ class Observer:
                 *(f"{name} {error}" for name, error in silent.items()),
             ),
             self._events,
+            (*(one for report in reports.values() for one in report.problems), *filter(None, [status.config_error])),
+            next((report.node for report in reports.values() if report.node), "") or node_name(),
+            status.config_error,
         )
 
     def _resource(
@@ -338,7 +355,8 @@ class Observer:
             those = found[claim.resource, claim.device]
             prepared = ("dra", claim.namespace, claim.claim)
             if all((holder.side, holder.namespace, holder.claim) != prepared for holder in those):
-                those.add(DeviceHolder("dra", claim.namespace, "", "", claim.claim))
+                for pod in claim.pods or (Holder(claim.namespace),):
+                    those.add(DeviceHolder("dra", claim.namespace, pod.pod, "", claim.claim, pod.uid))
         return {key: tuple(sorted(those, key=_order)) for key, those in found.items()}
 
     def _published_names(self, reports: Mapping[str, ProviderReport]) -> Mapping[tuple[str, str], tuple[str, str]]:

@@ -134,7 +134,7 @@ async def _serve(make: Callable[[], Program], metrics_address: str | None, confi
             # A page is rendered in another thread; the default, 5 ms, is what each step of the others may wait for it.
             sys.setswitchinterval(0.0005)
         gc.freeze()  # what is loaded stays: a collection takes 5 ms instead of 35
-        following = [asyncio.create_task(_follow_config(program.take, *config, reload))] if config else []
+        following = [asyncio.create_task(_follow_config(program, *config, reload))] if config else []
         try:
             await program.run()
         finally:
@@ -143,7 +143,9 @@ async def _serve(make: Callable[[], Program], metrics_address: str | None, confi
             await asyncio.gather(*following, return_exceptions=True)
 
 
-async def _follow_config(take: Take, path: Path, content: bytes | None, current: Config, reload: asyncio.Event) -> None:
+async def _follow_config(
+    program: Program, path: Path, content: bytes | None, current: Config, reload: asyncio.Event
+) -> None:
     """Read the file again at SIGHUP and whenever it changes, a ConfigMap's `..data` swap included.
 
     content: what stood in it before it was read as `current`. reload: set when SIGHUP came before this began.
@@ -160,7 +162,7 @@ async def _follow_config(take: Take, path: Path, content: bytes | None, current:
             if now != content or reload.is_set():
                 reload.clear()
                 content = now
-                current = await _reload(take, path, current)
+                current, program.agent.config_error = await _reload(program.take, path, current)
             if await watch.wait(30.0) and not reload.is_set():
                 deadline = time.monotonic() + 2.0
                 while await watch.wait(SETTLE) and time.monotonic() < deadline:
@@ -177,8 +179,8 @@ def _content(path: Path) -> bytes | None:
         return None
 
 
-async def _reload(take: Take, path: Path, current: Config) -> Config:
-    """Serve what the file says now; a file that cannot be used changes nothing."""
+async def _reload(take: Take, path: Path, current: Config) -> tuple[Config, str]:
+    """Serve what the file says now; return that and "". A file that cannot be used changes nothing: return why."""
     from deviceplugin import config, sources
 
     try:
@@ -187,22 +189,22 @@ async def _reload(take: Take, path: Path, current: Config) -> Config:
         after = {resource.name: resource for resource in wanted.resources}
         changed = {name: sources.ConfiguredSource(one) for name, one in after.items() if before.get(name) != one}
     except Exception as error:  # whatever is wrong with it, what runs goes on
-        _LOG.error("the config file was not taken, everything goes on as it was:\n%s", error)
-        return current
+        why = f"the config file was not taken, everything goes on as it was: {'; '.join(str(error).splitlines())}"
+        _LOG.error("%s", why)
+        return current, why
     gone = before.keys() - after.keys()
     differences = {"new": after.keys() - before.keys(), "changed": changed.keys() & before.keys(), "gone": gone}
     if wanted.metrics != current.metrics:
         _LOG.warning("%s: `metrics` is read at the start; the change is taken when the agent is started again", path)
     if not any(differences.values()):
         _LOG.info("%s was read again: nothing changed", path)
-        return wanted
+        return wanted, ""
     try:
         await take(wanted, changed, [name for name in after if name not in changed])
-    except AgentError as error:  # what a user must mend, no traceback
-        _LOG.error("%s was read again, but not all of it is served: %s", path, error)
-    except Exception:  # the file is followed all the same
-        _LOG.exception("%s was read again, but not all of it is served", path)
-    else:
-        listed = (f"{what} {', '.join(sorted(names))}" for what, names in differences.items() if names)
-        _LOG.info("%s was read again: %s", path, "; ".join(listed))
-    return wanted
+    except Exception as error:  # the file is followed all the same
+        why = f"{path} was read again, but not all of it is served: {error}"
+        _LOG.error("%s", why, exc_info=not isinstance(error, AgentError))  # no traceback of what a user must mend
+        return wanted, why
+    listed = (f"{what} {', '.join(sorted(names))}" for what, names in differences.items() if names)
+    _LOG.info("%s was read again: %s", path, "; ".join(listed))
+    return wanted, ""

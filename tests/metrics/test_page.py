@@ -163,6 +163,23 @@ class TestPage:
         for said in ("not registered", "no bus", "not known", "2 times", "still hangs"):
             assert said in text.partition("Device Health")[0]
 
+    def test_problems_come_first(self) -> None:
+        """An API server that is out of reach stands above all else on the page and in /status; the agent is ready."""
+
+        class Lost(Bridge):
+            def report(self) -> ProviderReport:
+                return ProviderReport(problems=["the API server is unreachable since 21:23:36 UTC"], node="n8")
+
+        still = Still(resource("a", source_error="no bus"))
+        still.providers.append(Lost())
+        view = still.observer().view()
+        text = Table(page.html(view)).text
+        assert 0 < text.index("unreachable since 21:23:36") < text.index("no bus")
+        assert "Devices of n8" in text
+        said = json.loads(page.status(view))
+        assert (said["node"], said["ready"]) == ("n8", True)
+        assert said["problems"] == ["the API server is unreachable since 21:23:36 UTC"]
+
     def test_broken_devices_come_before_all_tables(self) -> None:
         """Of 64 devices the two broken ones are named on top, with links to their rows, which come first."""
         devices: list[Device | str] = [f"d{number}" for number in range(64)]

@@ -533,10 +533,36 @@ async def test_a_file_that_changes_while_the_agent_starts_is_taken(tmp_path: Pat
     async def take(now: Config, *_: object) -> None:
         taken.set_result(now)
 
-    following = asyncio.create_task(process_module._follow_config(take, *file, asyncio.Event()))
+    agent = Agent([source(1, "example.com/a")], Paths(tmp_path))
+    program = process_module.Program(agent, agent.run, take)
+    following = asyncio.create_task(process_module._follow_config(program, *file, asyncio.Event()))
     async with asyncio.timeout(20):
         assert await taken == load(config)
     following.cancel()
+
+
+async def test_a_file_that_is_refused_is_known_until_it_is_mended(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The agent's status has the cause on one line, and so has the log; a good file ends it."""
+    config = tmp_path / "config.yaml"
+    config.write_text(text(a=1))
+    first = load(config)
+    taken: list[Config] = []
+
+    async def take(now: Config, *_: object) -> None:
+        taken.append(now)
+
+    config.write_text("resources: [}")
+    current, why = await process_module._reload(take, config, first)
+    assert current is first
+    (record,) = caplog.records
+    assert record.getMessage() == why
+    assert f"{config}:1" in why
+    assert "\n" not in why
+    config.write_text(text(a=2))
+    assert await process_module._reload(take, config, first) == (load(config), "")
+    assert taken == [load(config)]
 
 
 async def test_reload_that_fails_half_way_is_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -549,7 +575,11 @@ async def test_reload_that_fails_half_way_is_said(tmp_path: Path, caplog: pytest
     async def take(*_: object) -> None:
         raise OSError("no room for another socket")
 
-    assert await process_module._reload(take, config, first) == load(config)
+    now, why = await process_module._reload(take, config, first)
+    assert (now, why) == (
+        load(config),
+        f"{config} was read again, but not all of it is served: no room for another socket",
+    )
     assert "not all of it is served" in caplog.text
     assert "no room for another socket" in caplog.text
 
