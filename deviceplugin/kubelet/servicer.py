@@ -213,13 +213,12 @@ class Endpoint(DevicePluginServicer):
     def _log_failed_start(self, names: Sequence[str], error: Exception) -> None:
         """Log why a container of these ids does not start, with its pod as far as the last scan has found it."""
         known = self._holders.holders(self.resource) if self._holders is not None else {}
-        pods = sorted(
-            {f"{one.namespace}/{one.pod}" if one.pod else one.uid for id_ in names for one in known.get(id_, ())}
-        )
+        holders = {one for name in names for one in known.get(name, ())}
+        pods = ", ".join(sorted(f"{one.namespace}/{one.pod}" if one.pod else one.uid for one in holders))
         ids = ", ".join(map(printable, names[:SHOWN_IDS]))
-        extra = {"resource": self.resource, "device": ids} | ({"pod": ", ".join(pods)} if pods else {})
-        text = "%s: a container with device %s cannot start%s: %s"
-        _LOG.warning(text, self.resource, ids, f" (pod {', '.join(pods)})" if pods else "", error, extra=extra)
+        extra = {"resource": self.resource, "device": ids} | ({"pod": pods} if pods else {})
+        text = "%s: a container%s with device %s cannot start: %s"
+        _LOG.warning(text, self.resource, f" of pod {pods}" if pods else "", ids, error, extra=extra)
 
     def _lines_if_listed(self) -> tuple[Entry, ...] | None:
         """Return the list as the kubelet is to see it now; None before the source's first list."""

@@ -33,7 +33,7 @@ _GAUGES: Final = {
 }
 _COUNTERS: Final = {
     "dra_registrations": "Registrations of the driver that the kubelet accepted",
-    "dra_registration_failures": "Registrations of the driver that the kubelet refused, or whose sockets could not be made",
+    "dra_registration_failures": "Registrations of the driver that the kubelet refused, or that had no socket",
     "dra_ledger_write_failures": "Times that the ledger could not record something; nothing was granted then",
     "dra_prepared_again": "Prepares of claims that were prepared already",
     "slice_writes": "Writes of slices that the API server accepted",

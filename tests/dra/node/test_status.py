@@ -167,7 +167,7 @@ def test_an_api_server_out_of_reach_is_a_problem_and_an_event() -> None:
     ("one", "registered"),
     [(service(), True), (service(live=False), False), (service(live=False, registrations=0), True)],
 )
-def test_a_driver_is_not_registered_with_a_kubelet_that_is_gone(one: Any, registered: bool) -> None:  # noqa: FBT001
+def test_a_driver_is_not_registered_with_a_kubelet_that_is_gone(one: Any, registered: bool) -> None:
     """A driver is not told when the kubelet ends; the streams of the plugin side are."""
     made = bridge()
     made.agent.services = {RESOURCE: one}
