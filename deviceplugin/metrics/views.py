@@ -7,8 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import os
-import socket
 import threading
 import time
 from collections import defaultdict
@@ -18,7 +16,7 @@ from dataclasses import dataclass, replace
 from typing import Final, Protocol
 
 from deviceplugin import inventory, naming
-from deviceplugin.device import Device
+from deviceplugin.device import Device, Health
 from deviceplugin.inventory import Inventory
 from deviceplugin.kubelet.podresources import Holder
 from deviceplugin.kubelet.servicer import Endpoint
@@ -85,7 +83,10 @@ class DeviceHolder:
 
 @dataclass(frozen=True, slots=True)
 class DeviceView:
-    """One device as of now. replicas: how many containers may share it. withheld: why the agent offers it to nobody."""
+    """One device as of now. replicas: how many containers may share it. withheld: why the agent offers it to nobody.
+
+    since: Unix time from which this agent has seen a health other than healthy; None if it is healthy.
+    """
 
     device: Device
     gone: bool
@@ -94,6 +95,7 @@ class DeviceView:
     load: Mapping[str, load.Value]
     replicas: int = 1
     withheld: Withheld | None = None
+    since: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,11 +127,6 @@ class View:
     problems: tuple[str, ...] = ()
     node: str = ""
     config_error: str = ""
-
-
-def node_name() -> str:
-    """Return what to call this node: $NODE_NAME (the downward API's), or the host's name."""
-    return os.environ.get("NODE_NAME") or socket.gethostname()
 
 
 def unready(status: Status) -> Iterable[str]:
@@ -222,6 +219,7 @@ class Observer:
         self._events: tuple[Event, ...] = ()
         self._before: dict[str, ResourceStatus] = {}
         self._config_error = ""
+        self._ill: dict[tuple[str, str, Health], float] = {}
         self._published: dict[str, tuple[object, dict[str, tuple[str, str]]]] = {}
         self._calls: dict[int, _ProviderCalls] = {}
         self._reporting = threading.Lock()
@@ -265,6 +263,9 @@ class Observer:
             kept = replace(one, endpoint=endpoint, registration=replace(one.registration))
             new += events_between(self._before.get(one.resource), kept, now)
             self._before[one.resource] = kept
+        devices = ((one.resource, device) for one in status.resources for device in one.snapshot.devices.values())
+        ill = [(name, device.id, device.health) for name, device in devices if device.health is not Health.HEALTHY]
+        self._ill = {key: self._ill.get(key, now) for key in ill}
         for gone in self._before.keys() - {one.resource for one in status.resources}:
             del self._before[gone]
         if status.config_error != self._config_error:
@@ -297,7 +298,7 @@ class Observer:
             ),
             self._events,
             (*(one for report in reports.values() for one in report.problems), *filter(None, [status.config_error])),
-            next((report.node for report in reports.values() if report.node), "") or node_name(),
+            next((report.node for report in reports.values() if report.node), "") or naming.node_name(),
             status.config_error,
         )
 
@@ -319,6 +320,7 @@ class Observer:
                 reading.get(name, {}),
                 self._replicas(one, device),
                 one.withheld.get(name),
+                self._ill.get((one.resource, name, device.health)),
             )
             for name, device in one.snapshot.devices.items()
         )

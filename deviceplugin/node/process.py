@@ -10,15 +10,17 @@ import signal
 import sys
 import time
 from collections.abc import Awaitable, Callable, Hashable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from deviceplugin import filewatch
 from deviceplugin.kubelet.orphaned_claims import OrphanedClaimGate, OrphanedClaims
+from deviceplugin.naming import node_name
 from deviceplugin.node.agent import Agent, AgentError
 from deviceplugin.node.options import Paths, parse_run
 from deviceplugin.source import DeviceSource
+from deviceplugin.version import VERSION
 
 if TYPE_CHECKING:
     from deviceplugin.config import Config
@@ -35,11 +37,12 @@ File = tuple[Path, bytes | None, "Config"]
 
 @dataclass(frozen=True, slots=True)
 class Program:
-    """What a process runs: an agent, how it is run, and what takes a changed config."""
+    """What a process runs: an agent, how it is run, and what takes a changed config. node: its name for the log."""
 
     agent: Agent
     run: Callable[[], Awaitable[None]]
     take: Take
+    node: str = field(default_factory=node_name)
 
     @classmethod
     def of(cls, agent: Agent) -> Program:
@@ -117,8 +120,15 @@ async def _serve(make: Callable[[], Program], metrics_address: str | None, confi
     program = make()
     loop = asyncio.get_running_loop()
     reload = asyncio.Event()
+    file = f"config file {config[0]}" if config else "no config file"
+    _LOG.info("version %s starts on node %s: %s", VERSION, program.node, file)
+
+    def stop(number: signal.Signals) -> None:
+        _LOG.info("%s: the agent ends; pods keep their devices", number.name)
+        program.agent.stop()
+
     for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, program.agent.stop)
+        loop.add_signal_handler(number, stop, number)
     loop.add_signal_handler(signal.SIGHUP, reload.set)
     if config is None:
         loop.add_signal_handler(signal.SIGHUP, _LOG.info, "SIGHUP: there is no config file to read again")

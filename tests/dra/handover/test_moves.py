@@ -159,7 +159,7 @@ async def test_a_shared_device_moves_as_a_whole(node: FakeNode, tmp_path: Path) 
         here.ask("none")
         await here.settle(State.TO_PLUGIN)
         await asyncio.to_thread(claimed[0].delete, 60)
-        await here.until(lambda: len(here.claims) == 1 and here.waiting.get("d0") == "its claim")
+        await here.until(lambda: len(here.claims) == 1 and here.waiting.get("d0", "").startswith("claim default/"))
         assert isinstance(here.waiting["d0"], rules.HolderWait)
         assert here.states == {"d0": State.TO_PLUGIN}
         assert not here.healthy
@@ -264,7 +264,7 @@ async def test_a_move_to_the_plugin_is_cancelled_after_the_slice_has_lost_the_de
         assert not here.healthy
         here.ask("none")
         await here.settle(State.TO_PLUGIN)
-        await here.until(lambda: here.waiting.get("d0") == "its claim" and not here.published)
+        await here.until(lambda: here.waiting.get("d0", "").startswith("claim default/") and not here.published)
 
 
 @pytest.mark.parametrize("held", [False, True])
