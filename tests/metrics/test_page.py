@@ -194,7 +194,45 @@ class TestPage:
             f"#{RESOURCE}/d40",
             f"#{RESOURCE}/d50",
         ]
-        assert [row[0] for row in read.rows[3:7]] == ["d40", "d50", "d0", "d1"]
+        assert [row[0] for row in read.rows[3:7]] == ["d40", "d50", "Device", "d0"]
+        assert "62 healthy, free devices" in read.text  # folded
+
+    def test_what_needs_attention_says_since_when_and_who_has_it(self) -> None:
+        """On top and in the table; a move has the time of the ledger, a failure that at which it was noticed."""
+        ill = Device("a", health=Health.UNHEALTHY, message="XID 79")
+        held = {"a": [Holder("team", "train", "main")]}
+        still = Still(resource(ill, "c", held=held))
+        still.providers.append(Bridge())
+        observer = still.observer()
+        began = time.time()
+        observer.note(still.status())
+        observer.note(still.status())
+        view = observer.view()
+        (a, c) = view.resources[0].devices
+        assert a.since is not None
+        assert began <= a.since <= time.time()
+        day = time.strftime("since %Y-%m-%d %H:", time.gmtime(a.since))
+        read = Table(page.html(view))
+        top = read.text.partition("Needs attention")[2].partition("Device")[0]
+        assert day in top
+        assert "held by team/train (main)" in top
+        assert day in read.rows[1][1]
+        assert time.strftime("since %Y-%m-%d", time.gmtime(c.location.since)) in read.rows[2][2]
+        said = json.loads(page.status(view))["resources"][0]["devices"]
+        assert said[0]["since"] == time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(a.since))
+        assert (said[1]["since"], said[1]["stateSince"] is None) == (None, False)
+        still.resources = [resource("a", "c", held=held)]
+        observer.note(still.status())
+        assert observer.view().resources[0].devices[0].since is None
+
+    def test_few_free_devices_are_not_folded(self) -> None:
+        """Eight are shown at once; nothing is folded while the holders are not known, for then none is free."""
+        few, many = resource(*map(str, range(8))), resource(*map(str, range(9)))
+        assert "healthy, free" not in Table(page.html(Still(few).observer().view())).text
+        still = Still(many)
+        assert "9 healthy, free devices" in Table(page.html(still.observer().view())).text
+        still.scanned_at = None
+        assert "healthy, free" not in Table(page.html(still.observer().view())).text
 
     def test_what_needs_attention_is_bounded(self) -> None:
         """With all devices broken the list on top stays short, and says how many more there are."""
