@@ -10,7 +10,7 @@ import signal
 import sys
 import time
 from collections.abc import Awaitable, Callable, Hashable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
@@ -23,7 +23,7 @@ from deviceplugin.source import DeviceSource
 from deviceplugin.version import VERSION
 
 if TYPE_CHECKING:
-    from deviceplugin.config import Config
+    from deviceplugin.config import Config, Lock
 
 _LOG: Final = logging.getLogger(__name__)
 
@@ -31,8 +31,36 @@ SETTLE: Final = 0.05
 """Seconds without another change after which a file counts as written."""
 Take = Callable[["Config", Mapping[str, DeviceSource], Sequence[str]], Awaitable[None]]
 """Serve what a config says now: the new and changed sources by resource, and the names of unchanged ones."""
-File = tuple[Path, bytes | None, "Config"]
-"""A config file: what was in it (None: it could not be read), and what that says."""
+
+
+@dataclass(frozen=True, slots=True)
+class File:
+    """A config file that is followed.
+
+    lock: what it may name, at its changes as well. content: what was in it (None: it could not be read). config: what
+    that says. refused: why the last change was not taken, "" if it was. unserved: why not all of the config is served.
+    """
+
+    path: Path
+    lock: Lock
+    content: bytes | None
+    config: Config
+    refused: str = ""
+    unserved: str = ""
+
+    @classmethod
+    def read(cls, path: Path, lock: Lock) -> File:
+        """Read a file. Raises ConfigError: it cannot be used, or names what the lock forbids."""
+        from deviceplugin import config
+
+        content = _content(path)  # first: what changes from here on is noticed
+        return cls(path, lock, content, config.load(path, lock))
+
+    def sources(self) -> list[DeviceSource]:
+        """Return new sources of the file's resources."""
+        from deviceplugin import sources
+
+        return [sources.ConfiguredSource(resource, self.lock) for resource in self.config.resources]
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,17 +91,15 @@ def run(*sources: DeviceSource, argv: Sequence[str] | None = None) -> None:
         sys.exit(status)
 
 
-def run_config(path: Path, paths: Paths, metrics_address: str | None = None) -> int:
+def run_config(path: Path, paths: Paths, metrics_address: str | None, lock: Lock) -> int:
     """Serve what a config file says until SIGTERM or SIGINT, following its changes; return the exit status.
 
-    Raises ConfigError if the file cannot be used at the start; later that is only logged.
+    Raises ConfigError if the file cannot be used at the start, or names what `lock` forbids; later that is only logged.
     """
-    from deviceplugin.sources import ConfiguredSource
-
-    file = read(path)
+    file = File.read(path, lock)
 
     def make() -> Program:
-        return _plugin([ConfiguredSource(resource) for resource in file[-1].resources], paths, metrics_address)
+        return _plugin(file.sources(), paths, metrics_address)
 
     return serve(make, metrics_address=metrics_address, config=file)
 
@@ -98,14 +124,6 @@ def _plugin(sources: Sequence[DeviceSource], paths: Paths, metrics_address: str 
     return Program.of(agent)
 
 
-def read(path: Path) -> File:
-    """Read a config file that is to be followed. Raises ConfigError if it cannot be used."""
-    from deviceplugin import config
-
-    content = _content(path)  # first: what changes from here on is noticed
-    return path, content, config.load(path)
-
-
 def serve(make: Callable[[], Program], *, metrics_address: str | None = None, config: File | None = None) -> int:
     """Run a program until a signal ends it, following a config file; return the process's exit status."""
     try:
@@ -120,8 +138,8 @@ async def _serve(make: Callable[[], Program], metrics_address: str | None, confi
     program = make()
     loop = asyncio.get_running_loop()
     reload = asyncio.Event()
-    file = f"config file {config[0]}" if config else "no config file"
-    _LOG.info("version %s starts on node %s: %s", VERSION, program.node, file)
+    what = f"config file {config.path}" if config else "no config file"
+    _LOG.info("version %s starts on node %s: %s", VERSION, program.node, what)
 
     def stop(number: signal.Signals) -> None:
         _LOG.info("%s: the agent ends; pods keep their devices", number.name)
@@ -137,14 +155,14 @@ async def _serve(make: Callable[[], Program], metrics_address: str | None, confi
             from deviceplugin.metrics import collectors as metrics
 
             try:
-                how = config[-1].metrics if config else None
+                how = config.config.metrics if config else None
                 stack.enter_context(metrics.serving(metrics_address, program.agent, how))
             except OSError as error:
                 raise AgentError(f"cannot serve metrics at {metrics_address}: {error.strerror or error}") from error
             # A page is rendered in another thread; the default, 5 ms, is what each step of the others may wait for it.
             sys.setswitchinterval(0.0005)
         gc.freeze()  # what is loaded stays: a collection takes 5 ms instead of 35
-        following = [asyncio.create_task(_follow_config(program, *config, reload))] if config else []
+        following = [asyncio.create_task(_follow_config(program, config, reload))] if config else []
         try:
             await program.run()
         finally:
@@ -153,13 +171,12 @@ async def _serve(make: Callable[[], Program], metrics_address: str | None, confi
             await asyncio.gather(*following, return_exceptions=True)
 
 
-async def _follow_config(
-    program: Program, path: Path, content: bytes | None, current: Config, reload: asyncio.Event
-) -> None:
+async def _follow_config(program: Program, file: File, reload: asyncio.Event) -> None:
     """Read the file again at SIGHUP and whenever it changes, a ConfigMap's `..data` swap included.
 
-    content: what stood in it before it was read as `current`. reload: set when SIGHUP came before this began.
+    reload: set when SIGHUP came before this began.
     """
+    path, content = file.path, file.content
     with filewatch.shared().watch([str(path.absolute().parent)], writes=True) as watch:
 
         def read_again() -> None:
@@ -172,7 +189,8 @@ async def _follow_config(
             if now != content or reload.is_set():
                 reload.clear()
                 content = now
-                current, program.agent.config_error = await _reload(program.take, path, current)
+                file = await _reload(program.take, file)
+                program.agent.config_error = file.refused or file.unserved
             if await watch.wait(30.0) and not reload.is_set():
                 deadline = time.monotonic() + 2.0
                 while await watch.wait(SETTLE) and time.monotonic() < deadline:
@@ -189,32 +207,36 @@ def _content(path: Path) -> bytes | None:
         return None
 
 
-async def _reload(take: Take, path: Path, current: Config) -> tuple[Config, str]:
-    """Serve what the file says now; return that and "". A file that cannot be used changes nothing: return why."""
+async def _reload(take: Take, file: File) -> File:
+    """Serve what the file says now; return it as it was taken. A file that cannot be used changes nothing."""
     from deviceplugin import config, sources
 
+    path, current = file.path, file.config
     try:
-        wanted = await asyncio.to_thread(config.load, path)
+        wanted = await asyncio.to_thread(config.load, path, file.lock)
         before: Mapping[str, Hashable] = {resource.name: resource for resource in current.resources}
         after = {resource.name: resource for resource in wanted.resources}
-        changed = {name: sources.ConfiguredSource(one) for name, one in after.items() if before.get(name) != one}
+        changed = {
+            name: sources.ConfiguredSource(one, file.lock) for name, one in after.items() if before.get(name) != one
+        }
     except Exception as error:  # whatever is wrong with it, what runs goes on
         why = f"the config file was not taken, everything goes on as it was: {'; '.join(str(error).splitlines())}"
         _LOG.error("%s", why)
-        return current, why
+        return replace(file, refused=why)
     gone = before.keys() - after.keys()
     differences = {"new": after.keys() - before.keys(), "changed": changed.keys() & before.keys(), "gone": gone}
     if wanted.metrics != current.metrics:
         _LOG.warning("%s: `metrics` is read at the start; the change is taken when the agent is started again", path)
     if not any(differences.values()):
         _LOG.info("%s was read again: nothing changed", path)
-        return wanted, ""
+        return replace(file, config=wanted, refused="")
+    why = ""
     try:
         await take(wanted, changed, [name for name in after if name not in changed])
     except Exception as error:  # the file is followed all the same
         why = f"{path} was read again, but not all of it is served: {error}"
         _LOG.error("%s", why, exc_info=not isinstance(error, AgentError))  # no traceback of what a user must mend
-        return wanted, why
-    listed = (f"{what} {', '.join(sorted(names))}" for what, names in differences.items() if names)
-    _LOG.info("%s was read again: %s", path, "; ".join(listed))
-    return wanted, ""
+    else:
+        listed = (f"{what} {', '.join(sorted(names))}" for what, names in differences.items() if names)
+        _LOG.info("%s was read again: %s", path, "; ".join(listed))
+    return replace(file, config=wanted, refused="", unserved=why)

@@ -7,6 +7,10 @@ flock; a second one (a rolling update) waits.
 A file that is damaged or of another schema is put aside and the ledger starts empty; `reconcile_evidence` then rebuilds
 it from evidence. SQLite's own check does not see a changed byte in a row, so one seal (the XOR of all rows' digests) is
 kept with the rows and has to fit them.
+
+If the kubelet's checkpoint is lost together with the ledger, nothing is left that names the pods with devices of the
+plugin side. So the allocations are copied to a file of another directory, which is best in memory: after a reboot there
+are no holders.
 """
 
 from __future__ import annotations
@@ -26,6 +30,7 @@ from typing import Any, Final, TypeVar
 import msgspec
 
 from deviceplugin.files import inode_of, locked
+from deviceplugin.identity import boot_id
 from dra_bridge.ledger import records
 from dra_bridge.ledger.records import Change, Decision, LedgerError, LedgerLostError, Operation, Snapshot
 
@@ -102,6 +107,13 @@ def _digest(table: str, row: _Row) -> int:
     return int.from_bytes(hashlib.blake2b(data, digest_size=8).digest(), "big", signed=True)
 
 
+class _Copy(msgspec.Struct, frozen=True):
+    """The copied allocations. boot: the node's boot in which they were made."""
+
+    boot: str
+    allocations: tuple[records.AllocationRecord, ...]
+
+
 class _DamagedError(Exception):
     """Raised when the file is not a ledger of this schema in good order."""
 
@@ -127,20 +139,27 @@ def connected(path: str) -> sqlite3.Connection:
     return sqlite3.connect(path, timeout=1.0, isolation_level=None, check_same_thread=False, cached_statements=32)
 
 
+def _private(path: str, flags: int) -> int:
+    return os.open(path, flags, 0o600)
+
+
 class Ledger:
     """The file. Synchronous and thread-safe; `AsyncLedger` is for event loops.
 
     snapshot: everything as of the last commit. fresh: the ledger was empty when it was opened; `reconcile_evidence`
-    must rebuild it before anything is granted.
+    must rebuild it before anything is granted. remembered: what it had when it was opened; if it was fresh, the
+    allocations of the copy.
     """
 
-    def __init__(self, path: str, *, connect: Callable[[str], sqlite3.Connection] = connected) -> None:
+    def __init__(self, path: str, copy: str = "", *, connect: Callable[[str], sqlite3.Connection] = connected) -> None:
         """Open the ledger, or make it, once no other agent has it; put aside what cannot be used.
 
-        path: of the database; `path + ".lock"` is the lock. connect: opens the database; for tests. Raises LedgerError
-        if the directory or the disk does not let us; another try may succeed.
+        path: of the database; `path + ".lock"` is the lock. copy: path of the copy of the allocations, "" for none.
+        connect: opens the database; for tests. Raises LedgerError if the directory or the disk does not let us; another
+        try may succeed.
         """
         self.path: Final = path
+        self._copy = copy
         self._connect = connect
         self._guard = threading.RLock()
         self._connection: sqlite3.Connection | None = None
@@ -156,6 +175,9 @@ class Ledger:
         try:
             self.snapshot = self._load()
             self.fresh: Final = not self.snapshot.sequence
+            self.remembered: Final = self._copied() if self.fresh else self.snapshot
+            if not self.fresh:
+                self._write_copy()
         except BaseException:
             self.close()
             raise
@@ -193,6 +215,8 @@ class Ledger:
             if after.sequence != self.snapshot.sequence:
                 self._write(after.sequence, changes)
             self.snapshot = after
+            if any(change.table == "allocations" and change.durable for change in changes):
+                self._write_copy()
             return answers
 
     def do_in_memory(self, operation: Operation[_T]) -> Decision[_T] | None:
@@ -263,6 +287,35 @@ class Ledger:
             self._disconnect()
             raise LedgerError(f"cannot write the ledger {self.path}: {error}") from error
         self._seal = seal
+
+    def _write_copy(self) -> None:
+        """Copy the allocations; where that is not possible, the ledger and the checkpoint have to do."""
+        if not self._copy:
+            return
+        data = msgspec.json.encode(_Copy(boot_id(), tuple(self.snapshot.allocations.values())))
+        try:
+            os.makedirs(os.path.dirname(self._copy), exist_ok=True)
+            with open(f"{self._copy}.new", "wb", opener=_private) as file:
+                file.write(data)
+            os.replace(f"{self._copy}.new", self._copy)
+        except OSError as error:
+            _LOG.warning("cannot copy the allocations of the ledger %s: %s", self.path, error)
+
+    def _copied(self) -> Snapshot:
+        """Return the allocations of the copy, if it is of this boot."""
+        try:
+            with open(self._copy, "rb") as file:
+                found = msgspec.json.decode(file.read(), type=_Copy)
+        except FileNotFoundError:
+            return Snapshot()
+        except (OSError, msgspec.MsgspecError) as error:
+            _LOG.warning("the copy of the allocations of the ledger %s cannot be read: %s", self.path, error)
+            return Snapshot()
+        if found.boot != boot_id() or not found.allocations:
+            return Snapshot()
+        text = "the ledger %s is new, and its copy %s names %d allocations: they count as held while their pods run"
+        _LOG.warning(text, self.path, self._copy, len(found.allocations))
+        return Snapshot(allocations={(one.resource, one.device_id): one for one in found.allocations})
 
     def _load_again(self) -> None:
         """Go on after a failed write: what is on disk counts, what only this process knows stays."""

@@ -32,11 +32,11 @@ class AsyncLedger:
         self._executor = ThreadPoolExecutor(1, "ledger")
 
     @classmethod
-    async def open(cls, path: str) -> Self:
+    async def open(cls, path: str, copy: str = "") -> Self:
         """Open the ledger as `Ledger` does; wait as long as another agent of this node has it."""
         opening: Future[Ledger] = Future()
         # A thread that waits for a lock cannot be cancelled; a daemon one does not keep the process alive.
-        threading.Thread(target=_open, args=(path, opening), name="ledger open", daemon=True).start()
+        threading.Thread(target=_open, args=(path, copy, opening), name="ledger open", daemon=True).start()
         try:
             return cls(await asyncio.wrap_future(opening))
         except asyncio.CancelledError:
@@ -97,10 +97,10 @@ class AsyncLedger:
                     answered.set_result(answer)
 
 
-def _open(path: str, opening: Future[Ledger]) -> None:
+def _open(path: str, copy: str, opening: Future[Ledger]) -> None:
     """Open the ledger for `opening`; close it if that was cancelled meanwhile."""
     try:
-        ledger = Ledger(path)
+        ledger = Ledger(path, copy)
     except Exception as error:  # passed on
         if opening.set_running_or_notify_cancel():
             opening.set_exception(error)

@@ -191,14 +191,18 @@ class Bridge:
     async def _open_ledger(self, driver: str) -> AsyncLedger:
         """Open a driver's ledger, as soon as no other agent has it any more."""
         path = self.ledger_path(driver)
-        opening = asyncio.create_task(AsyncLedger.open(str(path)))
+        copy = f"{self._node.cdi_directory}/{driver}.allocations"
+        opening = asyncio.create_task(AsyncLedger.open(str(path), copy))
         try:
             done, _ = await asyncio.wait({opening}, timeout=STANDBY)
             if not done:
                 _LOG.warning("%s: another agent has the ledger %s; standing by until it ends", driver, path)
             return await opening
         except LedgerError as error:
-            needs = f"the agent needs write access to {path.parent}, and free space there"
+            needs = (
+                f"the agent needs write access to {path.parent}, and free space there; into a pod it is mounted "
+                "by what `dra-bridge manifests` prints for this configuration"
+            )
             raise AgentError(f"{driver}: {error}; {needs}") from error
         finally:
             opening.cancel()

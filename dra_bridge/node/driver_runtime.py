@@ -42,8 +42,9 @@ class DriverRuntime:
         self._tasks = Tasks()
         self._telling: asyncio.TimerHandle | None = None
         tracker, guard, root = node.agent.tracker, node.agent.guard, node.agent.paths.kubelet_root
-        tracker.remember(allocations_of(async_ledger.snapshot))
-        allocations = async_ledger.snapshot.allocations.items()
+        remembered = async_ledger.ledger.remembered
+        tracker.remember(allocations_of(remembered))
+        allocations = remembered.allocations.items()
         tracker.remember_grants({key: allocation.since for key, allocation in allocations if allocation.pending})
         self.ledger_gate = LedgerGate(
             async_ledger,

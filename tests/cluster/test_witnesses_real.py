@@ -38,6 +38,7 @@ from tests.cluster.node import (
     ClusterTimeout,
     Pod,
 )
+from tests.programs import ANY_CONFIG
 
 LIMIT = 30.0
 """Seconds in which a device moves at the most; what is good is judged elsewhere."""
@@ -68,13 +69,13 @@ class Agents(Bridge):
     """`dra-bridge run` and `deviceplugin run` of one config file, both with a `released` hook that tries the locks."""
 
     def command(self) -> list[str]:
-        return [sys.executable, "-m", "tests.cluster.locks", "bridge", "--config", str(self.config)]
+        return [sys.executable, "-m", "tests.cluster.locks", "bridge", "--config", str(self.config), *ANY_CONFIG]
 
     def start_plugin(self) -> subprocess.Popen[bytes]:
         """Start `deviceplugin run`, whatever else runs."""
         log = self.cluster.logs / f"plugin-{time.monotonic_ns()}.log"
         self._logs.append(log)
-        command = [sys.executable, "-m", "tests.cluster.locks", "plugin", "--config", str(self.config)]
+        command = [sys.executable, "-m", "tests.cluster.locks", "plugin", "--config", str(self.config), *ANY_CONFIG]
         with log.open("wb") as output:
             return subprocess.Popen(
                 [*command, "--log-level", "debug"], stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT
@@ -469,6 +470,34 @@ def test_checkpoint_is_lost_at_rest(scene: Scene, agent: str) -> None:
             pod.delete()
 
     # Both: the scheduler goes on counting a pod whose device the kubelet has forgotten.
+    scene.handed_on(end, [pod.uid for pod in pods], *wanting)
+
+
+def test_ledger_and_checkpoint_are_lost(scene: Scene) -> None:
+    """With both, all is lost that names pods with devices, but for the copy of the ledger's allocations."""
+    scene.nodes("a", 2)
+    scene.serve(resource("a", "none"))
+    scene.cluster.wait_allocatable(named("a"), 2)
+    pods = [scene.pod(f"a{number}", "a") for number in range(2)]
+    scene.running(*pods)
+    scene.before = len(locks.holders())
+    scene.cluster.kill("kubelet")
+    scene.agents.kill()
+    damage("removed", "a.example.net")
+    CHECKPOINT.unlink()
+    scene.cluster.start_kubelet()
+    scene.agents.start()
+    scene.agents.wait_registered()
+    wanting = ["wants-0", "wants-1"]
+    for name in wanting:
+        scene.wait(claimer(name, "a"))
+    scene.share(a="all")
+    scene.observe(8)
+
+    def end() -> None:
+        for pod in pods:
+            pod.delete()
+
     scene.handed_on(end, [pod.uid for pod in pods], *wanting)
 
 

@@ -381,6 +381,36 @@ async def test_the_checkpoint_is_lost_while_a_pod_runs(node: FakeNode, tmp_path:
             await here.until(lambda: here.healthy == {"d0"})
 
 
+@pytest.mark.parametrize("share", ["none", "all"])
+async def test_ledger_and_checkpoint_are_lost_while_a_pod_runs(node: FakeNode, tmp_path: Path, share: str) -> None:
+    """The copy of the allocations is left: the device neither moves nor is offered to another pod."""
+    async with world(node, tmp_path) as here:
+        await here.until(lambda: here.source.wiped == ["d0"])
+        pod = await run(node)
+        await here.until(
+            lambda: any(one.holders for one in here.bridge.drivers[D].async_ledger.snapshot.allocations.values())
+        )
+        path = here.bridge.ledger_path(D)
+    await asyncio.to_thread(node.stop)
+    node.damage_checkpoint("deleted")
+    for file in path.parent.glob("ledger.db*"):
+        file.unlink()
+    await asyncio.to_thread(node.start)
+    async with world(node, tmp_path, offered=False) as again:
+        await again.listening()
+        again.ask(share)
+        await again.scans()
+        assert again.states == {"d0": {"none": State.PLUGIN, "all": State.TO_DRA}[share]}
+        assert not again.healthy
+        assert again.source.wiped == []
+        assert pod.running
+        await asyncio.to_thread(pod.delete, 60)
+        if share == "all":
+            await again.settle(State.DRA)
+        else:
+            await again.until(lambda: again.healthy == {"d0"})
+
+
 async def test_agent_and_checkpoint_are_lost_soon_after_a_grant(node: FakeNode, tmp_path: Path) -> None:
     """The next agent knows the holder, though no process of it ran when the former agent last asked the witnesses."""
     async with world(node, tmp_path) as here:
