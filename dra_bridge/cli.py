@@ -54,7 +54,8 @@ on each node the ledgers stay: {ledgers} in the kubelet's directory"""
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line; return the exit status."""
-    line = CommandLine("dra-bridge", "Serve devices to pods and to claims, and move them between both on a live node.")
+    program = "kubectl dra-bridge" if Path(sys.argv[0]).name == "kubectl-dra_bridge" else "dra-bridge"
+    line = CommandLine(program, "Serve devices to pods and to claims, and move them between both on a live node.")
     run = line.add("run", _run, "Serve the devices of a config file to this node's kubelet, on both sides.")
     add_config_options(run)
     add_run_options(run)
@@ -169,6 +170,8 @@ def _add_deployment(parser: argparse.ArgumentParser) -> None:
     add("--runtime-class", "runtime_class", runtime, metavar="NAME")
     judged = "auto: where the configuration opens device nodes; an own agent is not judged (auto)"
     add("--privileged", "privileged", judged, choices=("auto", "always", "never"))
+    alone = "serve limits alone, by `deviceplugin run`, whatever drivers the file names; so it is where it names none"
+    add("--plugin-only", "plugin_only", alone, action="store_true")
     add("--memory", "memory", "the container's limit (128Mi)", metavar="QUANTITY")
     add("--node-selector", "node_selector", selector, type=label, action="append", metavar="KEY=VALUE")
 
