@@ -191,7 +191,7 @@ class Bridge:
     async def _open_ledger(self, driver: str) -> AsyncLedger:
         """Open a driver's ledger, as soon as no other agent has it any more."""
         path = self.ledger_path(driver)
-        copy = f"{self._node.cdi_directory}/{driver}.allocations"
+        copy = f"{self.node.cdi_directory}/{driver}.allocations"
         opening = asyncio.create_task(AsyncLedger.open(str(path), copy))
         try:
             done, _ = await asyncio.wait({opening}, timeout=STANDBY)
