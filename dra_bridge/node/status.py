@@ -58,17 +58,20 @@ class BridgeStatus:
         from dra_bridge.node import metrics  # with the client library, which an agent without metrics does not load
 
         drivers, cluster, listens = list(self._bridge.drivers.values()), self._bridge.cluster, self._kubelet_listens()
-        since, name_pods = cluster.statistics.unreachable_since(), self._bridge.agent.tracker.pods_named
+        since = cluster.statistics.unreachable_since()
+        claims = [claim for one in drivers for claim in one.async_ledger.snapshot.claims.values()]
+        uids: frozenset[str] = frozenset().union(*(claim.pods for claim in claims))
+        pods = {pod.uid: pod for pod in self._bridge.agent.tracker.pods_named(uids)}
         return ProviderReport(
             families=list(metrics.families(drivers, self._bridge.publisher, cluster, kubelet_listens=listens)),
             status={one.name: self._status(one, listens) for one in drivers},
             unready=list(self._unready(drivers)),
             locations={key: location for one in drivers for key, location in _locations(one).items()},
             claims=[
-                PreparedClaim(resource, device, claim.namespace, claim.name, pods)
-                for one in drivers
-                for claim in one.async_ledger.snapshot.claims.values()
-                for pods in [name_pods(claim.pods)]
+                PreparedClaim(
+                    resource, device, claim.namespace, claim.name, tuple(pods[uid] for uid in sorted(claim.pods))
+                )
+                for claim in claims
                 for resource, device in sorted(claim.held)
             ],
             qualifiers={
