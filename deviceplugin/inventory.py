@@ -87,6 +87,7 @@ def changes(before: Snapshot, now: Snapshot) -> Iterator[Change]:
     for name, device in now.devices.items():
         old = before.devices.get(name)
         why = f": {device.message}" if device.message else ""
+        health = "of unknown health" if device.health is Health.UNKNOWN else device.health.value
         if name in now.gone:
             if name not in before.gone:
                 yield Change(name, "vanished", bad=True)
@@ -94,10 +95,10 @@ def changes(before: Snapshot, now: Snapshot) -> Iterator[Change]:
             if before.listed:
                 yield Change(name, "appeared")
             if not device.health.usable:
-                yield Change(name, f"is {device.health.value}{why}", bad=True)
+                yield Change(name, f"is {health}{why}", bad=True)
         elif old.health is not device.health:
             recovered = device.health is Health.HEALTHY
-            yield Change(name, "recovered" if recovered else f"is {device.health.value}{why}", not device.health.usable)
+            yield Change(name, "recovered" if recovered else f"is {health}{why}", not device.health.usable)
     for name in before.devices.keys() - now.devices.keys():
         yield Change(name, "was forgotten")
 

@@ -7,7 +7,9 @@ kube-apiserver 1.36 (pkg/apis/resource/validation, pkg/apis/core/validation).
 from __future__ import annotations
 
 import hashlib
+import os
 import re
+import socket
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from fractions import Fraction
@@ -18,6 +20,11 @@ from deviceplugin.device import QUANTITY, Device, Version
 
 class NamingError(ValueError):
     """Raised when the Kubernetes API would refuse a name, a value or a quantity; the message says why."""
+
+
+def node_name() -> str:
+    """Return what to call this node: $NODE_NAME (the downward API's), or the host's name."""
+    return os.environ.get("NODE_NAME") or socket.gethostname()
 
 
 PCIE_ROOT: Final = "resource.kubernetes.io/pcieRoot"

@@ -12,6 +12,7 @@ import json
 import math
 import random
 import tempfile
+import textwrap
 import threading
 import time
 from collections import Counter
@@ -52,7 +53,7 @@ DWELL: Final = 0.7
 """Seconds of churn after each move; the demo's own pace, nothing waits for it."""
 WIDTH: Final = 72
 MOST_TEXT: Final = 80
-"""Characters of a pod's failure that are printed; the line has 18 more."""
+"""Characters of a line about a pod's failure; what is in front of it takes 18 more."""
 
 
 class Gpus(plugin_demo.Gpus):
@@ -245,7 +246,7 @@ class Churn:
         now = time.monotonic()
         for pod, life in list(lives.items()):
             if pod.phase == "Failed":
-                self.failed.append(f"  {pod.name}: {pod.reason}: {pod.message}"[:MOST_TEXT])
+                self.failed.append(f"{pod.name}: {pod.reason}: {pod.message}")
             elif not pod.running or now - pod.container().starts[0] < life:
                 continue
             del lives[pod]
@@ -302,8 +303,14 @@ def move_under_churn(scene: Scene, count: int) -> tuple[float, float]:
     ended = time.monotonic()
     made = f"{churn.started['plain']} pods by resource, {churn.started['claim']} by claim were made"
     why = ["where a device was withdrawn between scheduling and admission:"] if churn.failed else []
-    event("pod", f"{made}, {len(churn.failed)} failed", *why, *churn.failed[:3])
+    event("pod", f"{made}, {len(churn.failed)} failed", *why, *failures(churn.failed))
     return began, ended
+
+
+def failures(failed: Sequence[str]) -> list[str]:
+    """Return the first of the pods' failures, in lines that end between words."""
+    wrapped = [textwrap.wrap(one, MOST_TEXT, initial_indent="  ", subsequent_indent="    ") for one in failed[:3]]
+    return [line for lines in wrapped for line in lines]
 
 
 def timeline(holdings: Sequence[Holding], began: float, ended: float) -> list[tuple[str, ...]]:

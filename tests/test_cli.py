@@ -15,8 +15,10 @@ from typing import Any
 import pytest
 
 from deviceplugin import cli
+from deviceplugin.naming import node_name
 from deviceplugin.node.options import parse_run as options_of
 from deviceplugin.testing.kubelet import FakeKubelet
+from deviceplugin.version import VERSION
 from tests.programs import running
 
 GOOD = "resources:\n  - name: example.com/sim\n    devices:\n      - simulated: {count: 2, numa: 2}\n"
@@ -452,6 +454,9 @@ def test_devices_are_served_until_sigterm(good: Path, fake_kubelet: FakeKubelet)
     lines = [json.loads(line) for line in errors.splitlines()]
     # watchdog itself logs an error if its thread is just ending.
     assert {line["level"] for line in lines if not line["logger"].startswith("watchdog")} == {"info"}, errors
+    said = [line["msg"] for line in lines]
+    assert said[0] == f"version {VERSION} starts on node {node_name()}: config file {good}"
+    assert "SIGTERM: the agent ends; pods keep their devices" in said
     sockets = [entry.name for entry in fake_kubelet.device_plugin_dir.iterdir() if entry.is_socket()]
     assert sockets == ["kubelet.sock"]
 

@@ -399,8 +399,8 @@ class Registration:
                     if not await self._answered(call, watch, kubelet):
                         return False
         except grpc.aio.AioRpcError as error:
-            self.statistics.failures += 1
             gone = error.code() is grpc.StatusCode.UNAVAILABLE
+            self.statistics.failures += not gone
             why = f"{error.code().name}: {error.details()}"
             text = f"does not answer at {self._kubelet}" if gone else f"refused the registration ({why})"
             self._log_once(why, f"the kubelet {text}; trying again", logging.INFO if gone else logging.ERROR)

@@ -205,10 +205,20 @@ class Endpoint(DevicePluginServicer):
                     await self._guard.verify_granted((self.resource, device.id) for device in devices)
                     await self._hook("reset", self.source.reset, devices)
         except (ConflictError, hooks.HookError) as error:
-            _LOG.warning("%s", error)
+            self._log_failed_start(request.devices_ids, error)
             conflict = isinstance(error, ConflictError)
             await context.abort(grpc.StatusCode.FAILED_PRECONDITION if conflict else _INTERNAL, str(error))
         return pb.PreStartContainerResponse()
+
+    def _log_failed_start(self, names: Sequence[str], error: Exception) -> None:
+        """Log why a container of these ids does not start, with its pod as far as the last scan has found it."""
+        known = self._holders.holders(self.resource) if self._holders is not None else {}
+        holders = {one for name in names for one in known.get(name, ())}
+        pods = ", ".join(sorted(f"{one.namespace}/{one.pod}" if one.pod else one.uid for one in holders))
+        ids = ", ".join(map(printable, names[:SHOWN_IDS]))
+        extra = {"resource": self.resource, "device": ids} | ({"pod": pods} if pods else {})
+        text = "%s: a container%s with device %s cannot start: %s"
+        _LOG.warning(text, self.resource, f" of pod {pods}" if pods else "", ids, error, extra=extra)
 
     def _lines_if_listed(self) -> tuple[Entry, ...] | None:
         """Return the list as the kubelet is to see it now; None before the source's first list."""
@@ -306,7 +316,7 @@ class Endpoint(DevicePluginServicer):
         try:
             preferred = await self._hook("prefer", self.source.prefer, devices(available), devices(must_include), size)
         except hooks.HookError as error:
-            _LOG.warning("%s; choosing without it", error)
+            _LOG.warning("%s; choosing without it", error, extra={"resource": self.resource})
             return None
         if isinstance(preferred, str) or not isinstance(preferred, Iterable):
             text = "prefer of %s must return devices or their ids, not %r; choosing without it"
@@ -316,7 +326,7 @@ class Endpoint(DevicePluginServicer):
         chosen = preference.as_names(ids, available, must_include, self.ids.offered_as)
         if chosen is None or len(chosen) != size:
             text = "prefer of %s answered %s for %d of %s; choosing without it"
-            _LOG.warning(text, self.resource, ids, size, available)
+            _LOG.warning(text, self.resource, ids, size, available, extra={"resource": self.resource})
             return None
         return chosen
 

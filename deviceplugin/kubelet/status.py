@@ -41,9 +41,13 @@ class ResourceStatus:
 
 @dataclass(frozen=True, slots=True)
 class Status:
-    """The agent as of now. scanned_at: when holders were last scanned (monotonic seconds), None before."""
+    """The agent as of now. scanned_at: when holders were last scanned (monotonic seconds), None before.
+
+    config_error: why the config file was not taken, or not all of it, when it changed; "" if it was.
+    """
 
     resources: tuple[ResourceStatus, ...]
     double_allocations: int
     claims: frozenset[ClaimUse] = frozenset()
     scanned_at: float | None = None
+    config_error: str = ""

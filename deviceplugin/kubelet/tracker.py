@@ -218,6 +218,10 @@ class HolderTracker:
         """Return namespace and name of a pod as far as they are known, else its UID."""
         return "/".join(self._names.known.get(pod_uid, (pod_uid,)))
 
+    def pods_named(self, uids: Collection[str]) -> tuple[Holder, ...]:
+        """Return these pods, with their names as far as the kubelet's log directories show them. Blocks."""
+        return self._names.pods(uids)
+
     def holders(self, resource: str) -> Mapping[str, frozenset[Holder]]:
         """Return who holds which of a resource's ids, with names as far as they are known."""
         return {
@@ -438,6 +442,11 @@ class PodNames:
         except OSError:
             return {}
         return {parts[2]: (parts[0], parts[1]) for parts in split if len(parts) == 3 and parts[2] in uids}
+
+    def pods(self, uids: Collection[str]) -> tuple[Holder, ...]:
+        """Return these pods, with their names as far as they show now. Blocks."""
+        names = self.read(uids) if uids else {}
+        return tuple(Holder(*names.get(uid, ("", "")), uid=uid) for uid in sorted(uids))
 
     def changed(self) -> dict[str, float]:
         """Return when pods' log directories last changed (Unix seconds). Blocks."""

@@ -70,12 +70,16 @@ _FAMILIES: Final[Mapping[Callable[..., Metric], Mapping[str, tuple[str, str]]]] 
             "Unix time at which the device entered its handover state (from the ledger)",
         ),
         "holders_known": ("", "1 while the kubelet's checkpoint was read lately; at 0 the holders are unknown"),
-        "device_holders": ("resource device", "Containers and unused claims that hold the device; 0 if it is free"),
+        "device_holders": (
+            "resource device",
+            "Holders of the device: containers, pods of claims whose containers are not known; 0 if it is free",
+        ),
         "registered": ("resource", "1 while the resource is registered with the kubelet"),
         "kubelet_listening": ("resource", "1 while the kubelet follows the list of devices"),
         "source_up": ("resource", "1 while the source of the devices works, 0 after it failed"),
         "source_listed": ("resource", "1 once the source has listed its devices"),
         "measured": ("resource", "1 while the source's measure hook reports the load of its devices"),
+        "config_current": ("", "1 while the agent serves what its config file says, 0 after a change was refused"),
         "provider_up": ("name", "1 while another part of the agent reports its status"),
     },
     CounterMetricFamily: {
@@ -84,7 +88,7 @@ _FAMILIES: Final[Mapping[Callable[..., Metric], Mapping[str, tuple[str, str]]]] 
             "Devices that the kubelet gave to several pods at once (kubernetes#137534); must stay 0",
         ),
         "registrations": ("resource", "Registrations that the kubelet accepted"),
-        "registration_failures": ("resource", "Registrations that the kubelet did not accept"),
+        "registration_failures": ("resource", "Registrations that the kubelet refused or did not answer in time"),
         "kubelet_restarts": ("resource", "Restarts of the kubelet that the agent noticed"),
         "lists_sent": ("resource", "Lists of devices sent to the kubelet"),
         "allocations": ("resource", "Allocate calls granted by the plugin"),
@@ -133,6 +137,7 @@ class AgentCollector:
         add("build", (VERSION, PYTHON), {})
         add("holders_known", (), view.holders_known)
         add("kubelet_double_allocations", (), view.double_allocations)
+        add("config_current", (), not view.config_error)
         for one in view.resources:
             _devices(one, view.holders_known, add)
             _service(one, add)

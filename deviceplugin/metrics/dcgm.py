@@ -13,7 +13,6 @@ from typing import Final, NamedTuple
 from prometheus_client.metrics_core import GaugeMetricFamily, Metric, UnknownMetricFamily
 
 from deviceplugin.metrics.load import Value
-from deviceplugin.metrics.page import node_name
 from deviceplugin.metrics.views import DeviceView, View
 
 MIB: Final = 1024 * 1024
@@ -57,7 +56,7 @@ XIDS: Final = Name("DCGM_EXP_XID_ERRORS_COUNT", "XID errors since the agent's st
 
 def families(view: View) -> Iterable[Metric]:
     """Return the families for which a device has a value."""
-    host = node_name()
+    host = view.node
     made: dict[str, GaugeMetricFamily | UnknownMetricFamily] = {}
 
     def add(name: Name, labels: Mapping[str, str], value: float) -> None:

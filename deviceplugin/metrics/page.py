@@ -5,11 +5,9 @@ from __future__ import annotations
 import base64
 import functools
 import hashlib
-import os
-import socket
 import string
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -20,7 +18,9 @@ from deviceplugin.metrics.load import Value
 from deviceplugin.metrics.report import Event, ShareProgress
 from deviceplugin.metrics.views import DeviceView, ResourceView, View
 
+CALM: Final = 4  # how soon a device needs to be looked at about which there is nothing to say
 SHOWN_ATTENTION: Final = 10  # devices that are named above the tables
+SHOWN_CALM: Final = 8  # healthy, free devices of one resource that are shown at once; more are folded together
 SHOWN_HOLDERS: Final = 4  # holders of one device that are shown at once; the others on demand
 STATES: Final = {
     "plugin": "device plugin",
@@ -31,18 +31,14 @@ STATES: Final = {
 }
 
 
-def node_name() -> str:
-    """Return what to call this node: $NODE_NAME (the downward API's), or the host's name."""
-    return os.environ.get("NODE_NAME") or socket.gethostname()
-
-
 def status(view: View) -> bytes:
     """Return the view as JSON."""
     found = {
-        "node": node_name(),
+        "node": view.node,
         "at": _iso(view.at),
         "ready": not view.unready,
         "unready": list(view.unready),
+        "problems": list(view.problems),
         "holdersKnown": view.holders_known,
         "doubleAllocations": view.double_allocations,
         "resources": [_resource(one) for one in view.resources],
@@ -81,9 +77,11 @@ def _device(seen: DeviceView) -> dict[str, Any]:
         "health": device.health.value,
         "replicas": seen.replicas,
         "message": device.message,
+        "since": _iso(seen.since) if seen.since is not None else None,
         "gone": seen.gone,
         "side": location.side,
         "state": location.state,
+        "stateSince": _iso(location.since) if location.since else None,
         "reason": location.reason,
         "withheld": seen.withheld.reason if seen.withheld else "",
         "numa": list(device.numa_nodes),
@@ -130,11 +128,11 @@ def html(view: View) -> bytes:
         _events(view.events),
     ]
     at = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(view.at))
-    return _template().substitute(node=escape(node_name()), at=at, main="\n".join(parts)).encode(errors="replace")
+    return _template().substitute(node=escape(view.node), at=at, main="\n".join(parts)).encode(errors="replace")
 
 
 def _problems(view: View) -> Iterable[str]:
-    reasons = list(view.unready)
+    reasons = [*view.problems, *view.unready]
     if not view.holders_known:
         reasons.append("the holders are not known: the kubelet's checkpoint cannot be read, or was not read yet")
     if view.double_allocations:
@@ -159,23 +157,39 @@ def attention(seen: DeviceView) -> tuple[int, str]:
         return 1, f"withheld: {seen.withheld.reason}"
     if device.health.value == "unknown":
         return 2, f"health unknown: {device.message}" if device.message else "health unknown"
-    return (3, "") if location.state in ("to-dra", "to-plugin") else (4, "")
+    return (3, "") if location.state in ("to-dra", "to-plugin") else (CALM, "")
 
 
 def _attention(view: View) -> Iterable[str]:
     """Yield the devices that need attention, of all resources, each with a link to its row."""
-    found = [(*attention(seen), one.name, seen.device.id) for one in view.resources for seen in one.devices]
+    found = [(*attention(seen), one.name, seen) for one in view.resources for seen in one.devices]
     found = sorted((one for one in found if one[1]), key=lambda one: one[0])
     if not found:
         return
     lines = [
-        f'<li><a href="#{_mark(resource, device)}">{escape(device)}</a> {_span("dim", resource)} '
-        f"{_span('bad' if urgent == 0 else 'warn', why)}</li>"
-        for urgent, why, resource, device in found[:SHOWN_ATTENTION]
+        f'<li><a href="#{_mark(resource, seen.device.id)}">{escape(seen.device.id)}</a> {_span("dim", resource)} '
+        f"{_span('bad' if urgent == 0 else 'warn', why)} {_span('dim', _more(seen))}</li>"
+        for urgent, why, resource, seen in found[:SHOWN_ATTENTION]
     ]
     if len(found) > SHOWN_ATTENTION:
         lines.append(f"<li>{_span('dim', f'{len(found) - SHOWN_ATTENTION} more, first in their tables')}</li>")
     yield f'<div class="wrong"><h2>Needs attention</h2><ul>{"".join(lines)}</ul></div>'
+
+
+def _more(seen: DeviceView) -> str:
+    """Return since when a device needs attention, and who has it, as far as that is known."""
+    names = [holder.text or holder.side for holder in seen.holders]
+    more = f" and {len(names) - SHOWN_HOLDERS} more" if len(names) > SHOWN_HOLDERS else ""
+    held = f"held by {', '.join(names[:SHOWN_HOLDERS])}{more}" if names else ""
+    return "; ".join(filter(None, (_since(seen.since or _moving_since(seen)), held)))
+
+
+def _moving_since(seen: DeviceView) -> float | None:
+    return seen.location.since if seen.location.state not in ("plugin", "dra") else None
+
+
+def _since(at: float | None) -> str:
+    return f"since {_iso(at)[:16].replace('T', ' ')}" if at else ""
 
 
 def _mark(resource: str, device: str) -> str:
@@ -207,11 +221,26 @@ def _section(one: ResourceView, view: View) -> str:
     loads = any(seen.load for seen in one.devices)
     columns = ("Device", "Health", "Side", "Holder", "Load")[: 5 if loads else 4]
     head = "".join(f'<th scope="col">{column}</th>' for column in columns)
-    rows = "\n".join(
-        _row(one.name, seen, view, loads=loads) for seen in sorted(one.devices, key=lambda seen: attention(seen)[0])
-    )
-    table = f"<table><thead><tr>{head}</tr></thead><tbody>\n{rows}\n</tbody></table>" if one.devices else ""
-    return f"<section><div><h2>{escape(one.name)}</h2>{title}</div>\n{table}</section>"
+    rows: dict[bool, list[str]] = {True: [], False: []}
+    for seen in sorted(one.devices, key=lambda seen: attention(seen)[0]):
+        rows[_calm(seen, view)].append(_row(one.name, seen, view, loads=loads))
+    calm, fold = rows[True], len(rows[True]) > SHOWN_CALM
+    shown = _table(head, rows[False] if fold else rows[False] + calm, loads=loads)
+    if fold:
+        summary = f"<summary>{len(calm)} healthy, free devices</summary>"
+        shown += f'<details id="{escape(f"free-{one.name}")}">{summary}{_table(head, calm, loads=loads)}</details>'
+    return f"<section><div><h2>{escape(one.name)}</h2>{title}</div>\n{shown}</section>"
+
+
+def _table(head: str, rows: Sequence[str], *, loads: bool) -> str:
+    kind = "" if loads else ' class="narrow"'
+    body = "\n".join(rows)
+    return f"<table{kind}><thead><tr>{head}</tr></thead><tbody>\n{body}\n</tbody></table>" if rows else ""
+
+
+def _calm(seen: DeviceView, view: View) -> bool:
+    """Whether there is nothing to know about a device: healthy, free, not moving, no load."""
+    return view.holders_known and not seen.holders and not seen.load and attention(seen)[0] == CALM
 
 
 def _row(resource: str, seen: DeviceView, view: View, *, loads: bool) -> str:
@@ -222,13 +251,20 @@ def _row(resource: str, seen: DeviceView, view: View, *, loads: bool) -> str:
     moving = "fine" if location.state in ("plugin", "dra") else "warn"
     cells = [
         _cell("Device", escape(device.id) + _small(numa)),
-        _cell("Health", _span(color, device.health.value) + _small(device.message)),
-        _cell("Side", _span(moving, STATES.get(location.state, location.state)) + _small(location.reason) + withheld),
+        _cell("Health", _span(color, device.health.value) + _small(device.message) + _small(_since(seen.since))),
+        _cell(
+            "Side",
+            _span(moving, STATES.get(location.state, location.state))
+            + _small(location.reason)
+            + _small(_since(_moving_since(seen)))
+            + withheld,
+        ),
         _cell("Holder", _holders(resource, seen, view)),
     ]
     if loads:
         cells.append(_cell("Load", "".join(_load(seen.load)), "load"))
-    return f'<tr id="{escape(f"{resource}/{device.id}")}">{"".join(cells)}</tr>'
+    kind = ' class="calm"' if _calm(seen, view) else ""
+    return f'<tr id="{escape(f"{resource}/{device.id}")}"{kind}>{"".join(cells)}</tr>'
 
 
 def _cell(label: str, content: str, kind: str = "") -> str:

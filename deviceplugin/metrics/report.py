@@ -6,6 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final, Protocol, runtime_checkable
 
+from deviceplugin.kubelet.podresources import Holder
+
 if TYPE_CHECKING:
     from prometheus_client.metrics_core import Metric
 
@@ -25,12 +27,13 @@ DEFAULT_LOCATION: Final = DeviceLocation()  # where a device is that no provider
 
 @dataclass(frozen=True, slots=True)
 class PreparedClaim:
-    """A device of a claim that is prepared on this node."""
+    """A device of a claim that is prepared on this node. pods: those that it was prepared for."""
 
     resource: str
     device: str
     namespace: str
     claim: str
+    pods: tuple[Holder, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,10 +59,11 @@ class Event:
 
 @dataclass(frozen=True)
 class ProviderReport:
-    """The report of one moment. unready: reasons, in words.
+    """The report of one moment. unready: reasons, in words. problems: others, the most severe first.
 
     families: of prometheus-client. status: for /status, made of what JSON knows. locations: by (resource, device id).
     qualifiers: by resource, of the names under which devices are published. shares: by resource.
+    node: this node's name, "" if it is not known.
     """
 
     families: Sequence[Metric] = ()
@@ -69,6 +73,8 @@ class ProviderReport:
     claims: Sequence[PreparedClaim] = ()
     qualifiers: Mapping[str, str] = field(default_factory=dict)
     shares: Mapping[str, ShareProgress] = field(default_factory=dict)
+    problems: Sequence[str] = ()
+    node: str = ""
 
 
 class Provider(Protocol):

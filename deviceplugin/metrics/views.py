@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from typing import Final, Protocol
 
 from deviceplugin import inventory, naming
-from deviceplugin.device import Device
+from deviceplugin.device import Device, Health
 from deviceplugin.inventory import Inventory
 from deviceplugin.kubelet.podresources import Holder
 from deviceplugin.kubelet.servicer import Endpoint
@@ -63,7 +63,7 @@ class ObservedAgent(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class DeviceHolder:
-    """A container that has a device, or a claim that no container uses yet; what is unknown is ""."""
+    """A container that has a device, a pod that has it by a claim, or a claim alone; what is unknown is ""."""
 
     side: str
     namespace: str
@@ -83,7 +83,10 @@ class DeviceHolder:
 
 @dataclass(frozen=True, slots=True)
 class DeviceView:
-    """One device as of now. replicas: how many containers may share it. withheld: why the agent offers it to nobody."""
+    """One device as of now. replicas: how many containers may share it. withheld: why the agent offers it to nobody.
+
+    since: Unix time from which this agent has seen a health other than healthy; None if it is healthy.
+    """
 
     device: Device
     gone: bool
@@ -92,6 +95,7 @@ class DeviceView:
     load: Mapping[str, load.Value]
     replicas: int = 1
     withheld: Withheld | None = None
+    since: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,7 +111,7 @@ class ResourceView:
 
 @dataclass(frozen=True, slots=True)
 class View:
-    """Everything at one moment; at: Unix seconds. unready: why the agent is not ready.
+    """Everything at one moment; at: Unix seconds. unready: why the agent is not ready. problems: what else is wrong.
 
     holders_known: the kubelet's checkpoint was read lately. providers: reports by name. silent: why others have none.
     """
@@ -120,6 +124,9 @@ class View:
     silent: Mapping[str, str]
     unready: tuple[str, ...]
     events: tuple[Event, ...]
+    problems: tuple[str, ...] = ()
+    node: str = ""
+    config_error: str = ""
 
 
 def unready(status: Status) -> Iterable[str]:
@@ -211,6 +218,8 @@ class Observer:
         self._gauges: dict[str, load.Gauge] = {}
         self._events: tuple[Event, ...] = ()
         self._before: dict[str, ResourceStatus] = {}
+        self._config_error = ""
+        self._ill: dict[tuple[str, str, Health], float] = {}
         self._published: dict[str, tuple[object, dict[str, tuple[str, str]]]] = {}
         self._calls: dict[int, _ProviderCalls] = {}
         self._reporting = threading.Lock()
@@ -254,8 +263,14 @@ class Observer:
             kept = replace(one, endpoint=endpoint, registration=replace(one.registration))
             new += events_between(self._before.get(one.resource), kept, now)
             self._before[one.resource] = kept
+        devices = ((one.resource, device) for one in status.resources for device in one.snapshot.devices.values())
+        ill = [(name, device.id, device.health) for name, device in devices if device.health is not Health.HEALTHY]
+        self._ill = {key: self._ill.get(key, now) for key in ill}
         for gone in self._before.keys() - {one.resource for one in status.resources}:
             del self._before[gone]
+        if status.config_error != self._config_error:
+            self._config_error = status.config_error
+            new.append(Event(now, "", self._config_error or "the config file is taken again", bool(self._config_error)))
         for provider in tuple(self._agent.providers):
             if isinstance(provider, EventSource):
                 new += provider.events()
@@ -282,6 +297,9 @@ class Observer:
                 *(f"{name} {error}" for name, error in silent.items()),
             ),
             self._events,
+            (*(one for report in reports.values() for one in report.problems), *filter(None, [status.config_error])),
+            next((report.node for report in reports.values() if report.node), "") or naming.node_name(),
+            status.config_error,
         )
 
     def _resource(
@@ -302,6 +320,7 @@ class Observer:
                 reading.get(name, {}),
                 self._replicas(one, device),
                 one.withheld.get(name),
+                self._ill.get((one.resource, name, device.health)),
             )
             for name, device in one.snapshot.devices.items()
         )
@@ -335,7 +354,8 @@ class Observer:
             those = found[claim.resource, claim.device]
             prepared = ("dra", claim.namespace, claim.claim)
             if all((holder.side, holder.namespace, holder.claim) != prepared for holder in those):
-                those.add(DeviceHolder("dra", claim.namespace, "", "", claim.claim))
+                for pod in claim.pods or (Holder(claim.namespace),):
+                    those.add(DeviceHolder("dra", claim.namespace, pod.pod, "", claim.claim, pod.uid))
         return {key: tuple(sorted(those, key=_order)) for key, those in found.items()}
 
     def _published_names(self, reports: Mapping[str, ProviderReport]) -> Mapping[tuple[str, str], tuple[str, str]]:

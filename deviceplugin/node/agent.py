@@ -67,6 +67,8 @@ class Agent:
         self._stop_asked = False
         self.begun = asyncio.Event()
         """Set when `run` has begun to serve."""
+        self.config_error = ""
+        """See `Status`."""
         self._error: AgentError | None = None
         gate, in_flight, scan_wanted = allocation_gate or AllowAll(), AllocationsInFlight(), asyncio.Event()
         self.pod_resources = PodResources(self.paths.pod_resources)
@@ -103,6 +105,7 @@ class Agent:
             self.scanner.log.double_allocations,
             self.tracker.claim_uses,
             self.tracker.snapshot.at or None,
+            self.config_error,
         )
 
     async def run(self, before_end: Callable[[], Awaitable[None]] | None = None) -> None:

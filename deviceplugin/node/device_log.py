@@ -18,10 +18,14 @@ SHOWN: Final = 8
 
 
 class InventoryLog:
-    """Logs the changes of one resource's inventory; to be subscribed to it."""
+    """Logs the changes of one resource's inventory; to be subscribed to it.
 
-    def __init__(self, resource: str) -> None:
+    holder: returns who has a device, in words; "" if nobody has it.
+    """
+
+    def __init__(self, resource: str, holder: Callable[[str], str] = lambda device: "") -> None:
         self._before = Snapshot(resource)
+        self._holder = holder
 
     def __call__(self, now: Snapshot) -> None:
         """Log what changed since the snapshot before."""
@@ -33,10 +37,15 @@ class InventoryLog:
             _LOG.info(text, resource, counted(len(now.devices)), words or "none", extra={"resource": resource})
         found = list(changes(before, now))
         for number, change in enumerate(found):
-            broken = change.bad and change.device not in now.gone  # what is unplugged is not
-            level = logging.DEBUG if number >= SHOWN else logging.WARNING if broken else logging.INFO
+            holder = self._holder(change.device) if change.bad else ""
+            broken = change.bad and change.device not in now.gone  # what is unplugged and free is not
             extra = {"resource": resource, "device": change.device}
-            _LOG.log(level, "%s: device %s %s", resource, change.device, change.text, extra=extra)
+            text = f"{change.text}; {holder} has it" if holder else change.text
+            if number >= SHOWN and not holder:
+                level = logging.DEBUG
+            else:
+                level = logging.WARNING if broken or holder else logging.INFO
+            _LOG.log(level, "%s: device %s %s", resource, change.device, text, extra=extra)
         if len(found) > SHOWN:
             _LOG.info("%s: %d more devices changed", resource, len(found) - SHOWN, extra={"resource": resource})
 

@@ -10,15 +10,17 @@ import signal
 import sys
 import time
 from collections.abc import Awaitable, Callable, Hashable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from deviceplugin import filewatch
 from deviceplugin.kubelet.orphaned_claims import OrphanedClaimGate, OrphanedClaims
+from deviceplugin.naming import node_name
 from deviceplugin.node.agent import Agent, AgentError
 from deviceplugin.node.options import Paths, parse_run
 from deviceplugin.source import DeviceSource
+from deviceplugin.version import VERSION
 
 if TYPE_CHECKING:
     from deviceplugin.config import Config, Lock
@@ -36,13 +38,15 @@ class File:
     """A config file that is followed.
 
     lock: what it may name, at its changes as well. content: what was in it (None: it could not be read). config: what
-    that says.
+    that says. refused: why the last change was not taken, "" if it was. unserved: why not all of the config is served.
     """
 
     path: Path
     lock: Lock
     content: bytes | None
     config: Config
+    refused: str = ""
+    unserved: str = ""
 
     @classmethod
     def read(cls, path: Path, lock: Lock) -> File:
@@ -61,11 +65,12 @@ class File:
 
 @dataclass(frozen=True, slots=True)
 class Program:
-    """What a process runs: an agent, how it is run, and what takes a changed config."""
+    """What a process runs: an agent, how it is run, and what takes a changed config. node: its name for the log."""
 
     agent: Agent
     run: Callable[[], Awaitable[None]]
     take: Take
+    node: str = field(default_factory=node_name)
 
     @classmethod
     def of(cls, agent: Agent) -> Program:
@@ -136,8 +141,15 @@ async def _serve(make: Callable[[], Program], metrics_address: str | None, confi
     program = make()
     loop = asyncio.get_running_loop()
     reload = asyncio.Event()
+    what = f"config file {config.path}" if config else "no config file"
+    _LOG.info("version %s starts on node %s: %s", VERSION, program.node, what)
+
+    def stop(number: signal.Signals) -> None:
+        _LOG.info("%s: the agent ends; pods keep their devices", number.name)
+        program.agent.stop()
+
     for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, program.agent.stop)
+        loop.add_signal_handler(number, stop, number)
     loop.add_signal_handler(signal.SIGHUP, reload.set)
     if config is None:
         loop.add_signal_handler(signal.SIGHUP, _LOG.info, "SIGHUP: there is no config file to read again")
@@ -153,7 +165,7 @@ async def _serve(make: Callable[[], Program], metrics_address: str | None, confi
             # A page is rendered in another thread; the default, 5 ms, is what each step of the others may wait for it.
             sys.setswitchinterval(0.0005)
         gc.freeze()  # what is loaded stays: a collection takes 5 ms instead of 35
-        following = [asyncio.create_task(_follow_config(program.take, config, reload))] if config else []
+        following = [asyncio.create_task(_follow_config(program, config, reload))] if config else []
         try:
             await program.run()
         finally:
@@ -162,7 +174,7 @@ async def _serve(make: Callable[[], Program], metrics_address: str | None, confi
             await asyncio.gather(*following, return_exceptions=True)
 
 
-async def _follow_config(take: Take, file: File, reload: asyncio.Event) -> None:
+async def _follow_config(program: Program, file: File, reload: asyncio.Event) -> None:
     """Read the file again at SIGHUP and whenever it changes, a ConfigMap's `..data` swap included.
 
     reload: set when SIGHUP came before this began.
@@ -180,7 +192,8 @@ async def _follow_config(take: Take, file: File, reload: asyncio.Event) -> None:
             if now != content or reload.is_set():
                 reload.clear()
                 content = now
-                file = await _reload(take, file)
+                file = await _reload(program.take, file)
+                program.agent.config_error = file.refused or file.unserved
             if await watch.wait(30.0) and not reload.is_set():
                 deadline = time.monotonic() + 2.0
                 while await watch.wait(SETTLE) and time.monotonic() < deadline:
@@ -210,22 +223,23 @@ async def _reload(take: Take, file: File) -> File:
             name: sources.ConfiguredSource(one, file.lock) for name, one in after.items() if before.get(name) != one
         }
     except Exception as error:  # whatever is wrong with it, what runs goes on
-        _LOG.error("the config file was not taken, everything goes on as it was:\n%s", error)
-        return file
+        why = f"the config file was not taken, everything goes on as it was: {'; '.join(str(error).splitlines())}"
+        _LOG.error("%s", why)
+        return replace(file, refused=why)
     gone = before.keys() - after.keys()
     differences = {"new": after.keys() - before.keys(), "changed": changed.keys() & before.keys(), "gone": gone}
     if wanted.metrics != current.metrics:
         _LOG.warning("%s: `metrics` is read at the start; the change is taken when the agent is started again", path)
     if not any(differences.values()):
         _LOG.info("%s was read again: nothing changed", path)
-        return replace(file, config=wanted)
+        return replace(file, config=wanted, refused="")
+    why = ""
     try:
         await take(wanted, changed, [name for name in after if name not in changed])
-    except AgentError as error:  # what a user must mend, no traceback
-        _LOG.error("%s was read again, but not all of it is served: %s", path, error)
-    except Exception:  # the file is followed all the same
-        _LOG.exception("%s was read again, but not all of it is served", path)
+    except Exception as error:  # the file is followed all the same
+        why = f"{path} was read again, but not all of it is served: {error}"
+        _LOG.error("%s", why, exc_info=not isinstance(error, AgentError))  # no traceback of what a user must mend
     else:
         listed = (f"{what} {', '.join(sorted(names))}" for what, names in differences.items() if names)
         _LOG.info("%s was read again: %s", path, "; ".join(listed))
-    return replace(file, config=wanted)
+    return replace(file, config=wanted, refused="", unserved=why)

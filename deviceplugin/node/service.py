@@ -56,7 +56,7 @@ class Service:
         self.source = source
         self.resource = source.resource
         self.inventory = Inventory(source.resource)
-        self.inventory.subscribe(InventoryLog(source.resource))
+        self.inventory.subscribe(InventoryLog(source.resource, self._holder))
         self.follower = SourceFollower(source, self.inventory, self._take_source, self._adopt_existing)
         self.endpoint = Endpoint(
             source,
@@ -131,6 +131,14 @@ class Service:
         """The devices that pods hold or were just given."""
         ids = self._in_use.ids | self._context.tracker.snapshot.of(self.resource).keys()
         return frozenset(map(self.endpoint.ids.device_id_of, ids))
+
+    def _holder(self, device: str) -> str:
+        """Return who has a device, in words: pods as of the last scan, else by the ledger; "" if nobody."""
+        tracker = self._context.tracker
+        held = [one for one in tracker.snapshot.held if one.resource == self.resource]
+        if pods := {tracker.title(one.pod_uid) for one in held if self.device_of(one.device_id) == device}:
+            return f"pod {', '.join(sorted(pods))}"
+        return "a pod or claim" if (self.resource, device) in self._context.gate.held() else ""
 
     def device_of(self, device_id: str) -> str:
         """Return the device of one of the kubelet's ids."""

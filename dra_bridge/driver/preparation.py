@@ -228,7 +228,7 @@ class ClaimPreparation:
 
     tasks: run the work that must not be cancelled. running_pods, deadline, changed: see `Driver`. preparing: the calls
     that prepare a claim now, with its UID. refused: when Unprepare was refused first because processes run, by UID
-    (monotonic seconds).
+    (monotonic seconds). logged: the last failure by UID; the kubelet tries again and again.
     """
 
     records: ClaimRecords
@@ -244,6 +244,7 @@ class ClaimPreparation:
     changed: Callable[[], None]
     preparing: dict[asyncio.Task[Any], str] = field(default_factory=dict)
     refused: dict[str, float] = field(default_factory=dict)
+    logged: dict[str, str] = field(default_factory=dict)
 
     async def prepare(self, ref: ClaimRef) -> Prepared | ClaimError:
         """Prepare a claim; the answer is durable when it is returned."""
@@ -275,12 +276,16 @@ class ClaimPreparation:
         self.statistics.in_flight += 1
         try:
             async with asyncio.timeout(self.deadline), self.records.locked(ref.uid):
-                return await work(ref)
+                answer = await work(ref)
+            self.logged.pop(ref.uid, None)
+            return answer
         except BaseException as error:
             failure = _as_claim_error(error, f"claim {ref.title}", self.deadline)
             statistics.failures[failure.reason] += 1
             text, extra = "%s: cannot %s claim %s (%s): %s", {"driver": self.records.driver, "claim": ref.title}
-            _LOG.warning(text, self.records.driver, verb, ref.title, ref.uid, failure, extra=extra)
+            level = logging.DEBUG if self.logged.get(ref.uid) == f"{verb} {failure}" else logging.WARNING
+            self.logged[ref.uid] = f"{verb} {failure}"
+            _LOG.log(level, text, self.records.driver, verb, ref.title, ref.uid, failure, extra=extra)
             return failure
         finally:
             self.statistics.in_flight -= 1

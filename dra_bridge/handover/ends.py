@@ -104,7 +104,7 @@ class MovesToPlugin:
         withdrawn = {}
         for name in devices:
             if name in claims:
-                waiting[name] = HolderWait("its claim")
+                waiting[name] = HolderWait(f"claim {claims[name].title}")
             elif (at := self.withdrawn(self.resource, name)) is None:
                 waiting[name] = "the API server to accept the slice without it"
             else:
@@ -174,7 +174,7 @@ class UnpluggedDevices:
         now = self.ledger.snapshot
         unplugged = now.of(self.resource).keys() - self.inventory.snapshot.devices.keys()
         if allocations := now.allocations_on(self.resource, unplugged):
-            waiting.update({one.device: HolderWait("its pod") for one in allocations})
+            waiting.update({one.device: HolderWait(f"pod {one.pod}" if one.pod else "its pod") for one in allocations})
             await self.scan({(self.resource, one.device_id) for one in allocations})
         now, devices = self.ledger.snapshot, self.inventory.snapshot.devices
         held, _ = held_and_expected(now)
@@ -189,5 +189,7 @@ class UnpluggedDevices:
             self.notify()
         over = [name for name, state in gone.items() if state in (State.PLUGIN, State.QUARANTINED)]
         if over and (forgotten := await self.ledger.do(operations.forget(self.resource, over))):
-            _LOG.info("%s: unplugged devices that nobody holds are forgotten: %s", self.resource, ", ".join(forgotten))
+            names = ", ".join(forgotten)
+            text = "%s: unplugged devices that nobody holds are forgotten: %s"
+            _LOG.info(text, self.resource, names, extra={"device": names})
             self.notify()

@@ -165,8 +165,10 @@ class Handover:
         since = [before.device(self.resource, name).since for name in devices]
         self.statistics.seconds[way] += sum(max(0.0, now - one) for one in since)
         self.statistics.finished[way] += len(devices)
-        _LOG.info("%s: moved to the %s side: %s", self.resource, side.text, counted(len(devices)), extra=extra)
-        for name in devices:
+        present = [name for name in devices if name in self._inventory.snapshot.devices]  # others are forgotten soon
+        if present:
+            _LOG.info("%s: moved to the %s side: %s", self.resource, side.text, counted(len(present)), extra=extra)
+        for name in present:
             text, where = "%s: device %s has moved to the %s side", {**extra, "device": name}
             _LOG.debug(text, self.resource, name, side.text, extra=where)
         self._notify()

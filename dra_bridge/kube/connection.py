@@ -26,6 +26,8 @@ USER_AGENT: Final = "dra-bridge"
 VERSIONS: Final = ("v1", "v1beta2", "v1beta1")
 """The versions of resource.k8s.io of this client, the best first (v1 since 1.34, v1beta2 1.33, v1beta1 1.32)."""
 
+LOST: Final = 30.0
+"""Seconds without an answer after which the API server counts as out of reach."""
 _RENEW: Final = 10.0
 """Seconds between two readings of the configuration while the server is unreachable or refuses the credentials."""
 _FAILURES: Final = (*HTTP_ERRORS, TimeoutError, OSError, KubeConfigError, ValueError, RecursionError)
@@ -44,6 +46,11 @@ class RequestStatistics:
     failures: int = 0
     watches: int = 0
     lost_since: float | None = None
+
+    def unreachable_since(self) -> float | None:
+        """Return since when (Unix seconds) the server is out of reach; None while it is not."""
+        lost = 0.0 if self.lost_since is None else time.monotonic() - self.lost_since
+        return time.time() - lost if lost >= LOST else None
 
 
 class Connection:

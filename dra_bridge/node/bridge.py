@@ -81,7 +81,7 @@ class Bridge:
             NodeStatusWriter(cluster, node).write, self.agent.pod_resources.allocatable, grace=grace
         )
         self._watch = NodeWatch(cluster, node, self._read_shares, self._allocatable.observe)
-        self._node = Node(
+        self.node = Node(
             node,
             self.agent,
             cluster,
@@ -182,7 +182,7 @@ class Bridge:
                 service.endpoint.refresh()
             return
         if name not in self.drivers:
-            self.drivers[name] = DriverRuntime(self._node, name, await self._open_ledger(name))
+            self.drivers[name] = DriverRuntime(self.node, name, await self._open_ledger(name))
             self.agent.scanner.observers.append(self.drivers[name].ledger_gate)
         driver = self.drivers[name]
         driver.read_share(self._watch.annotations)
@@ -191,7 +191,7 @@ class Bridge:
     async def _open_ledger(self, driver: str) -> AsyncLedger:
         """Open a driver's ledger, as soon as no other agent has it any more."""
         path = self.ledger_path(driver)
-        copy = f"{self._node.cdi_directory}/{driver}.allocations"
+        copy = f"{self.node.cdi_directory}/{driver}.allocations"
         opening = asyncio.create_task(AsyncLedger.open(str(path), copy))
         try:
             done, _ = await asyncio.wait({opening}, timeout=STANDBY)

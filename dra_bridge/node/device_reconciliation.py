@@ -175,7 +175,8 @@ class DeviceReconciler:
             # At the start the kubelet does not listen yet; that is soon over.
             if text != logged and tries > 3:
                 logged = text
-                _LOG.warning("%s: devices are withheld: %s", resource, text)
+                where = {"device": ", ".join(sorted(reasons))}
+                _LOG.warning("%s: devices are withheld: %s", resource, text, extra=where)
             await asyncio.sleep(backoff.next())
 
     async def reconcile(self, one: ResourceRuntime, devices: Sequence[str]) -> tuple[str, ...]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Final
 
@@ -23,11 +22,8 @@ from dra_bridge.slices.publisher import PoolState, Publisher
 if TYPE_CHECKING:
     from dra_bridge.node.driver_runtime import DriverRuntime
 
-LOST: Final = 30.0
-"""Seconds without an answer after which the API server counts as out of reach."""
-
 _GAUGES: Final = {
-    "dra_registered": "1 while the DRA driver is registered with the kubelet",
+    "dra_registered": "1 while the DRA driver is registered with a kubelet that follows a list of devices",
     "dra_prepared_claims": "Claims prepared on this node (from the ledger)",
     "dra_claims_in_flight": "Claims that are being prepared or unprepared",
     "slices_published": "1 while the slices at the API server are as wanted",
@@ -37,16 +33,18 @@ _GAUGES: Final = {
 }
 _COUNTERS: Final = {
     "dra_registrations": "Registrations of the driver that the kubelet accepted",
-    "dra_registration_failures": "Registrations of the driver that the kubelet did not accept",
+    "dra_registration_failures": "Registrations of the driver that the kubelet refused, or that had no socket",
     "dra_ledger_write_failures": "Times that the ledger could not record something; nothing was granted then",
     "dra_prepared_again": "Prepares of claims that were prepared already",
     "slice_writes": "Writes of slices that the API server accepted",
 }
 
 
-def families(drivers: Sequence[DriverRuntime], publisher: Publisher, cluster: Cluster) -> Iterator[Metric]:
+def families(
+    drivers: Sequence[DriverRuntime], publisher: Publisher, cluster: Cluster, *, kubelet_listens: bool
+) -> Iterator[Metric]:
     """Yield all families of the bridge."""
-    figures = {one.name: _figures(one, publisher.state(one.name)) for one in drivers}
+    figures = {one.name: _figures(one, publisher.state(one.name), kubelet_listens) for one in drivers}
     for family, names in ((GaugeMetricFamily, _GAUGES), (CounterMetricFamily, _COUNTERS)):
         for name, about in names.items():
             made = family(f"deviceplugin_{name}", about, labels=("driver",))
@@ -59,10 +57,10 @@ def families(drivers: Sequence[DriverRuntime], publisher: Publisher, cluster: Cl
     yield from _requests(cluster)
 
 
-def _figures(one: DriverRuntime, state: PoolState) -> Mapping[str, float]:
+def _figures(one: DriverRuntime, state: PoolState, kubelet_listens: bool) -> Mapping[str, float]:
     statistics, registration = one.driver.statistics, one.registrar.statistics
     return {
-        "dra_registered": registration.registered,
+        "dra_registered": registration.registered and kubelet_listens,
         "dra_registrations": registration.registrations,
         "dra_registration_failures": registration.failures,
         "dra_prepared_claims": sum(claim.result is not None for claim in one.driver.records.all()),
@@ -146,5 +144,5 @@ def _requests(cluster: Cluster) -> Iterator[Metric]:
     about = "Requests to the API server without an answer, or answered with 429 or 5xx"
     yield CounterMetricFamily("deviceplugin_api_errors", about, value=made.failures)
     yield CounterMetricFamily("deviceplugin_api_watches", "Watches opened at the API server", value=made.watches)
-    reached = made.lost_since is None or time.monotonic() - made.lost_since < LOST
-    yield GaugeMetricFamily("deviceplugin_api_reachable", "1 while the API server answers", value=int(reached))
+    about, reached = "1 while the API server answers; 0 after half a minute without", made.unreachable_since() is None
+    yield GaugeMetricFamily("deviceplugin_api_reachable", about, value=int(reached))

@@ -43,7 +43,7 @@ def run(
 
     def make() -> process.Program:
         bridge = _bridge(sources, policies, options)
-        return process.Program(bridge.agent, bridge.run, process.Program.of(bridge.agent).take)
+        return process.Program(bridge.agent, bridge.run, process.Program.of(bridge.agent).take, options.node)
 
     status = process.serve(make, metrics_address=options.metrics_address)
     if status:
@@ -63,7 +63,7 @@ def run_config(path: Path, options: RunOptions, lock: Lock) -> int:
         async def take(now: Config, changed: Mapping[str, DeviceSource], unchanged: Sequence[str]) -> None:
             await bridge.reconfigure(changed, policies_of(now), unchanged)
 
-        return process.Program(bridge.agent, bridge.run, take)
+        return process.Program(bridge.agent, bridge.run, take, options.node)
 
     return process.serve(make, metrics_address=options.metrics_address, config=file)
 

@@ -37,6 +37,7 @@ class BridgeStatus:
         self._bridge = bridge
         self._seen: dict[str, Snapshot] = {}
         """The ledgers as of the last call of `events`, by driver."""
+        self._unreachable = False
 
     def events(self) -> list[Event]:
         """Return the moves and claims that began or ended since the last call."""
@@ -45,22 +46,32 @@ class BridgeStatus:
             now = one.async_ledger.snapshot
             found += events(self._seen.get(name, now), now, time.time())
             self._seen[name] = now
+        since = self._bridge.cluster.statistics.unreachable_since()
+        if (since is not None) != self._unreachable:
+            self._unreachable = since is not None
+            text = "the API server answers again" if since is None else "the API server is unreachable"
+            found.append(Event(since or time.time(), "", text, self._unreachable))
         return found
 
     def report(self) -> ProviderReport:
         """Report what is known now."""
         from dra_bridge.node import metrics  # with the client library, which an agent without metrics does not load
 
-        drivers = list(self._bridge.drivers.values())
+        drivers, cluster, listens = list(self._bridge.drivers.values()), self._bridge.cluster, self._kubelet_listens()
+        since = cluster.statistics.unreachable_since()
+        claims = [claim for one in drivers for claim in one.async_ledger.snapshot.claims.values()]
+        uids: frozenset[str] = frozenset().union(*(claim.pods for claim in claims))
+        pods = {pod.uid: pod for pod in self._bridge.agent.tracker.pods_named(uids)}
         return ProviderReport(
-            families=list(metrics.families(drivers, self._bridge.publisher, self._bridge.cluster)),
-            status={one.name: self._status(one) for one in drivers},
+            families=list(metrics.families(drivers, self._bridge.publisher, cluster, kubelet_listens=listens)),
+            status={one.name: self._status(one, listens) for one in drivers},
             unready=list(self._unready(drivers)),
             locations={key: location for one in drivers for key, location in _locations(one).items()},
             claims=[
-                PreparedClaim(resource, device, claim.namespace, claim.name)
-                for one in drivers
-                for claim in one.async_ledger.snapshot.claims.values()
+                PreparedClaim(
+                    resource, device, claim.namespace, claim.name, tuple(pods[uid] for uid in sorted(claim.pods))
+                )
+                for claim in claims
                 for resource, device in sorted(claim.held)
             ],
             qualifiers={
@@ -69,7 +80,15 @@ class BridgeStatus:
                 for name, qualifier in qualifiers_of(one.async_ledger.snapshot).items()
             },
             shares={name: share for one in drivers for name, share in _shares(one).items()},
+            problems=[] if since is None else [f"the API server is unreachable since {_clock(since)}"],
+            node=self._bridge.node.name,
         )
+
+    def _kubelet_listens(self) -> bool:
+        """Return whether a kubelet follows any list of devices, or none ever did: a driver does not see one end."""
+        services = list(self._bridge.agent.services.values())
+        begun = any(one.registration.statistics.registrations for one in services)
+        return not begun or any(one.endpoint.streams.live for one in services)
 
     def _unready(self, drivers: list[DriverRuntime]) -> Iterator[str]:
         for one in drivers:
@@ -84,11 +103,11 @@ class BridgeStatus:
         for name in sorted(named - {"", *(one.name for one in drivers)}):
             yield f"driver {name} has not started: another agent may have its ledger"
 
-    def _status(self, driver: DriverRuntime) -> dict[str, object]:
+    def _status(self, driver: DriverRuntime, kubelet_listens: bool) -> dict[str, object]:
         state = self._bridge.publisher.state(driver.name)
         handovers = {resource: one.handover for resource, one in list(driver.resources.items())}
         return {
-            "registered": driver.registrar.statistics.registered,
+            "registered": driver.registrar.statistics.registered and kubelet_listens,
             "slices": state.slices,
             "generation": state.generation,
             "published": state.accepted >= state.wanted > 0,
@@ -103,6 +122,10 @@ class BridgeStatus:
                 if one.waiting
             },
         }
+
+
+def _clock(at: float) -> str:
+    return time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(at))
 
 
 def _shares(one: DriverRuntime) -> dict[str, ShareProgress]:

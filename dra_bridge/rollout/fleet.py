@@ -214,13 +214,17 @@ def obstacles(view: NodeView) -> list[str]:
     if not view.taken_in:
         ready = "" if view.ready else " (the node is not Ready)"
         return [f"its agent has not taken it in yet; is it running?{ready}"]
-    found = []
+    together: dict[tuple[str, str], list[str]] = {}
     for device in view.devices:
         if device.state in (State.TO_DRA, State.TO_PLUGIN):
             holder = " for ".join(filter(None, (device.holder, ", ".join(device.pods))))
             waits = device.waits or "its agent"
             held = f", held by {holder}" if holder and holder not in waits else ""
-            found.append(f"{device.name} ({device.state.value}) waits for {waits}{held}")
+            together.setdefault((device.state.value, waits + held), []).append(device.name)
+    found = [
+        f"{shortened(names)} ({state}) {'waits' if len(names) == 1 else 'wait'} for {what}"
+        for (state, what), names in together.items()
+    ]
     if not found and distance(view):
         holders = ", ".join(f"{one.name} held by {one.holder}" for one in view.devices if one.holder)
         found.append(f"devices move when they are idle: {holders}" if holders else "its agent")

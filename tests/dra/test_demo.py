@@ -92,15 +92,17 @@ def serves_the_command_line(invitation: str, capsys: pytest.CaptureFixture[str])
 
 
 def test_the_failure_of_a_pod_fits_on_a_page() -> None:
-    """What the kubelet says of a pod that was given a withdrawn device is cut."""
+    """What the kubelet says of a pod that was given a withdrawn device is told in lines that end between words."""
     node: Any = None
-    pod: Any = Mock(phase="Failed", reason="x" * 50, message="x" * 200)
+    pod: Any = Mock(phase="Failed", reason="UnexpectedAdmissionError", message="too few devices " * 12)
     pod.name = "claim-100"
     churn = demo.Churn(node, 0)
     churn._replace_ended("claim", {pod: 1.0})
     out = io.StringIO()
-    Printer(out).event("pod", "was made", *churn.failed)
-    assert "claim-100" in out.getvalue()
+    Printer(out).event("pod", "was made", *demo.failures(churn.failed))
+    words = " ".join(out.getvalue().split())
+    assert "claim-100: UnexpectedAdmissionError: too few devices " in words
+    assert words.count("too few devices") == 12
     assert max(map(len, out.getvalue().splitlines())) <= 100
 
 

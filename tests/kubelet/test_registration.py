@@ -258,7 +258,8 @@ def test_dead_socket_of_before_a_reboot_is_replaced(kubelet_root: Path, caplog: 
         with socket.socket(socket.AF_UNIX) as dead:
             dead.bind(str(kubelet.socket))
         with serve(source(), kubelet, timeout=None) as agent:
-            wait(lambda: R in agent.agent.services and agent.agent.services[R].registration.statistics.failures > 3)
+            wait(lambda: R in agent.agent.services and agent.agent.services[R].registration._backoff.tries > 3)
+            assert agent.agent.services[R].registration.statistics.failures == 0  # no kubelet refused anything
             kubelet.start()
             agent.wait_registered()
     said = [record.getMessage() for record in caplog.records if "does not answer" in record.getMessage()]

@@ -700,7 +700,7 @@ def test_translated_wish_fits(available: list[str], must_include: list[str], wis
 # PreStartContainer.
 
 
-async def test_reset_is_called_with_the_devices(serve: Serve) -> None:
+async def test_reset_is_called_with_the_devices(serve: Serve, caplog: pytest.LogCaptureFixture) -> None:
     """Reset gets the devices behind the ids, each once; its failure keeps the container from starting, with words."""
 
     class Resetting(Source):
@@ -720,6 +720,9 @@ async def test_reset_is_called_with_the_devices(serve: Serve) -> None:
     await served.stub.PreStartContainer(pb.PreStartContainerRequest(devices_ids=["a::0", "a::1"]))
     with refused(grpc.StatusCode.INTERNAL, f"reset of {R} failed: OSError: stuck"):
         await served.stub.PreStartContainer(pb.PreStartContainerRequest(devices_ids=["b::0"]))
+    (said,) = [record for record in caplog.records if "cannot start" in record.getMessage()]
+    assert (said.resource, said.device) == (R, "b::0")  # type: ignore[attr-defined]
+    assert "b::0" in said.getMessage()
     assert source.calls == [["a"], ["b"]]
 
 

@@ -480,4 +480,6 @@ def test_pod_names_are_found_by_uid(tmp_path: Path) -> None:
     for name in ("ns_pod-a_u1", "ns_pod-b_u2", "other", "a_b_c_d"):
         (tmp_path / name).mkdir()
     assert PodNames(tmp_path).read(["u1", "u3"]) == {"u1": ("ns", "pod-a")}
+    named = PodNames(tmp_path).pods(["u3", "u1"])
+    assert named == (Holder("ns", "pod-a", uid="u1"), Holder(uid="u3"))
     assert PodNames(tmp_path / "none").read(["u1"]) == {}

@@ -123,7 +123,8 @@ class TestPage:
             "61 °C gpu · 70 °C memory · 312 W · slowed by power"
         )
         assert b == ["b NUMA 0, 1", "unhealthy XID 79: <fell off the bus>", "device plugin", "free", ""]
-        assert c == ["c", "unknown", "moving to DRA asked for by the node's annotation", "free", ""]
+        assert c[:2] + c[3:] == ["c", "unknown", "free", ""]
+        assert c[2].startswith("moving to DRA asked for by the node's annotation since 20")
 
     def test_nothing_comes_from_outside(self) -> None:
         """It refers to this server's own pages alone."""
@@ -163,6 +164,23 @@ class TestPage:
         for said in ("not registered", "no bus", "not known", "2 times", "still hangs"):
             assert said in text.partition("Device Health")[0]
 
+    def test_problems_come_first(self) -> None:
+        """An API server that is out of reach stands above all else on the page and in /status; the agent is ready."""
+
+        class Lost(Bridge):
+            def report(self) -> ProviderReport:
+                return ProviderReport(problems=["the API server is unreachable since 21:23:36 UTC"], node="n8")
+
+        still = Still(resource("a", source_error="no bus"))
+        still.providers.append(Lost())
+        view = still.observer().view()
+        text = Table(page.html(view)).text
+        assert 0 < text.index("unreachable since 21:23:36") < text.index("no bus")
+        assert "Devices of n8" in text
+        said = json.loads(page.status(view))
+        assert (said["node"], said["ready"]) == ("n8", True)
+        assert said["problems"] == ["the API server is unreachable since 21:23:36 UTC"]
+
     def test_broken_devices_come_before_all_tables(self) -> None:
         """Of 64 devices the two broken ones are named on top, with links to their rows, which come first."""
         devices: list[Device | str] = [f"d{number}" for number in range(64)]
@@ -177,7 +195,45 @@ class TestPage:
             f"#{RESOURCE}/d40",
             f"#{RESOURCE}/d50",
         ]
-        assert [row[0] for row in read.rows[3:7]] == ["d40", "d50", "d0", "d1"]
+        assert [row[0] for row in read.rows[3:7]] == ["d40", "d50", "Device", "d0"]
+        assert "62 healthy, free devices" in read.text  # folded
+
+    def test_what_needs_attention_says_since_when_and_who_has_it(self) -> None:
+        """On top and in the table; a move has the time of the ledger, a failure that at which it was noticed."""
+        ill = Device("a", health=Health.UNHEALTHY, message="XID 79")
+        held = {"a": [Holder("team", "train", "main")]}
+        still = Still(resource(ill, "c", held=held))
+        still.providers.append(Bridge())
+        observer = still.observer()
+        began = time.time()
+        observer.note(still.status())
+        observer.note(still.status())
+        view = observer.view()
+        (a, c) = view.resources[0].devices
+        assert a.since is not None
+        assert began <= a.since <= time.time()
+        day = time.strftime("since %Y-%m-%d %H:", time.gmtime(a.since))
+        read = Table(page.html(view))
+        top = read.text.partition("Needs attention")[2].partition("Device")[0]
+        assert day in top
+        assert "held by team/train (main)" in top
+        assert day in read.rows[1][1]
+        assert time.strftime("since %Y-%m-%d", time.gmtime(c.location.since)) in read.rows[2][2]
+        said = json.loads(page.status(view))["resources"][0]["devices"]
+        assert said[0]["since"] == time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(a.since))
+        assert (said[1]["since"], said[1]["stateSince"] is None) == (None, False)
+        still.resources = [resource("a", "c", held=held)]
+        observer.note(still.status())
+        assert observer.view().resources[0].devices[0].since is None
+
+    def test_few_free_devices_are_not_folded(self) -> None:
+        """Eight are shown at once; nothing is folded while the holders are not known, for then none is free."""
+        few, many = resource(*map(str, range(8))), resource(*map(str, range(9)))
+        assert "healthy, free" not in Table(page.html(Still(few).observer().view())).text
+        still = Still(many)
+        assert "9 healthy, free devices" in Table(page.html(still.observer().view())).text
+        still.scanned_at = None
+        assert "healthy, free" not in Table(page.html(still.observer().view())).text
 
     def test_what_needs_attention_is_bounded(self) -> None:
         """With all devices broken the list on top stays short, and says how many more there are."""

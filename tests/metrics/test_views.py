@@ -109,6 +109,17 @@ class TestHolders:
         view = still.observer().view()
         assert [len(one.devices[0].holders) for one in view.resources] == [0, 1]
 
+    def test_the_pods_of_a_claim_are_those_of_the_ledger_where_the_kubelet_does_not_list_it(self) -> None:
+        """PodResources names no claims on some kubelets; a pod whose name is not known is shown by its UID."""
+        still = Still(resource("a"))
+        pods = (Holder("team", "train", uid="u1"), Holder(uid="u2"))
+        claims = [PreparedClaim(RESOURCE, "a", "team", "mine", pods)]
+        still.providers.append(Telling(lambda: ProviderReport(claims=claims)))
+        assert [one.text for one in holders(still.observer().view())] == [
+            "pod u2, claim team/mine",
+            "team/train, claim team/mine",
+        ]
+
     def test_a_prepared_claim_that_nobody_uses_holds_its_device(self) -> None:
         """The ledger's claims count from their preparation on; with its container seen, a claim is there once."""
         source = Source()
@@ -214,6 +225,34 @@ class TestProviders:
         while "bridge" not in (view := observer.view()).providers:
             assert time.monotonic() < deadline
         assert view.silent == {}
+
+
+class TestProblems:
+    """What is wrong and keeps nobody from being ready."""
+
+    def test_a_config_file_that_was_refused_is_a_problem_and_an_event(self) -> None:
+        """It is said until it is taken."""
+        still = Still(resource("a"))
+        observer = still.observer()
+        still.config_error = "the config file was not taken: line 3"
+        observer.note(still.status())
+        view = observer.view()
+        assert (view.problems, view.unready) == (("the config file was not taken: line 3",), ())
+        still.config_error = ""
+        observer.note(still.status())
+        assert [(event.text, event.bad) for event in observer.view().events] == [
+            ("the config file was not taken: line 3", True),
+            ("the config file is taken again", False),
+        ]
+        assert observer.view().problems == ()
+
+    def test_the_node_is_what_a_provider_says(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Of an agent whose command line names the node; else what the environment says."""
+        monkeypatch.setenv("NODE_NAME", "n7")
+        still = Still(resource("a"))
+        assert still.observer().view().node == "n7"
+        still.providers.append(Telling(lambda: ProviderReport(node="n8")))
+        assert still.observer().view().node == "n8"
 
 
 class TestEvents:

@@ -70,11 +70,12 @@ class Still:
         self.claims: frozenset[ClaimUse] = frozenset()
         self.scanned_at: float | None = time.monotonic()
         self.double = 0
+        self.config_error = ""
         self.providers: list[Provider] = []
         self.sources: dict[str, DeviceSource] = {}
 
     def status(self) -> Status:
-        return Status(tuple(self.resources), self.double, self.claims, self.scanned_at)
+        return Status(tuple(self.resources), self.double, self.claims, self.scanned_at, self.config_error)
 
     @property
     def services(self) -> Mapping[str, Any]:

@@ -533,10 +533,41 @@ async def test_a_file_that_changes_while_the_agent_starts_is_taken(tmp_path: Pat
     async def take(now: Config, *_: object) -> None:
         taken.set_result(now)
 
-    following = asyncio.create_task(process_module._follow_config(take, file, asyncio.Event()))
+    agent = Agent([source(1, "example.com/a")], Paths(tmp_path))
+    agent.config_error = "from before"
+    program = process_module.Program(agent, agent.run, take)
+    following = asyncio.create_task(process_module._follow_config(program, file, asyncio.Event()))
     async with asyncio.timeout(20):
         assert await taken == load(config)
+        while agent.config_error:  # noqa: ASYNC110  # nobody else tells
+            await asyncio.sleep(0.001)
     following.cancel()
+
+
+async def test_a_file_that_is_refused_is_known_until_it_is_mended(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The agent's status has the cause on one line, and so has the log; a good file ends it."""
+    config = tmp_path / "config.yaml"
+    config.write_text(text(a=1))
+    first = process_module.File.read(config, OPEN)
+    taken: list[Config] = []
+
+    async def take(now: Config, *_: object) -> None:
+        taken.append(now)
+
+    config.write_text("resources: [}")
+    refused = await process_module._reload(take, first)
+    assert refused.config is first.config
+    (record,) = caplog.records
+    assert record.getMessage() == refused.refused
+    assert f"{config}:1" in refused.refused
+    assert "\n" not in refused.refused
+    config.write_text(text(a=1))
+    assert (await process_module._reload(take, refused)).refused == ""
+    config.write_text(text(a=2))
+    assert (await process_module._reload(take, refused)).refused == ""
+    assert taken == [load(config)]
 
 
 async def test_reload_that_fails_half_way_is_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -549,7 +580,10 @@ async def test_reload_that_fails_half_way_is_said(tmp_path: Path, caplog: pytest
     async def take(*_: object) -> None:
         raise OSError("no room for another socket")
 
-    assert (await process_module._reload(take, first)).config == load(config)
+    now = await process_module._reload(take, first)
+    assert now.config == load(config)
+    assert now.unserved == f"{config} was read again, but not all of it is served: no room for another socket"
+    assert (await process_module._reload(take, now)).unserved == now.unserved  # the same file again mends nothing
     assert "not all of it is served" in caplog.text
     assert "no room for another socket" in caplog.text
 

@@ -54,6 +54,22 @@ def test_a_devices_life_is_in_the_log(inventory: Inventory, caplog: pytest.LogCa
     assert said(caplog) == [f"INFO {R}: device b was forgotten"]
 
 
+def test_the_holder_of_a_broken_device_is_said(caplog: pytest.LogCaptureFixture) -> None:
+    """A device that fails or vanishes while a pod has it is a warning with the pod, however many others change."""
+    caplog.set_level(logging.INFO)
+    made = Inventory(R)
+    made.subscribe(InventoryLog(R, lambda device: "pod team/train" if device == "z" else ""))
+    made.publish([*(Device(str(number)) for number in range(SHOWN)), Device("z")])
+    said(caplog)
+    made.publish([])
+    lines = said(caplog)
+    assert f"WARNING {R}: device z vanished; pod team/train has it" in lines
+    assert f"INFO {R}: device 0 vanished" in lines
+    unknown = Device("0", health=Health.UNKNOWN, message="?")
+    made.publish([Device("z", health=Health.UNHEALTHY, message="XID 79"), unknown])
+    assert f"INFO {R}: device 0 is of unknown health: ?" in said(caplog)
+
+
 def test_many_changes_at_once_are_few_lines(inventory: Inventory, caplog: pytest.LogCaptureFixture) -> None:
     """The first have a line each, the others are counted."""
     inventory.publish([])

@@ -92,6 +92,24 @@ def test_json_is_an_object_a_line() -> None:
     assert "module 'io'" in said["path"]
 
 
+@pytest.mark.parametrize(
+    ("message", "args", "fields"),
+    [
+        ("%s: the kubelet %s; registering again", ("example.com/fpga", "ended"), {"resource": "example.com/fpga"}),
+        ("%s: registered with the kubelet", ("fpga.example.com",), {"driver": "fpga.example.com"}),
+        ("%d%% of pod %s have device %s", (5, "team/p", "d0"), {"pod": "team/p", "device": "d0"}),
+        ("%s: cannot be read", ("/etc/config.yaml",), {}),
+        ("the node's status: %s", ("fpga.example.com",), {}),
+    ],
+)
+def test_what_a_message_names_is_a_field(message: str, args: tuple[object, ...], fields: dict[str, str]) -> None:
+    """Resource or driver in front of it, and what it calls device, claim or pod; so no line is without them."""
+    record = logging.LogRecord("n", logging.INFO, "", 1, message, args, None)
+    line = json.loads(logs.JsonFormatter().format(record))
+    assert {name: line[name] for name in line.keys() - {"ts", "level", "logger", "msg"}} == fields
+    assert not re.search(r" (resource|driver|device|pod)=", logs.TextFormatter().format(record))
+
+
 def test_json_carries_the_traceback() -> None:
     """An exception's traceback is in the object, and the object stays on one line."""
     line = logs.JsonFormatter().format(failure())

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import json
+import logging
 import os
 import re
 import shutil
@@ -540,6 +541,23 @@ async def test_a_driver_without_parameters_refuses_them(here: World) -> None:
     """Silence would let a user believe that they count."""
     here.claims.add(claim("1", result("d0"), config=[opaque({"mode": "fast"})]))
     assert "takes none" in await here.refused("1")
+
+
+async def test_a_failure_that_repeats_is_logged_once(here: World, caplog: pytest.LogCaptureFixture) -> None:
+    """The kubelet tries again and again; another reason, and the same one after a success, is another line."""
+
+    def said() -> int:
+        warnings = [one for one in caplog.records if "cannot prepare claim" in one.getMessage()]
+        return sum(one.levelno == logging.WARNING for one in warnings)
+
+    here.claims.add(claim("1", result("d0"), config=[opaque({"mode": "fast"})]))
+    for _ in range(3):
+        await here.refused("1")
+    assert said() == 1
+    here.claims.add(claim("1", result("d0"), config=[opaque({"mode": "slow", "more": 1})]))
+    await here.unprepare("1")
+    await here.refused("1")
+    assert said() == 2
 
 
 def test_parameters_may_carry_a_kind_and_a_version() -> None:

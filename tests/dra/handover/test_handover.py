@@ -32,7 +32,7 @@ async def test_a_device_leaves_the_slice_at_once_and_waits_for_its_claim(tmp_pat
     assert flow.slice() == []
     assert flow.handover.waiting["a"] == "claim default/1"
     await flow.prepare("1")
-    await flow.move(0, lambda: flow.handover.waiting["a"] == "its claim")
+    await flow.move(0, lambda: flow.handover.waiting["a"] == "claim default/1")
     await flow.unprepare("1")
     outside.record("deallocated", "1")
     await flow.move(0)

@@ -159,7 +159,7 @@ async def test_a_shared_device_moves_as_a_whole(node: FakeNode, tmp_path: Path) 
         here.ask("none")
         await here.settle(State.TO_PLUGIN)
         await asyncio.to_thread(claimed[0].delete, 60)
-        await here.until(lambda: len(here.claims) == 1 and here.waiting.get("d0") == "its claim")
+        await here.until(lambda: len(here.claims) == 1 and here.waiting.get("d0", "").startswith("claim default/"))
         assert isinstance(here.waiting["d0"], rules.HolderWait)
         assert here.states == {"d0": State.TO_PLUGIN}
         assert not here.healthy
@@ -264,15 +264,19 @@ async def test_a_move_to_the_plugin_is_cancelled_after_the_slice_has_lost_the_de
         assert not here.healthy
         here.ask("none")
         await here.settle(State.TO_PLUGIN)
-        await here.until(lambda: here.waiting.get("d0") == "its claim" and not here.published)
+        await here.until(lambda: here.waiting.get("d0", "").startswith("claim default/") and not here.published)
 
 
 @pytest.mark.parametrize("held", [False, True])
 @pytest.mark.parametrize("share", ["none", "all"])
 async def test_an_unplugged_device_is_forgotten_once_nobody_holds_it(
-    node: FakeNode, tmp_path: Path, share: str, held: bool
+    node: FakeNode, tmp_path: Path, share: str, held: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """On either side it leaves slices, annotation and ledger; one that comes back is offered again."""
+    """On either side it leaves slices, annotation and ledger; one that comes back is offered again.
+
+    The log warns if it had a holder, says that it is forgotten, and not that it was moved.
+    """
+    caplog.set_level(logging.INFO)
     source = Source(2)
     async with world(node, tmp_path, source) as here:
         here.ask(share)
@@ -287,6 +291,13 @@ async def test_an_unplugged_device_is_forgotten_once_nobody_holds_it(
             await here.until(lambda: here.told["d1"].gone)
             await asyncio.to_thread(pod.delete, 60)
         await here.until(lambda: set(here.told) == {"d0"} == set(here.states))
+        lines = {line["msg"]: line for line in map(json.loads, map(logs.JsonFormatter().format, caplog.records))}
+        (vanished,) = (line for text, line in lines.items() if text.startswith(f"{R}: device d1 vanished"))
+        assert (vanished["level"], vanished["device"]) == ("warning" if held else "info", "d1")
+        assert vanished["msg"].endswith("has it") is held  # the pod, if a scan has seen it already
+        forgotten = lines[f"{R}: unplugged devices that nobody holds are forgotten: d1"]
+        assert (forgotten["resource"], forgotten["device"]) == (R, "d1")
+        assert "moved to the plugin side" not in caplog.text
         source.list("d0", "d1")
         await here.until(
             lambda: {"d0", "d1"} == ({one["name"] for one in here.published} if share == "all" else here.healthy)

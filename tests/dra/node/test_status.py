@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import re
 import subprocess
+import time
 from collections import Counter
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -16,13 +18,14 @@ from prometheus_client.openmetrics.exposition import generate_latest as generate
 from prometheus_client.openmetrics.parser import text_string_to_metric_families as read_open
 
 from deviceplugin.durations import Durations
+from deviceplugin.kubelet.podresources import Holder
 from deviceplugin.metrics.collectors import AgentCollector
 from deviceplugin.metrics.report import DeviceLocation, PreparedClaim
 from dra_bridge.driver import ClaimStatistics, registrar
 from dra_bridge.driver.preparation import CallStatistics, HookKey
 from dra_bridge.handover.moves import MoveStatistics
 from dra_bridge.handover.share import Share
-from dra_bridge.kube.connection import RequestStatistics
+from dra_bridge.kube.connection import LOST, RequestStatistics
 from dra_bridge.ledger.records import Claim, ClaimDevice, DeviceRecord, Snapshot, State
 from dra_bridge.ledger.rules import HolderWait
 from dra_bridge.node.status import BridgeStatus
@@ -38,6 +41,16 @@ def durations(*seconds: float) -> Durations:
     for one in seconds:
         made.add(one)
     return made
+
+
+def service(*, live: bool = True, registrations: int = 1) -> Any:
+    source = Source()
+    source.driver = DRIVER
+    return SimpleNamespace(
+        source=source,
+        endpoint=SimpleNamespace(streams=SimpleNamespace(live=live)),
+        registration=SimpleNamespace(statistics=SimpleNamespace(registrations=registrations)),
+    )
 
 
 def claim(name: str, *devices: ClaimDevice, result: str | None = "{}") -> Claim:
@@ -59,8 +72,6 @@ def bridge(**changes: Any) -> Any:
     moving = SimpleNamespace(
         statistics=moves, waiting={"b": HolderWait("team/train"), "c": "a list of claims"}, share=Share(2)
     )
-    source = Source()
-    source.driver = DRIVER
     one = SimpleNamespace(
         name=DRIVER,
         async_ledger=SimpleNamespace(
@@ -85,7 +96,13 @@ def bridge(**changes: Any) -> Any:
     )
     parts: dict[str, Any] = {
         "drivers": {DRIVER: one},
-        "agent": SimpleNamespace(services={RESOURCE: SimpleNamespace(source=source)}),
+        "agent": SimpleNamespace(
+            services={RESOURCE: service()},
+            tracker=SimpleNamespace(
+                pods_named=lambda uids: tuple(Holder("team", f"pod-{uid}", uid=uid) for uid in uids)
+            ),
+        ),
+        "node": SimpleNamespace(name="n8"),
         "publisher": SimpleNamespace(
             state=lambda name: PoolState(3, 3, 7, 1, frozenset({"a", "c"}), frozenset(), (), 9)
         ),
@@ -116,6 +133,52 @@ def test_claims_hold_devices_but_administrators_do_not() -> None:
     """A claim that is being prepared holds its devices already; administrative access holds nothing."""
     claims = BridgeStatus(bridge()).report().claims
     assert set(claims) == {PreparedClaim(RESOURCE, "a", "team", "mine"), PreparedClaim(RESOURCE, "c", "team", "soon")}
+
+
+def test_claims_have_the_pods_that_they_were_prepared_for() -> None:
+    """By name, as far as the node shows it."""
+    made = bridge()
+    ledger = made.drivers[DRIVER].async_ledger
+    claims = {key: replace(one, pods=frozenset({"1"})) for key, one in ledger.snapshot.claims.items()}
+    ledger.snapshot = replace(ledger.snapshot, claims=claims)
+    assert {one.pods for one in BridgeStatus(made).report().claims} == {(Holder("team", "pod-1", uid="1"),)}
+
+
+def test_an_api_server_out_of_reach_is_a_problem_and_an_event() -> None:
+    """It is said with the time since when, also that it is back, and the agent stays ready; a short loss is nothing."""
+    made = bridge()
+    status, statistics = BridgeStatus(made), made.cluster.statistics
+    statistics.lost_since = time.monotonic() - LOST / 2
+    assert (status.report().problems, status.events()) == ([], [])
+    statistics.lost_since = time.monotonic() - LOST - 10
+    (problem,) = status.report().problems
+    assert re.fullmatch(r"the API server is unreachable since \d{4}-\d\d-\d\d \d\d:\d\d:\d\d UTC", problem)
+    assert status.report().unready == []
+    assert values(status)["api_reachable"] == 0
+    (event,) = status.events()
+    assert (event.text, event.bad) == ("the API server is unreachable", True)
+    assert abs(event.at - (time.time() - LOST - 10)) < 5
+    statistics.lost_since = None
+    assert [(one.text, one.bad) for one in status.events()] == [("the API server answers again", False)]
+    assert status.report().problems == []
+
+
+@pytest.mark.parametrize(
+    ("one", "registered"),
+    [(service(), True), (service(live=False), False), (service(live=False, registrations=0), True)],
+)
+def test_a_driver_is_not_registered_with_a_kubelet_that_is_gone(one: Any, registered: bool) -> None:
+    """A driver is not told when the kubelet ends; the streams of the plugin side are."""
+    made = bridge()
+    made.agent.services = {RESOURCE: one}
+    status = BridgeStatus(made)
+    assert values(status)[f"dra_registered {DRIVER}"] == registered
+    assert status.report().status[DRIVER]["registered"] is registered  # type: ignore[index]
+
+
+def test_the_node_is_that_of_the_bridge() -> None:
+    """Not the host's name."""
+    assert BridgeStatus(bridge()).report().node == "n8"
 
 
 def test_figures_are_those_of_the_parts() -> None:

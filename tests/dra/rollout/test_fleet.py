@@ -151,12 +151,17 @@ def test_obstacles_of_a_node(found: NodeView, said: str) -> None:
 
 
 def test_obstacles_of_devices() -> None:
-    """Each moving device is shown with what it waits for and its holder, idle-only moves with all holders."""
+    """Moving devices are shown with what they wait for and their holder, idle-only moves with all holders."""
     moving = report(
         {"to-dra": 1, "plugin": 1}, "all", "all", a=DeviceProgress(State.TO_DRA, 1, "pod d/p", "its holder")
     )
     (found,) = fleet.views(D, [node("n1", {SHARE: "all"})], [slice_of("n1", moving)])
     assert fleet.obstacles(found) == ["a (to-dra) waits for its holder, held by pod d/p"]
+    many = {f"d{number}": DeviceProgress(State.TO_DRA, 1, "", "the kubelet to listen") for number in range(32)}
+    (found,) = fleet.views(
+        D, [node("n1", {SHARE: "all"})], [slice_of("n1", report({"to-dra": 32}, "all", "all", **many))]
+    )
+    assert fleet.obstacles(found) == ["d0, d1, d2, d3, d4 and 27 more (to-dra) wait for the kubelet to listen"]
     waiting = report({"plugin": 1}, "all", "all", a=DeviceProgress(State.PLUGIN, 1, "pod d/p"))
     (found,) = fleet.views(D, [node("n1", {SHARE: "all"})], [slice_of("n1", waiting)])
     assert fleet.obstacles(found) == ["devices move when they are idle: a held by pod d/p"]
