@@ -10,6 +10,7 @@ import contextlib
 import json
 import logging
 import os
+import shlex
 import sys
 from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import asdict
@@ -17,10 +18,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, cast
 
 from deviceplugin import config
-from deviceplugin.config import Config, ConfigError
+from deviceplugin.config import Config, ConfigError, Lock
 from deviceplugin.device import Device, counted
 from deviceplugin.node import logs
-from deviceplugin.node.options import EXITS, add_run_options, run_options
+from deviceplugin.node.options import EXITS, add_config_options, add_run_options, lock_of, run_options
 from deviceplugin.version import VERSION
 
 if TYPE_CHECKING:
@@ -135,7 +136,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line; return the exit status."""
     line = CommandLine("deviceplugin", "Kubernetes device plugins from a file.")
     run = line.add("run", _run, "Serve the devices of a config file to this node's kubelet.")
-    run.add_argument("--config", type=Path, required=True, metavar="FILE", help="the config file (YAML)")
+    add_config_options(run)
     add_run_options(run)
     validate = line.add("validate", _validate, "Check config files.")
     validate.add_argument(
@@ -160,7 +161,7 @@ def _run(options: argparse.Namespace) -> int:
 
     run = run_options(options)
     try:
-        return run_config(options.config, run.paths, run.metrics_address)
+        return run_config(options.config, run.paths, run.metrics_address, lock_of(options))
     except ConfigError as error:
         if options.log_format != "json":
             raise
@@ -192,6 +193,7 @@ def _validate(options: argparse.Namespace) -> int:
             status = 2
             continue
         print(f"{_title(file)}: good, {counted(len(found.resources), 'resource')}")
+        _note_options(_title(file), config.needed(found))
         for resource in found.resources:
             if any(entry.simulated for entry in resource.devices):
                 print(f"{_title(file)}: note: {resource.name}: simulated devices have no device node", file=sys.stderr)
@@ -203,11 +205,25 @@ def _validate(options: argparse.Namespace) -> int:
     return status
 
 
+def _note_options(file: str, lock: Lock) -> None:
+    """Say which options `run` needs to take this file, if any."""
+    if arguments := lock.arguments():
+        print(f"{file}: note: `run` takes it only with {shlex.join(arguments)}", file=sys.stderr)
+
+
 def _devices(options: argparse.Namespace) -> int:
     import asyncio
 
     logs.setup("text", "error")
-    listed, status = asyncio.run(_list(_load(options.file or options.config)))
+    file = options.file or options.config
+    found = _load(file)
+    listed, status = asyncio.run(_list(found))
+    lock = config.needed(found)
+    edits = [device.container_edits for _, devices in listed for device in devices]
+    hosts = {one.host for edit in edits for one in edit.device_nodes}  # what symlinks lead to
+    hosts |= {one.host for edit in edits for one in edit.mounts}
+    outside = sorted(host for host in hosts if not lock.allows(host))
+    _note_options(_title(file), config.Lock(lock.commands, (*lock.host_paths, *outside)))
     if options.output == "json":
         print(json.dumps({"resources": [_as_json(source, devices) for source, devices in listed]}, indent=2))
     else:

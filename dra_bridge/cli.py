@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 from deviceplugin.cli import CommandError, CommandLine, import_rich, print_table
 from deviceplugin.device import counted
+from deviceplugin.node.options import add_config_options, lock_of
 from dra_bridge.node.options import add_kubeconfig, add_run_options, run_options
 
 if TYPE_CHECKING:
@@ -55,7 +56,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line; return the exit status."""
     line = CommandLine("dra-bridge", "Serve devices to pods and to claims, and move them between both on a live node.")
     run = line.add("run", _run, "Serve the devices of a config file to this node's kubelet, on both sides.")
-    run.add_argument("--config", type=Path, required=True, metavar="FILE", help="the config file (YAML)")
+    add_config_options(run)
     add_run_options(run)
     uninstall = line.add("uninstall", _uninstall, "Remove the slices that a config's drivers published.")
     uninstall.add_argument("--config", type=Path, metavar="FILE", help="the config file (YAML)")
@@ -166,6 +167,8 @@ def _add_deployment(parser: argparse.ArgumentParser) -> None:
     add("--claim-status", "claim_status", status, action="store_true")
     add("--metrics-port", "metrics_port", "0 for no metrics, and no probes (9410)", type=_port, metavar="PORT")
     add("--runtime-class", "runtime_class", runtime, metavar="NAME")
+    judged = "auto: where the configuration opens device nodes; an own agent is not judged (auto)"
+    add("--privileged", "privileged", judged, choices=("auto", "always", "never"))
     add("--memory", "memory", "the container's limit (128Mi)", metavar="QUANTITY")
     add("--node-selector", "node_selector", selector, type=label, action="append", metavar="KEY=VALUE")
 
@@ -181,7 +184,7 @@ def _run(options: argparse.Namespace) -> int:
     from dra_bridge.node.process import run_config
 
     try:
-        return run_config(options.config, run_options(options))
+        return run_config(options.config, run_options(options), lock_of(options))
     except AccessError as error:
         raise CommandError(error) from error
 
@@ -226,7 +229,7 @@ def _uninstall(options: argparse.Namespace) -> int:
 
 def _manifests(options: argparse.Namespace) -> int:
     from deviceplugin import config
-    from dra_bridge.manifests import Deployment, manifests, to_yaml
+    from dra_bridge.manifests import Deployment, manifests, privileges, to_yaml, wide_mounts
 
     fields = {field.name for field in dataclasses.fields(Deployment)}
     given = {key: value for key, value in vars(options).items() if key in fields}
@@ -243,7 +246,18 @@ def _manifests(options: argparse.Namespace) -> int:
     except (OSError, UnicodeDecodeError) as error:
         raise CommandError(f"{options.config or options.source} cannot be read: {error}") from error
     deployment = Deployment(**given)
-    sys.stdout.write(to_yaml(manifests(found, text, deployment)))
+    try:
+        printed = to_yaml(manifests(found, text, deployment))
+    except ValueError as error:  # the kubelet's root leaves no room for a socket
+        raise CommandError(error) from error
+    sys.stdout.write(printed)
+    for reason in privileges(found, deployment) if deployment.privileged == "auto" else ():
+        print(f"the agent is privileged: {reason}; --privileged never leaves it out", file=sys.stderr)
+    for directory in wide_mounts(found):
+        why = "through what lies there it could take over the node; name paths in a directory of their own"
+        print(f"the agent sees all of {directory}: {why}", file=sys.stderr)
+    if options.source and deployment.privileged == "auto":
+        print("the agent is not privileged; --privileged always if it opens device nodes", file=sys.stderr)
     metrics = found.metrics
     files = list(dict.fromkeys(filter(None, (metrics.certificate, metrics.key, metrics.token))))
     if deployment.metrics_port and files:

@@ -13,14 +13,16 @@ from importlib import resources
 from itertools import takewhile
 from pathlib import PurePosixPath
 from string import Template
-from typing import Any, Literal
+from typing import Any, Final, Literal
 
 import yaml
 
-from deviceplugin.config import Config, ResourceConfig
+from deviceplugin import addresses
+from deviceplugin.config import Config, ResourceConfig, needed
 from deviceplugin.naming import EXTENDED_RESOURCE, canonical_resource, class_name
 
 Object = dict[str, Any]
+_WIDE: Final = {"/etc", "/proc", "/root", "/run", "/var", "/var/lib", "/var/run"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +33,7 @@ class Deployment:
     that unchanged pods get devices through DRA (servers before 1.34 refuse the field). metrics_port: 0 for none, and
     then there are no probes either. runtime_class: none if empty; the agent gets NVIDIA's library from the runtime.
     own_command: of an author's own agent, which reads no config file; empty for `dra-bridge run`.
+    privileged: whether the agent's container is privileged; auto: where the configuration needs it (`privileges`).
     """
 
     image: str = "deviceplugin:0.1.0"
@@ -47,6 +50,31 @@ class Deployment:
     pull_policy: str = "IfNotPresent"
     runtime_class: str = ""
     own_command: tuple[str, ...] = ()
+    privileged: Literal["auto", "always", "never"] = "auto"
+
+
+def privileges(config: Config, deployment: Deployment) -> list[str]:
+    """Return why the agent's container is privileged, a sentence for each reason; empty if it is not.
+
+    The device cgroup of an unprivileged container lets nobody open the host's device nodes, whatever their owner and
+    mode. Listing, watching and handing out need no open. The NVIDIA runtime opens the nodes of the GPUs that are there
+    when the container starts. What an author's own agent does is not known: it is privileged if the deployment says so.
+    """
+    if deployment.privileged != "auto":
+        return ["the deployment asks for it"] if deployment.privileged == "always" else []
+    reasons = []
+    for resource in config.resources:
+        entries, probe = resource.devices, resource.health.probe
+        if probe == "open" and any(entry.simulated is None for entry in entries):
+            reasons.append(f"{resource.name}: `health.probe: open` opens device nodes")
+        elif not isinstance(probe, str):
+            reasons.append(f"{resource.name}: the command of `health.probe` may open device nodes")
+        wanted = [entry.nvidia for entry in entries if entry.nvidia]
+        if any(one.mig != "none" or one.profile for one in wanted):
+            reasons.append(f"{resource.name}: an unprivileged container may not see partitions that are made later")
+        if any(one.library for one in wanted):
+            reasons.append(f"{resource.name}: `library` opens the GPUs' nodes without the NVIDIA runtime")
+    return reasons
 
 
 def manifests(config: Config, text: str, deployment: Deployment | None = None) -> list[Object]:
@@ -58,19 +86,27 @@ def manifests(config: Config, text: str, deployment: Deployment | None = None) -
     drivers = sorted({resource.driver for resource in config.resources if resource.driver})
     nvidia = [entry.nvidia for resource in config.resources for entry in resource.devices if entry.nvidia]
     root = how.kubelet_root.rstrip("/")
+    lock, reasons = needed(config), privileges(config, how)
     values = {
         **asdict(how),
-        "arguments": _arguments(how, root),
+        "arguments": [*_arguments(how, root), *([] if how.own_command else lock.arguments())],
         "command": list(how.own_command) or ["dra-bridge"],
         "config": text,
         "driver_list": json.dumps(drivers),
         "resource_list": json.dumps(sorted(resource.name for resource in config.resources if resource.driver)),
         "drivers": drivers,
         "node_selector": {"kubernetes.io/os": "linux", **(how.node_selector or {})},
+        "no_drivers": True if not drivers else None,
         "nvidia": nvidia,
+        "port_capabilities": ["NET_BIND_SERVICE"] if 0 < how.metrics_port < 1024 else None,
+        "privileged": True if reasons else None,
+        "reasons": "; ".join(reasons),
         "root": root,
         "runtime_class": how.runtime_class or None,
+        "runs_programs": how.own_command or lock.commands,
         "scheme": None if config.metrics.certificate is None else "HTTPS",
+        "unprivileged": not reasons,
+        "escalation": None if reasons else False,
         "writes_status": how.claim_status and drivers,
     }
     template = yaml.safe_load(resources.files(__package__).joinpath("manifests.yaml").read_bytes())
@@ -79,8 +115,10 @@ def manifests(config: Config, text: str, deployment: Deployment | None = None) -
     *first, daemon_set = _filled([*first, config_map, daemon_set], values)
     last = [first.pop(), daemon_set] if text else [daemon_set]
     pod = daemon_set["spec"]["template"]["spec"]
-    for number, directory in enumerate(_directories(config)):
-        _mount(pod, f"devices-{number}", directory, "Directory", mountPropagation="HostToContainer")
+    for number, directory in enumerate(_driver_directories(drivers, f"{root}/plugins")):
+        _mount(pod, f"driver-{number}", directory, "DirectoryOrCreate", read_only=False)
+    for number, (directory, kind) in enumerate(_directories(config).items()):
+        _mount(pod, f"devices-{number}", directory, kind, mountPropagation="HostToContainer")
     if any(one.injection == "cdi" for one in nvidia) and how.cdi_directory != "/etc/cdi":
         # The names of GPUs are in a spec that NVIDIA's own tools wrote.
         _mount(pod, "etc-cdi", "/etc/cdi", "DirectoryOrCreate")
@@ -113,10 +151,11 @@ def _filled(part: Any, values: Mapping[str, Any]) -> Any:
     return part
 
 
-def _mount(pod: Object, name: str, path: str, kind: str, **more: str) -> None:
-    """Add a directory of the host to the agent's pod, read-only at the same path."""
+def _mount(pod: Object, name: str, path: str, kind: str, *, read_only: bool = True, **more: str) -> None:
+    """Add a directory of the host to the agent's pod, at the same path."""
+    mount: Object = {"name": name, "mountPath": path, **({"readOnly": True} if read_only else {}), **more}
     pod["volumes"].append({"name": name, "hostPath": {"path": path, "type": kind}})
-    pod["containers"][0]["volumeMounts"].append({"name": name, "mountPath": path, "readOnly": True, **more})
+    pod["containers"][0]["volumeMounts"].append(mount)
 
 
 def _arguments(how: Deployment, root: str) -> list[str]:
@@ -141,18 +180,32 @@ def _class_values(how: Deployment, resource: ResourceConfig) -> Object:
     }
 
 
-def _directories(config: Config) -> list[str]:
-    """Return the host's directories, other than /dev, in which the configuration looks for devices."""
-    found: set[PurePosixPath] = set()
+def _driver_directories(drivers: Iterable[str], plugins: str) -> list[str]:
+    """Return the directories of drivers among the kubelet's plugins: of the ledger, and of the socket if it differs."""
+    sockets = (addresses.socket_path(plugins, driver, "/dra-12345678.sock").parent for driver in drivers)
+    return sorted({*(f"{plugins}/{driver}" for driver in drivers), *map(str, sockets)})
+
+
+def wide_mounts(config: Config) -> list[str]:
+    """Return the mounted directories that hold the sockets of container runtimes, or the node's secrets."""
+    return [directory for directory in _directories(config) if directory in _WIDE]
+
+
+def _directories(config: Config) -> dict[str, str]:
+    """Return the host's directories, other than /dev, in which the configuration looks for devices; by path the type.
+
+    One in which a file says which simulated devices are unhealthy is made.
+    """
+    found: dict[PurePosixPath, str] = {}
     for resource in config.resources:
         globs = list(resource.nodes)
         for entry in resource.devices:
-            globs += [*([entry.path] if entry.path else []), *(entry.group or ())]
+            globs += entry.globs
             if entry.simulated is not None and entry.simulated.unhealthy_file:
-                globs.append(entry.simulated.unhealthy_file)
-        found.update(map(_fixed, globs))
+                found.setdefault(_fixed(entry.simulated.unhealthy_file), "DirectoryOrCreate")
+        found |= {_fixed(glob): "Directory" for glob in globs}
     wanted = sorted(one for one in found if one != PurePosixPath("/") and not one.is_relative_to("/dev"))
-    return [str(one) for one in wanted if not any(other in one.parents for other in wanted)]
+    return {str(one): found[one] for one in wanted if not any(other in one.parents for other in wanted)}
 
 
 def _fixed(glob: str) -> PurePosixPath:

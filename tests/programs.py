@@ -14,13 +14,15 @@ from pathlib import Path
 
 import pytest
 
-__all__ = ["image_environment", "promtool", "running"]
+__all__ = ["ANY_CONFIG", "image_environment", "promtool", "running"]
 
 promtool = pytest.mark.skipif(
     not shutil.which("promtool") and "CI" not in os.environ, reason="promtool (Debian: prometheus) is not installed"
 )
 """Marks a test that runs it; in CI one that is missing fails."""
 
+ANY_CONFIG = ("--allow-commands", "--allow-host-path=/")
+"""Options of `run` with which a config file may name whatever it wants."""
 DEADLINE = 120.0
 """Seconds after which a program is killed, so that reading what it says comes to an end."""
 

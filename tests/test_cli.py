@@ -244,6 +244,7 @@ def test_validate_notes_what_is_no_device_node(tmp_path: Path, capsys: pytest.Ca
     )
     assert cli.main(["validate", str(file)]) == 0
     assert capsys.readouterr().err.splitlines() == [
+        f"{file}: note: `run` takes it only with '--allow-host-path={tmp_path}/file*'",
         f"{file}: note: a.b/d: simulated devices have no device node",
         f"{file}: warning: a.b/c: not a device node, containers get it as a mount: {tmp_path}/file0, {tmp_path}/file1, "
         f"{tmp_path}/file2 and 2 more",
@@ -395,6 +396,38 @@ def test_bad_file_is_not_run(bad: Path, log_format: str, capsys: pytest.CaptureF
         error = said["msg"]
     assert error.startswith(f"{bad}:2: $.resources[0].name: ")
     assert "Traceback" not in error
+
+
+def test_file_beyond_its_options_is_not_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """`run` refuses a file that names a command or a host path; `validate` and `devices` say which options it takes."""
+    file = tmp_path / "config.yaml"
+    (tmp_path / "link").symlink_to("/proc/version")
+    file.write_text(
+        f"resources:\n- name: a.b/c\n  devices: [path: {tmp_path}/link]\n  health: {{probe: {{command: ['true']}}}}\n"
+    )
+    run = ["run", "--config", str(file), "--kubelet-root", f"/{'x' * 300}"]
+    assert cli.main(run) == 2
+    assert capsys.readouterr().err.splitlines() == [
+        f"{file}:3: $.resources[0].devices[0].path: '{tmp_path}/link' is a path of the host outside of /dev; "
+        f"`run --allow-host-path={tmp_path}/link` allows it",
+        f"{file}:4: $.resources[0].health.probe.command: the agent would execute this, which is not allowed; "
+        "`run --allow-commands` allows it",
+        f"{file} cannot be used: 2 problems",
+    ]
+    own = f"{file}: note: `run` takes it only with --allow-commands --allow-host-path={tmp_path}/link"
+    assert cli.main(["validate", str(file)]) == 0
+    assert capsys.readouterr().err.splitlines()[0] == own
+    assert cli.main(["devices", str(file)]) == 0
+    assert capsys.readouterr().err.splitlines() == [f"{own} --allow-host-path=/proc/version"]
+    assert cli.main([*run, "--allow-commands", "--allow-host-path", str(tmp_path)]) == 1  # it comes to the kubelet
+    assert "File name too long" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("path", ["run/x", "/run/../etc", "/./x", ""])
+def test_host_paths_that_are_allowed_are_whole_paths(path: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """A prefix that means another place than it says is wrong usage."""
+    assert usage("run", "--config", "x", f"--allow-host-path={path}") == 2
+    assert "is not an absolute path without . and .." in capsys.readouterr().err
 
 
 def test_kubelet_directory_that_cannot_be_looked_at(good: Path, capfd: pytest.CaptureFixture[str]) -> None:

@@ -104,6 +104,17 @@ def test_probes_wait_longer_than_the_agent_takes() -> None:
         assert all(probe["timeoutSeconds"] > LOOP_TIMEOUT > 1 for probe in probes)
 
 
+def test_the_plugin_alone_is_confined_as_the_bridge_is() -> None:
+    """The example's container has the rights of the printed manifests, and its config file needs no wider lock."""
+    configmap, plugin = yaml.safe_load_all((EXAMPLES / "daemonset.yaml").read_text())
+    found = config.parse(configmap["data"]["config.yaml"], lock=config.Lock())
+    assert config.needed(found) == config.Lock()
+    (bridge,) = (one for one in manifests(found, "x") if one["kind"] == "DaemonSet")
+    contexts = [one["spec"]["template"]["spec"]["containers"][0]["securityContext"] for one in (plugin, bridge)]
+    assert contexts[0] == contexts[1]
+    assert contexts[0]["capabilities"] == {"drop": ["ALL"]}
+
+
 def test_image_has_one_name() -> None:
     """What the README builds is what the Dockerfile says, and what daemonset.yaml and the printed manifests run."""
     assert "\nversion = attr: deviceplugin.version.VERSION\n" in (ROOT / "setup.cfg").read_text()

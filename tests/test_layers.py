@@ -82,7 +82,6 @@ MAY_IMPORT = {
         "deviceplugin.kubelet",
         "deviceplugin.metrics",
         "deviceplugin.node",
-        "deviceplugin.sources",
         "dra_bridge.driver",
         "dra_bridge.handover",
         "dra_bridge.kube",
@@ -106,6 +105,7 @@ MAY_IMPORT = {
     "dra_bridge.top": {
         "deviceplugin.base",
         "deviceplugin.config",
+        "deviceplugin.node",
         "deviceplugin.testing",
         "deviceplugin.top",
         "dra_bridge.driver",

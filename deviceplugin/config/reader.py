@@ -12,12 +12,13 @@ import yaml
 
 from deviceplugin.config import document
 from deviceplugin.config.document import ConfigError
+from deviceplugin.config.lock import OPEN, Lock
 from deviceplugin.config.rules import Checked, Rules, any_of
 from deviceplugin.config.types import Config, DeviceEntry
 
 
-def load(path: str | Path) -> Config:
-    """Read a config file; raise ConfigError if it cannot be read, or what it says cannot be served."""
+def load(path: str | Path, lock: Lock = OPEN) -> Config:
+    """Read a config file; raise ConfigError if it cannot be read or served, or names what `lock` forbids."""
     file = str(path)
     try:
         with open(path, "rb") as stream:
@@ -26,12 +27,12 @@ def load(path: str | Path) -> Config:
         raise document.file_error(file, "is a directory; name the file in it") from None
     except (OSError, ValueError) as error:  # ValueError: a NUL in the path
         raise document.file_error(file, f"cannot be read: {getattr(error, 'strerror', None) or error}") from None
-    return parse(data, file)
+    return parse(data, file, lock)
 
 
-def parse(text: str | bytes, file: str = "<config>") -> Config:
-    """Read a config from text; raise ConfigError, which calls it `file`, if what it says cannot be served."""
-    reader = Reader(file)
+def parse(text: str | bytes, file: str = "<config>", lock: Lock = OPEN) -> Config:
+    """Read a config from text; raise ConfigError, which calls it `file`, if it cannot be served or is not allowed."""
+    reader = Reader(file, lock)
     config = reader.read(document.compose(text, file), _type_info(), "$")
     if reader.problems.found:
         raise ConfigError(file, reader.problems.found)
@@ -59,9 +60,9 @@ _BAD: Final = object()
 class Reader:
     """Reads a file's nodes along the types; collects problems instead of stopping at the first."""
 
-    def __init__(self, file: str) -> None:
+    def __init__(self, file: str, lock: Lock) -> None:
         self.problems = document.Problems(file)
-        self._rules = Rules()
+        self._rules = Rules(lock)
         self._values = 0
         self._merging: set[int] = set()
 

@@ -12,6 +12,7 @@ import yaml
 
 from deviceplugin import naming
 from deviceplugin.config.document import Problems
+from deviceplugin.config.lock import CODE, OPEN, PATHS, Lock, texts_of
 from deviceplugin.config.types import Config, DeviceEntry, MetricsConfig, ResourceConfig, typed_attributes
 from deviceplugin.device import Device
 
@@ -32,9 +33,10 @@ class Checked:
 
 
 class Rules:
-    """Checks the mappings of one file, in their order in the file."""
+    """Checks the mappings of one file, in their order in the file; `lock` says what they may name."""
 
-    def __init__(self) -> None:
+    def __init__(self, lock: Lock = OPEN) -> None:
+        self._lock = lock
         self._names: dict[str, int] = {}
         """By resource: the line of its name."""
         self._groups: dict[str, tuple[int, frozenset[str]]] = {}
@@ -50,6 +52,22 @@ class Rules:
         """Report what is wrong with a mapping of this type; bring its values into the form in which they stay."""
         if (check := self._checks.get(kind)) is not None:
             check(mapping)
+        self._check_lock(kind, mapping)
+
+    def _check_lock(self, kind: type, mapping: Checked) -> None:
+        if self._lock is OPEN:
+            return
+        for key in PATHS.get(kind, ()):
+            value = mapping.values.get(key)
+            for index, path in enumerate(texts_of(value)):
+                if problem := self._lock.problem(kind, path):
+                    listed = isinstance(value, tuple)
+                    node = mapping.nodes[key].value[index] if listed else None
+                    mapping.report(key, problem, f"[{index}]" * listed, node)
+        for key in CODE.get(kind, ()):
+            if mapping.values.get(key) and not self._lock.commands:
+                message = "the agent would execute this, which is not allowed; `run --allow-commands` allows it"
+                mapping.report(key, message)
 
     def _check_entry(self, entry: Checked) -> None:
         kinds = any_of(DeviceEntry.__struct_fields__)

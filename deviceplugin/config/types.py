@@ -78,7 +78,10 @@ class NvidiaConfig(_Strict, frozen=True, kw_only=True):
             "never leaves it unhealthy until the agent is started again."
         ),
     ] = 300
-    library: Annotated[AbsolutePath | None, _about("Where libnvidia-ml.so.1 is, if not where programs look.")] = None
+    library: Annotated[
+        AbsolutePath | None,
+        _about("Where libnvidia-ml.so.1 is, if not where programs look; `run` loads it only with --allow-commands."),
+    ] = None
 
 
 class PciConfig(_Strict, frozen=True, kw_only=True):
@@ -112,7 +115,8 @@ class DeviceEntry(_Strict, frozen=True, kw_only=True):
         Glob | None,
         _about(
             "Each path that the glob matches is a device. A symlink is resolved on the host and "
-            "kept as the name inside the container; a plain file or socket is mounted."
+            "kept as the name inside the container; a plain file or socket is mounted. Outside of /dev `run` takes "
+            "it, and what its symlinks lead to, only with --allow-host-path."
         ),
     ] = None
     simulated: SimulatedConfig | None = None
@@ -133,7 +137,9 @@ class DeviceEntry(_Strict, frozen=True, kw_only=True):
 class MountConfig(_Strict, frozen=True, kw_only=True):
     __doc__ = "A file or directory of the host that containers with a device see."
 
-    host: Annotated[AbsolutePath, _about("Where it is on the host.")]
+    host: Annotated[
+        AbsolutePath, _about("Where it is on the host; outside of /dev `run` takes it only with --allow-host-path.")
+    ]
     container: Annotated[AbsolutePath, _about("Where the container finds it.")]
     readonly: Annotated[bool, _about("Whether the container may only read it.")] = True
 
@@ -160,7 +166,10 @@ class SharingConfig(_Strict, frozen=True, kw_only=True):
 
 
 class CommandProbeConfig(_Strict, frozen=True, kw_only=True):
-    __doc__ = "A command that looks at one device: status 0 is good, 75 tells nothing, any other is bad."
+    __doc__ = (
+        "A command that looks at one device: status 0 is good, 75 tells nothing, any other is bad. It runs with the "
+        "agent's rights, root's on the node perhaps; `run` takes it only with --allow-commands."
+    )
 
     command: Annotated[
         tuple[Annotated[str, texts.WORD], ...],
@@ -326,7 +335,10 @@ class MetricsConfig(_Strict, frozen=True, kw_only=True):
 
 
 class Config(_Strict, frozen=True, kw_only=True):
-    __doc__ = "What a node agent serves."
+    __doc__ = (
+        "What a node agent serves. Whoever may write this file decides what the agent executes and hands out of the "
+        "host, within what --allow-commands and --allow-host-path of `run` allow."
+    )
 
     resources: Annotated[tuple[ResourceConfig, ...], Meta(min_length=1, description="The resources, each once.")]
     metrics: MetricsConfig = MetricsConfig()

@@ -7,10 +7,13 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 from deviceplugin.addresses import parse_address
 from deviceplugin.node import logs
+
+if TYPE_CHECKING:
+    from deviceplugin.config import Lock
 
 EXITS: Final = (
     "exit status: 0 all is well, 1 it failed while running, 2 wrong usage or a config file that cannot be used"
@@ -78,11 +81,31 @@ def add_run_options(parser: argparse.ArgumentParser) -> None:
         "--metrics-address",
         type=_address,
         metavar="HOST:PORT",
-        help="serve Prometheus metrics there, such as :9410 (not served)",
+        help="serve Prometheus metrics there, such as :9410, holders' names among them; `metrics` of the file asks "
+        "for TLS and a token (not served)",
     )
     formats = "lines for people or for machines (%(default)s)"
     parser.add_argument("--log-format", choices=logs.FORMATS, default="text", help=formats)
     parser.add_argument("--log-level", choices=logs.LEVELS, default="info", help="the least level (%(default)s)")
+
+
+def add_config_options(parser: argparse.ArgumentParser) -> None:
+    """Add the config file, and what it may name; for agents that an author's code does not make."""
+    parser.add_argument("--config", type=Path, required=True, metavar="FILE", help="the config file (YAML)")
+    commands = "the file may name what the agent executes: commands of health.probe, and NVIDIA's library (it may not)"
+    parser.add_argument("--allow-commands", action="store_true", help=commands)
+    paths = (
+        "the file may name host paths at and below this one, besides /dev; one below /dev takes the place of /dev; may "
+        "be given several times (/dev)"
+    )
+    parser.add_argument("--allow-host-path", type=_host_path, action="append", default=[], metavar="PREFIX", help=paths)
+
+
+def lock_of(options: argparse.Namespace) -> Lock:
+    """Return what the options added by `add_config_options` allow a config file to name."""
+    from deviceplugin.config import Lock
+
+    return Lock.resolved(options.allow_commands, options.allow_host_path)
 
 
 def run_options(options: argparse.Namespace) -> RunOptions:
@@ -98,6 +121,12 @@ def _path(text: str) -> Path:
     if not text:
         raise argparse.ArgumentTypeError("an empty path")
     return Path(text).absolute()
+
+
+def _host_path(text: str) -> str:
+    if not text.startswith("/") or {".", ".."} & set(text.split("/")):
+        raise argparse.ArgumentTypeError(f"{text!r} is not an absolute path without . and ..")
+    return text
 
 
 def _address(text: str) -> str:

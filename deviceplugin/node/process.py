@@ -10,7 +10,7 @@ import signal
 import sys
 import time
 from collections.abc import Awaitable, Callable, Hashable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
@@ -21,7 +21,7 @@ from deviceplugin.node.options import Paths, parse_run
 from deviceplugin.source import DeviceSource
 
 if TYPE_CHECKING:
-    from deviceplugin.config import Config
+    from deviceplugin.config import Config, Lock
 
 _LOG: Final = logging.getLogger(__name__)
 
@@ -29,8 +29,34 @@ SETTLE: Final = 0.05
 """Seconds without another change after which a file counts as written."""
 Take = Callable[["Config", Mapping[str, DeviceSource], Sequence[str]], Awaitable[None]]
 """Serve what a config says now: the new and changed sources by resource, and the names of unchanged ones."""
-File = tuple[Path, bytes | None, "Config"]
-"""A config file: what was in it (None: it could not be read), and what that says."""
+
+
+@dataclass(frozen=True, slots=True)
+class File:
+    """A config file that is followed.
+
+    lock: what it may name, at its changes as well. content: what was in it (None: it could not be read). config: what
+    that says.
+    """
+
+    path: Path
+    lock: Lock
+    content: bytes | None
+    config: Config
+
+    @classmethod
+    def read(cls, path: Path, lock: Lock) -> File:
+        """Read a file. Raises ConfigError: it cannot be used, or names what the lock forbids."""
+        from deviceplugin import config
+
+        content = _content(path)  # first: what changes from here on is noticed
+        return cls(path, lock, content, config.load(path, lock))
+
+    def sources(self) -> list[DeviceSource]:
+        """Return new sources of the file's resources."""
+        from deviceplugin import sources
+
+        return [sources.ConfiguredSource(resource, self.lock) for resource in self.config.resources]
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,17 +86,15 @@ def run(*sources: DeviceSource, argv: Sequence[str] | None = None) -> None:
         sys.exit(status)
 
 
-def run_config(path: Path, paths: Paths, metrics_address: str | None = None) -> int:
+def run_config(path: Path, paths: Paths, metrics_address: str | None, lock: Lock) -> int:
     """Serve what a config file says until SIGTERM or SIGINT, following its changes; return the exit status.
 
-    Raises ConfigError if the file cannot be used at the start; later that is only logged.
+    Raises ConfigError if the file cannot be used at the start, or names what `lock` forbids; later that is only logged.
     """
-    from deviceplugin.sources import ConfiguredSource
-
-    file = read(path)
+    file = File.read(path, lock)
 
     def make() -> Program:
-        return _plugin([ConfiguredSource(resource) for resource in file[-1].resources], paths, metrics_address)
+        return _plugin(file.sources(), paths, metrics_address)
 
     return serve(make, metrics_address=metrics_address, config=file)
 
@@ -93,14 +117,6 @@ def _plugin(sources: Sequence[DeviceSource], paths: Paths, metrics_address: str 
         orphaned=claims.held,
     )
     return Program.of(agent)
-
-
-def read(path: Path) -> File:
-    """Read a config file that is to be followed. Raises ConfigError if it cannot be used."""
-    from deviceplugin import config
-
-    content = _content(path)  # first: what changes from here on is noticed
-    return path, content, config.load(path)
 
 
 def serve(make: Callable[[], Program], *, metrics_address: str | None = None, config: File | None = None) -> int:
@@ -127,14 +143,14 @@ async def _serve(make: Callable[[], Program], metrics_address: str | None, confi
             from deviceplugin.metrics import collectors as metrics
 
             try:
-                how = config[-1].metrics if config else None
+                how = config.config.metrics if config else None
                 stack.enter_context(metrics.serving(metrics_address, program.agent, how))
             except OSError as error:
                 raise AgentError(f"cannot serve metrics at {metrics_address}: {error.strerror or error}") from error
             # A page is rendered in another thread; the default, 5 ms, is what each step of the others may wait for it.
             sys.setswitchinterval(0.0005)
         gc.freeze()  # what is loaded stays: a collection takes 5 ms instead of 35
-        following = [asyncio.create_task(_follow_config(program.take, *config, reload))] if config else []
+        following = [asyncio.create_task(_follow_config(program.take, config, reload))] if config else []
         try:
             await program.run()
         finally:
@@ -143,11 +159,12 @@ async def _serve(make: Callable[[], Program], metrics_address: str | None, confi
             await asyncio.gather(*following, return_exceptions=True)
 
 
-async def _follow_config(take: Take, path: Path, content: bytes | None, current: Config, reload: asyncio.Event) -> None:
+async def _follow_config(take: Take, file: File, reload: asyncio.Event) -> None:
     """Read the file again at SIGHUP and whenever it changes, a ConfigMap's `..data` swap included.
 
-    content: what stood in it before it was read as `current`. reload: set when SIGHUP came before this began.
+    reload: set when SIGHUP came before this began.
     """
+    path, content = file.path, file.content
     with filewatch.shared().watch([str(path.absolute().parent)], writes=True) as watch:
 
         def read_again() -> None:
@@ -160,7 +177,7 @@ async def _follow_config(take: Take, path: Path, content: bytes | None, current:
             if now != content or reload.is_set():
                 reload.clear()
                 content = now
-                current = await _reload(take, path, current)
+                file = await _reload(take, file)
             if await watch.wait(30.0) and not reload.is_set():
                 deadline = time.monotonic() + 2.0
                 while await watch.wait(SETTLE) and time.monotonic() < deadline:
@@ -177,25 +194,28 @@ def _content(path: Path) -> bytes | None:
         return None
 
 
-async def _reload(take: Take, path: Path, current: Config) -> Config:
-    """Serve what the file says now; a file that cannot be used changes nothing."""
+async def _reload(take: Take, file: File) -> File:
+    """Serve what the file says now; return it as it was taken. A file that cannot be used changes nothing."""
     from deviceplugin import config, sources
 
+    path, current = file.path, file.config
     try:
-        wanted = await asyncio.to_thread(config.load, path)
+        wanted = await asyncio.to_thread(config.load, path, file.lock)
         before: Mapping[str, Hashable] = {resource.name: resource for resource in current.resources}
         after = {resource.name: resource for resource in wanted.resources}
-        changed = {name: sources.ConfiguredSource(one) for name, one in after.items() if before.get(name) != one}
+        changed = {
+            name: sources.ConfiguredSource(one, file.lock) for name, one in after.items() if before.get(name) != one
+        }
     except Exception as error:  # whatever is wrong with it, what runs goes on
         _LOG.error("the config file was not taken, everything goes on as it was:\n%s", error)
-        return current
+        return file
     gone = before.keys() - after.keys()
     differences = {"new": after.keys() - before.keys(), "changed": changed.keys() & before.keys(), "gone": gone}
     if wanted.metrics != current.metrics:
         _LOG.warning("%s: `metrics` is read at the start; the change is taken when the agent is started again", path)
     if not any(differences.values()):
         _LOG.info("%s was read again: nothing changed", path)
-        return wanted
+        return replace(file, config=wanted)
     try:
         await take(wanted, changed, [name for name in after if name not in changed])
     except AgentError as error:  # what a user must mend, no traceback
@@ -205,4 +225,4 @@ async def _reload(take: Take, path: Path, current: Config) -> Config:
     else:
         listed = (f"{what} {', '.join(sorted(names))}" for what, names in differences.items() if names)
         _LOG.info("%s was read again: %s", path, "; ".join(listed))
-    return wanted
+    return replace(file, config=wanted)

@@ -21,6 +21,7 @@ from msgspec.structs import replace
 
 from deviceplugin import health, identity
 from deviceplugin.backoff import Backoff
+from deviceplugin.config.lock import OPEN, Lock
 from deviceplugin.config.rules import sides_conflict
 from deviceplugin.config.types import DeviceEntry, DraConfig, HealthConfig, ResourceConfig, typed_attributes
 from deviceplugin.device import ContainerEdits, Device, DeviceNode, Mount
@@ -128,10 +129,11 @@ class _Served(NamedTuple):
 
 
 class ConfiguredSource(DeviceSource):
-    """The devices of all of a resource's entries."""
+    """The devices of all of a resource's entries. lock: devices elsewhere on the host are left out."""
 
-    def __init__(self, config: ResourceConfig) -> None:
+    def __init__(self, config: ResourceConfig, lock: Lock = OPEN) -> None:
         self.config = config
+        self._lock = lock
         self.resource = config.name
         self.driver = config.driver
         self.replicas = config.sharing.most
@@ -146,7 +148,7 @@ class ConfiguredSource(DeviceSource):
             cdi=config.cdi,
         )
         self._served: Mapping[str, _Served] = {}
-        self._doubles: Mapping[str, None] = {}
+        self._left_out: Mapping[str, None] = {}
         self._probed = None if config.health.probe == "none" else ProbedHealth(config.name, config.health)
 
     def __repr__(self) -> str:
@@ -155,7 +157,7 @@ class ConfiguredSource(DeviceSource):
     @property
     def notes(self) -> tuple[str, ...]:
         """Sentences for the log about the last lists."""
-        return (*(note for entry in self.entries for note in getattr(entry, "notes", ())), *self._doubles)
+        return (*(note for entry in self.entries for note in getattr(entry, "notes", ())), *self._left_out)
 
     @property
     def nodeless(self) -> Sequence[str]:
@@ -223,7 +225,7 @@ class ConfiguredSource(DeviceSource):
                         if name not in built:
                             only = DeviceEntry(nvidia=replace(entry.nvidia, mig="single", profile=profile))
                             config = replace(self.config, name=name, devices=(only,), driver=None, dra=DraConfig())
-                            built[name] = ConfiguredSource(config)
+                            built[name] = ConfiguredSource(config, self._lock)
                     yield tuple(built.values())
 
     async def watch(self) -> AsyncIterator[Sequence[Device]]:
@@ -281,33 +283,37 @@ class ConfiguredSource(DeviceSource):
         """Return what is to be served: each wanted device once, as the resource serves it."""
         served: dict[str, _Served] = {}
         owners: dict[str, str] = {}  # ids by the host path of their nodes and mounts
-        doubles: dict[str, None] = {}
+        left_out: dict[str, None] = {}
         found = ((entry, device) for entry, listed in zip(self.entries, lists, strict=True) for device in listed or ())
         for entry, device in found:
             if not is_wanted(device, self.config):
                 continue
             if device.id in served:
-                doubles[f"{device.id} is found by two entries and served once"] = None
+                left_out[f"{device.id} is found by two entries and served once"] = None
                 continue
             hosts = [node.host for node in device.nodes]  # type: ignore[union-attr]  # Device made them so
             hosts += [mount.host for mount in device.edits.mounts]
+            outside = next((host for host in hosts if not self._lock.allows(host)), None)
+            if outside is not None:
+                left_out[f"{device.id} is left out: {self._lock.refusal(outside)}"] = None
+                continue
             double = next(filter(owners.__contains__, hosts), None)
             if double is not None:
                 other = owners[double]
                 # The id that is served already stays: a pod may hold it, and the new id is the same device.
                 if device.id not in self._served or other in self._served:
-                    doubles[f"{device.id} is left out: it leads to {double}, which is served as {other}"] = None
+                    left_out[f"{device.id} is left out: it leads to {double}, which is served as {other}"] = None
                     continue
-                doubles[f"{other} is left out: it leads to {double}, which is served as {device.id}"] = None
+                left_out[f"{other} is left out: it leads to {double}, which is served as {device.id}"] = None
                 del served[other]
                 owners = {host: owner for host, owner in owners.items() if owner != other}
             owners.update(dict.fromkeys(hosts, device.id))
             known = self._served.get(device.id)
             made = known.device if known is not None and known.listed is device else self._with_settings(device)
             served[device.id] = _Served(entry, device, made)
-        for double in doubles.keys() - self._doubles.keys():
-            _LOG.warning("%s: %s", self.resource, double)
-        self._served, self._doubles = served, doubles
+        for note in left_out.keys() - self._left_out.keys():
+            _LOG.warning("%s: %s", self.resource, note)
+        self._served, self._left_out = served, left_out
         return [one.device for one in served.values()]
 
     def _with_settings(self, device: Device) -> Device:

@@ -199,7 +199,10 @@ class Bridge:
                 _LOG.warning("%s: another agent has the ledger %s; standing by until it ends", driver, path)
             return await opening
         except LedgerError as error:
-            needs = f"the agent needs write access to {path.parent}, and free space there"
+            needs = (
+                f"the agent needs write access to {path.parent}, and free space there; into a pod it is mounted "
+                "by what `dra-bridge manifests` prints for this configuration"
+            )
             raise AgentError(f"{driver}: {error}; {needs}") from error
         finally:
             opening.cancel()

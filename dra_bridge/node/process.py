@@ -17,7 +17,7 @@ from dra_bridge.node.bridge import Bridge
 from dra_bridge.node.share import HandoverPolicy, policies_of
 
 if TYPE_CHECKING:
-    from deviceplugin.config import Config
+    from deviceplugin.config import Config, Lock
     from deviceplugin.source import DeviceSource
     from dra_bridge.handover.share import Drain
     from dra_bridge.node.options import RunOptions
@@ -50,18 +50,15 @@ def run(
         sys.exit(status)
 
 
-def run_config(path: Path, options: RunOptions) -> int:
+def run_config(path: Path, options: RunOptions, lock: Lock) -> int:
     """Serve both sides of a config file's resources until SIGTERM, following its changes; return the exit status.
 
-    Raises ConfigError: the file cannot be used at the start; later that is only logged.
+    Raises ConfigError: the file cannot be used at the start, or names what `lock` forbids; later that is only logged.
     """
-    from deviceplugin import sources
-
-    file = process.read(path)
+    file = process.File.read(path, lock)
 
     def make() -> process.Program:
-        first = file[-1]
-        bridge = _bridge(list(map(sources.ConfiguredSource, first.resources)), policies_of(first), options)
+        bridge = _bridge(file.sources(), policies_of(file.config), options)
 
         async def take(now: Config, changed: Mapping[str, DeviceSource], unchanged: Sequence[str]) -> None:
             await bridge.reconfigure(changed, policies_of(now), unchanged)

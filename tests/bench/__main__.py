@@ -25,7 +25,7 @@ from deviceplugin.wire import deviceplugin_pb2_grpc as pb_grpc
 from tests.bench import bench_client, bench_metrics
 from tests.bench.kubelet import OPTIONS, Kubelet
 from tests.config.files import bombs
-from tests.programs import image_environment
+from tests.programs import ANY_CONFIG, image_environment
 
 MB = 1e6
 RESULTS: list[tuple[str, str, str, float | None]] = []
@@ -124,6 +124,7 @@ def config(node: Kubelet, count: int) -> list[str]:
         "run",
         "--config",
         str(path),
+        *ANY_CONFIG,
         "--kubelet-root",
         str(node.root),
         "--log-level",

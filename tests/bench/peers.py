@@ -30,7 +30,7 @@ from typing import Any
 from tests.cluster import build, isolate
 from tests.cluster.bridge import Bridge
 from tests.cluster.node import Cluster
-from tests.programs import image_environment
+from tests.programs import ANY_CONFIG, image_environment
 
 DEVICES = Path("/dev/peers")
 """In the node's own /dev, where device nodes usually are."""
@@ -145,7 +145,7 @@ def agents(cluster: Cluster) -> Iterator[list[Side]]:
         bridge = stack.enter_context(ImageBridge.running(cluster, both))
         config = cluster.directory / "alone.json"
         config.write_text(json.dumps({"resources": [resource("alone")]}))
-        ours = [sys.executable, "-m", "deviceplugin", "run", "--config", str(config)]
+        ours = [sys.executable, "-m", "deviceplugin", "run", "--config", str(config), *ANY_CONFIG]
         ours += ["--cgroup-root", str(isolate.POD_CGROUPS)]
         alone = stack.enter_context(program(cluster, "alone", ours, **image_environment()))
         device = json.dumps({"name": "squat", "groups": [{"paths": [{"path": f"{DEVICES}/squat/*"}]}]})

@@ -33,6 +33,7 @@ from dra_bridge.wire import dra_v1beta1_pb2_grpc as v1beta1_grpc
 from tests.cluster import isolate
 from tests.cluster.api import ApiError
 from tests.cluster.node import Cluster, ClusterError, ClusterTimeout, Pod
+from tests.programs import ANY_CONFIG
 
 __all__ = ["Bridge", "ClaimPod"]
 
@@ -190,7 +191,7 @@ class Bridge:
         """Return what is run."""
         if self.script is not None:
             return [sys.executable, str(self.script)]
-        return [sys.executable, "-m", "dra_bridge", "run", "--config", str(self.config)]
+        return [sys.executable, "-m", "dra_bridge", "run", "--config", str(self.config), *ANY_CONFIG]
 
     def start(self, *arguments: str) -> None:
         """Start the agent."""

@@ -16,6 +16,7 @@ from typing import Self
 from tests.cluster import isolate
 from tests.cluster.node import Cluster, ExecError
 from tests.cluster.node import Pod as ClusterPod
+from tests.programs import ANY_CONFIG
 from tests.scenarios.fake import AgentProcess
 
 __all__ = ["RealNode"]
@@ -117,7 +118,7 @@ class RealNode:
         file.write_text(script or config)
         agent = AgentProcess(
             [
-                *([str(file)] if script else ["-m", "deviceplugin", "run", "--config", str(file)]),
+                *([str(file)] if script else ["-m", "deviceplugin", "run", "--config", str(file), *ANY_CONFIG]),
                 *("--cgroup-root", str(isolate.POD_CGROUPS)),
             ],
             None if script else file,

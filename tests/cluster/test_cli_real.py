@@ -20,10 +20,11 @@ from typing import Any
 
 import pytest
 
-from deviceplugin.config import Config
+from deviceplugin.config import parse
 from deviceplugin.sources.path import device_id
 from dra_bridge.manifests import Deployment, manifests
 from tests.cluster import isolate
+from tests.cluster.api import Api, ApiError
 from tests.cluster.bridge import Bridge
 from tests.cluster.node import Cluster, Pod
 
@@ -63,24 +64,33 @@ def annotate(cluster: Cluster, annotations: dict[str, str | None], labels: dict[
     cluster.api.request("PATCH", path, body, content_type="application/merge-patch+json")
 
 
+CONFIG = f"resources: [{{name: {RESOURCE}, driver: {DRIVER}, devices: [path: /dev/x]}}]"
+
+
+def operators(deployment: Deployment, config: str = CONFIG) -> list[dict[str, Any]]:
+    """Return the operator's ClusterRole and what restricts it, as the manifests have them."""
+    name = f"{deployment.name}-operator"
+    found = [one for one in manifests(parse(config), config, deployment) if one["metadata"]["name"] == name]
+    return [one for one in found if one["kind"] != "Role"]
+
+
+def bound(role: str, **subject: str) -> dict[str, Any]:
+    """Return the binding of a subject to a ClusterRole."""
+    return {
+        "apiVersion": "rbac.authorization.k8s.io/v1",
+        "kind": "ClusterRoleBinding",
+        "metadata": {"name": f"{subject['name']}-{role}"},
+        "roleRef": {"apiGroup": "rbac.authorization.k8s.io", "kind": "ClusterRole", "name": role},
+        "subjects": [subject],
+    }
+
+
 @pytest.fixture
 def kubeconfig(cluster: Cluster) -> Path:
     """The kubeconfig of an operator: just the rights that the manifests' role for one gives."""
-    name = f"{Deployment().name}-operator"
-    roles = [one for one in manifests(Config(resources=()), "") if one["metadata"]["name"] == name]
-    (role,) = (one for one in roles if one["kind"] == "ClusterRole")
-    cluster.apply(
-        [
-            role,
-            {
-                "apiVersion": "rbac.authorization.k8s.io/v1",
-                "kind": "ClusterRoleBinding",
-                "metadata": {"name": OPERATOR},
-                "roleRef": {"apiGroup": "rbac.authorization.k8s.io", "kind": "ClusterRole", "name": name},
-                "subjects": [{"kind": "User", "name": OPERATOR, "apiGroup": "rbac.authorization.k8s.io"}],
-            },
-        ]
-    )
+    deployment = Deployment()
+    user = {"kind": "User", "name": OPERATOR, "apiGroup": "rbac.authorization.k8s.io"}
+    cluster.apply([*operators(deployment), bound(f"{deployment.name}-operator", **user)])
     return cluster.kubeconfig_for(OPERATOR)
 
 
@@ -294,3 +304,92 @@ def test_status_says_which_move_lets_a_waiting_pod_start(bridge: Bridge, ran: Ca
     assert "pod default/wants-three waits for 3 example.net/board; 2 are free on the plugin side and 2 on" in words
     assert ran(*command.split())[0] == 0
     pod.wait_running()
+
+
+REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+    "cordon": ({"spec": {"unschedulable": True}}, "nothing of a Node but"),
+    "a taint": ({"spec": {"taints": [{"key": "x", "effect": "NoExecute"}]}}, "nothing of a Node but"),
+    "a label": ({"metadata": {"labels": {"node-role.kubernetes.io/x": ""}}}, "nothing of a Node but"),
+    "a finalizer": ({"metadata": {"finalizers": ["example.com/x"]}}, "nothing of a Node but"),
+    "an owner": (
+        {"metadata": {"ownerReferences": [{"apiVersion": "v1", "kind": "Node", "name": "x", "uid": "x"}]}},
+        "nothing of a Node but",
+    ),
+    "another annotation": ({"metadata": {"annotations": {"x": "y"}}}, "only the annotations DRIVER/dra-share"),
+    "an annotation taken away": ({"metadata": {"annotations": {"there": None}}}, "only the annotations DRIVER/dra-sh"),
+    "another driver's share": ({"metadata": {"annotations": {"a.b/dra-share": "1"}}}, "does not name each driver"),
+    "a name of that kind": ({"metadata": {"annotations": {f"{DRIVER}/dra-share-x": "1"}}}, "only the annotations"),
+    "one of two drivers": (
+        {"metadata": {"annotations": {SHARE: "1", "other.example.com/dra-share": "1"}}},
+        "does not name each driver",
+    ),
+}
+"""What an operator may not do with a Node, and what the API server says to it."""
+
+
+def test_an_operator_changes_nothing_of_a_node_but_shares(cluster: Cluster) -> None:
+    """The policy restricts who has the operator's role, for its drivers; who has patched Nodes before goes on to."""
+    first, second = Deployment(name="first"), Deployment(name="second")
+    other = CONFIG.replace(DRIVER, "other.example.com")
+    patcher = {
+        "apiVersion": "rbac.authorization.k8s.io/v1",
+        "kind": "ClusterRole",
+        "metadata": {"name": "patcher"},
+        "rules": [{"apiGroups": [""], "resources": ["nodes"], "verbs": ["get", "patch"]}],
+    }
+    accounts = {
+        "one": ["first-operator"],
+        "both": ["first-operator", "second-operator"],
+        "daemon": ["patcher"],
+        "boss": ["first-operator", "cluster-admin"],
+    }
+    applied = cluster.apply(
+        [
+            *operators(first),
+            *operators(second, other),
+            patcher,
+            *({"apiVersion": "v1", "kind": "ServiceAccount", "metadata": {"name": name}} for name in accounts),
+            *(
+                bound(role, kind="ServiceAccount", name=name, namespace="default")
+                for name, roles in accounts.items()
+                for role in roles
+            ),
+        ]
+    )
+    one, both, daemon, boss = (cluster.api_with_token(cluster.service_account_token(name)) for name in accounts)
+
+    def answer(body: dict[str, Any], by: Api = one) -> str:
+        try:
+            path = f"/api/v1/nodes/{cluster.node_name}"
+            by.request("PATCH", path, body, content_type="application/merge-patch+json", dryRun="All")
+        except ApiError as error:
+            if error.code not in (403, 422):
+                raise
+            return error.message
+        return ""
+
+    own = {"metadata": {"annotations": {SHARE: "2", BEFORE: "none"}}}
+    theirs = {"metadata": {"annotations": {f"{name}/dra-share": "2" for name in (DRIVER, "other.example.com")}}}
+    try:
+        annotate(cluster, {"there": "x", SHARE: "1"})
+        cordon, why = REFUSED["cordon"]
+        # The policies take some time to be in force.
+        cluster.wait_for(lambda: why in answer(cordon) and why in answer(cordon, both), 30, "the policy is in force")
+        for what, (body, words) in REFUSED.items():
+            said = answer(body)
+            print(f"{what}: {said}")
+            assert words in said, (what, said)
+        assert answer(own) == ""
+        assert answer({"metadata": {"annotations": {SHARE: None}}}) == ""
+        assert answer(theirs, both) == ""
+        many = {"metadata": {"annotations": {**theirs["metadata"]["annotations"], BEFORE: "none"}}}
+        assert "cost limit exceeded" in answer(many, both)
+        # A right that does not come from the role is not restricted by it.
+        for body in (*(body for body, _ in REFUSED.values()), own, theirs):
+            for by in (daemon, boss):
+                assert "operator" not in answer(body, by)
+        assert answer(cordon, daemon) == answer(cordon, boss) == ""
+    finally:
+        annotate(cluster, {"there": None, SHARE: None})
+        for object_ in reversed(applied):
+            cluster.api.delete(object_["kind"], object_["metadata"]["name"], "default", object_["apiVersion"])

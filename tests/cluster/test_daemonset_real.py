@@ -7,6 +7,7 @@ own way to the API server; and the kubelet and the DaemonSet controller decide w
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -18,7 +19,7 @@ import sys
 import tempfile
 import time
 import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +41,10 @@ BOARDS = Path(isolate.DEVICES) / "boards"
 COUNT = 4
 IMAGES = ("localhost/deviceplugin:1", "localhost/deviceplugin:2")
 EXAMPLES = Path(__file__).parents[2] / "examples"
+WRITABLE = [Path("/var/lib/kubelet") / name for name in ("device-plugins", f"plugins/{DRIVER}", "plugins_registry")] + [
+    Path("/var/run/cdi")
+]
+"""The host's directories that an agent in a pod may write to."""
 PATIENCE = 120.0
 """Seconds that a container may take to come up on a busy machine."""
 
@@ -152,19 +157,23 @@ class Deployed(Bridge):
         return {one["name"]: (one["side"], one["state"], one["holder"]) for one in devices}
 
 
-@pytest.fixture
-def deployed(node: Cluster) -> Iterator[Deployed]:
-    """The agent's DaemonSet with four devices, two on each side."""
+@contextlib.contextmanager
+def deployment(node: Cluster, numbers: Sequence[int], **fields: Any) -> Iterator[Deployed]:
+    """The agent's DaemonSet with a device of each of these numbers, half of them on each side.
+
+    fields: more of the resource.
+    """
     shutil.rmtree(BOARDS, ignore_errors=True)
     BOARDS.mkdir(parents=True)
-    for number in range(COUNT):
-        os.mknod(BOARDS / f"board{number}", stat.S_IFCHR | 0o600, os.makedev(1, 5))
+    for index, number in enumerate(numbers):
+        os.mknod(BOARDS / f"board{index}", stat.S_IFCHR | 0o600, number)
     directory = Path(tempfile.mkdtemp(dir=isolate.DEVICES))
     resource = {
         "name": RESOURCE,
         "driver": DRIVER,
         "devices": [{"path": f"{BOARDS}/*"}],
         "dra": {"share": "50%"},
+        **fields,
     }
     made = Deployed(node, directory, [resource])
     try:
@@ -181,6 +190,13 @@ def deployed(node: Cluster) -> Iterator[Deployed]:
             node.api.patch("Node", node.node_name, {"metadata": {"annotations": {SHARE: None}}}, "")
             shutil.rmtree(Path("/var/lib/kubelet/plugins") / DRIVER, ignore_errors=True)
             shutil.rmtree(directory)
+
+
+@pytest.fixture
+def deployed(node: Cluster) -> Iterator[Deployed]:
+    """The agent's DaemonSet with four devices, two on each side."""
+    with deployment(node, [os.makedev(1, 5)] * COUNT) as made:
+        yield made
 
 
 def held_by(pod: Pod) -> str:
@@ -226,6 +242,98 @@ def test_both_doors_of_a_pod(deployed: Deployed) -> None:
     assert agent.restarts() == 0
     for line in agent.logs().splitlines():
         assert not re.search(r" (WARNING|ERROR) |forbidden|denied", line), line
+
+
+CONFINED = """
+import json, os, sys
+status = dict(line.split(":", 1) for line in open("/proc/self/status"))
+said = {name: status[name].strip() for name in ("CapEff", "CapPrm", "CapBnd", "NoNewPrivs", "Seccomp")}
+for path in sys.argv[1:]:
+    try:
+        flags = os.O_RDWR if os.path.exists(path) else os.O_WRONLY | os.O_CREAT
+        os.close(os.open(path, flags))
+        said[path] = "opened"
+    except OSError as error:
+        said[path] = error.strerror
+print(json.dumps(said))
+"""
+"""Prints the rights of a process, and how it may open files; one that is not there is made."""
+
+
+def tried(agent: Pod, *paths: str | Path) -> dict[str, str]:
+    """Return the rights of a process in an agent's container, and what it is told when it opens paths for writing."""
+    found: dict[str, str] = json.loads(agent.exec(["python", "-c", CONFINED, *map(str, paths)]))
+    return found
+
+
+def test_unprivileged_agent_has_what_it_needs_and_no_more(deployed: Deployed) -> None:
+    """A container of the agent has no capability, and can write to its own directories and the kubelet's sockets alone.
+
+    That this is enough for both sides is what `test_both_doors_of_a_pod` and others show with the same agent.
+    """
+    agent = deployed.agent()
+    kubelet = Path("/var/lib/kubelet")
+    forbidden: list[str | Path] = [
+        *("/x", "/tmp/x", "/etc/x", "/dev/x", "/host/sys/fs/cgroup/x"),
+        *(kubelet / "x", kubelet / "plugins/x", kubelet / "pods/x", kubelet / "pod-resources/x", BOARDS / "x"),
+    ]
+    allowed = [directory / "x" for directory in WRITABLE]
+    guarded = Path("/dev/loop-control")
+    os.close(os.open(guarded, os.O_RDWR))  # the host's root may
+    try:
+        found = tried(agent, *forbidden, *allowed, guarded)
+    finally:
+        for path in allowed:
+            path.unlink(missing_ok=True)
+    none = f"{0:016x}"
+    rights = {"CapEff": none, "CapPrm": none, "CapBnd": none, "NoNewPrivs": "1", "Seccomp": "2"}
+    assert found == {
+        **rights,
+        **dict.fromkeys(map(str, forbidden), "Read-only file system"),
+        **dict.fromkeys(map(str, allowed), "opened"),
+        str(guarded): "Operation not permitted",
+    }
+    assert (
+        "annotations" not in deployed.cluster.get("DaemonSet", "dra-bridge", NAMESPACE)["spec"]["template"]["metadata"]
+    )
+
+
+def test_privileged_agent_opens_devices_for_both_sides(node: Cluster) -> None:
+    """With `probe: open` the agent is privileged and says why; without the privilege it cannot tell the health."""
+    numbers = [os.stat(path).st_rdev for path in ("/dev/fuse", "/dev/loop-control")]
+    with deployment(node, numbers, health={"probe": "open", "period": 1}) as deployed:
+        agent = deployed.agent()
+        reason = f"{RESOURCE}: `health.probe: open` opens device nodes"
+        assert agent.object["metadata"]["annotations"]["dra-bridge/privileged-because"] == reason
+        found = tried(agent, "/x", "/var/lib/kubelet/plugins/x", "/dev/loop-control")
+        assert set(map(found.get, ("/x", "/var/lib/kubelet/plugins/x"))) == {"Read-only file system"}
+        assert found["/dev/loop-control"] == "opened"
+
+        def with_health(health: str) -> float:
+            return sum(measured(deployed.agent(), "deviceplugin_devices", resource=RESOURCE, health=health))
+
+        node.wait_for(lambda: with_health("healthy") == 2, 30, "both devices open")
+        node.wait_allocatable(RESOURCE, 1)
+        deployed.wait_offered(1)
+        plain = node.start_pod("plain", {RESOURCE: 1}).wait_running()
+        deployed.claim("mine")
+        user = deployed.pod("user", {"board": "mine"}).wait_running()
+        names = [pod.exec(["ls", str(BOARDS)]).strip() for pod in (plain, user)]
+        assert sorted(names) == ["board0", "board1"]
+        for pod, name in zip((plain, user), names, strict=True):
+            pod.exec(["sh", "-c", f"exec 3<{BOARDS}/{name}"])
+
+        deployed.apply("--privileged", "never")
+        confined = deployed.agent(other_than=agent.uid)
+        assert tried(confined, "/dev/loop-control")["/dev/loop-control"] == "Operation not permitted"
+        node.wait_for(lambda: with_health("unknown") == 2, 30, "nothing is known of the devices")
+        holders = {device_id(f"{BOARDS}/{names[0]}"): "pod default/plain"}
+        holders[device_id(f"{BOARDS}/{names[1]}")] = "claim default/mine"
+        node.wait_for(
+            lambda: {name: holder for name, (_, _, holder) in deployed.sides().items()} == holders,
+            60,
+            "the holders are the same",
+        )
 
 
 def test_probes_and_metrics_of_a_pod(deployed: Deployed) -> None:
@@ -318,13 +426,27 @@ def update(deployed: Deployed, agent: Pod) -> None:
     assert container["image"] == IMAGES[1]
 
 
+def privilege(deployed: Deployed, agent: Pod) -> None:
+    """Have another form of the agent's container, with all of the kubelet's plugins as in former manifests."""
+    deployed.apply("--privileged", "always")
+    mount = {"name": "plugins", "mountPath": "/var/lib/kubelet/plugins"}
+    volume = {"name": "plugins", "hostPath": {"path": "/var/lib/kubelet/plugins"}}
+    spec = {"containers": [{"name": "agent", "volumeMounts": [mount]}], "volumes": [volume]}
+    patch = json.dumps({"spec": {"template": {"spec": spec}}})
+    deployed.cluster.kubectl("patch", "daemonset", "dra-bridge", f"--namespace={NAMESPACE}", "--patch", patch)
+    deployed.cluster.kubectl(
+        "rollout", "status", "daemonset/dra-bridge", f"--namespace={NAMESPACE}", f"--timeout={PATIENCE:g}s"
+    )
+    deployed.agent(other_than=agent.uid)
+
+
 def kill(deployed: Deployed, agent: Pod) -> None:
     """Kill the agent's process; the kubelet starts its container again."""
     os.kill(process_of(agent), signal.SIGKILL)
     deployed.cluster.wait_for(lambda: agent.restarts() == 1 and ready(agent), PATIENCE, "the container is there again")
 
 
-@pytest.mark.parametrize("again", [delete, update, kill])
+@pytest.mark.parametrize("again", [delete, update, privilege, kill])
 def test_nothing_is_lost_with_a_pod(deployed: Deployed, again: Callable[[Deployed, Pod], None]) -> None:
     """While the agent's pod is replaced holders keep their devices, nobody gets one twice, and its ledger stays."""
     cluster, agent = deployed.cluster, deployed.agent()
@@ -413,6 +535,7 @@ def test_orphans_of_probes_are_buried(node: Cluster) -> None:
     map_["data"]["config.yaml"] = yaml.safe_dump({"resources": [resource]})
     spec = agent["spec"]["template"]["spec"]
     spec["containers"][0]["image"] = IMAGES[0]
+    spec["containers"][0]["args"].append("--allow-commands")
     spec["containers"][0]["volumeMounts"].append({"name": "tmp", "mountPath": "/tmp"})
     spec["volumes"].append({"name": "tmp", "emptyDir": {}})
     node.apply([map_, agent])

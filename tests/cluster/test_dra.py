@@ -25,6 +25,7 @@ import pytest
 
 from tests.cluster.bridge import Bridge, env_of, seconds_until
 from tests.cluster.node import PLUGINS_REGISTRY, Cluster
+from tests.programs import ANY_CONFIG
 
 OUTAGE = float(os.environ.get("OUTAGE", "5"))
 QUIET = float(os.environ.get("QUIET", "12"))
@@ -771,7 +772,7 @@ def test_plugin_only(cluster: Cluster) -> None:
         for one in bridge.slices():
             cluster.delete("ResourceSlice", one["metadata"]["name"], api_version=bridge.api_version)
         log = (cluster.logs / "plugin-only.log").open("wb")
-        command = [sys.executable, "-m", "deviceplugin", "run", "--config", str(bridge.config)]
+        command = [sys.executable, "-m", "deviceplugin", "run", "--config", str(bridge.config), *ANY_CONFIG]
         with log, subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log) as process:
             try:
                 cluster.wait_allocatable(RESOURCE, 3)

@@ -38,6 +38,7 @@ from tests.cluster.node import (
     ClusterTimeout,
     Pod,
 )
+from tests.programs import ANY_CONFIG
 
 LIMIT = 30.0
 """Seconds in which a device moves at the most; what is good is judged elsewhere."""
@@ -68,13 +69,13 @@ class Agents(Bridge):
     """`dra-bridge run` and `deviceplugin run` of one config file, both with a `released` hook that tries the locks."""
 
     def command(self) -> list[str]:
-        return [sys.executable, "-m", "tests.cluster.locks", "bridge", "--config", str(self.config)]
+        return [sys.executable, "-m", "tests.cluster.locks", "bridge", "--config", str(self.config), *ANY_CONFIG]
 
     def start_plugin(self) -> subprocess.Popen[bytes]:
         """Start `deviceplugin run`, whatever else runs."""
         log = self.cluster.logs / f"plugin-{time.monotonic_ns()}.log"
         self._logs.append(log)
-        command = [sys.executable, "-m", "tests.cluster.locks", "plugin", "--config", str(self.config)]
+        command = [sys.executable, "-m", "tests.cluster.locks", "plugin", "--config", str(self.config), *ANY_CONFIG]
         with log.open("wb") as output:
             return subprocess.Popen(
                 [*command, "--log-level", "debug"], stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT

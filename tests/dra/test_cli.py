@@ -344,7 +344,8 @@ def test_manifests_of_an_own_agent(tmp_path: Path, capsys: pytest.CaptureFixture
     """For an author's file there is no ConfigMap; resources and drivers are those that it gives to `run`."""
     example = Path(__file__).parents[2] / "examples" / "11-parameters.py"
     assert cli.main(["manifests", "--source", str(example), "--command", "python3 '/app/my agent.py'"]) == 0
-    objects = {one["kind"]: one for one in yaml.safe_load_all(capsys.readouterr().out)}
+    out, err = capsys.readouterr()
+    objects = {one["kind"]: one for one in yaml.safe_load_all(out)}
     assert "ConfigMap" not in objects
     assert objects["DeviceClass"]["spec"]["extendedResourceName"] == "example.com/fpga"
     pod = objects["DaemonSet"]["spec"]["template"]["spec"]
@@ -352,7 +353,9 @@ def test_manifests_of_an_own_agent(tmp_path: Path, capsys: pytest.CaptureFixture
     assert container["command"] == ["python3", "/app/my agent.py"]
     assert parse_options(container["args"]) == ":9410"
     assert "config" not in [one["name"] for one in (*container["volumeMounts"], *pod["volumes"])]
-    assert "example.com/fpga" in str(objects["ValidatingAdmissionPolicy"])
+    assert "name in ['example.com/fpga']" in out.replace('"', "'")
+    assert "privileged" not in container["securityContext"]
+    assert err == "the agent is not privileged; --privileged always if it opens device nodes\n"
 
 
 def parse_options(arguments: list[str]) -> str | None:
@@ -400,6 +403,44 @@ def test_manifests_of_a_file_that_is_no_agent(
     assert said in err
     assert cli.main(["manifests", "--source", str(file)]) == 2
     assert "--source and --command belong together" in capsys.readouterr().err
+
+
+def test_manifests_say_why_the_agent_is_privileged(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The reason is printed beside the manifests; who knows better has it left out."""
+    file = tmp_path / "config.yaml"
+    file.write_text("resources: [{name: a/b, devices: [path: /dev/x], health: {probe: open}}]\n")
+    command = ["manifests", "--config", str(file)]
+    assert cli.main(command) == 0
+    out, err = capsys.readouterr()
+    assert "privileged: true" in out
+    assert err == (
+        "the agent is privileged: a/b: `health.probe: open` opens device nodes; --privileged never leaves it out\n"
+    )
+    assert cli.main([*command, "--privileged", "never"]) == 0
+    out, err = capsys.readouterr()
+    assert "privileged: true" not in out
+    assert not err
+
+
+def test_manifests_for_a_root_without_room(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A kubelet's directory in which no driver's socket has room is said, as the agent would."""
+    file = tmp_path / "config.yaml"
+    file.write_text(CONFIG)
+    assert cli.main(["manifests", "--config", str(file), "--kubelet-root", "/" + "x" * 100]) == 2
+    out, err = capsys.readouterr()
+    assert not out
+    assert "too long for a unix socket" in err
+
+
+def test_manifests_say_what_is_mounted_widely(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A path in /run has the agent see the sockets of container runtimes; a path below is no reason to say so."""
+    file = tmp_path / "config.yaml"
+    for path, said in (("/run/fpga*", "the agent sees all of /run: "), ("/run/fpga/*", "")):
+        file.write_text(f"resources: [{{name: a/b, devices: [path: {path}]}}]\n")
+        assert cli.main(["manifests", "--config", str(file)]) == 0
+        err = capsys.readouterr().err
+        assert err.startswith(said)
+        assert bool(err) is bool(said)
 
 
 def test_files_that_the_metrics_need_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

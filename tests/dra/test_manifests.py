@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import yaml
 
-from deviceplugin.config import Config, parse
+from deviceplugin.config import Config, ResourceConfig, parse
 from dra_bridge.manifests import Deployment, manifests, to_yaml
 
 TEXT = """\
@@ -46,6 +46,8 @@ def test_everything_is_there_in_order(config: Config) -> None:
         "ClusterRoleBinding",
         "ClusterRole",
         "Role",
+        "ValidatingAdmissionPolicy",
+        "ValidatingAdmissionPolicyBinding",
         "ValidatingAdmissionPolicy",
         "ValidatingAdmissionPolicyBinding",
         "ValidatingAdmissionPolicy",
@@ -125,7 +127,7 @@ def test_the_right_to_patch_claims_is_given_only_if_it_is_used(config: Config) -
     rights = {resource: rule["verbs"] for rule in rules for resource in rule["resources"]}
     assert rights["resourceclaims/status"] == ["patch"]
     assert rights["resourceclaims/driver"] == ["associated-node:patch"]
-    assert len(of_kind(objects, "ValidatingAdmissionPolicy")) == 3
+    assert len(of_kind(objects, "ValidatingAdmissionPolicy")) == 4
     (agent,) = of_kind(objects, "DaemonSet")
     assert "--claim-status" in agent["spec"]["template"]["spec"]["containers"][0]["args"]
 
@@ -145,7 +147,7 @@ def test_directories_of_the_host(config: Config) -> None:
         "/var/lib/kubelet",
         "/sys/fs/cgroup",
         "/var/lib/kubelet/device-plugins",
-        "/var/lib/kubelet/plugins",
+        "/var/lib/kubelet/plugins/acc.example.com",
         "/var/lib/kubelet/plugins_registry",
         "/var/lib/kubelet/pod-resources",
         "/var/run/cdi",
@@ -156,12 +158,147 @@ def test_directories_of_the_host(config: Config) -> None:
     (container,) = pod["containers"]
     assert {one["name"] for one in container["volumeMounts"]} == {one["name"] for one in pod["volumes"]}
     mounts = {one["name"]: one for one in container["volumeMounts"]}
-    for witness in ("kubelet", "cgroup", "pod-logs", "pod-resources"):
-        assert mounts[witness]["readOnly"]
+    assert {one["mountPath"] for one in mounts.values() if not one.get("readOnly")} == {
+        "/var/lib/kubelet/device-plugins",
+        "/var/lib/kubelet/plugins/acc.example.com",
+        "/var/lib/kubelet/plugins_registry",
+        "/var/run/cdi",
+    }
     # A pod's volume that the agent's mount kept busy could not be detached.
     assert mounts["kubelet"]["mountPropagation"] == "HostToContainer"
     assert f"--cgroup-root={mounts['cgroup']['mountPath']}" in container["args"]
     assert pod["priorityClassName"] == "system-node-critical"
+
+
+def test_a_directory_for_each_driver() -> None:
+    """Of the kubelet's plugins only the drivers' own directories are mounted, that of a long path's socket as well."""
+    long = "d" * 59 + ".com"
+    text = f"resources: [{{name: a/b, driver: x.com, devices: [path: /dev/x]}}, {{name: a/c, driver: {long}, "
+    text += "devices: [path: /dev/y]}]"
+    (agent,) = of_kind(manifests(parse(text), text, Deployment(kubelet_root="/var/lib/k0s/kubelet")), "DaemonSet")
+    paths = [one["hostPath"]["path"] for one in agent["spec"]["template"]["spec"]["volumes"] if "hostPath" in one]
+    plugins = [path for path in paths if path.startswith("/var/lib/k0s/kubelet/plugins/")]
+    ledgers = {f"/var/lib/k0s/kubelet/plugins/{driver}" for driver in ("x.com", long)}
+    (short,) = set(plugins) - ledgers
+    assert set(plugins) == {*ledgers, short}
+    assert len(f"{short}/dra-12345678.sock") <= 107
+
+
+def test_without_drivers_nothing_of_dra_is_written() -> None:
+    """An agent of the plugin side alone writes to the device plugin directory, and nowhere else on the host."""
+    text = "resources: [{name: a/b, devices: [path: /dev/x]}]"
+    objects = manifests(parse(text), text)
+    (agent,) = of_kind(objects, "DaemonSet")
+    (container,) = agent["spec"]["template"]["spec"]["containers"]
+    writable = [one["mountPath"] for one in container["volumeMounts"] if not one.get("readOnly")]
+    assert writable == ["/var/lib/kubelet/device-plugins"]
+    operator = of_kind(objects, "ClusterRole")[1]
+    assert all("patch" not in rule["verbs"] for rule in operator["rules"])
+
+
+def agent_of(fields: str, entry: str = "path: /dev/x", **how: Any) -> dict[str, Any]:
+    """Return the pod template of the agent that serves one resource with these fields."""
+    text = f"resources: [{{name: a/b, devices: [{entry}], {fields}}}]"
+    (agent,) = of_kind(manifests(parse(text), text, Deployment(**how)), "DaemonSet")
+    template: dict[str, Any] = agent["spec"]["template"]
+    return template
+
+
+UNPRIVILEGED = {
+    "runAsUser": 0,
+    "readOnlyRootFilesystem": True,
+    "allowPrivilegeEscalation": False,
+    "capabilities": {"drop": ["ALL"]},
+    "seccompProfile": {"type": "RuntimeDefault"},
+}
+PRIVILEGED = {"runAsUser": 0, "readOnlyRootFilesystem": True, "privileged": True}
+
+
+@pytest.mark.parametrize(
+    ("fields", "entry", "reason"),
+    [
+        ("", "path: /dev/x", ""),
+        ("driver: a.b, dra: {share: all}", "path: /dev/x", ""),
+        ("", "pci: {driver: vfio-pci}", ""),
+        ("", "usb: {vendor: '0403'}", ""),
+        ("", "nvidia: {}", ""),
+        ("health: {probe: open}", "simulated: {count: 1}", ""),
+        ("health: {probe: open}", "path: /dev/x", "`health.probe: open` opens device nodes"),
+        ("health: {probe: {command: [x]}}", "path: /dev/x", "the command of `health.probe` may open device nodes"),
+        ("", "nvidia: {mig: single}", "may not see partitions that are made later"),
+        ("", "nvidia: {profile: 1g.10gb}", "may not see partitions that are made later"),
+        ("", "nvidia: {library: /x.so}", "`library` opens the GPUs' nodes"),
+    ],
+)
+def test_privileged_only_with_a_reason(fields: str, entry: str, reason: str) -> None:
+    """A container is privileged where the configuration opens devices, and an annotation of its pod says why."""
+    template = agent_of(fields, entry)
+    (container,) = template["spec"]["containers"]
+    assert container["securityContext"] == (PRIVILEGED if reason else UNPRIVILEGED)
+    annotations = template["metadata"].get("annotations", {})
+    assert annotations.keys() == ({"dra-bridge/privileged-because"} if reason else set())
+    assert reason in annotations.get("dra-bridge/privileged-because", "")
+
+
+def test_privileged_by_the_administrator() -> None:
+    """What the deployment says wins over what the configuration seems to need; an own agent is not judged."""
+    (container,) = agent_of("health: {probe: open}", privileged="never")["spec"]["containers"]
+    assert container["securityContext"] == UNPRIVILEGED
+    template = agent_of("", privileged="always")
+    assert template["spec"]["containers"][0]["securityContext"] == PRIVILEGED
+    assert template["metadata"]["annotations"] == {"dra-bridge/privileged-because": "the deployment asks for it"}
+    own = Deployment(own_command=("agent",))
+    found = Config(resources=(ResourceConfig(name="a/b", driver="x.com", devices=()),))
+    (agent,) = of_kind(manifests(found, "", own), "DaemonSet")
+    (container,) = agent["spec"]["template"]["spec"]["containers"]
+    assert container["securityContext"] == UNPRIVILEGED
+    assert not [one for one in container["args"] if one.startswith("--allow")]
+    assert {"name": "tmp", "mountPath": "/tmp"} in container["volumeMounts"]
+
+
+def test_a_low_port_takes_a_capability() -> None:
+    """Without it an unprivileged container may not bind the port where the runtime does not allow all."""
+    (container,) = agent_of("", metrics_port=443)["spec"]["containers"]
+    assert container["securityContext"]["capabilities"] == {"drop": ["ALL"], "add": ["NET_BIND_SERVICE"]}
+
+
+def test_the_lock_is_what_the_configuration_needs() -> None:
+    """The agent's arguments allow what the configuration names, and nothing else that it may name later."""
+    fields = "health: {probe: {command: [x]}}, mounts: [{host: /opt/x, container: /x}, {host: /dev/shm, container: /y}]"
+    template = agent_of(fields, "path: /run/x/*/y")
+    (container,) = template["spec"]["containers"]
+    locks = [one for one in container["args"] if one.startswith("--allow")]
+    assert locks == ["--allow-commands", "--allow-host-path=/opt/x", "--allow-host-path=/run/x/*/y"]
+    assert {"name": "tmp", "mountPath": "/tmp"} in container["volumeMounts"]
+    (container,) = agent_of("nodes: [/dev/control]")["spec"]["containers"]
+    assert not [one for one in container["args"] if one.startswith("--allow")]
+    assert "tmp" not in {one["name"] for one in container["volumeMounts"]}
+
+
+def test_the_operator_may_patch_nodes_only_under_a_policy(config: Config) -> None:
+    """The role that may patch Nodes has the verb by which the policy knows it, and the drivers it may ask for."""
+    objects = manifests(config, TEXT)
+    _, operator = of_kind(objects, "ClusterRole")
+    (patching,) = (rule for rule in operator["rules"] if "patch" in rule["verbs"])
+    (policy,) = (one for one in of_kind(objects, "ValidatingAdmissionPolicy") if "operator" in one["metadata"]["name"])
+    (own, _) = (verb for verb in sorted(patching["verbs"], reverse=True))
+    assert f'check("{own}")' in policy["spec"]["matchConditions"][0]["expression"]
+    assert policy["spec"]["failurePolicy"] == "Fail"
+    (shares,) = (rule for rule in operator["rules"] if rule["resources"] == ["shares"])
+    assert shares == {
+        "apiGroups": ["dra-bridge"],
+        "resources": ["shares"],
+        "resourceNames": ["acc.example.com"],
+        "verbs": ["set"],
+    }
+
+
+def test_the_directory_of_a_file_is_made() -> None:
+    """A node on which nobody has written the file of unhealthy devices yet starts the agent all the same."""
+    template = agent_of("", "simulated: {count: 1, unhealthy_file: /run/x/unhealthy}")
+    assert {"name": "devices-0", "hostPath": {"path": "/run/x", "type": "DirectoryOrCreate"}} in template["spec"][
+        "volumes"
+    ]
 
 
 def test_shared_nodes_are_visible_to_the_agent() -> None:

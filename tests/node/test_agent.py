@@ -20,7 +20,7 @@ from typing import Any
 import grpc
 import pytest
 
-from deviceplugin.config import Config, load
+from deviceplugin.config import OPEN, Config, load
 from deviceplugin.device import ContainerEdits, Device, Health
 from deviceplugin.kubelet import holders as grants
 from deviceplugin.kubelet.checkpoint import Allocation
@@ -512,13 +512,13 @@ async def test_metrics_are_read_at_the_start(tmp_path: Path, caplog: pytest.LogC
     """A change of how metrics are served is not taken by a reload, and that is said."""
     config = tmp_path / "config.yaml"
     config.write_text(text(a=1))
-    first = load(config)
+    first = process_module.File.read(config, OPEN)
     config.write_text(text(a=1) + "metrics: {period: 5}\n")
 
     async def take(*_: object) -> None:
         pytest.fail("no resource changed")
 
-    await process_module._reload(take, config, first)
+    await process_module._reload(take, first)
     assert "`metrics` is read at the start" in caplog.text
 
 
@@ -526,14 +526,14 @@ async def test_a_file_that_changes_while_the_agent_starts_is_taken(tmp_path: Pat
     """What was written between the first reading and the first watch counts."""
     config = tmp_path / "config.yaml"
     config.write_text(text(a=1))
-    file = process_module.read(config)
+    file = process_module.File.read(config, OPEN)
     config.write_text(text(a=2))
     taken = asyncio.get_running_loop().create_future()
 
     async def take(now: Config, *_: object) -> None:
         taken.set_result(now)
 
-    following = asyncio.create_task(process_module._follow_config(take, *file, asyncio.Event()))
+    following = asyncio.create_task(process_module._follow_config(take, file, asyncio.Event()))
     async with asyncio.timeout(20):
         assert await taken == load(config)
     following.cancel()
@@ -543,13 +543,13 @@ async def test_reload_that_fails_half_way_is_said(tmp_path: Path, caplog: pytest
     """Whatever goes wrong while a changed file is taken, the file is followed on, and the log says what it was."""
     config = tmp_path / "config.yaml"
     config.write_text(text(a=1))
-    first = load(config)
+    first = process_module.File.read(config, OPEN)
     config.write_text(text(a=2))
 
     async def take(*_: object) -> None:
         raise OSError("no room for another socket")
 
-    assert await process_module._reload(take, config, first) == load(config)
+    assert (await process_module._reload(take, first)).config == load(config)
     assert "not all of it is served" in caplog.text
     assert "no room for another socket" in caplog.text
 
@@ -876,6 +876,27 @@ def test_file_that_changes_is_taken(
     assert len(fake_kubelet.updates("example.com/a")) == 1
     assert agent.end() == 0
     assert not [path for path in fake_kubelet.device_plugin_dir.glob("*.sock") if path.name != "kubelet.sock"]
+
+
+def test_file_that_names_what_is_not_allowed_changes_nothing(
+    fake_kubelet: FakeKubelet, process: Callable[[Path], Process], tmp_path: Path
+) -> None:
+    """Whoever may write the file of a running agent has it neither run a command nor mount a path of the host."""
+    config, proof = tmp_path / "config.yaml", tmp_path / "proof"
+    config.write_text(text(a=1))
+    agent = process(config)
+    fake_kubelet.wait_allocatable("example.com/a", 1)
+    code = f"    health: {{probe: {{command: [touch, {proof}]}}}}"
+    mount = "    mounts: [{host: /etc, container: /x}]"
+    for number, (line, flag) in enumerate([(code, "--allow-commands"), (mount, "--allow-host-path=/etc")], 1):
+        config.write_text(f"resources:\n  - name: example.com/a\n    devices: [{{simulated: {{count: 2}}}}]\n{line}\n")
+        wait(lambda number=number: agent.log.read_text().count("everything goes on as it was") == number)  # type: ignore[misc]
+        assert agent.said(f"{config}:4: $.resources[0].")
+        assert agent.said(f"`run {flag}` allows it")
+    assert fake_kubelet.run_pod("p", {"example.com/a": 1}).device_ids == ("sim-0",)
+    assert len(fake_kubelet.updates("example.com/a")) == 1
+    assert agent.end() == 0
+    assert not proof.exists()
 
 
 def test_hostile_files_do_not_harm_a_running_agent(

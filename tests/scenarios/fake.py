@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Self
 
 from deviceplugin.testing import FakeKubelet, FakePod
+from tests.programs import ANY_CONFIG
 
 __all__ = ["AgentProcess", "FakeNode", "FakeNodePod"]
 
@@ -136,7 +137,7 @@ class FakeNode:
         number = next(self._numbers)
         file = self.directory / f"agent-{number}.{'py' if script else 'yaml'}"
         file.write_text(script or config)
-        arguments = [str(file)] if script else ["-m", "deviceplugin", "run", "--config", str(file)]
+        arguments = [str(file)] if script else ["-m", "deviceplugin", "run", "--config", str(file), *ANY_CONFIG]
         agent = AgentProcess(
             ["-m", "tests.scenarios.quick", *arguments, *self.kubelet.arguments],
             None if script else file,

@@ -10,7 +10,7 @@ from typing import cast
 
 import pytest
 
-from deviceplugin.config import parse
+from deviceplugin.config import OPEN, Lock, parse
 from deviceplugin.device import ContainerEdits, Device, DeviceNode, Mount, Version
 from deviceplugin.identity import identities
 from deviceplugin.source import DeviceSource
@@ -35,6 +35,26 @@ async def following(watch: AsyncGenerator[Sequence[Device]]) -> Sequence[Device]
 async def first(source: DeviceSource) -> Sequence[Device]:
     async with lists(source) as watch:
         return await following(watch)
+
+
+async def test_devices_beyond_the_lock_are_left_out(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """What a symlink leads to must be allowed as well as its name; the same holds for what sysfs finds."""
+    (tmp_path / "in").mkdir()
+    (tmp_path / "secret").touch()
+    (tmp_path / "in/plain").touch()
+    (tmp_path / "in/null").symlink_to("/dev/null")
+    (tmp_path / "in/stolen").symlink_to(tmp_path / "secret")
+    found = parse(f"resources: [{{name: example.com/a, devices: [path: {tmp_path}/in/*]}}]").resources[0]
+
+    async def left(lock: Lock) -> list[str]:
+        source = ConfiguredSource(found, lock)
+        return [device.id.split("-")[-2] for device in await first(source)]
+
+    assert await left(OPEN) == ["null", "plain", "stolen"]
+    assert await left(Lock(host_paths=(f"{tmp_path}/in",))) == ["null", "plain"]
+    assert "stolen" in caplog.text
+    assert f"`run --allow-host-path={tmp_path}/secret` allows it" in caplog.text
+    assert await left(Lock(host_paths=(f"{tmp_path}/in", "/dev/zero"))) == ["plain"]
 
 
 class Scripted(DeviceSource):

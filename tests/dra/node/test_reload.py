@@ -107,7 +107,8 @@ async def test_a_ledger_that_cannot_be_opened_is_an_error_that_names_it(node: Fa
     path = agent.ledger_path(D)
     path.parent.parent.mkdir(parents=True, exist_ok=True)
     path.parent.write_text("a file where the directory should be")
-    with pytest.raises(AgentError, match=rf"{path}: .*needs write access to {path.parent}, and free space there"):
+    words = rf"{path}: .*needs write access to {path.parent}, and free space there; into a pod it is mounted by"
+    with pytest.raises(AgentError, match=words):
         async with asyncio.timeout(60):
             await agent.run()
 
@@ -120,6 +121,22 @@ async def test_a_reload_that_adds_a_driver_serves_it_and_the_agent_still_ends(no
         await agent.reconfigure({B: Source(B, E)}, {B: HandoverPolicy(Share(part=1.0))}, [A])
         await until(lambda: len(node.devices(B)) == 2 and E in agent.drivers)
         await until(lambda: any(one["spec"]["driver"] == E for one in node.server.objects("resourceslices")))
+
+
+async def test_a_reload_that_adds_a_driver_whose_directory_is_not_mounted_is_an_error(
+    node: FakeNode, tmp_path: Path
+) -> None:
+    """It names the directory and what mounts it; the other driver's devices are served on."""
+    agent = bridge(node, tmp_path, Source(A, D))
+    async with running(agent):
+        await until(lambda: len(healthy(node, A)) == 2)
+        directory = agent.ledger_path(E).parent
+        directory.write_text("no directory can be made here")
+        with pytest.raises(AgentError, match=rf"{directory}.*what `dra-bridge manifests` prints for this conf"):
+            await agent.reconfigure({B: Source(B, E)}, {B: HandoverPolicy(Share(part=1.0))}, [A])
+        assert set(agent.drivers) == {D}
+        assert len(healthy(node, A)) == 2
+        assert not healthy(node, B), "nothing of it is given to pods"
 
 
 async def test_a_reload_while_an_agent_stands_by_is_taken_after_that(

@@ -1,0 +1,138 @@
+"""What a config file may have the agent execute and hand out of the host, whoever writes the file.
+
+Without a lock the writer of a ConfigMap is root on every node: the agent runs commands for it and mounts host paths
+into containers. `run` takes the lock from --allow-commands and --allow-host-path, which the writer of the file cannot
+change.
+
+The file's paths have no `.` and `..` steps (`texts`). A path is allowed as it is written and as its symlinks lead: for
+a device each time it is listed (`deviceplugin.sources.configured`), for others when the file is read. Links that are
+not mounted into the agent's container, or are made later, it cannot see.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from itertools import takewhile
+from typing import Any, Final
+
+from msgspec import Struct
+
+from deviceplugin.config.types import (
+    CommandProbeConfig,
+    Config,
+    DeviceEntry,
+    MountConfig,
+    NvidiaConfig,
+    ResourceConfig,
+    SimulatedConfig,
+)
+
+_PATTERN: Final = re.compile(r"[*?[]")
+DEVICES: Final = "/dev"
+"""Where host paths are allowed without an option."""
+PATHS: Final[Mapping[type, tuple[str, ...]]] = {
+    DeviceEntry: ("path", "group"),
+    MountConfig: ("host",),
+    ResourceConfig: ("nodes",),
+    SimulatedConfig: ("unhealthy_file",),
+}
+"""By type: the keys that name paths of the host."""
+CODE: Final[Mapping[type, tuple[str, ...]]] = {CommandProbeConfig: ("command",), NvidiaConfig: ("library",)}
+"""By type: the keys that name what the agent executes."""
+
+
+@dataclass(frozen=True, slots=True)
+class Lock:
+    """What is allowed.
+
+    commands: whether the file may name what the agent executes: commands of probes, and NVIDIA's library.
+    host_paths: prefixes; a path at one or below one is allowed. A step of a prefix may be a pattern (/run/fpga*), which
+    a step of the same text fits, or a name that it matches. /dev is one of them unless a prefix below it is given.
+    """
+
+    commands: bool = False
+    host_paths: tuple[str, ...] = ()
+
+    @property
+    def prefixes(self) -> tuple[str, ...]:
+        """All prefixes that are allowed."""
+        narrowed = any(_steps(one)[:1] == [DEVICES[1:]] for one in self.host_paths)
+        return self.host_paths if narrowed else (DEVICES, *self.host_paths)
+
+    @classmethod
+    def resolved(cls, commands: bool, host_paths: Iterable[str]) -> Lock:
+        """Return a lock whose prefixes are allowed also by their real names, such as /run/x for /var/run/x."""
+        given = tuple(host_paths)
+        return cls(commands, tuple(dict.fromkeys((*given, *map(_real_name, given)))))
+
+    def allows(self, path: str) -> bool:
+        """Return whether a path or glob of the host is allowed."""
+        steps = _steps(path)
+        return any(_begins(steps, _steps(prefix)) for prefix in self.prefixes)
+
+    def problem(self, kind: type, path: str) -> str:
+        """Return why a path that a mapping of this type names is not allowed; "" if it is. Reads symlinks."""
+        if not self.allows(path):
+            return self.refusal(path)
+        target = path if kind is DeviceEntry else os.path.realpath(path)
+        return "" if self.allows(target) else f"{path!r} leads elsewhere: {self.refusal(target)}"
+
+    def refusal(self, path: str) -> str:
+        """Return that a path is not allowed, and which option allows it."""
+        within = ", ".join(self.prefixes)
+        return f"{path!r} is a path of the host outside of {within}; `run --allow-host-path={path}` allows it"
+
+    def arguments(self) -> list[str]:
+        """Return the options of `run` that make this lock."""
+        return ["--allow-commands"] * self.commands + [f"--allow-host-path={path}" for path in self.host_paths]
+
+
+OPEN: Final = Lock(commands=True, host_paths=("/",))
+"""Allows everything: the sources of an author's own code, and commands that serve nothing."""
+
+
+def needed(config: Config) -> Lock:
+    """Return the lock that allows what a config names, and no more outside of /dev."""
+    parts = list(_parts(config))
+    named = {path for one in parts for key in PATHS.get(type(one), ()) for path in texts_of(getattr(one, key))}
+    commands = any(getattr(one, key) for one in parts for key in CODE.get(type(one), ()))
+    return Lock(commands, tuple(sorted(path for path in named if not Lock().allows(path))))
+
+
+def texts_of(value: Any) -> Iterable[str]:
+    """Return the texts of a value that is a text, several, or None."""
+    return (value,) if isinstance(value, str) else value or ()
+
+
+def _parts(value: Any) -> Iterator[Struct]:
+    """Yield a mapping of the file and all that are in it."""
+    if isinstance(value, Struct):
+        yield value
+        for name in value.__struct_fields__:
+            yield from _parts(getattr(value, name))
+    elif isinstance(value, tuple):
+        for one in value:
+            yield from _parts(one)
+
+
+def _steps(path: str) -> list[str]:
+    return [step for step in path.split("/") if step]
+
+
+def _begins(steps: list[str], prefix: list[str]) -> bool:
+    return len(steps) >= len(prefix) and all(map(_fits, steps, prefix))
+
+
+def _real_name(prefix: str) -> str:
+    """Return a prefix with the symlinks followed of the directory before its last step, or before its first pattern."""
+    steps = _steps(prefix)
+    fixed = len(list(takewhile(lambda step: not _PATTERN.search(step), steps[:-1])))
+    return os.path.join(os.path.realpath("/" + "/".join(steps[:fixed])), *steps[fixed:])
+
+
+def _fits(step: str, pattern: str) -> bool:
+    return step == pattern or (not _PATTERN.search(step) and fnmatchcase(step, pattern))
