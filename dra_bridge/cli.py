@@ -62,6 +62,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     uninstall.add_argument("--config", type=Path, metavar="FILE", help="the config file (YAML)")
     uninstall.add_argument("--driver", action="append", default=[], metavar="NAME", help="a driver's name")
     uninstall.add_argument("--node", default="", metavar="NAME", help="of this node alone (all nodes)")
+    force = "also while agents run, which publish slices again, or claims have devices"
+    uninstall.add_argument("--force", action="store_true", help=force)
     status = line.add("status", _status, "Show per node and device: side, state, holder, health and since when.")
     status.add_argument("--driver", default="", metavar="NAME", help="of this driver alone (all that report moves)")
     status.add_argument("--node", action="append", default=[], metavar="NAME", help="this node; may be repeated (all)")
@@ -191,30 +193,43 @@ def _run(options: argparse.Namespace) -> int:
 
 def _uninstall(options: argparse.Namespace) -> int:
     from deviceplugin import config
-    from dra_bridge.kube import ForbiddenError
+    from dra_bridge.kube import RESOURCE_CLAIMS, ForbiddenError
     from dra_bridge.rollout.agents import LABEL, running_agents
-    from dra_bridge.rollout.fleet import shortened
+    from dra_bridge.rollout.fleet import allocations, shortened
     from dra_bridge.rollout.rollout import check_driver
     from dra_bridge.slices.publisher import remove_slices
 
-    async def remove(cluster: Cluster) -> tuple[int, str]:
-        for driver in options.driver:
-            await check_driver(cluster, driver)
-        removed = await remove_slices(cluster, sorted(drivers), options.node)
+    async def obstacles(cluster: Cluster) -> list[str]:
         try:
             agents = await running_agents(cluster, options.node)
+            claims = (await cluster.list(RESOURCE_CLAIMS)).items
         except ForbiddenError as error:
-            return removed, f"warning: it is not known whether agents still run: {error.message}"
-        names = shortened(pod["spec"].get("nodeName", "") for pod in agents)
-        warning = f"warning: agents run on {names}: they publish slices again; delete the DaemonSet first"
-        return removed, warning if agents else ""
+            return [f"it is not known whether agents run or claims are in use: {error.message}"]
+        nodes = shortened(pod["spec"].get("nodeName", "") for pod in agents)
+        used = shortened(
+            f"{claim['metadata']['namespace']}/{claim['metadata']['name']}"
+            for claim in claims
+            for one in allocations(claim)
+            if one.get("driver") in drivers and options.node in ("", one.get("pool"))
+        )
+        running = f"agents run on {nodes}: they publish slices again; delete the DaemonSet first"
+        in_use = f"claims have devices of these drivers: {used}: their pods cannot end without the driver's agent"
+        return [*([running] if nodes else []), *([in_use] if used else [])]
+
+    async def remove(cluster: Cluster) -> tuple[int, list[str]]:
+        for driver in options.driver:
+            await check_driver(cluster, driver)
+        found = await obstacles(cluster)
+        if found and not options.force:
+            raise CommandError("\n".join(("nothing is removed; --force goes on all the same", *found)), status=1)
+        return await remove_slices(cluster, sorted(drivers), options.node), found
 
     drivers = set(options.driver)
     if options.config:
         drivers |= {resource.driver for resource in config.load(options.config).resources if resource.driver}
     if not drivers:
         raise CommandError("dra-bridge uninstall: name a config file or a driver")
-    removed, warning = _ask(options, remove)
+    removed, warnings = _ask(options, remove)
     print(counted(removed, "slice"), "removed")
     if not options.node:
         annotations = " ".join(
@@ -222,8 +237,8 @@ def _uninstall(options: argparse.Namespace) -> int:
         )
         ledgers = ", ".join(f"plugins/{driver}" for driver in sorted(drivers))
         print(_LEFT_BEHIND.format(label=LABEL, annotations=annotations, ledgers=ledgers))
-    if warning:
-        print(warning, file=sys.stderr)
+    for warning in warnings:
+        print(f"warning: {warning}", file=sys.stderr)
     return 0
 
 
@@ -323,7 +338,9 @@ def _ask(options: argparse.Namespace, question: Callable[[Cluster], Awaitable[_T
 
     try:
         return asyncio.run(ask())
-    except (RolloutError, AccessError) as error:
+    except RolloutError as error:
+        raise CommandError(error, error.status) from error
+    except AccessError as error:
         raise CommandError(error) from error
     except ClusterError as error:
         raise CommandError(error, status=1) from error
@@ -364,7 +381,7 @@ def _status(options: argparse.Namespace) -> int:
             device.resource,
             device.name,
             device.state.side,
-            device.state.value + (" (gone)" if device.gone else ""),
+            device.state.value + (" (gone)" if device.gone else " (withheld)" if device.withheld else ""),
             (" for ".join(filter(None, (device.holder, ", ".join(device.pods)))) or "-") if device.known else "?",
             _health(device),
             _age(time.time() - device.since),
@@ -381,7 +398,7 @@ def _status(options: argparse.Namespace) -> int:
         print()
     for view in nodes:
         print(f"{view.node} {view.driver}: {fleet.summary(view)}")
-        for line in fleet.obstacles(view) if view.reported is not None else ():
+        for line in (*fleet.obstacles(view), *fleet.withheld(view)) if view.reported is not None else ():
             print(f"  {line}")
     for line in (*waiting, *unknown):
         print(line)
@@ -421,6 +438,7 @@ def _as_json(view: NodeView) -> dict[str, Any]:
                         "pods": list(one.pods),
                         "since": datetime.fromtimestamp(one.since, UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
                         "waitsFor": one.waits,
+                        "withheld": one.withheld,
                         "gone": one.gone,
                     }
                     for one in view.devices
