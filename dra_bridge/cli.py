@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 from deviceplugin.cli import CommandError, CommandLine, import_rich, print_table
 from deviceplugin.device import counted
+from deviceplugin.node import logs
 from deviceplugin.node.options import add_config_options, lock_of
 from dra_bridge.node.options import add_kubeconfig, add_run_options, run_options
 
@@ -259,7 +260,8 @@ def _manifests(options: argparse.Namespace) -> int:
             text = options.config.read_text(encoding="utf-8")
             found = config.parse(text, str(options.config))
     except (OSError, UnicodeDecodeError) as error:
-        raise CommandError(f"{options.config or options.source} cannot be read: {error}") from error
+        reason = getattr(error, "strerror", None) or error
+        raise CommandError(f"{options.config or options.source} cannot be read: {reason}") from error
     deployment = Deployment(**given)
     try:
         printed = to_yaml(manifests(found, text, deployment))
@@ -336,6 +338,7 @@ def _ask(options: argparse.Namespace, question: Callable[[Cluster], Awaitable[_T
         async with Cluster.from_environment(options.kubeconfig) as cluster:
             return await question(cluster)
 
+    logs.setup("text", "error")  # what the library warns of is said once, as the command's own error
     try:
         return asyncio.run(ask())
     except RolloutError as error:

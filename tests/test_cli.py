@@ -211,6 +211,23 @@ def test_terminal_gets_a_table(good: Path, monkeypatch: pytest.MonkeyPatch, caps
     assert all("sim-1" in text and "RESOURCE" in text for text in (with_rich, plain))
 
 
+@pytest.mark.parametrize("command", ["devices", "validate"])
+def test_output_that_is_full_is_said(good: Path, command: str) -> None:
+    """Where the output cannot be written, a line says so, and the status is 1."""
+    with Path("/dev/full").open("w") as full:
+        done = subprocess.run(
+            [sys.executable, "-m", "deviceplugin", command, str(good)],
+            stdout=full,
+            stderr=subprocess.PIPE,
+            text=True,
+            timeout=60,
+            check=False,
+        )
+    said = "the output cannot be written: No space left on device"
+    assert (done.returncode, done.stderr.splitlines()[-1]) == (1, said)
+    assert "Traceback" not in done.stderr
+
+
 def test_reader_that_leaves_early_is_no_error(good: Path) -> None:
     """Output into a pipe that is closed ends quietly, with 0."""
     code = f"from deviceplugin.cli import main\nimport sys\nsys.exit(main(['devices', '--config', {str(good)!r}]))"

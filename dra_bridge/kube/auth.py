@@ -119,7 +119,8 @@ class _KubeConfig:
             self._loader = KubeConfigLoader(merged, config_base_path=None)
             self._configuration = found = Configuration()
         except (AttributeError, LookupError, TypeError) as error:  # the library expects other types
-            raise KubeConfigError(f"{self._paths} is not a kubeconfig: {type(error).__name__}: {error}") from error
+            lacks = "clusters, contexts, users and current-context"
+            raise KubeConfigError(f"{self._paths} is not a kubeconfig, a mapping with {lacks}") from error
         except Exception as error:
             raise KubeConfigError(f"{self._paths}: {error or type(error).__name__}") from error
         await self._refresh()

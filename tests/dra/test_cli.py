@@ -188,7 +188,7 @@ def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[World]:
         thread.join(WAIT)
 
 
-@pytest.fixture
+@pytest.fixture(autouse=True)
 def logs_restored() -> Iterator[None]:
     """Leave logging as it was; `run` sets it up."""
     root = logging.getLogger()
@@ -246,8 +246,9 @@ def test_missing_extra_is_named(argv: list[str]) -> None:
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        ("[]", "is not a kubeconfig: "),
-        ("clusters: 5", "is not a kubeconfig: "),
+        ("[]", "is not a kubeconfig, a mapping with clusters, contexts, users and current-context\n"),
+        ("root:x:0:0::/root:/bin/sh", "is not a kubeconfig, a mapping with clusters, "),
+        ("clusters: 5", "is not a kubeconfig, a mapping with clusters, "),
         ("{", "while parsing"),
         ("certificate-authority-data: AAAA", ": certificate-authority cannot be used: "),
         ("client-certificate-data: AAAA, client-key-data: AAAA", ": client-certificate or client-key cannot be used"),
@@ -318,6 +319,7 @@ def test_manifests_of_a_bad_config(tmp_path: Path, capsys: pytest.CaptureFixture
     out, err = capsys.readouterr()
     assert out == ""
     assert str(file) in err
+    assert "Errno" not in err
 
 
 @pytest.mark.parametrize(
@@ -573,6 +575,17 @@ def test_unreachable_server(command: list[str], tmp_path: Path, capsys: pytest.C
     """A kubeconfig that is not there is said in a line, with the status of wrong usage."""
     assert cli.main([*command, "--kubeconfig", str(tmp_path / "none")]) == 2
     assert "cannot reach an API server" in capsys.readouterr().err
+
+
+def test_server_that_does_not_answer_is_said_once(world: World) -> None:
+    """The error is the command's one line."""
+    text = world.kubeconfig.read_text().replace(world.server.url, "http://127.0.0.1:1")
+    world.kubeconfig.write_text(text)
+    command = [sys.executable, "-m", "dra_bridge", "status", "--kubeconfig", str(world.kubeconfig)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=WAIT, check=False)
+    assert (done.returncode, done.stdout) == (1, "")
+    assert done.stderr.startswith("GET /api")
+    assert done.stderr.count("\n") == 1
 
 
 # uninstall
