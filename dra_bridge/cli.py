@@ -150,14 +150,16 @@ def _add_deployment(parser: argparse.ArgumentParser) -> None:
         r"(?!.{64})[a-z0-9]([-a-z0-9]*[a-z0-9])?",
         "is not a name; write at most 63 small letters, digits and dashes, no dash at either end",
     )
-    directory = _matching("/.*", "is not an absolute path; write the nodes' own, such as /var/lib/x")
+    directory = _matching("/+[^/].*", "is not an absolute path below /; write the nodes' own, such as /var/lib/x")
+    class_name = _matching(r"(?!.{254})[a-z0-9]([-a-z0-9.]*[a-z0-9])?", "is not the name of a RuntimeClass")
+    image = _matching(r"\S+", "is not an image")
     label = _matching("[^=]+=.*", "is not KEY=VALUE", lambda text: tuple(text.split("=", 1)))
     apis, policies = ("v1", "v1beta2", "v1beta1"), ("Always", "IfNotPresent", "Never")
     no_names = "leave extendedResourceName out, which servers before 1.34 refuse"
     status = "run the agent with --claim-status, and give it the right to patch the status of claims"
     runtime = "of the agent's pod; `nvidia` where that is not the nodes' default and there are GPUs (none)"
     selector = "a label that nodes must have; may be given several times"
-    add("--image", "image", "the agent's image (deviceplugin:0.1.0)", metavar="IMAGE")
+    add("--image", "image", "the agent's image (deviceplugin:0.1.0)", type=image, metavar="IMAGE")
     command = "what runs an own agent in the image, such as 'python3 /app/agent.py'; with --source"
     add("--command", "own_command", command, type=lambda text: tuple(shlex.split(text)))
     add("--pull-policy", "pull_policy", "of the image (IfNotPresent)", choices=policies)
@@ -165,15 +167,25 @@ def _add_deployment(parser: argparse.ArgumentParser) -> None:
     add("--name", "name", "of the DaemonSet and all that belongs to it (dra-bridge)", type=name, metavar="NAME")
     add("--resource-api", "version", "the version of resource.k8s.io for the DeviceClasses (v1)", choices=apis)
     add("--no-extended-resource", "extended_resource", no_names, action="store_false")
-    add("--kubelet-root", "kubelet_root", "the kubelet's --root-dir (/var/lib/kubelet)", type=directory, metavar="DIR")
+    root = "the kubelet's --root-dir; where it has other places, change the DaemonSet's args and mounts (/var/lib/kubelet)"
+    add("--kubelet-root", "kubelet_root", root, type=directory, metavar="DIR")
     add("--cdi-dir", "cdi_directory", "where runtimes find CDI specs (/var/run/cdi)", type=directory, metavar="DIR")
     add("--claim-status", "claim_status", status, action="store_true")
     add("--metrics-port", "metrics_port", "0 for no metrics, and no probes (9410)", type=_port, metavar="PORT")
-    add("--runtime-class", "runtime_class", runtime, metavar="NAME")
+    add("--runtime-class", "runtime_class", runtime, type=class_name, metavar="NAME")
     judged = "auto: where the configuration opens device nodes; an own agent is not judged (auto)"
     add("--privileged", "privileged", judged, choices=("auto", "always", "never"))
-    add("--memory", "memory", "the container's limit (128Mi)", metavar="QUANTITY")
+    add("--memory", "memory", "the container's limit (128Mi)", type=_memory, metavar="QUANTITY")
     add("--node-selector", "node_selector", selector, type=label, action="append", metavar="KEY=VALUE")
+
+
+def _memory(text: str) -> str:
+    from deviceplugin.naming import NamingError, parse_quantity
+
+    with contextlib.suppress(NamingError):
+        if parse_quantity(text) >= 32 << 20:
+            return text
+    raise argparse.ArgumentTypeError(f"{text!r} is not a memory limit of at least 32Mi; write 128Mi, for example")
 
 
 def _port(text: str) -> int:
@@ -250,7 +262,9 @@ def _manifests(options: argparse.Namespace) -> int:
     fields = {field.name for field in dataclasses.fields(Deployment)}
     given = {key: value for key, value in vars(options).items() if key in fields}
     if "node_selector" in given:
-        given["node_selector"] = dict(given["node_selector"])
+        given["node_selector"] = dict(labels := given["node_selector"])
+        if len(given["node_selector"]) < len(set(labels)):
+            raise CommandError("dra-bridge manifests: a label of --node-selector has two values; nodes have one")
     if bool(options.source) != bool(given.get("own_command")):
         raise CommandError("dra-bridge manifests: --source and --command belong together")
     try:

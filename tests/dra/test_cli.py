@@ -331,6 +331,11 @@ def test_manifests_of_a_bad_config(tmp_path: Path, capsys: pytest.CaptureFixture
         (["--namespace", "x" * 64], "at most 63"),
         (["--kubelet-root", "kubelet"], "not an absolute path"),
         (["--cdi-dir", ""], "not an absolute path"),
+        (["--cdi-dir", "/"], "not an absolute path below /"),
+        (["--memory", "lots"], "'lots' is not a memory limit of at least 32Mi"),
+        (["--memory", "1Ki"], "'1Ki' is not a memory limit of at least 32Mi"),
+        (["--runtime-class", "Foo_"], "not the name of a RuntimeClass"),
+        (["--image", ""], "not an image"),
     ],
 )
 def test_wrong_options_of_manifests(
@@ -341,6 +346,13 @@ def test_wrong_options_of_manifests(
         cli.main(["manifests", "--config", str(tmp_path), *options])
     assert caught.value.code == 2
     assert why in capsys.readouterr().err
+
+
+def test_node_selector_with_two_values_of_a_label(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """No node has both: neither is left out without a word."""
+    selectors = ["--node-selector", "a=b", "--node-selector", "a=c"]
+    assert cli.main(["manifests", "--config", str(tmp_path), *selectors]) == 2
+    assert "a label of --node-selector has two values" in capsys.readouterr().err
 
 
 def test_manifests_of_an_own_agent(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
