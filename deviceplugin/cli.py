@@ -202,8 +202,12 @@ def _validate(options: argparse.Namespace) -> int:
         print(f"{_title(file)}: good, {counted(len(found.resources), 'resource')}")
         _note_options(_title(file), config.needed(found))
         for resource in found.resources:
-            if any(entry.simulated for entry in resource.devices):
+            counts = [entry.simulated.count if entry.simulated else 0 for entry in resource.devices]
+            if any(counts):
                 print(f"{_title(file)}: note: {resource.name}: simulated devices have no device node", file=sys.stderr)
+            if all(counts) and str(share := resource.dra.share).isdecimal() and int(share) > sum(counts):
+                note = f"`dra: {{share: {share}}}` of {counted(sum(counts))}: all go to claims"
+                print(f"{_title(file)}: note: {resource.name}: {note}", file=sys.stderr)
         if any(entry.path or entry.group for resource in found.resources for entry in resource.devices):
             from deviceplugin import sources
 

@@ -55,6 +55,9 @@ on each node the ledgers stay: {ledgers} in the kubelet's directory"""
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line; return the exit status."""
+    if (given := sys.argv[1:] if argv is None else argv) and given[0] in ("validate", "devices", "schema"):
+        print(f"dra-bridge has no such command; deviceplugin {given[0]} is for its config files, too", file=sys.stderr)
+        return 2
     line = CommandLine("dra-bridge", "Serve devices to pods and to claims, and move them between both on a live node.")
     run = line.add("run", _run, "Serve the devices of a config file to this node's kubelet, on both sides.")
     add_config_options(run)
@@ -113,10 +116,9 @@ def _share(text: str) -> str:
     if text == "default":
         return text
     try:
-        parse_share(text)
+        return str(parse_share(text))
     except ShareError as error:
         raise argparse.ArgumentTypeError(f"{error}, or default") from None
-    return text.strip()
 
 
 def _seconds(text: str) -> float:
@@ -407,11 +409,12 @@ def _status(options: argparse.Namespace) -> int:
         for view in nodes
         for device in view.devices
     ]
+    header = ("NODE", "RESOURCE", "DEVICE", "SIDE", "STATE", "HOLDER", "HEALTH", "SINCE", "WAITS FOR")
+    if all(row[-1] == "-" for row in rows):
+        header, rows = header[:-1], [row[:-1] for row in rows]
     red = [row for row in rows if row[6].startswith(("unhealthy", "gone"))]
     if rows:
-        print_table(
-            ("NODE", "RESOURCE", "DEVICE", "SIDE", "STATE", "HOLDER", "HEALTH", "SINCE", "WAITS FOR"), rows, red
-        )
+        print_table(header, rows, red)
         print()
     for view in nodes:
         print(f"{view.node} {view.driver}: {fleet.summary(view)}")
@@ -479,6 +482,8 @@ def _age(seconds: float) -> str:
 def _migrate(options: argparse.Namespace) -> int:
     from dra_bridge.rollout.rollout import migrate
 
+    if options.timeout and not options.wait:
+        raise CommandError("dra-bridge migrate: --timeout belongs to --wait")
     nodes = list(dict.fromkeys(options.nodes))
     share = None if options.share == "default" else options.share
     done = _follow(

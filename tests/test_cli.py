@@ -509,3 +509,16 @@ def test_validate_says_where_a_shared_node_belongs(tmp_path: Path, capsys: pytes
     assert (
         "are one thing (char 5:0): while one is held, the other is given to nobody; a node that they only share" in said
     )
+
+
+@pytest.mark.parametrize(("share", "noted"), [(9, True), ("'9'", True), (8, False), ("all", False)])
+def test_validate_notes_a_share_beyond_the_devices(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], share: object, *, noted: bool
+) -> None:
+    """Of simulated devices the number is known: a share beyond it is all of them."""
+    file = tmp_path / "config.yaml"
+    devices = "[simulated: {count: 8}]"
+    text = f"resources: [{{name: a.b/c, driver: a.b, dra: {{share: {share}}}, devices: {devices}}}]"
+    file.write_text(text)
+    assert cli.main(["validate", str(file)]) == 0
+    assert ("note: a.b/c: `dra: {share: 9}` of 8 devices: all go to claims" in capsys.readouterr().err) is noted

@@ -112,7 +112,8 @@ class _KubeConfig:
             raise KubeConfigError(f"a kubeconfig needs kubernetes_asyncio: {error}; {advice}") from error
         logging.getLogger("kubernetes_asyncio").setLevel(logging.CRITICAL)  # it raises what it logs, too
         if not any(Path(path).expanduser().is_file() for path in self._paths.split(os.pathsep) if path):
-            raise KubeConfigError(f"there is no kubeconfig {self._paths}")
+            empty = ", and $KUBECONFIG is empty" if os.environ.get("KUBECONFIG") == "" else ""
+            raise KubeConfigError(f"there is no kubeconfig {self._paths}{empty}")
         try:
             merged = KubeConfigMerger(self._paths).config
             self._plugin = _plugin(merged)

@@ -242,12 +242,12 @@ def obstacles(view: NodeView) -> list[str]:
     for device in view.devices:
         if device.state in (State.TO_DRA, State.TO_PLUGIN):
             holder = " for ".join(filter(None, (device.holder, ", ".join(device.pods))))
-            waits = device.waits or "its agent"
+            waits = device.waits or "what its agent has yet to report"
             held = f", held by {holder}" if holder and holder not in waits else ""
             found.append(f"{device.name} ({device.state.value}) waits for {waits}{held}")
     if not found and distance(view):
         holders = ", ".join(f"{one.name} held by {one.holder}" for one in view.devices if one.holder)
-        found.append(f"devices move when they are idle: {holders}" if holders else "its agent")
+        found.append(f"devices move when they are idle: {holders}" if holders else "its agent has yet to begin the moves")
     return found
 
 
@@ -398,7 +398,7 @@ def decide(
         stop += [f"{view.node}: {reason}" for uid, reason in pods.items() if uid not in known]
     for view in moving:
         if now - (since or {}).get(view.node, now) > limits.patience:
-            waits = "; ".join(obstacles(view)) or "its agent"
+            waits = "; ".join(obstacles(view)) or "its agent has yet to report why"
             stop.append(f"{view.node}: not done after {limits.patience:g} s: {waits}")
     if stop:
         return Decision(forget=forget, stop=tuple(stop))

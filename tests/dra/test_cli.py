@@ -234,6 +234,13 @@ def test_version_is_printed(bridge: Callable[..., Ran], capsys: pytest.CaptureFi
     assert capsys.readouterr().out.startswith("dra-bridge 0.")
 
 
+@pytest.mark.parametrize("command", ["validate", "devices", "schema"])
+def test_commands_of_the_other_program_are_named(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Whoever looks for them here is told where they are."""
+    assert cli.main([command, "x"]) == 2
+    assert f"; deviceplugin {command} is for its config files" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("argv", [["status"], ["run", "--config", "x"], ["migrate", "n1", "--driver", D, "--unset"]])
 def test_missing_extra_is_named(argv: list[str]) -> None:
     """Without aiohttp every command that needs it names the extra, without a traceback."""
@@ -503,6 +510,7 @@ def test_status_tells_devices_and_holders(world: World, bridge: Callable[..., Ra
     ]
     assert resource["devices"][0]["since"] == "2023-11-14T22:13:20Z"
     table = bridge("status").out
+    assert "  WAITS FOR\n" in table
     assert "n1    example.com/gpu  gpu-1   dra     dra     claim ml/c for q  ?       " in table
     assert "n1    example.com/gpu  gpu-2   dra     dra     ?                 ?       " in table
     why = "no pod with the label app.kubernetes.io/managed-by=dra-bridge runs there"
@@ -528,6 +536,7 @@ def test_status_asks_the_agents(world: World, bridge: Callable[..., Ran]) -> Non
     world.server.proxied = lambda path: (200, answer)
     writes = len(world.server.writes)
     table = bridge("status").out
+    assert table.splitlines()[0].endswith("  SINCE")  # nothing waits for anything
     lines = [line.split("  ") for line in table.splitlines()[1:6]]
     shown = [[cell.strip() for cell in line if cell.strip()] for line in lines]
     assert [(row[2], row[5], row[6]) for row in shown] == [
@@ -598,6 +607,16 @@ def test_server_that_does_not_answer_is_said_once(world: World) -> None:
     assert (done.returncode, done.stdout) == (1, "")
     assert done.stderr.startswith("GET /api")
     assert done.stderr.count("\n") == 1
+
+
+def test_empty_environment_is_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """An empty $KUBECONFIG is none; that it is empty is said."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("KUBECONFIG", "")
+    assert cli.main(["status"]) == 2
+    assert capsys.readouterr().err.endswith("there is no kubeconfig ~/.kube/config, and $KUBECONFIG is empty\n")
 
 
 # uninstall
@@ -747,6 +766,21 @@ def test_migrate_there_and_back(world: World, bridge: Callable[..., Ran]) -> Non
     assert ran.status == 0
     assert agent.annotations == {}
     assert set(agent.states.values()) == {State.PLUGIN}
+
+
+def test_shares_are_written_as_they_are_read(world: World, bridge: Callable[..., Ran]) -> None:
+    """A number with a zero before it is the number."""
+    agent = world.agent("n1", deaf=True)
+    assert bridge("migrate", "n1", "--driver", D, "--share", "02").out == "n1: asked for 2\n"
+    assert agent.annotations == {SHARE: "2"}
+
+
+def test_a_timeout_without_waiting(world: World, bridge: Callable[..., Ran]) -> None:
+    """A timeout of nothing is wrong usage, before anything is written."""
+    agent = world.agent("n1", deaf=True)
+    ran = bridge("migrate", "n1", "--driver", D, "--share", "2", "--timeout", "1")
+    assert (ran.status, ran.err) == (2, "dra-bridge migrate: --timeout belongs to --wait\n")
+    assert agent.annotations == {}
 
 
 def test_migrate_without_wait(world: World, bridge: Callable[..., Ran]) -> None:
