@@ -205,7 +205,7 @@ def _validate(options: argparse.Namespace) -> int:
             counts = [entry.simulated.count if entry.simulated else 0 for entry in resource.devices]
             if any(counts):
                 print(f"{_title(file)}: note: {resource.name}: simulated devices have no device node", file=sys.stderr)
-            if all(counts) and str(share := resource.dra.share).isdecimal() and int(share) > sum(counts):
+            if all(counts) and isinstance(share := resource.dra.share, int) and share > sum(counts):
                 note = f"`dra: {{share: {share}}}` of {counted(sum(counts))}: all go to claims"
                 print(f"{_title(file)}: note: {resource.name}: {note}", file=sys.stderr)
         if any(entry.path or entry.group for resource in found.resources for entry in resource.devices):

@@ -511,7 +511,7 @@ def test_validate_says_where_a_shared_node_belongs(tmp_path: Path, capsys: pytes
     )
 
 
-@pytest.mark.parametrize(("share", "noted"), [(9, True), ("'9'", True), (8, False), ("all", False)])
+@pytest.mark.parametrize(("share", "noted"), [(9, True), (8, False), ("all", False)])
 def test_validate_notes_a_share_beyond_the_devices(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], share: object, *, noted: bool
 ) -> None:
