@@ -58,7 +58,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     if (given := sys.argv[1:] if argv is None else argv) and given[0] in ("validate", "devices", "schema"):
         print(f"dra-bridge has no such command; deviceplugin {given[0]} is for its config files, too", file=sys.stderr)
         return 2
-    line = CommandLine("dra-bridge", "Serve devices to pods and to claims, and move them between both on a live node.")
+    program = "kubectl dra-bridge" if Path(sys.argv[0]).name == "kubectl-dra_bridge" else "dra-bridge"
+    line = CommandLine(program, "Serve devices to pods and to claims, and move them between both on a live node.")
     run = line.add("run", _run, "Serve the devices of a config file to this node's kubelet, on both sides.")
     add_config_options(run)
     add_run_options(run)
@@ -169,7 +170,7 @@ def _add_deployment(parser: argparse.ArgumentParser) -> None:
     add("--name", "name", "of the DaemonSet and all that belongs to it (dra-bridge)", type=name, metavar="NAME")
     add("--resource-api", "version", "the version of resource.k8s.io for the DeviceClasses (v1)", choices=apis)
     add("--no-extended-resource", "extended_resource", no_names, action="store_false")
-    root = "the kubelet's --root-dir; where it has other places, change the DaemonSet's args and mounts (/var/lib/kubelet)"
+    root = "the kubelet's --root-dir; other places of it go into the DaemonSet's args and mounts (/var/lib/kubelet)"
     add("--kubelet-root", "kubelet_root", root, type=directory, metavar="DIR")
     add("--cdi-dir", "cdi_directory", "where runtimes find CDI specs (/var/run/cdi)", type=directory, metavar="DIR")
     add("--claim-status", "claim_status", status, action="store_true")
@@ -177,6 +178,8 @@ def _add_deployment(parser: argparse.ArgumentParser) -> None:
     add("--runtime-class", "runtime_class", runtime, type=class_name, metavar="NAME")
     judged = "auto: where the configuration opens device nodes; an own agent is not judged (auto)"
     add("--privileged", "privileged", judged, choices=("auto", "always", "never"))
+    alone = "serve limits alone, by `deviceplugin run`, whatever drivers the file names; so it is where it names none"
+    add("--plugin-only", "plugin_only", alone, action="store_true")
     add("--memory", "memory", "the container's limit (128Mi)", type=_memory, metavar="QUANTITY")
     add("--node-selector", "node_selector", selector, type=label, action="append", metavar="KEY=VALUE")
 
@@ -409,12 +412,12 @@ def _status(options: argparse.Namespace) -> int:
         for view in nodes
         for device in view.devices
     ]
-    header = ("NODE", "RESOURCE", "DEVICE", "SIDE", "STATE", "HOLDER", "HEALTH", "SINCE", "WAITS FOR")
-    if all(row[-1] == "-" for row in rows):
-        header, rows = header[:-1], [row[:-1] for row in rows]
-    red = [row for row in rows if row[6].startswith(("unhealthy", "gone"))]
+    shown = 9 if any(row[-1] != "-" for row in rows) else 8
+    header = ("NODE", "RESOURCE", "DEVICE", "SIDE", "STATE", "HOLDER", "HEALTH", "SINCE", "WAITS FOR")[:shown]
+    lines = [row[:shown] for row in rows]
+    red = [row for row in lines if row[6].startswith(("unhealthy", "gone"))]
     if rows:
-        print_table(header, rows, red)
+        print_table(header, lines, red)
         print()
     for view in nodes:
         print(f"{view.node} {view.driver}: {fleet.summary(view)}")

@@ -34,6 +34,8 @@ class Deployment:
     then there are no probes either. runtime_class: none if empty; the agent gets NVIDIA's library from the runtime.
     own_command: of an author's own agent, which reads no config file; empty for `dra-bridge run`.
     privileged: whether the agent's container is privileged; auto: where the configuration needs it (`privileges`).
+    plugin_only: `deviceplugin run` in place of `dra-bridge run`, without anything of the API server; so it is as well
+    where no resource names a driver.
     """
 
     image: str = "deviceplugin:0.1.0"
@@ -51,6 +53,7 @@ class Deployment:
     runtime_class: str = ""
     own_command: tuple[str, ...] = ()
     privileged: Literal["auto", "always", "never"] = "auto"
+    plugin_only: bool = False
 
 
 def privileges(config: Config, deployment: Deployment) -> list[str]:
@@ -83,35 +86,44 @@ def manifests(config: Config, text: str, deployment: Deployment | None = None) -
     Without a text there is no ConfigMap.
     """
     how = deployment or Deployment()
-    drivers = sorted({resource.driver for resource in config.resources if resource.driver})
+    served = [] if how.plugin_only else [resource for resource in config.resources if resource.driver]
+    drivers = sorted({resource.driver or "" for resource in served})
+    bridge = True if drivers else None
     nvidia = [entry.nvidia for resource in config.resources for entry in resource.devices if entry.nvidia]
     root = how.kubelet_root.rstrip("/")
     lock, reasons = needed(config), privileges(config, how)
     values = {
         **asdict(how),
-        "arguments": [*_arguments(how, root), *([] if how.own_command else lock.arguments())],
-        "command": list(how.own_command) or ["dra-bridge"],
+        "arguments": [*_arguments(how, root, bool(bridge)), *([] if how.own_command else lock.arguments())],
+        "bridge": bridge,
+        "claim_status": how.claim_status and bridge,
+        "command": list(how.own_command) or ["dra-bridge" if bridge else "deviceplugin"],
         "config": text,
         "driver_list": json.dumps(drivers),
-        "resource_list": json.dumps(sorted(resource.name for resource in config.resources if resource.driver)),
+        "resource_list": json.dumps(sorted(resource.name for resource in served)),
         "drivers": drivers,
+        "image_pull_secrets": None,
         "node_selector": {"kubernetes.io/os": "linux", **(how.node_selector or {})},
-        "no_drivers": True if not drivers else None,
+        "not_bridge": None if bridge else True,
+        "asks_agents": how.metrics_port and bridge,
         "nvidia": nvidia,
         "port_capabilities": ["NET_BIND_SERVICE"] if 0 < how.metrics_port < 1024 else None,
+        "priority_class": "system-node-critical",
         "privileged": True if reasons else None,
         "reasons": "; ".join(reasons),
         "root": root,
         "runtime_class": how.runtime_class or None,
         "runs_programs": how.own_command or lock.commands,
         "scheme": None if config.metrics.certificate is None else "HTTPS",
+        "service_account": how.name if bridge else None,
+        "token": None if bridge else False,
+        "tolerations": [{"operator": "Exists"}],
         "unprivileged": not reasons,
         "escalation": None if reasons else False,
-        "writes_status": how.claim_status and drivers,
     }
     template = yaml.safe_load(resources.files(__package__).joinpath("manifests.yaml").read_bytes())
     *first, device_class, config_map, daemon_set = template
-    classes = [_filled(device_class, {**values, **_class_values(how, one)}) for one in config.resources if one.driver]
+    classes = [_filled(device_class, {**values, **_class_values(how, one)}) for one in served]
     *first, daemon_set = _filled([*first, config_map, daemon_set], values)
     last = [first.pop(), daemon_set] if text else [daemon_set]
     pod = daemon_set["spec"]["template"]["spec"]
@@ -158,10 +170,11 @@ def _mount(pod: Object, name: str, path: str, kind: str, *, read_only: bool = Tr
     pod["containers"][0]["volumeMounts"].append(mount)
 
 
-def _arguments(how: Deployment, root: str) -> list[str]:
+def _arguments(how: Deployment, root: str, bridge: bool) -> list[str]:
     arguments = [] if how.own_command else ["run", "--config=/etc/dra-bridge/config.yaml"]
-    arguments += [f"--cdi-dir={how.cdi_directory}", "--cgroup-root=/host/sys/fs/cgroup"]
-    if how.claim_status:
+    arguments += [f"--cdi-dir={how.cdi_directory}"] if bridge else []
+    arguments.append("--cgroup-root=/host/sys/fs/cgroup")
+    if how.claim_status and bridge:
         arguments.append("--claim-status")
     if root != "/var/lib/kubelet":
         arguments += [f"--kubelet-root={root}", "--device-plugin-dir=/var/lib/kubelet/device-plugins"]

@@ -14,7 +14,9 @@ from pathlib import Path
 
 import pytest
 
-__all__ = ["ANY_CONFIG", "image_environment", "promtool", "running"]
+from tests.cluster import build
+
+__all__ = ["ANY_CONFIG", "image_environment", "promtool", "running", "tool"]
 
 promtool = pytest.mark.skipif(
     not shutil.which("promtool") and "CI" not in os.environ, reason="promtool (Debian: prometheus) is not installed"
@@ -27,10 +29,18 @@ DEADLINE = 120.0
 """Seconds after which a program is killed, so that reading what it says comes to an end."""
 
 
+def tool(program: str) -> pytest.MarkDecorator:
+    """Return what marks a test that runs one of `build.TOOLS`; in CI a missing one is built, or the test fails."""
+    there = (build.cache_directory() / f"{program}-{build.TOOLS[program].version}").exists()
+    return pytest.mark.skipif(
+        not there and "CI" not in os.environ, reason=f"`python -m tests.cluster.build {program}` builds {program}"
+    )
+
+
 def image_environment() -> dict[str, str]:
     """Return the variables that examples/Dockerfile sets: an agent runs with them in its image."""
     text = Path(__file__).parents[1].joinpath("examples", "Dockerfile").read_text()
-    (line,) = re.findall(r"^ENV (.+)$", text, re.MULTILINE)
+    (line,) = set(re.findall(r"^ENV (PYTHONOPTIMIZE.+)$", text, re.MULTILINE))
     return dict(variable.split("=", 1) for variable in line.split())
 
 

@@ -7,6 +7,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -16,6 +17,7 @@ from deviceplugin.metrics.collectors import LOOP_TIMEOUT
 from deviceplugin.testing import FakeKubelet
 from deviceplugin.version import VERSION
 from dra_bridge.manifests import Deployment, manifests
+from tests.cluster.node import FEATURE_GATES
 from tests.programs import running
 
 ROOT = Path(__file__).parent.parent
@@ -57,14 +59,6 @@ def test_twenty_lines_are_a_plugin(fake_kubelet: FakeKubelet, twenty: subprocess
     assert twenty.returncode == 0
 
 
-def test_readmes_file_is_valid() -> None:
-    """The README's config files can be used."""
-    texts = [block for block in blocks("yaml") if "devices:" in block]
-    assert len(texts) == 2
-    for text in texts:
-        assert config.parse(text, "README.md").resources
-
-
 @pytest.mark.parametrize("path", sorted(EXAMPLES.glob("0*.yaml")), ids=lambda path: path.name)
 def test_example_files_are_valid(path: Path) -> None:
     """Each config file among the examples can be used, and is in their README."""
@@ -90,6 +84,29 @@ def test_daemonset_carries_a_valid_file_and_runs_it() -> None:
         <= daemonset["spec"]["template"]["metadata"]["labels"].items()
     )
     assert daemonset["spec"]["updateStrategy"]["rollingUpdate"]["maxSurge"] == 0
+
+
+def test_daemonset_has_the_rights_of_a_plugin_alone() -> None:
+    """examples/daemonset.yaml has the privileges, mounts and token of what `manifests` prints for its file."""
+
+    def rights(daemonset: dict[str, Any]) -> dict[str, Any]:
+        pod = daemonset["spec"]["template"]["spec"]
+        (container,) = pod["containers"]
+        paths = {one["name"]: one["hostPath"]["path"] for one in pod["volumes"] if "hostPath" in one}
+        mounts = {paths[one["name"]]: {**one, "name": ""} for one in container["volumeMounts"] if one["name"] in paths}
+        return {"mounts": mounts, **container["securityContext"], "token": pod["automountServiceAccountToken"]}
+
+    map_, daemonset = yaml.safe_load_all((EXAMPLES / "daemonset.yaml").read_text())
+    text = map_["data"]["config.yaml"]
+    assert rights(daemonset) == rights(manifests(config.parse(text), text)[-1])
+
+
+@pytest.mark.parametrize("path", sorted((EXAMPLES / "claims").glob("*.yaml")), ids=lambda path: path.name)
+def test_examples_of_claims_start_anywhere(path: Path) -> None:
+    """Their image is one that every cluster can pull, in a version that stays."""
+    images = re.findall(r"image: (\S+)", path.read_text())
+    assert images
+    assert all(re.fullmatch(r"[a-z]+:[0-9.]+", image) for image in images)
 
 
 def test_probes_wait_longer_than_the_agent_takes() -> None:
@@ -164,23 +181,63 @@ def test_issue_forms_are_yaml(path: Path) -> None:
 
 
 DOCUMENTS = [
-    "README.md",
-    "CONTRIBUTING.md",
-    "CHANGELOG.md",
-    "SECURITY.md",
-    "docs/architecture.md",
-    "docs/sources.md",
+    *(path.relative_to(ROOT).as_posix() for path in sorted(ROOT.glob("*.md"))),
+    *(path.relative_to(ROOT).as_posix() for path in sorted((ROOT / "docs").rglob("*.md"))),
     "examples/README.md",
+    "examples/monitoring/README.md",
 ]
+
+
+def anchors(text: str) -> set[str]:
+    """The anchors of a document's headings, as GitHub makes them, and those that are named."""
+    heads = re.findall(r"^#+ (.+)$", re.sub(r"^```.*?^```", "", text, flags=re.MULTILINE | re.DOTALL), re.MULTILINE)
+    named = set(re.findall(r"^\((\S+)\)=$", text, re.MULTILINE))
+    return named | {re.sub(r"[^\w\- ]", "", head).strip().lower().replace(" ", "-") for head in heads}
 
 
 @pytest.mark.parametrize("name", DOCUMENTS)
 def test_links_lead_somewhere(name: str) -> None:
-    """Every relative link in a document leads to a file of this repository."""
+    """Every relative link in a document leads to a file of this repository, and to a heading in it."""
     document = ROOT / name
-    links = re.findall(r"\]\(([^)#]+)", document.read_text())
-    missing = [link for link in links if "://" not in link and not (document.parent / link).exists()]
-    assert not missing
+    for link in re.findall(r"\]\(([^)]+)\)", document.read_text()):
+        path, _, anchor = link.partition("#")
+        if "://" in path:
+            continue
+        target = document.parent / path if path else document
+        assert target.exists(), link
+        assert not anchor or anchor in anchors(target.read_text()), link
+
+
+def test_pages_are_on_the_index() -> None:
+    """Every page of docs/ is in a table of docs/index.md or docs/devices.md, and in that page's table of contents."""
+    for directory, page in (("", "index.md"), ("devices/", "devices.md")):
+        index = (ROOT / "docs" / page).read_text()
+        for path in (ROOT / "docs" / directory).glob("*.md"):
+            if path.name != "index.md":
+                assert f"]({directory}{path.name})" in index, path.name
+                assert f"\n{directory}{path.stem}\n" in index, path.name
+
+
+WITH_FILES = [
+    *("README.md", "docs/devices.md", "docs/limits-to-claims.md"),
+    *(f"docs/devices/{one.name}" for one in (ROOT / "docs" / "devices").iterdir()),
+]
+
+
+@pytest.mark.parametrize("name", WITH_FILES)
+def test_config_files_on_pages_are_valid(name: str) -> None:
+    """Each config file on a page can be used."""
+    texts = [block for block in blocks("yaml", (ROOT / name).read_text()) if re.match(r"(#.*\n)?resources:", block)]
+    assert texts
+    for text in texts:
+        assert config.parse(text, name).resources
+
+
+def test_support_page_names_every_feature() -> None:
+    """The support matrix has each feature gate that the real node switches on, with its version."""
+    page = (ROOT / "docs" / "support.md").read_text()
+    found = dict(re.findall(r"^\|[^|]+\| `(\w+)` \| 1\.(\d+) \|", page, re.MULTILINE))
+    assert found == {name: str(since) for name, since in FEATURE_GATES.items()}
 
 
 def run_as_tests(directory: Path, code: str) -> None:

@@ -322,8 +322,9 @@ class Registration:
                 if has_directory := self._has_directory():
                     self._log_once("kubelet", f"waiting for the kubelet ({self._kubelet} is not there)")
                 else:
-                    hint = f"no directory {self._kubelet.parent}; --kubelet-root and --device-plugin-dir say where it is"
-                    self._log_once("directory", f"waiting for the kubelet: {hint}", logging.WARNING)
+                    hint = "--kubelet-root and --device-plugin-dir say where it is"
+                    missing = f"waiting for the kubelet: no directory {self._kubelet.parent}; {hint}"
+                    self._log_once("directory", missing, logging.WARNING)
                 if not seen.served and has_directory:
                     await self._server.serve()  # before the kubelet makes its socket: it deletes others first
             elif step is Step.REST and seen.since >= timing.patience:

@@ -28,8 +28,8 @@ UID_LENGTH: Final = 8
 
 RESTARTING: Final = "if the name is right, its agent may be restarting, or has not run there"
 COUNTED_TWICE: Final = (
-    "a withheld device leaves allocatable, and what its pod asks for is subtracted as well: to the scheduler one more is "
-    "taken, until that pod ends"
+    "a withheld device leaves allocatable, and what its pod asks for is subtracted as well: to the scheduler one more "
+    "is taken, until that pod ends"
 )
 
 
@@ -247,7 +247,7 @@ def obstacles(view: NodeView) -> list[str]:
             found.append(f"{device.name} ({device.state.value}) waits for {waits}{held}")
     if not found and distance(view):
         holders = ", ".join(f"{one.name} held by {one.holder}" for one in view.devices if one.holder)
-        found.append(f"devices move when they are idle: {holders}" if holders else "its agent has yet to begin the moves")
+        found.append(f"devices move when they are idle: {holders}" if holders else "its agent has yet to move devices")
     return found
 
 

@@ -5,14 +5,18 @@ that Kubernetes version and of the one etcd and containerd that serve all of the
 
     python -m tests.cluster.build              # the default version
     python -m tests.cluster.build 1.32.2 1.35.4
+    python -m tests.cluster.build helm         # what tests of the chart run; actionlint
 
-``ensure_peer(name)`` does the same for a driver or plugin of others that the agent is compared with (``PEERS``).
+``ensure_peer(name)`` does the same for a driver or plugin of others that the agent is compared with (``PEERS``),
+and ``ensure_tool(name)`` for programs that tests of files run (``TOOLS``).
 
 Everything comes as ordinary Go modules, so a Go tool chain and a module proxy are all it takes. The cache lies outside
 the work tree, in ``$XDG_CACHE_HOME/deviceplugin-cluster`` (``~/.cache`` when unset): ``<kubernetes version>/bin``,
-``etcd-<version>/bin`` and ``containerd-<version>/bin``. Each of these directories appears by one rename after its last
-program is there, so a build that was killed never looks complete; a lock per directory keeps two runs from building
-the same thing twice. A cold build of one version takes 5 to 10 minutes on two cores.
+``etcd-<version>/bin``, ``containerd-<version>/bin`` and so on. Each of these directories appears by one rename after
+its last program is there, so a build that was killed never looks complete; a lock per directory keeps two runs from
+building the same thing twice. A cold build of one version takes 5 to 10 minutes on two cores.
+
+The agents' image needs Debian's packages of its release and wheels from PyPI as well (``ensure_python``).
 
 How Kubernetes builds as a module: its ``go.mod`` names its staging modules (``k8s.io/api`` and so on) as ``v0.0.0`` and
 replaces them by directories, and a replace of a dependency does not count. The generated main module therefore replaces
@@ -24,16 +28,18 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import hashlib
 import json
 import os
+import platform
 import re
 import shutil
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 
 DEFAULT_VERSION = "1.36.3"
@@ -46,6 +52,9 @@ CONTAINERD_PROGRAMS = ("containerd", "containerd-shim-runc-v2", "ctr")
 PEER_SOURCES = "PEER_SOURCES"
 """The variable that names a directory of git repositories, for peers that the module proxy does not have."""
 
+EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
+DEBIAN = "http://deb.debian.org/debian"
+DEBIAN_KEYS = "/usr/share/keyrings/debian-archive-keyring.gpg"
 CNI_DIRECTORIES = ("/usr/lib/cni", "/opt/cni/bin")
 CNI_PLUGINS = ("ptp", "host-local", "loopback")
 
@@ -110,6 +119,34 @@ PEERS = {
     ),
 }
 """What the agent is compared with, by the program's name."""
+
+
+@dataclass(frozen=True)
+class Tool:
+    """A Go program that reads files of this repository. stamps: values of its variables, by their full names."""
+
+    package: str
+    version: str
+    stamps: Mapping[str, str] = field(default_factory=dict)
+
+
+TOOLS = {
+    "actionlint": Tool("github.com/rhysd/actionlint/cmd/actionlint", "1.7.12"),
+    "helm": Tool(
+        "helm.sh/helm/v3/cmd/helm",
+        "3.22.0",
+        {
+            "helm.sh/helm/v3/internal/version.version": "v3.22.0",
+            # The version that `helm template` and `helm lint` take the cluster to have.
+            **{
+                f"helm.sh/helm/v3/pkg/{package}.k8sVersion{part}": value
+                for package in ("chartutil", "lint/rules")
+                for part, value in (("Major", "1"), ("Minor", DEFAULT_VERSION.split(".")[1]))
+            },
+        },
+    ),
+}
+"""By the program's name."""
 
 
 def default_version() -> str:
@@ -260,6 +297,73 @@ def _make_containerd(work: Path, into: Path) -> None:
     )
 
 
+def _make_tool(program: str, tool: Tool) -> Callable[[Path, Path], None]:
+    def make(work: Path, into: Path) -> None:
+        (work / "go.mod").write_text("module scratch\n\ngo 1.24\n")
+        _run(["go", "get", "-tool", f"{tool.package}@v{tool.version}"], work)
+        flags = " ".join(["-s", "-w", *(f"-X {name}={value}" for name, value in tool.stamps.items())])
+        build = ["go", "build", "-trimpath", "-ldflags", flags, "-o", str(into / program), tool.package]
+        _run(build, work, CGO_ENABLED="0")
+
+    return make
+
+
+def ensure_tool(program: str) -> Path:
+    """Return the path of one of TOOLS, built as needed. Raises BuildError: it cannot be had."""
+    tool = TOOLS[program]
+    return _built(f"{program}-{tool.version}", (program,), _make_tool(program, tool)) / program
+
+
+def image_base() -> tuple[str, str]:
+    """Return the Python and the Debian release of the agents' image, 3.13 and trixie, say."""
+    found = re.search(r"^ARG BASE=python:([\d.]+)-slim-(\w+)@", (EXAMPLES / "Dockerfile").read_text(), re.MULTILINE)
+    if found is None:
+        raise BuildError("examples/Dockerfile does not name a base image with its Python and Debian release")
+    return found[1], found[2]
+
+
+def _make_python(version: str, release: str) -> Callable[[Path, Path], None]:
+    def make(work: Path, into: Path) -> None:
+        for name in ("lists/partial", "archives/partial"):
+            (work / name).mkdir(parents=True)
+        (work / "status").touch()
+        (work / "sources.list").write_text(
+            f"deb [signed-by={DEBIAN_KEYS}] http://deb.debian.org/debian {release} main\n"
+        )
+        places = {
+            "Dir::State::Lists": "lists",
+            "Dir::State::status": "status",
+            "Dir::Cache::archives": "archives",
+            "Dir::Etc::SourceList": "sources.list",
+        }
+        apt = ["apt-get", *(f"-o{option}={work / name}" for option, name in places.items())]
+        apt += ["-oDir::Etc::SourceParts=/dev/null", "-oDir::Cache::pkgcache=", "-oDir::Cache::srcpkgcache="]
+        _run([*apt, "update"], work)
+        # bash and libc-bin have ldd, by which tree.py finds libraries.
+        packages = [f"python{version}-minimal", f"libpython{version}-stdlib", "bash", "libc-bin", "libstdc++6"]
+        _run([*apt, "install", "-y", "--download-only", "--no-install-recommends", *packages], work)
+        for archive in sorted((work / "archives").glob("*.deb")):
+            _run(["dpkg-deb", "--extract", str(archive), str(into)], work)
+        machine = platform.machine()
+        fits = [f"--platform=manylinux{glibc}_{machine}" for glibc in ("_2_28", "_2_17", "2014")]
+        fits += [f"--abi={abi}" for abi in (f"cp{version.replace('.', '')}", "abi3", "none")]
+        install = [sys.executable, "-m", "pip", "install", "--quiet", "--no-compile", "--no-deps", "--require-hashes"]
+        install += ["--only-binary=:all:", f"--python-version={version}", "--implementation=cp", *fits]
+        _run([*install, f"--target={into / 'site'}", f"--requirement={EXAMPLES / 'image' / 'requirements.txt'}"], work)
+
+    return make
+
+
+def ensure_python() -> Path:
+    """Return the root of a file system with the agents' image's Python, and in /site what its lock names.
+
+    It is made of the Debian release's packages, for the base image itself cannot be pulled where the tests run.
+    """
+    version, release = image_base()
+    lock = hashlib.sha256((EXAMPLES / "image" / "requirements.txt").read_bytes()).hexdigest()[:10]
+    return _built(f"python-{version}-{lock}", (f"usr/bin/python{version}",), _make_python(version, release))
+
+
 def _make_peer(program: str, peer: Peer) -> Callable[[Path, Path], None]:
     package = str(Path(peer.module) / peer.package)
     build = ["go", "build", "-trimpath", "-ldflags=-s -w", "-o", program]
@@ -376,6 +480,8 @@ def ensure(version: str | None = None) -> Binaries:
     ensure_packages()
     etcd = _built(f"etcd-{ETCD_VERSION}", ("etcd",), _make_etcd)
     containerd = _built(f"containerd-{CONTAINERD_VERSION}", CONTAINERD_PROGRAMS, _make_containerd)
+    ensure_tool("helm")
+    ensure_python()
     kubernetes = _built(version, KUBERNETES_PROGRAMS, _make_kubernetes(version))
     cni = find_cni()
     assert cni is not None
@@ -383,9 +489,12 @@ def ensure(version: str | None = None) -> Binaries:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Build the given versions, one after another."""
+    """Build the given versions and tools, one after another."""
     try:
         for version in arguments or (default_version(),):
+            if version in TOOLS:
+                print(f"{version}: {ensure_tool(version)}")
+                continue
             binaries = ensure(version)
             print(f"{version}: {binaries.kubernetes} {binaries.etcd} {binaries.containerd}")
     except BuildError as error:

@@ -9,14 +9,17 @@ gates take a Cluster in place of the one before. It keeps them until a test want
 from __future__ import annotations
 
 import json
+import re
+import tempfile
 from collections.abc import Callable, Generator, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.cluster import build, isolate, matrix
+from tests.cluster import build, image, isolate, matrix
 from tests.cluster.node import COMPONENTS, Cluster, ClusterError
+from tests.programs import image_environment
 
 _LOGS = pytest.StashKey[list[Path]]()
 _SHARED = pytest.StashKey["Shared"]()
@@ -105,6 +108,26 @@ def make_cluster(shared_cluster: Shared) -> Iterator[Callable[..., Cluster]]:
 def cluster(make_cluster: Callable[..., Cluster]) -> Cluster:
     """The session's cluster, with nothing on it but the node."""
     return make_cluster()
+
+
+@pytest.fixture(scope="session")
+def archive() -> Iterator[Path]:
+    """The image that examples/Dockerfile describes, under two tags."""
+    text = (Path(__file__).parents[2] / "examples" / "Dockerfile").read_text()
+    (entrypoint,) = re.findall(r"^ENTRYPOINT (.+)$", text, re.MULTILINE)
+    with tempfile.TemporaryDirectory() as directory:
+        path = Path(directory) / "agent.tar"
+        image.write_agent(path, json.loads(entrypoint), image.AGENTS, image_environment())
+        yield path
+
+
+@pytest.fixture
+def node(cluster: Cluster, archive: Path) -> Cluster:
+    """A node with the image."""
+    if cluster.minor < 34:
+        pytest.skip("manifests are printed for resource.k8s.io/v1, which came with 1.34")
+    cluster.import_image(archive)
+    return cluster
 
 
 @pytest.hookimpl(wrapper=True)

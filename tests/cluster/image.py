@@ -1,32 +1,29 @@
 """Images for the pods of a cluster, as OCI archives, for nothing can be pulled.
 
-``IMAGE`` is a static busybox, which pods of tests run. An agent's image is made of what this process itself runs on:
-its Python, our packages and the distributions that they require, and the shared libraries that all these need.
+``IMAGE`` is a static busybox, which pods of tests run. An agent's image is that of examples/Dockerfile as far as it can
+be made without its base image: the same Python and Debian release, from Debian's packages; the same versions of what
+the packages require; and the same script, examples/image/tree.py, chooses the files.
 """
 
 from __future__ import annotations
 
-import configparser
 import hashlib
-import importlib.metadata
-import importlib.util
 import io
 import json
 import os
 import platform
-import re
 import shutil
 import subprocess
-import sys
-import sysconfig
 import tarfile
 import tempfile
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from packaging.requirements import Requirement
+from tests.cluster import build
 
 IMAGE = "localhost/busybox:1"
+AGENTS = ("localhost/deviceplugin:1", "localhost/deviceplugin:2")
+"""The names of one agent's image, so that tests can roll another one out."""
 
 _ARCHITECTURES = {"x86_64": "amd64", "aarch64": "arm64"}
 _LAYER = "application/vnd.oci.image.layer.v1.tar"
@@ -34,9 +31,8 @@ _CONFIG = "application/vnd.oci.image.config.v1+json"
 _MANIFEST = "application/vnd.oci.image.manifest.v1+json"
 
 _REPOSITORY = Path(__file__).resolve().parents[2]
-_SITE = "/opt/site"
-# Of the standard library, what no agent imports and what makes it big.
-_LEFT_OUT = {"test", "idlelib", "tkinter", "turtledemo", "lib2to3", "ensurepip", "site-packages", "dist-packages"}
+EXTRAS = ("bridge", "nvidia")
+"""Of our distribution: what it requires with these is in an agent's image."""
 
 
 def _file(archive: tarfile.TarFile, name: str, data: bytes, mode: int = 0o644) -> None:
@@ -83,107 +79,45 @@ def write_busybox(busybox: str, path: Path) -> None:
 
 
 def write_agent(
-    path: Path,
-    extras: Iterable[str],
+    into: Path,
     entrypoint: Sequence[str],
     names: Sequence[str],
     environment: Mapping[str, str],
 ) -> None:
-    """Write an image with this process's Python and our packages, under several names.
+    """Write an agent's image under several names; as root, for it is made in a chroot.
 
-    extras: of our distribution, what it requires with these is there, and nothing else that this environment has.
     environment: variables of the image; its bytecode is compiled with them.
-    Python and libraries lie where they lie on this machine, so that they find each other.
     """
-    python = os.path.realpath(sys.executable)
-    standard = {sysconfig.get_path("stdlib"), sysconfig.get_path("platstdlib")}
+    root = build.ensure_python()
+    python = f"/usr/bin/python{build.image_base()[0]}"
     buffer = io.BytesIO()
     with (
-        tempfile.TemporaryDirectory() as directory,
-        tempfile.TemporaryDirectory() as compiled,
+        # In the file system of the cache, so that nothing is copied.
+        tempfile.TemporaryDirectory(prefix=".image-", dir=build.cache_directory()) as directory,
         tarfile.open(fileobj=buffer, mode="w") as archive,
     ):
-        site = Path(directory)
-        scripts = _install(site, extras)
-        sources = {source: _SITE + source.removeprefix(directory) for source in _below(directory)}
-        sources |= {source: source for top in standard for source in _below(top, without=_LEFT_OUT)}
-        files = {python: python, **sources, **_compiled(sources, Path(compiled), environment)}
-        files |= {source: source for source in _libraries(files)}
+        inside = Path(directory) / "root"
+        subprocess.run(["cp", "--archive", "--link", root, inside], check=True, stdin=subprocess.DEVNULL)
+        shutil.copy(_REPOSITORY / "examples" / "image" / "tree.py", inside)
+        for package in ("deviceplugin", "dra_bridge"):
+            shutil.copytree(
+                _REPOSITORY / package, inside / "site" / package, ignore=shutil.ignore_patterns("__pycache__")
+            )
+        command = ["chroot", str(inside), python, "/tree.py", "/site", "/tree"]
+        subprocess.run(command, check=True, env={"PATH": os.environ["PATH"], **environment}, stdin=subprocess.DEVNULL)
         _begin(archive)
-        for source, target in files.items():
-            archive.add(os.path.realpath(source), target.lstrip("/"), recursive=False, filter=_of_root)
-        for name, (module, function) in scripts.items():
-            text = f"#!{python}\nimport sys\n\nfrom {module} import {function}\n\nsys.exit({function}())\n"
-            _file(archive, f"usr/local/bin/{name}", text.encode(), 0o755)
-        _link(archive, "usr/local/bin/python", python)
-    variables = {"PATH": "/usr/local/bin:/bin", "PYTHONPATH": _SITE, **environment}
+        for path in sorted((inside / "tree").rglob("*")):
+            if not path.is_dir():
+                archive.add(path, path.relative_to(inside / "tree"), recursive=False, filter=_of_root)
+    variables = {"PATH": "/usr/local/bin", "PYTHONPATH": "/opt/site", **environment}
     config = {"Entrypoint": list(entrypoint), "Env": [f"{name}={value}" for name, value in variables.items()]}
-    _write(path, buffer.getvalue(), config, names)
+    _write(into, buffer.getvalue(), config, names)
 
 
 def _of_root(entry: tarfile.TarInfo) -> tarfile.TarInfo:
     entry.uid = entry.gid = 0
     entry.uname = entry.gname = ""
     return entry
-
-
-def _below(top: str, without: Collection[str] = ()) -> Iterator[str]:
-    """The files in a directory and below, without directories of these names and what only makes an image big."""
-    for directory, names, files in os.walk(top):
-        names[:] = [name for name in names if name not in without]
-        for name in files:
-            if not re.search(r"\.pyc$|\.a$|^_tkinter\.", name):
-                yield os.path.join(directory, name)
-
-
-def _compiled(sources: Mapping[str, str], directory: Path, environment: Mapping[str, str]) -> dict[str, str]:
-    """Compile modules into a directory; return where each file of bytecode belongs, beside its module's place."""
-    modules = "\n".join(source for source in sources if source.endswith(".py"))
-    python = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
-    python |= {**environment, "PYTHONPYCACHEPREFIX": str(directory)}
-    # Some distributions ship templates that are no Python; nothing imports these.
-    command = [sys.executable, "-m", "compileall", "-qq", "-j", "2", "-i", "-"]
-    subprocess.run(command, input=modules, env=python, text=True)
-    places = {}
-    for source, target in sources.items():
-        if source.endswith(".py"):
-            optimization = environment.get("PYTHONOPTIMIZE", "")
-            name = os.path.basename(importlib.util.cache_from_source(source, optimization=optimization))
-            file = f"{directory}{os.path.dirname(source)}/{name}"
-            if os.path.exists(file):
-                places[file] = f"{os.path.dirname(target)}/__pycache__/{name}"
-    return places
-
-
-def _install(site: Path, extras: Iterable[str]) -> dict[str, tuple[str, str]]:
-    """Copy our packages and what they require; return our console scripts: module and function by name."""
-    for package in ("deviceplugin", "dra_bridge"):
-        shutil.copytree(_REPOSITORY / package, site / package, ignore=shutil.ignore_patterns("__pycache__"))
-    ours = configparser.ConfigParser()
-    ours.read(_REPOSITORY / "setup.cfg")  # what is installed may be older
-    lists = [ours["options"]["install_requires"], *(ours["options.extras_require"][extra] for extra in extras)]
-    wanted = [Requirement(line) for text in lists for line in text.split("\n") if line]
-    seen: set[tuple[str, str]] = set()
-    while wanted:
-        one = wanted.pop()
-        distribution = importlib.metadata.distribution(one.name)
-        for extra in {"", *one.extras} - {extra for name, extra in seen if name == one.name}:
-            seen.add((one.name, extra))
-            required = map(Requirement, distribution.requires or ())
-            wanted += [dep for dep in required if dep.marker is None or dep.marker.evaluate({"extra": extra})]
-        for file in distribution.files or ():
-            if ".." not in file.parts and not (site / file).exists():
-                (site / file).parent.mkdir(parents=True, exist_ok=True)
-                shutil.copy2(str(file.locate()), site / file)
-    scripts = (line.split(" = ") for line in ours["options.entry_points"]["console_scripts"].split("\n") if line)
-    return {name: (target.partition(":")[0], target.partition(":")[2]) for name, target in scripts}
-
-
-def _libraries(files: Iterable[str]) -> set[str]:
-    """The shared libraries that these programs and extensions load, the loader included."""
-    loading = [file for file in files if re.search(r"\.so[.\d]*$|/bin/", file)]
-    done = subprocess.run(["ldd", *loading], stdin=subprocess.DEVNULL, capture_output=True, text=True)
-    return set(re.findall(r"^\s+(?:\S+ => )?(/\S+) \(0x", done.stdout, re.MULTILINE)) - set(loading)
 
 
 def _write(path: Path, layer: bytes, how: Mapping[str, object], names: Sequence[str]) -> None:

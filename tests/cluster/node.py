@@ -440,6 +440,12 @@ class Cluster:
 
         self.wait_for(imported, timeout, "containerd takes an image", log="containerd")
 
+    def tag_image(self, name: str, other: str) -> None:
+        """Let pods run an image under another name as well."""
+        done = self._ctr("images", "tag", "--force", name, other)
+        if done.returncode != 0:
+            raise ClusterError(f"ctr images tag: {done.stderr.strip()}")
+
     def _ctr(self, *arguments: str) -> subprocess.CompletedProcess[str]:
         address = f"{self.directory}/containerd.sock"
         argv = [self.binaries.path("ctr"), "--address", address, "--namespace", "k8s.io", *arguments]

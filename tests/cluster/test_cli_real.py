@@ -393,3 +393,18 @@ def test_an_operator_changes_nothing_of_a_node_but_shares(cluster: Cluster) -> N
         annotate(cluster, {"there": None, SHARE: None})
         for object_ in reversed(applied):
             cluster.api.delete(object_["kind"], object_["metadata"]["name"], "default", object_["apiVersion"])
+
+
+def test_kubectl_runs_it(bridge: Bridge, kubeconfig: Path) -> None:
+    """`kubectl dra-bridge` is what `pip install` put beside Python, and shows what `dra-bridge` shows."""
+    programs = Path(sys.executable).parent
+    assert (programs / "kubectl-dra_bridge").exists(), "installed before it was added: pip install -e '.[bridge,cli]'"
+    bridge.wait_offered(0)
+    environment = {**os.environ, "PATH": f"{programs}:{os.environ['PATH']}", "KUBECONFIG": str(kubeconfig)}
+    command = [bridge.cluster.binaries.path("kubectl"), "dra-bridge", "status", "--driver", DRIVER, "-o", "json"]
+    done = subprocess.run(command, env=environment, stdin=subprocess.DEVNULL, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    (node,) = json.loads(done.stdout)["nodes"]
+    assert node["node"] == bridge.cluster.node_name
+    wrong = subprocess.run([command[0], "dra-bridge", "stat"], env=environment, capture_output=True, text=True)
+    assert "usage: kubectl dra-bridge" in wrong.stderr

@@ -21,7 +21,7 @@ import time
 import urllib.request
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import pytest
 import yaml
@@ -31,7 +31,6 @@ from deviceplugin.sources.path import device_id
 from tests.cluster import image, isolate
 from tests.cluster.bridge import Bridge
 from tests.cluster.node import Cluster, Pod
-from tests.programs import image_environment
 
 DRIVER = "board.example.net"
 RESOURCE = "example.net/board"
@@ -39,7 +38,7 @@ NAMESPACE = "dra-bridge"
 SHARE = f"{DRIVER}/dra-share"
 BOARDS = Path(isolate.DEVICES) / "boards"
 COUNT = 4
-IMAGES = ("localhost/deviceplugin:1", "localhost/deviceplugin:2")
+IMAGES = image.AGENTS
 EXAMPLES = Path(__file__).parents[2] / "examples"
 WRITABLE = [Path("/var/lib/kubelet") / name for name in ("device-plugins", f"plugins/{DRIVER}", "plugins_registry")] + [
     Path("/var/run/cdi")
@@ -47,27 +46,6 @@ WRITABLE = [Path("/var/lib/kubelet") / name for name in ("device-plugins", f"plu
 """The host's directories that an agent in a pod may write to."""
 PATIENCE = 120.0
 """Seconds that a container may take to come up on a busy machine."""
-
-
-@pytest.fixture(scope="session")
-def archive() -> Iterator[Path]:
-    """The image that examples/Dockerfile describes, under two tags."""
-    text = (EXAMPLES / "Dockerfile").read_text()
-    (extras,) = re.findall(r"/src\[([a-z,]+)\]", text)
-    (entrypoint,) = re.findall(r"^ENTRYPOINT (.+)$", text, re.MULTILINE)
-    with tempfile.TemporaryDirectory() as directory:
-        path = Path(directory) / "agent.tar"
-        image.write_agent(path, extras.split(","), json.loads(entrypoint), IMAGES, image_environment())
-        yield path
-
-
-@pytest.fixture
-def node(cluster: Cluster, archive: Path) -> Cluster:
-    """A node with the image."""
-    if cluster.minor < 34:
-        pytest.skip("manifests are printed for resource.k8s.io/v1, which came with 1.34")
-    cluster.import_image(archive)
-    return cluster
 
 
 def ready(pod: Pod) -> bool:
@@ -86,6 +64,9 @@ def process_of(pod: Pod) -> int:
     command = ["runc", "--root", "/run/containerd/runc/k8s.io", "state", pod.container_id()]
     done = subprocess.run(command, check=True, stdin=subprocess.DEVNULL, capture_output=True)
     return int(json.loads(done.stdout)["pid"])
+
+
+D = TypeVar("D", bound="Deployed")
 
 
 class Deployed(Bridge):
@@ -158,7 +139,7 @@ class Deployed(Bridge):
 
 
 @contextlib.contextmanager
-def deployment(node: Cluster, numbers: Sequence[int], **fields: Any) -> Iterator[Deployed]:
+def deployment(kind: type[D], node: Cluster, numbers: Sequence[int], **fields: Any) -> Iterator[D]:
     """The agent's DaemonSet with a device of each of these numbers, half of them on each side.
 
     fields: more of the resource.
@@ -175,7 +156,7 @@ def deployment(node: Cluster, numbers: Sequence[int], **fields: Any) -> Iterator
         "dra": {"share": "50%"},
         **fields,
     }
-    made = Deployed(node, directory, [resource])
+    made = kind(node, directory, [resource])
     try:
         made.agent()
         yield made
@@ -195,7 +176,7 @@ def deployment(node: Cluster, numbers: Sequence[int], **fields: Any) -> Iterator
 @pytest.fixture
 def deployed(node: Cluster) -> Iterator[Deployed]:
     """The agent's DaemonSet with four devices, two on each side."""
-    with deployment(node, [os.makedev(1, 5)] * COUNT) as made:
+    with deployment(Deployed, node, [os.makedev(1, 5)] * COUNT) as made:
         yield made
 
 
@@ -301,7 +282,7 @@ def test_unprivileged_agent_has_what_it_needs_and_no_more(deployed: Deployed) ->
 def test_privileged_agent_opens_devices_for_both_sides(node: Cluster) -> None:
     """With `probe: open` the agent is privileged and says why; without the privilege it cannot tell the health."""
     numbers = [os.stat(path).st_rdev for path in ("/dev/fuse", "/dev/loop-control")]
-    with deployment(node, numbers, health={"probe": "open", "period": 1}) as deployed:
+    with deployment(Deployed, node, numbers, health={"probe": "open", "period": 1}) as deployed:
         agent = deployed.agent()
         reason = f"{RESOURCE}: `health.probe: open` opens device nodes"
         assert agent.object["metadata"]["annotations"]["dra-bridge/privileged-because"] == reason

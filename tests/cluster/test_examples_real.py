@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
 
+from tests.cluster import image
 from tests.cluster.bridge import Bridge, env_of
 from tests.cluster.node import Cluster
 
@@ -20,6 +22,13 @@ def resources(share: str | int) -> dict[str, Any]:
     return {**resource, "dra": {"share": share}}
 
 
+def containers(objects: Iterable[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+    """Yield the containers of the pods among some objects."""
+    for body in objects:
+        spec = body["spec"]["template"]["spec"] if "template" in body.get("spec", {}) else body.get("spec", {})
+        yield from spec.get("containers", ())
+
+
 @pytest.mark.parametrize("example", CLAIMS, ids=[path.stem for path in CLAIMS])
 def test_example_runs(cluster: Cluster, example: Path) -> None:
     """What an example of claims makes starts, with a device in each container."""
@@ -28,6 +37,8 @@ def test_example_runs(cluster: Cluster, example: Path) -> None:
     with Bridge.running(cluster, resources("all")) as bridge:
         bridge.wait_offered(8)
         objects = list(yaml.safe_load_all(example.read_text()))
+        for container in containers(objects):
+            container["image"] = image.IMAGE  # nothing can be pulled here
         cluster.apply(objects)
         for body in objects:
             if body["kind"] == "Pod":

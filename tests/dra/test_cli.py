@@ -20,6 +20,7 @@ from typing import Any
 import pytest
 import yaml
 
+import deviceplugin.cli
 from deviceplugin import config
 from dra_bridge import cli
 from dra_bridge.handover.share import parse_share
@@ -314,6 +315,19 @@ def test_manifests_for_older_servers(tmp_path: Path, capsys: pytest.CaptureFixtu
     (device_class,) = (one for one in yaml.safe_load_all(capsys.readouterr().out) if one["kind"] == "DeviceClass")
     assert device_class["apiVersion"] == "resource.k8s.io/v1beta1"
     assert "extendedResourceName" not in device_class["spec"]
+
+
+def test_manifests_of_a_plugin_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """What is printed for limits alone is a command line that `deviceplugin` takes."""
+    file = tmp_path / "config.yaml"
+    file.write_text(CONFIG)
+    assert cli.main(["manifests", "--config", str(file), "--plugin-only", "--kubelet-root", "/var/lib/k0s"]) == 0
+    (_, _, daemons) = yaml.safe_load_all(capsys.readouterr().out)
+    (container,) = daemons["spec"]["template"]["spec"]["containers"]
+    assert container["command"] == ["deviceplugin"]
+    arguments = [one for one in container["args"] if not one.startswith("--config=")]
+    assert deviceplugin.cli.main([*arguments, f"--config={tmp_path / 'none.yaml'}"]) == 2
+    assert "cannot be read" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("content", [None, "resources: 5\n"])

@@ -192,8 +192,21 @@ def test_without_drivers_nothing_of_dra_is_written() -> None:
     (container,) = agent["spec"]["template"]["spec"]["containers"]
     writable = [one["mountPath"] for one in container["volumeMounts"] if not one.get("readOnly")]
     assert writable == ["/var/lib/kubelet/device-plugins"]
-    operator = of_kind(objects, "ClusterRole")[1]
-    assert all("patch" not in rule["verbs"] for rule in operator["rules"])
+    assert [one["kind"] for one in objects] == ["Namespace", "ConfigMap", "DaemonSet"]
+    assert container["command"] == ["deviceplugin"]
+    pod = agent["spec"]["template"]["spec"]
+    assert pod["automountServiceAccountToken"] is False
+    assert "serviceAccountName" not in pod
+
+
+def test_a_plugin_alone_by_the_administrator(config: Config) -> None:
+    """What names drivers is served to limits alone if the deployment says so, with nothing of the API server."""
+    objects = manifests(config, TEXT, Deployment(plugin_only=True, claim_status=True))
+    assert [one["kind"] for one in objects] == ["Namespace", "ConfigMap", "DaemonSet"]
+    (container,) = objects[-1]["spec"]["template"]["spec"]["containers"]
+    assert container["command"] == ["deviceplugin"]
+    assert not [one for one in container["args"] if one.startswith(("--cdi-dir", "--claim-status"))]
+    assert not [one for one in container["volumeMounts"] if "/plugins" in one["mountPath"]]
 
 
 def agent_of(fields: str, entry: str = "path: /dev/x", **how: Any) -> dict[str, Any]:

@@ -319,7 +319,7 @@ def test_waits_for_a_kubelet_that_is_not_there_and_says_so_once(
 
 
 def test_waits_for_a_directory_that_is_not_there(kubelet_root: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """The device plugin directory may come with the kubelet; until then it is named, with the options that say where."""
+    """The device plugin directory may come with the kubelet; until then it is named, with the options for it."""
     with FakeKubelet(kubelet_root) as kubelet:
         kubelet.stop()
         for path in kubelet.device_plugin_dir.iterdir():

@@ -11,6 +11,7 @@ from typing import Any
 
 import yaml
 from prometheus_client import CollectorRegistry, ProcessCollector
+from prometheus_client.metrics_core import Metric
 
 from deviceplugin.kubelet.podresources import Holder
 from deviceplugin.metrics import load
@@ -39,8 +40,8 @@ def filled(text: str) -> str:
     return text.replace("$__rate_interval", "1m").replace("$node", ".*").replace("$resource", ".*")
 
 
-def known_names() -> set[str]:
-    """Return the names of all series that an agent may have."""
+def known_families() -> list[Metric]:
+    """Return all families that an agent may have."""
     still = Still(resource("a", held={"a": [Holder("n", "p", "c")]}, refusals={"unhealthy": 1}))
     still.providers.append(BridgeStatus(bridge()))
     observer = still.observer()
@@ -51,7 +52,19 @@ def known_names() -> set[str]:
     registry = CollectorRegistry(auto_describe=False)
     registry.register(AgentCollector(observer.view))
     ProcessCollector(registry=registry)
-    return {sample.name for family in registry.collect() for sample in family.samples}
+    return list(registry.collect())
+
+
+def known_names() -> set[str]:
+    """Return the names of all series that an agent may have."""
+    return {sample.name for family in known_families() for sample in family.samples}
+
+
+def described(family: Metric) -> str:
+    """Return a family as the page of metrics has it: a row of a table."""
+    name = family.name + {"counter": "_total", "info": "_info"}.get(family.type, "")
+    labels = dict.fromkeys(label for sample in family.samples for label in sample.labels if label != "le")
+    return f"| `{name}` | {family.type} | {', '.join(labels)} | {family.documentation.removesuffix('.')} |"
 
 
 def test_only_what_exists_is_asked_for() -> None:
@@ -60,6 +73,19 @@ def test_only_what_exists_is_asked_for() -> None:
     asked = {name for text in texts for name in re.findall(r"(?:deviceplugin|process)_\w+", text)}
     assert len(asked) > 30
     assert asked <= known_names()
+
+
+def test_the_page_has_every_metric() -> None:
+    """The tables of docs/metrics.md are what agents and rules have, with labels and descriptions, and nothing else."""
+    page = (EXAMPLES.parents[1] / "docs" / "metrics.md").read_text().splitlines()
+    rows = [line for line in page if re.match(r"\| `(deviceplugin|process)_", line)]
+    assert sorted(rows) == sorted(map(described, known_families()))
+    alerts = [
+        f"| [{name}](runbooks.md#{name.lower()}) | {rule.get('for', 'at once')} | {rule['labels']['severity']} |"
+        for rule in rules()
+        for name in [rule["alert"]]
+    ]
+    assert [line for line in page if "](runbooks.md#" in line] == alerts
 
 
 def test_every_alert_has_a_runbook() -> None:

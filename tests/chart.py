@@ -1,0 +1,188 @@
+"""Generate the chart's templates from dra_bridge/manifests.yaml, and its values schema from the config file's.
+
+`python -m tests.chart` ends with 1 when what is checked in differs, `--write` makes it equal. So the rights, policies
+and mounts of the chart and of `dra-bridge manifests` have one source. What manifests.py computes from a configuration,
+charts/dra-bridge/templates/_helpers.tpl computes for Helm; tests/test_chart.py compares the objects of both.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+ROOT = Path(__file__).resolve().parent.parent
+CHART = ROOT / "charts" / "dra-bridge"
+HEAD = "{{- /* Generated from dra_bridge/manifests.yaml by `python -m tests.chart --write`. */ -}}\n"
+FILES = {
+    "ServiceAccount": "rbac",
+    "ClusterRole": "rbac",
+    "ClusterRoleBinding": "rbac",
+    "Role": "rbac",
+    "ValidatingAdmissionPolicy": "policies",
+    "ValidatingAdmissionPolicyBinding": "policies",
+    "DeviceClass": "deviceclasses",
+    "ConfigMap": "daemonset",
+    "DaemonSet": "daemonset",
+}
+"""The file of each kind; the Namespace is Helm's."""
+EACH = {"DeviceClass": "classes", "ConfigMap": "groups", "DaemonSet": "groups"}
+"""What a kind is repeated for: the value with a list of values for each."""
+CLASS_VALUES = {"attribute", "canonical", "class_name", "driver", "extended_resource_name"}
+OPTIONAL = {
+    "escalation": "unprivileged",
+    "extended_resource_name": "extended_resource_name",
+    "image_pull_secrets": "image_pull_secrets",
+    "not_bridge": "not_bridge",
+    "port_capabilities": "port_capabilities",
+    "privileged": "privileged",
+    "runtime_class": "runtime_class",
+    "scheme": "scheme",
+    "service_account": "bridge",
+    "token": "not_bridge",
+}
+"""Values whose keys may be left out, with the value that says so."""
+APPENDED = {"volumes": "more_volumes", "volumeMounts": "more_volume_mounts"}
+"""Lists that end with a list of the values."""
+
+
+class Writer:
+    """Writes an object of the template as a Helm template. scope: the variable that has a value, by its name."""
+
+    def __init__(self, kind: str) -> None:
+        self._kind = kind
+
+    def value(self, name: str) -> str:
+        """Return what Helm calls a value of manifests.yaml."""
+        scoped = EACH.get(self._kind) == "groups" or (self._kind in EACH and name in CLASS_VALUES)
+        return f"{'$one' if scoped else '$v'}.{name}"
+
+    def lines(self, part: Any, indent: str = "", given: str = "") -> Iterator[str]:
+        """Yield the lines of a mapping or a list. given: the condition that they stand under."""
+        entries = part.items() if isinstance(part, dict) else ((None, one) for one in part)
+        for condition, together in itertools.groupby(entries, key=lambda entry: self._condition(entry[1])):
+            new = condition not in ("", given)
+            if new:
+                yield f"{{{{- if {condition} }}}}"
+            for key, one in together:
+                if key != "when":
+                    yield from self._entry(key, one, indent, condition)
+            if new:
+                yield "{{- end }}"
+
+    def _entry(self, key: str | None, one: Any, indent: str, condition: str) -> Iterator[str]:
+        start = f"{indent}{key}:" if key is not None else f"{indent}-"
+        if isinstance(one, dict) and one.keys() != {"when"} and one:
+            inner = list(self.lines(one, indent + "  ", condition))
+            if key is None:  # the item's first line begins with the dash
+                inner[0] = f"{indent}- {inner[0].removeprefix(indent + '  ')}"
+            else:
+                yield start
+            yield from inner
+        elif isinstance(one, list) and any(isinstance(item, dict) for item in one):
+            yield start
+            yield from self.lines(one, indent, condition)
+            if key in APPENDED:
+                yield f"{{{{- with {self.value(APPENDED[key])} }}}}"
+                yield f"{{{{- toYaml . | nindent {len(indent)} }}}}"
+                yield "{{- end }}"
+        else:
+            yield f"{start} {self._scalar(one, indent)}"
+
+    def _condition(self, one: Any) -> str:
+        if isinstance(one, dict) and "when" in one:
+            return self.value(_name(one["when"]))
+        if isinstance(one, str) and _name(one) in OPTIONAL:
+            return self.value(OPTIONAL[_name(one)])
+        if isinstance(one, list) and one and all(isinstance(item, dict) and "when" in item for item in one):
+            (name,) = {item["when"] for item in one}
+            return self.value(_name(name))
+        return ""
+
+    def _scalar(self, one: Any, indent: str) -> str:
+        if one == "${config}":  # as a block
+            return f'{{{{ toYaml {self.value("config")} | indent {len(indent)} | trimPrefix "{indent}" }}}}'
+        if isinstance(one, str) and (name := _name(one)):
+            return f"{{{{ {self.value(name)} | toJson }}}}"
+        text = yaml.safe_dump(one, width=10**6, default_flow_style=True).removesuffix("\n...\n").strip()
+        text = re.sub(r"\$\{(\w+)\}", lambda found: f"{{{{ {self.value(found[1])} }}}}", text)
+        return text.replace("$$", "$")
+
+
+def _name(text: str) -> str:
+    """Return the name of the value that a text consists of, or ""."""
+    found = re.fullmatch(r"\$\{(\w+)\}", text)
+    return found[1] if found else ""
+
+
+def templates() -> dict[Path, str]:
+    """Return the text of each generated template by its path."""
+    objects = yaml.safe_load((ROOT / "dra_bridge" / "manifests.yaml").read_bytes())
+    texts: dict[str, list[str]] = {}
+    for one in objects:
+        kind = one["kind"]
+        if kind == "Namespace":
+            continue
+        writer = Writer(kind)
+        lines = ["---", *writer.lines(one)]
+        if one.get("when"):
+            lines = [f"{{{{- if {writer.value(_name(one['when']))} }}}}", *lines, "{{- end }}"]
+        if kind in EACH:
+            lines = [f"{{{{- range $one := $v.{EACH[kind]} }}}}", *lines, "{{- end }}"]
+        texts.setdefault(FILES[kind], []).extend(lines)
+    begin = HEAD + '{{- $v := include "dra-bridge.values" . | fromJson -}}\n'
+    return {CHART / "templates" / f"{name}.yaml": begin + "\n".join(lines) + "\n" for name, lines in texts.items()}
+
+
+def schema() -> str:
+    """Return the schema of the values: its own part as it is, and the config file's schema as its definitions."""
+    values = json.loads((CHART / "values.schema.json").read_bytes())
+    config = _plain(json.loads((ROOT / "api" / "config.schema.json").read_bytes()))
+    del config["$schema"]
+    values["$defs"] = {**config.pop("$defs"), "Config": config}
+    return json.dumps(values, indent=2) + "\n"
+
+
+def _plain(part: Any) -> Any:
+    """Return a part of a schema whose patterns have no lookahead, which Helm's regular expressions do not know."""
+    if isinstance(part, dict):
+        return {key: _without_lookahead(one) if key == "pattern" else _plain(one) for key, one in part.items()}
+    return [_plain(one) for one in part] if isinstance(part, list) else part
+
+
+def _without_lookahead(pattern: str) -> str:
+    while found := re.search(r"\(\?[=!]", pattern):
+        depth, end = 1, found.end()
+        while depth:
+            depth += {"(": 1, ")": -1}.get(pattern[end], 0)
+            end += 1
+        pattern = pattern[: found.start()] + pattern[end:]
+    return pattern
+
+
+def generate() -> dict[Path, str]:
+    """Return the text of each generated file by its path."""
+    return {**templates(), CHART / "values.schema.json": schema()}
+
+
+def main(arguments: list[str]) -> int:
+    """Compare, or write."""
+    differ = {path: text for path, text in generate().items() if not path.exists() or path.read_text() != text}
+    for path, text in differ.items():
+        print(path.relative_to(ROOT), "is written" if arguments == ["--write"] else "is not what manifests.yaml says")
+        if arguments == ["--write"]:
+            path.write_text(text)
+    if differ and arguments != ["--write"]:
+        print("generate it again: python -m tests.chart --write")
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

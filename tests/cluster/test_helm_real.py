@@ -1,0 +1,221 @@
+"""The Helm chart on the real node: installed, upgraded, rolled back and removed while pods hold devices."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from tests.cluster import build, isolate
+from tests.cluster.node import Cluster, Pod
+from tests.cluster.test_daemonset_real import (
+    COUNT,
+    DRIVER,
+    IMAGES,
+    NAMESPACE,
+    PATIENCE,
+    RESOURCE,
+    Deployed,
+    deployment,
+    held_by,
+    ready,
+)
+
+CHART = Path(__file__).parents[2] / "charts" / "dra-bridge"
+RELEASE = "dra-bridge"
+
+
+class Released(Deployed):
+    """A Bridge that is a release of the chart."""
+
+    def helm(self, *arguments: str) -> str:
+        """Run helm on the agent's namespace; return what it said."""
+        command = [str(build.ensure_tool("helm")), *arguments, f"--namespace={NAMESPACE}"]
+        done = subprocess.run(
+            [*command, f"--kubeconfig={self.cluster.kubeconfig}"],
+            env={"HOME": str(self.directory), "PATH": "/usr/bin:/bin"},
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=PATIENCE,
+        )
+        assert done.returncode == 0, (arguments, done.stdout, done.stderr)
+        return done.stdout
+
+    def apply(self, *options: str) -> None:
+        """Install the release, or upgrade it to the config file as it is now."""
+        values = {"config": json.loads(self.config.read_text()), **self.image_values()}
+        said = self.upgrade(values, *options)
+        assert f"DaemonSet {RELEASE} serves {RESOURCE}." in said
+        assert f"`dra-bridge uninstall --driver {DRIVER}` removes" in said
+
+    def image_values(self) -> dict[str, Any]:
+        """Return the values that name the image."""
+        repository, _, tag = self.image.rpartition(":")
+        return {"image": {"repository": repository, "tag": tag}}
+
+    def upgrade(self, values: dict[str, Any], *options: str) -> str:
+        """Install the release with values, or upgrade it to them; return what Helm said."""
+        file = self.directory / "values.yaml"
+        file.write_text(yaml.safe_dump(values))
+        # The host's cgroups have the pods of other runs, too.
+        script = self.directory / "own-cgroups"
+        script.write_text(f"#!/bin/sh\nexec sed 's|path: /sys/fs/cgroup$|path: {isolate.POD_CGROUPS}|'\n")
+        script.chmod(0o755)
+        # What `manifests` made may be there, of another test; Helm takes it over.
+        into = ["upgrade", "--install", "--take-ownership", "--create-namespace"]
+        into += [RELEASE, str(CHART), f"--values={file}"]
+        return self.helm(*into, f"--post-renderer={script}", *options)
+
+    def uninstall(self) -> None:
+        """Remove the release if it is there, and wait until nothing of its devices is left on the node."""
+        for pod in self.pods():
+            print(f"--- {pod}\n{pod.logs()}")
+        self.helm("uninstall", RELEASE, "--ignore-not-found", "--wait")
+        self.cluster.wait_for(lambda: not self.pods(), PATIENCE, "the agent's pod is gone")
+        self.cluster.wait_for(lambda: not self.cluster.allocatable(RESOURCE), 60, "nothing is allocatable")
+
+    def pods(self) -> list[Pod]:
+        """Return the agents' pods of all groups, those that are ending included."""
+        return self.cluster.pods(NAMESPACE, "app.kubernetes.io/managed-by=dra-bridge")
+
+
+@pytest.fixture
+def released(node: Cluster) -> Iterator[Released]:
+    """The chart's release with four devices, two on each side."""
+    with deployment(Released, node, [os.makedev(1, 5)] * COUNT) as made:
+        yield made
+
+
+def read_again(released: Released, agent: Pod, what: str) -> None:
+    """Wait until the agent's pod has read its changed file. The kubelet looks when the pod changes."""
+    count = agent.logs().count("was read again")
+
+    def taken() -> bool:
+        looked = {"metadata": {"annotations": {"looked-at": str(len(agent.logs()))}}}
+        released.cluster.api.patch("Pod", agent.name, looked, NAMESPACE)
+        return agent.logs().count("was read again") > count
+
+    released.cluster.wait_for(taken, PATIENCE, what, log="kubelet")
+
+
+def test_life_of_a_release(released: Released) -> None:
+    """Holders on each side keep their devices through upgrade, rollback, removal and another installation."""
+    cluster, agent = released.cluster, released.agent()
+    cluster.wait_allocatable(RESOURCE, 2)
+    released.wait_offered(2)
+    plain = cluster.start_pod("plain", {RESOURCE: 1}).wait_running()
+    released.claim("mine")
+    user = released.pod("user", {"board": "mine"}).wait_running()
+    held = {held_by(plain): "pod default/plain", held_by(user): "claim default/mine"}
+    assert len(held) == 2
+    containers = [pod.container_id() for pod in (plain, user)]
+
+    def holders() -> dict[str, str]:
+        return {name: holder for name, (_, _, holder) in released.sides().items() if holder}
+
+    def as_before() -> bool:
+        return holders() == held
+
+    cluster.wait_for(as_before, 60, f"the holders are {held}")
+
+    # An upgrade changes the ConfigMap, which the agent takes as it runs; so does a rollback.
+    released.share(1)
+    released.apply()
+    read_again(released, agent, "the agent has read the upgrade's file")
+    released.wait_offered(1)
+    cluster.wait_allocatable(RESOURCE, COUNT - 1)
+    released.helm("rollback", RELEASE, "1")
+    read_again(released, agent, "the agent has read the first file again")
+    released.wait_offered(2)
+    assert released.agent().uid == agent.uid
+    assert agent.restarts() == 0
+    assert as_before()
+
+    # An upgrade to another image replaces the pod.
+    released.share("50%")
+    released.image = IMAGES[1]
+    released.apply()
+    cluster.wait_for(lambda: released.agent(other_than=agent.uid), PATIENCE, "another pod is ready")
+    cluster.wait_for(as_before, 60, f"the holders are {held}")
+
+    released.uninstall()
+    assert not [one for one in cluster.list("DeviceClass") if one["metadata"]["name"] == DRIVER]
+    for kind in ("ValidatingAdmissionPolicy", "ClusterRole", "ClusterRoleBinding"):
+        assert not [one for one in cluster.list(kind) if one["metadata"]["name"].startswith(RELEASE)], kind
+    assert {held_by(plain), held_by(user)} == held.keys()
+
+    released.apply()
+    released.agent()
+    cluster.wait_for(as_before, 60, f"the holders are {held}")
+    hungry = cluster.start_pod("hungry", {RESOURCE: 1}).wait_running()
+    assert held_by(hungry) not in held
+    assert [pod.container_id() for pod in (plain, user)] == containers
+    assert not plain.restarts() + user.restarts()
+    for pod in (plain, user, hungry):
+        pod.delete()
+        pod.wait_gone()
+    cluster.wait_for(lambda: not holders(), 60, "all devices are free")
+
+
+def test_groups_by_label(released: Released) -> None:
+    """The label of a node decides which group's agent it has; with another one another agent serves its devices."""
+    cluster = released.cluster
+    released.agent()
+
+    def label(pool: str | None) -> None:
+        cluster.api.patch("Node", cluster.node_name, {"metadata": {"labels": {"pool": pool}}}, "")
+
+    def serving(group: str) -> bool:
+        (name, *more) = [pod.object["metadata"]["labels"]["app.kubernetes.io/name"] for pod in released.pods()] or [""]
+        return not more and name == f"{RELEASE}-{group}" and ready(released.pods()[0])
+
+    shares = {"some": 1, "all": "all"}
+    groups = {
+        pool: {
+            "nodeSelector": {"pool": pool},
+            "config": {"resources": [{**released.resources[0], "dra": {"share": share}}]},
+        }
+        for pool, share in shares.items()
+    }
+    try:
+        label("some")
+        released.upgrade({**released.image_values(), "groups": groups})
+        cluster.wait_for(lambda: serving("some"), PATIENCE, "the first group's agent runs", log="kubelet")
+        released.wait_offered(1)
+        cluster.wait_allocatable(RESOURCE, COUNT - 1)
+        plain = cluster.start_pod("plain", {RESOURCE: 1}).wait_running()
+        device = held_by(plain)
+        label("all")
+        cluster.wait_for(lambda: serving("all"), PATIENCE, "the second group's agent runs", log="kubelet")
+        released.wait_offered(COUNT - 1)
+        assert held_by(plain) == device
+        plain.delete()
+        released.wait_offered(COUNT)
+    finally:
+        label(None)
+
+
+def test_plugin_alone(released: Released) -> None:
+    """With `bridge: false` the same devices are there by limits alone, from an agent without a token; and back."""
+    cluster, both = released.cluster, released.agent()
+    released.wait_offered(2)
+    values = {"config": {"resources": released.resources}, **released.image_values()}
+    released.upgrade({**values, "bridge": False})
+    alone = released.agent(other_than=both.uid)
+    cluster.wait_allocatable(RESOURCE, COUNT, 60)
+    volumes = alone.object["spec"]["volumes"]
+    assert not [one for one in volumes if "projected" in one], "a token of the API server"
+    assert not [one for one in cluster.list("ClusterRole") if one["metadata"]["name"].startswith(RELEASE)]
+    plain = cluster.start_pod("plain", {RESOURCE: 1}).wait_running()
+    device = held_by(plain)
+    released.upgrade(values)
+    released.agent(other_than=alone.uid)
+    cluster.wait_for(lambda: released.sides()[device][0] == "plugin", 60, "the pod's device is on the plugin's side")
+    assert held_by(plain) == device

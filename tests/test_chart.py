@@ -1,0 +1,301 @@
+"""The Helm chart: it makes the objects that `dra-bridge manifests` prints, and refuses values that mean nothing."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from deviceplugin.config import Config, ResourceConfig, load, parse
+from deviceplugin.version import VERSION
+from dra_bridge.manifests import Deployment, manifests
+from tests import chart
+from tests.cluster import build
+from tests.programs import tool
+
+ROOT = Path(__file__).parent.parent
+EXAMPLES = sorted(path for path in (ROOT / "examples").glob("[01]*.yaml"))
+helm_is_there = tool("helm")
+Object = dict[str, Any]
+
+TEXT = """\
+resources:
+  - name: example.com/fpga
+    driver: fpga.example.com
+    devices: [{path: "/run/fpga/*/ctl"}, {group: [/run/fpga/a, /dev/b, /srv/x/c*]}]
+    nodes: [/dev/control]
+  - {name: example.com/half, driver: fpga.example.com, devices: [{path: /dev/half*}]}
+  - {name: other.org/a-name-that-is-too-long-for-one-word, driver: fpga.example.com, devices: [{path: /dev/long}]}
+  - {name: example.com/serial, devices: [{path: /dev/ttyUSB*}]}
+"""
+
+
+def helm(*arguments: str) -> subprocess.CompletedProcess[str]:
+    """Run helm; its directories are not looked at."""
+    command = [str(build.ensure_tool("helm")), *arguments]
+    return subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=120)
+
+
+def rendered(values: Mapping[str, Any], *options: str, name: str = "dra-bridge") -> list[Object]:
+    """Return the objects that the chart makes of values, without what is empty."""
+    arguments = [f"--set-json={key}={json.dumps(value)}" for key, value in values.items()]
+    done = helm("template", name, str(chart.CHART), "--namespace=dra-bridge", *arguments, *options)
+    assert done.returncode == 0, done.stderr
+    assert "warning" not in done.stderr.lower()
+    return [one for one in yaml.safe_load_all(done.stdout) if one]
+
+
+def by_name(objects: Iterable[Object]) -> dict[tuple[str, str], Object]:
+    return {(one["kind"], one["metadata"]["name"]): one for one in objects if one["kind"] != "Namespace"}
+
+
+def assert_same(config: Config, text: str, values: Mapping[str, Any], how: Deployment, *options: str) -> None:
+    """Compare what the chart and `manifests` make, object by object."""
+    wanted, found = by_name(manifests(config, text, how)), by_name(rendered({"config": text, **values}, *options))
+    assert found.keys() == wanted.keys()
+    for name, one in wanted.items():
+        assert found[name] == one, name
+
+
+@pytest.mark.parametrize("path", chart.generate(), ids=lambda path: path.name)
+def test_generated_files_are_up_to_date(path: Path) -> None:
+    """What is checked in is what `python -m tests.chart --write` makes of manifests.yaml and the config's schema."""
+    assert path.read_text() == chart.generate()[path]
+
+
+@helm_is_there
+@pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.name)
+def test_examples(path: Path) -> None:
+    """For each config file among the examples the chart makes what `manifests` prints."""
+    assert_same(load(path), path.read_text(), {}, Deployment())
+
+
+@helm_is_there
+@pytest.mark.parametrize(
+    ("values", "how"),
+    [
+        ({}, Deployment()),
+        ({"image": {"repository": "r.example.com/x", "tag": "2"}}, Deployment(image="r.example.com/x:2")),
+        ({"image": {"pullPolicy": "Always"}}, Deployment(pull_policy="Always")),
+        ({"resourceApi": "v1beta1", "extendedResource": False}, Deployment(version="v1beta1", extended_resource=False)),
+        ({"kubeletRoot": "/var/lib/k0s/kubelet"}, Deployment(kubelet_root="/var/lib/k0s/kubelet")),
+        ({"cdiDir": "/etc/cdi"}, Deployment(cdi_directory="/etc/cdi")),
+        ({"claimStatus": True}, Deployment(claim_status=True)),
+        ({"metricsPort": 0}, Deployment(metrics_port=0)),
+        ({"metricsPort": 443}, Deployment(metrics_port=443)),
+        ({"memory": "1Gi"}, Deployment(memory="1Gi")),
+        ({"bridge": False}, Deployment(plugin_only=True)),
+        ({"bridge": False, "claimStatus": True}, Deployment(plugin_only=True, claim_status=True)),
+        ({"privileged": "always"}, Deployment(privileged="always")),
+        ({"privileged": "never"}, Deployment(privileged="never")),
+        ({"runtimeClass": "nvidia"}, Deployment(runtime_class="nvidia")),
+        ({"nodeSelector": {"pool": "a", "gpu": "true"}}, Deployment(node_selector={"pool": "a", "gpu": "true"})),
+    ],
+    ids=lambda value: ",".join(value) if isinstance(value, dict) else "",
+)
+def test_options(values: Mapping[str, Any], how: Deployment) -> None:
+    """Each value does what the option of `manifests` with its name does."""
+    assert_same(parse(TEXT), TEXT, values, how)
+
+
+@helm_is_there
+@pytest.mark.parametrize(
+    "fields",
+    [
+        "devices: [{path: /dev/x}], health: {probe: {command: [/bin/look]}}",
+        "devices: [{path: /dev/x}, {simulated: {count: 1}}], health: {probe: open}",
+        "devices: [{simulated: {count: 1, unhealthy_file: /run/down/all}}], health: {probe: open}",
+        "devices: [{simulated: {count: 1, unhealthy_file: /a/x}}, {path: /a/y*}]",
+        "devices: [{simulated: {count: 1, unhealthy_file: /a/b/x}}, {path: /a/y*}]",
+        "devices: [{path: /dev/x}], mounts: [{host: /opt/x, container: /x}, {host: /dev/shm, container: /y}]",
+        "devices: [{path: /a/b-c/x}, {path: /a/b/x}, {path: /a/b/c/x*}, {path: /a/b*/c}], nodes: [/dev.d/x]",
+        "devices: [{nvidia: {mig: single, injection: cdi}}]",
+        "devices: [{nvidia: {profile: 1g.10gb, library: /opt/libnvidia-ml.so.1}}]",
+        f"devices: [{{path: /dev/x}}], driver: {'d' * 59}.com",
+    ],
+)
+def test_what_a_config_needs(fields: str) -> None:
+    """Privileges, locks and directories of the host follow from the config as those of `manifests` do."""
+    text = f"resources: [{{name: a.example.com/b, {fields}}}]\nmetrics: {{certificate: /tls/both.pem}}\n"
+    assert_same(parse(text), text, {"kubeletRoot": "/var/lib/k/"}, Deployment(kubelet_root="/var/lib/k/"))
+
+
+@helm_is_there
+@pytest.mark.parametrize("resources", ["Example.B", "a" * 63, "x--y", "very-long-name-of-a-thing"])
+def test_names_of_classes(resources: str) -> None:
+    """DeviceClasses of resources whose names are no labels, or long, are called as `manifests` calls them."""
+    named = (f"{domain}/{resources}" for domain in ("example.com", "other.example.org", f"{'d' * 60}.example.com"))
+    listed = ", ".join(f"{{name: {name}, driver: x.example.com, devices: [{{path: /dev/x}}]}}" for name in named)
+    text = f"resources: [{listed}]"
+    assert_same(parse(text), text, {}, Deployment())
+
+
+@helm_is_there
+def test_an_own_agent() -> None:
+    """With a command there is no ConfigMap, and the config names resources and drivers only."""
+    own = {"resources": [{"name": "example.com/x", "driver": "x.example.com"}]}
+    config = Config(resources=(ResourceConfig(name="example.com/x", driver="x.example.com", devices=()),))
+    command = ["python3", "/app/agent.py"]
+    found = by_name(rendered({"config": own, "command": command}))
+    assert found == by_name(manifests(config, "", Deployment(own_command=tuple(command))))
+
+
+@helm_is_there
+def test_another_release_is_another_name() -> None:
+    """All objects are called after the release, as `--name` has them."""
+    found = by_name(rendered({"config": TEXT}, name="lab"))
+    assert found == by_name(manifests(parse(TEXT), TEXT, Deployment(name="lab")))
+
+
+@helm_is_there
+def test_config_as_yaml() -> None:
+    """A config that is written among the values is the same file to the agent."""
+    found = by_name(rendered({"config": yaml.safe_load(TEXT)}))
+    wanted = by_name(manifests(parse(TEXT), TEXT))
+    text = found["ConfigMap", "dra-bridge"]["data"].pop("config.yaml")
+    assert parse(text) == parse(TEXT)
+    wanted["ConfigMap", "dra-bridge"]["data"].pop("config.yaml")
+    assert found == wanted
+
+
+def served(**resource: Any) -> Object:
+    return {"resources": [{"name": "example.com/x", "devices": [{"path": "/dev/x"}], **resource}]}
+
+
+GROUPS: dict[str, Object] = {
+    "boards": {
+        "nodeSelector": {"pool": "boards"},
+        "config": {
+            "resources": [{"name": "example.com/fpga", "driver": "fpga.example.com", "devices": [{"path": "/dev/f*"}]}]
+        },
+        "memory": "96Mi",
+    },
+    "lab": {
+        "nodeSelector": {"pool": "lab"},
+        "config": {
+            "resources": [{"name": "example.com/serial", "driver": "uart.example.com", "devices": [{"path": "/x/*"}]}]
+        },
+        "metricsPort": 0,
+        "image": {"tag": "2"},
+    },
+}
+HOW = {
+    "boards": Deployment(node_selector={"pool": "boards"}, memory="96Mi", name="dra-bridge-boards"),
+    "lab": Deployment(node_selector={"pool": "lab"}, metrics_port=0, image="deviceplugin:2", name="dra-bridge-lab"),
+}
+
+
+@helm_is_there
+def test_groups() -> None:
+    """Each group has a DaemonSet with its own file, nodes and options; rights and policies are those of all."""
+    found = by_name(rendered({"groups": GROUPS}))
+    configs = {name: parse(json.dumps(group["config"])) for name, group in GROUPS.items()}
+    together = Config(resources=tuple(one for config in configs.values() for one in config.resources))
+    wanted = by_name(manifests(together, ""))
+    del wanted["DaemonSet", "dra-bridge"]
+    for name, config in configs.items():
+        text = found["ConfigMap", f"dra-bridge-{name}"]["data"]["config.yaml"]
+        assert parse(text) == config
+        objects = by_name(manifests(config, text, HOW[name]))
+        daemon_set = objects["DaemonSet", f"dra-bridge-{name}"]
+        daemon_set["spec"]["template"]["spec"]["serviceAccountName"] = "dra-bridge"
+        wanted |= {key: one for key, one in objects.items() if key[0] in ("ConfigMap", "DaemonSet")}
+    assert found == wanted
+
+
+@helm_is_there
+def test_what_a_pod_gets_beyond_the_config() -> None:
+    """Secrets for the image, volumes, taints and priority are values as in other charts."""
+    values = {
+        "config": TEXT,
+        "imagePullSecrets": [{"name": "registry"}],
+        "tolerations": [{"key": "gpu", "operator": "Exists"}],
+        "priorityClass": "high",
+        "volumes": [{"name": "tls", "secret": {"secretName": "tls"}}],
+        "volumeMounts": [{"name": "tls", "mountPath": "/tls", "readOnly": True}],
+        "image": {"digest": "sha256:" + "0" * 64},
+    }
+    pod = by_name(rendered(values))["DaemonSet", "dra-bridge"]["spec"]["template"]["spec"]
+    (container,) = pod["containers"]
+    assert pod["imagePullSecrets"] == values["imagePullSecrets"]
+    assert pod["tolerations"] == values["tolerations"]
+    assert pod["priorityClassName"] == "high"
+    assert pod["volumes"][-1] == {"name": "tls", "secret": {"secretName": "tls"}}
+    assert container["volumeMounts"][-1] == {"name": "tls", "mountPath": "/tls", "readOnly": True}
+    assert container["image"] == f"deviceplugin:{VERSION}@sha256:{'0' * 64}"
+
+
+@helm_is_there
+def test_network_policy() -> None:
+    """A NetworkPolicy is made if asked for; it selects the pods of all groups and opens the metrics port alone."""
+    peers = [{"namespaceSelector": {"matchLabels": {"kubernetes.io/metadata.name": "monitoring"}}}]
+    found = by_name(rendered({"groups": GROUPS, "networkPolicy": {"enabled": True, "from": peers}}))
+    spec = found["NetworkPolicy", "dra-bridge"]["spec"]
+    (selector,) = spec["podSelector"]["matchExpressions"]
+    assert (selector["key"], selector["operator"]) == ("app.kubernetes.io/name", "In")
+    pods = [one["spec"]["template"] for (kind, _), one in found.items() if kind == "DaemonSet"]
+    assert sorted(selector["values"]) == sorted(pod["metadata"]["labels"][selector["key"]] for pod in pods)
+    assert spec["policyTypes"] == ["Ingress"]
+    assert spec["ingress"] == [{"ports": [{"port": "metrics", "protocol": "TCP"}], "from": peers}]
+    closed = by_name(rendered({"config": TEXT, "metricsPort": 0, "networkPolicy": {"enabled": True}}))
+    assert "ingress" not in closed["NetworkPolicy", "dra-bridge"]["spec"]
+
+
+@helm_is_there
+def test_older_clusters() -> None:
+    """DeviceClasses lack the field that servers before 1.34 refuse."""
+    objects = rendered({"config": TEXT}, "--kube-version=1.33.4")
+    classes = [one for one in objects if one["kind"] == "DeviceClass"]
+    assert len(classes) == 3
+    assert not [one for one in classes if "extendedResourceName" in one["spec"]]
+
+
+@helm_is_there
+@pytest.mark.parametrize(
+    ("values", "problem"),
+    [
+        ({}, "config.resources is empty"),
+        ({"config": ""}, "config.resources is empty"),
+        ({"config": "resources: ["}, "config is no YAML"),
+        ({"config": {"resources": []}}, "minItems"),
+        ({"config": served(devices=[{"pth": "/dev/x"}])}, "pth"),
+        ({"config": served(permissions="q")}, "/config/resources/0/permissions"),
+        ({"config": served(), "memorry": "1Gi"}, "memorry"),
+        ({"config": served(), "metricsPort": 70000}, "/metricsPort"),
+        ({"config": served(driver="x.example.com"), "kubeletRoot": "/" + "x" * 100}, "too long"),
+        ({"config": served(), "image": {"digest": "sha256:1"}}, "/image/digest"),
+        ({"groups": {"a": {"config": served()}}}, "nodeSelector"),
+        ({"groups": {"a": {"nodeSelector": {"pool": "a"}}}}, "groups.a.config.resources is empty"),
+        ({"groups": {"a": {"nodeSelector": {}, "config": served(), "claimStatus": True}}}, "claimStatus"),
+    ],
+    ids=str,
+)
+def test_values_that_are_refused(values: Mapping[str, Any], problem: str) -> None:
+    """The schema, or the chart, says which value is wrong."""
+    arguments = [f"--set-json={key}={json.dumps(value)}" for key, value in values.items()]
+    done = helm("template", str(chart.CHART), *arguments)
+    assert done.returncode != 0
+    assert problem in done.stderr
+
+
+@helm_is_there
+@pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.name)
+def test_lint(path: Path) -> None:
+    """`helm lint --strict` finds nothing, and the schema takes what the examples' files have."""
+    done = helm(
+        "lint", "--strict", str(chart.CHART), f"--set-json=config={json.dumps(yaml.safe_load(path.read_text()))}"
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_versions() -> None:
+    """The chart has the version of the package, and so has the image that it names."""
+    about = yaml.safe_load((chart.CHART / "Chart.yaml").read_text())
+    assert about["version"] == about["appVersion"] == VERSION
+    (image,) = yaml.safe_load(about["annotations"]["artifacthub.io/images"])
+    assert image["image"] == Deployment().image

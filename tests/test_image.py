@@ -1,0 +1,95 @@
+"""The agents' image: what examples/Dockerfile builds it of. That it runs is shown on the real node."""
+
+from __future__ import annotations
+
+import configparser
+import os
+import re
+import runpy
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from packaging.requirements import Requirement
+
+from tests.cluster import image
+
+ROOT = Path(__file__).parent.parent
+DOCKERFILE = (ROOT / "examples" / "Dockerfile").read_text()
+LOCK = (ROOT / "examples" / "image" / "requirements.txt").read_text()
+
+
+def test_base_image_is_one_that_stays() -> None:
+    """The base image is named by its digest, once, and what is not built from it is empty."""
+    assert re.findall(r"^ARG BASE=(\S+)$", DOCKERFILE, re.MULTILINE)[0].count("@sha256:") == 1
+    assert re.findall(r"^FROM (\S+)", DOCKERFILE, re.MULTILINE) == ["${BASE}", "scratch"]
+
+
+def test_python_of_the_image_is_supported() -> None:
+    """The image has the newest Python that the package names, and the lock is made for it."""
+    named = re.findall(r"Programming Language :: Python :: (3\.\d+)$", (ROOT / "setup.cfg").read_text(), re.MULTILINE)
+    (version,) = re.findall(r"^ARG BASE=python:(3\.\d+)-slim", DOCKERFILE, re.MULTILINE)
+    assert version == named[-1]
+    assert f"--python-version {version} " in LOCK
+
+
+def test_lock_has_what_the_packages_require() -> None:
+    """Each requirement, with the image's extras, is in the lock in a version that fits, and each line has hashes."""
+    assert "--require-hashes" in DOCKERFILE
+    locked = dict(re.findall(r"^([A-Za-z0-9_.-]+)==(\S+) \\\n    --hash=sha256:", LOCK, re.MULTILINE))
+    assert len(locked) == len(re.findall(r"^[A-Za-z]", LOCK, re.MULTILINE))
+    ours = configparser.ConfigParser()
+    ours.read(ROOT / "setup.cfg")
+    texts = [ours["options"]["install_requires"], *(ours["options.extras_require"][one] for one in image.EXTRAS)]
+    for wanted in (Requirement(line) for text in texts for line in text.split("\n") if line):
+        assert wanted.specifier.contains(locked[wanted.name.lower()]), wanted
+
+
+def test_what_is_copied_is_sent_to_the_builder() -> None:
+    """.dockerignore lets through just what the Dockerfile copies."""
+    copied = set(re.findall(r"^COPY (?!--from)(\S+) ", DOCKERFILE, re.MULTILINE))
+    lines = (ROOT / ".dockerignore").read_text().splitlines()
+    assert "*" in lines
+    assert {line.removeprefix("!") for line in lines if line.startswith("!")} == copied
+
+
+@pytest.fixture(scope="module")
+def tree(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The files of an image with this Python, and a package that stands for ours."""
+    directory = tmp_path_factory.mktemp("image")
+    (directory / "site" / "ours").mkdir(parents=True)
+    (directory / "site" / "ours" / "__init__.py").write_text("import asyncio, json, ssl\n")
+    script = ROOT / "examples" / "image" / "tree.py"
+    environment = {"PATH": os.environ["PATH"], "PYTHONOPTIMIZE": "2"}
+    into = directory / "tree"
+    subprocess.run([sys.executable, script, directory / "site", into], check=True, env=environment)
+    return into
+
+
+def test_no_shell_and_no_pip(tree: Path) -> None:
+    """The image has Python, our programs and libraries, and nothing that installs or runs anything else."""
+    programs = {path.name for path in tree.rglob("*") if path.parent.name in ("bin", "sbin") and not path.is_dir()}
+    python = Path(os.path.realpath(sys.executable)).name
+    assert programs == {"deviceplugin", "dra-bridge", "python", python}
+    assert not [path for path in tree.rglob("*") if re.fullmatch(r"pip|ensurepip|site-packages|setuptools", path.name)]
+    assert (tree / "usr/local/bin/dra-bridge").read_text().startswith(f"#!{os.path.realpath(sys.executable)}\n")
+
+
+def test_bytecode_is_that_of_the_image(tree: Path) -> None:
+    """Each start would compile what has no bytecode for the variables of the image."""
+    tag = f"{sys.implementation.cache_tag}.opt-2.pyc"
+    assert (tree / f"opt/site/ours/__pycache__/__init__.{tag}").exists()
+    assert list(tree.rglob(f"asyncio/__pycache__/base_events.{tag}"))
+    assert list(tree.rglob("libc.so.6"))
+
+
+def test_nothing_that_agents_import_is_left_out() -> None:
+    """No module of the standard library that the packages import is among those that the image lacks."""
+    left_out = runpy.run_path(str(ROOT / "examples" / "image" / "tree.py"))
+    modules = [path for package in ("deviceplugin", "dra_bridge") for path in (ROOT / package).rglob("*.py")]
+    text = "\n".join(path.read_text() for path in modules)
+    names = set(re.findall(r"^\s*(?:import|from) (\w+)", text, re.MULTILINE))
+    assert {"asyncio", "sqlite3"} <= names
+    assert not names & left_out["LEFT_OUT"]
+    assert not [name for name in names if left_out["EXTENSIONS"].match(f"_{name}.")]

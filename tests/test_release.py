@@ -1,0 +1,116 @@
+"""What a release is made of: its workflow, the plugin of kubectl, and addresses and versions that agree."""
+
+from __future__ import annotations
+
+import configparser
+import re
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from deviceplugin.version import VERSION
+from tests import package
+from tests.cluster import build
+from tests.programs import tool
+
+ROOT = Path(__file__).parent.parent
+KREW = ROOT / "packaging" / "krew"
+WORKFLOWS = ROOT / ".github" / "workflows"
+
+
+def address() -> str:
+    """Return the project's address, which setup.cfg has."""
+    settings = configparser.ConfigParser()
+    settings.read(ROOT / "setup.cfg")
+    return settings["metadata"]["url"]
+
+
+def test_project_has_one_address() -> None:
+    """Wherever the project's address stands, it is that of setup.cfg."""
+    owner = address().rsplit("/", 1)[0]
+    files = [
+        "setup.cfg",
+        "charts/dra-bridge/Chart.yaml",
+        "charts/dra-bridge/README.md",
+        "packaging/krew/dra-bridge.yaml",
+    ]
+    found = [
+        link
+        for name in files
+        for link in re.findall(r"https://github\.com/[^/\s]+/[^/\s)]+", (ROOT / name).read_text())
+    ]
+    assert set(found) == {address()}, f"{owner} is not the owner everywhere"
+    assert len(found) > len(files)
+
+
+def test_krew_manifest() -> None:
+    """The manifest names this version's archive, whose files are here, and the program runs this version."""
+    manifest: dict[str, Any] = yaml.safe_load((KREW / "dra-bridge.yaml").read_text())
+    spec = manifest["spec"]
+    assert (manifest["kind"], manifest["metadata"]["name"]) == ("Plugin", "dra-bridge")
+    assert spec["version"] == f"v{VERSION}"
+    (platform,) = spec["platforms"]
+    assert platform["uri"] == f"{address()}/releases/download/v{VERSION}/kubectl-dra_bridge.tar.gz"
+    assert (KREW / platform["bin"]).stat().st_mode & 0o111
+    assert {one["from"] for one in platform["files"]} == {platform["bin"], "LICENSE"}
+    assert f"package='deviceplugin[bridge,cli]=={VERSION}'" in (KREW / platform["bin"]).read_text()
+
+
+@pytest.mark.parametrize("runner", ["uvx", "pipx", ""])
+def test_krew_program(tmp_path: Path, runner: str) -> None:
+    """It runs the package by what is there, with its arguments and exit status, or says what to install."""
+    if runner:
+        (tmp_path / runner).write_text('#!/bin/sh\nprintf "%s\\n" "$@"\nexit 3\n')
+        (tmp_path / runner).chmod(0o755)
+    command = ["/bin/sh", str(KREW / "kubectl-dra_bridge"), "status", "--node", "a b"]
+    done = subprocess.run(command, env={"PATH": str(tmp_path)}, capture_output=True, text=True)
+    if runner:
+        arguments = done.stdout.splitlines()
+        assert arguments[-4:] == ["kubectl-dra_bridge", "status", "--node", "a b"]
+        assert f"deviceplugin[bridge,cli]=={VERSION}" in arguments
+        assert done.returncode == 3
+    else:
+        assert done.returncode == 2
+        assert f"pip install 'deviceplugin[bridge,cli]=={VERSION}'" in done.stderr
+
+
+@tool("actionlint")
+@pytest.mark.parametrize("path", sorted(WORKFLOWS.glob("*.yml")), ids=lambda path: path.name)
+def test_workflows(path: Path) -> None:
+    """actionlint finds nothing wrong: syntax, expressions, the inputs of actions, jobs that need each other."""
+    done = subprocess.run([build.ensure_tool("actionlint"), "-no-color", path], capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_the_release_knows_its_files() -> None:
+    """What the workflow replaces in the chart and the krew manifest is there just once."""
+    script = (WORKFLOWS / "release.yml").read_text()
+    values = (ROOT / "charts" / "dra-bridge" / "values.yaml").read_text()
+    for key in ("repository", "tag", "digest"):
+        assert f"s|^  {key}: .*|" in script
+        assert len(re.findall(rf"^  {key}: ", values, re.MULTILINE)) == 1
+    assert (ROOT / "charts" / "dra-bridge" / "Chart.yaml").read_text().count("image: deviceplugin:") == 1
+    assert re.sub("^#.*", "", (KREW / "dra-bridge.yaml").read_text(), flags=re.MULTILINE).count("SHA256") == 1
+
+
+def test_rights_of_the_release() -> None:
+    """Only the job that publishes may have PyPI's trust, in its own environment, and no job has a stored secret."""
+    text = (WORKFLOWS / "release.yml").read_text()
+    workflow = yaml.safe_load(text)
+    assert workflow["permissions"] == {"contents": "read"}
+    assert workflow["jobs"]["pypi"]["permissions"] == {"id-token": "write"}
+    assert [name for name, job in workflow["jobs"].items() if "environment" in job] == ["pypi"]
+    assert "secrets." not in text
+
+
+def test_links_on_pypi() -> None:
+    """A description with a link that leads nowhere is refused, as is a source distribution that lacks a file."""
+    package.check_links("[a](https://example.com/x) [b](#part)")
+    with pytest.raises(package.PackageError, match=r"docs/x\.md"):
+        package.check_links("[a](docs/x.md)")
+    if (ROOT / ".git").exists():
+        with pytest.raises(package.PackageError, match=r"lacks .*tox.ini"):
+            package.check_files(["setup.cfg"])

@@ -1,0 +1,125 @@
+"""docs/troubleshooting.md has every reason and Event of the code, and no message that the code does not have."""
+
+from __future__ import annotations
+
+import ast
+import functools
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+PAGE = (ROOT / "docs" / "troubleshooting.md").read_text()
+MODULES = [
+    path
+    for package in ("deviceplugin", "dra_bridge")
+    for path in sorted((ROOT / package).rglob("*.py"))
+    if not {"testing", "wire"} & set(path.relative_to(ROOT).parts) and path.name != "demo.py"
+]
+
+
+@functools.cache
+def trees() -> tuple[ast.AST, ...]:
+    return tuple(ast.parse(path.read_text()) for path in MODULES)
+
+
+@functools.cache
+def code() -> str:
+    """Return all texts of the code, with single spaces."""
+    return re.sub(r"\s+", " ", " ".join(" ".join(texts(tree)) for tree in trees()))
+
+
+def texts(node: ast.AST) -> list[str]:
+    return [one.value for one in ast.walk(node) if isinstance(one, ast.Constant) and isinstance(one.value, str)]
+
+
+def name_of(call: ast.Call) -> str:
+    return call.func.attr if isinstance(call.func, ast.Attribute) else getattr(call.func, "id", "")
+
+
+def calls(*names: str) -> Iterator[ast.Call]:
+    for tree in trees():
+        yield from (one for one in ast.walk(tree) if isinstance(one, ast.Call) and name_of(one) in names)
+
+
+def first_words(*names: str) -> set[str]:
+    """Return the first text among the arguments of each call of these."""
+    found = set()
+    for call in calls(*names):
+        words = [one.value for one in call.args if isinstance(one, ast.Constant) and isinstance(one.value, str)]
+        found |= set(words[:1])
+    return found
+
+
+def reasons_of_refusals() -> set[str]:
+    return first_words("Refusal", "_refusal")
+
+
+def reasons_of_claims() -> set[str]:
+    """Return the reasons of ClaimErrors: those that are raised, and those that other errors become."""
+    raised = first_words("ClaimError")
+    for tree in trees():
+        for one in ast.walk(tree):
+            if isinstance(one, ast.FunctionDef) and one.name == "_as_claim_error":
+                pairs = (each.value for each in ast.walk(one) if isinstance(each, ast.Assign))
+                raised |= {
+                    texts(pair.elts[0])[0] for pair in pairs if isinstance(pair, ast.Tuple) and texts(pair.elts[0])
+                }
+    return raised
+
+
+def reasons_of_events() -> set[str]:
+    """Return the reasons of Events: what is given to the two functions that write them."""
+    found = first_words("alarm")
+    for call in calls("_start", "start"):
+        if any(isinstance(one, ast.Attribute) and one.attr == "claim_event" for one in call.args):
+            found |= {text for one in call.args if isinstance(one, ast.Constant) for text in texts(one)}
+    return found
+
+
+def rows(heading: str) -> set[str]:
+    """Return the words in backticks of the first cells of a section's tables."""
+    section = re.split(r"^#+ ", PAGE.split(f" {heading}\n")[1], flags=re.MULTILINE)[0]
+    cells = re.findall(r"^\| ([^|]*) \|", section, re.MULTILINE)
+    return {word for cell in cells for word in re.findall(r"`([^`]+)`", cell)}
+
+
+def test_every_reason_of_a_refused_allocate_is_there() -> None:
+    """Each reason of `deviceplugin_allocation_refusals_total` is explained, and none that does not exist."""
+    found = reasons_of_refusals()
+    assert len(found) > 8
+    assert rows("It failed with UnexpectedAdmissionError") == found
+
+
+def test_every_reason_of_a_claim_that_fails_is_there() -> None:
+    """Each reason of the failures of Prepare and Unprepare is explained, and none that does not exist."""
+    found = reasons_of_claims()
+    assert len(found) > 12
+    assert rows("It stays in ContainerCreating") | rows("It stays Terminating") == found
+
+
+def test_every_event_is_there() -> None:
+    """Each Event that the agents write is explained, beside the two of the kubelet."""
+    found = reasons_of_events()
+    assert "DeviceQuarantined" in found
+    assert rows("Events") == found | {"UnexpectedAdmissionError", "FailedPrepareDynamicResources"}
+
+
+MESSAGES = [
+    message
+    for heading in (
+        "The agent does not start, or ends",
+        "Devices are missing",
+        "A move does not end",
+        "The command line",
+    )
+    for message in sorted(rows(heading))
+]
+
+
+@pytest.mark.parametrize("message", MESSAGES)
+def test_messages_are_those_of_the_code(message: str) -> None:
+    """Each message that the page explains is part of one that the code has."""
+    assert message in code()
