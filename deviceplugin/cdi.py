@@ -96,7 +96,7 @@ def _version(devices: list[dict[str, Any]]) -> str:
 def _edits(edits: ContainerEdits) -> dict[str, Any]:
     contents: dict[str, Any] = {}
     if edits.env:
-        if wrong := [name for name in edits.env if not name or "=" in name or "\0" in name]:
+        if wrong := [name for name in edits.env if "\0" in name]:
             raise CdiError(f"{wrong[0]!r} cannot be the name of an environment variable")
         contents["env"] = [f"{name}={_text(value, name)}" for name, value in edits.env.items()]
     if nodes := {found["path"]: found for node in edits.device_nodes for found in _nodes(node)}:

@@ -3,15 +3,22 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Iterable, Mapping, Sequence
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain
 from types import MappingProxyType
 from typing import Any, Final, TypeVar
 
 _T = TypeVar("_T")
-_NO_STRINGS: Final[Mapping[str, str]] = MappingProxyType({})
-_NO_ATTRIBUTES: Final[Mapping[str, Any]] = MappingProxyType({})
+_NOTHING: Final[Mapping[str, Any]] = MappingProxyType({})
+_CDI_NAME: Final = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z][\w-]*=[A-Za-z0-9][\w.:-]*", re.ASCII)
+
+
+QUANTITY: Final = re.compile(
+    r"(?P<sign>[+-]?)(?P<number>[0-9]+(\.[0-9]*)?|\.[0-9]+)(?P<suffix>[KMGTPE]i|[numkMGTPE]?|[eE][+-]?[0-9]{1,3})"
+)
+"""A Kubernetes quantity as text (apimachinery, pkg/api/resource)."""
 
 
 class Health(enum.Enum):
@@ -55,11 +62,66 @@ def printable(text: str) -> str:
     return text if text.isprintable() else "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
 
 
+_STRING: Final = "a string such as {!r}"
+_QUANTITY: Final = "an integer or a quantity such as '16Gi'"
+
+
+def _typed(what: str, value: object, kind: type | tuple[type, ...], right: str) -> None:
+    if not isinstance(value, kind):
+        raise TypeError(f"{what} must be {right}, not {value!r}")
+
+
+def _string(what: str, value: object) -> None:
+    if not isinstance(value, str):
+        raise TypeError(f"{what} must be {_STRING.format(str(value))}, not {value!r}")
+
+
 def _absolute(path: object, what: str) -> None:
-    if not isinstance(path, str):
-        raise TypeError(f"{what} must be a string such as {str(path)!r}, not {path!r}")
-    if not path.startswith("/"):
+    _string(what, path)
+    if not str(path).startswith("/"):
         raise ValueError(f"{what} must be an absolute path, not {path!r}")
+
+
+def _is_quantity(value: object) -> bool:
+    return type(value) is int or (isinstance(value, str) and QUANTITY.fullmatch(value) is not None)
+
+
+def _entries(what: str, entries: object, right: str, fits: Callable[[Any], bool], value: str) -> None:
+    """Raise TypeError unless this is a dict by strings with values that fit. right, value: what would be right."""
+    if entries is _NOTHING:
+        return
+    _typed(what, entries, Mapping, right)
+    for name, one in entries.items():  # type: ignore[attr-defined]  # a Mapping has it
+        if not isinstance(name, str):
+            raise TypeError(f"{what}: the name {name!r} must be {_STRING.format(str(name))}")
+        if not fits(one):
+            raise TypeError(f"{what}: the value of {name!r} must be {value.format(str(one))}, not {one!r}")
+
+
+def _strings(what: str, entries: object) -> None:
+    _entries(what, entries, "a dict of strings such as {'NAME': 'value'}", lambda one: isinstance(one, str), _STRING)
+
+
+def _counters(what: str, sets: object) -> None:
+    right = "{set: {counter: amount}} such as {'gpu0': {'memory': '4Gi'}}"
+
+    def fits(amounts: object) -> bool:
+        _entries(what, amounts, right, _is_quantity, _QUANTITY)
+        return True
+
+    _entries(what, sets, right, fits, "")
+
+
+def _list(what: str, items: object, right: str) -> tuple[Any, ...]:
+    if isinstance(items, str | bytes) or not isinstance(items, Iterable):
+        kind = "the string " if isinstance(items, str) else ""
+        raise TypeError(f"{what} must be a sequence of {right}, not {kind}{items!r}")
+    return tuple(items)
+
+
+def _nodes(nodes: Sequence[DeviceNode | str]) -> tuple[DeviceNode, ...]:
+    found = _list("nodes", nodes, "device nodes such as ['/dev/fpga0']")
+    return tuple(node if isinstance(node, DeviceNode) else DeviceNode(node) for node in found)
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,8 +137,9 @@ class DeviceNode:
 
     def __post_init__(self) -> None:
         _absolute(self.host, "a device node's host path")
-        if self.container:
+        if self.container != "":
             _absolute(self.container, "a device node's container path")
+        _string("permissions", self.permissions)
         if not self.permissions or set(self.permissions) - set("rwm"):
             raise ValueError(f"permissions must be made of r, w and m, not {self.permissions!r}")
 
@@ -97,6 +160,7 @@ class Mount:
     def __post_init__(self) -> None:
         _absolute(self.host, "a mount's host path")
         _absolute(self.container, "a mount's container path")
+        _typed("a mount's readonly", self.readonly, bool, "True or False")
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,25 +172,24 @@ class ContainerEdits:
     qualified CDI device names, vendor.com/class=name.
     """
 
-    env: Mapping[str, str] = field(default_factory=lambda: _NO_STRINGS)
+    env: Mapping[str, str] = field(default_factory=lambda: _NOTHING)
     nodes: Sequence[DeviceNode | str] = ()
     mounts: Sequence[Mount] = ()
-    annotations: Mapping[str, str] = field(default_factory=lambda: _NO_STRINGS)
+    annotations: Mapping[str, str] = field(default_factory=lambda: _NOTHING)
     cdi: Sequence[str] = ()
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "nodes", _nodes(self.nodes))
-        if isinstance(self.cdi, str):
-            raise TypeError(f"cdi must be a list of names such as [{self.cdi!r}], not the string {self.cdi!r}")
-        object.__setattr__(self, "mounts", tuple(self.mounts))
-        object.__setattr__(self, "cdi", tuple(self.cdi))
+        object.__setattr__(self, "mounts", _list("mounts", self.mounts, "Mount(host, container)"))
+        object.__setattr__(self, "cdi", _list("cdi", self.cdi, "names such as 'example.com/fpga=fpga0'"))
         for mount in self.mounts:
-            if not isinstance(mount, Mount):
-                raise TypeError(f"mounts must be made of Mount(host, container), not {mount!r}")
+            _typed("an entry of mounts", mount, Mount, "Mount(host, container)")
         for name in self.cdi:
-            if not isinstance(name, str):
+            if not isinstance(name, str) or not _CDI_NAME.fullmatch(name):
                 raise TypeError(f"cdi must be made of strings such as 'vendor.com/class=name', not {name!r}")
         _strings("env", self.env)
+        if wrong := [name for name in self.env if not name or "=" in name]:
+            raise ValueError(f"env: {wrong[0]!r}: a variable's name is not empty and has no '='")
         _strings("annotations", self.annotations)
 
     def __bool__(self) -> bool:
@@ -166,28 +229,7 @@ def _united(what: str, parts: Sequence[Iterable[tuple[str, _T]]]) -> dict[str, _
 
 def _are_numbers(numa: object) -> bool:
     several = numa if isinstance(numa, Sequence) and not isinstance(numa, str | bytes) else (numa,)
-    return all(isinstance(one, int) and not isinstance(one, bool) for one in several)
-
-
-def _strings(field_name: str, entries: Mapping[str, str]) -> None:
-    if entries is _NO_STRINGS:
-        return
-    if not isinstance(entries, Mapping):
-        raise TypeError(f"{field_name} must be a dict of strings such as {{'NAME': 'value'}}, not {entries!r}")
-    for name, value in entries.items():
-        if not isinstance(name, str):
-            raise TypeError(f"{field_name}: the name {name!r} must be a string such as {str(name)!r}")
-        if not isinstance(value, str):
-            raise TypeError(
-                f"{field_name}: the value of {name!r} must be a string such as {str(value)!r}, not {value!r}"
-            )
-
-
-def _nodes(nodes: Sequence[DeviceNode | str]) -> tuple[DeviceNode, ...]:
-    if isinstance(nodes, str) or not isinstance(nodes, Iterable):
-        kind = "the string " if isinstance(nodes, str) else ""
-        raise TypeError(f"nodes must be a sequence of device nodes such as ['/dev/fpga0'], not {kind}{nodes!r}")
-    return tuple(node if isinstance(node, DeviceNode) else DeviceNode(node) for node in nodes)
+    return all(isinstance(one, int) and not isinstance(one, bool) and one >= 0 for one in several)
 
 
 NO_EDITS: Final = ContainerEdits()
@@ -214,48 +256,43 @@ class Device:
     nodes: Sequence[DeviceNode | str] = ()
     numa: int | Sequence[int] | None = None
     health: Health = Health.HEALTHY
-    attributes: Mapping[str, AttributeValue] = field(default_factory=lambda: _NO_ATTRIBUTES)
-    capacity: Mapping[str, int | str] = field(default_factory=lambda: _NO_ATTRIBUTES)
+    attributes: Mapping[str, AttributeValue] = field(default_factory=lambda: _NOTHING)
+    capacity: Mapping[str, int | str] = field(default_factory=lambda: _NOTHING)
     edits: ContainerEdits = field(default_factory=lambda: NO_EDITS)
     message: str = ""
-    consumes: Mapping[str, Mapping[str, int | str]] = field(default_factory=lambda: _NO_ATTRIBUTES)
-    counters: Mapping[str, Mapping[str, int | str]] = field(default_factory=lambda: _NO_ATTRIBUTES)
+    consumes: Mapping[str, Mapping[str, int | str]] = field(default_factory=lambda: _NOTHING)
+    counters: Mapping[str, Mapping[str, int | str]] = field(default_factory=lambda: _NOTHING)
     identity: str = ""
 
     def __post_init__(self) -> None:
-        # A source may list thousands of devices at once: what is right passes by identity and type.
-        if not isinstance(self.id, str):
-            raise TypeError(f"a device's id must be a string such as {str(self.id)!r}, not {self.id!r}")
+        _string("a device's id", self.id)
         if not 0 < len(self.id) <= MAX_ID or not self.id.isprintable() or " " in self.id:
             raise ValueError(f"a device id is 1 to {MAX_ID} printable characters without spaces, not {self.id!r}")
-        if type(self.health) is not Health:
-            text = "health must be Health.HEALTHY, Health.UNHEALTHY or Health.UNKNOWN"
-            raise self._mistake(f"{text}, not {self.health!r}")
-        if not (self.numa is None or type(self.numa) is int or _are_numbers(self.numa)):
-            raise self._mistake(f"numa must be a NUMA node such as 0, a list of them or None, not {self.numa!r}")
-        if not isinstance(self.edits, ContainerEdits):
-            raise self._mistake(f"edits must be ContainerEdits(env={{'NAME': 'value'}}), say, not {self.edits!r}")
-        if not isinstance(self.message, str):
-            raise self._mistake(f"message must be a string, not {self.message!r}")
-        if not isinstance(self.identity, str):
-            raise self._mistake(f"identity must be a string, not {self.identity!r}")
-        for mapping in (self.attributes, self.capacity, self.consumes, self.counters):
-            if mapping is not _NO_ATTRIBUTES and not isinstance(mapping, Mapping):
-                raise self._mistake(
-                    f"attributes, capacity, consumes and counters must be dicts by name, not {mapping!r}"
-                )
-        if " " in self.identity or not self.identity.isprintable():
-            raise ValueError(f"a device's identity is printable characters without spaces, not {self.identity!r}")
         try:
-            object.__setattr__(self, "nodes", _nodes(self.nodes))
+            self._check()
         except (TypeError, ValueError) as error:
             raise type(error)(f"device {self.id!r}: {error}") from None
 
+    def _check(self) -> None:
+        _typed("health", self.health, Health, "Health.HEALTHY, Health.UNHEALTHY or Health.UNKNOWN")
+        if self.numa is not None and not _are_numbers(self.numa):
+            raise TypeError(f"numa must be a NUMA node such as 0, a list of them or None, not {self.numa!r}")
+        _typed("edits", self.edits, ContainerEdits, "ContainerEdits(env={'NAME': 'value'}), say")
+        _string("message", self.message)
+        _string("identity", self.identity)
+        if " " in self.identity or not self.identity.isprintable():
+            raise ValueError(f"identity is printable characters without spaces, not {self.identity!r}")
+        attribute = "a string, an integer, a boolean or a Version"
+        right = "a dict by name such as {'memory': '16Gi'}"
+        _entries("attributes", self.attributes, right, lambda one: isinstance(one, str | int), attribute)
+        _entries("capacity", self.capacity, right, _is_quantity, _QUANTITY)
+        _counters("consumes", self.consumes)
+        _counters("counters", self.counters)
+        if self.nodes != ():
+            object.__setattr__(self, "nodes", _nodes(self.nodes))
+
     def __hash__(self) -> int:
         return hash(self.id)
-
-    def _mistake(self, text: str) -> TypeError:
-        return TypeError(f"device {self.id!r}: {text}")
 
     @property
     def numa_nodes(self) -> tuple[int, ...]:

@@ -13,7 +13,7 @@ from typing import Final
 
 from deviceplugin.device import Device
 from deviceplugin.identity import Tokens, same_thing, shown
-from deviceplugin.naming import NamingError, parse_quantity
+from deviceplugin.naming import parse_quantity
 from deviceplugin.topology import natural
 
 Key = tuple[str, str]
@@ -41,14 +41,10 @@ class Thing:
 def thing_of(device: Device, tokens: Tokens, scope: str, *, shared: bool = False) -> Thing:
     """Return a device as the rules here see it."""
 
-    def amount(value: int | str) -> Fraction:
-        try:
-            return parse_quantity(value)
-        except NamingError:
-            return Fraction(-1)  # not known: nothing fits beside it
-
     def amounts(counters: Mapping[str, Mapping[str, int | str]]) -> Counters:
-        return {name: {one: amount(value) for one, value in values.items()} for name, values in counters.items()}
+        return {
+            name: {one: parse_quantity(value) for one, value in values.items()} for name, values in counters.items()
+        }
 
     return Thing(tokens, scope, amounts(device.consumes), amounts(device.counters), shared)
 

@@ -2,21 +2,28 @@
 
 A hook may fail or never return: that costs its own call and nothing else. Plain functions run in a daemon thread of
 their own, since hanging ones would use up a pool, and keep the process from ending. A coroutine that does not end when
-it is cancelled is abandoned.
+it is cancelled is abandoned; one that blocks (`time.sleep`, not `asyncio.sleep`) blocks the whole agent, and its
+deadline is found to be over only afterwards.
 """
 
 from __future__ import annotations
 
 import asyncio
 import inspect
+import logging
 import threading
+import traceback
 from collections.abc import Awaitable, Callable
 from typing import Any, Final, TypeVar, overload
 
+_LOG: Final = logging.getLogger(__name__)
 _T = TypeVar("_T")
 
 MAX_STUCK: Final = 64
 """Threads of timed-out hooks that may hang at the same time; beyond that, calls fail at once."""
+
+LATE: Final = 0.5
+"""Seconds after its deadline at which a coroutine that has ended must have blocked the loop."""
 
 NOT_AWAITED: Final = "nobody awaited it; write `await` before the call"
 
@@ -67,6 +74,7 @@ async def call(what: str, hook: Callable[..., Any], *args: object, timeout: floa
 
 async def _finish(what: str, future: asyncio.Future[Any], rest: float, timeout: float) -> Any:
     """Wait for what is left of the hook's time, in seconds; `timeout` is all of it."""
+    began = asyncio.get_running_loop().time()
     try:
         done, _ = await asyncio.wait({future}, timeout=rest)
     except asyncio.CancelledError:
@@ -75,12 +83,24 @@ async def _finish(what: str, future: asyncio.Future[Any], rest: float, timeout: 
     if not done:
         _abandon(future)
         raise HookTimeoutError(f"{what} did not answer within {timeout:g} s", future)
+    if isinstance(future, asyncio.Task) and (late := asyncio.get_running_loop().time() - began - rest) > LATE:
+        _LOG.warning(
+            "%s blocked the whole agent for %.1f s: a coroutine must not block, a plain function may", what, late
+        )
     try:
         return future.result()
     except asyncio.CancelledError as error:
         raise HookError(f"{what} was cancelled") from error
     except Exception as error:
-        raise HookError(f"{what} failed: {type(error).__name__}: {error}") from error
+        _LOG.debug("%s failed", what, exc_info=error)
+        raise HookError(f"{what} failed: {type(error).__name__}: {error}{_place(error)}") from error
+
+
+def _place(error: Exception) -> str:
+    """Return the last line of the hook's own file that an error came through, " (file:line)"; "" if there is none."""
+    frames = [one for one in traceback.extract_tb(error.__traceback__) if one.filename != __file__]
+    own = [one for one in frames if one.filename == frames[0].filename]
+    return f" ({own[-1].filename}:{own[-1].lineno})" if own else ""
 
 
 def _abandon(future: asyncio.Future[Any]) -> None:

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from fractions import Fraction
 from typing import Final
 
-from deviceplugin.device import Device, Version
+from deviceplugin.device import QUANTITY, Device, Version
 
 
 class NamingError(ValueError):
@@ -47,9 +47,6 @@ SEMVER: Final = (
     r"(?:0|[1-9][0-9]*)\.(?:0|[1-9][0-9]*)\.(?:0|[1-9][0-9]*)"
     rf"(?:-{_PRE}(?:\.{_PRE})*)?(?:\+[0-9a-zA-Z-]+(?:\.[0-9a-zA-Z-]+)*)?"
 )
-_QUANTITY: Final = re.compile(
-    r"(?P<sign>[+-]?)(?P<number>[0-9]+(\.[0-9]*)?|\.[0-9]+)(?P<suffix>[KMGTPE]i|[numkMGTPE]?|[eE][+-]?[0-9]{1,3})"
-)
 _FACTORS: Final[Mapping[str, Fraction]] = {
     "": Fraction(1),
     **{suffix: Fraction(1, 1000**power) for power, suffix in enumerate("mun", 1)},
@@ -66,7 +63,7 @@ def parse_quantity(value: int | str) -> Fraction:
         raise NamingError(f"must be an integer or a quantity such as 16Gi, not {value!r}")
     if isinstance(value, int):
         return Fraction(value)
-    found = _QUANTITY.fullmatch(value)
+    found = QUANTITY.fullmatch(value)
     if found is None:
         raise NamingError(f"must be a quantity such as 16Gi, 250m or 4, not {value!r}")
     suffix = found["suffix"]

@@ -8,7 +8,20 @@ from __future__ import annotations
 
 from typing import Final
 
+from deviceplugin.device import Device
+from deviceplugin.source import DeviceSource
+
 _SEPARATOR: Final = "::"
+
+
+def times_offered(source: DeviceSource, device: Device) -> int:
+    """Return how many containers may share a device: 1 to `replicas`, also if `replicas_of` has begun to fail."""
+    if source.replicas == 1:
+        return 1
+    try:
+        return max(1, min(source.replicas, int(source.replicas_of(device))))
+    except Exception:  # the author's code; when a device is listed `source_check` raises what is wrong with it
+        return source.replicas
 
 
 def replicas_of(device: str, replicas: int) -> tuple[str, ...]:

@@ -1,7 +1,7 @@
 """What an author writes: a source of devices, and hooks around their use.
 
-Hooks may be plain functions, which run in a thread of their own, or coroutine functions. Each has a deadline, and one
-that fails costs its own call only.
+Hooks may be plain functions, which run in a thread of their own, or coroutine functions, which must not block. Each
+has a deadline, and one that fails costs its own call only.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ Measured = Mapping[str, Mapping[str, float | Mapping[str, float] | None]]
 class DeviceSource:
     """A kind of device on this node; derive from it, name a resource, write `watch`.
 
-    docs/sources.md has an example of each hook, with a test. A method whose name is almost a hook's is refused when the
-    class is defined (TypeError), and so are a resource and a driver that are no such names (NamingError).
+    docs/sources.md has an example of each hook, with a test. A name that is almost a hook's or a setting's is
+    refused when the class is defined (TypeError), and so are names that no resource or driver has (NamingError).
 
     Attributes:
         resource: the extended resource, vendor-domain/name, as pods ask for it.
@@ -52,23 +52,24 @@ class DeviceSource:
     HOOKS: ClassVar[tuple[str, ...]] = ("edits", "reset", "prefer", "released", "prepare", "unprepare", "measure")
 
     def __init_subclass__(cls, **more: Any) -> None:
-        """Raise TypeError if a method's name is almost a hook's, NamingError if resource or driver is no such name."""
+        """Raise TypeError if a name is almost a hook's or setting's, NamingError if resource or driver is none."""
         super().__init_subclass__(**more)
         own = cls.__dict__
         check_names(cls.__name__, own.get("resource"), own.get("driver"))
         for name, value in own.items():
-            if isinstance(value, _METHODS) and not name.startswith("_") and (hook := _likely_hook(cls, name)):
+            if not name.startswith("_") and (meant := _likely_name(cls, name, value)):
+                what = "hook and would never be called" if isinstance(value, _METHODS) else "setting and has no effect"
                 raise TypeError(
-                    f"{cls.__name__}.{name} is no hook and would never be called; did you mean {hook}? "
-                    f"A method of your own needs another name, _{name} for example"
+                    f"{cls.__name__}.{name} is no {what}; did you mean {meant}? "
+                    f"One of your own needs another name, _{name} for example"
                 )
 
     def watch(self) -> AsyncIterator[Sequence[Device]] | Iterator[Sequence[Device]]:
         """Yield the full list of devices now, and again whenever anything about it changes.
 
-        An async generator, or a plain one, which runs in a thread of its own and may block. When it ends, its last list
-        stays valid. When it raises, or yields anything but lists of Device, it is started again after a while; its last
-        list stays valid meanwhile.
+        An async generator, which must not block, or a plain one, which runs in a thread of its own and may block. When
+        it ends, its last list stays valid. When it raises, or yields anything but lists of Device, it is started again
+        after a while; its last list stays valid meanwhile.
 
             async def watch(self):
                 while True:
@@ -105,9 +106,9 @@ class DeviceSource:
     def released(self, devices: Sequence[Device]) -> Awaitable[None] | None:
         """Take note that the last pod that had these devices is gone.
 
-        The device plugin API has no Deallocate: this follows from the kubelet's PodResources service, some seconds
-        later, at least once. At the start of the process it is called for all devices without a holder. So it does
-        again what it has done: `for device in devices: wipe(device.id)`
+        The device plugin API has no Deallocate: this follows from the kubelet's checkpoint and the pods' cgroups, some
+        seconds later, at least once. Soon after the start of the process it is called for all devices without a holder.
+        So it does again what it has done: `for device in devices: wipe(device.id)`
         """
         return None
 
@@ -117,9 +118,9 @@ class DeviceSource:
         """Set devices up as a claim's request wants them; return what its containers get beyond `edits`.
 
         Called on the DRA side only, once for each request of a claim, after `reset`. `config` is a `config_type` made
-        from the parameters of class and claim (the claim's win), None without a `config_type`. It may be called again
-        for the same devices, if it failed or the agent ended; an error is the claim's, its pods wait and the kubelet
-        tries again. `return ContainerEdits(env={"FPGA_MODE": config.mode})`
+        from the parameters of class and claim (the claim's win; its defaults without any), None without one. It may be
+        called again for the same devices, if it failed or the agent ended; an error is the claim's, its pods wait and
+        the kubelet tries again. `return ContainerEdits(env={"FPGA_MODE": config.mode})`
         """
         return None
 
@@ -142,7 +143,9 @@ class DeviceSource:
         raise NotImplementedError
 
     def replicas_of(self, device: Device) -> int:
-        """Return how many containers may share this one device, `replicas` at the most; a plain function, called often.
+        """Return how many containers may share this one device, 1 to `replicas`; a plain function, called often.
+
+        For one device it answers the same until the next list. Any other answer, or an error, fails the list.
 
         `return 1 if device.attributes["model"] == "small" else self.replicas`
         """
@@ -160,8 +163,8 @@ class DeviceSource:
     async def child_sources(self) -> AsyncIterator[Sequence[DeviceSource]]:
         """Yield the sources of further resources that come with this one, all of them, when one more is known.
 
-        They are served until this one ends. Which kinds of partitions there are, for example, is known only when the
-        hardware is read: `yield [Halves("example.com/fpga-half")]`
+        They are served until this one ends; after an error this is called again. Which kinds of partitions there are,
+        for example, is known only when the hardware is read: `yield [Halves("example.com/fpga-half")]`
         """
         none: Sequence[Sequence[DeviceSource]] = ()
         for child_sources in none:
@@ -191,8 +194,11 @@ def check_names(kind: str, resource: object, driver: object) -> None:
                 raise naming.NamingError(f"{kind}.{field}: {error}") from None
 
 
-def _likely_hook(kind: type[DeviceSource], name: str) -> str:
-    """Return the method of `DeviceSource` that a name is almost that of, unless the class has it, too; "" if none.
+def _likely_name(kind: type[DeviceSource], name: str, value: object) -> str:
+    """Return the method or setting of `DeviceSource` that a name is almost that of; "" if none.
+
+    Also the hook that a call of the kubelet's API becomes. What the class itself has was not misspelt, and a value of
+    another type than a setting's is the author's own.
 
     It is an error, not a warning: a `released` that is never called leaves one user's data to the next, and nothing
     else shows it. Who means another method only has to rename it.
@@ -201,11 +207,32 @@ def _likely_hook(kind: type[DeviceSource], name: str) -> str:
         return ""
     import difflib
 
-    free = [one for one in _OPTIONAL if getattr(kind, one) is getattr(DeviceSource, one)]
+    method = isinstance(value, _METHODS)
+    names = _OPTIONAL if method else [one for one, kind_of in _SETTINGS.items() if isinstance(value, kind_of)]
+    free = [one for one in names if getattr(kind, one) is getattr(DeviceSource, one)]
+    if (known := _OTHER_NAMES.get(name.lower().replace("_", ""))) in free:
+        return str(known)
     return next(iter(difflib.get_close_matches(name.lower(), free, 1, _ALIKE)), "")
 
 
 _OPTIONAL: Final = ("watch", *DeviceSource.HOOKS, "replicas_of", "links", "child_sources")
+_SETTINGS: Final[Mapping[str, type | tuple[type, ...]]] = {
+    "resource": str,
+    "driver": str,
+    "replicas": int,
+    "topology": bool,
+    "policy": str,
+    "hook_timeout": (int, float),
+    "config_type": type,
+}
+_OTHER_NAMES: Final = {
+    "listandwatch": "watch",
+    "allocate": "edits",
+    "prestartcontainer": "reset",
+    "getpreferredallocation": "prefer",
+    "resourcename": "resource",
+}
+"""What is meant by names of the kubelet's API."""
 
 
 @functools.cache  # asked for with every Allocate; a class does not change

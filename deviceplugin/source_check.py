@@ -6,16 +6,27 @@ A misspelt hook and a wrong name are found by `DeviceSource` itself when the cla
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable, Sequence
-from typing import Any
+from collections.abc import Callable, Collection, Iterable, Mapping
+from typing import Any, Final
 
-from deviceplugin import hooks
+from deviceplugin import exclusion, hooks
 from deviceplugin.device import Device
 from deviceplugin.source import DeviceSource, check_names
 
+POLICIES: Final = ("links", "packed", "distributed", "none")
+_SETTINGS: Final[Mapping[str, tuple[Callable[[Any], object], str]]] = {
+    "resource": (lambda value: isinstance(value, str), "a string"),
+    "driver": (lambda value: value is None or isinstance(value, str), "a string"),
+    "replicas": (lambda value: type(value) is int and value >= 1, "a number of at least 1"),
+    "policy": (lambda value: value in POLICIES, f"one of {', '.join(POLICIES)}"),
+    "hook_timeout": (lambda value: type(value) in (int, float) and value > 0, "a number of seconds above 0"),
+}
 
-def check_sources(sources: Iterable[object]) -> None:
+
+def check_sources(sources: Collection[object]) -> None:
     """Raise TypeError unless these are sources that can be served, NamingError if one's resource or driver is wrong."""
+    if not sources:
+        raise TypeError("there is no source to serve: name at least one")
     for source in sources:
         check_source(source)
 
@@ -27,19 +38,56 @@ def check_source(source: object) -> None:
     if not isinstance(source, DeviceSource):
         raise TypeError(f"{source!r} is no source; a source is an instance of a class derived from DeviceSource")
     kind = type(source).__name__
-    for field, value in (("resource", source.resource), ("driver", source.driver or "")):
-        if not isinstance(value, str):
-            raise TypeError(f"{kind}.{field} must be a string, not {value!r}")
+    for field, (fits, right) in _SETTINGS.items():
+        if not fits(value := getattr(source, field)):
+            raise TypeError(f"{kind}.{field} must be {right}, not {value!r}")
     check_names(kind, source.resource, source.driver)
     for name in ("watch", *source.hooks, "replicas_of", "child_sources"):
         if mistake := _mistake(name, getattr(source, name)):
             raise TypeError(f"{kind}.{name} {mistake}")
-    if callable(source.links):
-        raise TypeError(f"{kind}.links must be a property: write @property before it")
+    _check_config_type(f"{kind}.config_type", source.config_type)
+    _check_links(source)
+
+
+def _check_config_type(what: str, config_type: object) -> None:
+    if config_type is None:
+        return
+    from msgspec import inspect as types
+
+    try:
+        info = types.type_info(config_type)
+    except TypeError:
+        info = None
+    objects = (types.StructType, types.DataclassType, types.TypedDictType, types.DictType, types.UnionType)
+    if not isinstance(info, objects):
+        right = "a class that msgspec makes of a JSON object, such as a msgspec.Struct or a dataclass"
+        raise TypeError(f"{what} must be {right}, not {config_type!r}")
+
+
+def _check_links(source: DeviceSource) -> None:
+    what = f"{type(source).__name__}.links"
+    try:
+        links = source.links
+    except Exception as error:
+        raise TypeError(f"{what} failed: {type(error).__name__}: {error}") from error
+    if callable(links):
+        raise TypeError(f"{what} must be a property: write @property before it")
+    if not isinstance(links, Mapping):
+        raise TypeError(f"{what} must be a dict, not {links!r}")
+    for pair, value in links.items():
+        if not (isinstance(pair, frozenset) and len(pair) == 2 and isinstance(value, int | float)):
+            raise TypeError(f"{what} must be numbers by frozenset of two ids, not {pair!r}: {value!r}")
 
 
 def _mistake(name: str, method: Any) -> str:
     """Return what is wrong with the kind of function that a method is; "" if nothing is."""
+    if not callable(method):
+        return f"must be a method, not {method!r}"
+    usual = list(inspect.signature(getattr(DeviceSource, name)).parameters)[1:]
+    try:
+        inspect.signature(method).bind(*usual)
+    except TypeError as error:
+        return f"is called as {name}({', '.join(usual)}): {error}"
     if name == "watch":
         return "must yield lists of devices, not return one" if inspect.iscoroutinefunction(method) else ""
     if name == "child_sources":
@@ -52,15 +100,31 @@ def _mistake(name: str, method: Any) -> str:
     return ""
 
 
-def checked_list(kind: str, lists: object, listed: object) -> Sequence[Device]:
-    """Return the devices that `watch` yielded. Raises TypeError, with the line of the generator `lists`."""
-    if isinstance(listed, Iterable) and not isinstance(listed, str | bytes):
-        devices = tuple(listed)
-        for device in devices:
-            if not isinstance(device, Device):
-                raise TypeError(f"{_place(kind, lists)} must yield lists of Device, not of {_instead(device)}")
-        return devices
-    raise TypeError(f"{_place(kind, lists)} must yield lists of Device, not {_instead(listed)}")
+def checked_list(source: DeviceSource, lists: object, listed: object) -> tuple[Device, ...]:
+    """Return what `watch` yielded as a tuple of devices.
+
+    lists: the generator, of which the message names the line. Raises TypeError or ValueError if it is anything else
+    than devices with ids of their own, or what the source says of them (`replicas_of`, `links`) cannot be used.
+    """
+    if not isinstance(listed, Iterable) or isinstance(listed, str | bytes | Mapping):
+        raise TypeError(f"{_place(source, lists)} must yield lists of Device, not {_instead(listed)}")
+    devices = tuple(listed)
+    ids: set[str] = set()
+    for device in devices:
+        if not isinstance(device, Device):
+            raise TypeError(f"{_place(source, lists)} must yield lists of Device, not of {_instead(device)}")
+        if device.id in ids:
+            raise ValueError(f"{_place(source, lists)}: device id {device.id!r} is listed twice")
+        ids.add(device.id)
+        if device.consumes or device.counters:
+            exclusion.thing_of(device, frozenset(), "")  # all that others are compared by
+        if source.replicas != 1:
+            number = source.replicas_of(device)
+            if type(number) is not int or not 1 <= number <= source.replicas:
+                what = f"{type(source).__name__}.replicas_of must return 1 to {source.replicas} (`replicas`)"
+                raise ValueError(f"{what}, not {number!r} for device {device.id!r}")
+    _check_links(source)
+    return devices
 
 
 def _instead(value: object) -> str:
@@ -74,7 +138,33 @@ def _instead(value: object) -> str:
     return f"{type(value).__name__}: {value!r}"
 
 
-def _place(kind: str, lists: object) -> str:
+def checked_children(parent: DeviceSource, children: object) -> list[DeviceSource]:
+    """Return what `child_sources` yielded. Raises TypeError, or NamingError, if they cannot be served."""
+    what = f"{type(parent).__name__}.child_sources"
+    if not isinstance(children, Iterable):
+        raise TypeError(f"{what} must yield lists of sources, not {children!r}")
+    found = [*children]
+    for child in found:
+        check_source(child)
+    names = [child.resource for child in found]
+    for child in found:
+        if not child.resource:
+            raise TypeError(f"{what}: {type(child).__name__} has no resource name; set `resource`")
+        if names.count(child.resource) > 1:
+            raise TypeError(f"{what}: two sources for one resource: {child.resource}")
+    return found
+
+
+def not_yielding(source: DeviceSource) -> str:
+    """Return what is wrong with a `watch` that is no generator."""
+    code = getattr(source.watch, "__code__", None)
+    where = f" ({code.co_filename}:{code.co_firstlineno})" if code else ""
+    return f"{type(source).__name__}.watch{where} must yield lists of devices, not return one: write yield [...]"
+
+
+def _place(source: DeviceSource, lists: object) -> str:
+    """Return `Class.watch`, with file and line if the generator has them."""
+    kind = type(source).__name__
     for attribute in ("gi_frame", "ag_frame"):
         if (frame := getattr(lists, attribute, None)) is not None:
             return f"{kind}.watch ({frame.f_code.co_filename}:{frame.f_lineno})"

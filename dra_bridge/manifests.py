@@ -115,7 +115,7 @@ def manifests(config: Config, text: str, deployment: Deployment | None = None) -
         "runtime_class": how.runtime_class or None,
         "runs_programs": how.own_command or lock.commands,
         "scheme": None if config.metrics.certificate is None else "HTTPS",
-        "service_account": how.name if bridge else None,
+        "service_account": how.name if bridge else "default",
         "token": None if bridge else False,
         "tolerations": [{"operator": "Exists"}],
         "unprivileged": not reasons,

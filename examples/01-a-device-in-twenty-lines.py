@@ -16,4 +16,5 @@ class Toys(DeviceSource):
         print("made ready:", *(device.id for device in devices), flush=True)
 
 
-run(Toys())
+if __name__ == "__main__":  # a test imports Toys
+    run(Toys())

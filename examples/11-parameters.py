@@ -26,8 +26,8 @@ class Fpga(DeviceSource):
         return ContainerEdits(env={"FPGAS": ",".join(device.id for device in devices)})
 
     def prepare(self, devices, config):  # through claims only, before edits' container exists
-        tuning = config or Tuning()
-        return ContainerEdits(env={"FPGA_TUNING": f"{tuning.mode} {tuning.watts} W"})
+        return ContainerEdits(env={"FPGA_TUNING": f"{config.mode} {config.watts} W"})
 
 
-run(Fpga(), share="none")  # dra-bridge migrate NODE --driver fpga.example.com --share all
+if __name__ == "__main__":
+    run(Fpga(), share="none")  # dra-bridge migrate NODE --driver fpga.example.com --share all

@@ -44,7 +44,6 @@ OPTIONAL = {
     "privileged": "privileged",
     "runtime_class": "runtime_class",
     "scheme": "scheme",
-    "service_account": "bridge",
     "token": "not_bridge",
 }
 """Values whose keys may be left out, with the value that says so."""

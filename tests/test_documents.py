@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
 import re
+import runpy
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -43,7 +45,16 @@ def test_twenty_lines_are_twenty_and_in_the_readme() -> None:
     """The example has no more lines than its name says, and the README shows it as it is."""
     text = TWENTY.read_text()
     assert len(text.splitlines()) <= 20
-    assert text == blocks("python")[0]
+    guard = r'if __name__ == "__main__":.*\n    '
+    assert re.sub(guard, "", text) == re.sub(guard, "", blocks("python")[0])
+
+
+@pytest.mark.parametrize("path", sorted(EXAMPLES.glob("*.py")), ids=lambda path: path.name)
+def test_examples_can_be_imported(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A test can import an example's source: nothing is served by that."""
+    found = runpy.run_path(str(path), run_name="imported")
+    assert [one for one in found.values() if isinstance(one, type) and issubclass(one, DeviceSource)]
+    assert capsys.readouterr() == ("", "")
 
 
 def test_twenty_lines_are_a_plugin(fake_kubelet: FakeKubelet, twenty: subprocess.Popen[str]) -> None:
@@ -260,8 +271,18 @@ def test_the_authors_page_runs(tmp_path: Path) -> None:
     run_as_tests(tmp_path, code)
 
 
+def test_the_kits_page_runs(tmp_path: Path) -> None:
+    """All code of docs/testing.md passes as a test module, and each way to disturb the fake kubelet is on the page."""
+    text = (ROOT / "docs" / "testing.md").read_text()
+    run_as_tests(tmp_path, "\n\n".join(blocks("python", text)))
+    faults = inspect.getsource(FakeKubelet).partition("# Faults.")[2].partition("# Pods.")[0]
+    assert all(f"`{name}" in text for name in re.findall(r"def (\w+)\(self", faults))
+
+
 def test_the_readmes_tests_run(tmp_path: Path) -> None:
     """The README's tests of its plugin in twenty lines pass."""
     plugin, *tests = blocks("python")
     assert tests
-    run_as_tests(tmp_path, "\n\n".join((plugin.replace("run(Toys())", ""), *tests)))
+    run_as_tests(
+        tmp_path, "\n\n".join((re.sub(r'(if __name__ == "__main__":.*\n    )?run\(Toys\(\)\)', "", plugin), *tests))
+    )

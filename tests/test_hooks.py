@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import threading
+import time
 from collections.abc import Iterator
 
 import pytest
@@ -56,6 +58,32 @@ async def test_plain_hook_may_return_an_awaitable() -> None:
         return 42
 
     assert await call("hook", lambda: answer(), timeout=5) == 42
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+async def test_a_failed_hook_says_where(caplog: pytest.LogCaptureFixture, *, asynchronous: bool) -> None:
+    """The message has file and line of the hook's own code; at DEBUG the log has the traceback."""
+
+    def plain() -> None:
+        os.environ["NOPE"]
+
+    async def coroutine() -> None:
+        plain()
+
+    caplog.set_level("DEBUG", "deviceplugin.hooks")
+    with pytest.raises(HookError, match=r"edits of x failed: KeyError: 'NOPE' \(.*test_hooks\.py:\d+\)"):
+        await call("edits of x", coroutine if asynchronous else plain, timeout=20)
+    assert 'os.environ["NOPE"]' in caplog.text
+
+
+async def test_a_coroutine_that_blocks_is_named(caplog: pytest.LogCaptureFixture) -> None:
+    """A coroutine that did not yield until after its deadline has held up everything; the log says so."""
+
+    async def reset() -> None:
+        time.sleep(hooks.LATE + 0.2)  # noqa: ASYNC251  # what it must not do
+
+    await call("reset of x", reset, timeout=0.01)
+    assert "reset of x blocked the whole agent for" in caplog.text
 
 
 @pytest.mark.parametrize(

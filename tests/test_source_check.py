@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import re
+import threading
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from typing import Any
 
 import pytest
 
 import dra_bridge
-from deviceplugin import Device, DeviceSource, hooks, run
+from deviceplugin import ContainerEdits, Device, DeviceSource, hooks, run
 from deviceplugin.inventory import Inventory
 from deviceplugin.naming import NamingError
 from deviceplugin.node.agent import Agent
@@ -43,6 +44,10 @@ def generator(*_: object) -> Iterator[int]:
     yield 0
 
 
+def refusing(*_: object) -> Any:
+    raise OSError("no")
+
+
 async def generate(*_: object) -> AsyncIterator[int]:
     yield 0
 
@@ -61,12 +66,32 @@ async def generate(*_: object) -> AsyncIterator[int]:
         ("replica_of", "replicas_of"),
         ("child_source", "child_sources"),
         ("link", "links"),
+        ("allocate", "edits"),
+        ("list_and_watch", "watch"),
+        ("ListAndWatch", "watch"),
     ],
 )
 def test_a_misspelt_hook_is_an_error_of_its_class(name: str, hook: str) -> None:
     """A method that is almost called like a hook would never be called; its class cannot be defined."""
     with pytest.raises(TypeError, match=rf"Wrong\.{name} is no hook and would never be called; did you mean {hook}\?"):
-        source_with(**{name: nothing})
+        type("Wrong", (DeviceSource,), {name: nothing})
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "meant"),
+    [
+        ("recource", "example.com/x", "resource"),
+        ("resource_name", "example.com/x", "resource"),
+        ("config_typ", dict, "config_type"),
+        ("replica", 2, "replicas"),
+        ("hook_timout", 2, "hook_timeout"),
+    ],
+)
+def test_a_misspelt_setting_is_an_error_of_its_class(name: str, value: object, meant: str) -> None:
+    """An attribute that is almost called like a setting would have no effect; its class cannot be defined."""
+    with pytest.raises(TypeError, match=rf"Wrong\.{name} is no setting and has no effect; did you mean {meant}\?"):
+        type("Wrong", (DeviceSource,), {name: value})
+    type("Right", (DeviceSource,), {name: [value]})  # of another type: it is the author's own
 
 
 @pytest.mark.parametrize("name", ["_edit", "devices", "match", "reload", "helper", "scan", "update"])
@@ -118,6 +143,25 @@ MISTAKES: list[tuple[Callable[[], Any], str]] = [
     (lambda: source_with(child_sources=coroutine)(), r"Wrong\.child_sources must be an async generator"),
     (lambda: source_with(child_sources=generator)(), r"Wrong\.child_sources must be an async generator"),
     (lambda: source_with(links=nothing)(), r"Wrong\.links must be a property: write @property"),
+    (lambda: source_with(links={("a", "b"): 1.0})(), r"Wrong\.links must be numbers by frozenset of two ids"),
+    (lambda: source_with(links={frozenset("ab"): "x"})(), r"Wrong\.links must be numbers .*, not .*: 'x'"),
+    (lambda: source_with(links=None)(), r"Wrong\.links must be a dict, not None"),
+    (lambda: source_with(links=property(refusing))(), r"Wrong\.links failed: OSError: no"),
+    (lambda: source_with(replicas="2")(), r"Wrong\.replicas must be a number of at least 1, not '2'"),
+    (lambda: source_with(replicas=0)(), r"Wrong\.replicas must be a number of at least 1, not 0"),
+    (lambda: source_with(replicas=nothing)(), r"Wrong\.replicas must be a number of at least 1, not <"),
+    (lambda: source_with(replicas=None)(), r"Wrong\.replicas must be a number of at least 1, not None"),
+    (lambda: source_with(hook_timeout="10s")(), r"Wrong\.hook_timeout must be a number of seconds .*, not '10s'"),
+    (lambda: source_with(policy="pakced")(), r"Wrong\.policy must be one of links, packed, distributed, none, not"),
+    (lambda: source_with(edits=ContainerEdits())(), r"Wrong\.edits must be a method, not ContainerEdits\("),
+    (lambda: source_with(edits=lambda self: None)(), r"Wrong\.edits is called as edits\(devices\): too many"),
+    (
+        lambda: source_with(prefer=lambda self, devices: devices)(),
+        r"as prefer\(available, must_include, size\)",
+    ),
+    (lambda: source_with(config_type={"mode": str})(), r"Wrong\.config_type must be a class .*, not {'mode'"),
+    (lambda: source_with(config_type=Toys)(), r"Wrong\.config_type must be a class .*, not <class"),
+    (lambda: source_with(config_type=5)(), r"Wrong\.config_type must be a class .*, not 5"),
 ]
 
 
@@ -153,6 +197,7 @@ def yielding(listed: Any) -> Iterator[DeviceSource]:
         (lambda: [Device("a"), {"id": "b"}], r"lists of Device, not of dict: {'id': 'b'}"),
         (lambda: None, r"lists of Device, not NoneType: None"),
         (lambda: coroutine(), r"lists of Device, not a coroutine: nobody awaited it; write `await` before the call"),
+        (lambda: {"a": Device("a")}, r"lists of Device, not dict: {'a': Device("),
         (lambda: [coroutine()], r"lists of Device, not of a coroutine: nobody awaited it"),
     ],
 )
@@ -171,6 +216,52 @@ async def test_lists_of_anything_else_are_refused_with_their_place(listed: Calla
             assert re.fullmatch(place + re.escape(instead) + ".*", follower.error)
         finally:
             await follower.end()
+
+
+@pytest.mark.parametrize(
+    ("members", "message"),
+    [
+        ({"watch": lambda _: iter([[Device("a"), Device("a")]])}, r"Wrong\.watch: device id 'a' is listed twice"),
+        ({"watch": lambda _: [Device("a")]}, r"Wrong\.watch \(.*check\.py:\d+\) must yield .*: write yield \[\.\.\.\]"),
+        (
+            {"replicas": 2, "replicas_of": lambda *_: 5},
+            r"replicas_of must return 1 to 2 .*, not 5 for device 'a'",
+        ),
+        ({"replicas": 2, "replicas_of": lambda *_: "2"}, r"Wrong\.replicas_of must return 1 to 2 .*, not '2'"),
+        ({"replicas": 2, "replicas_of": refusing}, "OSError: no"),
+    ],
+)
+def test_what_cannot_be_served_of_a_list_fails_its_test(
+    served: Callable[..., Served], members: dict[str, Any], message: str
+) -> None:
+    """A list with an id twice, and a number of replicas that cannot be, are the source's failure."""
+    with pytest.raises(RuntimeError, match="watch failed before its first list") as failure:
+        served(source_with(**members)())
+    cause = failure.value.__cause__
+    assert re.search(message, f"{type(cause).__name__}: {cause}")
+
+
+def test_a_list_that_cannot_be_used_harms_no_other_source(
+    fake_kubelet: FakeKubelet, served: Callable[..., Served], caplog: pytest.LogCaptureFixture
+) -> None:
+    """What nobody could compare with other devices fails its source; its last list stays, and other sources go on."""
+    amounts: dict[str, Any] = {"memory": 4}
+    again = threading.Event()
+
+    def watch(_: object) -> Iterator[Sequence[Device]]:
+        yield [Device("a", consumes={"gpu0": {"memory": 1}}, counters={"gpu0": {"memory": 4}})]
+        again.wait(60.0)
+        part = Device("a", consumes={"gpu0": amounts})
+        amounts["memory"] = "much"  # behind the constructor's back
+        yield [part, Device("b")]
+
+    bad, good = source_with(watch=watch)(), source_with(resource="example.com/good")()
+    running = served(bad, good)
+    again.set()
+    fake_kubelet.wait_until(lambda: "much" in running.agent.services[bad.resource].follower.error)
+    fake_kubelet.wait_until(lambda: "its last list of 1 devices stays" in caplog.text)
+    assert fake_kubelet.allocatable("example.com/toy") == 1
+    assert fake_kubelet.run_pod("p", {"example.com/good": 1, "example.com/toy": 1}).phase == "Running"
 
 
 async def test_a_generator_of_devices_is_a_list() -> None:
@@ -208,3 +299,38 @@ def test_child_sources_are_checked(
     served(source_with(child_sources=child_sources)())
     fake_kubelet.wait_until(lambda: "TypeError: Toys is a class" in caplog.text)
     assert fake_kubelet.run_pod("p", {"example.com/toy": 1}).device_ids == ("a",)
+
+
+def test_child_sources_that_fail_are_tried_again(
+    fake_kubelet: FakeKubelet, served: Callable[..., Served], caplog: pytest.LogCaptureFixture
+) -> None:
+    """After an error `child_sources` is called again, as `watch` is; what is wrong is named with class and hook."""
+    half = {"resource": "example.com/half"}
+    yielded: Iterator[Any] = iter(
+        [source_with()(), [source_with(**half)(), source_with(**half)()], [source_with(**half)()]]
+    )
+
+    async def child_sources(_: object) -> AsyncIterator[Any]:
+        yield next(yielded)
+
+    served(source_with(child_sources=child_sources)())
+    fake_kubelet.wait_allocatable("example.com/half", 1, 60.0)
+    assert "TypeError: Wrong.child_sources must yield lists of sources, not <" in caplog.text
+    assert "TypeError: Wrong.child_sources: two sources for one resource: example.com/half" in caplog.text
+
+
+def test_a_preference_that_is_none_is_named(
+    fake_kubelet: FakeKubelet, served: Callable[..., Served], caplog: pytest.LogCaptureFixture
+) -> None:
+    """What `prefer` must return is in the log, with its resource; the pod gets a device all the same."""
+    served(source_with(prefer=nothing)())
+    assert fake_kubelet.run_pod("p", {"example.com/toy": 1}).device_ids == ("a",)
+    assert "prefer of example.com/toy must return devices or their ids, not None" in caplog.text
+
+
+async def test_run_inside_of_a_loop_is_one_error(recwarn: pytest.WarningsRecorder) -> None:
+    """`run` makes its own event loop; in another one it raises, and nothing warns of a coroutine."""
+    for start in (run, dra_bridge.run):
+        with pytest.raises(RuntimeError, match="running event loop"):
+            start(Toys(), argv=["--node-name", "n"] if start is dra_bridge.run else [])
+    assert not [one for one in recwarn if "_serve" in str(one.message)]

@@ -11,7 +11,7 @@ from typing import Final, NamedTuple
 
 from deviceplugin.device import Device
 from deviceplugin.inventory import Inventory
-from deviceplugin.sharing import device_of, replicas_of
+from deviceplugin.sharing import device_of, replicas_of, times_offered
 from deviceplugin.source import DeviceSource
 from deviceplugin.wire import deviceplugin_pb2 as pb
 
@@ -106,7 +106,7 @@ class DeviceIds:
         """Return the ids under which the kubelet knows a device now."""
         if self._source.replicas == 1:
             return (device.id,)
-        names = replicas_of(device.id, self._source.replicas_of(device))
+        names = replicas_of(device.id, times_offered(self._source, device))
         if len(names) == 1 and device_of(device.id, ANY_REPLICAS) != device.id:
             return replicas_of(device.id, ANY_REPLICAS)[:1]  # it is called like another one's replica
         return names

@@ -19,7 +19,7 @@ from deviceplugin.identity import Tokens, shown
 from deviceplugin.inventory import Inventory
 from deviceplugin.kubelet.allocation_gate import AllocationGate, AllowAll, Side
 from deviceplugin.kubelet.granted import Granted
-from deviceplugin.sharing import device_of
+from deviceplugin.sharing import device_of, times_offered
 from deviceplugin.source import DeviceSource
 
 _LOG: Final = logging.getLogger(__name__)
@@ -147,7 +147,7 @@ class ListedThings:
                 for device in now.devices.values():
                     tokens = now.identities.get(device.id, frozenset())
                     if tokens or device.consumes or device.counters:
-                        shared = source.replicas > 1 and source.replicas_of(device) > 1
+                        shared = times_offered(source, device) > 1
                         found[name, device.id] = thing_of(device, tokens, source.driver or name, shared=shared)
             self._version, self._things = version, Things(found)
         return self._things

@@ -306,10 +306,14 @@ class Endpoint(DevicePluginServicer):
 
         try:
             preferred = await self._hook("prefer", self.source.prefer, devices(available), devices(must_include), size)
-            ids = [one.id if isinstance(one, Device) else str(one) for one in preferred]
-        except (hooks.HookError, TypeError) as error:
+        except hooks.HookError as error:
             _LOG.warning("%s; choosing without it", error)
             return None
+        if isinstance(preferred, str) or not isinstance(preferred, Iterable):
+            text = "prefer of %s must return devices or their ids, not %r; choosing without it"
+            _LOG.warning(text, self.resource, preferred)
+            return None
+        ids = [one.id if isinstance(one, Device) else str(one) for one in preferred]
         chosen = preference.as_names(ids, available, must_include, self.ids.offered_as)
         if chosen is None or len(chosen) != size:
             text = "prefer of %s answered %s for %d of %s; choosing without it"

@@ -68,6 +68,8 @@ def checked(measured: object, devices: Sequence[Device]) -> Reading:
     """Return what a source measured of these devices, without what is None or not finite. Raises MeasureError."""
     if not isinstance(measured, Mapping):
         raise MeasureError(f"it returned {type(measured).__name__}, not numbers by device id and quantity")
+    if wrong := [key for key in measured if not isinstance(key, str)]:
+        raise MeasureError(f"its keys must be device ids, not {wrong[0]!r}")
     found: dict[str, Mapping[str, Value]] = {}
     for device in devices:
         quantities = measured.get(device.id)

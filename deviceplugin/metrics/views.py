@@ -31,7 +31,7 @@ from deviceplugin.metrics.report import (
     ProviderReport,
     ShareProgress,
 )
-from deviceplugin.sharing import device_of
+from deviceplugin.sharing import device_of, times_offered
 from deviceplugin.source import DeviceSource
 
 _LOG: Final = logging.getLogger(__name__)
@@ -310,10 +310,7 @@ class Observer:
     def _replicas(self, status: ResourceStatus, device: Device) -> int:
         if status.replicas == 1 or (service := self._agent.services.get(status.resource)) is None:
             return status.replicas
-        try:
-            return service.source.replicas_of(device)
-        except Exception:  # the author's code; the servicer logs what is wrong with it
-            return status.replicas
+        return times_offered(service.source, device)
 
     def _holders(
         self, status: Status, reports: Mapping[str, ProviderReport], *, known: bool

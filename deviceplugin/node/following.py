@@ -16,7 +16,7 @@ from deviceplugin.backoff import Backoff
 from deviceplugin.device import Device
 from deviceplugin.inventory import Inventory
 from deviceplugin.source import DeviceSource
-from deviceplugin.source_check import checked_list
+from deviceplugin.source_check import checked_list, not_yielding
 
 _LOG: Final = logging.getLogger(__name__)
 
@@ -109,19 +109,18 @@ class SourceFollower:
 
 async def _listings(source: DeviceSource) -> AsyncGenerator[Sequence[Device]]:
     """Iterate over a source's lists. Raises TypeError if `watch` is no generator, or yields anything but devices."""
-    kind = type(source).__name__
     made: Any = source.watch()
     if hasattr(made, "__next__"):
-        lists = _threaded((checked_list(kind, made, one) for one in made), source.resource)
+        lists = _threaded((checked_list(source, made, one) for one in made), source.resource)
     elif hasattr(made, "__anext__"):
         lists = made
     else:
         if inspect.iscoroutine(made):
             made.close()
-        raise TypeError(f"{kind}.watch must yield lists of devices (a generator, async or not)")
+        raise TypeError(not_yielding(source))
     async with contextlib.aclosing(lists):
         async for devices in lists:
-            yield checked_list(kind, made, devices) if lists is made else devices
+            yield checked_list(source, made, devices) if lists is made else devices
 
 
 async def _threaded(lists: Iterator[Sequence[Device]], name: str) -> AsyncGenerator[Sequence[Device]]:

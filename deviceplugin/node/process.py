@@ -121,11 +121,14 @@ def _plugin(sources: Sequence[DeviceSource], paths: Paths, metrics_address: str 
 
 def serve(make: Callable[[], Program], *, metrics_address: str | None = None, config: File | None = None) -> int:
     """Run a program until a signal ends it, following a config file; return the process's exit status."""
+    work = _serve(make, metrics_address, config)
     try:
-        asyncio.run(_serve(make, metrics_address, config))
+        asyncio.run(work)
     except AgentError as error:
         _LOG.error("%s", error)  # what a user must mend, no traceback
         return 1
+    finally:
+        work.close()  # it was not begun if this is called in a loop that runs
     return 0
 
 

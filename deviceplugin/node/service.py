@@ -27,7 +27,7 @@ from deviceplugin.kubelet.tracker import HolderTracker
 from deviceplugin.node.device_log import InventoryLog
 from deviceplugin.node.following import SourceFollower
 from deviceplugin.source import DeviceSource
-from deviceplugin.source_check import check_sources
+from deviceplugin.source_check import checked_children
 
 _LOG: Final = logging.getLogger(__name__)
 
@@ -304,21 +304,27 @@ class Supervisor:
 
     async def _serve_child_sources(self, parent: DeviceSource) -> None:
         served: set[str] = set()
-        try:
-            async for children in parent.child_sources():
-                check_sources(children)
-                for child in children:
-                    name = child.resource
-                    if name in served:
-                        continue
-                    served.add(name)
-                    if name in self.services and self._parents.get(name) != parent.resource:
-                        _LOG.info("%s has a source of its own; that of %s is not served", name, parent.resource)
-                        continue
-                    self._parents[name] = parent.resource
-                    self._serve(child)
-        except Exception:
-            _LOG.exception("%s: its child sources failed; they are not followed any more", parent.resource)
+        backoff = Backoff(first=0.5, most=60.0)
+        while True:
+            try:
+                async for children in parent.child_sources():
+                    for child in checked_children(parent, children):
+                        name = child.resource
+                        if name in served:
+                            continue
+                        served.add(name)
+                        if name in self.services and self._parents.get(name) != parent.resource:
+                            _LOG.info("%s has a source of its own; that of %s is not served", name, parent.resource)
+                            continue
+                        self._parents[name] = parent.resource
+                        self._serve(child)
+                    backoff.reset()
+                return
+            except Exception:
+                delay = backoff.next()
+                message = "%s: child_sources failed; those before are served, trying again in %.1f s"
+                _LOG.exception(message, parent.resource, delay)
+                await asyncio.sleep(delay)
 
     async def _supervise(self, service: Service, *, fatal: bool) -> None:
         """Run a service; start it again if it ends by an error that is not its user's to mend."""

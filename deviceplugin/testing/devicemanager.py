@@ -81,6 +81,11 @@ class ContainerSpec:
     through_dra: Collection[str] = ()
     lasting: bool = False
 
+    def __post_init__(self) -> None:
+        numbers = isinstance(self.limits, Mapping) and all(type(one) is int for one in self.limits.values())
+        if not numbers or not all(isinstance(name, str) for name in self.limits):
+            raise TypeError(f"limits must be a dict such as {{'example.com/fpga': 1}}, not {self.limits!r}")
+
 
 @dataclass(frozen=True, slots=True)
 class PodSpec:

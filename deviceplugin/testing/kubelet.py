@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Final, Literal, Self
 from deviceplugin.testing import claim_state
 from deviceplugin.testing.cgroups import CgroupLayout, CgroupTree
 from deviceplugin.testing.checkpoint import FILE_NAME as CHECKPOINT
-from deviceplugin.testing.devicemanager import DeviceState
+from deviceplugin.testing.devicemanager import ContainerSpec, DeviceState
 from deviceplugin.testing.numa import Policy
 from deviceplugin.testing.pods import Containers, FakeContainer, FakePod, Lingering, PodFailedError, container_specs
 from deviceplugin.testing.run import Registration, Rpc, Run, Update, describe
@@ -382,20 +382,23 @@ class FakeKubelet:
         init_containers: Containers | None = None,
         namespace: str = "default",
         static: bool = False,
+        check: bool = True,
         timeout: float = 10.0,
     ) -> FakePod:
-        """Make a pod past the scheduler and wait until it runs, or has failed (look at its phase).
+        """Make a pod past the scheduler and wait until it runs.
 
-        static: it comes from a manifest on the node.
+        static: it comes from a manifest on the node. check: raise if it fails; otherwise it is returned with its
+        `phase`, `reason` and `message`.
 
         Raises:
-            PodFailedError: it asks for a resource that nobody serves; a real kubelet's node predicates fail it.
+            PodFailedError: it has failed, or runs with fewer devices than it asks for; it asks for a resource that
+                nobody serves (a real kubelet's node predicates fail it), also without `check`.
             KubeletCrashError: its admission would have ended a real kubelet.
             TimeoutError: neither happens in time.
 
         """
-        specs = [*container_specs(containers), *container_specs(init_containers)]
-        asked = [*(limits or ()), *(resource for spec in specs for resource in spec.limits)]
+        specs = [*_containers(limits, containers), *container_specs(init_containers)]
+        asked = [resource for spec in specs for resource in spec.limits]
         served = self.resources()
         if self.is_up and (unknown := [one for one in asked if one not in served and not one.startswith(_NO_DEVICES)]):
             known = ", ".join(sorted(served)) or "nothing"
@@ -403,6 +406,13 @@ class FakeKubelet:
         pod = self._make_pod(name, limits, containers, init_containers, namespace, bind=True, static=static)
         self.wait_until(lambda: pod.running or pod.terminal, timeout, lambda: f"{pod!r} to run or fail")
         pod.raise_crash()
+        if check and pod.phase == "Failed":
+            raise PodFailedError(f"{pod!r} has failed")
+        for one in pod.containers.values() if check and pod.running else ():
+            for resource, number in one.spec.limits.items():
+                if resource in served and len(one.devices.get(resource, ())) < number:
+                    got = f"{len(one.devices.get(resource, ()))} of {number} {resource}"
+                    raise PodFailedError(f"{pod!r} runs with {got}: the kubelet has no usable list of it; see the log")
         return pod
 
     def device_health(self, pod: FakePod, container: str | None = None) -> dict[str, dict[str, str]]:
@@ -480,6 +490,8 @@ class FakeKubelet:
             TypeError: the predicate is a coroutine function.
 
         """
+        if not callable(predicate):
+            raise TypeError(f"wait_until takes a function such as lambda: ..., not {predicate!r}")
         deadline = time.monotonic() + timeout
         while not (met := predicate()):
             if (rest := deadline - time.monotonic()) <= 0:
@@ -563,9 +575,7 @@ class FakeKubelet:
         bind: bool = False,
         static: bool = False,
     ) -> FakePod:
-        if limits is not None and containers is not None:
-            raise ValueError("give limits or containers, not both")
-        specs = container_specs(containers if containers is not None else {"main": limits or {}})
+        specs = _containers(limits, containers)
         with self.changed:
             key = f"{namespace}/{name}"
             if key in self.pods:
@@ -600,7 +610,8 @@ class FakeKubelet:
                     for resource, number in pod.requests.items():
                         free[resource] = free.get(resource, 0) - number
             for pod in waiting:
-                if all(free.get(resource, 0) >= number for resource, number in pod.requests.items()):
+                pod.waits_for = lacking(pod.requests, free)
+                if not pod.waits_for:
                     for resource, number in pod.requests.items():
                         free[resource] = free.get(resource, 0) - number
                     self._bind(pod)
@@ -742,6 +753,18 @@ class FakeKubelet:
         directory = self.root / ".fake"
         directory.mkdir(parents=True, exist_ok=True)
         return directory / f"{next(self._sockets)}"
+
+
+def _containers(limits: Mapping[str, int] | None, containers: Containers | None) -> list[ContainerSpec]:
+    if limits is not None and containers is not None:
+        raise ValueError("give limits or containers, not both")
+    return container_specs(containers if containers is not None else {"main": {} if limits is None else limits})
+
+
+def lacking(requests: Mapping[str, int], free: Mapping[str, int]) -> str:
+    """Return what there is too little of for a pod, such as "2 of example.com/fpga, 1 free"; "" if it fits."""
+    few = [(name, number, free.get(name, 0)) for name, number in requests.items()]
+    return "; ".join(f"{number} of {name}, {left} free" for name, number, left in few if left < number)
 
 
 def _container_id() -> str:

@@ -121,9 +121,10 @@ class FakePod:
     """A pod on the fake node.
 
     phase, reason and message are those of a pod's status. bound: the scheduler gave it to this
-    node. A pod stays in the kubelet's `pods` until it is deleted. sandbox: the id of its sandbox
-    while that runs, otherwise "". static: it comes from a manifest on the node. lingering: why its
-    containers live on although it is deleted. gone: nothing of it is left on the node.
+    node. waits_for: what there is too little of for a pod that is not bound. A pod stays in the
+    kubelet's `pods` until it is deleted. sandbox: the id of its sandbox while that runs, otherwise
+    "". static: it comes from a manifest on the node. lingering: why its containers live on although
+    it is deleted. gone: nothing of it is left on the node.
     """
 
     def __init__(
@@ -145,6 +146,7 @@ class FakePod:
         self.reason = ""
         self.message = ""
         self.bound = False
+        self.waits_for = ""
         self.sandbox = ""
         self.static = False
         self.lingering: Lingering = ""
@@ -159,6 +161,8 @@ class FakePod:
 
     def __repr__(self) -> str:
         why = f" {self.reason}: {self.message}" if self.reason else ""
+        if not self.bound and self.waits_for:
+            why = f"; it waits for {self.waits_for}"
         return f"<FakePod {self.namespace}/{self.name} {self.phase}{why} {list(self.all_containers.values())}>"
 
     @property
@@ -330,5 +334,5 @@ class FakePod:
 def container_specs(containers: Containers | None) -> list[ContainerSpec]:
     """Return containers in full."""
     if isinstance(containers, Mapping):
-        return [ContainerSpec(name, dict(limits)) for name, limits in containers.items()]
+        return [ContainerSpec(name, limits) for name, limits in containers.items()]
     return list(containers or ())

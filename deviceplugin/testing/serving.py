@@ -44,7 +44,7 @@ class Served:
     def agent(self) -> Agent:
         """The agent."""
         if self._agent is None:
-            raise RuntimeError("the agent could not be made") from self.error
+            raise RuntimeError(f"the agent could not be made: {self.error!r}") from self.error
         return self._agent
 
     @property
@@ -95,7 +95,7 @@ class Served:
 
     def _raise_end(self) -> None:
         if not self.alive:
-            raise RuntimeError("the agent has ended") from self.error
+            raise RuntimeError(f"the agent has ended: {self.error!r}") from self.error
 
     def _failure(self) -> tuple[str, Exception] | None:
         """Return a resource whose source failed before it listed any devices, and what it raised."""

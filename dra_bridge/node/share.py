@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, get_args
 
 from deviceplugin.config import Config
 from dra_bridge.driver.tasks import Tasks
@@ -30,6 +30,10 @@ class HandoverPolicy:
     share: Share = NONE
     drain: Drain = "cordon"
     unhealthy: str = "NoSchedule"
+
+    def __post_init__(self) -> None:
+        if self.drain not in get_args(Drain):
+            raise ShareError(f"drain must be one of {', '.join(get_args(Drain))}, not {self.drain!r}")
 
 
 def policies_of(config: Config) -> dict[str, HandoverPolicy]:

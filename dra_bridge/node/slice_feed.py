@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import time
 from collections.abc import Mapping
 from typing import Final
 
 from deviceplugin import naming
+from deviceplugin.sharing import times_offered
 from dra_bridge.driver import Registrar
 from dra_bridge.kube import RESOURCE_SLICES
 from dra_bridge.ledger import operations
@@ -17,10 +19,13 @@ from dra_bridge.node.resource import DriverContext
 from dra_bridge.rollout import progress
 from dra_bridge.slices.desired import Offer, Pool
 
+_LOG: Final = logging.getLogger(__name__)
 FIRST: Final = 5.0
 """Seconds that the first slices wait for the kubelet to register the driver, and for all evidence."""
 HOLDERS: Final = 10.0
 """Seconds between two writes of the slices if only holders changed."""
+RETRY: Final = 5.0
+"""Seconds until slices are made again that could not be made."""
 SETTLE: Final = 0.002
 """Seconds from a change to the new slices; many changes make one."""
 
@@ -101,7 +106,11 @@ class SliceFeed:
             # the slices from before stays until the evidence was reconciled.
             reconciled = all(one.reconciled.is_set() for one in self._context.resources.values())
             if rest <= 0 or (self._registrar.statistics.registrations and reconciled):
-                rest = self._pass_on() if self._may_publish() else None
+                try:
+                    rest = self._pass_on() if self._may_publish() else None
+                except Exception:  # one driver's devices must not end the others
+                    _LOG.exception("%s: its slices cannot be made; those before stay", self._context.name)
+                    rest = RETRY
 
     async def follow_accepted(self) -> None:
         """Wake the handovers when the API server has accepted what they wait for, until cancelled."""
@@ -132,7 +141,7 @@ class SliceFeed:
             offered = frozenset(name for name in names if (resource, name) in self._context.gate.reconciled)
             offered -= self._context.node.agent.guard.withheld(resource, "dra").keys()
             without += [(resource, name) for name in (snapshot.devices.keys() | known.keys()) - offered]
-            replicas = {name: source.replicas_of(device) for name, device in snapshot.devices.items()}
+            replicas = {name: times_offered(source, device) for name, device in snapshot.devices.items()}
             order = one.order.of(snapshot.devices.keys(), source.links)
             offers.append(Offer(snapshot, offered, replicas, order, qualifiers.get(resource, "")))
         effects = {one.policy.unhealthy for one in self._context.resources.values()}

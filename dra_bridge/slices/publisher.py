@@ -231,6 +231,9 @@ class Publisher:
                 wait = backoff.next()
                 if isinstance(error, ApiError):
                     wait = max(wait, min(error.retry_after, backoff.most))
+            except Exception as error:  # one driver's devices must not end the others
+                self._problem(driver, f"the slices cannot be made: {type(error).__name__}: {error}")
+                wait = backoff.next()
             else:
                 conflicts = 0
                 backoff.reset()

@@ -24,7 +24,7 @@ from typing import Any, Final
 
 from deviceplugin.device import ContainerEdits, DeviceNode, Mount
 from deviceplugin.testing.devicemanager import ContainerSpec, PluginCallError, PodSpec
-from deviceplugin.testing.kubelet import FakeKubelet
+from deviceplugin.testing.kubelet import FakeKubelet, lacking
 from deviceplugin.testing.pods import Containers, FakeContainer, FakePod, Lingering
 from deviceplugin.wire import podresources_pb2 as pr
 from dra_bridge.testing import scheduler
@@ -155,6 +155,11 @@ class FakeNode(FakeKubelet):
         namespace: str = "default",
     ) -> Object:
         """Make a ResourceClaim for devices of a class; parameters: what each driver's `prepare` gets as `config`."""
+        for driver, said in (parameters or {}).items():
+            if not isinstance(said, Mapping):
+                raise TypeError(
+                    f"parameters must be by driver such as {{'fpga.example.com': {{...}}}}, not {driver!r}: {said!r}"
+                )
         body = _claim(name, namespace, {device_class: count})
         if parameters:
             opaque = [{"driver": driver, "parameters": dict(said)} for driver, said in parameters.items()]
@@ -177,6 +182,10 @@ class FakeNode(FakeKubelet):
         claims: names of ResourceClaims. template: devices by DeviceClass, for a claim that is made
         for the pod and goes with it. Each of its containers gets all of them.
         """
+        if isinstance(claims, str):
+            raise TypeError(f"claims must be names of ResourceClaims such as [{claims!r}], not the string {claims!r}")
+        if template is not None and not isinstance(template, Mapping):
+            raise TypeError(f"template must be numbers by DeviceClass such as {{{template!r}: 1}}, not {template!r}")
         with self.changed:
             self._wants[f"{namespace}/{name}"] = _Wants(tuple(claims), template)
             return super().start_pod(
@@ -404,9 +413,8 @@ class FakeNode(FakeKubelet):
                     if (found := scheduler.through(resource, allocatable.get(resource, 0), classes))
                 }
                 plugin = {resource: number for resource, number in pod.requests.items() if resource not in through}
-                if any(free.get(resource, 0) < number for resource, number in plugin.items()):
-                    continue
-                if not self._allocate(pod, through, classes, slices):
+                pod.waits_for = lacking(plugin, free) or self._allocate(pod, through, classes, slices)
+                if pod.waits_for:
                     continue
                 for resource, number in pod.requests.items():
                     free[resource] = free.get(resource, 0) - number
@@ -415,8 +423,8 @@ class FakeNode(FakeKubelet):
 
     def _allocate(
         self, pod: FakePod, through: Mapping[str, str], classes: Sequence[Object], slices: Sequence[Object]
-    ) -> bool:
-        """Allocate all that a pod wants of claims, or nothing."""
+    ) -> str:
+        """Allocate all that a pod wants of claims, or nothing and return what is lacking."""
         wants = self._wants.setdefault(f"{pod.namespace}/{pod.name}", _Wants())
         made: list[Object] = []
         if wants.template:
@@ -429,7 +437,7 @@ class FakeNode(FakeKubelet):
         bodies: list[Object] = []
         for name in wants.claims:
             if (found := self._get_claim(pod.namespace, name)) is None:
-                return False
+                return f"no claim {name} in namespace {pod.namespace}"
             bodies.append(found)
         bodies += made
         everything = self.server.objects("resourceclaims")
@@ -438,7 +446,7 @@ class FakeNode(FakeKubelet):
             if not status.get("allocation"):
                 allocation = scheduler.allocate(body, classes, slices, everything, self.name)
                 if allocation is None:
-                    return False
+                    return _unallocated(body, classes)
                 status["allocation"] = allocation
                 everything.append(body)
             status.setdefault("reservedFor", []).append({"resource": "pods", "name": pod.name, "uid": pod.uid})
@@ -448,7 +456,7 @@ class FakeNode(FakeKubelet):
             else:
                 self.server.replace(body)
         wants.made = tuple(body["metadata"]["name"] for body in made)
-        return True
+        return ""
 
     def _wants_of(self, pod: FakePod) -> _Wants:
         orphaned = self._wants_of_orphans.get(pod.uid)
@@ -500,6 +508,17 @@ def _claim(name: str, namespace: str, devices: Mapping[str, int]) -> Object:
         "metadata": {"name": name, "namespace": namespace},
         "spec": {"devices": {"requests": requests}},
     }
+
+
+def _unallocated(claim: Object, classes: Sequence[Object]) -> str:
+    """Return why a claim could not be allocated."""
+    known = sorted(one["metadata"]["name"] for one in classes)
+    asked = [one["exactly"] for one in claim["spec"]["devices"]["requests"]]
+    for one in asked:
+        if one["deviceClassName"] not in known:
+            return f"no DeviceClass {one['deviceClassName']}; there are {', '.join(known) or 'none'}"
+    wanted = ", ".join(f"{one.get('count', 1)} of DeviceClass {one['deviceClassName']}" for one in asked)
+    return f"{wanted}: too few devices are free on the claims' side"
 
 
 def _serve_through(pod: FakePod, through: Mapping[str, str]) -> None:

@@ -100,14 +100,17 @@ def serve_both(
     options: further arguments of `Bridge`.
 
     Raises what `ServedBoth.wait_registered` raises; TypeError or NamingError if a source cannot be served at all, and
-    ShareError if the share is none.
+    ShareError if share or drain is none; ValueError if there is a share and no source has a driver.
     """
     from deviceplugin.source_check import check_sources
     from dra_bridge.handover.share import parse_share
+    from dra_bridge.node.share import HandoverPolicy
 
     listed = [*sources] if isinstance(sources, Sequence) else [sources]
     check_sources(listed)
-    parse_share(share)
+    policy = HandoverPolicy(parse_share(share), drain)
+    if policy.share != parse_share("none") and not any(source.driver for source in listed):
+        raise ValueError(f"no source has a `driver`, so claims cannot have a share of {share}")
     known = {one["metadata"]["name"] for one in node.server.objects("deviceclasses")}
     for source in listed:
         if source.driver and class_name(source.resource, source.driver) not in known:

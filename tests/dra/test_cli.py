@@ -20,7 +20,6 @@ from typing import Any
 import pytest
 import yaml
 
-import deviceplugin.cli
 from deviceplugin import config
 from dra_bridge import cli
 from dra_bridge.handover.share import parse_share
@@ -326,8 +325,10 @@ def test_manifests_of_a_plugin_alone(tmp_path: Path, capsys: pytest.CaptureFixtu
     (container,) = daemons["spec"]["template"]["spec"]["containers"]
     assert container["command"] == ["deviceplugin"]
     arguments = [one for one in container["args"] if not one.startswith("--config=")]
-    assert deviceplugin.cli.main([*arguments, f"--config={tmp_path / 'none.yaml'}"]) == 2
-    assert "cannot be read" in capsys.readouterr().err
+    command = [sys.executable, "-m", "deviceplugin", *arguments, f"--config={tmp_path / 'none.yaml'}"]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 2
+    assert "cannot be read" in done.stderr
 
 
 @pytest.mark.parametrize("content", [None, "resources: 5\n"])

@@ -196,7 +196,7 @@ def test_without_drivers_nothing_of_dra_is_written() -> None:
     assert container["command"] == ["deviceplugin"]
     pod = agent["spec"]["template"]["spec"]
     assert pod["automountServiceAccountToken"] is False
-    assert "serviceAccountName" not in pod
+    assert pod["serviceAccountName"] == "default"
 
 
 def test_a_plugin_alone_by_the_administrator(config: Config) -> None:

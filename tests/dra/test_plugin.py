@@ -125,12 +125,71 @@ def test_what_cannot_be_served_is_named(fake_node: FakeNode, bridged: Bridged) -
     assert isinstance(failure.value.__cause__, FileNotFoundError)
 
 
+def test_wrong_arguments_are_refused_at_once(fake_node: FakeNode, bridged: Bridged) -> None:
+    """What claims, pods and `bridged` take is checked in the test's own line."""
+
+    class Plain(Fpga):
+        driver = None  # type: ignore[assignment]  # mypy infers str
+
+    with pytest.raises(ValueError, match="no source has a `driver`, so claims cannot have a share of all"):
+        bridged(Plain())
+    with pytest.raises(ValueError, match="drain must be one of cordon, wait, not 'cordn'"):
+        bridged(Fpga(), drain="cordn")
+    with pytest.raises(TypeError, match="there is no source to serve"):
+        bridged()
+    with pytest.raises(TypeError, match="config_type must be a class"):
+        bridged(type("Wrong", (Fpga,), {"config_type": {"mode": str}})())
+    wrong: Any = "cc"
+    with pytest.raises(TypeError, match=r"claims must be names of ResourceClaims such as \['cc'\]"):
+        fake_node.start_pod("p", claims=wrong)
+    with pytest.raises(TypeError, match=r"template must be numbers by DeviceClass such as {'cc': 1}"):
+        fake_node.start_pod("p", template=wrong)
+    rate: Any = {"rate": 7}
+    with pytest.raises(TypeError, match=r"parameters must be by driver .*, not 'rate': 7"):
+        fake_node.claim("c", D, parameters=rate)
+    assert not fake_node.pods
+
+
+def test_a_pod_that_stays_pending_says_why(fake_node: FakeNode, bridged: Bridged) -> None:
+    """A claim's class that is not there, no such claim, and a side without devices are named."""
+    bridged(Fpga(), share=0)
+    fake_node.claim("misspelt", "fgpa.example.com")
+    for pod, why in (
+        (fake_node.start_pod("a", claims=["misspelt"]), f"no DeviceClass fgpa.example.com; there are {D}"),
+        (fake_node.start_pod("b", claims=["nope"]), "no claim nope in namespace default"),
+        (fake_node.start_pod("c", template={D: 2}), f"2 of DeviceClass {D}: too few devices are free on the claims'"),
+        (fake_node.start_pod("d", {R: 3}), f"3 of {R}, 2 free"),
+    ):
+        with pytest.raises(TimeoutError, match=f"Pending; it waits for {why}"):
+            pod.wait_running(0.5)
+
+
+def test_a_driver_whose_slices_cannot_be_made_harms_no_other(
+    fake_node: FakeNode, bridged: Bridged, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A device that no slice can be made of costs its driver's slices, and the log says so; another driver goes on."""
+    attributes: Any = {"model": "x"}
+
+    class Odd(Fpga):
+        resource, driver = "example.com/odd", "odd.example.com"
+
+        async def watch(self) -> AsyncIterator[Sequence[Device]]:
+            device = Device("odd0", attributes=attributes)
+            attributes[1] = 1  # behind the constructor's back
+            yield [device]
+
+    bridged(Odd(), Fpga(), timeout=None)
+    fake_node.start_pod("p", template={D: 1}).wait_running(60.0)
+    fake_node.wait_until(lambda: "the slices cannot be made: AttributeError" in caplog.text, 60.0)
+    fake_node.start_pod("q", template={D: 1}).wait_running(60.0)
+
+
 def test_an_agent_that_ends_is_not_waited_for(fake_node: FakeNode, bridged: Bridged) -> None:
     """Its error is the cause of what the test sees."""
     ledger = fake_node.root / "plugins" / D
     ledger.parent.mkdir(exist_ok=True)
     ledger.write_text("no directory")
-    with pytest.raises(RuntimeError, match="the agent has ended") as failure:
+    with pytest.raises(RuntimeError, match=f"the agent has ended: .*{D}") as failure:
         bridged(Fpga(), timeout=60.0)
     assert D in str(failure.value.__cause__)
 

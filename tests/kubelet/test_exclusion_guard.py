@@ -67,7 +67,7 @@ def test_parts_fit_while_counters_suffice() -> None:
     assert now.conflict([key("half")], {key("half"): NONE, key("other"): NONE}) == ""
 
 
-@pytest.mark.parametrize("one", [part(1, brings=None), part("many")], ids=["no capacity", "no quantity"])
+@pytest.mark.parametrize("one", [part(1, brings=None), part("-1")], ids=["no capacity", "negative"])
 def test_parts_of_what_is_not_known_exclude_each_other(one: Device) -> None:
     """Without a capacity, or with an amount that is none, nothing fits beside."""
     now = things(a=one, b=part(1, brings=None))

@@ -101,6 +101,7 @@ class BarePlugin(pb_grpc.DevicePluginServicer):
                 self._changed.notify_all()
 
         context.add_callback(wake)
+        self.before_answer("ListAndWatch")
         with self._changed:
             ended, sent = self._ended_streams, None
 

@@ -225,7 +225,7 @@ class TestStreams:
         fake_kubelet.wait_devices(RESOURCE, 0)
         fake_kubelet.wait_until(lambda: fake_kubelet.streams(RESOURCE) == 0, 5)
         new.show("b", "c")
-        pod = fake_kubelet.run_pod("p", ONE)
+        pod = fake_kubelet.run_pod("p", ONE, check=False)
         assert pod.reason == "UnexpectedAdmissionError"
 
     def test_old_stream_still_counts(self, fake_kubelet: FakeKubelet, plugins: Plugins) -> None:
@@ -298,7 +298,7 @@ class TestAllocation:
         """A pod past the scheduler fails where no healthy device is free; unhealthy ones are never given."""
         plugins(fake_kubelet, "a", ("b", "Unhealthy"))
         assert fake_kubelet.run_pod("first", ONE).running
-        second = fake_kubelet.run_pod("second", ONE)
+        second = fake_kubelet.run_pod("second", ONE, check=False)
         assert (second.phase, second.reason) == ("Failed", "UnexpectedAdmissionError")
 
     def test_unknown_resource(self, fake_kubelet: FakeKubelet, plugins: Plugins) -> None:
@@ -313,11 +313,20 @@ class TestAllocation:
         assert not fake_kubelet.pods
         assert fake_kubelet.run_pod("p", {**ONE, "cpu": 1, "hugepages-2Mi": 1}).running
 
+    def test_no_list(self, fake_kubelet: FakeKubelet, plugins: Plugins) -> None:
+        """A pod past the scheduler does not pass for running without the devices of its limits."""
+        plugin = plugins(fake_kubelet, "a", register=False)
+        plugin.before_answer = fail("ListAndWatch")
+        plugin.register()
+        fake_kubelet.wait_until(lambda: RESOURCE in fake_kubelet.resources())
+        with pytest.raises(PodFailedError, match=f"runs with 0 of 1 {RESOURCE}"):
+            fake_kubelet.run_pod("p", ONE)
+
     def test_failed_allocate(self, fake_kubelet: FakeKubelet, plugins: Plugins) -> None:
         """An Allocate that fails costs its pod only; its devices are free for the next."""
         plugin = plugins(fake_kubelet, "a")
         plugin.before_answer = fail("Allocate", times=1)
-        first = fake_kubelet.run_pod("first", ONE)
+        first = fake_kubelet.run_pod("first", ONE, check=False)
         assert (first.phase, first.reason) == ("Failed", "UnexpectedAdmissionError")
         assert "broken" in first.message
         assert fake_kubelet.run_pod("second", ONE).running
@@ -328,7 +337,7 @@ class TestAllocation:
         """An answer for no container fails the pod."""
         plugin = plugins(fake_kubelet, "a")
         plugin.response = lambda ids: pb.AllocateResponse()
-        assert fake_kubelet.run_pod("p", ONE).phase == "Failed"
+        assert fake_kubelet.run_pod("p", ONE, check=False).phase == "Failed"
 
     def test_admission_is_serial(self, fake_kubelet: FakeKubelet, plugins: Plugins) -> None:
         """While one Allocate hangs, no other pod is admitted (kubernetes#117435)."""
@@ -409,7 +418,7 @@ class TestAllocation:
         """A pod can be rejected after its Allocate was granted, and nobody tells the plugin."""
         plugin = plugins(fake_kubelet, "a")
         fake_kubelet.reject_next_pod()
-        pod = fake_kubelet.run_pod("p", ONE)
+        pod = fake_kubelet.run_pod("p", ONE, check=False)
         assert (pod.phase, pod.reason) == ("Failed", "OutOfcpu")
         assert plugin.allocations == [["a"]]
         assert fake_kubelet.allocated(RESOURCE) == {"a"}
@@ -479,7 +488,7 @@ class TestPreference:
         """An error from GetPreferredAllocation fails the pod (NVIDIA#2038)."""
         plugin = plugins(fake_kubelet, "a", "b", prefer=True)
         plugin.before_answer = fail("GetPreferredAllocation")
-        assert fake_kubelet.run_pod("p", ONE).reason == "UnexpectedAdmissionError"
+        assert fake_kubelet.run_pod("p", ONE, check=False).reason == "UnexpectedAdmissionError"
 
     def test_must_include_are_reusable_devices(self, fake_kubelet: FakeKubelet, plugins: Plugins) -> None:
         """Devices of an init container are those that the answer must include."""
@@ -505,7 +514,7 @@ class TestTopology:
         """Under single-numa-node a pod that would need two nodes fails with TopologyAffinityError."""
         kubelet = kubelets(topology_policy="single-numa-node")
         plugins(kubelet, *self.DEVICES)
-        pod = kubelet.run_pod("three", {RESOURCE: 3})
+        pod = kubelet.run_pod("three", {RESOURCE: 3}, check=False)
         assert (pod.phase, pod.reason) == ("Failed", "TopologyAffinityError")
 
     def test_best_effort(self, kubelets: Kubelets, plugins: Plugins) -> None:

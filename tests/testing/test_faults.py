@@ -286,7 +286,7 @@ class TestDamagedFiles:
         fake_kubelet.damage_checkpoint("unreadable")
         plugin.show("a", "b")
         fake_kubelet.wait_devices(RESOURCE, 2)
-        pod = fake_kubelet.run_pod("p", ONE)
+        pod = fake_kubelet.run_pod("p", ONE, check=False)
         assert (pod.phase, pod.reason) == ("Failed", "UnexpectedAdmissionError")
         assert "checkpoint" in pod.message
 

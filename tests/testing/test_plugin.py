@@ -7,12 +7,13 @@ import threading
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from deviceplugin import Device, DeviceSource
+from deviceplugin import ContainerEdits, Device, DeviceSource
 from deviceplugin.kubelet.registration import Timing
-from deviceplugin.testing import FakeKubelet, Served, serve
+from deviceplugin.testing import FakeKubelet, PodFailedError, Served, serve
 
 PYTEST = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"]
 
@@ -135,18 +136,57 @@ def test_a_watch_that_fails_later_does_not_matter(fake_kubelet: FakeKubelet, ser
     assert fake_kubelet.run_pod("p", {"example.com/failing": 1}).device_ids == ("a",)
 
 
+class Silent(Things):
+    """Never lists anything."""
+
+    resource = "example.com/silent"
+
+    async def watch(self) -> AsyncIterator[Sequence[Device]]:
+        await asyncio.Event().wait()
+        yield ()
+
+
 def test_a_watch_that_lists_nothing_is_named(fake_kubelet: FakeKubelet, served: Callable[..., Served]) -> None:
     """A source that does not list in time is named, the others are not."""
 
-    class Silent(Things):
-        resource = "example.com/silent"
-
-        async def watch(self) -> AsyncIterator[Sequence[Device]]:
-            await asyncio.Event().wait()
-            yield ()
-
     with pytest.raises(TimeoutError, match=r"\['example.com/silent'\] to be registered, with a first list"):
         served(Things("a"), Silent(), timeout=1.0)
+
+
+class Refusing(Things):
+    def edits(self, devices: Sequence[Device]) -> ContainerEdits:
+        raise KeyError("nope")
+
+
+def test_a_pod_that_fails_fails_its_test(fake_kubelet: FakeKubelet, served: Callable[..., Served]) -> None:
+    """`run_pod` raises with the reason of a pod that fails, unless it is to be looked at."""
+    served(Refusing("a"))
+    with pytest.raises(PodFailedError, match=r"edits of .* failed: KeyError: 'nope' \(.*plugin\.py:\d+\)"):
+        fake_kubelet.run_pod("p", {"example.com/thing": 1})
+    assert fake_kubelet.run_pod("q", {"example.com/thing": 1}, check=False).phase == "Failed"
+
+
+def test_wrong_arguments_are_refused_at_once(fake_kubelet: FakeKubelet, served: Callable[..., Served]) -> None:
+    """What a test gives wrong raises in its own line, and breaks nothing of the fake."""
+    wrong: Any
+    for wrong in ({"example.com/thing": "1"}, "example.com/thing", {1: 1}):
+        for start in (fake_kubelet.run_pod, fake_kubelet.start_pod):
+            with pytest.raises(TypeError, match=r"limits must be a dict such as {'example\.com/fpga': 1}, not "):
+                start("p", wrong)
+    wrong = True
+    with pytest.raises(TypeError, match=r"wait_until takes a function such as lambda: \.\.\., not True"):
+        fake_kubelet.wait_until(wrong)
+    with pytest.raises(TypeError, match="there is no source to serve"):
+        served()
+    assert not fake_kubelet.pods
+
+
+def test_the_end_of_an_agent_names_its_cause(fake_kubelet: FakeKubelet, served: Callable[..., Served]) -> None:
+    """The error that a test ends with says why the agent ended, not only that it has."""
+    with pytest.raises(RuntimeError, match=r"the agent has ended: .*two sources for one resource: example\.com"):
+        served(Things("a"), Things("b"))
+    with pytest.raises(RuntimeError, match=r"the agent has ended: .*perod"):
+        served(Things("a"), perod=0.1)
 
 
 def test_a_class_is_not_served(served: Callable[..., Served]) -> None:

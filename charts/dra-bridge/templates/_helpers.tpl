@@ -186,7 +186,7 @@ names. tests/test_chart.py compares the objects of both.
     "bridge" $bridge
     "not_bridge" (not $bridge)
     "token" false
-    "service_account" .root.Release.Name
+    "service_account" ($bridge | ternary .root.Release.Name "default")
     "privileged" (not (empty $reasons))
     "unprivileged" (empty $reasons)
     "escalation" false

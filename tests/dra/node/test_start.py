@@ -295,7 +295,7 @@ async def test_nothing_moves_before_the_node_was_read(
         made.do(adopt(R, ["d0", "d1"], Side.PLUGIN, 1.0))
     async with running(node, tmp_path / "cdi", Share(part=1.0)) as bridge:
         await until(lambda: "no device moves until its annotations are known" in caplog.text, "the warning")
-        await asyncio.to_thread(node.run_pod, "p", {R: 2})
+        await asyncio.to_thread(node.run_pod, "p", {R: 1})
         back.set()
         await until(lambda: bridge.drivers[D].resources[R].handover.share == Share(0), "what the Node asks for")
         await moved(bridge, State.PLUGIN)

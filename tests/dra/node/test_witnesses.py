@@ -85,7 +85,7 @@ async def world(node: FakeNode, tmp_path: Path, count: int = 1, *, offered: bool
 
 
 async def run(node: FakeNode, name: str = "p", *, static: bool = False) -> FakePod:
-    return await asyncio.to_thread(node.run_pod, name, ONE, static=static)
+    return await asyncio.to_thread(node.run_pod, name, ONE, static=static, check=False)
 
 
 async def claimant(node: FakeNode, name: str = "c") -> FakePod:
