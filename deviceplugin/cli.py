@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import errno
 import json
 import logging
 import os
@@ -62,7 +63,9 @@ class CommandLine:
         completion.add_argument("shell", choices=("bash", "zsh", "fish"), help="the shell")
         options = self.parser.parse_args(argv)
         try:
-            return int(options.command(options))
+            status = int(options.command(options))
+            sys.stdout.flush()  # it fails here, not while the interpreter ends
+            return status
         except CommandError as error:
             print(error, file=sys.stderr)
             return error.status
@@ -76,10 +79,14 @@ class CommandLine:
             return 2
         except KeyboardInterrupt:
             return 130
-        except BrokenPipeError:
-            # The reader of our output has closed it; keep the interpreter from failing at its flush.
+        except OSError as error:
+            if error.filename or error.errno not in (errno.EPIPE, errno.ENOSPC):
+                raise
+            # The reader of our output has closed it, or it is full; keep the interpreter from failing at its flush.
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-            return 0
+            if error.errno == errno.ENOSPC:
+                print(f"the output cannot be written: {error.strerror}", file=sys.stderr)
+            return int(error.errno == errno.ENOSPC)
 
     def _completion(self, options: argparse.Namespace) -> int:
         try:
@@ -195,8 +202,12 @@ def _validate(options: argparse.Namespace) -> int:
         print(f"{_title(file)}: good, {counted(len(found.resources), 'resource')}")
         _note_options(_title(file), config.needed(found))
         for resource in found.resources:
-            if any(entry.simulated for entry in resource.devices):
+            counts = [entry.simulated.count if entry.simulated else 0 for entry in resource.devices]
+            if any(counts):
                 print(f"{_title(file)}: note: {resource.name}: simulated devices have no device node", file=sys.stderr)
+            if all(counts) and isinstance(share := resource.dra.share, int) and share > sum(counts):
+                note = f"`dra: {{share: {share}}}` of {counted(sum(counts))}: all go to claims"
+                print(f"{_title(file)}: note: {resource.name}: {note}", file=sys.stderr)
         if any(entry.path or entry.group for resource in found.resources for entry in resource.devices):
             from deviceplugin import sources
 

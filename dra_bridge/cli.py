@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 from deviceplugin.cli import CommandError, CommandLine, import_rich, print_table
 from deviceplugin.device import counted
+from deviceplugin.node import logs
 from deviceplugin.node.options import add_config_options, lock_of
 from dra_bridge.node.options import add_kubeconfig, add_run_options, run_options
 
@@ -54,6 +55,9 @@ on each node the ledgers stay: {ledgers} in the kubelet's directory"""
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line; return the exit status."""
+    if (given := sys.argv[1:] if argv is None else argv) and given[0] in ("validate", "devices", "schema"):
+        print(f"dra-bridge has no such command; deviceplugin {given[0]} is for its config files, too", file=sys.stderr)
+        return 2
     program = "kubectl dra-bridge" if Path(sys.argv[0]).name == "kubectl-dra_bridge" else "dra-bridge"
     line = CommandLine(program, "Serve devices to pods and to claims, and move them between both on a live node.")
     run = line.add("run", _run, "Serve the devices of a config file to this node's kubelet, on both sides.")
@@ -63,6 +67,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     uninstall.add_argument("--config", type=Path, metavar="FILE", help="the config file (YAML)")
     uninstall.add_argument("--driver", action="append", default=[], metavar="NAME", help="a driver's name")
     uninstall.add_argument("--node", default="", metavar="NAME", help="of this node alone (all nodes)")
+    force = "also while agents run, which publish slices again, or claims have devices"
+    uninstall.add_argument("--force", action="store_true", help=force)
     status = line.add("status", _status, "Show per node and device: side, state, holder, health and since when.")
     status.add_argument("--driver", default="", metavar="NAME", help="of this driver alone (all that report moves)")
     status.add_argument("--node", action="append", default=[], metavar="NAME", help="this node; may be repeated (all)")
@@ -111,10 +117,9 @@ def _share(text: str) -> str:
     if text == "default":
         return text
     try:
-        parse_share(text)
+        return str(parse_share(text))
     except ShareError as error:
         raise argparse.ArgumentTypeError(f"{error}, or default") from None
-    return text.strip()
 
 
 def _seconds(text: str) -> float:
@@ -148,14 +153,16 @@ def _add_deployment(parser: argparse.ArgumentParser) -> None:
         r"(?!.{64})[a-z0-9]([-a-z0-9]*[a-z0-9])?",
         "is not a name; write at most 63 small letters, digits and dashes, no dash at either end",
     )
-    directory = _matching("/.*", "is not an absolute path; write the nodes' own, such as /var/lib/x")
+    directory = _matching("/+[^/].*", "is not an absolute path below /; write the nodes' own, such as /var/lib/x")
+    class_name = _matching(r"(?!.{254})[a-z0-9]([-a-z0-9.]*[a-z0-9])?", "is not the name of a RuntimeClass")
+    image = _matching(r"\S+", "is not an image")
     label = _matching("[^=]+=.*", "is not KEY=VALUE", lambda text: tuple(text.split("=", 1)))
     apis, policies = ("v1", "v1beta2", "v1beta1"), ("Always", "IfNotPresent", "Never")
     no_names = "leave extendedResourceName out, which servers before 1.34 refuse"
     status = "run the agent with --claim-status, and give it the right to patch the status of claims"
     runtime = "of the agent's pod; `nvidia` where that is not the nodes' default and there are GPUs (none)"
     selector = "a label that nodes must have; may be given several times"
-    add("--image", "image", "the agent's image (deviceplugin:0.1.0)", metavar="IMAGE")
+    add("--image", "image", "the agent's image (deviceplugin:0.1.0)", type=image, metavar="IMAGE")
     command = "what runs an own agent in the image, such as 'python3 /app/agent.py'; with --source"
     add("--command", "own_command", command, type=lambda text: tuple(shlex.split(text)))
     add("--pull-policy", "pull_policy", "of the image (IfNotPresent)", choices=policies)
@@ -163,17 +170,27 @@ def _add_deployment(parser: argparse.ArgumentParser) -> None:
     add("--name", "name", "of the DaemonSet and all that belongs to it (dra-bridge)", type=name, metavar="NAME")
     add("--resource-api", "version", "the version of resource.k8s.io for the DeviceClasses (v1)", choices=apis)
     add("--no-extended-resource", "extended_resource", no_names, action="store_false")
-    add("--kubelet-root", "kubelet_root", "the kubelet's --root-dir (/var/lib/kubelet)", type=directory, metavar="DIR")
+    root = "the kubelet's --root-dir; other places of it go into the DaemonSet's args and mounts (/var/lib/kubelet)"
+    add("--kubelet-root", "kubelet_root", root, type=directory, metavar="DIR")
     add("--cdi-dir", "cdi_directory", "where runtimes find CDI specs (/var/run/cdi)", type=directory, metavar="DIR")
     add("--claim-status", "claim_status", status, action="store_true")
     add("--metrics-port", "metrics_port", "0 for no metrics, and no probes (9410)", type=_port, metavar="PORT")
-    add("--runtime-class", "runtime_class", runtime, metavar="NAME")
+    add("--runtime-class", "runtime_class", runtime, type=class_name, metavar="NAME")
     judged = "auto: where the configuration opens device nodes; an own agent is not judged (auto)"
     add("--privileged", "privileged", judged, choices=("auto", "always", "never"))
     alone = "serve limits alone, by `deviceplugin run`, whatever drivers the file names; so it is where it names none"
     add("--plugin-only", "plugin_only", alone, action="store_true")
-    add("--memory", "memory", "the container's limit (128Mi)", metavar="QUANTITY")
+    add("--memory", "memory", "the container's limit (128Mi)", type=_memory, metavar="QUANTITY")
     add("--node-selector", "node_selector", selector, type=label, action="append", metavar="KEY=VALUE")
+
+
+def _memory(text: str) -> str:
+    from deviceplugin.naming import NamingError, parse_quantity
+
+    with contextlib.suppress(NamingError):
+        if parse_quantity(text) >= 32 << 20:
+            return text
+    raise argparse.ArgumentTypeError(f"{text!r} is not a memory limit of at least 32Mi; write 128Mi, for example")
 
 
 def _port(text: str) -> int:
@@ -194,30 +211,43 @@ def _run(options: argparse.Namespace) -> int:
 
 def _uninstall(options: argparse.Namespace) -> int:
     from deviceplugin import config
-    from dra_bridge.kube import ForbiddenError
+    from dra_bridge.kube import RESOURCE_CLAIMS, ForbiddenError
     from dra_bridge.rollout.agents import LABEL, running_agents
-    from dra_bridge.rollout.fleet import shortened
+    from dra_bridge.rollout.fleet import allocations, shortened
     from dra_bridge.rollout.rollout import check_driver
     from dra_bridge.slices.publisher import remove_slices
 
-    async def remove(cluster: Cluster) -> tuple[int, str]:
-        for driver in options.driver:
-            await check_driver(cluster, driver)
-        removed = await remove_slices(cluster, sorted(drivers), options.node)
+    async def obstacles(cluster: Cluster) -> list[str]:
         try:
             agents = await running_agents(cluster, options.node)
+            claims = (await cluster.list(RESOURCE_CLAIMS)).items
         except ForbiddenError as error:
-            return removed, f"warning: it is not known whether agents still run: {error.message}"
-        names = shortened(pod["spec"].get("nodeName", "") for pod in agents)
-        warning = f"warning: agents run on {names}: they publish slices again; delete the DaemonSet first"
-        return removed, warning if agents else ""
+            return [f"it is not known whether agents run or claims are in use: {error.message}"]
+        nodes = shortened(pod["spec"].get("nodeName", "") for pod in agents)
+        used = shortened(
+            f"{claim['metadata']['namespace']}/{claim['metadata']['name']}"
+            for claim in claims
+            for one in allocations(claim)
+            if one.get("driver") in drivers and options.node in ("", one.get("pool"))
+        )
+        running = f"agents run on {nodes}: they publish slices again; delete the DaemonSet first"
+        in_use = f"claims have devices of these drivers: {used}: their pods cannot end without the driver's agent"
+        return [*([running] if nodes else []), *([in_use] if used else [])]
+
+    async def remove(cluster: Cluster) -> tuple[int, list[str]]:
+        for driver in options.driver:
+            await check_driver(cluster, driver)
+        found = await obstacles(cluster)
+        if found and not options.force:
+            raise CommandError("\n".join(("nothing is removed; --force goes on all the same", *found)), status=1)
+        return await remove_slices(cluster, sorted(drivers), options.node), found
 
     drivers = set(options.driver)
     if options.config:
         drivers |= {resource.driver for resource in config.load(options.config).resources if resource.driver}
     if not drivers:
         raise CommandError("dra-bridge uninstall: name a config file or a driver")
-    removed, warning = _ask(options, remove)
+    removed, warnings = _ask(options, remove)
     print(counted(removed, "slice"), "removed")
     if not options.node:
         annotations = " ".join(
@@ -225,8 +255,8 @@ def _uninstall(options: argparse.Namespace) -> int:
         )
         ledgers = ", ".join(f"plugins/{driver}" for driver in sorted(drivers))
         print(_LEFT_BEHIND.format(label=LABEL, annotations=annotations, ledgers=ledgers))
-    if warning:
-        print(warning, file=sys.stderr)
+    for warning in warnings:
+        print(f"warning: {warning}", file=sys.stderr)
     return 0
 
 
@@ -237,7 +267,9 @@ def _manifests(options: argparse.Namespace) -> int:
     fields = {field.name for field in dataclasses.fields(Deployment)}
     given = {key: value for key, value in vars(options).items() if key in fields}
     if "node_selector" in given:
-        given["node_selector"] = dict(given["node_selector"])
+        given["node_selector"] = dict(labels := given["node_selector"])
+        if len(given["node_selector"]) < len(set(labels)):
+            raise CommandError("dra-bridge manifests: a label of --node-selector has two values; nodes have one")
     if bool(options.source) != bool(given.get("own_command")):
         raise CommandError("dra-bridge manifests: --source and --command belong together")
     try:
@@ -247,7 +279,8 @@ def _manifests(options: argparse.Namespace) -> int:
             text = options.config.read_text(encoding="utf-8")
             found = config.parse(text, str(options.config))
     except (OSError, UnicodeDecodeError) as error:
-        raise CommandError(f"{options.config or options.source} cannot be read: {error}") from error
+        reason = getattr(error, "strerror", None) or error
+        raise CommandError(f"{options.config or options.source} cannot be read: {reason}") from error
     deployment = Deployment(**given)
     try:
         printed = to_yaml(manifests(found, text, deployment))
@@ -324,9 +357,12 @@ def _ask(options: argparse.Namespace, question: Callable[[Cluster], Awaitable[_T
         async with Cluster.from_environment(options.kubeconfig) as cluster:
             return await question(cluster)
 
+    logs.setup("text", "error")  # what the library warns of is said once, as the command's own error
     try:
         return asyncio.run(ask())
-    except (RolloutError, AccessError) as error:
+    except RolloutError as error:
+        raise CommandError(error, error.status) from error
+    except AccessError as error:
         raise CommandError(error) from error
     except ClusterError as error:
         raise CommandError(error, status=1) from error
@@ -367,7 +403,7 @@ def _status(options: argparse.Namespace) -> int:
             device.resource,
             device.name,
             device.state.side,
-            device.state.value + (" (gone)" if device.gone else ""),
+            device.state.value + (" (gone)" if device.gone else " (withheld)" if device.withheld else ""),
             (" for ".join(filter(None, (device.holder, ", ".join(device.pods)))) or "-") if device.known else "?",
             _health(device),
             _age(time.time() - device.since),
@@ -376,15 +412,16 @@ def _status(options: argparse.Namespace) -> int:
         for view in nodes
         for device in view.devices
     ]
-    red = [row for row in rows if row[6].startswith(("unhealthy", "gone"))]
+    shown = 9 if any(row[-1] != "-" for row in rows) else 8
+    header = ("NODE", "RESOURCE", "DEVICE", "SIDE", "STATE", "HOLDER", "HEALTH", "SINCE", "WAITS FOR")[:shown]
+    lines = [row[:shown] for row in rows]
+    red = [row for row in lines if row[6].startswith(("unhealthy", "gone"))]
     if rows:
-        print_table(
-            ("NODE", "RESOURCE", "DEVICE", "SIDE", "STATE", "HOLDER", "HEALTH", "SINCE", "WAITS FOR"), rows, red
-        )
+        print_table(header, lines, red)
         print()
     for view in nodes:
         print(f"{view.node} {view.driver}: {fleet.summary(view)}")
-        for line in fleet.obstacles(view) if view.reported is not None else ():
+        for line in (*fleet.obstacles(view), *fleet.withheld(view)) if view.reported is not None else ():
             print(f"  {line}")
     for line in (*waiting, *unknown):
         print(line)
@@ -424,6 +461,7 @@ def _as_json(view: NodeView) -> dict[str, Any]:
                         "pods": list(one.pods),
                         "since": datetime.fromtimestamp(one.since, UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
                         "waitsFor": one.waits,
+                        "withheld": one.withheld,
                         "gone": one.gone,
                     }
                     for one in view.devices
@@ -447,6 +485,8 @@ def _age(seconds: float) -> str:
 def _migrate(options: argparse.Namespace) -> int:
     from dra_bridge.rollout.rollout import migrate
 
+    if options.timeout and not options.wait:
+        raise CommandError("dra-bridge migrate: --timeout belongs to --wait")
     nodes = list(dict.fromkeys(options.nodes))
     share = None if options.share == "default" else options.share
     done = _follow(

@@ -213,6 +213,23 @@ def test_terminal_gets_a_table(good: Path, monkeypatch: pytest.MonkeyPatch, caps
     assert all("sim-1" in text and "RESOURCE" in text for text in (with_rich, plain))
 
 
+@pytest.mark.parametrize("command", ["devices", "validate"])
+def test_output_that_is_full_is_said(good: Path, command: str) -> None:
+    """Where the output cannot be written, a line says so, and the status is 1."""
+    with Path("/dev/full").open("w") as full:
+        done = subprocess.run(
+            [sys.executable, "-m", "deviceplugin", command, str(good)],
+            stdout=full,
+            stderr=subprocess.PIPE,
+            text=True,
+            timeout=60,
+            check=False,
+        )
+    said = "the output cannot be written: No space left on device"
+    assert (done.returncode, done.stderr.splitlines()[-1]) == (1, said)
+    assert "Traceback" not in done.stderr
+
+
 def test_reader_that_leaves_early_is_no_error(good: Path) -> None:
     """Output into a pipe that is closed ends quietly, with 0."""
     code = f"from deviceplugin.cli import main\nimport sys\nsys.exit(main(['devices', '--config', {str(good)!r}]))"
@@ -497,3 +514,16 @@ def test_validate_says_where_a_shared_node_belongs(tmp_path: Path, capsys: pytes
     assert (
         "are one thing (char 5:0): while one is held, the other is given to nobody; a node that they only share" in said
     )
+
+
+@pytest.mark.parametrize(("share", "noted"), [(9, True), (8, False), ("all", False)])
+def test_validate_notes_a_share_beyond_the_devices(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], share: object, *, noted: bool
+) -> None:
+    """Of simulated devices the number is known: a share beyond it is all of them."""
+    file = tmp_path / "config.yaml"
+    devices = "[simulated: {count: 8}]"
+    text = f"resources: [{{name: a.b/c, driver: a.b, dra: {{share: {share}}}, devices: {devices}}}]"
+    file.write_text(text)
+    assert cli.main(["validate", str(file)]) == 0
+    assert ("note: a.b/c: `dra: {share: 9}` of 8 devices: all go to claims" in capsys.readouterr().err) is noted

@@ -29,6 +29,8 @@ MAX_DEPTH: Final = 32
 """Nesting of lists and mappings in a file; libyaml's composer overflows the stack beyond some 10,000."""
 MAX_SHOWN: Final = 25
 """Problems that an error's text shows; all are in `problems`."""
+MAX_UNKNOWN: Final = 3
+"""Unknown keys of a mapping that are reported where none of its keys is meant: this is another kind of file."""
 MAX_PROBLEMS: Final = 100
 """Problems after which reading stops; the search for similar names takes most of a millisecond each."""
 
@@ -128,6 +130,8 @@ def compose(text: str | bytes, file: str) -> yaml.Node:
         raise _syntax(text, file, error) from None
     if node is None or kind(node) == "null":
         raise file_error(file, "is empty; it needs `resources:`, a list of resources with `name:` and `devices:`", 1)
+    if kind(node) == "str":  # not repeated: it may be a password
+        raise file_error(file, "is a text without keys; this is not a config file, which begins with `resources:`", 1)
     return node
 
 

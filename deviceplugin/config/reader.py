@@ -143,16 +143,24 @@ class Reader:
         values: dict[str, Any] = {}
         nodes: dict[str, yaml.Node] = {}
         meant: set[str | None] = set()
+        strange: list[yaml.Node] = []
         for key, value in self._pairs(node, path):
             name = str(key.value)
             if name in fields:
                 nodes[name] = value
                 values[name] = self.read(value, fields[name].type, _place_below(path, name))
             else:
-                guess = _closest(name, fields)
-                meant.add(guess)
-                advice = f"did you mean {guess!r}?" if guess else f"there are {', '.join(fields)}"
-                self._report(key, _place_below(path, name), f"unknown key {name!r}; {advice}")
+                meant.add(guess := _closest(name, fields) if len(strange) < document.MAX_UNKNOWN else None)
+                if guess:
+                    self._report(key, _place_below(path, name), f"unknown key {name!r}; did you mean {guess!r}?")
+                else:
+                    strange.append(key)
+        for key in strange[: document.MAX_UNKNOWN]:
+            # What is no name is not repeated: the file may be another one, with passwords.
+            named = re.fullmatch(r"[A-Za-z_][\w.-]{0,31}", name := str(key.value))
+            place, what = (_place_below(path, name), f"unknown key {name!r}") if named else (path, "unknown key")
+            more = f" ({len(strange)} of them)" if len(strange) > document.MAX_UNKNOWN else ""
+            self._report(key, place, f"{what}{more}; there are {', '.join(fields)}")
         for name, field in fields.items():
             if field.required and name not in values and name not in meant:
                 self._report(node, path, f"{name!r} is missing")

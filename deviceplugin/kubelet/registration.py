@@ -318,9 +318,14 @@ class Registration:
                 self._log_once("devices", "waiting for the first list of devices")
             elif step is Step.WAIT_FOR_KUBELET:
                 self.statistics.registered = False
-                self._log_once("kubelet", f"waiting for the kubelet ({self._kubelet} is not there)")
                 self._backoff.reset()
-                if not seen.served and self._has_directory():
+                if has_directory := self._has_directory():
+                    self._log_once("kubelet", f"waiting for the kubelet ({self._kubelet} is not there)")
+                else:
+                    hint = "--kubelet-root and --device-plugin-dir say where it is"
+                    missing = f"waiting for the kubelet: no directory {self._kubelet.parent}; {hint}"
+                    self._log_once("directory", missing, logging.WARNING)
+                if not seen.served and has_directory:
                     await self._server.serve()  # before the kubelet makes its socket: it deletes others first
             elif step is Step.REST and seen.since >= timing.patience:
                 self._backoff.reset()

@@ -255,6 +255,7 @@ class Endpoint(DevicePluginServicer):
     async def _refuse_held(self, names: Sequence[str]) -> None:
         held = await self._holders.still_held(self.resource, names) if self._holders is not None else {}
         for name, why in held.items():
+            self.refresh()  # before the kubelet chooses for the next pod
             raise self._refusal("held", f"device {name} is still held: {why}")
 
     async def _grant(self, names: Sequence[str]) -> None:

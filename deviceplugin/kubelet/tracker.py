@@ -77,6 +77,8 @@ class HolderTracker:
         self._wants_claim_uses = claim_uses
         self._known: frozenset[Allocation] = frozenset()
         self._grants: dict[tuple[str, str], float] = {}
+        self._refused: dict[tuple[str, str], str] = {}
+        """Why Allocates of ids whose holders' processes run were refused since the last scan."""
         self._begun: frozenset[str] = frozenset()
         """UIDs of holders whose admission is over: they were known at the start, or were seen to run."""
 
@@ -148,9 +150,11 @@ class HolderTracker:
                 if one.pod_uid in admitted and (problem or (one.pod_uid, one.device_id) in named_ids):
                     found[one.device_id] = f"pod {self.title(one.pod_uid)} has not started a process yet and {why}"
         self.remember(one for one in known if one.pod_uid in running.values() or one.device_id in found)
-        if running:
+        dropped = {name: f"processes of pod {self.title(uid)} run" for name, uid in running.items()}
+        if dropped:
+            self._refused |= {(resource, name): why for name, why in dropped.items()}
             self._requests.dispute()
-        return found | {name: f"processes of pod {self.title(uid)} run" for name, uid in running.items()}
+        return found | dropped
 
     def _holders_now(
         self, resource: str, device_ids: frozenset[str]
@@ -246,7 +250,8 @@ class HolderTracker:
     def unnamed_reasons(self, resource: str) -> Mapping[str, str]:
         """Return the ids that are held though the kubelet may give them away, and why they count as held."""
         unnamed = self.snapshot.unnamed(resource)
-        return {
+        refused = {device_id: why for (of, device_id), why in list(self._refused.items()) if of == resource}
+        return refused | {
             one.device_id: f"{holding.reason} (pod {self.title(one.pod_uid)})"
             for one, holding in self.snapshot.held.items()
             if one.resource == resource and one.device_id in unnamed and holding.certain
@@ -279,7 +284,7 @@ class HolderTracker:
         begun = self._begun | (seen.pods.running or frozenset())
         self._begun = frozenset(one.pod_uid for one in self._known if one.pod_uid in begun)
         await self._names.update({one.pod_uid for one in self._known})
-        self.snapshot = now
+        self.snapshot, self._refused = now, {}
         return now
 
     def _read(self, written: Sequence[Checkpoint] = (), problem: str = "") -> HolderEvidence:

@@ -71,7 +71,8 @@ def add_run_options(parser: argparse.ArgumentParser) -> None:
         parser.add_argument(option, type=_path, default=default, metavar=metavar, help=about)
 
     add("--kubelet-root", paths.kubelet_root, "DIR", "the kubelet's --root-dir (%(default)s)")
-    add("--device-plugin-dir", None, "DIR", "where kubelet.sock is (device-plugins in the kubelet's root)")
+    plugins = "where kubelet.sock is; most kubelets with another --root-dir have it in /var/lib/kubelet/device-plugins"
+    add("--device-plugin-dir", None, "DIR", f"{plugins} (device-plugins in --kubelet-root)")
     socket = "the kubelet's PodResources service (pod-resources/kubelet.sock in its root)"
     add("--pod-resources-socket", None, "PATH", socket)
     add("--cgroup-root", paths.cgroup_root, "DIR", "where the host's cgroup file system is mounted (%(default)s)")

@@ -112,14 +112,16 @@ class _KubeConfig:
             raise KubeConfigError(f"a kubeconfig needs kubernetes_asyncio: {error}; {advice}") from error
         logging.getLogger("kubernetes_asyncio").setLevel(logging.CRITICAL)  # it raises what it logs, too
         if not any(Path(path).expanduser().is_file() for path in self._paths.split(os.pathsep) if path):
-            raise KubeConfigError(f"there is no kubeconfig {self._paths}")
+            empty = ", and $KUBECONFIG is empty" if os.environ.get("KUBECONFIG") == "" else ""
+            raise KubeConfigError(f"there is no kubeconfig {self._paths}{empty}")
         try:
             merged = KubeConfigMerger(self._paths).config
             self._plugin = _plugin(merged)
             self._loader = KubeConfigLoader(merged, config_base_path=None)
             self._configuration = found = Configuration()
         except (AttributeError, LookupError, TypeError) as error:  # the library expects other types
-            raise KubeConfigError(f"{self._paths} is not a kubeconfig: {type(error).__name__}: {error}") from error
+            lacks = "clusters, contexts, users and current-context"
+            raise KubeConfigError(f"{self._paths} is not a kubeconfig, a mapping with {lacks}") from error
         except Exception as error:
             raise KubeConfigError(f"{self._paths}: {error or type(error).__name__}") from error
         await self._refresh()

@@ -42,6 +42,7 @@ class _Device(msgspec.Struct):
     health: str
     message: str = ""
     gone: bool = False
+    withheld: str = ""
     holders: list[_Holder] = []
 
 
@@ -58,13 +59,17 @@ class _Status(msgspec.Struct):
 
 
 class DeviceNow(msgspec.Struct, frozen=True):
-    """One device as its agent sees it. holder: "" if nobody has it, None if that is not known."""
+    """One device as its agent sees it. holder: "" if nobody has it, None if that is not known.
+
+    withheld: why the agent offers it to nobody, "" if it does.
+    """
 
     health: str
     message: str = ""
     gone: bool = False
     holder: str | None = None
     pods: tuple[str, ...] = ()
+    withheld: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,4 +141,5 @@ def _now(device: _Device, *, known: bool) -> DeviceNow:
     """known: whether pods that have it would be named. Claims are named in any case."""
     holder: str | None = ", ".join(dict.fromkeys(one.text for one in device.holders))
     pods = sorted({one.pod for one in device.holders if one.side == "dra" and one.pod})
-    return DeviceNow(device.health, device.message, device.gone, holder if holder or known else None, tuple(pods))
+    holder = holder if holder or known else None
+    return DeviceNow(device.health, device.message, device.gone, holder, tuple(pods), device.withheld)

@@ -26,6 +26,12 @@ Object = Mapping[str, Any]
 UID_LENGTH: Final = 8
 """Characters of a pod's UID that tell it from others on its node."""
 
+RESTARTING: Final = "if the name is right, its agent may be restarting, or has not run there"
+COUNTED_TWICE: Final = (
+    "a withheld device leaves allocatable, and what its pod asks for is subtracted as well: to the scheduler one more "
+    "is taken, until that pod ends"
+)
+
 
 def before_annotation(driver: str) -> str:
     """Return the key of the annotation in which a rollout records what was on the Node before it."""
@@ -42,7 +48,8 @@ class Before(msgspec.Struct, frozen=True, omit_defaults=True):
 class DeviceView(DeviceProgress, frozen=True, kw_only=True):
     """One device as its agent reports it. pods: those that its claims are reserved for.
 
-    known: whether the holder is that of now, "" if nobody has it. health: "" if it is not known.
+    known: whether the holder is that of now, "" if nobody has it. health: "" if it is not known. withheld: why it is
+    offered to nobody, "" if it is or if that is not known.
     """
 
     resource: str
@@ -51,6 +58,7 @@ class DeviceView(DeviceProgress, frozen=True, kw_only=True):
     known: bool = False
     health: str = ""
     message: str = ""
+    withheld: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +80,12 @@ class NodeView:
         return self.reported is not None and self.reported.asked == (self.asked or "")
 
 
+def allocations(claim: Object) -> list[Object]:
+    """Return what is allocated to a claim, without administrative access: objects with driver, pool and device."""
+    devices = ((claim.get("status") or {}).get("allocation") or {}).get("devices") or {}
+    return [one for one in devices.get("results") or () if not one.get("adminAccess")]
+
+
 def drivers_of(slices: Iterable[Object]) -> list[str]:
     """Return the drivers whose agents report moves."""
     found = {(one["spec"]["driver"], key) for one in slices for key in one["metadata"].get("annotations") or ()}
@@ -88,9 +102,8 @@ def views(
             by_node.setdefault(one["spec"].get("nodeName", ""), []).append(one)
     by_device: dict[Key, list[Object]] = {}
     for claim in claims:
-        allocation = (claim.get("status") or {}).get("allocation") or {}
-        for result in (allocation.get("devices") or {}).get("results") or ():
-            if result.get("driver") == driver and not result.get("adminAccess"):
+        for result in allocations(claim):
+            if result.get("driver") == driver:
                 by_device.setdefault((result.get("pool", ""), result.get("device", "")), []).append(claim)
     found = []
     for node in nodes:
@@ -147,7 +160,8 @@ def with_answers(view: NodeView, answers: Answers) -> NodeView:
     for one in view.devices:
         now = answers.devices.get((view.node, one.resource, one.name))
         if now is not None:
-            changes: dict[str, Any] = {"health": now.health, "message": now.message, "gone": one.gone or now.gone}
+            changes: dict[str, Any] = {"health": now.health, "message": now.message, "withheld": now.withheld}
+            changes["gone"] = one.gone or now.gone
             if not one.known and now.holder is not None:
                 changes |= {"holder": now.holder, "pods": now.pods, "known": True}
             one = msgspec.structs.replace(one, **changes)
@@ -163,6 +177,16 @@ def unknown(nodes: Iterable[NodeView], answers: Answers) -> list[str]:
             reason = answers.reasons.get(view.node, "its agent does not serve them now")
             by_reason.setdefault(reason, []).append(view.node)
     return [f"not known (?) of {shortened(nodes)}: {reason}" for reason, nodes in by_reason.items()]
+
+
+def withheld(view: NodeView) -> list[str]:
+    """Return a sentence for each reason for which devices are withheld, and what the scheduler makes of them."""
+    by_reason: dict[str, list[str]] = {}
+    for one in view.devices:
+        if one.withheld:
+            by_reason.setdefault(one.withheld, []).append(one.name)
+    found = [f"withheld: {shortened(names)}: {reason}" for reason, names in by_reason.items()]
+    return [*found, *([COUNTED_TWICE] if found else [])]
 
 
 def shortened(names: Iterable[str]) -> str:
@@ -208,7 +232,7 @@ def obstacles(view: NodeView) -> list[str]:
     if view.reported is None:
         if view.serves:
             return ["its agent reports no moves: it is an older one, or its annotation cannot be read"]
-        return [f"there are no slices of {view.driver}: its agent has not run there"]
+        return [f"there are no slices of {view.driver} now; {RESTARTING}"]
     if view.asked is not None and _share(view.asked) is None:
         return [f"its annotation {share_annotation(view.driver)}: {view.asked!r} is not a share"]
     if not view.taken_in:
@@ -218,7 +242,7 @@ def obstacles(view: NodeView) -> list[str]:
     for device in view.devices:
         if device.state in (State.TO_DRA, State.TO_PLUGIN):
             holder = " for ".join(filter(None, (device.holder, ", ".join(device.pods))))
-            waits = device.waits or "its agent"
+            waits = device.waits or "what its agent has yet to report"
             held = f", held by {holder}" if holder and holder not in waits else ""
             together.setdefault((device.state.value, waits + held), []).append(device.name)
     found = [
@@ -227,7 +251,7 @@ def obstacles(view: NodeView) -> list[str]:
     ]
     if not found and distance(view):
         holders = ", ".join(f"{one.name} held by {one.holder}" for one in view.devices if one.holder)
-        found.append(f"devices move when they are idle: {holders}" if holders else "its agent")
+        found.append(f"devices move when they are idle: {holders}" if holders else "its agent has yet to move devices")
     return found
 
 
@@ -378,7 +402,7 @@ def decide(
         stop += [f"{view.node}: {reason}" for uid, reason in pods.items() if uid not in known]
     for view in moving:
         if now - (since or {}).get(view.node, now) > limits.patience:
-            waits = "; ".join(obstacles(view)) or "its agent"
+            waits = "; ".join(obstacles(view)) or "its agent has yet to report why"
             stop.append(f"{view.node}: not done after {limits.patience:g} s: {waits}")
     if stop:
         return Decision(forget=forget, stop=tuple(stop))

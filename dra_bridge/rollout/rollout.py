@@ -28,7 +28,11 @@ AFTER: Final = 60.0
 
 
 class RolloutError(Exception):
-    """Raised when what is asked for cannot be done; nothing was written then."""
+    """Raised when what is asked for cannot be done; nothing was written then. status: the exit status."""
+
+    def __init__(self, message: str, status: int = 2) -> None:
+        super().__init__(message)
+        self.status = status
 
 
 class Reporter:
@@ -107,7 +111,7 @@ async def check_driver(cluster: Cluster, driver: str) -> None:
     drivers = {one["spec"]["driver"] for one in (await cluster.list(RESOURCE_SLICES)).items}
     if driver not in drivers:
         others = f" (there are: {', '.join(sorted(drivers))})" if drivers else ""
-        raise RolloutError(f"no node has slices of driver {driver}{others}")
+        raise RolloutError(f"no node has slices of driver {driver} now{others}; {fleet.RESTARTING}", status=1)
 
 
 async def _patch(
@@ -216,7 +220,7 @@ async def migrate(
     """
     found = await read_nodes(cluster, driver, names, with_claims=False)
     if problems := [f"node {view.node}: {fleet.obstacles(view)[0]}" for view in found if view.reported is None]:
-        raise RolloutError("\n".join(problems))
+        raise RolloutError("\n".join(problems), status=1)
     for line in (line for view in found for line in fleet.excess(view, share)):
         reporter.say(line)
     for name in names:

@@ -10,7 +10,7 @@ from typing import Any
 from deviceplugin.naming import class_name
 from dra_bridge.kube import NODES, PODS, RESOURCE_CLAIMS, Cluster
 from dra_bridge.ledger.records import State
-from dra_bridge.rollout.fleet import NodeView, asked_of, quantity
+from dra_bridge.rollout.fleet import NodeView, asked_of, quantity, shortened
 
 Object = Mapping[str, Any]
 
@@ -73,10 +73,12 @@ def hints_of(view: NodeView, node: Object, bound: Iterable[Object], waits: Itera
 
 def _hint(view: NodeView, resource: str, room: Room, pod: str, wanted: int, moved: int) -> str:
     side = "DRA" if moved > 0 else "plugin"
+    withheld = shortened(one.name for one in view.devices if one.resource == resource and one.withheld)
+    withheld = f"; withheld: {withheld}" if withheld else ""
     more = "1 more device" if abs(moved) == 1 else f"{abs(moved)} more devices"
     return (
         f"{view.node}: pod {pod} waits for {wanted} {resource}; {room.free} are free on the plugin side and "
-        f"{room.idle} on the DRA side. {more} on the {side} side would be enough: "
+        f"{room.idle} on the DRA side{withheld}. {more} on the {side} side would be enough: "
         f"dra-bridge migrate {view.node} --driver {view.driver} --share {room.dra + moved}"
     )
 

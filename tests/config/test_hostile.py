@@ -163,3 +163,19 @@ for sample in {samples!r}:
     assert done.stdout.splitlines() == [
         " ".join(map(str, one)) if isinstance(one, tuple) else "True" for one in expected
     ]
+
+
+@pytest.mark.parametrize(
+    ("text", "problems"),
+    [
+        ("".join(f"user{n}:$6$hash{n}:19000:0:99999:7:::\n" for n in range(40)), 4),
+        ("hash-of-a-token", 1),
+    ],
+)
+def test_other_files_are_not_repeated(text: str, problems: int) -> None:
+    """Of /etc/shadow or a token no line is shown, and a few unknown keys are enough."""
+    error = refused(text)
+    assert len(error.problems) == problems
+    assert "hash" not in str(error)
+    if problems > 1:
+        assert "unknown key (40 of them); there are resources, metrics" in str(error)

@@ -176,7 +176,7 @@ def test_wrong_entry_is_named_with_advice(entry: str, path: str, advice: str) ->
         ("---\n", 1, "is empty"),
         ("~", 1, "is empty"),
         ("[]", 1, "expected a mapping with resources, got a list"),
-        ("hello", 1, "expected a mapping with resources, got the text 'hello'"),
+        ("hello", 1, "is a text without keys; this is not a config file"),
         ("{}", 1, "'resources' is missing"),
         ("resources: []", 1, "the list is empty; it needs at least 1"),
         ("resources:\n", 1, "has no value; expected a list"),

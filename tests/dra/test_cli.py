@@ -27,6 +27,7 @@ from dra_bridge.ledger.records import State
 from dra_bridge.manifests import Deployment, manifests
 from dra_bridge.node.options import add_run_options, parse_run
 from dra_bridge.rollout import progress, rollout
+from dra_bridge.rollout.fleet import RESTARTING
 from dra_bridge.rollout.progress import DeviceProgress, Progress, ResourceProgress
 from dra_bridge.testing.apiserver import FakeApiServer, Fault, Request
 from tests.programs import running
@@ -187,7 +188,7 @@ def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[World]:
         thread.join(WAIT)
 
 
-@pytest.fixture
+@pytest.fixture(autouse=True)
 def logs_restored() -> Iterator[None]:
     """Leave logging as it was; `run` sets it up."""
     root = logging.getLogger()
@@ -233,6 +234,13 @@ def test_version_is_printed(bridge: Callable[..., Ran], capsys: pytest.CaptureFi
     assert capsys.readouterr().out.startswith("dra-bridge 0.")
 
 
+@pytest.mark.parametrize("command", ["validate", "devices", "schema"])
+def test_commands_of_the_other_program_are_named(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Whoever looks for them here is told where they are."""
+    assert cli.main([command, "x"]) == 2
+    assert f"; deviceplugin {command} is for its config files" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("argv", [["status"], ["run", "--config", "x"], ["migrate", "n1", "--driver", D, "--unset"]])
 def test_missing_extra_is_named(argv: list[str]) -> None:
     """Without aiohttp every command that needs it names the extra, without a traceback."""
@@ -245,8 +253,9 @@ def test_missing_extra_is_named(argv: list[str]) -> None:
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        ("[]", "is not a kubeconfig: "),
-        ("clusters: 5", "is not a kubeconfig: "),
+        ("[]", "is not a kubeconfig, a mapping with clusters, contexts, users and current-context\n"),
+        ("root:x:0:0::/root:/bin/sh", "is not a kubeconfig, a mapping with clusters, "),
+        ("clusters: 5", "is not a kubeconfig, a mapping with clusters, "),
         ("{", "while parsing"),
         ("certificate-authority-data: AAAA", ": certificate-authority cannot be used: "),
         ("client-certificate-data: AAAA, client-key-data: AAAA", ": client-certificate or client-key cannot be used"),
@@ -332,6 +341,7 @@ def test_manifests_of_a_bad_config(tmp_path: Path, capsys: pytest.CaptureFixture
     out, err = capsys.readouterr()
     assert out == ""
     assert str(file) in err
+    assert "Errno" not in err
 
 
 @pytest.mark.parametrize(
@@ -343,6 +353,11 @@ def test_manifests_of_a_bad_config(tmp_path: Path, capsys: pytest.CaptureFixture
         (["--namespace", "x" * 64], "at most 63"),
         (["--kubelet-root", "kubelet"], "not an absolute path"),
         (["--cdi-dir", ""], "not an absolute path"),
+        (["--cdi-dir", "/"], "not an absolute path below /"),
+        (["--memory", "lots"], "'lots' is not a memory limit of at least 32Mi"),
+        (["--memory", "1Ki"], "'1Ki' is not a memory limit of at least 32Mi"),
+        (["--runtime-class", "Foo_"], "not the name of a RuntimeClass"),
+        (["--image", ""], "not an image"),
     ],
 )
 def test_wrong_options_of_manifests(
@@ -353,6 +368,13 @@ def test_wrong_options_of_manifests(
         cli.main(["manifests", "--config", str(tmp_path), *options])
     assert caught.value.code == 2
     assert why in capsys.readouterr().err
+
+
+def test_node_selector_with_two_values_of_a_label(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """No node has both: neither is left out without a word."""
+    selectors = ["--node-selector", "a=b", "--node-selector", "a=c"]
+    assert cli.main(["manifests", "--config", str(tmp_path), *selectors]) == 2
+    assert "a label of --node-selector has two values" in capsys.readouterr().err
 
 
 def test_manifests_of_an_own_agent(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -503,6 +525,7 @@ def test_status_tells_devices_and_holders(world: World, bridge: Callable[..., Ra
     ]
     assert resource["devices"][0]["since"] == "2023-11-14T22:13:20Z"
     table = bridge("status").out
+    assert "  WAITS FOR\n" in table
     assert "n1    example.com/gpu  gpu-1   dra     dra     claim ml/c for q  ?       " in table
     assert "n1    example.com/gpu  gpu-2   dra     dra     ?                 ?       " in table
     why = "no pod with the label app.kubernetes.io/managed-by=dra-bridge runs there"
@@ -519,7 +542,7 @@ def test_status_asks_the_agents(world: World, bridge: Callable[..., Ran]) -> Non
     pod = {"side": "plugin", "namespace": "ml", "pod": "train", "container": "c", "claim": "", "uid": "u"}
     claim = {"side": "dra", "namespace": "ml", "pod": "user", "container": "c", "claim": "mine", "uid": ""}
     devices = [
-        {"id": "gpu-0", "health": "healthy", "holders": []},
+        {"id": "gpu-0", "health": "healthy", "holders": [], "withheld": "not known: no checkpoint"},
         {"id": "gpu-1", "health": "unhealthy", "message": "XID 79", "holders": [pod]},
         {"id": "gpu-2", "health": "unhealthy", "gone": True, "holders": []},
         {"id": "gpu-3", "health": "unknown", "holders": [claim]},
@@ -527,7 +550,9 @@ def test_status_asks_the_agents(world: World, bridge: Callable[..., Ran]) -> Non
     answer = {"holdersKnown": True, "resources": [{"resource": R, "devices": devices}]}
     world.server.proxied = lambda path: (200, answer)
     writes = len(world.server.writes)
-    lines = [line.split("  ") for line in bridge("status").out.splitlines()[1:6]]
+    table = bridge("status").out
+    assert table.splitlines()[0].endswith("  SINCE")  # nothing waits for anything
+    lines = [line.split("  ") for line in table.splitlines()[1:6]]
     shown = [[cell.strip() for cell in line if cell.strip()] for line in lines]
     assert [(row[2], row[5], row[6]) for row in shown] == [
         ("gpu-0", "-", "healthy"),
@@ -536,6 +561,8 @@ def test_status_asks_the_agents(world: World, bridge: Callable[..., Ran]) -> Non
         ("gpu-3", "claim ml/mine for user", "unknown"),
         ("gpu-4", "?", "?"),
     ]
+    assert [row[4] for row in shown] == ["plugin (withheld)", "plugin", "plugin (gone)", "plugin", "plugin"]
+    assert "\n  withheld: gpu-0: not known: no checkpoint\n  a withheld device leaves allocatable, and" in table
     found = json.loads(bridge("status", "-o", "json").out)
     assert found["unknown"] == ["not known (?) of n1: its agent does not serve them now"]
     (resource,) = found["nodes"][0]["resources"]
@@ -546,6 +573,7 @@ def test_status_asks_the_agents(world: World, bridge: Callable[..., Ran]) -> Non
         ("claim ml/mine", "unknown", "", False),
         (None, None, "", False),
     ]
+    assert [one["withheld"] for one in resource["devices"]] == ["not known: no checkpoint", *[""] * 4]
     assert len(world.server.writes) == writes
 
 
@@ -572,8 +600,8 @@ def test_status_of_a_wrong_driver(world: World, bridge: Callable[..., Ran]) -> N
     """A driver that nobody has is an error that names those that there are."""
     world.agent("n1")
     ran = bridge("status", "--driver", "gpu.example.org")
-    assert ran.status == 2
-    assert ran.err == f"no node has slices of driver gpu.example.org (there are: {D})\n"
+    assert ran.status == 1
+    assert ran.err == f"no node has slices of driver gpu.example.org now (there are: {D}); {RESTARTING}\n"
 
 
 @pytest.mark.parametrize(
@@ -583,6 +611,27 @@ def test_unreachable_server(command: list[str], tmp_path: Path, capsys: pytest.C
     """A kubeconfig that is not there is said in a line, with the status of wrong usage."""
     assert cli.main([*command, "--kubeconfig", str(tmp_path / "none")]) == 2
     assert "cannot reach an API server" in capsys.readouterr().err
+
+
+def test_server_that_does_not_answer_is_said_once(world: World) -> None:
+    """The error is the command's one line."""
+    text = world.kubeconfig.read_text().replace(world.server.url, "http://127.0.0.1:1")
+    world.kubeconfig.write_text(text)
+    command = [sys.executable, "-m", "dra_bridge", "status", "--kubeconfig", str(world.kubeconfig)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=WAIT, check=False)
+    assert (done.returncode, done.stdout) == (1, "")
+    assert done.stderr.startswith("GET /api")
+    assert done.stderr.count("\n") == 1
+
+
+def test_empty_environment_is_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """An empty $KUBECONFIG is none; that it is empty is said."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("KUBECONFIG", "")
+    assert cli.main(["status"]) == 2
+    assert capsys.readouterr().err.endswith("there is no kubeconfig ~/.kube/config, and $KUBECONFIG is empty\n")
 
 
 # uninstall
@@ -629,26 +678,37 @@ def test_uninstall_names_all_that_manifests_print(bridge: Callable[..., Ran], tm
     assert all(one["metadata"]["labels"]["app.kubernetes.io/managed-by"] == "dra-bridge" for one in printed)
 
 
-def test_uninstall_beside_agents_warns(world: World, bridge: Callable[..., Ran]) -> None:
-    """An agent that runs publishes its slices again: that is said, for the nodes that are meant."""
+def test_uninstall_beside_agents_is_refused(world: World, bridge: Callable[..., Ran]) -> None:
+    """An agent that runs publishes its slices again, and who uses claims needs one: --force goes on all the same."""
     for name in ("n1", "n2", "n3"):
         world.agent(name, deaf=True)
     for name in ("n1", "n2"):
         world.server.create(agent_pod(name))
+    results = [{"driver": D, "pool": "n2", "device": "gpu-1", "request": "r"}]
+    status = {"allocation": {"devices": {"results": results}}}
+    claim = {"apiVersion": "resource.k8s.io/v1", "kind": "ResourceClaim", "metadata": {"name": "c", "namespace": "ml"}}
+    world.server.create({**claim, "status": status})
+    agents = "agents run on n1: they publish slices again; delete the DaemonSet first\n"
     ran = bridge("uninstall", "--driver", D, "--node", "n1")
-    assert (ran.status, ran.out) == (0, "1 slice removed\n")
-    assert ran.err == "warning: agents run on n1: they publish slices again; delete the DaemonSet first\n"
+    assert (ran.status, ran.out, ran.err) == (1, "", f"nothing is removed; --force goes on all the same\n{agents}")
+    ran = bridge("uninstall", "--driver", D, "--node", "n2")
+    claims = "claims have devices of these drivers: ml/c: their pods cannot end without the driver's agent\n"
+    assert (ran.status, claims in ran.err) == (1, True)
+    assert len(world.server.objects("resourceslices")) == 3
+    ran = bridge("uninstall", "--driver", D, "--node", "n1", "--force")
+    assert (ran.status, ran.out, ran.err) == (0, "1 slice removed\n", f"warning: {agents}")
     assert bridge("uninstall", "--driver", D, "--node", "n3").err == ""
     world.server.fail(lambda request: request.path.endswith("/pods"), Fault(code=403, message="no, you may not"))
-    assert "not known whether agents still run: no, you may not" in bridge("uninstall", "--driver", D).err
+    ran = bridge("uninstall", "--driver", D)
+    assert (ran.status, "not known whether agents run or claims are in use: no, you may not" in ran.err) == (1, True)
 
 
 def test_uninstall_of_an_unknown_driver(world: World, bridge: Callable[..., Ran]) -> None:
     """A driver that nobody has is an error that names those that there are, and nothing is removed."""
     world.agent("n1")
     ran = bridge("uninstall", "--driver", D, "--driver", "gpu.example.org")
-    assert (ran.status, ran.out) == (2, "")
-    assert ran.err == f"no node has slices of driver gpu.example.org (there are: {D})\n"
+    assert (ran.status, ran.out) == (1, "")
+    assert ran.err == f"no node has slices of driver gpu.example.org now (there are: {D}); {RESTARTING}\n"
     assert len(world.server.objects()) == 1
 
 
@@ -723,6 +783,21 @@ def test_migrate_there_and_back(world: World, bridge: Callable[..., Ran]) -> Non
     assert set(agent.states.values()) == {State.PLUGIN}
 
 
+def test_shares_are_written_as_they_are_read(world: World, bridge: Callable[..., Ran]) -> None:
+    """A number with a zero before it is the number."""
+    agent = world.agent("n1", deaf=True)
+    assert bridge("migrate", "n1", "--driver", D, "--share", "02").out == "n1: asked for 2\n"
+    assert agent.annotations == {SHARE: "2"}
+
+
+def test_a_timeout_without_waiting(world: World, bridge: Callable[..., Ran]) -> None:
+    """A timeout of nothing is wrong usage, before anything is written."""
+    agent = world.agent("n1", deaf=True)
+    ran = bridge("migrate", "n1", "--driver", D, "--share", "2", "--timeout", "1")
+    assert (ran.status, ran.err) == (2, "dra-bridge migrate: --timeout belongs to --wait\n")
+    assert agent.annotations == {}
+
+
 def test_migrate_without_wait(world: World, bridge: Callable[..., Ran]) -> None:
     """Without --wait it only asks."""
     agent = world.agent("n1", deaf=True)
@@ -743,7 +818,7 @@ def test_migrate_without_wait(world: World, bridge: Callable[..., Ran]) -> None:
     ],
 )
 def test_what_cannot_be_asked_for(world: World, bridge: Callable[..., Ran], argv: list[str], said: str) -> None:
-    """A wrong share, node or driver is said, with status 2, before anything is written."""
+    """A wrong share or node is said with status 2, slices that are not there with 1, before anything is written."""
     agent = world.agent("n1", deaf=True)
     for name in ("bare", "old"):
         world.server.create({"apiVersion": "v1", "kind": "Node", "metadata": {"name": name}})
@@ -751,7 +826,8 @@ def test_what_cannot_be_asked_for(world: World, bridge: Callable[..., Ran], argv
     body = {"metadata": {"name": "old-s"}, "spec": {"driver": D, "nodeName": "old", "pool": pool}}
     world.server.create({"apiVersion": "resource.k8s.io/v1", "kind": "ResourceSlice", **body})
     ran = bridge("migrate", *argv)
-    assert ran.status == 2
+    missing = any(word in said for word in ("slices", "moves"))  # they may be there in a moment
+    assert ran.status == (1 if missing else 2)
     assert said in ran.err
     assert agent.annotations == {}
     assert [one for one in world.server.writes if one.method == "PATCH"] == []
@@ -1026,7 +1102,8 @@ def test_rollout_of_a_wrong_selector_or_driver(world: World, bridge: Callable[..
     ran = bridge("rollout", "--driver", D, "--share", "all", "-l", "pool=cpu")
     assert (ran.status, ran.err) == (2, "no node has labels as 'pool=cpu' asks for\n")
     ran = bridge("rollout", "--driver", "x.example.com", "--share", "all", "-l", "pool=gpu")
-    assert (ran.status, ran.err) == (2, f"no node has slices of driver x.example.com (there are: {D})\n")
+    found = f"no node has slices of driver x.example.com now (there are: {D}); {RESTARTING}\n"
+    assert (ran.status, ran.err) == (1, found)
 
 
 def test_rollout_through_an_outage(world: World, bridge: Callable[..., Ran]) -> None:

@@ -319,15 +319,15 @@ def test_waits_for_a_kubelet_that_is_not_there_and_says_so_once(
     assert "kubelet.sock is not there" in said[0]
 
 
-def test_waits_for_a_directory_that_is_not_there(tmp_path: Path, kubelet_root: Path) -> None:
-    """The device plugin directory may come with the kubelet."""
+def test_waits_for_a_directory_that_is_not_there(kubelet_root: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """The device plugin directory may come with the kubelet; until then it is named, with the options for it."""
     with FakeKubelet(kubelet_root) as kubelet:
         kubelet.stop()
         for path in kubelet.device_plugin_dir.iterdir():
             path.unlink()
         kubelet.device_plugin_dir.rmdir()
         with serve(source(), kubelet, timeout=None) as agent:
-            wait(lambda: R in agent.agent.services)
+            wait(lambda: f"no directory {kubelet.device_plugin_dir}; --kubelet-root and " in caplog.text)
             kubelet.start()
             agent.wait_registered()
 

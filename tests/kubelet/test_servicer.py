@@ -493,6 +493,7 @@ class Known:
         return dict.fromkeys(self.withheld, "")
 
     async def still_held(self, resource: str, device_ids: Collection[str]) -> Mapping[str, str]:
+        self.withheld = [*self.withheld, *(name for name in self.runs if name in device_ids)]
         return {name: pod for name, pod in self.runs.items() if name in device_ids}
 
 
@@ -509,6 +510,16 @@ async def test_what_the_kubelet_would_give_away_while_it_is_held_is_shown_unheal
         known.withheld = ()
         served.endpoint.refresh()
         assert await lists.next() == {"a::0": "Healthy", "a::1": "Healthy"}
+
+
+async def test_a_refused_id_is_withheld_at_once(serve: Serve) -> None:
+    """Of a burst of pods one is refused: the list without the device is sent before any scan."""
+    served = await serve(Source(), "a", "b", holders=Known(runs={"a": "processes of pod default/p run"}))
+    async with served.listening() as lists:
+        assert await lists.next() == {"a": "Healthy", "b": "Healthy"}
+        with refused(grpc.StatusCode.FAILED_PRECONDITION, "device a is still held"):
+            await served.allocate("a")
+        assert await lists.next() == {"a": "Unhealthy", "b": "Healthy"}
 
 
 async def test_an_id_whose_former_holders_processes_run_is_refused(serve: Serve) -> None:

@@ -334,8 +334,13 @@ async def test_what_the_kubelet_would_give_away_is_withheld_from_it_soon(world: 
     await PodResources(world.kubelet.paths.pod_resources).list()  # the kubelet drops it
     assert set(await world.tracker.still_held(R, pod.device_ids)) == set(pod.device_ids)
     assert world.woken
+    assert world.tracker.unnamed_reasons(R).keys() == set(pod.device_ids), "the next list is without it"
+    assert world.tracker.unnamed_reasons("example.com/other") == {}
     await world.scan()
     assert world.tracker.snapshot.unnamed(R) == set(pod.device_ids)
+    await asyncio.to_thread(pod.delete)
+    await world.scan(*pod.device_ids)
+    assert world.tracker.unnamed_reasons(R) == {}
 
 
 async def test_an_empty_list_lets_nobody_go(world: World) -> None:

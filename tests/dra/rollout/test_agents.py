@@ -12,6 +12,7 @@ import pytest
 from deviceplugin.device import Device, Health
 from deviceplugin.inventory import merged
 from deviceplugin.kubelet.podresources import Holder
+from deviceplugin.kubelet.status import Withheld
 from deviceplugin.metrics import page
 from dra_bridge.kube import Cluster
 from dra_bridge.rollout import agents
@@ -58,12 +59,13 @@ async def test_holders_and_health_of_now(server: FakeApiServer) -> None:
     held = {"a": [Holder("ml", "train", "main"), Holder("ml", "train", "side")], "b": [Holder("", "", "", "1234")]}
     one = resource("a", Device("b").with_health(Health.UNHEALTHY, "too hot"), "c", "d", held=held)
     object.__setattr__(one, "snapshot", merged(one.snapshot, [one.snapshot.devices[name] for name in "abc"]))
+    object.__setattr__(one, "withheld", {"a": Withheld("unknown", "not known")})
     server.create(agent_pod("n1", **READY))
     server.proxied = lambda path: (200, status(Still(one)))
     server.forget_log()
     answers = await asked(server, "n1")
     assert answers.devices == {
-        ("n1", RESOURCE, "a"): DeviceNow("healthy", holder="pod ml/train"),
+        ("n1", RESOURCE, "a"): DeviceNow("healthy", holder="pod ml/train", withheld="not known"),
         ("n1", RESOURCE, "b"): DeviceNow("unhealthy", "too hot", holder="pod 1234"),
         ("n1", RESOURCE, "c"): DeviceNow("healthy", holder=""),
         ("n1", RESOURCE, "d"): DeviceNow("unhealthy", answers.devices["n1", RESOURCE, "d"].message, True, ""),

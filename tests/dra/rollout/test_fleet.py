@@ -141,7 +141,7 @@ def test_claims_name_holders_of_a_shared_device() -> None:
         (view(asked="half"), f"its annotation {SHARE}: 'half' is not a share"),
         (replace(view(), asked="all"), "its agent has not taken it in yet; is it running?"),
         (replace(view(), asked="all", ready=False), "(the node is not Ready)"),
-        (view(asked="all", counts={"plugin": 1}), "its agent"),
+        (view(asked="all", counts={"plugin": 1}), "its agent has yet to move devices"),
     ],
 )
 def test_obstacles_of_a_node(found: NodeView, said: str) -> None:

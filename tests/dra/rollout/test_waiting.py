@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
+import msgspec
 import pytest
 
 from dra_bridge.kube import Cluster
@@ -95,6 +97,17 @@ async def test_a_pod_that_asks_for_more_than_either_side_has() -> None:
         f"n1: pod default/waits waits for 4 {R}; 3 are free on the plugin side and 3 on the DRA side. "
         f"1 more device on the plugin side would be enough: dra-bridge migrate n1 --driver {D} --share 3"
     )
+
+
+def test_devices_that_are_withheld_explain_why_none_is_free() -> None:
+    """A device that is withheld is missing from allocatable besides its pod's request: the hint names it."""
+    first, *others = view(a=State.PLUGIN, b=State.PLUGIN, c=State.DRA).devices
+    withheld = msgspec.structs.replace(first, withheld="not known")
+    here = replace(view(), devices=(withheld, *others))
+    waits = [waiting.wait_of(pod("waits", 1), ())]
+    (hint,) = waiting.hints_of(here, node({R: "1"}), [pod("runs", 1, NODE, phase="Running")], waits)
+    assert "; 0 are free on the plugin side and 1 on the DRA side; withheld: a. 1 more device on the plugin" in hint
+    assert "withheld" not in waiting.hints_of(view(c=State.DRA), node({R: "0"}), [], waits)[0]
 
 
 async def test_a_pod_whose_claim_asks_for_more_than_is_idle() -> None:
