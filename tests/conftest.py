@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import importlib
+import logging
 import sys
+import threading
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -23,3 +26,19 @@ def pytest_xdist_setupnodes(config: pytest.Config) -> None:
     for path in config.rootpath.glob("tests/**/test_*.py"):
         if not any(path.parent.glob(f"__pycache__/{path.stem}.*-pytest-*.pyc")) and "cluster" not in path.parts:
             importlib.import_module(".".join(path.relative_to(tests.parent).with_suffix("").parts))
+
+
+@pytest.fixture(autouse=True)
+def logs_restored() -> Iterator[None]:
+    """Leave logging as it was: commands and agents in this process set it up."""
+    root = logging.getLogger()
+    level, handlers = root.level, root.handlers[:]
+    excepthooks = sys.excepthook, threading.excepthook, sys.unraisablehook
+    libraries = {name: logging.getLogger(name).level for name in ("asyncio", "grpc", "watchdog", "aiohttp")}
+    yield
+    sys.excepthook, threading.excepthook, sys.unraisablehook = excepthooks
+    logging.captureWarnings(False)
+    root.setLevel(level)
+    root.handlers[:] = handlers
+    for name, before in libraries.items():
+        logging.getLogger(name).setLevel(before)

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import json
-import logging
 import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -23,17 +21,6 @@ from tests.programs import running
 
 GOOD = "resources:\n  - name: example.com/sim\n    devices:\n      - simulated: {count: 2, numa: 2}\n"
 BAD = "resources:\n  - name: sim\n    devices: []\n"
-
-
-@pytest.fixture(autouse=True)
-def _logs_restored() -> Iterator[None]:
-    """Leave logging as it was; commands set it up."""
-    root = logging.getLogger()
-    level, handlers = root.level, root.handlers[:]
-    yield
-    logging.captureWarnings(False)
-    root.setLevel(level)
-    root.handlers[:] = handlers
 
 
 @pytest.fixture
@@ -274,8 +261,9 @@ def test_validate_of_standard_input(
     bad: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """`validate -` checks standard input, and calls it so."""
-    monkeypatch.setattr(sys, "stdin", bad.open())
-    assert cli.main(["validate", "-"]) == 2
+    with bad.open() as file:
+        monkeypatch.setattr(sys, "stdin", file)
+        assert cli.main(["validate", "-"]) == 2
     assert capsys.readouterr().err.startswith("<stdin>:2: $.resources[0].name: ")
 
 

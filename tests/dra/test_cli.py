@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
-import logging
 import os
 import signal
 import subprocess
@@ -186,17 +185,6 @@ def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[World]:
         yield here
         here.over.set()
         thread.join(WAIT)
-
-
-@pytest.fixture(autouse=True)
-def logs_restored() -> Iterator[None]:
-    """Leave logging as it was; `run` sets it up."""
-    root = logging.getLogger()
-    level, handlers = root.level, root.handlers[:]
-    yield
-    logging.captureWarnings(False)
-    root.setLevel(level)
-    root.handlers[:] = handlers
 
 
 @dataclass

@@ -8,9 +8,7 @@ import logging
 import re
 import subprocess
 import sys
-import threading
 import warnings
-from collections.abc import Iterator
 from typing import Literal
 
 import pytest
@@ -23,22 +21,6 @@ from deviceplugin.node import logs
 class Terminal(io.StringIO):
     def isatty(self) -> bool:
         return True
-
-
-@pytest.fixture(autouse=True)
-def _restored() -> Iterator[None]:
-    """Leave logging as it was."""
-    root = logging.getLogger()
-    level, handlers = root.level, root.handlers[:]
-    excepthooks = sys.excepthook, threading.excepthook, sys.unraisablehook
-    libraries = {name: logging.getLogger(name).level for name in ("asyncio", "grpc", "watchdog", "aiohttp")}
-    yield
-    sys.excepthook, threading.excepthook, sys.unraisablehook = excepthooks
-    logging.captureWarnings(False)
-    root.setLevel(level)
-    root.handlers[:] = handlers
-    for name, before in libraries.items():
-        logging.getLogger(name).setLevel(before)
 
 
 def failure() -> logging.LogRecord:
