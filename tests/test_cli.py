@@ -234,8 +234,9 @@ def test_devices_of_a_file_or_of_standard_input(
     argv: list[str], good: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """`devices` takes its file as `validate` does, and `-` is standard input."""
-    monkeypatch.setattr(sys, "stdin", good.open())
-    assert cli.main(["devices", *(word.format(good) for word in argv)]) == 0
+    with good.open() as file:
+        monkeypatch.setattr(sys, "stdin", file)
+        assert cli.main(["devices", *(word.format(good) for word in argv)]) == 0
     assert "\nexample.com/sim: 2 devices\n" in capsys.readouterr().out
 
 
