@@ -17,7 +17,7 @@ from tests.cluster import build
 from tests.programs import tool
 
 ROOT = Path(__file__).parent.parent
-KREW = ROOT / "packaging" / "krew"
+KREW = ROOT / "examples" / "krew"
 WORKFLOWS = ROOT / ".github" / "workflows"
 
 
@@ -35,7 +35,7 @@ def test_project_has_one_address() -> None:
         "setup.cfg",
         "charts/dra-bridge/Chart.yaml",
         "charts/dra-bridge/README.md",
-        "packaging/krew/dra-bridge.yaml",
+        "examples/krew/dra-bridge.yaml",
     ]
     found = [
         link
