@@ -32,7 +32,7 @@ from dra_bridge.wire import dra_v1beta1_pb2 as v1beta1
 from dra_bridge.wire import dra_v1beta1_pb2_grpc as v1beta1_grpc
 from tests.cluster import isolate
 from tests.cluster.api import ApiError
-from tests.cluster.node import Cluster, ClusterError, ClusterTimeout, Pod
+from tests.cluster.node import Cluster, ClusterError, ClusterTimeout, Pod, remove_ledger
 from tests.programs import ANY_CONFIG
 
 __all__ = ["Bridge", "ClaimPod"]
@@ -130,7 +130,7 @@ class Bridge:
                     names = [str(resource["name"]) for resource in bridge.resources]
                     cluster.wait_for(lambda: not any(map(cluster.allocatable, names)), 20.0, "nothing is allocatable")
                 for driver in bridge.drivers:
-                    shutil.rmtree(Path("/var/lib/kubelet/plugins") / driver, ignore_errors=True)
+                    remove_ledger(driver)
                 for log in bridge._logs:
                     print(f"--- {log.name}\n{log.read_text(errors='replace')}")
                 shutil.rmtree(directory, ignore_errors=True)

@@ -826,6 +826,12 @@ class Cluster:
         self.wait_for(lambda: not (left := rest()) or _not_yet(left), timeout, "all is removed", log="kubelet")
 
 
+def remove_ledger(driver: str) -> None:
+    """Remove what an agent that has ended leaves of a driver: the ledger, and the copy of its allocations."""
+    shutil.rmtree(PLUGINS / driver, ignore_errors=True)
+    Path(f"/var/run/cdi/{driver}.allocations").unlink(missing_ok=True)
+
+
 Pods = list["Pod"]
 
 

@@ -30,7 +30,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from deviceplugin.sources.path import device_id
 from tests.cluster import image, isolate
 from tests.cluster.bridge import Bridge
-from tests.cluster.node import Cluster, Pod
+from tests.cluster.node import Cluster, Pod, remove_ledger
 
 DRIVER = "board.example.net"
 RESOURCE = "example.net/board"
@@ -169,7 +169,7 @@ def deployment(kind: type[D], node: Cluster, numbers: Sequence[int], **fields: A
         finally:
             made.uninstall()
             node.api.patch("Node", node.node_name, {"metadata": {"annotations": {SHARE: None}}}, "")
-            shutil.rmtree(Path("/var/lib/kubelet/plugins") / DRIVER, ignore_errors=True)
+            remove_ledger(DRIVER)
             shutil.rmtree(directory)
 
 
