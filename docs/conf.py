@@ -42,23 +42,27 @@ def leave_links(_: Sphinx, name: str, source: list[str]) -> None:
     source[0] = re.sub(r"\[([^\]]+)\]\(([^)]+)\)", target, source[0])
 
 
-def list_fields(_: Sphinx, __: str, ___: str, ____: object, _____: object, lines: list[str]) -> None:
-    """Make lists of our docstrings' fields: lines `name: text`, and what is indented below them."""
+def as_rest(_: Sphinx, __: str, ___: str, ____: object, _____: object, lines: list[str]) -> None:
+    """Make reStructuredText of our docstrings.
+
+    A paragraph `name: text. other: text.` becomes a list, and an indented paragraph a block of Python.
+    """
     made: list[str] = []
-    inside = False
-    for line in lines:
-        field = re.match(r"([a-z_]+): (.+)", line)
-        if bool(field) is not inside and not (inside and line.startswith(" ")):
-            made.append("")
-        if field:
-            made.append(f"* **{field[1]}**: {field[2]}")
+    inside = False  # a block of code, whose paragraphs follow each other
+    for paragraph in re.split(r"\n\s*\n", "\n".join(lines).strip("\n")):
+        code, inside = inside, paragraph.startswith("    ")
+        if inside:
+            made += [*([] if code else [".. code-block:: python", ""]), *paragraph.splitlines(), ""]
+        elif re.match(r"[a-z_]+: ", paragraph):
+            text = " ".join(line.strip() for line in paragraph.splitlines())
+            fields = re.split(r"(?<=[.)]) (?=[a-z_]+: )", text)
+            made += [*(re.sub(r"^([a-z_]+): ", r"* **\1**: ", one) for one in fields), ""]
         else:
-            made.append(f"  {line.strip()}" if inside and line.startswith(" ") else line)
-        inside = bool(field) or (inside and line.startswith(" "))
+            made += [*paragraph.splitlines(), ""]
     lines[:] = made
 
 
 def setup(app: Sphinx) -> None:
     """Connect what is above."""
-    app.connect("autodoc-process-docstring", list_fields, priority=400)  # before napoleon
+    app.connect("autodoc-process-docstring", as_rest, priority=400)  # before napoleon
     app.connect("source-read", leave_links)

@@ -189,7 +189,7 @@ def _class_values(how: Deployment, resource: ResourceConfig) -> Object:
         "canonical": canonical_resource(resource.name),
         "class_name": class_name(resource.name, resource.driver or ""),
         "driver": resource.driver,
-        "extended_resource_name": resource.name if how.extended_resource else None,
+        "extended_resource_name": resource.name if how.extended_resource and how.version == "v1" else None,
     }
 
 

@@ -112,6 +112,7 @@ MESSAGES = [
     for heading in (
         "The agent does not start, or ends",
         "Devices are missing",
+        "Other warnings and errors in the log",
         "A move does not end",
         "The command line",
     )
@@ -123,3 +124,42 @@ MESSAGES = [
 def test_messages_are_those_of_the_code(message: str) -> None:
     """Each message that the page explains is part of one that the code has."""
     assert message in code()
+
+
+def texts_of_names(tree: ast.AST) -> dict[str, str]:
+    """Return the texts that names stand for, of all scopes of a module."""
+    assigned = [one for one in ast.walk(tree) if isinstance(one, ast.Assign | ast.AnnAssign)]
+    targets = [(each, one.value) for one in assigned for each in getattr(one, "targets", None) or [one.target]]
+    return {
+        target.id: value.value
+        for target, value in targets
+        if isinstance(target, ast.Name) and isinstance(value, ast.Constant) and isinstance(value.value, str)
+    }
+
+
+def logged() -> set[str]:
+    """Return what is logged at WARNING and ERROR; not what is the text of an error alone."""
+    found = set()
+    for tree in trees():
+        known = texts_of_names(tree)
+        for call in ast.walk(tree):
+            if (
+                not isinstance(call, ast.Call)
+                or name_of(call) not in ("warning", "error", "exception")
+                or not call.args
+            ):
+                continue
+            if not isinstance(call.func, ast.Attribute) or "log" not in ast.unparse(call.func.value).lower():
+                continue
+            first = call.args[0]
+            text = known.get(first.id) if isinstance(first, ast.Name) else getattr(first, "value", None)
+            assert isinstance(text, str), f"what is logged by {ast.unparse(call)} cannot be read here"
+            found.add(re.sub(r"\s+", " ", text))
+    return {text for text in found if re.search("[a-z]", re.sub(r"%(\.\d)?[a-z]", "", text))}
+
+
+def test_every_warning_and_error_is_there() -> None:
+    """Each message that is logged at WARNING and ERROR is explained by a row."""
+    found = logged()
+    assert len(found) > 50
+    assert not sorted(text for text in found if not any(message in text for message in MESSAGES))

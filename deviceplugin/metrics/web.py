@@ -571,5 +571,5 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         try:
             return route.answer(request)
         except Exception as error:
-            _LOG.exception("%s failed", request.path)
+            _LOG.exception("the answer to %s failed", request.path)
             return Answer(f"{type(error).__name__}: {error}\n".encode(), status=500)

@@ -124,8 +124,6 @@ def archive() -> Iterator[Path]:
 @pytest.fixture
 def node(cluster: Cluster, archive: Path) -> Cluster:
     """A node with the image."""
-    if cluster.minor < 34:
-        pytest.skip("manifests are printed for resource.k8s.io/v1, which came with 1.34")
     cluster.import_image(archive)
     return cluster
 

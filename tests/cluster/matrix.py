@@ -1,46 +1,72 @@
 """``python -m tests.cluster.matrix``: what works on which Kubernetes, by running the tests on real nodes of each.
 
-The versions are run one after another, each isolated and with the programs of ``tests.cluster.build``. A test is one
-feature and its docstring says which. In the table, which is Markdown, ``yes`` is a test that passed and ``no`` one that
-was skipped because the version lacks the feature, for the reason given below the table; ``FAILED`` speaks for itself.
+The versions are run one after another, each on NODES isolated nodes with the programs of ``tests.cluster.build``. With
+``--record`` the outcomes are kept in RECORD, and PAGE is made from it; ``--page`` makes PAGE alone. A test is one
+feature and its docstring says which: ``yes`` is a test that passed and ``no`` one that was skipped because the version
+lacks the feature, for the reason given below the table.
 
-On HOLDERS_ON all scenarios of ``test_witnesses_real.py`` run too, half an hour each. A second table has their holders,
-overlaps and seconds.
+With CLUSTER_LONG in the environment all scenarios of HOLDERS run, half an hour for each version, else some of them.
 """
 
 from __future__ import annotations
 
 import argparse
 import ast
+import datetime as dt
 import json
 import os
+import statistics
 import subprocess
 import sys
 import tempfile
 import xml.etree.ElementTree as ET
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, NamedTuple
+
+from tests.cluster import build
 
 VERSIONS = ("1.32.2", "1.33.13", "1.34.4", "1.35.4", "1.36.3", "1.37.1")
+NODES = 2
 HERE = Path(__file__).parent
-TESTS = ("test_dra.py", "test_slices_real.py", "test_plugin_scenarios.py")
-HOLDERS = "test_witnesses_real.py"
-HOLDERS_ON = ("1.34.4", "1.36.3", "1.37.1")
+ROOT = HERE.parents[1]
+HOLDERS = "test_witnesses_real"
+TESTS = {
+    "test_plugin_scenarios": "Limits",
+    "test_dra": "Claims",
+    "test_handover": "Both sides on one node, and moves",
+    "test_slices_real": "Slices, rights and policies",
+    "test_daemonset_real": "In a DaemonSet, from the image",
+    "test_helm_real": "By Helm",
+    "test_cli_real": "Commands",
+    HOLDERS: "No device has two holders",
+}
+"""The modules of tests, and the heading of each on PAGE."""
+SCENARIOS = {"test_plugin_scenarios": HERE.parent / "scenarios" / "plugin.py"}
+"""Where a module has its tests from, if not from the file of its name."""
 HEAD = ["scenario", "Kubernetes", "holders before", "holders after", "overlaps", "released in use", "seconds of moves"]
+RECORD = HERE / "matrix.json"
+PAGE = ROOT / "docs" / "support-matrix.md"
+INTRODUCTION = """# Support matrix: what was seen on which Kubernetes
+
+<!-- `python -m tests.cluster.matrix --page` makes this page from tests/cluster/matrix.json. -->
+
+Each row is a test with a real API server, scheduler, controller manager, kubelet and containerd ({containerd}). `yes`: it passed. `no`: this version cannot do it, for the reason below the table. `-`: it was not run.
+[Support](support.md) says which versions are supported and which feature gate each function needs.
+`tox -e matrix -- --record` runs all of it again and writes this page. Each change is tested with {default}.
+"""
 
 
-@dataclass(frozen=True)
-class Outcome:
-    """How a test went on one version. reason: why it was skipped, or what failed."""
+class Outcome(NamedTuple):
+    """How a test went on one version: yes, no or FAILED, and why it was skipped or what failed."""
 
     word: str
     reason: str = ""
 
 
-def outcomes(report: Path) -> dict[tuple[str, str], Outcome]:
-    """Return how each test went by (module, test) from a report of pytest's in JUnit's form."""
-    found: dict[tuple[str, str], Outcome] = {}
+def outcomes(report: Path) -> dict[str, dict[str, Outcome]]:
+    """Return how each test went by module and test from a report of pytest's in JUnit's form."""
+    found: dict[str, dict[str, Outcome]] = {}
     for case in ET.parse(report).getroot().iter("testcase"):  # pytest wrote it
         module = next(part for part in case.get("classname", "").split(".") if part.startswith("test_"))
         outcome = Outcome("yes")
@@ -49,46 +75,60 @@ def outcomes(report: Path) -> dict[tuple[str, str], Outcome]:
                 outcome = Outcome("no", child.get("message", ""))
             elif child.tag in ("failure", "error"):
                 outcome = Outcome("FAILED", child.get("message", "").partition("\n")[0][:200])
-        key = module, case.get("name", "")
-        if key not in found or found[key].word != "FAILED":  # a test can fail once more, in its teardown
-            found[key] = outcome
+        tests, name = found.setdefault(module, {}), case.get("name", "")
+        if name not in tests or tests[name].word != "FAILED":  # a test can fail once more, in its teardown
+            tests[name] = outcome
     return found
 
 
-def holder_rows(version: str, report: Path) -> list[list[str]]:
-    """Return what the scenarios about holders recorded in a report, a row of HEAD each."""
-    found = [
-        one.get("value", "") for one in ET.parse(report).getroot().iter("property") if one.get("name") == "holders"
-    ]
-    return [[name, version, *cells] for name, *cells in map(json.loads, found)]
+def holder_rows(report: Path) -> list[list[str]]:
+    """Return what the scenarios about holders recorded in a report: HEAD without the version."""
+    properties = ET.parse(report).getroot().iter("property")
+    return sorted(json.loads(one.get("value", "")) for one in properties if one.get("name") == "holders")
 
 
-def features(paths: Sequence[Path]) -> dict[tuple[str, str], str]:
-    """Return the first line of each test's docstring by (module, test)."""
-    found: dict[tuple[str, str], str] = {}
-    for path in paths:
-        for item in ast.walk(ast.parse(path.read_text())):
-            if isinstance(item, ast.FunctionDef | ast.AsyncFunctionDef) and item.name.startswith("test_"):
-                found[path.stem, item.name] = (ast.get_docstring(item) or item.name).partition("\n")[0]
-    return found
+def features(path: Path) -> dict[str, str]:
+    """Return the first line of each test's docstring by the test."""
+    return {
+        item.name: (ast.get_docstring(item) or item.name).partition("\n")[0]
+        for item in ast.walk(ast.parse(path.read_text()))
+        if isinstance(item, ast.FunctionDef | ast.AsyncFunctionDef) and item.name.startswith("test_")
+    }
 
 
-def table(by_version: Mapping[str, Mapping[tuple[str, str], Outcome]], said: Mapping[tuple[str, str], str]) -> str:
-    """Return the table and the reasons below it."""
-    keys = dict.fromkeys(key for found in by_version.values() for key in found)
-    rows = [["feature", *by_version]]
-    reasons: dict[str, None] = {}
-    for module, name in keys:
+def table(by_version: Mapping[str, Mapping[str, Sequence[str]]], said: Mapping[str, str]) -> str:
+    """Return the table of a module's tests by version, and the reasons below it. Tests that said lacks are left out."""
+    names = {name: None for found in by_version.values() for name in found if name.partition("[")[0] in said}
+    rows = [["", *map(minor, by_version)]]
+    reasons: dict[str, list[str]] = {}
+    for name in sorted(names, key=lambda name: list(said).index(name.partition("[")[0])):
         plain, _, parameters = name.partition("[")
-        feature = said.get((module, plain), plain) + (f" [{parameters}" if parameters else "")
-        cells = []
-        for version, found in by_version.items():
-            outcome = found.get((module, name), Outcome("-"))
-            cells.append(outcome.word)
-            if outcome.reason:
-                reasons[f"{name}, {version}: {outcome.word}: {outcome.reason}"] = None
-        rows.append([feature.replace("|", "\\|"), *cells])
-    return "\n".join([markdown(rows), "", *(f"- {reason}" for reason in reasons)])
+        feature = said[plain] + (f" [{parameters}" if parameters else "")
+        cells = [Outcome(*found.get(name, ("-",))) for found in by_version.values()]
+        rows.append([feature.replace("|", "\\|"), *(cell.word for cell in cells)])
+        for version, cell in zip(by_version, cells, strict=True):
+            if cell.reason:
+                reasons.setdefault(f"{feature} {cell.reason}", []).append(minor(version))
+    return "\n".join(
+        [markdown(rows), *([""] if reasons else []), *(f"- {', '.join(of)}: {why}" for why, of in reasons.items())]
+    )
+
+
+def holders_table(by_version: Mapping[str, Mapping[str, Any]]) -> str:
+    """Return the sums of the scenarios about holders, a row for each version."""
+    rows = [["", "scenarios", "passed", *HEAD[4:6], "moves: half within", "slowest move"]]
+    for version, found in by_version.items():
+        words = [word for word, *_ in found["outcomes"].values() if word != "no"]
+        seconds = [float(one) for row in found["holders"] for one in row[5].split() if one.replace(".", "").isdigit()]
+        times = [f"{statistics.median(seconds):.1f} s", f"{max(seconds):.1f} s"] if seconds else ["", ""]
+        sums = [str(sum(int(row[place]) for row in found["holders"])) for place in (3, 4)]
+        rows.append([minor(version), str(len(words)), str(words.count("yes")), *sums, *times])
+    return markdown(rows)
+
+
+def minor(version: str) -> str:
+    """Return the first two numbers of a version."""
+    return version.rpartition(".")[0]
 
 
 def markdown(rows: Sequence[Sequence[str]]) -> str:
@@ -99,50 +139,74 @@ def markdown(rows: Sequence[Sequence[str]]) -> str:
     return "\n".join(lines)
 
 
+def page(record: Mapping[str, Mapping[str, Mapping[str, Any]]]) -> str:
+    """Return PAGE. record: by version and module the day of the run, the outcomes of its tests, and rows of holders."""
+    parts = [INTRODUCTION.format(containerd=build.CONTAINERD_VERSION, default=minor(build.DEFAULT_VERSION))]
+    dates = [[version, *sorted({module["date"] for module in record[version].values()})] for version in record]
+    parts += [markdown([["Kubernetes", "run on"], *([version, " to ".join(days)] for version, *days in dates)])]
+    for module, title in TESTS.items():
+        found = {version: record[version][module] for version in record if module in record[version]}
+        parts += [f"\n## {title}\n"]
+        if module == HOLDERS:
+            parts += [
+                "Faults of each kind during moves, and pods that wait for each device. A container locks its devices; a"
+            ]
+            parts += ["lock that fails is an overlap.\n", holders_table(found)]
+        else:
+            said = features(SCENARIOS.get(module, HERE / f"{module}.py"))
+            parts += [table({version: one["outcomes"] for version, one in found.items()}, said)]
+    return "\n".join(parts) + "\n"
+
+
 def run(version: str, tests: Sequence[str], report: Path) -> None:
-    """Run the tests on a node of one version."""
-    environment = {**os.environ, "KUBERNETES_VERSION": version, "CLUSTER_LONG": "1"}
+    """Run the tests on nodes of one version."""
+    environment = {**os.environ, "KUBERNETES_VERSION": version}
     subprocess.run([sys.executable, "-m", "tests.cluster.build", version], check=True, env=environment)
-    pytest = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", f"--junitxml={report}", *tests]
-    subprocess.run([sys.executable, "-m", "tests.cluster.isolate", *pytest], check=False, env=environment)
+    isolated = f"{NODES}*popen//python={sys.executable} -m tests.cluster.isolate {sys.executable}"
+    pytest = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", f"--junitxml={report}"]
+    subprocess.run([*pytest, "-d", "--tx", isolated, "--dist", "worksteal", *tests], check=False, env=environment)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run all versions, print the table; 1 if a test failed anywhere or a version gave no report."""
+    """Run all versions and print what did not pass; 1 if a test failed anywhere or a version gave no report."""
     parser = argparse.ArgumentParser(prog="tests.cluster.matrix", description=__doc__)
     parser.add_argument("--version", action="append", help="one of these instead of all (may be given again)")
-    parser.add_argument("--table", type=Path, help="also write the table to this file")
     parser.add_argument("--reports", type=Path, help="keep pytest's reports here, and use those that are there")
-    parser.add_argument(
-        "tests",
-        nargs="*",
-        help="what to run (%(default)s)",
-        default=[str(HERE / one) for one in (*TESTS, HOLDERS)],
-    )
+    parser.add_argument("--record", action="store_true", help=f"keep the outcomes, make {PAGE.name}")
+    parser.add_argument("--page", action="store_true", help=f"run nothing, make {PAGE.name}")
+    parser.add_argument("modules", nargs="*", help="what to run: module names (all)")
     options = parser.parse_args(argv)
-    by_version: dict[str, Mapping[tuple[str, str], Outcome]] = {}
-    holders: list[list[str]] = []
+    record: dict[str, dict[str, Any]] = json.loads(RECORD.read_text()) if RECORD.exists() else {}
+    whole = True
     with tempfile.TemporaryDirectory() as temporary:
         directory = options.reports or Path(temporary)
         directory.mkdir(parents=True, exist_ok=True)
-        for version in options.version or VERSIONS:
+        for version in () if options.page else options.version or VERSIONS:
             report = directory / f"{version}.xml"
             if not report.exists():
                 print(f"--- Kubernetes {version}", flush=True)
-                tests = [one for one in options.tests if version in HOLDERS_ON or Path(one).name != HOLDERS]
-                run(version, tests, report)
-            by_version[version] = outcomes(report) if report.exists() else {}
-            holders += holder_rows(version, report) if report.exists() else []
-    scenarios = HERE.parent / "scenarios" / "plugin.py"
-    said = features([HERE / one for one in (*TESTS, HOLDERS)])
-    said |= {("test_plugin_scenarios", name): text for (_, name), text in features([scenarios]).items()}
-    printed = table(by_version, said)
-    if holders:
-        printed += "\n\n" + markdown([HEAD, *sorted(holders)])
-    print(printed)
-    if options.table:
-        options.table.write_text(printed + "\n")
-    whole = all(found and all(one.word != "FAILED" for one in found.values()) for found in by_version.values())
+                run(version, [str(HERE / f"{module}.py") for module in options.modules or TESTS], report)
+            found = outcomes(report) if report.exists() else {}
+            for module in TESTS.keys() & found.keys():
+                record.setdefault(version, {})[module] = {
+                    "date": dt.datetime.fromtimestamp(report.stat().st_mtime, dt.UTC).date().isoformat(),
+                    "outcomes": dict(sorted(found[module].items())),
+                    "holders": holder_rows(report) if module == HOLDERS else [],
+                }
+            failed = [
+                f"{name}: {one.reason}"
+                for tests in found.values()
+                for name, one in tests.items()
+                if one.word == "FAILED"
+            ]
+            print(*(f"{version}: {one}" for one in failed), sep="\n")
+            whole = whole and bool(found) and not failed
+    if options.record:
+        RECORD.write_text(
+            json.dumps({version: record[version] for version in VERSIONS if version in record}, indent=1) + "\n"
+        )
+    if options.record or options.page:
+        PAGE.write_text(page(json.loads(RECORD.read_text())))
     return 0 if whole else 1
 
 

@@ -81,6 +81,7 @@ class Deployed(Bridge):
     def apply(self, *options: str) -> None:
         """Apply what is printed for the config file as it is now."""
         command = [sys.executable, "-m", "dra_bridge", "manifests", "--config", str(self.config)]
+        command += ["--resource-api", self.api_version.rpartition("/")[2]]
         done = subprocess.run(
             [*command, "--image", self.image, *options], check=True, stdin=subprocess.DEVNULL, capture_output=True
         )

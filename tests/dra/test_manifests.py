@@ -92,7 +92,7 @@ def test_a_class_keeps_its_name_when_its_driver_gets_another_resource() -> None:
 
 def test_older_servers(config: Config) -> None:
     """For servers before 1.34 the classes are in their version and without the field that these refuse."""
-    old = Deployment(version="v1beta1", extended_resource=False)
+    old = Deployment(version="v1beta1")
     for one in of_kind(manifests(config, TEXT, old), "DeviceClass"):
         assert one["apiVersion"] == "resource.k8s.io/v1beta1"
         assert "extendedResourceName" not in one["spec"]
