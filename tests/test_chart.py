@@ -64,7 +64,7 @@ def assert_same(config: Config, text: str, values: Mapping[str, Any], how: Deplo
 
 @pytest.mark.parametrize("path", chart.generate(), ids=lambda path: path.name)
 def test_generated_files_are_up_to_date(path: Path) -> None:
-    """What is checked in is what `python -m tests.chart --write` makes of manifests.yaml and the config's schema."""
+    """What is checked in is what `python -m tests.chart --write` makes of manifests.yaml, schema and examples."""
     assert path.read_text() == chart.generate()[path]
 
 
@@ -247,6 +247,53 @@ def test_network_policy() -> None:
 
 
 @helm_is_there
+def test_alerts() -> None:
+    """The PrometheusRule has the alerts of the examples; nothing but the address of the runbooks may be another."""
+    text = (chart.MONITORING / "alerts.yaml").read_text()
+    wanted = {"enabled": True, "labels": {"release": "prometheus"}}
+    rule = by_name(rendered({"config": TEXT, "prometheusRule": wanted}))["PrometheusRule", "dra-bridge"]
+    assert rule["spec"] == yaml.safe_load(text)
+    assert rule["metadata"]["labels"]["release"] == "prometheus"
+    address = "https://git.example.com/copy/blob/main"
+    values = {"config": TEXT, "prometheusRule": {**wanted, "runbookUrl": f"{address}/"}}
+    rule = by_name(rendered(values))["PrometheusRule", "dra-bridge"]
+    assert rule["spec"] == yaml.safe_load(text.replace("runbook_url: ", f"runbook_url: {address}/"))
+
+
+@helm_is_there
+def test_pod_monitor() -> None:
+    """Each DaemonSet with metrics has a PodMonitor whose endpoint is the example's, by TLS where the agent has it."""
+    (wanted,) = yaml.safe_load((chart.MONITORING / "podmonitor.yaml").read_text())["spec"]["podMetricsEndpoints"]
+    secured = {**served(), "metrics": {"certificate": "/tls/both.pem"}}
+    groups = {**GROUPS, "tls": {"nodeSelector": {"pool": "tls"}, "config": secured}}
+    found = by_name(rendered({"groups": groups, "podMonitor": {"enabled": True, "labels": {"release": "p"}}}))
+    monitors = {name: one for (kind, name), one in found.items() if kind == "PodMonitor"}
+    assert monitors.keys() == {"dra-bridge-boards", "dra-bridge-tls"}
+    for name, scheme in (("dra-bridge-boards", {}), ("dra-bridge-tls", {"scheme": "https"})):
+        assert monitors[name]["metadata"]["labels"]["release"] == "p"
+        assert monitors[name]["spec"]["podMetricsEndpoints"] == [{**wanted, **scheme}]
+        pods = found["DaemonSet", name]["spec"]["template"]
+        assert monitors[name]["spec"]["selector"]["matchLabels"].items() <= pods["metadata"]["labels"].items()
+
+
+@helm_is_there
+def test_own_fields_of_the_endpoint() -> None:
+    """Interval, TLS and token are the user's; relabelings follow those that the alerts need."""
+    (example,) = yaml.safe_load((chart.MONITORING / "podmonitor.yaml").read_text())["spec"]["podMetricsEndpoints"]
+    own: Object = {
+        "interval": "1m",
+        "scrapeTimeout": "5s",
+        "tlsConfig": {"ca": {"secret": {"name": "tls", "key": "ca.crt"}}, "serverName": "agents"},
+        "authorization": {"credentials": {"name": "tls", "key": "token"}},
+        "metricRelabelings": [{"action": "drop", "sourceLabels": ["__name__"], "regex": "process_.*"}],
+    }
+    more = [{"targetLabel": "cluster", "replacement": "a"}]
+    values = {"config": TEXT, "podMonitor": {"enabled": True, "relabelings": more, **own}}
+    spec = by_name(rendered(values))["PodMonitor", "dra-bridge"]["spec"]
+    assert spec["podMetricsEndpoints"] == [{**example, **own, "relabelings": [*example["relabelings"], *more]}]
+
+
+@helm_is_there
 def test_older_clusters() -> None:
     """DeviceClasses lack the field that servers before 1.34 refuse."""
     objects = rendered({"config": TEXT}, "--kube-version=1.33.4")
@@ -267,6 +314,9 @@ def test_older_clusters() -> None:
         ({"config": served(permissions="q")}, "/config/resources/0/permissions"),
         ({"config": served(), "memorry": "1Gi"}, "memorry"),
         ({"config": served(), "metricsPort": 70000}, "/metricsPort"),
+        ({"config": served(), "metricsPort": 0, "podMonitor": {"enabled": True}}, "metricsPort is 0"),
+        ({"config": served(), "podMonitor": {"interval": "15"}}, "/podMonitor/interval"),
+        ({"config": served(), "prometheusRule": {"runbookUrl": "docs"}}, "/prometheusRule/runbookUrl"),
         ({"config": served(driver="x.example.com"), "kubeletRoot": "/" + "x" * 100}, "too long"),
         ({"config": served(), "image": {"digest": "sha256:1"}}, "/image/digest"),
         ({"groups": {"a": {"config": served()}}}, "nodeSelector"),
