@@ -144,7 +144,15 @@ names. tests/test_chart.py compares the objects of both.
 {{- end -}}
 {{- if ne $root "/var/lib/kubelet" -}}
   {{- $arguments = append $arguments (printf "--kubelet-root=%s" $root) -}}
-  {{- $arguments = append $arguments "--device-plugin-dir=/var/lib/kubelet/device-plugins" -}}
+{{- end -}}
+{{- if ne $values.devicePluginDir (printf "%s/device-plugins" $root) -}}
+  {{- $arguments = append $arguments (printf "--device-plugin-dir=%s" $values.devicePluginDir) -}}
+{{- end -}}
+{{- with $values.podResourcesSocket -}}
+  {{- $arguments = append $arguments (printf "--pod-resources-socket=%s" .) -}}
+{{- end -}}
+{{- if ne $values.podLogDir "/var/log/pods" -}}
+  {{- $arguments = append $arguments (printf "--pod-log-dir=%s" $values.podLogDir) -}}
 {{- end -}}
 {{- if $values.metricsPort -}}
   {{- $arguments = append $arguments (printf "--metrics-address=:%d" (int $values.metricsPort)) -}}
@@ -211,6 +219,10 @@ names. tests/test_chart.py compares the objects of both.
     "memory" $values.memory
     "nvidia" $nvidia
     "root" $root
+    "device_plugin_directory" $values.devicePluginDir
+    "pod_resources_directory" (dir ($values.podResourcesSocket | default (printf "%s/pod-resources/x" $root)))
+    "cgroup_root" $values.cgroupRoot
+    "pod_log_directory" $values.podLogDir
     "cdi_directory" $values.cdiDir
     "metrics_port" $values.metricsPort
     "scheme" (($config.metrics | default dict).certificate | empty | ternary "" "HTTPS")
