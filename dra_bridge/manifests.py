@@ -100,6 +100,7 @@ def manifests(config: Config, text: str, deployment: Deployment | None = None) -
     lock, reasons = needed(config), privileges(config, how)
     values = {
         **asdict(how),
+        "affinity": None,
         "arguments": [*_arguments(how, root, bool(bridge)), *([] if how.own_command else lock.arguments())],
         "bridge": bridge,
         "claim_status": how.claim_status and bridge,
@@ -107,6 +108,7 @@ def manifests(config: Config, text: str, deployment: Deployment | None = None) -
         "config": text,
         "driver_list": json.dumps(drivers),
         "resource_list": json.dumps(sorted(resource.name for resource in served)),
+        "container_resources": {"requests": {"cpu": "10m", "memory": "64Mi"}, "limits": {"memory": how.memory}},
         "drivers": drivers,
         "image_pull_secrets": None,
         "node_selector": {"kubernetes.io/os": "linux", **(how.node_selector or {})},
@@ -114,10 +116,11 @@ def manifests(config: Config, text: str, deployment: Deployment | None = None) -
         "asks_agents": how.metrics_port and bridge,
         "nvidia": nvidia,
         "pod_resources_directory": str(PurePosixPath(how.pod_resources_socket or f"{root}/pod-resources/x").parent),
+        "pod_annotations": {"dra-bridge/privileged-because": "; ".join(reasons)} if reasons else None,
+        "pod_labels": {"app.kubernetes.io/name": how.name, "app.kubernetes.io/managed-by": "dra-bridge"},
         "port_capabilities": ["NET_BIND_SERVICE"] if 0 < how.metrics_port < 1024 else None,
         "priority_class": "system-node-critical",
         "privileged": True if reasons else None,
-        "reasons": "; ".join(reasons),
         "root": root,
         "runtime_class": how.runtime_class or None,
         "runs_programs": how.own_command or lock.commands,
@@ -126,6 +129,7 @@ def manifests(config: Config, text: str, deployment: Deployment | None = None) -
         "token": None if bridge else False,
         "tolerations": [{"operator": "Exists"}],
         "unprivileged": not reasons,
+        "update_strategy": {"type": "RollingUpdate", "rollingUpdate": {"maxUnavailable": 1}},
         "escalation": None if reasons else False,
     }
     template = yaml.safe_load(resources.files(__package__).joinpath("manifests.yaml").read_bytes())

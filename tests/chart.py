@@ -38,10 +38,12 @@ EACH = {"DeviceClass": "classes", "ConfigMap": "groups", "DaemonSet": "groups"}
 """What a kind is repeated for: the value with a list of values for each."""
 CLASS_VALUES = {"attribute", "canonical", "class_name", "driver", "extended_resource_name"}
 OPTIONAL = {
+    "affinity": "affinity",
     "escalation": "unprivileged",
     "extended_resource_name": "extended_resource_name",
     "image_pull_secrets": "image_pull_secrets",
     "not_bridge": "not_bridge",
+    "pod_annotations": "pod_annotations",
     "port_capabilities": "port_capabilities",
     "privileged": "privileged",
     "runtime_class": "runtime_class",
@@ -49,8 +51,13 @@ OPTIONAL = {
     "token": "not_bridge",
 }
 """Values whose keys may be left out, with the value that says so."""
-APPENDED = {"volumes": "more_volumes", "volumeMounts": "more_volume_mounts"}
-"""Lists that end with a list of the values."""
+APPENDED = {
+    "env": "more_env",
+    "labels": "more_labels",
+    "volumes": "more_volumes",
+    "volumeMounts": "more_volume_mounts",
+}
+"""Lists and mappings that end with one of the values."""
 
 
 class Writer:
@@ -86,15 +93,19 @@ class Writer:
             else:
                 yield start
             yield from inner
+            yield from self._appended(key, len(indent) + 2)
         elif isinstance(one, list) and any(isinstance(item, dict) for item in one):
             yield start
             yield from self.lines(one, indent, condition)
-            if key in APPENDED:
-                yield f"{{{{- with {self.value(APPENDED[key])} }}}}"
-                yield f"{{{{- toYaml . | nindent {len(indent)} }}}}"
-                yield "{{- end }}"
+            yield from self._appended(key, len(indent))
         else:
             yield f"{start} {self._scalar(one, indent)}"
+
+    def _appended(self, key: str | None, indent: int) -> Iterator[str]:
+        if key in APPENDED:
+            yield f"{{{{- with {self.value(APPENDED[key])} }}}}"
+            yield f"{{{{- toYaml . | nindent {indent} }}}}"
+            yield "{{- end }}"
 
     def _condition(self, one: Any) -> str:
         if isinstance(one, dict) and "when" in one:

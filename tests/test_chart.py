@@ -174,6 +174,7 @@ def served(**resource: Any) -> Object:
     return {"resources": [{"name": "example.com/x", "devices": [{"path": "/dev/x"}], **resource}]}
 
 
+MANAGED = {"app.kubernetes.io/managed-by": "dra-bridge"}
 GROUPS: dict[str, Object] = {
     "boards": {
         "nodeSelector": {"pool": "boards"},
@@ -235,6 +236,65 @@ def test_what_a_pod_gets_beyond_the_config() -> None:
     assert pod["volumes"][-1] == {"name": "tls", "secret": {"secretName": "tls"}}
     assert container["volumeMounts"][-1] == {"name": "tls", "mountPath": "/tls", "readOnly": True}
     assert container["image"] == f"deviceplugin:{VERSION}@sha256:{'0' * 64}"
+
+
+@helm_is_there
+def test_what_other_charts_have() -> None:
+    """Placement, resources, updates, labels, annotations, arguments and variables are values, also of a group."""
+    affinity: Object = {"nodeAffinity": {"requiredDuringSchedulingIgnoredDuringExecution": {"nodeSelectorTerms": [{}]}}}
+    values: Object = {
+        "affinity": affinity,
+        "resources": {"requests": {"cpu": "50m"}, "limits": {"cpu": "1"}},
+        "updateStrategy": {"rollingUpdate": {"maxUnavailable": "10%"}},
+        "podLabels": {"team": "lab"},
+        "podAnnotations": {"sidecar.istio.io/inject": "false"},
+        "extraArgs": ["--log-format=json"],
+        "env": [{"name": "TZ", "value": "UTC"}],
+    }
+    config = served(health={"probe": "open"})
+    plain = by_name(rendered({"config": config}))["DaemonSet", "dra-bridge"]["spec"]
+    group = {**values, "config": config, "nodeSelector": {"pool": "a"}, "updateStrategy": {"type": "OnDelete"}}
+    ways: list[tuple[Object, str, Object]] = [
+        ({"config": config, **values}, "dra-bridge", {"type": "RollingUpdate", **values["updateStrategy"]}),
+        ({"groups": {"a": group}}, "dra-bridge-a", {"type": "OnDelete"}),
+    ]
+    for given, name, strategy in ways:
+        spec = by_name(rendered(given))["DaemonSet", name]["spec"]
+        template = spec["template"]
+        (container,), (before,) = template["spec"]["containers"], plain["template"]["spec"]["containers"]
+        assert spec["updateStrategy"] == strategy
+        assert template["spec"]["affinity"] == affinity
+        assert template["metadata"]["labels"] == {**spec["selector"]["matchLabels"], **MANAGED, "team": "lab"}
+        assert template["metadata"]["annotations"] == {
+            **plain["template"]["metadata"]["annotations"],
+            "sidecar.istio.io/inject": "false",
+        }
+        assert container["resources"] == {
+            "requests": {"cpu": "50m", "memory": "64Mi"},
+            "limits": {"cpu": "1", "memory": "128Mi"},
+        }
+        assert container["args"] == [*before["args"], "--log-format=json"]
+        assert container["env"] == [*before["env"], {"name": "TZ", "value": "UTC"}]
+
+
+@helm_is_there
+def test_common_labels() -> None:
+    """They are on all objects and on the agent's pods, and select nothing."""
+    optional = ("networkPolicy", "podMonitor", "prometheusRule")
+    values = {"config": TEXT, "claimStatus": True, **{name: {"enabled": True} for name in optional}}
+    plain, found = by_name(rendered(values)), by_name(rendered({**values, "commonLabels": {"team": "lab"}}))
+    for name, one in found.items():
+        assert one["metadata"]["labels"].pop("team") == "lab", name
+    assert found["DaemonSet", "dra-bridge"]["spec"]["template"]["metadata"]["labels"].pop("team") == "lab"
+    assert found == plain
+
+
+@helm_is_there
+def test_another_name() -> None:
+    """In a chart that contains this one the objects need not be called after the release."""
+    found = by_name(rendered({"config": TEXT, "fullnameOverride": "lab"}, name="everything"))
+    assert found == by_name(manifests(parse(TEXT), TEXT, Deployment(name="lab")))
+    assert ("DaemonSet", "lab-boards") in by_name(rendered({"groups": GROUPS, "fullnameOverride": "lab"}))
 
 
 @helm_is_there
@@ -324,6 +384,8 @@ def test_older_clusters() -> None:
         ({"config": served(), "metricsPort": 0, "podMonitor": {"enabled": True}}, "metricsPort is 0"),
         ({"config": served(), "podResourcesSocket": "/kubelet.sock"}, "/podResourcesSocket"),
         ({"config": served(), "podLogDir": "/"}, "/podLogDir"),
+        ({"config": served(), "commonLabels": {"app.kubernetes.io/name": "x"}}, "/commonLabels"),
+        ({"config": served(), "updateStrategy": {"rollingUpdate": {"maxSurge": 1}}}, "maxSurge"),
         ({"config": served(), "podMonitor": {"interval": "15"}}, "/podMonitor/interval"),
         ({"config": served(), "prometheusRule": {"runbookUrl": "docs"}}, "/prometheusRule/runbookUrl"),
         ({"config": served(driver="x.example.com"), "kubeletRoot": "/" + "x" * 100}, "too long"),

@@ -174,8 +174,20 @@ def test_groups_by_label(released: Released) -> None:
         return not more and name == f"{RELEASE}-{group}" and ready(released.pods()[0])
 
     shares = {"some": 1, "all": "all"}
+    expression = {"key": "kubernetes.io/os", "operator": "In", "values": ["linux"]}
+    linux = {"nodeSelectorTerms": [{"matchExpressions": [expression]}]}
+    pods = {
+        "affinity": {"nodeAffinity": {"requiredDuringSchedulingIgnoredDuringExecution": linux}},
+        "resources": {"requests": {"cpu": "5m"}},
+        "updateStrategy": {"type": "RollingUpdate", "rollingUpdate": {"maxUnavailable": "50%"}},
+        "podLabels": {"team": "lab"},
+        "podAnnotations": {"example.com/note": "none"},
+        "extraArgs": ["--log-format=json"],
+        "env": [{"name": "TZ", "value": "UTC"}],
+    }
     groups = {
         pool: {
+            **pods,
             "nodeSelector": {"pool": pool},
             "config": {"resources": [{**released.resources[0], "dra": {"share": share}}]},
         }
@@ -187,6 +199,9 @@ def test_groups_by_label(released: Released) -> None:
         cluster.wait_for(lambda: serving("some"), PATIENCE, "the first group's agent runs", log="kubelet")
         released.wait_offered(1)
         cluster.wait_allocatable(RESOURCE, COUNT - 1)
+        (agent,) = released.pods()
+        assert agent.object["metadata"]["labels"]["team"] == "lab"
+        assert json.loads(agent.logs().splitlines()[0])["level"]
         plain = cluster.start_pod("plain", {RESOURCE: 1}).wait_running()
         device = held_by(plain)
         label("all")
