@@ -154,6 +154,7 @@ def _add_deployment(parser: argparse.ArgumentParser) -> None:
         "is not a name; write at most 63 small letters, digits and dashes, no dash at either end",
     )
     directory = _matching("/+[^/].*", "is not an absolute path below /; write the nodes' own, such as /var/lib/x")
+    file = _matching("/+[^/]+/+.*[^/]", "is not the path of a socket in a directory below /")
     class_name = _matching(r"(?!.{254})[a-z0-9]([-a-z0-9.]*[a-z0-9])?", "is not the name of a RuntimeClass")
     image = _matching(r"\S+", "is not an image")
     label = _matching("[^=]+=.*", "is not KEY=VALUE", lambda text: tuple(text.split("=", 1)))
@@ -170,8 +171,14 @@ def _add_deployment(parser: argparse.ArgumentParser) -> None:
     add("--name", "name", "of the DaemonSet and all that belongs to it (dra-bridge)", type=name, metavar="NAME")
     add("--resource-api", "version", "the version of resource.k8s.io for the DeviceClasses (v1)", choices=apis)
     add("--no-extended-resource", "extended_resource", no_names, action="store_false")
-    root = "the kubelet's --root-dir; other places of it go into the DaemonSet's args and mounts (/var/lib/kubelet)"
+    root = "the kubelet's --root-dir (/var/lib/kubelet)"
     add("--kubelet-root", "kubelet_root", root, type=directory, metavar="DIR")
+    plugins = "where the kubelet has kubelet.sock (/var/lib/kubelet/device-plugins, whatever its --root-dir is)"
+    add("--device-plugin-dir", "device_plugin_directory", plugins, type=directory, metavar="DIR")
+    socket = "the kubelet's PodResources service (pod-resources/kubelet.sock in its --root-dir)"
+    add("--pod-resources-socket", "pod_resources_socket", socket, type=file, metavar="PATH")
+    add("--cgroup-root", "cgroup_root", "the nodes' cgroup file system (/sys/fs/cgroup)", type=directory, metavar="DIR")
+    add("--pod-log-dir", "pod_log_directory", "the kubelet's podLogsDir (/var/log/pods)", type=directory, metavar="DIR")
     add("--cdi-dir", "cdi_directory", "where runtimes find CDI specs (/var/run/cdi)", type=directory, metavar="DIR")
     add("--claim-status", "claim_status", status, action="store_true")
     add("--metrics-port", "metrics_port", "0 for no metrics, and no probes (9410)", type=_port, metavar="PORT")

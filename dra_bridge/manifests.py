@@ -32,6 +32,8 @@ class Deployment:
     version: of resource.k8s.io for the DeviceClasses. extended_resource: whether these name the extended resource, so
     that unchanged pods get devices through DRA (servers before 1.34 refuse the field). metrics_port: 0 for none, and
     then there are no probes either. runtime_class: none if empty; the agent gets NVIDIA's library from the runtime.
+    device_plugin_directory, pod_resources_socket (pod-resources/kubelet.sock in kubelet_root if empty), cgroup_root,
+    pod_log_directory: where nodes have what the options of `run` name.
     own_command: of an author's own agent, which reads no config file; empty for `dra-bridge run`.
     privileged: whether the agent's container is privileged; auto: where the configuration needs it (`privileges`).
     plugin_only: `deviceplugin run` in place of `dra-bridge run`, without anything of the API server; so it is as well
@@ -44,6 +46,10 @@ class Deployment:
     version: Literal["v1", "v1beta2", "v1beta1"] = "v1"
     extended_resource: bool = True
     kubelet_root: str = "/var/lib/kubelet"
+    device_plugin_directory: str = "/var/lib/kubelet/device-plugins"
+    pod_resources_socket: str = ""
+    cgroup_root: str = "/sys/fs/cgroup"
+    pod_log_directory: str = "/var/log/pods"
     cdi_directory: str = "/var/run/cdi"
     claim_status: bool = False
     metrics_port: int = 9410
@@ -94,6 +100,7 @@ def manifests(config: Config, text: str, deployment: Deployment | None = None) -
     lock, reasons = needed(config), privileges(config, how)
     values = {
         **asdict(how),
+        "affinity": None,
         "arguments": [*_arguments(how, root, bool(bridge)), *([] if how.own_command else lock.arguments())],
         "bridge": bridge,
         "claim_status": how.claim_status and bridge,
@@ -101,16 +108,19 @@ def manifests(config: Config, text: str, deployment: Deployment | None = None) -
         "config": text,
         "driver_list": json.dumps(drivers),
         "resource_list": json.dumps(sorted(resource.name for resource in served)),
+        "container_resources": {"requests": {"cpu": "10m", "memory": "64Mi"}, "limits": {"memory": how.memory}},
         "drivers": drivers,
         "image_pull_secrets": None,
         "node_selector": {"kubernetes.io/os": "linux", **(how.node_selector or {})},
         "not_bridge": None if bridge else True,
         "asks_agents": how.metrics_port and bridge,
         "nvidia": nvidia,
+        "pod_resources_directory": str(PurePosixPath(how.pod_resources_socket or f"{root}/pod-resources/x").parent),
+        "pod_annotations": {"dra-bridge/privileged-because": "; ".join(reasons)} if reasons else None,
+        "pod_labels": {"app.kubernetes.io/name": how.name, "app.kubernetes.io/managed-by": "dra-bridge"},
         "port_capabilities": ["NET_BIND_SERVICE"] if 0 < how.metrics_port < 1024 else None,
         "priority_class": "system-node-critical",
         "privileged": True if reasons else None,
-        "reasons": "; ".join(reasons),
         "root": root,
         "runtime_class": how.runtime_class or None,
         "runs_programs": how.own_command or lock.commands,
@@ -119,6 +129,7 @@ def manifests(config: Config, text: str, deployment: Deployment | None = None) -
         "token": None if bridge else False,
         "tolerations": [{"operator": "Exists"}],
         "unprivileged": not reasons,
+        "update_strategy": {"type": "RollingUpdate", "rollingUpdate": {"maxUnavailable": 1}},
         "escalation": None if reasons else False,
     }
     template = yaml.safe_load(resources.files(__package__).joinpath("manifests.yaml").read_bytes())
@@ -177,7 +188,13 @@ def _arguments(how: Deployment, root: str, bridge: bool) -> list[str]:
     if how.claim_status and bridge:
         arguments.append("--claim-status")
     if root != "/var/lib/kubelet":
-        arguments += [f"--kubelet-root={root}", "--device-plugin-dir=/var/lib/kubelet/device-plugins"]
+        arguments.append(f"--kubelet-root={root}")
+    if how.device_plugin_directory != f"{root}/device-plugins":
+        arguments.append(f"--device-plugin-dir={how.device_plugin_directory}")
+    if how.pod_resources_socket:
+        arguments.append(f"--pod-resources-socket={how.pod_resources_socket}")
+    if how.pod_log_directory != "/var/log/pods":
+        arguments.append(f"--pod-log-dir={how.pod_log_directory}")
     if how.metrics_port:
         arguments.append(f"--metrics-address=:{how.metrics_port}")
     return arguments

@@ -2,7 +2,8 @@
 
 `python -m tests.chart` ends with 1 when what is checked in differs, `--write` makes it equal. So the rights, policies
 and mounts of the chart and of `dra-bridge manifests` have one source. What manifests.py computes from a configuration,
-charts/dra-bridge/templates/_helpers.tpl computes for Helm; tests/test_chart.py compares the objects of both.
+charts/dra-bridge/templates/_helpers.tpl computes for Helm; tests/test_chart.py compares the objects of both. In files/
+are copies of examples/monitoring: Helm reads no file outside of the chart.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import yaml
 
 ROOT = Path(__file__).resolve().parent.parent
 CHART = ROOT / "charts" / "dra-bridge"
+MONITORING = ROOT / "examples" / "monitoring"
 HEAD = "{{- /* Generated from dra_bridge/manifests.yaml by `python -m tests.chart --write`. */ -}}\n"
 FILES = {
     "ServiceAccount": "rbac",
@@ -36,10 +38,12 @@ EACH = {"DeviceClass": "classes", "ConfigMap": "groups", "DaemonSet": "groups"}
 """What a kind is repeated for: the value with a list of values for each."""
 CLASS_VALUES = {"attribute", "canonical", "class_name", "driver", "extended_resource_name"}
 OPTIONAL = {
+    "affinity": "affinity",
     "escalation": "unprivileged",
     "extended_resource_name": "extended_resource_name",
     "image_pull_secrets": "image_pull_secrets",
     "not_bridge": "not_bridge",
+    "pod_annotations": "pod_annotations",
     "port_capabilities": "port_capabilities",
     "privileged": "privileged",
     "runtime_class": "runtime_class",
@@ -47,8 +51,13 @@ OPTIONAL = {
     "token": "not_bridge",
 }
 """Values whose keys may be left out, with the value that says so."""
-APPENDED = {"volumes": "more_volumes", "volumeMounts": "more_volume_mounts"}
-"""Lists that end with a list of the values."""
+APPENDED = {
+    "env": "more_env",
+    "labels": "more_labels",
+    "volumes": "more_volumes",
+    "volumeMounts": "more_volume_mounts",
+}
+"""Lists and mappings that end with one of the values."""
 
 
 class Writer:
@@ -84,15 +93,19 @@ class Writer:
             else:
                 yield start
             yield from inner
+            yield from self._appended(key, len(indent) + 2)
         elif isinstance(one, list) and any(isinstance(item, dict) for item in one):
             yield start
             yield from self.lines(one, indent, condition)
-            if key in APPENDED:
-                yield f"{{{{- with {self.value(APPENDED[key])} }}}}"
-                yield f"{{{{- toYaml . | nindent {len(indent)} }}}}"
-                yield "{{- end }}"
+            yield from self._appended(key, len(indent))
         else:
             yield f"{start} {self._scalar(one, indent)}"
+
+    def _appended(self, key: str | None, indent: int) -> Iterator[str]:
+        if key in APPENDED:
+            yield f"{{{{- with {self.value(APPENDED[key])} }}}}"
+            yield f"{{{{- toYaml . | nindent {indent} }}}}"
+            yield "{{- end }}"
 
     def _condition(self, one: Any) -> str:
         if isinstance(one, dict) and "when" in one:
@@ -165,16 +178,23 @@ def _without_lookahead(pattern: str) -> str:
     return pattern
 
 
+def copies() -> dict[Path, str]:
+    """Return the text of each file of the chart that is a copy of an example, by its path."""
+    head = "# Copied from examples/monitoring by `python -m tests.chart --write`.\n"
+    names = ("alerts.yaml", "podmonitor.yaml")
+    return {CHART / "files" / name: head + (MONITORING / name).read_text() for name in names}
+
+
 def generate() -> dict[Path, str]:
     """Return the text of each generated file by its path."""
-    return {**templates(), CHART / "values.schema.json": schema()}
+    return {**templates(), **copies(), CHART / "values.schema.json": schema()}
 
 
 def main(arguments: list[str]) -> int:
     """Compare, or write."""
     differ = {path: text for path, text in generate().items() if not path.exists() or path.read_text() != text}
     for path, text in differ.items():
-        print(path.relative_to(ROOT), "is written" if arguments == ["--write"] else "is not what manifests.yaml says")
+        print(path.relative_to(ROOT), "is written" if arguments == ["--write"] else "is not what its source says")
         if arguments == ["--write"]:
             path.write_text(text)
     if differ and arguments != ["--write"]:

@@ -64,7 +64,7 @@ def assert_same(config: Config, text: str, values: Mapping[str, Any], how: Deplo
 
 @pytest.mark.parametrize("path", chart.generate(), ids=lambda path: path.name)
 def test_generated_files_are_up_to_date(path: Path) -> None:
-    """What is checked in is what `python -m tests.chart --write` makes of manifests.yaml and the config's schema."""
+    """What is checked in is what `python -m tests.chart --write` makes of manifests.yaml, schema and examples."""
     assert path.read_text() == chart.generate()[path]
 
 
@@ -84,6 +84,13 @@ def test_examples(path: Path) -> None:
         ({"image": {"pullPolicy": "Always"}}, Deployment(pull_policy="Always")),
         ({"resourceApi": "v1beta1", "extendedResource": False}, Deployment(version="v1beta1", extended_resource=False)),
         ({"kubeletRoot": "/var/lib/k0s/kubelet"}, Deployment(kubelet_root="/var/lib/k0s/kubelet")),
+        (
+            {"kubeletRoot": "/k", "devicePluginDir": "/k/device-plugins"},
+            Deployment(kubelet_root="/k", device_plugin_directory="/k/device-plugins"),
+        ),
+        ({"devicePluginDir": "/plugins"}, Deployment(device_plugin_directory="/plugins")),
+        ({"podResourcesSocket": "/run/k/p.sock"}, Deployment(pod_resources_socket="/run/k/p.sock")),
+        ({"cgroupRoot": "/cgroup", "podLogDir": "/logs"}, Deployment(cgroup_root="/cgroup", pod_log_directory="/logs")),
         ({"cdiDir": "/etc/cdi"}, Deployment(cdi_directory="/etc/cdi")),
         ({"claimStatus": True}, Deployment(claim_status=True)),
         ({"metricsPort": 0}, Deployment(metrics_port=0)),
@@ -167,6 +174,7 @@ def served(**resource: Any) -> Object:
     return {"resources": [{"name": "example.com/x", "devices": [{"path": "/dev/x"}], **resource}]}
 
 
+MANAGED = {"app.kubernetes.io/managed-by": "dra-bridge"}
 GROUPS: dict[str, Object] = {
     "boards": {
         "nodeSelector": {"pool": "boards"},
@@ -231,6 +239,65 @@ def test_what_a_pod_gets_beyond_the_config() -> None:
 
 
 @helm_is_there
+def test_what_other_charts_have() -> None:
+    """Placement, resources, updates, labels, annotations, arguments and variables are values, also of a group."""
+    affinity: Object = {"nodeAffinity": {"requiredDuringSchedulingIgnoredDuringExecution": {"nodeSelectorTerms": [{}]}}}
+    values: Object = {
+        "affinity": affinity,
+        "resources": {"requests": {"cpu": "50m"}, "limits": {"cpu": "1"}},
+        "updateStrategy": {"rollingUpdate": {"maxUnavailable": "10%"}},
+        "podLabels": {"team": "lab"},
+        "podAnnotations": {"sidecar.istio.io/inject": "false"},
+        "extraArgs": ["--log-format=json"],
+        "env": [{"name": "TZ", "value": "UTC"}],
+    }
+    config = served(health={"probe": "open"})
+    plain = by_name(rendered({"config": config}))["DaemonSet", "dra-bridge"]["spec"]
+    group = {**values, "config": config, "nodeSelector": {"pool": "a"}, "updateStrategy": {"type": "OnDelete"}}
+    ways: list[tuple[Object, str, Object]] = [
+        ({"config": config, **values}, "dra-bridge", {"type": "RollingUpdate", **values["updateStrategy"]}),
+        ({"groups": {"a": group}}, "dra-bridge-a", {"type": "OnDelete"}),
+    ]
+    for given, name, strategy in ways:
+        spec = by_name(rendered(given))["DaemonSet", name]["spec"]
+        template = spec["template"]
+        (container,), (before,) = template["spec"]["containers"], plain["template"]["spec"]["containers"]
+        assert spec["updateStrategy"] == strategy
+        assert template["spec"]["affinity"] == affinity
+        assert template["metadata"]["labels"] == {**spec["selector"]["matchLabels"], **MANAGED, "team": "lab"}
+        assert template["metadata"]["annotations"] == {
+            **plain["template"]["metadata"]["annotations"],
+            "sidecar.istio.io/inject": "false",
+        }
+        assert container["resources"] == {
+            "requests": {"cpu": "50m", "memory": "64Mi"},
+            "limits": {"cpu": "1", "memory": "128Mi"},
+        }
+        assert container["args"] == [*before["args"], "--log-format=json"]
+        assert container["env"] == [*before["env"], {"name": "TZ", "value": "UTC"}]
+
+
+@helm_is_there
+def test_common_labels() -> None:
+    """They are on all objects and on the agent's pods, and select nothing."""
+    optional = ("networkPolicy", "podMonitor", "prometheusRule")
+    values = {"config": TEXT, "claimStatus": True, **{name: {"enabled": True} for name in optional}}
+    plain, found = by_name(rendered(values)), by_name(rendered({**values, "commonLabels": {"team": "lab"}}))
+    for name, one in found.items():
+        assert one["metadata"]["labels"].pop("team") == "lab", name
+    assert found["DaemonSet", "dra-bridge"]["spec"]["template"]["metadata"]["labels"].pop("team") == "lab"
+    assert found == plain
+
+
+@helm_is_there
+def test_another_name() -> None:
+    """In a chart that contains this one the objects need not be called after the release."""
+    found = by_name(rendered({"config": TEXT, "fullnameOverride": "lab"}, name="everything"))
+    assert found == by_name(manifests(parse(TEXT), TEXT, Deployment(name="lab")))
+    assert ("DaemonSet", "lab-boards") in by_name(rendered({"groups": GROUPS, "fullnameOverride": "lab"}))
+
+
+@helm_is_there
 def test_network_policy() -> None:
     """A NetworkPolicy is made if asked for; it selects the pods of all groups and opens the metrics port alone."""
     peers = [{"namespaceSelector": {"matchLabels": {"kubernetes.io/metadata.name": "monitoring"}}}]
@@ -244,6 +311,53 @@ def test_network_policy() -> None:
     assert spec["ingress"] == [{"ports": [{"port": "metrics", "protocol": "TCP"}], "from": peers}]
     closed = by_name(rendered({"config": TEXT, "metricsPort": 0, "networkPolicy": {"enabled": True}}))
     assert "ingress" not in closed["NetworkPolicy", "dra-bridge"]["spec"]
+
+
+@helm_is_there
+def test_alerts() -> None:
+    """The PrometheusRule has the alerts of the examples; nothing but the address of the runbooks may be another."""
+    text = (chart.MONITORING / "alerts.yaml").read_text()
+    wanted = {"enabled": True, "labels": {"release": "prometheus"}}
+    rule = by_name(rendered({"config": TEXT, "prometheusRule": wanted}))["PrometheusRule", "dra-bridge"]
+    assert rule["spec"] == yaml.safe_load(text)
+    assert rule["metadata"]["labels"]["release"] == "prometheus"
+    address = "https://git.example.com/copy/blob/main"
+    values = {"config": TEXT, "prometheusRule": {**wanted, "runbookUrl": f"{address}/"}}
+    rule = by_name(rendered(values))["PrometheusRule", "dra-bridge"]
+    assert rule["spec"] == yaml.safe_load(text.replace("runbook_url: ", f"runbook_url: {address}/"))
+
+
+@helm_is_there
+def test_pod_monitor() -> None:
+    """Each DaemonSet with metrics has a PodMonitor whose endpoint is the example's, by TLS where the agent has it."""
+    (wanted,) = yaml.safe_load((chart.MONITORING / "podmonitor.yaml").read_text())["spec"]["podMetricsEndpoints"]
+    secured = {**served(), "metrics": {"certificate": "/tls/both.pem"}}
+    groups = {**GROUPS, "tls": {"nodeSelector": {"pool": "tls"}, "config": secured}}
+    found = by_name(rendered({"groups": groups, "podMonitor": {"enabled": True, "labels": {"release": "p"}}}))
+    monitors = {name: one for (kind, name), one in found.items() if kind == "PodMonitor"}
+    assert monitors.keys() == {"dra-bridge-boards", "dra-bridge-tls"}
+    for name, scheme in (("dra-bridge-boards", {}), ("dra-bridge-tls", {"scheme": "https"})):
+        assert monitors[name]["metadata"]["labels"]["release"] == "p"
+        assert monitors[name]["spec"]["podMetricsEndpoints"] == [{**wanted, **scheme}]
+        pods = found["DaemonSet", name]["spec"]["template"]
+        assert monitors[name]["spec"]["selector"]["matchLabels"].items() <= pods["metadata"]["labels"].items()
+
+
+@helm_is_there
+def test_own_fields_of_the_endpoint() -> None:
+    """Interval, TLS and token are the user's; relabelings follow those that the alerts need."""
+    (example,) = yaml.safe_load((chart.MONITORING / "podmonitor.yaml").read_text())["spec"]["podMetricsEndpoints"]
+    own: Object = {
+        "interval": "1m",
+        "scrapeTimeout": "5s",
+        "tlsConfig": {"ca": {"secret": {"name": "tls", "key": "ca.crt"}}, "serverName": "agents"},
+        "authorization": {"credentials": {"name": "tls", "key": "token"}},
+        "metricRelabelings": [{"action": "drop", "sourceLabels": ["__name__"], "regex": "process_.*"}],
+    }
+    more = [{"targetLabel": "cluster", "replacement": "a"}]
+    values = {"config": TEXT, "podMonitor": {"enabled": True, "relabelings": more, **own}}
+    spec = by_name(rendered(values))["PodMonitor", "dra-bridge"]["spec"]
+    assert spec["podMetricsEndpoints"] == [{**example, **own, "relabelings": [*example["relabelings"], *more]}]
 
 
 @helm_is_there
@@ -267,6 +381,13 @@ def test_older_clusters() -> None:
         ({"config": served(permissions="q")}, "/config/resources/0/permissions"),
         ({"config": served(), "memorry": "1Gi"}, "memorry"),
         ({"config": served(), "metricsPort": 70000}, "/metricsPort"),
+        ({"config": served(), "metricsPort": 0, "podMonitor": {"enabled": True}}, "metricsPort is 0"),
+        ({"config": served(), "podResourcesSocket": "/kubelet.sock"}, "/podResourcesSocket"),
+        ({"config": served(), "podLogDir": "/"}, "/podLogDir"),
+        ({"config": served(), "commonLabels": {"app.kubernetes.io/name": "x"}}, "/commonLabels"),
+        ({"config": served(), "updateStrategy": {"rollingUpdate": {"maxSurge": 1}}}, "maxSurge"),
+        ({"config": served(), "podMonitor": {"interval": "15"}}, "/podMonitor/interval"),
+        ({"config": served(), "prometheusRule": {"runbookUrl": "docs"}}, "/prometheusRule/runbookUrl"),
         ({"config": served(driver="x.example.com"), "kubeletRoot": "/" + "x" * 100}, "too long"),
         ({"config": served(), "image": {"digest": "sha256:1"}}, "/image/digest"),
         ({"groups": {"a": {"config": served()}}}, "nodeSelector"),

@@ -81,8 +81,29 @@ def test_krew_program(tmp_path: Path, runner: str) -> None:
 @pytest.mark.parametrize("path", sorted(WORKFLOWS.glob("*.yml")), ids=lambda path: path.name)
 def test_workflows(path: Path) -> None:
     """actionlint finds nothing wrong: syntax, expressions, the inputs of actions, jobs that need each other."""
-    done = subprocess.run([build.ensure_tool("actionlint"), "-no-color", path], capture_output=True, text=True)
+    # It knows the inputs of an action by its major version, not by a commit.
+    text = re.sub(r"@[0-9a-f]{40} # (v\d+)\S*", r"@\1", path.read_text())
+    command = [str(build.ensure_tool("actionlint")), "-no-color", "-stdin-filename", str(path), "-"]
+    done = subprocess.run(command, input=text, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_actions_are_pinned() -> None:
+    """Each action is named by its commit, with the version as a comment, the same in all workflows."""
+    lines = [line for path in WORKFLOWS.glob("*.yml") for line in re.findall(r"uses: *(.+)", path.read_text())]
+    pinned = {line for line in lines if re.fullmatch(r"[\w-]+/[\w-]+@[0-9a-f]{40} # v\d+\.\d+\.\d+", line)}
+    assert set(lines) - pinned == {"pypa/gh-action-pypi-publish@release/v1"}
+    assert len({line.partition("@")[0] for line in pinned}) == len(pinned) > 5
+
+
+def test_pins_are_kept_up_to_date() -> None:
+    """Dependabot looks where actions, the image's lock and its base are pinned."""
+    updates = yaml.safe_load((WORKFLOWS.parent / "dependabot.yml").read_text())["updates"]
+    places = {one["package-ecosystem"]: one["directory"].lstrip("/") for one in updates}
+    assert places.keys() == {"github-actions", "pip", "docker"}
+    assert "--hash=" in (ROOT / places["pip"] / "requirements.txt").read_text()
+    # It reads no base that is an ARG.
+    assert "\nFROM python:" in (ROOT / places["docker"] / "Dockerfile").read_text()
 
 
 def test_the_release_knows_its_files() -> None:

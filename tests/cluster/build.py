@@ -316,7 +316,7 @@ def ensure_tool(program: str) -> Path:
 
 def image_base() -> tuple[str, str]:
     """Return the Python and the Debian release of the agents' image, 3.13 and trixie, say."""
-    found = re.search(r"^ARG BASE=python:([\d.]+)-slim-(\w+)@", (EXAMPLES / "Dockerfile").read_text(), re.MULTILINE)
+    found = re.search(r"^FROM python:([\d.]+)-slim-(\w+)@", (EXAMPLES / "Dockerfile").read_text(), re.MULTILINE)
     if found is None:
         raise BuildError("examples/Dockerfile does not name a base image with its Python and Debian release")
     return found[1], found[2]

@@ -81,14 +81,12 @@ class Deployed(Bridge):
     def apply(self, *options: str) -> None:
         """Apply what is printed for the config file as it is now."""
         command = [sys.executable, "-m", "dra_bridge", "manifests", "--config", str(self.config)]
-        command += ["--resource-api", self.api_version.rpartition("/")[2]]
-        done = subprocess.run(
-            [*command, "--image", self.image, *options], check=True, stdin=subprocess.DEVNULL, capture_output=True
-        )
+        # The host's cgroups have the pods of other runs, too.
+        command += ["--resource-api", self.version, "--image", self.image, "--cgroup-root", str(isolate.POD_CGROUPS)]
+        command += options
         printed = self.directory / "manifests.yaml"
-        host = b"path: /sys/fs/cgroup\n"  # which has the pods of other runs, too
-        assert done.stdout.count(host) == 1
-        printed.write_bytes(done.stdout.replace(host, f"path: {isolate.POD_CGROUPS}\n".encode()))
+        with printed.open("wb") as file:
+            subprocess.run(command, check=True, stdin=subprocess.DEVNULL, stdout=file)
         self.cluster.kubectl("apply", "-f", str(printed))
 
     def pods(self) -> list[Pod]:

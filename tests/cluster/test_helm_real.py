@@ -50,28 +50,25 @@ class Released(Deployed):
 
     def apply(self, *options: str) -> None:
         """Install the release, or upgrade it to the config file as it is now."""
-        values = {"config": json.loads(self.config.read_text()), **self.image_values()}
+        values = {"config": json.loads(self.config.read_text()), **self.node_values()}
         said = self.upgrade(values, *options)
         assert f"DaemonSet {RELEASE} serves {RESOURCE}." in said
         assert f"`dra-bridge uninstall --driver {DRIVER}` removes" in said
 
-    def image_values(self) -> dict[str, Any]:
-        """Return the values that name the image."""
+    def node_values(self) -> dict[str, Any]:
+        """Return the values that name the image and the pods' cgroups."""
         repository, _, tag = self.image.rpartition(":")
-        return {"image": {"repository": repository, "tag": tag}}
+        # The host's cgroups have the pods of other runs, too.
+        return {"image": {"repository": repository, "tag": tag}, "cgroupRoot": str(isolate.POD_CGROUPS)}
 
     def upgrade(self, values: dict[str, Any], *options: str) -> str:
         """Install the release with values, or upgrade it to them; return what Helm said."""
         file = self.directory / "values.yaml"
         file.write_text(yaml.safe_dump(values))
-        # The host's cgroups have the pods of other runs, too.
-        script = self.directory / "own-cgroups"
-        script.write_text(f"#!/bin/sh\nexec sed 's|path: /sys/fs/cgroup$|path: {isolate.POD_CGROUPS}|'\n")
-        script.chmod(0o755)
         # What `manifests` made may be there, of another test; Helm takes it over.
         into = ["upgrade", "--install", "--take-ownership", "--create-namespace"]
         into += [RELEASE, str(CHART), f"--values={file}"]
-        return self.helm(*into, f"--post-renderer={script}", *options)
+        return self.helm(*into, *options)
 
     def uninstall(self) -> None:
         """Remove the release if it is there, and wait until nothing of its devices is left on the node."""
@@ -177,8 +174,20 @@ def test_groups_by_label(released: Released) -> None:
         return not more and name == f"{RELEASE}-{group}" and ready(released.pods()[0])
 
     shares = {"some": 1, "all": "all"}
+    expression = {"key": "kubernetes.io/os", "operator": "In", "values": ["linux"]}
+    linux = {"nodeSelectorTerms": [{"matchExpressions": [expression]}]}
+    pods = {
+        "affinity": {"nodeAffinity": {"requiredDuringSchedulingIgnoredDuringExecution": linux}},
+        "resources": {"requests": {"cpu": "5m"}},
+        "updateStrategy": {"type": "RollingUpdate", "rollingUpdate": {"maxUnavailable": "50%"}},
+        "podLabels": {"team": "lab"},
+        "podAnnotations": {"example.com/note": "none"},
+        "extraArgs": ["--log-format=json"],
+        "env": [{"name": "TZ", "value": "UTC"}],
+    }
     groups = {
         pool: {
+            **pods,
             "nodeSelector": {"pool": pool},
             "config": {"resources": [{**released.resources[0], "dra": {"share": share}}]},
         }
@@ -186,10 +195,13 @@ def test_groups_by_label(released: Released) -> None:
     }
     try:
         label("some")
-        released.upgrade({**released.image_values(), "groups": groups})
+        released.upgrade({**released.node_values(), "groups": groups})
         cluster.wait_for(lambda: serving("some"), PATIENCE, "the first group's agent runs", log="kubelet")
         released.wait_offered(1)
         cluster.wait_allocatable(RESOURCE, COUNT - 1)
+        (agent,) = released.pods()
+        assert agent.object["metadata"]["labels"]["team"] == "lab"
+        assert json.loads(agent.logs().splitlines()[0])["level"]
         plain = cluster.start_pod("plain", {RESOURCE: 1}).wait_running()
         device = held_by(plain)
         label("all")
@@ -206,7 +218,7 @@ def test_plugin_alone(released: Released) -> None:
     """With `bridge: false` the same devices are there by limits alone, from an agent without a token; and back."""
     cluster, both = released.cluster, released.agent()
     released.wait_offered(2)
-    values = {"config": {"resources": released.resources}, **released.image_values()}
+    values = {"config": {"resources": released.resources}, **released.node_values()}
     released.upgrade({**values, "bridge": False})
     alone = released.agent(other_than=both.uid)
     cluster.wait_allocatable(RESOURCE, COUNT, 60)

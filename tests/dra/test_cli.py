@@ -280,13 +280,16 @@ def test_manifests_print_what_the_options_say(tmp_path: Path, capsys: pytest.Cap
     file = tmp_path / "config.yaml"
     file.write_text(CONFIG)
     options = ["--image", "here/it:1", "--namespace", "gpus", "--node-selector", "a=b", "--node-selector", "c=d"]
-    options.append("--claim-status")
+    options += ["--claim-status", "--device-plugin-dir=/p", "--pod-resources-socket=/r/k.sock"]
+    options += ["--cgroup-root=/c", "--pod-log-dir=/l"]
     assert cli.main(["manifests", "--config", str(file), *options, "--metrics-port", "0"]) == 0
     objects = {one["kind"]: one for one in yaml.safe_load_all(capsys.readouterr().out)}
     pod = objects["DaemonSet"]["spec"]["template"]["spec"]
     assert pod["containers"][0]["image"] == "here/it:1"
     assert "ports" not in pod["containers"][0]
-    assert "--claim-status" in pod["containers"][0]["args"]
+    said = {"--claim-status", "--device-plugin-dir=/p", "--pod-resources-socket=/r/k.sock", "--pod-log-dir=/l"}
+    assert said <= set(pod["containers"][0]["args"])
+    assert {"/p", "/r", "/c", "/l"} <= {one["hostPath"]["path"] for one in pod["volumes"] if "hostPath" in one}
     assert pod["nodeSelector"] == {"kubernetes.io/os": "linux", "a": "b", "c": "d"}
     assert objects["DaemonSet"]["metadata"]["namespace"] == "gpus"
     assert objects["ConfigMap"]["data"]["config.yaml"] == CONFIG
@@ -342,6 +345,10 @@ def test_manifests_of_a_bad_config(tmp_path: Path, capsys: pytest.CaptureFixture
         (["--kubelet-root", "kubelet"], "not an absolute path"),
         (["--cdi-dir", ""], "not an absolute path"),
         (["--cdi-dir", "/"], "not an absolute path below /"),
+        (["--device-plugin-dir", "plugins"], "not an absolute path"),
+        (["--pod-resources-socket", "/kubelet.sock"], "not the path of a socket in a directory below /"),
+        (["--cgroup-root", "/"], "not an absolute path below /"),
+        (["--pod-log-dir", ""], "not an absolute path"),
         (["--memory", "lots"], "'lots' is not a memory limit of at least 32Mi"),
         (["--memory", "1Ki"], "'1Ki' is not a memory limit of at least 32Mi"),
         (["--runtime-class", "Foo_"], "not the name of a RuntimeClass"),

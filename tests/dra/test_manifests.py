@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import argparse
+from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
 
 from deviceplugin.config import Config, ResourceConfig, parse
+from deviceplugin.node.options import add_run_options
 from dra_bridge.manifests import Deployment, manifests, to_yaml
+
+CONFIG_ARGUMENT = "--config=/etc/dra-bridge/config.yaml"
 
 TEXT = """\
 # the lab's devices
@@ -329,6 +334,50 @@ def test_other_roots_and_no_metrics(config: Config) -> None:
     (container,) = agent["spec"]["template"]["spec"]["containers"]
     assert "--kubelet-root=/var/lib/k0s/kubelet" in container["args"]
     assert "livenessProbe" not in container
+
+
+def test_places_of_the_nodes() -> None:
+    """Where nodes have things elsewhere, the agent is told, and sees each at the path that it is told."""
+    config = parse("resources: [{name: a/b, devices: [path: /dev/x]}]")
+    how = Deployment(
+        kubelet_root="/k",
+        device_plugin_directory="/plugins",
+        pod_resources_socket="/run/k/p.sock",
+        cgroup_root="/cgroup",
+        pod_log_directory="/logs",
+    )
+    (agent,) = of_kind(manifests(config, "", how), "DaemonSet")
+    pod = agent["spec"]["template"]["spec"]
+    (container,) = pod["containers"]
+    hosts = {one["name"]: one["hostPath"]["path"] for one in pod["volumes"] if "hostPath" in one}
+    seen = {hosts[one["name"]]: one["mountPath"] for one in container["volumeMounts"]}
+    assert seen == {
+        "/k": "/k",
+        "/plugins": "/plugins",
+        "/run/k": "/run/k",
+        "/cgroup": "/host/sys/fs/cgroup",
+        "/logs": "/logs",
+        "/var/run/cdi": "/var/run/cdi",
+        "/dev": "/dev",
+    }
+    options = argparse.ArgumentParser()
+    add_run_options(options)
+    found = options.parse_args([one for one in container["args"] if one not in ("run", CONFIG_ARGUMENT)])
+    assert (found.kubelet_root, found.device_plugin_dir) == (Path("/k"), Path("/plugins"))
+    assert (found.pod_resources_socket, found.pod_log_dir) == (Path("/run/k/p.sock"), Path("/logs"))
+    assert found.cgroup_root == Path("/host/sys/fs/cgroup")
+
+
+def test_usual_places_are_not_said() -> None:
+    """The agent is told of what is elsewhere alone, so that an upgrade of most installations changes no argument."""
+    config = parse("resources: [{name: a/b, devices: [path: /dev/x]}]")
+    (agent,) = of_kind(manifests(config, ""), "DaemonSet")
+    arguments = agent["spec"]["template"]["spec"]["containers"][0]["args"]
+    assert arguments == ["run", CONFIG_ARGUMENT, "--cgroup-root=/host/sys/fs/cgroup", "--metrics-address=:9410"]
+    how = Deployment(kubelet_root="/k", device_plugin_directory="/k/device-plugins")
+    (agent,) = of_kind(manifests(config, "", how), "DaemonSet")
+    arguments = agent["spec"]["template"]["spec"]["containers"][0]["args"]
+    assert [one for one in arguments if "/k" in one] == ["--kubelet-root=/k"]
 
 
 @pytest.mark.parametrize(("metrics", "scheme"), [("", None), ("metrics: {certificate: /tls/both.pem}\n", "HTTPS")])

@@ -33,8 +33,9 @@ names. tests/test_chart.py compares the objects of both.
 {{- end -}}
 {{- $drivers = $drivers | uniq | sortAlpha -}}
 {{- dict
-    "name" .Release.Name
+    "name" (include "dra-bridge.name" .)
     "namespace" .Release.Namespace
+    "more_labels" .Values.commonLabels
     "groups" $groups
     "classes" (values $classes)
     "drivers" $drivers
@@ -144,7 +145,15 @@ names. tests/test_chart.py compares the objects of both.
 {{- end -}}
 {{- if ne $root "/var/lib/kubelet" -}}
   {{- $arguments = append $arguments (printf "--kubelet-root=%s" $root) -}}
-  {{- $arguments = append $arguments "--device-plugin-dir=/var/lib/kubelet/device-plugins" -}}
+{{- end -}}
+{{- if ne $values.devicePluginDir (printf "%s/device-plugins" $root) -}}
+  {{- $arguments = append $arguments (printf "--device-plugin-dir=%s" $values.devicePluginDir) -}}
+{{- end -}}
+{{- with $values.podResourcesSocket -}}
+  {{- $arguments = append $arguments (printf "--pod-resources-socket=%s" .) -}}
+{{- end -}}
+{{- if ne $values.podLogDir "/var/log/pods" -}}
+  {{- $arguments = append $arguments (printf "--pod-log-dir=%s" $values.podLogDir) -}}
 {{- end -}}
 {{- if $values.metricsPort -}}
   {{- $arguments = append $arguments (printf "--metrics-address=:%d" (int $values.metricsPort)) -}}
@@ -181,12 +190,18 @@ names. tests/test_chart.py compares the objects of both.
   {{- $mounts = append $mounts (dict "name" "etc-cdi" "mountPath" "/etc/cdi" "readOnly" true) -}}
 {{- end -}}
 {{- $image := $values.image -}}
+{{- $release := include "dra-bridge.name" .root -}}
+{{- $name := .group | empty | ternary $release (printf "%s-%s" $release .group) -}}
+{{- $because := $reasons | empty | ternary dict (dict "dra-bridge/privileged-because" (join "; " $reasons)) -}}
 {{- dict
-    "name" (.group | empty | ternary .root.Release.Name (printf "%s-%s" .root.Release.Name .group))
+    "name" $name
+    "more_labels" .root.Values.commonLabels
+    "pod_labels" (include "dra-bridge.labels" (list .root $name $values.podLabels) | fromYaml)
+    "pod_annotations" (merge $because ($values.podAnnotations | default dict))
     "bridge" $bridge
     "not_bridge" (not $bridge)
     "token" false
-    "service_account" ($bridge | ternary .root.Release.Name "default")
+    "service_account" ($bridge | ternary $release "default")
     "privileged" (not (empty $reasons))
     "unprivileged" (empty $reasons)
     "escalation" false
@@ -200,23 +215,46 @@ names. tests/test_chart.py compares the objects of both.
     "classes" $classes
     "config" ($values.command | empty | ternary $text "")
     "command" ($values.command | default (list ($bridge | ternary "dra-bridge" "deviceplugin")))
-    "arguments" $arguments
+    "arguments" (concat $arguments ($values.extraArgs | default list))
+    "more_env" $values.env
     "image" (printf "%s:%s%s" $image.repository ($image.tag | default .root.Chart.AppVersion) ($image.digest | empty | ternary "" (printf "@%s" $image.digest)))
     "pull_policy" $image.pullPolicy
     "image_pull_secrets" $values.imagePullSecrets
     "priority_class" $values.priorityClass
     "tolerations" $values.tolerations
     "node_selector" (merge (dict) ($values.nodeSelector | default dict) (dict "kubernetes.io/os" "linux"))
+    "affinity" $values.affinity
     "runtime_class" $values.runtimeClass
-    "memory" $values.memory
+    "update_strategy" $values.updateStrategy
+    "container_resources" (mergeOverwrite
+      (dict "requests" (dict "cpu" "10m" "memory" "64Mi") "limits" (dict "memory" $values.memory))
+      ($values.resources | default dict))
     "nvidia" $nvidia
     "root" $root
+    "device_plugin_directory" $values.devicePluginDir
+    "pod_resources_directory" (dir ($values.podResourcesSocket | default (printf "%s/pod-resources/x" $root)))
+    "cgroup_root" $values.cgroupRoot
+    "pod_log_directory" $values.podLogDir
     "cdi_directory" $values.cdiDir
     "metrics_port" $values.metricsPort
     "scheme" (($config.metrics | default dict).certificate | empty | ternary "" "HTTPS")
     "more_volumes" (concat $volumes ($values.volumes | default list))
     "more_volume_mounts" (concat $mounts ($values.volumeMounts | default list))
   | toJson -}}
+{{- end -}}
+
+{{- /* What all objects are called after. */ -}}
+{{- define "dra-bridge.name" -}}
+{{- .Values.fullnameOverride | default .Release.Name -}}
+{{- end -}}
+
+{{- /* The labels of an object: of root, the object's name and more labels. */ -}}
+{{- define "dra-bridge.labels" -}}
+{{- merge
+    (dict "app.kubernetes.io/name" (index . 1) "app.kubernetes.io/managed-by" "dra-bridge")
+    (index . 2 | default dict)
+    ((index . 0).Values.commonLabels | default dict)
+  | toYaml -}}
 {{- end -}}
 
 {{- /* The version of resource.k8s.io that DeviceClasses are written in. */ -}}
