@@ -159,7 +159,7 @@ def _add_deployment(parser: argparse.ArgumentParser) -> None:
     image = _matching(r"\S+", "is not an image")
     label = _matching("[^=]+=.*", "is not KEY=VALUE", lambda text: tuple(text.split("=", 1)))
     apis, policies = ("v1", "v1beta2", "v1beta1"), ("Always", "IfNotPresent", "Never")
-    no_names = "leave extendedResourceName out; v1beta1 and v1beta2 are always without, as servers before 1.34 refuse it"
+    no_names = "leave extendedResourceName out, as v1beta1 and v1beta2 do: servers before 1.34 refuse it"
     status = "run the agent with --claim-status, and give it the right to patch the status of claims"
     runtime = "of the agent's pod; `nvidia` where that is not the nodes' default and there are GPUs (none)"
     selector = "a label that nodes must have; may be given several times"
