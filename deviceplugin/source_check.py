@@ -7,18 +7,17 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Collection, Iterable, Mapping
-from typing import Any, Final
+from typing import Any, Final, get_args
 
 from deviceplugin import exclusion, hooks
 from deviceplugin.device import Device
-from deviceplugin.source import DeviceSource, check_names
+from deviceplugin.source import DeviceSource, Policy, check_names
 
-POLICIES: Final = ("links", "packed", "distributed", "none")
 _SETTINGS: Final[Mapping[str, tuple[Callable[[Any], object], str]]] = {
     "resource": (lambda value: isinstance(value, str), "a string"),
     "driver": (lambda value: value is None or isinstance(value, str), "a string"),
     "replicas": (lambda value: type(value) is int and value >= 1, "a number of at least 1"),
-    "policy": (lambda value: value in POLICIES, f"one of {', '.join(POLICIES)}"),
+    "policy": (lambda value: value in get_args(Policy), f"one of {', '.join(get_args(Policy))}"),
     "hook_timeout": (lambda value: type(value) in (int, float) and value > 0, "a number of seconds above 0"),
 }
 
