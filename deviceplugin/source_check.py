@@ -11,6 +11,7 @@ from typing import Any, Final, get_args
 
 from deviceplugin import exclusion, hooks
 from deviceplugin.device import Device
+from deviceplugin.inventory import by_id
 from deviceplugin.source import DeviceSource, Policy, check_names
 
 _SETTINGS: Final[Mapping[str, tuple[Callable[[Any], object], str]]] = {
@@ -108,13 +109,9 @@ def checked_list(source: DeviceSource, lists: object, listed: object) -> tuple[D
     if not isinstance(listed, Iterable) or isinstance(listed, str | bytes | Mapping):
         raise TypeError(f"{_place(source, lists)} must yield lists of Device, not {_instead(listed)}")
     devices = tuple(listed)
-    ids: set[str] = set()
     for device in devices:
         if not isinstance(device, Device):
             raise TypeError(f"{_place(source, lists)} must yield lists of Device, not of {_instead(device)}")
-        if device.id in ids:
-            raise ValueError(f"{_place(source, lists)}: device id {device.id!r} is listed twice")
-        ids.add(device.id)
         if device.consumes or device.counters:
             exclusion.thing_of(device, frozenset(), "")  # all that others are compared by
         if source.replicas != 1:
@@ -122,6 +119,7 @@ def checked_list(source: DeviceSource, lists: object, listed: object) -> tuple[D
             if type(number) is not int or not 1 <= number <= source.replicas:
                 what = f"{type(source).__name__}.replicas_of must return 1 to {source.replicas} (`replicas`)"
                 raise ValueError(f"{what}, not {number!r} for device {device.id!r}")
+    by_id(devices, _place(source, lists))
     _check_links(source)
     return devices
 
