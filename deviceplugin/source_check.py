@@ -31,6 +31,15 @@ def check_sources(sources: Collection[object]) -> None:
         check_source(source)
 
 
+def mistaken_names(sources: Collection[DeviceSource]) -> str:
+    """Return what hinders that each of these has a resource of its own; "" if nothing does."""
+    names = [source.resource for source in sources]
+    if twice := sorted({name for name in names if name and names.count(name) > 1}):
+        return f"two sources for one resource: {', '.join(twice)}"
+    unnamed = [type(source).__name__ for source in sources if not source.resource]
+    return f"{unnamed[0]} has no resource name; set `resource` to vendor-domain/name" if unnamed else ""
+
+
 def check_source(source: object) -> None:
     """Raise TypeError unless this is a source that can be served, NamingError if its resource or driver is wrong."""
     if isinstance(source, type):
@@ -143,12 +152,8 @@ def checked_children(parent: DeviceSource, children: object) -> list[DeviceSourc
     found = [*children]
     for child in found:
         check_source(child)
-    names = [child.resource for child in found]
-    for child in found:
-        if not child.resource:
-            raise TypeError(f"{what}: {type(child).__name__} has no resource name; set `resource`")
-        if names.count(child.resource) > 1:
-            raise TypeError(f"{what}: two sources for one resource: {child.resource}")
+    if mistake := mistaken_names(found):
+        raise TypeError(f"{what}: {mistake}")
     return found
 
 
