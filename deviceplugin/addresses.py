@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import hashlib
 import os
 import socket
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Final
 
@@ -34,8 +36,14 @@ def socket_path(directory: str | Path, name: str, tail: str) -> Path:
     return Path(directory) / f"{name}{tail}"
 
 
-def is_abandoned(path: Path) -> bool:
-    """Return whether no process listens at a Unix socket any more."""
+def remove_abandoned(paths: Iterable[Path]) -> None:
+    """Remove the Unix sockets of these at which no process listens any more."""
+    for path in filter(_is_abandoned, paths):
+        with contextlib.suppress(OSError):
+            path.unlink()
+
+
+def _is_abandoned(path: Path) -> bool:
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
         probe.setblocking(False)
         try:

@@ -17,6 +17,7 @@ from typing import Any, Final
 
 import msgspec
 
+from deviceplugin import files
 from deviceplugin.device import ContainerEdits, DeviceNode
 
 DIRECTORY: Final = "/var/run/cdi"
@@ -187,20 +188,10 @@ class Store:
         draft = os.path.join(self.directory, f".{self._prefix}{uid}.{self._run}.{secrets.token_hex(8)}")
         try:
             os.makedirs(self.directory, mode=0o755, exist_ok=True)
-            self._draft(draft, data)
-            os.rename(draft, path)
+            files.put(path, data, draft, 0o644)
         except OSError as error:
-            with contextlib.suppress(OSError):
-                os.remove(draft)
             raise CdiError(f"cannot write {path}: {error.strerror}") from error
         return True
-
-    @staticmethod
-    def _draft(path: str, data: bytes) -> None:
-        # O_EXCL: nothing that is there already is opened, a symbolic link neither.
-        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
-        with open(os.open(path, flags, 0o644), "wb") as file:
-            file.write(data)
 
     def read(self, uid: str) -> bytes | None:
         """Return the bytes of a claim's file, None if there is none."""

@@ -12,9 +12,10 @@ from typing import Any, Final, TypeVar
 
 _T = TypeVar("_T")
 _NOTHING: Final[Mapping[str, Any]] = MappingProxyType({})
-_CDI_NAME: Final = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z][\w-]*=[A-Za-z0-9][\w.:-]*", re.ASCII)
-
-
+CDI_NAME: Final = (
+    r"[a-zA-Z0-9](?:[-a-zA-Z0-9_.]*[a-zA-Z0-9])?/[a-zA-Z](?:[-a-zA-Z0-9_]*[a-zA-Z0-9])?"
+    r"=[a-zA-Z0-9](?:[-a-zA-Z0-9_.:]*[a-zA-Z0-9])?"
+)
 QUANTITY: Final = re.compile(
     r"(?P<sign>[+-]?)(?P<number>[0-9]+(\.[0-9]*)?|\.[0-9]+)(?P<suffix>[KMGTPE]i|[numkMGTPE]?|[eE][+-]?[0-9]{1,3})"
 )
@@ -185,7 +186,7 @@ class ContainerEdits:
         for mount in self.mounts:
             _typed("an entry of mounts", mount, Mount, "Mount(host, container)")
         for name in self.cdi:
-            if not isinstance(name, str) or not _CDI_NAME.fullmatch(name):
+            if not isinstance(name, str) or not re.fullmatch(CDI_NAME, name):
                 raise TypeError(f"cdi must be made of strings such as 'vendor.com/class=name', not {name!r}")
         _strings("env", self.env)
         if wrong := [name for name in self.env if not name or "=" in name]:

@@ -1,7 +1,8 @@
-"""Files that several processes use: which file a path leads to, and locks."""
+"""Files that several processes use: which file a path leads to, files put into place, and locks."""
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import os
 from pathlib import Path
@@ -36,6 +37,29 @@ def inode_of(path: str | Path) -> tuple[int, int] | None:
     """Return device and inode of what is there, whatever its contents; None if none can be seen."""
     found = file_identity(path)
     return found and found[:2]
+
+
+def put(path: str, data: bytes, draft: str, mode: int) -> None:
+    """Put a file into place, whole or not at all; it is not synced. What a crash left at `draft` is removed.
+
+    draft: a path of the same directory that no other writer uses. Raises OSError, and leaves no draft.
+    """
+    try:
+        with contextlib.suppress(FileNotFoundError):
+            os.remove(draft)
+        _draft(draft, data, mode)
+        os.rename(draft, path)
+    except OSError:
+        with contextlib.suppress(OSError):
+            os.remove(draft)
+        raise
+
+
+def _draft(path: str, data: bytes, mode: int) -> None:
+    # O_EXCL: nothing that is there already is opened, a symbolic link neither.
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+    with open(os.open(path, flags, mode), "wb") as file:
+        file.write(data)
 
 
 def locked(path: str | Path, *, wait: bool = False) -> int:

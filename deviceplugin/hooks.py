@@ -12,9 +12,15 @@ import asyncio
 import inspect
 import logging
 import threading
+import time
 import traceback
+from collections import Counter, defaultdict
 from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Final, TypeVar, overload
+
+from deviceplugin.source import DeviceSource
 
 _LOG: Final = logging.getLogger(__name__)
 _T = TypeVar("_T")
@@ -70,6 +76,27 @@ async def call(what: str, hook: Callable[..., Any], *args: object, timeout: floa
             result.close()
             raise HookError(f"{what} returned a coroutine: {NOT_AWAITED}")
     return result
+
+
+@dataclass(slots=True)
+class HookStatistics:
+    """The calls of sources' hooks so far, by resource and hook; they only grow. seconds: failures included."""
+
+    calls: Counter[tuple[str, str]] = field(default_factory=Counter)
+    failures: Counter[tuple[str, str]] = field(default_factory=Counter)
+    seconds: dict[tuple[str, str], float] = field(default_factory=partial(defaultdict, float))
+
+    async def call(self, name: str, source: DeviceSource, hook: Callable[..., _T | Awaitable[_T]], *args: object) -> _T:
+        """Call a hook within its source's time. Raises HookError as the function `call` does."""
+        key, began = (source.resource, name), time.perf_counter()
+        self.calls[key] += 1
+        try:
+            return await call(f"{name} of {source.resource}", hook, *args, timeout=source.hook_timeout)
+        except HookError:
+            self.failures[key] += 1
+            raise
+        finally:
+            self.seconds[key] += time.perf_counter() - began
 
 
 async def _finish(what: str, future: asyncio.Future[Any], rest: float, timeout: float) -> Any:

@@ -42,15 +42,21 @@ class Snapshot:
         return self.version > 0
 
 
+def by_id(listed: Iterable[Device], what: str) -> dict[str, Device]:
+    """Return the devices by id. what: whose they are. Raises DuplicateDeviceError."""
+    devices: dict[str, Device] = {}
+    for device in listed:
+        if device.id in devices:
+            raise DuplicateDeviceError(f"{what}: device id {device.id!r} is listed twice")
+        devices[device.id] = device
+    return devices
+
+
 def merged(
     before: Snapshot, listed: Iterable[Device], identities: Mapping[str, frozenset[str]] = _NO_IDENTITIES
 ) -> Snapshot:
     """Return the snapshot after a source has listed these; `before` if it is the same. Raises DuplicateDeviceError."""
-    devices: dict[str, Device] = {}
-    for device in listed:
-        if device.id in devices:
-            raise DuplicateDeviceError(f"{before.resource}: device id {device.id!r} is listed twice")
-        devices[device.id] = device
+    devices = by_id(listed, before.resource)
     gone = frozenset(before.devices.keys() - devices.keys())
     for name, device in before.devices.items():
         if name in gone:

@@ -9,11 +9,12 @@ from __future__ import annotations
 import functools
 import types
 from collections.abc import AsyncIterator, Awaitable, Iterator, Mapping, Sequence
-from typing import Any, ClassVar, Final
+from typing import Any, ClassVar, Final, Literal
 
 from deviceplugin import naming
 from deviceplugin.device import ContainerEdits, Device
 
+Policy = Literal["links", "packed", "distributed", "none"]
 Measured = Mapping[str, Mapping[str, float | Mapping[str, float] | None]]
 """Device id -> quantity -> number, or numbers by part ("xid_errors_total": {"79": 1})."""
 

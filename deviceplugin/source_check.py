@@ -7,18 +7,18 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Collection, Iterable, Mapping
-from typing import Any, Final
+from typing import Any, Final, get_args
 
 from deviceplugin import exclusion, hooks
 from deviceplugin.device import Device
-from deviceplugin.source import DeviceSource, check_names
+from deviceplugin.inventory import by_id
+from deviceplugin.source import DeviceSource, Policy, check_names
 
-POLICIES: Final = ("links", "packed", "distributed", "none")
 _SETTINGS: Final[Mapping[str, tuple[Callable[[Any], object], str]]] = {
     "resource": (lambda value: isinstance(value, str), "a string"),
     "driver": (lambda value: value is None or isinstance(value, str), "a string"),
     "replicas": (lambda value: type(value) is int and value >= 1, "a number of at least 1"),
-    "policy": (lambda value: value in POLICIES, f"one of {', '.join(POLICIES)}"),
+    "policy": (lambda value: value in get_args(Policy), f"one of {', '.join(get_args(Policy))}"),
     "hook_timeout": (lambda value: type(value) in (int, float) and value > 0, "a number of seconds above 0"),
 }
 
@@ -29,6 +29,15 @@ def check_sources(sources: Collection[object]) -> None:
         raise TypeError("there is no source to serve: name at least one")
     for source in sources:
         check_source(source)
+
+
+def mistaken_names(sources: Collection[DeviceSource]) -> str:
+    """Return what hinders that each of these has a resource of its own; "" if nothing does."""
+    names = [source.resource for source in sources]
+    if twice := sorted({name for name in names if name and names.count(name) > 1}):
+        return f"two sources for one resource: {', '.join(twice)}"
+    unnamed = [type(source).__name__ for source in sources if not source.resource]
+    return f"{unnamed[0]} has no resource name; set `resource` to vendor-domain/name" if unnamed else ""
 
 
 def check_source(source: object) -> None:
@@ -109,13 +118,9 @@ def checked_list(source: DeviceSource, lists: object, listed: object) -> tuple[D
     if not isinstance(listed, Iterable) or isinstance(listed, str | bytes | Mapping):
         raise TypeError(f"{_place(source, lists)} must yield lists of Device, not {_instead(listed)}")
     devices = tuple(listed)
-    ids: set[str] = set()
     for device in devices:
         if not isinstance(device, Device):
             raise TypeError(f"{_place(source, lists)} must yield lists of Device, not of {_instead(device)}")
-        if device.id in ids:
-            raise ValueError(f"{_place(source, lists)}: device id {device.id!r} is listed twice")
-        ids.add(device.id)
         if device.consumes or device.counters:
             exclusion.thing_of(device, frozenset(), "")  # all that others are compared by
         if source.replicas != 1:
@@ -123,6 +128,7 @@ def checked_list(source: DeviceSource, lists: object, listed: object) -> tuple[D
             if type(number) is not int or not 1 <= number <= source.replicas:
                 what = f"{type(source).__name__}.replicas_of must return 1 to {source.replicas} (`replicas`)"
                 raise ValueError(f"{what}, not {number!r} for device {device.id!r}")
+    by_id(devices, _place(source, lists))
     _check_links(source)
     return devices
 
@@ -146,12 +152,8 @@ def checked_children(parent: DeviceSource, children: object) -> list[DeviceSourc
     found = [*children]
     for child in found:
         check_source(child)
-    names = [child.resource for child in found]
-    for child in found:
-        if not child.resource:
-            raise TypeError(f"{what}: {type(child).__name__} has no resource name; set `resource`")
-        if names.count(child.resource) > 1:
-            raise TypeError(f"{what}: two sources for one resource: {child.resource}")
+    if mistake := mistaken_names(found):
+        raise TypeError(f"{what}: {mistake}")
     return found
 
 

@@ -180,6 +180,7 @@ def test_winner_wins_and_nothing_is_lost(edits: list[ContainerEdits], winner: Co
         ),
         (ContainerEdits, {"cdi": [1]}, "cdi must be made of strings such as"),
         (ContainerEdits, {"cdi": ["nonsense"]}, "cdi must be .* such as 'vendor.com/class=name', not 'nonsense'"),
+        (ContainerEdits, {"cdi": ["v.com/c=d-"]}, "cdi must be .* such as 'vendor.com/class=name', not 'v.com/c=d-'"),
         (ContainerEdits, {"cdi": None}, "cdi must be a sequence of names such as .*, not None"),
         (ContainerEdits, {"mounts": None}, "mounts must be a sequence of .*, not None"),
         (ContainerEdits, {"mounts": Mount("/a", "/b")}, "mounts must be a sequence of .*, not Mount"),

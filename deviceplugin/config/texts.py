@@ -11,7 +11,7 @@ from typing import Final
 
 from msgspec import Meta
 
-from deviceplugin import naming
+from deviceplugin import device, naming
 from deviceplugin.naming import NAME, SUBDOMAIN
 
 MAX_TEXT: Final = 131_071
@@ -136,8 +136,7 @@ ANNOTATION_NAME = _text(
     "An annotation's name, with or without a domain.",
 )
 CDI_NAME = _text(
-    r"[a-zA-Z0-9](?:[-a-zA-Z0-9_.]*[a-zA-Z0-9])?/[a-zA-Z](?:[-a-zA-Z0-9_]*[a-zA-Z0-9])?"
-    r"=[a-zA-Z0-9](?:[-a-zA-Z0-9_.:]*[a-zA-Z0-9])?",
+    device.CDI_NAME,
     "{!r} is not a CDI device's full name; write vendor/class=name, such as example.com/nic=nic0",
     "A CDI device's full name, vendor/class=name; its spec must be on the node.",
     examples=["example.com/nic=nic0"],

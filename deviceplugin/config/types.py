@@ -14,6 +14,7 @@ from msgspec import Meta, Struct
 
 from deviceplugin.config import texts
 from deviceplugin.device import AttributeValue, Version
+from deviceplugin.source import Policy
 
 AbsolutePath = Annotated[str, texts.ABSOLUTE_PATH]
 AttributeName = Annotated[str, texts.ATTRIBUTE_NAME]
@@ -266,7 +267,7 @@ class ResourceConfig(_Strict, frozen=True, kw_only=True, eq=False):
         True
     )
     prefer: Annotated[
-        Literal["links", "packed", "distributed", "none"],
+        Policy,
         _about(
             "Which devices a pod gets that wants several. links: closely linked ones, replicas of "
             "different devices. packed: replicas of few devices. distributed: replicas of the devices that are used "

@@ -38,6 +38,7 @@ CHANNEL_OPTIONS: Final = (
     ("grpc.max_receive_message_length", 64 * 1024 * 1024),
     ("grpc.use_local_subchannel_pool", 1),
 )
+SERVER_OPTIONS: Final = (("grpc.so_reuseport", 0), ("grpc.max_send_message_length", -1))
 
 
 def unix_address(path: str | Path) -> str:

@@ -30,10 +30,10 @@ from typing import TYPE_CHECKING, Final
 import grpc.aio
 
 from deviceplugin import filewatch
-from deviceplugin.addresses import is_abandoned, socket_path
+from deviceplugin.addresses import remove_abandoned, socket_path
 from deviceplugin.backoff import Backoff
 from deviceplugin.files import FileIdentity, file_identity, leads_to, locked
-from deviceplugin.kubelet.podresources import CHANNEL_OPTIONS, unix_address
+from deviceplugin.kubelet.podresources import CHANNEL_OPTIONS, SERVER_OPTIONS, unix_address
 from deviceplugin.kubelet.servicer import Endpoint
 from deviceplugin.wire import deviceplugin_pb2 as pb
 from deviceplugin.wire.deviceplugin_pb2_grpc import RegistrationStub, add_DevicePluginServicer_to_server
@@ -217,7 +217,7 @@ class SocketServer:
         self.retire()
         self._remove_stale_sockets()
         path = self._directory / socket_name(self._endpoint.resource, str(self._directory), secrets.token_hex(4))
-        server = grpc.aio.server(options=(("grpc.so_reuseport", 0), ("grpc.max_send_message_length", -1)))
+        server = grpc.aio.server(options=SERVER_OPTIONS)
         add_DevicePluginServicer_to_server(self._endpoint, server)
         try:
             server.add_insecure_port(unix_address(path))
@@ -231,10 +231,7 @@ class SocketServer:
         """Remove sockets of killed instances: this process has the lock, and nobody answers there."""
         tail = "x" * 8 + ".sock"
         prefix = socket_name(self._endpoint.resource, str(self._directory), "x" * 8).removesuffix(tail)
-        for path in self._directory.glob(f"{prefix}{'[0-9a-f]' * 8}.sock"):
-            if is_abandoned(path):
-                with contextlib.suppress(OSError):
-                    path.unlink()
+        remove_abandoned(self._directory.glob(f"{prefix}{'[0-9a-f]' * 8}.sock"))
 
     def retire(self) -> None:
         """Stop the server; calls in flight may end."""

@@ -9,13 +9,14 @@ from collections import Counter, defaultdict
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Final, TypeVar
+from typing import Final
 
 import grpc.aio
 
 from deviceplugin import hooks
 from deviceplugin.device import MAX_ID, NO_EDITS, ContainerEdits, Device, EditConflictError, printable
 from deviceplugin.durations import Durations
+from deviceplugin.hooks import HookStatistics
 from deviceplugin.inventory import Inventory
 from deviceplugin.kubelet import preference
 from deviceplugin.kubelet.allocation_gate import AllocationGate, AllowAll, Refusal
@@ -29,7 +30,6 @@ from deviceplugin.wire import deviceplugin_pb2 as pb
 from deviceplugin.wire.deviceplugin_pb2_grpc import DevicePluginServicer
 
 _LOG: Final = logging.getLogger(__name__)
-_T = TypeVar("_T")
 
 _INVALID: Final = grpc.StatusCode.INVALID_ARGUMENT
 _INTERNAL: Final = grpc.StatusCode.INTERNAL
@@ -47,9 +47,7 @@ class ServicerStatistics:
     lists_sent: int = 0
     preferences: int = 0
     preference_seconds: float = 0.0
-    hook_calls: dict[str, int] = field(default_factory=partial(defaultdict, int))
-    hook_failures: dict[str, int] = field(default_factory=partial(defaultdict, int))
-    hook_seconds: dict[str, float] = field(default_factory=partial(defaultdict, float))
+    hooks: HookStatistics = field(default_factory=HookStatistics)
 
 
 def container_response(edits: ContainerEdits) -> pb.ContainerAllocateResponse:
@@ -203,7 +201,7 @@ class Endpoint(DevicePluginServicer):
             if devices:
                 with self._calls.busy(0.0):
                     await self._guard.verify_granted((self.resource, device.id) for device in devices)
-                    await self._hook("reset", self.source.reset, devices)
+                    await self.statistics.hooks.call("reset", self.source, self.source.reset, devices)
         except (ConflictError, hooks.HookError) as error:
             self._log_failed_start(request.devices_ids, error)
             conflict = isinstance(error, ConflictError)
@@ -276,7 +274,7 @@ class Endpoint(DevicePluginServicer):
         extra: object = NO_EDITS
         try:
             if "edits" in self.source.hooks:
-                extra = await self._hook("edits", self.source.edits, devices)
+                extra = await self.statistics.hooks.call("edits", self.source, self.source.edits, devices)
         except hooks.HookTimeoutError as error:
             raise Refusal(grpc.StatusCode.DEADLINE_EXCEEDED, "timeout", str(error)) from error
         except hooks.HookError as error:
@@ -315,7 +313,8 @@ class Endpoint(DevicePluginServicer):
             return [known[name] for name in dict.fromkeys(map(self.ids.offered_as, names)) if name in known]
 
         try:
-            preferred = await self._hook("prefer", self.source.prefer, devices(available), devices(must_include), size)
+            asked = devices(available), devices(must_include), size
+            preferred = await self.statistics.hooks.call("prefer", self.source, self.source.prefer, *asked)
         except hooks.HookError as error:
             _LOG.warning("%s; choosing without it", error, extra={"resource": self.resource})
             return None
@@ -330,14 +329,3 @@ class Endpoint(DevicePluginServicer):
             _LOG.warning(text, self.resource, ids, size, available, extra={"resource": self.resource})
             return None
         return chosen
-
-    async def _hook(self, name: str, hook: Callable[..., _T | Awaitable[_T]], *args: object) -> _T:
-        statistics, began = self.statistics, time.perf_counter()
-        statistics.hook_calls[name] += 1
-        try:
-            return await hooks.call(f"{name} of {self.resource}", hook, *args, timeout=self.source.hook_timeout)
-        except hooks.HookError:
-            statistics.hook_failures[name] += 1
-            raise
-        finally:
-            statistics.hook_seconds[name] += time.perf_counter() - began

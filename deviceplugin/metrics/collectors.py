@@ -202,12 +202,14 @@ def _service(one: ResourceView, add: Callable[..., None]) -> None:
     for reason, count in sorted(dict(servicer.refusals).items()):
         add("allocation_refusals", (one.name, reason), count)
     add("preferred_allocation_duration_seconds", key, servicer.preferences, servicer.preference_seconds)
-    calls, seconds, failures = dict(servicer.hook_calls), dict(servicer.hook_seconds), dict(servicer.hook_failures)
+    made = servicer.hooks
+    calls, seconds, failures = dict(made.calls), dict(made.seconds), dict(made.failures)
     if (measured := one.measured) is not None:
-        calls["measure"], seconds["measure"], failures["measure"] = measured.calls, measured.seconds, measured.failures
+        hook = (one.name, "measure")
+        calls[hook], seconds[hook], failures[hook] = measured.calls, measured.seconds, measured.failures
     for hook in sorted(calls):
-        add("hook_duration_seconds", (one.name, hook), calls[hook], seconds.get(hook, 0.0))
-        add("hook_failures", (one.name, hook), failures.get(hook, 0))
+        add("hook_duration_seconds", hook, calls[hook], seconds.get(hook, 0.0))
+        add("hook_failures", hook, failures.get(hook, 0))
 
 
 def buckets(durations: Durations) -> tuple[list[tuple[str, float]], float]:

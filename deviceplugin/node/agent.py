@@ -19,7 +19,7 @@ from deviceplugin.node.options import Paths
 from deviceplugin.node.scanning import HolderScanner
 from deviceplugin.node.service import Service, ServiceContext, Supervisor
 from deviceplugin.source import DeviceSource
-from deviceplugin.source_check import check_sources
+from deviceplugin.source_check import check_sources, mistaken_names
 
 if TYPE_CHECKING:
     from deviceplugin.metrics.report import Provider
@@ -53,11 +53,8 @@ class Agent:
         orphaned: Callable[[], Mapping[Key, Tokens]] = dict,
     ) -> None:
         check_sources(sources)
-        names = [source.resource for source in sources]
-        if twice := sorted({name for name in names if names.count(name) > 1}):
-            raise AgentError(f"two sources for one resource: {', '.join(twice)}")
-        if unnamed := [type(source).__name__ for source in sources if not source.resource]:
-            raise AgentError(f"{unnamed[0]} has no resource name; set `resource` to vendor-domain/name")
+        if mistake := mistaken_names(sources):
+            raise AgentError(mistake)
         self.paths = paths or Paths()
         self.providers: list[Provider] = []
         services: dict[str, Service] = {}

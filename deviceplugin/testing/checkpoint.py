@@ -11,18 +11,31 @@ from __future__ import annotations
 
 import base64
 import json
-import os
-import tempfile
+import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
+from deviceplugin.files import put
+from deviceplugin.kubelet.checkpoint import FILE_NAME
+
 __all__ = ["FILE_NAME", "Checkpoint", "CorruptCheckpointError", "PodDevicesEntry"]
 
-FILE_NAME: Final = "kubelet_internal_checkpoint"
-
 _ESCAPES: Final = {"<": "\\u003c", ">": "\\u003e", "&": "\\u0026", "\u2028": "\\u2028", "\u2029": "\\u2029"}
+
+
+def go_json(document: Any) -> str:
+    """Return JSON as Go writes it."""
+    text = json.dumps(document, separators=(",", ":"), ensure_ascii=False)
+    for char, escape in _ESCAPES.items():
+        text = text.replace(char, escape)
+    return text
+
+
+def replace_file(path: Path, blob: bytes) -> None:
+    """Put a file in place in one step, through a hidden file beside it, as the kubelet does."""
+    put(str(path), blob, str(path.with_name(f".{secrets.token_hex(8)}")), 0o600)
 
 
 class CorruptCheckpointError(ValueError):
@@ -74,17 +87,8 @@ class Checkpoint:
                 for e in self.entries
             ]
         registered = None if self.registered is None else dict(sorted(self.registered.items()))
-        text = json.dumps(
-            {
-                "Data": {"PodDeviceEntries": entries, "RegisteredDevices": registered},
-                "Checksum": self.checksum,
-            },
-            separators=(",", ":"),
-            ensure_ascii=False,
-        )
-        for char, escape in _ESCAPES.items():
-            text = text.replace(char, escape)
-        return text.encode()
+        document = {"Data": {"PodDeviceEntries": entries, "RegisteredDevices": registered}, "Checksum": self.checksum}
+        return go_json(document).encode()
 
     @classmethod
     def from_json(cls, blob: bytes | str) -> Checkpoint:
@@ -108,14 +112,7 @@ class Checkpoint:
 
     def write(self, path: Path) -> None:
         """Put the file in place in one step, through a hidden file beside it, as the kubelet does."""
-        descriptor, name = tempfile.mkstemp(prefix=".", dir=path.parent)
-        try:
-            with os.fdopen(descriptor, "wb") as file:
-                file.write(self.to_json())
-            Path(name).replace(path)
-        except BaseException:
-            Path(name).unlink(missing_ok=True)
-            raise
+        replace_file(path, self.to_json())
 
     def _dump(self) -> str:
         entries = "<nil>"

@@ -9,21 +9,16 @@ state.go) and claiminfo.go, and a Go program that wrote the samples in the tests
 from __future__ import annotations
 
 import json
-import os
-import tempfile
 import zlib
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
-from deviceplugin.testing.checkpoint import CorruptCheckpointError
+from deviceplugin.kubelet.claim_state import FILE_NAME
+from deviceplugin.testing.checkpoint import CorruptCheckpointError, go_json, replace_file
 
 __all__ = ["FILE_NAME", "DevicesOfClaim", "PreparedDevice", "from_json", "read_or_create", "to_json", "write"]
-
-FILE_NAME: Final = "dra_manager_state"
-
-_ESCAPES: Final = {"<": "\\u003c", ">": "\\u003e", "&": "\\u0026", "\u2028": "\\u2028", "\u2029": "\\u2029"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,10 +47,10 @@ class DevicesOfClaim:
 def to_json(claims: Iterable[DevicesOfClaim] | None) -> bytes:
     """Return the contents of the file; None stands for Go's nil, which the kubelet's first start writes."""
     listed = None if claims is None else [_claim(claim) for claim in claims]
-    data = _dump(
+    data = go_json(
         {"kind": "DRACheckpoint", "apiVersion": "checkpoint.dra.kubelet.k8s.io/v1", "ClaimInfoStateList": listed}
     )
-    return _dump({"Data": data, "Checksum": zlib.crc32(data.encode())}).encode()
+    return go_json({"Data": data, "Checksum": zlib.crc32(data.encode())}).encode()
 
 
 def from_json(blob: bytes | str) -> list[DevicesOfClaim]:
@@ -86,13 +81,13 @@ def read_or_create(root: Path) -> list[DevicesOfClaim]:
     try:
         return from_json((root / FILE_NAME).read_bytes())
     except FileNotFoundError:
-        _replace(root / FILE_NAME, to_json(None))
+        replace_file(root / FILE_NAME, to_json(None))
         return []
 
 
 def write(root: Path, claims: Iterable[DevicesOfClaim]) -> None:
     """Replace the file in one step (claimInfoCache.syncToCheckpoint)."""
-    _replace(root / FILE_NAME, to_json(claims))
+    replace_file(root / FILE_NAME, to_json(claims))
 
 
 def _claim(claim: DevicesOfClaim) -> dict[str, Any]:
@@ -135,21 +130,3 @@ def _read(entry: dict[str, Any]) -> DevicesOfClaim:
     return DevicesOfClaim(
         entry["Namespace"], entry["ClaimName"], entry["ClaimUID"], drivers, set(entry["PodUIDs"] or ())
     )
-
-
-def _dump(document: Any) -> str:
-    text = json.dumps(document, separators=(",", ":"), ensure_ascii=False)
-    for char, escape in _ESCAPES.items():
-        text = text.replace(char, escape)
-    return text
-
-
-def _replace(path: Path, blob: bytes) -> None:
-    descriptor, name = tempfile.mkstemp(prefix=".", dir=path.parent)
-    try:
-        with os.fdopen(descriptor, "wb") as file:
-            file.write(blob)
-        Path(name).replace(path)
-    except BaseException:
-        Path(name).unlink(missing_ok=True)
-        raise

@@ -23,10 +23,9 @@ import asyncio
 import dataclasses
 import logging
 import time
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any, Final, NamedTuple, TypeVar
 
 import msgspec
@@ -34,6 +33,7 @@ import msgspec
 from deviceplugin import cdi, hooks
 from deviceplugin.device import ContainerEdits, EditConflictError, counted
 from deviceplugin.durations import Durations
+from deviceplugin.hooks import HookStatistics
 from deviceplugin.kubelet.claim_state import ClaimStateError
 from deviceplugin.kubelet.exclusion_guard import ConflictError, ExclusionGuard
 from deviceplugin.source import DeviceSource
@@ -49,7 +49,6 @@ from dra_bridge.ledger.rules import Refused
 
 _LOG: Final = logging.getLogger(__name__)
 _T = TypeVar("_T")
-_Hook = Callable[..., _T | Awaitable[_T]]
 
 _MAX_MESSAGE: Final = 1000
 _OVERTAKEN: Final = "overtaken by Unprepare"
@@ -84,27 +83,18 @@ class CallStatistics:
     durations: Durations = field(default_factory=Durations)
 
 
-class HookKey(NamedTuple):
-    """A hook of a resource's source."""
-
-    resource: str
-    hook: str
-
-
 @dataclass(slots=True)
 class ClaimStatistics:
     """What a driver has done so far. All but `in_flight` only grows. Durations in seconds.
 
-    prepared_again: claims that were prepared already. claim_reads: of claims from the API server. hook_*: of the
-    sources' hooks, called for claims.
+    prepared_again: claims that were prepared already. claim_reads: of claims from the API server. hooks: called
+    for claims.
     """
 
     prepare: CallStatistics = field(default_factory=CallStatistics)
     unprepare: CallStatistics = field(default_factory=CallStatistics)
     prepared_again: int = 0
-    hook_calls: Counter[HookKey] = field(default_factory=Counter)
-    hook_failures: Counter[HookKey] = field(default_factory=Counter)
-    hook_seconds: dict[HookKey, float] = field(default_factory=partial(defaultdict, float))
+    hooks: HookStatistics = field(default_factory=HookStatistics)
     claim_reads: int = 0
     claim_read_seconds: float = 0.0
     in_flight: int = 0
@@ -174,12 +164,12 @@ class ClaimDevices:
             others = [claim.held for claim in claims if (claim.driver, claim.uid) != (self.records.driver, uid)]
             shared = frozenset().union(*others)
             if idle := [device for device in devices if (source.resource, device.id) not in shared]:
-                await self._call("reset", source, source.reset, idle)
+                await self.statistics.hooks.call("reset", source, source.reset, idle)
         extra = ContainerEdits()
         if "edits" in source.hooks:
-            extra = _edits_of(source, "edits", await self._call("edits", source, source.edits, devices))
+            extra = _edits_of(source, "edits", await self.statistics.hooks.call("edits", source, source.edits, devices))
         if "prepare" in source.hooks:
-            made = await self._call("prepare", source, source.prepare, devices, group.config)
+            made = await self.statistics.hooks.call("prepare", source, source.prepare, devices, group.config)
             if made is not None:
                 extra = ContainerEdits.merge((extra,), winner=_edits_of(source, "prepare", made))
         try:
@@ -191,7 +181,7 @@ class ClaimDevices:
         """Undo what `prepare` hooks did for a claim; raises HookError if a hook failed."""
         for served, devices in self.served.of_claim(claim):
             if "unprepare" in served.source.hooks:
-                await self._call("unprepare", served.source, served.source.unprepare, devices)
+                await self.statistics.hooks.call("unprepare", served.source, served.source.unprepare, devices)
 
     def released(self, claim: Claim) -> None:
         """Have `released` called for devices of an ended claim that nobody holds any more."""
@@ -207,19 +197,8 @@ class ClaimDevices:
                 if not now.claims_on(source.resource, (device.id,)) and (source.resource, device.id) not in used
             ]
             if idle:
-                work = self._call("released", source, source.released, idle)
+                work = self.statistics.hooks.call("released", source, source.released, idle)
                 self.guard.releases.run([(source.resource, device.id) for device in idle], work)
-
-    async def _call(self, name: str, source: DeviceSource, hook: _Hook[_T], *args: object) -> _T:
-        statistics, key, began = self.statistics, HookKey(source.resource, name), time.perf_counter()
-        statistics.hook_calls[key] += 1
-        try:
-            return await hooks.call(f"{name} of {source.resource}", hook, *args, timeout=source.hook_timeout)
-        except hooks.HookError:
-            statistics.hook_failures[key] += 1
-            raise
-        finally:
-            statistics.hook_seconds[key] += time.perf_counter() - began
 
 
 @dataclass(frozen=True, slots=True)

@@ -33,7 +33,7 @@ import grpc.aio
 from deviceplugin import addresses, filewatch
 from deviceplugin.backoff import Backoff
 from deviceplugin.files import FileIdentity, file_identity
-from deviceplugin.kubelet.podresources import unix_address
+from deviceplugin.kubelet.podresources import SERVER_OPTIONS, unix_address
 from dra_bridge.driver.claims import ClaimError, ClaimRef
 from dra_bridge.driver.driver import Driver
 from dra_bridge.driver.tasks import Tasks
@@ -55,7 +55,6 @@ SERVICES: Final = ("v1.DRAPlugin", "v1beta1.DRAPlugin", "v1.DRAResourceHealth", 
 """What the kubelet chooses from, once for claims and once for health."""
 
 _MAX_MESSAGE: Final = 1000
-_SERVER_OPTIONS: Final = (("grpc.so_reuseport", 0), ("grpc.max_send_message_length", -1))
 
 
 @dataclass(frozen=True, slots=True)
@@ -296,7 +295,7 @@ class Registrar:
         self.directory.mkdir(parents=True, exist_ok=True, mode=0o750)
         self._sweep()
         self._health = HealthService(self.driver, self._timing.keep_alive)
-        service, registration = (grpc.aio.server(options=_SERVER_OPTIONS) for _ in range(2))
+        service, registration = (grpc.aio.server(options=SERVER_OPTIONS) for _ in range(2))
         add_to_server(self.driver, self._health, service)
         endpoint = self.directory / f"dra-{instance}.sock"
         await self._bind(service, endpoint)
@@ -338,10 +337,7 @@ class Registrar:
         tail, instance = "-12345678-reg.sock", "[0-9a-f]" * 8
         prefix = addresses.socket_path(self._registry, self.driver.name, tail).name.removesuffix(tail)
         registrations = self._registry.glob(f"{prefix}-{instance}-reg.sock")
-        for path in (*registrations, *self.directory.glob(f"dra-{instance}.sock")):
-            if addresses.is_abandoned(path):
-                with contextlib.suppress(OSError):
-                    path.unlink()
+        addresses.remove_abandoned((*registrations, *self.directory.glob(f"dra-{instance}.sock")))
 
     def _retire(self) -> None:
         """Let the servers go, the registration first; calls in flight may end."""

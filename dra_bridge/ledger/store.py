@@ -29,7 +29,7 @@ from typing import Any, Final, TypeVar
 
 import msgspec
 
-from deviceplugin.files import inode_of, locked
+from deviceplugin.files import inode_of, locked, put
 from deviceplugin.identity import boot_id
 from dra_bridge.ledger import records
 from dra_bridge.ledger.records import Change, Decision, LedgerError, LedgerLostError, Operation, Snapshot
@@ -137,10 +137,6 @@ _DAMAGE: Final = frozenset(
 def connected(path: str) -> sqlite3.Connection:
     """Open a database whose transactions begin only where BEGIN is executed."""
     return sqlite3.connect(path, timeout=1.0, isolation_level=None, check_same_thread=False, cached_statements=32)
-
-
-def _private(path: str, flags: int) -> int:
-    return os.open(path, flags, 0o600)
 
 
 class Ledger:
@@ -295,9 +291,7 @@ class Ledger:
         data = msgspec.json.encode(_Copy(boot_id(), tuple(self.snapshot.allocations.values())))
         try:
             os.makedirs(os.path.dirname(self._copy), exist_ok=True)
-            with open(f"{self._copy}.new", "wb", opener=_private) as file:
-                file.write(data)
-            os.replace(f"{self._copy}.new", self._copy)
+            put(self._copy, data, f"{self._copy}.new", 0o600)
         except OSError as error:
             _LOG.warning("cannot copy the allocations of the ledger %s: %s", self.path, error)
 

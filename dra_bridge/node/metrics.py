@@ -103,9 +103,9 @@ def _hooks(drivers: Sequence[DriverRuntime]) -> Iterator[Metric]:
     reads = SummaryMetricFamily("deviceplugin_dra_claim_read_duration_seconds", about, labels=("driver",))
     for one in drivers:
         statistics = one.driver.statistics
-        for key, calls in sorted(statistics.hook_calls.copy().items()):
-            duration.add_metric((one.name, *key), calls, statistics.hook_seconds.get(key, 0.0))
-            failed.add_metric((one.name, *key), statistics.hook_failures[key])
+        for key, calls in sorted(statistics.hooks.calls.copy().items()):
+            duration.add_metric((one.name, *key), calls, statistics.hooks.seconds.get(key, 0.0))
+            failed.add_metric((one.name, *key), statistics.hooks.failures[key])
         reads.add_metric((one.name,), statistics.claim_reads, statistics.claim_read_seconds)
     yield from (duration, failed, reads)
 

@@ -117,6 +117,22 @@ class Deployed(Bridge):
         self.cluster.wait_for(lambda: not self.pods(), PATIENCE, "the agent's pod is gone")
         self.cluster.wait_for(lambda: not self.cluster.allocatable(RESOURCE), 60, "nothing is allocatable")
 
+    def holders(self) -> dict[str, str]:
+        """Return the holders by device, of those that have one."""
+        return {name: holder for name, (_, _, holder) in self.sides().items() if holder}
+
+    def both_doors(self) -> tuple[Pod, Pod, dict[str, str]]:
+        """Have a pod get a device by its limits, and another one by the claim "mine"; return them, and the holders."""
+        self.cluster.wait_allocatable(RESOURCE, 2)
+        self.wait_offered(2)
+        plain = self.cluster.start_pod("plain", {RESOURCE: 1}).wait_running()
+        self.claim("mine")
+        user = self.pod("user", {"board": "mine"}).wait_running()
+        held = {held_by(plain): "pod default/plain", held_by(user): "claim default/mine"}
+        assert len(held) == 2
+        self.cluster.wait_for(lambda: self.holders() == held, 60, f"the holders are {held}")
+        return plain, user, held
+
     def run_cli(self, *argv: str) -> str:
         """Run a command line of `dra-bridge` as an administrator; return what it said."""
         command = [sys.executable, "-m", "dra_bridge", *argv, "--kubeconfig", str(self.cluster.kubeconfig)]
@@ -205,19 +221,9 @@ def measured(pod: Pod, name: str, /, **labels: str) -> list[float]:
 
 def test_both_doors_of_a_pod(deployed: Deployed) -> None:
     """Pods get a device by limits and by a claim from the agent's pod, which needs no other right than it has."""
-    cluster, agent = deployed.cluster, deployed.agent()
-    cluster.wait_allocatable(RESOURCE, 2)
-    deployed.wait_offered(2)
-    plain = cluster.start_pod("plain", {RESOURCE: 1}).wait_running()
-    deployed.claim("mine")
-    user = deployed.pod("user", {"board": "mine"}).wait_running()
+    agent = deployed.agent()
+    _, user, _ = deployed.both_doors()
     assert held_by(user) in deployed.allocated("mine")
-    held = {held_by(plain): "pod default/plain", held_by(user): "claim default/mine"}
-
-    def holders() -> dict[str, str]:
-        return {name: holder for name, (_, _, holder) in deployed.sides().items() if holder}
-
-    cluster.wait_for(lambda: holders() == held, 60, f"the holders are {held}")
     assert "devices" not in deployed.get_claim("mine")["status"], "written only with --claim-status"
     assert agent.restarts() == 0
     for line in agent.logs().splitlines():

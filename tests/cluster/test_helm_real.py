@@ -105,22 +105,11 @@ def read_again(released: Released, agent: Pod, what: str) -> None:
 def test_life_of_a_release(released: Released) -> None:
     """Holders on each side keep their devices through upgrade, rollback, removal and another installation."""
     cluster, agent = released.cluster, released.agent()
-    cluster.wait_allocatable(RESOURCE, 2)
-    released.wait_offered(2)
-    plain = cluster.start_pod("plain", {RESOURCE: 1}).wait_running()
-    released.claim("mine")
-    user = released.pod("user", {"board": "mine"}).wait_running()
-    held = {held_by(plain): "pod default/plain", held_by(user): "claim default/mine"}
-    assert len(held) == 2
+    plain, user, held = released.both_doors()
     containers = [pod.container_id() for pod in (plain, user)]
 
-    def holders() -> dict[str, str]:
-        return {name: holder for name, (_, _, holder) in released.sides().items() if holder}
-
     def as_before() -> bool:
-        return holders() == held
-
-    cluster.wait_for(as_before, 60, f"the holders are {held}")
+        return released.holders() == held
 
     # An upgrade changes the ConfigMap, which the agent takes as it runs; so does a rollback.
     released.share(1)
@@ -158,7 +147,7 @@ def test_life_of_a_release(released: Released) -> None:
     for pod in (plain, user, hungry):
         pod.delete()
         pod.wait_gone()
-    cluster.wait_for(lambda: not holders(), 60, "all devices are free")
+    cluster.wait_for(lambda: not released.holders(), 60, "all devices are free")
 
 
 def test_groups_by_label(released: Released) -> None:

@@ -454,8 +454,8 @@ async def test_failing_edits_cost_their_own_call(serve: Serve) -> None:
     finally:
         source.over.set()
     statistics = served.endpoint.statistics
-    assert statistics.hook_calls == {"edits": 5}
-    assert statistics.hook_failures == {"edits": 2}
+    assert statistics.hooks.calls == {(R, "edits"): 5}
+    assert statistics.hooks.failures == {(R, "edits"): 2}
     assert statistics.refusals == {"edits": 3, "timeout": 1}
     assert served.granted == ["good"]
 
@@ -769,7 +769,7 @@ async def test_reset_without_a_device_is_not_called(serve: Serve) -> None:
     served = await serve(Resetting(), "a")
     await served.stub.PreStartContainer(pb.PreStartContainerRequest(devices_ids=["a", "lost"]))
     await served.stub.PreStartContainer(pb.PreStartContainerRequest(devices_ids=["lost"]))
-    assert served.endpoint.statistics.hook_calls == {"reset": 1}
+    assert served.endpoint.statistics.hooks.calls == {(R, "reset"): 1}
 
 
 async def test_settled_when_no_call_is_in_flight(serve: Serve) -> None:

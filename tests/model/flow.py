@@ -358,13 +358,13 @@ async def aftermath(directory: Path, outside: Outside, source: DeviceSource) -> 
 
 def watched(step: Step, directory: str) -> Iterator[None]:
     """Have changes of CDI files be steps, too; a generator for contextlib."""
-    from deviceplugin import cdi
+    from deviceplugin import files
 
-    draft, rename, remove = cdi.Store._draft, os.rename, os.remove
+    draft, rename, remove = files._draft, os.rename, os.remove
 
-    def drafted(path: str, data: bytes) -> None:
+    def drafted(path: str, data: bytes, mode: int) -> None:
         step("draft")
-        draft(path, data[: len(data) // 2])
+        draft(path, data[: len(data) // 2], mode)
         step("half a draft")
         Path(path).write_bytes(data)
         step("drafted")
@@ -385,12 +385,12 @@ def watched(step: Step, directory: str) -> Iterator[None]:
         if ours:
             step("removed")
 
-    cdi.Store._draft = staticmethod(drafted)  # type: ignore[method-assign]
+    files._draft = drafted
     os.rename, os.remove = renamed, removed  # type: ignore[assignment]
     try:
         yield
     finally:
-        cdi.Store._draft = staticmethod(draft)  # type: ignore[method-assign]
+        files._draft = draft
         os.rename, os.remove = rename, remove
 
 

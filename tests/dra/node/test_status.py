@@ -18,11 +18,12 @@ from prometheus_client.openmetrics.exposition import generate_latest as generate
 from prometheus_client.openmetrics.parser import text_string_to_metric_families as read_open
 
 from deviceplugin.durations import Durations
+from deviceplugin.hooks import HookStatistics
 from deviceplugin.kubelet.podresources import Holder
 from deviceplugin.metrics.collectors import AgentCollector
 from deviceplugin.metrics.report import DeviceLocation, PreparedClaim
 from dra_bridge.driver import ClaimStatistics, registrar
-from dra_bridge.driver.preparation import CallStatistics, HookKey
+from dra_bridge.driver.preparation import CallStatistics
 from dra_bridge.handover.moves import MoveStatistics
 from dra_bridge.handover.share import Share
 from dra_bridge.kube.connection import LOST, RequestStatistics
@@ -83,9 +84,11 @@ def bridge(**changes: Any) -> Any:
                 CallStatistics(5, Counter({"side": 2}), durations(0.04, 0.06, 0.6)),
                 CallStatistics(failures=Counter({"running": 1})),
                 prepared_again=1,
-                hook_calls=Counter({HookKey(RESOURCE, "prepare"): 4}),
-                hook_failures=Counter({HookKey(RESOURCE, "prepare"): 1}),
-                hook_seconds={HookKey(RESOURCE, "prepare"): 0.5},
+                hooks=HookStatistics(
+                    Counter({(RESOURCE, "prepare"): 4}),
+                    Counter({(RESOURCE, "prepare"): 1}),
+                    {(RESOURCE, "prepare"): 0.5},
+                ),
                 claim_reads=6,
                 claim_read_seconds=0.25,
                 in_flight=1,

@@ -1,0 +1,43 @@
+"""Putting a file into place."""
+
+import os
+import stat
+from pathlib import Path
+
+import pytest
+
+from deviceplugin import files
+
+
+@pytest.mark.parametrize("left", ["nothing", "a draft", "a link"])
+def test_put_replaces_what_is_there(tmp_path: Path, left: str) -> None:
+    """A draft that a crash left does not hinder, and a link in its place is not followed."""
+    path, draft, other = tmp_path / "file", tmp_path / "draft", tmp_path.parent / f"{tmp_path.name}-other"
+    other.write_bytes(b"precious")
+    path.write_bytes(b"former")
+    if left == "a draft":
+        draft.write_bytes(b"half of something longer")
+    if left == "a link":
+        draft.symlink_to(other)
+    files.put(str(path), b"new", str(draft), 0o600)
+    assert path.read_bytes() == b"new"
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    assert not path.is_symlink()
+    assert other.read_bytes() == b"precious"
+    assert os.listdir(tmp_path) == ["file"]
+
+
+def test_put_that_fails_leaves_the_former_file_and_no_draft(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As when the disk is full."""
+    path = tmp_path / "file"
+    path.write_bytes(b"former")
+
+    def full(descriptor: int, *_args: object) -> None:
+        os.close(descriptor)
+        raise OSError("no space left")
+
+    monkeypatch.setattr(files, "open", full, raising=False)
+    with pytest.raises(OSError, match="no space left"):
+        files.put(str(path), b"new", str(tmp_path / "draft"), 0o600)
+    assert path.read_bytes() == b"former"
+    assert os.listdir(tmp_path) == ["file"]
