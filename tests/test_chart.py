@@ -170,6 +170,9 @@ def test_config_as_yaml() -> None:
     assert found == wanted
 
 
+GROUP = {"some": {"nodeSelector": {"pool": "a"}}}
+
+
 def served(**resource: Any) -> Object:
     return {"resources": [{"name": "example.com/x", "devices": [{"path": "/dev/x"}], **resource}]}
 
@@ -377,6 +380,17 @@ def test_older_clusters() -> None:
         ({"config": ""}, "config.resources is empty"),
         ({"config": "resources: ["}, "config is no YAML"),
         ({"config": {"resources": []}}, "minItems"),
+        ({"config": "resources: 5"}, "config.resources is no list"),
+        ({"config": "resources: [x]"}, "config.resources[0].name is not like example.com/fpga"),
+        ({"config": "resources: [{name: fpga}]"}, "config.resources[0].name is not like example.com/fpga"),
+        (
+            {"config": 'resources: [{name: a.b/c, driver: \'d"] || true || "x" in ["d\'}]'},
+            "config.resources[0].driver is not",
+        ),
+        ({"config": served(), "kubeletRoot": "/"}, "/kubeletRoot"),
+        ({"config": served(), "kubeletRoot": "/x/../etc"}, "/kubeletRoot"),
+        ({"config": served(), "cdiDir": '/a b"c: d'}, "/cdiDir"),
+        ({"config": served(), "fullnameOverride": "x" * 60, "groups": GROUP}, "longer than 63 characters"),
         ({"config": served(devices=[{"pth": "/dev/x"}])}, "pth"),
         ({"config": served(permissions="q")}, "/config/resources/0/permissions"),
         ({"config": served(), "memorry": "1Gi"}, "memorry"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+import reprlib
 from dataclasses import dataclass
 from typing import Literal
 
@@ -41,4 +42,5 @@ def parse_share(text: str | int) -> Share:
         return Share(int(value))
     if re.fullmatch(r"100%|[1-9]?[0-9]%", value):
         return Share(part=int(value[:-1]) / 100)
-    raise ShareError(f"{value!r} is not a share; write none, all, a number of devices, or a percentage such as 50%")
+    shown = reprlib.repr(value)
+    raise ShareError(f"{shown} is not a share; write none, all, a number of devices, or a percentage such as 50%")

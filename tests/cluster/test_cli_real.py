@@ -319,6 +319,8 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "an annotation taken away": ({"metadata": {"annotations": {"there": None}}}, "only the annotations DRIVER/dra-sh"),
     "another driver's share": ({"metadata": {"annotations": {"a.b/dra-share": "1"}}}, "does not name each driver"),
     "a name of that kind": ({"metadata": {"annotations": {f"{DRIVER}/dra-share-x": "1"}}}, "only the annotations"),
+    "no share but text": ({"metadata": {"annotations": {SHARE: 17 * "1"}}}, "more than 16 characters"),
+    "more than a rollout writes": ({"metadata": {"annotations": {BEFORE: 4097 * "x"}}}, "more than 4096"),
     "one of two drivers": (
         {"metadata": {"annotations": {SHARE: "1", "other.example.com/dra-share": "1"}}},
         "does not name each driver",

@@ -443,6 +443,9 @@ async def test_rights(cluster: Cluster) -> None:
         assert "not in the configuration" in denied(
             lambda: api.request("POST", path, foreign("other.example.com", node), **dry)
         )
+        other_pool = foreign(at=node)
+        other_pool["spec"]["pool"]["name"] = "node2"
+        assert "may not write the pool node2" in denied(lambda: api.request("POST", path, other_pool, **dry))
         cluster.api.create(foreign())
         assert "node2" in denied(lambda: api.delete("resourceslice", "foreign-node2"))
         changed = {**cluster.get("resourceslice", "foreign-node2")}
@@ -477,7 +480,8 @@ async def test_rights(cluster: Cluster) -> None:
                 assert done["status"]["devices"][0]["conditions"][0]["type"] == "Ready"
                 theirs = {"status": {"devices": [{**device, "driver": "other.example.com"}]}}
                 nothing = {"status": {"allocation": None, "reservedFor": None}}
-                wrongs: tuple[Any, ...] = ({"status": {"reservedFor": []}}, nothing, theirs)
+                elsewhere = {"status": {"devices": [{**device, "pool": "node2"}]}}
+                wrongs: tuple[Any, ...] = ({"status": {"reservedFor": []}}, nothing, theirs, elsewhere)
                 for wrong in wrongs:
                     with pytest.raises((kube.ForbiddenError, kube.InvalidError)):
                         await connection.patch(kube.RESOURCE_CLAIMS, "c", wrong, "default", subresource="status")

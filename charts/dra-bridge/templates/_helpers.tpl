@@ -76,6 +76,19 @@ names. tests/test_chart.py compares the objects of both.
 {{- $nvidia := list -}}
 {{- $reasons := list -}}
 {{- $extended := and .root.Values.extendedResource (semverCompare ">=1.34-0" .root.Capabilities.KubeVersion.Version) -}}
+{{- if kindIs "string" $values.config -}}
+  {{- if not (kindIs "slice" $config.resources) -}}
+    {{- fail (printf "%s.resources is no list; `deviceplugin validate FILE` says what is wrong" $where) -}}
+  {{- end -}}
+  {{- range $number, $resource := $config.resources -}}
+    {{- if or (not (kindIs "map" $resource)) (not (regexMatch "^[a-z0-9.-]+/[A-Za-z0-9._-]+$" (toString $resource.name))) -}}
+      {{- fail (printf "%s.resources[%d].name is not like example.com/fpga; `deviceplugin validate FILE` says what is wrong" $where $number) -}}
+    {{- end -}}
+    {{- if and $resource.driver (not (regexMatch "^[a-z0-9]([a-z0-9.-]*[a-z0-9])?$" (toString $resource.driver))) -}}
+      {{- fail (printf "%s.resources[%d].driver is not like fpga.example.com; `deviceplugin validate FILE` says what is wrong" $where $number) -}}
+    {{- end -}}
+  {{- end -}}
+{{- end -}}
 {{- range $resource := $config.resources -}}
   {{- $served = append $served .name -}}
   {{- if and .driver $values.bridge -}}
@@ -192,6 +205,9 @@ names. tests/test_chart.py compares the objects of both.
 {{- $image := $values.image -}}
 {{- $release := include "dra-bridge.name" .root -}}
 {{- $name := .group | empty | ternary $release (printf "%s-%s" $release .group) -}}
+{{- if gt (len $name) 63 -}}
+  {{- fail (printf "the name %s is longer than 63 characters: use a shorter release name, fullnameOverride or group" $name) -}}
+{{- end -}}
 {{- $because := $reasons | empty | ternary dict (dict "dra-bridge/privileged-because" (join "; " $reasons)) -}}
 {{- dict
     "name" $name
@@ -270,7 +286,7 @@ names. tests/test_chart.py compares the objects of both.
 
 {{- /* A list as a policy's expression has it. */ -}}
 {{- define "dra-bridge.list" -}}
-{{- if . }}["{{ join "\", \"" . }}"]{{ else }}[]{{ end -}}
+{{- . | default list | toJson | replace "\",\"" "\", \"" -}}
 {{- end -}}
 
 {{- /* deviceplugin.naming.canonical_resource */ -}}
