@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import re
 from collections.abc import Iterable, Mapping
@@ -132,8 +133,7 @@ def manifests(config: Config, text: str, deployment: Deployment | None = None) -
         "update_strategy": {"type": "RollingUpdate", "rollingUpdate": {"maxUnavailable": 1}},
         "escalation": None if reasons else False,
     }
-    template = yaml.safe_load(resources.files(__package__).joinpath("manifests.yaml").read_bytes())
-    *first, device_class, config_map, daemon_set = template
+    *first, device_class, config_map, daemon_set = _template()
     classes = [_filled(device_class, {**values, **_class_values(how, one)}) for one in served]
     *first, daemon_set = _filled([*first, config_map, daemon_set], values)
     last = [first.pop(), daemon_set] if text else [daemon_set]
@@ -153,6 +153,13 @@ def to_yaml(objects: Iterable[Mapping[str, Any]]) -> str:
     return yaml.dump_all(
         objects, Dumper=_Dumper, sort_keys=False, default_flow_style=False, width=120, explicit_start=True
     )
+
+
+@functools.cache
+def _template() -> list[Object]:
+    """Read the template; the caller changes nothing in it."""
+    template: list[Object] = yaml.safe_load(resources.files(__package__).joinpath("manifests.yaml").read_bytes())
+    return template
 
 
 def _filled(part: Any, values: Mapping[str, Any]) -> Any:

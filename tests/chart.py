@@ -135,7 +135,7 @@ def _name(text: str) -> str:
 
 def templates() -> dict[Path, str]:
     """Return the text of each generated template by its path."""
-    objects = yaml.safe_load((ROOT / "dra_bridge" / "manifests.yaml").read_bytes())
+    objects = yaml.load((ROOT / "dra_bridge" / "manifests.yaml").read_bytes(), yaml.CSafeLoader)
     texts: dict[str, list[str]] = {}
     for one in objects:
         kind = one["kind"]

@@ -47,7 +47,7 @@ def rendered(values: Mapping[str, Any], *options: str, name: str = "dra-bridge")
     done = helm("template", name, str(chart.CHART), "--namespace=dra-bridge", *arguments, *options)
     assert done.returncode == 0, done.stderr
     assert "warning" not in done.stderr.lower()
-    return [one for one in yaml.safe_load_all(done.stdout) if one]
+    return [one for one in yaml.load_all(done.stdout, yaml.CSafeLoader) if one]
 
 
 def by_name(objects: Iterable[Object]) -> dict[tuple[str, str], Object]:
