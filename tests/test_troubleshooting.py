@@ -128,8 +128,12 @@ def test_messages_are_those_of_the_code(message: str) -> None:
 
 def texts_of_names(tree: ast.AST) -> dict[str, str]:
     """Return the texts that names stand for, of all scopes of a module."""
-    assigned = [one for one in ast.walk(tree) if isinstance(one, ast.Assign | ast.AnnAssign)]
-    targets = [(each, one.value) for one in assigned for each in getattr(one, "targets", None) or [one.target]]
+    targets: list[tuple[ast.expr, ast.expr | None]] = []
+    for one in ast.walk(tree):
+        if isinstance(one, ast.Assign):
+            targets += [(each, one.value) for each in one.targets]
+        elif isinstance(one, ast.AnnAssign):
+            targets.append((one.target, one.value))
     return {
         target.id: value.value
         for target, value in targets
