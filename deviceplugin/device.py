@@ -304,7 +304,7 @@ class Device:
 
     @property
     def container_edits(self) -> ContainerEdits:
-        """What this device alone puts into a container: its nodes and its edits."""
+        """What this device alone puts into a container, that is its nodes and its edits."""
         return replace(self.edits, nodes=(*self.nodes, *self.edits.nodes)) if self.nodes else self.edits
 
     def with_health(self, health: Health, message: str = "") -> Device:
