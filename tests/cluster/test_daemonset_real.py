@@ -360,6 +360,8 @@ def test_probes_and_metrics_of_a_pod(deployed: Deployed) -> None:
 def test_share_moves_from_a_pod(deployed: Deployed) -> None:
     """`dra-bridge migrate` moves all devices to claims and back; a pod that asks in its limits starts on each side."""
     cluster = deployed.cluster
+    if cluster.minor < 35:
+        pytest.skip("1.34 leaves extended resources to DRA only where the node does not name them at all")
     deployed.agent()
     deployed.migrate("all")
     cluster.wait_allocatable(RESOURCE, 0)
