@@ -56,11 +56,16 @@ def card(share: str | int = "none") -> dict[str, Any]:
     }
 
 
+def skip_before_unchanged_pods(cluster: Cluster) -> None:
+    """Skip a test whose pods with limits get devices through DRA, where they cannot."""
+    if cluster.minor < 35:
+        pytest.skip("1.34 leaves extended resources to DRA only where the node does not name them at all")
+
+
 @contextlib.contextmanager
 def serving_cards(cluster: Cluster, **options: Any) -> Iterator[Bridge]:
     """Run the agent with eight devices, all on the plugin's side. options: those of `Bridge.running`."""
-    if cluster.minor < 35:
-        pytest.skip("1.34 leaves extended resources to DRA only where the node does not name them at all")
+    skip_before_unchanged_pods(cluster)
     for directory in (DEVICES, NOTES):
         shutil.rmtree(directory, ignore_errors=True)
         directory.mkdir(parents=True)
