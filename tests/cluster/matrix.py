@@ -52,7 +52,7 @@ INTRODUCTION = """# Support matrix: what was seen on which Kubernetes
 <!-- `python -m tests.cluster.matrix --page` makes this page from tests/cluster/matrix.json. -->
 
 Each row is a test with a real API server, scheduler, controller manager, kubelet and containerd ({containerd}).
-`yes`: it passed. `no`: this version cannot do it, for the reason below the table. `-`: it was not run.
+`yes`: it passed. `no`: this version lacks what the test needs, see below the table. `-`: it was not run.
 [Support](support.md) says which versions are supported and which feature gate each function needs.
 `tox -e matrix -- --record` runs all of it again and writes this page. Each change is tested with {default}.
 """
