@@ -56,6 +56,9 @@ Each row is a test with a real API server, scheduler, controller manager, kubele
 [Support](support.md) says which versions are supported and which feature gate each function needs.
 `tox -e matrix -- --record` runs all of it again and writes this page. Each change is tested with {default}.
 """
+SCENARIOS_OF_HOLDERS = """Faults of each kind during moves, and pods that wait for each device.
+A container locks its devices; a lock that fails is an overlap.
+"""
 
 
 class Outcome(NamedTuple):
@@ -99,7 +102,7 @@ def features(path: Path) -> dict[str, str]:
 
 def table(by_version: Mapping[str, Mapping[str, Sequence[str]]], said: Mapping[str, str]) -> str:
     """Return the table of a module's tests by version, and the reasons below it. Tests that said lacks are left out."""
-    names = {name: None for found in by_version.values() for name in found if name.partition("[")[0] in said}
+    names = dict.fromkeys(name for found in by_version.values() for name in found if name.partition("[")[0] in said)
     rows = [["", *map(minor, by_version)]]
     reasons: dict[str, list[str]] = {}
     for name in sorted(names, key=lambda name: list(said).index(name.partition("[")[0])):
@@ -120,7 +123,7 @@ def holders_table(by_version: Mapping[str, Mapping[str, Any]]) -> str:
     rows = [["", "scenarios", "passed", *HEAD[4:6], "moves: half within", "slowest move"]]
     for version, found in by_version.items():
         words = [word for word, *_ in found["outcomes"].values() if word != "no"]
-        seconds = [float(one) for row in found["holders"] for one in row[5].split() if one.replace(".", "").isdigit()]
+        seconds = [float(one) for row in found["holders"] for one in row[5].split() if one != "-"]
         times = [f"{statistics.median(seconds):.1f} s", f"{max(seconds):.1f} s"] if seconds else ["", ""]
         sums = [str(sum(int(row[place]) for row in found["holders"])) for place in (3, 4)]
         rows.append([minor(version), str(len(words)), str(words.count("yes")), *sums, *times])
@@ -149,10 +152,7 @@ def page(record: Mapping[str, Mapping[str, Mapping[str, Any]]]) -> str:
         found = {version: record[version][module] for version in record if module in record[version]}
         parts += [f"\n## {title}\n"]
         if module == HOLDERS:
-            parts += [
-                "Faults of each kind during moves, and pods that wait for each device. A container locks its devices; a"
-            ]
-            parts += ["lock that fails is an overlap.\n", holders_table(found)]
+            parts += [SCENARIOS_OF_HOLDERS, holders_table(found)]
         else:
             said = features(SCENARIOS.get(module, HERE / f"{module}.py"))
             parts += [table({version: one["outcomes"] for version, one in found.items()}, said)]
