@@ -24,14 +24,14 @@ from typing import Any, Final, Self, TextIO
 from deviceplugin import demo as plugin_demo
 from deviceplugin.demo import GPU, DemoError, Printer, check
 from deviceplugin.inventory import Inventory
+from deviceplugin.register import operations
+from deviceplugin.register.records import Side
+from deviceplugin.register.rules import Evidence
 from deviceplugin.testing.pods import FakePod
 from deviceplugin.testing.serving import serve
 from dra_bridge.driver import ClusterClaims, Driver, ServedResource
 from dra_bridge.driver.registrar import Registrar
 from dra_bridge.kube import Cluster
-from dra_bridge.ledger import operations
-from dra_bridge.ledger.records import Side
-from dra_bridge.ledger.rules import Evidence
 from dra_bridge.ledger.worker import AsyncLedger
 from dra_bridge.rollout import fleet
 from dra_bridge.slices.desired import Offer, Pool

@@ -11,6 +11,7 @@ from deviceplugin.identity import boot_id
 from deviceplugin.kubelet.claim_state import PreparedClaim
 from deviceplugin.kubelet.exclusion_guard import ExclusionGuard
 from deviceplugin.kubelet.orphaned_claims import only_seen
+from deviceplugin.register.rules import ClaimEvidence
 from dra_bridge.driver.claim_api import ClaimEvents, ClusterClaims
 from dra_bridge.driver.claim_files import ClaimFiles
 from dra_bridge.driver.claims import ClaimError, ClaimRef
@@ -19,7 +20,6 @@ from dra_bridge.driver.reconciliation import ClaimReconciler
 from dra_bridge.driver.records import ClaimRecords, Prepared
 from dra_bridge.driver.served import ServedDevices, ServedResource
 from dra_bridge.driver.tasks import Tasks
-from dra_bridge.ledger.rules import ClaimEvidence
 from dra_bridge.ledger.worker import AsyncLedger
 
 _T = TypeVar("_T")

@@ -36,6 +36,9 @@ from deviceplugin.durations import Durations
 from deviceplugin.hooks import HookStatistics
 from deviceplugin.kubelet.claim_state import ClaimStateError
 from deviceplugin.kubelet.exclusion_guard import ConflictError, ExclusionGuard
+from deviceplugin.register import operations
+from deviceplugin.register.records import Claim, ClaimDevice, LedgerError, Operation
+from deviceplugin.register.rules import Refused
 from deviceplugin.source import DeviceSource
 from dra_bridge.driver.claim_api import ClaimEvents, ClusterClaims
 from dra_bridge.driver.claim_files import ClaimFiles
@@ -43,9 +46,6 @@ from dra_bridge.driver.claims import ClaimError, ClaimRef, check_ref, parse_allo
 from dra_bridge.driver.records import ClaimRecords, Prepared, prepared_of
 from dra_bridge.driver.served import Group, ServedDevices
 from dra_bridge.driver.tasks import Tasks, ended
-from dra_bridge.ledger import operations
-from dra_bridge.ledger.records import Claim, ClaimDevice, LedgerError, Operation
-from dra_bridge.ledger.rules import Refused
 
 _LOG: Final = logging.getLogger(__name__)
 _T = TypeVar("_T")

@@ -12,13 +12,13 @@ from typing import Final
 from deviceplugin import cdi
 from deviceplugin.kubelet import holders
 from deviceplugin.kubelet.cgroups import PodProcesses
+from deviceplugin.register import operations
+from deviceplugin.register.records import Claim, LedgerError
 from dra_bridge.driver.claim_api import ClusterClaims
 from dra_bridge.driver.claim_files import ClaimFiles
 from dra_bridge.driver.claims import ClaimError, ClaimRef, parse_allocation
 from dra_bridge.driver.preparation import ClaimPreparation
 from dra_bridge.driver.records import ClaimRecords, prepared_of
-from dra_bridge.ledger import operations
-from dra_bridge.ledger.records import Claim, LedgerError
 
 _LOG: Final = logging.getLogger(__name__)
 

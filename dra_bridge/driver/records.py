@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from dra_bridge.ledger.records import Claim
+from deviceplugin.register.records import Claim
 from dra_bridge.ledger.worker import AsyncLedger
 
 

@@ -9,9 +9,9 @@ from typing import Any, NamedTuple
 from deviceplugin import naming
 from deviceplugin.device import Device, Health
 from deviceplugin.inventory import GONE, Inventory
+from deviceplugin.register.records import Claim
 from deviceplugin.source import DeviceSource
 from dra_bridge.driver.claims import Allocation, ClaimError, Result, decoded_config
-from dra_bridge.ledger.records import Claim
 
 
 class ServedResource(NamedTuple):

@@ -13,11 +13,11 @@ from deviceplugin.exclusion import Key
 from deviceplugin.inventory import Inventory
 from deviceplugin.kubelet.holders import HolderSnapshot
 from deviceplugin.kubelet.servicer import Endpoint
+from deviceplugin.register import operations
+from deviceplugin.register.records import Claim, Side, Snapshot, State
+from deviceplugin.register.rules import ClusterEvidence, HolderWait, KubeletEvidence
 from dra_bridge.handover.evidence import kubelet_snapshot, shown_unhealthy
 from dra_bridge.handover.planner import held_and_expected, in_state
-from dra_bridge.ledger import operations
-from dra_bridge.ledger.records import Claim, Side, Snapshot, State
-from dra_bridge.ledger.rules import ClusterEvidence, HolderWait, KubeletEvidence
 from dra_bridge.ledger.worker import AsyncLedger
 
 _LOG: Final = logging.getLogger(__name__)

@@ -6,8 +6,8 @@ from collections.abc import Callable, Iterable
 
 from deviceplugin.kubelet.checkpoint import Allocation
 from deviceplugin.kubelet.holders import HolderSnapshot
-from dra_bridge.ledger.records import Snapshot
-from dra_bridge.ledger.rules import KubeletSnapshot, ObservedAllocation
+from deviceplugin.register.records import Snapshot
+from deviceplugin.register.rules import KubeletSnapshot, ObservedAllocation
 
 DeviceIdResolver = Callable[[str], str]
 """Returns the device of one of the kubelet's ids, also of one from before sharing changed (`DeviceIds`)."""

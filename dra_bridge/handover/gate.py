@@ -16,10 +16,10 @@ from deviceplugin.identity import Tokens
 from deviceplugin.kubelet.allocation_gate import Refusal, Side
 from deviceplugin.kubelet.exclusion_guard import ExclusionGuard
 from deviceplugin.kubelet.holders import HolderSnapshot
+from deviceplugin.register import operations
+from deviceplugin.register.records import LedgerError
+from deviceplugin.register.rules import Refused
 from dra_bridge.handover.evidence import DeviceIdResolver, kubelet_snapshot
-from dra_bridge.ledger import operations
-from dra_bridge.ledger.records import LedgerError
-from dra_bridge.ledger.rules import Refused
 from dra_bridge.ledger.worker import AsyncLedger
 
 _LOG: Final = logging.getLogger(__name__)

@@ -18,13 +18,13 @@ from deviceplugin.backoff import Backoff
 from deviceplugin.device import counted
 from deviceplugin.inventory import Inventory
 from deviceplugin.kubelet.servicer import Endpoint
+from deviceplugin.register.records import LedgerError, Side, Snapshot
+from deviceplugin.register.rules import HolderWait
 from dra_bridge.handover.allocatable import AllocatableStatus
 from dra_bridge.handover.ends import ListClaims, MovesToDra, MovesToPlugin, ReadClaim, Scan, UnpluggedDevices, Withdrawn
 from dra_bridge.handover.planner import Group
 from dra_bridge.handover.share import Drain, Share
 from dra_bridge.handover.start import MoveStarter
-from dra_bridge.ledger.records import LedgerError, Side, Snapshot
-from dra_bridge.ledger.rules import HolderWait
 from dra_bridge.ledger.worker import AsyncLedger
 
 _LOG: Final = logging.getLogger(__name__)

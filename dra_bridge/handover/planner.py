@@ -6,9 +6,9 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from deviceplugin.exclusion import Key
+from deviceplugin.register.records import Side, Snapshot, State
 from deviceplugin.topology import natural
 from dra_bridge.handover.share import Drain, Share
-from dra_bridge.ledger.records import Side, Snapshot, State
 
 
 def held_and_expected(now: Snapshot) -> tuple[frozenset[Key], frozenset[Key]]:

@@ -12,11 +12,11 @@ from typing import Final
 from deviceplugin.device import counted
 from deviceplugin.inventory import Inventory
 from deviceplugin.kubelet.servicer import Endpoint
+from deviceplugin.register import operations
+from deviceplugin.register.records import Side, State
 from dra_bridge.handover.allocatable import AllocatableStatus
 from dra_bridge.handover.planner import Group, Plan, followers, leading, plan
 from dra_bridge.handover.share import Drain, Share
-from dra_bridge.ledger import operations
-from dra_bridge.ledger.records import Side, State
 from dra_bridge.ledger.worker import AsyncLedger
 
 _LOG: Final = logging.getLogger(__name__)

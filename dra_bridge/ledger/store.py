@@ -31,14 +31,14 @@ import msgspec
 
 from deviceplugin.files import inode_of, locked, put
 from deviceplugin.identity import boot_id
-from dra_bridge.ledger import records
-from dra_bridge.ledger.records import Change, Decision, LedgerError, LedgerLostError, Operation, Snapshot
+from deviceplugin.register import records
+from deviceplugin.register.records import Change, Decision, LedgerError, LedgerLostError, Operation, Snapshot
 
 _LOG: Final = logging.getLogger(__name__)
 _T = TypeVar("_T")
 _Row = tuple[str | int | float | None, ...]
 
-SCHEMA: Final = 3
+SCHEMA: Final = 4
 """The schema's version (PRAGMA user_version); a file of any other is put aside."""
 _APPLICATION: Final = 0x64706C67  # "dplg"
 _KEEP_ASIDE: Final = 5
@@ -58,8 +58,8 @@ _RECORDS: Final = {
     "settings": records.Setting,
 }
 _TABLES: Final = {
-    "devices": ("resource", "device", "state", "since", "sequence", "reason", "identity"),
-    "allocations": ("resource", "device_id", "device", "since", "sequence", "holders", "pending"),
+    "devices": ("resource", "device", "state", "since", "sequence", "reason", "identity", "driver"),
+    "allocations": ("resource", "device_id", "device", "since", "sequence", "holders", "pending", "identity", "amount"),
     "claims": ("driver", "uid", "namespace", "name", "devices", "result", "since", "sequence", "pods"),
     "settings": ("section", "key", "value"),
 }
@@ -77,6 +77,7 @@ _DECODERS: Final[dict[str, Callable[[Any], Any]]] = {
     "state": records.State,
     "holders": msgspec.json.Decoder(frozenset[records.Holder]).decode,
     "pending": bool,
+    "amount": msgspec.json.Decoder(records.Amount).decode,
     "pods": msgspec.json.Decoder(frozenset[str]).decode,
     "devices": msgspec.json.Decoder(tuple[records.ClaimDevice, ...]).decode,
 }
@@ -90,7 +91,7 @@ def _row(table: str, record: records.Record) -> _Row:
 def _encoded(value: Any) -> Any:
     if isinstance(value, records.State):
         return value.value
-    if isinstance(value, frozenset | tuple):
+    if isinstance(value, frozenset | tuple | records.Amount):
         return msgspec.json.encode(value, order="deterministic").decode()
     return int(value) if isinstance(value, bool) else value
 

@@ -8,8 +8,8 @@ from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, Final, Self, TypeVar
 
-from dra_bridge.ledger.operations import identify
-from dra_bridge.ledger.records import Key, LedgerLostError, Operation, Snapshot
+from deviceplugin.register.operations import identify
+from deviceplugin.register.records import Key, LedgerLostError, Operation, Snapshot
 from dra_bridge.ledger.store import Ledger
 
 _T = TypeVar("_T")

@@ -12,11 +12,11 @@ from deviceplugin.kubelet.orphaned_claims import OrphanedClaimGate, OrphanedClai
 from deviceplugin.node.agent import Agent, AgentError
 from deviceplugin.node.options import Paths
 from deviceplugin.node.service import Service
+from deviceplugin.register.records import LedgerError
 from deviceplugin.source import DeviceSource
 from dra_bridge.driver import ClusterClaims
 from dra_bridge.handover.allocatable import GRACE, AllocatableStatus
 from dra_bridge.kube import Cluster
-from dra_bridge.ledger.records import LedgerError
 from dra_bridge.ledger.worker import AsyncLedger
 from dra_bridge.node.driver_runtime import DriverRuntime
 from dra_bridge.node.gates import DENY_ALL, ResourceGates

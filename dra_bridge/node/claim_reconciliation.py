@@ -16,10 +16,10 @@ from deviceplugin.kubelet import claim_state
 from deviceplugin.kubelet.cgroups import PodProcesses
 from deviceplugin.kubelet.claim_state import ClaimStateError, PreparedClaim
 from deviceplugin.kubelet.tracker import HolderTracker
+from deviceplugin.register import operations
+from deviceplugin.register.records import LedgerError
 from dra_bridge.driver import ClaimRef, Driver, RunningPods
 from dra_bridge.kube import RESOURCE_CLAIMS, Cluster, ClusterError
-from dra_bridge.ledger import operations
-from dra_bridge.ledger.records import LedgerError
 from dra_bridge.ledger.worker import AsyncLedger
 from dra_bridge.node.resource import ResourceRuntime
 

@@ -16,12 +16,12 @@ from deviceplugin.kubelet.checkpoint import CheckpointError
 from deviceplugin.kubelet.claim_state import ClaimStateError
 from deviceplugin.node.agent import Agent
 from deviceplugin.node.service import Service
+from deviceplugin.register import operations
+from deviceplugin.register.records import LedgerError, Side, State
+from deviceplugin.register.rules import ClaimEvidence, Evidence
 from dra_bridge.driver import Driver
 from dra_bridge.handover.evidence import held_ids
 from dra_bridge.kube import RESOURCE_CLAIMS, Cluster, ClusterError, NotFoundError
-from dra_bridge.ledger import operations
-from dra_bridge.ledger.records import LedgerError, Side, State
-from dra_bridge.ledger.rules import ClaimEvidence, Evidence
 from dra_bridge.node.resource import DriverContext, ResourceRuntime
 from dra_bridge.node.slice_feed import decide_names, qualifiers_of
 

@@ -14,9 +14,9 @@ from prometheus_client.metrics_core import (
 )
 
 from deviceplugin.metrics.collectors import buckets
+from deviceplugin.register.records import State
+from deviceplugin.register.rules import HolderWait
 from dra_bridge.kube import Cluster
-from dra_bridge.ledger.records import State
-from dra_bridge.ledger.rules import HolderWait
 from dra_bridge.slices.publisher import PoolState, Publisher
 
 if TYPE_CHECKING:

@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from typing import Final, get_args
 
 from deviceplugin.config import Config
+from deviceplugin.register import operations
+from deviceplugin.register.records import LedgerError
 from dra_bridge.driver.tasks import Tasks
 from dra_bridge.handover.share import Drain, Share, ShareError, parse_share
-from dra_bridge.ledger import operations
-from dra_bridge.ledger.records import LedgerError
 from dra_bridge.ledger.worker import AsyncLedger
 from dra_bridge.rollout import progress
 

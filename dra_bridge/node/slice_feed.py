@@ -10,11 +10,11 @@ from collections.abc import Mapping
 from typing import Final
 
 from deviceplugin import naming
+from deviceplugin.register import operations
+from deviceplugin.register.records import Snapshot
 from deviceplugin.sharing import times_offered
 from dra_bridge.driver import Registrar
 from dra_bridge.kube import RESOURCE_SLICES
-from dra_bridge.ledger import operations
-from dra_bridge.ledger.records import Snapshot
 from dra_bridge.node.resource import DriverContext
 from dra_bridge.rollout import progress
 from dra_bridge.slices.desired import Offer, Pool

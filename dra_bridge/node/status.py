@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Final
 
 from deviceplugin.device import counted
 from deviceplugin.metrics.report import DeviceLocation, Event, PreparedClaim, ProviderReport, ShareProgress
-from dra_bridge.ledger.records import Claim, Snapshot, State
+from deviceplugin.register.records import Claim, Snapshot, State
 from dra_bridge.node.slice_feed import qualifiers_of
 
 if TYPE_CHECKING:

@@ -15,9 +15,9 @@ import msgspec
 
 from deviceplugin.exclusion import Key
 from deviceplugin.naming import NamingError, parse_quantity, published_names
+from deviceplugin.register.records import State
 from deviceplugin.topology import natural
 from dra_bridge.handover.share import Share, ShareError, parse_share
-from dra_bridge.ledger.records import State
 from dra_bridge.rollout.agents import Answers
 from dra_bridge.rollout.progress import DeviceProgress, Progress, annotation, read, share_annotation
 

@@ -12,7 +12,7 @@ from typing import Any, Final
 import msgspec
 
 from deviceplugin.exclusion import Key
-from dra_bridge.ledger.records import Snapshot, State
+from deviceplugin.register.records import Snapshot, State
 
 MAX_DEVICES: Final = 1024
 """Of a resource with more devices only their numbers are reported."""

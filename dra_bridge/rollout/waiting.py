@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from deviceplugin.naming import class_name
+from deviceplugin.register.records import State
 from dra_bridge.kube import NODES, PODS, RESOURCE_CLAIMS, Cluster
-from dra_bridge.ledger.records import State
 from dra_bridge.rollout.fleet import NodeView, asked_of, quantity, shortened
 
 Object = Mapping[str, Any]

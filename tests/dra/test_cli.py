@@ -20,9 +20,9 @@ import pytest
 import yaml
 
 from deviceplugin import config
+from deviceplugin.register.records import State
 from dra_bridge import cli
 from dra_bridge.handover.share import parse_share
-from dra_bridge.ledger.records import State
 from dra_bridge.manifests import Deployment, manifests
 from dra_bridge.node.options import add_run_options, parse_run
 from dra_bridge.rollout import progress, rollout

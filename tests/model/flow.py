@@ -24,15 +24,15 @@ from deviceplugin.kubelet.allocation_gate import Refusal
 from deviceplugin.kubelet.cgroups import PodProcesses
 from deviceplugin.kubelet.checkpoint import Allocation, Checkpoint
 from deviceplugin.kubelet.holders import HolderEvidence, HolderSnapshot
+from deviceplugin.register import operations
+from deviceplugin.register.records import LedgerError, Side, State
+from deviceplugin.register.rules import Evidence
 from deviceplugin.source import DeviceSource
 from dra_bridge.driver import ClaimError, ClaimRef, ClusterClaims, Driver, Prepared, ServedResource
 from dra_bridge.handover.evidence import allocations_of, held_ids
 from dra_bridge.handover.gate import LedgerGate
 from dra_bridge.handover.moves import Handover
 from dra_bridge.handover.share import Share
-from dra_bridge.ledger import operations
-from dra_bridge.ledger.records import LedgerError, Side, State
-from dra_bridge.ledger.rules import Evidence
 from dra_bridge.ledger.store import Ledger, connected
 from dra_bridge.ledger.worker import AsyncLedger
 from tests.dra.ledger.samples import Watched

@@ -29,7 +29,7 @@ from dataclasses import dataclass
 from graphlib import CycleError, TopologicalSorter
 from typing import Final, NamedTuple
 
-from dra_bridge.ledger.records import State
+from deviceplugin.register.records import State
 from tests.model.small import STATES, UNKNOWN, Device, Pod, Request, Small, Stage, World
 
 TO_DRA: Final = STATES.index(State.TO_DRA)

@@ -11,9 +11,9 @@ from unittest.mock import patch
 from deviceplugin.kubelet import holders
 from deviceplugin.kubelet.cgroups import PodProcesses
 from deviceplugin.kubelet.checkpoint import Allocation
-from dra_bridge.ledger import rules
-from dra_bridge.ledger.records import DeviceRecord, Snapshot
-from dra_bridge.ledger.rules import ClusterEvidence, KubeletEvidence, KubeletSnapshot, Refused
+from deviceplugin.register import rules
+from deviceplugin.register.records import DeviceRecord, Snapshot
+from deviceplugin.register.rules import ClusterEvidence, KubeletEvidence, KubeletSnapshot, Refused
 
 Replacement = Callable[..., Any]
 

@@ -38,11 +38,8 @@ from deviceplugin.kubelet import holders
 from deviceplugin.kubelet.cgroups import PodProcesses
 from deviceplugin.kubelet.checkpoint import Allocation, Checkpoint
 from deviceplugin.kubelet.holders import HolderEvidence, HolderSnapshot
-from dra_bridge.handover.evidence import held_ids, kubelet_snapshot, shown_unhealthy
-from dra_bridge.handover.planner import held_and_expected, in_state, plan
-from dra_bridge.handover.share import Share
-from dra_bridge.ledger import operations
-from dra_bridge.ledger.records import (
+from deviceplugin.register import operations
+from deviceplugin.register.records import (
     AllocationRecord,
     Claim,
     ClaimDevice,
@@ -52,7 +49,10 @@ from dra_bridge.ledger.records import (
     Snapshot,
     State,
 )
-from dra_bridge.ledger.rules import ClaimEvidence, ClusterEvidence, Evidence, KubeletEvidence, Refused
+from deviceplugin.register.rules import ClaimEvidence, ClusterEvidence, Evidence, KubeletEvidence, Refused
+from dra_bridge.handover.evidence import held_ids, kubelet_snapshot, shown_unhealthy
+from dra_bridge.handover.planner import held_and_expected, in_state, plan
+from dra_bridge.handover.share import Share
 
 R: Final = "example.com/fpga"
 D: Final = "fpga.example.com"

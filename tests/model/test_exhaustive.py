@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from dra_bridge.ledger.records import State
+from deviceplugin.register.records import State
 from tests.model.halves import Found, Half, Halves, Shared, joined, parted
 from tests.model.mutations import BY_STATE, MUTATIONS, patched, without
 from tests.model.small import Calm, Explored, Small, World, explore, start

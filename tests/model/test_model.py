@@ -31,13 +31,13 @@ from deviceplugin.kubelet.allocation_gate import Refusal
 from deviceplugin.kubelet.cgroups import PodProcesses
 from deviceplugin.kubelet.checkpoint import Allocation, Checkpoint
 from deviceplugin.kubelet.holders import HolderEvidence, HolderSnapshot
+from deviceplugin.register import operations
+from deviceplugin.register.records import Claim, ClaimDevice, LedgerError, Operation, Side, Snapshot, State
+from deviceplugin.register.rules import ClaimEvidence, Evidence, Refused
 from dra_bridge.handover.evidence import allocations_of, held_ids
 from dra_bridge.handover.gate import LedgerGate
 from dra_bridge.handover.moves import Handover
 from dra_bridge.handover.share import Drain, Share
-from dra_bridge.ledger import operations
-from dra_bridge.ledger.records import Claim, ClaimDevice, LedgerError, Operation, Side, Snapshot, State
-from dra_bridge.ledger.rules import ClaimEvidence, Evidence, Refused
 from dra_bridge.ledger.worker import AsyncLedger
 from tests.dra.ledger.samples import DirectLedger
 

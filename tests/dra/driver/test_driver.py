@@ -26,6 +26,9 @@ from deviceplugin.device import ContainerEdits, Device, Health
 from deviceplugin.inventory import Inventory
 from deviceplugin.kubelet.cgroups import PodProcesses
 from deviceplugin.kubelet.claim_state import ClaimStateError, PreparedClaim
+from deviceplugin.register import operations
+from deviceplugin.register.records import Claim, ClaimDevice, LedgerError, Side, State
+from deviceplugin.register.rules import ClaimEvidence, Evidence
 from deviceplugin.source import DeviceSource
 from dra_bridge.driver import (
     ClaimError,
@@ -41,9 +44,6 @@ from dra_bridge.driver import (
 )
 from dra_bridge.driver.claims import Config, Opaque, decoded_config
 from dra_bridge.kube import Cluster
-from dra_bridge.ledger import operations
-from dra_bridge.ledger.records import Claim, ClaimDevice, LedgerError, Side, State
-from dra_bridge.ledger.rules import ClaimEvidence, Evidence
 from dra_bridge.ledger.worker import AsyncLedger
 from dra_bridge.testing.apiserver import FakeApiServer, Fault
 from dra_bridge.wire import dra_v1_pb2, dra_v1beta1_pb2

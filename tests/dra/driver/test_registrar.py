@@ -21,11 +21,11 @@ from deviceplugin.addresses import socket_path
 from deviceplugin.backoff import Backoff
 from deviceplugin.device import ContainerEdits, Device, Health
 from deviceplugin.inventory import Inventory
+from deviceplugin.register.records import Side
 from deviceplugin.source import DeviceSource
 from dra_bridge.driver import ClaimRef, ClusterClaims, Driver, ServedResource
 from dra_bridge.driver import registrar as registrar_module
 from dra_bridge.driver.registrar import Registrar, Timing, health_list
-from dra_bridge.ledger.records import Side
 from dra_bridge.ledger.worker import AsyncLedger
 from dra_bridge.testing.kubelet import HEALTH_SERVICES, FakeDraKubelet, FakeDraPod, PodError
 from tests.dra.ledger.samples import adopt

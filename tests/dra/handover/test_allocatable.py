@@ -11,12 +11,12 @@ from pathlib import Path
 import pytest
 
 from deviceplugin.backoff import Backoff
+from deviceplugin.register.records import State
 from deviceplugin.testing.pods import FakePod
 from dra_bridge.handover import allocatable
 from dra_bridge.handover.allocatable import AllocatableStatus
 from dra_bridge.handover.share import Share
 from dra_bridge.kube import Cluster
-from dra_bridge.ledger.records import State
 from dra_bridge.node.bridge import Bridge
 from dra_bridge.node.node_object import numbers
 from dra_bridge.node.share import HandoverPolicy

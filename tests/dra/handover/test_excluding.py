@@ -11,11 +11,11 @@ import pytest
 
 from deviceplugin.device import Device
 from deviceplugin.kubelet.status import Withheld
+from deviceplugin.register.records import State
 from deviceplugin.source import DeviceSource
 from dra_bridge.driver import ClaimError, ClaimRef
 from dra_bridge.handover.share import parse_share
 from dra_bridge.kube import Cluster
-from dra_bridge.ledger.records import State
 from dra_bridge.node.bridge import Bridge
 from dra_bridge.node.share import HandoverPolicy
 from dra_bridge.rollout.fleet import share_patch

@@ -12,12 +12,12 @@ from deviceplugin.kubelet.checkpoint import Allocation, Checkpoint
 from deviceplugin.kubelet.holders import HolderEvidence, HolderSnapshot, holders
 from deviceplugin.kubelet.podresources import AllocationsInFlight
 from deviceplugin.kubelet.servicer import Endpoint
+from deviceplugin.register import operations
+from deviceplugin.register.records import Side
+from deviceplugin.register.rules import ObservedAllocation
 from deviceplugin.source import DeviceSource
 from dra_bridge.handover.evidence import DeviceIdResolver, allocations_of, held_ids, kubelet_snapshot
 from dra_bridge.handover.gate import LedgerGate
-from dra_bridge.ledger import operations
-from dra_bridge.ledger.records import Side
-from dra_bridge.ledger.rules import ObservedAllocation
 from dra_bridge.ledger.store import Ledger
 from dra_bridge.ledger.worker import AsyncLedger
 from tests.dra.ledger.samples import DirectLedger, adopt

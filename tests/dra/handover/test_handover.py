@@ -10,13 +10,13 @@ from pathlib import Path
 import pytest
 
 from deviceplugin.backoff import Backoff
+from deviceplugin.register import operations
+from deviceplugin.register.records import Claim, ClaimDevice, LedgerError, Side, Snapshot, State
+from deviceplugin.register.rules import KubeletEvidence, KubeletSnapshot
 from deviceplugin.sharing import device_of
 from dra_bridge.handover.evidence import shown_unhealthy
 from dra_bridge.handover.planner import followers, held_and_expected, in_state, leading, plan
 from dra_bridge.handover.share import Share
-from dra_bridge.ledger import operations
-from dra_bridge.ledger.records import Claim, ClaimDevice, LedgerError, Side, Snapshot, State
-from dra_bridge.ledger.rules import KubeletEvidence, KubeletSnapshot
 from tests.dra.ledger.samples import DirectLedger, adopt
 from tests.model.flow import DEVICES, Flow, Outside, R, Source
 

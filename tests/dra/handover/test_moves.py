@@ -14,11 +14,11 @@ import pytest
 
 from deviceplugin.device import ContainerEdits, Device
 from deviceplugin.node import logs
+from deviceplugin.register import rules
+from deviceplugin.register.records import State
 from deviceplugin.source import DeviceSource
 from dra_bridge.handover.share import parse_share
 from dra_bridge.kube import Cluster, ClusterError
-from dra_bridge.ledger import rules
-from dra_bridge.ledger.records import State
 from dra_bridge.node.bridge import Bridge
 from dra_bridge.node.share import HandoverPolicy
 from dra_bridge.rollout.fleet import share_patch

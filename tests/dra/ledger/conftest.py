@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from dra_bridge.ledger.records import Side
+from deviceplugin.register.records import Side
 from tests.dra.ledger.samples import T0, DirectLedger, R, adopt
 
 

@@ -7,10 +7,10 @@ import sqlite3
 from collections.abc import Callable, Collection
 from typing import Any, Self, TypeVar, cast
 
-from dra_bridge.ledger import operations
-from dra_bridge.ledger.operations import Reconciled
-from dra_bridge.ledger.records import Claim, ClaimDevice, Operation, Side, State
-from dra_bridge.ledger.rules import ClusterEvidence, Evidence, KubeletEvidence, KubeletSnapshot, ObservedAllocation
+from deviceplugin.register import operations
+from deviceplugin.register.operations import Reconciled
+from deviceplugin.register.records import Claim, ClaimDevice, Operation, Side, State
+from deviceplugin.register.rules import ClusterEvidence, Evidence, KubeletEvidence, KubeletSnapshot, ObservedAllocation
 from dra_bridge.ledger.store import Ledger, connected
 
 _T = TypeVar("_T")

@@ -6,10 +6,17 @@ from dataclasses import replace
 
 import pytest
 
-from dra_bridge.ledger import operations
-from dra_bridge.ledger.operations import identify
-from dra_bridge.ledger.records import Claim, Side, State
-from dra_bridge.ledger.rules import Evidence, HolderWait, KubeletEvidence, KubeletSnapshot, ObservedAllocation, Refused
+from deviceplugin.register import operations
+from deviceplugin.register.operations import identify
+from deviceplugin.register.records import Claim, Side, State
+from deviceplugin.register.rules import (
+    Evidence,
+    HolderWait,
+    KubeletEvidence,
+    KubeletSnapshot,
+    ObservedAllocation,
+    Refused,
+)
 from tests.dra.ledger.samples import (
     T0,
     D,

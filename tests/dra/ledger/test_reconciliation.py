@@ -6,9 +6,9 @@ from dataclasses import replace
 
 import pytest
 
-from dra_bridge.ledger import operations
-from dra_bridge.ledger.records import ClaimDevice, Side, State
-from dra_bridge.ledger.rules import ClaimEvidence, Evidence, KubeletSnapshot, ObservedAllocation, Refused
+from deviceplugin.register import operations
+from deviceplugin.register.records import ClaimDevice, Side, State
+from deviceplugin.register.rules import ClaimEvidence, Evidence, KubeletSnapshot, ObservedAllocation, Refused
 from tests.dra.ledger.samples import T0, D, DirectLedger, R, claim, cluster, held_by, seen, state, to_dra
 
 

@@ -20,9 +20,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dra_bridge.ledger import operations, rules
-from dra_bridge.ledger.records import Claim, Decision, LedgerError, LedgerLostError, Side, Snapshot
-from dra_bridge.ledger.rules import ClaimEvidence, ClusterEvidence, Evidence, KubeletEvidence, KubeletSnapshot
+from deviceplugin.register import operations, rules
+from deviceplugin.register.records import Claim, Decision, LedgerError, LedgerLostError, Side, Snapshot
+from deviceplugin.register.rules import ClaimEvidence, ClusterEvidence, Evidence, KubeletEvidence, KubeletSnapshot
 from dra_bridge.ledger.worker import AsyncLedger
 from tests.dra.ledger.samples import T0, D, DirectLedger, Flaky, R, Watched, adopt, claim, held_by, put_aside
 
@@ -132,8 +132,8 @@ def test_an_answer_comes_after_the_disk_was_told_to_keep_it(tmp_path: Path) -> N
     notes.touch()
     script = f"""
 from pathlib import Path
-from dra_bridge.ledger import operations
-from dra_bridge.ledger.records import Side
+from deviceplugin.register import operations
+from deviceplugin.register.records import Side
 from tests.dra.ledger.samples import R, T0, DirectLedger, adopt
 notes = Path({str(notes)!r})
 store = DirectLedger({str(tmp_path / "l.db")!r})
@@ -327,8 +327,8 @@ def test_a_full_disk_grants_nothing_and_heals(tmp_path: Path) -> None:
     """RLIMIT_FSIZE in a process of its own: an error each time, the record as before, and all well afterwards."""
     script = f"""
 import resource, signal, sys
-from dra_bridge.ledger import operations
-from dra_bridge.ledger.records import LedgerError, Side
+from deviceplugin.register import operations
+from deviceplugin.register.records import LedgerError, Side
 from tests.dra.ledger.samples import R, T0, DirectLedger, adopt, put_aside
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
 store = DirectLedger({str(tmp_path / "l.db")!r})
@@ -360,7 +360,7 @@ def test_a_full_disk_at_the_first_start_is_an_error_that_names_the_file(tmp_path
     path = tmp_path / "l.db"
     script = f"""
 import resource, signal
-from dra_bridge.ledger.records import LedgerError
+from deviceplugin.register.records import LedgerError
 from tests.dra.ledger.samples import DirectLedger
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
 soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from dra_bridge.ledger import operations
-from dra_bridge.ledger.records import LedgerError, LedgerLostError, Side
+from deviceplugin.register import operations
+from deviceplugin.register.records import LedgerError, LedgerLostError, Side
 from dra_bridge.ledger.store import Ledger
 from dra_bridge.ledger.worker import AsyncLedger
 from tests.dra.ledger.samples import T0, Flaky, R, Watched, adopt, claim

@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any, cast
 
 from deviceplugin.metrics.report import Event, EventSource, ShareProgress
-from dra_bridge.ledger.records import Claim, ClaimDevice, DeviceRecord, Snapshot, State
+from deviceplugin.register.records import Claim, ClaimDevice, DeviceRecord, Snapshot, State
 from dra_bridge.node.status import BridgeStatus, events
 from tests.dra.node.test_status import DRIVER, bridge
 from tests.metrics.views import RESOURCE

@@ -12,12 +12,12 @@ import pytest
 from deviceplugin.device import Device
 from deviceplugin.kubelet.allocation_gate import Refusal
 from deviceplugin.node.agent import AgentError
+from deviceplugin.register.records import Side
 from deviceplugin.source import DeviceSource
 from deviceplugin.testing import FakePod
 from dra_bridge.driver.registrar import Timing
 from dra_bridge.handover.share import Share
 from dra_bridge.kube import Cluster
-from dra_bridge.ledger.records import Side
 from dra_bridge.node import slice_feed
 from dra_bridge.node.bridge import Bridge
 from dra_bridge.node.share import NONE, HandoverPolicy

@@ -17,14 +17,14 @@ import pytest
 from deviceplugin.device import ContainerEdits, Device
 from deviceplugin.kubelet.allocation_gate import Refusal
 from deviceplugin.node.agent import AgentError
+from deviceplugin.register import operations, rules
+from deviceplugin.register.records import Side, State
+from deviceplugin.register.rules import ClaimEvidence, Evidence
 from deviceplugin.source import DeviceSource
 from dra_bridge.driver.driver import Driver
 from dra_bridge.handover.gate import LedgerGate
 from dra_bridge.handover.share import Share
 from dra_bridge.kube import Cluster
-from dra_bridge.ledger import operations, rules
-from dra_bridge.ledger.records import Side, State
-from dra_bridge.ledger.rules import ClaimEvidence, Evidence
 from dra_bridge.ledger.store import Ledger
 from dra_bridge.ledger.worker import AsyncLedger
 from dra_bridge.node import device_reconciliation, node_object, slice_feed

@@ -22,13 +22,13 @@ from deviceplugin.hooks import HookStatistics
 from deviceplugin.kubelet.podresources import Holder
 from deviceplugin.metrics.collectors import AgentCollector
 from deviceplugin.metrics.report import DeviceLocation, PreparedClaim
+from deviceplugin.register.records import Claim, ClaimDevice, DeviceRecord, Snapshot, State
+from deviceplugin.register.rules import HolderWait
 from dra_bridge.driver import ClaimStatistics, registrar
 from dra_bridge.driver.preparation import CallStatistics
 from dra_bridge.handover.moves import MoveStatistics
 from dra_bridge.handover.share import Share
 from dra_bridge.kube.connection import LOST, RequestStatistics
-from dra_bridge.ledger.records import Claim, ClaimDevice, DeviceRecord, Snapshot, State
-from dra_bridge.ledger.rules import HolderWait
 from dra_bridge.node.status import BridgeStatus
 from dra_bridge.slices.publisher import PoolState
 from tests.metrics.views import RESOURCE, Source, Still, resource

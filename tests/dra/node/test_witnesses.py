@@ -13,9 +13,9 @@ from pathlib import Path
 import pytest
 
 from deviceplugin.device import Device
+from deviceplugin.register.records import State
 from deviceplugin.testing import Checkpoint, ContainerSpec, FakePod
 from dra_bridge.driver import preparation
-from dra_bridge.ledger.records import State
 from dra_bridge.node import claim_reconciliation
 from dra_bridge.testing.node import FakeNode, overlaps
 from tests.dra.handover.test_moves import D, R, Source, World

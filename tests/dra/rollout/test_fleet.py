@@ -12,8 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from deviceplugin.naming import device_name
+from deviceplugin.register.records import AllocationRecord, DeviceRecord, Snapshot, State
 from dra_bridge.handover.share import parse_share
-from dra_bridge.ledger.records import AllocationRecord, DeviceRecord, Snapshot, State
 from dra_bridge.rollout import fleet, progress
 from dra_bridge.rollout.fleet import Before, Goal, Limits, NodeView, Phase
 from dra_bridge.rollout.progress import DeviceProgress, Progress, ResourceProgress

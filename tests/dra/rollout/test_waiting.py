@@ -9,8 +9,8 @@ from typing import Any
 import msgspec
 import pytest
 
+from deviceplugin.register.records import State
 from dra_bridge.kube import Cluster
-from dra_bridge.ledger.records import State
 from dra_bridge.rollout import waiting
 from dra_bridge.rollout.fleet import DeviceView, NodeView
 from dra_bridge.rollout.progress import Progress, ResourceProgress

@@ -100,12 +100,28 @@ Holder = tuple[str, str]
 """(pod UID, container)."""
 
 
+class Amount(msgspec.Struct, frozen=True, array_like=True):
+    """How much of a device one holder has, as it was granted.
+
+    part: "1" for the whole device, "1/3" for one of three replicas, "0" for access without holding it, "" if it is not
+    known. takes: (counter set, counter, amount) for each counter that the device consumes.
+    """
+
+    part: str = ""
+    takes: tuple[tuple[str, str, str], ...] = ()
+
+
+UNKNOWN: Final = Amount()
+WHOLE: Final = Amount("1")
+
+
 @dataclass(frozen=True, slots=True)
 class DeviceRecord:
-    """One physical device.
+    """One physical device, and on which side it is.
 
     since: Unix seconds. sequence: of the change that led to this state. identity: what the device was when its
-    holders got it, or when it was last listed (`deviceplugin.identity.recorded`); "" if that is not known.
+    holders got it, or when it was last listed (`deviceplugin.identity.recorded`); "" if that is not known. driver:
+    under which it is or was published; "" on the plugin's side.
     """
 
     resource: str
@@ -115,6 +131,7 @@ class DeviceRecord:
     sequence: int = 0
     reason: str = ""
     identity: str = ""
+    driver: str = ""
 
     @property
     def pulled(self) -> bool:
@@ -128,7 +145,8 @@ class AllocationRecord:
 
     holders: those that the kubelet's checkpoint has named since. pending: the container of the last grant has not
     been named yet. Only this process knows `absent_since` and `pod`. absent_since: when the first checkpoint without
-    the id was asked for (monotonic seconds). pod: a holder's namespace/name or UID, for people.
+    the id was asked for (monotonic seconds). pod: a holder's namespace/name or UID, for people. identity, amount: as of
+    `ClaimDevice`.
     """
 
     resource: str
@@ -140,15 +158,24 @@ class AllocationRecord:
     pending: bool = True
     absent_since: float | None = None
     pod: str = ""
+    identity: str = ""
+    amount: Amount = UNKNOWN
 
 
 class ClaimDevice(msgspec.Struct, frozen=True, array_like=True):
-    """A device of a claim. share: of consumable capacity, else "". admin: access without holding it."""
+    """A device of a claim. share: of consumable capacity, else "". admin: access without holding it.
+
+    identity: what the device was when it was granted (`deviceplugin.identity.recorded`). amount: how much of it.
+    parameters: those that it was set up with, as JSON; "" for none.
+    """
 
     resource: str
     device: str
     share: str = ""
     admin: bool = False
+    identity: str = ""
+    amount: Amount = UNKNOWN
+    parameters: str = ""
 
 
 @dataclass(frozen=True, slots=True)

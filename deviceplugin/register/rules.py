@@ -7,7 +7,16 @@ from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from typing import Final
 
-from dra_bridge.ledger.records import NONE, AllocationRecord, Claim, ClaimDevice, DeviceRecord, Holder, Snapshot, State
+from deviceplugin.register.records import (
+    NONE,
+    AllocationRecord,
+    Claim,
+    ClaimDevice,
+    DeviceRecord,
+    Holder,
+    Snapshot,
+    State,
+)
 
 WELL_APART: Final = 10.0
 """Seconds between the two checkpoints that release a grant whose pod was never seen (R7)."""

@@ -11,8 +11,8 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Concatenate, Final, ParamSpec, TypeVar
 
-from dra_bridge.ledger import rules
-from dra_bridge.ledger.records import (
+from deviceplugin.register import rules
+from deviceplugin.register.records import (
     FOR_CLAIM,
     NONE,
     AllocationRecord,
