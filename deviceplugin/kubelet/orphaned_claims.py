@@ -13,20 +13,18 @@ import logging
 import math
 import os
 import time
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
-import grpc
-
-from deviceplugin import cdi, naming
+from deviceplugin import cdi
 from deviceplugin.exclusion import Key
 from deviceplugin.files import FileIdentity, file_identity
 from deviceplugin.identity import Kind, Tokens, node_token, numbers_of
 from deviceplugin.kubelet import claim_state
-from deviceplugin.kubelet.allocation_gate import AllowAll, Refusal
 from deviceplugin.kubelet.claim_state import ClaimStateError, ClaimStateMissingError, PreparedClaim
+from deviceplugin.register.question import Use
 
 _LOG: Final = logging.getLogger(__name__)
 
@@ -104,22 +102,26 @@ class OrphanedClaims:
     """The claims and the served drivers from which the two below were made."""
     _names: dict[str, str] = field(default_factory=dict, init=False)
     _nodes: dict[Key, Tokens] = field(default_factory=dict, init=False)
+    _uses: tuple[object, tuple[Use, ...]] = field(default=(None, ()), init=False)
 
-    def holder(self, resource: str, device: str, driver: str | None) -> str:
-        """Return who holds a device through a driver that is not served, or why that is not known; "" if nobody does.
-
-        driver: the one that the resource's configuration names.
-        """
+    def problem(self, driver: str | None = "") -> str:
+        """Return why it is not known what such claims hold; "" if it is. driver: the one that the config names."""
         claims, plugins = self._current(), self.kubelet_root / "plugins"
-        if isinstance(claims, ClaimStateError):
-            # A kubelet without Dynamic Resource Allocation has none; then no driver ever had a directory there.
-            may_hold = not isinstance(claims, ClaimStateMissingError) or (
-                driver is not None and (not os.path.isdir(plugins) or os.path.isdir(plugins / driver))
-            )
-            return f"it is not known whether a claim holds it: {claims}" if may_hold else ""
-        if not self._names:
+        if not isinstance(claims, ClaimStateError):
             return ""
-        return next((self._names[one] for one in naming.possible_names(resource, device) if one in self._names), "")
+        # A kubelet without Dynamic Resource Allocation has none; then no driver ever had a directory there.
+        may_hold = not isinstance(claims, ClaimStateMissingError) or (
+            driver and (not os.path.isdir(plugins) or os.path.isdir(plugins / driver))
+        )
+        return f"it is not known whether a claim holds it: {claims}" if may_hold else ""
+
+    def uses(self) -> tuple[Use, ...]:
+        """Return what such claims hold; the same object until it changes."""
+        held = self.held()
+        if self._uses[0] is not held:
+            uses = tuple(Use(("foreign", *key), " ".join(key), None, tokens, None) for key, tokens in held.items())
+            self._uses = held, uses
+        return self._uses[1]
 
     def reread(self) -> None:
         """Look at the file again at the next question, for an answer that must not be older than the question."""
@@ -158,50 +160,3 @@ class OrphanedClaims:
             self._nodes = nodes
         self._names, self._version = orphaned(claims, served), (claims, served)
         return claims
-
-
-class OrphanedClaimGate(AllowAll):
-    """An allocation gate for resources that this process serves to pods only: it withholds what such claims hold.
-
-    holder: returns which claim of others holds a device, or may, in words; "" if none. reread: has it look anew.
-    """
-
-    def __init__(self, holder: Callable[[str, str], str], reread: Callable[[], None] = lambda: None) -> None:
-        self._withheld: dict[Key, str] = {}
-        self._holder_of = holder
-        self._reread = reread
-
-    def _holder(self, resource: str, device: str) -> str:
-        holder = self._holder_of(resource, device)
-        before, extra = self._withheld.get((resource, device), ""), {"resource": resource, "device": device}
-        if holder and holder != before:
-            self._withheld[resource, device] = holder
-            _LOG.warning("%s: device %s is withheld from pods: %s", resource, device, holder, extra=extra)
-        elif before and not holder:
-            del self._withheld[resource, device]
-            _LOG.info("%s: device %s is offered to pods again", resource, device, extra=extra)
-        return holder
-
-    def offers(self, resource: str, device: str) -> bool:
-        """Offer what no such claim holds."""
-        return not self._holder(resource, device)
-
-    def claimed(self, resource: str, device: str) -> bool:
-        """Return whether such a claim holds the device."""
-        return bool(self._holder(resource, device))
-
-    def withheld(self, resource: str) -> Mapping[str, str]:
-        """Return what such claims hold."""
-        return {device: why for (of, device), why in list(self._withheld.items()) if of == resource}
-
-    async def grant(self, resource: str, names: Sequence[str], devices: Sequence[str]) -> None:
-        """Refuse what such a claim holds."""
-        self._reread()
-        for device in devices:
-            if holder := self._holder(resource, device):
-                details = f"{resource}: device {device} is withheld: {holder}"
-                raise Refusal(grpc.StatusCode.FAILED_PRECONDITION, "claim", details)
-
-    def awaited(self) -> Collection[Key]:
-        """Return what is withheld: scans go on for it, and have the lists made again."""
-        return self._withheld.keys()

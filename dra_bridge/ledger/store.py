@@ -58,7 +58,7 @@ _RECORDS: Final = {
     "settings": records.Setting,
 }
 _TABLES: Final = {
-    "devices": ("resource", "device", "state", "since", "sequence", "reason", "identity", "driver"),
+    "devices": ("resource", "device", "state", "since", "sequence", "reason", "driver"),
     "allocations": ("resource", "device_id", "device", "since", "sequence", "holders", "pending", "identity", "amount"),
     "claims": ("driver", "uid", "namespace", "name", "devices", "result", "since", "sequence", "pods"),
     "settings": ("section", "key", "value"),

@@ -22,7 +22,7 @@ import pytest
 
 from deviceplugin.config import OPEN, Config, load
 from deviceplugin.device import ContainerEdits, Device, Health
-from deviceplugin.kubelet import holders as grants
+from deviceplugin.register import rules as grants
 from deviceplugin.kubelet.checkpoint import Allocation
 from deviceplugin.kubelet.device_list import Stream
 from deviceplugin.kubelet.holders import HolderSnapshot, Holding
