@@ -365,7 +365,7 @@ class Register:
         """Return whether a pod or a claim holds any of a device, by this name."""
         return key in self.snapshot.index
 
-    async def decide(self, keys: Collection[Key], operation: Operation[_T]) -> _T:
+    async def decide(self, keys: Collection[Key], operation: Callable[[View], Operation[_T]]) -> _T:
         """Verify devices and have the store carry out an operation that gives them to a claim.
 
         Raises ConflictError as `verify` does, and what the store raises.
@@ -373,7 +373,7 @@ class Register:
         await self._reread()
         await self.verify(keys)
         with self._granting(keys):
-            return await self.store.do(operation)
+            return await self.store.do(operation(self.view()))
 
     def is_free(self, key: Key, units: Collection[tuple[str, ...]] = ()) -> bool:
         """Return whether nobody holds any of a device, or is being granted it. units: holders that do not count."""

@@ -9,8 +9,8 @@ from typing import Any, Final, TypeVar
 from deviceplugin import cdi, naming
 from deviceplugin.identity import boot_id
 from deviceplugin.kubelet.claim_state import PreparedClaim
-from deviceplugin.kubelet.exclusion_guard import ExclusionGuard
 from deviceplugin.kubelet.orphaned_claims import only_seen
+from deviceplugin.register.register import Register
 from deviceplugin.register.rules import ClaimEvidence
 from dra_bridge.driver.claim_api import ClaimEvents, ClusterClaims
 from dra_bridge.driver.claim_files import ClaimFiles
@@ -44,8 +44,7 @@ class Driver:
     the kernel does. changed: called after claims came or went. ready: whether a device (resource, id) may be given to
     claims yet. running_pods: records in the ledger which pods use which claims, and returns the pods whose processes
     run. qualifiers: returns those of resources in the names of published devices; a resource without one has no
-    published devices yet. guard: keeps devices that are one thing, or parts of one, from holders that exclude each
-    other.
+    published devices yet. register: the node's, over this ledger.
     """
 
     def __init__(
@@ -65,7 +64,7 @@ class Driver:
         ready: Callable[[str, str], bool] = lambda resource, device: True,
         running_pods: Callable[[], Awaitable[RunningPods]] = _no_pods,
         qualifiers: Callable[[Sequence[str]], Mapping[str, str]] = naming.qualifiers,
-        guard: ExclusionGuard | None = None,
+        register: Register | None = None,
     ) -> None:
         self.name: Final = name
         self.pool: Final = pool
@@ -76,7 +75,9 @@ class Driver:
         self._patience = patience
         self._tasks = tasks = Tasks()
         events = ClaimEvents(records, api, tasks, report)
-        devices = ClaimDevices(records, served_devices, guard or ExclusionGuard(), events, statistics, changed)
+        devices = ClaimDevices(
+            records, served_devices, register or Register(store=async_ledger), events, statistics, changed
+        )
         self._preparation = ClaimPreparation(
             records, api, served_devices, devices, files, events, tasks, statistics, running_pods, deadline, changed
         )

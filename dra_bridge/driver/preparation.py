@@ -33,12 +33,14 @@ import msgspec
 from deviceplugin import cdi, hooks
 from deviceplugin.device import ContainerEdits, EditConflictError, counted
 from deviceplugin.durations import Durations
+from deviceplugin.exclusion import ConflictError, Key
 from deviceplugin.hooks import HookStatistics
 from deviceplugin.kubelet.claim_state import ClaimStateError
-from deviceplugin.kubelet.exclusion_guard import ConflictError, ExclusionGuard
 from deviceplugin.register import operations
+from deviceplugin.register.question import View
 from deviceplugin.register.records import Claim, ClaimDevice, LedgerError, Operation
-from deviceplugin.register.rules import Refused
+from deviceplugin.register.register import Register
+from deviceplugin.register.rules import Excluded, Refused
 from deviceplugin.source import DeviceSource
 from dra_bridge.driver.claim_api import ClaimEvents, ClusterClaims
 from dra_bridge.driver.claim_files import ClaimFiles
@@ -104,13 +106,13 @@ class ClaimStatistics:
 class ClaimDevices:
     """Asks the ledger for the devices of claims, and calls the sources' hooks around their use.
 
-    A claim for an idle device of the plugin's side begins its move (R2); `changed` is called after that. guard: see
+    A claim for an idle device of the plugin's side begins its move (R2); `changed` is called after that. register: see
     `Driver`. events: get the refusals. statistics: get the seconds that hooks took.
     """
 
     records: ClaimRecords
     served: ServedDevices
-    guard: ExclusionGuard
+    register: Register
     events: ClaimEvents
     statistics: ClaimStatistics
     changed: Callable[[], None]
@@ -120,15 +122,19 @@ class ClaimDevices:
 
         Raises ClaimError: a device is not to be had.
         """
-        keys = sorted(record.held)
-        try:
-            await self.guard.reread()
-            await self.guard.verify(keys)
-            with self.guard.reserve(keys):
-                await self.records.ledger.identify({key: self.guard.identity(*key) for key in keys})
-                await self._ask(ref, operations.reserve(record, durable=durable, pull=True))
-        except ConflictError as error:
-            raise self._refused(ref, str(error), str(error)) from error
+
+        def reserve(view: View) -> Operation[Claim | Refused | Excluded]:
+            return operations.reserve(self._identified(record), view, durable=durable, pull=True)
+
+        await self._ask(ref, sorted(record.held), reserve)
+
+    def _identified(self, record: Claim) -> Claim:
+        """Return a record that says what its devices are now."""
+        devices = (
+            msgspec.structs.replace(one, identity=self.register.identity(one.resource, one.device))
+            for one in record.devices
+        )
+        return dataclasses.replace(record, devices=tuple(devices))
 
     async def confirm(self, ref: ClaimRef, record: Claim) -> None:
         """Record a claim with its answer, if its devices still are what they were when they were reserved.
@@ -136,17 +142,27 @@ class ClaimDevices:
         Raises ClaimError: one is not, or the ledger does not grant it any more.
         """
         try:
-            await self.guard.verify_granted(record.held)
+            await self.register.verify_granted(record.held)
         except ConflictError as error:
             raise self._refused(ref, str(error), str(error)) from error
-        await self._ask(ref, operations.prepare(record, pull=True))
+        await self._ask(ref, (), lambda view: operations.prepare(self._identified(record), view, pull=True))
 
-    async def _ask(self, ref: ClaimRef, operation: Operation[Claim | Refused]) -> None:
-        answer = await self.records.ledger.do(operation)
+    async def _ask(
+        self,
+        ref: ClaimRef,
+        keys: Sequence[Key],
+        operation: Callable[[View], Operation[Claim | Refused | Excluded]],
+    ) -> None:
+        try:
+            answer = await self.register.decide(keys, operation)
+        except ConflictError as error:
+            raise self._refused(ref, str(error), str(error)) from error
         if isinstance(answer, Refused):
             if answer.moving:
                 self.changed()
             raise self._refused(ref, answer.record.state.value, answer.message)
+        if isinstance(answer, Excluded):
+            raise self._refused(ref, answer.message, answer.message)
 
     def _refused(self, ref: ClaimRef, kind: str, message: str) -> ClaimError:
         self.events.refused(ref, kind, message)
@@ -185,20 +201,14 @@ class ClaimDevices:
 
     def released(self, claim: Claim) -> None:
         """Have `released` called for devices of an ended claim that nobody holds any more."""
-        now = self.records.ledger.snapshot
         for served, devices in self.served.of_claim(claim, held=True):
             source = served.source
             if "released" not in source.hooks:
                 continue
-            used = self.guard.in_use((source.resource, device.id) for device in devices)
-            idle = [
-                device
-                for device in devices
-                if not now.claims_on(source.resource, (device.id,)) and (source.resource, device.id) not in used
-            ]
+            idle = [device for device in devices if self.register.is_free((source.resource, device.id))]
             if idle:
                 work = self.statistics.hooks.call("released", source, source.released, idle)
-                self.guard.releases.run([(source.resource, device.id) for device in idle], work)
+                self.register.hooks.run([(source.resource, device.id) for device in idle], work)
 
 
 @dataclass(frozen=True, slots=True)

@@ -115,7 +115,7 @@ def _moves(drivers: Sequence[DriverRuntime]) -> Iterator[Metric]:
     begun = CounterMetricFamily("deviceplugin_handover_begun", "Moves of devices begun, by direction", labels=labels)
     about = "Time from the begin of a move to its commit"
     duration = SummaryMetricFamily("deviceplugin_handover_duration_seconds", about, labels=labels)
-    for resource, runtime in [item for one in drivers for item in list(one.resources.items())]:
+    for resource, runtime in [item for one in drivers for item in list(one.resources.items()) if not item[1].leaving]:
         statistics = runtime.handover.statistics
         for way in ("to-dra", "to-plugin"):
             begun.add_metric((resource, way), statistics.begun[way])
@@ -126,7 +126,7 @@ def _moves(drivers: Sequence[DriverRuntime]) -> Iterator[Metric]:
     for one in drivers:
         resources = one.resources.copy()
         for (resource, device), record in one.async_ledger.snapshot.devices.items():
-            if record.state in (State.TO_DRA, State.TO_PLUGIN):
+            if record.state in (State.TO_DRA, State.TO_PLUGIN) and record.driver == one.name:
                 what = resources[resource].handover.waiting.get(device) if resource in resources else None
                 holder = isinstance(what, HolderWait)
                 waits.add_metric((resource, device, "holder"), holder)

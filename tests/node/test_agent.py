@@ -22,7 +22,6 @@ import pytest
 
 from deviceplugin.config import OPEN, Config, load
 from deviceplugin.device import ContainerEdits, Device, Health
-from deviceplugin.register import rules as grants
 from deviceplugin.kubelet.checkpoint import Allocation
 from deviceplugin.kubelet.device_list import Stream
 from deviceplugin.kubelet.holders import HolderSnapshot, Holding
@@ -32,6 +31,7 @@ from deviceplugin.node import process as process_module
 from deviceplugin.node import service as service_module
 from deviceplugin.node.agent import Agent, AgentError
 from deviceplugin.node.options import Paths, add_run_options, run_options
+from deviceplugin.register import rules as grants
 from deviceplugin.source import DeviceSource
 from deviceplugin.sources.simulated import SimulatedSource
 from deviceplugin.testing import FakeKubelet, FakePod, Served, serve
