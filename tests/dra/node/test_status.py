@@ -61,7 +61,7 @@ def claim(name: str, *devices: ClaimDevice, result: str | None = "{}") -> Claim:
 def bridge(**changes: Any) -> Any:
     """Return the parts of a bridge that a report reads."""
     records = {
-        (RESOURCE, name): DeviceRecord(RESOURCE, name, state, 5.0, reason="the share is 2")
+        (RESOURCE, name): DeviceRecord(RESOURCE, name, state, 5.0, reason="the share is 2", driver=DRIVER)
         for name, state in (("a", State.DRA), ("b", State.TO_DRA), ("c", State.TO_PLUGIN), ("d", State.QUARANTINED))
     }
     claims = [
@@ -73,11 +73,12 @@ def bridge(**changes: Any) -> Any:
     moving = SimpleNamespace(
         statistics=moves, waiting={"b": HolderWait("team/train"), "c": "a list of claims"}, share=Share(2)
     )
+    ledger = SimpleNamespace(
+        write_failures=2, snapshot=Snapshot(1, records, {}, {(DRIVER, one.uid): one for one in claims})
+    )
     one = SimpleNamespace(
         name=DRIVER,
-        async_ledger=SimpleNamespace(
-            write_failures=2, snapshot=Snapshot(1, records, {}, {(DRIVER, one.uid): one for one in claims})
-        ),
+        async_ledger=ledger,
         driver=SimpleNamespace(
             records=SimpleNamespace(all=lambda: claims),
             statistics=ClaimStatistics(
@@ -95,12 +96,13 @@ def bridge(**changes: Any) -> Any:
             ),
         ),
         registrar=SimpleNamespace(statistics=registrar.RegistrarStatistics(registered=True, registrations=2)),
-        resources={RESOURCE: SimpleNamespace(handover=moving)},
+        resources={RESOURCE: SimpleNamespace(handover=moving, leaving=False)},
     )
     parts: dict[str, Any] = {
         "drivers": {DRIVER: one},
         "agent": SimpleNamespace(
             services={RESOURCE: service()},
+            register=ledger,  # what is asked of it is the snapshot alone
             tracker=SimpleNamespace(
                 pods_named=lambda uids: tuple(Holder("team", f"pod-{uid}", uid=uid) for uid in uids)
             ),
