@@ -255,6 +255,19 @@ def test_a_driver_that_the_kubelet_refused_is_said() -> None:
     ]
 
 
+def test_a_former_driver_is_missed_only_while_it_has_something_to_do() -> None:
+    """The agent is ready without a driver that no resource names any more, and that has no claims to unprepare."""
+    made = bridge()
+    former = made.drivers[DRIVER]
+    former.registrar.statistics = registrar.RegistrarStatistics(error="its directory is not mounted")
+    former.resources = {}
+    assert BridgeStatus(made).report().unready == [
+        f"driver {DRIVER} is not registered with the kubelet: its directory is not mounted"
+    ]
+    former.driver.records.all = list
+    assert BridgeStatus(made).report().unready == []
+
+
 def test_status_is_made_for_json() -> None:
     """Everything in it can be written."""
     status = json.loads(json.dumps(BridgeStatus(bridge()).report().status))
