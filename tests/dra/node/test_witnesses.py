@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from deviceplugin.device import Device
+from deviceplugin.register import operations
 from deviceplugin.register.records import State
 from deviceplugin.testing import Checkpoint, ContainerSpec, FakePod
 from dra_bridge.driver import preparation
@@ -386,6 +387,8 @@ async def test_ledger_and_checkpoint_are_lost_while_a_pod_runs(node: FakeNode, t
     """The copy of the allocations is left: the device neither moves nor is offered to another pod."""
     async with world(node, tmp_path) as here:
         await here.until(lambda: here.source.wiped == ["d0"])
+        for number in range(100):  # the copy has a record that is later than all of the next ledger
+            await here.bridge.drivers[D].async_ledger.do(operations.set_setting("test", "number", str(number)))
         pod = await run(node)
         await here.until(
             lambda: any(one.holders for one in here.bridge.drivers[D].async_ledger.snapshot.allocations.values())
@@ -409,6 +412,7 @@ async def test_ledger_and_checkpoint_are_lost_while_a_pod_runs(node: FakeNode, t
             await again.settle(State.DRA)
         else:
             await again.until(lambda: again.healthy == {"d0"})
+        await again.until(lambda: not again.bridge.drivers[D].async_ledger.snapshot.allocations)
 
 
 async def test_agent_and_checkpoint_are_lost_soon_after_a_grant(node: FakeNode, tmp_path: Path) -> None:
