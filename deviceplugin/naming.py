@@ -36,6 +36,9 @@ PCI_BUS_ID: Final = "resource.kubernetes.io/pciBusID"
 EXTENDED_RESOURCE: Final = "extendedResource"
 """Attribute that the DRA side adds to each device: which resource of its driver it belongs to."""
 
+SHARES: Final = "shares"
+"""Capacity that the DRA side adds to a shared device: how many claims it takes, one a claim unless it asks for more."""
+
 MAX_ENTRIES: Final = 32
 """Attributes and capacities of one device together."""
 MAX_CONSUMED_SETS: Final = 2

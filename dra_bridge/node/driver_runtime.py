@@ -74,6 +74,7 @@ class DriverRuntime:
             qualifiers=lambda resources: qualifiers_of(async_ledger.snapshot),
             guard=guard,
         )
+        pods.described = self.driver.files.describe
         self.registrar = Registrar(self.driver, root, changed=self.publish)
         self.feed = SliceFeed(context, self.registrar)
         guard.subscribe(self.publish)
