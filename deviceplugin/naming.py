@@ -266,13 +266,6 @@ def published_names(words: Mapping[str, str], devices: Mapping[str, Iterable[str
     }
 
 
-def possible_names(resource: str, device: str) -> tuple[str, ...]:
-    """Return every name under which a driver may have published a device, whatever other resources it serves."""
-    word, hashed = resource.rpartition("/")[2], _hashed_word(resource)
-    words = ("", word, hashed, f"{word}--", f"{hashed}--")
-    return tuple(dict.fromkeys(device_name(device, word) for word in words))
-
-
 def _check_quantity(what: str, value: object) -> None:
     try:
         number = parse_quantity(value)  # type: ignore[arg-type]  # it says what it is not

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from deviceplugin import filewatch
+from deviceplugin.kubelet.cgroups import PodProcesses
 from deviceplugin.kubelet.orphaned_claims import OrphanedClaimGate, OrphanedClaims
 from deviceplugin.naming import node_name
 from deviceplugin.node.agent import Agent, AgentError
@@ -111,7 +112,10 @@ def _plugin(sources: Sequence[DeviceSource], paths: Paths, metrics_address: str 
         service = agent.services.get(resource)
         return claims.holder(resource, device, service.source.driver if service is not None else None)
 
-    claims = OrphanedClaims(paths.kubelet_root)
+    def processes() -> PodProcesses:
+        return agent.tracker.pods.read()
+
+    claims = OrphanedClaims(paths.kubelet_root, cdi_directory=str(paths.cdi_dir), processes=processes)
     gate = OrphanedClaimGate(holder, claims.reread)
     agent = Agent(
         sources,

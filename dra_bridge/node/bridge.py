@@ -62,7 +62,9 @@ class Bridge:
         self._group: asyncio.TaskGroup | None = None
         self._tasks: list[asyncio.Task[None]] = []
         paths = paths or Paths()
-        self._orphaned = OrphanedClaims(paths.kubelet_root, self.drivers.keys, cdi_directory)
+        self._orphaned = OrphanedClaims(
+            paths.kubelet_root, self.drivers.keys, cdi_directory, lambda: self.agent.tracker.pods.read()
+        )
         undriven = OrphanedClaimGate(self.holder, self._orphaned.reread)
         self.gates = ResourceGates(undriven, lambda: [one.ledger_gate for one in self.drivers.values()])
         self.agent = Agent(
