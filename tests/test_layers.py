@@ -21,6 +21,7 @@ BASE = {
     "addresses",
     "backoff",
     "cdi",
+    "claim_files",
     "device",
     "durations",
     "exclusion",

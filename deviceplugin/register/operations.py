@@ -417,7 +417,7 @@ def reconcile_evidence(
     read before the Unprepare, and the kubelet's claim state names the claim until the kubelet has our answer. If the
     claim was prepared again, the ledger has it.
     """
-    claims = [replace(one, prepared=False) if (one.driver, one.uid) in state.ended else one for one in evidence.claims]
+    claims = [replace(one, prepared=False) if (one.driver, one.uid) in state.ended else one for one in evidence.merged]
     held = sorted(evidence.held.values(), key=lambda one: one.sure)  # sure ones last: they replace the others
     plugin = {one.device: one for one in held}
     prepared = {d: c for c in claims if c.prepared for d in c.devices}
@@ -481,14 +481,12 @@ def _prepared_claims(state: Snapshot, resource: str, claims: Iterable[rules.Clai
         if not claim.prepared or (known is not None and known.result is not None):
             continue
         # A claim over several resources is found once for each of them, so its record may have other devices already.
-        before = known or Claim(claim.driver, claim.uid, claim.namespace, claim.name, (), None, now)
-        recorded = {(one.resource, one.device) for one in before.devices}
-        added = (
-            ClaimDevice(resource, device, claim.shares.get(device, ""))
-            for device in sorted(claim.devices)
-            if (resource, device) not in recorded
-        )
-        after = replace(before, devices=(*before.devices, *added), pods=before.pods | claim.pods)
+        before = known or Claim(claim.driver, claim.uid, "", "", (), None, now)
+        if not before.name:
+            before = replace(before, namespace=claim.namespace, name=claim.name)
+        devices = rules.added(before.devices, claim.granted)
+        devices = rules.added(devices, (ClaimDevice(resource, device) for device in sorted(claim.devices)))
+        after = replace(before, devices=devices, pods=before.pods | claim.pods)
         if after != before:
             changes.append(_put_claim(replace(after, sequence=state.sequence + 1)))
     return changes

@@ -63,6 +63,7 @@ class Result(msgspec.Struct, frozen=True, rename="camel"):
     device: str
     admin_access: bool | None = None
     share_id: str | None = msgspec.field(default=None, name="shareID")
+    consumed_capacity: dict[str, Any] | None = None
     tolerations: list[dict[str, Any]] | None = None
 
 

@@ -38,11 +38,12 @@ from deviceplugin.hooks import HookStatistics
 from deviceplugin.kubelet.claim_state import ClaimStateError
 from deviceplugin.register import operations
 from deviceplugin.register.question import View
-from deviceplugin.register.records import Claim, ClaimDevice, LedgerError, Operation
+from deviceplugin.register.records import Claim, LedgerError, Operation
 from deviceplugin.register.register import Register
 from deviceplugin.register.rules import Excluded, Refused
 from deviceplugin.source import DeviceSource
 from dra_bridge.driver.claim_api import ClaimEvents, ClusterClaims
+from dra_bridge.driver.claim_devices import granted_device
 from dra_bridge.driver.claim_files import ClaimFiles
 from dra_bridge.driver.claims import ClaimError, ClaimRef, check_ref, parse_allocation
 from dra_bridge.driver.records import ClaimRecords, Prepared, prepared_of
@@ -284,7 +285,7 @@ class ClaimPreparation:
         check_ref(ref)
         known = self.records.get(ref.uid)
         if known is not None and (prepared := prepared_of(known)) is not None and prepared.boot == self.files.boot:
-            await self.files.write(ref.uid, prepared)
+            await self.files.write(known)
             self.statistics.prepare.done += 1
             self.statistics.prepared_again += 1
             return prepared
@@ -303,7 +304,15 @@ class ClaimPreparation:
             # Prepared before a reboot: the devices have to be set up again.
             await self.records.ledger.do(operations.reopen(driver, ref.uid))
         devices = tuple(
-            ClaimDevice(group.served.source.resource, device.id, result.share_id or "", group.admin)
+            granted_device(
+                group.served.source,
+                device,
+                group.served.inventory.snapshot.identities.get(device.id, frozenset()),
+                self.files.boot,
+                result,
+                group.admin,
+                group.config,
+            )
             for group in groups
             for device, result in group.members
         )
@@ -325,7 +334,7 @@ class ClaimPreparation:
             edits: dict[str, list[ContainerEdits]] = {}
             for group in groups:
                 edits.setdefault(group.request, []).append(await self.devices.edits(ref.uid, group))
-            prepared = await self.files.answer(ref.uid, groups, edits)
+            prepared = await self.files.answer(record, groups, edits)
             # This verifies the devices after their numbers were read for the CDI file.
             await self.devices.confirm(ref, dataclasses.replace(record, result=msgspec.json.encode(prepared).decode()))
         except BaseException:
@@ -370,6 +379,7 @@ class ClaimPreparation:
             text = "%s: %s; the kubelet is answered that the claim is unprepared, for it may end them only after that"
             _LOG.warning(text, driver, error)
             await self.records.ledger.do(operations.reopen(driver, ref.uid, unlisted))
+            await self.files.describe(ref.uid)
             return
         await self.end(ref.uid)
 

@@ -65,7 +65,9 @@ class Bridge:
         self._tasks: list[asyncio.Task[None]] = []
         self._ledger: AsyncLedger | None = None
         paths = paths or Paths()
-        self._claims = OrphanedClaims(paths.kubelet_root, self.drivers.keys, cdi_directory)
+        self._claims = OrphanedClaims(
+            paths.kubelet_root, self.drivers.keys, cdi_directory, lambda: self.agent.tracker.pods.read()
+        )
         self.agent = Agent(
             sources,
             paths,

@@ -193,7 +193,9 @@ class Flow:
         """Compare the ledger with what is held (R8)."""
         held = held_ids(holders.holders((), self.outside.evidence()), R, str)
         claims = [
-            claim for claim in self.driver.cdi_evidence(R) if (D, claim.uid) not in self.async_ledger.snapshot.claims
+            claim
+            for claim in self.driver.claim_evidence((), R)
+            if (D, claim.uid) not in self.async_ledger.snapshot.claims
         ]
         evidence = Evidence(held, claims)
         await self.async_ledger.do(operations.reconcile_evidence(R, evidence, DEVICES, Side.PLUGIN, time.time()))
@@ -351,7 +353,7 @@ async def aftermath(directory: Path, outside: Outside, source: DeviceSource) -> 
         await flow.move(0)
         assert flow.slice() == []
         assert not flow.async_ledger.snapshot.claims
-        assert not flow.driver.cdi_evidence(R)
+        assert not flow.driver.claim_evidence((), R)
     finally:
         await flow.end()
 

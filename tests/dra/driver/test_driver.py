@@ -21,13 +21,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from deviceplugin import cdi
+from deviceplugin import cdi, claim_files
+from deviceplugin.claim_files import ClaimFile
 from deviceplugin.device import ContainerEdits, Device, Health
 from deviceplugin.inventory import Inventory
 from deviceplugin.kubelet.cgroups import PodProcesses
 from deviceplugin.kubelet.claim_state import ClaimStateError, PreparedClaim
 from deviceplugin.register import operations
-from deviceplugin.register.records import Claim, ClaimDevice, LedgerError, Side, State
+from deviceplugin.register.records import UNKNOWN, WHOLE, Claim, ClaimDevice, LedgerError, Side, State
 from deviceplugin.register.rules import ClaimEvidence, Evidence
 from deviceplugin.source import DeviceSource
 from dra_bridge.driver import (
@@ -38,7 +39,6 @@ from dra_bridge.driver import (
     Prepared,
     RunningPods,
     ServedResource,
-    claim_files,
     preparation,
     registrar,
 )
@@ -162,7 +162,7 @@ class World:
     async def refused(self, uid: str) -> str:
         answer = (await self.prepare(uid))[uid]
         assert isinstance(answer, ClaimError)
-        assert not self.files, "an error leaves no file behind"
+        assert not self.all_files, "an error leaves no file behind"
         assert not self.async_ledger.snapshot.claims, "an error leaves no record behind"
         return str(answer)
 
@@ -170,8 +170,17 @@ class World:
         return (await self.driver.unprepare([ref(uid)]))[uid]
 
     @property
-    def files(self) -> list[str]:
+    def all_files(self) -> list[str]:
         return sorted(os.listdir(self.cdi)) if self.cdi.is_dir() else []
+
+    @property
+    def files(self) -> list[str]:
+        return [name for name in self.all_files if name.endswith(".json")]
+
+    @property
+    def own(self) -> dict[str, ClaimFile]:
+        """The claims' own files by UID."""
+        return {file.uid: file for file in claim_files.read_all(str(self.cdi))}
 
     def edits(self, *ids: str) -> list[dict[str, Any]]:
         """Return what containers with these CDI ids get."""
@@ -290,7 +299,7 @@ async def test_administrative_access_holds_nothing(here: World) -> None:
     (device,) = (await here.prepared("1")).devices
     assert here.edits(*device.cdi_ids)[0]["deviceNodes"]
     assert here.async_ledger.snapshot.claims[D, "1"].held == frozenset()
-    assert here.driver.cdi_evidence(R) == []
+    assert [found.devices for found in here.driver.claim_evidence((), R)] == [frozenset()]
 
 
 async def test_administrative_access_disturbs_nobody(tmp_path: Path) -> None:
@@ -813,7 +822,7 @@ async def test_files_that_vanish_are_written_again_at_once(
     here: World, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Those of prepared claims alone, also after the whole directory was removed or could not be written."""
-    monkeypatch.setattr(claim_files, "SETTLE", 0.01)
+    monkeypatch.setattr("dra_bridge.driver.claim_files.SETTLE", 0.01)
 
     async def until(*uids: str) -> None:
         async with asyncio.timeout(20):
@@ -900,7 +909,7 @@ async def test_cdi_files_are_evidence_for_a_lost_ledger(here: World) -> None:
     await here.async_ledger.close()
     os.remove(here.path)
     after = await here.again()
-    evidence = Evidence({}, after.driver.cdi_evidence(R))
+    evidence = Evidence({}, after.driver.claim_evidence((), R))
     await after.async_ledger.do(
         operations.reconcile_evidence(R, evidence, after.inventory.snapshot.devices, Side.PLUGIN, T0)
     )
@@ -935,10 +944,13 @@ async def test_the_kubelets_claim_state_is_evidence(here: World) -> None:
     elsewhere = in_claim_state(("other-pool", "d3", ""))
     other = PreparedClaim("2", "default", "c", frozenset(), {"other.example.com": frozenset({(NODE, "d0", "")})})
     (found,) = here.driver.claim_evidence([state, elsewhere, other], R)
-    assert found == ClaimEvidence(
-        D, "1", frozenset({"d0", "d1"}), True, "default", "claim-1", frozenset({"pod-uid"}), {"d0": "", "d1": "s"}
+    granted = (
+        ClaimDevice(R, "d0", identity="boot:1", amount=WHOLE),
+        ClaimDevice(R, "d1", "s", identity="boot:1", amount=UNKNOWN),
     )
-    assert list(here.driver.claim_evidence([state], "example.com/other")) == []
+    names = "default", "claim-1", frozenset({"pod-uid"})
+    assert found == ClaimEvidence(D, "1", frozenset({"d0", "d1"}), True, *names, granted)
+    assert here.driver.claim_evidence([state], "example.com/other") == []
 
 
 async def test_a_claim_over_two_resources_is_unprepared_on_both_after_the_ledger_was_lost(tmp_path: Path) -> None:
@@ -991,7 +1003,7 @@ async def test_two_resources_of_one_driver_and_two_drivers_share_a_ledger(tmp_pa
     assert isinstance(answer, Prepared)
     assert here.async_ledger.snapshot.claims[D, "1"].held == {(R, "d0"), ("example.com/nic", "d0")}
     for resource in (R, "example.com/nic"):
-        assert [found.devices for found in both.cdi_evidence(resource)] == [frozenset({"d0"})]
+        assert [found.devices for found in both.claim_evidence((), resource)] == [frozenset({"d0"})]
     await both.close()
     await end(here)
 
@@ -1397,7 +1409,7 @@ async def test_a_claim_of_an_older_ledger_is_not_ended_without_the_kubelet(tmp_p
     await here.async_ledger.do(operations.unprepare(D, "1"))
     await here.async_ledger.do(operations.prepare(record))
     del here.claims.claims["claim-1"]
-    assert await here.driver.reconciler.reconcile((), ENDED) == {}
+    assert await here.driver.reconciler.reconcile((), ENDED) == {"rewritten": ["1"]}
     assert (D, "1") in here.async_ledger.snapshot.claims
     assert await here.unprepare("1") is None
     assert not here.async_ledger.snapshot.claims

@@ -8,7 +8,7 @@ import json
 import os
 import shutil
 import threading
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 
 import grpc
@@ -16,6 +16,7 @@ import pytest
 
 from deviceplugin.device import ContainerEdits, Device
 from deviceplugin.kubelet.allocation_gate import Refusal
+from deviceplugin.kubelet.claim_state import PreparedClaim
 from deviceplugin.node.agent import AgentError
 from deviceplugin.register import operations, rules
 from deviceplugin.register.records import Side, State
@@ -135,15 +136,15 @@ async def test_a_claim_that_ends_while_evidence_is_read_stays_ended(
         await moved(bridge, State.DRA)
         pod = await asyncio.to_thread(lambda: node.start_pod("train", template={D: 1}).wait_running(20))
     read, go_on = threading.Event(), threading.Event()
-    cdi_evidence = Driver.cdi_evidence
+    claim_evidence = Driver.claim_evidence
 
-    def late(driver: Driver, resource: str) -> list[ClaimEvidence]:
-        found = cdi_evidence(driver, resource)
+    def late(driver: Driver, prepared: Iterable[PreparedClaim], resource: str) -> list[ClaimEvidence]:
+        found = claim_evidence(driver, prepared, resource)
         read.set()
         assert go_on.wait(60)
         return found
 
-    monkeypatch.setattr(Driver, "cdi_evidence", late)
+    monkeypatch.setattr(Driver, "claim_evidence", late)
     async with running(node, cdi, Share(part=1.0)) as bridge:
         try:
             assert await asyncio.to_thread(read.wait, 60)
@@ -165,7 +166,7 @@ async def test_a_wiped_cdi_directory_is_filled_again(node: FakeNode, tmp_path: P
         await moved(bridge, State.DRA)
         await asyncio.to_thread(lambda: node.start_pod("train", template={D: 1}).wait_running(20))
         files = {path.name: path.read_bytes() for path in cdi.iterdir()}
-        assert len(files) == 1
+        assert len(files) == 2, "the CDI file and our own"
         shutil.rmtree(cdi)
         await until(lambda: cdi.exists() and {path.name for path in cdi.iterdir()} == files.keys(), "the file")
         assert {path.name: path.read_bytes() for path in cdi.iterdir()} == files
@@ -182,7 +183,7 @@ async def test_an_agent_ends_when_its_mount_shows_a_deleted_cdi_directory(
         async with running(node, Path(f"/proc/self/fd/{mounted}"), Share(part=1.0)) as bridge:
             await moved(bridge, State.DRA)
             await asyncio.to_thread(lambda: node.start_pod("train", template={D: 1}).wait_running(20))
-            assert len(list(cdi.iterdir())) == 1
+            assert len(list(cdi.iterdir())) == 2
             shutil.rmtree(cdi)
             async with asyncio.timeout(20):
                 await bridge.agent.stopping()
