@@ -27,6 +27,7 @@ BASE = {
     "files",
     "filewatch",
     "health",
+    "hook_runs",
     "hooks",
     "identity",
     "inventory",

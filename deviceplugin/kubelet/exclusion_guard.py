@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Collection, Coroutine, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, Final, Protocol, TypeVar
+from typing import Final, Protocol, TypeVar
 
-from deviceplugin import hooks, identity
+from deviceplugin import identity
 from deviceplugin.device import Device
 from deviceplugin.exclusion import Key, Thing, Things, natural_key, thing_of, titled
+from deviceplugin.hook_runs import DeviceBusyError, HookRuns
 from deviceplugin.identity import Tokens, shown
 from deviceplugin.inventory import Inventory
 from deviceplugin.kubelet.allocation_gate import AllocationGate, AllowAll, Side
@@ -25,9 +26,6 @@ from deviceplugin.source import DeviceSource
 _LOG: Final = logging.getLogger(__name__)
 _K = TypeVar("_K")
 
-RELEASING: Final = "`released` still works on it, after its timeout"
-CANCELLED: Final = 1.0
-"""Seconds that a coroutine has to end after it was cancelled."""
 _WORDS: Final[Mapping[Side, str]] = {"plugin": "for pods", "dra": "for claims", "": "quarantined"}
 
 
@@ -56,74 +54,6 @@ async def _tokens_now(devices: Mapping[_K, Device]) -> dict[_K, Tokens]:
         return {key: identity.tokens_now(device) for key, device in devices.items()}
 
     return read() if all(map(identity.is_quick, devices.values())) else await asyncio.to_thread(read)
-
-
-class Releases:
-    """The `released` hooks that work now; nobody is given a device before its hook has ended.
-
-    Hooks of devices that are one thing run one by one. same_thing: returns devices and those that are the same thing,
-    or parts of it. changed: called when a hook works on after its timeout, and when such a hook has ended.
-    """
-
-    def __init__(self, same_thing: Callable[[Iterable[Key]], set[Key]], changed: Callable[[], None]) -> None:
-        self._same_thing = same_thing
-        self._changed = changed
-        self._tasks: dict[asyncio.Task[str], frozenset[Key]] = {}
-        self._overdue: dict[asyncio.Future[Any], frozenset[Key]] = {}
-
-    @property
-    def overdue(self) -> frozenset[Key]:
-        """The devices on which hooks work on after their timeouts."""
-        return frozenset().union(*self._overdue.values())
-
-    def run(self, keys: Iterable[Key], work: Coroutine[Any, Any, None]) -> asyncio.Task[str]:
-        """Run the `released` hook of devices; the task returns why it failed, "" if it did not.
-
-        The task ends with the hook's timeout, though the hook may work on. work: raises HookError if the hook fails.
-        """
-        keys = frozenset(keys)
-        task = asyncio.create_task(self._run(keys, work, self._of(keys)))
-        self._tasks[task] = keys
-        task.add_done_callback(self._tasks.pop)
-        return task
-
-    async def _run(
-        self, keys: frozenset[Key], work: Coroutine[Any, Any, None], earlier: Collection[asyncio.Task[str]]
-    ) -> str:
-        try:
-            if earlier:
-                await asyncio.wait(earlier)
-            await work
-        except hooks.HookError as error:
-            _LOG.warning("%s", error)
-            work_left = error.work if isinstance(error, hooks.HookTimeoutError) else None
-            if isinstance(work_left, asyncio.Task):
-                await asyncio.wait((work_left,), timeout=CANCELLED)
-            if work_left is not None and not work_left.done():
-                self._overdue[work_left] = keys
-                work_left.add_done_callback(self._overdue_ended)
-                self._changed()
-            return str(error)
-        return ""
-
-    def _overdue_ended(self, work: asyncio.Future[Any]) -> None:
-        keys = self._overdue.pop(work)
-        _LOG.info("`released` has ended, after its timeout: %s", ", ".join(map(titled, sorted(keys))))
-        self._changed()
-
-    async def wait(self, keys: Iterable[Key]) -> None:
-        """Wait for the hooks of these and the same things. Raises ConflictError: one works on after its timeout."""
-        if not (self._tasks or self._overdue):
-            return
-        keys = tuple(keys)
-        if tasks := self._of(keys):
-            await asyncio.wait(tasks)
-        if overdue := self.overdue & self._same_thing(keys):
-            raise ConflictError(f"{titled(min(overdue))}: {RELEASING}")
-
-    def _of(self, keys: Iterable[Key]) -> set[asyncio.Task[str]]:
-        wanted = self._same_thing(keys) if self._tasks else set()
-        return {task for task, of in self._tasks.items() if not wanted.isdisjoint(of)}
 
 
 class ListedThings:
@@ -188,7 +118,7 @@ class ExclusionGuard:
         self.boot: Final = identity.boot_id()
         self.reread: Final = reread
         self.listed: Final = ListedThings(served)
-        self.releases: Final = Releases(self._with_peers, self.notify)
+        self.hooks: Final = HookRuns(self._with_peers, self.notify)
         self._gate: AllocationGate = gate or AllowAll()
         self._allocated = allocated
         self._orphaned = orphaned
@@ -215,7 +145,7 @@ class ExclusionGuard:
             # What was granted just before its resource was dropped is in no checkpoint that was read yet.
             if key in held or key[0] not in services:
                 held[key] = held.get(key, frozenset()) | tokens
-        reserved = (*self._reserved, self.releases.overdue)
+        reserved = (*self._reserved, self.hooks.overdue)
         held |= {key: frozenset() for keys in reserved for key in keys if key not in held}
         for key, tokens in gate.held().items():
             if claims or not gate.claimed(*key):
@@ -255,7 +185,9 @@ class ExclusionGuard:
         for key in things.related & set(keys) - found.keys():
             if why := self._elsewhere(key) or self._named_before(key, held, side):
                 found[key] = why
-        found |= dict.fromkeys(self.releases.overdue & set(keys), RELEASING)
+        for key, why in self.hooks.overdue.items():
+            for peer in self._with_peers([key]).intersection(keys):
+                found[peer] = why if peer == key else f"{titled(key)}, which is the same thing or a part of it: {why}"
         withheld = {device: why for (_, device), why in found.items()}
         before = self._withheld.get((resource, side), {})
         for device, why in withheld.items():
@@ -343,18 +275,24 @@ class ExclusionGuard:
         return True
 
     def in_use(self, keys: Iterable[Key]) -> set[Key]:
-        """Return those devices that are being granted, that `released` works on, or that another id's holder has."""
+        """Return those devices that are being granted, that hooks hold, or that another id's holder has."""
         wanted = tuple(keys)
-        granting = {key for keys in self._reserved for key in keys} | self.releases.overdue
+        granting = {key for keys in self._reserved for key in keys} | self.hooks.overdue.keys()
         return granting.intersection(wanted) | self.listed.now().conflicts(wanted, self.held()).keys()
 
     def _with_peers(self, keys: Iterable[Key]) -> set[Key]:
         return {one for key in keys for one in (key, *self.listed.now().peers(key))}
 
-    async def verify(self, keys: Iterable[Key]) -> None:
-        """Wait for `released` hooks, and check that devices are what they were listed as. Raises ConflictError."""
+    async def verify(self, keys: Iterable[Key], *, resets: bool = True) -> None:
+        """Wait for hooks, as `HookRuns` does, and check that devices are what they were listed as.
+
+        Raises ConflictError.
+        """
         keys = tuple(keys)
-        await self.releases.wait(keys)
+        try:
+            await self.hooks.wait(keys, resets=resets)
+        except DeviceBusyError as error:
+            raise ConflictError(str(error)) from error
         for resource, served in tuple(self.listed.served().items()):  # a reload may drop one meanwhile
             if names := [device for of, device in keys if of == resource]:
                 await self._verify(served.inventory, names)
@@ -407,7 +345,7 @@ class ExclusionGuard:
         excluding = [key for key, tokens in held.items() if key in things.related or things.excluded(key, tokens)]
         was = {key: held[key] | things.tokens(key) for key in excluding}
         sides = {key: self._gate.side(*key) for key in things.related}
-        noticed: object = things.related, was, sides, self.releases.overdue
+        noticed: object = things.related, was, sides, self.hooks.overdue
         if noticed != self._noticed:
             self._noticed = noticed
             for callback in self._subscribers:

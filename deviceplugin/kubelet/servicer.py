@@ -201,7 +201,7 @@ class Endpoint(DevicePluginServicer):
             if devices:
                 with self._calls.busy(0.0):
                     await self._guard.verify_granted((self.resource, device.id) for device in devices)
-                    await self.statistics.hooks.call("reset", self.source, self.source.reset, devices)
+                    await self._guard.hooks.call(self.statistics.hooks, "reset", self.source, devices)
         except (ConflictError, hooks.HookError) as error:
             self._log_failed_start(request.devices_ids, error)
             conflict = isinstance(error, ConflictError)
@@ -261,7 +261,8 @@ class Endpoint(DevicePluginServicer):
         devices = list(dict.fromkeys(map(self.ids.device_id_of, names)))
         keys = [(self.resource, device) for device in devices]
         try:
-            await self._guard.verify(keys)
+            # The container's own `reset` waits for one that works now: Allocate holds up all pods of the node.
+            await self._guard.verify(keys, resets=False)
             with self._guard.reserve(keys):
                 await self._allocation_gate.grant(self.resource, names, devices)
                 self._granted(names)

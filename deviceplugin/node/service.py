@@ -11,13 +11,13 @@ from typing import Final
 
 import grpc
 
-from deviceplugin import hooks
 from deviceplugin.backoff import Backoff
 from deviceplugin.device import Device
+from deviceplugin.hook_runs import DeviceBusyError
 from deviceplugin.inventory import Inventory
 from deviceplugin.kubelet.allocation_gate import AllocationGate, Refusal
 from deviceplugin.kubelet.checkpoint import Allocation
-from deviceplugin.kubelet.exclusion_guard import ConflictError, ExclusionGuard
+from deviceplugin.kubelet.exclusion_guard import ExclusionGuard
 from deviceplugin.kubelet.holders import HolderSnapshot, IdsInUse
 from deviceplugin.kubelet.podresources import AllocationsInFlight
 from deviceplugin.kubelet.registration import Registration, RegistrationError, Timing
@@ -193,9 +193,7 @@ class Service:
         self.endpoint.refresh()
 
     def _release(self, devices: Sequence[Device]) -> asyncio.Task[str]:
-        source = self.source
-        work = hooks.call(f"released of {self.resource}", source.released, devices, timeout=source.hook_timeout)
-        return self._context.guard.releases.run([(self.resource, device.id) for device in devices], work)
+        return self._context.guard.hooks.start(self.endpoint.statistics.hooks, "released", self.source, devices)
 
     async def _release_former(self, names: Sequence[str]) -> None:
         """Have `released` called of devices whose holders have ended, before these ids are granted.
@@ -209,7 +207,7 @@ class Service:
         ids = {one: resolver.ids_of(one) for one in map(resolver.device_id_of, names) if one in known}
         keys = {(self.resource, device) for device in ids}
         try:
-            await context.guard.releases.wait(keys)
+            await context.guard.hooks.wait(keys, resets=False)
             every = [name for those in ids.values() for name in those]
             ended, others = await context.tracker.ended(self.resource, every)
             in_use = {one.device_id for one in others} | (self._in_use.pending.keys() - set(names))
@@ -229,7 +227,7 @@ class Service:
                 raise Refusal(grpc.StatusCode.FAILED_PRECONDITION, "released", details)
             released = {name for device in devices for name in ids[device.id]}
             self._released |= {one for one in ended if one.device_id in released}
-        except ConflictError as error:
+        except DeviceBusyError as error:
             raise Refusal(grpc.StatusCode.FAILED_PRECONDITION, "excluded", f"{self.resource}: {error}") from error
 
     def status(self) -> ResourceStatus:
