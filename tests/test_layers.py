@@ -28,6 +28,7 @@ BASE = {
     "files",
     "filewatch",
     "health",
+    "hook_runs",
     "hooks",
     "identity",
     "inventory",

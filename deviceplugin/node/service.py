@@ -11,10 +11,9 @@ from typing import Final
 
 import grpc
 
-from deviceplugin import hooks
 from deviceplugin.backoff import Backoff
 from deviceplugin.device import Device
-from deviceplugin.exclusion import ConflictError
+from deviceplugin.hook_runs import DeviceBusyError
 from deviceplugin.inventory import Inventory
 from deviceplugin.kubelet.checkpoint import Allocation
 from deviceplugin.kubelet.holders import HolderSnapshot
@@ -197,9 +196,8 @@ class Service:
         return not register.evidence_missing(self.resource, device) and register.is_free((self.resource, device), units)
 
     def _release(self, devices: Sequence[Device]) -> asyncio.Task[str]:
-        source = self.source
-        work = hooks.call(f"released of {self.resource}", source.released, devices, timeout=source.hook_timeout)
-        return self._context.register.hooks.run([(self.resource, device.id) for device in devices], work)
+        hooks = self._context.register.hooks
+        return hooks.start(self.endpoint.statistics.hooks, "released", self.source, devices)
 
     async def _release_former(self, names: Sequence[str]) -> None:
         """Have `released` called of devices whose holders have ended, before these ids are granted.
@@ -210,7 +208,7 @@ class Service:
         context, known, resolver = self._context, self.inventory.snapshot.devices, self.endpoint.ids
         ids = {one: resolver.ids_of(one) for one in map(resolver.device_id_of, names) if one in known}
         try:
-            await context.register.hooks.wait((self.resource, device) for device in ids)
+            await context.register.hooks.wait([(self.resource, device) for device in ids], resets=False)
             every = [name for those in ids.values() for name in those]
             ended, others = await context.tracker.ended(self.resource, every)
             granted = {one.device_id for one in self._pending} - set(names)
@@ -227,7 +225,7 @@ class Service:
                 raise Refusal(grpc.StatusCode.FAILED_PRECONDITION, "released", details)
             released = {name for device in devices for name in ids[device.id]}
             self._released |= {one for one in ended if one.device_id in released}
-        except ConflictError as error:
+        except DeviceBusyError as error:
             raise Refusal(grpc.StatusCode.FAILED_PRECONDITION, "excluded", f"{self.resource}: {error}") from error
 
     def status(self) -> ResourceStatus:

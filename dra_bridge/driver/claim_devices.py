@@ -80,6 +80,11 @@ def filed(claim: Claim, boot: str) -> ClaimFile:
     )
 
 
+def claim_of(file: ClaimFile, now: float) -> Claim:
+    """Return the claim that a file tells of, as one without an answer. now: Unix seconds."""
+    return Claim(file.driver, file.uid, file.namespace, file.name, tuple(devices_of(file)), None, now, pods=file.pods)
+
+
 def devices_of(file: ClaimFile) -> Iterator[ClaimDevice]:
     """Yield the devices of a claim's file; their identities name the boot, also where nothing else is known."""
     for one in file.devices or ():

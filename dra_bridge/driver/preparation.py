@@ -181,12 +181,12 @@ class ClaimDevices:
             others = [claim.held for claim in claims if (claim.driver, claim.uid) != (self.records.driver, uid)]
             shared = frozenset().union(*others)
             if idle := [device for device in devices if (source.resource, device.id) not in shared]:
-                await self.statistics.hooks.call("reset", source, source.reset, idle)
+                await self.register.hooks.call(self.statistics.hooks, "reset", source, idle)
         extra = ContainerEdits()
         if "edits" in source.hooks:
             extra = _edits_of(source, "edits", await self.statistics.hooks.call("edits", source, source.edits, devices))
         if "prepare" in source.hooks:
-            made = await self.statistics.hooks.call("prepare", source, source.prepare, devices, group.config)
+            made = await self.register.hooks.call(self.statistics.hooks, "prepare", source, devices, group.config)
             if made is not None:
                 extra = ContainerEdits.merge((extra,), winner=_edits_of(source, "prepare", made))
         try:
@@ -198,7 +198,7 @@ class ClaimDevices:
         """Undo what `prepare` hooks did for a claim; raises HookError if a hook failed."""
         for served, devices in self.served.of_claim(claim):
             if "unprepare" in served.source.hooks:
-                await self.statistics.hooks.call("unprepare", served.source, served.source.unprepare, devices)
+                await self.register.hooks.call(self.statistics.hooks, "unprepare", served.source, devices)
 
     def released(self, claim: Claim) -> None:
         """Have `released` called for devices of an ended claim that nobody holds any more."""
@@ -208,8 +208,7 @@ class ClaimDevices:
                 continue
             idle = [device for device in devices if self.register.is_free((source.resource, device.id))]
             if idle:
-                work = self.statistics.hooks.call("released", source, source.released, idle)
-                self.register.hooks.run([(source.resource, device.id) for device in idle], work)
+                self.register.hooks.start(self.statistics.hooks, "released", source, idle)
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Final
 
+from deviceplugin import claim_files
 from deviceplugin.kubelet.orphaned_claims import OrphanedClaims
 from deviceplugin.node.agent import Agent, AgentError
 from deviceplugin.node.options import Paths
 from deviceplugin.node.service import Service
+from deviceplugin.register import operations
 from deviceplugin.register.records import LedgerError
 from deviceplugin.source import DeviceSource
 from dra_bridge.driver import ClusterClaims
+from dra_bridge.driver.claim_devices import claim_of
 from dra_bridge.handover.allocatable import GRACE, AllocatableStatus
 from dra_bridge.kube import Cluster
 from dra_bridge.ledger.worker import AsyncLedger
@@ -173,8 +177,20 @@ class Bridge:
     async def _open_all(self) -> None:
         """Open the ledger, and begin to serve. Raises AgentError: it cannot be opened."""
         self._ledger = self.agent.register.store = await self._open_ledger()
+        try:
+            files = await asyncio.to_thread(claim_files.read_all, self.node.cdi_directory)
+            claims = [claim_of(file, time.time()) for file in files if file.devices is not None]
+            for claim in await self._ledger.do(operations.adopt_claims(claims)):
+                text = "the ledger lacks claim %s of driver %s; its own file says what it holds"
+                _LOG.warning(text, claim.title if claim.name else claim.uid, claim.driver)
+        except (LedgerError, OSError) as error:
+            raise AgentError(f"it cannot be recorded what claims hold: {error}") from error
         now = self._ledger.snapshot
-        published = {record.driver for record in now.devices.values()} | {claim.driver for claim in now.claims.values()}
+        published = (
+            {file.driver for file in files}
+            | {record.driver for record in now.devices.values()}
+            | {claim.driver for claim in now.claims.values()}
+        )
         for driver in sorted(published - {""}):
             self._driver(driver, self._ledger)
         for service in self.agent.services.values():
