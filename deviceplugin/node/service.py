@@ -38,7 +38,8 @@ class ServiceContext:
     """What all services of a node share.
 
     plugins: the device plugin directory. turn: held while a resource registers. avoids: returns the devices of a
-    resource that new pods had better not get. wake_scan: has a scan come soon.
+    resource that new pods had better not get. brought: called with a resource that a source has brought along, and
+    with the resource of that source. wake_scan: has a scan come soon.
     """
 
     plugins: Path
@@ -49,6 +50,7 @@ class ServiceContext:
     avoids: Callable[[str], Collection[str]]
     timing: Timing | None
     wake_scan: Callable[[], None]
+    brought: list[Callable[[str, str], None]] = field(default_factory=list)
 
 
 class Service:
@@ -326,6 +328,8 @@ class Supervisor:
                             continue
                         self._parents[name] = parent.resource
                         self._serve(child)
+                        for callback in self.context.brought:
+                            callback(name, parent.resource)
                     backoff.reset()
                 return
             except Exception:

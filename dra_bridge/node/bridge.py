@@ -82,6 +82,7 @@ class Bridge:
             unknown=self._unknown,
             avoids=self._draining,
         )
+        self.agent.brought.append(self._serve_brought)
         self.agent.providers.append(BridgeStatus(self))
         self.publisher = Publisher(cluster, node)
         self._allocatable = AllocatableStatus(
@@ -158,8 +159,8 @@ class Bridge:
         for one in self.drivers.values():
             for resource in one.resources.keys() - self.agent.services.keys():
                 one.drop(resource)
-        for name in {*sources, *unchanged} & self.agent.services.keys():
-            self._serve(self.agent.services[name])
+        for service in self.agent.services.values():
+            self._serve(service)
 
     async def _opened(self) -> bool:
         """Bridge what is to be served; return False if the agent is stopped before that is done."""
@@ -220,6 +221,12 @@ class Bridge:
             one.read_share(self._watch.annotations)
             one.serve(service, self._policies.get(resource, HandoverPolicy()))
         service.endpoint.refresh()
+
+    def _serve_brought(self, resource: str, parent: str) -> None:
+        """Have a resource that a source has brought along served on both sides, under the policy of that source."""
+        if parent in self._policies:
+            self._policies.setdefault(resource, self._policies[parent])
+        self._serve(self.agent.services[resource])
 
     def _left(self, resource: str) -> None:
         """Go on after the devices of a resource have left a driver."""
