@@ -22,7 +22,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from deviceplugin import cdi, claim_files
-from deviceplugin.claim_files import ClaimFile
+from deviceplugin.claim_files import ClaimFile, FiledDevice
 from deviceplugin.device import ContainerEdits, Device, Health
 from deviceplugin.inventory import Inventory
 from deviceplugin.kubelet.cgroups import PodProcesses
@@ -43,6 +43,7 @@ from dra_bridge.driver import (
     registrar,
 )
 from dra_bridge.driver.claims import Config, Opaque, decoded_config
+from dra_bridge.driver.records import is_over
 from dra_bridge.kube import Cluster
 from dra_bridge.ledger.worker import AsyncLedger
 from dra_bridge.testing.apiserver import FakeApiServer, Fault
@@ -916,6 +917,216 @@ async def test_cdi_files_are_evidence_for_a_lost_ledger(here: World) -> None:
     assert after.async_ledger.snapshot.claims[D, "1"].held == {(R, "d0"), (R, "d2")}
     assert await after.driver.reconciler.reconcile((), ENDED) == {}
     assert await after.prepared("1") == first
+    await end(after)
+
+
+# The claims' own files.
+
+
+async def test_each_claim_has_a_file_of_its_own(tmp_path: Path) -> None:
+    """Also one without edits: it says what the claim has, and goes with the CDI file."""
+    here = await world(tmp_path, Hooked())
+    await here.async_ledger.do(adopt(R, ["bare"], Side.DRA, T0))
+    here.inventory.publish([*here.inventory.snapshot.devices.values(), Device("bare")])
+    here.claims.add(
+        claim("1", result("d0"), result("d1", "seen", adminAccess=True), config=[opaque({"mode": "fast"}, "fpga")]),
+        claim("2", result("bare")),
+    )
+    await here.prepared("1")
+    await here.prepared("2")
+    fast, plain = '{"inner":{"level":0},"mode":"fast","threads":1}', '{"inner":{"level":0},"mode":"plain","threads":1}'
+    assert here.own == {
+        "1": ClaimFile(
+            driver=D,
+            uid="1",
+            namespace="default",
+            name="claim-1",
+            boot="1",
+            pods=frozenset({"pod-uid"}),
+            devices=(
+                FiledDevice(R, "d0", part="1", parameters=fast),
+                FiledDevice(R, "d1", admin=True, part="0", parameters=plain),
+            ),
+        ),
+        "2": ClaimFile(
+            driver=D,
+            uid="2",
+            namespace="default",
+            name="claim-2",
+            boot="1",
+            pods=frozenset({"pod-uid"}),
+            devices=(FiledDevice(R, "bare", part="1", parameters=plain),),
+        ),
+    }
+    await here.unprepare("1")
+    await here.unprepare("2")
+    assert here.all_files == []
+    await end(here)
+
+
+async def test_a_claims_file_is_there_before_its_answer_is_recorded(
+    here: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A crash after the answer leaves evidence; a Prepare whose file cannot be written fails."""
+    seen: list[list[str]] = []
+    prepare = operations.prepare
+
+    def noted(*args: Any, **more: Any) -> Any:
+        seen.append(sorted(here.own))
+        return prepare(*args, **more)
+
+    monkeypatch.setattr(operations, "prepare", noted)
+    here.claims.add(claim("1", result("d0")), claim("2", result("d1")))
+    await here.prepared("1")
+    assert seen == [["1"]]
+    os.mkdir(here.cdi / f"{D}_2.claim")
+    answer = (await here.prepare("2"))["2"]
+    assert isinstance(answer, ClaimError)
+    assert answer.reason == "cdi"
+
+
+async def test_a_claims_file_has_what_is_learned_later(here: World) -> None:
+    """Pods that share the claim; a claim that has ended gets no file again."""
+    here.claims.add(claim("1", result("d0")))
+    await here.prepared("1")
+    await here.async_ledger.do(operations.describe(D, "1", "", "", ["second"]))
+    await here.driver.files.describe("1")
+    assert here.own["1"].pods == {"pod-uid", "second"}
+    os.remove(here.cdi / f"{D}_1.claim")
+    await here.driver.files.describe("1")
+    await here.driver.files.describe("unknown")
+    assert here.own == {}
+    assert await here.driver.reconciler.reconcile((), ENDED) == {"rewritten": ["1"]}
+    assert here.own["1"].pods == {"pod-uid", "second"}
+
+
+async def test_an_own_file_that_vanishes_is_written_again_at_once(here: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also of a claim without edits, and of one that holds its devices only while processes run."""
+    monkeypatch.setattr("dra_bridge.driver.claim_files.SETTLE", 0.01)
+    await here.async_ledger.do(adopt(R, ["bare"], Side.DRA, T0))
+    here.inventory.publish([*here.inventory.snapshot.devices.values(), Device("bare")])
+    here.claims.add(claim("1", result("d0")), claim("2", result("bare")))
+    for uid in ("1", "2"):
+        await here.prepared(uid)
+    await here.async_ledger.do(operations.reopen(D, "1"))
+    before = here.own
+    keeping = asyncio.create_task(here.driver.files.keep())
+    for uid in ("1", "2"):
+        os.remove(here.cdi / f"{D}_{uid}.claim")
+        async with asyncio.timeout(20):
+            while here.own != before:  # noqa: ASYNC110  # files tell nobody
+                await asyncio.sleep(0.01)
+    keeping.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await keeping
+
+
+async def lost(here: World, *prepared: PreparedClaim) -> World:
+    """Return the world after the ledger was lost and rebuilt from evidence. prepared: by the claim state."""
+    await here.async_ledger.close()
+    os.remove(here.path)
+    after = await here.again()
+    evidence = Evidence(claims=after.driver.claim_evidence(prepared, R))
+    await after.async_ledger.do(operations.reconcile_evidence(R, evidence, ["d0", "d1", "d2", "d3"], Side.PLUGIN, T0))
+    return after
+
+
+class Halves(Plain):
+    """Each device is for two."""
+
+    replicas = 2
+
+
+SHARE = {"shareID": "s", "consumedCapacity": {"shares": "1"}}
+
+
+@pytest.mark.parametrize("named", [False, True], ids=["files alone", "claim state, too"])
+async def test_a_lost_ledger_knows_what_claims_share(tmp_path: Path, *, named: bool) -> None:
+    """Who shares a device is granted beside a sharer, and refused beside who has it alone; by any evidence."""
+    here = await world(tmp_path, Halves())
+    here.claims.add(claim("1", result("d0", **SHARE)), claim("2", result("d1")))
+    await here.prepared("1")
+    await here.prepared("2")
+    before = here.async_ledger.snapshot.claims
+    state = [
+        PreparedClaim(uid, "default", f"claim-{uid}", frozenset({"pod-uid"}), {D: frozenset({(NODE, device, share)})})
+        for uid, device, share in (("1", "d0", "s"), ("2", "d1", ""))
+    ]
+    after = await lost(here, *(state if named else ()))
+    for key, record in after.async_ledger.snapshot.claims.items():
+        expected = [msgspec.structs.replace(one, identity="boot:1") for one in before[key].devices]
+        assert (list(record.devices), record.pods, record.title) == (expected, before[key].pods, before[key].title)
+    assert [one.amount.part for _, claim in sorted(before.items()) for one in claim.devices] == ["1/2", "1"]
+    other = {**SHARE, "shareID": "t"}
+    after.claims.add(claim("3", result("d0", **other)), claim("4", result("d1", **other)), claim("5", result("d0")))
+    answers = await after.prepare("3", "4", "5")
+    assert {uid for uid, answer in answers.items() if isinstance(answer, Prepared)} == {"3"}
+    await end(after)
+
+
+async def test_a_claim_whose_file_is_lost_shares_with_nobody(tmp_path: Path) -> None:
+    """Its CDI file does not say how much of the device it has."""
+    here = await world(tmp_path, Halves())
+    here.claims.add(claim("1", result("d0", **SHARE)), claim("2", result("d0", **{**SHARE, "shareID": "t"})))
+    await here.prepared("1")
+    os.remove(here.cdi / f"{D}_1.claim")
+    after = await lost(here)
+    assert (D, "1") in after.async_ledger.snapshot.claims
+    assert isinstance((await after.prepare("2"))["2"], ClaimError)
+    await end(after)
+
+
+async def test_a_claims_file_needs_no_published_name(here: World) -> None:
+    """Names were made anew, also such that another device has the old name; the claim state has the old ones."""
+    here.claims.add(claim("1", result("d0"), result("d1", "seen", adminAccess=True)))
+    await here.prepared("1")
+    here.driver.devices.qualifiers = lambda resources: {R: "q"}
+    (found,) = here.driver.claim_evidence([in_claim_state((NODE, "d0", ""))], R)
+    assert (found.devices, found.name, [one.device for one in found.granted]) == ({"d0"}, "claim-1", ["d0", "d1"])
+    (found,) = here.driver.claim_evidence([in_claim_state((NODE, "q--d3", ""))], "example.com/other")
+    assert (found.devices, [one.device for one in found.granted]) == (frozenset(), ["d0", "d1"])
+
+
+async def test_pods_of_file_and_claim_state_count(here: World) -> None:
+    """Either may know one that the other has not."""
+    here.claims.add(claim("1", result("d0")))
+    await here.prepared("1")
+    second = dataclasses.replace(in_claim_state((NODE, "d0", "")), pod_uids=frozenset({"second"}))
+    (found,) = here.driver.claim_evidence([second], R)
+    assert found.pods == {"pod-uid", "second"}
+
+
+async def test_a_damaged_file_says_nothing_where_no_other_does(here: World) -> None:
+    """The CDI file or the claim state tell the devices; without them they are not known, unless the ledger knows."""
+    here.claims.add(claim("1", result("d0")))
+    await here.prepared("1")
+    (here.cdi / f"{D}_1.claim").write_bytes(b"{")
+    (here.cdi / "other.example.com_1.claim").write_bytes(b"{")
+    state = in_claim_state((NODE, "d1", ""))
+    assert [one.devices for one in here.driver.claim_evidence([], R)] == [{"d0"}]
+    os.remove(here.cdi / here.files[0])
+    assert here.driver.claim_evidence([], R) == []
+    await here.async_ledger.do(operations.unprepare(D, "1"))
+    assert [one.devices for one in here.driver.claim_evidence([state], R)] == [{"d1"}]
+    with pytest.raises(cdi.CdiError, match=f"not known what claim 1 holds.*{D}_1.claim"):
+        here.driver.claim_evidence([], R)
+
+
+async def test_a_claim_without_known_pods_runs_until_the_next_boot(here: World) -> None:
+    """It is known from its CDI file alone, or was never for a pod."""
+    here.claims.add(claim("1", result("d0")))
+    await here.prepared("1")
+    os.remove(here.cdi / f"{D}_1.claim")
+    after = await lost(here)
+    (found,) = after.async_ledger.snapshot.claims.values()
+    assert (found.name, found.pods) == ("", frozenset())
+    assert not is_over(found, "1", (), ENDED)
+    assert is_over(found, "2", (), ENDED)
+    assert not is_over(found, "2", ("1",), ENDED)
+    known = dataclasses.replace(found, pods=frozenset({"p"}))
+    assert is_over(known, "1", (), ENDED)
+    assert not is_over(known, "1", (), PodProcesses(frozenset({"p"})))
+    assert not is_over(known, "1", (), PodProcesses(frozenset({"q"})), ["q"]), "it may be one of its pods"
     await end(after)
 
 
