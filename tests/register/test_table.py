@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
+from fractions import Fraction
 
 import pytest
 
+from deviceplugin.device import Device
+from deviceplugin.testing import FakePod
 from dra_bridge.testing.node import FakeNode
 from tests.register.node import A, D, E, Listed, running, serving
 
 TOKENS = pytest.mark.parametrize("tokens", [False, True], ids=["names", "tokens"])
+BOTH = pytest.mark.parametrize("both", [False, True], ids=["pods", "both"])
 
 
 # A driver's name is taken away, and comes back.
@@ -41,3 +46,51 @@ async def test_a_driver_that_is_named_again_gives_no_device_twice(
         await here.stopped(holder)
         for pod in others:
             await asyncio.to_thread(pod.wait_running, 15)
+
+
+# A source says another number of replicas.
+
+
+class Varying(Listed):
+    """Devices that are shared as often as the list says that was given last; t0 marks a list as taken."""
+
+    def __init__(self, replicas: int, driver: str = D, *, tokens: bool = False) -> None:
+        super().__init__(A, driver, "d0", replicas=2, tokens=tokens)
+        self.lists = asyncio.Queue()
+        self.vary(replicas)
+
+    def vary(self, replicas: int, *marks: str) -> None:
+        """List d0 with this number of replicas; marks: further devices, by which the list is known."""
+        self.put(self.device("d0", attributes={"replicas": replicas}), *map(self.device, marks))
+
+    def replicas_of(self, device: Device) -> int:
+        return int(device.attributes.get("replicas", 1))
+
+
+def part(pod: FakePod) -> Fraction:
+    """Return how much of d0 a pod has: the whole, or one of two replicas."""
+    (device,) = pod.device_ids
+    return {"d0": Fraction(1), "d0::0": Fraction(1, 2), "d0::1": Fraction(1, 2)}.get(device, Fraction(0))
+
+
+@TOKENS
+@BOTH
+@pytest.mark.parametrize("numbers", [(2, 1, 2), (1, 2, 1)], ids=str)
+async def test_another_number_of_replicas_gives_no_device_twice(
+    node: FakeNode, numbers: Sequence[int], both: bool, tokens: bool
+) -> None:
+    """What pods have of it is never more than the whole, whatever the ids were called when they got them."""
+    marks: list[str] = []
+    async with serving(node, source := Varying(numbers[0], tokens=tokens), both=both) as here:
+        await here.until(lambda: len(here.healthy()) == numbers[0])
+        pods = [await here.run("holder", {A: 1})]
+        for number in numbers[1:]:
+            marks.append(f"t{len(marks)}")
+            source.vary(number, *marks)
+            await here.until(lambda: here.healthy().issuperset(marks))
+            await here.scans()
+            pods += [await here.run(f"{marks[-1]}-{one}", {A: 1}) for one in range(3)]
+            assert sum(part(pod) for pod in pods if pod.running) <= 1
+        for pod in pods:
+            await here.stopped(pod)
+        await here.until(lambda: len(here.healthy() - {*marks}) == numbers[-1])
