@@ -67,7 +67,12 @@ def running(node: FakeNode, device: str) -> set[str]:
     with node.changed:
         pods = [*node.pods.values(), *node.orphans.values()]
         alive = [pod for pod in pods if any(one.state == "running" for one in pod.all_containers.values())]
-        return {pod.uid for pod in alive if device in {name.split("::")[0] for name in node.devices_of(pod)}}
+        return {pod.uid for pod in alive if device in map(plain, node.devices_of(pod))}
+
+
+def plain(name: str) -> str:
+    """Return the device of a replica's id, or of a published name; ids of two resources differ here."""
+    return name.rpartition("--")[2].partition("::")[0]
 
 
 class Here:

@@ -11,7 +11,8 @@ import pytest
 from deviceplugin.device import Device
 from deviceplugin.testing import FakePod
 from dra_bridge.testing.node import FakeNode
-from tests.register.node import A, D, E, Listed, running, serving
+from tests.register.files import lose_register
+from tests.register.node import A, B, D, E, Listed, running, serving
 
 TOKENS = pytest.mark.parametrize("tokens", [False, True], ids=["names", "tokens"])
 BOTH = pytest.mark.parametrize("both", [False, True], ids=["pods", "both"])
@@ -94,3 +95,54 @@ async def test_another_number_of_replicas_gives_no_device_twice(
         for pod in pods:
             await here.stopped(pod)
         await here.until(lambda: len(here.healthy() - {*marks}) == numbers[-1])
+
+
+# The register and the slices are lost, and published names are made anew.
+
+
+@TOKENS
+@pytest.mark.parametrize("share", ["none", "all"])
+async def test_a_claim_is_known_again_though_its_device_has_another_name(
+    node: FakeNode, share: str, tokens: bool
+) -> None:
+    """With register and slices lost, and a second resource of the driver, a running claim keeps its device."""
+    async with serving(node, Listed(A, D, tokens=tokens), share="all") as here:
+        await here.until(lambda: here.sliced() == {"d0", "d1"})
+        pod = await here.claimant("p")
+        (held,) = node.devices_of(pod)
+        (idle,) = {"d0", "d1"} - {held}
+    await asyncio.to_thread(node.stop)
+    lose_register(node.root)
+    await asyncio.to_thread(node.start)
+    assert not node.server.objects("resourceslices")
+    async with serving(node, Listed(A, D, tokens=tokens), Listed(B, D, "b0"), share=share) as here:
+        if share == "none":
+            await here.until(lambda: idle in here.healthy(A) and here.healthy(B) == {"b0"})
+            others = [await here.run(f"p{number}", {A: 1}) for number in range(2)]
+        else:
+            others = [node.start_pod(f"p{number}", template={D: 1}) for number in range(3)]
+            await here.until(lambda: sum(one.running for one in others) >= 2)
+        await here.scans()
+        assert running(node, held) == {pod.uid}
+        for one in (pod, *others):
+            await here.stopped(one)
+        await here.until(lambda: len(here.healthy(A)) == 2 if share == "none" else len(here.sliced()) == 3)
+
+
+# A reload comes just after an Allocate.
+
+
+@TOKENS
+@pytest.mark.parametrize("before", ["", E])
+async def test_a_reload_just_after_an_allocate_forgets_no_grant(node: FakeNode, before: str, tokens: bool) -> None:
+    """A driver that is added or renamed before the checkpoint names the pod gives its device to no claim."""
+    stale = 8
+    async with serving(node, source := Listed(A, before, tokens=tokens)) as here:
+        await here.until(lambda: here.healthy() == {"d0", "d1"})
+        node.hold_checkpoint_writes(stale)
+        for number in range(stale):
+            source.list("d0", "d1", message=f"list {number}", health=Health.UNHEALTHY if number % 2 else Health.HEALTHY)
+            await here.until(lambda: len(here.healthy()) in ((), (2,))[number % 2])
+        node.lose_network()  # the pod has its device, and no process yet
+        pod = node.start_pod("p", {A: 1})
+        await here.until(lambda: node.rpcs("Allocate"))
