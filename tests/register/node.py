@@ -7,6 +7,7 @@ import contextlib
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from typing import Any, Final
 
+import grpc
 import pytest
 
 from deviceplugin.device import ContainerEdits, Device
@@ -14,6 +15,8 @@ from deviceplugin.node.agent import Agent
 from deviceplugin.source import DeviceSource
 from deviceplugin.testing import FakeKubelet, FakePod
 from deviceplugin.testing.claim_state import DevicesOfClaim
+from deviceplugin.wire import deviceplugin_pb2 as pb
+from deviceplugin.wire.deviceplugin_pb2_grpc import DevicePluginStub
 from dra_bridge.handover.share import parse_share
 from dra_bridge.kube import Cluster
 from dra_bridge.node.bridge import Bridge
@@ -24,6 +27,7 @@ from dra_bridge.testing.node import FakeNode
 A, B = "example.com/a", "example.com/b"
 D, E = "d.example.com", "e.example.com"
 NODE: Final = "node"
+_OPTIONS: Final = (("grpc.default_authority", "localhost"), ("grpc.use_local_subchannel_pool", 1))
 PATIENCE: Final = 15.0
 """Seconds for what is to come; a test that waits for a rule's own delay gives more."""
 
@@ -110,6 +114,29 @@ class Here:
             seen = {name: self.node.devices(name) for name in self.node.resources()}
             slices = {driver: self.sliced(driver) for driver in (D, E)}
             pytest.fail(f"it does not come: devices {seen}, slices {slices}, pods {self.node.pods}")
+
+    async def soon(self, what: Callable[[], bool], seconds: float) -> bool:
+        """Return whether something is so within some seconds."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(seconds):
+                while not what():  # noqa: ASYNC110  # what is waited for tells nobody
+                    await asyncio.sleep(0.01)
+        return what()
+
+    async def take(self, resource: str, *ids: str) -> str:
+        """Call Allocate as a kubelet whose checkpoint does not name the container yet; return the error, "" if none."""
+        endpoint = next(one.endpoint for one in reversed(self.node.registrations) if one.resource == resource)
+        request = pb.AllocateRequest(container_requests=[pb.ContainerAllocateRequest(devices_ids=ids)])
+
+        def call() -> str:
+            with grpc.insecure_channel(f"unix:{self.node.device_plugin_dir / endpoint}", options=_OPTIONS) as channel:
+                try:
+                    DevicePluginStub(channel).Allocate(request, timeout=PATIENCE)
+                except grpc.RpcError as error:
+                    return str(error)
+            return ""
+
+        return await asyncio.to_thread(call)
 
     async def scans(self, count: int = 6) -> None:
         """Wait until the agent has asked the kubelet so many more times who holds what."""

@@ -135,14 +135,17 @@ async def test_a_claim_is_known_again_though_its_device_has_another_name(
 @TOKENS
 @pytest.mark.parametrize("before", ["", E])
 async def test_a_reload_just_after_an_allocate_forgets_no_grant(node: FakeNode, before: str, tokens: bool) -> None:
-    """A driver that is added or renamed before the checkpoint names the pod gives its device to no claim."""
-    stale = 8
-    async with serving(node, source := Listed(A, before, tokens=tokens)) as here:
+    """A driver that is added or renamed before the checkpoint names the container gives its device to no claim."""
+    async with serving(node, Listed(A, before, tokens=tokens)) as here:
         await here.until(lambda: here.healthy() == {"d0", "d1"})
-        node.hold_checkpoint_writes(stale)
-        for number in range(stale):
-            source.list("d0", "d1", message=f"list {number}", health=Health.UNHEALTHY if number % 2 else Health.HEALTHY)
-            await here.until(lambda: len(here.healthy()) in ((), (2,))[number % 2])
-        node.lose_network()  # the pod has its device, and no process yet
-        pod = node.start_pod("p", {A: 1})
-        await here.until(lambda: node.rpcs("Allocate"))
+        await here.take(A, "d0")
+        await here.serve(Listed(A, D, tokens=tokens), share="all")
+        async with asyncio.timeout(15):
+            # A grant that nobody takes up is over after some seconds: on a slow machine it is asked for again.
+            while not await here.soon(lambda: "d1" in here.sliced(), 2.0):
+                await here.take(A, "d0")
+        await here.scans()
+        assert here.sliced() == {"d1"}
+        assert await here.prepare(D, here.allocate("c", D, "d0")) != ""
+        node.remove_claim("c")
+        await here.until(lambda: here.sliced() == {"d0", "d1"}, 20)
