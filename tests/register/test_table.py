@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Sequence
 from fractions import Fraction
 
 import pytest
 
 from deviceplugin.device import Device
+from deviceplugin.node.agent import AgentError
 from deviceplugin.testing import FakePod
 from dra_bridge.testing.node import FakeNode
 from tests.register.files import lose_register
@@ -149,3 +151,21 @@ async def test_a_reload_just_after_an_allocate_forgets_no_grant(node: FakeNode, 
         assert await here.prepare(D, here.allocate("c", D, "d0")) != ""
         node.remove_claim("c")
         await here.until(lambda: here.sliced() == {"d0", "d1"}, 20)
+
+
+# A driver that cannot be served.
+
+
+@pytest.mark.parametrize("share", ["none", "all"])
+async def test_a_renamed_driver_that_cannot_be_served_can_be_named_as_before(node: FakeNode, share: str) -> None:
+    """When the config is as it was, the resource is served as it was, whether or not the other driver could be."""
+    async with serving(node, Listed(A, D), share=share) as here:
+        offered = here.healthy if share == "none" else here.sliced
+        await here.until(lambda: offered() == {"d0", "d1"})
+        (node.root / "plugins" / E).write_text("no directory can be made here")
+        with contextlib.suppress(AgentError):
+            await here.serve(Listed(A, E), share=share)
+        await here.serve(Listed(A, D), share=share)
+        await here.until(lambda: offered() == {"d0", "d1"})
+        pod = await (here.run("p", {A: 1}) if share == "none" else here.claimant("p"))
+        assert pod.running
