@@ -169,3 +169,23 @@ async def test_a_renamed_driver_that_cannot_be_served_can_be_named_as_before(nod
         await here.until(lambda: offered() == {"d0", "d1"})
         pod = await (here.run("p", {A: 1}) if share == "none" else here.claimant("p"))
         assert pod.running
+
+
+# Claims share a device.
+
+
+async def test_claims_share_a_device_no_more_often_than_it_is_offered(node: FakeNode) -> None:
+    """Of two pods that were deleted by force the containers hang: the API server's next two claims wait for them."""
+    async with serving(node, Listed(A, D, "d0", replicas=2), share="all") as here:
+        await here.until(lambda: here.sliced() == {"d0"})
+        hanging = [await here.claimant(name) for name in ("h0", "h1")]
+        for pod in hanging:
+            pod.force_delete(hang=True)
+        later = [node.start_pod(name, template={D: 1}) for name in ("p0", "p1")]
+        await here.until(lambda: all(pod.running or pod.container().message for pod in later))
+        assert running(node, "d0") == {pod.uid for pod in hanging}
+        for number, pod in enumerate(hanging, 1):
+            await asyncio.to_thread(pod.end_containers, 15)
+            await here.until(lambda number=number: sum(one.running for one in later) == number)  # type: ignore[misc]
+            await here.scans()
+            assert len(running(node, "d0")) == 2
