@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import uuid
 from collections.abc import Sequence
 from fractions import Fraction
 
@@ -17,6 +18,7 @@ from tests.register.files import lose_register
 from tests.register.node import A, B, D, E, Listed, running, serving
 
 TOKENS = pytest.mark.parametrize("tokens", [False, True], ids=["names", "tokens"])
+SHARES = tuple(str(uuid.UUID(int=number)) for number in range(3))
 BOTH = pytest.mark.parametrize("both", [False, True], ids=["pods", "both"])
 
 
@@ -189,3 +191,51 @@ async def test_claims_share_a_device_no_more_often_than_it_is_offered(node: Fake
             await here.until(lambda number=number: sum(one.running for one in later) == number)  # type: ignore[misc]
             await here.scans()
             assert len(running(node, "d0")) == 2
+
+
+LOST = pytest.mark.parametrize("state", ["kept", "lost"], ids=["state-kept", "state-lost"])
+
+
+async def restart_without_register(node: FakeNode, state: str) -> None:
+    """Restart the kubelet while no agent runs, and lose the register; state: whether the claim state is lost, too."""
+    await asyncio.to_thread(node.stop)
+    lose_register(node.root)
+    if state != "kept":
+        node.damage_claim_state("deleted")
+    await asyncio.to_thread(node.start)
+
+
+@LOST
+@pytest.mark.parametrize("sharers", [1, 2])
+async def test_without_its_register_a_shared_device_is_given_to_as_many_claims_as_before(
+    node: FakeNode, sharers: int, state: str
+) -> None:
+    """A claim that shares it leaves the other part to a second one, and two leave nothing to a third one."""
+    async with serving(node, Listed(A, D, "d0", replicas=2), share="all") as here:
+        await here.until(lambda: here.sliced() == {"d0"})
+        pods = [await here.claimant(f"p{number}") for number in range(sharers)]
+    await restart_without_register(node, state)
+    async with serving(node, Listed(A, D, "d0", "d1", replicas=2), share="all") as here:
+        await here.until(lambda: "d1" in here.sliced())
+        answers = [await here.prepare(D, here.allocate(f"c{one}", D, "d0", shareID=SHARES[one])) for one in range(2)]
+        assert [not answer for answer in answers] == ([True, False] if sharers == 1 else [False, False]), answers
+        assert all(pod.running for pod in pods)
+
+
+@pytest.mark.parametrize("state", ["kept", "lost", "forgotten"], ids=lambda state: f"state-{state}")
+async def test_without_its_register_a_device_that_a_claim_has_alone_is_shared_with_none(
+    node: FakeNode, state: str
+) -> None:
+    """The config may offer it twice by now; who got it when it was whole has all of it, also as a pod that hangs."""
+    async with serving(node, Listed(A, D, "d0"), share="all") as here:
+        await here.until(lambda: here.sliced() == {"d0"})
+        pod = await here.claimant("p")
+    if state == "forgotten":
+        pod.force_delete(hang=True)
+    await restart_without_register(node, state)
+    async with serving(node, Listed(A, D, "d0", "d1", replicas=2), share="all") as here:
+        await here.until(lambda: "d1" in here.sliced())
+        for number in range(2):
+            claim = here.allocate(f"c{number}", D, "d0", shareID=SHARES[number])
+            assert await here.prepare(D, claim) != ""
+        assert running(node, "d0") == {pod.uid}
