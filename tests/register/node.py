@@ -27,6 +27,7 @@ from dra_bridge.testing.node import FakeNode
 A, B = "example.com/a", "example.com/b"
 D, E = "d.example.com", "e.example.com"
 NODE: Final = "node"
+_SAYS: Final = "DEVICE_"
 _OPTIONS: Final = (("grpc.default_authority", "localhost"), ("grpc.use_local_subchannel_pool", 1))
 PATIENCE: Final = 15.0
 """Seconds for what is to come; a test that waits for a rule's own delay gives more."""
@@ -54,7 +55,7 @@ class Listed(DeviceSource):
     def device(self, name: str, **fields: Any) -> Device:
         """Return a device that says in its container which one it is."""
         identity = {"identity": f"serial:{name}"} if self.tokens else {}
-        return Device(name, **{"edits": ContainerEdits({f"DEVICE_{name}": "1"}), **identity, **fields})
+        return Device(name, **{"edits": ContainerEdits({f"{_SAYS}{name}": "1"}), **identity, **fields})
 
     async def watch(self) -> AsyncIterator[Sequence[Device]]:
         while True:
@@ -72,6 +73,11 @@ def running(node: FakeNode, device: str) -> set[str]:
         pods = [*node.pods.values(), *node.orphans.values()]
         alive = [pod for pod in pods if any(one.state == "running" for one in pod.all_containers.values())]
         return {pod.uid for pod in alive if device in map(plain, node.devices_of(pod))}
+
+
+def got(node: FakeNode, pod: FakePod) -> set[str]:
+    """Return the devices that the first container of a pod says to have: the kubelet may remember others."""
+    return {name.removeprefix(_SAYS) for name in node.edits_of(pod).env if name.startswith(_SAYS)}
 
 
 def plain(name: str) -> str:

@@ -15,7 +15,7 @@ from deviceplugin.node.agent import AgentError
 from deviceplugin.testing import FakePod
 from dra_bridge.testing.node import FakeNode
 from tests.register.files import lose_register
-from tests.register.node import A, B, D, E, Listed, running, serving
+from tests.register.node import A, B, D, E, Here, Listed, got, running, serving
 
 TOKENS = pytest.mark.parametrize("tokens", [False, True], ids=["names", "tokens"])
 SHARES = tuple(str(uuid.UUID(int=number)) for number in range(3))
@@ -239,3 +239,43 @@ async def test_without_its_register_a_device_that_a_claim_has_alone_is_shared_wi
             claim = here.allocate(f"c{number}", D, "d0", shareID=SHARES[number])
             assert await here.prepare(D, claim) != ""
         assert running(node, "d0") == {pod.uid}
+
+
+# A claim is allocated anew under the same UID.
+
+
+async def allocated_elsewhere(here: Here) -> tuple[FakePod, FakePod, FakePod]:
+    """Have a claim allocated d1 that was prepared with d0, while its first pod's container hangs.
+
+    Return the pod that hangs, that of the claim that was allocated d0 since, and the new pod of the first claim.
+    """
+    node = here.node
+    node.claim("mine", D)
+    hanging = await here.claimant("worker", claims=["mine"])
+    assert set(node.devices_of(hanging)) == {"d0"}
+    await asyncio.to_thread(node.stop)
+    hanging.force_delete(hang=True)
+    owner = node.start_pod("owner", template={D: 1})
+    again = node.start_pod("worker", claims=["mine"])
+    await asyncio.to_thread(node.start)
+    await here.until(lambda: all(pod.bound for pod in (owner, again)))
+    return hanging, owner, again
+
+
+async def test_a_claim_that_was_allocated_elsewhere_gets_what_it_is_allocated_now(node: FakeNode) -> None:
+    """Its new pod waits for the processes of the old one, and so does the claim that owns the device by now."""
+    async with serving(node, Listed(A, D), share="all") as here:
+        await here.until(lambda: here.sliced() == {"d0", "d1"})
+        hanging, owner, again = await allocated_elsewhere(here)
+        await here.until(lambda: all(pod.running or pod.container().message for pod in (owner, again)))
+        await here.scans()
+        assert not owner.running
+        assert not again.running or got(node, again) == {"d1"}
+        await asyncio.to_thread(hanging.end_containers, 15)
+        for pod in (owner, again):
+            await asyncio.to_thread(pod.wait_running, 15)
+        assert got(node, owner) == {"d0"}
+        assert got(node, again) == {"d1"}
+        # The kubelet adds what is prepared to what it was answered before its restart (ClaimInfo.addDevice, 1.36.3),
+        # and a runtime does not start a container of which it cannot resolve each CDI device.
+        assert not node.edits_of(again).cdi
