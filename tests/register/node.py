@@ -112,22 +112,18 @@ class Here:
 
     async def until(self, what: Callable[[], object], timeout: float = PATIENCE) -> None:
         """Wait until something is so."""
-        try:
-            async with asyncio.timeout(timeout):
-                while not what():  # noqa: ASYNC110  # what is waited for tells nobody
-                    await asyncio.sleep(0.01)
-        except TimeoutError:
+        if not await self.soon(what, timeout):
             seen = {name: self.node.devices(name) for name in self.node.resources()}
             slices = {driver: self.sliced(driver) for driver in (D, E)}
             pytest.fail(f"it does not come: devices {seen}, slices {slices}, pods {self.node.pods}")
 
-    async def soon(self, what: Callable[[], bool], seconds: float) -> bool:
+    async def soon(self, what: Callable[[], object], seconds: float) -> bool:
         """Return whether something is so within some seconds."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(seconds):
                 while not what():  # noqa: ASYNC110  # what is waited for tells nobody
                     await asyncio.sleep(0.01)
-        return what()
+        return bool(what())
 
     async def take(self, resource: str, *ids: str) -> str:
         """Call Allocate as a kubelet whose checkpoint does not name the container yet; return the error, "" if none."""
@@ -207,7 +203,9 @@ def policies(sources: Sequence[DeviceSource], share: str) -> dict[str, HandoverP
 
 
 @contextlib.asynccontextmanager
-async def serving(node: FakeNode, *sources: DeviceSource, share: str = "none", both: bool = True) -> AsyncIterator[Here]:
+async def serving(
+    node: FakeNode, *sources: DeviceSource, share: str = "none", both: bool = True
+) -> AsyncIterator[Here]:
     """Run an agent until the end of the block. both: with both sides; otherwise for pods alone."""
     if both:
         bridge = Bridge(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import uuid
 from collections.abc import Sequence
 from fractions import Fraction
@@ -12,13 +13,15 @@ import pytest
 
 from deviceplugin.device import Device
 from deviceplugin.node.agent import AgentError
-from deviceplugin.testing import FakePod
+from deviceplugin.testing import FakePod, claim_state
+from deviceplugin.testing.claim_state import DevicesOfClaim, PreparedDevice
 from dra_bridge.testing.node import FakeNode
 from tests.register.files import lose_register
-from tests.register.node import A, B, D, E, Here, Listed, got, running, serving
+from tests.register.node import NODE, A, B, D, E, Here, Listed, got, running, serving
 
 TOKENS = pytest.mark.parametrize("tokens", [False, True], ids=["names", "tokens"])
 SHARES = tuple(str(uuid.UUID(int=number)) for number in range(3))
+SHARE = pytest.mark.parametrize("share", ["none", "all"])
 BOTH = pytest.mark.parametrize("both", [False, True], ids=["pods", "both"])
 
 
@@ -105,7 +108,7 @@ async def test_another_number_of_replicas_gives_no_device_twice(
 
 
 @TOKENS
-@pytest.mark.parametrize("share", ["none", "all"])
+@SHARE
 async def test_a_claim_is_known_again_though_its_device_has_another_name(
     node: FakeNode, share: str, tokens: bool
 ) -> None:
@@ -158,7 +161,7 @@ async def test_a_reload_just_after_an_allocate_forgets_no_grant(node: FakeNode, 
 # A driver that cannot be served.
 
 
-@pytest.mark.parametrize("share", ["none", "all"])
+@SHARE
 async def test_a_renamed_driver_that_cannot_be_served_can_be_named_as_before(node: FakeNode, share: str) -> None:
     """When the config is as it was, the resource is served as it was, whether or not the other driver could be."""
     async with serving(node, Listed(A, D), share=share) as here:
@@ -279,3 +282,110 @@ async def test_a_claim_that_was_allocated_elsewhere_gets_what_it_is_allocated_no
         # The kubelet adds what is prepared to what it was answered before its restart (ClaimInfo.addDevice, 1.36.3),
         # and a runtime does not start a container of which it cannot resolve each CDI device.
         assert not node.edits_of(again).cdi
+
+
+# The register and the kubelet's claim state are lost together.
+
+
+@SHARE
+async def test_without_register_and_claim_state_a_pod_that_hung_before_keeps_its_device(
+    node: FakeNode, share: str
+) -> None:
+    """The claim's file is left, and the API server has forgotten the claim: its device is given to nobody else."""
+    async with serving(node, Listed(A, D), share="all") as here:
+        await here.until(lambda: here.sliced() == {"d0", "d1"})
+        hanging = await here.claimant("hanging")
+        (held,) = node.devices_of(hanging)
+    hanging.force_delete(hang=True)
+    await restart_without_register(node, "lost")
+    async with serving(node, Listed(A, D), share=share) as here:
+        await here.until(lambda: len(here.healthy() if share == "none" else here.sliced()) >= 1)
+        others = await two_more(here, share)
+        await here.until(lambda: any(pod.running for pod in others))
+        await here.scans()
+        assert running(node, held) == {hanging.uid}
+        await asyncio.to_thread(hanging.end_containers, 15)
+        for pod in others:
+            await here.stopped(pod)
+        await here.until(lambda: (here.healthy() if share == "none" else here.sliced()) == {"d0", "d1"}, 40)
+
+
+@TOKENS
+@SHARE
+async def test_without_register_and_claim_state_a_pod_that_hangs_later_keeps_its_device(
+    node: FakeNode, share: str, tokens: bool
+) -> None:
+    """Of two claims whose files are left, that of a pod that ends gives its device back, that of one that hangs not."""
+    names = {"d0", "d1"}
+    async with serving(node, Listed(A, D, *names, tokens=tokens), share="all") as here:
+        await here.until(lambda: here.sliced() == names)
+        hanging, ending = [await here.claimant(name) for name in ("hanging", "ending")]
+        (held,), (freed,) = node.devices_of(hanging), node.devices_of(ending)
+    await restart_without_register(node, "lost")
+    async with serving(node, Listed(A, D, *names, tokens=tokens), share=share) as here:
+        await asyncio.to_thread(node.dra.wait_registered, D)
+        await here.scans()
+        hanging.force_delete(hang=True)
+        await here.stopped(ending)
+        if share == "none":
+            await here.until(lambda: freed in here.healthy(), 40)
+        await two_more(here, share)
+        await here.until(lambda: running(node, freed), 40)
+        await here.scans()
+        assert running(node, held) == {hanging.uid}
+
+
+async def two_more(here: Here, share: str) -> list[FakePod]:
+    """Start two more pods on the side that has the devices; those for pods run, or have failed."""
+    if share == "none":
+        return [await here.run(f"p{number}", {A: 1}) for number in range(2)]
+    return [here.node.start_pod(f"p{number}", template={D: 1}) for number in range(2)]
+
+
+# A claim of another vendor's driver, whose device has the name of one of ours.
+
+
+def claim_of_another_vendor(node: FakeNode) -> None:
+    """Have the kubelet know a prepared claim for device 0 of a NIC driver, with that driver's CDI file."""
+    nic, uid = "nic.example.org", str(uuid.uuid4())
+    device = PreparedDevice(("r",), NODE, "0", (f"{nic}/claim={uid}-0",), None)
+    claim_state.write(node.root, [DevicesOfClaim("default", "nic", uid, {nic: [device]}, {str(uuid.uuid4())})])
+    node.cdi.mkdir(parents=True, exist_ok=True)
+    edits = {"deviceNodes": [{"path": "/dev/nic0", "type": "c", "major": 240, "minor": 7}]}
+    spec = {
+        "cdiVersion": "0.5.0",
+        "kind": f"{nic}/claim",
+        "devices": [{"name": f"{uid}-0", "containerEdits": edits}],
+    }
+    (node.cdi / f"{nic}-claim_{uid}.json").write_text(json.dumps(spec))
+
+
+@TOKENS
+@pytest.mark.parametrize(("driver", "share"), [("", "none"), (D, "none"), (D, "all")])
+async def test_a_claim_of_another_vendor_withholds_nothing_by_its_devices_name(
+    node: FakeNode, driver: str, share: str, tokens: bool
+) -> None:
+    """What other drivers hold is known by its device nodes alone: our device of the same name is another thing."""
+    await asyncio.to_thread(node.stop)
+    claim_of_another_vendor(node)
+    await asyncio.to_thread(node.start)
+    async with serving(node, Listed(A, driver, "0", "1", tokens=tokens), share=share) as here:
+        offered = here.sliced if share == "all" else here.healthy
+        await here.until(lambda: offered() == {"0", "1"}, 10)
+
+
+# A pod is rejected after Allocate.
+
+
+@TOKENS
+async def test_a_pod_that_is_rejected_after_allocate_does_not_delay_a_move_for_long(
+    node: FakeNode, tokens: bool
+) -> None:
+    """Its device arrives on the other side within 5 s, and some for the move itself."""
+    async with serving(node, Listed(A, D, "d0", tokens=tokens)) as here:
+        await here.until(lambda: here.healthy() == {"d0"})
+        node.reject_next_pod()
+        pod = await here.run("p", {A: 1})
+        assert (pod.phase, pod.reason) == ("Failed", "OutOfcpu")
+        await here.serve(Listed(A, D, "d0", tokens=tokens), share="all")
+        await here.until(lambda: here.sliced() == {"d0"}, 8)
