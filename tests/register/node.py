@@ -23,6 +23,7 @@ from dra_bridge.node.bridge import Bridge
 from dra_bridge.node.share import HandoverPolicy
 from dra_bridge.testing.kubelet import PodError
 from dra_bridge.testing.node import FakeNode
+from tests.register.files import lose_register
 
 A, B = "example.com/a", "example.com/b"
 D, E = "d.example.com", "e.example.com"
@@ -60,6 +61,22 @@ class Listed(DeviceSource):
     async def watch(self) -> AsyncIterator[Sequence[Device]]:
         while True:
             yield await self.lists.get()
+
+
+class Varying(Listed):
+    """Devices that are shared as often as the list says that was given last; t0 marks a list as taken."""
+
+    def __init__(self, replicas: int, driver: str = D, *, tokens: bool = False) -> None:
+        super().__init__(A, driver, "d0", replicas=2, tokens=tokens)
+        self.lists = asyncio.Queue()
+        self.vary(replicas)
+
+    def vary(self, replicas: int, *marks: str) -> None:
+        """List d0 with this number of replicas; marks: further devices, by which the list is known."""
+        self.put(self.device("d0", attributes={"replicas": replicas}), *map(self.device, marks))
+
+    def replicas_of(self, device: Device) -> int:
+        return int(device.attributes.get("replicas", 1))
 
 
 def healthy(node: FakeKubelet, resource: str) -> set[str]:
@@ -229,3 +246,30 @@ async def serving(
         here.agent.stop()
         async with asyncio.timeout(30):
             await task
+
+
+async def restart_without_register(node: FakeNode, state: str) -> None:
+    """Restart the kubelet while no agent runs, and lose the register; state: whether the claim state is lost, too."""
+    await asyncio.to_thread(node.stop)
+    lose_register(node.root)
+    if state != "kept":
+        node.damage_claim_state("deleted")
+    await asyncio.to_thread(node.start)
+
+
+async def allocated_elsewhere(here: Here) -> tuple[FakePod, FakePod, FakePod]:
+    """Have a claim allocated d1 that was prepared with d0, while its first pod's container hangs.
+
+    Return the pod that hangs, that of the claim that was allocated d0 since, and the new pod of the first claim.
+    """
+    node = here.node
+    node.claim("mine", D)
+    hanging = await here.claimant("worker", claims=["mine"])
+    assert set(node.devices_of(hanging)) == {"d0"}
+    await asyncio.to_thread(node.stop)
+    hanging.force_delete(hang=True)
+    owner = node.start_pod("owner", template={D: 1})
+    again = node.start_pod("worker", claims=["mine"])
+    await asyncio.to_thread(node.start)
+    await here.until(lambda: all(pod.bound for pod in (owner, again)))
+    return hanging, owner, again

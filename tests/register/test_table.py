@@ -11,13 +11,25 @@ from fractions import Fraction
 
 import pytest
 
-from deviceplugin.device import Device
 from deviceplugin.node.agent import AgentError
 from deviceplugin.testing import FakePod, claim_state
 from deviceplugin.testing.claim_state import DevicesOfClaim, PreparedDevice
 from dra_bridge.testing.node import FakeNode
-from tests.register.files import lose_register
-from tests.register.node import NODE, A, B, D, E, Here, Listed, got, running, serving
+from tests.register.node import (
+    NODE,
+    A,
+    B,
+    D,
+    E,
+    Here,
+    Listed,
+    Varying,
+    allocated_elsewhere,
+    got,
+    restart_without_register,
+    running,
+    serving,
+)
 
 TOKENS = pytest.mark.parametrize("tokens", [False, True], ids=["names", "tokens"])
 SHARES = tuple(str(uuid.UUID(int=number)) for number in range(3))
@@ -57,22 +69,6 @@ async def test_a_driver_that_is_named_again_gives_no_device_twice(
 
 
 # A source says another number of replicas.
-
-
-class Varying(Listed):
-    """Devices that are shared as often as the list says that was given last; t0 marks a list as taken."""
-
-    def __init__(self, replicas: int, driver: str = D, *, tokens: bool = False) -> None:
-        super().__init__(A, driver, "d0", replicas=2, tokens=tokens)
-        self.lists = asyncio.Queue()
-        self.vary(replicas)
-
-    def vary(self, replicas: int, *marks: str) -> None:
-        """List d0 with this number of replicas; marks: further devices, by which the list is known."""
-        self.put(self.device("d0", attributes={"replicas": replicas}), *map(self.device, marks))
-
-    def replicas_of(self, device: Device) -> int:
-        return int(device.attributes.get("replicas", 1))
 
 
 def part(pod: FakePod) -> Fraction:
@@ -199,15 +195,6 @@ async def test_claims_share_a_device_no_more_often_than_it_is_offered(node: Fake
 LOST = pytest.mark.parametrize("state", ["kept", "lost"], ids=["state-kept", "state-lost"])
 
 
-async def restart_without_register(node: FakeNode, state: str) -> None:
-    """Restart the kubelet while no agent runs, and lose the register; state: whether the claim state is lost, too."""
-    await asyncio.to_thread(node.stop)
-    lose_register(node.root)
-    if state != "kept":
-        node.damage_claim_state("deleted")
-    await asyncio.to_thread(node.start)
-
-
 @LOST
 @pytest.mark.parametrize("sharers", [1, 2])
 async def test_without_its_register_a_shared_device_is_given_to_as_many_claims_as_before(
@@ -245,24 +232,6 @@ async def test_without_its_register_a_device_that_a_claim_has_alone_is_shared_wi
 
 
 # A claim is allocated anew under the same UID.
-
-
-async def allocated_elsewhere(here: Here) -> tuple[FakePod, FakePod, FakePod]:
-    """Have a claim allocated d1 that was prepared with d0, while its first pod's container hangs.
-
-    Return the pod that hangs, that of the claim that was allocated d0 since, and the new pod of the first claim.
-    """
-    node = here.node
-    node.claim("mine", D)
-    hanging = await here.claimant("worker", claims=["mine"])
-    assert set(node.devices_of(hanging)) == {"d0"}
-    await asyncio.to_thread(node.stop)
-    hanging.force_delete(hang=True)
-    owner = node.start_pod("owner", template={D: 1})
-    again = node.start_pod("worker", claims=["mine"])
-    await asyncio.to_thread(node.start)
-    await here.until(lambda: all(pod.bound for pod in (owner, again)))
-    return hanging, owner, again
 
 
 async def test_a_claim_that_was_allocated_elsewhere_gets_what_it_is_allocated_now(node: FakeNode) -> None:
