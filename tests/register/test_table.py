@@ -114,9 +114,7 @@ async def test_a_claim_is_known_again_though_its_device_has_another_name(
         pod = await here.claimant("p")
         (held,) = node.devices_of(pod)
         (idle,) = {"d0", "d1"} - {held}
-    await asyncio.to_thread(node.stop)
-    lose_register(node.root)
-    await asyncio.to_thread(node.start)
+    await restart_without_register(node, "kept")
     assert not node.server.objects("resourceslices")
     async with serving(node, Listed(A, D, tokens=tokens), Listed(B, D, "b0"), share=share) as here:
         if share == "none":
