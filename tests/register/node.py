@@ -21,6 +21,7 @@ from dra_bridge.handover.share import parse_share
 from dra_bridge.kube import Cluster
 from dra_bridge.node.bridge import Bridge
 from dra_bridge.node.share import HandoverPolicy
+from dra_bridge.rollout.fleet import share_patch
 from dra_bridge.testing.kubelet import PodError
 from dra_bridge.testing.node import FakeNode
 from tests.register.files import lose_register
@@ -97,6 +98,11 @@ def got(node: FakeNode, pod: FakePod) -> set[str]:
     return {name.removeprefix(_SAYS) for name in node.edits_of(pod).env if name.startswith(_SAYS)}
 
 
+def answered(pod: FakePod) -> bool:
+    """Return whether a pod runs, or its claims' Prepare has been refused."""
+    return pod.running or "NodePrepareResources" in pod.container().message
+
+
 def plain(name: str) -> str:
     """Return the device of a replica's id, or of a published name; ids of two resources differ here."""
     return name.rpartition("--")[2].partition("::")[0]
@@ -117,6 +123,10 @@ class Here:
             await self.agent.reconfigure(by_resource)
         else:
             await self.bridge.reconfigure(by_resource, policies(sources, share), [])
+
+    def ask(self, driver: str, share: str) -> None:
+        """Annotate the Node with the share of a driver."""
+        self.node.server.patch("nodes", NODE, share_patch(driver, share))
 
     def healthy(self, resource: str = A) -> set[str]:
         """Return the ids that the kubelet would give to pods."""

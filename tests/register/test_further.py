@@ -13,7 +13,7 @@ from deviceplugin.identity import boot_id
 from deviceplugin.source import DeviceSource
 from deviceplugin.testing import FakePod
 from dra_bridge.testing.node import FakeNode
-from tests.register.files import lose_register
+from tests.register.files import lose_register, registers
 from tests.register.node import (
     A,
     B,
@@ -23,6 +23,7 @@ from tests.register.node import (
     Listed,
     Varying,
     allocated_elsewhere,
+    answered,
     restart_without_register,
     running,
     serving,
@@ -41,7 +42,7 @@ async def test_a_claim_that_was_allocated_elsewhere_says_what_it_waits_for(node:
     async with serving(node, Listed(A, D), share="all") as here:
         await here.until(lambda: here.sliced() == {"d0", "d1"})
         hanging, _, again = await allocated_elsewhere(here)
-        await here.until(lambda: again.running or again.container().message)
+        await here.until(lambda: answered(again))
         assert f"processes of pod {hanging.uid} run" in again.container().message
         await asyncio.to_thread(hanging.end_containers, 15)
         await asyncio.to_thread(again.wait_running, 15)
@@ -124,7 +125,7 @@ async def lose_register_and_checkpoint(node: FakeNode) -> None:
     """Restart the kubelet while no agent runs; it knows no devices of running containers then."""
     await asyncio.to_thread(node.stop)
     lose_register(node.root)
-    node.damage_checkpoint("deleted")
+    node.checkpoint.unlink(missing_ok=True)
     await asyncio.to_thread(node.start)
 
 
@@ -140,18 +141,27 @@ async def keeps(here: Here, pod: FakePod) -> None:
 
 
 @TOKENS
+@pytest.mark.parametrize("kubelet", ["up", "down"])
 @pytest.mark.parametrize("again", ["whole", "lost"])
-async def test_the_copy_is_left_at_the_second_start_after_a_loss(node: FakeNode, again: str, tokens: bool) -> None:
+async def test_the_copy_is_left_at_the_second_start_after_a_loss(
+    node: FakeNode, again: str, kubelet: str, tokens: bool
+) -> None:
     """Register and checkpoint are lost, and an agent has started since: the next one knows the holder as well.
 
-    Whether or not the register is lost once more.
+    Whether or not the register is lost once more, and whether or not the kubelet ran at the first start.
     """
     async with serving(node, Listed(A, D, "d0", tokens=tokens)) as here:
         pod = await hold(here)
     await lose_register_and_checkpoint(node)
+    if kubelet == "down":
+        await asyncio.to_thread(node.stop)
     async with serving(node, Listed(A, D, tokens=tokens)) as here:
-        await here.until(lambda: "d1" in here.healthy())
-        await here.scans()
+        await here.until(lambda: registers(node.root))
+        if kubelet == "up":
+            await here.until(lambda: "d1" in here.healthy())
+            await here.scans()
+    if kubelet == "down":
+        await asyncio.to_thread(node.start)
     if again == "lost":
         await lose_register_and_checkpoint(node)
     async with serving(node, Listed(A, D, tokens=tokens)) as here:
@@ -169,8 +179,11 @@ async def test_the_copy_of_another_boot_is_not_believed(node: FakeNode) -> None:
     assert any(boot_id() in copy.read_text() for copy in copies)
     for copy in copies:
         copy.write_text(copy.read_text().replace(boot_id(), "00000000-0000-4000-8000-000000000000"))
+    node.lose_network()  # the pod starts again when there is a device for it
     await asyncio.to_thread(node.reboot)
     async with serving(node, source := Listed(A, D, "d1")) as here:
+        await here.until(lambda: here.healthy() == {"d1"})
+        node.restore_network()
         await here.until(lambda: pod.running)
         assert pod.device_ids == ("d1",)
         source.list("d0", "d1")
@@ -219,7 +232,7 @@ async def test_a_container_that_restarts_after_the_checkpoint_was_lost_takes_ove
         await here.until(lambda: len(node.devices(A)) == len(devices))
         await here.scans()
         await asyncio.to_thread(pod.restart_container, timeout=15)
-        assert pod.running
+        await here.until(lambda: here.healthy() == {*devices})
         others = [await here.run(f"p{number}", {A: 1}) for number in range(len(devices))]
         assert sum(one.running for one in others) == len(devices) - 1
         for device in devices:
@@ -256,8 +269,10 @@ class Child(DeviceSource):
 
 @SHARE
 async def test_a_child_source_with_a_driver_is_offered_on_its_side(node: FakeNode, share: str) -> None:
-    """What a source brings along is served as if the config had named it, with its parent's policy."""
-    async with serving(node, Parent(), share=share) as here:
+    """What a source brings along is served as if the config had named it, and follows what the Node asks for."""
+    async with serving(node, Parent()) as here:
+        await here.until(lambda: here.healthy(A) and here.healthy(B))
+        here.ask(D, share)
         if share == "none":
             await here.until(lambda: here.healthy(A) == {"d0"} and here.healthy(B) == {"b0"})
             assert (await here.run("p", {B: 1})).running

@@ -25,6 +25,7 @@ from tests.register.node import (
     Listed,
     Varying,
     allocated_elsewhere,
+    answered,
     got,
     restart_without_register,
     running,
@@ -181,7 +182,7 @@ async def test_claims_share_a_device_no_more_often_than_it_is_offered(node: Fake
         for pod in hanging:
             pod.force_delete(hang=True)
         later = [node.start_pod(name, template={D: 1}) for name in ("p0", "p1")]
-        await here.until(lambda: all(pod.running or pod.container().message for pod in later))
+        await here.until(lambda: all(map(answered, later)))
         assert running(node, "d0") == {pod.uid for pod in hanging}
         for number, pod in enumerate(hanging, 1):
             await asyncio.to_thread(pod.end_containers, 15)
@@ -237,7 +238,7 @@ async def test_a_claim_that_was_allocated_elsewhere_gets_what_it_is_allocated_no
     async with serving(node, Listed(A, D), share="all") as here:
         await here.until(lambda: here.sliced() == {"d0", "d1"})
         hanging, owner, again = await allocated_elsewhere(here)
-        await here.until(lambda: all(pod.running or pod.container().message for pod in (owner, again)))
+        await here.until(lambda: all(map(answered, (owner, again))))
         await here.scans()
         assert not owner.running
         assert not again.running or got(node, again) == {"d1"}
