@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import threading
 from collections.abc import AsyncIterator, Sequence
 
 import pytest
@@ -12,6 +13,7 @@ from deviceplugin.device import ContainerEdits, Device
 from deviceplugin.identity import boot_id
 from deviceplugin.source import DeviceSource
 from deviceplugin.testing import FakePod
+from dra_bridge.testing.apiserver import Fault, Request
 from dra_bridge.testing.node import FakeNode
 from tests.register.files import lose_register, registers
 from tests.register.node import (
@@ -107,6 +109,31 @@ async def test_a_prepare_in_flight_keeps_its_device_when_the_driver_is_renamed(n
         assert running(node, held) == {pod.uid}
         for one in (pod, *others):
             await here.stopped(one)
+
+
+@SHARE
+async def test_a_prepare_that_waits_for_the_api_server_gives_no_device_twice(node: FakeNode, share: str) -> None:
+    """A reload gives the resource to another driver while the claim is read: one of the two gets the device."""
+    reading = threading.Event()
+
+    def reads_claim(request: Request) -> bool:
+        found = request.method == "GET" and "/resourceclaims/" in request.path
+        if found:
+            reading.set()
+        return found
+
+    async with serving(node, Listed(A, D, "d0"), share="all") as here:
+        await here.until(lambda: here.sliced() == {"d0"})
+        node.server.fail(reads_claim, Fault(delay=1.0))
+        pod = node.start_pod("p", template={D: 1})
+        await asyncio.to_thread(reading.wait, 15)
+        await here.serve(Listed(A, E, "d0"), share=share)
+        rival = node.start_pod("q", {A: 1}) if share == "none" else node.start_pod("q", template={E: 1})
+        await here.until(lambda: answered(pod) or rival.running)
+        await here.scans()
+        assert len(running(node, "d0")) <= 1
+        await here.stopped(pod)
+        await asyncio.to_thread(rival.wait_running, 30)
 
 
 # The copy of the allocations.
