@@ -186,6 +186,7 @@ async def test_the_next_pod_gets_no_device_on_which_a_reset_works_on(
         await here.scans()
         follower = await here.run("q", {A: 1})
         assert not follower.running
+        assert "reset" in here.withheld()["d0"]
         assert overdue.most == 1
         await here.stopped(follower)
         overdue.ends.set()
