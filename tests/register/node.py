@@ -132,6 +132,11 @@ class Here:
         """Return the ids that the kubelet would give to pods."""
         return healthy(self.node, resource)
 
+    def withheld(self, resource: str = A) -> dict[str, str]:
+        """Return why devices are offered to nobody, by id, as the agent's status says it."""
+        (status,) = [one for one in self.agent.status().resources if one.resource == resource]
+        return {device: one.reason for device, one in status.withheld.items()}
+
     def sliced(self, driver: str = D) -> set[str]:
         """Return the names of the devices in a driver's slices."""
         slices = [one["spec"] for one in self.node.server.objects("resourceslices") if one["spec"]["driver"] == driver]

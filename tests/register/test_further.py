@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import logging
+import threading
 from collections.abc import AsyncIterator, Sequence
 
 import pytest
@@ -12,8 +14,9 @@ from deviceplugin.device import ContainerEdits, Device
 from deviceplugin.identity import boot_id
 from deviceplugin.source import DeviceSource
 from deviceplugin.testing import FakePod
+from dra_bridge.testing.apiserver import Fault, Request
 from dra_bridge.testing.node import FakeNode
-from tests.register.files import lose_register, registers
+from tests.register.files import lose_copies, lose_register
 from tests.register.node import (
     A,
     B,
@@ -109,6 +112,31 @@ async def test_a_prepare_in_flight_keeps_its_device_when_the_driver_is_renamed(n
             await here.stopped(one)
 
 
+@SHARE
+async def test_a_prepare_that_waits_for_the_api_server_gives_no_device_twice(node: FakeNode, share: str) -> None:
+    """A reload gives the resource to another driver while the claim is read: one of the two gets the device."""
+    reading = threading.Event()
+
+    def reads_claim(request: Request) -> bool:
+        found = request.method == "GET" and "/resourceclaims/" in request.path
+        if found:
+            reading.set()
+        return found
+
+    async with serving(node, Listed(A, D, "d0"), share="all") as here:
+        await here.until(lambda: here.sliced() == {"d0"})
+        node.server.fail(reads_claim, Fault(delay=1.0))
+        pod = node.start_pod("p", template={D: 1})
+        await asyncio.to_thread(reading.wait, 15)
+        await here.serve(Listed(A, E, "d0"), share=share)
+        rival = node.start_pod("q", {A: 1}) if share == "none" else node.start_pod("q", template={E: 1})
+        await here.until(lambda: answered(pod) or rival.running)
+        await here.scans()
+        assert len(running(node, "d0")) <= 1
+        await here.stopped(pod)
+        await asyncio.to_thread(rival.wait_running, 30)
+
+
 # The copy of the allocations.
 
 
@@ -119,14 +147,6 @@ async def hold(here: Here) -> FakePod:
     assert pod.device_ids == ("d0",)
     await here.scans()
     return pod
-
-
-async def lose_register_and_checkpoint(node: FakeNode) -> None:
-    """Restart the kubelet while no agent runs; it knows no devices of running containers then."""
-    await asyncio.to_thread(node.stop)
-    lose_register(node.root)
-    node.checkpoint.unlink(missing_ok=True)
-    await asyncio.to_thread(node.start)
 
 
 async def keeps(here: Here, pod: FakePod) -> None:
@@ -146,24 +166,27 @@ async def keeps(here: Here, pod: FakePod) -> None:
 async def test_the_copy_is_left_at_the_second_start_after_a_loss(
     node: FakeNode, again: str, kubelet: str, tokens: bool
 ) -> None:
-    """Register and checkpoint are lost, and an agent has started since: the next one knows the holder as well.
+    """Register and checkpoint are lost, and agents have started since: the next one knows the holder as well.
 
-    Whether or not the register is lost once more, and whether or not the kubelet ran at the first start.
+    Whether or not the register is lost once more, and whether or not the kubelet ran meanwhile.
     """
     async with serving(node, Listed(A, D, "d0", tokens=tokens)) as here:
         pod = await hold(here)
-    await lose_register_and_checkpoint(node)
+    await lose(node, ("register", "checkpoint"))
     if kubelet == "down":
         await asyncio.to_thread(node.stop)
-    async with serving(node, Listed(A, D, tokens=tokens)) as here:
-        await here.until(lambda: registers(node.root))
-        if kubelet == "up":
-            await here.until(lambda: "d1" in here.healthy())
-            await here.scans()
+    for _ in range({"up": 1, "down": 3}[kubelet]):
+        node.server.forget_log()
+        async with serving(node, Listed(A, D, tokens=tokens)) as here:
+            # It asks for these when its register is open.
+            await here.until(lambda: all(node.server.requests(path=path) for path in ("/nodes", "/resourceslices")))
+            if kubelet == "up":
+                await here.until(lambda: "d1" in here.healthy())
+                await here.scans()
     if kubelet == "down":
         await asyncio.to_thread(node.start)
     if again == "lost":
-        await lose_register_and_checkpoint(node)
+        await lose(node, ("register", "checkpoint"))
     async with serving(node, Listed(A, D, tokens=tokens)) as here:
         await keeps(here, pod)
 
@@ -208,9 +231,64 @@ async def test_a_copy_that_cannot_be_written_costs_no_pod_its_device(
     async with serving(node, Listed(A, D)) as here:
         await here.until(lambda: "d1" in here.healthy())
         await here.scans()
-    await lose_register_and_checkpoint(node)
+    await lose(node, ("register", "checkpoint"))
     async with serving(node, Listed(A, D)) as here:
         await keeps(here, pod)
+
+
+# Any two witnesses are lost.
+
+
+@pytest.mark.parametrize("lost", [*itertools.combinations(("register", "copy", "checkpoint"), 2)], ids="-".join)
+async def test_a_pod_is_known_again_after_two_losses(node: FakeNode, lost: Sequence[str]) -> None:
+    """Of register, copy and checkpoint each alone tells who holds what."""
+    async with serving(node, Listed(A, D, "d0")) as here:
+        pod = await hold(here)
+    await lose(node, lost)
+    async with serving(node, Listed(A, D)) as here:
+        await keeps(here, pod)
+
+
+@pytest.mark.parametrize("hangs", [False, True], ids=["runs", "hangs"])
+@pytest.mark.parametrize("edits", [False, True], ids=["bare", "edits"])
+@pytest.mark.parametrize("lost", [*itertools.combinations(("register", "claim state", "copy"), 2)], ids="-".join)
+async def test_a_claim_is_known_again_after_two_losses(
+    node: FakeNode, lost: Sequence[str], edits: bool, hangs: bool
+) -> None:
+    """Slices are lost as well, and so is the claim if its pod was deleted by force; its containers may get nothing."""
+
+    def source(driver: str) -> Listed:
+        made = Listed(A, driver)
+        made.put(*(Device(name, edits=ContainerEdits({"SET": "1"} if edits else {})) for name in ("d0", "d1")))
+        return made
+
+    async with serving(node, source(D), share="all") as here:
+        await here.until(lambda: here.sliced() == {"d0", "d1"})
+        pod = await here.claimant("p")
+        (held,) = node.devices_of(pod)
+    if hangs:
+        pod.force_delete(hang=True)
+    await lose(node, lost)
+    async with serving(node, source(D)) as here:
+        await here.until(lambda: here.healthy())
+        await here.scans()
+        others = [await here.run(f"p{number}", {A: 1}) for number in range(2)]
+        assert [one.running for one in others].count(True) == 1
+        assert running(node, held) == {pod.uid}
+
+
+async def lose(node: FakeNode, lost: Sequence[str]) -> None:
+    """Restart the kubelet while no agent runs, without some of the files."""
+    await asyncio.to_thread(node.stop)
+    if "register" in lost:
+        lose_register(node.root)
+    if "copy" in lost:
+        lose_copies(node.cdi)
+    if "checkpoint" in lost:
+        node.checkpoint.unlink(missing_ok=True)
+    if "claim state" in lost:
+        node.claim_state.unlink()
+    await asyncio.to_thread(node.start)
 
 
 # Containers that restart in place.
@@ -300,6 +378,7 @@ async def test_replicas_change_only_while_nobody_holds_the_device(
         await here.until(lambda: "t0" in here.healthy())
         await here.scans()
         assert here.healthy() == {"t0", *ids[before]}
-        assert any(line.levelno == logging.WARNING and "d0" in line.getMessage() for line in caplog.records)
+        warnings = [line.getMessage() for line in caplog.records if line.levelno == logging.WARNING]
+        assert any("d0" in text and "replica" in text for text in warnings)
         await here.stopped(pod)
         await here.until(lambda: here.healthy() == {"t0", *ids[after]})

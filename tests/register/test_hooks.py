@@ -12,7 +12,7 @@ import pytest
 from deviceplugin.device import Device
 from deviceplugin.testing.claim_state import DevicesOfClaim
 from dra_bridge.testing.node import FakeNode
-from tests.register.node import A, D, Here, Listed, running, serving
+from tests.register.node import A, D, Here, Listed, answered, running, serving
 
 SHARES = tuple(f"00000000-0000-4000-8000-00000000000{number}" for number in range(3))
 
@@ -63,8 +63,8 @@ async def test_administrative_access_undoes_no_other_claims_set_up(node: FakeNod
         assert source.calls == [*before, ("unprepare", "d0")]
 
 
-async def test_administrative_access_leaves_a_pod_its_set_up(node: FakeNode) -> None:
-    """Also of a device whose holder is gone no hook is called for an administrator who still looks at it."""
+async def test_administrative_access_that_outlives_a_claim_undoes_nothing(node: FakeNode) -> None:
+    """What its device was set up for has ended before it: no hook is called then either."""
     async with serving(node, source := Noted("d0"), share="all") as here:
         await here.until(lambda: here.sliced() == {"d0"})
         visitor = here.allocate("visitor", D, "d0", adminAccess=True)
@@ -104,7 +104,7 @@ async def test_a_shared_device_keeps_its_parameters_while_a_claim_has_it(node: F
             node.claim(name, D, parameters={D: {"name": mode}})
         first = await here.claimant("p0", claims=["first"])
         second = node.start_pod("p1", claims=["second"])
-        await here.until(lambda: second.running or "NodePrepareResources" in second.container().message)
+        await here.until(lambda: answered(second))
         assert not second.running
         assert "default/first" in second.container().message
         assert set(source.modes) == {"fast"}
@@ -189,6 +189,7 @@ async def test_the_next_pod_gets_no_device_on_which_a_reset_works_on(
         await here.scans()
         follower = await here.run("q", {A: 1})
         assert not follower.running
+        assert "reset" in here.withheld()["d0"]
         assert overdue.most == 1
         await here.stopped(follower)
         overdue.ends.set()
@@ -197,11 +198,12 @@ async def test_the_next_pod_gets_no_device_on_which_a_reset_works_on(
         assert overdue.most == 1
 
 
-async def asked(here: Here, claim: DevicesOfClaim, ends: threading.Event) -> None:
-    """Ask for a claim again until it is prepared; the hook before ends with the first refusal."""
+async def prepared_after(here: Here, first: DevicesOfClaim, second: DevicesOfClaim, ends: threading.Event) -> None:
+    """Ask for a second claim, and for the end of the first one, until it is prepared; let the hook end meanwhile."""
+    ends.set()
     async with asyncio.timeout(15):
-        while await here.prepare(D, claim):
-            ends.set()
+        while await here.prepare(D, second):
+            await here.unprepare(D, first)
 
 
 @pytest.mark.parametrize("overdue", ["reset", "prepare"], indirect=True)
@@ -216,7 +218,7 @@ async def test_the_next_claim_gets_no_device_on_which_a_hook_works_on(node: Fake
         node.remove_claim("first")
         assert await here.prepare(D, second) != ""
         assert (overdue.now, overdue.most) == (1, 1)
-        await asked(here, second, overdue.ends)
+        await prepared_after(here, first, second, overdue.ends)
         assert overdue.most == 1
 
 
@@ -231,9 +233,5 @@ async def test_a_claim_is_not_unprepared_while_its_hook_works_on(node: FakeNode,
         assert await here.unprepare(D, first) != ""
         assert await here.prepare(D, second) != ""
         assert (overdue.now, overdue.most) == (1, 1)
-        overdue.ends.set()
-        async with asyncio.timeout(15):
-            while await here.unprepare(D, first):
-                assert overdue.most == 1
-        await asked(here, second, overdue.ends)
+        await prepared_after(here, first, second, overdue.ends)
         assert overdue.most == 1
