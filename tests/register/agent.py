@@ -28,10 +28,11 @@ from dra_bridge.kube import Cluster
 from dra_bridge.node.bridge import Bridge
 from dra_bridge.node.share import HandoverPolicy
 
+_LOG: Final = logging.getLogger(__name__)
+
 Kind = Literal["node", "file", "serial", "name"]
 """By what the agent can tell one piece of hardware from another; name: only by the devices' names."""
 
-PERIOD: Final = 0.02
 DEADLINE: Final = 30.0
 """Seconds for anything that an agent is asked; more than that is a failure."""
 
@@ -43,7 +44,7 @@ SHORTER: Final = {
     "dra_bridge.node.device_reconciliation": {"RESOLVE": 0.5},
     "dra_bridge.node.slice_feed": {"FIRST": 0.2},
 }
-"""Seconds that an agent lets pass before it asks again, by module and name. What is not there any more stays as it is."""
+"""Seconds that an agent lets pass before it asks again, by module and name. Names that are gone are left out."""
 
 
 @dataclass(frozen=True)
@@ -70,7 +71,10 @@ Lists = Mapping[str, Sequence[Card]]
 
 @dataclass(frozen=True)
 class Place:
-    """Where an agent runs. server: the API server's URL, "" for the plugin side alone. hardware: a directory."""
+    """Where and how an agent runs.
+
+    server: the API server's URL, "" for the plugin side alone. hardware: a directory. period: of `Bridge` and `Agent`.
+    """
 
     paths: Paths
     server: str
@@ -78,6 +82,7 @@ class Place:
     cdi: Path
     hardware: Path
     kind: Kind
+    period: float
 
 
 class Cards(DeviceSource):
@@ -208,7 +213,7 @@ def main(connection: Connection, place: Place, config: Config, lists: Lists, log
     try:
         asyncio.run(_Child(connection, place, config, lists).run())
     except BaseException:
-        logging.exception("the agent ends with an error")
+        _LOG.exception("the agent ends with an error")
         raise
 
 
@@ -231,12 +236,12 @@ class _Child:
                 place.node,
                 place.paths,
                 cdi_directory=str(place.cdi),
-                period=PERIOD,
+                period=place.period,
                 grace=0.02,
             )
             self._agent = self._bridge.agent
         else:
-            self._agent = Agent(sources, place.paths, period=PERIOD)
+            self._agent = Agent(sources, place.paths, period=place.period)
 
     async def run(self) -> None:
         loop = asyncio.get_running_loop()
@@ -266,7 +271,7 @@ class _Child:
     async def _follow(self, commands: asyncio.Queue[tuple[Any, ...]]) -> None:
         while True:
             command, *arguments = await commands.get()
-            logging.info("--- %s %s", command, arguments)
+            _LOG.info("--- %s %s", command, arguments)
             answer = ""
             try:
                 if command == "reload":
@@ -278,7 +283,7 @@ class _Child:
             except AgentError as error:
                 answer = f"refused: {error}"
             except Exception as error:
-                logging.exception("%s", command)
+                _LOG.exception("%s", command)
                 answer = f"ERROR: {error!r}"
             self._connection.send(answer)
 

@@ -5,13 +5,14 @@ What is drawn depends on nothing that takes its own time: a step that cannot be 
 
 from __future__ import annotations
 
-from typing import Any
+from dataclasses import replace
+from typing import get_args
 
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
 
 from tests.register.agent import Config, Kind, Settings
-from tests.register.world import A, B, D, E, HARDWARE, End, File, Started, World
+from tests.register.world import HARDWARE, A, B, D, E, End, File, PodKind, Started, World
 
 __all__ = ["Machine"]
 
@@ -30,10 +31,9 @@ CONFIGS = st.one_of(
 NAMES = st.sampled_from([(A, "d0"), (A, "d1"), (B, "d0"), (B, "x1")])
 RECENT = st.integers(0, 3)
 """A pod: 0 is the one that was started last."""
-FILES: list[File] = ["register", "copy", "checkpoint", "claims", "slices"]
-LOSSES = st.sets(st.sampled_from(FILES), max_size=2)
+DRIVERS = st.sampled_from([D, D, E])
+LOSSES: st.SearchStrategy[set[File]] = st.sets(st.sampled_from(get_args(File)), max_size=2)
 ENDS: list[End] = ["delete", "hang", "hang", "force", "complete"]
-KINDS: list[Kind] = ["file", "node", "serial", "name"]
 
 
 class Machine(RuleBasedStateMachine):
@@ -43,9 +43,9 @@ class Machine(RuleBasedStateMachine):
     check_lost = True
     world: World | None = None
 
-    @initialize(kind=st.sampled_from(KINDS), config=CONFIGS)
-    def begin(self, kind: Kind, config: Config) -> None:
-        self.world = World(kind, both=self.both, config=config)
+    @initialize(kind=st.sampled_from(get_args(Kind)), config=CONFIGS, period=st.sampled_from([0.02, 1.0]))
+    def begin(self, kind: Kind, config: Config, period: float) -> None:
+        self.world = World(kind, both=self.both, period=period, config=config)
 
     def teardown(self) -> None:
         if self.world is None:
@@ -71,20 +71,15 @@ class Machine(RuleBasedStateMachine):
     def reload(self, config: Config, spoiled: str) -> None:
         self.here.reload(config, spoiled=spoiled)
 
-    @rule(driver=st.sampled_from([D, E, ""]))
-    def rename(self, driver: str) -> None:
-        """Only the driver of the first resource is another one, or none."""
-        config: dict[str, Any] = dict(self.here.config)
-        if A in config:
-            config[A] = Settings(driver, config[A].replicas, config[A].share)
-            self.here.reload(config)
-
-    @rule()
-    def swap(self) -> None:
-        """The resources have each other's settings."""
+    @rule(driver=st.sampled_from([D, E, "", None]))
+    def rename(self, driver: str | None) -> None:
+        """Only the driver of a resource is another one, or none; or the resources have each other's settings (None)."""
         config = self.here.config
-        there = {other: config[one] for one, other in ((A, B), (B, A)) if one in config}
-        self.here.reload(there)
+        if driver is None:
+            config = {other: config[one] for one, other in ((A, B), (B, A)) if one in config}
+        elif A in config:
+            config = {**config, A: replace(config[A], driver=driver)}
+        self.here.reload(config)
 
     @rule(name=NAMES, hardware=st.sampled_from([*HARDWARE, None]), times=st.sampled_from([3, 2, 1]))
     def list(self, name: tuple[str, str], hardware: str | None, times: int) -> None:
@@ -92,19 +87,21 @@ class Machine(RuleBasedStateMachine):
 
     # Pods and claims.
 
-    @rule(resource=st.sampled_from([A, A, B]), count=st.sampled_from([1, 1, 2]), how=st.sampled_from(["", "", "static", "rejected"]))
-    def pod(self, resource: str, count: int, how: str) -> None:
-        self.here.pod(resource, count, static=how == "static", rejected=how == "rejected")
+    @rule(
+        resource=st.sampled_from([A, A, B]),
+        count=st.sampled_from([1, 1, 2]),
+        how=st.sampled_from(["", "", "static", "rejected", "init"]),
+    )
+    def pod(self, resource: str, count: int, how: PodKind) -> None:
+        self.here.pod(resource, count, how)
 
-    @rule(driver=st.sampled_from([D, D, E]), admin=st.sampled_from([False, False, False, True]), count=st.sampled_from([1, 1, 2]))
+    @rule(driver=DRIVERS, admin=st.sampled_from([False, False, False, True]), count=st.sampled_from([1, 1, 2]))
     def claimant(self, driver: str, admin: bool, count: int) -> None:
-        if self.both:
-            self.here.claimant(driver, admin=admin, count=count)
+        self.here.claimant(driver, admin=admin, count=count)
 
-    @rule(claim=st.sampled_from(["mine", "ours"]), driver=st.sampled_from([D, D, E]))
+    @rule(claim=st.sampled_from(["mine", "ours"]), driver=DRIVERS)
     def user(self, claim: str, driver: str) -> None:
-        if self.both:
-            self.here.user(claim, driver)
+        self.here.user(claim, driver)
 
     @rule(which=RECENT, how=st.sampled_from(ENDS))
     def end(self, which: int, how: End) -> None:
@@ -125,42 +122,38 @@ class Machine(RuleBasedStateMachine):
 
     @rule(kill=st.booleans(), files=LOSSES)
     def restart_agent(self, kill: bool, files: set[File]) -> None:
-        self.here.lose(files, kill=kill)
-        self.here.end_agent(kill=kill)
-        self.here.start_agent()
+        """Restart it; files are lost meanwhile."""
+        if files:
+            self.here.lose(files, kill=kill)
+        else:
+            self.here.end_agent(kill=kill)
+            self.here.start_agent()
 
-    @rule(kill=st.booleans())
-    def end_agent(self, kill: bool) -> None:
-        self.here.end_agent(kill=kill)
-
-    @rule()
-    def stop_kubelet(self) -> None:
-        self.here.stop_kubelet()
+    @rule(what=st.sampled_from(["kubelet", "agent", "killed agent"]))
+    def down(self, what: str) -> None:
+        if what == "kubelet":
+            self.here.stop_kubelet()
+        else:
+            self.here.end_agent(kill=what == "killed agent")
 
     @rule(agent_first=st.booleans(), outage=st.sampled_from([False, False, True]))
     def up(self, agent_first: bool, outage: bool) -> None:
-        """Start what does not run."""
+        """Start what does not run; outage: the kubelet does not reach the API server."""
         if agent_first:
             self.here.start_agent()
         self.here.start_kubelet(outage=outage)
         self.here.start_agent()
 
-    @rule()
-    def end_outage(self) -> None:
-        self.here.end_outage()
-
-    @rule()
-    def restart_kubelet(self) -> None:
-        self.here.stop_kubelet()
-        self.here.start_kubelet()
-
-    @rule()
-    def reconcile(self) -> None:
-        self.here.reconcile()
-
-    @rule()
-    def foreign(self) -> None:
-        if self.both:
+    @rule(what=st.sampled_from(["restart", "reconcile", "end outage", "foreign claim"]))
+    def kubelet(self, what: str) -> None:
+        if what == "restart":
+            self.here.stop_kubelet()
+            self.here.start_kubelet()
+        elif what == "reconcile":
+            self.here.reconcile()
+        elif what == "end outage":
+            self.here.end_outage()
+        else:
             self.here.foreign()
 
 

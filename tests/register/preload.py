@@ -2,6 +2,6 @@
 
 import grpc.aio  # noqa: F401
 
-import dra_bridge.node.bridge  # noqa: F401
+import dra_bridge.node.bridge
 import dra_bridge.node.driver_runtime  # noqa: F401
 import tests.register.agent  # noqa: F401

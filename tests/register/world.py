@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from pathlib import Path
-from typing import Any, Final, Literal, NamedTuple
+from typing import Any, Final, Literal, NamedTuple, Self
 
 from deviceplugin.testing import FakeContainer, FakePod, PluginCallError, Rpc
 from deviceplugin.testing import claim_state as claim_states
@@ -46,6 +46,7 @@ AT_LAST: Final = 15.0
 """Seconds after which each device has to be offered again when nobody is left."""
 
 File = Literal["register", "copy", "checkpoint", "claims", "slices"]
+PodKind = Literal["", "static", "rejected", "init"]
 End = Literal["delete", "force", "hang", "complete"]
 Key = tuple[str, str]
 
@@ -211,16 +212,21 @@ class Started:
 
 
 class World:
-    """A node, its agent and what is on it. kind: see `agent.Kind`. both: a bridge; otherwise the plugin side alone."""
+    """A node, its agent and what is on it.
 
-    def __init__(self, kind: Kind = "file", *, both: bool = True, config: Config | None = None) -> None:
+    kind: see `agent.Kind`. both: a bridge; otherwise the plugin side alone. period: seconds between two looks of the
+    agent at who holds what.
+    """
+
+    def __init__(self, kind: Kind = "file", *, both: bool = True, period: float = 0.02, config: Config) -> None:
         self.kind = kind
+        self.period = period
         self.both = both
         self.said: list[str] = []
         """What was done, and what came of it."""
         self._stack = contextlib.ExitStack()
         try:
-            self._begin(config or {})
+            self._begin(config)
         except BaseException:
             self._stack.close()
             raise
@@ -245,7 +251,6 @@ class World:
         self.agent: Process | None = None
         self.started: list[Started] = []
         self.lost: dict[str, set[File]] = {}
-        """The files that were lost for good, by the UIDs of pods that ran then."""
         self.lost_now: set[File] = set()
         """Those that an agent makes anew, and that were lost since one ran last."""
         self._numbers = 0
@@ -256,7 +261,7 @@ class World:
         """End everything at once."""
         self._stack.close()
 
-    def __enter__(self) -> World:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -273,7 +278,7 @@ class World:
         if self.agent is not None:
             return
         url = self.server.url if self.both else ""
-        place = Place(self.node.paths, url, NODE, self.node.cdi, self.hardware, self.kind)
+        place = Place(self.node.paths, url, NODE, self.node.cdi, self.hardware, self.kind, self.period)
         self._numbers += 1
         lists = {name: tuple(cards.values()) for name, cards in self.cards.items()}
         self.agent = Process(place, self.config, lists, self.home / f"agent-{self._numbers}.log")
@@ -283,7 +288,14 @@ class World:
             self.lost_now.clear()
 
     def end_agent(self, *, kill: bool) -> None:
-        """End the agent as SIGKILL does, or as SIGTERM."""
+        """End the agent as SIGKILL does, or as SIGTERM.
+
+        The memory of a plugin alone is all that is left of pods that the kubelet lost with its checkpoint: it stays.
+        """
+        if self.agent is not None and (self.both or not any("checkpoint" in one for one in self._lost().values())):
+            self._end_agent(kill=kill)
+
+    def _end_agent(self, *, kill: bool) -> None:
         if self.agent is not None:
             agent, self.agent = self.agent, None
             if kill:
@@ -292,7 +304,12 @@ class World:
                 agent.stop()
 
     def _kill(self) -> None:
-        self.end_agent(kill=True)
+        self._end_agent(kill=True)
+
+    def _lost(self) -> dict[str, set[File]]:
+        """Return the files that were lost for good, by the UIDs of pods that ran then and still do."""
+        self.lost = {one.pod.uid: self.lost.get(one.pod.uid, set()) for one in self.started if not one.pod.gone}
+        return self.lost
 
     def _wait_served(self) -> None:
         """Wait until the kubelet knows what the agent serves, `MOST` seconds at the longest."""
@@ -337,20 +354,21 @@ class World:
 
     # Pods.
 
-    def pod(self, resource: str, count: int = 1, *, static: bool = False, rejected: bool = False) -> Started:
-        """Start a pod by limits. rejected: the kubelet does not admit it after Allocate."""
-        if rejected:
-            self.node.reject_next_pod()
+    def pod(self, resource: str, count: int = 1, how: PodKind = "") -> Started:
+        """Start a pod by limits. rejected: the kubelet does not admit it after Allocate. init: a container before."""
         self._numbers += 1
-        name = f"p{self._numbers}"
-        if static and resource in self.node.resources():
+        name, limits = f"p{self._numbers}", {resource: count}
+        if how == "rejected":
+            self.node.reject_next_pod()
+        if how == "static" and resource in self.node.resources():
             with contextlib.suppress(TimeoutError):
-                self.node.run_pod(name, {resource: count}, static=True, check=False, timeout=BRIEF)
+                self.node.run_pod(name, limits, static=True, check=False, timeout=BRIEF)
             return self._follow(Started(self.node.pods[f"default/{name}"]))
-        return self._follow(Started(self.node.start_pod(name, {resource: count})))
+        before = {"init": limits} if how == "init" else None
+        return self._follow(Started(self.node.start_pod(name, limits, init_containers=before)))
 
     def claimant(self, driver: str, *, admin: bool = False, count: int = 1) -> Started:
-        """Start a pod with a claim that is made for it; with administrative access it is one of its own name."""
+        """Start a pod with a claim that is made for it; one for administrative access has the pod's name and stays."""
         self._numbers += 1
         name = f"c{self._numbers}"
         if not admin:
@@ -472,28 +490,27 @@ class World:
     def lose(self, files: set[File], *, kill: bool = True) -> None:
         """Lose files while nobody who has them open runs; who ran runs again then.
 
-        Not more than two of those that tell of a pod that runs: what is left is what the agent has to find it by.
+        Not more than two of those that tell of a pod that runs: what is left is what the agent has to find it by. A
+        plugin alone has the kubelet's checkpoint only, and loses it while it runs.
         """
+        if not self.both:
+            files = files & {"checkpoint"}
         lasting: set[File] = files & {"checkpoint", "claims"}
-        running = {one.pod.uid for one in self.started if not one.pod.gone}
-        self.lost = {uid: known for uid, known in self.lost.items() if uid in running}
-        now = self.lost_now | files
-        if any(len(self.lost.get(uid, set()) | now) > 2 for uid in running):
-            return
         agent, kubelet = self.agent is not None, self.node.is_up
-        self.end_agent(kill=kill)
-        if lasting and kubelet:
-            if len(now | {"slices"}) > 2:
-                return self._up(agent, kubelet)
+        now = self.lost_now | files | ({"slices"} if lasting and kubelet else set())
+        if not files or any(len(one | now) > 2 for one in self._lost().values()):
+            return
+        if self.both:
+            self._end_agent(kill=kill)
+        elif not agent:
+            return
+        if lasting:
             self.node.stop()
-        for uid in running:
-            self.lost.setdefault(uid, set()).update(lasting)
+        for one in self.lost.values():
+            one |= lasting
         self.lost_now |= files - lasting
         for file in files:
             self._lose(file)
-        return self._up(agent, kubelet)
-
-    def _up(self, agent: bool, kubelet: bool) -> None:
         if kubelet:
             self.start_kubelet()
         if agent:
@@ -538,7 +555,13 @@ class World:
     def _seen(self) -> object:
         with self.node.changed:
             pods = [
-                (pod.uid, pod.phase, pod.bound, pod.gone, [(one.state, len(one.starts)) for one in pod.containers.values()])
+                (
+                    pod.uid,
+                    pod.phase,
+                    pod.bound,
+                    pod.gone,
+                    [(one.state, len(one.starts)) for one in pod.containers.values()],
+                )
                 for pod in (*self.node.pods.values(), *self.node.orphans.values())
             ]
         devices = [self.node.devices(name) for name in (A, B)]
@@ -572,16 +595,18 @@ class World:
         self._wait(lambda: not self.withheld(), AT_LAST)
         if withheld := self.withheld():
             log = self.agent.log() if self.agent is not None else ""
-            raise LostDeviceError(f"offered nowhere: {sorted(withheld)}; {self.node.devices(A)}, {self.node.devices(B)}\n{log}")
+            raise LostDeviceError(
+                f"offered nowhere: {sorted(withheld)}; {self.node.devices(A)}, {self.node.devices(B)}\n{log}"
+            )
 
     def withheld(self) -> set[str]:
         """Return the hardware that is listed and that no pod and no claim can have now."""
         listed: set[str] = set()
         offered: set[str] = set()
         sliced = {
-            (driver, str(next(iter(one["attributes"].get("name", {"string": ""}).values()))))
-            for driver, devices in ((each["spec"]["driver"], each["spec"].get("devices") or ()) for each in self.server.objects())
-            for one in devices
+            (spec["driver"], one["attributes"]["name"]["string"])
+            for spec in (each["spec"] for each in self.server.objects())
+            for one in spec.get("devices") or ()
         }
         for resource, settings in self.config.items():
             devices = self.node.devices(resource)
