@@ -36,12 +36,14 @@ FOREIGN: Final = "nic.example.org"
 NODE: Final = "node"
 HARDWARE: Final = ("h0", "h1", "h2")
 
+SHARES: Final = {"none": 0, "1": 1, "all": len(HARDWARE)}
+
 QUIET: Final = 0.06
 """Seconds without any change after which a step is over."""
 MOST: Final = 1.5
 """Seconds after which a step is over although things change."""
 BRIEF: Final = 0.4
-"""Seconds that a pod gets to end; refusals are fine."""
+"""Seconds that a pod gets to start or to end, and devices to move; refusals are fine."""
 AT_LAST: Final = 15.0
 """Seconds after which each device has to be offered again when nobody is left."""
 
@@ -312,17 +314,41 @@ class World:
         return self.lost
 
     def _wait_served(self) -> None:
-        """Wait until the kubelet knows what the agent serves, `MOST` seconds at the longest."""
-
-        def served() -> bool:
-            plugins = all(self.node.streams(name) for name in self.config)
-            return plugins and all(
-                any(one.connected and one.told for one in self.node.dra.plugins(driver))
-                for driver in {one.driver for one in self.config.values() if one.driver and self.both}
-            )
-
+        """Wait until the kubelet knows what is served, and for a moment until the sides are as they should be."""
         if self.node.is_up and self.agent is not None:
-            self._wait(served, MOST)
+            self._wait(self._is_served, MOST)
+            self._wait(self._is_divided, BRIEF)
+
+    def _is_served(self) -> bool:
+        drivers = {one.driver for one in self.config.values() if one.driver and self.both}
+        return all(self.node.streams(name) for name in self.config) and all(
+            any(one.connected and one.told for one in self.node.dra.plugins(driver)) for driver in drivers
+        )
+
+    def _is_divided(self) -> bool:
+        """Return whether each resource's devices are on the sides that its share asks for; holders may prevent that."""
+        sliced = self._published()
+        for resource, settings in self.config.items():
+            listed = self.cards[resource]
+            of_claims = {name for name in listed if (settings.driver, f"{resource} {name}") in sliced}
+            of_pods = self._healthy(resource) & listed.keys()
+            wanted = 0 if not (self.both and settings.driver) else SHARES[settings.share]
+            if len(of_claims) != min(wanted, len(listed)) or len(of_pods) != len(listed) - len(of_claims):
+                return False
+        return True
+
+    def _published(self) -> set[Key]:
+        """Return the devices that are offered to claims, by driver and by resource and name."""
+        return {
+            (spec["driver"], one["attributes"]["name"]["string"])
+            for spec in (each["spec"] for each in self.server.objects())
+            for one in spec.get("devices") or ()
+        }
+
+    def _healthy(self, resource: str) -> set[str]:
+        """Return the devices that are offered to pods."""
+        devices = self.node.devices(resource)
+        return {name.partition("::")[0] for name, one in devices.items() if one.health == "Healthy"}
 
     def reload(self, config: Config, *, spoiled: str = "") -> None:
         """Have the agent take a config. spoiled: a driver of which nothing can be written at that time."""
@@ -350,6 +376,7 @@ class World:
             self.cards[resource][name] = Card(name, self._hardware(resource, name, hardware), times)
         if self.agent is not None:
             self.agent.list(resource, tuple(self.cards[resource].values()))
+            self._wait_served()
         self.settle()
 
     # Pods.
@@ -601,16 +628,11 @@ class World:
 
     def withheld(self) -> set[str]:
         """Return the hardware that is listed and that no pod and no claim can have now."""
+        sliced = self._published()
         listed: set[str] = set()
         offered: set[str] = set()
-        sliced = {
-            (spec["driver"], one["attributes"]["name"]["string"])
-            for spec in (each["spec"] for each in self.server.objects())
-            for one in spec.get("devices") or ()
-        }
         for resource, settings in self.config.items():
-            devices = self.node.devices(resource)
-            healthy = {name.partition("::")[0] for name, one in devices.items() if one.health == "Healthy"}
+            healthy = self._healthy(resource)
             for name, card in self.cards[resource].items():
                 listed.add(card.hardware)
                 if name in healthy or (settings.driver, f"{resource} {name}") in sliced:
