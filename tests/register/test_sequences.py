@@ -1,4 +1,4 @@
-"""Sequences that once gave hardware twice, replayed in the world of the machine; kinds of identity beside each other."""
+"""Sequences that once gave hardware twice, replayed in the world of the machine, for each kind of identity."""
 
 from __future__ import annotations
 

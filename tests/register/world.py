@@ -42,8 +42,10 @@ QUIET: Final = 0.06
 """Seconds without any change after which a step is over."""
 MOST: Final = 1.5
 """Seconds after which a step is over although things change."""
+MOVE: Final = 0.25
+"""Seconds that idle devices get to move; holders may keep them where they are."""
 BRIEF: Final = 0.4
-"""Seconds that a pod gets to start or to end, and devices to move; refusals are fine."""
+"""Seconds that a pod gets to start or to end; refusals are fine."""
 AT_LAST: Final = 15.0
 """Seconds after which each device has to be offered again when nobody is left."""
 
@@ -212,6 +214,12 @@ class Started:
     claim: str = ""
     hangs: bool = False
 
+    @property
+    def rests(self) -> bool:
+        """Whether it runs, has ended, or waits for the scheduler."""
+        pod = self.pod
+        return pod.running or pod.terminal or pod.gone or pod.deleting or bool(pod.waits_for)
+
 
 class World:
     """A node, its agent and what is on it.
@@ -317,7 +325,8 @@ class World:
         """Wait until the kubelet knows what is served, and for a moment until the sides are as they should be."""
         if self.node.is_up and self.agent is not None:
             self._wait(self._is_served, MOST)
-            self._wait(self._is_divided, BRIEF)
+            self._wait(self._is_divided, MOVE)
+            self._wait(lambda: all(one.rests for one in self.started), BRIEF)
 
     def _is_served(self) -> bool:
         drivers = {one.driver for one in self.config.values() if one.driver and self.both}
@@ -423,9 +432,8 @@ class World:
 
     def _follow(self, started: Started) -> Started:
         self.started.append(started)
-        pod = started.pod
-        served = self.node.is_up and self.agent is not None
-        self._wait(lambda: pod.running or pod.terminal or bool(pod.waits_for), BRIEF if served else 0)
+        if self.node.is_up and self.agent is not None:
+            self._wait(lambda: started.rests, BRIEF)
         self.settle()
         return started
 
